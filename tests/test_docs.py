@@ -119,8 +119,8 @@ def test_the_documentation_builds_without_warnings(tmp_path):
 
 
 def test_every_command_in_the_documents_exists():
-    known = set(re.findall(r"^│ ([a-z]+) ", run(*quire_command(), "--help").stdout, re.M))
-    named = {name for path in PAGES for name in re.findall(r"`quire ([a-z]+)", path.read_text("utf-8"))}
+    known = set(re.findall(r"^│ ([a-z-]+) ", run(*quire_command(), "--help").stdout, re.M))
+    named = {name for path in PAGES for name in re.findall(r"`quire ([a-z-]+)", path.read_text("utf-8"))}
     shown = {line.split()[1] for line in COMMANDS if line.startswith("quire ")}
     assert named
     assert shown

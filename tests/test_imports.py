@@ -27,7 +27,7 @@ ALLOWED_PACKAGES = {  # package -> the packages that it may import besides itsel
 
 LAYERS = """
 6  cli/       one file per command
-5  tools/     bench, loadtest, planning, simulation, traffic: they measure; serving never imports them
+5  cluster/   engine processes of other machines      tools/     bench, loadtest, planning, simulation, traffic
 4  server/    sockets, openai, resume, monitoring      workers/   engine processes      llm.py   a model in this process
 3  engine/    input, core, output, text        client/    AsyncClient, Client
 2  model/     config, families, weights, program, runner      protocol/   frames, codec, PROTOCOL.md

@@ -15,8 +15,9 @@ from ..common.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
-COMMANDS = {  # each is the function of that name in the file of that name
+COMMANDS = {  # each is the function of that name in the file of that name, with _ for -
     "serve": "Serve a model until interrupted.",
+    "engine-host": "Offer the engine processes of this machine to API servers (`quire serve --engine-hosts`).",
     "generate": "Continue PROMPT in this process and print the text as it is generated.",
     "demo": "Start a server on the bundled model, stream from it as several users, print what each user saw, and stop.",
     "bench": "Measure prefill and decode of a model and compare them with the limits of this machine.",
@@ -72,4 +73,5 @@ app = App(
     help_format="plaintext",  # without it, every help text imports a markdown parser
 )
 for _name, _help in COMMANDS.items():
-    app.command(f"quire.runtime.cli.{_name}:{_name}", name=_name, help=_help)
+    _function = _name.replace("-", "_")
+    app.command(f"quire.runtime.cli.{_function}:{_function}", name=_name, help=_help)

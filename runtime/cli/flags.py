@@ -14,13 +14,17 @@ import msgspec
 from cyclopts import Parameter
 from msgspec import inspect
 
-from ..common.config import LIMITS, MEMORY, SCHEDULING, SERVER, EngineConfig, ServerConfig
+from ..common.config import HOST, LIMITS, MACHINES, MEMORY, SCHEDULING, SERVER, EngineConfig, ServerConfig
 from ..common.errors import ConfigError
 from ..common.options import Option, flag_name, options_of
 from ..common.settings import Settings, resolve_settings, unknown_variables
 
 _OPTIONS = options_of(EngineConfig) | options_of(ServerConfig)
 _NAMES = tuple(_OPTIONS)
+HOST_OPTIONS = (  # of a server that an engine host has, too
+    "tls_cert", "tls_key", "prefix_snapshot", "shutdown_timeout", "engine_processes", "log_format", "log_level",
+    "stall_timeout_ms", "engine_heartbeat_timeout_ms", "engine_restart_timeout_ms", "secret_file",
+)  # fmt: skip
 ModelFolder = Annotated[
     str | None,
     Parameter(help="The model: a folder in Hugging Face's format, or a GGUF file. Default: the bundled model."),
@@ -108,9 +112,10 @@ def _as_flag(match: re.Match[str]) -> str:
     return flag_name(name) if name else match[0]
 
 
-def _flags(group: str) -> type:
-    """Return a dataclass with one flag per option of the group; None means that a flag was not given."""
-    options = [option for option in _OPTIONS.values() if option.group == group and option.name != "model"]
+def _flags(group: str, others: Collection[str] = ()) -> type:
+    """Return a dataclass with one flag per option of the group and of `others`; None means that it was not given."""
+    named = [option for option in _OPTIONS.values() if option.group == group or option.name in others]
+    options = [option for option in named if option.name != "model"]
     fields: list[tuple[str, Any, Any]] = [(option.name, _flag(option), None) for option in options]
     if group == MEMORY:
         fields.append(("config", Annotated[Path | None, Parameter(help=CONFIG_HELP)], None))
@@ -127,5 +132,9 @@ if TYPE_CHECKING:
     SchedulingFlags: TypeAlias = Any
     ServerFlags: TypeAlias = Any
     LimitFlags: TypeAlias = Any
+    MachineFlags: TypeAlias = Any
+    HostFlags: TypeAlias = Any
 else:
     MemoryFlags, SchedulingFlags, ServerFlags, LimitFlags = map(_flags, (MEMORY, SCHEDULING, SERVER, LIMITS))
+    MachineFlags = _flags(MACHINES)
+    HostFlags = _flags(HOST, HOST_OPTIONS)

@@ -34,10 +34,12 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=10**6)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 MEMORY, SCHEDULING, SERVER, LIMITS = "Model and memory", "Scheduling", "Server", "Timeouts and limits"
+MACHINES, HOST = "Many machines", "Engine host"
 _memory = partial(option, MEMORY)
 _scheduling = partial(option, SCHEDULING)
 _server = partial(option, SERVER)
 _limit = partial(option, LIMITS)
+_machines = partial(option, MACHINES)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -317,6 +319,26 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Count,
         _limit("Time that requests wait for the next engine process while its start fails; then they end.", unit="ms"),
     ] = 30_000
+
+    engine_hosts: Annotated[
+        str | None,
+        _machines(
+            "Engine hosts to use instead of engine processes of this machine, separated by commas: `host:port`, or "
+            "`dns:name:port` for every address of a name.",
+            unit="addresses",
+        ),
+    ] = None
+    secret_file: Annotated[
+        str | None,
+        _machines("File with the secret that API servers and engine hosts share, at least 16 bytes.", unit="file"),
+    ] = None
+    engine_hosts_ca: Annotated[
+        str | None,
+        _machines("Certificate in PEM that signs those of the engine hosts; with it, links use TLS.", unit="file"),
+    ] = None
+    listen: Annotated[
+        str, option(HOST, "Address and port for API servers; port 0 takes a free one.", unit="address")
+    ] = "0.0.0.0:7072"
 
     @property
     def has_keys(self) -> bool:

@@ -1,5 +1,6 @@
 """One engine: requests in, streams of text out. The server and `LLM` use it through `facade.EngineFacade`."""
 
+from .bits import models_digest
 from .core import Core, CoreListener, EngineCore, Prefilled
 from .engine import Engine, LocalEngine, load_texts
 from .facade import (
@@ -49,5 +50,6 @@ __all__ = [
     "check_snapshot_path",
     "has_tokenizer",
     "load_texts",
+    "models_digest",
     "prefix_snapshot",
 ]

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -48,6 +47,7 @@ from ..model.encoder import is_encoder
 from ..model.files import sampled_fingerprint
 from ..model.runner import ModelRunner, load_model
 from ..model.runner.encoder_runner import EncoderRunner, load_encoder
+from .bits import bits_id, encoder_bits_id
 from .build import build_pager, build_scheduler, build_spill_file
 from .facade import CoreInfo, EncoderInfo, EngineStats, StepStats
 from .grammars import Grammars
@@ -77,6 +77,7 @@ class CoreListener:
     observe: Callable[[StepStats, Sequence[Prefilled]], None] = _ignore  # a step ended and its updates are published
     ended: Callable[[], None] = _ignore  # nothing will be published any more
     begin: Callable[[StepPlan], None] = _ignore  # a step is about to be computed in this process
+    begun: Callable[[Sequence[Prefilled]], None] = _ignore  # another process computes these for the first time
 
 
 class Core(Protocol):
@@ -209,6 +210,16 @@ class EngineCore:
         """Bytes of the KV cache."""
         return 0 if self._runner is None else self._runner.capacity.memory.kv_bytes
 
+    def _fingerprint(self) -> str:
+        """Return a short form of the bits ids of both models."""
+        digest = hashlib.sha256()
+        if self._runner is not None:
+            digest.update(bits_id(self._runner, self.config, sampled_fingerprint(self._runner.path)))
+        if self.encoder is not None:
+            encoder = self.encoder
+            digest.update(encoder_bits_id(encoder.isa, self.config.weights, sampled_fingerprint(encoder.path)))
+        return digest.hexdigest()[:16]
+
     def _describe(self) -> CoreInfo:
         if self._runner is None:
             return self._describe_alone()
@@ -223,7 +234,7 @@ class EngineCore:
             isa=capacity.isa,
             threads=capacity.cpus.threads,
             threads_reason=capacity.cpus.reason,
-            fingerprint=_fingerprint(runner.path, capacity.isa, self.config),
+            fingerprint=self._fingerprint(),
             encoder=self._encoder_info,
         )
 
@@ -240,7 +251,7 @@ class EngineCore:
             isa=encoder.isa,
             threads=encoder.cpus.threads,
             threads_reason=encoder.cpus.reason,
-            fingerprint=_fingerprint(encoder.path, encoder.isa, self.config),
+            fingerprint=self._fingerprint(),
             encoder=info,
             generates=False,
         )
@@ -457,9 +468,3 @@ def run_encoder(encoder: Encoder, step: EncoderStep) -> EncoderResult:
         _log.exception("encoder batch failed", requests=len(step.request_ids))
         return EncoderResult(time.perf_counter() - started, error=f"encoding failed: {error!r}")
     return EncoderResult(time.perf_counter() - started, values)
-
-
-def _fingerprint(path: Path, isa: str, config: EngineConfig) -> str:
-    """Return a short name of what the bits of outputs depend on: build, ISA level, dtypes and model."""
-    parts = version("quire"), isa, config.weights, config.kv_cache_dtype, config.page_size
-    return hashlib.sha256(repr(parts).encode() + sampled_fingerprint(path)).hexdigest()[:16]

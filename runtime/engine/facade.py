@@ -171,7 +171,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     threads_reason: str
     eos_token_ids: frozenset[int] = frozenset()  # from config.json and generation_config.json
     num_processes: int = 0  # engine processes; 0: the core runs in this process
-    fingerprint: str = ""  # of all that decides the bits of an output besides its request
+    fingerprint: str = ""  # the bits id: of all that the bits of an output depend on besides its request
     encoder: EncoderInfo | None = None
     generates: bool = True  # False: the model is an encoder, which generates no text
 

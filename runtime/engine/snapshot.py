@@ -7,11 +7,9 @@ them. The file format is in `pager/snapshot.py`.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from pathlib import Path
 
 import structlog
@@ -27,7 +25,7 @@ from ...pager import (
 )
 from ..common.errors import ConfigError, SnapshotNotSaved
 from ..model import fingerprint
-from ..model.rope import uses_long_factors
+from .bits import bits_id
 from .core import EngineCore
 
 _log = structlog.get_logger("quire.engine")
@@ -68,12 +66,7 @@ async def prefix_snapshot(
 
 
 def _identity(core: EngineCore) -> bytes:
-    """Return a digest of everything that determines the bits of a page."""
-    runner, config = core.runner, core.config
-    capacity = runner.capacity
-    rotation = uses_long_factors(runner.spec.ropes, capacity.max_model_len)
-    build = (version("quire"), capacity.isa, config.weights, config.kv_cache_dtype, capacity.layout, rotation)
-    return hashlib.sha256(repr(build).encode() + fingerprint(runner.path)).digest()
+    return bits_id(core.runner, core.config, fingerprint(core.runner.path))
 
 
 def _load(core: EngineCore, path: Path, identity: bytes) -> None:

@@ -34,7 +34,7 @@ class UnixAddress:
 Address = TCPAddress | UnixAddress
 
 
-def parse_address(text: str) -> Address:
+def parse_address(text: str, lowest_port: int = 1) -> Address:
     """Return the address that `text` names. Raises ConfigError if it has none of the three forms."""
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
@@ -44,10 +44,11 @@ def parse_address(text: str) -> Address:
         host, _, port = text.rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
         bare_host = host[1:-1] if bracketed else host
-        if bare_host and (":" in bare_host) == bracketed and _is_port(port):
+        if bare_host and (":" in bare_host) == bracketed and _is_port(port, lowest_port):
             return TCPAddress(bare_host, int(port))
-    raise ConfigError(f"address {text!r} is not allowed; write host:port, [v6]:port or unix:/path, port 1 to 65535")
+    allowed = f"host:port, [v6]:port or unix:/path, port {lowest_port} to 65535"
+    raise ConfigError(f"address {text!r} is not allowed; write {allowed}")
 
 
-def _is_port(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= 65535
+def _is_port(text: str, lowest: int) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5 and lowest <= int(text) <= 65535

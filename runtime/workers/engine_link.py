@@ -11,7 +11,7 @@ import contextlib
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, TypeVar, cast
 
 import msgspec
 
@@ -24,6 +24,7 @@ from ..protocol.framing import next_payload, with_prefix
 STATS_INTERVAL_S = 0.25  # each message wakes a process whose CPUs compute
 READ_BYTES = 1 << 16
 
+SpecT = TypeVar("SpecT", bound=RequestSpec | EncodeSpec)
 LogOptions = tuple[Literal["console", "json"], str]  # format and level
 
 

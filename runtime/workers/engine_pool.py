@@ -7,11 +7,18 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from operator import attrgetter
 
 import msgspec
 
-from ...scheduler import AdmissionEstimate, EncodeRequest, FinishReason, NotAccepting, QueueFull, Request
+from ...scheduler import (
+    AdmissionEstimate,
+    EncodeRequest,
+    FinishReason,
+    NotAccepting,
+    QueuedRequest,
+    QueueFull,
+    Request,
+)
 from ..common.config import EngineConfig
 from ..common.errors import Unavailable
 from ..engine import CoreInfo, CoreListener, EngineStats
@@ -22,22 +29,14 @@ from .placement import place
 from .router import Router
 from .supervised_engine import SupervisedEngine
 from .supervisor import RESTART_TIMEOUT_S
+from .token_log import LoggedRequest
 
 
 class EnginePool:
     """Implements `engine.Core`. Made by `launch`."""
 
-    def __init__(self, members: Sequence[SupervisedEngine]) -> None:
-        self.members = members
-        info = members[0].info
-        self._info = msgspec.structs.replace(
-            info,
-            max_model_len=min(member.info.max_model_len for member in members),
-            num_pages=sum(member.info.num_pages for member in members),
-            threads=sum(member.info.threads for member in members),
-            num_processes=len(members),
-        )
-        self._router = Router(str(index) for index in range(len(members)))
+    def __init__(self, members: Mapping[str, SupervisedEngine]) -> None:
+        self._set_members(members)
         self._num_running = len(members)
         self._listener = CoreListener()
 
@@ -72,7 +71,8 @@ class EnginePool:
             for index, cpus in enumerate(places)
         ]
         try:
-            return cls(await asyncio.gather(*launching))
+            members = await asyncio.gather(*launching)
+            return cls({str(index): member for index, member in enumerate(members)})
         except BaseException:
             for task in launching:
                 task.cancel()
@@ -83,7 +83,7 @@ class EnginePool:
 
     @property
     def info(self) -> CoreInfo:
-        return self._info
+        return total_info([member.info for member in self.members])
 
     def start(self, listener: CoreListener) -> None:
         self._listener = listener
@@ -101,8 +101,20 @@ class EnginePool:
 
     async def add_encoding(self, request: EncodeRequest) -> AdmissionEstimate:
         """Add texts to the member with the fewest requests. Its process decides whether they have room."""
-        candidates = self._candidates(request.spec.tenant, 1) or [0]
-        return await min([self.members[i] for i in candidates], key=attrgetter("num_requests")).add_encoding(request)
+        return await self._choose(request, 1).add_encoding(request)
+
+    def readmit(self, entry: LoggedRequest) -> None:
+        """Continue a request that was accepted elsewhere, after the tokens it has. Limits do not apply."""
+        self._route(entry.request, self.members).readmit(entry)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(member.num_waiting for member in self.members)
+
+    @property
+    def predicted_wait_s(self) -> float:
+        """Predicted wait of a new request at the member where it is shortest."""
+        return min(member.load.predicted_wait_s for member in self.members)
 
     def cancel(self, request_id: int) -> None:
         for member in self.members:
@@ -139,35 +151,51 @@ class EnginePool:
     async def close(self) -> None:
         await asyncio.gather(*(member.close() for member in self.members))
 
-    def _with_room(self, tenant: str, count: int) -> list[int]:
-        """Return the indices of members that have room by what they said last."""
-        indices = []
-        for index, member in enumerate(self.members):
+    def _set_members(self, members: Mapping[str, SupervisedEngine]) -> None:
+        self.members = list(members.values())
+        self._by_name = dict(members)
+        self._router = Router(members)
+
+    def _with_room(self, tenant: str, count: int) -> list[SupervisedEngine]:
+        """Return the members that have room by what they said last."""
+        found = []
+        for member in self.members:
             with suppress(NotAccepting, QueueFull):
                 member.check_room(tenant, count)
-                indices.append(index)
-        return indices
+                found.append(member)
+        return found
 
-    def _candidates(self, tenant: str, count: int) -> list[int]:
-        """Return the indices of members that have room, those whose process is ready if there are some."""
-        with_room = self._with_room(tenant, count)
-        return [index for index in with_room if self.members[index].pid is not None] or with_room
-
-    def _choose(self, request: Request, count: int) -> SupervisedEngine:
+    def _choose(self, request: QueuedRequest, count: int) -> SupervisedEngine:
         """Return the member that a request goes to: one with room and a process that is ready, if there is one.
 
         Without any room the first member is asked; its refusal is returned.
         """
-        candidates = self._candidates(request.spec.tenant, count)
-        if not candidates:
-            return self.members[0]
-        loads = {str(index): self.members[index].load for index in candidates}
-        return self.members[int(self._router.choose(request.spec.conversation, loads))]
+        candidates = self._with_room(request.spec.tenant, count)
+        return self._route(request, candidates) if candidates else self.members[0]
+
+    def _route(self, request: QueuedRequest, candidates: Sequence[SupervisedEngine]) -> SupervisedEngine:
+        """Return one of `candidates`, of those that are ready if any is: by conversation, texts by load."""
+        ready = {member for member in candidates if member.is_ready} or set(candidates)
+        loads = {name: member.load for name, member in self._by_name.items() if member in ready}
+        if isinstance(request, Request):
+            return self._by_name[self._router.choose(request.spec.conversation, loads)]
+        return self._by_name[min(loads, key=lambda name: loads[name].num_requests)]
 
     def _on_member_ended(self) -> None:
         self._num_running -= 1
         if not self._num_running:
             self._listener.ended()
+
+
+def total_info(infos: Sequence[CoreInfo]) -> CoreInfo:
+    """Return what several cores are together. Each runs requests of at most the shortest context among them."""
+    return msgspec.structs.replace(
+        infos[0],
+        max_model_len=min(info.max_model_len for info in infos),
+        num_pages=sum(info.num_pages for info in infos),
+        threads=sum(info.threads for info in infos),
+        num_processes=sum(info.num_processes for info in infos),
+    )
 
 
 def _share(config: EngineConfig, count: int, num_cpus: int) -> EngineConfig:

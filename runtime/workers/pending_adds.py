@@ -89,10 +89,10 @@ class PendingAdds:
         self._sent.clear()
         return num_quarantined
 
-    def refuse_all(self, reason: str) -> None:
+    def refuse_all(self, refusal: NotAccepting) -> None:
         for pending in self._all():
             if not pending.answer.done():
-                pending.answer.set_exception(NotAccepting(reason))
+                pending.answer.set_exception(refusal)
         self._waiting.clear()
         self._sent.clear()
 

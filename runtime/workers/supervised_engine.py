@@ -1,4 +1,6 @@
-"""An engine process as a core whose requests outlive crashes: each goes on in the next process.
+"""An engine at the other end of a link as a core whose requests outlive crashes: each goes on in the next process.
+
+Here are the log of its requests and what is asked of it; where its processes come from is the supervisor's source.
 
 Every accepted request ends exactly once, however many processes that takes.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import msgspec
 import structlog
@@ -17,6 +20,7 @@ from ...scheduler import (
     AdmissionEstimate,
     CannotMeetDeadline,
     EncodeRequest,
+    EncodeSpec,
     FinishReason,
     NotAccepting,
     PageQuotaExceeded,
@@ -40,6 +44,7 @@ from .engine_link import (
     ReadmitEncoding,
     ReadmitRequest,
     RequestsBegun,
+    SpecT,
     StartEngine,
     StatsReport,
     StepReport,
@@ -49,10 +54,13 @@ from .engine_link import (
 from .health import HealthTimeouts
 from .pending_adds import PendingAdd, PendingAdds
 from .router import MemberLoad
-from .supervisor import RESTART_TIMEOUT_S, Supervisor
-from .token_log import TokenLog
+from .supervisor import RESTART_TIMEOUT_S, EngineSource, ProcessSource, Supervisor
+from .token_log import EndedRequests, LoggedRequest, TokenLog
 
 REFUSALS = {refusal.__name__: refusal for refusal in (QueueFull, CannotMeetDeadline, TooLong, PageQuotaExceeded)}
+UNESTIMATED_REFUSALS: dict[str, type[Exception]] = {  # of a host; others are NotAccepting
+    refusal.__name__: refusal for refusal in (DeadlineExceeded, Quarantined)
+}
 COUNTERS = (  # fields of EngineStats that a new process counts from 0
     "step",
     "prefix_queries_tokens",
@@ -66,6 +74,7 @@ COUNTERS = (  # fields of EngineStats that a new process counts from 0
     "encoded_texts",
     "encoded_tokens",
 )
+COUNTED_HERE = ("restarts", "replayed_requests", "quarantined_requests")  # and by a host about its own processes
 QUARANTINE_REASON = (
     "the engine crashed twice while it computed this request, the second time with no other request that could have "
     "been the cause; it is not tried again"
@@ -81,7 +90,7 @@ class SupervisedEngine:
 
     def __init__(
         self,
-        start: StartEngine,
+        source: EngineSource,
         max_num_waiting: int,
         timeouts: HealthTimeouts,
         restart_timeout_s: float,
@@ -89,14 +98,14 @@ class SupervisedEngine:
     ) -> None:
         self._max_num_waiting = max_num_waiting
         self._clock = clock
-        self._supervisor = Supervisor(start, timeouts, restart_timeout_s, self)
+        self._supervisor = Supervisor(source, timeouts, restart_timeout_s, self)
         self._listener = CoreListener()
         self._tokens = TokenLog(clock)
         self._pending_adds = PendingAdds()
         self._num_waiting = 0  # last reported by the process
         self._predicted_wait_s = 0.0  # likewise
         self._stats: EngineStats | None = None  # of this process; None until it has sent some
-        self._former_counts = dict.fromkeys(COUNTERS, 0)  # of the processes before this one
+        self._former_counts = dict.fromkeys(COUNTERS + COUNTED_HERE, 0)  # of the processes before this one
         self._num_replayed = 0
         self._num_quarantined = 0
         self._down: str | None = None  # why processes fail to start; nothing is accepted in the meantime
@@ -104,7 +113,7 @@ class SupervisedEngine:
         self._stopped = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._log = _log.bind(engine=start.name)
+        self._log = _log.bind(engine=source.name)
 
     @classmethod
     async def launch(
@@ -120,8 +129,8 @@ class SupervisedEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> SupervisedEngine:
         """Return an engine whose first process is ready. Raises ModelError, ConfigError or Unavailable."""
-        start = StartEngine(config, cpus, snapshot, name, log)
-        engine = cls(start, config.max_num_waiting, timeouts or HealthTimeouts(), restart_timeout_s, clock)
+        source = ProcessSource(StartEngine(config, cpus, snapshot, name, log))
+        engine = cls(source, config.max_num_waiting, timeouts or HealthTimeouts(), restart_timeout_s, clock)
         ready = await engine._supervisor.launch()
         engine.info = msgspec.structs.replace(ready.info, num_processes=1)
         return engine
@@ -146,6 +155,15 @@ class SupervisedEngine:
         return self._supervisor.lost_snapshot
 
     @property
+    def is_ready(self) -> bool:
+        return self._supervisor.process is not None
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait in the process, as it last reported, and that wait to be added."""
+        return self._num_waiting + self._pending_adds.num_sequences
+
+    @property
     def pid(self) -> int | None:
         """Process id; None while no process is ready."""
         return None if self._supervisor.process is None else self._supervisor.process.pid
@@ -158,7 +176,7 @@ class SupervisedEngine:
     def check_room(self, tenant: str, count: int) -> None:
         """Raise QueueFull or NotAccepting by what the process last reported. It alone has the limits of each tenant."""
         self._check_accepting()
-        num_waiting = self._num_waiting + self._pending_adds.num_sequences
+        num_waiting = self.num_waiting
         if num_waiting + count > self._max_num_waiting:
             num_pages = 0 if self._stats is None else self._stats.pages_free + self._stats.pages_cached
             raise QueueFull(
@@ -194,8 +212,14 @@ class SupervisedEngine:
             assert answer.estimate is not None, "an accepted request has one"
             return answer.estimate
         if answer.estimate is None:
-            raise NotAccepting(answer.message)
+            raise UNESTIMATED_REFUSALS.get(answer.refusal, NotAccepting)(answer.message)
         raise REFUSALS[answer.refusal](answer.message, answer.estimate)
+
+    def readmit(self, entry: LoggedRequest) -> None:
+        """Continue a request that was accepted elsewhere, after the tokens it has. Limits do not apply."""
+        self._idle.clear()
+        self._tokens.adopt(entry)
+        self._send_next()
 
     def cancel(self, request_id: int) -> None:
         match self._tokens.cancel(request_id):
@@ -219,11 +243,8 @@ class SupervisedEngine:
         """Return the counters of EngineStats over all processes, also while none is ready."""
         stats = self._stats
         counts = {name: count + (getattr(stats, name) if stats else 0) for name, count in self._former_counts.items()}
-        return counts | {
-            "restarts": self.num_restarts,
-            "replayed_requests": self._num_replayed,
-            "quarantined_requests": self._num_quarantined,
-        }
+        here = self.num_restarts, self._num_replayed, self._num_quarantined
+        return counts | {name: counts[name] + count for name, count in zip(COUNTED_HERE, here, strict=True)}
 
     async def drain(self) -> None:
         self._leaving = True
@@ -259,6 +280,7 @@ class SupervisedEngine:
                 self._stats, self._num_waiting, self._predicted_wait_s = stats, num_waiting, predicted_wait_s
             case RequestsBegun(requests):
                 self._tokens.note_begun(requests)
+                self._listener.begun(requests)
             case AddAnswer():
                 self._on_answer(message)
 
@@ -269,19 +291,9 @@ class SupervisedEngine:
         self._send_next()
 
     def on_process_exit(self, from_outside: bool) -> None:
-        if self._stats is not None:
-            for name in COUNTERS:
-                self._former_counts[name] += getattr(self._stats, name)
-        self._stats = None
-        self._num_waiting, self._predicted_wait_s = 0, 0.0
+        self._forget_stats()
         self._num_quarantined += self._pending_adds.on_process_exit(from_outside)
-        ended = self._tokens.on_process_exit(from_outside)
-        self._num_quarantined += len(ended.quarantined)
-        if ended.cancelled:
-            self._listener.publish([RequestUpdate(each, finish_reason="cancelled") for each in ended.cancelled])
-        for request_id in ended.quarantined:
-            self._listener.fail(request_id, Quarantined(QUARANTINE_REASON))
-        self._note_idle()
+        self._end(self._tokens.on_process_exit(from_outside), QUARANTINE_REASON)
 
     def on_restarts_failing(self, reason: str) -> None:
         self._down = reason
@@ -308,6 +320,23 @@ class SupervisedEngine:
 
     # Helpers
 
+    def _forget_stats(self) -> None:
+        """Keep the counters of a process that is gone, and nothing else that it reported."""
+        if self._stats is not None:
+            for name in self._former_counts:
+                self._former_counts[name] += getattr(self._stats, name)
+        self._stats = None
+        self._num_waiting, self._predicted_wait_s = 0, 0.0
+
+    def _end(self, ended: EndedRequests, quarantine_reason: str) -> None:
+        """Report requests that left the log when their process exited."""
+        self._num_quarantined += len(ended.quarantined)
+        if ended.cancelled:
+            self._listener.publish([RequestUpdate(each, finish_reason="cancelled") for each in ended.cancelled])
+        for request_id in ended.quarantined:
+            self._listener.fail(request_id, Quarantined(quarantine_reason))
+        self._note_idle()
+
     def _send(self, message: ToEngine) -> None:
         if (process := self._supervisor.process) is not None:
             process.link.send(message)
@@ -317,14 +346,29 @@ class SupervisedEngine:
         if (process := self._supervisor.process) is not None:
             for request in self._tokens.next_to_send():
                 self._num_replayed += 1
-                if isinstance(request, EncodeRequest):
-                    process.link.send(ReadmitEncoding(request.spec))
-                elif isinstance(request, Request):
-                    process.link.send(ReadmitRequest(as_read(request.spec), tuple(request.output_token_ids)))
+                process.link.send(self._readmit_message(request))
             if not self._tokens.is_replaying:
                 for pending in self._pending_adds.send():
-                    process.link.send(_add_message(pending.requests))
+                    process.link.send(self._add_message(pending.requests))
         self._note_idle()
+
+    def _add_message(self, requests: Sequence[QueuedRequest]) -> AddRequests | AddEncoding:
+        """Return what asks the process to accept the requests of one `PendingAdd`."""
+        first = requests[0]
+        if isinstance(first, EncodeRequest):
+            return AddEncoding(self._for_link(first.spec))
+        return AddRequests(
+            tuple([as_read(self._for_link(each.spec)) for each in requests if isinstance(each, Request)])
+        )
+
+    def _readmit_message(self, request: QueuedRequest) -> ReadmitRequest | ReadmitEncoding:
+        if isinstance(request, Request):
+            return ReadmitRequest(as_read(self._for_link(request.spec)), tuple(request.output_token_ids))
+        return ReadmitEncoding(self._for_link(cast(EncodeSpec, request.spec)))
+
+    def _for_link(self, spec: SpecT) -> SpecT:
+        """Return `spec` as the other end has to read it."""
+        return spec
 
     def _withdraw(self, pending: PendingAdd) -> None:
         """Take requests back whose caller is gone, wherever they are."""
@@ -337,7 +381,7 @@ class SupervisedEngine:
     def _fail_all(self, reason: str) -> None:
         for request_id in self._tokens.forget_all():
             self._listener.fail(request_id, Unavailable(reason))
-        self._pending_adds.refuse_all(reason)
+        self._pending_adds.refuse_all(NotAccepting(reason))
         self._note_idle()
 
     def _note_idle(self) -> None:
@@ -349,11 +393,3 @@ class SupervisedEngine:
             raise NotAccepting("no new requests are accepted: the engine is draining or closed")
         if self._down is not None:
             raise NotAccepting(self._down)
-
-
-def _add_message(requests: Sequence[QueuedRequest]) -> AddRequests | AddEncoding:
-    """Return what asks an engine process to accept the requests of one `PendingAdd`."""
-    first = requests[0]
-    if isinstance(first, EncodeRequest):
-        return AddEncoding(first.spec)
-    return AddRequests(tuple([as_read(each.spec) for each in requests if isinstance(each, Request)]))

@@ -1,6 +1,7 @@
-"""Keeps one engine process running: starts it, watches its health, and starts another when it is gone.
+"""Keeps one engine running: opens it, watches its health, and opens another when it is gone.
 
-It must not import the scheduler. The owner of the requests is notified by callbacks.
+An engine is a process that is spawned, or one on another machine that is connected to: a source opens it. It must not
+import the scheduler. The owner of the requests is notified by callbacks.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import asyncio
 import contextlib
 import math
 import signal
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 import structlog
 
 from ..common.errors import Unavailable
-from .engine_link import EngineReady, FromEngine, StartEngine
+from .engine_link import EngineReady, FromEngine, StartEngine, ToEngine
 from .engine_process import EngineProcess
 from .health import TICK_S, HealthMonitor, HealthTimeouts
 
@@ -25,6 +27,72 @@ RESTART_TIMEOUT_S = 30.0  # that requests wait for the next process while its st
 LOADING_TIMEOUTS = HealthTimeouts(heartbeat_s=15.0, stall_s=float("inf"))
 
 _log = structlog.get_logger("quire.supervisor")
+
+
+class Sender(Protocol):
+    def send(self, message: ToEngine) -> None:
+        """Write `message` without waiting; drop it when the other end is closed."""
+
+
+class OpenEngine(Protocol):
+    """An engine at the other end of a link; `EngineProcess` is one, and says more of each member."""
+
+    ready: asyncio.Future[EngineReady]
+    closed: asyncio.Event
+
+    @property
+    def link(self) -> Sender: ...
+    @property
+    def pid(self) -> int | None:
+        """Process id; None on another machine."""
+
+    @property
+    def is_stopped(self) -> bool: ...
+    async def stop(self) -> str | None: ...
+    async def wait_after_close(self) -> None: ...
+    async def kill(self) -> int: ...
+
+
+class EngineSource(Protocol):
+    """Where the engines of one supervisor come from, one after another."""
+
+    what: str  # it opens, for log lines
+    ending: str  # of an engine that closed its link, for log lines
+    name: str
+    snapshot: str | None  # file that a stopped engine writes
+
+    async def open(self, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[], None]) -> OpenEngine:
+        """Open an engine, which may not be ready yet. Raises what prevents that, and then leaves nothing behind."""
+
+    def note_ready(self, ready: EngineReady) -> None:
+        """Note what an engine reports of itself. Raises what makes it unusable."""
+
+
+class ProcessSource:
+    """Spawns processes with the configuration of the first."""
+
+    what = "engine process"
+    ending = "it exited"
+
+    def __init__(self, start: StartEngine) -> None:
+        self.start = start
+        self.name = start.name
+        self.snapshot = start.snapshot
+
+    async def open(self, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[], None]) -> OpenEngine:
+        """See `EngineSource.open`."""
+        return await EngineProcess.spawn(self.start, receive, on_heartbeat)
+
+    def note_ready(self, ready: EngineReady) -> None:
+        """Keep what the process derived from the state of the machine for all that follow."""
+        config = msgspec.structs.replace(
+            self.start.config,
+            kv_cache_memory=ready.kv_bytes or None,  # an encoder has none
+            max_model_len=ready.info.max_model_len,
+            threads=ready.info.threads,
+            isa=ready.info.isa,
+        )
+        self.start = msgspec.structs.replace(self.start, config=config)
 
 
 class ProcessOwner(Protocol):
@@ -44,35 +112,34 @@ class ProcessOwner(Protocol):
 
 class Supervisor:
     def __init__(
-        self, start: StartEngine, timeouts: HealthTimeouts, restart_timeout_s: float, owner: ProcessOwner
+        self, source: EngineSource, timeouts: HealthTimeouts, restart_timeout_s: float, owner: ProcessOwner
     ) -> None:
-        self.process: EngineProcess | None = None  # None while none is ready
+        self.process: OpenEngine | None = None  # None while none is ready
         self.health = HealthMonitor(timeouts)
-        self.num_restarts = 0
+        self.num_opened = 0  # engines that were ready
         self.lost_snapshot: str | None = None  # why `stop` could not save the snapshot
-        self._start = start
+        self._source = source
         self._timeouts = timeouts
         self._restart_timeout_s = restart_timeout_s
         self._owner = owner
         self._task: asyncio.Task[None] | None = None
-        self._log = _log.bind(engine=start.name)
+        self._log = _log.bind(engine=source.name)
+
+    @property
+    def num_restarts(self) -> int:
+        return max(0, self.num_opened - 1)
 
     async def launch(self) -> EngineReady:
-        """Start the first process and keep it running from then on. Raises the error that prevents its start."""
-        process, ready = await self._spawn()
-        # What the first process derived from the state of the machine holds for all that follow.
-        config = msgspec.structs.replace(
-            self._start.config,
-            kv_cache_memory=ready.kv_bytes or None,  # an encoder has none
-            max_model_len=ready.info.max_model_len,
-            threads=ready.info.threads,
-            isa=ready.info.isa,
-        )
-        self._start = msgspec.structs.replace(self._start, config=config)
+        """Open the first engine and keep one open from then on. Raises the error that prevents its start."""
+        process, ready = await self._open()
         self._use(process)
-        self._log.debug("engine process ready", pid=process.pid)
-        self._task = asyncio.create_task(self._run(process), name=f"quire-supervisor-{self._start.name}")
+        self._log.debug(f"{self._source.what} ready", pid=process.pid)
+        self.start(process)
         return ready
+
+    def start(self, process: OpenEngine | None = None) -> None:
+        """Keep an engine open from now on, beginning with `process` if there is one. Returns immediately."""
+        self._task = asyncio.create_task(self._run(process), name=f"quire-supervisor-{self._source.name}")
 
     async def stop(self) -> None:
         """Stop the process and start no other; log whether it saved its snapshot. Idempotent."""
@@ -82,7 +149,7 @@ class Supervisor:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        snapshot, problem = self._start.snapshot, None
+        snapshot, problem = self._source.snapshot, None
         if self.process is not None:
             problem = await self.process.stop()
             self.process = None
@@ -93,17 +160,18 @@ class Supervisor:
             if snapshot is not None:
                 self.lost_snapshot = f"the prefix cache was not saved to {snapshot}: {problem}"
 
-    async def _run(self, process: EngineProcess) -> None:
+    async def _run(self, process: OpenEngine | None) -> None:
         try:
             while True:
-                from_outside = await self._watch(process)
-                self._owner.on_process_exit(from_outside)
-                process = await self._restart()
+                if process is not None:
+                    from_outside = await self._watch(process)
+                    self._owner.on_process_exit(from_outside)
+                process = await self._reopen()
         finally:
-            if self.process is not process:  # cancelled while the process was being replaced
+            if process is not None and self.process is not process:  # cancelled while the process was being replaced
                 await process.kill()
 
-    async def _watch(self, process: EngineProcess) -> bool:
+    async def _watch(self, process: OpenEngine) -> bool:
         """Wait until the process exits or has to be killed, and return whether that came from outside."""
         problem = None
         while problem is None and not process.closed.is_set():
@@ -117,11 +185,13 @@ class Supervisor:
         if problem is None:
             await process.wait_after_close()
         status = await process.kill()
-        self._log.error("engine process lost", pid=process.pid, status=status, reason=problem or "it exited")
+        self._log.error(
+            f"{self._source.what} lost", pid=process.pid, status=status, reason=problem or self._source.ending
+        )
         return was_stopped or (problem is None and status == -signal.SIGKILL)
 
-    async def _restart(self) -> EngineProcess:
-        """Try until a process is ready, with growing pauses. Notify the owner after `restart_timeout_s`.
+    async def _reopen(self) -> OpenEngine:
+        """Try until an engine is ready, with growing pauses. Notify the owner after `restart_timeout_s`.
 
         The time counts from the first failed start: a process that is loading may take as long as it needs.
         """
@@ -129,20 +199,19 @@ class Supervisor:
         num_failures, pause_s, failing_at = 0, FIRST_PAUSE_S, math.inf
         while True:
             try:
-                process, _ = await self._spawn()
+                process, _ = await self._open()
             except Exception as error:  # whatever it was, such as too many open files: it may be over at the next start
                 num_failures += 1
                 failing_at = min(failing_at, now() + self._restart_timeout_s)
-                self._log.error("engine process did not start", attempt=num_failures, reason=str(error))
+                self._log.error(f"{self._source.what} did not start", attempt=num_failures, reason=str(error))
                 left_s = failing_at - now()
                 if left_s <= 0:
                     self._owner.on_restarts_failing(f"the engine cannot be restarted: {error}")
                 await self._pause(pause_s if left_s <= 0 else min(pause_s, left_s))
                 pause_s = min(MAX_PAUSE_S, 2 * pause_s)
             else:
-                self.num_restarts += 1
                 self._use(process)
-                self._log.info("engine process restarted", pid=process.pid)
+                self._log.info(f"{self._source.what} ready", pid=process.pid, restarts=self.num_restarts)
                 return process
 
     async def _pause(self, seconds: float) -> None:
@@ -151,22 +220,25 @@ class Supervisor:
             seconds -= TICK_S
             self._owner.on_tick()
 
-    async def _spawn(self) -> tuple[EngineProcess, EngineReady]:
-        """Start a process and wait until it is ready. Raises the error that prevents that."""
+    async def _open(self) -> tuple[OpenEngine, EngineReady]:
+        """Open an engine and wait until it is ready. Raises the error that prevents that."""
         self.health = HealthMonitor(LOADING_TIMEOUTS)
-        process = await EngineProcess.spawn(self._start, self._owner.receive, lambda: self.health.note_heartbeat())
+        process = await self._source.open(self._owner.receive, lambda: self.health.note_heartbeat())
         try:
             while not process.ready.done():
                 await asyncio.wait([process.ready], timeout=TICK_S)
                 self._owner.on_tick()
                 if (problem := self.health.check()) is not None:
-                    raise Unavailable(f"the engine process hangs while it starts: {problem}")
-            return process, process.ready.result()
+                    raise Unavailable(f"the {self._source.what} hangs while it starts: {problem}")
+            ready = process.ready.result()
+            self._source.note_ready(ready)
+            return process, ready
         except BaseException:
             await process.kill()
             raise
 
-    def _use(self, process: EngineProcess) -> None:
+    def _use(self, process: OpenEngine) -> None:
         self.process = process
+        self.num_opened += 1
         self.health = HealthMonitor(self._timeouts)
         self._owner.on_process_ready()

@@ -23,6 +23,7 @@ from ..engine import Prefilled
 
 MAX_UNPRODUCTIVE_EXITS = 3  # from outside and in a row, before any request gained a token; more count as crashes
 MAX_UNBEGUN_EXITS = 2  # in a row, of processes that had a request and never computed it; then it is suspected, too
+MAX_LOST_HOSTS = 3  # in a row beneath one request, before it gained tokens
 MIN_GAINED_TOKENS = 2  # that clear a suspect: the first comes from the replay's prefill, the second from decoding
 
 
@@ -38,6 +39,7 @@ class LoggedRequest:
     num_gained: int = 0  # tokens from the current process
     crash_suspect: bool = False  # it was being computed when a process crashed, and has not gained tokens since
     num_unbegun_exits: int = 0  # see MAX_UNBEGUN_EXITS
+    num_lost_hosts: int = 0  # see MAX_LOST_HOSTS
     num_incarnations: int = 0  # earlier processes
     seconds_in: list[float] = field(default_factory=lambda: [0.0] * len(State))  # in earlier processes
     lost_tokens: int = 0  # whose keys and values were lost with the last process
@@ -66,6 +68,26 @@ class TokenLog:
     def add(self, request: QueuedRequest) -> None:
         """Add a request that the process has accepted."""
         self._entries[request.request_id] = LoggedRequest(request, self._clock(), is_sent=True)
+
+    def adopt(self, entry: LoggedRequest) -> None:
+        """Add a request that another log gave up, or another machine; it is sent as a replay."""
+        self._entries[entry.request.request_id] = entry
+        self._unsent.append(entry)
+
+    def give_up_unsent(self) -> list[LoggedRequest]:
+        """Remove and return the requests that no process has and none is suspected for."""
+        given_up = list(self._unsent)
+        self._unsent.clear()
+        for entry in given_up:
+            del self._entries[entry.request.request_id]
+        return given_up
+
+    def give_up(self, request_id: int) -> LoggedRequest | None:
+        """Remove and return a request that its process cannot continue; None if it is not in the log."""
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            _end_incarnation(entry, self._clock())
+        return entry
 
     def forget(self, request_id: int) -> bool:
         """Remove a request, if it is there. Return whether the process has it."""
@@ -135,6 +157,7 @@ class TokenLog:
             self._has_gained = True
             entry.num_gained += len(update.tokens)
             if entry.num_gained >= MIN_GAINED_TOKENS:
+                entry.num_lost_hosts = 0
                 self._clear_suspicion(entry)
         if update.counters is not None:
             self._has_gained = True
@@ -170,6 +193,26 @@ class TokenLog:
             (self._suspects if entry.crash_suspect else self._unsent).append(entry)
         # A beam search gains no token before its end: it goes last, so that no other suspect waits for that.
         self._suspects = deque(sorted(self._suspects, key=_is_beam_search))
+        return ended
+
+    def on_host_lost(self, is_blameless: bool) -> EndedRequests:
+        """Prepare every request to be replayed at another host, but for those that are returned.
+
+        Which request was the cause cannot be known: a host isolates its own suspects. One that loses MAX_LOST_HOSTS
+        is quarantined. `is_blameless`: the host had announced that it leaves.
+        """
+        now = self._clock()
+        self._unsent.clear()
+        ended = EndedRequests([], [])
+        for request_id, entry in list(self._entries.items()):
+            entry.num_lost_hosts += entry.is_sent and not is_blameless
+            if entry.is_cancelled or entry.num_lost_hosts >= MAX_LOST_HOSTS:
+                (ended.cancelled if entry.is_cancelled else ended.quarantined).append(request_id)
+                del self._entries[request_id]
+                self._close(entry)
+                continue
+            _end_incarnation(entry, now)
+            self._unsent.append(entry)
         return ended
 
     @property

@@ -19,6 +19,7 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.engine import Engine, GenerateRequest, TextProcessor
 from quire.runtime.model import BUNDLED_MODEL, model_path
 from quire.runtime.workers import EnginePool
+from quire.runtime.workers.supervisor import ProcessSource
 
 from tests.gguf_files import describe, encode, stored_tensors, write
 
@@ -73,8 +74,10 @@ async def test_a_request_continues_at_another_level_after_a_crash(other: str, we
     try:
         member = engine.core.members[0]
         supervisor = member._supervisor
-        elsewhere = msgspec.structs.replace(supervisor._start.config, isa=other)
-        supervisor._start = msgspec.structs.replace(supervisor._start, config=elsewhere)
+        source = supervisor._source
+        assert isinstance(source, ProcessSource)
+        elsewhere = msgspec.structs.replace(source.start.config, isa=other)
+        source.start = msgspec.structs.replace(source.start, config=elsewhere)
         chunks = []
         async for chunk in await engine.submit(request):
             chunks.append(chunk)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from quire.runtime.cli import serve as command
+from quire.runtime.cli import stop_signal
 from quire.runtime.cli.interrupts import leave, leaving_at_once
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import Unavailable
@@ -36,10 +37,11 @@ async def test_a_signal_while_the_model_loads_ends_the_start(
             left.set()
 
     monkeypatch.setattr(command, "_core", loading)
-    monkeypatch.setattr(command, "CANCEL_TIMEOUT_S", 1e6)
+    monkeypatch.setattr(stop_signal, "CANCEL_TIMEOUT_S", 1e6)
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        assert await command._serve(resolve_settings({}, {})) == number
+        settings = resolve_settings({}, {})
+        assert await stop_signal.until_signal(lambda stop: command._start_and_serve(settings, stop)) == number
     finally:
         for each, handler in handlers.items():
             asyncio.get_running_loop().remove_signal_handler(each)

@@ -9,7 +9,17 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from quire import LLM
-from quire.runtime.common.config import LIMITS, MEMORY, SCHEDULING, SERVER, EngineConfig, EngineOptions, ServerConfig
+from quire.runtime.common.config import (
+    HOST,
+    LIMITS,
+    MACHINES,
+    MEMORY,
+    SCHEDULING,
+    SERVER,
+    EngineConfig,
+    EngineOptions,
+    ServerConfig,
+)
 from quire.runtime.common.options import options_of
 from quire.runtime.common.settings import resolve_settings
 from quire.runtime.common.types import SamplingParams
@@ -21,7 +31,7 @@ OPTIONS = [(struct, option) for struct in STRUCTS for option in options_of(struc
 
 @pytest.mark.parametrize(("struct", "option"), OPTIONS, ids=lambda value: getattr(value, "name", ""))
 def test_every_option_has_a_group_and_a_sentence_of_help(struct: type[Any], option: Any) -> None:
-    assert option.group in (MEMORY, SCHEDULING, SERVER, LIMITS, "Sampling")
+    assert option.group in (MEMORY, SCHEDULING, SERVER, LIMITS, MACHINES, HOST, "Sampling")
     assert option.help.endswith(".")
     assert option.help[0].isupper()
 

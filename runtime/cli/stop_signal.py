@@ -1,0 +1,60 @@
+"""How a command that serves is ended: the first SIGINT or SIGTERM drains it, the second exits immediately.
+
+While it starts, the first ends the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import uvloop
+
+CANCEL_TIMEOUT_S = 1.0  # to end a start; a thread that loads a model may not end in time
+
+
+def run_until_signal(main: Callable[[StopSignal], Coroutine[Any, Any, None]]) -> None:
+    """Run `main` until a signal ended it. Raises KeyboardInterrupt if that was SIGINT."""
+    if uvloop.run(until_signal(main)) == signal.SIGINT:
+        raise KeyboardInterrupt
+
+
+async def until_signal(main: Callable[[StopSignal], Coroutine[Any, Any, None]]) -> signal.Signals:
+    """Run `main` until a signal ended it, and return that."""
+    stop = StopSignal()
+    running = asyncio.create_task(main(stop))
+    stop.cancel_start = running.cancel
+    try:
+        await running
+    except asyncio.CancelledError:
+        if stop.number is None:
+            raise
+    assert stop.number is not None, "the command runs until a signal"
+    return stop.number
+
+
+class StopSignal:
+    """The first SIGINT or SIGTERM: ends a start, or lets `wait` return. The second exits, also as process 1."""
+
+    def __init__(self) -> None:
+        self.number: signal.Signals | None = None
+        self.cancel_start: Callable[[], object] | None = None  # while the model loads
+        self._received = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server can reload
+
+    async def wait(self) -> None:
+        await self._received.wait()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.number is not None:
+            os._exit(128 + number)
+        self.number = number
+        self._received.set()
+        if self.cancel_start is not None:
+            self.cancel_start()
+            asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, os._exit, 128 + number)

@@ -1,0 +1,236 @@
+"""All engine hosts of an API server as one core: each request belongs to one host at a time and ends once.
+
+When a host is lost, its requests go on at others, with the tokens they have: the bytes of their streams do not change.
+Limits are not applied to them, since they had been accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import structlog
+
+from ...scheduler import (
+    AdmissionEstimate,
+    EncodeRequest,
+    NotAccepting,
+    QueuedRequest,
+    QueueFull,
+    Request,
+    SchedulerError,
+)
+from ..common.errors import Quarantined, Unavailable
+from ..engine import CoreInfo, CoreListener, EngineStats
+from ..workers import EnginePool, HealthTimeouts
+from ..workers.engine_pool import total_info
+from ..workers.supervised_engine import SupervisedEngine
+from ..workers.token_log import MAX_LOST_HOSTS, LoggedRequest
+from .members import Member, Members
+from .remote import QUARANTINE_REASON, Credentials, HostLost, HostSource, HostTraits, RemoteHost
+
+CONNECT_POLL_S = 0.02
+RESOLVE_INTERVAL_S = 5.0
+
+_log = structlog.get_logger("quire.cluster")
+
+
+class Cluster(EnginePool):
+    """Implements `engine.Core` and `RequestMover`. Made by `connect`."""
+
+    @classmethod
+    async def connect(
+        cls,
+        members: Members,
+        credentials: Credentials,
+        models_digest: str,
+        *,
+        heartbeat_timeout_s: float = 1.0,
+        restart_timeout_s: float = 30.0,
+    ) -> Cluster:
+        """Return a cluster that has tried every host and reached at least one.
+
+        Raises what no further attempt would change, such as a wrong secret; Unavailable if no host has been reached in
+        `restart_timeout_s`.
+        """
+        timeouts = HealthTimeouts(heartbeat_timeout_s, stall_s=math.inf)  # a host finds its own stalls
+        cluster = cls(members, credentials, HostTraits(models_digest), timeouts, restart_timeout_s)
+        try:
+            async with asyncio.timeout(restart_timeout_s):
+                await cluster._connect()
+        except BaseException as error:
+            await cluster.close()
+            if isinstance(error, TimeoutError):
+                reasons = "; ".join(str(host.problem) for host in cluster.hosts.values()) or "no name has an address"
+                raise Unavailable(f"no engine host was reached in {restart_timeout_s:g} s: {reasons}") from None
+            raise
+        return cluster
+
+    def __init__(
+        self,
+        members: Members,
+        credentials: Credentials,
+        traits: HostTraits,
+        timeouts: HealthTimeouts,
+        restart_timeout_s: float,
+    ) -> None:
+        super().__init__({})
+        self.hosts: dict[str, RemoteHost] = {}  # by address; also those that have left, until their requests end
+        self._where = members
+        self._credentials = credentials
+        self._traits = traits
+        self._timeouts = timeouts
+        self._restart_timeout_s = restart_timeout_s
+        self._updating: asyncio.Task[None] | None = None
+
+    @property
+    def info(self) -> CoreInfo:
+        """See `Core.info`. Sizes are those at the start."""
+        return self._info
+
+    def start(self, listener: CoreListener) -> None:
+        self._listener = listener
+        for host in self.hosts.values():
+            host.start(dataclasses.replace(listener, ended=lambda: None))
+
+    def check_room(self, tenant: str, count: int) -> None:
+        if not self.hosts:
+            raise NotAccepting("there is no engine host")
+        super().check_room(tenant, count)
+
+    async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
+        """Add requests to one host. One that refuses for lack of room, or is lost before it answers, is left out."""
+        return await self._add_somewhere(requests[0], len(requests), lambda host: host.add(requests))
+
+    async def add_encoding(self, request: EncodeRequest) -> AdmissionEstimate:
+        """Add texts to one host, as `add` does."""
+        return await self._add_somewhere(request, 1, lambda host: host.add_encoding(request))
+
+    async def _add_somewhere(
+        self,
+        request: QueuedRequest,
+        count: int,
+        add_to: Callable[[SupervisedEngine], Awaitable[AdmissionEstimate]],
+    ) -> AdmissionEstimate:
+        num_lost, refusals = 0, dict[SupervisedEngine, SchedulerError]()
+        while True:
+            host = self._choose_except(request, count, refusals)
+            try:
+                return await add_to(host)
+            except HostLost:
+                num_lost += 1
+                if num_lost >= MAX_LOST_HOSTS:
+                    raise Quarantined(QUARANTINE_REASON) from None
+            except (NotAccepting, QueueFull) as refusal:
+                refusals[host] = refusal
+
+    def stats(self) -> EngineStats:
+        if not self.hosts:
+            raise Unavailable("there is no engine host")
+        return super().stats()
+
+    async def drain(self) -> None:
+        """See `Core.drain`. Requests may move between hosts meanwhile."""
+        while True:
+            await super().drain()
+            if not any(host.num_requests for host in self.hosts.values()):
+                return
+
+    async def stop(self) -> None:
+        if self._updating is not None:
+            self._updating.cancel()
+        await super().stop()
+        self._listener.ended()
+
+    # RequestMover
+
+    def on_host_ready(self, host: RemoteHost) -> None:
+        for other in self.hosts.values():
+            if not other.is_ready:
+                self._rehome(other)
+
+    def on_host_lost(self, host: RemoteHost) -> None:
+        self._rehome(host)
+
+    def move(self, entry: LoggedRequest, away_from: RemoteHost) -> bool:
+        targets = [host for host in self.hosts.values() if host.takes_requests and host is not away_from]
+        if targets:
+            self._route(entry.request, targets).readmit(entry)
+        return bool(targets)
+
+    def _rehome(self, lost: RemoteHost) -> None:
+        """Continue what a lost host has at others, if there are any; else it waits for the first that is back."""
+        if any(host.takes_requests for host in self.hosts.values()):
+            entries = lost.give_up()
+            for entry in entries:
+                self.move(entry, lost)
+            if entries:
+                _log.warning("requests moved", host=lost.address, count=len(entries))
+
+    # Hosts that come and go
+
+    async def _connect(self) -> None:
+        """Connect to every host there is. Return when all have been tried and one is ready."""
+        while not self.hosts:
+            await self._update()
+            await asyncio.sleep(0 if self.hosts else CONNECT_POLL_S)
+        while True:
+            hosts = self.hosts.values()
+            for host in hosts:
+                if host.problem is not None and not host.problem.retryable:
+                    raise host.problem
+            if all(host.is_ready or host.problem is not None for host in hosts) and any(h.is_ready for h in hosts):
+                break
+            await asyncio.sleep(CONNECT_POLL_S)
+        ready = [host.info for host in hosts if host.is_ready]
+        self._info = total_info(ready)
+        if self._where.may_change:
+            self._updating = asyncio.create_task(self._keep_updating(), name="quire-cluster-members")
+
+    async def _keep_updating(self) -> None:
+        while True:
+            await asyncio.sleep(RESOLVE_INTERVAL_S)
+            await self._update()
+
+    async def _update(self) -> None:
+        """Connect to new members, and let go of former ones whose requests have ended."""
+        try:
+            members = await self._where.resolve()
+        except OSError as error:
+            _log.warning("engine hosts cannot be resolved", reason=str(error))
+            return
+        addresses = {str(member.address) for member in members}
+        for address, host in list(self.hosts.items()):
+            if address not in addresses:
+                host.is_retired = True
+                if not host.num_requests:
+                    del self.hosts[address]
+                    await host.close()
+        for member in members:
+            address = str(member.address)
+            if address not in self.hosts:
+                self.hosts[address] = self._connect_to(member)
+            self.hosts[address].is_retired = False
+        self._set_members(self.hosts)
+
+    def _connect_to(self, member: Member) -> RemoteHost:
+        source = HostSource(member, self._credentials, self._traits)
+        host = RemoteHost(source, self, self._timeouts, self._restart_timeout_s)
+        host.start(dataclasses.replace(self._listener, ended=lambda: None))
+        host.connect()
+        return host
+
+    def _choose_except(
+        self, request: QueuedRequest, count: int, refusals: Mapping[SupervisedEngine, SchedulerError]
+    ) -> SupervisedEngine:
+        """Return the host that a request goes to. Raises the last refusal if no other is left."""
+        candidates = [host for host in self._with_room(request.spec.tenant, count) if host not in refusals]
+        if candidates:
+            return self._route(request, candidates)
+        if refusals:
+            raise list(refusals.values())[-1]
+        if not self.members:
+            raise NotAccepting("there is no engine host")
+        return self.members[0]

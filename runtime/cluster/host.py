@@ -1,0 +1,368 @@
+"""An engine host: offers the engine processes of this machine to many API servers.
+
+Each API server has a session with ids of its own. What a session does, and its end, has no effect on other sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+
+from ...scheduler import (
+    AdmissionEstimate,
+    EncodeRequest,
+    EncodeSpec,
+    FinalCounters,
+    QueuedRequest,
+    Refused,
+    Request,
+    RequestUpdate,
+    SchedulerError,
+)
+from ..common.errors import ProtocolError, QuireError, Unavailable
+from ..engine import CoreListener, EngineStats, Prefilled, StepStats
+from ..server.acceptor import AcceptedConnection, Acceptor, ConnectionLimits
+from ..server.tls import TLS
+from ..workers import EnginePool
+from ..workers.engine_link import (
+    STATS_INTERVAL_S,
+    AddAnswer,
+    AddEncoding,
+    AddRequests,
+    CancelRequest,
+    DropRequest,
+    ReadmitEncoding,
+    ReadmitRequest,
+    RequestsBegun,
+    SampledRequestSpec,
+    StatsReport,
+    StepReport,
+)
+from ..workers.token_log import LoggedRequest
+from .greeting import greet_server
+from .host_link import (
+    TO_HOST,
+    Heartbeat,
+    HostLeaving,
+    HostLink,
+    HostReady,
+    HostRequestFailed,
+    ToHost,
+    arrived,
+)
+
+GREETING_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 10.0  # after which the requests of an API server are dropped
+DRAIN_POLL_S = 0.05
+CONNECTION_LIMITS = ConnectionLimits(open=1024, pending=64, pending_per_address=32)
+SESSION_IDS = 1 << 40  # request ids of one session; its own are these modulo SESSION_IDS
+
+T = TypeVar("T", RequestUpdate, Prefilled, HostRequestFailed)
+_log = structlog.get_logger("quire.cluster")
+
+
+class EngineHost:
+    """Serves `pool`, which it starts, to the API servers that know `secret`."""
+
+    def __init__(self, pool: EnginePool, secret: bytes, models_digest: str, max_num_waiting: int) -> None:
+        self._pool = pool
+        self._secret = secret
+        self._ready = HostReady(pool.info, 0, models_digest, max_num_waiting)
+        self._sessions: dict[int, ServerSession] = {}
+        self._next_number = 0
+        self._is_leaving = False
+        self._acceptor: Acceptor | None = None
+        pool.start(CoreListener(publish=self._publish, fail=self._fail, observe=self._observe, begun=self._note_begun))
+        self._sending_stats = asyncio.create_task(self._send_stats(), name="quire-host-stats")
+
+    def listen(self, listening: socket.socket, tls: TLS | None = None) -> None:
+        """Serve the connections of a listening socket until `close`."""
+        self._acceptor = Acceptor(
+            listening, self.serve, CONNECTION_LIMITS, tls=tls, handshake_timeout_s=GREETING_TIMEOUT_S
+        )
+
+    async def serve(self, connection: AcceptedConnection) -> None:
+        """Serve one connection until either end closes it. Errors of the peer are logged."""
+        peer = connection.address
+        try:
+            async with asyncio.timeout(GREETING_TIMEOUT_S):
+                await greet_server(connection.reader, connection.writer, self._secret)
+        except (QuireError, OSError, EOFError) as error:
+            _log.warning("connection refused", peer=peer, reason=str(error) or "no greeting in time")
+            with contextlib.suppress(OSError):
+                await connection.writer.drain()
+                connection.writer.close()
+            return
+        connection.settle()
+        link = HostLink(connection.reader, connection.writer, TO_HOST)
+        session = ServerSession(self._next_number, link, self._pool)
+        self._next_number += 1
+        self._sessions[session.number] = session
+        _log.info("API server connected", peer=peer, number=session.number)
+        link.send(self._ready)
+        if self._is_leaving:
+            link.send(HostLeaving())
+        reason = "it closed the link"
+        try:
+            await link.receive_all(session.receive)
+        except ProtocolError as error:
+            reason = str(error)
+        finally:
+            del self._sessions[session.number]
+            num_dropped = session.end()
+            _log.info("API server gone", peer=peer, number=session.number, dropped_requests=num_dropped, reason=reason)
+
+    async def leave(self, timeout_s: float) -> None:
+        """Announce that the host leaves, and wait until no request is left, at most `timeout_s` seconds."""
+        self._is_leaving = True
+        for session in self._sessions.values():
+            session.link.send(HostLeaving())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while any(session.num_requests for session in self._sessions.values()):  # noqa: ASYNC110 - rare
+                    await asyncio.sleep(DRAIN_POLL_S)
+
+    async def close(self) -> None:
+        """End every session. The engine processes are closed by their owner."""
+        self._sending_stats.cancel()
+        if self._acceptor is not None:
+            await self._acceptor.close()
+
+    # CoreListener
+
+    def _publish(self, updates: Sequence[RequestUpdate]) -> None:
+        for update in updates:
+            if (session := self._session_of(update.request_id)) is not None:
+                session.updates.append(update)
+                session.flush_soon()
+
+    def _fail(self, request_id: int, error: QuireError) -> None:
+        if (session := self._session_of(request_id)) is not None:
+            session.failures.append(HostRequestFailed(request_id, type(error).__name__, str(error)))
+            session.flush_soon()
+
+    def _observe(self, step: StepStats, prefilled: Sequence[Prefilled]) -> None:
+        for each in prefilled:
+            if (session := self._session_of(each.request_id)) is not None:
+                session.prefilled.append(each)
+        for session in self._sessions.values():
+            if session.updates or session.prefilled:
+                session.flush(step)
+
+    def _note_begun(self, begun: Sequence[Prefilled]) -> None:
+        for each in begun:
+            if (session := self._session_of(each.request_id)) is not None:
+                session.begun.append(each)
+                session.flush_soon()
+
+    def _session_of(self, request_id: int) -> ServerSession | None:
+        return self._sessions.get(request_id // SESSION_IDS)
+
+    async def _send_stats(self) -> None:
+        """Send each session the state of the engines, and close those that have been silent for too long."""
+        while True:
+            await asyncio.sleep(STATS_INTERVAL_S)
+            try:
+                stats = self._pool.stats()
+            except Unavailable:  # engines are being restarted, here
+                stats = None
+            for session in list(self._sessions.values()):
+                session.tick(stats)
+
+
+class ServerSession:
+    """One API server. Its requests have the ids `number * SESSION_IDS` + those of the API server."""
+
+    def __init__(self, number: int, link: HostLink, pool: EnginePool) -> None:
+        self.number = number
+        self.link = link
+        self.updates: list[RequestUpdate] = []  # these four are not sent yet
+        self.prefilled: list[Prefilled] = []
+        self.begun: list[Prefilled] = []
+        self.failures: list[HostRequestFailed] = []
+        self._pool = pool
+        self._first_id = number * SESSION_IDS
+        self._requests: dict[int, QueuedRequest] = {}  # by their ids here
+        self._adding: dict[int, asyncio.Task[None]] = {}  # by the id here of each request that has no answer yet
+        self._counters_before = _counters(pool)
+        self._silent_s = 0.0
+        self._flush_handle: asyncio.Handle | None = None
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    def receive(self, message: ToHost) -> None:
+        """Handle a message. Raises ProtocolError or ValueError for what no API server sends."""
+        self._silent_s = 0.0
+        match message:
+            case AddRequests(specs):
+                requests = [Request(spec) for spec in self._arrived(specs)]
+                self._add(requests, self._pool.add(requests))
+            case AddEncoding(texts):
+                encoding = EncodeRequest(self._arrived_texts(texts))
+                self._add((encoding,), self._pool.add_encoding(encoding))
+            case ReadmitRequest(spec, generated):
+                (here,) = self._arrived((spec,))
+                self._check_tokens(generated, self._pool.info.vocab_size)
+                self._readmit(Request(here, generated))
+            case ReadmitEncoding(texts):
+                self._readmit(EncodeRequest(self._arrived_texts(texts)))
+            case CancelRequest(request_id):
+                self._pool.cancel(self._id_here(request_id))
+            case DropRequest(request_id, reason, error):
+                request_id = self._id_here(request_id)
+                if (adding := self._adding.get(request_id)) is not None:
+                    adding.cancel()
+                self._pool.drop(request_id, reason, error)
+                self._requests.pop(request_id, None)
+
+    def tick(self, stats: EngineStats | None) -> None:
+        """Send `stats` with the counters of this session's time, or a heartbeat; end a session that is silent."""
+        self._silent_s += STATS_INTERVAL_S
+        if self._silent_s > SILENCE_TIMEOUT_S:
+            _log.warning("API server silent", number=self.number, seconds=self._silent_s)
+            self.link.abort()
+        if stats is None:
+            self.link.send(Heartbeat())
+        else:
+            counts = {name: getattr(stats, name) - before for name, before in self._counters_before.items()}
+            self.link.send(StatsReport(msgspec.structs.replace(stats, **counts), self._pool.predicted_wait_s))
+
+    def end(self) -> int:
+        """Drop every request of the session. Return how many there were."""
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+        for adding in set(self._adding.values()):
+            adding.cancel()
+        for request_id in self._requests:
+            self._pool.drop(request_id, error="the API server left")
+        num_dropped = len(self._requests)
+        self._requests.clear()
+        self.link.close()
+        return num_dropped
+
+    def flush_soon(self) -> None:
+        """Send what is held after this turn of the event loop, unless a step is observed before."""
+        if self._flush_handle is None:
+            self._flush_handle = asyncio.get_running_loop().call_soon(self.flush)
+
+    def flush(self, step: StepStats | None = None) -> None:
+        """Send what is held, but for requests that are not answered yet: the API server does not know them."""
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+            self._flush_handle = None
+        if begun := self._take(self.begun):
+            self.link.send(RequestsBegun(tuple([self._elsewhere(each) for each in begun])))
+        updates = [self._outgoing(update) for update in self._take(self.updates)]
+        prefilled = [self._elsewhere(each) for each in self._take(self.prefilled)]
+        if updates or prefilled or step is not None:
+            num_waiting = self._pool.num_waiting
+            self.link.send(StepReport(tuple(updates), num_waiting, 0, step, tuple(prefilled)))
+        for failure in self._take(self.failures):
+            self._requests.pop(failure.request_id, None)
+            self.link.send(HostRequestFailed(failure.request_id - self._first_id, failure.error, failure.message))
+
+    def _take(self, held: list[T]) -> list[T]:
+        taken = [each for each in held if each.request_id not in self._adding] if self._adding else list(held)
+        held[:] = [each for each in held if each.request_id in self._adding] if self._adding else ()
+        return taken
+
+    def _outgoing(self, update: RequestUpdate) -> RequestUpdate:
+        """Return an update with the API server's id; at the end, with the counters of all processes here."""
+        counters: FinalCounters | None = None
+        if update.ended and (request := self._requests.pop(update.request_id, None)) is not None:
+            counters = _final_counters(request)
+        theirs = update.request_id - self._first_id
+        return update._replace(request_id=theirs, counters=counters)
+
+    def _elsewhere(self, each: Prefilled) -> Prefilled:
+        return Prefilled(each.request_id - self._first_id, each.num_tokens)
+
+    def _add(self, requests: Sequence[QueuedRequest], adding: Coroutine[Any, Any, AdmissionEstimate]) -> None:
+        task = asyncio.create_task(self._add_and_answer(requests, adding), name="quire-host-add")
+        for request in requests:
+            self._requests[request.request_id] = request
+            self._adding[request.request_id] = task
+        task.add_done_callback(lambda _: self._note_added(requests))
+
+    async def _add_and_answer(
+        self, requests: Sequence[QueuedRequest], adding: Coroutine[Any, Any, AdmissionEstimate]
+    ) -> None:
+        first_id = requests[0].request_id - self._first_id
+        try:
+            estimate = await adding
+            answer = AddAnswer(first_id, estimate, self._pool.num_waiting)
+        except (SchedulerError, QuireError) as refusal:
+            for request in requests:
+                self._requests.pop(request.request_id, None)
+            refused = refusal.estimate if isinstance(refusal, Refused) else None
+            answer = AddAnswer(first_id, refused, self._pool.num_waiting, type(refusal).__name__, str(refusal))
+        self.link.send(answer)
+
+    def _readmit(self, request: QueuedRequest) -> None:
+        self._requests[request.request_id] = request
+        self._pool.readmit(LoggedRequest(request, time.monotonic()))
+
+    def _note_added(self, requests: Sequence[QueuedRequest]) -> None:
+        """Send what was held for requests whose answer has been sent."""
+        for request in requests:
+            self._adding.pop(request.request_id, None)
+        self.flush()
+
+    def _arrived(self, specs: Sequence[SampledRequestSpec]) -> list[SampledRequestSpec]:
+        """Return specs as this host runs them. Raises ProtocolError for ids, tokens or sizes that cannot be."""
+        info, now = self._pool.info, time.monotonic()
+        if not specs:
+            raise ProtocolError("an empty list of requests")
+        for spec in specs:
+            if len(spec.prompt_token_ids) + spec.max_tokens > info.max_model_len:
+                raise ProtocolError(f"a request of more than {info.max_model_len} tokens")
+            self._check_tokens(spec.prompt_token_ids, info.vocab_size)
+            self._check_tokens(spec.echoed, info.vocab_size)
+        return [arrived(spec, self._new_id(spec.request_id), now) for spec in specs]
+
+    def _arrived_texts(self, spec: EncodeSpec) -> EncodeSpec:
+        """Return texts as this host runs them. Raises ProtocolError for an id, a token or a size that cannot be."""
+        encoder = self._pool.info.encoder
+        if encoder is None:
+            raise ProtocolError("texts for a host without an encoder")
+        for text in spec.texts:
+            if len(text.token_ids) > encoder.max_model_len:
+                raise ProtocolError(f"a text of more than {encoder.max_model_len} tokens")
+            self._check_tokens(text.token_ids, encoder.vocab_size)
+        return arrived(spec, self._new_id(spec.request_id), time.monotonic())
+
+    def _check_tokens(self, token_ids: Sequence[int], vocab_size: int) -> None:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise ProtocolError("token ids outside the vocabulary")
+
+    def _new_id(self, request_id: int) -> int:
+        here = self._id_here(request_id)
+        if here in self._requests:
+            raise ProtocolError(f"request {request_id} is there already")
+        return here
+
+    def _id_here(self, request_id: int) -> int:
+        if not 0 <= request_id < SESSION_IDS:
+            raise ProtocolError(f"request id {request_id} is out of range")
+        return self._first_id + request_id
+
+
+def _final_counters(request: QueuedRequest) -> FinalCounters:
+    if isinstance(request, Request):
+        return request.final_counters()
+    return FinalCounters(tuple(request.seconds_in), 0, 0, ())
+
+
+def _counters(pool: EnginePool) -> dict[str, int]:
+    """Return the counters of EngineStats, summed over the engines of this machine."""
+    of_members = [member.counters() for member in pool.members]
+    return {name: sum(counters[name] for counters in of_members) for name in of_members[0]}

@@ -1,0 +1,301 @@
+"""One engine host as an API server sees it: its link, the log of the requests it has, and what becomes of them.
+
+A host is lost when its link closes or when nothing has come from it for the heartbeat timeout. What it had is then
+replayed at another host, or at the same one when it is back and there is no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, cast
+
+from ...scheduler import NotAccepting
+from ..client.tls import tls_error
+from ..common import errors
+from ..common.errors import ConfigError, ProtocolError, QuireError, Unavailable
+from ..engine import CoreInfo
+from ..workers import HealthTimeouts
+from ..workers.engine_link import EngineReady, SpecT
+from ..workers.supervised_engine import SupervisedEngine
+from ..workers.token_log import MAX_LOST_HOSTS, LoggedRequest
+from .greeting import greet_host
+from .host_link import (
+    FROM_HOST,
+    FromHost,
+    Heartbeat,
+    HostLeaving,
+    HostLink,
+    HostReady,
+    HostRequestFailed,
+    with_time_left,
+)
+from .members import Member
+
+CONNECT_TIMEOUT_S = 2.0  # with the greeting
+RETRY_S = 0.1
+QUARANTINE_REASON = f"{MAX_LOST_HOSTS} engine hosts were lost while they had this request; it is not tried again"
+
+
+class RequestMover(Protocol):
+    """The owner of all hosts of an API server."""
+
+    def on_host_ready(self, host: RemoteHost) -> None: ...
+    def on_host_lost(self, host: RemoteHost) -> None: ...
+    def move(self, entry: LoggedRequest, away_from: RemoteHost) -> bool:
+        """Continue a request at another host. Return False if there is none."""
+
+
+class Credentials(NamedTuple):
+    """What an API server needs to be let in by its hosts."""
+
+    secret: bytes
+    tls: ssl.SSLContext | None = None  # None: the links are not encrypted
+
+
+class HostLost(NotAccepting):
+    """The host was lost before it answered; another one may be asked."""
+
+
+@dataclass(slots=True)
+class HostTraits:
+    """What all hosts of an API server must have in common: what the first one has that connects."""
+
+    models_digest: str  # of the model that the API server tokenizes for
+    first: str = ""  # address of the first host
+    info: CoreInfo | None = None  # of the first host
+
+    def check(self, address: str, ready: HostReady) -> None:
+        """Raise ConfigError for a host with another model or other bits, or for one with a shorter context."""
+        if ready.models_digest != self.models_digest:
+            raise ConfigError(f"engine host {address} has another model than this API server; give both the same")
+        if self.info is None:
+            self.first, self.info = address, ready.info
+        if ready.info.fingerprint != self.info.fingerprint:
+            raise ConfigError(
+                f"engine host {address} computes other bits ({ready.info.fingerprint}) than {self.first} "
+                f"({self.info.fingerprint}); start both with the same build, model, dtypes and page size, and in bf16 "
+                "the same ISA level"
+            )
+        if ready.info.max_model_len < self.info.max_model_len:
+            raise ConfigError(
+                f"engine host {address} has max_model_len {ready.info.max_model_len}, {self.first} has "
+                f"{self.info.max_model_len}; set the same at both"
+            )
+
+
+class HostConnection:
+    """A greeted link to a host. Implements `workers.supervisor.OpenEngine`."""
+
+    pid = None
+    is_stopped = False
+
+    def __init__(self, link: HostLink, receive: Callable[[FromHost], None], on_heartbeat: Callable[[], None]) -> None:
+        self.link = link
+        self.ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
+        self.closed = asyncio.Event()
+        self.problem: ProtocolError | None = None  # that ended the link
+        self._pass_on = receive
+        self._on_heartbeat = on_heartbeat
+        self._reading = asyncio.create_task(self._read(), name="quire-host-link")
+
+    @classmethod
+    async def open(
+        cls,
+        member: Member,
+        credentials: Credentials,
+        receive: Callable[[FromHost], None],
+        on_heartbeat: Callable[[], None],
+    ) -> HostConnection:
+        """Connect and greet. Raises Unavailable, TLSError, ConfigError, ProtocolError or Unauthenticated."""
+        writer: asyncio.StreamWriter | None = None
+        (address, name), (secret, tls) = member, credentials
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(
+                    address.host, address.port, ssl=tls, server_hostname=name if tls else None
+                )
+                await greet_host(reader, writer, secret)
+            connection, writer = cls(HostLink(reader, writer, FROM_HOST), receive, on_heartbeat), None
+            return connection
+        except ssl.SSLError as error:
+            raise tls_error(address, error) from error
+        except (OSError, EOFError) as error:
+            reasons = {TimeoutError: "no answer", asyncio.IncompleteReadError: "it closed the connection"}
+            reason = reasons.get(type(error)) or str(error)
+            raise Unavailable(f"engine host {address} cannot be reached: {reason}") from error
+        except QuireError as error:
+            raise type(error)(f"engine host {address}: {error}") from error
+        finally:
+            if writer is not None:
+                writer.transport.abort()
+
+    async def stop(self) -> None:
+        """Close the link; the host drops what this API server had."""
+        await self.kill()
+
+    async def wait_after_close(self) -> None:
+        """Return immediately: nothing but the link tells of a host."""
+
+    async def kill(self) -> int:
+        """Close the link and receive nothing more. Idempotent."""
+        self._pass_on = _ignore
+        self.link.abort()
+        self._reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reading
+        return 0
+
+    async def _read(self) -> None:
+        try:
+            await self.link.receive_all(self._receive)
+        except ProtocolError as error:
+            self.problem = error
+        finally:
+            self.link.abort()
+            self.closed.set()
+            if not self.ready.done():
+                self.ready.set_exception(self.problem or Unavailable("the engine host closed the link"))
+                self.ready.exception()  # marked as retrieved: it may be that no task waits for it
+
+    def _receive(self, message: FromHost) -> None:
+        self._on_heartbeat()
+        if not isinstance(message, HostReady):
+            self._pass_on(message)
+        elif not self.ready.done():
+            self.ready.set_result(message)
+
+
+def _ignore(message: FromHost) -> None:
+    """Receive nothing more of a host that was given up."""
+
+
+class HostSource:
+    """Connects to one host, again and again. Implements `workers.supervisor.EngineSource`."""
+
+    what = "engine host"
+    ending = "the link was closed"
+    snapshot: str | None = None
+    connection: HostConnection  # the latest
+    ready: HostReady  # what the host said last of itself
+
+    def __init__(self, member: Member, credentials: Credentials, traits: HostTraits) -> None:
+        self.name = str(member.address)
+        self.problem: QuireError | None = None  # of the last attempt
+        self._member = member
+        self._credentials = credentials
+        self._traits = traits
+        self._next_attempt = 0.0  # at the earliest
+
+    async def open(self, receive: Callable[..., None], on_heartbeat: Callable[[], None]) -> HostConnection:
+        """See `EngineSource.open`. Two attempts are at least RETRY_S apart."""
+        now = asyncio.get_running_loop().time()
+        self._next_attempt = max(now, self._next_attempt) + RETRY_S
+        await asyncio.sleep(self._next_attempt - RETRY_S - now)
+        try:
+            self.connection = await HostConnection.open(self._member, self._credentials, receive, on_heartbeat)
+        except QuireError as error:
+            self.problem = error
+            raise
+        return self.connection
+
+    def note_ready(self, ready: EngineReady) -> None:
+        """Raise ConfigError for a host that cannot continue the requests of the others."""
+        self.ready = cast(HostReady, ready)
+        try:
+            self._traits.check(self.name, self.ready)
+        except ConfigError as error:
+            self.problem = error
+            raise
+        self.problem = None
+
+
+class RemoteHost(SupervisedEngine):
+    """A host as a core whose requests outlive it: `owner` moves them."""
+
+    def __init__(
+        self, source: HostSource, owner: RequestMover, timeouts: HealthTimeouts, restart_timeout_s: float
+    ) -> None:
+        super().__init__(source, 0, timeouts, restart_timeout_s, time.monotonic)
+        self._source = source
+        self._owner = owner
+        self._is_leaving = False  # the host has announced that it will close the link
+        self.is_retired = False  # it is no member any more: it gets nothing new, and what it has goes on
+
+    @property
+    def address(self) -> str:
+        return self._source.name
+
+    @property
+    def problem(self) -> QuireError | None:
+        """Why the last attempt to connect failed; None before it has ended, and while connected."""
+        return self._source.problem
+
+    def connect(self) -> None:
+        """Begin to connect, and keep trying until `close`."""
+        self._supervisor.start()
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether requests of a lost host can go on here."""
+        return self.is_ready and not self._is_leaving and not self.is_retired
+
+    def give_up(self) -> list[LoggedRequest]:
+        """Return the requests that wait for this host to be back, and have those that it never answered asked again."""
+        self._pending_adds.refuse_all(HostLost(f"engine host {self.address} was lost"))
+        given_up = self._tokens.give_up_unsent()
+        self._note_idle()
+        return given_up
+
+    # ProcessOwner
+
+    def receive(self, message: FromHost) -> None:  # type: ignore[override]  # a host says more than a process
+        match message:
+            case HostLeaving():
+                self._is_leaving = True
+            case HostRequestFailed(request_id, error, text):
+                self._on_failed(request_id, getattr(errors, error, errors.GenerationFailed)(text))
+            case Heartbeat():
+                pass
+            case _:
+                super().receive(message)
+
+    def on_process_ready(self) -> None:
+        self._is_leaving = False
+        self.info = self._source.ready.info
+        self._max_num_waiting = self._source.ready.max_num_waiting
+        super().on_process_ready()
+        self._owner.on_host_ready(self)
+
+    def on_process_exit(self, from_outside: bool) -> None:
+        self._forget_stats()
+        self._pending_adds.on_process_exit(from_outside=True)
+        self._end(self._tokens.on_host_lost(is_blameless=self._is_leaving), QUARANTINE_REASON)
+        self._owner.on_host_lost(self)
+
+    def on_tick(self) -> None:
+        if self._supervisor.process is not None:
+            self._source.connection.link.send(Heartbeat())
+        super().on_tick()
+
+    def _on_failed(self, request_id: int, error: QuireError) -> None:
+        entry = self._tokens.give_up(request_id)
+        if entry is None:
+            return
+        entry.num_lost_hosts += 1  # of those whose engines are gone for good, this is one
+        may_move = isinstance(error, Unavailable) and entry.num_lost_hosts < MAX_LOST_HOSTS
+        if not (may_move and self._owner.move(entry, self)):
+            self._listener.fail(request_id, error)
+        self._note_idle()
+
+    def _check_accepting(self) -> None:
+        if self._is_leaving or self.is_retired:
+            raise NotAccepting(f"engine host {self.address} is leaving")
+        super()._check_accepting()
+
+    def _for_link(self, spec: SpecT) -> SpecT:
+        return with_time_left(spec, self._clock())

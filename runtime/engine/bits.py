@@ -1,0 +1,48 @@
+"""The bits id: a digest of everything that the bits of keys, values and outputs depend on besides the request.
+
+Engines with the same id continue each other's requests, and use each other's snapshots. Threads, batch sizes and the
+length of the KV cache are not part of it, and neither is the ISA level where all levels compute the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from importlib.metadata import version
+
+from ..common.config import EngineConfig
+from ..model import model_path, read_spec, weights_text
+from ..model.encoder import is_encoder, read_encoder
+from ..model.rope import uses_long_factors
+from ..model.runner import ModelRunner
+
+
+def bits_id(runner: ModelRunner, config: EngineConfig, model_digest: bytes) -> bytes:
+    """Return the bits id, 32 bytes, of a loaded model. `model_digest` is one of those in `model/files.py`."""
+    capacity = runner.capacity
+    weights = weights_text(runner.spec, config.weights)
+    by_level = "bf16" in weights.split(", ") or config.kv_cache_dtype == "bf16"
+    rotation = uses_long_factors(runner.spec.ropes, capacity.max_model_len)
+    parts = (version("quire"), weights, capacity.layout, rotation, capacity.isa if by_level else "every level")
+    return hashlib.sha256(repr(parts).encode() + model_digest).digest()
+
+
+def encoder_bits_id(isa: str, weights: str, model_digest: bytes) -> bytes:
+    """Return the bits id, 32 bytes, of a loaded encoder."""
+    return hashlib.sha256(repr((version("quire"), weights, isa)).encode() + model_digest).digest()
+
+
+def models_digest(config: EngineConfig) -> str:
+    """Return a short digest of the models' configurations, for API servers, which have no weights to compare.
+
+    Raises ModelError.
+    """
+    paths = [model_path(config.model)]
+    if config.embedding_model is not None:
+        paths.append(model_path(config.embedding_model))
+    digest = hashlib.sha256()
+    for path in paths:
+        # Quantised tensors are read from the files of the weights.
+        spec = read_encoder(path) if is_encoder(path) else dataclasses.replace(read_spec(path), quantised={})
+        digest.update(repr(spec).encode())
+    return digest.hexdigest()[:16]

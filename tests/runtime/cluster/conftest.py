@@ -1,0 +1,16 @@
+"""Tests of this folder run in virtual time, except those over sockets."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime.workers.fakes import FakeListener, VirtualTimeLoop
+
+
+def pytest_asyncio_loop_factories() -> dict[str, type[VirtualTimeLoop]]:
+    return {"virtual_time": VirtualTimeLoop}
+
+
+@pytest.fixture
+def listener() -> FakeListener:
+    return FakeListener()

@@ -1,0 +1,65 @@
+"""Engine hosts as an API server sees them, without sockets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from quire.runtime.cluster.host_link import FromHost, Heartbeat, HostLeaving, HostReady, HostRequestFailed
+from quire.runtime.cluster.members import Member
+from quire.runtime.cluster.remote import Credentials
+from quire.runtime.common.errors import QuireError
+from quire.runtime.workers.engine_link import ToEngine
+
+from tests.runtime.workers.fakes import FakeProcess, core_info
+
+DIGEST = "model"
+
+
+class FakeConnection(FakeProcess):
+    """A link to a host; it is closed by `exit`."""
+
+    def __init__(self, receive: Callable[[FromHost], None], on_heartbeat: Callable[[], None]) -> None:
+        super().__init__(0, None, receive, on_heartbeat)  # type: ignore[arg-type]  # a host is not started
+
+    def send(self, message: ToEngine | Heartbeat) -> None:
+        if not isinstance(message, Heartbeat):
+            super().send(message)
+
+    def leave(self) -> None:
+        self.reply(HostLeaving())  # type: ignore[arg-type]
+
+    def fail(self, request_id: int, error: str) -> None:
+        self.reply(HostRequestFailed(request_id, error, "why"))  # type: ignore[arg-type]
+
+
+class FakeHosts:
+    """Takes the place of the class `HostConnection`."""
+
+    def __init__(self) -> None:
+        self.opened: dict[str, list[FakeConnection]] = defaultdict(list)  # by address
+        self.errors: dict[str, QuireError] = {}  # addresses that cannot be connected to
+        self.infos: dict[str, dict[str, Any]] = {}  # changes of `core_info`
+        self.digests: dict[str, str] = {}
+        self.max_num_waiting = 8
+
+    async def open(
+        self,
+        member: Member,
+        credentials: Credentials,
+        receive: Callable[[FromHost], None],
+        on_heartbeat: Callable[[], None],
+    ) -> FakeConnection:
+        address = str(member.address)
+        if address in self.errors:
+            raise self.errors[address]
+        connection = FakeConnection(receive, on_heartbeat)
+        info = core_info(num_processes=1, **self.infos.get(address, {}))
+        connection.ready.set_result(HostReady(info, 0, self.digests.get(address, DIGEST), self.max_num_waiting))
+        self.opened[address].append(connection)
+        return connection
+
+    def __getitem__(self, name: str) -> FakeConnection:
+        """Return the latest connection to `name:1`."""
+        return self.opened[f"{name}:1"][-1]

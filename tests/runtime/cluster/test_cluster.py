@@ -1,0 +1,349 @@
+"""Requests of many hosts: where they go, how they move, and that each ends once. Hosts and time are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from quire.runtime.cluster import Cluster, Credentials, Members, remote
+from quire.runtime.cluster import cluster as cluster_module
+from quire.runtime.cluster.members import Member
+from quire.runtime.common.errors import ConfigError, Quarantined, Unauthenticated, Unavailable
+from quire.runtime.protocol.address import TCPAddress
+from quire.runtime.workers.engine_link import CancelRequest, DropRequest, ReadmitRequest
+from quire.scheduler import NotAccepting, QueueFull
+
+from tests.runtime.workers.fakes import FakeListener, new_requests, until
+
+from .fakes import DIGEST, FakeHosts
+
+SECRET = Credentials(b"sixteen or more bytes")
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> FakeHosts:
+    fake = FakeHosts()
+    monkeypatch.setattr(remote, "HostConnection", fake)
+    return fake
+
+
+@asynccontextmanager
+async def connected(listener: FakeListener, names: str = "abc", **options: Any) -> AsyncIterator[Cluster]:
+    cluster = await Cluster.connect(Members(",".join(f"{name}:1" for name in names)), SECRET, DIGEST, **options)
+    cluster.start(listener.listener())
+    try:
+        yield cluster
+    finally:
+        await cluster.close()
+
+
+@pytest.fixture
+async def cluster(hosts: FakeHosts, listener: FakeListener) -> AsyncIterator[Cluster]:
+    async with connected(listener) as cluster:
+        yield cluster
+
+
+def where(cluster: Cluster, hosts: FakeHosts, request_id: int) -> str:
+    """Return the name of the one host that was sent a request last."""
+    (name,) = [
+        name[0]
+        for name, host in cluster.hosts.items()
+        if host.is_ready and request_id in hosts[name[0]].sent_ids()
+    ]  # fmt: skip
+    return name
+
+
+async def added(cluster: Cluster, hosts: FakeHosts, request_id: int, **options: Any) -> str:
+    await cluster.add(new_requests(request_id, **options))
+    return where(cluster, hosts, request_id)
+
+
+async def test_a_conversation_has_one_home(cluster: Cluster, hosts: FakeHosts) -> None:
+    homes = [await added(cluster, hosts, number, conversation=b"one") for number in range(5)]
+    assert len(set(homes)) == 1
+    others = {await added(cluster, hosts, number, conversation=b"%d" % number) for number in range(5, 25)}
+    assert others == {"a", "b", "c"}
+
+
+async def test_requests_of_a_lost_host_go_on_elsewhere_with_their_tokens(
+    cluster: Cluster, hosts: FakeHosts, listener: FakeListener
+) -> None:
+    lost = await added(cluster, hosts, 1)
+    hosts[lost].generate(1, 5, 6)
+    hosts[lost].exit(0)
+    await until(lambda: cluster.hosts[f"{lost}:1"].num_requests == 0)
+    new = where(cluster, hosts, 1)
+    assert new != lost
+    (readmitted,) = [each for each in hosts[new].sent if isinstance(each, ReadmitRequest)]
+    assert readmitted.generated == (5, 6)
+    hosts[new].finish(1, 7)
+    assert listener.tokens(1) == [5, 6, 7]
+    assert listener.ends() == {1: "length"}
+
+
+async def test_a_silent_host_is_lost_after_a_second(cluster: Cluster, hosts: FakeHosts) -> None:
+    lost = await added(cluster, hosts, 1)
+    now = asyncio.get_running_loop().time()
+    hosts[lost].heartbeats = False
+    await until(lambda: cluster.hosts[f"{lost}:1"].num_requests == 0)
+    assert 0.9 < asyncio.get_running_loop().time() - now < 1.6
+
+
+async def test_a_request_that_was_not_answered_is_asked_elsewhere(cluster: Cluster, hosts: FakeHosts) -> None:
+    for name in "abc":
+        hosts[name].answers_adds = False
+    adding = asyncio.create_task(cluster.add(new_requests(1)))
+    await asyncio.sleep(0.01)
+    first = where(cluster, hosts, 1)
+    hosts[first].exit(0)
+    await until(lambda: any(1 in hosts[name].sent_ids() for name in "abc" if name != first))
+    (second,) = [name for name in "abc" if name != first and 1 in hosts[name].sent_ids()]
+    hosts[second].accept(1)
+    await adding
+    assert cluster.hosts[f"{second}:1"].num_requests == 1
+
+
+async def test_without_another_host_requests_wait_for_the_lost_one(hosts: FakeHosts, listener: FakeListener) -> None:
+    async with connected(listener, "a") as cluster:
+        await added(cluster, hosts, 1)
+        first = hosts["a"]
+        first.generate(1, 5)
+        first.exit(0)
+        await until(lambda: hosts["a"] is not first and hosts["a"].sent_ids() == [1])
+        hosts["a"].finish(1, 6)
+        assert listener.tokens(1) == [5, 6]
+
+
+async def test_waiting_requests_move_to_the_first_host_that_is_back(hosts: FakeHosts, listener: FakeListener) -> None:
+    async with connected(listener, "ab") as cluster:
+        name = await added(cluster, hosts, 1)
+        other = "b" if name == "a" else "a"
+        refused = Unavailable("no answer")
+        hosts.errors = {f"{name}:1": refused, f"{other}:1": refused}
+        hosts[other].exit(0)
+        hosts[name].exit(0)
+        adding = asyncio.create_task(cluster.add(new_requests(2)))
+        await asyncio.sleep(2)
+        assert cluster.hosts[f"{name}:1"].num_requests >= 1
+        del hosts.errors[f"{other}:1"]
+        await until(lambda: set(hosts[other].sent_ids()) >= {1, 2})
+        await adding
+
+
+async def test_requests_fail_when_no_host_is_back_in_time(hosts: FakeHosts, listener: FakeListener) -> None:
+    async with connected(listener, "a", restart_timeout_s=3.0) as cluster:
+        await added(cluster, hosts, 1)
+        hosts.errors["a:1"] = Unavailable("no answer")
+        hosts["a"].exit(0)
+        await until(lambda: listener.ends() == {1: "Unavailable"})
+        with pytest.raises(NotAccepting, match="no answer"):
+            await cluster.add(new_requests(2))
+
+
+async def test_a_request_beneath_which_three_hosts_were_lost_is_quarantined(
+    hosts: FakeHosts, listener: FakeListener
+) -> None:
+    async with connected(listener, "abcd") as cluster:
+        await added(cluster, hosts, 1)
+        await added(cluster, hosts, 2)
+        for _ in range(3):
+            name = where(cluster, hosts, 1)
+            if 2 in hosts[name].sent_ids():  # it gains tokens, so it is no cause
+                hosts[name].generate(2, 5, 6)
+            hosts.errors[f"{name}:1"] = Unavailable("gone")
+            hosts[name].exit(0)
+            await until(lambda name=name: cluster.hosts[f"{name}:1"].num_requests == 0)
+        assert listener.ends() == {1: "Quarantined"}
+        hosts[where(cluster, hosts, 2)].finish(2, 9)
+        assert listener.ends()[2] == "length"
+
+
+async def test_an_unanswered_request_beneath_which_three_hosts_were_lost_is_quarantined(
+    hosts: FakeHosts, listener: FakeListener
+) -> None:
+    async with connected(listener, "abcd") as cluster:
+        for name in "abcd":
+            hosts[name].answers_adds = False
+        adding = asyncio.create_task(cluster.add(new_requests(1)))
+        for _ in range(3):
+            await asyncio.sleep(0.5)
+            name = where(cluster, hosts, 1)
+            hosts.errors[f"{name}:1"] = Unavailable("gone")
+            hosts[name].exit(0)
+        with pytest.raises(Quarantined, match="3 engine hosts"):
+            await adding
+
+
+async def test_a_leaving_host_gets_nothing_new_and_is_not_blamed(
+    cluster: Cluster, hosts: FakeHosts, listener: FakeListener
+) -> None:
+    name = await added(cluster, hosts, 1, conversation=b"x")
+    for _ in range(4):
+        hosts[name].leave()
+        assert await added(cluster, hosts, 100 + _, conversation=b"x") != name
+        hosts[name].generate(1, 5)
+        hosts[name].exit(0)
+        await until(lambda name=name: 1 not in hosts[name].sent_ids() or cluster.hosts[f"{name}:1"].num_requests == 0)
+        await until(lambda: all(host.is_ready for host in cluster.hosts.values()))
+        name = where(cluster, hosts, 1)
+    assert listener.ends() == {}
+    assert len(listener.tokens(1)) == 4
+
+
+async def test_a_request_moves_when_its_hosts_engines_are_gone_for_good(
+    cluster: Cluster, hosts: FakeHosts, listener: FakeListener
+) -> None:
+    first = await added(cluster, hosts, 1)
+    hosts[first].generate(1, 5)
+    hosts[first].fail(1, "Unavailable")
+    (second,) = [name for name in "abc" if name != first and 1 in hosts[name].sent_ids()]
+    hosts[second].fail(1, "Quarantined")
+    assert listener.ends() == {1: "Quarantined"}
+
+
+async def test_a_refusal_for_lack_of_room_leads_to_another_host(cluster: Cluster, hosts: FakeHosts) -> None:
+    for name in "abc":
+        hosts[name].answers_adds = False
+    adding = asyncio.create_task(cluster.add(new_requests(1)))
+    await asyncio.sleep(0.01)
+    first = where(cluster, hosts, 1)
+    hosts[first].refuse(1, "NotAccepting", None)
+    await asyncio.sleep(0.01)
+    (second,) = [name for name in "abc" if name != first and 1 in hosts[name].sent_ids()]
+    hosts[second].refuse(1, "QueueFull")
+    await asyncio.sleep(0.01)
+    (third,) = set("abc") - {first, second}
+    hosts[third].refuse(1, "QueueFull")
+    with pytest.raises(QueueFull):
+        await adding
+
+
+async def test_what_is_done_to_a_moved_request_reaches_its_host(
+    cluster: Cluster, hosts: FakeHosts, listener: FakeListener
+) -> None:
+    for number in (1, 2):
+        await added(cluster, hosts, number, conversation=b"x")
+    name = where(cluster, hosts, 1)
+    hosts[name].exit(0)
+    await until(lambda: cluster.hosts[f"{name}:1"].num_requests == 0)
+    cluster.cancel(1)
+    cluster.drop(2)
+    sent = hosts[where(cluster, hosts, 1)].sent
+    assert CancelRequest(1) in sent
+    assert DropRequest(2, None, None) in sent
+
+
+async def test_deadlines_travel_as_the_time_that_is_left(
+    cluster: Cluster, hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for host in cluster.hosts.values():
+        monkeypatch.setattr(host, "_clock", lambda: 1000.0)
+    name = await added(cluster, hosts, 1, deadline=1002.5)
+    (message,) = hosts[name].sent
+    assert message.requests[0].deadline == 2.5  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"infos": {"b:1": {"fingerprint": "other"}}}, "b:1 computes other bits"),
+        ({"infos": {"b:1": {"max_model_len": 5}}}, "b:1 has max_model_len 5"),
+        ({"digests": {"b:1": "other"}}, "b:1 has another model"),
+    ],
+)
+async def test_a_host_that_cannot_continue_the_others_requests_ends_the_start(
+    change: dict[str, Any], problem: str, hosts: FakeHosts, listener: FakeListener
+) -> None:
+    vars(hosts).update(change)
+    with pytest.raises(ConfigError, match=problem):
+        async with connected(listener):
+            pass
+
+
+async def test_such_a_host_is_left_out_when_it_comes_later(hosts: FakeHosts, listener: FakeListener) -> None:
+    hosts.errors["b:1"] = Unavailable("not yet")
+    hosts.infos["b:1"] = {"fingerprint": "other"}
+    async with connected(listener, "ab") as cluster:
+        del hosts.errors["b:1"]
+        await until(lambda: "b:1" in hosts.opened)
+        await asyncio.sleep(1)
+        assert not cluster.hosts["b:1"].is_ready
+        assert {await added(cluster, hosts, number, conversation=b"%d" % number) for number in range(9)} == {"a"}
+
+
+async def test_a_wrong_secret_ends_the_start_and_no_answer_does_in_time(
+    hosts: FakeHosts, listener: FakeListener
+) -> None:
+    hosts.errors["b:1"] = Unauthenticated("secret")
+    with pytest.raises(Unauthenticated):
+        async with connected(listener):
+            pass
+    hosts.errors = {f"{name}:1": Unavailable(f"{name} is off") for name in "abc"}
+    with pytest.raises(Unavailable, match="no engine host was reached in 4 s: a is off; b is off; c is off"):
+        async with connected(listener, restart_timeout_s=4.0):
+            pass
+
+
+async def test_hosts_come_and_go_with_their_name(
+    hosts: FakeHosts, listener: FakeListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = ["a"]
+
+    async def resolve(self: Members) -> list[Member]:
+        return [Member(TCPAddress(name, 1), "hosts") for name in known]
+
+    monkeypatch.setattr(Members, "resolve", resolve)
+    cluster = await Cluster.connect(Members("dns:hosts:1"), SECRET, DIGEST)
+    cluster.start(listener.listener())
+    await cluster.add(new_requests(1))
+    known[:] = ["b"]
+    await asyncio.sleep(cluster_module.RESOLVE_INTERVAL_S + 1)
+    assert set(cluster.hosts) == {"a:1", "b:1"}, "the first one still has a request"
+    await cluster.add(new_requests(2))
+    assert hosts["b"].sent_ids() == [2]
+    hosts["a"].finish(1, 5)
+    await asyncio.sleep(cluster_module.RESOLVE_INTERVAL_S)
+    assert set(cluster.hosts) == {"b:1"}
+    assert listener.ends() == {1: "length"}
+    await cluster.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_every_request_ends_once_whatever_is_lost(seed: int, hosts: FakeHosts, listener: FakeListener) -> None:
+    """Random losses, tokens, cancels and ends: every request ends once, with all of its tokens."""
+    choose = random.Random(seed)
+    async with connected(listener, "abcd") as cluster:
+        num_tokens = dict.fromkeys(range(20), 0)
+        for number in num_tokens:
+            await cluster.add(new_requests(number, conversation=b"%d" % number, max_tokens=100))
+        live, cancelled = set(num_tokens), set()
+        while live:
+            ready = [name[0] for name, host in cluster.hosts.items() if host.is_ready]
+            number, action = choose.choice(sorted(live)), choose.random()
+            owners = [hosts[name] for name in ready if number in hosts[name].sent_ids()]
+            assert len(owners) <= 1
+            if number in listener.failures:  # three losses before it gained tokens
+                live.discard(number)
+            elif action < 0.03 and len(ready) > 1:
+                hosts[choose.choice(ready)].exit(0)
+                await asyncio.sleep(choose.choice((0.01, 0.4)))
+            elif not owners:
+                await asyncio.sleep(0.05)
+            elif action < 0.08 or num_tokens[number] >= 10:
+                if num_tokens[number] < 10:
+                    cluster.cancel(number)
+                    cancelled.add(number)
+                owners[0].finish(number, reason="cancelled" if number in cancelled else "length")
+                live.discard(number)
+            else:
+                count = choose.randrange(1, 4)
+                owners[0].generate(number, *range(num_tokens[number], num_tokens[number] + count))
+                num_tokens[number] += count
+    assert all(isinstance(error, Quarantined) for error in listener.failures.values())
+    ends = {each: "cancelled" if each in cancelled else "length" for each in num_tokens}
+    assert listener.ends() == ends | dict.fromkeys(listener.failures, "Quarantined")
+    assert {each: listener.tokens(each) for each in num_tokens} == {n: list(range(k)) for n, k in num_tokens.items()}

@@ -1,0 +1,299 @@
+"""What an engine host makes of the messages of its API servers, and what it sends them. The engines are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from quire.runtime.cluster import host as host_module
+from quire.runtime.cluster.host import SESSION_IDS, EngineHost, ServerSession
+from quire.runtime.cluster.host_link import Heartbeat, HostRequestFailed
+from quire.runtime.common.errors import ProtocolError, Quarantined, Unavailable
+from quire.runtime.engine import CoreListener, Prefilled
+from quire.runtime.workers.engine_link import (
+    AddAnswer,
+    AddRequests,
+    CancelRequest,
+    DropRequest,
+    ReadmitRequest,
+    RequestsBegun,
+    StatsReport,
+    StepReport,
+    as_read,
+)
+from quire.runtime.workers.token_log import LoggedRequest
+from quire.scheduler import FinalCounters, QueueFull, Request, RequestUpdate, SampledToken, State
+
+from tests.runtime.workers.fakes import ESTIMATE, STEP_STATS, core_info, engine_stats, new_requests
+
+OTHERS = FinalCounters((9.0,) * len(State), 9, 9, ())
+
+
+class FakePool:
+    """Engine processes whose answers the test gives."""
+
+    def __init__(self) -> None:
+        self.info = core_info()
+        self.num_waiting = 3
+        self.predicted_wait_s = 0.5
+        self.members = [self]
+        self.counts = {"step": 10, "restarts": 2}
+        self.answers: dict[int, asyncio.Future[Any]] = {}
+        self.calls: list[tuple[Any, ...]] = []
+        self.problem: Exception | None = None
+
+    def start(self, listener: CoreListener) -> None:
+        self.listener = listener
+
+    async def add(self, requests: Sequence[Request]) -> Any:
+        answer = self.answers[requests[0].request_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self.calls.append(("withdrawn", requests[0].request_id))
+            raise
+
+    def readmit(self, entry: LoggedRequest) -> None:
+        self.calls.append(("readmit", entry.request))
+
+    def cancel(self, request_id: int) -> None:
+        self.calls.append(("cancel", request_id))
+
+    def drop(self, request_id: int, reason: Any = None, error: str | None = None) -> None:
+        self.calls.append(("drop", request_id))
+
+    def counters(self) -> dict[str, int]:
+        return self.counts
+
+    def stats(self) -> Any:
+        if self.problem is not None:
+            raise self.problem
+        return engine_stats(**self.counts, running=4)
+
+
+class FakeLink:
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.is_closed = False
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    abort = close
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+
+@asynccontextmanager
+async def host_of(pool: FakePool, count: int) -> AsyncIterator[tuple[EngineHost, list[ServerSession]]]:
+    """Run a host with sessions of `count` API servers."""
+    host = EngineHost(pool, b"secret", "digest", 8)  # type: ignore[arg-type]
+    sessions = [ServerSession(number, FakeLink(), pool) for number in range(count)]  # type: ignore[arg-type]
+    host._sessions.update((session.number, session) for session in sessions)
+    try:
+        yield host, sessions
+    finally:
+        await host.close()
+
+
+@pytest.fixture
+def pool() -> FakePool:
+    return FakePool()
+
+
+@pytest.fixture
+async def sessions(pool: FakePool) -> AsyncIterator[list[ServerSession]]:
+    async with host_of(pool, 2) as (_, sessions):
+        yield sessions
+
+
+def sent(session: ServerSession, kind: type) -> list[Any]:
+    return session.link.of(kind)  # type: ignore[attr-defined, no-any-return]
+
+
+async def accepted(session: ServerSession, pool: FakePool, request_id: int) -> int:
+    """Add a request that is accepted; return its id at the host."""
+    (request,) = new_requests(request_id)
+    session.receive(AddRequests((as_read(request.spec),)))
+    await asyncio.sleep(0)
+    here = session.number * SESSION_IDS + request_id
+    pool.answers[here].set_result(ESTIMATE)
+    await asyncio.sleep(0.01)
+    return here
+
+
+def token(request_id: int, token_id: int) -> RequestUpdate:
+    return RequestUpdate(request_id, (SampledToken(request_id, token_id),))
+
+
+async def test_api_servers_have_ids_of_their_own(pool: FakePool, sessions: list[ServerSession]) -> None:
+    ids = [await accepted(session, pool, 7) for session in sessions]
+    assert len(set(ids)) == 2
+    assert [sent(session, AddAnswer) for session in sessions] == [[AddAnswer(7, ESTIMATE, 3)]] * 2
+    pool.listener.publish([token(ids[1], 5)])
+    await asyncio.sleep(0.01)
+    assert sent(sessions[0], StepReport) == []
+    assert sent(sessions[1], StepReport) == [StepReport((token(7, 5)._replace(tokens=token(ids[1], 5).tokens),), 3, 0)]
+
+
+async def test_a_step_is_one_message_to_each_api_server_that_it_concerns(
+    pool: FakePool, sessions: list[ServerSession]
+) -> None:
+    ids = [await accepted(session, pool, number) for session in sessions for number in (1, 2)]
+    pool.listener.publish([token(each, 5) for each in ids[:2]])
+    pool.listener.observe(STEP_STATS, [Prefilled(ids[1], 4)])
+    assert [len(sent(session, StepReport)) for session in sessions] == [1, 0]
+    (report,) = sent(sessions[0], StepReport)
+    assert [update.request_id for update in report.updates] == [1, 2]
+    assert (report.step, report.prefilled) == (STEP_STATS, (Prefilled(2, 4),))
+    await asyncio.sleep(0.01)
+    assert len(sent(sessions[0], StepReport)) == 1
+
+
+async def test_nothing_of_a_request_is_sent_before_its_answer(pool: FakePool, sessions: list[ServerSession]) -> None:
+    (request,) = new_requests(1)
+    sessions[0].receive(AddRequests((as_read(request.spec),)))
+    await asyncio.sleep(0)
+    pool.answers[1].set_result(ESTIMATE)
+    pool.listener.begun([Prefilled(1, 0)])  # all in one turn of the event loop
+    pool.listener.publish([token(1, 5)])
+    pool.listener.observe(STEP_STATS, [])
+    await asyncio.sleep(0.01)
+    messages = [type(each) for each in sessions[0].link.sent if not (isinstance(each, StepReport) and not each.updates)]  # type: ignore[attr-defined]
+    assert messages == [AddAnswer, RequestsBegun, StepReport]
+
+
+async def test_refusals_and_failures_are_named(pool: FakePool, sessions: list[ServerSession]) -> None:
+    for number, error in enumerate((QueueFull("full", ESTIMATE), Quarantined("twice"))):
+        (request,) = new_requests(number)
+        sessions[0].receive(AddRequests((as_read(request.spec),)))
+        await asyncio.sleep(0)
+        pool.answers[number].set_exception(error)
+        await asyncio.sleep(0.01)
+    assert sent(sessions[0], AddAnswer) == [
+        AddAnswer(0, ESTIMATE, 3, "QueueFull", "full"), AddAnswer(1, None, 3, "Quarantined", "twice")
+    ]  # fmt: skip
+    here = await accepted(sessions[1], pool, 5)
+    pool.listener.fail(here, Quarantined("it crashed"))
+    await asyncio.sleep(0.01)
+    assert sent(sessions[1], HostRequestFailed) == [HostRequestFailed(5, "Quarantined", "it crashed")]
+    assert sessions[1].num_requests == 0
+
+
+async def test_the_last_update_has_the_counters_of_all_processes(pool: FakePool, sessions: list[ServerSession]) -> None:
+    (request,) = new_requests(3, max_tokens=9)
+    sessions[0].receive(ReadmitRequest(as_read(request.spec), (4, 5)))
+    ((_, readmitted),) = pool.calls
+    assert (readmitted.output_token_ids, readmitted.request_id) == ([4, 5], 3)
+    readmitted.cached_tokens, readmitted.recomputed_tokens = 2, 6
+    pool.listener.publish([RequestUpdate(3, (), "length", None, OTHERS)])
+    await asyncio.sleep(0.01)
+    (report,) = sent(sessions[0], StepReport)
+    assert report.updates[0].counters == readmitted.final_counters()
+
+
+async def test_the_end_of_an_api_server_drops_its_own_requests_only(
+    pool: FakePool, sessions: list[ServerSession]
+) -> None:
+    mine, other = [await accepted(session, pool, 1) for session in sessions]
+    (request,) = new_requests(2)
+    sessions[0].receive(AddRequests((as_read(request.spec),)))
+    await asyncio.sleep(0)
+    assert sessions[0].end() == 2
+    await asyncio.sleep(0.01)
+    assert ("drop", mine) in pool.calls
+    assert ("withdrawn", 2) in pool.calls
+    assert not any(other in call for call in pool.calls)
+
+
+async def test_cancel_and_drop_name_the_servers_own_request(pool: FakePool, sessions: list[ServerSession]) -> None:
+    here = await accepted(sessions[1], pool, 4)
+    sessions[1].receive(CancelRequest(4))
+    sessions[1].receive(DropRequest(4, None, "left"))
+    assert pool.calls == [("cancel", here), ("drop", here)]
+    (request,) = new_requests(5)
+    sessions[1].receive(AddRequests((as_read(request.spec),)))
+    await asyncio.sleep(0)
+    sessions[1].receive(DropRequest(5, None, "left"))
+    await asyncio.sleep(0.01)
+    assert ("withdrawn", SESSION_IDS + 5) in pool.calls
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"request_id": -1},
+        {"request_id": SESSION_IDS},
+        {"prompt": (1, 100)},
+        {"prompt": (-1,)},
+        {"echoed": (100,)},
+        {"max_tokens": 63},
+        {"prompt": ()},
+        {"max_tokens": 0},
+    ],
+)
+async def test_requests_that_cannot_be_end_the_link(
+    changes: dict[str, Any], pool: FakePool, sessions: list[ServerSession]
+) -> None:
+    (request,) = new_requests(1)
+    names = {"prompt": "prompt_token_ids"}
+    spec = as_read(request.spec)
+    for name, value in changes.items():
+        object.__setattr__(spec, names.get(name, name), value)
+    with pytest.raises((ProtocolError, ValueError)):
+        sessions[0].receive(AddRequests((spec,)))
+    with pytest.raises((ProtocolError, ValueError)):
+        sessions[0].receive(ReadmitRequest(spec, ()))
+    assert sessions[0].num_requests == 0
+
+
+async def test_an_id_that_is_in_use_and_an_empty_list_are_refused(
+    pool: FakePool, sessions: list[ServerSession]
+) -> None:
+    await accepted(sessions[0], pool, 1)
+    (request,) = new_requests(1)
+    for message in (AddRequests((as_read(request.spec),)), ReadmitRequest(as_read(request.spec), ()), AddRequests(())):
+        with pytest.raises(ProtocolError):
+            sessions[0].receive(message)
+
+
+async def test_deadlines_are_set_on_this_machines_clock(
+    pool: FakePool, sessions: list[ServerSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_module.time, "monotonic", lambda: 5000.0)
+    (request,) = new_requests(1, deadline=2.5)
+    sessions[0].receive(ReadmitRequest(as_read(request.spec), ()))
+    assert pool.calls[0][1].spec.deadline == 5002.5
+
+
+async def test_counters_begin_with_the_session(pool: FakePool) -> None:
+    async with host_of(pool, 1) as (_, (session,)):
+        pool.counts = {"step": 15, "restarts": 2}
+        session.tick(pool.stats())
+        (report,) = sent(session, StatsReport)
+        assert (report.stats.step, report.stats.restarts, report.stats.running) == (5, 0, 4)
+        assert report.predicted_wait_s == 0.5
+
+
+async def test_an_api_server_that_is_silent_loses_its_link_and_others_do_not(pool: FakePool) -> None:
+    async with host_of(pool, 2) as (_, (silent, other)):
+        for _ in range(50):
+            await asyncio.sleep(0.25)
+            other.receive(Heartbeat())
+        assert silent.link.is_closed  # type: ignore[attr-defined]
+        assert not other.link.is_closed  # type: ignore[attr-defined]
+
+
+async def test_heartbeats_are_sent_while_engines_restart(pool: FakePool) -> None:
+    pool.problem = Unavailable("restarting")
+    async with host_of(pool, 1) as (_, (session,)):
+        await asyncio.sleep(1.1)
+        assert len(sent(session, Heartbeat)) == 4
+        assert not sent(session, StatsReport)

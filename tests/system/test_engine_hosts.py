@@ -1,0 +1,140 @@
+"""Engine hosts are killed, stopped and cut off: every stream goes on at another host with the same bytes.
+
+Two real hosts on loopback, a proxy before each. Rules without processes are tested in `tests/runtime/cluster/`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from quire.runtime.cluster import Cluster, Credentials, Members
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.types import StructuredOutputs
+from quire.runtime.engine import Engine, GenerateRequest, TextProcessor, models_digest
+from quire.runtime.model import BUNDLED_MODEL
+
+from tests.fuzz.host_process import SECRET, HostProcess, LinkProxy, proxying, running_hosts
+
+from .bits import asked, bits, prompt, running, together
+from .test_survival import Reader, each_gains
+
+FLAGS = (
+    *("--weights", "q8", "--kv-cache-dtype", "int8", "--kv-cache-memory", "16M", "--threads", "1"),
+    *("--num-speculative-tokens", "3"),
+)
+LOCAL: dict[str, Any] = {"weights": "q8", "kv_cache_dtype": "int8", "kv_cache_memory": 16 << 20}
+DIGEST = models_digest(EngineConfig())
+TEXT_PROCESSOR = TextProcessor.load(BUNDLED_MODEL)
+JSON = StructuredOutputs(json={"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 12})
+
+
+def all_kinds() -> list[GenerateRequest]:
+    """Return streams of all kinds, each of which takes some hundred steps, but for the search."""
+    return [
+        asked(prompt(40, 1), max_tokens=160),
+        asked(prompt(9, 2), max_tokens=160, temperature=0.9, top_p=0.9, top_k=50, seed=3),
+        asked(prompt(20, 3), max_tokens=120, temperature=0.8, seed=4, n=2),
+        asked(prompt(21, 4), max_tokens=120, temperature=0.8, seed=5, best_of=3, n=1),
+        asked(prompt(22, 5), max_tokens=40, beam_width=3, n=2, logprobs=0),
+        asked(prompt(23, 6), max_tokens=160, temperature=0.7, repetition_penalty=1.2, frequency_penalty=0.3, seed=8),
+        asked("The module provides", max_tokens=160, stop=("no such string", "\n\n\n\n"), min_tokens=150),
+        asked("Colours: ", max_tokens=120, structured_outputs=JSON, ignore_eos=False, temperature=1.0, seed=2),
+    ]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[HostProcess]]:
+    with running_hosts(2, *FLAGS) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[str]]:
+    """Return what one engine in this process makes of the streams."""
+
+    async def undisturbed() -> list[list[str]]:
+        async with running(**LOCAL) as engine:
+            return await together(engine, all_kinds())
+
+    return asyncio.run(undisturbed())
+
+
+@dataclass
+class Fleet:
+    engine: Engine[Cluster]
+    hosts: list[HostProcess]
+    proxies: list[LinkProxy]
+
+    def busiest(self) -> int:
+        """Return the index of the host with the most requests."""
+        cluster = self.engine.core
+        return max(range(len(self.hosts)), key=lambda at: cluster.hosts[self.proxies[at].address].num_requests)
+
+
+@asynccontextmanager
+async def fleet(hosts: Sequence[HostProcess], **options: Any) -> AsyncIterator[Fleet]:
+    """Run an engine over the hosts; check at the end that they have nothing left."""
+    async with AsyncExitStack() as stack:
+        proxies = [await stack.enter_async_context(proxying(host.address)) for host in hosts]
+        members = Members(",".join(proxy.address for proxy in proxies))
+        cluster = await Cluster.connect(members, Credentials(SECRET.encode()), DIGEST, **options)
+        engine = Engine(cluster, TEXT_PROCESSOR)
+        stack.push_async_callback(engine.close)
+        yield Fleet(engine, list(hosts), proxies)
+        await engine.drain()
+        async with asyncio.timeout(60):
+            while (
+                not all(
+                    host.is_ready or process.process.poll() is not None
+                    for host, process in zip(cluster.hosts.values(), hosts, strict=True)
+                )
+                or engine.stats().running
+            ):
+                await asyncio.sleep(0.02)
+
+
+def bits_of(readers: Sequence[Reader]) -> list[list[str]]:
+    return [bits(reader.chunks) for reader in readers]
+
+
+def cut(fleet: Fleet, at: int) -> None:
+    fleet.proxies[at].cut()
+
+
+def swallow(fleet: Fleet, at: int) -> None:
+    fleet.proxies[at].is_blackhole = True
+
+
+def stop(fleet: Fleet, at: int) -> None:
+    fleet.hosts[at].signal(signal.SIGSTOP)
+
+
+def kill(fleet: Fleet, at: int) -> None:
+    fleet.hosts[at].kill()
+
+
+def bring_back(fleet: Fleet, at: int) -> None:
+    fleet.proxies[at].is_blackhole = False
+    if fleet.hosts[at].process.poll() is None:
+        fleet.hosts[at].signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("harm", [cut, swallow, stop, kill], ids=lambda harm: harm.__name__)
+async def test_streams_of_all_kinds_keep_their_bytes_when_a_host_is_lost(
+    harm: Callable[[Fleet, int], None], hosts: list[HostProcess], expected: list[list[str]]
+) -> None:
+    async with fleet(hosts) as many:
+        readers = [Reader(many.engine, request) for request in all_kinds()]
+        await each_gains(readers[:2], 20)
+        at = many.busiest()
+        harm(many, at)
+        await asyncio.gather(*(reader.task for reader in readers))
+        assert bits_of(readers) == expected
+        assert many.engine.core.stats().replayed_requests > 0
+        await asyncio.to_thread(bring_back, many, at)
