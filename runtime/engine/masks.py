@@ -157,7 +157,7 @@ class MaskQueue:
                     slow.pop()
 
     def compute(self, job: MaskJob, prepare: Callable[[], None] | None = None) -> None:
-        """Compute a job in the calling thread. It is done then, whatever happens: an error is one of its sequences."""
+        """Compute a job in the calling thread. An error is one of its sequence; several sequences begin again, apart."""
         job.started = time.monotonic()
         try:
             if prepare is not None:
@@ -171,6 +171,9 @@ class MaskQueue:
             is_known = isinstance(error, QuireError)
             if not is_known:
                 _log.exception("computing masks failed")
+            if len(job.parts) > 1:
+                job.is_abandoned = True
+                return
             for running, _, _ in job.parts:
                 running.error = str(error) if is_known else f"structured_outputs: {error!r}"
         with self.changed:

@@ -460,6 +460,24 @@ def test_a_panic_of_the_library_is_an_error_of_its_sequences(masks: Grammars, mo
     assert allowed(ready(masks.begin([sequence(WORD, [A], request_id=2)]))[2][0]) == {A, B}
 
 
+@pytest.mark.usefixtures("impatient")
+def test_a_panic_ends_no_other_sequence_of_the_call(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    guilty, compute = StructuredOutputs(regex="[ab]{2}"), MaskQueue._masks
+    step = masks.begin([sequence(guilty, []), sequence(WORD, [], request_id=2)])
+    ready(step)
+
+    def panic(self: MaskQueue, job: Any) -> Any:
+        if any(running.sampling.params.structured_outputs is guilty for running, _, _ in job.parts):
+            raise IndexError("out of bounds")
+        return compute(self, job)
+
+    monkeypatch.setattr(MaskQueue, "_masks", panic)
+    advance(step, SampledToken(1, A), SampledToken(2, A))
+    both = [sequence(guilty, [A]), sequence(WORD, [A], request_id=2)]
+    assert allowed(step_until_ready(masks, both, 2)[2][0]) == {A, B}
+    assert "out of bounds" in step_until_ready(masks, both, 1)[1]
+
+
 def test_beams_continue_the_text_of_their_parents(masks: Grammars) -> None:
     sampling = SamplingSpec(SamplingParams(structured_outputs=WORD, beam_width=2), 1, frozenset({EOS}), "")
 
