@@ -10,7 +10,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
-SLOW_S = 1.0  # a job that takes longer holds up no others
+SLOW_S = 3.0  # a job that takes longer holds up no others
+MAX_SLOW = 2  # threads with slow jobs that others replace, within
+STUCK_S = 60.0  # each takes memory and a core, but more than this is no matter of load
 
 Result = TypeVar("Result")
 
@@ -23,6 +25,7 @@ class JobThreads:
         self._name = name
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._workers: list[_Worker] = []
+        self._slow: list[_Worker] = []  # those that others have replaced
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run a job, which must not raise, when those before it have begun."""
@@ -53,9 +56,12 @@ class JobThreads:
 
     def replace_slow(self) -> None:
         """Let other threads run the jobs that wait for slow ones. A thread with a slow job ends after it."""
-        slow_since = time.monotonic() - SLOW_S
+        now = time.monotonic()
+        self._slow = [worker for worker in self._slow if now - STUCK_S < worker.started]
         for worker in self._workers:
-            worker.is_replaced = 0 < worker.started < slow_since
+            if 0 < worker.started < now - SLOW_S and len(self._slow) < MAX_SLOW:
+                worker.is_replaced = True
+                self._slow.append(worker)
         self._workers = [worker for worker in self._workers if not worker.is_replaced]
         while len(self._workers) < self._num_threads:
             self._workers.append(_Worker(self._queue, self._name))

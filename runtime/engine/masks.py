@@ -157,7 +157,7 @@ class MaskQueue:
                     slow.pop()
 
     def compute(self, job: MaskJob, prepare: Callable[[], None] | None = None) -> None:
-        """Compute a job in the calling thread. An error is one of its sequence; several sequences begin again, apart."""
+        """Compute a job in the calling thread. An error ends its sequence; if it has several, they begin again."""
         job.started = time.monotonic()
         try:
             if prepare is not None:

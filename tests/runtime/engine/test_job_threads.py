@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from functools import partial
 from queue import SimpleQueue
 
 import pytest
@@ -53,6 +54,26 @@ def test_jobs_that_wait_for_a_slow_one_run_in_another_thread_which_stays(
     assert not slow.is_alive(), "it takes no more jobs"
     threads.submit(lambda: ended.put(threading.current_thread()))
     assert ended.get(timeout=60) is other
+
+
+def test_few_threads_have_slow_jobs_at_a_time(threads: JobThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_threads, "SLOW_S", 0.0)
+    go, begun = threading.Event(), SimpleQueue[int]()
+
+    def wait(number: int) -> None:
+        begun.put(number)
+        assert go.wait(60)
+
+    for number in range(job_threads.MAX_SLOW + 1):
+        threads.submit(partial(wait, number))
+        assert begun.get(timeout=60) == number
+    threads.submit(partial(wait, 9))
+    threads.replace_slow()
+    assert begun.empty()
+    monkeypatch.setattr(job_threads, "STUCK_S", 0.0)
+    threads.replace_slow()
+    assert begun.get(timeout=60) == 9, "they are stuck: other jobs wait no longer"
+    go.set()
 
 
 async def test_a_result_is_there_before_the_thread_is_done(threads: JobThreads) -> None:
