@@ -52,6 +52,7 @@ INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile
   const char *next = t->next;
   for (int64_t b = 0; b < blocks; b++, w0 += block_bytes, w1 += block_bytes) {
     next = fetch_next(next, t->next_lines);
+    const vs p = vs_of(vf_load_f16(s0 + b * 16), rows), q = vs_of(vf_load_f16(s1 + b * 16), rows);
     vi dot[LINEAR_ROWS][2];
     if (dtype == QUIRE_Q8) {
       UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_dot4_start(t->a.sums[i * blocks + b]);
@@ -67,11 +68,10 @@ INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile
       UNROLL for (int i = 0; i < rows; i++) start[i] = t->a.sums[i * blocks + b] / 16;
       dot_q4(rows, w0, w1, a + b * 32, width, start, dot);
     }
-    const vf p = vf_load_f16(s0 + b * 16), q = vf_load_f16(s1 + b * 16);
     UNROLL for (int i = 0; i < rows; i++) {
-      const vf z = vf_set1(t->a.scales[i * blocks + b]);
-      acc[i][0] = vf_fma(vf_from(dot[i][0]), vf_mul(p, z), acc[i][0]);
-      acc[i][1] = vf_fma(vf_from(dot[i][1]), vf_mul(q, z), acc[i][1]);
+      const float *z = t->a.scales + i * blocks + b;
+      acc[i][0] = vf_fma(vf_from(dot[i][0]), vs_mul(&p, z, rows), acc[i][0]);
+      acc[i][1] = vf_fma(vf_from(dot[i][1]), vs_mul(&q, z, rows), acc[i][1]);
     }
   }
   finish(rows, acc, t);
@@ -90,14 +90,16 @@ INLINE void body_q4_z(const int rows, const quire_linear_tile *t) {
   const char *next = t->next;
   for (int64_t b = 0; b < blocks; b++, w0 += 256, w1 += 256) {
     next = fetch_next(next, t->next_lines);
+    const vs p = vs_of(vf_load_f16((const uint16_t *)h0 + b * 16), rows);
+    const vs q = vs_of(vf_load_f16((const uint16_t *)h1 + b * 16), rows);
     vi dot[LINEAR_ROWS][2];
     dot_q4(rows, w0, w1, (const int8_t *)t->a.data + b * 32, width, start, dot);
-    const vf p = vf_load_f16((const uint16_t *)h0 + b * 16), q = vf_load_f16((const uint16_t *)h1 + b * 16);
     const vf y = vf_load_i8((const int8_t *)h0 + width + b * 16), z = vf_load_i8((const int8_t *)h1 + width + b * 16);
     UNROLL for (int i = 0; i < rows; i++) {
-      const vf sum = vf_set1((float)t->a.sums[i * blocks + b] * 0x1p-7f), scale = vf_set1(t->a.scales[i * blocks + b]);
-      acc[i][0] = vf_fma(vf_fma(y, sum, vf_from(dot[i][0])), vf_mul(p, scale), acc[i][0]);
-      acc[i][1] = vf_fma(vf_fma(z, sum, vf_from(dot[i][1])), vf_mul(q, scale), acc[i][1]);
+      const vf sum = vf_set1((float)t->a.sums[i * blocks + b] * 0x1p-7f);
+      const float *scale = t->a.scales + i * blocks + b;
+      acc[i][0] = vf_fma(vf_fma(y, sum, vf_from(dot[i][0])), vs_mul(&p, scale, rows), acc[i][0]);
+      acc[i][1] = vf_fma(vf_fma(z, sum, vf_from(dot[i][1])), vs_mul(&q, scale, rows), acc[i][1]);
     }
   }
   finish(rows, acc, t);

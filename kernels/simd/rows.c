@@ -1,9 +1,20 @@
 // Row-wise arithmetic: conversion of activations, both halves of an RMS norm, maxima, and the exponentials of sampling.
 #include <assert.h>
+#include <float.h>
 #include <math.h>
 #include <stddef.h>
+#include <string.h>
 
 #include "level.h"
+
+// x rounded up to two bits of mantissa (see `vs`); 0 for x below the normal numbers.
+INLINE float round_scale(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  bits = x < FLT_MIN ? 0 : (bits + 0x1fffff) & ~0x1fffffu;
+  memcpy(&x, &bits, 4);
+  return x;
+}
 
 // Quantise 32 columns of one row to q8; the scale depends on these columns only. A column that is not finite makes the
 // block's scale NaN, which reaches the logits of this row and ends this request only.
@@ -11,8 +22,8 @@ INLINE void quantise(vf y0, vf y1, const quire_rows *out, int64_t row, int64_t c
   const int64_t block = (row * out->width + column) / 32;
   const float top = vf_reduce_max(vf_max(vf_abs(y0), vf_abs(y1)));
   const int finite = !vf_any_nan(y0) && !vf_any_nan(y1) && top < INFINITY;
-  const float inverse = 127.f / top;
-  const vf limit = vf_set1(127.f), factor = vf_set1(inverse < INFINITY ? inverse : 0.f);
+  const float scale = round_scale(top / 127.f);
+  const vf limit = vf_set1(127.f), factor = vf_set1(scale > 0.f ? 1.f / scale : 0.f);
   vi q0 = vi_zero(), q1 = vi_zero();
   if (finite) {
     q0 = vi_from(vf_min(limit, vf_mul(y0, factor)));
@@ -21,7 +32,7 @@ INLINE void quantise(vf y0, vf y1, const quire_rows *out, int64_t row, int64_t c
   int8_t *q = (int8_t *)out->data + row * out->width + column;
   vi_store_i8(q, q0);
   vi_store_i8(q + 16, q1);
-  out->scales[block] = finite ? top / 127.f : NAN;
+  out->scales[block] = finite ? scale : NAN;
   out->sums[block] = -128 * vi_sum(vi_add(q0, q1));
 }
 

@@ -51,7 +51,7 @@ static inline __attribute__((always_inline)) int64_t quire_panel_bytes(const int
 // Activations of one dtype: [rows][width], width a multiple of 32, padding zero.
 typedef struct {
   void *data;       // f32 | bf16 | int8
-  float *scales;    // q8: [rows][width/32]
+  float *scales;    // q8: [rows][width/32], numbers with two bits of mantissa, 0 or NaN
   int32_t *sums;    // q8: [rows][width/32], -128 * sum of the block
   int64_t width;
 } quire_rows;

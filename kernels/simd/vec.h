@@ -14,9 +14,9 @@
 #define ISA(name) name##_scalar
 #endif
 
+#if !defined QUIRE_ISA_AVX512
 // The digits of 64 numbers below 2^14, 7 bits each, as bytes. Returns sums of the high ones, and of the low ones from bit
 // 16 on, whose total over the lanes is that of all 64.
-#if !defined QUIRE_ISA_AVX512
 static inline vi vi_store_digits(int8_t *high, int8_t *low, const vi x[4]) {
   vi sums = vi_zero();
   for (int j = 0; j < 4; j++) {
@@ -27,6 +27,11 @@ static inline vi vi_store_digits(int8_t *high, int8_t *low, const vi x[4]) {
   }
   return sums;
 }
+
+// The scales of a panel's 16 columns, to be multiplied by scales of `rows` activations.
+typedef vf vs;
+static inline vs vs_of(vf p, int rows) { (void)rows; return p; }
+static inline vf vs_mul(const vs *p, const float *z, int rows) { (void)rows; return vf_mul(*p, vf_set1(*z)); }
 #endif
 
 #define INLINE static inline __attribute__((always_inline))

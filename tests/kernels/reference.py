@@ -50,12 +50,17 @@ def round_bf16(x: Array) -> Array:
 
 
 def quantise_q8(x: Array) -> Array:
-    """Quantise each row's blocks of 32 columns to int8 with a float32 scale max|x| / 127, and widen them again."""
+    """Quantise each row's blocks of 32 columns to int8, and widen them again.
+
+    The scale is max|x| / 127 in float32, rounded up to two bits of mantissa.
+    """
     stored = np.zeros((x.shape[0], padded(x.shape[1])))
     stored[:, : x.shape[1]] = x
     blocks = stored.reshape(x.shape[0], -1, BLOCK)
     top = np.abs(blocks).max(axis=2, keepdims=True)
-    scale = np.where(top > 0, top / 127, 1.0)
+    exact = np.where(top > 0, top.astype(np.float32) / np.float32(127), np.float32(1))
+    step = np.exp2(np.floor(np.log2(exact.astype(np.float64)))) / 4
+    scale = np.ceil(exact / step) * step
     return (np.rint(blocks / scale) * scale).reshape(x.shape[0], -1)[:, : x.shape[1]]
 
 

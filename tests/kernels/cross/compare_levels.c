@@ -7,6 +7,7 @@
 //   apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static
 //   meson setup build/aarch64 --cross-file tests/kernels/cross/aarch64.ini
 //   meson test -C build/aarch64 --verbose
+#include <float.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -26,6 +27,11 @@ static uint32_t next_bits(void) {
 }
 static float next_float(void) { return (float)(int32_t)next_bits() / 2147483648.f; }  // [-1, 1)
 static uint16_t next_scale(void) { return (uint16_t)(0x2000 + next_bits() % 0x800); }  // fp16, 2^-7 to 2^-5
+
+static float next_row_scale(void) {  // two bits of mantissa, 2^-9 to 2^-6; or 0
+  const uint32_t bits = next_bits();
+  return bits >> 28 ? ldexpf((float)(4 + bits % 4), -9 - (int)(bits / 4 % 3)) : 0.f;
+}
 
 // The digest (FNV-1a) of all results of an op and dtype, in order.
 typedef struct { const char *op; int dtype; uint64_t digest; } record;
@@ -107,7 +113,7 @@ static quire_rows rows_of(int dtype, int64_t width) {
   r.sums = calloc(MAX_ROWS * MAX_WIDTH / 32, sizeof *r.sums);
   fill_dtype(r.data, dtype, MAX_ROWS * width);
   for (int64_t block = 0; dtype == QUIRE_Q8 && block < MAX_ROWS * width / 32; block++) {
-    r.scales[block] = fabsf(next_float()) / 127.f;
+    r.scales[block] = next_row_scale();
     for (int i = 0; i < 32; i++) r.sums[block] -= 128 * ((int8_t *)r.data)[block * 32 + i];
   }
   return r;
@@ -165,12 +171,14 @@ static void compare_quantise_q4(void) {
   }
 }
 
-static void compare_linear(const char *op, int dtype, int64_t width, int epilogue) {
+// `size` multiplies the scales of q8 rows.
+static void compare_linear_of(const char *op, int dtype, int64_t width, int epilogue, float size) {
   static char panels[2 * 16 * MAX_WIDTH * 4];
   static uint8_t scratch[2 * 16 * MAX_WIDTH];
   static uint16_t scales[2 * MAX_WIDTH / 32 * 16];
   static float bias[32], factors[MAX_ROWS], before[MAX_ROWS * 32], want[MAX_ROWS * 32], alone[MAX_ROWS * 32], got[MAX_ROWS * 32];
   quire_rows a = rows_of(input_dtype(dtype), width);
+  for (int64_t i = 0; i < MAX_ROWS * width / 32; i++) a.scales[i] *= size;
   fill_panels(panels, dtype, width, 2);
   for (int64_t i = 0; i < 2 * width / 32 * 16; i++) scales[i] = next_scale();
   fill(bias, 32), fill(factors, MAX_ROWS), fill(before, MAX_ROWS * 32);
@@ -188,6 +196,10 @@ static void compare_linear(const char *op, int dtype, int64_t width, int epilogu
   }
   if (dtype == QUIRE_Q4) compare_widened(panels, scales, a);
   free_rows(&a);
+}
+
+static void compare_linear(const char *op, int dtype, int64_t width, int epilogue) {
+  compare_linear_of(op, dtype, width, epilogue, 1.f);
 }
 
 static void compare_epilogues(int dtype, int64_t width) {
@@ -276,6 +288,7 @@ static void compare_convert(int dtype, int64_t columns, int64_t width, const flo
   quire_output got = {dtype, rows_of(dtype, width), norm, squares[0], MAX_WIDTH};
   quire_output want = {dtype, rows_of(dtype, width), norm, squares[1], MAX_WIDTH};
   fill(x, 3 * MAX_WIDTH);
+  for (int i = 0; dtype == QUIRE_Q8 && !norm && i < 32; i++) x[MAX_WIDTH + i] *= 0x1p-118f, x[2 * MAX_WIDTH + i] *= 0x1p-122f;
   tiles->convert(x, MAX_WIDTH, 3, columns, &got, 1, 0);
   scalar->convert(x, MAX_WIDTH, 3, columns, &want, 1, 0);
   const quire_rows a = from_row(got.rows, dtype, 1), b = from_row(want.rows, dtype, 1);
@@ -283,6 +296,12 @@ static void compare_convert(int dtype, int64_t columns, int64_t width, const flo
   if (dtype == QUIRE_Q8) {
     expect_same("scales", dtype, "other bits than scalar", a.scales, b.scales, 3 * width / 32 * 4);
     expect_same("sums", dtype, "other bits than scalar", a.sums, b.sums, 3 * width / 32 * 4);
+    for (int64_t i = 0; i < 3 * width / 32; i++) {
+      int exponent;
+      const float mantissa = frexpf(a.scales[i], &exponent) * 8.f;
+      verdict("scales", dtype, "more than two bits of mantissa", fabsf(mantissa - truncf(mantissa)), 0);
+      if (a.scales[i] < FLT_MIN) verdict("scales", dtype, "a number that is not normal", a.scales[i], 0);
+    }
   }
   digest("convert", dtype, a.data, 3 * width * quire_itemsize(dtype));
   if (norm) {
@@ -497,6 +516,8 @@ static void compare_level(void) {
   for (int dtype = 0; dtype < 4; dtype++) compare_linear("exact geglu", dtype, 128, QUIRE_GEGLU_EXACT);
   for (int64_t columns = 45; columns < MAX_WIDTH; columns += 100) compare_norm_row(columns);
   compare_activate();
+  // Where products of scales are not normal numbers.
+  for (int dtype = QUIRE_Q8; dtype < QUIRE_DTYPES; dtype++) compare_linear_of("tiny linear", dtype, 256, QUIRE_STORE, 0x1p-115f);
 }
 
 // Fail where the digests of the last level are not those of the file, or print them if there is none.
