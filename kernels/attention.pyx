@@ -350,8 +350,10 @@ cdef void _write_output(const AttentionOp *op, const quire_tiles *tiles, const W
                 row[g * head_dim + j] = state.o[r * d + j] / state.l[r]
     if op.out.dtype == QUIRE_F32:
         for i in range(queries):
-            memcpy(<float *>op.out.rows.data + (first_row + i) * op.out.rows.width + head * columns,
-                   workspace.split.o + i * columns, columns * sizeof(float))
+            row = <float *>op.out.rows.data + (first_row + i) * op.out.rows.width
+            memcpy(row + head * columns, workspace.split.o + i * columns, columns * sizeof(float))
+            if head + 1 == op.heads.num_kv_heads:       # the padding too, which other values may have filled
+                memset(row + (head + 1) * columns, 0, (op.out.rows.width - (head + 1) * columns) * sizeof(float))
     else:
         tiles.convert(workspace.split.o, columns, queries, columns, &op.out, first_row, head * columns)
 

@@ -12,7 +12,7 @@ cdef class Binder:
     cdef Regions regions
     cdef object kv_layout           # of the KV cache, or None
     cdef object pages               # EphemeralPages, or None
-    cdef int64_t max_rows, max_samples, vocab_size
+    cdef int64_t max_rows, max_samples, vocab_size, workers
     cdef int64_t max_positions      # of a sequence
     cdef int64_t num_types          # of tokens
     cdef int64_t query_tile         # queries of one attention tile
@@ -34,7 +34,7 @@ cdef class Binder:
     cdef _add_linear_input(self, LinearOp *linear, source, PackedMatrix weight, rows)
     cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows)
     cdef _add_rotary(self, HeadsOp *heads, op)
-    cdef quire_head _head(self, op, norm, heads, rotary_dim, scale) except *
+    cdef quire_head _head(self, op, norm, heads, rotary_dim, scale, next) except *
     cdef _add_attention(self, Record *record, op)
     cdef _add_ephemeral_attention(self, Record *record, op)
     cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows)

@@ -37,9 +37,9 @@ _POOLINGS = {"mean": MEAN, "first": FIRST, "last": LAST}
 cdef class Binder:
     """The limits of a program: those of the ops that are bound so far are in `max_positions` and `query_tile`."""
 
-    def __init__(self, regions, max_rows, max_samples, vocab_size, kv_layout, pages):
+    def __init__(self, regions, max_rows, max_samples, vocab_size, workers, kv_layout, pages):
         self.regions, self.max_rows, self.max_samples, self.vocab_size = regions, max_rows, max_samples, vocab_size
-        self.kv_layout, self.pages = kv_layout, pages
+        self.workers, self.kv_layout, self.pages = workers, kv_layout, pages
         self.max_positions = self.num_types = 2**31 - 1
         self.query_tile = QUIRE_TILE
 
@@ -269,9 +269,9 @@ cdef class Binder:
         heads.num_heads, heads.num_kv_heads = op.num_heads, op.num_kv_heads
         heads.group, heads.head_dim = group, op.head_dim
         heads.norms_rows = norms_rows
-        heads.query = self._head(op, op.q_norm, op.num_heads if norms_rows else 1, rotary_dim, op.scale)
-        heads.key = self._head(op, op.k_norm, op.num_kv_heads if norms_rows else 1, rotary_dim, 1)
-        heads.value = self._head(op, None, 1, 0, 1)
+        heads.query = self._head(op, op.q_norm, op.num_heads if norms_rows else 1, rotary_dim, op.scale, -group)
+        heads.key = self._head(op, op.k_norm, op.num_kv_heads if norms_rows else 1, rotary_dim, 1, 1)
+        heads.value = self._head(op, None, 1, 0, 1, 1)
 
     cdef _add_rotary(self, HeadsOp *heads, op):
         cdef const float[:, ::1] rotary
@@ -285,10 +285,11 @@ cdef class Binder:
         self.max_positions = min(self.max_positions, rotary.shape[0])
         heads.rotary = &rotary[0, 0]
 
-    cdef quire_head _head(self, op, norm, heads, rotary_dim, scale) except *:
+    cdef quire_head _head(self, op, norm, heads, rotary_dim, scale, next) except *:
+        """Return what applies to a kind of head; each worker takes heads that are `next` times the workers apart."""
         cdef quire_head head
         head.head_dim, head.rotary_dim, head.eps, head.factor, head.scale = op.head_dim, rotary_dim, op.eps, 0, scale
-        head.norm, head.ahead = NULL, ROWS_AHEAD * padded(op.qkv.columns)
+        head.norm, head.ahead, head.next = NULL, ROWS_AHEAD * padded(op.qkv.columns), self.workers * next * op.head_dim
         if norm is not None:
             length = op.head_dim * heads
             head.norm = self.regions.vector(norm, length, padded(length + 16))     # a head is read by 16 elements

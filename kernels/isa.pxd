@@ -99,6 +99,7 @@ cdef extern from "simd/tiles.h" nogil:
         float factor
         float scale
         int64_t ahead
+        int64_t next
 
     ctypedef struct quire_tiles:
         const char *name

@@ -67,7 +67,7 @@ cdef class Program:
             self._lay_out_texts(pages)
         else:
             self._lay_out_sequences(kv_memory, kv_layout)
-        self._bind(ops, Binder(self.regions, max_rows, max_samples, vocab_size, kv_layout, pages))
+        self._bind(ops, Binder(self.regions, max_rows, max_samples, vocab_size, pool.workers, kv_layout, pages))
         self.replay.tiles, self.replay.pool = tiles_of(isa), pool.pool
 
     cdef _bind(self, ops, Binder binder):

@@ -47,7 +47,8 @@ INLINE void scale_rest(float *x, int64_t from, int64_t n, float scale) {
 void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *out) {
   const int64_t padded = (h->head_dim + 31) / 32 * 32;
   for (int64_t j = 0; j < padded; j += 16) {
-    __builtin_prefetch(x + h->ahead + j, 0, 3);
+    __builtin_prefetch(x + h->ahead + j);
+    __builtin_prefetch(x + h->next + j);
     vf_store(out + j, columns_of(x, j, h->head_dim, vf_zero()));
   }
   if (h->norm) norm_head(out, h);

@@ -121,7 +121,8 @@ typedef struct {
   float eps;
   float factor;        // of the norm: 1 / rms of the row that the head is a part of; 0: of the head alone
   float scale;
-  int64_t ahead;       // floats from a head to the one that is prefetched meanwhile: that of a later row
+  int64_t ahead;       // floats to the heads that are prefetched meanwhile: that of a later row,
+  int64_t next;        // and another one of the same row
 } quire_head;
 
 typedef struct {

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from quire.kernels import supported_levels
-from quire.kernels.ops import EphemeralAttention, NormRows
+from quire.kernels.ops import EphemeralAttention, NormRows, Region
 
 from tests.kernels.encoder import MAX_TEXTS, POSITIONS, TYPES, VOCAB, Encoder
 
 LEVELS = supported_levels()
-TOLERANCE = {"f32": 3e-5, "bf16": 2e-2, "q8": 8e-2}  # of vectors of length 1
+TOLERANCE = {"f32": 3e-5, "bf16": 2e-2, "q8": 5e-2}  # of vectors of length 1
 
 
 def text(n: int, seed: int = 0) -> np.ndarray:
@@ -23,22 +23,27 @@ def close(encoder: Encoder, *texts: np.ndarray) -> bool:
     return bool(np.abs(got - want).max() <= TOLERANCE[encoder.weights if encoder.kv == "f32" else "q8"])
 
 
+PRE_NORM = {"post_norm": False, "rotates": True, "epilogue": "geglu_exact", "windows": (0, 9), "pooling": "first"}
+CAUSAL = {"causal": True, "kv_heads": 2, "qk_norm": True, "rotates": True, "windows": (0, 40), "pooling": "last"}
+
+
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "int8"), ("f32", "int8")])
 @pytest.mark.parametrize(
-    "options",
+    ("weights", "kv", "options"),
     [
-        {},
-        {"post_norm": False, "rotates": True, "epilogue": "geglu_exact", "windows": (0, 9), "pooling": "first"},
-        {"causal": True, "kv_heads": 2, "qk_norm": True, "rotates": True, "windows": (0, 40), "pooling": "last"},
-        {"epilogue": "relu", "head_dim": 32},
-        {"epilogue": "gelu_tanh", "head_dim": 10, "hidden": 33, "intermediate": 50},
+        ("f32", "f32", {}),
+        ("q8", "int8", {}),
+        ("f32", "f32", PRE_NORM),
+        ("bf16", "bf16", PRE_NORM),
+        ("f32", "int8", CAUSAL),
+        ("bf16", "bf16", CAUSAL),
+        ("q8", "int8", {"epilogue": "relu", "head_dim": 32}),
+        ("f32", "f32", {"epilogue": "gelu_tanh", "head_dim": 10, "hidden": 33, "intermediate": 50}),
     ],
 )
-def test_an_encoder_matches_the_reference(options, weights, kv, isa):
+def test_an_encoder_matches_the_reference(weights, kv, options, isa):
     encoder = Encoder(weights=weights, kv=kv, isa=isa, **options)
     assert close(encoder, text(70, 1), text(1, 2), text(33, 3))
-    assert close(encoder, text(17, 4))
 
 
 @pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
@@ -56,7 +61,7 @@ def test_a_text_has_the_same_bits_among_any_others_and_on_any_number_of_threads(
     mine = text(130, 1)
     alone = encoder.run(mine)[0].tobytes()
     assert one_thread.run(mine)[0].tobytes() == alone
-    for others in ([1], [64, 65], [5] * 30):
+    for others in ([1], [64, 65], [5] * 20):
         before = [text(n, i + 2) for i, n in enumerate(others)]
         assert encoder.run(*before, mine, text(9, 3))[len(others)].tobytes() == alone
         assert one_thread.run(mine, *before)[0].tobytes() == alone
@@ -78,6 +83,17 @@ def test_a_batch_that_advances_by_ranges_of_ops_has_the_same_bits(kv):
     for first in range(num_ops):
         encoder.program.run_texts(*step, None, first, first + 1)
     assert encoder.program.view(encoder.vectors)[:2, : encoder.hidden].tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("weights", ["f32", "q8"])
+def test_no_op_reads_what_the_arena_held_before(weights):
+    encoder = Encoder(weights=weights, head_dim=10, hidden=33, intermediate=50)
+    texts = [text(40, 1), text(3, 2)]
+    want = encoder.run(*texts).tobytes()
+    for op in encoder.ops:
+        if isinstance(op.out, Region) and op.out.dtype == "f32":
+            encoder.program.view(op.out).fill(np.nan)
+    assert encoder.run(*texts).tobytes() == want
 
 
 def test_only_a_text_with_nan_ends_as_nan():
