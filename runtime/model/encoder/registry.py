@@ -11,6 +11,7 @@ from ..families.family import Family
 from ..families.registry import FAMILIES
 from ..files import is_gguf
 from ..spec import DecoderSpec
+from ..weights.tensors import check_built
 from .bert import BERT, CAMEMBERT, ROBERTA, XLM_ROBERTA
 from .family import EncoderFamily
 from .modernbert import MODERNBERT
@@ -25,8 +26,9 @@ from .sentence_transformers import (
     read_score_activation,
     read_text_limits,
 )
-from .spec import BertSpec, EncoderSpec, Pooling, Projection
-from .tensors import SCORE, EncoderTensors, check_encoder_tensors
+from .spec import ANSWER, AnswerRows, BertSpec, EncoderSpec, Pooling, Projection
+from .tensors import EncoderTensors
+from .weights import build_encoder_weights
 
 ENCODERS = (BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, MODERNBERT, NOMIC_BERT)
 CLASSIFIER = "ForSequenceClassification"
@@ -49,7 +51,7 @@ def read_encoder(path: str | Path) -> EncoderSpec:
     """Read config.json and the files of sentence-transformers; no tensor. Raises ModelError."""
     folder, config = Path(path), read_config(path)
     body, family = _body(config)
-    modules = read_modules(folder, body.hidden_size) if has_modules(folder) else Modules(files={})
+    modules = read_modules(folder, body.hidden_size) if has_modules(folder) else Modules()
     pooling, projections = _after_body(config, family, body, modules)
     labels = projections[-1].out_features if _scores(config, modules) else 0
     limits = read_text_limits(folder)
@@ -66,18 +68,17 @@ def read_encoder(path: str | Path) -> EncoderSpec:
         prompts=prompts,
         default_prompt=default_prompt,
         matryoshka=_matryoshka(config),
+        tensor_prefix=family.prefix if isinstance(family, EncoderFamily) else "",
         files=modules.files,
+        answer=_answer(config, body, modules.answer),
     )
 
 
 def open_encoder(path: str | Path) -> tuple[EncoderSpec, EncoderTensors]:
     """Return the spec and the tensors of a folder, all checked and none read. Raises ModelError."""
-    spec, folder, config = read_encoder(path), Path(path), read_config(path)
-    family = _body(config)[1]
-    answer = read_modules(folder, spec.hidden_size).answer if has_modules(folder) else None
-    prefix = family.prefix if isinstance(family, EncoderFamily) else ""
-    tensors = EncoderTensors(folder, prefix, spec.files, _answer_rows(config, spec, answer))
-    check_encoder_tensors(spec, tensors)
+    spec = read_encoder(path)
+    tensors = EncoderTensors(Path(path), spec)
+    check_built(lambda factory: build_encoder_weights(spec, "f32", factory), tensors)
     return spec, tensors
 
 
@@ -107,6 +108,8 @@ def _decoder(name: str) -> Family | None:
 
 def _body(config: ConfigTable) -> tuple[BertSpec | DecoderSpec, EncoderFamily | Family]:
     name = _architecture(config)
+    if "quantization_config" in config:
+        raise config.refused("quantization_config", "absent: encoders are read from numbers of 16 or 32 bits")
     if name in (known := _by_architecture()):
         return known[name].read(config), known[name]
     family = _decoder(name) or next((family for family in FAMILIES if name in family.architectures), None)
@@ -134,7 +137,7 @@ def _after_body(
     if modules.pooling is not None:
         return modules.pooling, modules.projections
     if modules.answer is not None:
-        return "last", (Projection(tensor=SCORE, in_features=body.hidden_size, out_features=1, bias=False),)
+        return "last", (Projection(tensor=ANSWER, in_features=body.hidden_size, out_features=1, bias=False),)
     if _architecture(config).endswith(CLASSIFIER):
         labels = _num_labels(config)
         if isinstance(family, EncoderFamily):
@@ -174,15 +177,15 @@ def _matryoshka(config: ConfigTable) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def _answer_rows(
-    config: ConfigTable, spec: EncoderSpec, answer: AnswerTokens | None
-) -> tuple[str, int, int | None] | None:
-    """Return the matrix that has the rows of the answer tokens, and the rows."""
-    if answer is None or not isinstance(spec.body, DecoderSpec):
+def _answer(config: ConfigTable, body: BertSpec | DecoderSpec, tokens: AnswerTokens | None) -> AnswerRows | None:
+    """Return the tokens that score a pair, and the matrix that has their rows: the LM head."""
+    if tokens is None:
         return None
-    for key, token in (("true_token_id", answer.true), ("false_token_id", answer.false)):
-        if token is not None and token >= spec.body.vocab_size:
-            raise UnsupportedModel(f"{key} is {token}; the vocabulary has {spec.body.vocab_size} tokens")
-    names = spec.body.names
+    if isinstance(body, BertSpec):
+        raise UnsupportedModel(f"{MODULES_FILE}: the module LogitScore needs a decoder, not {body.family}")
+    for key, token in (("true_token_id", tokens.true), ("false_token_id", tokens.false)):
+        if token is not None and token >= body.vocab_size:
+            raise UnsupportedModel(f"{key} is {token}; the vocabulary has {body.vocab_size} tokens")
     tied = config.flag("tie_word_embeddings", False)
-    return f"{names.embedding if tied else names.lm_head}.weight", answer.true, answer.false
+    matrix = f"{body.names.embedding if tied else body.names.lm_head}.weight"
+    return AnswerRows(matrix=matrix, true=tokens.true, false=tokens.false)

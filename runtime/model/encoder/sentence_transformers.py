@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os.path import isfile
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Modules:
     normalise: bool = False
     scores: bool = False  # the last projection's columns are scores
     answer: AnswerTokens | None = None
-    files: Mapping[str, str]
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 def has_modules(folder: Path) -> bool:

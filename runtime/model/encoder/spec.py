@@ -11,6 +11,7 @@ from typing import Literal
 
 from ..spec import DecoderSpec, Rope
 
+ANSWER = "answer"  # the tensor of a projection that no file has: one row, made from those of `AnswerRows`
 Pooling = Literal["mean", "first", "last"]
 MlpActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]  # gelu: with erf; gelu_tanh: its approximation
 Activation = Literal["none", "tanh", "gelu", "gelu_tanh", "relu"]  # after pooling
@@ -85,6 +86,15 @@ class Projection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRows:
+    """A score by a decoder: the logit of the token for true, less that of the token for false if there is one."""
+
+    matrix: str  # the tensor with a row for each token
+    true: int  # token ids
+    false: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSpec:
     """A model that makes one vector of each text, or scores it."""
 
@@ -99,7 +109,9 @@ class EncoderSpec:
     prompts: Mapping[str, str] = field(default_factory=dict)  # name -> text that goes before an input
     default_prompt: str | None = None  # the name of the prompt of inputs without one
     matryoshka: tuple[int, ...] = ()  # smaller numbers of dimensions that the model was trained for; (): not known
+    tensor_prefix: str = ""  # of the body's names in a checkpoint with a head
     files: Mapping[str, str] = field(default_factory=dict)  # folder of a projection's own file -> prefix of its tensors
+    answer: AnswerRows | None = None  # where the projection `ANSWER` comes from
 
     @property
     def family(self) -> str:

@@ -150,6 +150,8 @@ def test_without_modules_rows_are_averaged(encoder_folder: Copy) -> None:
         ("bert_scores", "config_sentence_transformers.json", edited(activation_fn="os.system"), "activation_fn"),
         ("bert", "sentence_bert_config.json", edited(max_seq_length=0), "max_seq_length"),
         ("qwen3", "config.json", edited(is_causal=False), "is_causal"),
+        ("qwen3", "config.json", edited(quantization_config={"quant_method": "gptq"}), "quantization_config"),
+        ("qwen3_answer", "config.json", edited(architectures=["BertModel"], hidden_act="gelu"), "needs a decoder"),
         ("qwen3", "config.json", edited(use_bidirectional_attention=True), "use_bidirectional_attention"),
         ("qwen3_answer", "1_LogitScore/config.json", edited(true_token_id=10**6), "true_token_id"),
     ],
