@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,6 +52,7 @@ class Encoder:
     isa: str | None = None
     threads: int = 2
     seed: int = 11
+    memory: Callable[..., np.ndarray] = aligned_bytes  # for weights
     ops: list = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -91,7 +92,7 @@ class Encoder:
 
     def packed(self, n: int, k: int, size: float = 1.0, dtype: str | None = None) -> PackedMatrix:
         dtype = dtype or self.weights
-        matrix = PackedMatrix(n, k, dtype, aligned_bytes(packed_nbytes(n, k, dtype)))
+        matrix = PackedMatrix(n, k, dtype, self.memory(packed_nbytes(n, k, dtype)))
         matrix.fill(self.random(n, k) * np.float32(size))
         return matrix
 

@@ -18,6 +18,9 @@ from conftest import BLOCK_DTYPES, NUM_PAGES, Toy
 from quire.kernels import Pool, Sampler, supported_levels
 from quire.kernels.sample import ADJUSTMENT, ROW
 
+from tests.kernels.encoder import VOCAB as ENCODER_VOCAB
+from tests.kernels.encoder import Encoder
+
 THREADS = 3
 ROWS, VOCAB, STRIDE = 8, 20_000, 20_032
 
@@ -114,6 +117,13 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
             model = Toy(weights=weights, kv="int8", **wide, isa=isa, threads=THREADS, memory=guarded)
             for name, run in steps(model):
                 yield f"step at {isa}: {weights} weights, {name}", run
+        for weights, kv in (("f32", "f32"), ("bf16", "bf16"), ("q8", "int8")):
+            encoder = Encoder(weights=weights, kv=kv, windows=(0, 20), isa=isa, threads=THREADS, memory=guarded)
+            texts = [np.arange(n) % ENCODER_VOCAB for n in (70, 1, 33)]
+            step = [copied(array) for array in (*encoder.step(*texts), np.ones(104, np.int32))]
+            yield f"step at {isa}: {weights} texts", lambda e=encoder, step=step: e.program.run_texts(*step)
+            name = f"step at {isa}: {weights} texts, first ops"
+            yield name, lambda e=encoder, step=step: e.program.run_texts(*step, 0, 3)
         random = copied(np.random.default_rng(0).normal(0, 3, (ROWS, STRIDE)).astype(np.float32))
         for kind, logits in ("random", random), ("equal", copied(np.zeros_like(random))):
             for name, run in draws(isa, logits):
