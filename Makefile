@@ -51,6 +51,12 @@ check-structured: $(BIN)/quire
 	$(INSTALL) '.[bench]' --quiet
 	$(BIN)/python tests/fuzz/structured_generations.py $(GENERATIONS)
 
+kill-hosts: $(BIN)/quire
+	$(BIN)/python tests/fuzz/kill_hosts.py $(KILLS)
+
+fuzz-link: $(BIN)/quire
+	$(BIN)/python tests/fuzz/fuzz_link.py $(FUZZ)
+
 bench: $(BIN)/quire
 	$(INSTALL) '.[bench]' --quiet
 	$(BIN)/python -m pytest -q tests/bench/bench_ops.py $(BENCH)
@@ -78,4 +84,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard test docs attack attack-http fuzz-files fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan conformance clients
+.PHONY: demo loadtest dashboard test docs attack attack-http fuzz-files fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan kill-hosts fuzz-link conformance clients

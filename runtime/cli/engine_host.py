@@ -33,11 +33,6 @@ def engine_host(
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises ModelError or ConfigError if the host cannot start."""
     settings = settings_from(model, memory, scheduling, host)
-    log_to_stderr(settings.server.log_format, settings.server.log_level)
-    run_until_signal(lambda stop: _serve(settings, stop))
-
-
-async def _serve(settings: Settings, stop: StopSignal) -> None:
     server = settings.server
     if server.secret_file is None:
         raise ConfigError("secret_file is needed; make one with `openssl rand -hex 32`")
@@ -45,6 +40,12 @@ async def _serve(settings: Settings, stop: StopSignal) -> None:
     address = parse_address(server.listen, lowest_port=0)
     if not isinstance(address, TCPAddress):
         raise ConfigError(f"listen {server.listen} is not allowed; write host:port")
+    log_to_stderr(server.log_format, server.log_level)
+    run_until_signal(lambda stop: _serve(settings, address, secret, tls, stop))
+
+
+async def _serve(settings: Settings, address: TCPAddress, secret: bytes, tls: TLS | None, stop: StopSignal) -> None:
+    server = settings.server
     if server.prefix_snapshot is not None:
         check_snapshot_path(Path(server.prefix_snapshot))
     digest = models_digest(settings.engine)

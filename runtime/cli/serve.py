@@ -63,6 +63,7 @@ def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises ModelError or ConfigError if the server cannot start."""
     settings = settings_from(model, memory, scheduling, server_flags, limits, machines)
+    _check_machines(settings)
     log_to_stderr(settings.server.log_format, settings.server.log_level)
     name = settings.server.served_model_name or model_name(model_path(settings.engine.model))
     server = msgspec.structs.replace(settings.server, served_model_name=name)
@@ -73,7 +74,6 @@ def serve(
 async def _start_and_serve(settings: Settings, stop: StopSignal) -> None:
     if settings.server.in_process and settings.server.engine_processes > 1:
         raise ConfigError("engine_processes cannot be above 1 with `in_process`; leave out one of them")
-    _check_machines(settings)
     await check_config(settings.server)
     if settings.server.prefix_snapshot is not None:
         check_snapshot_path(Path(settings.server.prefix_snapshot))
@@ -143,7 +143,7 @@ async def _cluster(settings: Settings, hosts: str) -> AsyncIterator[Cluster]:
 
 
 def _check_machines(settings: Settings) -> None:
-    """Raise ConfigError for options that have no effect with engine hosts, or without them."""
+    """Raise ConfigError for options that are wrong or have no effect with engine hosts, or without them."""
     server, engine = settings.server, settings.engine
     if server.engine_hosts is None:
         for name in ("secret_file", "engine_hosts_ca"):
@@ -158,6 +158,8 @@ def _check_machines(settings: Settings) -> None:
     given += [name for name in names if getattr(engine, name) != getattr(EngineConfig(), name)]
     if given:
         raise ConfigError(f"{given[0]} cannot be set with engine_hosts; set it at `quire engine-host`")
+    read_secret(server.secret_file)
+    Members(server.engine_hosts)
 
 
 async def _serve_until(stop: StopSignal, engine: Engine[Core], settings: Settings) -> None:

@@ -47,18 +47,18 @@ async def greet_server(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
     Raises EOFError or OSError if the connection ends.
     """
     ours = _hello()
-    writer.write(ours)
+    _write(writer, ours)
     theirs = await reader.readexactly(HELLO_BYTES)
     try:
         _check_hello(theirs, "API server")
     except ConfigError:
-        writer.write(bytes([OTHER_VERSION]))
+        _write(writer, bytes([OTHER_VERSION]))
         raise
     mac = await reader.readexactly(MAC_BYTES)
     if not hmac.compare_digest(mac, _mac(secret, SERVER, ours, theirs)):
-        writer.write(bytes([OTHER_SECRET]))
+        _write(writer, bytes([OTHER_SECRET]))
         raise Unauthenticated("the API server has another secret, or repeats the greeting of another connection")
-    writer.write(bytes([WELCOME]) + _mac(secret, HOST, ours, theirs))
+    _write(writer, bytes([WELCOME]) + _mac(secret, HOST, ours, theirs))
 
 
 async def greet_host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
@@ -66,12 +66,18 @@ async def greet_host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
     theirs = await reader.readexactly(HELLO_BYTES)
     _check_hello(theirs, "engine host")
     ours = _hello()
-    writer.write(ours + _mac(secret, SERVER, theirs, ours))
+    _write(writer, ours + _mac(secret, SERVER, theirs, ours))
     (outcome,) = await reader.readexactly(1)
     if outcome != WELCOME:
         raise _refusal(outcome)
     if not hmac.compare_digest(await reader.readexactly(MAC_BYTES), _mac(secret, HOST, theirs, ours)):
         raise Unauthenticated("the engine host has another secret")
+
+
+def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Write `data`, unless the connection is closed."""
+    if not writer.is_closing():
+        writer.write(data)
 
 
 def _hello() -> bytes:

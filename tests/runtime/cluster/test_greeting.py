@@ -22,6 +22,9 @@ class Wire:
         self.reader = asyncio.StreamReader()
         self.written = b""
 
+    def is_closing(self) -> bool:
+        return False
+
     def write(self, data: bytes) -> None:
         self.written += data
         self.reader.feed_data(data)

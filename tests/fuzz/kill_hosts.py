@@ -1,0 +1,200 @@
+"""Kill, stop and cut off engine hosts under streams of all kinds, and check that every stream keeps its bytes.
+
+usage: kill_hosts.py [--times 20] [--streams 32] [--hosts 3] [--seed 1]
+
+`--times` rounds each way: SIGKILL of an engine process, SIGKILL of a host, SIGSTOP of a host with its engine processes,
+a link that swallows everything, and one that is cut. The harm is done at a random moment, to the host with the most
+requests.
+
+A pause is the longest time between two chunks of any stream that is no beam search. Exit status 1 if a stream differs
+from its undisturbed run in any bit, logprobs included, or does not end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from statistics import median
+from typing import Any
+
+import structlog
+import uvloop
+from host_process import SECRET, HostProcess, LinkProxy, proxying, running_hosts
+from quire import SamplingParams
+from quire.runtime.cluster import Cluster, Credentials, Members
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.types import StructuredOutputs, join_chunks
+from quire.runtime.engine import Engine, GenerateRequest, TextProcessor, models_digest
+from quire.runtime.model import model_path
+
+FLAGS = (
+    *("--weights", "q8", "--kv-cache-dtype", "int8", "--kv-cache-memory", "32M", "--threads", "1"),
+    *("--num-speculative-tokens", "3"),
+)
+ROUND_TIMEOUT_S = 120.0
+COLOURS = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 40}
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.9, "top_p": 0.9, "top_k": 50},
+    {"temperature": 0.8, "n": 2, "max_tokens": 150},
+    {"temperature": 0.8, "best_of": 3, "max_tokens": 150},
+    {"beam_width": 3, "n": 2, "max_tokens": 40, "logprobs": 0},
+    {"temperature": 0.7, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"temperature": 1.0, "stop": ("\n\n\n", "no such text"), "min_tokens": 200},
+    {"temperature": 1.0, "structured_outputs": StructuredOutputs(json=COLOURS), "ignore_eos": False},
+)
+
+
+def random_streams(count: int, choose: random.Random) -> list[GenerateRequest]:
+    streams = []
+    for index in range(count):
+        params = {"max_tokens": 250, "ignore_eos": True, "logprobs": 2, "seed": index, **KINDS[index % len(KINDS)]}
+        prompt = tuple(choose.randrange(4, 4000) for _ in range(choose.randrange(10, 120)))
+        if "beam_width" in params:
+            del params["seed"]
+        streams.append(GenerateRequest(prompt=prompt, sampling_params=SamplingParams(**params)))
+    return streams
+
+
+async def read(engine: Engine[Cluster], request: GenerateRequest, pauses: list[float]) -> object:
+    """Read a stream to its end, and add the time before each chunk after the first to `pauses`."""
+    chunks, last = [], None
+    async for chunk in await engine.submit(request):
+        now = time.perf_counter()
+        if last is not None and not request.sampling_params.beam_width:
+            pauses.append(now - last)
+        last = now
+        chunks.append(chunk)
+    return join_chunks(chunks)
+
+
+def kill_engine(host: HostProcess, proxy: LinkProxy) -> None:
+    os.kill(host.processes()[1], signal.SIGKILL)
+
+
+def kill_host(host: HostProcess, proxy: LinkProxy) -> None:
+    host.kill()
+
+
+def stop_host(host: HostProcess, proxy: LinkProxy) -> None:
+    host.signal(signal.SIGSTOP)
+
+
+def swallow(host: HostProcess, proxy: LinkProxy) -> None:
+    proxy.is_blackhole = True
+
+
+def cut(host: HostProcess, proxy: LinkProxy) -> None:
+    proxy.cut()
+
+
+def restore(host: HostProcess, proxy: LinkProxy) -> None:
+    proxy.is_blackhole = False
+    if host.process.poll() is None:
+        host.signal(signal.SIGCONT)
+    else:
+        host.start()
+
+
+class Campaign:
+    """Streams over hosts behind proxies, and what became of them."""
+
+    def __init__(self, hosts: Sequence[HostProcess], proxies: Sequence[LinkProxy], engine: Engine[Cluster]) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self._hosts = {proxy.address: (host, proxy) for host, proxy in zip(hosts, proxies, strict=True)}
+        self.engine = engine
+
+    async def ready(self) -> None:
+        """Wait until every host is connected and has nothing to do."""
+        hosts = self.engine.core.hosts.values()
+        async with asyncio.timeout(ROUND_TIMEOUT_S):
+            while not all(host.is_ready for host in hosts) or self._is_busy():
+                await asyncio.sleep(0.05)
+
+    def _is_busy(self) -> bool:
+        try:
+            return self.engine.stats().running > 0
+        except Exception:  # no host has sent statistics yet
+            return True
+
+    async def rounds(
+        self, harm: Callable[[HostProcess, LinkProxy], None], times: int, streams: list[GenerateRequest], seed: int
+    ) -> None:
+        choose, longest = random.Random(seed), []
+        await self.ready()
+        started = time.perf_counter()
+        expected = await asyncio.gather(*(read(self.engine, stream, []) for stream in streams))
+        undisturbed_s = time.perf_counter() - started
+        for number in range(times):
+            await self.ready()
+            pauses: list[float] = [0.0]
+            running = [asyncio.create_task(read(self.engine, stream, pauses)) for stream in streams]
+            await asyncio.sleep(choose.uniform(0.02, 0.8) * undisturbed_s)
+            hosts = self.engine.core.hosts
+            address = max(hosts, key=lambda each: hosts[each].num_requests)
+            harm(*self._hosts[address])
+            await asyncio.wait(running, timeout=ROUND_TIMEOUT_S)
+            self._compare(running, expected, f"{harm.__name__} {number}")
+            longest.append(max(pauses))
+            await asyncio.to_thread(restore, *self._hosts[address])
+        print(
+            f"{harm.__name__}: {times} times under {len(streams)} streams; pause median {median(longest):.2f} s, "
+            f"longest {max(longest):.2f} s",
+            flush=True,
+        )
+
+    def _compare(self, running: Sequence[asyncio.Task[object]], expected: Sequence[object], what: str) -> None:
+        for index, (task, wanted) in enumerate(zip(running, expected, strict=True)):
+            if not task.done():
+                outcome = "open"
+                task.cancel()
+            elif (error := task.exception()) is not None:
+                outcome = f"{type(error).__name__}: {error}"
+            else:
+                outcome = "equal" if task.result() == wanted else "changed"
+            self.outcomes[outcome] += 1
+            if outcome != "equal":
+                hosts = {name: (host.is_ready, host.num_requests) for name, host in self.engine.core.hosts.items()}
+                print(f"{what}: stream {index} is {outcome}; hosts {hosts}", flush=True)
+
+
+@contextlib.asynccontextmanager
+async def fleet(hosts: Sequence[HostProcess]) -> AsyncIterator[Campaign]:
+    async with contextlib.AsyncExitStack() as stack:
+        proxies = [await stack.enter_async_context(proxying(host.address)) for host in hosts]
+        members = Members(",".join(proxy.address for proxy in proxies))
+        cluster = await Cluster.connect(members, Credentials(SECRET.encode()), models_digest(EngineConfig()))
+        engine = Engine(cluster, TextProcessor.load(model_path(None)))
+        stack.push_async_callback(engine.close)
+        yield Campaign(hosts, proxies, engine)
+
+
+async def main(options: argparse.Namespace) -> int:
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    streams = random_streams(options.streams, random.Random(options.seed))
+    with running_hosts(options.hosts, *FLAGS) as hosts:
+        async with fleet(hosts) as campaign:
+            for harm in (kill_engine, kill_host, stop_host, swallow, cut):
+                await campaign.rounds(harm, options.times, streams, options.seed)
+        for host in hosts:
+            if "Traceback" in (log := host.log()):
+                print(f"a traceback in a host's log: {log[log.index('Traceback') :][:2000]}")
+                campaign.outcomes["traceback"] += 1
+    print(dict(campaign.outcomes))
+    return int(set(campaign.outcomes) != {"equal"})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--hosts", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    raise SystemExit(uvloop.run(main(parser.parse_args())))
