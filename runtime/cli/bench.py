@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from cyclopts import Parameter
@@ -17,8 +17,16 @@ from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..llm import LLM
 from ..model import model_path, read_spec, weights_text
+from ..model.encoder import is_encoder
 from ..model.runner import pick_cpus, pick_isa
-from ..tools.bench import CacheComparison, compare_cache, measure_overhead, measure_shapes, parse_shapes
+from ..tools.bench import (
+    CacheComparison,
+    compare_cache,
+    measure_embedding,
+    measure_overhead,
+    measure_shapes,
+    parse_shapes,
+)
 from ..tools.bench.console import SpeedReport
 from ..tools.bench.plot import plot_cache_comparison, plot_roofline
 from ..tools.bench.speed import Shape, bench_config
@@ -47,7 +55,13 @@ def bench(
     model: ModelFolder = None,
     /,
     *,
-    shapes: Annotated[str, Parameter(help="Users x prompt tokens of each measurement.")] = "1x128,8x128,32x128",
+    task: Annotated[
+        Literal["generate", "embed"], Parameter(help="What is measured: generated text, or vectors of texts.")
+    ] = "generate",
+    shapes: Annotated[
+        str,
+        Parameter(help="Users x prompt tokens of each measurement; for embed, texts x tokens."),
+    ] = "1x128,8x128,32x128",
     new_tokens: Annotated[int, Parameter(help="Tokens to generate per user.")] = 32,
     repeats: Annotated[int, Parameter(help="Runs of each measurement.")] = 3,
     threads_sweep: Annotated[tuple[str, ...] | None, THREADS_SWEEP] = None,
@@ -68,6 +82,13 @@ def bench(
         _check_sweep(kv_cache, plot, memory)
     config = settings_from(model, memory, scheduling).engine
     warn_of_ignored("bench", config, (*SET_BY_SHAPES, *(("threads",) if threads_sweep is not None else ())))
+    if task == "embed":
+        if threads_sweep is not None or plot is not None or not kv_cache:
+            raise ConfigError("task embed takes shapes, repeats and json; leave out the other flags of bench")
+        _bench_embedding(config, _checked_shapes(shapes, new_tokens, repeats), repeats, json)
+        return
+    if is_encoder(model_path(config.model)):
+        raise ConfigError("this model is an encoder, which generates no text; measure it with --task embed")
     if threads_sweep is not None:
         counts = parse_thread_counts(threads_sweep, available_cpus().threads)
         _bench_threads(config, counts, shapes, new_tokens, repeats, json)
@@ -139,6 +160,25 @@ def _bench_speed(
         print(dumps(report.as_dict(), indent=1))
     else:
         report.print()
+
+
+def _bench_embedding(config: EngineConfig, shapes: Sequence[Shape], repeats: int, as_json: bool) -> None:
+    with leaving_at_once():
+        loaded = LLM.from_config(config)
+    with loaded as llm:
+        results = list(measure_embedding(llm, shapes, repeats, show_progress))
+    show_progress("")
+    if as_json:
+        about = {"model": config.embedding_model or config.model, "weights": config.weights, "isa": pick_isa(config)}
+        shown = [result.as_dict() for result in results]
+        print(dumps({**about, "threads": pick_cpus(config).threads, "results": shown}, indent=1))
+        return
+    print(f"{'texts':>6} {'tokens':>7} {'texts/s':>12} {'tokens/s':>12} {'ms/request':>12}")
+    for each in results:
+        print(
+            f"{each.num_texts:>6} {each.text_tokens:>7} {each.texts_per_s:>12,.1f} {each.tokens_per_s:>12,.0f} "
+            f"{each.request_ms:>12,.2f}"
+        )
 
 
 def _bench_cache(config: EngineConfig, shapes_text: str, new_tokens: int, as_json: bool, plot: Path | None) -> None:

@@ -1,6 +1,7 @@
 """Measurements of one engine: speed by shape and its share of the roofline, step overhead, the worth of a KV cache."""
 
 from .cache_comparison import CacheComparison, compare_cache
+from .embedding import EmbeddingResult, measure_embedding
 from .overhead import StepOverhead, measure_overhead
 from .profile import MachineProfile, measure_profile, read_profile, write_profile
 from .roofline import Roofline
@@ -9,6 +10,7 @@ from .work import Work
 
 __all__ = [
     "CacheComparison",
+    "EmbeddingResult",
     "MachineProfile",
     "Phase",
     "Roofline",
@@ -17,6 +19,7 @@ __all__ = [
     "StepOverhead",
     "Work",
     "compare_cache",
+    "measure_embedding",
     "measure_overhead",
     "measure_profile",
     "measure_shapes",

@@ -175,6 +175,21 @@ def test_bench_json(quire: Quire, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_bench_of_an_encoder(quire: Quire) -> None:
+    model = str(Path(__file__).parents[3] / "tests" / "goldens" / "encoders" / "bert")
+    shapes = ("--task", "embed", "--shapes", "1x8,3x5", "--repeats", "1")
+    results = json.loads(quire("bench", model, *shapes, "--json").stdout)["results"]
+    assert [(each["num_texts"], each["text_tokens"]) for each in results] == [(1, 8), (3, 5)]
+    assert all(each["tokens_per_s"] == each["texts_per_s"] * each["text_tokens"] > 0 for each in results)
+    assert len(quire("bench", model, *shapes).stdout.splitlines()) == 3
+    for flags, message in (
+        ((model,), "measure it with --task embed"),
+        ((model, *shapes[:2], "--shapes", "1x1000"), "texts of more than 190 tokens"),
+    ):
+        done = quire("bench", *flags)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+
+
 def test_bench_tables_fit_100_columns(quire: Quire) -> None:
     done = quire("bench", "--shapes", "1x8,2x8,3x8,4x8,5x8", "--new-tokens", "2", "--repeats", "1")
     assert (done.returncode, done.stderr) == (0, "")
