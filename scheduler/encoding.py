@@ -1,11 +1,11 @@
-"""The encoder's part of a step: which texts form a batch, and how many stages of it the step runs.
+"""The encoder's part of a step: which texts form a batch, and how many stages of which batches the step runs.
 
-Must not import sequences' requests, pages or budgets. One batch of texts is in progress at a time. It advances by
-stages (about a layer each), so that sequences decode between two of them:
+Must not import sequences' requests, pages or budgets. Batches run one after another. A batch advances by stages (about
+a layer each), so that sequences decode between two of them:
 
-* Beside sequences with a latency target, the batch gets the time that is left under it, and at least `ENCODER_SHARE` of
-  the step. Without a target it gets as much time as the sequences take.
-* Alone it gets `ALONE_S` per step, so that a sequence that arrives does not wait for the end of a long batch.
+* Beside sequences with a latency target, batches get the time that is left under it, and at least `ENCODER_SHARE` of
+  the step. Without a target they get as much time as the sequences take.
+* Alone they get `ALONE_S` per step, so that a sequence that arrives does not wait for the end of a long batch.
 
 A text's values do not depend on the other texts of its batch, nor on how stages are divided among steps.
 """
@@ -26,6 +26,7 @@ from .request import EncodeRequest, Ending, FinalCounters, RequestUpdate, State
 ENCODER_SHARE = 0.1  # least share of a step beside sequences that a batch in progress gets
 ALONE_S = 0.05  # seconds of a step without sequences
 RATIO_MEMORY = 0.9  # weight of earlier steps in the ratio of measured to predicted time
+MAX_BATCHES = 8  # of a step; a request that arrives waits for all of them
 MAX_RATIO = 8.0  # of one step; beyond it other processes are the cause
 NOT_FINITE = "the model's values for a text are not finite numbers"
 
@@ -58,6 +59,23 @@ class _Place(NamedTuple):
     text: EncodedText
 
 
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Texts that are computed together."""
+
+    places: list[_Place]
+    num_stages_left: int
+    stage_s: float  # predicted, before it is corrected by what was measured
+    has_begun: bool = False
+    planned_s: float = 0.0  # predicted for its part of the step in flight
+    measured_s: float = 0.0  # of all its parts
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether any of its requests has not ended."""
+        return any(place.request.state is not State.ENDED for place in self.places)
+
+
 class EncoderPlanner:
     """Encode requests, from `add` to their last update. `plan` and `commit` alternate."""
 
@@ -75,12 +93,10 @@ class EncoderPlanner:
         self._cost = cost
         self._count_waiting = count_waiting
         self._waiting_tokens = 0
-        self._batch: list[_Place] = []
-        self._num_stages_left = 0
+        self._batch: _Batch | None = None  # that the next step goes on with
+        self._in_flight: list[_Batch] = []  # of the step in flight
         self._ratio = 1.0  # measured to predicted time of a stage
         self._rate: float | None = None  # tokens per second; None until a batch has ended
-        self._batch_s = 0.0  # spent on the batch in progress
-        self._planned_s = 0.0  # predicted for the step in flight, before `_ratio`
         self._num_texts = 0
         self._num_tokens = 0
 
@@ -122,58 +138,45 @@ class EncoderPlanner:
         values = tuple(request.values) if ending.reason == "stop" else ()
         return RequestUpdate(request.request_id, (), *ending, counters, values)
 
-    def plan(self, load: StepLoad, seconds_left: float | None, now: float) -> EncoderStep | None:
-        """Return the encoder's part of a step whose sequences are `load`; None if there is none.
+    def plan(self, load: StepLoad, seconds_left: float | None, now: float) -> tuple[EncoderStep, ...]:
+        """Return the encoder's part of a step whose sequences are `load`.
 
         `seconds_left` are left under the latency target; None if it does not limit the step.
         """
-        if not any(place.request.state is not State.ENDED for place in self._batch):
-            self._batch = []
-        if not self._batch and not len(self._policy):
-            return None
         seconds = self._seconds(load, seconds_left)
-        texts: tuple[EncodedText, ...] = ()
-        if not self._batch:
-            self._fill_batch(seconds, now)
-            texts = tuple([place.text for place in self._batch])
-        stage_s = self._limits.stage_seconds(self._lengths())
-        fitting = self._num_stages_left
-        if stage_s > 0:
-            fitting = max(1, int(min(seconds / (stage_s * self._ratio), self._num_stages_left)))
-        self._num_stages_left -= fitting
-        self._planned_s = fitting * stage_s
-        ids = tuple(dict.fromkeys(place.request.request_id for place in self._batch))
-        return EncoderStep(texts, fitting, self._num_stages_left == 0, ids)
+        steps: list[EncoderStep] = []
+        self._in_flight = []
+        while len(steps) < MAX_BATCHES and (batch := self._next_batch(seconds, now)) is not None:
+            stage_s = batch.stage_s * self._ratio
+            if steps and stage_s > seconds:
+                break
+            fitting = batch.num_stages_left
+            if stage_s > 0:
+                fitting = max(1, int(min(seconds / stage_s, fitting)))
+            steps.append(self._advance(batch, fitting))
+            seconds -= fitting * stage_s
+            if batch.num_stages_left:
+                break
+            self._batch = None
+        return tuple(steps)
 
-    def commit(self, result: EncoderResult, now: float) -> list[RequestUpdate]:
-        """Take the result of the step's part. Return the last updates of the requests that ended."""
-        if result.error is not None:
-            return self.abandon(result.error, now)
-        self._learn(result.duration_s)
-        if self._num_stages_left:
-            return []
-        batch, self._batch = self._batch, []
-        self._note_rate(batch)
-        updates = []
-        for place, values in zip(batch, result.values, strict=True):
-            request = place.request
-            if request.state is State.ENDED:
+    def commit(self, results: Sequence[EncoderResult], now: float) -> list[RequestUpdate]:
+        """Take the results of the step's batches. Return the last updates of the requests that ended."""
+        updates: list[RequestUpdate] = []
+        for batch, result in zip(self._in_flight, results, strict=True):
+            if result.error is not None:
+                updates += self._fail(batch, result.error, now)
                 continue
-            if values is None:
-                updates.append(self.end(request, Ending(error=NOT_FINITE), now))
-                continue
-            self._num_texts += 1
-            self._num_tokens += len(place.text.token_ids)
-            request.values.append(values)
-            if len(request.values) == len(request.spec.texts):
-                updates.append(self.end(request, Ending("stop"), now))
+            self._learn(batch, result.duration_s)
+            if not batch.num_stages_left:
+                updates += self._finish(batch, result.values, now)
+        self._in_flight = []
         return updates
 
     def abandon(self, error: str, now: float) -> list[RequestUpdate]:
-        """End all requests of the batch in progress with `error`."""
-        batch, self._batch = self._batch, []
-        requests = dict.fromkeys(place.request for place in batch if place.request.state is not State.ENDED)
-        return [self.end(request, Ending(error=error), now) for request in requests]
+        """End all requests of the failed step's batches with `error`."""
+        batches, self._in_flight = self._in_flight, []
+        return [update for batch in batches for update in self._fail(batch, error, now)]
 
     # Helpers
 
@@ -186,9 +189,29 @@ class EncoderPlanner:
             return sequences_s
         return max(seconds_left, sequences_s * ENCODER_SHARE / (1 - ENCODER_SHARE))
 
-    def _fill_batch(self, seconds: float, now: float) -> None:
-        """Begin a batch: texts in the policy's order, within the rows, and so few that a stage fits the seconds."""
+    def _next_batch(self, seconds: float, now: float) -> _Batch | None:
+        """Return the batch to go on with: the one in progress, or a new one."""
+        if self._batch is not None and not self._batch.is_wanted:
+            self._batch = None
+        if self._batch is None and len(self._policy):
+            places = self._fill_batch(seconds, now)
+            stage_s = self._limits.stage_seconds([len(place.text.token_ids) for place in places])
+            self._batch = _Batch(places, self._limits.num_stages, stage_s)
+        return self._batch
+
+    def _advance(self, batch: _Batch, num_stages: int) -> EncoderStep:
+        texts = () if batch.has_begun else tuple([place.text for place in batch.places])
+        batch.has_begun = True
+        batch.num_stages_left -= num_stages
+        batch.planned_s = num_stages * batch.stage_s
+        self._in_flight.append(batch)
+        ids = tuple(dict.fromkeys(place.request.request_id for place in batch.places))
+        return EncoderStep(texts, num_stages, batch.num_stages_left == 0, ids)
+
+    def _fill_batch(self, seconds: float, now: float) -> list[_Place]:
+        """Take texts in the policy's order, within the rows, and so few that a stage fits the seconds."""
         rows = next_check = 0
+        places: list[_Place] = []
         lengths: list[int] = []
         while (request := self._policy.head()) is not None:
             text = request.spec.texts[request.num_taken]
@@ -201,13 +224,12 @@ class EncoderPlanner:
                     break
             rows += num_tokens
             lengths.append(num_tokens)
-            self._take(request, text, now)
-        self._num_stages_left = self._limits.num_stages
-        self._batch_s = 0.0
+            places.append(_Place(request, text))
+            self._take(request, num_tokens, now)
+        return places
 
-    def _take(self, request: EncodeRequest, text: EncodedText, now: float) -> None:
-        self._batch.append(_Place(request, text))
-        num_tokens = len(text.token_ids)
+    def _take(self, request: EncodeRequest, num_tokens: int, now: float) -> None:
+        """Note that the request's next text is in a batch."""
         self._waiting_tokens -= num_tokens
         self._policy.served(request, num_tokens, 0)
         if request.state is State.WAITING:
@@ -216,22 +238,44 @@ class EncoderPlanner:
         if request.num_taken == len(request.spec.texts):
             self._leave_queue(request)
 
+    def _finish(self, batch: _Batch, values: Sequence[bytes | None], now: float) -> list[RequestUpdate]:
+        """Give the texts of a batch their values. Return the last updates of the requests that ended."""
+        self._note_rate(batch)
+        updates = []
+        for place, each in zip(batch.places, values, strict=True):
+            request = place.request
+            if request.state is State.ENDED:
+                continue
+            if each is None:
+                updates.append(self.end(request, Ending(error=NOT_FINITE), now))
+                continue
+            self._num_texts += 1
+            self._num_tokens += len(place.text.token_ids)
+            request.values.append(each)
+            if len(request.values) == len(request.spec.texts):
+                updates.append(self.end(request, Ending("stop"), now))
+        return updates
+
+    def _fail(self, batch: _Batch, error: str, now: float) -> list[RequestUpdate]:
+        """End all requests of a batch with `error`."""
+        if batch is self._batch:
+            self._batch = None
+        requests = dict.fromkeys(place.request for place in batch.places if place.request.state is not State.ENDED)
+        return [self.end(request, Ending(error=error), now) for request in requests]
+
     def _leave_queue(self, request: EncodeRequest) -> None:
         self._policy.remove(request)
         self._count_waiting(request.spec.tenant, -1)
 
-    def _lengths(self) -> list[int]:
-        return [len(place.text.token_ids) for place in self._batch]
-
-    def _learn(self, seconds: float) -> None:
-        self._batch_s += seconds
-        if self._planned_s > 0 and seconds > 0:
-            ratio = min(max(seconds / self._planned_s, 1 / MAX_RATIO), MAX_RATIO)
+    def _learn(self, batch: _Batch, seconds: float) -> None:
+        batch.measured_s += seconds
+        if batch.planned_s > 0 and seconds > 0:
+            ratio = min(max(seconds / batch.planned_s, 1 / MAX_RATIO), MAX_RATIO)
             self._ratio = math.exp(RATIO_MEMORY * math.log(self._ratio) + (1 - RATIO_MEMORY) * math.log(ratio))
 
-    def _note_rate(self, batch: Sequence[_Place]) -> None:
-        if self._batch_s > 0:
-            rate = sum(len(place.text.token_ids) for place in batch) / self._batch_s
+    def _note_rate(self, batch: _Batch) -> None:
+        if batch.measured_s > 0:
+            rate = sum(len(place.text.token_ids) for place in batch.places) / batch.measured_s
             self._rate = rate if self._rate is None else RATIO_MEMORY * self._rate + (1 - RATIO_MEMORY) * rate
 
 

@@ -34,11 +34,11 @@ class EncodedText(NamedTuple):
 
 
 class EncoderStep(NamedTuple):
-    """The encoder's part of a step: some stages of one batch of texts."""
+    """Some stages of one batch of texts."""
 
-    texts: tuple[EncodedText, ...]  # of a batch that begins with this step; empty: the batch of the step before goes on
+    texts: tuple[EncodedText, ...]  # of a batch that begins; empty: the last batch of the step before goes on
     num_stages: int
-    is_last: bool  # the batch ends with this step
+    is_last: bool  # the batch ends
     request_ids: tuple[int, ...]  # of the batch, each once
 
 
@@ -50,7 +50,7 @@ class StepPlan:
     sequences: tuple[ScheduledSequence, ...]
     num_decode_rows: int
     num_prefill_tokens: int
-    encoder: EncoderStep | None = None
+    encoder: tuple[EncoderStep, ...] = ()  # batches, one after another
     max_forced: int = 0  # tokens forced by a grammar that would pay as draft tokens of each sequence, in the next step
 
 
@@ -67,7 +67,7 @@ class SampledToken(NamedTuple):
 
 
 class EncoderResult(NamedTuple):
-    """The result of the encoder's part of a step: an error ends every request of the batch."""
+    """The result of one `EncoderStep`: an error ends every request of the batch."""
 
     duration_s: float
     values: tuple[bytes | None, ...] = ()  # f32 per text, if the batch ends; None: they are not finite numbers
@@ -81,4 +81,4 @@ class StepResult:
     step_id: int
     sampled: tuple[SampledToken, ...]
     duration_s: float
-    encoder: EncoderResult | None = None
+    encoder: tuple[EncoderResult, ...] = ()  # one for each of the plan's

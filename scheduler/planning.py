@@ -208,8 +208,8 @@ class Planner:
                 prefill_tokens += end - first
                 pairs += chunk_pairs(first, end - first)
         self.load = StepLoad(decode_rows, prefill_tokens, kv_tokens, pairs)
-        encoding = None if self._encoder is None else self._encoder.plan(self.load, step.seconds_left, self._clock())
-        if not decodes and not prefills and encoding is None:
+        encoding = () if self._encoder is None else self._encoder.plan(self.load, step.seconds_left, self._clock())
+        if not decodes and not prefills and not encoding:
             return None
         self._num_plans += 1
         max_forced = self._speculator.max_forced(StepLoad(len(decodes) + len(prefills), 0, kv_tokens))

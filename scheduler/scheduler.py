@@ -213,7 +213,7 @@ class Scheduler:
             updates.append(self._commit_beams(self._requests[parent_id], samples_of_beams, now))
         if plan.sequences:
             self._learn(result.duration_s)
-        if self._encoder is not None and result.encoder is not None:
+        if self._encoder is not None:
             updates += self._encoder.commit(result.encoder, now)
         self._finish_step()
         return [update for update in updates if update is not None]
@@ -227,7 +227,7 @@ class Scheduler:
             request = self._requests.get(row.request_id)
             if request is not None:  # not a beam, which ends with its parent
                 updates.append(self._end(request, self._endings.pop(row.request_id, Ending(error=error))))
-        if self._encoder is not None and self._in_flight.encoder is not None:
+        if self._encoder is not None and self._in_flight.encoder:
             updates += self._encoder.abandon(error, self._clock())
         self._finish_step()
         return updates
@@ -365,8 +365,8 @@ class Scheduler:
         expected = [row.request_id for row in plan.sequences for _ in range(row.num_samples)]
         if [token.request_id for token in result.sampled] != expected:
             raise StepMismatch(f"step {result.step_id} must sample for requests {expected}, in this order")
-        if (plan.encoder is None) != (result.encoder is None):
-            raise StepMismatch(f"step {result.step_id} must have the encoder's result exactly if it was planned")
+        if len(plan.encoder) != len(result.encoder):
+            raise StepMismatch(f"step {result.step_id} must have {len(plan.encoder)} results of the encoder")
         return plan
 
     def _commit_row(

@@ -379,9 +379,10 @@ class EngineCore:
             if plan.sequences:
                 execute = self.runner.execute
                 result = execute(plan) if masks is None else masks.advance(execute(plan, masks), plan.max_forced)
-            if plan.encoder is None or self.encoder is None:
+            if self.encoder is None or not plan.encoder:
                 return result
-            return dataclasses.replace(result, encoder=run_encoder(self.encoder, plan.encoder))
+            encoded = tuple([run_encoder(self.encoder, each) for each in plan.encoder])
+            return dataclasses.replace(result, encoder=encoded)
 
     def _score(self, token_ids: Sequence[int], first: int, tables: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
         with self._computing:
@@ -391,7 +392,7 @@ class EngineCore:
         sequences = step.plan.sequences
         if bool(self.scheduler.itl_overrun) != self._misses_itl_target:
             self._log_itl_target(step.plan.num_decode_rows)
-        encoder_s = 0.0 if step.result.encoder is None else step.result.encoder.duration_s
+        encoder_s = sum([each.duration_s for each in step.result.encoder])
         stats = StepStats(
             duration_s=step.result.duration_s + encoder_s,
             prefill_tokens=step.plan.num_prefill_tokens,
@@ -454,7 +455,7 @@ def _describe_encoder(encoder: EncoderRunner) -> EncoderInfo:
 
 
 def run_encoder(encoder: Encoder, step: EncoderStep) -> EncoderResult:
-    """Run the encoder's part of a step. An exception ends its batch only."""
+    """Run stages of a batch. An exception ends this batch only."""
     started = time.perf_counter()
     values: tuple[bytes | None, ...] = ()
     try:

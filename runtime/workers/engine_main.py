@@ -186,10 +186,11 @@ class CoreServer:
         if new:
             self._begun.update(row.request_id for row in new)
             self._link.send(RequestsBegun(tuple([Prefilled(row.request_id, row.first_position) for row in new])))
-        if plan.encoder is not None and plan.encoder.texts:
-            texts = [Prefilled(each, 0) for each in plan.encoder.request_ids if each not in self._begun]
-            self._begun.update(each.request_id for each in texts)
-            self._link.send(RequestsBegun(tuple(texts)))
+        if plan.encoder:
+            ids = dict.fromkeys(each for step in plan.encoder for each in step.request_ids if each not in self._begun)
+            if ids:
+                self._begun.update(ids)
+                self._link.send(RequestsBegun(tuple([Prefilled(each, 0) for each in ids])))
 
     def _publish(self, updates: Sequence[RequestUpdate]) -> None:
         """Hold updates until their step is observed; between steps, until the event loop has run this turn."""

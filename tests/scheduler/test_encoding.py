@@ -16,6 +16,7 @@ from quire.scheduler import (
     EncodedText,
     EncodeRequest,
     EncoderResult,
+    EncoderStep,
     EncodeSpec,
     EngineLoop,
     Fair,
@@ -63,10 +64,10 @@ class EncoderHarness(SchedulerHarness):
         encoded = tuple(EncodedText(tuple(text)) for text in texts)
         return self.scheduler.add_encoding(EncodeRequest(EncodeSpec(request_id, encoded, **options)))
 
-    def encoded(self, plan: StepPlan, error: str | None = None) -> EncoderResult | None:
-        part = plan.encoder
-        if part is None:
-            return None
+    def encoded(self, plan: StepPlan, error: str | None = None) -> tuple[EncoderResult, ...]:
+        return tuple(self._encoded(part, None if index else error) for index, part in enumerate(plan.encoder))
+
+    def _encoded(self, part: EncoderStep, error: str | None) -> EncoderResult:
         self.stages.append(part.num_stages)
         if part.texts:
             self._texts = part.texts
@@ -126,6 +127,27 @@ def test_alone_a_step_runs_as_many_stages_as_fit_a_twentieth_of_a_second():
     assert harness.stages[0] == 5
     assert sum(harness.stages) == 30
     assert harness.ended == {1: "stop"}
+
+
+def test_a_step_runs_several_batches_while_their_stages_fit():
+    harness = EncoderHarness(FakeEncoder(max_rows=1, num_stages=2, stage_s=0.01))
+    harness.slowness = 10.0
+    harness.encode(1, *[[7]] * 4)
+    harness.step()
+    assert harness.stages == [2, 2, 1]  # of 50 ms
+    assert len(harness.batches) == 3
+    harness.run()
+    assert harness.stages == [2, 2, 1, 1, 2]
+    assert harness.values == {1: (b"\7",) * 4}
+
+
+def test_a_step_runs_eight_batches_at_most():
+    harness = EncoderHarness(FakeEncoder(max_rows=1))
+    harness.encode(1, *[[7]] * 20)
+    harness.step()
+    assert len(harness.batches) == 8
+    harness.run()
+    assert len(harness.values[1]) == 20
 
 
 def test_the_measured_time_of_stages_corrects_the_predicted_one():
@@ -315,7 +337,7 @@ def test_the_limits_of_the_queue_count_texts_and_prompts_together():
 
 
 def test_a_deadline_ends_a_request_and_one_that_cannot_be_met_refuses_it():
-    harness = EncoderHarness(FakeEncoder(max_rows=1, num_stages=1, stage_s=STAGE_S))
+    harness = EncoderHarness(FakeEncoder(max_rows=1, num_stages=1, stage_s=0.05))  # one batch per step
     harness.encode(1, *[[1]] * 3, deadline=5.0)
     harness.step()
     harness.now = 5.0

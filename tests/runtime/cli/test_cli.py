@@ -181,7 +181,6 @@ def test_bench_of_an_encoder(quire: Quire) -> None:
     results = json.loads(quire("bench", model, *shapes, "--json").stdout)["results"]
     assert [(each["num_texts"], each["text_tokens"]) for each in results] == [(1, 8), (3, 5)]
     assert all(each["tokens_per_s"] == each["texts_per_s"] * each["text_tokens"] > 0 for each in results)
-    assert len(quire("bench", model, *shapes).stdout.splitlines()) == 3
     for flags, message in (
         ((model,), "measure it with --task embed"),
         ((model, *shapes[:2], "--shapes", "1x1000"), "texts of more than 190 tokens"),

@@ -205,8 +205,8 @@ async def test_texts_are_answered_and_readmitted_without_an_answer(scene: Scene)
 
 async def test_texts_are_announced_when_their_batch_begins(scene: Scene) -> None:
     begins = EncoderStep((EncodedText((1,)),) * 3, 1, False, (4, 5))
-    scene.core.listener.begin(StepPlan(1, (), 0, 0, begins))
-    scene.core.listener.begin(StepPlan(2, (), 0, 0, EncoderStep((), 1, True, (4, 5))))
+    scene.core.listener.begin(StepPlan(1, (), 0, 0, (begins,)))
+    scene.core.listener.begin(StepPlan(2, (), 0, 0, (EncoderStep((), 1, True, (4, 5)),)))
     assert scene.link.take(RequestsBegun) == [RequestsBegun((Prefilled(4, 0), Prefilled(5, 0)))]
 
 
