@@ -144,7 +144,7 @@ class EncoderRunner:
         batches = [self._fitting(lengths) for lengths in MEASURED]
         base_s, short_s, long_s = (min(self._first_stage_seconds(each) for _ in range(2)) for each in batches)
         (_, short, long), pairs = map(sum, batches), sum(length * length for length in batches[2])
-        row_s = max(short_s - base_s, 0.0) / short
+        row_s = max(short_s - base_s, 1e-9) / short
         return base_s, row_s, max(long_s - base_s - row_s * long, 0.0) / pairs
 
     def _fitting(self, lengths: Sequence[int]) -> list[int]:
