@@ -16,6 +16,7 @@ from .exceptions import (
 from .invariants import check
 from .layout import PAGE_SIZES, KVDtype, KVLayout
 from .pager import Pager
+from .pool import Content
 from .prefix import page_keys, root_key
 from .snapshot import load_snapshot, prove_writable, save_snapshot
 from .spill import PageStore, Spilled, SpillFile
@@ -23,6 +24,7 @@ from .table import PageTable
 
 __all__ = [
     "PAGE_SIZES",
+    "Content",
     "InvariantViolated",
     "KVArena",
     "KVDtype",

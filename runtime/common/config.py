@@ -99,6 +99,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
 
+    kv_events: Annotated[
+        str | None,
+        _memory(
+            "ZeroMQ endpoint that publishes which pages the prefix cache has, such as tcp://*:5557. Each further "
+            "engine process takes the next port.",
+            unit="endpoint",
+            default="not published",
+        ),
+    ] = None
+    kv_events_replay: Annotated[
+        str | None,
+        _memory(
+            "ZeroMQ endpoint that sends earlier events again, such as tcp://*:5657.",
+            unit="endpoint",
+            default="not sent again",
+        ),
+    ] = None
+    kv_events_topic: Annotated[str, _memory("Topic of the events of kv_events.", unit="text")] = ""
+
     tool_call_parser: Annotated[
         ToolCallParser,
         _memory(
@@ -367,6 +386,9 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_share: float
     threads: int | None
     enable_prefix_caching: bool
+    kv_events: str | None
+    kv_events_replay: str | None
+    kv_events_topic: str
     tool_call_parser: ToolCallParser
     isa: str | None
     embedding_model: str | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ...pager import Pager, SpillFile, SpillUnavailable
 from ...scheduler import (
@@ -25,6 +25,9 @@ from ...scheduler import (
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..model.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from .kv_events import KVEventPublisher
 
 R = TypeVar("R", bound=QueuedRequest)
 
@@ -53,6 +56,17 @@ def build_pager(config: EngineConfig, runner: ModelRunner | None, spill_file: Sp
         enable_prefix_caching=config.enable_prefix_caching,
         store=spill_file,
     )
+
+
+def build_kv_events(config: EngineConfig, pager: Pager) -> KVEventPublisher | None:
+    """Return what publishes the pages of the prefix cache; None without `kv_events`. Raises ConfigError."""
+    if config.kv_events is None:
+        return None
+    try:
+        from .kv_events import KVEventPublisher
+    except ImportError as error:
+        raise ConfigError(f"kv_events needs ZeroMQ ({error}); pip install 'quire[events]'") from error
+    return KVEventPublisher(config.kv_events, config.kv_events_replay, config.kv_events_topic, pager)
 
 
 def build_scheduler(

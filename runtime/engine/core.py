@@ -48,7 +48,7 @@ from ..model.files import sampled_fingerprint
 from ..model.runner import ModelRunner, load_model
 from ..model.runner.encoder_runner import EncoderRunner, load_encoder
 from .bits import bits_id, encoder_bits_id
-from .build import build_pager, build_scheduler, build_spill_file
+from .build import build_kv_events, build_pager, build_scheduler, build_spill_file
 from .facade import CoreInfo, EncoderInfo, EngineStats, StepStats
 from .grammars import Grammars
 from .job_threads import JobThreads
@@ -162,6 +162,7 @@ class EngineCore:
         self._runner = runner
         self._spill_file = spill_file
         self.pager = build_pager(config, runner, spill_file)
+        self._kv_events = build_kv_events(config, self.pager)
         num_samples = config.max_num_seqs if runner is None else runner.capacity.max_num_samples
         self.scheduler = build_scheduler(config, self.pager, num_samples, encoder)
         self._step_threads = JobThreads(2, "quire-step")  # one may compute masks while the other runs the next step
@@ -264,6 +265,8 @@ class EngineCore:
     def start(self, listener: CoreListener) -> None:
         """See `Core.start`."""
         self._listener = listener
+        if self._kv_events is not None:
+            self._kv_events.publish()  # pages of a snapshot
         self.engine_loop = EngineLoop(self.scheduler, self._execute, listener.publish, self._observe)
         self.engine_loop.start(listener.ended)
         self._started = True
@@ -323,6 +326,8 @@ class EngineCore:
             async with self._scoring:  # `logits` ends before its next chunk
                 pass
         finally:  # also if the loop is broken or this call is cancelled
+            if self._kv_events is not None:
+                self._kv_events.close()
             self._step_threads.close()
             self.grammars.close()
             if self._spill_file is not None:
@@ -407,6 +412,8 @@ class EngineCore:
             Prefilled(s.request_id, s.first_position + len(s.token_ids)) for s in sequences if not s.num_samples
         ]
         self._listener.observe(stats, prefilled)
+        if self._kv_events is not None:
+            self._kv_events.publish()
 
     def _log_itl_target(self, num_decode_rows: int) -> None:
         """Log once that decoding alone exceeds the latency target, and once that it no longer does."""

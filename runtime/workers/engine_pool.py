@@ -20,7 +20,7 @@ from ...scheduler import (
     Request,
 )
 from ..common.config import EngineConfig
-from ..common.errors import Unavailable
+from ..common.errors import ConfigError, Unavailable
 from ..engine import CoreInfo, CoreListener, EngineStats
 from ..model.runner import pick_cpus
 from .engine_link import LogOptions
@@ -30,6 +30,8 @@ from .router import Router
 from .supervised_engine import SupervisedEngine
 from .supervisor import RESTART_TIMEOUT_S
 from .token_log import LoggedRequest
+
+MAX_PORT = 65535
 
 
 class EnginePool:
@@ -56,10 +58,11 @@ class EnginePool:
         Memory and threads that `config` gives are for all of them together. Raises what `SupervisedEngine.launch` does.
         """
         places = place(num_processes)
+        configs = [_share(config, index, len(places), len(cpus)) for index, cpus in enumerate(places)]
         launching = [
             asyncio.create_task(
                 SupervisedEngine.launch(
-                    _share(config, len(places), len(cpus)),
+                    configs[index],
                     timeouts,
                     restart_timeout_s=restart_timeout_s,
                     cpus=cpus if len(places) > 1 else None,
@@ -198,14 +201,29 @@ def total_info(infos: Sequence[CoreInfo]) -> CoreInfo:
     )
 
 
-def _share(config: EngineConfig, count: int, num_cpus: int) -> EngineConfig:
-    """Return the configuration of one of `count` processes, which runs on `num_cpus` CPUs."""
+def _share(config: EngineConfig, index: int, count: int, num_cpus: int) -> EngineConfig:
+    """Return the configuration of one of `count` processes, which runs on `num_cpus` CPUs. Raises ConfigError."""
     if count == 1:
         return config
     sizes = {name: getattr(config, name) for name in ("kv_cache_memory", "kv_spill_size")}
     divided = {name: size // count for name, size in sizes.items() if size}
+    endpoints = {name: _endpoint(name, getattr(config, name), index) for name in ("kv_events", "kv_events_replay")}
     threads = max(1, min(num_cpus, pick_cpus(config).threads // count))  # a CPU quota is for all processes together
-    return msgspec.structs.replace(config, threads=threads, kv_cache_share=config.kv_cache_share / count, **divided)
+    return msgspec.structs.replace(
+        config, threads=threads, kv_cache_share=config.kv_cache_share / count, **divided, **endpoints
+    )
+
+
+def _endpoint(option: str, endpoint: str | None, index: int) -> str | None:
+    """Return the ZeroMQ endpoint of a process: the port is higher by its index, or the path ends in it."""
+    if endpoint is None or not index:
+        return endpoint
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}.{index}"
+    address, _, port = endpoint.rpartition(":")
+    if not port.isdecimal() or int(port) + index > MAX_PORT:
+        raise ConfigError(f"{option}: {endpoint!r} has no port for engine process {index}, such as tcp://*:5557 has")
+    return f"{address}:{int(port) + index}"
 
 
 def _sum(all_stats: Sequence[EngineStats], counters: Sequence[Mapping[str, int]]) -> EngineStats:

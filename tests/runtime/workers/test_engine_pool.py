@@ -319,6 +319,17 @@ async def test_each_engine_has_a_snapshot_of_its_own(processes: FakeSpawner) -> 
     await pool.close()
 
 
+async def test_each_engine_has_endpoints_of_its_own(processes: FakeSpawner, listener: FakeListener) -> None:
+    async with launched(2, listener, kv_events="tcp://*:5557", kv_events_replay="ipc:///run/kv"):
+        configs = [process.start.config for process in processes.started]
+        assert [config.kv_events for config in configs] == ["tcp://*:5557", "tcp://*:5558"]
+        assert [config.kv_events_replay for config in configs] == ["ipc:///run/kv", "ipc:///run/kv.1"]
+    for endpoint in ("tcp://*:65535", "tcp://*", "tcp://*:a"):
+        with pytest.raises(ConfigError, match=r"kv_events: .* has no port for engine process 1"):
+            await EnginePool.launch(EngineConfig(kv_events=endpoint), num_processes=2)
+    assert len(processes.started) == 2
+
+
 async def test_an_engine_that_cannot_start_ends_the_others(processes: FakeSpawner) -> None:
     processes.makes_ready = False
     launching = asyncio.create_task(EnginePool.launch(EngineConfig(), num_processes=2))

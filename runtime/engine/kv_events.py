@@ -1,0 +1,176 @@
+"""KV events: tells routers over ZeroMQ which pages the prefix cache of an engine process has, in vLLM's encoding.
+
+A batch has three frames: topic, sequence number (8 bytes, big-endian), and msgpack `[time, events, nil]`. Each event is
+a map. The first batch says that the cache is empty. Token ids are sent in clear, and subscribers need no key.
+
+Must not be imported without the extra `events`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from contextlib import closing
+
+import msgspec
+import numpy as np
+import zmq
+
+from ...pager import Content, Pager, root_key
+from ..common.errors import ConfigError
+
+MAX_KEPT_BATCHES = 10_000  # for subscribers that missed some
+MAX_UNSENT_BATCHES = 100_000  # of one subscriber; it loses more than these
+MAX_REQUEST_BYTES = 64  # of a subscriber that asks for batches
+END = (-1).to_bytes(8, "big", signed=True)
+MEDIUM = "GPU"  # where the engine computes; vLLM's CPU backend says so too
+NO_SALT = root_key(b"")
+
+
+class _Event(msgspec.Struct, omit_defaults=True, tag=True):
+    pass
+
+
+class BlockStored(_Event):
+    """Pages of one group, each after the one before, that requests can find from now on."""
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None  # None: the first page of a prompt
+    token_ids: list[int]
+    block_size: int
+    lora_id: None
+    medium: str
+    lora_name: None
+    extra_keys: list[tuple[str, ...] | None] | None = None  # one per page: the root of a tenant's or salt's pages
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(_Event):
+    """Pages whose memory other content takes."""
+
+    block_hashes: list[bytes]
+    medium: str
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(_Event):
+    """The cache is empty."""
+
+
+class KVEventPublisher:
+    """Collects what happens to the pages of a pager's cache, and publishes it after each step. Raises ConfigError."""
+
+    def __init__(self, endpoint: str, replay_endpoint: str | None, topic: str, pager: Pager) -> None:
+        self._page_size = pager.page_size
+        self._windows = pager.windows
+        self._topic = topic.encode()
+        self._events: list[_Event] = [AllBlocksCleared()]
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=MAX_KEPT_BATCHES)  # sequence numbers and payloads
+        self._keeping = threading.Lock()
+        self._num_published = 0
+        self._context = zmq.Context()
+        try:
+            self._socket = self._bound("kv_events", zmq.PUB, endpoint, MAX_UNSENT_BATCHES)
+            if replay_endpoint is not None:
+                replay = self._bound("kv_events_replay", zmq.ROUTER, replay_endpoint, MAX_KEPT_BATCHES + 1)
+                threading.Thread(target=self._serve, args=(replay,), name="quire-kv-events", daemon=True).start()
+        except ConfigError:
+            self._context.destroy()
+            raise
+        pager.pool.on_index = self._note_stored
+        pager.pool.on_evict = self._note_removed
+
+    def publish(self) -> None:
+        """Send what happened since the last call as one batch, if anything did. Never waits for a subscriber."""
+        if not self._events:
+            return
+        payload = self._encode((time.time(), self._events, None))
+        self._events = []
+        sequence = self._num_published.to_bytes(8, "big")
+        self._num_published += 1
+        with self._keeping:
+            self._kept.append((sequence, payload))
+        self._socket.send_multipart((self._topic, sequence, payload))
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._socket.close(linger=0)
+        self._context.term()  # ends the thread
+
+    def _bound(self, option: str, kind: int, endpoint: str, max_unsent: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, max_unsent)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        socket.setsockopt(zmq.LINGER, 0)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"{option}: cannot listen on {endpoint!r}: {error}; an endpoint is tcp://*:5557 or ipc:///run/kv.sock"
+            ) from error
+        return socket
+
+    # Events of the pager
+
+    def _note_stored(self, content: Content) -> None:
+        token_ids: list[int] = np.frombuffer(content.token_ids, "<u4").tolist()
+        last, group = self._events[-1] if self._events else None, self._group(content)
+        if isinstance(last, BlockStored) and (last.group_idx, last.block_hashes[-1]) == (group, content.parent):
+            last.block_hashes.append(content.key)
+            last.token_ids += token_ids
+            if last.extra_keys is not None:
+                last.extra_keys.append(None)
+            return
+        is_salted = content.depth == 0 and content.parent != NO_SALT
+        window = self._windows[content.group]
+        self._events.append(
+            BlockStored(
+                [content.key],
+                content.parent if content.depth else None,
+                token_ids,
+                self._page_size,
+                lora_id=None,
+                medium=MEDIUM,
+                lora_name=None,
+                extra_keys=[(content.parent.hex(),)] if is_salted else None,
+                group_idx=group,
+                kv_cache_spec_kind="sliding_window" if window else "full_attention",
+                kv_cache_spec_sliding_window=window or None,
+            )
+        )
+
+    def _note_removed(self, content: Content) -> None:
+        last, group = self._events[-1] if self._events else None, self._group(content)
+        if isinstance(last, BlockRemoved) and last.group_idx == group:
+            last.block_hashes.append(content.key)
+        else:
+            self._events.append(BlockRemoved([content.key], MEDIUM, group))
+
+    def _group(self, content: Content) -> int | None:
+        """Return the layer group; None if the model has one, as in most consumers' events."""
+        return content.group if len(self._windows) > 1 else None
+
+    # The thread that sends batches again
+
+    def _serve(self, socket: zmq.Socket[bytes]) -> None:
+        with closing(socket):
+            try:
+                while True:
+                    self._replay(socket, socket.recv_multipart())
+            except zmq.ContextTerminated:
+                pass
+
+    def _replay(self, socket: zmq.Socket[bytes], request: list[bytes]) -> None:
+        """Send the batches that a request asks for, from a sequence number on; ignore other requests."""
+        if len(request) != 3 or request[1] or len(request[2]) != 8:
+            return
+        subscriber, _, first = request
+        with self._keeping:
+            batches = [(sequence, payload) for sequence, payload in self._kept if sequence >= first]
+        for sequence, payload in batches:
+            socket.send_multipart((subscriber, b"", sequence, payload))
+        socket.send_multipart((subscriber, b"", END, b""))
