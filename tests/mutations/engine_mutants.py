@@ -356,8 +356,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/engine/core.py",
-        "            undo.callback(runner.close)\n",
-        "",
+        "                    undo.callback(loaded.close)\n",
+        "                    pass\n",
         "an engine that cannot start keeps its threads and memory",
         "tests/runtime/engine/test_engine.py",
     ),

@@ -154,8 +154,9 @@ MUTANTS = [
     ),
     Mutant(
         METRICS,
-        "        if stats.error is not None:\n            self.failures.add(stats.error.code.lower())\n",
-        "",
+        "            self.success.add(stats.finish_reason)\n        if stats.error is not None:\n"
+        "            self.failures.add(stats.error.code.lower())\n",
+        "            self.success.add(stats.finish_reason)\n",
         "failed requests are not counted",
         MONITORING_TESTS,
     ),

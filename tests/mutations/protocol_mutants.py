@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     Mutant(
         CODEC,
-        "max_bin_len=0,",
+        "max_bin_len=len(payload) if takes_binary else 0,",
         "max_bin_len=len(payload),",
         "frames with a binary value fail at another place than documented",
     ),
@@ -69,7 +69,7 @@ MUTANTS = [
     ),
     Mutant(
         CODEC,
-        "        if frame_type is Generate and (request_id",
+        "        if frame_type in (Generate, AskVectors, AskScores) and (request_id",
         "        if (request_id",
         "a malformed RESUME ends a request of that id instead of the connection",
     ),

@@ -6,8 +6,8 @@ TESTS = "tests/scheduler"
 SCHEDULER, QUEUE, BATCH, POLICY, PLANNING = (
     f"scheduler/{name}.py" for name in ("scheduler", "queue", "running_batch", "policy", "planning")
 )
-DRAFTS, BEAM, LOOP, REQUEST, COST, BUDGET = (
-    f"scheduler/{name}.py" for name in ("speculative", "beam", "engine_loop", "request", "cost", "budget")
+DRAFTS, BEAM, LOOP, REQUEST, COST, BUDGET, ENCODING = (
+    f"scheduler/{name}.py" for name in ("speculative", "beam", "engine_loop", "request", "cost", "budget", "encoding")
 )
 
 MUTANTS = [
@@ -115,14 +115,14 @@ MUTANTS = [
     ),
     Mutant(
         QUEUE,
-        "self._num_waiting + count > self._config.max_num_waiting",
-        "self._num_waiting + count > self._config.max_num_waiting + 1",
+        "num_waiting + count > self._config.max_num_waiting",
+        "num_waiting + count > self._config.max_num_waiting + 1",
         "the queue holds one request more than configured",
     ),
     Mutant(
         QUEUE,
-        "self._waiting[tenant] + count > limit",
-        "self._waiting[tenant] + 1 > limit",
+        "num_waiting + count > limit",
+        "num_waiting + 1 > limit",
         "per-tenant limits of the queue ignore n",
     ),
     Mutant(
@@ -417,8 +417,8 @@ MUTANTS = [
     ),
     Mutant(
         "scheduler/scheduler.py",
-        "self._end(request, self._endings.pop(row.request_id, Ending(error=error))))\n        self._finish_step()",
-        "self._end(request, Ending(error=error)))\n        self._finish_step()",
+        "self._end(request, self._endings.pop(row.request_id, Ending(error=error))))\n",
+        "self._end(request, Ending(error=error)))\n",
         "a request that was cancelled during a step that failed ends as failed, and the next one with its id is cancelled",
     ),
     Mutant(
@@ -522,5 +522,35 @@ MUTANTS = [
         "self._speculator.expect(request, tokens[-1].forced)",
         "self._speculator.expect(request, tokens[0].forced)",
         "draft tokens of a grammar are those of an earlier position",
+    ),
+    Mutant(
+        ENCODING,
+        "            seconds -= fitting * stage_s\n",
+        "",
+        "a step with small batches of texts takes much longer than the latency target",
+    ),
+    Mutant(
+        ENCODING,
+        "return max(seconds_left, sequences_s * ENCODER_SHARE / (1 - ENCODER_SHARE))",
+        "return seconds_left",
+        "texts starve beside sequences that use up the latency target",
+    ),
+    Mutant(
+        ENCODING,
+        "        self._count_waiting(request.spec.tenant, -1)\n",
+        "",
+        "the queue is full for ever after some requests to embed",
+    ),
+    Mutant(
+        ENCODING,
+        "            if request.state is State.ENDED:\n                continue\n",
+        "",
+        "a request to embed that was cancelled during its batch ends twice",
+    ),
+    Mutant(
+        PLANNING,
+        "            step.keep_half()\n",
+        "            pass\n",
+        "texts starve beside a flood of prompts",
     ),
 ]

@@ -146,7 +146,7 @@ MUTANTS = [
     ),
     Mutant(
         SUPERVISOR,
-        "            kv_cache_memory=ready.kv_bytes,\n",
+        "            kv_cache_memory=ready.kv_bytes or None,  # an encoder has none\n",
         "",
         "a restarted process takes another amount of memory than the first",
     ),

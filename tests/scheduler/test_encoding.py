@@ -310,10 +310,11 @@ def test_cancelling_frees_the_queue_at_once_also_during_a_step():
 
 
 def test_a_batch_goes_on_without_the_requests_that_were_cancelled():
-    harness = EncoderHarness(FakeEncoder(num_stages=2, stage_s=1.0))
+    harness = EncoderHarness(FakeEncoder(num_stages=20, stage_s=0.01))
     harness.encode(1, [1])
     harness.encode(2, [2])
     harness.step()
+    assert harness.batches == [[(1,), (2,)]]
     harness.scheduler.finish(1, "cancelled")
     harness.run()
     assert harness.values == {2: (b"\2",)}
