@@ -10,9 +10,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
-SLOW_S = 3.0  # a job that takes longer holds up no others
-MAX_SLOW = 2  # threads with slow jobs that others replace, within
-STUCK_S = 60.0  # each takes memory and a core, but more than this is no matter of load
+SLOW_S = 10.0  # a job that takes longer holds up no others
+MAX_SLOW = 2  # slow jobs that run beside others: each takes memory, and time of a core
+STUCK_S = 60.0  # a job that takes longer is not counted: it may never end
 
 Result = TypeVar("Result")
 
@@ -33,7 +33,10 @@ class JobThreads:
         self.replace_slow()
 
     async def call(self, function: Callable[[], Result], then: Callable[[], None] | None = None) -> Result:
-        """Run a function in a thread and return its result. The thread calls `then` when the result is on its way."""
+        """Run a function in a thread and return its result. The thread calls `then` when the result is on its way.
+
+        No call waits for what the threads of others do then: there is one thread more, if need be.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
 
@@ -51,6 +54,8 @@ class JobThreads:
             if then is not None:
                 then()
 
+        if all(worker.started for worker in self._workers):
+            self._workers.append(_Worker(self._queue, self._name))
         self.submit(run)
         return await done
 

@@ -20,11 +20,11 @@ from llguidance import LLExecutor, LLMatcher
 from ...scheduler.plan import SampledToken, ScheduledSequence, StepResult
 from ..common.errors import QuireError
 from ..model.runner import AllowedTokens, SamplingSpec
-from .job_threads import SLOW_S
 
 DISTRUST = 4  # masks that a sequence computes apart, in time, after it was late; doubled each time
 MAX_DOUBLINGS = 8
 LIMIT_S = 10.0  # for the masks of one job: some ambiguous grammars never end
+ABANDON_S = LIMIT_S / 2  # for those of several sequences, before each begins again, apart
 MAX_FORCED = 64  # tokens; after more, forced tokens are not looked for: a text of 250,000 characters takes a second
 
 _log = structlog.get_logger("quire.engine")
@@ -149,7 +149,7 @@ class MaskQueue:
     def abandon_slow(self) -> None:
         """Abandon all jobs if the first takes so long that it may never end: a call of the library cannot be ended."""
         with self._lock:
-            if self._jobs and self._jobs[0].runs_longer_than(SLOW_S):
+            if self._jobs and self._jobs[0].runs_longer_than(ABANDON_S):
                 for job in self._jobs:
                     job.is_abandoned = True
                 slow, self._jobs = self._jobs, deque()

@@ -364,8 +364,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let steps wait only briefly, and count each job that has begun as slow."""
     for name in ("WAIT_S", "WAIT_ALONE_S"):
         monkeypatch.setattr(grammars, name, 0.01)
-    for module in (masks_module, job_threads):
-        monkeypatch.setattr(module, "SLOW_S", 0.0)
+    monkeypatch.setattr(masks_module, "ABANDON_S", 0.0)
+    monkeypatch.setattr(job_threads, "SLOW_S", 0.0)
 
 
 def step_until_ready(masks: Grammars, sequences: list[ScheduledSequence], request_id: int) -> dict[int, Any]:
@@ -421,7 +421,7 @@ def test_jobs_behind_one_that_never_ends_are_abandoned(monkeypatch: pytest.Monke
     queue.run(behind)
     queue.abandon_slow()
     assert not behind.is_abandoned
-    monkeypatch.setattr(masks_module, "SLOW_S", 0.0)
+    monkeypatch.setattr(masks_module, "ABANDON_S", 0.0)
     queue.abandon_slow()
     assert first.is_abandoned
     assert behind.is_abandoned

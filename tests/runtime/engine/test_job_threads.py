@@ -89,6 +89,19 @@ async def test_a_result_is_there_before_the_thread_is_done(threads: JobThreads) 
     assert await asyncio.to_thread(done.wait, 60)
 
 
+async def test_a_call_does_not_wait_for_what_follows_the_others(threads: JobThreads) -> None:
+    go, begun = threading.Event(), SimpleQueue[int]()
+
+    def then(number: int) -> None:
+        begun.put(number)
+        assert go.wait(60)
+
+    for number in range(3):
+        assert await threads.call(lambda: "result", partial(then, number)) == "result"
+        assert await asyncio.to_thread(begun.get, timeout=60) == number
+    go.set()
+
+
 async def test_an_exception_is_the_callers(threads: JobThreads) -> None:
     with pytest.raises(ZeroDivisionError):
         await threads.call(lambda: 1 // 0, lambda: None)
