@@ -16,6 +16,9 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.tools.bench import measure_overhead
 from quire.runtime.tools.bench.thread_sweep import least_op_seconds
 
+from tests.kernels.encoder import VOCAB as ENCODER_VOCAB
+from tests.kernels.encoder import Encoder
+
 from .conftest import MIXTURE
 
 VOCAB = 151936
@@ -62,6 +65,17 @@ def test_attention_prefills(measure, one_op, kv, context):
     pairs = rows * context + rows * (rows + 1) // 2
     bench = one_op("Attention", rows=rows, context=context, kv=kv)
     measure(bench, num_ops=sum(4 * pairs * op.num_heads * op.head_dim for op in bench.ops))
+
+
+@pytest.mark.parametrize(("texts", "tokens"), [(1, 16), (1, 128), (1, 512), (40, 16)])
+def test_texts(benchmark, texts, tokens):
+    """Run two layers of the shape of BERT-base over texts, from token ids to vectors."""
+    threads = available_cpus().threads
+    shape = {"heads": 12, "kv_heads": 12, "head_dim": 64, "hidden": 768, "intermediate": 3072}
+    encoder = Encoder(weights="q8", kv="int8", **shape, threads=threads)
+    step = encoder.step(*[np.arange(tokens) % ENCODER_VOCAB] * texts)
+    benchmark(encoder.program.run_texts, *step)
+    benchmark.extra_info["texts/s"] = round(texts / benchmark.stats.stats.median)
 
 
 @pytest.mark.parametrize("rows", [1, 512])

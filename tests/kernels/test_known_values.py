@@ -128,6 +128,30 @@ def test_geglu(isa):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
+def test_exact_geglu(isa):
+    """gelu(1) = 0.8413447, gelu(-1) = gelu(1) - 1, by the error function; it ends before 6."""
+    gates, ups, want = [0, 1, -1, 6, -9], [5, 2, 1, 1, 1], [0, 1.6826895, -0.1586553, 6, 0]
+    assert gated("geglu_exact", gates, ups, isa) == pytest.approx(want, abs=1e-6)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(
+    ("epilogue", "want"),
+    [
+        ("gelu", [0, 0.8413447, -0.1586553, 9]),
+        ("gelu_tanh", [0, 0.8411920, -0.1588080, 9]),
+        ("relu", [0, 1, 0, 9]),
+        ("tanh", [0, 0.7615942, -0.7615942, 1]),
+    ],
+)
+def test_functions_of_results(epilogue, want, isa):
+    arena = Arena()
+    rows, y = arena.region(1), arena.region(4)
+    ops = [Embed(packed([[1]]), rows), Linear(rows, packed([[0], [1], [-1], [9]]), None, y, epilogue)]
+    assert run(arena, ops, 1, y, isa)[0] == pytest.approx(want, abs=1e-6)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
 def test_clamped_swiglu(isa):
     """gate / (1 + exp(-1.702 gate)) * (up + 1), where a gate of 9 is 7 and up is -7 to 7; a gate of -9 stays."""
     gates, ups = [0, 1, -1, 9, -9, 1, 1], [5, 2, 2, 1, 1, 9, -9]
