@@ -1,7 +1,7 @@
 """`AsyncClient`: many concurrent requests over one connection to a Quire server.
 
-Every stream ends with its last chunk or raises a QuireError; a lost connection raises Unavailable in requests that are
-not resumable.
+Every stream ends with its last chunk or raises a QuireError. A lost connection raises Unavailable if the client has one
+address and the request is not resumable.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int  # requests with a lower number run earlier; default 0
     pin_ms: int | None  # how long the prompt stays in the prefix cache after the request has ended
     idempotency_key: str | None  # a second request with this key receives the first one's stream, running or finished
-    resumable: bool  # continue over a new connection if this one is lost, without losing or repeating a token
+    resumable: bool  # continue after a lost connection also with a single address; the server keeps the request then
     on_accepted: OnAccepted | None  # called with ACCEPTED: queue position, pages, predicted wait
     on_progress: OnProgress | None  # called with each PROGRESS of a prefill that takes several steps
 
@@ -68,19 +68,22 @@ class AsyncClient:
 
     `async with AsyncClient("127.0.0.1:7070") as client: async for chunk in client.generate(…): …`
 
-    `address` is `host:port`, `[v6]:port` or `unix:/path`; ConfigError otherwise. `tls` is True for a certificate that
+    `address` is `host:port`, `[v6]:port` or `unix:/path`, or several of them; ConfigError otherwise. Of several servers
+    the first that answers is used. If it fails, every stream goes on at another one that serves the same build and
+    model, with the same bytes, without losing or repeating a token. `tls` is True for a certificate that
     the system trusts, the path of a CA file in PEM, or an `ssl.SSLContext`. Entering the context raises Unavailable if
     the server does not answer, TLSError if its certificate is not trusted and Unauthenticated if it refuses the token.
     The next call replaces a connection that is lost or whose server is shutting down. Use a client from one event loop.
     """
 
-    def __init__(self, address: str, token: str | None = None, tls: TLSOption = False) -> None:
-        if not isinstance(address, str):
-            raise ConfigError(f"address must be text such as '127.0.0.1:7070', not {shown(address)}")
+    def __init__(self, address: str | Sequence[str], token: str | None = None, tls: TLSOption = False) -> None:
+        given = [address] if isinstance(address, str) else address
+        if not isinstance(given, list | tuple) or not given or not all(isinstance(each, str) for each in given):
+            raise ConfigError(f"address must be text such as '127.0.0.1:7070', or several, not {shown(address)}")
         if not isinstance(token, str | None):
             raise ConfigError(f"token must be text or None, not {type(token).__name__}")
-        self._address = parse_address(address)
-        if tls and isinstance(self._address, UnixAddress):
+        self._addresses = list(dict.fromkeys(map(parse_address, given)))
+        if tls and any(isinstance(each, UnixAddress) for each in self._addresses):
             raise ConfigError("TLS is not supported over a unix socket; leave out `tls`, or give host:port")
         self._token = token
         self._tls = tls_context(tls)
@@ -88,7 +91,7 @@ class AsyncClient:
         self._pool: ConnectionPool | None = None
 
     async def __aenter__(self) -> AsyncClient:
-        pool = ConnectionPool(self._address, self._token, self._tls)
+        pool = ConnectionPool(self._addresses, self._token, self._tls)
         await pool.for_new_requests()
         self._pool = pool
         return self
@@ -113,7 +116,8 @@ class AsyncClient:
 
         Leaving the loop early cancels the request. The call itself raises TypeError for an unknown argument and
         InvalidRequest for a prompt, `messages`, `chat`, `sampling_params` or a callback of another form. The loop
-        raises the server's error by its class, or Unavailable if the connection is lost. Keep reading: the server
+        raises the server's error by its class, or Unavailable if the connection is lost and the stream cannot go on:
+        it has one address and is not `resumable`, or no server answered for a minute. Keep reading: the server
         ends a stream that is not read in time with DeadlineExceeded. The chunks of several choices arrive
         interleaved, each with its `choice`; the last one of a choice has its `finish_reason`. Callbacks run between
         two chunks.

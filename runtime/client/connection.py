@@ -72,7 +72,8 @@ Inbox = asyncio.Queue[Answer]
 class ClientConnection:
     """An open connection, made by `open`. One task reads from it; callers choose the request ids."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, address: Address, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.address = address
         self.lost: QuireError | None = None  # why the connection was lost
         self.is_leaving = False  # the server has sent GOAWAY
         self._reader = reader
@@ -91,19 +92,24 @@ class ClientConnection:
 
     @classmethod
     async def open(
-        cls, address: Address, token: str | None, tls: ssl.SSLContext | None, session: str | None = None
+        cls,
+        address: Address,
+        token: str | None,
+        tls: ssl.SSLContext | None,
+        session: str | None = None,
+        timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> ClientConnection:
         """Connect and shake hands. Raises Unavailable, Unauthenticated, TLSError or ProtocolError."""
         connection: ClientConnection | None = None
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                connection = cls(*await _connect(address, tls))
+            async with asyncio.timeout(timeout_s):
+                connection = cls(address, *await _connect(address, tls))
                 await connection._shake_hands(token, session)
         except BaseException as error:
             if connection is not None:
                 await connection.close()
             if isinstance(error, TimeoutError):
-                raise Unavailable(f"{address} did not answer within {CONNECT_TIMEOUT_S:.0f} s") from None
+                raise Unavailable(f"{address} did not answer within {timeout_s:.0f} s") from None
             if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
                 raise tls_error(address, error) from error
             if isinstance(error, OSError):
@@ -119,6 +125,11 @@ class ClientConnection:
     def features(self) -> tuple[str, ...]:
         """The features that the server granted."""
         return self._welcome.result().features
+
+    @property
+    def fingerprint(self) -> str:
+        """What decides the bits of an output besides its request; empty for a server that cannot continue outputs."""
+        return self._welcome.result().fingerprint
 
     def ask(self, frame: Generate | Resume | AskVectors | AskScores | Tokenize | ListModels | AskStats) -> Inbox:
         """Send `frame` and return the inbox of its answers; it holds ConnectionLost if the connection is lost already.

@@ -1,6 +1,7 @@
 """The connections of one client: the newest one takes new requests, older ones finish theirs.
 
-At most one connection is being opened at a time; callers that need a connection in the meantime wait for that one.
+At most one connection is being opened at a time; callers that need a connection in the meantime wait for that one. Of
+several addresses the first one that is not in its back-off is tried, then the next.
 """
 
 from __future__ import annotations
@@ -8,23 +9,47 @@ from __future__ import annotations
 import asyncio
 import copy
 import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ..common.errors import Unauthenticated, Unavailable
+from ..common.errors import QuireError, Unauthenticated, Unavailable
 from ..protocol.address import Address
-from .connection import ClientConnection
+from .connection import CONNECT_TIMEOUT_S, ClientConnection
+
+NEXT_ADDRESS_S = 2.0  # for an address to answer while there is another one to try
+FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0  # in which an address that has failed is tried last
+
+
+@dataclass(slots=True, eq=False)
+class _Server:
+    """One address, and what is remembered of its failures."""
+
+    address: Address
+    num_failures: int = 0  # since it last answered
+    retry_at: float = 0.0  # event loop time
+
+    def note_failure(self) -> None:
+        wait_s = min(FIRST_BACK_OFF_S * 2**self.num_failures, LAST_BACK_OFF_S)
+        self.num_failures += 1
+        self.retry_at = asyncio.get_running_loop().time() + wait_s
 
 
 class ConnectionPool:
     """Open connections of one client, by age and by session."""
 
-    def __init__(self, address: Address, token: str | None, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, addresses: Sequence[Address], token: str | None, tls: ssl.SSLContext | None) -> None:
         self.is_closed = False
-        self._address = address
+        self._servers = [_Server(address) for address in addresses]
         self._token = token
         self._tls = tls
         self._connections: list[ClientConnection] = []  # newest last; opening another one removes lost ones
         self._sessions: dict[str, ClientConnection] = {}  # session -> the connection that continues it
         self._opening: asyncio.Task[ClientConnection] | None = None
+
+    @property
+    def has_alternatives(self) -> bool:
+        """Whether there are several addresses."""
+        return len(self._servers) > 1
 
     async def for_new_requests(self) -> ClientConnection:
         """Return the newest connection, or open one if it is lost or its server is shutting down.
@@ -36,17 +61,21 @@ class ConnectionPool:
             raise copy.copy(latest.lost)
         if latest is not None and latest.lost is None and not latest.is_leaving:
             return latest
-        return await self._open(latest.session if latest is not None and latest.lost is not None else None)
+        return await self._joined(self._opening or self._open(latest))
 
-    async def for_session(self, session: str) -> ClientConnection:
-        """Return a connection that continues `session`, opened if needed. Raises as `ClientConnection.open`.
+    async def after(self, earlier: ClientConnection, *, same_server: bool) -> ClientConnection:
+        """Return the connection on which requests of `earlier` go on: it is lost, or its server refuses them.
 
-        The server may have forgotten the session; RESUME is then answered with NOT_FOUND.
+        Its server has the same fingerprint. `same_server`: it is the same server, if that can be reached. The server
+        may have forgotten the session. Raises as `ClientConnection.open`.
         """
-        if self._opening is not None:
-            await self._open(session)  # the connection being opened may be for this session
-        connection = self._sessions.get(session)
-        return connection if connection is not None and connection.lost is None else await self._open(session)
+        while self._opening is not None:
+            await self._joined(self._opening)  # it may be for this session
+        successor = self._sessions.get(earlier.session)
+        is_leaving = successor is not None and successor.is_leaving and self.has_alternatives
+        if successor is None or successor is earlier or successor.lost is not None or is_leaving:
+            successor = await self._joined(self._open(earlier, same_server=same_server, same_bits=True))
+        return successor
 
     async def close(self) -> None:
         """Close every connection and stop opening one. Idempotent."""
@@ -58,13 +87,17 @@ class ConnectionPool:
         finally:
             await asyncio.gather(*(connection.close() for connection in self._connections))
 
-    async def _open(self, session: str | None) -> ClientConnection:
+    def _open(
+        self, earlier: ClientConnection | None, *, same_server: bool = False, same_bits: bool = False
+    ) -> asyncio.Task[ClientConnection]:
         if self.is_closed:
             raise Unavailable("this client is closed")
-        if self._opening is None:
-            self._opening = asyncio.create_task(self._open_one(session))
-            self._opening.add_done_callback(self._opened)
-        opening = self._opening
+        self._opening = asyncio.create_task(self._open_one(earlier, same_server, same_bits))
+        self._opening.add_done_callback(self._opened)
+        return self._opening
+
+    async def _joined(self, opening: asyncio.Task[ClientConnection]) -> ClientConnection:
+        """Wait for a connection that is being opened; cancelling one of several callers does not cancel it."""
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -72,18 +105,63 @@ class ConnectionPool:
                 raise Unavailable("this client is closed") from None
             raise
 
-    async def _open_one(self, session: str | None) -> ClientConnection:
-        connection = await ClientConnection.open(self._address, self._token, self._tls, session)
-        for earlier in self._connections:
-            earlier.close_when_idle()
-        self._connections = [earlier for earlier in self._connections if earlier.lost is None] + [connection]
+    async def _open_one(self, earlier: ClientConnection | None, same_server: bool, same_bits: bool) -> ClientConnection:
+        """Open a connection in place of `earlier`, whose requests need the same bits if they go on with `same_bits`."""
+        has_failed = earlier is not None and (same_bits or earlier.is_leaving)
+        servers = self._in_order(earlier, has_failed=has_failed, same_server=same_server)
+        errors: list[QuireError] = []
+        for server in servers:
+            timeout_s = CONNECT_TIMEOUT_S if server is servers[-1] else NEXT_ADDRESS_S
+            is_same = earlier is not None and server.address == earlier.address
+            session = earlier.session if earlier is not None and is_same else None
+            try:
+                connection = await ClientConnection.open(server.address, self._token, self._tls, session, timeout_s)
+            except QuireError as error:
+                server.note_failure()
+                errors.append(error)
+                continue
+            server.num_failures, server.retry_at = 0, 0.0
+            fits = earlier is None or connection.fingerprint == earlier.fingerprint
+            if fits or not same_bits:
+                self._adopt(connection, earlier if fits else None)
+                return connection
+            errors.append(Unavailable(f"{server.address} serves another build or model, whose output may differ"))
+            await connection.close()
+        raise _error_of(errors)
+
+    def _in_order(self, earlier: ClientConnection | None, *, has_failed: bool, same_server: bool) -> list[_Server]:
+        """Return the servers in the order in which to try them.
+
+        That of `earlier` is in its back-off if it `has_failed`, but is the first if it is to be the same.
+        """
+        now = asyncio.get_running_loop().time()
+        before = next((each for each in self._servers if earlier is not None and each.address == earlier.address), None)
+        if before is not None and has_failed and before.retry_at <= now:
+            before.note_failure()
+        in_order = sorted(self._servers, key=lambda each: each.retry_at if each.retry_at > now else 0.0)
+        if before is not None and same_server:
+            in_order.remove(before)
+            in_order.insert(0, before)
+        return in_order
+
+    def _adopt(self, connection: ClientConnection, earlier: ClientConnection | None) -> None:
+        """Use `connection` for new requests, and for those of `earlier`."""
+        for each in self._connections:
+            each.close_when_idle()
+        self._connections = [each for each in self._connections if each.lost is None] + [connection]
         self._sessions = {name: kept for name, kept in self._sessions.items() if kept.lost is None}
         self._sessions[connection.session] = connection
-        if session is not None:
-            self._sessions[session] = connection
-        return connection
+        if earlier is not None:
+            self._sessions[earlier.session] = connection
 
     def _opened(self, task: asyncio.Task[ClientConnection]) -> None:
         self._opening = None
         if not task.cancelled():
             task.exception()  # mark as retrieved: the caller may have been cancelled
+
+
+def _error_of(errors: Sequence[QuireError]) -> QuireError:
+    """Return the error of addresses that all failed: retryable if one of them may answer later."""
+    if len(errors) == 1 or not any(error.retryable for error in errors):
+        return errors[0]
+    return Unavailable(f"none of {len(errors)} servers can be used: {'; '.join(map(str, errors))}")

@@ -31,7 +31,7 @@ class Client:
     `with Client("127.0.0.1:7070") as client: for chunk in client.generate(…): …`
     """
 
-    def __init__(self, address: str, token: str | None = None, tls: TLSOption = False) -> None:
+    def __init__(self, address: str | Sequence[str], token: str | None = None, tls: TLSOption = False) -> None:
         self._client = AsyncClient(address, token, tls)
         self._thread: LoopThread | None = None
 

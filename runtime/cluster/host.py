@@ -203,8 +203,10 @@ class ServerSession:
         """Handle a message. Raises ProtocolError or ValueError for what no API server sends."""
         self._silent_s = 0.0
         match message:
-            case AddRequests(specs):
-                requests = [Request(spec) for spec in self._arrived(specs)]
+            case AddRequests(specs, generated):
+                for token_ids in generated:
+                    self._check_tokens(token_ids, self._pool.info.vocab_size)
+                requests = message.as_requests(self._arrived(specs))
                 self._add(requests, self._pool.add(requests))
             case AddEncoding(texts):
                 encoding = EncodeRequest(self._arrived_texts(texts))

@@ -18,12 +18,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ...scheduler import Request, RequestUpdate, SchedulerError
+from ...scheduler import AdmissionEstimate, Request, RequestUpdate, SchedulerError
 from ..common.config import EngineConfig
 from ..common.errors import GenerationFailed, InvalidRequest, QuireError, Unavailable
 from ..common.types import FinishReason, OutputChunk, Usage
 from ..model import model_path
 from ..model.encoder import is_encoder, read_encoder
+from .continuation import Continuation, replay
 from .core import Core, CoreListener, EngineCore, Prefilled
 from .embedding import Embedder, EmbeddingStream, EncoderTextProcessor
 from .error_mapping import failure_error, refusal_error
@@ -38,8 +39,8 @@ from .facade import (
     StepStats,
 )
 from .fair_executor import FairExecutor
-from .input import PreparedInput, conversation_of, fitted, num_sequences, prepare, scheduled_requests
-from .output import SequenceOutput, Stream, StreamingOutput, output_class
+from .input import PreparedInput, conversation_of, fitted, num_sequences, prepare, scheduled_requests, stop_ids_of
+from .output import NewDetokenizer, SequenceOutput, Stream, StreamingOutput, output_class
 from .text import Token
 from .text.encoder_text import EncoderText
 from .text_processor import TextProcessor
@@ -95,7 +96,8 @@ class Engine(Generic[CoreT]):
             self.core.check_room(request.tenant, num_queued + self._num_preparing[request.tenant])
             self._validator.check_prompt(request)  # after the queue: checking a long text takes its time
             prepared: PreparedInput | asyncio.Future[PreparedInput]
-            if isinstance(request.prompt, tuple) and request.sampling_params.structured_outputs is None:
+            needs_thread = request.sampling_params.structured_outputs is not None or request.generated is not None
+            if isinstance(request.prompt, tuple) and not needs_thread:
                 prepared = PreparedInput(request.prompt, request.sampling_params)
             else:
                 prepared = self._prepare(request, num_queued)
@@ -198,10 +200,24 @@ class Engine(Generic[CoreT]):
             if not done.cancelled():
                 done.exception()  # seen, also if the request was given up before it was awaited
 
-        preparing = self._executor.submit(tenant, prepare, request, self.text_processor, self._validator)
+        preparing = self._executor.submit(tenant, self._prepared, request)
         self._num_preparing[tenant] += num_queued
         preparing.add_done_callback(release)
         return preparing
+
+    def _prepared(self, request: GenerateRequest) -> PreparedInput:
+        """Return what `prepare` does, with the outputs that another server began. Runs in a helper thread."""
+        prepared = prepare(request, self.text_processor, self._validator)
+        if request.generated is None:
+            return prepared
+        self._validator.check_generated(request)
+        stop_ids, new_detokenizer = stop_ids_of(prepared.params, self._eos_token_ids), self._new_detokenizer(prepared)
+        new_parser = prepared.new_parser if request.reads_output else None
+        return prepared._replace(continuation=replay(request, prepared.params, stop_ids, new_detokenizer, new_parser))
+
+    def _new_detokenizer(self, prepared: PreparedInput, num_echoed: int = 0) -> NewDetokenizer:
+        markup = frozenset(prepared.markup.values())
+        return partial(self.text_processor.detokenizer, prepared.params, num_echoed, markup=markup)
 
     async def _accept(
         self, request: GenerateRequest, preparing: PreparedInput | asyncio.Future[PreparedInput], submitted: float
@@ -225,22 +241,25 @@ class Engine(Generic[CoreT]):
                 eos_token_ids=self._eos_token_ids,
                 submitted=submitted,
                 conversation=conversation_of(request, prepared),
+                continuation=prepared.continuation,
             )
             self._next_id += len(requests)
             num_echoed = len(token_ids) - 1 if request.echo else 0
             stream = Stream(
                 token_ids,
+                seed,
                 lambda: self._cancel(requests),
                 prepared.new_parser,
                 reads_output=request.reads_output,
             )
-            new_detokenizer = partial(
-                self.text_processor.detokenizer, params, num_echoed, markup=frozenset(prepared.markup.values())
+            new_detokenizer = self._new_detokenizer(prepared, num_echoed)
+            output = output_class(params)(
+                stream, request, seed, submitted, requests, new_detokenizer, prepared.continuation
             )
-            output = output_class(params)(stream, request, seed, submitted, requests, new_detokenizer)
             # Registered first: the core's updates may come before its answer.
             self._sequences.update((sequence.request.request_id, sequence) for sequence in output.sequences)
-            stream.admission = await self.core.add(requests)
+            self._end_former(output, prepared.continuation)
+            stream.admission = await self.core.add(requests) if requests else AdmissionEstimate(0, 0, 0)
         except BaseException as error:
             if output is not None:
                 self._forget(output, "it was refused")
@@ -251,6 +270,15 @@ class Engine(Generic[CoreT]):
                 self._rejected(error)
             raise
         return stream
+
+    def _end_former(self, output: StreamingOutput, continuation: Continuation | None) -> None:
+        """Publish the ends of outputs whose tokens all come from another server, with the usage if none is open."""
+        for index, end in enumerate(continuation.ends if continuation else ()):
+            is_last = not output.sequences and continuation is not None and index == len(continuation.ends) - 1
+            usage = output.usage() if is_last else None
+            output.stream.put(msgspec.structs.replace(end, usage=usage), is_read=True)
+            if usage is not None:
+                self._report(output, end.finish_reason, None, usage, time.monotonic())
 
     def _rejected(self, error: QuireError) -> QuireError:
         """Report a refused request to the observer, and return its error."""
@@ -273,8 +301,8 @@ class Engine(Generic[CoreT]):
         self._observer.on_step(stats)
         for request_id, num_tokens in prefilled:
             sequence = self._sequences.get(request_id)
-            if sequence is not None and sequence.index == 0 and sequence.num_tokens == 0:
-                sequence.output.stream.note_prefill(num_tokens)  # all sequences share one prompt: report the first
+            if sequence is not None and sequence.is_first_to_prefill():
+                sequence.output.stream.note_prefill(num_tokens)
 
     def _publish(self, updates: Sequence[RequestUpdate]) -> None:
         now = time.monotonic()

@@ -38,11 +38,14 @@ def refusal_error(error: SchedulerError) -> errors.QuireError:
     raise error
 
 
+UNMATCHED = "generated: the ids do not match structured_outputs"  # error of a request that another server began
+
+
 def failure_error(reason: str, deadline_ms: int | None) -> errors.QuireError:
     """Return the error to raise for a request that the scheduler ended with the error `reason`."""
     if reason == DEADLINE_PASSED:
         return errors.DeadlineExceeded(f"the request's deadline of {deadline_ms} ms passed")
-    return errors.GenerationFailed(reason)
+    return errors.InvalidRequest(reason) if reason == UNMATCHED else errors.GenerationFailed(reason)
 
 
 def _estimate_text(estimate: AdmissionEstimate) -> str:

@@ -43,6 +43,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ms: int | None = None  # from submission
     pin_ms: int | None = None  # how long the prompt's pages stay in the prefix cache after the request ends
     echo: bool = False  # each output begins with the prompt from its second token on, with logprobs if wanted
+    # Per output, the token ids that another server has generated: go on after them. The client has the ends of `ended`.
+    generated: tuple[tuple[int, ...], ...] | None = None
+    ended: tuple[int, ...] = ()
     fit_max_tokens: bool = False  # lower max_tokens to what the context leaves after the prompt, instead of refusing
     cache_salt: str = ""  # only requests of the tenant with the same salt share cached pages
     prompt_cache_key: str = ""  # requests of the tenant with the same key go to the same engine process if it has room
@@ -117,6 +120,10 @@ class Generation(Protocol):
     @property
     def admission(self) -> AdmissionEstimate:
         """The estimate with which the request was accepted."""
+
+    @property
+    def seed(self) -> int:
+        """The seed of the first output: the request's own, or the one that was drawn for it."""
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:

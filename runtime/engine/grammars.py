@@ -30,6 +30,7 @@ from ..common.errors import GenerationFailed, InvalidRequest
 from ..common.types import StructuredOutputs
 from ..model import read_spec
 from ..model.runner import SamplingSpec
+from .error_mapping import UNMATCHED
 from .job_threads import JobThreads
 from .json_schema import without_idle_keywords
 from .masks import MaskJob, MaskQueue, RunningGrammar, StepMasks
@@ -230,7 +231,8 @@ class Grammars:
         """Compile the sequence's grammar, if it is not, and take the generated tokens that are new to it."""
         if running.matcher is None:
             running.matcher = self._matcher(running)
-        running.take(pending)
+        if not running.take(pending):
+            raise InvalidRequest(UNMATCHED)
 
     def _matcher(self, running: RunningGrammar) -> LLMatcher:
         """Return a new matcher of the sequence's grammar."""

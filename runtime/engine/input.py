@@ -18,6 +18,7 @@ from ..common.errors import InvalidRequest
 from ..common.prompts import chat_messages
 from ..common.types import SamplingParams
 from ..model.runner import SamplingSpec
+from .continuation import Continuation
 from .facade import GenerateRequest, NewParser
 from .grammars import check_structure
 from .text_processor import TextProcessor
@@ -35,6 +36,7 @@ class PreparedInput(NamedTuple):
     messages: Sequence[Mapping[str, Any]] = ()  # of a chat, with their content as text
     new_parser: NewParser | None = None
     markup: Mapping[str, int] = {}  # ids of the special tokens that the parser gets
+    continuation: Continuation | None = None  # of a request with `generated`
 
 
 def prepare(request: GenerateRequest, text_processor: TextProcessor, validator: Validator) -> PreparedInput:
@@ -115,8 +117,9 @@ def scheduled_requests(
     eos_token_ids: frozenset[int],
     submitted: float,
     conversation: bytes = b"",
+    continuation: Continuation | None = None,
 ) -> list[Request]:
-    """Return the scheduler's requests, one per sample, with ids from `first_id` on.
+    """Return the scheduler's requests, one per sample, or per open output of `continuation`, ids from `first_id` on.
 
     `submitted` is a time of the scheduler's clock.
     """
@@ -126,7 +129,12 @@ def scheduled_requests(
         prompt, echoed = prompt[:1], prompt[1:]
         if not echoed and not params.max_tokens:
             raise InvalidRequest("max_tokens must be at least 1 for a prompt of one token, not 0")
-    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+    stop_ids = stop_ids_of(params, eos_token_ids)
+    begun: Sequence[tuple[int, tuple[int, ...]]]  # index of each sample, and the tokens that it has
+    if continuation is None:
+        begun = [(index, ()) for index in range(num_sequences(params))]
+    else:
+        begun = [(output.choice, output.token_ids) for output in continuation.open]
     sampling_params = _with_ranking_logprobs(params)
     beam = BeamSpec(params.beam_width, params.length_penalty, params.n) if params.beam_width else None
     return [
@@ -137,7 +145,7 @@ def scheduled_requests(
                 max_tokens=len(echoed) + params.max_tokens,
                 min_tokens=params.min_tokens,
                 stop_token_ids=stop_ids,
-                sampling=SamplingSpec(sampling_params, (seed + i) % SEED_LIMIT, stop_ids, request.tenant),
+                sampling=SamplingSpec(sampling_params, (seed + index) % SEED_LIMIT, stop_ids, request.tenant),
                 tenant=request.tenant,
                 cache_salt=request.cache_salt,
                 conversation=conversation,
@@ -146,10 +154,16 @@ def scheduled_requests(
                 pin_s=None if request.pin_ms is None else request.pin_ms / 1000,
                 echoed=echoed,
                 beam=beam,
-            )
+            ),
+            generated,
         )
-        for i in range(num_sequences(params))
+        for i, (index, generated) in enumerate(begun)
     ]
+
+
+def stop_ids_of(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """Return the ids that end an output."""
+    return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
 
 
 def num_sequences(params: SamplingParams) -> int:

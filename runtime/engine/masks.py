@@ -102,13 +102,12 @@ class RunningGrammar:
             self.distrust -= 1
         return self.distrust > 0
 
-    def take(self, token_ids: Sequence[int]) -> None:
-        """Let the matcher take generated tokens."""
+    def take(self, token_ids: Sequence[int]) -> bool:
+        """Let the matcher take generated tokens. Return whether the grammar allows them."""
         matcher = self.matcher
         assert matcher is not None, "a grammar is compiled before it takes tokens"
-        for token_id in token_ids:  # one by one: a call holds the GIL
-            matcher.consume_token(token_id)
         self.num_consumed += len(token_ids)
+        return all(map(matcher.consume_token, token_ids))  # one by one: a call holds the GIL
 
     def forced(self, limit: int) -> tuple[int, ...]:
         """Return up to `limit` of the tokens that the grammar forces next.

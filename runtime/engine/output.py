@@ -18,6 +18,7 @@ import msgspec
 from ...scheduler import AdmissionEstimate, Request, RequestUpdate, SampledToken
 from ..common.errors import QuireError
 from ..common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
+from .continuation import Continuation
 from .facade import GenerateRequest, NewParser
 from .text import IncrementalDetokenizer, OutputParser
 
@@ -38,12 +39,14 @@ class Stream:
     def __init__(
         self,
         prompt_token_ids: tuple[int, ...],
+        seed: int,
         cancel: Callable[[], None],
         new_parser: NewParser | None = None,
         *,
         reads_output: bool = False,
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
+        self.seed = seed
         self.new_parser = new_parser
         self._reads_output = reads_output and new_parser is not None
         self._parsers: dict[int, OutputParser] = {}  # by output, if the stream reads them
@@ -54,11 +57,19 @@ class Stream:
         self._ended = False
         self._has_reader = False
 
-    def put(self, item: OutputChunk | QuireError) -> None:
-        """Append a chunk or the error that ends the stream. A chunk with usage ends it too."""
+    def put(self, item: OutputChunk | QuireError, *, is_read: bool = False) -> None:
+        """Append a chunk or the error that ends the stream. A chunk with usage ends it too.
+
+        `is_read`: all of the output's text has been read by a parser, also what it held until the end.
+        """
         if not self._ended:
             self._ended = isinstance(item, QuireError) or item.usage is not None
-            self._receive(self._read(item) if self._reads_output and isinstance(item, OutputChunk) else item)
+            reads = self._reads_output and not is_read and isinstance(item, OutputChunk)
+            self._receive(self._read(item) if reads and isinstance(item, OutputChunk) else item)
+
+    def go_on(self, choice: int, parser: OutputParser) -> None:
+        """Read an output with a parser that has had the beginning of its text."""
+        self._parsers[choice] = parser
 
     def _read(self, chunk: OutputChunk) -> OutputChunk:
         """Return the chunk with the answer as its text, and with reasoning and tool calls as deltas."""
@@ -128,6 +139,10 @@ class SequenceOutput:
     held_tokens: list[SampledToken] = field(default_factory=list)  # of an output that is not streamed
     held_text: str = ""
 
+    def is_first_to_prefill(self) -> bool:
+        """Return whether it has no token of its own, and is the first of the sequences, which share one prompt."""
+        return self is self.output.sequences[0] and self.num_tokens == len(self.request.generated)
+
     def read(self, update: RequestUpdate) -> tuple[Sequence[SampledToken], str]:
         """Return the update's tokens up to a stop string, and the text they finished. Record the sequence's end."""
         tokens, text, reason = update.tokens, "", update.finish_reason
@@ -166,6 +181,7 @@ class StreamingOutput:
         submitted: float,
         requests: Sequence[Request],
         new_detokenizer: NewDetokenizer,
+        continuation: Continuation | None = None,
     ) -> None:
         self.stream = stream
         self.request = request
@@ -174,9 +190,23 @@ class StreamingOutput:
         self.submitted = submitted
         # Raised instead of the core's error, if the core ends the request with one.
         self.error: QuireError | None = None
-        self.sequences = [SequenceOutput(self, i, each, new_detokenizer()) for i, each in enumerate(requests)]
+        self._num_former_tokens = 0  # of outputs that another server has ended
+        if continuation is None:
+            self.sequences = [SequenceOutput(self, i, each, new_detokenizer()) for i, each in enumerate(requests)]
+        else:
+            self.sequences = self._replayed(continuation, requests)
         self.num_open = len(self.sequences)  # sequences that have not ended
         self._new_detokenizer = new_detokenizer
+
+    def _replayed(self, continuation: Continuation, requests: Sequence[Request]) -> list[SequenceOutput]:
+        self._num_former_tokens = continuation.num_former_tokens
+        sequences = []
+        for output, request in zip(continuation.open, requests, strict=True):
+            num_tokens = len(output.token_ids)
+            sequences.append(SequenceOutput(self, output.choice, request, output.detokenizer, num_tokens))
+            if output.parser is not None:
+                self.stream.go_on(output.choice, output.parser)
+        return sequences
 
     def take(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
         """Take an update in and return the chunks that can be sent now. The request's last chunk still lacks its usage.
@@ -201,12 +231,15 @@ class StreamingOutput:
     def usage(self) -> Usage:
         """Return what a request that has ended used."""
         requests = [sequence.request for sequence in self.sequences]
+        prompt_tokens = len(self.stream.prompt_token_ids)
+        num_tokens = sum(max(0, each.num_tokens - len(each.request.spec.echoed)) for each in self.sequences)
+        counts = {"prompt_tokens": prompt_tokens, "completion_tokens": self._num_former_tokens + num_tokens}
+        if not requests:  # another server has generated everything
+            return Usage(seed=self.seed, **counts)
         first = requests[0]
-        num_echoed = len(first.spec.echoed)
         return Usage(
-            prompt_tokens=first.num_prompt_tokens + num_echoed,
-            completion_tokens=sum(max(0, sequence.num_tokens - num_echoed) for sequence in self.sequences),
-            cached_tokens=first.cached_tokens,
+            **counts,
+            cached_tokens=min(first.cached_tokens, prompt_tokens),
             recomputed_tokens=sum(request.recomputed_tokens for request in requests),
             seed=self.seed,
             queue_ms=first.queue_s * 1000,
@@ -226,8 +259,11 @@ class StreamingOutput:
 
     def time_per_output_token_s(self) -> float | None:
         """Return the mean seconds per token after the first, of the sequence that decoded longest."""
-        slowest = max(self.sequences, key=lambda sequence: sequence.request.decode_s)
-        return slowest.request.decode_s / (slowest.num_tokens - 1) if slowest.num_tokens > 1 else None
+        slowest = max(self.sequences, key=lambda sequence: sequence.request.decode_s, default=None)
+        if slowest is None:
+            return None
+        num_tokens = slowest.num_tokens - len(slowest.request.generated)
+        return slowest.request.decode_s / (num_tokens - 1) if num_tokens > 1 else None
 
     def _whole(
         self,

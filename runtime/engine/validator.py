@@ -80,6 +80,29 @@ class Validator:
         if len(request.cache_salt) > MAX_SALT_CHARACTERS:
             raise InvalidRequest(f"cache_salt has more than {MAX_SALT_CHARACTERS} characters")
 
+    def check_generated(self, request: GenerateRequest) -> None:
+        """Check the outputs of a request that another server began, but for where they end."""
+        generated, params = request.generated or (), request.sampling_params
+        if params.best_of is not None or params.beam_width:
+            raise InvalidRequest(
+                "generated cannot be used with best_of or beam_width, whose outputs come at the end: send the request "
+                "again with its seed, and skip what was received"
+            )
+        if params.seed is None:
+            raise InvalidRequest("generated needs the seed with which the outputs were begun: ACCEPTED has it")
+        if len(generated) != params.n:
+            raise InvalidRequest(
+                f"generated must have one array per output, which are {params.n}, not {len(generated)}"
+            )
+        for output in request.ended:
+            _integer("ended: an output", output, 0, params.n - 1)
+        if len(set(request.ended)) == params.n:
+            raise InvalidRequest("ended names all outputs: there is nothing to go on with")
+        for index, token_ids in enumerate(generated):
+            _integer(f"generated: the number of tokens of output {index}", len(token_ids), 0, params.max_tokens)
+            for token in (min(token_ids, default=0), max(token_ids, default=0)):
+                self._check_token("generated", token)
+
     def check_prompt(self, request: GenerateRequest) -> None:
         """Check the prompt before it is rendered or tokenized."""
         if (request.prompt is None) == (request.messages is None):

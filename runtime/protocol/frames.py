@@ -23,6 +23,8 @@ for authors of clients. The rules that the types do not show:
 * WELCOME repeats the session of HELLO while that session has something to resume; otherwise it names a new one.
 * GENERATE with an idempotency key that this tenant has used before is answered with the stream of the first request, if
   prompt, messages and parameters are the same. Only completed outputs are kept: after an error, a retry runs again.
+* GENERATE with `generated` goes on after what another server with the same fingerprint has generated. The answer is
+  what that server would have sent next. It needs the seed that ACCEPTED named, and has no idempotency key.
 * After GOAWAY no GENERATE is accepted. Accepted requests continue until the deadline and may be resumed.
 * PROGRESS is sent to a peer that negotiated `progress`. A peer that negotiated `heartbeat` is sent PING after
   `heartbeat_ms` of silence, and its connection is closed after three times that. PING is answered with PONG, both ways.
@@ -41,7 +43,14 @@ MAX_FRAME_BYTES = 4 << 20  # default of what each side offers; the smaller offer
 MIN_FRAME_BYTES = 64 << 10  # limit before WELCOME, and the least that a peer may offer
 HEARTBEAT_NONCE = 1  # of a PING that only breaks silence; a default would not be sent, and earlier peers expect a nonce
 HEARTBEATS_MISSED = 3  # intervals of silence after which a connection is closed
-FEATURES = ("embeddings", "heartbeat", "pins", "progress", "tools")  # HELLO requests them, WELCOME grants them
+FEATURES = (
+    "continue",
+    "embeddings",
+    "heartbeat",
+    "pins",
+    "progress",
+    "tools",
+)  # HELLO requests them, WELCOME grants them
 ALREADY_EXISTS = "ALREADY_EXISTS"
 
 RequestId = Annotated[int, msgspec.Meta(ge=0)]  # u64, msgpack's largest integer type
@@ -77,6 +86,9 @@ class Generate(_Frame, tag="GENERATE", frozen=True):
     idempotency_key: IdempotencyKey | None = None  # unique for this tenant
     resumable: bool = False  # continue for a while after the connection is lost
     chat: ChatOptions | None = None  # sent if `tools` was negotiated: of messages, whose answer is read
+    # Sent if `continue` was negotiated: the ids of each output that were received before, from another server.
+    generated: tuple[tuple[int, ...], ...] | None = None
+    ended: tuple[NumTokens, ...] = ()  # outputs whose end was received, too
 
 
 class Cancel(_Frame, tag="CANCEL", frozen=True):
@@ -150,6 +162,7 @@ class Welcome(_Frame, tag="WELCOME", frozen=True):
     model: str  # served name
     session: str = ""  # secret name of this connection, needed to resume its requests
     heartbeat_ms: int | None = None  # if `heartbeat` was granted
+    fingerprint: str = ""  # of all that decides the bits of an output besides its request; if `continue` was granted
 
 
 class Accepted(_Frame, tag="ACCEPTED", frozen=True):
@@ -161,6 +174,7 @@ class Accepted(_Frame, tag="ACCEPTED", frozen=True):
     pages_free: int
     predicted_wait_ms: float | None = None
     pin_refused: bool = False  # sent if `pins` was negotiated: the prompt is not pinned, see PROTOCOL.md
+    seed: int | None = None  # of output 0; sent if `continue` was negotiated
 
 
 class Progress(_Frame, tag="PROGRESS", frozen=True):

@@ -227,6 +227,7 @@ class Connection:
                 self._config.served_model_name or "",
                 session,
                 self._config.heartbeat_ms if heartbeat else None,
+                self._context.engine.info.fingerprint if "continue" in features else "",
             )
         )
         self._send_buffer.max_frame_bytes = self._decoder.max_frame_bytes

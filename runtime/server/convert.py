@@ -47,7 +47,11 @@ def check_hello(frame: Frame | Malformed) -> Hello:
 
 
 def engine_request(frame: Generate, tenant: str) -> GenerateRequest:
-    """Return the request of a frame. Raises InvalidRequest for options of a chat that do not fit."""
+    """Return the request of a frame. Raises InvalidRequest for options that do not fit each other."""
+    if frame.generated is not None and frame.idempotency_key is not None:
+        raise InvalidRequest("generated cannot be used with idempotency_key, which stands for a whole output")
+    if frame.ended and frame.generated is None:
+        raise InvalidRequest("ended needs generated, with the ids of each output")
     chat: dict[str, Any] = {}
     if frame.chat is not None:
         if frame.messages is None:
@@ -66,6 +70,8 @@ def engine_request(frame: Generate, tenant: str) -> GenerateRequest:
         priority=frame.priority,
         deadline_ms=frame.deadline_ms,
         pin_ms=frame.pin_ms,
+        generated=frame.generated,
+        ended=frame.ended,
         **chat,
     )
 
@@ -94,7 +100,9 @@ def embed_request(frame: AskVectors | AskScores, tenant: str) -> EmbedRequest:
     )
 
 
-def accepted_frame(request_id: int, admission: AdmissionEstimate, features: Collection[str] = ()) -> Accepted:
+def accepted_frame(
+    request_id: int, admission: AdmissionEstimate, features: Collection[str] = (), seed: int | None = None
+) -> Accepted:
     wait_s = admission.predicted_wait_s
     return Accepted(
         request_id,
@@ -103,6 +111,7 @@ def accepted_frame(request_id: int, admission: AdmissionEstimate, features: Coll
         admission.pages_free,
         None if wait_s is None else wait_s * 1000,
         admission.pin_refused and "pins" in features,
+        seed if "continue" in features else None,
     )
 
 

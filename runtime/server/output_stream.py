@@ -132,7 +132,7 @@ class OutputStream:
         """Send ACCEPTED and the output; return when all is sent. Raises the engine's refusal."""
         self.request.reader = self
         generation = await self.request.accepted()
-        self._send_accepted(generation.admission)
+        self._send_accepted(generation.admission, generation.seed)
         generation.deliver(self._take)
         del generation  # that holds the prompt
         while not self._has_ended or self._waiting:  # the end follows the tokens that came before it
@@ -181,8 +181,8 @@ class OutputStream:
         self.stop(quire_error(error, client_id=self._request_id).with_traceback(None))
         self.request.cancel("client")
 
-    def _send_accepted(self, admission: AdmissionEstimate) -> None:
-        self._send_buffer.send(accepted_frame(self._request_id, admission, self._features))
+    def _send_accepted(self, admission: AdmissionEstimate, seed: int) -> None:
+        self._send_buffer.send(accepted_frame(self._request_id, admission, self._features, seed))
         if "progress" in self._features:
             self.request.prefill_watchers.add(self._send_progress)
 

@@ -121,7 +121,8 @@ class ReplayBuffer:
         self.stored_entry: StoredEntry | None = None
         self.generated = 0
         self.admission: AdmissionEstimate | None = None
-        self.new_parser: NewParser | None = None  # with `admission`
+        self.seed = 0  # with `admission`, as is the parser
+        self.new_parser: NewParser | None = None
         self.finish_reason: FinishReason | None = None  # of the last chunk
         self.error: QuireError | None = None
         self._outcome: OutputChunk | QuireError | None = None  # of the request: its last chunk or its error
@@ -198,7 +199,7 @@ class ReplayBuffer:
         except Exception as error:
             self._take(error)
             return
-        self.admission, self.new_parser = generation.admission, generation.new_parser
+        self.admission, self.seed, self.new_parser = generation.admission, generation.seed, generation.new_parser
         self._wake_subscribers()
         generation.deliver(self._take)
         del generation  # that holds the prompt
@@ -275,7 +276,7 @@ class Subscriber(OutputStream):
                 return
             await self._wait_for_change()
         self._awaits_output = False
-        self._send_accepted(self.buffer.admission)
+        self._send_accepted(self.buffer.admission, self.buffer.seed)
         granted = 0  # chunks that may be sent before it is the turn of the tenant's other streams
         while self._stopped is None:
             if granted <= 0 and self.buffer.num_chunks > self.position + 1:  # a replay

@@ -203,6 +203,8 @@ class RequestHandler:
         try:
             if frame.chat is not None and "tools" not in self._features:
                 raise InvalidRequest("chat belongs to the feature `tools`, which HELLO did not request")
+            if (frame.generated is not None or frame.ended) and "continue" not in self._features:
+                raise InvalidRequest("generated belongs to the feature `continue`, which HELLO did not request")
             request, delivery = engine_request(frame, self.tenant.name), self._delivery(frame)
             if frame.resumable or frame.idempotency_key is not None:
                 buffer = context.replays.open(

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, cast
 
 import msgspec
 
-from ...scheduler import AdmissionEstimate, EncodeSpec, FinishReason, RequestSpec, RequestUpdate
+from ...scheduler import AdmissionEstimate, EncodeSpec, FinishReason, Request, RequestSpec, RequestUpdate
 from ..common.config import EngineConfig
 from ..engine import CoreInfo, EngineStats, Prefilled, StepStats
 from ..model.runner import SamplingSpec
@@ -59,6 +59,12 @@ class AddRequests(_Message, tag="ADD", frozen=True):
     """A request, or the samples of one. It is answered by an AddAnswer with the id of the first."""
 
     requests: tuple[SampledRequestSpec, ...]
+    generated: tuple[tuple[int, ...], ...] = ()  # per request, the tokens after which it goes on; (): there are none
+
+    def as_requests(self, specs: Sequence[SampledRequestSpec] | None = None) -> list[Request]:
+        """Return the requests, with other `specs` if these are given. Raises ValueError for what no engine sends."""
+        begun = self.generated or ((),) * len(self.requests)
+        return [Request(spec, ids) for spec, ids in zip(specs or self.requests, begun, strict=True)]
 
 
 class ReadmitRequest(_Message, tag="READMIT", frozen=True):

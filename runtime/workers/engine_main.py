@@ -142,7 +142,7 @@ class CoreServer:
         try:
             match message:
                 case AddRequests(specs):
-                    self._add(specs[0].request_id, partial(loop.add, *map(Request, specs)))
+                    self._add(specs[0].request_id, partial(loop.add, *message.as_requests()))
                 case ReadmitRequest(spec, generated):
                     loop.readmit(Request(spec, generated))
                 case AddEncoding(encode_spec):

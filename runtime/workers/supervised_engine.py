@@ -357,8 +357,10 @@ class SupervisedEngine:
         first = requests[0]
         if isinstance(first, EncodeRequest):
             return AddEncoding(self._for_link(first.spec))
+        sampled = [each for each in requests if isinstance(each, Request)]
+        generated = tuple([tuple(each.generated) for each in sampled])
         return AddRequests(
-            tuple([as_read(self._for_link(each.spec)) for each in requests if isinstance(each, Request)])
+            tuple([as_read(self._for_link(each.spec)) for each in sampled]), generated if any(generated) else ()
         )
 
     def _readmit_message(self, request: QueuedRequest) -> ReadmitRequest | ReadmitEncoding:

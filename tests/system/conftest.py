@@ -53,7 +53,7 @@ class FakeGeneration:
         self.engine, self.request = engine, request
         self.cancelled = asyncio.Event()
         self.admission = AdmissionEstimate(position=1, pages_needed=2, pages_free=3, predicted_wait_s=0.0045)
-        self.prompt_token_ids = (1, 2, 3)
+        self.prompt_token_ids, self.seed = (1, 2, 3), 0
         self.new_parser = None
         self.on_prefill: Callable[[int], None] = lambda _: None
 
@@ -81,10 +81,10 @@ class FakeGeneration:
         if kind == "prefill":
             self.on_prefill(1)
             self.on_prefill(2)
-        sent = 0
+        begun = sent = len(self.request.generated[0]) if self.request.generated else 0  # by another server
         while sent < params.max_tokens and not self.cancelled.is_set():
             await self.engine.step()
-            if kind == "hold" and sent:
+            if kind == "hold" and sent > begun:
                 await self.cancelled.wait()
                 break
             if sent and kind == "fail":
@@ -127,6 +127,7 @@ class FakeEngine:
     observer: EngineObserver | None = None
     steps: int = 0
     text_bytes: int = 0  # of each chunk's text; 0: a readable one
+    fingerprint: str = ""
     submitting: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -169,6 +170,7 @@ class FakeEngine:
             threads_reason="it is a fake",
             has_tokenizer=True,
             has_chat_template=False,
+            fingerprint=self.fingerprint,
         )
 
     async def step(self) -> None:

@@ -25,7 +25,7 @@ def output_with(sequences: int = 1, **params: Any) -> StreamingOutput:
     def new_detokenizer() -> IncrementalDetokenizer:
         return IncrementalDetokenizer(TOKENIZER, wanted.stop, wanted.include_stop_str_in_output, wanted.min_tokens)
 
-    stream = Stream((1, 2, 3), lambda: None)
+    stream = Stream((1, 2, 3), 0, lambda: None)
     return output_class(wanted)(
         stream, GenerateRequest(prompt=(1, 2, 3), sampling_params=wanted), 7, 0.0, requests, new_detokenizer
     )
@@ -199,7 +199,7 @@ def a_chunk(index: int, *, last: bool = False) -> OutputChunk:
 
 
 def test_a_stream_delivers_what_came_early_and_then_each_item_when_it_comes() -> None:
-    stream, seen = Stream((1, 2, 3), lambda: None), list[object]()
+    stream, seen = Stream((1, 2, 3), 0, lambda: None), list[object]()
     stream.put(a_chunk(0))
     stream.put(a_chunk(1))
     stream.deliver(seen.append)
@@ -211,7 +211,7 @@ def test_a_stream_delivers_what_came_early_and_then_each_item_when_it_comes() ->
 
 
 def test_items_that_a_reader_causes_come_after_those_before() -> None:
-    stream, seen = Stream((1, 2, 3), lambda: None), list[object]()
+    stream, seen = Stream((1, 2, 3), 0, lambda: None), list[object]()
 
     def receive(item: object) -> None:
         seen.append(item)
@@ -225,7 +225,7 @@ def test_items_that_a_reader_causes_come_after_those_before() -> None:
 
 
 async def test_a_stream_is_read_once() -> None:
-    stream = Stream((1, 2, 3), lambda: None)
+    stream = Stream((1, 2, 3), 0, lambda: None)
     stream.deliver(lambda _: None)
     with pytest.raises(RuntimeError, match="read only once"):
         stream.deliver(lambda _: None)

@@ -79,6 +79,7 @@ class FakeGeneration:
 
     admission = AdmissionEstimate(position=0, pages_needed=1, pages_free=1)
     prompt_token_ids = (1, 2, 3)
+    seed = 0
     new_parser = None
 
     def __init__(self, request: GenerateRequest) -> None:

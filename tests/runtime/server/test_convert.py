@@ -22,6 +22,12 @@ def test_a_refused_pin_is_said_to_clients_that_negotiated_it() -> None:
     assert not accepted_frame(9, AdmissionEstimate(0, 1, 1), ("pins",)).pin_refused
 
 
+def test_the_seed_is_said_to_clients_that_negotiated_it() -> None:
+    estimate = AdmissionEstimate(0, 1, 1)
+    assert accepted_frame(9, estimate, ("continue",), 5).seed == 5
+    assert accepted_frame(9, estimate, ("pins",), 5).seed is None
+
+
 def test_stats_frame_keeps_the_names_of_the_protocol() -> None:
     assert list(stats_frame(9, STATS).stats) == [
         "step",
@@ -44,5 +50,9 @@ def test_stats_frame_keeps_the_names_of_the_protocol() -> None:
         "restarts",
         "replayed_requests",
         "quarantined_requests",
+        "encoder_waiting",
+        "encoder_running",
+        "encoded_texts",
+        "encoded_tokens",
         "steps_over_itl_target",
     ]

@@ -60,9 +60,10 @@ def test_requests_are_received_as_they_were_sent(
     assert isinstance(readmit, ReadmitRequest)
     assert dataclasses.astuple(readmit.request) == dataclasses.astuple(spec)
     assert Request(readmit.request, readmit.generated).output_token_ids == generated
-    add = TO_ENGINE.decode(ENCODE(AddRequests((spec, spec))))  # type: ignore[arg-type]
+    add = TO_ENGINE.decode(ENCODE(AddRequests((spec, spec), ((), (7,)))))  # type: ignore[arg-type]
     assert isinstance(add, AddRequests)
     assert add.requests == (readmit.request, readmit.request)
+    assert add.generated == ((), (7,))
 
 
 @given(st.floats())
