@@ -275,7 +275,12 @@ def _run_options(
         goodput=parsed.goodput,
         metadata=parsed.metadata,
         generator_delays_s=sent.generator_delays_s,
-        extra={"dataset": test.load.dataset.dataset_name, "seed": test.load.dataset.seed, "server": server},
+        extra={
+            "dataset": test.load.dataset.dataset_name,
+            "seed": test.load.dataset.seed,
+            "server": server,
+            "task": test.target.task,
+        },
     )
 
 

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from quire import LLM
-from quire.runtime.common.config import EngineConfig
+from quire.runtime.cli.app import app
+from quire.runtime.common.config import EngineConfig, ServerConfig
 from quire.runtime.common.errors import ConfigError, InvalidRequest, UnsupportedModel
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import EmbedRequest, Engine, load_texts
+from quire.runtime.server import Server
 from quire.runtime.workers import EnginePool
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens" / "encoders"
@@ -62,6 +64,24 @@ def test_an_encoder_beside_a_model_that_generates_changes_no_token() -> None:
         assert llm.generate("A page", params)[0].text == text
         assert llm.embed(expected["texts"]).shape == (len(expected["texts"]), len(expected["values"][0]))
         assert llm.engine.info.generates
+
+
+async def test_a_load_test_counts_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = golden("bert")
+    config = EngineConfig(model=path, **OPTIONS)
+    engine, server = await Engine.start(config), Server()
+    await server.start(engine, ServerConfig(port=0, operator_port=0, openai_port=0))
+    flags = ("--task", "embed", "--num-prompts", "4", "--random-input-len", "12", "--max-concurrency", "2")
+    saving = ("--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json", "--texts-per-request", "5")
+    try:
+        arguments = ["loadtest", "--base-url", str(server.address), *flags, *saving]
+        await asyncio.to_thread(app, arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    finally:
+        await server.close()
+        await engine.close()
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert (result["completed"], result["total_output_tokens"], result["total_input_tokens"]) == (4, 20, 240)
+    assert "Text throughput (texts/s):" in capsys.readouterr().out
 
 
 def test_models_that_do_not_fit_the_option_are_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...common.errors import ConfigError
+from ...engine.validator import MAX_INPUTS
 from ..checks import check_number
 from ..traffic import MAX_LENGTH
 
@@ -63,6 +64,10 @@ class TargetOptions:
     "Random token ids are below this. Default: from the server or the tokenizer, else 1000."
     num_connections: int = 1
     "For quire: connections, used in turn. For openai: connections opened before the run, best one per user."
+    task: Literal["generate", "embed"] = "generate"
+    "What requests ask for. embed, for quire: vectors; throughput and output tokens then count texts."
+    texts_per_request: int = 1
+    "For embed: texts of a request; each is the request's prompt."
     deadline_ms: int | None = None
     "For quire: deadline of every request in milliseconds, from its arrival at the server."
 
@@ -193,6 +198,11 @@ def check_target(options: TargetOptions) -> None:
         raise ConfigError("deadline_ms is for `backend` quire: OpenAI's API has no deadlines")
     if options.backend != "quire" and (options.tls or options.tls_ca):
         raise ConfigError("tls is for `backend` quire: write https:// before the address of another")
+    if options.backend != "quire" and options.task != "generate":
+        raise ConfigError("task embed is for `backend` quire")
+    if options.texts_per_request != 1 and options.task != "embed":
+        raise ConfigError("texts_per_request is for `task` embed")
+    check_number("texts_per_request", options.texts_per_request, 1, MAX_INPUTS)
     check_number("port", options.port, 1, 65535)
     check_number("deadline_ms", options.deadline_ms, 1, 1e9)
     check_number("num_connections", options.num_connections, 1, 4096)

@@ -28,6 +28,7 @@ class QuireTarget:
     num_connections: int = 1
     params: SamplingParams = field(default_factory=SamplingParams)  # of every request, except max_tokens
     deadline_ms: int | None = None
+    texts_per_request: int | None = None  # to embed; None: generate
 
 
 class QuireBackend:
@@ -60,6 +61,9 @@ class QuireBackend:
         return len(await self._clients[0].tokenize(text))
 
     async def stream(self, request: LoadRequest) -> AsyncGenerator[ReceivedChunk, None]:
+        if self._target.texts_per_request is not None:
+            yield await self._embed(request, self._target.texts_per_request)
+            return
         params = msgspec.structs.replace(self._target.params, max_tokens=request.max_tokens)
         generating = next(self._turns).generate(request.prompt, params, deadline_ms=self._target.deadline_ms)
         try:
@@ -68,6 +72,17 @@ class QuireBackend:
                     yield ReceivedChunk(time.perf_counter(), len(chunk.token_ids), chunk.text, _end(chunk))
         except QuireError as error:
             raise RequestFailed(error.code, str(error)) from error
+
+    async def _embed(self, request: LoadRequest, num_texts: int) -> ReceivedChunk:
+        """Embed the request's prompt `num_texts` times. Each text counts as a token of the answer."""
+        prompt = request.prompt
+        texts = [prompt if isinstance(prompt, str) else list(prompt)] * num_texts
+        try:
+            await next(self._turns).embed(texts, deadline_ms=self._target.deadline_ms)
+        except QuireError as error:
+            raise RequestFailed(error.code, str(error)) from error
+        end = StreamEnd("stop", request.prompt_tokens * num_texts, num_texts)
+        return ReceivedChunk(time.perf_counter(), num_texts, "", end)
 
 
 def _end(chunk: OutputChunk) -> StreamEnd | None:

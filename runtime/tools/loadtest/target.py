@@ -60,6 +60,7 @@ async def open_target(
             options.num_connections,
             SamplingParams(**params),
             options.deadline_ms,
+            options.texts_per_request if options.task == "embed" else None,
         )
         quire = await QuireBackend.open(target)
         opened = OpenTarget(
