@@ -142,8 +142,9 @@ class SupervisedEngine:
 
     @property
     def load(self) -> MemberLoad:
-        """What a router compares."""
-        return MemberLoad(self.num_requests, self._predicted_wait_s)
+        """What a router compares: an engine host has the requests of other API servers, too."""
+        num_reported = 0 if self._stats is None else self._stats.running + self._stats.waiting
+        return MemberLoad(max(self.num_requests, num_reported), self._predicted_wait_s)
 
     @property
     def num_restarts(self) -> int:

@@ -14,7 +14,7 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError, Unavailable
 from quire.runtime.workers import EnginePool, engine_pool, supervisor
 from quire.runtime.workers.engine_link import AddRequests, CancelRequest, DropRequest, StatsReport
-from quire.runtime.workers.router import MAX_MORE_WAIT_S
+from quire.runtime.workers.router import MAX_MORE_REQUESTS, MAX_MORE_WAIT_S
 from quire.runtime.workers.supervised_engine import COUNTERS
 from quire.scheduler import CannotMeetDeadline, NotAccepting, QueueFull
 
@@ -128,6 +128,15 @@ async def test_a_saturated_home_is_left(pool: EnginePool, processes: FakeSpawner
     await pool.add(new_requests(3, conversation=AT_0))
     await pool.add(new_requests(4, conversation=AT_0))
     assert [engine_with(processes, request_id) for request_id in (3, 4)] == ["engine-0", "engine-1"]
+
+
+async def test_requests_of_other_api_servers_saturate_a_home(pool: EnginePool, processes: FakeSpawner) -> None:
+    processes.of("engine-0").tell_stats(running=MAX_MORE_REQUESTS, waiting=1)
+    await pool.add(new_requests(1, conversation=AT_0))
+    assert engine_with(processes, 1) == "engine-1"
+    processes.of("engine-0").tell_stats(running=MAX_MORE_REQUESTS)
+    await pool.add(new_requests(2, conversation=AT_0))
+    assert engine_with(processes, 2) == "engine-0"
 
 
 async def test_a_refused_request_does_not_saturate_an_engine(pool: EnginePool, processes: FakeSpawner) -> None:
