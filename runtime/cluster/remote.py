@@ -7,12 +7,13 @@ replayed at another host, or at the same one when it is back and there is no oth
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
+
+import structlog
 
 from ...scheduler import NotAccepting
 from ..client.tls import tls_error
@@ -38,6 +39,7 @@ from .members import Member
 
 CONNECT_TIMEOUT_S = 2.0  # with the greeting
 RETRY_S = 0.1
+_log = structlog.get_logger("quire.cluster")
 QUARANTINE_REASON = f"{MAX_LOST_HOSTS} engine hosts were lost while they had this request; it is not tried again"
 
 
@@ -146,8 +148,7 @@ class HostConnection:
         self._pass_on = _ignore
         self.link.abort()
         self._reading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._reading
+        await asyncio.wait([self._reading])
         return 0
 
     async def _read(self) -> None:
@@ -155,6 +156,8 @@ class HostConnection:
             await self.link.receive_all(self._receive)
         except ProtocolError as error:
             self.problem = error
+        except Exception:  # the link is closed as for a lost host, and the supervisor goes on
+            _log.exception("a message of an engine host failed")
         finally:
             self.link.abort()
             self.closed.set()
@@ -258,14 +261,13 @@ class RemoteHost(SupervisedEngine):
             case HostLeaving():
                 self._is_leaving = True
             case HostRequestFailed(request_id, error, text):
-                self._on_failed(request_id, getattr(errors, error, errors.GenerationFailed)(text))
+                self._on_failed(request_id, _error_named(error)(text))
             case Heartbeat():
                 pass
             case _:
                 super().receive(message)
 
     def on_process_ready(self) -> None:
-        self._is_leaving = False
         self.info = self._source.ready.info
         self._max_num_waiting = self._source.ready.max_num_waiting
         super().on_process_ready()
@@ -275,6 +277,7 @@ class RemoteHost(SupervisedEngine):
         self._forget_stats()
         self._pending_adds.on_process_exit(from_outside=True)
         self._end(self._tokens.on_host_lost(is_blameless=self._is_leaving), QUARANTINE_REASON)
+        self._is_leaving = False  # it may come back
         self._owner.on_host_lost(self)
 
     def on_tick(self) -> None:
@@ -299,3 +302,8 @@ class RemoteHost(SupervisedEngine):
 
     def _for_link(self, spec: SpecT) -> SpecT:
         return with_time_left(spec, self._clock())
+
+
+def _error_named(name: str) -> type[QuireError]:
+    kind = getattr(errors, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, QuireError) else errors.GenerationFailed

@@ -194,6 +194,20 @@ async def test_a_leaving_host_gets_nothing_new_and_is_not_blamed(
     assert len(listener.tokens(1)) == 4
 
 
+async def test_a_host_that_left_may_come_back(hosts: FakeHosts, listener: FakeListener) -> None:
+    async with connected(listener, "a") as cluster:
+        first = hosts["a"]
+        first.leave()
+        with pytest.raises(NotAccepting, match="leaving"):
+            await cluster.add(new_requests(1))
+        first.exit(0)
+        await asyncio.sleep(0.01)
+        await cluster.add(new_requests(2))  # waits for the host
+        assert hosts["a"] is not first
+        hosts["a"].fail(2, "NoSuchError")
+        assert listener.ends() == {2: "GenerationFailed"}
+
+
 async def test_a_request_moves_when_its_hosts_engines_are_gone_for_good(
     cluster: Cluster, hosts: FakeHosts, listener: FakeListener
 ) -> None:

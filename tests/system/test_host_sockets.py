@@ -1,0 +1,113 @@
+"""The port of an engine host over real sockets, TLS included; the engines behind it are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from quire.runtime.client.tls import tls_context
+from quire.runtime.cluster import Credentials, EngineHost
+from quire.runtime.cluster.host import CONNECTION_LIMITS
+from quire.runtime.cluster.host_link import FromHost, HostReady
+from quire.runtime.cluster.members import Member
+from quire.runtime.cluster.remote import HostConnection
+from quire.runtime.common.errors import QuireError, TLSError, Unauthenticated, Unavailable
+from quire.runtime.protocol.address import TCPAddress
+from quire.runtime.server.listen import listen_tcp
+from quire.runtime.server.tls import TLS
+
+from tests.runtime.cluster.test_host import FakePool
+
+SECRET = b"sixteen or more bytes"
+CERTIFICATES = Path(__file__).parents[1] / "data" / "tls"
+CERT, KEY = str(CERTIFICATES / "cert.pem"), str(CERTIFICATES / "key.pem")
+
+
+@asynccontextmanager
+async def listening_host(tls: TLS | None = None) -> AsyncIterator[tuple[EngineHost, Member]]:
+    listening = await listen_tcp("127.0.0.1", 0)
+    host = EngineHost(FakePool(), SECRET, "digest", 8)  # type: ignore[arg-type]
+    host.listen(listening.socket, tls)
+    assert isinstance(listening.address, TCPAddress)
+    try:
+        yield host, Member(listening.address, "localhost")
+    finally:
+        await host.close()
+        listening.close()
+
+
+async def connect(member: Member, secret: bytes = SECRET, ca: str | None = None) -> HostConnection:
+    """Connect, and wait until the host is ready."""
+    received: list[FromHost] = []
+    tls = None if ca is None else tls_context(ca)
+    connection = await HostConnection.open(member, Credentials(secret, tls), received.append, lambda: None)
+    async with asyncio.timeout(30):
+        ready = await connection.ready
+    assert isinstance(ready, HostReady)
+    return connection
+
+
+async def until_served(host: EngineHost, count: int) -> None:
+    async with asyncio.timeout(30):
+        while len(host._sessions) != count:
+            await asyncio.sleep(0.005)
+
+
+async def test_api_servers_come_and_go() -> None:
+    async with listening_host() as (host, member):
+        first, second = [await connect(member) for _ in range(2)]
+        await until_served(host, 2)
+        await first.kill()
+        await until_served(host, 1)
+        assert not second.closed.is_set()
+        await host.close()
+        async with asyncio.timeout(30):
+            await second.closed.wait()
+
+
+async def test_a_wrong_secret_is_refused_by_name_and_disturbs_no_other_api_server() -> None:
+    async with listening_host() as (host, member):
+        good = await connect(member)
+        with pytest.raises(Unauthenticated, match=rf"engine host {member.address}: .* refuses the secret"):
+            await connect(member, b"another secret of some bytes")
+        assert not good.closed.is_set()
+        await until_served(host, 1)
+        await good.kill()
+
+
+async def test_links_with_tls_and_without_it_do_not_meet() -> None:
+    async with listening_host(TLS(CERT, KEY)) as (_, member):
+        await (await connect(member, ca=CERT)).kill()
+        with pytest.raises(QuireError):
+            await connect(member)
+    async with listening_host() as (_, member):
+        with pytest.raises((TLSError, Unavailable)):
+            await connect(member, ca=CERT)
+
+
+async def test_silent_connections_keep_no_api_server_out() -> None:
+    async with listening_host() as (host, member):
+        address = member.address
+        silent = [socket.create_connection((address.host, address.port)) for _ in range(2 * CONNECTION_LIMITS.pending)]
+        try:
+            good = await connect(member)
+            await until_served(host, 1)
+            await good.kill()
+        finally:
+            for each in silent:
+                each.close()
+
+
+async def test_garbage_after_the_greeting_ends_its_link_only() -> None:
+    async with listening_host() as (host, member):
+        good, bad = await connect(member), await connect(member)
+        bad.link._transport.write(b"\0\0\0\x05hello")
+        async with asyncio.timeout(30):
+            await bad.closed.wait()
+        await until_served(host, 1)
+        assert not good.closed.is_set()
+        await good.kill()
