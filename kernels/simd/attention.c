@@ -61,8 +61,6 @@ INLINE void scores_int8(const int rows, const quire_attention_tile *t, int row, 
   UNROLL for (int i = 0; i < rows; i++) s[i][0] = s[i][1] = vf_zero();
   for (int64_t b = 0; b < blocks; b++) {
     vi dot[ATTENTION_ROWS][2];
-    const vs p = vs_of(vf_load_f16(t->k_scales[2 * pair] + b * 16), rows);
-    const vs r = vs_of(vf_load_f16(t->k_scales[2 * pair + 1] + b * 16), rows);
     if (row == 0) fetch_pages(t, pair * blocks + b, pair * blocks + b + 1, 4 * blocks);
     UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_dot4_start(t->q.sums[(row + i) * blocks + b]);
     UNROLL for (int k = 0; k < 8; k++) {
@@ -72,10 +70,12 @@ INLINE void scores_int8(const int rows, const quire_attention_tile *t, int row, 
         dot[i][1] = vi_dot4(dot[i][1], v, q + i * d + b * 32 + k * 4);
       }
     }
-    UNROLL for (int i = 0; i < rows; i++) {
-      const float *z = t->q.scales + (row + i) * blocks + b;
-      s[i][0] = vf_fma(vf_from(dot[i][0]), vs_mul(&p, z, rows), s[i][0]);
-      s[i][1] = vf_fma(vf_from(dot[i][1]), vs_mul(&r, z, rows), s[i][1]);
+    UNROLL for (int j = 0; j < 2; j++) {
+      const vf scale = vf_load_f16(t->k_scales[2 * pair + j] + b * 16);
+      UNROLL for (int i = 0; i < rows; i++) {
+        const vf z = vf_set1(t->q.scales[(row + i) * blocks + b]);
+        s[i][j] = vf_fma(vf_from(dot[i][j]), vf_mul(scale, z), s[i][j]);
+      }
     }
   }
   UNROLL for (int i = 0; i < rows; i++)

@@ -40,6 +40,12 @@ INLINE void body_bf16(const int rows, const quire_linear_tile *t) {
   finish(rows, acc, t);
 }
 
+// The fp16 scales of one block in both panels, loaded before its dots if VS_FIRST, else after them.
+INLINE void load_scales(const uint16_t *first, const uint16_t *second, int rows, vs s[2]) {
+  s[0] = vs_of(vf_load_f16(first), rows);
+  s[1] = vs_of(vf_load_f16(second), rows);
+}
+
 // Blocks of 32 along K, of which each has an exact integer dot and a scale. Those of q4 are the same integers as those of
 // q8: w + 8 is in 0..15, and each dot starts at -8 * sum(a). kquants.c has the dtypes with a minimum per block.
 INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile *t) {
@@ -52,7 +58,8 @@ INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile
   const char *next = t->next;
   for (int64_t b = 0; b < blocks; b++, w0 += block_bytes, w1 += block_bytes) {
     next = fetch_next(next, t->next_lines);
-    const vs p = vs_of(vf_load_f16(s0 + b * 16), rows), q = vs_of(vf_load_f16(s1 + b * 16), rows);
+    vs s[2];
+    if (VS_FIRST) load_scales(s0 + b * 16, s1 + b * 16, rows, s);
     vi dot[LINEAR_ROWS][2];
     if (dtype == QUIRE_Q8) {
       UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_dot4_start(t->a.sums[i * blocks + b]);
@@ -68,10 +75,11 @@ INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile
       UNROLL for (int i = 0; i < rows; i++) start[i] = t->a.sums[i * blocks + b] / 16;
       dot_q4(rows, w0, w1, a + b * 32, width, start, dot);
     }
+    if (!VS_FIRST) load_scales(s0 + b * 16, s1 + b * 16, rows, s);
     UNROLL for (int i = 0; i < rows; i++) {
       const float *z = t->a.scales + i * blocks + b;
-      acc[i][0] = vf_fma(vf_from(dot[i][0]), vs_mul(&p, z, rows), acc[i][0]);
-      acc[i][1] = vf_fma(vf_from(dot[i][1]), vs_mul(&q, z, rows), acc[i][1]);
+      acc[i][0] = vf_fma(vf_from(dot[i][0]), vs_mul(&s[0], z, rows), acc[i][0]);
+      acc[i][1] = vf_fma(vf_from(dot[i][1]), vs_mul(&s[1], z, rows), acc[i][1]);
     }
   }
   finish(rows, acc, t);
@@ -90,16 +98,17 @@ INLINE void body_q4_z(const int rows, const quire_linear_tile *t) {
   const char *next = t->next;
   for (int64_t b = 0; b < blocks; b++, w0 += 256, w1 += 256) {
     next = fetch_next(next, t->next_lines);
-    const vs p = vs_of(vf_load_f16((const uint16_t *)h0 + b * 16), rows);
-    const vs q = vs_of(vf_load_f16((const uint16_t *)h1 + b * 16), rows);
+    vs s[2];
+    if (VS_FIRST) load_scales((const uint16_t *)h0 + b * 16, (const uint16_t *)h1 + b * 16, rows, s);
     vi dot[LINEAR_ROWS][2];
     dot_q4(rows, w0, w1, (const int8_t *)t->a.data + b * 32, width, start, dot);
+    if (!VS_FIRST) load_scales((const uint16_t *)h0 + b * 16, (const uint16_t *)h1 + b * 16, rows, s);
     const vf y = vf_load_i8((const int8_t *)h0 + width + b * 16), z = vf_load_i8((const int8_t *)h1 + width + b * 16);
     UNROLL for (int i = 0; i < rows; i++) {
       const vf sum = vf_set1((float)t->a.sums[i * blocks + b] * 0x1p-7f);
       const float *scale = t->a.scales + i * blocks + b;
-      acc[i][0] = vf_fma(vf_fma(y, sum, vf_from(dot[i][0])), vs_mul(&p, scale, rows), acc[i][0]);
-      acc[i][1] = vf_fma(vf_fma(z, sum, vf_from(dot[i][1])), vs_mul(&q, scale, rows), acc[i][1]);
+      acc[i][0] = vf_fma(vf_fma(y, sum, vf_from(dot[i][0])), vs_mul(&s[0], scale, rows), acc[i][0]);
+      acc[i][1] = vf_fma(vf_fma(z, sum, vf_from(dot[i][1])), vs_mul(&s[1], scale, rows), acc[i][1]);
     }
   }
   finish(rows, acc, t);

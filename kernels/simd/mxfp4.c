@@ -21,7 +21,6 @@ INLINE void body_mxfp4(const int rows, const quire_linear_tile *t) {
   const char *next = t->next;
   for (int64_t b = 0; b < blocks; b++, w0 += 256, w1 += 256) {
     next = fetch_next(next, t->next_lines);
-    const vs p = vs_of(load_scales(s0 + b * 16), rows), q = vs_of(load_scales(s1 + b * 16), rows);
     vi dot[LINEAR_ROWS][2];
     UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_set1((t->a.sums[i * blocks + b] >> 5) * 3);
     UNROLL for (int k = 0; k < 4; k++) {
@@ -34,6 +33,7 @@ INLINE void body_mxfp4(const int rows, const quire_linear_tile *t) {
         dot[i][1] = vi_dot4(vi_dot4(dot[i][1], v[0], x), v[1], x + 16);
       }
     }
+    const vs p = vs_of(load_scales(s0 + b * 16), rows), q = vs_of(load_scales(s1 + b * 16), rows);
     UNROLL for (int i = 0; i < rows; i++) {
       const float *z = t->a.scales + i * blocks + b;
       acc[i][0] = vf_fma(vf_from(dot[i][0]), vs_mul(&p, z, rows), acc[i][0]);

@@ -130,6 +130,7 @@ static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
 // enough to choose one of four multiples and to add to its exponents, with the same bits as a multiplication: all are exact.
 // Unlike that, VSCALEFPS runs beside the dots on Zen. The multiples are worth their stores from four rows on.
 typedef struct { vf times[4]; } vs;
+enum { VS_FIRST = 1 };  // they are loaded from memory again: store them early
 static inline vs vs_of(vf p, int rows) {
   if (rows < 4) return (vs){{p}};
   const vf quarter = _mm512_scalef_ps(p, vf_set1(-2.f)), half = _mm512_add_ps(p, _mm512_scalef_ps(p, vf_set1(-1.f)));
