@@ -19,14 +19,14 @@ MUTANTS = [
     ),
     Mutant(
         ENGINE,
-        "        self._stats = None\n        self._num_waiting = 0\n",
-        "        self._num_waiting = 0\n",
+        "        self._stats = None\n        self._num_waiting, self",
+        "        self._num_waiting, self",
         "counters of the lost process are counted twice",
     ),
     Mutant(
         ENGINE,
-        "        self._stats = None\n        self._num_waiting = 0\n",
-        "        self._stats = None\n",
+        "        self._num_waiting, self._predicted_wait_s = 0, 0.0\n",
+        "        self._predicted_wait_s = 0.0\n",
         "after a restart the queue still counts the requests of the old process",
     ),
     Mutant(
@@ -110,8 +110,8 @@ MUTANTS = [
     ),
     Mutant(
         ENGINE,
-        "        self._num_waiting = answer.num_waiting\n        pending",
-        "        pending",
+        "        self._num_waiting = answer.num_waiting\n",
+        "",
         "the length of the queue is not updated by answers: a burst is not refused early",
     ),
     Mutant(
@@ -170,14 +170,8 @@ MUTANTS = [
     ),
     Mutant(
         POOL,
-        "                self._router.forget(index)\n",
-        "                pass\n",
-        "the router believes that a restarted engine's cache is warm",
-    ),
-    Mutant(
-        POOL,
-        "[index for index in candidates if self.members[index].pid is not None] or candidates",
-        "candidates",
+        "{member for member in candidates if member.is_ready} or set(candidates)",
+        "set(candidates)",
         "requests wait for an engine that restarts although another is idle",
     ),
     Mutant(
@@ -242,21 +236,9 @@ MUTANTS = [
     ),
     Mutant(
         ROUTER,
-        "known.popitem(last=False)",
-        "known.popitem()",
-        "the router forgets its newest entries",
-    ),
-    Mutant(
-        ROUTER,
-        "            known.move_to_end(key)\n",
-        "",
-        "the router forgets prompts that are used all the time",
-    ),
-    Mutant(
-        ROUTER,
-        "root_key(tenant.encode())",
-        'root_key(b"")',
-        "the router counts another tenant's prompt as computed",
+        " if member in loads]",
+        "]",
+        "a request goes to an engine that is full or being restarted, because it is the home",
     ),
     Mutant(
         LOG,
@@ -429,8 +411,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/workers/engine_pool.py",
-        "for index in candidates}\n        return",
-        "for index in range(len(self.members))}\n        return",
+        "candidates = self._with_room(request.spec.tenant, count)",
+        "candidates = self.members",
         "requests go to an engine without room while another has some",
     ),
     Mutant(
