@@ -309,9 +309,9 @@ MUTANTS = [
         SAVED,
     ),
     Mutant(
-        SNAPSHOT,
-        "config.weights, config.kv_cache_dtype,",
-        "config.kv_cache_dtype,",
+        "runtime/engine/bits.py",
+        'version("quire"), weights, capacity.layout',
+        'version("quire"), capacity.layout',
         "pages computed with q8 weights are loaded under bf16 weights: other bits",
         SAVED,
     ),

@@ -55,8 +55,8 @@ MUTANTS = [
     ),
     Mutant(
         ENGINE,
-        "        num_waiting = self._num_waiting + self._pending_adds.num_sequences\n",
-        "        num_waiting = self._num_waiting\n",
+        "        return self._num_waiting + self._pending_adds.num_sequences\n",
+        "        return self._num_waiting\n",
         "requests that wait for an answer do not count: the queue grows without limit during a restart",
     ),
     Mutant(
@@ -85,7 +85,7 @@ MUTANTS = [
     ),
     Mutant(
         ENGINE,
-        "        self._pending_adds.refuse_all(reason)\n",
+        "        self._pending_adds.refuse_all(NotAccepting(reason))\n",
         "",
         "callers that wait to be added hang when the engine is closed",
     ),
@@ -158,8 +158,8 @@ MUTANTS = [
     ),
     Mutant(
         SUPERVISOR,
-        "        self.process = process\n        self.health = HealthMonitor(self._timeouts)\n",
-        "        self.process = process\n",
+        "        self.num_opened += 1\n        self.health = HealthMonitor(self._timeouts)\n",
+        "        self.num_opened += 1\n",
         "a running process keeps the time limits of loading: a stall is never noticed",
     ),
     Mutant(
