@@ -112,7 +112,7 @@ class ModelRunner:
         self.arena.close()
         self.ops.clear()
         if hasattr(self, "_program"):
-            del self._program, self._sampler, self._logits, self._maxima
+            del self._program, self._sampler, self._logits, self._maxima, self.pool
 
     def _forward(self, sequences: Sequence[ScheduledSequence]) -> None:
         """Compute all rows of a step; the logits of its samples are then in `self._logits`, in order."""
