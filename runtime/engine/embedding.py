@@ -13,8 +13,8 @@ import copy
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -73,16 +73,16 @@ class Embedder:
         self._idle.set()
         self._closed: QuireError | None = None  # why nothing is embedded any more
 
-    def submit(self, request: EmbedRequest) -> Coroutine[Any, Any, EmbeddingStream]:
-        """See `facade.EngineFacade.embed`."""
+    def check(self, request: EmbedRequest) -> None:
+        """Check all but the lengths of texts, and that the queue has room. Raises InvalidRequest and others."""
         check_embed_options(request, self.info)
         try:
             self._core.check_room(request.tenant, 1)
         except SchedulerError as error:
             raise refusal_error(error) from error
-        return self._accept(request)
 
-    async def _accept(self, request: EmbedRequest) -> EmbeddingStream:
+    async def accept(self, request: EmbedRequest) -> EmbeddingStream:
+        """Queue the first texts of a request, which is checked, and return its stream. Raises its refusal."""
         stream = EmbeddingStream(self, request)
         self._live.add(stream)
         self._idle.clear()

@@ -113,13 +113,14 @@ class Engine(Generic[CoreT]):
         if self._embedder is None:
             raise self._rejected(InvalidRequest("this server has no embedding model; it generates text"))
         try:
-            return self._reporting(self._embedder.submit(request))
+            self._embedder.check(request)
         except QuireError as error:
             raise self._rejected(error) from error
+        return self._accept_texts(self._embedder, request)
 
-    async def _reporting(self, accepting: Coroutine[Any, Any, EmbeddingStream]) -> EmbeddingStream:
+    async def _accept_texts(self, embedder: Embedder, request: EmbedRequest) -> EmbeddingStream:
         try:
-            return await accepting
+            return await embedder.accept(request)
         except QuireError as error:
             self._rejected(error)
             raise

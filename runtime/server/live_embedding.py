@@ -76,10 +76,14 @@ class LiveEmbedding:
         finally:
             if stream is not None:
                 stream.cancel()
-            self._release_text()
-            self._tenant.leave(usage)
-            self._on_end(self)
-            self._context.run(self._log_end, failure, usage)
+            self._end(failure, usage)
+
+    def close(self) -> None:
+        """End a request whose chunks were never asked for. Idempotent."""
+        submission, self._submission = self._submission, None
+        if submission is not None:
+            asyncio.ensure_future(submission).cancel()
+            self._end(None, None)
 
     def cancel(self, cause: CancelCause) -> None:
         """End soon: the values are not wanted. Idempotent: the first cause is counted."""
@@ -99,6 +103,13 @@ class LiveEmbedding:
             prefilled=self.prompt_tokens,
             generated=0,
         )
+
+    def _end(self, failure: QuireError | None, usage: Usage | None) -> None:
+        """Stop counting and listing the request."""
+        self._release_text()
+        self._tenant.leave(usage)
+        self._on_end(self)
+        self._context.run(self._log_end, failure, usage)
 
     async def _wait(self, awaitable: Awaitable[T]) -> T:
         """Wait for the engine. Raises Cancelled once `cancel` is called."""

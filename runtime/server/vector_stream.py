@@ -79,7 +79,8 @@ class VectorStream:
         self.cancel("shutdown")
 
     def end(self) -> None:
-        """Release nothing: `run` has."""
+        """Release the request, if its task ended before it began to run."""
+        self._live.close()
 
     def _send_accepted(self, admission: AdmissionEstimate) -> None:
         self._delivery.send_buffer.send(accepted_frame(self._delivery.request_id, admission, self._delivery.features))

@@ -14,7 +14,7 @@ import pytest
 from quire.runtime.client import AsyncClient
 from quire.runtime.common.config import EngineConfig, ServerConfig
 from quire.runtime.common.errors import ContextLengthExceeded, InvalidRequest
-from quire.runtime.engine import Engine, EngineCore, TextProcessor
+from quire.runtime.engine import EmbedRequest, Engine, EngineCore, TextProcessor
 from quire.runtime.engine.embedding import CHUNK_TEXTS, cosines
 from quire.runtime.server import Server
 
@@ -237,6 +237,19 @@ async def test_cancel_ends_a_request_and_frees_its_id() -> None:
         encoder.gate.set()
         client.send("EMBED", 1, ["a"])
         assert (await client.until("DONE"))[-1][:3] == ["DONE", 1, "stop"]
+
+
+async def test_a_request_that_ends_before_it_runs_is_not_counted_any_more() -> None:
+    async with embedding_system() as system:
+        requests = system.server._context.requests
+        tenant = system.server._context.keyring.authenticate(None)
+        live = requests.embed(tenant, 1, EmbedRequest(inputs=("a",)))
+        assert (len(requests), tenant.totals.live) == (1, 1)
+        live.close()
+        live.close()
+        await asyncio.sleep(0)
+        assert (len(requests), tenant.totals.live, requests.texts.num_bytes) == (0, 0, 0)
+        assert (await ask(system, "/v1/embeddings", input="a")).status == 200
 
 
 async def test_a_malformed_frame_fails_its_request_only_and_one_without_the_feature_its_connection() -> None:
