@@ -34,6 +34,9 @@ attack: $(BIN)/quire
 attack-http: $(BIN)/quire
 	$(BIN)/python tests/fuzz/hostile_http.py $(ATTACK)
 
+kill-servers: $(BIN)/quire
+	$(BIN)/python tests/fuzz/kill_servers.py $(KILL)
+
 fuzz-files: $(BIN)/quire
 	$(BIN)/python tests/fuzz/fuzz_files.py $(FUZZ)
 
@@ -84,4 +87,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard test docs attack attack-http fuzz-files fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan kill-hosts fuzz-link conformance clients
+.PHONY: demo loadtest dashboard test docs attack attack-http kill-servers fuzz-files fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan kill-hosts fuzz-link conformance clients

@@ -73,7 +73,7 @@ class Driver:
         return None
 
     async def _connect(
-        self, address: str, token: str | None = None, ca: str | None = None, first_id: str | None = None
+        self, address: str | list[str], token: str | None = None, ca: str | None = None, first_id: str | None = None
     ) -> None:
         if self._client is not None:
             await self._client.close()

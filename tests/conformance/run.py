@@ -6,7 +6,8 @@ A driver runs the client: a program that reads commands from standard input, one
 with a line on standard output, {"ok": …} or {"error": {"code", "retryable", "message"}}. Seeds and other 64-bit
 integers are decimal strings. The commands:
 
-    {"do": "connect", "address", "token"?, "ca"?, "first_id"?}   make a new client; ca: trusted PEM file, implies TLS
+    {"do": "connect", "address", "token"?, "ca"?, "first_id"?}   make a new client; ca: trusted PEM file, implies TLS;
+                                           address: a text, or several, of which the first that answers is used
     {"do": "start", "stream", "request"}   start a stream by name; request: prompt | messages, chat?, params,
                                            resumable?, idempotency_key?, deadline_ms?
     {"do": "read", "stream", "tokens"}     read until N tokens of all outputs came; answer with the outcome so far
@@ -170,11 +171,13 @@ class _Run:
         if self._proxy.breach is not None:
             raise Failed(self._proxy.breach)
 
-    def _target(self, server: str, connect: dict[str, Any]) -> dict[str, str]:
+    def _target(self, server: str, connect: dict[str, Any]) -> dict[str, Any]:
         match server:
             case "guarded":
                 token = {"token": TOKEN} if connect.get("token") == "TOKEN" else {}
                 return {"address": self._guarded.address, "ca": str(CERTIFICATE), **token}
+            case "several":
+                return {"address": ["127.0.0.1:1", self._proxy.address, self._proxy.unix_address]}
             case "unix":
                 return {"address": self._proxy.unix_address}
             case "none":

@@ -42,6 +42,7 @@ SHORT_TIMEOUTS = {  # settings without a flag, so that abandoned requests end wi
     "QUIRE_FRAME_TIMEOUT_MS": "5000",
     "QUIRE_WRITE_TIMEOUT_MS": "5000",
 }
+PORTS = ("--port", "--operator-port", "--openai-port")
 SETTLE_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 45.0
 
@@ -126,6 +127,11 @@ class ServerProcess:
         pages = sum(value for series, value in metrics.items() if series.startswith("quire_kv_pages{"))
         return metrics["quire_kv_pages_pinned"] / pages
 
+    def kill(self) -> None:
+        """Kill the API server process with SIGKILL, and wait until it is gone."""
+        self._process.kill()
+        self._process.wait()
+
     async def terminate(self) -> int:
         """Send SIGTERM and return the exit status, negative for a signal. Raises TimeoutExpired."""
         self._process.terminate()
@@ -183,7 +189,7 @@ def start_server(*flags: str, variables: Mapping[str, str] = SHORT_TIMEOUTS) -> 
 
     Variables of the environment win over `variables`.
     """
-    ports = ("--port", "0", "--operator-port", "0", "--openai-port", "0")
+    ports = [part for port in PORTS if port not in flags for part in (port, "0")]
     command = [str(Path(sys.executable).with_name("quire")), "serve", *ports, *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(

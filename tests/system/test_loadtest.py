@@ -124,6 +124,13 @@ async def test_without_an_address_a_server_is_started_for_the_run(run: Run) -> N
     assert result["x_quire"]["server"]["isa"]
 
 
+async def test_several_servers_take_turns(serve: Callable[..., Any], run: Run) -> None:
+    one, other = await serve(), await serve()
+    result = await run("--base-url", f"{one.address},{other.address}", *SMALL, "--max-concurrency", "1")
+    assert (result["completed"], result["failed"]) == (8, 0)
+    assert abs(len(one.engine.requests) - len(other.engine.requests)) <= 1
+
+
 async def test_an_error_is_raised_if_every_request_fails(serving: Callable[..., Any], run: Run) -> None:
     async with serving() as real:
         with pytest.raises(Unavailable, match="no request succeeded; the first failed with: "):

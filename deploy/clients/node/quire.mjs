@@ -6,6 +6,10 @@ import tls from "node:tls";
 import { Packr } from "msgpackr";
 
 const VERSION = 1, MAX_FRAME_BYTES = 4 << 20, RESUME_FOR_MS = 60_000, MAX_RETRY_MS = 2_000;
+const CONNECT_MS = 10_000, NEXT_ADDRESS_MS = 2_000; // for an answer of the last address, of one before another
+const FIRST_BACK_OFF_MS = 1_000, LAST_BACK_OFF_MS = 30_000; // in which an address that has failed is tried last
+const MAX_FRUITLESS = 5; // servers that accepted a request and were lost before its next token: it may crash them
+const FEATURES = ["continue", "embeddings", "heartbeat", "tools"];
 const OPTIONS = "messages, chat, deadlineMs, priority, pinMs, idempotencyKey and resumable";
 const CREDIT = 256; // most tokens, or texts, of a request that are in transit or unread
 const msgpack = new Packr({ useRecords: false, encodeUndefinedAsNil: true, int64AsType: "auto" });
@@ -17,16 +21,18 @@ export class QuireError extends Error {
 }
 
 export class Client {
-  #address; #options; #nextId;
+  #servers; #options; #nextId; // servers: { address, failures, retryAt }
   #socket = null; #opening = null; // after WELCOME; a promise until then
-  #session = null; // of the last WELCOME, for RESUME
-  #features = []; // that the server granted
+  #session = null; #server = null; // of the last WELCOME, for RESUME, and its server
+  #features = []; #fingerprint = ""; // that the server granted; what decides the bits of its outputs
   #leaving = false; #closed = false; // GOAWAY was received; `close` was called
   #inboxes = new Map(); // by request id, as BigInt
 
-  static async connect(address, options = {}) {
+  // With an array of addresses, streams go on at another server when theirs is lost.
+  static async connect(addresses, options = {}) {
     const client = new Client();
-    [client.#address, client.#options, client.#nextId] = [address, options, BigInt(options.firstId ?? 1)];
+    client.#servers = [addresses].flat().map((address) => ({ address, failures: 0, retryAt: 0 }));
+    [client.#options, client.#nextId] = [options, BigInt(options.firstId ?? 1)];
     await client.#connected();
     return client;
   }
@@ -37,19 +43,35 @@ export class Client {
   async *generate(prompt, params = {}, options = {}) {
     const { messages, chat, deadlineMs, priority = 0, pinMs, idempotencyKey, resumable = false, ...unknown } = options;
     for (const name in unknown) throw new TypeError(`generate has no option '${name}'; the options are ${OPTIONS}`);
-    const id = this.#nextId++, how = [deadlineMs, priority, pinMs, messages, CREDIT, idempotencyKey, resumable, chat && wired(chat)];
-    const ask = short(["GENERATE", id, prompt, exact(params), ...how]);
+    const id = this.#nextId++, endsAt = Date.now() + deadlineMs, survives = resumable || this.#servers.length > 1;
+    const how = [priority, pinMs, messages, CREDIT, idempotencyKey, resumable, chat && wired(chat)];
     if (this.#leaving && this.#socket) throw unavailable("the server is shutting down; send new requests elsewhere");
     await this.#connected();
-    let inbox = this.#ask(id, ask), received = 0, credited = 0; // tokens of all outputs
+    const fingerprint = this.#fingerprint, outputs = Array.from({ length: params.n ?? 1 }, () => []); // received ids
+    let inbox = this.#ask(id, short(["GENERATE", id, prompt, exact(params), deadlineMs, ...how]));
+    let received = 0, credited = 0, session = this.#session; // tokens of all outputs since GENERATE
+    let seed = null, fruitless = 0, resuming = false;
     const ended = new Set(), bare = new Set(); // outputs; those that got TOKENS without ids, which may be repeated
+    const goOn = (reason) => { // GENERATE for what was not received; `best_of` and beams begin again
+      [received, credited, session, resuming] = [0, 0, this.#session, false];
+      const ask = ["GENERATE", id, prompt, exact(params), deadlineMs && Math.max(1, endsAt - Date.now()), ...how];
+      if (ended.size || outputs.some((ids) => ids.length)) {
+        if (seed === null || !this.#features.includes("continue")) throw reason;
+        if (this.#fingerprint !== fingerprint) throw unavailable("the next server has another build or model");
+        [ask[3], ask[9]] = [exact({ ...params, seed }), null];
+        if (!params.best_of && !params.beam_width) ask.push(outputs, [...ended]);
+      }
+      return this.#ask(id, short(ask));
+    };
     try {
       for (;;) {
         const [type, ...fields] = await inbox.get();
         if (type === "TOKENS") {
           const [, firstIndex, tokenIds, text, logprobs = null, choice = 0, finishReason = null, , deltas = null] = fields;
-          if (tokenIds.length === 0 && bare.size === bare.add(choice).size) continue;
+          fruitless = 0;
           received += tokenIds.length;
+          if (tokenIds.length ? firstIndex < outputs[choice].length : ended.has(choice) || bare.size === bare.add(choice).size) continue;
+          outputs[choice].push(...tokenIds);
           if (finishReason) ended.add(choice);
           yield { choice, firstIndex, tokenIds, text, logprobs, finishReason, deltas, usage: null };
           const read = received - credited;
@@ -59,13 +81,20 @@ export class Client {
           while (ended.has(choice)) choice++;
           return yield { choice, tokenIds: [], text: "", logprobs: null, finishReason: fields[1], usage: fields[2] };
         } else if (type === "LOST") {
-          if (!resumable || !fields[0].retryable) throw fields[0];
-          await this.#connected(Date.now() + RESUME_FOR_MS);
-          [inbox, credited] = [this.#ask(id, ["RESUME", id, received, CREDIT]), received];
+          if (!survives || !fields[0].retryable || fruitless > MAX_FRUITLESS) throw fields[0];
+          await this.#connected(Math.min(Date.now() + RESUME_FOR_MS, deadlineMs ? endsAt : Infinity));
+          resuming = resumable && this.#session === session;
+          if (resuming) [inbox, credited] = [this.#ask(id, ["RESUME", id, received, CREDIT]), received];
+          else inbox = goOn(fields[0]);
         } else if (type === "ERROR") {
-          if (fields[1] !== "NOT_FOUND" || !resumable || received) throw new QuireError(...fields.slice(1));
-          inbox = this.#ask(id, ask); // GENERATE was lost with the connection
-        }
+          const error = new QuireError(...fields.slice(1));
+          if (error.code === "UNAVAILABLE" && this.#servers.length > 1 && this.#leaving) { // the server ends now
+            this.#socket?.destroy();
+            this.#socket = null;
+            inbox.put(["LOST", error]);
+          } else if (error.code === "NOT_FOUND" && resuming) inbox = goOn(error);
+          else throw error;
+        } else if (type === "ACCEPTED") [seed, fruitless] = [fields[6] ?? seed, fruitless + !resuming];
       }
     } finally {
       if (this.#inboxes.delete(id)) this.#send(["CANCEL", id]);
@@ -133,14 +162,29 @@ export class Client {
     }
   }
 
-  #open() {
+  async #open() {
+    const now = Date.now(), wait = (server) => Math.max(server.retryAt - now, 0), errors = [];
+    const servers = [...this.#servers].sort((one, other) => wait(one) - wait(other));
+    for (const server of servers) {
+      try {
+        await this.#dial(server, server === servers.at(-1) ? CONNECT_MS : NEXT_ADDRESS_MS);
+        return Object.assign(server, { failures: 0, retryAt: 0 });
+      } catch (error) {
+        errors.push(error);
+        server.retryAt = now + Math.min(FIRST_BACK_OFF_MS * 2 ** server.failures++, LAST_BACK_OFF_MS);
+      }
+    }
+    throw errors.find((error) => error.retryable) ?? errors[0];
+  }
+
+  #dial(server, timeoutMs) {
     return new Promise((resolve, reject) => {
-      const { tls: secure, token = null } = this.#options, where = parse(this.#address);
+      const { tls: secure, token = null } = this.#options, where = parse(server.address);
       const trust = typeof secure === "string" ? { ca: readFileSync(secure) } : secure === true ? {} : secure;
       const socket = secure ? tls.connect({ ...where, ...trust }) : net.connect(where);
       let buffer = Buffer.alloc(0), reason = unavailable("the server closed the connection");
       socket.setNoDelay(true).on("error", (error) => { reason = NO_TRUST.test(error.code) ? untrusted(error) : unavailable(error.message); });
-      socket.on("timeout", () => socket.destroy(new Error("the server sent nothing, not even PING")));
+      socket.setTimeout(timeoutMs).on("timeout", () => socket.destroy(new Error("the server sent nothing, not even PING")));
       socket.on("close", () => {
         if (this.#socket === socket) this.#socket = null;
         for (const id of [...this.#inboxes.keys()]) this.#answer(id, ["LOST", reason], true);
@@ -148,7 +192,8 @@ export class Client {
       });
       const handle = ([type, ...fields]) => {
         if (type === "WELCOME") {
-          [this.#features, this.#session, this.#leaving, this.#socket] = [fields[1], fields[4], false, socket];
+          [, this.#features, , , this.#session, , this.#fingerprint = ""] = fields;
+          [this.#server, this.#leaving, this.#socket] = [server, false, socket];
           resolve(socket.setTimeout(3 * (fields[5] ?? 0)));
         } else if (type === "ERROR" && fields[0] === null) reason = new QuireError(...fields.slice(1));
         else if (type === "PING") this.#send(["PONG", fields[0] ?? 0], socket);
@@ -163,7 +208,7 @@ export class Client {
           buffer = buffer.subarray(end);
         }
       });
-      this.#send(short(["HELLO", [VERSION], token, ["embeddings", "heartbeat", "tools"], MAX_FRAME_BYTES, this.#session]), socket);
+      this.#send(short(["HELLO", [VERSION], token, FEATURES, MAX_FRAME_BYTES, server === this.#server ? this.#session : null]), socket);
     });
   }
 }

@@ -38,7 +38,8 @@ class TargetOptions:
     "Protocol: Quire's own, or OpenAI's API over HTTP."
     base_url: str | None = None
     (
-        "Address of the server: host:port, [v6]:port or unix:/path for quire, http://HOST:PORT for openai. "
+        "Address of the server: host:port, [v6]:port or unix:/path for quire, several with commas between them; "
+        "http://HOST:PORT for openai. "
         "Default: start a server on the bundled model for the run; for openai http://127.0.0.1:8000."
     )
     host: str | None = None
@@ -63,7 +64,10 @@ class TargetOptions:
     vocab_size: int | None = None
     "Random token ids are below this. Default: from the server or the tokenizer, else 1000."
     num_connections: int = 1
-    "For quire: connections, used in turn. For openai: connections opened before the run, best one per user."
+    (
+        "For quire: connections, used in turn; at least one per server. "
+        "For openai: connections opened before the run, best one per user."
+    )
     task: Literal["generate", "embed"] = "generate"
     "What requests ask for. embed, for quire: vectors; throughput and output tokens then count texts."
     texts_per_request: int = 1

@@ -20,9 +20,9 @@ from .records import LoadRequest, ReceivedChunk, RequestFailed, StreamEnd
 
 @dataclass(frozen=True, slots=True)
 class QuireTarget:
-    """How to connect to a Quire server, and what all requests have in common."""
+    """How to connect to Quire servers, and what all requests have in common."""
 
-    address: str
+    address: str  # or several, with commas between them
     token: str | None = None
     tls: bool | Path = False  # a path: of the CA's file
     num_connections: int = 1
@@ -32,7 +32,10 @@ class QuireTarget:
 
 
 class QuireBackend:
-    """A Quire server under load. Requests use the connections in turn."""
+    """Quire servers under load. Requests use the connections in turn, and connections the servers.
+
+    A connection continues at the next server when its own is lost.
+    """
 
     def __init__(self, target: QuireTarget, clients: list[AsyncClient], model: ServedModel) -> None:
         self.model = model
@@ -44,9 +47,14 @@ class QuireBackend:
     async def open(cls, target: QuireTarget) -> QuireBackend:
         """Connect, and ask for the model. Raises ConfigError, Unavailable or Unauthenticated."""
         async with contextlib.AsyncExitStack() as opened:
+            addresses = target.address.split(",")
+            num_clients = max(target.num_connections, len(addresses))
+            firsts = [index % len(addresses) for index in range(num_clients)]
             clients = [
-                await opened.enter_async_context(AsyncClient(target.address, target.token, target.tls))
-                for _ in range(target.num_connections)
+                await opened.enter_async_context(
+                    AsyncClient(addresses[first:] + addresses[:first], target.token, target.tls)
+                )
+                for first in firsts
             ]
             model, *_ = await clients[0].models()
             opened.pop_all()
