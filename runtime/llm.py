@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Never, Self, Unpack
 
@@ -19,7 +19,7 @@ from .common.config import EngineConfig, EngineOptions
 from .common.errors import InvalidRequest, Unavailable
 from .common.loop_thread import LoopThread
 from .common.options import suggestion
-from .common.prompts import UNORDERED_OR_TEXT, as_token_ids, chat_messages, chat_tools, shown
+from .common.prompts import as_documents, as_prompts, as_token_ids, chat_messages, chat_tools
 from .common.settings import resolve_settings
 from .common.types import RequestOutput, SamplingParams, ToolChoice, check_arguments, join_chunks
 from .engine import EmbedRequest, Engine, GenerateRequest, LocalEngine
@@ -77,7 +77,7 @@ class LLM:
         unknown argument.
         """
         check_arguments(unknown, ("prompts", "sampling_params"))
-        each = _prompt_list(prompts)
+        each = as_prompts(prompts)
         params = _params_list(sampling_params, len(each))
         requests = [
             GenerateRequest(prompt=prompt, sampling_params=own) for prompt, own in zip(each, params, strict=True)
@@ -128,7 +128,7 @@ class LLM:
         Raises InvalidRequest, ContextLengthExceeded or GenerationFailed, and then returns no vector at all.
         """
         request = EmbedRequest(
-            inputs=tuple(_prompt_list(inputs)),
+            inputs=tuple(as_prompts(inputs)),
             dimensions=dimensions,
             prompt_name=prompt_name,
             truncate_prompt_tokens=truncate_prompt_tokens,
@@ -142,9 +142,8 @@ class LLM:
 
         A reranker scores each pair of texts; of a model with vectors, it is the cosine of the two. Raises as `embed`.
         """
-        if isinstance(documents, UNORDERED_OR_TEXT) or not all(isinstance(each, str) for each in documents):
-            raise InvalidRequest(f"documents must be a list of texts, not {shown(documents)}")
-        request = EmbedRequest(inputs=tuple(documents), query=query, truncate_prompt_tokens=truncate_prompt_tokens)
+        texts = as_documents(query, documents)
+        request = EmbedRequest(inputs=texts, query=query, truncate_prompt_tokens=truncate_prompt_tokens)
         return self._thread.run(_embed(self._open_engine(), request))[:, 0]
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -173,18 +172,6 @@ class LLM:
         if self._engine is None:
             raise Unavailable("this LLM was closed")
         return self._engine
-
-
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[str | tuple[int, ...]]:
-    """Return a list of prompts; a single text or a single list of token ids is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, UNORDERED_OR_TEXT) or not isinstance(prompts, Iterable):
-        raise InvalidRequest(f"prompts are text, token ids or a list of those, not {shown(prompts)}")
-    items: list[object] = list(prompts)
-    if items and all(isinstance(item, (int, np.integer)) for item in items):
-        return [as_token_ids(items)]
-    return [item if isinstance(item, str) else as_token_ids(item) for item in items]
 
 
 def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

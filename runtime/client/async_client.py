@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from ..common.errors import ConfigError, GenerationFailed, InvalidRequest, ProtocolError, QuireError, Unavailable
-from ..common.prompts import as_token_ids, chat_messages, shown
+from ..common.prompts import as_documents, as_prompts, as_token_ids, chat_messages, shown
 from ..common.types import ChatOptions, OutputChunk, RequestOutput, SamplingParams, check_arguments, join_chunks
 from ..protocol.address import UnixAddress, parse_address
 from ..protocol.frames import (
@@ -173,9 +173,7 @@ class AsyncClient:
         error by its class; Unavailable if the connection is lost.
         """
         check_arguments(options, ("inputs", "dimensions", "prompt_name", "on_progress", *EmbedOptions.__annotations__))
-        each = (inputs,) if isinstance(inputs, str) or all(isinstance(one, int) for one in inputs) else inputs
-        texts = tuple([one if isinstance(one, str) else as_token_ids(one) for one in each])
-        frame = AskVectors(next(self._ids), texts, dimensions, prompt_name, **options)
+        frame = AskVectors(next(self._ids), tuple(as_prompts(inputs)), dimensions, prompt_name, **options)
         return await receive_values(self._entered(), frame, on_progress)
 
     async def score(
@@ -188,9 +186,7 @@ class AsyncClient:
     ) -> npt.NDArray[np.float32]:
         """Return how well each document answers the query, f32 [documents], as `LLM.score` does. Raises as `embed`."""
         check_arguments(options, ("query", "documents", "on_progress", *EmbedOptions.__annotations__))
-        if not isinstance(query, str) or isinstance(documents, str) or not all(isinstance(d, str) for d in documents):
-            raise InvalidRequest(f"score takes a text and a list of texts, not {shown(query)} and {shown(documents)}")
-        frame = AskScores(next(self._ids), query, tuple(documents), **options)
+        frame = AskScores(next(self._ids), query, as_documents(query, documents), **options)
         return (await receive_values(self._entered(), frame, on_progress))[:, 0]
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:

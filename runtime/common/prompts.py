@@ -1,6 +1,6 @@
-"""The forms of a prompt that users may pass to `LLM` and to the clients: token ids, a chat's messages and its tools.
+"""The forms of prompts that users may pass to `LLM` and to the clients: token ids, lists, a chat's messages and tools.
 
-`as_token_ids`, `chat_messages` and `chat_tools` raise InvalidRequest, which names the fault and what is allowed.
+All functions but `shown` raise InvalidRequest, which names the fault and what is allowed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
+from numbers import Integral
 from typing import Any
 
 from .errors import InvalidRequest
@@ -28,6 +29,27 @@ def as_token_ids(prompt: object) -> tuple[int, ...]:
             if not any(isinstance(token, bool) for token in tokens):
                 return tuple(map(operator.index, tokens))
     raise InvalidRequest(f"a prompt is text or a sequence of token ids, not {shown(prompt)}")
+
+
+def as_prompts(prompts: object) -> list[str | tuple[int, ...]]:
+    """Return a list of prompts; a single text or a single list of token ids is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, UNORDERED_OR_TEXT) or not isinstance(prompts, Iterable):
+        raise InvalidRequest(f"prompts are text, token ids or a list of those, not {shown(prompts)}")
+    items: list[object] = list(prompts)
+    if items and all(isinstance(item, Integral) for item in items):  # numpy's integers included
+        return [as_token_ids(items)]
+    return [item if isinstance(item, str) else as_token_ids(item) for item in items]
+
+
+def as_documents(query: object, documents: object) -> tuple[str, ...]:
+    """Return the documents to score with a query: any ordered collection of texts."""
+    if isinstance(query, str) and isinstance(documents, Iterable) and not isinstance(documents, UNORDERED_OR_TEXT):
+        texts = tuple(documents)
+        if all(isinstance(each, str) for each in texts):
+            return texts
+    raise InvalidRequest(f"score takes a text and a list of texts, not {shown(query)} and {shown(documents)}")
 
 
 def chat_messages(messages: object) -> tuple[dict[str, Any], ...]:

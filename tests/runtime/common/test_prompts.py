@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.runtime.common.errors import InvalidRequest
-from quire.runtime.common.prompts import as_token_ids, chat_messages, chat_tools, shown
+from quire.runtime.common.prompts import as_documents, as_token_ids, chat_messages, chat_tools, shown
 
 HELLO = {"role": "user", "content": "Hello"}
 
@@ -22,6 +22,19 @@ def test_token_ids_of_any_sequence() -> None:
 def test_other_values_are_not_token_ids(prompt: object) -> None:
     with pytest.raises(InvalidRequest, match="a prompt is text or a sequence of token ids, not"):
         as_token_ids(prompt)
+
+
+def test_documents_are_any_ordered_texts() -> None:
+    for documents in (["a", "b"], ("a", "b"), iter(["a", "b"])):
+        assert as_documents("q", documents) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("query", "documents"), [(None, ["a"]), (["q"], ["a"]), ("q", "a"), ("q", None), ("q", [1]), ("q", {"a"})]
+)
+def test_other_values_are_not_scored(query: object, documents: object) -> None:
+    with pytest.raises(InvalidRequest, match="score takes a text and a list of texts, not"):
+        as_documents(query, documents)
 
 
 def test_messages_are_copied_with_their_other_keys() -> None:
