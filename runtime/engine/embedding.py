@@ -232,6 +232,11 @@ class Embedder:
             )
         if not text.token_ids:
             raise InvalidRequest(f"{name} has no tokens; give at least one character or one token id")
+        if (highest := max(text.token_ids)) >= self.info.vocab_size:
+            raise InvalidRequest(
+                f"{name}: the tokenizer makes token id {highest} of it, outside the model's vocabulary "
+                f"0..{self.info.vocab_size - 1}"
+            )
         return text
 
 
@@ -247,7 +252,8 @@ class EmbeddingStream:
         self.prompt_tokens = 0  # of texts that are done
         self._embedder = embedder
         self._deadline = None if request.deadline_ms is None else self.submitted + request.deadline_ms / 1000
-        self._chunks = _chunks(request.inputs)
+        pair_characters = 0 if request.query is None or not embedder.info.num_labels else len(request.query)
+        self._chunks = _chunks(request.inputs, pair_characters)
         self._query: Floats | None = None  # its vector, if scores are similarities
         self._running: deque[asyncio.Task[_Values]] = deque()
 
@@ -366,12 +372,16 @@ def _activated(rows: Floats, activation: str) -> Floats:
     return np.array([[1 / (1 + math.exp(-min(max(value, -500), 500)))] for value in rows[:, 0].tolist()], np.float32)
 
 
-def _chunks(inputs: Sequence[Input]) -> Iterator[tuple[int, Sequence[Input]]]:
-    """Yield the inputs in chunks, each with the index of its first input."""
+def _chunks(inputs: Sequence[Input], pair_characters: int) -> Iterator[tuple[int, Sequence[Input]]]:
+    """Yield the inputs in chunks, each with the index of its first input.
+
+    `pair_characters` are tokenized with each input: those of the query, if pairs are scored.
+    """
     first = size = 0
     for index, each in enumerate(inputs):
-        if index > first and (index - first == CHUNK_TEXTS or size + len(each) > CHUNK_CHARACTERS):
+        num_characters = len(each) + pair_characters
+        if index > first and (index - first == CHUNK_TEXTS or size + num_characters > CHUNK_CHARACTERS):
             yield first, inputs[first:index]
             first, size = index, 0
-        size += len(each)
+        size += num_characters
     yield first, inputs[first:]

@@ -6,11 +6,13 @@ They depend on the request and on the engine's constant `EngineInfo` only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import msgspec
 
 from ...kernels.sample import MAX_TOP_LOGPROBS
 from ..common.errors import ContextLengthExceeded, InvalidRequest
+from ..common.prompts import shown
 from ..common.types import SamplingParams
 from .facade import EmbedRequest, EncoderInfo, EngineInfo, GenerateRequest
 
@@ -232,9 +234,10 @@ def check_embed_options(request: EmbedRequest, info: EncoderInfo) -> None:
             raise InvalidRequest("dimensions and prompt_name are for embeddings; leave them out of a request to score")
     if request.dimensions is not None:
         _check_dimensions(request.dimensions, info)
-    if request.prompt_name is not None and request.prompt_name not in info.prompts:
+    prompt_name = request.prompt_name
+    if prompt_name is not None and not (isinstance(prompt_name, str) and prompt_name in info.prompts):
         names = ", ".join(sorted(info.prompts)) or "none"
-        raise InvalidRequest(f"prompt_name {request.prompt_name[:80]!r} is not one of this model's prompts: {names}")
+        raise InvalidRequest(f"prompt_name {shown(prompt_name)} is not one of this model's prompts: {names}")
     if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens != -1:
         _integer("truncate_prompt_tokens", request.truncate_prompt_tokens, 1, info.max_model_len)
     _integer("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
@@ -257,10 +260,10 @@ def _check_input(name: str, value: str | tuple[int, ...], info: EncoderInfo, *, 
 
 
 def _check_dimensions(dimensions: int, info: EncoderInfo) -> None:
+    _integer("dimensions", dimensions, 1, info.dimensions)
     if info.matryoshka and dimensions not in (*info.matryoshka, info.dimensions):
         allowed = ", ".join(map(str, sorted({*info.matryoshka, info.dimensions})))
         raise InvalidRequest(f"dimensions must be one of {allowed}, not {dimensions}")
-    _integer("dimensions", dimensions, 1, info.dimensions)
 
 
 def _check_beam(params: SamplingParams) -> None:
@@ -276,6 +279,8 @@ def _check_beam(params: SamplingParams) -> None:
 
 
 def _integer(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):  # numpy's integers are allowed
+        raise InvalidRequest(f"{name} must be a whole number, not {shown(value)}")
     if not low <= value <= high:
         raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}")
 

@@ -251,6 +251,31 @@ async def test_long_texts_are_chunks_of_their_own() -> None:
     assert chunks == [1, 1, 1]
 
 
+async def test_a_long_query_counts_in_the_length_of_each_chunk() -> None:
+    query = "x" * (CHUNK_CHARACTERS // 2)
+    async with running(FakeEncoder(LABELS)) as engine:
+        request = embed("a", "b", "c", query=query, truncate_prompt_tokens=-1)
+        chunks = [len(chunk.values) async for chunk in await engine.embed(request)]
+    assert chunks == [1, 1, 1]
+
+
+async def test_a_token_id_of_the_tokenizer_that_the_model_lacks_is_refused_by_name() -> None:
+    async with running() as engine:
+        with pytest.raises(InvalidRequest, match=r"inputs\[1\]: the tokenizer makes token id 9731 .* 0\.\.1999"):
+            await values_of(engine, embed("a", "b\u2603"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dimensions": "4"}, {"dimensions": 1.5}, {"dimensions": True}, {"prompt_name": 5}, {"prompt_name": []},
+     {"truncate_prompt_tokens": "4"}, {"truncate_prompt_tokens": 2.5}, {"priority": None}],
+)  # fmt: skip
+async def test_options_of_another_type_are_refused_by_name(options: dict[str, Any]) -> None:
+    async with running() as engine:
+        with pytest.raises(InvalidRequest, match=next(iter(options))):
+            engine.embed(embed("a", **options))
+
+
 async def test_values_that_are_not_finite_and_a_failing_batch_end_only_their_requests() -> None:
     encoder = FakeEncoder(max_rows=2)
     async with running(encoder) as engine:
