@@ -133,10 +133,12 @@ async def test_rerank_sorts_and_score_keeps_the_order() -> None:
         ("/v1/embeddings", {"input": "a", "stream": True}, "not supported", "stream"),
         ("/v1/rerank", {"query": "q"}, "documents is missing", "documents"),
         ("/v1/rerank", {"query": "q", "documents": "a"}, "list of texts", "documents"),
-        ("/v1/rerank", {"query": "q", "documents": [{}]}, "documents must be text", "documents"),
-        ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": 2}, "between 1 and 1", "top_n"),
+        ("/v1/rerank", {"query": "q", "documents": ["a", {}]}, "documents[1] must be text", "documents"),
+        ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": 0}, "at least 1", "top_n"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": "c"}, "one text, not 2", "text_1"),
         ("/v1/score", {"text_1": 5, "text_2": "c"}, "text_1 must be text", "text_1"),
+        ("/v1/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "two names of one field", "text_1"),
+        ("/v1/score", {"text_1": "a", "text_2": "c", "documents": ["d"]}, "two names of one field", "text_2"),
         ("/v1/completions", {"prompt": "a"}, "generates no text", None),
     ],
 )
@@ -146,6 +148,12 @@ async def test_wrong_fields_are_refused_by_name(path: str, body: dict[str, Any],
     assert reply.status == 400
     assert text in reply.error["message"]
     assert reply.error["param"] == param
+
+
+async def test_a_top_n_above_the_documents_ranks_them_all() -> None:
+    async with embedding_system() as system:
+        reply = await ask(system, "/v1/rerank", query="q", documents=["a", "bb"], top_n=1000)
+    assert sorted(each["index"] for each in reply.json["results"]) == [0, 1]
 
 
 async def test_a_text_that_is_too_long_names_the_limit() -> None:
@@ -288,6 +296,14 @@ async def test_the_client_embeds_scores_and_reports_progress() -> None:
         assert np.array_equal(scores, cosines(rows("q: q")[0], rows("d: a", "d: b"))[:, 0])
         with pytest.raises(ContextLengthExceeded, match=r"inputs\[0\]"):
             await client.embed("x" * 99)
+        assert np.array_equal(await client.embed(iter(["ab", "c"])), rows("ab", "c"))  # type: ignore[arg-type]
+        assert np.array_equal(await client.embed(np.array([97, 98])), rows("ab"))  # type: ignore[arg-type]
+        assert np.array_equal(await client.score("q", iter(["a", "b"])), scores)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="inputs has 0 entries"):
+            await client.embed([])
+        for inputs in (5, {"a": 1}, b"a"):
+            with pytest.raises(InvalidRequest, match="prompts are text, token ids or a list"):
+                await client.embed(inputs)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="list of texts"):
             await client.score("q", "a")
         with pytest.raises(TypeError, match="nothing"):

@@ -68,7 +68,8 @@ def rerank_call(fields: Fields, tenant: str) -> EmbeddingCall:
     """Return the call of `/v1/rerank`. Raises BadRequest."""
     _check_known(fields, RERANK_FIELDS)
     query, documents = _text("query", _required(fields, "query")), _texts("documents", _required(fields, "documents"))
-    top_n = fields.take_between("top_n", 1, max(1, len(documents)), len(documents) or 1)
+    if (top_n := fields.take("top_n", int, max(1, len(documents)))) < 1:
+        raise BadRequest(f"top_n must be at least 1, not {top_n}", "top_n")
     shows_documents = fields.take("return_documents", bool, True)
     return EmbeddingCall(
         EmbedRequest(inputs=documents, query=query, **_options(fields, tenant)),
@@ -79,8 +80,7 @@ def rerank_call(fields: Fields, tenant: str) -> EmbeddingCall:
 def score_call(fields: Fields, tenant: str) -> EmbeddingCall:
     """Return the call of `/v1/score`: one query and its documents. Raises BadRequest."""
     _check_known(fields, SCORE_FIELDS)
-    query_name = "queries" if "queries" in fields.values else "text_1"
-    name = "documents" if "documents" in fields.values else "text_2"
+    query_name, name = _one_of(fields, "text_1", "queries"), _one_of(fields, "text_2", "documents")
     query = _required(fields, query_name)
     if isinstance(query, list):
         if len(query) != 1:
@@ -230,6 +230,15 @@ def _required(fields: Fields, name: str) -> Any:
     return fields.values[name]
 
 
+def _one_of(fields: Fields, name: str, other_name: str) -> str:
+    """Return which of two names of a field the body has, `name` if none."""
+    if other_name not in fields.values:
+        return name
+    if name in fields.values:
+        raise BadRequest(f"{name} and {other_name} are two names of one field; give one of them", name)
+    return other_name
+
+
 def _inputs(value: object) -> tuple[str | tuple[int, ...], ...]:
     """Return one text, one list of token ids, or a list of those, as a tuple of inputs."""
     if isinstance(value, str):
@@ -253,7 +262,13 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
     """Return a list of texts, each of which may be an object with its `text`."""
     if not isinstance(value, list):
         raise BadRequest(f"{name} must be a list of texts, not {shown(value)}", name)
-    return tuple(_text(name, each.get("text") if isinstance(each, Mapping) else each) for each in value)
+    texts: list[str] = []
+    for index, each in enumerate(value):
+        text = each.get("text") if isinstance(each, Mapping) else each
+        if not isinstance(text, str):
+            raise BadRequest(f"{name}[{index}] must be text or an object with its text, not {shown(each)}", name)
+        texts.append(text)
+    return tuple(texts)
 
 
 def _check_known(fields: Fields, known: frozenset[str]) -> None:
