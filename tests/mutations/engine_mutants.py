@@ -176,8 +176,8 @@ MUTANTS = [
     ),
     Mutant(
         INPUT,
-        "(seed + i) % SEED_LIMIT",
-        "(seed + i)",
+        "(seed + index) % SEED_LIMIT",
+        "(seed + index)",
         "n with a seed near 2**64 fails",
     ),
     Mutant(
@@ -313,7 +313,7 @@ MUTANTS = [
         'version("quire"), weights, capacity.layout',
         'version("quire"), capacity.layout',
         "pages computed with q8 weights are loaded under bf16 weights: other bits",
-        SAVED,
+        "tests/runtime/engine/test_bits.py",
     ),
     Mutant(
         PROCESSOR,

@@ -10,7 +10,8 @@ SIMD_ATTENTION, ROWS, SIMD_LINEAR, SIMD_HEADS = (
 )
 SOFTMAX, EPILOGUE = "kernels/simd/softmax.h", "kernels/simd/epilogue.h"
 PACK, Q4, K_QUANTS, MXFP4 = "kernels/pack.pyx", *(f"kernels/simd/{name}.c" for name in ("q4", "kquants", "mxfp4"))
-EXPERTS, SIMD_EXPERTS, PROGRAM = "kernels/experts.pyx", "kernels/simd/experts.c", "kernels/program.pyx"
+EXPERTS, SIMD_EXPERTS = "kernels/experts.pyx", "kernels/simd/experts.c"
+BIND = "kernels/bind.pyx"
 AMX_LINEAR, AMX_ATTENTION = "kernels/simd/amx_linear.c", "kernels/simd/amx_attention.c"
 STEPS = "tests/kernels/test_program.py tests/kernels/test_memory.py tests/kernels/test_known_values.py"
 BITS = "tests/kernels tests/system/test_same_bits.py"
@@ -81,8 +82,8 @@ MUTANTS = [
     ),
     Mutant(
         MXFP4,
-        "q = load_scales(s1 + b * 16);",
-        "q = load_scales(s0 + b * 16);",
+        "q = vs_of(load_scales(s1 + b * 16), rows);",
+        "q = vs_of(load_scales(s0 + b * 16), rows);",
         "half of the columns of an expert have the scales of their neighbours",
         "tests/kernels/test_kquants.py",
     ),
@@ -115,7 +116,7 @@ MUTANTS = [
         "tests/kernels/test_known_values.py",
     ),
     Mutant(
-        PROGRAM,
+        BIND,
         "self.regions.vector(biases[index], weight.out_features, weight.panels * 16)",
         "self.regions.vector(biases[0], weight.out_features, weight.panels * 16)",
         "all experts have the bias of the first one",
@@ -135,8 +136,8 @@ MUTANTS = [
     ),
     Mutant(
         ATTENTION,
-        "workspace.positions[end - 1] - op.window + 1 >= token + QUIRE_TILE",
-        "workspace.positions[end - 1] - op.window >= token",
+        "workspace.oldest[end - 1] >= token + QUIRE_TILE",
+        "workspace.oldest[end - 1] > token",
         "rows with a window miss the oldest tokens that they should see",
     ),
     Mutant(
@@ -232,8 +233,8 @@ MUTANTS = [
     ),
     Mutant(
         SOFTMAX,
-        "    to[j] = (int)(hi < 0 ? 0 : hi > 16 ? 16 : hi);",
-        "    to[j] = (int)(hi < 0 ? 0 : hi >= 16 ? 16 : hi + (hi > 0));",
+        "to = (int)(hi < 0 ? 0 : hi > 16 ? 16 : hi);",
+        "to = (int)(hi < 0 ? 0 : hi >= 16 ? 16 : hi + (hi > 0));",
         "a row sees one token of its future",
     ),
     Mutant(
@@ -244,8 +245,8 @@ MUTANTS = [
     ),
     Mutant(
         ROWS,
-        "  out->scales[block] = finite ? top / 127.f : NAN;",
-        "  out->scales[block] = top / 127.f;",
+        "  out->scales[block] = finite ? scale : NAN;",
+        "  out->scales[block] = scale;",
         "an overflow in one request's activations gives wrong tokens instead of an error",
     ),
     Mutant(

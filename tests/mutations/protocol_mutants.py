@@ -141,7 +141,7 @@ MUTANTS = [
     ),
     Mutant(
         ADDRESS,
-        "1 <= int(text) <= 65535",
+        "lowest <= int(text) <= 65535",
         "0 <= int(text) <= 65535",
         "port 0 is accepted in a client's address",
     ),
