@@ -44,7 +44,7 @@ from ..common.config import EngineConfig
 from ..common.errors import ConfigError, ContextLengthExceeded, QuireError, Unavailable, UnsupportedModel
 from ..model import model_path
 from ..model.encoder import is_encoder
-from ..model.files import sampled_fingerprint
+from ..model.files import model_name, sampled_fingerprint
 from ..model.runner import ModelRunner, load_model
 from ..model.runner.encoder_runner import EncoderRunner, load_encoder
 from .bits import bits_id, encoder_bits_id
@@ -458,6 +458,7 @@ def _describe_encoder(encoder: EncoderRunner) -> EncoderInfo:
         matryoshka=spec.matryoshka,
         prompts=dict(spec.prompts),
         default_prompt=spec.default_prompt,
+        name=model_name(encoder.path),
     )
 
 

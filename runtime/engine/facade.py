@@ -163,6 +163,7 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     matryoshka: tuple[int, ...] = ()  # smaller numbers of dimensions that the model was trained for; (): not known
     prompts: dict[str, str] = {}  # name -> text that goes before an input
     default_prompt: str | None = None  # name of the prompt of inputs without one
+    name: str = ""  # of the model
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from quire.runtime.client import AsyncClient
@@ -16,9 +17,10 @@ from quire.runtime.common.config import EngineConfig, ServerConfig
 from quire.runtime.common.errors import ContextLengthExceeded, InvalidRequest
 from quire.runtime.engine import EmbedRequest, Engine, EngineCore, TextProcessor
 from quire.runtime.engine.embedding import CHUNK_TEXTS, cosines
+from quire.runtime.model.runner import ModelRunner, load_model
 from quire.runtime.server import Server
 
-from tests.runtime.engine.fake_encoder import MAX_MODEL_LEN, FakeEncoder, FakeTexts, vector
+from tests.runtime.engine.fake_encoder import ENCODER_INFO, MAX_MODEL_LEN, FakeEncoder, FakeTexts, vector
 
 from .conftest import FREE_PORTS, RawClient, System, raw_client
 from .http_client import Reply, connection
@@ -27,10 +29,12 @@ FEATURES = ("embeddings",)
 
 
 @asynccontextmanager
-async def embedding_system(encoder: FakeEncoder | None = None, **settings: Any) -> AsyncIterator[Any]:
+async def embedding_system(
+    encoder: FakeEncoder | None = None, runner: ModelRunner | None = None, **settings: Any
+) -> AsyncIterator[Any]:
     encoder = encoder or FakeEncoder()
     engine = Engine(
-        EngineCore(None, EngineConfig(), None, encoder, encoder.info), TextProcessor(None, None), FakeTexts()
+        EngineCore(runner, EngineConfig(), None, encoder, encoder.info), TextProcessor(None, None), FakeTexts()
     )
     server, clients = Server(), []  # type: ignore[var-annotated]
     await server.start(engine, ServerConfig(served_model_name="quire", **FREE_PORTS, **settings))
@@ -64,9 +68,9 @@ def rows(*texts: str) -> np.ndarray[Any, Any]:
     return np.stack([vector(tuple(map(ord, text))) for text in texts])
 
 
-async def ask(system: Any, path: str, **body: Any) -> Reply:
+async def ask(system: Any, path: str, method: str = "POST", **body: Any) -> Reply:
     async with connection(system) as client:
-        return await client.ask("POST", path, {"model": "quire", **body})
+        return await client.ask(method, path, {"model": "quire", **body} if method == "POST" else None)
 
 
 # /v1/embeddings, /v1/rerank, /v1/score
@@ -84,6 +88,21 @@ async def test_embeddings_have_openais_form(given: Any) -> None:
         assert np.array_equal(np.float32([each["embedding"] for each in reply.json["data"]]), rows(*texts))
         num_tokens = len("".join(texts))
         assert reply.json["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+async def test_an_embedding_model_beside_another_has_its_own_name() -> None:
+    info = msgspec.structs.replace(ENCODER_INFO, name="small")
+    runner = load_model(EngineConfig(kv_cache_memory=1 << 20))
+    async with embedding_system(FakeEncoder(info), runner) as system:
+        listed = await ask(system, "/v1/models", method="GET")
+        assert [each["id"] for each in listed.json["data"]] == ["quire", "small"]
+        assert (await ask(system, "/v1/models/small", method="GET")).json["id"] == "small"
+        for model in ("small", "quire", None):
+            reply = await ask(system, "/v1/embeddings", input="a", model=model)
+            assert (reply.status, reply.json["model"]) == (200, "small")
+        reply = await ask(system, "/v1/embeddings", input="a", model="other")
+        assert (reply.status, "'quire' and 'small'" in reply.error["message"]) == (404, True)
+        assert (await ask(system, "/v1/completions", prompt=[5], model="small")).status == 404
 
 
 async def test_base64_has_the_bits_of_the_floats() -> None:

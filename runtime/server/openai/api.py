@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -92,6 +92,13 @@ class Api:
             self._routes[path] = {"POST": Route(partial(self._embed, read_call, known), takes_body=True)}
         page = read_page(files(__package__) / "page", *PAGE)
         self._page = {path: {"GET": Route(partial(_send_file, file), needs_key=False)} for path, file in page.items()}
+
+    @property
+    def _model_names(self) -> tuple[str, ...]:
+        """The names of the served model and of an embedding model beside it, which both embed."""
+        info = self._context.engine.info
+        beside = info.encoder is not None and info.generates and info.encoder.name
+        return (self._model, beside) if beside and beside != self._model else (self._model,)
 
     def close(self) -> None:
         """Read no body any more. Idempotent."""
@@ -186,14 +193,14 @@ class Api:
         with self._reporting(exchange):
             if context.leaves_at is not None:
                 raise Unavailable("the server is shutting down; send this request elsewhere")
-            call = read_call(await self._fields(exchange, known), tenant.name)
+            call = read_call(await self._fields(exchange, known, self._model_names), tenant.name)
         try:
             live = context.requests.embed(tenant, exchange.number, call.request)
         except QuireError as error:
             context.requests.log.refused(tenant.name, exchange.number, error.code, error.retry_after_ms)
             exchange.refuse(error, known)
             return
-        answering = answer_embedding(exchange, live, call.new_form(self._model))
+        answering = answer_embedding(exchange, live, call.new_form(self._model_names[-1]))
         del call  # it holds the texts
         if (failure := await answering) is not None:
             exchange.refuse(failure, known)
@@ -234,7 +241,7 @@ class Api:
             text = await self._context.engine.detokenize(tuple(tokens), tenant=tenant.name)
         exchange.respond(_json({"prompt": text}))
 
-    async def _fields(self, exchange: Exchange, known: Set[str] = KNOWN) -> Fields:
+    async def _fields(self, exchange: Exchange, known: Set[str] = KNOWN, models: Sequence[str] = ()) -> Fields:
         """Return the body's fields, once its model is checked. Raises BadRequest, or the refusal of a long body."""
         tenant, body = exchange.tenant, exchange.body
         assert tenant is not None, "authenticated"
@@ -248,7 +255,7 @@ class Api:
             finally:
                 release()
         self._context.observer.http_unknown_fields.value += fields.num_unknown(known)
-        check_model(fields, self._model)
+        check_model(fields, models or (self._model,))
         return fields
 
     @contextmanager
@@ -274,15 +281,15 @@ class Api:
         exchange.respond(_json({"version": version("quire")}))
 
     async def _models(self, exchange: Exchange) -> None:
-        exchange.respond(_json({"object": "list", "data": [self._model_card()]}))
+        exchange.respond(_json({"object": "list", "data": [self._model_card(name) for name in self._model_names]}))
 
     async def _one_model(self, exchange: Exchange) -> None:
         name = unquote(exchange.target.partition("?")[0].removeprefix(f"{MODELS}/"))
-        check_model(Fields({"model": name}), self._model)
-        exchange.respond(_json(self._model_card()))
+        check_model(Fields({"model": name}), self._model_names)
+        exchange.respond(_json(self._model_card(name)))
 
-    def _model_card(self) -> dict[str, object]:
-        return {"id": self._model, "object": "model", "created": self._started, "owned_by": "quire"}
+    def _model_card(self, name: str) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "quire"}
 
     # Refusals by path and headers
 

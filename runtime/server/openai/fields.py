@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -166,12 +166,12 @@ class Fields:
                 raise BadRequest(text, name, error_code="unsupported_parameter")
 
 
-def check_model(fields: Fields, model: str) -> None:
-    """Raise BadRequest unless the body names the served model or none."""
-    name = fields.take("model", str, model)
-    if name != model:
+def check_model(fields: Fields, models: Sequence[str]) -> None:
+    """Raise BadRequest unless the body names one of the served models or none."""
+    name = fields.take("model", str, models[0])
+    if name not in models:
         raise BadRequest(
-            f"the model {name[:80]!r} does not exist here; this server has {model!r}",
+            f"the model {name[:80]!r} does not exist here; this server has {' and '.join(map(repr, models))}",
             "model",
             error_code="model_not_found",
             status=404,
