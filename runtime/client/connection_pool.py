@@ -93,7 +93,8 @@ class ConnectionPool:
         if self.is_closed:
             raise Unavailable("this client is closed")
         self._opening = asyncio.create_task(self._open_one(earlier, same_server, same_bits))
-        self._opening.add_done_callback(self._opened)
+        # Mark an error as retrieved: the caller may have been cancelled.
+        self._opening.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._opening
 
     async def _joined(self, opening: asyncio.Task[ClientConnection]) -> ClientConnection:
@@ -106,6 +107,14 @@ class ConnectionPool:
             raise
 
     async def _open_one(self, earlier: ClientConnection | None, same_server: bool, same_bits: bool) -> ClientConnection:
+        try:
+            return await self._first_to_answer(earlier, same_server, same_bits)
+        finally:
+            self._opening = None  # before the task is done: waiting for a finished task does not suspend the caller
+
+    async def _first_to_answer(
+        self, earlier: ClientConnection | None, same_server: bool, same_bits: bool
+    ) -> ClientConnection:
         """Open a connection in place of `earlier`, whose requests need the same bits if they go on with `same_bits`."""
         has_failed = earlier is not None and (same_bits or earlier.is_leaving)
         servers = self._in_order(earlier, has_failed=has_failed, same_server=same_server)
@@ -153,11 +162,6 @@ class ConnectionPool:
         self._sessions[connection.session] = connection
         if earlier is not None:
             self._sessions[earlier.session] = connection
-
-    def _opened(self, task: asyncio.Task[ClientConnection]) -> None:
-        self._opening = None
-        if not task.cancelled():
-            task.exception()  # mark as retrieved: the caller may have been cancelled
 
 
 def _error_of(errors: Sequence[QuireError]) -> QuireError:

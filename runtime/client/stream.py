@@ -73,10 +73,12 @@ class TokenStream:
                 elif isinstance(answer, ConnectionLost | QuireError):
                     lost, connection = connection, await self._reconnect(connection, answer)
                     inbox = self._go_on(lost, connection, answer)
-                elif (chunk := self._chunk(answer)) is not None:
-                    yield chunk
-                    if chunk.usage is not None:
-                        return
+                else:
+                    chunk = self._chunk(answer)
+                    if chunk is not None:
+                        yield chunk
+                        if chunk.usage is not None:
+                            return
                     self._grant(connection)
         finally:
             connection.leave(self._id)

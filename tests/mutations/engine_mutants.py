@@ -5,13 +5,15 @@ from mutant import Mutant
 TESTS = (
     "tests/runtime/engine/test_admission.py tests/runtime/engine/test_output.py tests/runtime/engine/test_reports.py "
     "tests/runtime/engine/test_validator.py tests/runtime/engine/test_error_mapping.py "
-    "tests/runtime/engine/test_text_processor.py tests/runtime/engine/test_engine.py"
+    "tests/runtime/engine/test_text_processor.py tests/runtime/engine/test_engine.py "
+    "tests/runtime/engine/test_continuation.py"
 )
 CORE, ENGINE, OUTPUT, INPUT = (f"runtime/engine/{name}.py" for name in ("core", "engine", "output", "input"))
 VALIDATOR, SNAPSHOT, ERRORS, BUILD, PROCESSOR = (
     f"runtime/engine/{name}.py" for name in ("validator", "snapshot", "error_mapping", "build", "text_processor")
 )
 
+CONTINUATION = "runtime/engine/continuation.py"
 GRAMMARS = "runtime/engine/grammars.py"
 MASKS = "runtime/engine/masks.py"
 MASK_TESTS = (
@@ -179,6 +181,36 @@ MUTANTS = [
         "(seed + index) % SEED_LIMIT",
         "(seed + index)",
         "n with a seed near 2**64 fails",
+    ),
+    Mutant(
+        INPUT,
+        "(seed + index) % SEED_LIMIT",
+        "(seed + i) % SEED_LIMIT",
+        "of several outputs that go on at another server, those after an ended one change",
+    ),
+    Mutant(
+        CONTINUATION,
+        "detokenizer.push((token_id,))",
+        '""',
+        "an output that goes on at another server loses a stop string across the border",
+    ),
+    Mutant(
+        CONTINUATION,
+        "            parser.feed(text)\n",
+        "            pass\n",
+        "an answer with tools that goes on at another server is read from its middle",
+    ),
+    Mutant(
+        CONTINUATION,
+        " and num_tokens >= params.min_tokens)",
+        ")",
+        "a request with min_tokens cannot go on after an end-of-sequence token",
+    ),
+    Mutant(
+        OUTPUT,
+        "self._num_former_tokens + num_tokens}",
+        "num_tokens}",
+        "usage lacks the tokens of outputs that another server has ended",
     ),
     Mutant(
         INPUT,

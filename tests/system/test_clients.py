@@ -470,7 +470,7 @@ def test_a_bad_address() -> None:
         AsyncClient("localhost")
     with pytest.raises(ConfigError, match="TLS is not supported over a unix socket"):
         AsyncClient("unix:/run/quire.sock", tls=True)
-    with pytest.raises(ConfigError, match=r"address must be text such as '127.0.0.1:7070', not None"):
+    with pytest.raises(ConfigError, match=r"address must be text such as '127.0.0.1:7070', or several, not None"):
         AsyncClient(None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="token must be text or None, not int"):
         AsyncClient("localhost:7070", token=5)  # type: ignore[arg-type]

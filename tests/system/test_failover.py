@@ -11,7 +11,8 @@ import pytest
 from quire.runtime.client import AsyncClient
 from quire.runtime.common.errors import ConfigError, DeadlineExceeded, Overloaded, Unavailable
 from quire.runtime.common.types import OutputChunk, SamplingParams, StructuredOutputs, join_chunks
-from quire.runtime.protocol.frames import Accepted
+from quire.runtime.protocol.codec import encode
+from quire.runtime.protocol.frames import Accepted, Welcome
 
 from .test_resuming_client import ENDLESS, Wire, wire_to
 
@@ -45,7 +46,10 @@ def switch(wires: list[Wire], to: int) -> None:
     wires[1 - to].cut()
 
 
-async def test_streams_of_all_kinds_go_on_at_the_other_server(serving: Serving) -> None:
+async def test_streams_of_all_kinds_go_on_at_the_other_server(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.runtime.client.stream.CREDIT_TOKENS", 8)  # less than an output, also one that is skipped
     async with serving() as one, serving() as other, wires_to(one, other) as wires:
         async with AsyncClient(one.address) as client:
             wanted = {name: await client.complete(PROMPT, params) for name, params in KINDS.items()}
@@ -114,6 +118,29 @@ async def test_a_deadline_ends_the_search_for_a_server(serve: Serve) -> None:
         wires[1].is_down = True
         with pytest.raises(DeadlineExceeded):
             await anext(stream)
+
+
+async def test_a_request_under_which_servers_are_lost_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.runtime.client.stream.LAST_RETRY_S", 0.01)
+    num_requests = 0
+
+    async def accept_and_leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_requests
+        await reader.read(1024)
+        writer.write(encode(Welcome(1, ("continue",), 1 << 20, "m", "s")))
+        if await reader.read(1024):
+            num_requests += 1
+            writer.write(encode(Accepted(1, 0, 1, 1, seed=7)))
+        writer.close()
+
+    server = await asyncio.start_server(accept_and_leave, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with AsyncClient([f"127.0.0.1:{port}", f"localhost:{port}"]) as client:
+        with pytest.raises(Unavailable):
+            await client.complete("hi")
+    assert num_requests == 6
+    server.close()
+    await server.wait_closed()
 
 
 async def test_a_server_of_another_model_does_not_go_on(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

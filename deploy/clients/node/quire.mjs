@@ -70,10 +70,13 @@ export class Client {
           const [, firstIndex, tokenIds, text, logprobs = null, choice = 0, finishReason = null, , deltas = null] = fields;
           fruitless = 0;
           received += tokenIds.length;
-          if (tokenIds.length ? firstIndex < outputs[choice].length : ended.has(choice) || bare.size === bare.add(choice).size) continue;
-          outputs[choice].push(...tokenIds);
-          if (finishReason) ended.add(choice);
-          yield { choice, firstIndex, tokenIds, text, logprobs, finishReason, deltas, usage: null };
+          const isRepeated = tokenIds.length ? firstIndex < outputs[choice].length : ended.has(choice) || bare.has(choice);
+          if (!tokenIds.length) bare.add(choice);
+          if (!isRepeated) {
+            outputs[choice].push(...tokenIds);
+            if (finishReason) ended.add(choice);
+            yield { choice, firstIndex, tokenIds, text, logprobs, finishReason, deltas, usage: null };
+          }
           const read = received - credited;
           if (2 * read >= CREDIT && this.#send(["CREDIT", id, read])) credited = received;
         } else if (type === "DONE") {

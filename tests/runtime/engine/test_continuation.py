@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import InvalidRequest
-from quire.runtime.common.types import OutputChunk, SamplingParams, StructuredOutputs, join_chunks
+from quire.runtime.common.types import OutputChunk, SamplingParams, StructuredOutputs, ToolChoice, join_chunks
 from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
 
 PROMPT = "This module provides"
@@ -103,9 +103,40 @@ async def test_outputs_whose_end_was_lost_end_before_those_that_go_on(engine: Lo
     assert join_chunks([*received, *rest]) == join_chunks(whole)
 
 
+async def test_a_tool_call_goes_on_within_its_arguments() -> None:
+    weather = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"type": "integer"}},
+        "required": ["city", "days"],
+    }
+    request = GenerateRequest(
+        prompt=None,
+        messages=({"role": "user", "content": "Hello"},),
+        tools=({"type": "function", "function": {"name": "weather", "parameters": weather}},),
+        tool_choice=ToolChoice(needed="required", parallel=False),
+        reads_output=True,
+        sampling_params=SamplingParams(max_tokens=60, temperature=1.0, seed=6),
+    )
+    engine = await Engine.start(EngineConfig(kv_cache_memory=8 << 20, threads=1, tool_call_parser="hermes"))
+    try:
+        whole = await chunks_of(engine, request)
+        (call,) = join_chunks(whole)[0].tool_calls
+        assert call.name == "weather"
+        assert call.arguments
+        await check_every_cut(engine, request, step=3)
+    finally:
+        await engine.close()
+
+
 def begun(generated: Any, ended: tuple[int, ...] = (), **params: Any) -> GenerateRequest:
     params = {"max_tokens": 8, "seed": 1, **params}
     return GenerateRequest(prompt=(5, 6, 7), sampling_params=SamplingParams(**params), generated=generated, ended=ended)
+
+
+async def test_a_stop_token_before_min_tokens_ends_nothing(engine: LocalEngine) -> None:
+    rest = await chunks_of(engine, begun(((5, EOS, 6),), min_tokens=4))
+    assert rest[0].first_index == 3
+    assert rest[0].token_ids
 
 
 REFUSED = {
