@@ -1,8 +1,9 @@
-"""Build the pager and the scheduler from the configuration and the model runner."""
+"""Load the models that the configuration names, and build the pager and the scheduler for them."""
 
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -24,12 +25,34 @@ from ...scheduler import (
 )
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError
-from ..model.runner import ModelRunner
+from ..model import model_path
+from ..model.encoder import is_encoder
+from ..model.runner import ModelRunner, load_model
+from ..model.runner.encoder_runner import EncoderRunner, load_encoder
 
 if TYPE_CHECKING:
     from .kv_events import KVEventPublisher
 
 R = TypeVar("R", bound=QueuedRequest)
+
+
+def load_models(config: EngineConfig, stop: threading.Event) -> tuple[ModelRunner | None, EncoderRunner | None]:
+    """Load what `config` names: a model that generates, an encoder, or both, which share their threads.
+
+    Raises ModelError or ConfigError, and Unavailable soon after another thread has set `stop`.
+    """
+    if is_encoder(model_path(config.model)):
+        if config.embedding_model is not None:
+            raise ConfigError("embedding_model cannot be given with a model that is an encoder itself; leave it out")
+        return None, load_encoder(config, stop)
+    runner = load_model(config, stop)
+    if config.embedding_model is None:
+        return runner, None
+    try:
+        return runner, load_encoder(config, stop, runner.pool)
+    except BaseException:
+        runner.close()
+        raise
 
 
 def build_spill_file(config: EngineConfig, runner: ModelRunner) -> SpillFile | None:

@@ -25,8 +25,9 @@ from ..common.types import FinishReason, OutputChunk, Usage
 from ..model import model_path
 from ..model.encoder import is_encoder, read_encoder
 from .continuation import Continuation, replay
-from .core import Core, CoreListener, EngineCore, Prefilled
+from .core import Core, CoreListener, Prefilled
 from .embedding import Embedder, EmbeddingStream, EncoderTextProcessor
+from .engine_core import EngineCore
 from .error_mapping import failure_error, refusal_error
 from .facade import (
     EmbedRequest,

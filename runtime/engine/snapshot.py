@@ -26,7 +26,7 @@ from ...pager import (
 from ..common.errors import ConfigError, SnapshotNotSaved
 from ..model import fingerprint
 from .bits import bits_id
-from .core import EngineCore
+from .engine_core import EngineCore
 
 _log = structlog.get_logger("quire.engine")
 

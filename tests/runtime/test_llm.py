@@ -26,7 +26,7 @@ from quire.runtime.common.errors import (
     ModelNotFound,
     Unavailable,
 )
-from quire.runtime.engine.core import EngineCore
+from quire.runtime.engine.engine_core import EngineCore
 from quire.runtime.model import BUNDLED_MODEL
 from quire.scheduler import StepPlan, StepResult
 

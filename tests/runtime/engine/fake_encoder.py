@@ -45,7 +45,7 @@ class FakeTexts:
 
 
 class FakeEncoder:
-    """Implements `engine.core.Encoder`. The batches that it began are in `batches`; `gate` holds it."""
+    """Implements `engine.encoder.Encoder`. The batches that it began are in `batches`; `gate` holds it."""
 
     def __init__(self, info: EncoderInfo = ENCODER_INFO, max_rows: int = 64, stage_s: float = 0.0) -> None:
         self.info = info

@@ -1,0 +1,338 @@
+"""`EngineCore`: the core that computes in this process, with a decoder, an encoder, or both.
+
+Like every core it must not import text, frames or sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from ...pager import OutOfPages, SpillFile
+from ...scheduler import (
+    AdmissionEstimate,
+    EncodeRequest,
+    EngineLoop,
+    FinishedStep,
+    FinishReason,
+    Request,
+    StepPlan,
+    StepResult,
+)
+from ..common.config import EngineConfig
+from ..common.errors import ContextLengthExceeded, Unavailable, UnsupportedModel
+from ..model import model_path
+from ..model.files import sampled_fingerprint
+from ..model.runner import ModelRunner
+from .bits import bits_id, encoder_bits_id
+from .build import build_kv_events, build_pager, build_scheduler, build_spill_file, load_models
+from .core import CoreListener, Prefilled
+from .encoder import Encoder, describe_encoder, run_encoder
+from .facade import CoreInfo, EncoderInfo, EngineStats, StepStats
+from .grammars import Grammars
+from .job_threads import JobThreads
+from .masks import StepMasks
+
+_log = structlog.get_logger("quire.engine")
+
+
+class EngineCore:
+    """Implements `Core` with one scheduler, one model runner and one step thread.
+
+    Everything but the computation of a step runs on the event loop's thread, so there are no locks.
+    """
+
+    engine_loop: EngineLoop  # set by `start`
+    _listener: CoreListener  # set by `start`
+
+    def __init__(
+        self,
+        runner: ModelRunner | None,
+        config: EngineConfig,
+        spill_file: SpillFile | None,
+        encoder: Encoder | None = None,
+        encoder_info: EncoderInfo | None = None,
+    ) -> None:
+        """Own a model that generates text, an encoder, or both, with what `encoder_info` says of the encoder."""
+        self.config = config
+        self.encoder = encoder
+        self._encoder_info = encoder_info
+        self._runner = runner
+        self._spill_file = spill_file
+        self.pager = build_pager(config, runner, spill_file)
+        self._kv_events = build_kv_events(config, self.pager)
+        num_samples = config.max_num_seqs if runner is None else runner.capacity.max_num_samples
+        self.scheduler = build_scheduler(config, self.pager, num_samples, encoder)
+        self._step_threads = JobThreads(2, "quire-step")  # one may compute masks while the other runs the next step
+        self._computing = threading.Lock()  # held while a thread uses a model
+        self.grammars = Grammars(model_path(config.model) if runner is None else runner.path)
+        self._info = self._describe()
+        self._started = False
+        self._scoring = asyncio.Lock()  # held while `logits` computes
+        self._closed = False
+        self._misses_itl_target = False  # and that is logged
+
+    @classmethod
+    async def load(cls, config: EngineConfig) -> EngineCore:
+        """Load the model and allocate all memory. Raises ModelError or ConfigError. Cancelling it stops the load."""
+        stop = threading.Event()
+        try:
+            runner, encoder = await asyncio.to_thread(load_models, config, stop)
+        except asyncio.CancelledError:
+            stop.set()
+            raise
+        with ExitStack() as undo:
+            for loaded in (runner, encoder):
+                if loaded is not None:
+                    undo.callback(loaded.close)
+            spill_file = None if runner is None else build_spill_file(config, runner)
+            if spill_file is not None:
+                undo.callback(spill_file.close)
+            core = cls(runner, config, spill_file, encoder, None if encoder is None else describe_encoder(encoder))
+            undo.pop_all()
+            return core
+
+    @property
+    def info(self) -> CoreInfo:
+        """See `Core.info`."""
+        return self._info
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The model that generates text. Raises UnsupportedModel if the only model is an encoder."""
+        if self._runner is None:
+            raise UnsupportedModel("this model is an encoder: it makes embeddings or scores, and generates no text")
+        return self._runner
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV cache."""
+        return 0 if self._runner is None else self._runner.capacity.memory.kv_bytes
+
+    def _fingerprint(self) -> str:
+        """Return a short form of the bits ids of both models."""
+        digest = hashlib.sha256()
+        if self._runner is not None:
+            digest.update(bits_id(self._runner, self.config, sampled_fingerprint(self._runner.path)))
+        if self.encoder is not None:
+            encoder = self.encoder
+            digest.update(encoder_bits_id(encoder.isa, self.config.weights, sampled_fingerprint(encoder.path)))
+        return digest.hexdigest()[:16]
+
+    def _describe(self) -> CoreInfo:
+        if self._runner is None:
+            return self._describe_alone()
+        runner, capacity = self._runner, self._runner.capacity
+        return CoreInfo(
+            vocab_size=runner.spec.vocab_size,
+            max_model_len=capacity.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            num_pages=capacity.num_pages,
+            page_size=capacity.layout.page_size,
+            eos_token_ids=frozenset(runner.spec.eos_token_ids),
+            isa=capacity.isa,
+            threads=capacity.cpus.threads,
+            threads_reason=capacity.cpus.reason,
+            fingerprint=self._fingerprint(),
+            encoder=self._encoder_info,
+        )
+
+    def _describe_alone(self) -> CoreInfo:
+        encoder, info = self.encoder, self._encoder_info
+        assert encoder is not None, "a core has a model"
+        assert info is not None, "an encoder comes with its description"
+        return CoreInfo(
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            num_pages=0,
+            page_size=self.config.page_size,
+            isa=encoder.isa,
+            threads=encoder.cpus.threads,
+            threads_reason=encoder.cpus.reason,
+            fingerprint=self._fingerprint(),
+            encoder=info,
+            generates=False,
+        )
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the engine loop ended because of an internal error."""
+        return self._started and self.engine_loop.is_broken
+
+    def start(self, listener: CoreListener) -> None:
+        """See `Core.start`."""
+        self._listener = listener
+        if self._kv_events is not None:
+            self._kv_events.publish()  # pages of a snapshot
+        self.engine_loop = EngineLoop(self.scheduler, self._execute, listener.publish, self._observe)
+        self.engine_loop.start(listener.ended)
+        self._started = True
+
+    def check_room(self, tenant: str, count: int) -> None:
+        """See `Core.check_room`."""
+        self.engine_loop.check_room(tenant, count)
+
+    async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
+        """See `Core.add`. It does not suspend."""
+        if self._scoring.locked():
+            raise Unavailable("this engine is computing logits; try again")
+        return self.engine_loop.add(*requests)
+
+    async def add_encoding(self, request: EncodeRequest) -> AdmissionEstimate:
+        """See `Core.add_encoding`. It does not suspend."""
+        return self.engine_loop.add_encoding(request)
+
+    def cancel(self, request_id: int) -> None:
+        """See `Core.cancel`."""
+        self.engine_loop.cancel(request_id)
+
+    def drop(self, request_id: int, reason: FinishReason | None = None, error: str | None = None) -> None:
+        """See `Core.drop`."""
+        self.scheduler.finish(request_id, reason, error)
+
+    def stats(self) -> EngineStats:
+        """See `Core.stats`."""
+        if self.is_broken:
+            raise Unavailable("the engine has stopped after an internal error; restart it")
+        stats = self.scheduler.stats()
+        encoder = stats.encoder
+        return msgspec.structs.replace(
+            msgspec.convert(stats, EngineStats, from_attributes=True),
+            encoder_waiting=encoder.waiting,
+            encoder_running=encoder.running,
+            encoded_texts=encoder.texts,
+            encoded_tokens=encoder.tokens,
+        )
+
+    async def drain(self) -> None:
+        """See `Core.drain`."""
+        await self.engine_loop.drain()
+
+    async def stop(self) -> None:
+        """See `Core.stop`. Pages keep their content until `close`."""
+        if self._started:
+            await self.engine_loop.close()
+
+    async def close(self) -> None:
+        """See `Core.close`. Raises what broke the engine loop, if anything did."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self.stop()
+            async with self._scoring:  # `logits` ends before its next chunk
+                pass
+        finally:  # also if the loop is broken or this call is cancelled
+            if self._kv_events is not None:
+                self._kv_events.close()
+            self._step_threads.close()
+            self.grammars.close()
+            if self._spill_file is not None:
+                self._spill_file.close()
+            with self._computing:
+                if self.encoder is not None:
+                    self.encoder.close()
+                if self._runner is not None:
+                    self._runner.close()
+
+    async def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Return the raw logits [len(token_ids), vocab] after each token, for evaluation.
+
+        They bypass the scheduler and the prefix cache. Raises Unavailable while requests run; none is accepted in
+        the meantime.
+        """
+        if self._closed or self.scheduler.has_work or self._scoring.locked():
+            raise Unavailable("logits are computed between requests; wait until the running ones have ended")
+        max_num_samples = self.runner.capacity.max_num_samples
+        out = np.empty((len(token_ids), self.runner.spec.vocab_size), np.float32)
+        async with self._scoring:
+            table = self.pager.open(())
+            try:
+                for first in range(0, len(token_ids), max_num_samples):
+                    if self._closed:
+                        raise Unavailable("the engine was closed in the meantime")
+                    chunk = token_ids[first : first + max_num_samples]
+                    table.append(len(chunk))
+                    score = partial(self._score, chunk, first, table.pages)
+                    out[first : first + len(chunk)] = await self._step_threads.call(score)
+                    self.pager.commit(table, token_ids)
+                return out
+            except OutOfPages as error:
+                raise ContextLengthExceeded(f"{len(token_ids)} tokens do not fit the KV cache: {error}") from error
+            finally:
+                table.release()
+
+    # Called by the engine loop
+
+    async def _execute(self, plan: StepPlan) -> StepResult:
+        self._listener.begin(plan)
+        try:
+            masks = self.grammars.begin(plan.sequences)
+            compute = partial(self._compute, plan, masks)
+            return await self._step_threads.call(compute, None if masks is None else masks.compute_next)
+        except Exception:
+            _log.exception("step failed", step=plan.step_id, sequences=len(plan.sequences))
+            raise
+
+    def _compute(self, plan: StepPlan, masks: StepMasks | None) -> StepResult:
+        """Run a step, in its thread."""
+        result = StepResult(plan.step_id, (), 0.0)
+        with self._computing:
+            if plan.sequences:
+                execute = self.runner.execute
+                result = execute(plan) if masks is None else masks.advance(execute(plan, masks), plan.max_forced)
+            if self.encoder is None or not plan.encoder:
+                return result
+            encoded = tuple([run_encoder(self.encoder, each) for each in plan.encoder])
+            return dataclasses.replace(result, encoder=encoded)
+
+    def _score(self, token_ids: Sequence[int], first: int, tables: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
+        with self._computing:
+            return self.runner.score(token_ids, first, tables, len(token_ids))
+
+    def _observe(self, step: FinishedStep) -> None:
+        sequences = step.plan.sequences
+        if bool(self.scheduler.itl_overrun) != self._misses_itl_target:
+            self._log_itl_target(step.plan.num_decode_rows)
+        encoder_s = sum([each.duration_s for each in step.result.encoder])
+        stats = StepStats(
+            duration_s=step.result.duration_s + encoder_s,
+            prefill_tokens=step.plan.num_prefill_tokens,
+            decode_tokens=step.plan.num_decode_rows,
+            context_tokens=tuple([s.first_position + len(s.token_ids) for s in sequences]),
+            schedule_s=step.schedule_s,
+            commit_s=step.commit_s,
+            publish_s=step.publish_s,
+            encoder_s=encoder_s,
+        )
+        prefilled = [
+            Prefilled(s.request_id, s.first_position + len(s.token_ids)) for s in sequences if not s.num_samples
+        ]
+        self._listener.observe(stats, prefilled)
+        if self._kv_events is not None:
+            self._kv_events.publish()
+
+    def _log_itl_target(self, num_decode_rows: int) -> None:
+        """Log once that decoding alone exceeds the latency target, and once that it no longer does."""
+        overrun, target_ms = self.scheduler.itl_overrun, self.config.itl_target_ms
+        self._misses_itl_target = bool(overrun)
+        if overrun and target_ms is not None:
+            _log.warning(
+                "inter-token target cannot be met: decoding alone takes longer",
+                target_ms=target_ms,
+                decode_ms=round(overrun * target_ms, 1),
+                sequences=num_decode_rows,
+            )
+        else:
+            _log.info("inter-token target can be met again", target_ms=target_ms)
