@@ -13,6 +13,7 @@ import structlog
 
 from ...kernels import CpuBudget
 from ...scheduler import EncodedText, EncoderLimits, EncoderResult, EncoderStep
+from ..model.files import model_name
 from ..model.runner.encoder_runner import EncoderRunner
 from .facade import EncoderInfo
 
