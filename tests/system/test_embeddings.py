@@ -191,6 +191,16 @@ async def test_an_answer_that_is_too_long_to_hold_is_refused() -> None:
         assert "max_outgoing_bytes" in reply.error["message"]
 
 
+async def test_an_answer_is_not_counted_as_held_and_as_sent() -> None:
+    """What is held takes 280 kB, the answer 150 kB, the limit is 350 kB; the connection goes on."""
+    body = {"model": "quire", "input": ["a"] * 2000, "encoding_format": "base64"}
+    limits = {"max_outgoing_bytes": 350_000, "max_frame_bytes": 300_000}
+    async with embedding_system(**limits) as system, connection(system) as client:
+        for _ in range(2):
+            reply = await client.ask("POST", "/v1/embeddings", body)
+            assert (reply.status, len(reply.json["data"])) == (200, 2000)
+
+
 async def test_a_lost_http_connection_cancels_its_texts() -> None:
     encoder = FakeEncoder()
     async with embedding_system(encoder) as system:

@@ -100,6 +100,7 @@ async def answer_embedding(exchange: Exchange, live: LiveEmbedding, form: Embedd
         async with contextlib.aclosing(live.chunks()) as chunks:
             async for chunk in chunks:
                 held.hold(form.add(chunk))
+        held.close()  # what is sent is counted by the connection
         exchange.respond(HTTPAnswer(200, form.whole(live.prompt_tokens)))
         return None
     except QuireError as error:
