@@ -159,6 +159,34 @@ def test_the_measured_time_of_stages_corrects_the_predicted_one():
     assert harness.stages[-2] <= 27
 
 
+def test_one_very_slow_step_changes_the_prediction_little():
+    harness = EncoderHarness(FakeEncoder(num_stages=2000, stage_s=STAGE_S))
+    harness.encode(1, [1])
+    harness.slowness = 1e6
+    harness.step()
+    harness.slowness = 1.0
+    harness.step()
+    assert 40 <= harness.stages[1] < 50 == harness.stages[0]
+
+
+def test_batches_have_fewer_texts_where_stages_take_longer_than_predicted():
+    harness = EncoderHarness(FakeEncoder(max_rows=100, num_stages=1, stage_s=STAGE_S))
+    harness.slowness = 1e6
+    harness.encode(1, *[[7, 7]] * 200)
+    harness.run()
+    assert max(map(len, harness.batches[-4:])) < len(harness.batches[0]) / 2
+
+
+def test_the_predicted_wait_counts_the_texts_that_are_left():
+    harness = EncoderHarness(FakeEncoder(num_stages=2, stage_s=0.05))
+    harness.encode(1, [1])
+    harness.run()
+    assert harness.stages == [1, 1]  # of 1 ms each: 500 tokens per second
+    assert harness.encode(2, [1] * 4, [2]).predicted_wait_s == pytest.approx(5 / 500)
+    harness.scheduler.finish(2, "cancelled")
+    assert harness.encode(3, [1]).predicted_wait_s == pytest.approx(1 / 500)
+
+
 def _decoding(harness: EncoderHarness, count: int) -> None:
     """Have `count` sequences decode."""
     for request_id in range(100, 100 + count):

@@ -12,7 +12,7 @@ import pytest
 from quire.runtime.client.tls import tls_context
 from quire.runtime.cluster import Credentials, EngineHost
 from quire.runtime.cluster.host import CONNECTION_LIMITS
-from quire.runtime.cluster.host_link import FromHost, HostReady
+from quire.runtime.cluster.host_link import FromHost, HostLeaving, HostReady
 from quire.runtime.cluster.members import Member
 from quire.runtime.cluster.remote import HostConnection
 from quire.runtime.common.errors import QuireError, TLSError, Unauthenticated, Unavailable
@@ -87,6 +87,25 @@ async def test_links_with_tls_and_without_it_do_not_meet() -> None:
     async with listening_host() as (_, member):
         with pytest.raises((TLSError, Unavailable)):
             await connect(member, ca=CERT)
+
+
+async def test_every_message_of_a_host_is_a_sign_of_life_and_a_leaving_one_says_so_first() -> None:
+    async with listening_host() as (host, member):
+        await host.leave(0)
+        received: list[FromHost] = []
+        signs = 0
+
+        def note_sign() -> None:
+            nonlocal signs
+            signs += 1
+
+        connection = await HostConnection.open(member, Credentials(SECRET), received.append, note_sign)
+        async with asyncio.timeout(30):
+            while not received:
+                await asyncio.sleep(0.005)
+        assert received[0] == HostLeaving()
+        assert signs == 1 + len(received)  # with HostReady
+        await connection.kill()
 
 
 async def test_silent_connections_keep_no_api_server_out() -> None:

@@ -21,10 +21,13 @@ class FakeConnection(FakeProcess):
     """A link to a host; it is closed by `exit`."""
 
     def __init__(self, receive: Callable[[FromHost], None], on_heartbeat: Callable[[], None]) -> None:
+        self.num_heartbeats = 0  # received
         super().__init__(0, None, receive, on_heartbeat)  # type: ignore[arg-type]  # a host is not started
 
     def send(self, message: ToEngine | Heartbeat) -> None:
-        if not isinstance(message, Heartbeat):
+        if isinstance(message, Heartbeat):
+            self.num_heartbeats += 1
+        else:
             super().send(message)
 
     def leave(self) -> None:

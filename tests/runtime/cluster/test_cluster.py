@@ -12,9 +12,11 @@ import pytest
 from quire.runtime.cluster import Cluster, Credentials, Members, remote
 from quire.runtime.cluster import cluster as cluster_module
 from quire.runtime.cluster.members import Member
+from quire.runtime.cluster.remote import RETRY_S, HostSource, HostTraits
 from quire.runtime.common.errors import ConfigError, Quarantined, Unauthenticated, Unavailable
 from quire.runtime.protocol.address import TCPAddress
 from quire.runtime.workers.engine_link import CancelRequest, DropRequest, ReadmitRequest
+from quire.runtime.workers.token_log import MAX_LOST_HOSTS
 from quire.scheduler import NotAccepting, QueueFull
 
 from tests.runtime.workers.fakes import FakeListener, new_requests, until
@@ -219,6 +221,46 @@ async def test_a_request_moves_when_its_hosts_engines_are_gone_for_good(
     assert listener.ends() == {1: "Quarantined"}
 
 
+async def test_a_request_that_ends_the_engines_of_three_hosts_fails(hosts: FakeHosts, listener: FakeListener) -> None:
+    async with connected(listener, "abcd") as cluster:
+        await cluster.add(new_requests(1))
+        for _ in range(MAX_LOST_HOSTS):
+            assert listener.ends() == {}
+            (name,) = [name for name in "abcd" if cluster.hosts[f"{name}:1"].num_requests]
+            hosts[name].fail(1, "Unavailable")
+        assert listener.ends() == {1: "Unavailable"}
+
+
+async def test_draining_waits_for_requests_that_move_meanwhile(
+    cluster: Cluster, hosts: FakeHosts, listener: FakeListener
+) -> None:
+    lost = await added(cluster, hosts, 1)
+    draining = asyncio.create_task(cluster.drain())
+    await asyncio.sleep(0.01)
+    hosts[lost].exit(0)
+    await until(lambda: cluster.hosts[f"{lost}:1"].num_requests == 0)
+    await asyncio.sleep(0.1)
+    assert not draining.done()
+    hosts[where(cluster, hosts, 1)].finish(1, 5)
+    await draining
+    await cluster.stop()
+    assert listener.num_ended == 1
+
+
+async def test_hosts_get_heartbeats(cluster: Cluster, hosts: FakeHosts) -> None:
+    await asyncio.sleep(2)
+    assert all(hosts[name].num_heartbeats >= 4 for name in "abc")
+
+
+async def test_attempts_to_connect_are_some_time_apart(hosts: FakeHosts) -> None:
+    source, clock = HostSource(Member(TCPAddress("a", 1), "a"), SECRET, HostTraits(DIGEST)), asyncio.get_running_loop()
+    start, times = clock.time(), list[float]()
+    for _ in range(3):
+        (await source.open(lambda message: None, lambda: None)).exit(0)  # type: ignore[attr-defined]
+        times.append(clock.time() - start)
+    assert times == pytest.approx([0, RETRY_S, 2 * RETRY_S], abs=RETRY_S / 4)
+
+
 async def test_a_refusal_for_lack_of_room_leads_to_another_host(cluster: Cluster, hosts: FakeHosts) -> None:
     for name in "abc":
         hosts[name].answers_adds = False
@@ -278,6 +320,12 @@ async def test_a_host_that_cannot_continue_the_others_requests_ends_the_start(
             pass
 
 
+async def test_a_host_may_have_a_longer_context_than_the_first(hosts: FakeHosts, listener: FakeListener) -> None:
+    hosts.infos["b:1"] = {"max_model_len": 128}
+    async with connected(listener, "ab") as cluster:
+        await until(lambda: all(host.is_ready for host in cluster.hosts.values()))
+
+
 async def test_such_a_host_is_left_out_when_it_comes_later(hosts: FakeHosts, listener: FakeListener) -> None:
     hosts.errors["b:1"] = Unavailable("not yet")
     hosts.infos["b:1"] = {"fingerprint": "other"}
@@ -323,6 +371,32 @@ async def test_hosts_come_and_go_with_their_name(
     await asyncio.sleep(cluster_module.RESOLVE_INTERVAL_S)
     assert set(cluster.hosts) == {"b:1"}
     assert listener.ends() == {1: "length"}
+    await cluster.close()
+
+
+async def test_a_host_that_comes_back_to_its_name_gets_requests_again(
+    hosts: FakeHosts, listener: FakeListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = ["a", "b"]
+
+    async def resolve(self: Members) -> list[Member]:
+        if not known:
+            raise OSError("no answer")
+        return [Member(TCPAddress(name, 1), "hosts") for name in known]
+
+    async def taking(names: str) -> set[str]:
+        known[:] = names
+        await asyncio.sleep(cluster_module.RESOLVE_INTERVAL_S + 1)
+        return {name for name, host in cluster.hosts.items() if host.takes_requests}
+
+    monkeypatch.setattr(Members, "resolve", resolve)
+    cluster = await Cluster.connect(Members("dns:hosts:1"), SECRET, DIGEST)
+    cluster.start(listener.listener())
+    await until(lambda: all(host.is_ready for host in cluster.hosts.values()))
+    (other,) = {"a", "b"} - {await added(cluster, hosts, 1)}
+    assert await taking("") == {"a:1", "b:1"}, "a failure to resolve changes nothing"
+    assert await taking(other) == {f"{other}:1"}
+    assert await taking("ab") == {"a:1", "b:1"}
     await cluster.close()
 
 

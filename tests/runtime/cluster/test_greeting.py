@@ -105,6 +105,12 @@ async def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert down.written[-1] == greeting.OTHER_VERSION
 
 
+async def test_long_versions_keep_the_size_of_the_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greeting, "version", lambda _: "1.2.3.dev4567+g0123456789abcdef")
+    outcomes, _ = await greet()
+    assert outcomes == [None, None]
+
+
 async def test_garbage_is_no_greeting() -> None:
     for sent in (b"GET / HTTP/1.1\r\n" * 9, bytes(200), b"quirelnk" * 20):
         assert isinstance(await as_host(sent), (ProtocolError, ConfigError))

@@ -12,12 +12,14 @@ from quire.runtime.cluster import host as host_module
 from quire.runtime.cluster.host import SESSION_IDS, EngineHost, ServerSession
 from quire.runtime.cluster.host_link import Heartbeat, HostRequestFailed
 from quire.runtime.common.errors import ProtocolError, Quarantined, Unavailable
-from quire.runtime.engine import CoreListener, Prefilled
+from quire.runtime.engine import CoreListener, EncoderInfo, Prefilled
 from quire.runtime.workers.engine_link import (
     AddAnswer,
+    AddEncoding,
     AddRequests,
     CancelRequest,
     DropRequest,
+    ReadmitEncoding,
     ReadmitRequest,
     RequestsBegun,
     StatsReport,
@@ -25,7 +27,16 @@ from quire.runtime.workers.engine_link import (
     as_read,
 )
 from quire.runtime.workers.token_log import LoggedRequest
-from quire.scheduler import FinalCounters, QueueFull, Request, RequestUpdate, SampledToken, State
+from quire.scheduler import (
+    EncodedText,
+    EncodeSpec,
+    FinalCounters,
+    QueueFull,
+    Request,
+    RequestUpdate,
+    SampledToken,
+    State,
+)
 
 from tests.runtime.workers.fakes import ESTIMATE, STEP_STATS, core_info, engine_stats, new_requests
 
@@ -180,6 +191,7 @@ async def test_refusals_and_failures_are_named(pool: FakePool, sessions: list[Se
     assert sent(sessions[0], AddAnswer) == [
         AddAnswer(0, ESTIMATE, 3, "QueueFull", "full"), AddAnswer(1, None, 3, "Quarantined", "twice")
     ]  # fmt: skip
+    assert sessions[0].num_requests == 0
     here = await accepted(sessions[1], pool, 5)
     pool.listener.fail(here, Quarantined("it crashed"))
     await asyncio.sleep(0.01)
@@ -218,6 +230,7 @@ async def test_cancel_and_drop_name_the_servers_own_request(pool: FakePool, sess
     sessions[1].receive(CancelRequest(4))
     sessions[1].receive(DropRequest(4, None, "left"))
     assert pool.calls == [("cancel", here), ("drop", here)]
+    assert sessions[1].num_requests == 0
     (request,) = new_requests(5)
     sessions[1].receive(AddRequests((as_read(request.spec),)))
     await asyncio.sleep(0)
@@ -252,6 +265,25 @@ async def test_requests_that_cannot_be_end_the_link(
     with pytest.raises((ProtocolError, ValueError)):
         sessions[0].receive(ReadmitRequest(spec, ()))
     assert sessions[0].num_requests == 0
+
+
+async def test_tokens_after_which_a_request_goes_on_must_be_known(sessions: list[ServerSession]) -> None:
+    (request,) = new_requests(1)
+    spec = as_read(request.spec)
+    for message in (AddRequests((spec,), ((100,),)), ReadmitRequest(spec, (-1,))):
+        with pytest.raises(ProtocolError, match="vocabulary"):
+            sessions[0].receive(message)
+
+
+@pytest.mark.parametrize(("token_ids", "problem"), [((1,) * 9, "a text of more than 8 tokens"), ((50,), "vocabulary")])
+async def test_texts_that_cannot_be_end_the_link(
+    token_ids: tuple[int, ...], problem: str, pool: FakePool, sessions: list[ServerSession]
+) -> None:
+    pool.info = core_info(encoder=EncoderInfo(vocab_size=50, max_model_len=8, dimensions=4))
+    spec = EncodeSpec(1, (EncodedText((1,)), EncodedText(token_ids)))
+    for message in (AddEncoding(spec), ReadmitEncoding(spec)):
+        with pytest.raises(ProtocolError, match=problem):
+            sessions[0].receive(message)
 
 
 async def test_an_id_that_is_in_use_and_an_empty_list_are_refused(

@@ -88,6 +88,7 @@ def test_a_saturated_home_gives_to_the_least_loaded_of_the_next_four() -> None:
     loads = dict.fromkeys(far, IDLE) | dict.fromkeys(near, MemberLoad(5)) | {home: FULL}
     assert router.choose(b"key", loads) == near[0]
     assert router.choose(b"key", loads | {near[2]: MemberLoad(4)}) == near[2]
+    assert router.choose(b"key", loads | {near[3]: MemberLoad(4)}) == near[3]
     assert router.choose(b"key", loads | {near[3]: MemberLoad(4), near[2]: MemberLoad(4)}) == near[2]
     assert router.choose(b"key", loads | dict.fromkeys(near[1:], FULL)) == near[0]
 

@@ -96,6 +96,19 @@ def test_a_new_batch_replaces_an_unfinished_one() -> None:
     assert distance(run(runner, golden.encoded), golden) < 2e-4
 
 
+def test_texts_without_types_are_of_type_0_beside_others() -> None:
+    runner = load(FOLDER / "bert")
+    texts = [EncodedText((2, 5, 3), (0, 1, 1)), EncodedText((2, 7, 3))]
+    alone = np.concatenate([run(runner, [text]) for text in texts])
+    assert np.array_equal(run(runner, texts), alone)
+
+
+def test_the_cost_of_a_stage_grows_with_rows_and_with_pairs_of_a_text() -> None:
+    runner = load(FOLDER / "bert")
+    runner._base_s, runner._row_s, runner._pair_s = 1.0, 2.0, 3.0
+    assert runner.stage_seconds([2, 3]) == 1 + 2 * 5 + 3 * (4 + 9)
+
+
 def test_batches_that_do_not_fit_are_refused() -> None:
     golden = read_golden("bert")
     runner: EncoderRunner = load(golden.folder, max_num_batched_tokens=256, max_num_seqs=8, max_model_len=40)
@@ -111,6 +124,7 @@ def test_batches_that_do_not_fit_are_refused() -> None:
         ([text._replace(type_ids=(0, 1))], "a text has a type for each token"),
         ([text._replace(type_ids=(0, 2, 0))], "2"),
     ):
+        runner.begin([text])
         with pytest.raises(ValueError, match=message):
             runner.begin(texts)
         assert runner.advance(1), "nothing to do"

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, UnsupportedModel, WrongTensor
+from quire.runtime.model.config_json import ConfigTable
 from quire.runtime.model.encoder import BertSpec, is_encoder, pack_encoder, read_encoder
+from quire.runtime.model.encoder.sentence_transformers import read_score_activation
 
 from .conftest import FOLDER, NAMES
 
@@ -25,6 +27,11 @@ def bert_of(folder: Path) -> BertSpec:
 
 def edited(**values: Any) -> Callable[[Any], object]:
     return lambda content: content.update(values)
+
+
+def two_poolings(config: Any) -> None:
+    config.clear()
+    config.update(word_embedding_dimension=40, pooling_mode_cls_token=True, pooling_mode_mean_tokens=True)
 
 
 def test_all_goldens_are_encoders_and_decoders_are_not() -> None:
@@ -50,6 +57,20 @@ def test_heads_for_scores() -> None:
         "qwen3_scores": (2, "identity"),
         "xlm_roberta_scores": (1, "sigmoid"),
     }
+
+
+def test_one_label_is_a_probability_unless_a_file_says_otherwise(tmp_path: Path) -> None:
+    assert [read_score_activation(tmp_path, ConfigTable({}), labels) for labels in (1, 2)] == ["sigmoid", "identity"]
+
+
+def test_a_projection_reads_what_the_one_before_it_makes(encoder_folder: Copy) -> None:
+    def add_module(modules: Any) -> None:
+        modules.insert(3, modules[2] | {"path": "4_Dense"})
+
+    folder = encoder_folder("bert_dense", add_module, "modules.json")
+    (folder / "4_Dense").mkdir()
+    (folder / "4_Dense" / "config.json").write_text('{"in_features": 24, "out_features": 7}')
+    assert read_encoder(folder).dimensions == 7
 
 
 def test_positions_of_roberta_begin_after_that_of_padding(encoder_folder: Copy) -> None:
@@ -134,6 +155,7 @@ def test_without_modules_rows_are_averaged(encoder_folder: Copy) -> None:
         ("modernbert_scores", "config.json", edited(id2label=[1]), "id2label"),
         ("bert", "1_Pooling/config.json", edited(pooling_mode="max"), "pooling_mode"),
         ("bert", "1_Pooling/config.json", edited(pooling_mode=["mean", "cls"]), "pooling_mode"),
+        ("bert", "1_Pooling/config.json", two_poolings, "pooling_mode_mean_tokens"),
         ("bert", "1_Pooling/config.json", edited(embedding_dimension=41), "embedding_dimension"),
         ("bert", "1_Pooling/config.json", edited(include_prompt=False), "include_prompt"),
         ("bert_dense", "2_Dense/config.json", edited(activation_function="os.system"), "activation_function"),
@@ -141,6 +163,7 @@ def test_without_modules_rows_are_averaged(encoder_folder: Copy) -> None:
         ("bert_dense", "2_Dense/config.json", edited(use_residual=True), "use_residual"),
         ("bert", "modules.json", lambda modules: modules.pop(0), "Pooling first"),
         ("bert", "modules.json", lambda modules: modules.pop(1), "Normalize after Transformer"),
+        ("bert_dense", "modules.json", lambda modules: modules.insert(2, modules.pop()), "Dense after Normalize"),
         ("bert", "modules.json", lambda modules: modules[1].update(type="a.WordWeights"), "WordWeights after"),
         ("bert", "modules.json", lambda modules: modules[1].update(path="../other"), r"\[1\]\.path"),
         ("bert", "modules.json", lambda modules: modules[1].pop("type"), r"\[1\]\.type"),
@@ -154,6 +177,7 @@ def test_without_modules_rows_are_averaged(encoder_folder: Copy) -> None:
         ("qwen3_answer", "config.json", edited(architectures=["BertModel"], hidden_act="gelu"), "needs a decoder"),
         ("qwen3", "config.json", edited(use_bidirectional_attention=True), "use_bidirectional_attention"),
         ("qwen3_answer", "1_LogitScore/config.json", edited(true_token_id=10**6), "true_token_id"),
+        ("qwen3_answer", "1_LogitScore/config.json", edited(true_token_id=340), "the vocabulary has 340 tokens"),
     ],
 )  # fmt: skip
 def test_what_is_refused_is_named(

@@ -1,0 +1,57 @@
+"""What ends the link between an API server and an engine host."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from quire.runtime.cluster import host_link
+from quire.runtime.cluster.host_link import FROM_HOST, Heartbeat, HostLink
+from quire.runtime.common.errors import ProtocolError
+from quire.runtime.protocol.framing import with_prefix
+
+
+class FakeTransport:
+    """A transport to a peer that reads nothing."""
+
+    def __init__(self) -> None:
+        self.num_unsent = 0
+        self.is_aborted = False
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def write(self, data: bytes) -> None:
+        self.num_unsent += len(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unsent
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def link_to(transport: Any, received: bytes = b"") -> HostLink:
+    reader = asyncio.StreamReader()
+    reader.feed_data(received)
+    reader.feed_eof()
+    return HostLink(reader, SimpleNamespace(transport=transport), FROM_HOST)  # type: ignore[arg-type]
+
+
+async def test_a_peer_that_does_not_read_loses_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_link, "MAX_UNSENT_BYTES", 100)
+    transport = FakeTransport()
+    link = link_to(transport)
+    for _ in range(100):
+        link.send(Heartbeat())
+    assert transport.is_aborted
+    assert transport.num_unsent < 200
+
+
+async def test_a_deeply_nested_message_is_an_error_of_the_peer() -> None:
+    nested = b"\x92" + msgspec.msgpack.encode("HEARTBEAT") + b"\x91" * 100_000 + b"\xc0"
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        await link_to(FakeTransport(), with_prefix(nested)).receive_all(lambda message: None)
