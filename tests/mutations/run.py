@@ -35,7 +35,10 @@ from pathlib import Path
 from mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("pager", "protocol", "measuring", "scheduler", "server", "kernels", "engine", "text", "workers")
+PACKAGES = (
+    *("pager", "protocol", "measuring", "scheduler", "server", "kernels"),
+    *("engine", "text", "workers", "cluster", "encoder"),
+)
 LEAST_CAUGHT = 0.95
 TEST_TIMEOUT_S = 60  # of one test
 LEAST_TIMEOUT_S = 60.0  # of a whole test run

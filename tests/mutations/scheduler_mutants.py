@@ -553,4 +553,40 @@ MUTANTS = [
         "            pass\n",
         "texts starve beside a flood of prompts",
     ),
+    Mutant(
+        ENCODING,
+        "        if request.num_taken < len(request.spec.texts):\n            self._waiting_tokens -= _num_tokens(request)\n            self._leave_queue(request)\n",
+        "        if request.num_taken < len(request.spec.texts):\n            self._leave_queue(request)\n",
+        "cancelled texts count in the predicted wait for ever",
+    ),
+    Mutant(
+        ENCODING,
+        "self._policy.served(request, num_tokens, 0)",
+        "self._policy.served(request, 0, 0)",
+        "texts cost their tenant nothing",
+    ),
+    Mutant(
+        ENCODING,
+        "            if request.state is State.ENDED:\n                continue\n            if each is None",
+        "            if each is None",
+        "requests that were cancelled in a batch end twice",
+    ),
+    Mutant(
+        ENCODING,
+        "            ratio = min(max(seconds / batch.planned_s, 1 / MAX_RATIO), MAX_RATIO)\n",
+        "            ratio = seconds / batch.planned_s\n",
+        "one stall of the machine makes the encoder slow for many steps",
+    ),
+    Mutant(
+        ENCODING,
+        "batch.measured_s += seconds",
+        "batch.measured_s = seconds",
+        "requests are refused or accepted by the speed of a batch's last stages",
+    ),
+    Mutant(
+        ENCODING,
+        "self._limits.stage_seconds([*lengths, num_tokens]) * self._ratio > seconds",
+        "self._limits.stage_seconds([*lengths, num_tokens]) > seconds",
+        "batches beside sequences are too long on a machine that is slower than predicted",
+    ),
 ]

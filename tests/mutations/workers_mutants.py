@@ -463,4 +463,10 @@ MUTANTS = [
         "                self._former_counts[name] = getattr(self._stats, name)",
         "counters fall at the second restart",
     ),
+    Mutant(
+        ROUTER,
+        "ranked[1 : NUM_ALTERNATIVES + 1]",
+        "ranked[:NUM_ALTERNATIVES]",
+        "a saturated home gives to three alternatives, not four",
+    ),
 ]

@@ -1,0 +1,188 @@
+"""Bugs in `runtime/cluster/`."""
+
+from mutant import Mutant
+
+TESTS = "tests/runtime/cluster"
+SOCKETS = "tests/system/test_host_sockets.py"
+GREETING, HOST, LINK, REMOTE, CLUSTER = (
+    f"runtime/cluster/{name}.py" for name in ("greeting", "host", "host_link", "remote", "cluster")
+)
+
+MUTANTS = [
+    Mutant(
+        GREETING,
+        'hmac.digest(secret, role + host_hello + server_hello, "sha256")',
+        'hmac.digest(secret, host_hello + server_hello, "sha256")',
+        "a stranger is let in with the MAC that the host sent it",
+    ),
+    Mutant(
+        GREETING,
+        "    return hmac.digest(secret, role + host_hello + server_hello,",
+        "    return hmac.digest(secret, role + server_hello,",
+        "a recorded greeting is accepted again",
+    ),
+    Mutant(
+        GREETING,
+        ".encode()[:VERSION_BYTES]",
+        ".encode()",
+        "hosts of a build with a long version cannot be connected to",
+    ),
+    Mutant(
+        HOST,
+        "        for adding in set(self._adding.values()):\n            adding.cancel()\n        for request_id in self._requests:",
+        "        for request_id in self._requests:",
+        "an engine goes on with requests whose API server left before they were answered",
+    ),
+    Mutant(
+        HOST,
+        "                self._check_tokens(generated, self._pool.info.vocab_size)\n                self._readmit",
+        "                self._readmit",
+        "a wrong token id in a moved request is out of the bounds of the embedding",
+    ),
+    Mutant(
+        HOST,
+        "                for token_ids in generated:\n                    self._check_tokens(token_ids, self._pool.info.vocab_size)\n",
+        "",
+        "a wrong token id after which a new request goes on is out of the bounds of the embedding",
+    ),
+    Mutant(
+        HOST,
+        "            if len(text.token_ids) > encoder.max_model_len:\n",
+        "            if False:\n",
+        "a text that is too long for the encoder ends the step of all API servers",
+    ),
+    Mutant(
+        HOST,
+        "            self._check_tokens(text.token_ids, encoder.vocab_size)\n",
+        "",
+        "an unknown token of a text ends the step of all API servers",
+    ),
+    Mutant(
+        HOST,
+        "        if self._is_leaving:\n            link.send(HostLeaving())\n",
+        "",
+        "API servers that connect to a leaving host send it requests",
+        SOCKETS,
+    ),
+    Mutant(
+        HOST,
+        "        for failure in self._take(self.failures):\n            self._requests.pop(failure.request_id, None)\n",
+        "        for failure in self._take(self.failures):\n",
+        "a host waits for failed requests when it leaves",
+    ),
+    Mutant(
+        HOST,
+        "            for request in requests:\n                self._requests.pop(request.request_id, None)\n            refused",
+        "            refused",
+        "a host waits for refused requests when it leaves, and their ids cannot be used again",
+    ),
+    Mutant(
+        HOST,
+        "                self._pool.drop(request_id, reason, error)\n                self._requests.pop(request_id, None)\n",
+        "                self._pool.drop(request_id, reason, error)\n",
+        "a host waits for dropped requests when it leaves",
+    ),
+    Mutant(
+        HOST,
+        "        held[:] = [each for each in held if each.request_id in self._adding] if self._adding else ()\n",
+        "        held[:] = ()\n",
+        "the first tokens of a request are lost if they come before its answer",
+    ),
+    Mutant(
+        LINK,
+        "            if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:\n                self._transport.abort()\n",
+        "",
+        "messages to an API server that does not read fill the memory of a host",
+    ),
+    Mutant(
+        LINK,
+        "RecursionError",
+        "ZeroDivisionError",
+        "a deeply nested message is logged as a bug",
+    ),
+    Mutant(
+        REMOTE,
+        "        entry.num_lost_hosts += 1  # of those",
+        "        pass  # of those",
+        "a request that ends engines moves from host to host for ever",
+    ),
+    Mutant(
+        REMOTE,
+        "        self._is_leaving = False  # it may come back\n",
+        "",
+        "a host that left and came back gets no requests",
+    ),
+    Mutant(
+        REMOTE,
+        "is_blameless=self._is_leaving",
+        "is_blameless=False",
+        "requests are quarantined after three updates of hosts",
+    ),
+    Mutant(
+        REMOTE,
+        "        if ready.info.max_model_len < self.info.max_model_len:",
+        "        if ready.info.max_model_len != self.info.max_model_len:",
+        "hosts with a longer context than the first one are refused",
+    ),
+    Mutant(
+        REMOTE,
+        "self._next_attempt = max(now, self._next_attempt) + RETRY_S",
+        "self._next_attempt = now",
+        "an API server connects to a host that closes links without a pause",
+    ),
+    Mutant(
+        REMOTE,
+        "        self._on_heartbeat()\n        if not",
+        "        if not",
+        "a host that is busy sending tokens is lost after a second",
+        SOCKETS,
+    ),
+    Mutant(
+        REMOTE,
+        "            self._source.connection.link.send(Heartbeat())\n",
+        "            pass\n",
+        "a host drops the requests of an API server that sends nothing else for ten seconds",
+    ),
+    Mutant(
+        CLUSTER,
+        "        for other in self.hosts.values():\n            if not other.is_ready:\n                self._rehome(other)\n",
+        "        pass\n",
+        "requests wait for their lost host although another one is back",
+    ),
+    Mutant(
+        CLUSTER,
+        "            self.hosts[address].is_retired = False\n",
+        "",
+        "a host that comes back to its name gets no requests",
+    ),
+    Mutant(
+        CLUSTER,
+        "            except (NotAccepting, QueueFull) as refusal:",
+        "            except QueueFull as refusal:",
+        "a host that leaves makes requests fail that others have room for",
+    ),
+    Mutant(
+        CLUSTER,
+        "                if not host.num_requests:\n                    del",
+        "                if True:\n                    del",
+        "requests are cut off when their host leaves its name",
+    ),
+    Mutant(
+        CLUSTER,
+        "        except OSError as error:\n            _log",
+        "        except ZeroDivisionError as error:\n            _log",
+        "hosts that come are not found any more after one failure of DNS",
+    ),
+    Mutant(
+        CLUSTER,
+        "            if not any(host.num_requests for host in self.hosts.values()):\n                return",
+        "            return",
+        "draining ends while requests that moved are generated",
+    ),
+    Mutant(
+        CLUSTER,
+        "        self._listener.ended()\n",
+        "        pass\n",
+        "the API server does not end after its cluster",
+    ),
+]
