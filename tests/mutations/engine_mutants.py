@@ -8,7 +8,7 @@ TESTS = (
     "tests/runtime/engine/test_text_processor.py tests/runtime/engine/test_engine.py "
     "tests/runtime/engine/test_continuation.py"
 )
-CORE, ENGINE, OUTPUT, INPUT = (f"runtime/engine/{name}.py" for name in ("core", "engine", "output", "input"))
+CORE, ENGINE, OUTPUT, INPUT = (f"runtime/engine/{name}.py" for name in ("engine_core", "engine", "output", "input"))
 VALIDATOR, SNAPSHOT, ERRORS, BUILD, PROCESSOR = (
     f"runtime/engine/{name}.py" for name in ("validator", "snapshot", "error_mapping", "build", "text_processor")
 )
