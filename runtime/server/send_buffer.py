@@ -72,6 +72,12 @@ class SendBuffer:
         """Number of bytes that the system has not yet taken."""
         return len(self._unsent) + self._writer.transport.get_write_buffer_size()
 
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes that the connection may hold, if no other of its tenant holds any."""
+        own, output = self._max_bytes, self._tenant_output
+        return own if output is None else min(own, output.limit)
+
     def send(self, frame: Frame) -> None:
         """Queue `frame`, or drop it if the connection is lost or closing.
 

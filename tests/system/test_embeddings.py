@@ -191,6 +191,17 @@ async def test_an_answer_that_is_too_long_to_hold_is_refused() -> None:
         assert "max_outgoing_bytes" in reply.error["message"]
 
 
+async def test_an_answer_that_other_answers_leave_no_room_for_may_be_tried_again() -> None:
+    async with embedding_system(max_unsent_bytes=65 << 10, max_frame_bytes=64 << 10) as system:
+        unsent = system.server._context.unsent.of("")  # of the only tenant
+        unsent.add(60 << 10)
+        reply = await ask(system, "/v1/embeddings", input=["a"] * 300)
+        assert (reply.status, reply.headers["x-should-retry"]) == (429, "true")
+        unsent.add(-60 << 10)
+        assert (await ask(system, "/v1/embeddings", input=["a"] * 300)).status == 200
+        assert (await ask(system, "/v1/embeddings", input=["a"] * 2000)).status == 400
+
+
 async def test_an_answer_is_not_counted_as_held_and_as_sent() -> None:
     """What is held takes 280 kB, the answer 150 kB, the limit is 350 kB; the connection goes on."""
     body = {"model": "quire", "input": ["a"] * 2000, "encoding_format": "base64"}

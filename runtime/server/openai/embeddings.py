@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from ...common.errors import InvalidRequest, QuireError
+from ...common.errors import InvalidRequest, Overloaded, QuireError
 from ...common.prompts import shown
 from ...engine.facade import EmbeddedTexts, EmbedRequest
 from ..live_embedding import LiveEmbedding
@@ -133,16 +133,15 @@ class _HeldAnswer:
         """Ignore it: what is held is not sent before the end."""
 
     def shed(self, error: QuireError) -> None:
-        """End the call: its answer is longer than the limit."""
-        held = self._num_bytes
+        """End the call: its answer is longer than the limit, or all answers together are."""
+        held, limit = self._num_bytes, self._exchange.send_buffer.max_bytes
         self.close()
-        self._exchange.fail(
-            InvalidRequest(
-                f"{held} bytes of this answer exceed what may wait to be sent (`max_outgoing_bytes`, "
-                "`max_unsent_bytes`); send fewer texts per request, or ask for base64"
-            ),
-            "slow_reader",
+        text = (
+            f"{held} bytes of this answer exceed what may wait to be sent (`max_outgoing_bytes`, `max_unsent_bytes`)"
+            f"{'' if held > limit else ' beside other answers; try again later'}; send fewer texts per request, or ask "
+            "for base64"
         )
+        self._exchange.fail(InvalidRequest(text) if held > limit else Overloaded(text), "slow_reader")
 
 
 class _VectorForm:
