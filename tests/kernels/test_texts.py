@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from quire.kernels import supported_levels
-from quire.kernels.ops import EphemeralAttention, NormRows, Region
+from quire.kernels import Pool, Program, supported_levels
+from quire.kernels.ops import EphemeralAttention, NormRows, Region, region_nbytes
 
 from tests.kernels.encoder import MAX_TEXTS, POSITIONS, TYPES, VOCAB, Encoder
 
@@ -94,6 +94,29 @@ def test_no_op_reads_what_the_arena_held_before(weights):
         if isinstance(op.out, Region) and op.out.dtype == "f32":
             encoder.program.view(op.out).fill(np.nan)
     assert encoder.run(*texts).tobytes() == want
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kind", ["layer", "rms", "l2"])
+def test_norms_of_zeros_are_finite_and_those_that_overflow_are_nan(kind, isa):
+    source, out = Region(0, 3, 48, "f32"), Region(region_nbytes(3, 48, "f32"), 3, 48, "f32")
+    op = NormRows(source, kind, None if kind == "l2" else np.ones(48, np.float32), None, 1e-12, out)
+    program = Program(
+        [op], 2 * region_nbytes(3, 48, "f32"), None, None, 0, Pool(1), max_rows=3, max_samples=3, max_sequences=3,
+        vocab_size=1, isa=isa,
+    )  # fmt: skip
+    rows = program.view(source)
+    rows[0], rows[1], rows[2] = 0, np.where(np.arange(64) < 24, 1e38, 0), np.arange(64)
+    rows[:, 48:] = 0
+    program.view(out).fill(np.nan)
+    program.run_texts(np.zeros(3, np.int32), np.array([0, 3], np.int32), None)
+    got = program.view(out)
+    assert not got[0].any()
+    assert np.isnan(got[1, :48]).all()
+    shift = rows[2, :48].mean() if kind == "layer" else 0
+    y = rows[2, :48] - shift
+    assert np.allclose(got[2, :48], y / (np.linalg.norm(y) if kind == "l2" else np.sqrt((y * y).mean())), atol=1e-6)
+    assert not got[:, 48:].any(), "the padding is zero"
 
 
 def test_only_a_text_with_nan_ends_as_nan():

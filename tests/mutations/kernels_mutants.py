@@ -11,7 +11,8 @@ SIMD_ATTENTION, ROWS, SIMD_LINEAR, SIMD_HEADS = (
 SOFTMAX, EPILOGUE = "kernels/simd/softmax.h", "kernels/simd/epilogue.h"
 PACK, Q4, K_QUANTS, MXFP4 = "kernels/pack.pyx", *(f"kernels/simd/{name}.c" for name in ("q4", "kquants", "mxfp4"))
 EXPERTS, SIMD_EXPERTS = "kernels/experts.pyx", "kernels/simd/experts.c"
-BIND = "kernels/bind.pyx"
+BIND, KERNEL_ROWS = "kernels/bind.pyx", "kernels/rows.pyx"
+TEXTS = "tests/kernels/test_texts.py"
 AMX_LINEAR, AMX_ATTENTION = "kernels/simd/amx_linear.c", "kernels/simd/amx_attention.c"
 STEPS = "tests/kernels/test_program.py tests/kernels/test_memory.py tests/kernels/test_known_values.py"
 BITS = "tests/kernels tests/system/test_same_bits.py"
@@ -318,5 +319,61 @@ MUTANTS = [
         "",
         "8-bit experts multiply rows with the sums of other rows",
         "tests/kernels/test_experts.py",
+    ),
+    Mutant(
+        ATTENTION,
+        "return min(last, position + op.window) if op.window else last",
+        "return position + op.window if op.window else last",
+        "the last tokens of a text see what lies after its end",
+        TEXTS,
+    ),
+    Mutant(
+        ATTENTION,
+        "position - op.window + op.causal)",
+        "position - op.window + 1)",
+        "layers of encoders with a window miss the oldest token of it",
+        TEXTS,
+    ),
+    Mutant(
+        ROWS,
+        "1.f / (length > eps ? length : eps)",
+        "1.f / length",
+        "an empty vector ends its request with an error",
+        TEXTS,
+    ),
+    Mutant(
+        ROWS,
+        "  if (!(squares < INFINITY)) factor = NAN;\n",
+        "",
+        "an overflow in an encoder gives wrong vectors instead of an error",
+        TEXTS,
+    ),
+    Mutant(
+        ROWS,
+        "  if (j % 32) vf_store(out + j, vf_zero());  // the padding is zero\n}\n\nvoid ISA(mean_rows)",
+        "}\n\nvoid ISA(mean_rows)",
+        "vectors depend on what the arena held before",
+        TEXTS,
+    ),
+    Mutant(
+        KERNEL_ROWS,
+        "step.type_ids[row] if step.type_ids != NULL else 0",
+        "0",
+        "the second text of a pair counts as part of the first",
+        TEXTS,
+    ),
+    Mutant(
+        KERNEL_ROWS,
+        "first if op.pooling == FIRST else end - 1",
+        "first if op.pooling == FIRST else end - 2",
+        "a text's vector is that of its last token but one",
+        TEXTS,
+    ),
+    Mutant(
+        ROWS,
+        "vf_set1(kind == QUIRE_LAYER_NORM ? sum_of",
+        "vf_set1(kind != QUIRE_L2_NORM ? sum_of",
+        "vectors of decoders are centred",
+        TEXTS,
     ),
 ]
