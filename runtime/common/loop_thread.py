@@ -44,14 +44,20 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return the coroutine's result, or raise what it raised. Raises Unavailable when closed."""
-        with self._submitting:
-            if self._closing is not None:
-                coroutine.close()
-                raise Unavailable(f"{self._name} is closed")
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-            self._awaited.add(future)
-        future.add_done_callback(self._awaited.discard)
-        return self._result(future)
+        future: Future[T] | None = None
+        try:
+            with self._submitting:
+                if self._closing is not None:
+                    coroutine.close()
+                    raise Unavailable(f"{self._name} is closed")
+                future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+                self._awaited.add(future)
+            future.add_done_callback(self._awaited.discard)
+            return self._result(future)
+        except BaseException:  # an interrupt may also come before the coroutine is waited for
+            if future is not None:
+                future.cancel()
+            raise
 
     def close(self) -> None:
         """Run `on_close`, wait until every call of `run` has its outcome, and end the thread. Idempotent.

@@ -109,6 +109,11 @@ def _limits(structure: StructuredOutputs) -> LLParserLimits:
     )
 
 
+def _is_too_complex(matcher: LLMatcher) -> bool:
+    """Return whether a matcher that took no more tokens reached its limit of items; llguidance tells only in text."""
+    return "items; max is" in matcher.get_error()
+
+
 def _may_be_ambiguous(structure: StructuredOutputs) -> bool:
     return structure.lark is not None or structure.gbnf is not None
 
@@ -231,7 +236,7 @@ class Grammars:
         """Compile the sequence's grammar, if it is not, and take the generated tokens that are new to it."""
         if running.matcher is None:
             running.matcher = self._matcher(running)
-        if not running.take(pending):
+        if not running.take(pending) and not _is_too_complex(running.matcher):
             raise InvalidRequest(UNMATCHED)
 
     def _matcher(self, running: RunningGrammar) -> LLMatcher:

@@ -249,8 +249,8 @@ async def test_errors_are_of_the_right_class(client: openai.AsyncOpenAI) -> None
     schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
     with pytest.raises(openai.BadRequestError, match="Unimplemented keys") as unsupported:
         await client.chat.completions.create(model="quire", messages=MESSAGES, response_format=schema, max_tokens=3)
-    assert unsupported.value.param == "structured_outputs"
-    with pytest.raises(openai.NotFoundError, match="no embeddings"):
+    assert unsupported.value.param == "response_format"
+    with pytest.raises(openai.BadRequestError, match="no embedding model"):
         await client.embeddings.create(model="quire", input="x")
 
 

@@ -16,8 +16,7 @@ from quire.runtime.cli.interrupts import leave, leaving_at_once
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import Unavailable
 from quire.runtime.common.settings import resolve_settings
-from quire.runtime.engine import EngineCore
-from quire.runtime.engine import core as engine_core
+from quire.runtime.engine import EngineCore, build
 from quire.runtime.model import pack_model
 
 
@@ -58,7 +57,7 @@ async def test_cancelling_a_load_stops_its_thread(monkeypatch: pytest.MonkeyPatc
             ended.set()
         raise Unavailable("loading the model was cancelled")
 
-    monkeypatch.setattr(engine_core, "load_model", load_model)
+    monkeypatch.setattr(build, "load_model", load_model)
     loading = asyncio.create_task(EngineCore.load(EngineConfig()))
     await asyncio.to_thread(begun.wait)
     loading.cancel()
