@@ -11,11 +11,13 @@ Q4_0 is q4 with plain scales, as in GGUF: the weight of largest magnitude of a b
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import numpy.typing as npt
 from quire.runtime.model import BUNDLED_MODEL, pack_model
 from quire.runtime.model.packed_model import PackedModel
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
@@ -39,8 +41,12 @@ def main() -> None:
 def packed(folder: Path, weights: str) -> PackedModel:
     if weights != "Q4_0":
         return pack_model(folder, weights)
-    read = SafetensorsCheckpoint.tensor
-    with patch.object(SafetensorsCheckpoint, "tensor", lambda checkpoint, name: plain_q4(name, read(checkpoint, name))):
+    read = SafetensorsCheckpoint.chunks
+
+    def plain(*arguments: Any) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        return ((first_row, plain_q4(arguments[1], rows)) for first_row, rows in read(*arguments))
+
+    with patch.object(SafetensorsCheckpoint, "chunks", plain):
         return pack_model(folder, "q4")
 
 
