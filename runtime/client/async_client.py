@@ -49,6 +49,7 @@ class RequestOptions(TypedDict, total=False):
     deadline_ms: int | None  # from arrival at the server
     priority: int  # requests with a lower number run earlier; default 0
     pin_ms: int | None  # how long the prompt stays in the prefix cache after the request has ended
+    prompt_cache_key: str  # requests with the same key go to the same engine, where their prompts' beginning is cached
     idempotency_key: str | None  # a second request with this key receives the first one's stream, running or finished
     resumable: bool  # continue after a lost connection also with a single address; the server keeps the request then
     on_accepted: OnAccepted | None  # called with ACCEPTED: queue position, pages, predicted wait
@@ -140,6 +141,7 @@ class AsyncClient:
             idempotency_key=options.get("idempotency_key"),
             resumable=options.get("resumable", False),
             chat=chat,
+            prompt_cache_key=options.get("prompt_cache_key", ""),
         )
         return TokenStream(self._entered(), frame, options.get("on_accepted"), options.get("on_progress")).chunks()
 

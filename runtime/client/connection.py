@@ -14,6 +14,8 @@ import ssl
 import time
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ..common.errors import InvalidRequest, ProtocolError, QuireError, Unavailable
 from ..protocol.address import Address, UnixAddress
 from ..protocol.codec import MAX_ARRAY_LENGTH, MAX_ARRAYS, Decoder, Malformed, check_limits, encode
@@ -138,6 +140,8 @@ class ClientConnection:
         """
         if isinstance(frame, Generate) and frame.chat is not None and "tools" not in self._welcome.result().features:
             raise InvalidRequest("chat is not supported by this server; use a newer one, or its HTTP API")
+        if isinstance(frame, Generate) and frame.prompt_cache_key and "cache_key" not in self.features:
+            frame = msgspec.structs.replace(frame, prompt_cache_key="")  # the output is the same without it
         inbox: Inbox = asyncio.Queue()
         if self.lost is not None:
             inbox.put_nowait(ConnectionLost(copy.copy(self.lost)))

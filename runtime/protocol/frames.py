@@ -44,6 +44,7 @@ MIN_FRAME_BYTES = 64 << 10  # limit before WELCOME, and the least that a peer ma
 HEARTBEAT_NONCE = 1  # of a PING that only breaks silence; a default would not be sent, and earlier peers expect a nonce
 HEARTBEATS_MISSED = 3  # intervals of silence after which a connection is closed
 FEATURES = (
+    "cache_key",
     "continue",
     "embeddings",
     "heartbeat",
@@ -52,6 +53,7 @@ FEATURES = (
     "tools",
 )  # HELLO requests them, WELCOME grants them
 ALREADY_EXISTS = "ALREADY_EXISTS"
+MAX_CACHE_KEY = 256  # characters
 
 RequestId = Annotated[int, msgspec.Meta(ge=0)]  # u64, msgpack's largest integer type
 NumTokens = Annotated[int, msgspec.Meta(ge=0)]
@@ -89,6 +91,8 @@ class Generate(_Frame, tag="GENERATE", frozen=True):
     # Sent if `continue` was negotiated: the ids of each output that were received before, from another server.
     generated: tuple[tuple[int, ...], ...] | None = None
     ended: tuple[NumTokens, ...] = ()  # outputs whose end was received, too
+    # Sent if `cache_key` was negotiated: the tenant's requests with the same key go to the same engine.
+    prompt_cache_key: Annotated[str, msgspec.Meta(max_length=MAX_CACHE_KEY)] = ""
 
 
 class Cancel(_Frame, tag="CANCEL", frozen=True):

@@ -72,6 +72,7 @@ def engine_request(frame: Generate, tenant: str) -> GenerateRequest:
         pin_ms=frame.pin_ms,
         generated=frame.generated,
         ended=frame.ended,
+        prompt_cache_key=frame.prompt_cache_key,
         **chat,
     )
 

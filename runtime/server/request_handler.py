@@ -205,6 +205,8 @@ class RequestHandler:
                 raise InvalidRequest("chat belongs to the feature `tools`, which HELLO did not request")
             if (frame.generated is not None or frame.ended) and "continue" not in self._features:
                 raise InvalidRequest("generated belongs to the feature `continue`, which HELLO did not request")
+            if frame.prompt_cache_key and "cache_key" not in self._features:
+                raise InvalidRequest("prompt_cache_key belongs to the feature `cache_key`, which HELLO did not request")
             request, delivery = engine_request(frame, self.tenant.name), self._delivery(frame)
             if frame.resumable or frame.idempotency_key is not None:
                 buffer = context.replays.open(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from quire.runtime.client import AsyncClient
 from quire.runtime.common.errors import ConfigError, DeadlineExceeded, Overloaded, Unavailable
 from quire.runtime.common.types import OutputChunk, SamplingParams, StructuredOutputs, join_chunks
 from quire.runtime.protocol.codec import encode
-from quire.runtime.protocol.frames import Accepted, Welcome
+from quire.runtime.protocol.frames import FEATURES, Accepted, Welcome
 
 from .test_resuming_client import ENDLESS, Wire, wire_to
 
@@ -20,6 +22,7 @@ Serve = Callable[..., Awaitable[Any]]
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
+NODE_CLIENT = Path(__file__).parents[2] / "deploy" / "clients" / "node"
 PROMPT = "This module provides"
 KINDS = {
     "sampled": SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True, logprobs=1),
@@ -84,6 +87,57 @@ async def test_a_seed_that_the_server_drew_goes_along(serve: Serve) -> None:
     (request,) = other.engine.requests
     assert (request.generated, request.ended) == (((0, 1),), ())
     assert request.sampling_params.seed == accepted[0].seed is not None
+
+
+async def test_the_cache_key_of_a_stream_goes_along(serve: Serve) -> None:
+    one, other = await serve(), await serve()
+    async with wires_to(one, other) as wires, AsyncClient([wire.address for wire in wires]) as client:
+        stream = client.generate("hold", ENDLESS, prompt_cache_key="a conversation")
+        await anext(stream)
+        switch(wires, to=1)
+        await anext(stream)
+        await stream.aclose()
+    keys = [request.prompt_cache_key for system in (one, other) for request in system.engine.requests]
+    assert keys == ["a conversation"] * 2
+
+
+async def test_a_server_that_does_not_know_cache_keys_gets_none(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = tuple(feature for feature in FEATURES if feature != "cache_key")
+    monkeypatch.setattr("quire.runtime.server.connection.FEATURES", known)
+    system = await serve()
+    async with AsyncClient(system.address) as client:
+        await client.complete("hi", SamplingParams(max_tokens=2), prompt_cache_key="a")
+    raw = await system.raw()
+    raw.send("GENERATE", 1, "hi", {}, None, 0, None, None, None, None, False, None, None, [], "a")
+    assert "cache_key" in (await raw.receive())[3]
+    assert [request.prompt_cache_key for request in system.engine.requests] == [""]
+
+
+@pytest.mark.parametrize("key", ["x" * 257, 5, None])
+async def test_a_cache_key_is_a_text_of_limited_length(key: object, serve: Serve) -> None:
+    system = await serve()
+    raw = await system.raw(hello=False)
+    raw.send("HELLO", [1], None, ["cache_key"])
+    assert (await raw.receive())[2] == ["cache_key"]
+    raw.send("GENERATE", 1, "hi", {}, None, 0, None, None, None, None, False, None, None, [], key)
+    assert (await raw.receive())[:3] == ["ERROR", 1, "INVALID_ARGUMENT"]
+    assert system.engine.requests == []
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+@pytest.mark.skipif(not (NODE_CLIENT / "node_modules").is_dir(), reason="msgpackr is not installed")
+async def test_the_node_client_sends_the_cache_key(serve: Serve) -> None:
+    system = await serve()
+    program = f"""
+        import {{ Client }} from "{NODE_CLIENT / "quire.mjs"}";
+        const client = await Client.connect("{system.address}");
+        for await (const _ of client.generate("hi", {{ max_tokens: 2 }}, {{ promptCacheKey: "a" }}));
+        for await (const _ of client.generate("hi", {{ max_tokens: 2 }}, {{}}));
+        client.close();
+    """
+    node = await asyncio.create_subprocess_exec("node", "--input-type=module", "--eval", program)
+    assert await node.wait() == 0
+    assert [request.prompt_cache_key for request in system.engine.requests] == ["a", ""]
 
 
 async def test_a_request_of_which_nothing_was_received_is_sent_as_it_was(serve: Serve, eventually: Eventually) -> None:

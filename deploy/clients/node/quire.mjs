@@ -9,8 +9,8 @@ const VERSION = 1, MAX_FRAME_BYTES = 4 << 20, RESUME_FOR_MS = 60_000, MAX_RETRY_
 const CONNECT_MS = 10_000, NEXT_ADDRESS_MS = 2_000; // for an answer of the last address, of one before another
 const FIRST_BACK_OFF_MS = 1_000, LAST_BACK_OFF_MS = 30_000; // in which an address that has failed is tried last
 const MAX_FRUITLESS = 5; // servers that accepted a request and were lost before its next token: it may crash them
-const FEATURES = ["continue", "embeddings", "heartbeat", "tools"];
-const OPTIONS = "messages, chat, deadlineMs, priority, pinMs, idempotencyKey and resumable";
+const FEATURES = ["cache_key", "continue", "embeddings", "heartbeat", "tools"];
+const OPTIONS = "messages, chat, deadlineMs, priority, pinMs, promptCacheKey, idempotencyKey and resumable";
 const CREDIT = 256; // most tokens, or texts, of a request that are in transit or unread
 const msgpack = new Packr({ useRecords: false, encodeUndefinedAsNil: true, int64AsType: "auto" });
 
@@ -41,27 +41,32 @@ export class Client {
 
   // Chunks { choice, firstIndex, tokenIds, text, logprobs, finishReason, deltas, usage }; the last one has `usage`.
   async *generate(prompt, params = {}, options = {}) {
-    const { messages, chat, deadlineMs, priority = 0, pinMs, idempotencyKey, resumable = false, ...unknown } = options;
+    const { messages, chat, deadlineMs, priority = 0, pinMs, promptCacheKey, idempotencyKey, resumable = false,
+      ...unknown } = options;
     for (const name in unknown) throw new TypeError(`generate has no option '${name}'; the options are ${OPTIONS}`);
     const id = this.#nextId++, endsAt = Date.now() + deadlineMs, survives = resumable || this.#servers.length > 1;
     const how = [priority, pinMs, messages, CREDIT, idempotencyKey, resumable, chat && wired(chat)];
     if (this.#leaving && this.#socket) throw unavailable("the server is shutting down; send new requests elsewhere");
     await this.#connected();
     const fingerprint = this.#fingerprint, outputs = Array.from({ length: params.n ?? 1 }, () => []); // received ids
-    let inbox = this.#ask(id, short(["GENERATE", id, prompt, exact(params), deadlineMs, ...how]));
+    const ask = (frame, generated, done = []) => { // with the outputs that another server began, and the key
+      const key = this.#features.includes("cache_key") ? promptCacheKey : undefined;
+      return this.#ask(id, short(generated || key ? [...frame, generated, done, key] : frame));
+    };
+    let inbox = ask(["GENERATE", id, prompt, exact(params), deadlineMs, ...how]);
     let received = 0, credited = 0, session = this.#session; // tokens of all outputs since GENERATE
     let seed = null, fruitless = 0, resuming = false;
     const ended = new Set(), bare = new Set(); // outputs; those that got TOKENS without ids, which may be repeated
     const goOn = (reason) => { // GENERATE for what was not received; `best_of` and beams begin again
       [received, credited, session, resuming] = [0, 0, this.#session, false];
-      const ask = ["GENERATE", id, prompt, exact(params), deadlineMs && Math.max(1, endsAt - Date.now()), ...how];
+      const frame = ["GENERATE", id, prompt, exact(params), deadlineMs && Math.max(1, endsAt - Date.now()), ...how];
       if (ended.size || outputs.some((ids) => ids.length)) {
         if (seed === null || !this.#features.includes("continue")) throw reason;
         if (this.#fingerprint !== fingerprint) throw unavailable("the next server has another build or model");
-        [ask[3], ask[9]] = [exact({ ...params, seed }), null];
-        if (!params.best_of && !params.beam_width) ask.push(outputs, [...ended]);
+        [frame[3], frame[9]] = [exact({ ...params, seed }), null];
+        if (!params.best_of && !params.beam_width) return ask(frame, outputs, [...ended]);
       }
-      return this.#ask(id, short(ask));
+      return ask(frame);
     };
     try {
       for (;;) {
