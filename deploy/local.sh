@@ -69,6 +69,6 @@ if command -v grafana-server >/dev/null; then
     start grafana-server --homepath "${GRAFANA_HOME:-/usr/share/grafana}"
     echo "Grafana      http://127.0.0.1:3000/"
 else
-    echo "Grafana      not installed; import deploy/grafana/dashboards/quire.json into your own Grafana"
+    echo "Grafana      not installed; import deploy/grafana/dashboards/*.json into your own Grafana"
 fi
 wait

@@ -23,7 +23,7 @@ from ...scheduler import (
     SchedulerError,
 )
 from ..common.errors import Quarantined, Unavailable
-from ..engine import CoreInfo, CoreListener, EngineStats
+from ..engine import CoreInfo, CoreListener, EngineStats, HostStatus
 from ..workers import EnginePool, HealthTimeouts
 from ..workers.engine_pool import total_info
 from ..workers.supervised_engine import SupervisedEngine
@@ -131,6 +131,9 @@ class Cluster(EnginePool):
             raise Unavailable("there is no engine host")
         return super().stats()
 
+    def host_statuses(self) -> Sequence[HostStatus]:
+        return [host.status() for host in self.hosts.values()]
+
     async def drain(self) -> None:
         """See `Core.drain`. Requests may move between hosts meanwhile."""
         while True:
@@ -154,8 +157,8 @@ class Cluster(EnginePool):
     def on_host_lost(self, host: RemoteHost) -> None:
         self._rehome(host)
 
-    def move(self, entry: LoggedRequest, away_from: RemoteHost) -> bool:
-        targets = [host for host in self.hosts.values() if host.takes_requests and host is not away_from]
+    def move(self, entry: LoggedRequest) -> bool:
+        targets = [host for host in self.hosts.values() if host.takes_requests]
         if targets:
             self._route(entry.request, targets).readmit(entry)
         return bool(targets)
@@ -165,7 +168,7 @@ class Cluster(EnginePool):
         if any(host.takes_requests for host in self.hosts.values()):
             entries = lost.give_up()
             for entry in entries:
-                self.move(entry, lost)
+                self.move(entry)
             if entries:
                 _log.warning("requests moved", host=lost.address, count=len(entries))
 

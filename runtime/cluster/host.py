@@ -95,7 +95,9 @@ class EngineHost:
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 await greet_server(connection.reader, connection.writer, self._secret)
         except (QuireError, OSError, EOFError) as error:
-            _log.warning("connection refused", peer=peer, reason=str(error) or "no greeting in time")
+            is_probe = isinstance(error, asyncio.IncompleteReadError) and not error.partial  # it said nothing
+            log = _log.debug if is_probe else _log.warning
+            log("connection refused", peer=peer, reason=str(error) or "no greeting in time")
             with contextlib.suppress(OSError):
                 await connection.writer.drain()
                 connection.writer.close()
@@ -279,11 +281,11 @@ class ServerSession:
 
     def _outgoing(self, update: RequestUpdate) -> RequestUpdate:
         """Return an update with the API server's id; at the end, with the counters of all processes here."""
-        counters: FinalCounters | None = None
-        if update.ended and (request := self._requests.pop(update.request_id, None)) is not None:
-            counters = _final_counters(request)
         theirs = update.request_id - self._first_id
-        return update._replace(request_id=theirs, counters=counters)
+        if not update.ended:
+            return RequestUpdate(theirs, update.tokens)
+        request = self._requests.pop(update.request_id, None)
+        return update._replace(request_id=theirs, counters=None if request is None else _final_counters(request))
 
     def _elsewhere(self, each: Prefilled) -> Prefilled:
         return Prefilled(each.request_id - self._first_id, each.num_tokens)

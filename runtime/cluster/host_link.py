@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from ..common.errors import ProtocolError
 from ..protocol.framing import next_payload, with_prefix
 from ..workers.engine_link import (
-    READ_BYTES,
     AddAnswer,
     AddEncoding,
     AddRequests,
@@ -68,14 +67,17 @@ FROM_HOST: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class HostLink:
-    """One end of a greeted connection."""
+class HostLink(asyncio.Protocol):
+    """One end of a greeted connection. Its messages are handled as they arrive: no task wakes for them."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: Any) -> None:
         self._reader = reader
         self._writer = writer  # kept: a writer that nothing refers to closes its transport
-        self._transport = writer.transport
+        self._transport = cast(asyncio.Transport, writer.transport)  # a stream socket's
         self._decode = decoder.decode
+        self._received = bytearray()
+        self._receive: Callable[[Any], None] = _ignore
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send(self, message: FromHost | ToHost | ToEngine) -> None:
         """Write `message` without waiting; drop it on a closed link. A peer that does not read loses the link."""
@@ -85,17 +87,17 @@ class HostLink:
                 self._transport.abort()
 
     async def receive_all(self, receive: Callable[[Any], None]) -> None:
-        """Call `receive` with each message until the link ends. Raises ProtocolError for one that is not allowed."""
-        received = bytearray()
-        try:
-            while data := await self._reader.read(READ_BYTES):
-                received += data
-                while (payload := next_payload(received, MAX_MESSAGE_BYTES)) is not None:
-                    receive(self._decode(payload))
-        except OSError:
+        """Call `receive` with each message until the link ends. Raises ProtocolError for one that is not allowed.
+
+        Raises what `receive` raises.
+        """
+        if self._reader.at_eof():
             return
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise ProtocolError(f"a message cannot be read: {error}") from error
+        self._receive = receive
+        self._transport.set_protocol(self)
+        self._reader.feed_eof()  # gives what came after the greeting without waiting
+        self.data_received(await self._reader.read())
+        await self._ended
 
     def close(self) -> None:
         """Close this end after what was sent before has left."""
@@ -104,6 +106,32 @@ class HostLink:
     def abort(self) -> None:
         """Close this end immediately."""
         self._transport.abort()
+
+    # asyncio.Protocol
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        try:
+            while not self._ended.done() and (payload := next_payload(self._received, MAX_MESSAGE_BYTES)) is not None:
+                self._receive(self._decode(payload))
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            self._end(ProtocolError(f"a message cannot be read: {error}"))
+        except Exception as error:
+            self._end(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def _end(self, error: Exception) -> None:
+        """Have `receive_all` raise `error`; nothing more is received."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
+        self._transport.pause_reading()
+
+
+def _ignore(message: object) -> None:
+    """Receive nothing before `receive_all`."""
 
 
 def with_time_left(spec: SpecT, now: float) -> SpecT:

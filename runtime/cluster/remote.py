@@ -19,9 +19,9 @@ from ...scheduler import NotAccepting
 from ..client.tls import tls_error
 from ..common import errors
 from ..common.errors import ConfigError, ProtocolError, QuireError, Unavailable
-from ..engine import CoreInfo
+from ..engine import CoreInfo, HostState, HostStatus
 from ..workers import HealthTimeouts
-from ..workers.engine_link import EngineReady, SpecT
+from ..workers.engine_link import EngineReady, SpecT, StatsReport
 from ..workers.supervised_engine import SupervisedEngine
 from ..workers.token_log import MAX_LOST_HOSTS, LoggedRequest
 from .greeting import greet_host
@@ -48,8 +48,8 @@ class RequestMover(Protocol):
 
     def on_host_ready(self, host: RemoteHost) -> None: ...
     def on_host_lost(self, host: RemoteHost) -> None: ...
-    def move(self, entry: LoggedRequest, away_from: RemoteHost) -> bool:
-        """Continue a request at another host. Return False if there is none."""
+    def move(self, entry: LoggedRequest) -> bool:
+        """Continue a request at a host that takes requests. Return False if there is none."""
 
 
 class Credentials(NamedTuple):
@@ -227,6 +227,8 @@ class RemoteHost(SupervisedEngine):
         self._source = source
         self._owner = owner
         self._is_leaving = False  # the host has announced that it will close the link
+        self._is_failing = False  # its engines cannot be restarted, until it reports what they do
+        self._num_moved = 0  # requests that went on at another host
         self.is_retired = False  # it is no member any more: it gets nothing new, and what it has goes on
 
     @property
@@ -245,12 +247,36 @@ class RemoteHost(SupervisedEngine):
     @property
     def takes_requests(self) -> bool:
         """Whether requests of a lost host can go on here."""
-        return self.is_ready and not self._is_leaving and not self.is_retired
+        return self.is_ready and not (self._is_leaving or self._is_failing or self.is_retired)
+
+    @property
+    def state(self) -> HostState:
+        if not self.is_ready:
+            return "down"
+        if self.is_retired:
+            return "removed"
+        return "leaving" if self._is_leaving else "failing" if self._is_failing else "up"
+
+    def status(self) -> HostStatus:
+        """Return what operators see of this host."""
+        info = self.info if self._supervisor.num_opened else None
+        return HostStatus(
+            address=self.address,
+            state=self.state,
+            problem=None if self.problem is None else str(self.problem),
+            bits="" if info is None else info.fingerprint,
+            isa="" if info is None else info.isa,
+            requests=self.num_requests,
+            moved_requests=self._num_moved,
+            predicted_wait_s=self.load.predicted_wait_s,
+            engine=self.stats() if self.is_ready and self._stats is not None else None,
+        )
 
     def give_up(self) -> list[LoggedRequest]:
         """Return the requests that wait for this host to be back, and have those that it never answered asked again."""
         self._pending_adds.refuse_all(HostLost(f"engine host {self.address} was lost"))
         given_up = self._tokens.give_up_unsent()
+        self._num_moved += len(given_up)
         self._note_idle()
         return given_up
 
@@ -264,6 +290,10 @@ class RemoteHost(SupervisedEngine):
                 self._on_failed(request_id, _error_named(error)(text))
             case Heartbeat():
                 pass
+            case StatsReport() if self._is_failing:
+                self._is_failing = False
+                super().receive(message)
+                self._owner.on_host_ready(self)
             case _:
                 super().receive(message)
 
@@ -277,7 +307,7 @@ class RemoteHost(SupervisedEngine):
         self._forget_stats()
         self._pending_adds.on_process_exit(from_outside=True)
         self._end(self._tokens.on_host_lost(is_blameless=self._is_leaving), QUARANTINE_REASON)
-        self._is_leaving = False  # it may come back
+        self._is_leaving = self._is_failing = False  # it may come back
         self._owner.on_host_lost(self)
 
     def on_tick(self) -> None:
@@ -290,14 +320,19 @@ class RemoteHost(SupervisedEngine):
         if entry is None:
             return
         entry.num_lost_hosts += 1  # of those whose engines are gone for good, this is one
-        may_move = isinstance(error, Unavailable) and entry.num_lost_hosts < MAX_LOST_HOSTS
-        if not (may_move and self._owner.move(entry, self)):
+        is_lost = isinstance(error, Unavailable)
+        self._is_failing = self._is_failing or is_lost
+        if is_lost and entry.num_lost_hosts < MAX_LOST_HOSTS and self._owner.move(entry):
+            self._num_moved += 1
+        else:
             self._listener.fail(request_id, error)
         self._note_idle()
 
     def _check_accepting(self) -> None:
         if self._is_leaving or self.is_retired:
             raise NotAccepting(f"engine host {self.address} is leaving")
+        if self._is_failing:
+            raise NotAccepting(f"the engines of host {self.address} cannot be restarted")
         super()._check_accepting()
 
     def _for_link(self, spec: SpecT) -> SpecT:

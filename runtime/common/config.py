@@ -230,6 +230,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Processes,
         _server("Engine processes, each with its own copy of the model. 0: one per NUMA node.", unit="processes"),
     ] = 0
+    openai_metrics: Annotated[
+        bool, _server("Serve /metrics at the port of the HTTP API, too, as vLLM does; it needs no key.")
+    ] = False
     metrics_compat: Annotated[
         Literal["vllm"] | None, _server("Export the metrics under vLLM's names, too.", default="off")
     ] = None

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from ...scheduler import AdmissionEstimate, EncodeRequest, FinishReason, Request, RequestUpdate, StepPlan
 from ..common.errors import QuireError
-from .facade import CoreInfo, EngineStats, StepStats
+from .facade import CoreInfo, EngineStats, HostStatus, StepStats
 
 
 class Prefilled(NamedTuple):
@@ -65,6 +65,9 @@ class Core(Protocol):
 
     def stats(self) -> EngineStats:
         """Return the current statistics. Raises Unavailable while nothing can be computed."""
+
+    def host_statuses(self) -> Sequence[HostStatus] | None:
+        """Return the state of each engine host; None if this core computes on this machine."""
 
     async def drain(self) -> None:
         """Refuse new requests and wait until every accepted one has ended."""

@@ -35,6 +35,7 @@ from .facade import (
     EngineObserver,
     EngineStats,
     GenerateRequest,
+    HostStatus,
     RequestStats,
     SilentObserver,
     StepStats,
@@ -151,6 +152,10 @@ class Engine(Generic[CoreT]):
     def stats(self) -> EngineStats:
         """See `facade.EngineFacade.stats`."""
         return self.core.stats()
+
+    def host_statuses(self) -> Sequence[HostStatus] | None:
+        """See `facade.EngineFacade.host_statuses`."""
+        return self.core.host_statuses()
 
     def set_observer(self, observer: EngineObserver) -> None:
         """See `facade.EngineFacade.set_observer`."""

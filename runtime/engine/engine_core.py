@@ -38,7 +38,7 @@ from .bits import bits_id, encoder_bits_id
 from .build import build_kv_events, build_pager, build_scheduler, build_spill_file, load_models
 from .core import CoreListener, Prefilled
 from .encoder import Encoder, describe_encoder, run_encoder
-from .facade import CoreInfo, EncoderInfo, EngineStats, StepStats
+from .facade import CoreInfo, EncoderInfo, EngineStats, HostStatus, StepStats
 from .grammars import Grammars
 from .job_threads import JobThreads
 from .masks import StepMasks
@@ -200,6 +200,9 @@ class EngineCore:
     def drop(self, request_id: int, reason: FinishReason | None = None, error: str | None = None) -> None:
         """See `Core.drop`."""
         self.scheduler.finish(request_id, reason, error)
+
+    def host_statuses(self) -> Sequence[HostStatus] | None:
+        return None
 
     def stats(self) -> EngineStats:
         """See `Core.stats`."""

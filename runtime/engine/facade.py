@@ -7,7 +7,7 @@ iterator.
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal, Protocol
 
@@ -21,6 +21,7 @@ from ..common.types import FinishReason, OutputChunk, SamplingParams, ToolChoice
 from .text import OutputParser, Token
 
 NewParser = Callable[[], OutputParser]
+HostState = Literal["up", "down", "failing", "leaving", "removed"]  # failing: connected, its engines do not start
 
 INT_BYTES = 36  # of a token id in a tuple
 MAX_COUNTED = 1000  # values of one request; counting takes time on the event loop
@@ -223,6 +224,20 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     steps_over_itl_target: int = 0  # steps since decoding alone exceeded the latency target, until 90 % of it
 
 
+class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine host as one API server sees it."""
+
+    address: str
+    state: HostState
+    problem: str | None  # why the last attempt to connect failed
+    bits: str  # the bits id; empty until the first connection
+    isa: str
+    requests: int  # of this API server, that have not ended
+    moved_requests: int  # of this API server, that went on at another host
+    predicted_wait_s: float  # of a new request
+    engine: EngineStats | None  # of all requests of the host, counted since the first connection; None while down
+
+
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """One finished step. The step took `duration_s`; the other times were spent before and after it."""
 
@@ -335,6 +350,9 @@ class EngineFacade(Protocol):
 
     def stats(self) -> EngineStats:
         """Return the current statistics. Raises Unavailable while nothing can be computed."""
+
+    def host_statuses(self) -> Sequence[HostStatus] | None:
+        """Return the state of each engine host; None if the engine computes on this machine."""
 
     def set_observer(self, observer: EngineObserver) -> None:
         """Report to `observer` from now on, instead of the one before."""

@@ -100,7 +100,7 @@ class Server:
             )
             readiness = Readiness(engine.stats, config.stall_timeout_ms / 1000)
             opening.push_async_callback(_stop, asyncio.create_task(readiness.watch()))
-            self._serve_operators(context, readiness, operator_listening, opening)
+            operators = self._serve_operators(context, readiness, operator_listening, opening)
             num_ports = 1 if openai_listening is None else 2
             reserved = num_ports * MAX_REFUSALS + RESERVED_FILES
             max_connections = fit_connections(num_ports * config.max_connections, reserved) // num_ports
@@ -112,7 +112,8 @@ class Server:
                     needed_open_files=num_ports * config.max_connections + reserved,
                 )
             if openai_listening is not None:
-                api = Api(context, readiness, config.served_model_name or DEFAULT_MODEL_NAME)
+                model = config.served_model_name or DEFAULT_MODEL_NAME
+                api = Api(context, readiness, model, operators if config.openai_metrics else None)
                 opening.callback(api.close)
                 self._serve_clients(
                     openai_listening, lambda each: HTTPConnection(each, context, api), context, max_connections, opening
@@ -185,11 +186,16 @@ class Server:
         readiness: Readiness,
         listening: ListeningSocket,
         opening: contextlib.AsyncExitStack,
-    ) -> None:
+    ) -> OperatorServer:
         engine, config = context.engine, context.config
         model = config.served_model_name or DEFAULT_MODEL_NAME
         mirror = VllmNames(model, lambda: engine.info) if config.metrics_compat == "vllm" else None
-        self.observer.watch(engine.stats, lambda: ClientLoad(self.num_connections, context.held_bytes()), mirror)
+        self.observer.watch(
+            engine.stats,
+            lambda: ClientLoad(self.num_connections, context.held_bytes()),
+            mirror,
+            engine.host_statuses,
+        )
         status = StatusCollector(
             engine,
             self.observer,
@@ -201,6 +207,7 @@ class Server:
         opening.push_async_callback(_stop, asyncio.create_task(status.history.watch()))
         operators = OperatorServer(self.observer.registry, readiness, status.collect, listening.socket)
         opening.push_async_callback(operators.close)
+        return operators
 
     def _serve_clients(
         self,

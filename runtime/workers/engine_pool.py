@@ -21,7 +21,7 @@ from ...scheduler import (
 )
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError, Unavailable
-from ..engine import CoreInfo, CoreListener, EngineStats
+from ..engine import CoreInfo, CoreListener, EngineStats, HostStatus
 from ..model.runner import pick_cpus
 from .engine_link import LogOptions
 from .health import HealthTimeouts
@@ -144,6 +144,9 @@ class EnginePool:
         if problem is not None and not ready:
             raise problem
         return _sum(ready, counters)
+
+    def host_statuses(self) -> Sequence[HostStatus] | None:
+        return None
 
     async def drain(self) -> None:
         await asyncio.gather(*(member.drain() for member in self.members))

@@ -1,11 +1,11 @@
-"""Run every query of the dashboard and the rules against a real Prometheus that scrapes a server under load.
+"""Run every query of the dashboards and the rules against a real Prometheus that scrapes a server under load.
 
 usage, from the repository's root: python -m tests.deploy.check_dashboard [--seconds 30]
 
 Requires `prometheus` on PATH; takes about a minute. A dashboard query fails if Prometheus refuses it or returns only
 NaN. A rule fails if Prometheus could not evaluate it or if a metric that it names has no series; whether an alert fires
 does not matter. The load produces data for every panel: a queue that overflows, a KV pool that is too small, shared
-prefixes, draft tokens, cancelled streams, and an engine process that is killed.
+prefixes, draft tokens, cancelled streams, an engine process that is killed, and a fleet that loses a host.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from quire import AsyncClient, QuireError, SamplingParams
 
 from tests.deploy.queries import DEPLOY, dashboard_queries, metrics_in, rule_queries, with_variables
+from tests.fuzz.host_process import SECRET, HostProcess, running_hosts
 
 USERS = 24
 SERVER_FLAGS = (
@@ -54,9 +55,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="duration of the load")
     seconds = parser.parse_args().seconds
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
-        address, operator_address, server = running.enter_context(quire_server())
-        prometheus = running.enter_context(prometheus_server(Path(folder), operator_address))
-        asyncio.run(load(address, seconds, server))
+        server = running.enter_context(quire_server(*SERVER_FLAGS))
+        hosts = running.enter_context(running_hosts(2, "--kv-cache-memory", "8MiB", "--threads", "1"))
+        secret = Path(folder) / "secret"
+        secret.write_text(SECRET)
+        addresses = ",".join(host.address for host in hosts)
+        fleet = running.enter_context(quire_server("--engine-hosts", addresses, "--secret-file", str(secret)))
+        targets = [server.operator_address, fleet.operator_address]
+        prometheus = running.enter_context(prometheus_server(Path(folder) / "prometheus", targets))
+        asyncio.run(load_both(server, fleet, hosts, seconds))
         failed = report(prometheus)
     sys.exit(1 if failed else 0)
 
@@ -114,9 +121,15 @@ def get(url: str) -> Any:
 # Processes
 
 
+class QuireServer(NamedTuple):
+    address: str  # for clients
+    operator_address: str
+    process: subprocess.Popen[str]
+
+
 @contextlib.contextmanager
-def quire_server() -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
-    """Start `quire serve`; yield its client address, its operator address and the API server process."""
+def quire_server(*flags: str) -> Iterator[QuireServer]:
+    """Start `quire serve`; yield its addresses and the API server process."""
     command = (
         sys.executable,
         "-m",
@@ -128,25 +141,25 @@ def quire_server() -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
         "0",
         "--openai-port",
         "0",
-        *SERVER_FLAGS,
+        *flags,
     )
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:
             assert server.stdout is not None
             found = re.search(r"clients (\S+)  metrics http://(\S+)/metrics", server.stdout.readline())
             assert found, "the server did not start"
-            yield found[1], found[2], server
+            yield QuireServer(found[1], found[2], server)
         finally:
             server.terminate()
 
 
 @contextlib.contextmanager
-def prometheus_server(folder: Path, target: str) -> Iterator[str]:
-    """Start Prometheus with the configuration and rules of deploy/, one target and shorter intervals; yield its URL."""
+def prometheus_server(folder: Path, targets: list[str]) -> Iterator[str]:
+    """Start Prometheus with the configuration and rules of deploy/, for `targets`, more often; yield its URL."""
     shutil.copytree(DEPLOY / "prometheus", folder, dirs_exist_ok=True)
     config = yaml.safe_load((folder / "prometheus.yml").read_text("utf-8"))
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
+    config["scrape_configs"][0]["static_configs"] = [{"targets": targets}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), "utf-8")
     url = f"http://127.0.0.1:{free_port()}"
     command = (
@@ -179,14 +192,20 @@ def free_port() -> int:
 # Load
 
 
-async def load(address: str, seconds: float, server: subprocess.Popen[str]) -> None:
+async def load_both(server: QuireServer, fleet: QuireServer, hosts: Sequence[HostProcess], seconds: float) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(load(fleet.address, seconds, lambda: restart_a_host(hosts[0], seconds / 2)))
+        await load(server.address, seconds, lambda: kill_an_engine(server.process.pid, seconds / 2))
+    async with AsyncClient(server.address) as client:  # alone: with a full batch no draft tokens are verified
+        await client.complete("queue, lock, " * 40, SamplingParams(max_tokens=300, ignore_eos=True))
+
+
+async def load(address: str, seconds: float, disturb: Callable[[], None]) -> None:
     end = time.monotonic() + seconds
     async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
         for number in range(USERS):
             group.create_task(user(client, random.Random(number), end))
-        group.create_task(asyncio.to_thread(kill_an_engine, server.pid, seconds / 2))
-    async with AsyncClient(address) as client:  # alone: with a full batch no draft tokens are verified
-        await client.complete("queue, lock, " * 40, SamplingParams(max_tokens=300, ignore_eos=True))
+        group.create_task(asyncio.to_thread(disturb))
 
 
 async def user(client: AsyncClient, rng: random.Random, end: float) -> None:
@@ -206,6 +225,14 @@ async def user(client: AsyncClient, rng: random.Random, end: float) -> None:
                         break
         except QuireError:
             await asyncio.sleep(0.2)
+
+
+def restart_a_host(host: HostProcess, after_s: float) -> None:
+    """Kill an engine host after `after_s` seconds and start it again."""
+    time.sleep(after_s)
+    host.kill()
+    host.start()
+    print(f"killed and restarted engine host {host.address}")
 
 
 def kill_an_engine(server_pid: int, after_s: float) -> None:

@@ -15,19 +15,21 @@ from quire.runtime.engine import Engine
 from quire.runtime.server import Server
 
 from tests.deploy.queries import ROOT
+from tests.runtime.server.monitoring.samples import HOSTS
 
 SUFFIXES = {"histogram": ("_bucket", "_sum", "_count")}
 
 
 @pytest.fixture(scope="session")
 def exported() -> set[str]:
-    """Return the names of the series that `quire serve` exports."""
+    """Return the names of the series that `quire serve` exports, with engine hosts."""
     families = re.findall(r"^# TYPE (\S+) (\S+)$", asyncio.run(scrape()), re.MULTILINE)
     return {name + suffix for name, kind in families for suffix in SUFFIXES.get(kind, ("",))}
 
 
 async def scrape() -> str:
     engine = await Engine.start(EngineConfig(kv_cache_memory=1 << 20, max_model_len=128, threads=1))
+    engine.core.host_statuses = lambda: HOSTS  # type: ignore[method-assign]
     server = Server()
     try:
         await server.start(engine, ServerConfig(port=0, operator_port=0, openai_port=0))

@@ -1,4 +1,4 @@
-"""Read the queries of the dashboard and the rules from the files in deploy/, and the metrics that they name.
+"""Read the queries of the dashboards and the rules from the files in deploy/, and the metrics that they name.
 
 Must not import quire: the queries come from the files that operators use, the exported metrics from a running server.
 """
@@ -15,7 +15,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
-DASHBOARD = DEPLOY / "grafana" / "dashboards" / "quire.json"
+DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 RULE_FILES = (DEPLOY / "prometheus" / "records.yml", DEPLOY / "prometheus" / "alerts.yml")
 
 _METRIC = re.compile(r"(?<![\w:])(?:instance:)?quire_\w+(?::\w+)?")
@@ -27,16 +27,17 @@ class Query(NamedTuple):
     promql: str
 
 
-def panels() -> list[dict[str, Any]]:
+def panels(dashboard: Path) -> list[dict[str, Any]]:
     """Return the panels in order, without rows."""
-    return [panel for panel in json.loads(DASHBOARD.read_text("utf-8"))["panels"] if panel["type"] != "row"]
+    return [panel for panel in json.loads(dashboard.read_text("utf-8"))["panels"] if panel["type"] != "row"]
 
 
 def dashboard_queries() -> Iterator[Query]:
     """Yield the queries of all panels as written, with Grafana's variables."""
-    for panel in panels():
-        for target in panel["targets"]:
-            yield Query(f"{panel['title']} {target['refId']}", target["expr"])
+    for dashboard in DASHBOARDS:
+        for panel in panels(dashboard):
+            for target in panel["targets"]:
+                yield Query(f"{dashboard.stem}: {panel['title']} {target['refId']}", target["expr"])
 
 
 def rules() -> Iterator[dict[str, Any]]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.deploy.make_prometheus_rule import TARGET, prometheus_rule
 from tests.deploy.queries import (
+    DASHBOARDS,
     DEPLOY,
     ROOT,
     RULE_FILES,
@@ -73,9 +76,15 @@ def test_the_prometheus_rule_for_kubernetes_has_the_same_rules() -> None:
     assert yaml.safe_load(prometheus_rule())["spec"]["groups"] == groups
 
 
-def test_panels_have_descriptions_and_do_not_overlap() -> None:
+def test_every_dashboard_is_in_the_config_map_of_kubernetes() -> None:
+    (generator,) = yaml.safe_load((DEPLOY / "grafana" / "kustomization.yaml").read_text("utf-8"))["configMapGenerator"]
+    assert sorted(generator["files"]) == [f"dashboards/{path.name}" for path in DASHBOARDS]
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
+def test_panels_have_descriptions_and_do_not_overlap(dashboard: Path) -> None:
     taken: dict[tuple[int, int], str] = {}
-    for panel in panels():
+    for panel in panels(dashboard):
         assert panel["description"].endswith("."), panel["title"]
         place = panel["gridPos"]
         for x in range(place["x"], place["x"] + place["w"]):
@@ -84,8 +93,9 @@ def test_panels_have_descriptions_and_do_not_overlap() -> None:
         assert place["x"] + place["w"] <= 24
 
 
-def test_panels_have_units_and_unique_ids() -> None:
-    assert len({panel["id"] for panel in panels()}) == len(panels())
-    for panel in panels():
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
+def test_panels_have_units_and_unique_ids(dashboard: Path) -> None:
+    assert len({panel["id"] for panel in panels(dashboard)}) == len(panels(dashboard))
+    for panel in panels(dashboard):
         unit = panel["fieldConfig"]["defaults"].get("unit") or panel["options"].get("yAxis", {}).get("unit")
         assert unit or panel["type"] == "table", panel["title"]

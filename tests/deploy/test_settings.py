@@ -60,6 +60,7 @@ def commands() -> Iterator[list[str]]:
     yield shlex.split(re.findall(r"^ExecStart=/opt/quire/bin/quire (.*)$", UNIT, re.MULTILINE)[0])
     yield json.loads(re.findall(r"^CMD (\[.*\])$", CONTAINERFILE, re.MULTILINE)[0])
     yield pod()["containers"][0]["args"]
+    yield load("kubernetes/fleet/engine-hosts.yaml")["spec"]["template"]["spec"]["containers"][0]["args"]
     yield load("compose.demo.yaml")["services"]["loadtest"]["command"]
     script = (DEPLOY / "local.sh").read_text("utf-8").replace("\\\n", " ")
     for command in re.findall(r"^ *(?:start )?quire (.*?)(?: >.*)?$", script, re.MULTILINE):
@@ -177,20 +178,3 @@ def test_systemd_accepts_the_unit(tool: Tool, tmp_path: Path) -> None:
     unit.write_text(UNIT.replace("/opt/quire/bin/quire", "/bin/true"))
     tool("systemd-analyze", "verify", unit)
     tool("systemd-analyze", "security", "--offline=true", "--threshold=20", unit)
-
-
-@pytest.mark.parametrize("folder", ["base", "production"])
-def test_kustomize_builds_objects_whose_references_resolve(folder: str, tool: Tool) -> None:
-    objects = {(each["kind"], each["metadata"]["name"]): each for each in built(tool, folder)}
-    deployment = objects["Deployment", "quire"]
-    for volume in deployment["spec"]["template"]["spec"]["volumes"]:
-        if "configMap" in volume:
-            assert ("ConfigMap", volume["configMap"]["name"]) in objects
-        if "persistentVolumeClaim" in volume:
-            assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in objects
-    assert ("replicas" in deployment["spec"]) == (("ScaledObject", "quire") not in objects)
-    assert {each["metadata"]["namespace"] for each in objects.values()} == {"quire"}
-
-
-def built(tool: Tool, folder: str) -> list[Any]:
-    return list(yaml.safe_load_all(tool("kubectl", "kustomize", KUBERNETES / folder)))

@@ -108,9 +108,33 @@ MUTANTS = [
     ),
     Mutant(
         REMOTE,
-        "        self._is_leaving = False  # it may come back\n",
-        "",
+        "        self._is_leaving = self._is_failing = False  # it may come back\n",
+        "        self._is_failing = False\n",
         "a host that left and came back gets no requests",
+    ),
+    Mutant(
+        REMOTE,
+        "        self._is_failing = self._is_failing or is_lost\n",
+        "",
+        "a request returns to the host whose engines cannot be restarted",
+    ),
+    Mutant(
+        REMOTE,
+        "                self._is_failing = False\n                super().receive(message)\n",
+        "                super().receive(message)\n",
+        "a host whose engines were gone for a while gets no requests any more",
+    ),
+    Mutant(
+        REMOTE,
+        "                super().receive(message)\n                self._owner.on_host_ready(self)\n",
+        "                super().receive(message)\n",
+        "requests of a lost host wait although the engines of another one compute again",
+    ),
+    Mutant(
+        REMOTE,
+        "        self._num_moved += len(given_up)\n",
+        "",
+        "moves from lost hosts are not counted",
     ),
     Mutant(
         REMOTE,

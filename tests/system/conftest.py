@@ -177,6 +177,9 @@ class FakeEngine:
         self.steps += 1
         await asyncio.sleep(0)
 
+    def host_statuses(self) -> None:
+        return None
+
     def stats(self) -> EngineStats:
         return EngineStats(
             step=self.steps,

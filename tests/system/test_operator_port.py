@@ -49,6 +49,21 @@ async def test_health_and_readiness(system: Any) -> None:
     assert (await get(system, "/nothing")).status_code == 404
 
 
+async def test_the_http_api_has_the_metrics_without_a_key_if_asked(serve: Serve) -> None:
+    system = await serve(openai_metrics=True, metrics_compat="vllm", token="a key")
+    answer = await fetch(system.server.openai_address, "/metrics")
+    assert answer.status_code == 200
+    assert answer.content_type == (await get(system, "/metrics")).content_type
+    names = {family.name for family in text_string_to_metric_families(answer.text)}
+    read_by_gateways = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info")
+    assert names >= {f"vllm:{name}" for name in read_by_gateways}
+    assert (await fetch(system.server.openai_address, "/v1/models")).status_code == 401
+
+
+async def test_the_http_api_has_no_metrics_otherwise(system: Any) -> None:
+    assert (await fetch(system.server.openai_address, "/metrics")).status_code == 404
+
+
 async def test_an_engine_without_progress_is_not_ready(serve: Serve) -> None:
     system = await serve(stall_timeout_ms=1)
     client = await system.raw()

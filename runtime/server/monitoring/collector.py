@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ...common.errors import QuireError
-from ...engine.facade import EngineStats
+from ...engine.facade import EngineStats, HostStatus
 from .history import kv_cache_usage
 from .instruments import OTHER, Counter, Histogram, LabelledCounter, TenantCounter
 
 Mirror = Callable[[Iterable[Metric]], Iterable[Metric]]
+HostStatuses = Callable[[], Sequence[HostStatus] | None]
 
 WAITING_REASONS = ("sequences", "pages", "latency", "tokens", "quota", "source")
 
@@ -39,12 +40,17 @@ class MetricsCollector(Collector):
         self._stats: Callable[[], EngineStats] | None = None
         self._clients: Callable[[], ClientLoad] | None = None
         self._mirror: Mirror | None = None
+        self._hosts: HostStatuses | None = None
 
     def watch(
-        self, stats: Callable[[], EngineStats], clients: Callable[[], ClientLoad] | None, mirror: Mirror | None
+        self,
+        stats: Callable[[], EngineStats],
+        clients: Callable[[], ClientLoad] | None,
+        mirror: Mirror | None,
+        hosts: HostStatuses | None,
     ) -> None:
-        """Read `stats` and `clients` at each scrape too; `mirror` returns more families from all others."""
-        self._stats, self._clients, self._mirror = stats, clients, mirror
+        """Read `stats`, `clients` and `hosts` at each scrape too; `mirror` returns more families from all others."""
+        self._stats, self._clients, self._mirror, self._hosts = stats, clients, mirror, hosts
 
     def describe(self) -> Iterable[Metric]:
         return []  # registering must not read an engine that is still starting
@@ -57,6 +63,8 @@ class MetricsCollector(Collector):
                 _gauge("connections", "Open client connections.", clients.num_connections),
                 _gauges("client_memory_bytes", "Bytes held for clients, by purpose.", "purpose", clients.held_bytes),
             )
+        if self._hosts is not None and (hosts := self._hosts()) is not None:
+            families += _host_families(hosts)
         yield from families
         if self._mirror is not None:
             yield from self._mirror(families)
@@ -107,6 +115,52 @@ def _engine_families(stats: EngineStats) -> list[Metric]:
     ]
 
 
+def _host_families(hosts: Sequence[HostStatus]) -> list[Metric]:
+    """Return the metrics of engine hosts. Of a host that is down there are those of this API server only."""
+    info = InfoMetricFamily("quire_host", "ISA level and bits id of an engine host.", labels=["host"])
+    for host in hosts:
+        info.add_metric([host.address], {"bits": host.bits, "isa": host.isa})
+    here = {host.address: host for host in hosts}
+    there = {host.address: host.engine for host in hosts if host.engine is not None}
+    waits = {host.address: host.predicted_wait_s for host in hosts if host.engine is not None}
+    wait = _gauges("host_predicted_wait_seconds", "Predicted wait of a new request at the host.", "host", waits)
+    return [info, wait, *_families_of_this_server(here), *_families_of_hosts(there)]
+
+
+def _families_of_this_server(hosts: Mapping[str, HostStatus]) -> list[Metric]:
+    up = {name: host.state == "up" for name, host in hosts.items()}
+    requests = {name: host.requests for name, host in hosts.items()}
+    moved = {name: host.moved_requests for name, host in hosts.items()}
+    return [
+        _gauges("host_up", "1 if the host takes requests of this server, else 0.", "host", up),
+        _gauges("host_requests", "This server's requests at the host.", "host", requests),
+        _counters("host_moved_requests", "This server's requests that went on at another host.", "host", moved),
+    ]
+
+
+def _families_of_hosts(engines: Mapping[str, EngineStats]) -> list[Metric]:
+    """Return what the hosts report, about the requests of all API servers."""
+    pages = GaugeMetricFamily("quire_host_kv_pages", "KV pages of the host by state.", labels=["host", "state"])
+    for name, stats in engines.items():
+        for state, count in (("owned", stats.pages_owned), ("cached", stats.pages_cached), ("free", stats.pages_free)):
+            pages.add_metric([name, state], count)
+    running = {name: stats.running + stats.encoder_running for name, stats in engines.items()}
+    waiting = {name: stats.waiting + stats.encoder_waiting for name, stats in engines.items()}
+    queries = {name: stats.prefix_queries_tokens for name, stats in engines.items()}
+    hits = {name: stats.prefix_hits_tokens for name, stats in engines.items()}
+    replayed = {name: stats.replayed_requests for name, stats in engines.items()}
+    restarts = {name: stats.restarts for name, stats in engines.items()}
+    return [
+        pages,
+        _gauges("host_running", "Requests in the host's batches.", "host", running),
+        _gauges("host_waiting", "Requests in the host's queues.", "host", waiting),
+        _counters("host_prefix_cache_queries", "Prompt tokens looked up in the host's cache.", "host", queries),
+        _counters("host_prefix_cache_hits", "Prompt tokens found in the host's cache.", "host", hits),
+        _counters("host_replayed_requests", "Requests that the host continued after another engine.", "host", replayed),
+        _counters("host_engine_restarts", "Engine processes started again, and new connections.", "host", restarts),
+    ]
+
+
 def _waiting(stats: EngineStats) -> dict[str, int]:
     """Return every known reason, so that a series does not vanish with its last request."""
     counts = dict.fromkeys((*WAITING_REASONS, OTHER), 0)
@@ -123,15 +177,15 @@ def _counter(name: str, text: str, value: int) -> Metric:
     return CounterMetricFamily(f"quire_{name}", text, value)
 
 
-def _gauges(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+def _gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     return _labelled(GaugeMetricFamily(f"quire_{name}", text, labels=[label]), values)
 
 
-def _counters(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     return _labelled(CounterMetricFamily(f"quire_{name}", text, labels=[label]), values)
 
 
-def _labelled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, int]) -> Metric:
+def _labelled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:
     for value, count in values.items():
         family.add_metric([value], count)
     return family

@@ -73,7 +73,7 @@ class OperatorServer:
         self._metrics_cache = SharedResult(lambda: render_metrics(registry), METRICS_MAX_AGE_S)
         self._status_cache = SharedResult(self._render_status, STATUS_MAX_AGE_S)
         self._answers = {
-            "/metrics": self._metrics,
+            "/metrics": self.metrics,
             "/healthz": self._healthz,
             "/readyz": self._readyz,
             "/status.json": self._status_json,
@@ -95,7 +95,8 @@ class OperatorServer:
 
     # Answers
 
-    async def _metrics(self) -> Answer:
+    async def metrics(self) -> Answer:
+        """Answer with what Prometheus reads."""
         return Answer(await self._metrics_cache.get(), CONTENT_TYPE_LATEST)
 
     async def _healthz(self) -> Answer:

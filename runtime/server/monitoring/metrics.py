@@ -18,7 +18,7 @@ from ...common.errors import QuireError
 from ...common.types import FinishReason, Usage
 from ...engine.facade import EmbedStats, EngineStats, RequestStats, StepStats
 from ..acceptor import RefusalCause
-from .collector import ClientLoad, MetricsCollector, Mirror
+from .collector import ClientLoad, HostStatuses, MetricsCollector, Mirror
 from .history import FINE_BOUNDS_S
 from .instruments import Counter, Histogram, LabelledCounter, TenantCounter
 
@@ -76,9 +76,10 @@ class PrometheusObserver:
         stats: Callable[[], EngineStats],
         clients: Callable[[], ClientLoad] | None = None,
         mirror: Mirror | None = None,
+        hosts: HostStatuses | None = None,
     ) -> None:
-        """Read gauges from `stats` and `clients` at each scrape; `mirror` renames all metrics once more."""
-        self._collector.watch(stats, clients, mirror)
+        """Read gauges from `stats`, `clients` and `hosts` at each scrape; `mirror` renames all metrics once more."""
+        self._collector.watch(stats, clients, mirror, hosts)
 
     # EngineObserver
 

@@ -189,6 +189,31 @@ function drawEngine({ info, engine, batch_size }) {
   counts($("engine"), pairs.length ? pairs : [["the engine does not answer", ""]]);
 }
 
+function drawFleet({ fleet }) {
+  $("fleet").hidden = !fleet;
+  if (!fleet) return;
+  const load = ({ engine }) => (engine ? engine.running + engine.waiting : 0);
+  const most = Math.max(1, ...fleet.hosts.map(load));
+  const states = Object.entries(fleet.num_hosts).map(([state, hosts]) => `${count(hosts)} ${state}`);
+  $("hosts-note").textContent = [...states, `${count(fleet.moved_requests)} requests moved`].join(", ");
+  const classes = Object.entries(fleet.bits).filter(([bits]) => bits).map(([bits, hosts]) => `${bits} (${count(hosts)})`);
+  $("bits-note").textContent = classes.length ? `Bits ids: ${classes.join(", ")}.` : "";
+  rows($("hosts"), 10, fleet.hosts.map((host) => {
+    const { engine } = host;
+    const line = element("div", "bar-line", bar(engine ? [["decode", engine.running / most], ["queue", engine.waiting / most]] : []));
+    line.append(element("small", "", engine ? `${count(engine.running)} + ${count(engine.waiting)}` : "–"));
+    const state = cell(host.state === "up" ? "" : "bad-word", host.state);
+    state.title = host.problem ?? "";
+    const asked = engine?.prefix_queries_tokens;
+    return element("tr", "", cell("", host.address), state, cell("grow", line), cell("right wide", count(host.requests)),
+      cell("right wide", duration(engine ? host.predicted_wait_s : null)),
+      cell("right", engine?.pages_total ? percent(engine.pages_owned / engine.pages_total) : "–"),
+      cell("right", asked ? percent(engine.prefix_hits_tokens / asked) : "–"),
+      cell("right wide", count(host.moved_requests)), cell("right wide", count(engine?.replayed_requests)),
+      cell("wide", host.bits.slice(0, 8) || "–"));
+  }), "there is no engine host");
+}
+
 const tenantCell = (tenant) => {
   const made = cell(tenant ? "name" : "name empty", tenant || "–");
   made.title = tenant;
@@ -227,7 +252,7 @@ function drawRecent({ recent }) {
   }), "none yet");
 }
 
-const PARTS = [drawHead, drawTiles, drawLatencies, drawPool, drawOutcomes, drawEngine, drawRequests, drawRecent];
+const PARTS = [drawHead, drawTiles, drawLatencies, drawPool, drawOutcomes, drawEngine, drawFleet, drawRequests, drawRecent];
 
 async function update() {
   try {

@@ -1,12 +1,13 @@
 """`Status`: everything the status page shows, as one frozen struct, `/status.json`.
 
-Its size is bounded: at most `MAX_LIVE` live requests, `NUM_RECENT` ended ones and `TICKS` seconds, and clients' strings
-are cut. It counts nothing itself. Must not import HTTP.
+Its size is bounded: at most `MAX_LIVE` live requests, `NUM_RECENT` ended ones, `MAX_HOSTS` engine hosts and `TICKS`
+seconds, and clients' strings are cut. It counts nothing itself. Must not import HTTP.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
@@ -14,12 +15,14 @@ import msgspec
 from msgspec import structs
 
 from ...common.errors import QuireError
-from ...engine.facade import EngineFacade, EngineInfo, EngineStats
+from ...engine.facade import EngineFacade, EngineInfo, EngineStats, HostStatus
 from .history import History, Quantiles, Tick
 from .metrics import Ended, PrometheusObserver
 
 MAX_LIVE = 200
+MAX_HOSTS = 200
 MAX_NAME_CHARACTERS = 80
+MAX_PROBLEM_CHARACTERS = 300  # of a host
 
 T = TypeVar("T")
 
@@ -75,6 +78,15 @@ class Outcomes(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: dict[str, int]
 
 
+class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine hosts of an API server. Sums are over all of them."""
+
+    num_hosts: dict[str, int]  # by state, without zeros
+    bits: dict[str, int]  # hosts by bits id; those of "" have never been connected to
+    moved_requests: int
+    hosts: list[HostStatus]  # those that take no requests first, then the busiest
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one server at one moment."""
 
@@ -84,6 +96,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None  # why requests should go elsewhere now, as in /readyz
     info: EngineInfo | None
     engine: EngineStats | None  # None: it does not answer
+    fleet: FleetStatus | None  # None: the engine computes on this machine
     connections: int
     batch_size: float | None  # mean of the steps in the last minutes
     requests: list[RequestStatus]  # the oldest, oldest first
@@ -131,6 +144,7 @@ class StatusCollector:
             problem=self._problem(),
             info=_answer(lambda: self._engine.info),
             engine=_answer(self._engine.stats),
+            fleet=_fleet(self._engine.host_statuses()),
             connections=self._num_connections(),
             batch_size=self._batch_size.mean(),
             requests=[structs.replace(each, tenant=_cut(each.tenant)) for each in self._live_requests(MAX_LIVE)],
@@ -148,6 +162,25 @@ class StatusCollector:
             rejected=_happened(observer.rejections.counts),
             cancelled=_happened(observer.cancelled.counts),
         )
+
+
+def _fleet(hosts: Sequence[HostStatus] | None) -> FleetStatus | None:
+    if hosts is None:
+        return None
+
+    def attention(host: HostStatus) -> tuple[bool, int]:
+        return host.state == "up", -max(host.requests, 0 if host.engine is None else host.engine.running)
+
+    return FleetStatus(
+        num_hosts=dict(Counter(host.state for host in hosts)),
+        bits=dict(Counter(host.bits for host in hosts)),
+        moved_requests=sum(host.moved_requests for host in hosts),
+        hosts=[_shown(host) for host in sorted(hosts, key=attention)[:MAX_HOSTS]],
+    )
+
+
+def _shown(host: HostStatus) -> HostStatus:
+    return structs.replace(host, problem=None if host.problem is None else _cut(host.problem, MAX_PROBLEM_CHARACTERS))
 
 
 def _answer(ask: Callable[[], T]) -> T | None:
@@ -181,5 +214,5 @@ def _ended(ended: Ended, now_s: float) -> EndedRequest:
     )
 
 
-def _cut(name: str) -> str:
-    return name if len(name) <= MAX_NAME_CHARACTERS else f"{name[:MAX_NAME_CHARACTERS]}…"
+def _cut(text: str, max_characters: int = MAX_NAME_CHARACTERS) -> str:
+    return text if len(text) <= max_characters else f"{text[:max_characters]}…"

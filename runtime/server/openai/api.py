@@ -19,7 +19,7 @@ from structlog.contextvars import bound_contextvars
 from ...common.errors import QuireError, Unavailable
 from ...common.prompts import shown
 from ...engine.fair_executor import FairExecutor
-from ..monitoring import Readiness
+from ..monitoring import OperatorServer, Readiness
 from ..pages import PAGE_HEADERS, PageFile, read_page
 from ..request_handler import AppContext
 from ..request_log import quire_error
@@ -71,7 +71,10 @@ class Route(NamedTuple):
 class Api:
     """Answers the requests of every HTTP connection of one server."""
 
-    def __init__(self, context: AppContext, readiness: Readiness, model: str) -> None:
+    def __init__(
+        self, context: AppContext, readiness: Readiness, model: str, operators: OperatorServer | None = None
+    ) -> None:
+        """Answer /metrics, too, if `operators` are given."""
         self._context = context
         self._readiness = readiness
         self._model = model
@@ -90,6 +93,8 @@ class Api:
         }
         for path, (read_call, known) in EMBEDDING_CALLS.items():
             self._routes[path] = {"POST": Route(partial(self._embed, read_call, known), takes_body=True)}
+        if operators is not None:
+            self._routes["/metrics"] = {"GET": Route(partial(_send_metrics, operators), needs_key=False)}
         page = read_page(files(__package__) / "page", *PAGE)
         self._page = {path: {"GET": Route(partial(_send_file, file), needs_key=False)} for path, file in page.items()}
 
@@ -340,6 +345,11 @@ def _check_body_headers(headers: Mapping[str, bytes]) -> None:
 
 async def _send_file(file: PageFile, exchange: Exchange) -> None:
     exchange.respond(HTTPAnswer(200, file.content, file.media_type, PAGE_HEADERS))
+
+
+async def _send_metrics(operators: OperatorServer, exchange: Exchange) -> None:
+    answer = await operators.metrics()
+    exchange.respond(HTTPAnswer(answer.status_code, answer.content, answer.media_type))
 
 
 def _json(value: Any) -> HTTPAnswer:

@@ -231,6 +231,82 @@ async def test_a_request_that_ends_the_engines_of_three_hosts_fails(hosts: FakeH
         assert listener.ends() == {1: "Unavailable"}
 
 
+async def test_a_request_does_not_return_to_a_host_whose_engines_are_gone(
+    hosts: FakeHosts, listener: FakeListener
+) -> None:
+    async with connected(listener, "ab") as cluster:
+        first = await added(cluster, hosts, 1)
+        (second,) = set("ab") - {first}
+        hosts[first].fail(1, "Unavailable")
+        assert 1 in hosts[second].sent_ids()
+        hosts[second].fail(1, "Unavailable")
+        assert listener.ends() == {1: "Unavailable"}
+        with pytest.raises(NotAccepting, match="cannot be restarted"):
+            await cluster.add(new_requests(2))
+        hosts[first].tell_stats(running=0)  # its engines compute again
+        assert await added(cluster, hosts, 3) == first
+
+
+async def test_what_waits_for_a_lost_host_goes_on_where_engines_compute_again(
+    hosts: FakeHosts, listener: FakeListener
+) -> None:
+    async with connected(listener, "ab") as cluster:
+        first = await added(cluster, hosts, 1)
+        (second,) = set("ab") - {first}
+        await cluster.hosts[f"{second}:1"].add(new_requests(2))
+        hosts[first].fail(1, "Unavailable")
+        hosts.errors[f"{second}:1"] = Unavailable("gone")
+        hosts[first].fail(1, "Unavailable")  # it is no longer there: ignored
+        hosts[second].exit(0)
+        await asyncio.sleep(1)
+        assert listener.ends() == {}
+        hosts[first].tell_stats(running=0)
+        assert sorted(hosts[first].sent_ids()) == [1, 1, 2]
+
+
+async def test_operators_see_every_host(hosts: FakeHosts, listener: FakeListener) -> None:
+    async with connected(listener, "ab") as cluster:
+        first = await added(cluster, hosts, 1)
+        (second,) = set("ab") - {first}
+        hosts[second].tell_stats(running=3, pages_total=50, pages_owned=20)
+        by_name = {status.address[0]: status for status in cluster.host_statuses()}
+        assert {status.state for status in by_name.values()} == {"up"}
+        assert (by_name[first].requests, by_name[first].engine) == (1, None)
+        assert (by_name[second].requests, by_name[second].isa) == (0, "fake")
+        assert by_name[second].engine is not None
+        assert (by_name[second].engine.running, by_name[second].engine.pages_owned) == (3, 20)
+        hosts.errors[f"{first}:1"] = Unavailable("no answer")
+        hosts[first].exit(0)
+        await until(lambda: cluster.hosts[f"{first}:1"].problem is not None)
+        (lost,) = [status for status in cluster.host_statuses() if status.address[0] == first]
+        assert (lost.state, lost.problem, lost.requests, lost.moved_requests) == ("down", "no answer", 0, 1)
+
+
+async def test_the_state_of_a_host_says_why_it_gets_nothing(cluster: Cluster, hosts: FakeHosts) -> None:
+    def state(name: str) -> str:
+        return cluster.hosts[f"{name}:1"].status().state
+
+    name = await added(cluster, hosts, 1)
+    hosts[name].fail(1, "Unavailable")
+    assert state(name) == "failing"
+    hosts[name].tell_stats()
+    assert state(name) == "up"
+    hosts[name].leave()
+    assert state(name) == "leaving"
+    cluster.hosts[f"{name}:1"].is_retired = True
+    assert state(name) == "removed"
+    (other, _) = set("abc") - {name}
+    assert cluster.hosts[f"{other}:1"].status().moved_requests == 0
+    assert cluster.hosts[f"{name}:1"].status().moved_requests == 1
+
+
+async def test_a_host_that_was_never_reached_is_down(hosts: FakeHosts, listener: FakeListener) -> None:
+    hosts.errors["b:1"] = Unavailable("no answer")
+    async with connected(listener, "ab") as cluster:
+        (status,) = [each for each in cluster.host_statuses() if each.address == "b:1"]
+    assert (status.state, status.problem, status.bits, status.engine) == ("down", "no answer", "", None)
+
+
 async def test_draining_waits_for_requests_that_move_meanwhile(
     cluster: Cluster, hosts: FakeHosts, listener: FakeListener
 ) -> None:

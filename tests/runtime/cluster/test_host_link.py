@@ -20,6 +20,7 @@ class FakeTransport:
     def __init__(self) -> None:
         self.num_unsent = 0
         self.is_aborted = False
+        self.is_reading = True
 
     def is_closing(self) -> bool:
         return self.is_aborted
@@ -32,6 +33,12 @@ class FakeTransport:
 
     def abort(self) -> None:
         self.is_aborted = True
+
+    def set_protocol(self, protocol: asyncio.Protocol) -> None:
+        """Take the bytes of a test."""
+
+    def pause_reading(self) -> None:
+        self.is_reading = False
 
 
 def link_to(transport: Any, received: bytes = b"") -> HostLink:
@@ -49,6 +56,39 @@ async def test_a_peer_that_does_not_read_loses_the_link(monkeypatch: pytest.Monk
         link.send(Heartbeat())
     assert transport.is_aborted
     assert transport.num_unsent < 200
+
+
+async def test_bytes_after_the_greeting_and_later_ones_are_messages() -> None:
+    received: list[object] = []
+    first, second = (with_prefix(msgspec.msgpack.encode(Heartbeat())) for _ in range(2))
+    link = link_to(FakeTransport(), first + second[:3])
+    receiving = asyncio.create_task(link.receive_all(received.append))
+    await asyncio.sleep(0)
+    link.data_received(second[3:] + second)
+    link.connection_lost(None)
+    await receiving
+    assert received == [Heartbeat()] * 3
+
+
+async def test_a_link_that_has_ended_receives_nothing() -> None:
+    link = link_to(FakeTransport())
+    await link.receive_all(lambda message: None)
+
+
+async def test_nothing_is_received_after_a_message_that_fails() -> None:
+    received: list[object] = []
+
+    def receive(message: object) -> None:
+        received.append(message)
+        raise ZeroDivisionError
+
+    heartbeat = with_prefix(msgspec.msgpack.encode(Heartbeat()))
+    link = link_to(FakeTransport(), heartbeat * 2)
+    with pytest.raises(ZeroDivisionError):
+        await link.receive_all(receive)
+    link.data_received(heartbeat)
+    assert len(received) == 1
+    assert not link._transport.is_reading  # type: ignore[attr-defined]
 
 
 async def test_a_deeply_nested_message_is_an_error_of_the_peer() -> None:

@@ -73,6 +73,9 @@ class FakeCore:
     def stats(self) -> EngineStats:
         raise NotImplementedError
 
+    def host_statuses(self) -> None:
+        return None
+
     async def drain(self) -> None:
         self.accepting = False
 

@@ -158,6 +158,9 @@ class FakeEngine:
             raise InvalidRequest("the text is empty")
         return tuple(text.encode())
 
+    def host_statuses(self) -> None:
+        return None
+
     def stats(self) -> EngineStats:
         return EngineStats(
             step=0,

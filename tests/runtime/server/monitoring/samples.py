@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.runtime.engine.facade import EngineInfo, EngineStats
+from quire.runtime.engine.facade import EngineInfo, EngineStats, HostStatus
 
 STATS = EngineStats(
     step=7,
@@ -28,3 +28,27 @@ INFO = EngineInfo(
     has_tokenizer=True,
     has_chat_template=False,
 )
+HOSTS = [
+    HostStatus(
+        address="a:7072",
+        state="up",
+        problem=None,
+        bits="f00d",
+        isa="avx2",
+        requests=3,
+        moved_requests=2,
+        predicted_wait_s=0.5,
+        engine=STATS,
+    ),
+    HostStatus(
+        address="b:7072",
+        state="down",
+        problem="engine host b:7072 cannot be reached: no answer",
+        bits="",
+        isa="",
+        requests=1,
+        moved_requests=4,
+        predicted_wait_s=0.0,
+        engine=None,
+    ),
+]

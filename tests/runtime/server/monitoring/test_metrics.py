@@ -142,6 +142,37 @@ def test_the_engine_is_read_when_scraped(observer: PrometheusObserver) -> None:
     assert samples['quire_client_memory_bytes{purpose="unsent_output"}'] == 80
 
 
+def test_hosts_have_series_of_their_own_and_one_that_is_down_those_of_this_server() -> None:
+    observer = PrometheusObserver()
+    observer.watch(lambda: STATS, hosts=lambda: samples.HOSTS)
+    of_hosts = {name: value for name, value in exposed(observer).items() if name.startswith("quire_host_")}
+    assert of_hosts == {
+        'quire_host_info{bits="f00d",host="a:7072",isa="avx2"}': 1,
+        'quire_host_info{bits="",host="b:7072",isa=""}': 1,
+        'quire_host_up{host="a:7072"}': 1,
+        'quire_host_up{host="b:7072"}': 0,
+        'quire_host_requests{host="a:7072"}': 3,
+        'quire_host_requests{host="b:7072"}': 1,
+        'quire_host_moved_requests_total{host="a:7072"}': 2,
+        'quire_host_moved_requests_total{host="b:7072"}': 4,
+        'quire_host_predicted_wait_seconds{host="a:7072"}': 0.5,
+        'quire_host_running{host="a:7072"}': 2,
+        'quire_host_waiting{host="a:7072"}': 1,
+        'quire_host_kv_pages{host="a:7072",state="owned"}': 4,
+        'quire_host_kv_pages{host="a:7072",state="cached"}': 1,
+        'quire_host_kv_pages{host="a:7072",state="free"}': 5,
+        'quire_host_prefix_cache_queries_total{host="a:7072"}': 100,
+        'quire_host_prefix_cache_hits_total{host="a:7072"}': 30,
+        'quire_host_replayed_requests_total{host="a:7072"}': 0,
+        'quire_host_engine_restarts_total{host="a:7072"}': 0,
+    }
+
+
+def test_a_server_without_hosts_has_no_series_of_them(observer: PrometheusObserver) -> None:
+    observer.watch(lambda: STATS, hosts=lambda: None)
+    assert not any(name.startswith("quire_host_") for name in families(observer))
+
+
 def test_pages_by_state_add_up_to_all_pages(observer: PrometheusObserver) -> None:
     samples = exposed(observer)
     assert sum(value for name, value in samples.items() if name.startswith("quire_kv_pages{")) == STATS.pages_total

@@ -17,18 +17,23 @@ import msgspec
 import pytest
 from quire.runtime.common.errors import Quarantined, Unavailable
 from quire.runtime.common.types import Usage
-from quire.runtime.engine.facade import EngineInfo, EngineStats, RequestStats, StepStats
+from quire.runtime.engine.facade import EngineInfo, EngineStats, HostStatus, RequestStats, StepStats
 from quire.runtime.server.listen import listen_tcp
 from quire.runtime.server.monitoring.http import OperatorServer
 from quire.runtime.server.monitoring.metrics import NUM_RECENT, PrometheusObserver
 from quire.runtime.server.monitoring.readiness import Readiness
 from quire.runtime.server.monitoring.status import (
+    MAX_HOSTS,
     MAX_LIVE,
     MAX_NAME_CHARACTERS,
+    MAX_PROBLEM_CHARACTERS,
+    FleetStatus,
     RequestStatus,
     Status,
     StatusCollector,
 )
+
+from .samples import HOSTS
 
 HOSTILE = '<img src=x onerror="alert(1)">&lt;</td><script>alert(2)</script>'
 
@@ -104,11 +109,15 @@ LIVE = RequestStatus(
 @dataclass
 class FakeEngine:
     answers: bool = True
+    hosts: list[HostStatus] | None = None
 
     def stats(self) -> EngineStats:
         if not self.answers:
             raise Unavailable("gone")
         return STATS
+
+    def host_statuses(self) -> list[HostStatus] | None:
+        return self.hosts
 
     @property
     def info(self) -> EngineInfo:
@@ -213,6 +222,28 @@ def test_the_status_has_a_bounded_size() -> None:
     status = page.collector.collect()
     assert (len(status.requests), len(status.recent)) == (MAX_LIVE, NUM_RECENT)
     assert {len(each.tenant) for each in (*status.requests, *status.recent)} == {MAX_NAME_CHARACTERS + 1}
+
+
+def test_the_fleet_has_its_hosts_by_state_and_bits() -> None:
+    page = Page()
+    assert page.collector.collect().fleet is None
+    page.engine.hosts = HOSTS
+    up, down = HOSTS
+    assert page.collector.collect().fleet == FleetStatus(
+        num_hosts={"up": 1, "down": 1}, bits={"f00d": 1, "": 1}, moved_requests=6, hosts=[down, up]
+    )
+
+
+def test_of_a_large_fleet_the_hosts_that_need_attention_are_shown() -> None:
+    page, (up, down) = Page(), HOSTS
+    busy = msgspec.structs.replace(up, address="busy", requests=9)
+    broken = msgspec.structs.replace(down, problem="x" * 10_000)
+    page.engine.hosts = [up] * 1000 + [busy, broken]
+    fleet = page.collector.collect().fleet
+    assert fleet is not None
+    assert fleet.num_hosts == {"up": 1001, "down": 1}
+    assert [host.address for host in fleet.hosts] == ["b:7072", "busy"] + ["a:7072"] * (MAX_HOSTS - 2)
+    assert len(fleet.hosts[0].problem or "") == MAX_PROBLEM_CHARACTERS + 1
 
 
 async def test_the_json_is_the_struct(get: Get) -> None:
@@ -331,8 +362,12 @@ async def rendered(address: str, profile: Path) -> tuple[Texts, str]:
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium on PATH")
 async def test_a_browser_draws_the_numbers_of_the_json(page: Page, tmp_path: Path) -> None:
+    page.engine.hosts = [msgspec.structs.replace(each, problem=HOSTILE) for each in HOSTS]
     shown, console = await rendered(page.address, tmp_path)
     assert console == ""
+    fleet = shown.cells[shown.cells.index("b:7072") :][:20]
+    assert fleet[:4] == ["b:7072", "down", "–", "1"]
+    assert fleet[10:] == ["a:7072", "up", "2 + 1", "3", "500 ms", "40 %", "30 %", "2", "0", "f00d"]
     assert "img" not in shown.tags
     assert shown.tags.count("script") == 1
     tick = page.collector.history.ticks[-1]
@@ -347,6 +382,8 @@ async def test_a_browser_draws_the_numbers_of_the_json(page: Page, tmp_path: Pat
         "usage-note": "22,400 tokens",
         "pool-note": "2,000 pages of 32 tokens, 5 per square",
         "pages-legend": "owned 700pinned 50cached 350reserved 100free 800",
+        "hosts-note": "1 up, 1 down, 6 requests moved",
+        "bits-note": "Bits ids: f00d (1).",
         "cache-note": "Prompt tokens found in the prefix cache: 25 %.",
     }
     assert {name: shown.by_id[name] for name in expected} == expected
