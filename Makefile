@@ -52,6 +52,7 @@ fuzz-grammars: $(BIN)/quire
 
 check-structured: $(BIN)/quire
 	$(INSTALL) '.[bench]' --quiet
+	$(BIN)/python -m tests.fuzz.parser_divisions
 	$(BIN)/python tests/fuzz/structured_generations.py $(GENERATIONS)
 
 kill-hosts: $(BIN)/quire

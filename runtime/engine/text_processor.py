@@ -13,7 +13,7 @@ from ..common.config import ToolCallParser
 from ..common.errors import CorruptCheckpoint, GenerationFailed, UnsupportedModel
 from ..common.types import SamplingParams
 from .text import ChatTemplate, IncrementalDetokenizer, Markup, Token, Tokenizer, has_tokenizer
-from .text.markup import find_markup
+from .text.model_markup import find_markup
 from .text.tokenizer import read_json, text_folder
 
 # Sampling parameters that a model's generation_config.json may recommend.
@@ -38,7 +38,8 @@ class TextProcessor:
         self.default_sampling = dict(default_sampling or {})  # what generation_config.json recommends
         self.markup = Markup()  # how the model writes reasoning and tool calls
         if tokenizer is not None and chat_template is not None:
-            self.markup = find_markup(tool_call_parser, chat_template.source, tokenizer.special_tokens)
+            tokens, config = tokenizer.special_tokens, chat_template.tokenizer_config
+            self.markup = find_markup(tool_call_parser, chat_template.source, tokens, config)
 
     @classmethod
     def load(cls, path: Path, tool_call_parser: ToolCallParser = "auto") -> TextProcessor:

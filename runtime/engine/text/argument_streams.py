@@ -199,9 +199,8 @@ def _simple_types(schema: Any) -> frozenset[str] | None:
     if not keys:
         return SIMPLE | {"object", "array"}
     if keys == {"type"}:
-        given = schema["type"]
-        types = frozenset([given] if isinstance(given, str) else given)
-        return types if types <= SIMPLE else None
+        given = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        return frozenset(given) if all(isinstance(each, str) and each in SIMPLE for each in given) else None
     for name in ("anyOf", "oneOf"):
         if keys == {name} and isinstance(schema[name], list):
             found = [_simple_types(each) for each in schema[name]]

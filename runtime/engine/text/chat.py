@@ -50,9 +50,15 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, variables: Mapping[str, Any] | None = None, *, tool_source: str | None = None
+        self,
+        source: str,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        tool_source: str | None = None,
+        tokenizer_config: Mapping[str, Any] | None = None,
     ) -> None:
         self.source = source + (tool_source or "")
+        self.tokenizer_config = tokenizer_config or {}  # of the folder; empty for a GGUF file
         self._variables = {"tools": None, "add_generation_prompt": True, **(variables or {})}
         self._sandbox = _sandbox()
         self._template = self._compiled(source)
@@ -75,6 +81,7 @@ class ChatTemplate:
 
         Raises UnsupportedModel if there is no template.
         """
+        config: dict[str, Any] = {}
         metadata = file_vocabulary(Path(path))
         if metadata is not None:
             source, tool_source, special_tokens = read_chat_templates(metadata)
@@ -87,7 +94,7 @@ class ChatTemplate:
             special_tokens = _special_tokens(config)
         if source is None:
             raise UnsupportedModel(f"{path} has no chat template; send a plain prompt instead of messages")
-        return cls(source, special_tokens, tool_source=tool_source)
+        return cls(source, special_tokens, tool_source=tool_source, tokenizer_config=config)
 
     def render(
         self,

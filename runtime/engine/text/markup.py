@@ -129,40 +129,6 @@ FAMILIES: dict[str, Markup] = {
     "openai": Markup(channels=True),
 }
 
-# What a chat template or a vocabulary of the family contains; the first family with all of it is the model's.
-_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("openai", ("<|channel|>", "<|message|>")),
-    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
-    ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
-    ("qwen3_coder", ("<tool_call>", "<function=")),
-    ("hermes", ("<tool_call>",)),
-    ("phi4_mini_json", ("<|tool_call|>",)),
-    ("phi4_mini_json", ("<|tool|>",)),
-    ("mistral", ("[TOOL_CALLS]", "[ARGS]")),
-    ("mistral_list", ("[TOOL_CALLS]",)),
-    ("llama3_json", ("<|start_header_id|>", '"parameters":')),
-    ("llama3_json", ("<|python_tag|>",)),
-)
-
-
-def find_markup(name: str, template: str, tokens: Mapping[str, int]) -> Markup:
-    """Return the markup of the family `name`; `auto`: of the model with this chat template and these special tokens.
-
-    Reasoning is always found by the template. `none` has no tool calls.
-    """
-    return _family(name, template, tokens).with_special(tokens)
-
-
-def _family(name: str, template: str, tokens: Collection[str]) -> Markup:
-    if name == "auto":
-        name = next((each for each, signs in _SIGNS if all(sign in template for sign in signs)), "none")
-    family = FAMILIES.get(name, Markup())
-    if family.channels:
-        return family
-    found = [each for each in (THINK, BRACKETS) if each.close in template or each.close in tokens]
-    return replace(family, reasoning=found[0] if found else None)
-
-
 Part = TypeVar("Part", Reasoning | None, CallSyntax | None)
 
 

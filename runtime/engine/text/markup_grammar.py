@@ -93,12 +93,12 @@ class MarkupGrammar:
     def _parameters(self, schema: Any) -> str:
         """Return the rule of Qwen3-Coder's parameters, in the schema's order."""
         properties = schema.get("properties") if isinstance(schema, dict) else None
-        required = schema.get("required", ()) if isinstance(schema, dict) else ()
+        required = schema.get("required") if isinstance(schema, dict) else None
         rules = []
         for key in properties if isinstance(properties, dict) else ():
             value = self._parameter(schema, key)
             rule = self._rule(f"ws? {_quoted(f'<parameter={key}>')} {value}")
-            rules.append(rule if key in required else f"{rule}?")
+            rules.append(rule if isinstance(required, list) and key in required else f"{rule}?")
         return " ".join(rules)
 
     def _parameter(self, schema: dict[str, Any], key: str) -> str:

@@ -151,6 +151,7 @@ class MarkupParser:
 
     def _name(self) -> Callable[[], Any] | None:
         """Take a tool's name, which ends where a character follows that no name has."""
+        self._buffer = self._buffer.lstrip(SPACE)  # of the literal's end: more than came with it
         match = _NAME.match(self._buffer)
         assert match is not None, "it matches the empty text"
         name = match.group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +59,13 @@ TOOLS: tuple[dict[str, Any], ...] = tuple(
     }
     for name, properties in (("weather", CITY), ("time", {}), ("weather_now", CITY))
 )
-MARKUPS = [
+# As a response_template may describe them.
+DESCRIBED = (
+    CallSyntax(' { "tool" : "', '" , "args" : ', " }", begin="<|tool_call|> [", separator=" ,", end=" ] </tool_call>"),
+    CallSyntax("[TOOL_CALLS] ", "[ARGS] ", " </tool_call>"),
+)
+MARKUPS = [Markup(calls=calls).with_special(IDS) for calls in DESCRIBED]
+MARKUPS += [
     replace(family, reasoning=None if family.channels else reasoning).with_special(special)
     for family in FAMILIES.values()
     for reasoning in (None, THINK, BRACKETS)
@@ -155,6 +162,27 @@ def test_parameters_may_refer_to_definitions_of_their_tool() -> None:
         matcher = LLMatcher(TABLES, grammar_of(structure), log_level=0)
         ids = VOCABULARY(f'<tool_call>\n<function=f>\n<parameter=cities>\n["{city}"]')
         assert (matcher.try_consume_tokens(ids) == len(ids)) is is_allowed
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "hermes", "openai"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"type": 5}}},
+        {"properties": {"a": {"type": [{}]}}},
+        {"properties": {"a": {"type": "object", "properties": 5}}},
+        {"properties": {"a": {"enum": 5}}},
+        {"properties": {"a": {}}, "required": 5},
+        {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": 5},
+        {"properties": 5},
+    ],
+)
+def test_a_schema_of_wrong_types_is_no_internal_error(family: str, parameters: Any) -> None:
+    for is_strict in (True, False):
+        function = {"name": "f", "parameters": parameters, "strict": is_strict}
+        calls = ToolCalls(FAMILIES[family], ({"type": "function", "function": function},), ToolChoice())
+        with suppress(InvalidRequest) if is_strict else nullcontext():
+            assert calls.structure("prompt", None) is not None
 
 
 def test_without_markup_nothing_is_constrained_or_parsed() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from quire.runtime.engine.text.markup import BRACKETS, CHANNEL_TOKENS, FAMILIES, MARK, THINK, Markup, find_markup
+from quire.runtime.engine.text.markup import BRACKETS, CHANNEL_TOKENS, FAMILIES, MARK, THINK, CallSyntax, Markup
 from quire.runtime.engine.text.markup_parser import ChannelParser, Delta, MarkupParser, OutputParser
 
 Read = list[tuple[str, str]]
@@ -118,6 +118,13 @@ SAMPLES: list[tuple[Markup, str, Read]] = [
         [("reasoning", "So."), ("content", "It is late.")],
     ),
 ]
+SAMPLES.append(
+    (
+        Markup(calls=CallSyntax("<call> ", " args: ", " </call>")),
+        f"I ask. <call> \n weather\nargs: {CALL}\n</call> <call>\r\ntime args:{{}}</call>",
+        [("content", "I ask."), ("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
+    )
+)
 SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>", *CHANNEL_TOKENS)
 MARKERS = (
     MARK,
@@ -168,6 +175,12 @@ BOTH = [
     *SAMPLES,
     *((*marked(markup, text), expected) for markup, text, expected in SAMPLES if marked(markup, "")[0].tokens),
 ]
+
+
+def test_every_family_has_a_sample() -> None:
+    sampled = [(markup.calls, markup.channels) for markup, _, _ in SAMPLES]
+    assert all((family.calls, family.channels) in sampled for family in FAMILIES.values())
+    assert {markup.reasoning for markup, _, _ in SAMPLES} >= {THINK, BRACKETS}
 
 
 @pytest.mark.parametrize(("markup", "text", "expected"), BOTH)
@@ -306,30 +319,3 @@ def test_a_value_may_be_on_the_line_of_its_parameter() -> None:
     for at in range(len(text)):
         found = read(parser(FAMILIES["qwen3_coder"], {"f": PARAMETERS}), [text[:at], text[at:]])
         assert found == [("call", "f"), ("arguments", '{"text": "a"}')]
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{{ '<tool_call>\\n' }}", "hermes"),
-        ("<tool_call><function=", "qwen3_coder"),
-        ('<|start_header_id|>{"name": function name, "parameters": …}', "llama3_json"),
-        ("[TOOL_CALLS]", "mistral_list"),
-        ("[TOOL_CALLS][ARGS]", "mistral"),
-        ("<|tool|>", "phi4_mini_json"),
-        ("'<｜tool▁calls▁begin｜>' '```json'", "deepseek_v3"),
-        ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
-        ("<|channel|><|message|>", "openai"),
-        ("plain", None),
-    ],
-)
-def test_the_chat_template_says_which_family_it_is(template: str, expected: str | None) -> None:
-    found = find_markup("auto", template, {})
-    assert found == (Markup() if expected is None else FAMILIES[expected])
-    thinks = find_markup("auto", template + "</think>", {})
-    assert thinks.reasoning == (None if found.channels else THINK)
-    assert find_markup("hermes", template, {"[/THINK]": 3}) == replace(
-        FAMILIES["hermes"],
-        reasoning=replace(BRACKETS, close=f"{MARK}[/THINK]"),
-        tokens={"[/THINK]": 3},
-    )
