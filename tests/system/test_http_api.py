@@ -318,7 +318,11 @@ async def test_a_wrong_field_of_a_chat_is_named(system: Any, fields: dict[str, A
         ({"include": "x"}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": 5}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": "{}"}}}, "text.format.schema"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]}, "tools"),
+        ({"tools": [5]}, "tools"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"n": 2}, "n"),
         ({"max_output_tokens": "x"}, "max_output_tokens"),
@@ -568,6 +572,20 @@ async def test_an_answer_beyond_the_limit_is_refused(serve: Serve) -> None:
     reply = await ask(system, COMPLETIONS, complete(max_tokens=100))
     assert reply.status == 400
     assert "stream it" in reply.error["message"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"store": True}])
+async def test_an_answer_that_other_answers_leave_no_room_for_may_be_tried_again(serve: Serve, fields: Any) -> None:
+    system = await serve(max_frame_bytes=65_536, max_unsent_bytes=65_540)
+    system.engine.text_bytes = 30_000
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, **fields}
+    unsent = system.server._context.unsent.of("")  # of the only tenant
+    unsent.add(60_000)
+    reply = await ask(system, CHAT, body)
+    assert (reply.status, reply.headers["x-should-retry"]) == (429, "true")
+    assert "beside other answers" in reply.error["message"]
+    unsent.add(-60_000)
+    assert (await ask(system, CHAT, body)).status == 200
 
 
 async def test_a_long_body_is_refused_before_it_is_read(serve: Serve) -> None:

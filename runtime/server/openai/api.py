@@ -35,7 +35,17 @@ from .embeddings import (
 )
 from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange
-from .fields import KNOWN, TOKENIZE, Call, Fields, chat_call, chat_prompt, check_model, completion_call
+from .fields import (
+    KNOWN,
+    TOKENIZE,
+    Call,
+    Fields,
+    chat_call,
+    chat_prompt,
+    check_model,
+    checked_messages,
+    completion_call,
+)
 from .formats import ChatFormat, CompletionFormat
 from .json_body import PARSED_AT_ONCE, parse_object
 from .responses import RESPONSE_KNOWN, ResponseFormat, response_call
@@ -218,7 +228,8 @@ class Api:
             fields = await self._fields(exchange)
             fields.check_supported(TOKENIZE)
             if "messages" in fields.values:
-                request = chat_prompt(fields, tenant.name)
+                messages = checked_messages(fields.values["messages"])
+                request = chat_prompt(fields.values, messages, tenant.name)
                 release = texts.reserve(request.text_bytes())
                 tokenizing = engine.tokenize_chat(request)
             else:

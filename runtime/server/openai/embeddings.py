@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from ...common.errors import InvalidRequest, Overloaded, QuireError
+from ...common.errors import QuireError
 from ...common.prompts import shown
 from ...engine.facade import EmbeddedTexts, EmbedRequest
 from ..live_embedding import LiveEmbedding
 from .errors import BadRequest, HTTPAnswer
-from .exchange import Exchange
+from .exchange import Exchange, HeldAnswer
 from .fields import HINTS, Fields
 
 PIECE_BYTES = 64  # of a held piece of an answer, besides its text
@@ -94,7 +94,7 @@ def score_call(fields: Fields, tenant: str) -> EmbeddingCall:
 
 async def answer_embedding(exchange: Exchange, live: LiveEmbedding, form: EmbeddingForm) -> QuireError | None:
     """Answer a submitted call, or return the error that ended it."""
-    held = _HeldAnswer(exchange)
+    held = HeldAnswer(exchange, "send fewer texts per request, or ask for base64")
     exchange.lives.append(live)
     try:
         async with contextlib.aclosing(live.chunks()) as chunks:
@@ -108,40 +108,6 @@ async def answer_embedding(exchange: Exchange, live: LiveEmbedding, form: Embedd
     finally:
         held.close()
         exchange.lives.clear()
-
-
-class _HeldAnswer:
-    """Counts what an answer holds as unsent output of the connection. Implements `send_buffer.WaitingStream`."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._num_bytes = 0
-        self._is_closed = False
-
-    def hold(self, num_bytes: int) -> None:
-        if not self._is_closed:
-            self._num_bytes += num_bytes
-            self._exchange.send_buffer.hold(self, num_bytes)
-
-    def close(self) -> None:
-        """Count nothing any more. Idempotent."""
-        self._is_closed = True
-        self._exchange.send_buffer.hold(self, -self._num_bytes)
-        self._num_bytes = 0
-
-    def send_soon(self) -> None:
-        """Ignore it: what is held is not sent before the end."""
-
-    def shed(self, error: QuireError) -> None:
-        """End the call: its answer is longer than the limit, or all answers together are."""
-        held, limit = self._num_bytes, self._exchange.send_buffer.max_bytes
-        self.close()
-        text = (
-            f"{held} bytes of this answer exceed what may wait to be sent (`max_outgoing_bytes`, `max_unsent_bytes`)"
-            f"{'' if held > limit else ' beside other answers; try again later'}; send fewer texts per request, or ask "
-            "for base64"
-        )
-        self._exchange.fail(InvalidRequest(text) if held > limit else Overloaded(text), "slow_reader")
 
 
 class _VectorForm:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import h11
 
-from ...common.errors import QuireError
+from ...common.errors import InvalidRequest, Overloaded, QuireError
 from ...common.logs import new_id
 from ..monitoring import CancelCause
 from ..send_buffer import SendBuffer
@@ -168,3 +168,41 @@ class Exchange:
             self._send_data(COMMENT)
         loop = asyncio.get_running_loop()
         self._keep_alive = loop.call_later(KEEP_ALIVE_S, lambda: self._watch_silence(self._num_events))
+
+
+class HeldAnswer:
+    """Counts what an answer holds as unsent output of the connection. Implements `send_buffer.WaitingStream`.
+
+    `advice` says how a client can ask for less.
+    """
+
+    def __init__(self, exchange: Exchange, advice: str) -> None:
+        self._exchange = exchange
+        self._advice = advice
+        self._held_bytes = 0
+        self._is_closed = False
+
+    def hold(self, num_bytes: int) -> None:
+        """Count more bytes. Does nothing once closed."""
+        if not self._is_closed:
+            self._held_bytes += num_bytes
+            self._exchange.send_buffer.hold(self, num_bytes)
+
+    def close(self) -> None:
+        """Count nothing any more. Idempotent."""
+        self._is_closed = True
+        self._exchange.send_buffer.hold(self, -self._held_bytes)
+        self._held_bytes = 0
+
+    def send_soon(self) -> None:
+        """Ignore it: what is held is not sent before the end."""
+
+    def shed(self, error: QuireError) -> None:
+        """End the call: its answer is longer than the limit, or all answers together are."""
+        held, limit = self._held_bytes, self._exchange.send_buffer.max_bytes
+        self.close()
+        text = (
+            f"{held} bytes of this answer exceed what may wait to be sent (`max_outgoing_bytes`, `max_unsent_bytes`)"
+            f"{'' if held > limit else ' beside other answers; try again later'}; {self._advice}"
+        )
+        self._exchange.fail(InvalidRequest(text) if held > limit else Overloaded(text), "slow_reader")

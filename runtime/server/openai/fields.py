@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
+
 from ...common.errors import InvalidRequest
 from ...common.prompts import chat_messages, shown
 from ...common.types import SamplingParams
@@ -178,15 +180,24 @@ def check_model(fields: Fields, models: Sequence[str]) -> None:
         )
 
 
-def chat_prompt(fields: Fields, tenant: str) -> GenerateRequest:
-    """Return the request of a chat whose prompt is wanted, and no answer. Raises InvalidRequest."""
+def chat_prompt(values: dict[str, Any], messages: tuple[dict[str, Any], ...], tenant: str) -> GenerateRequest:
+    """Return the request of a chat whose prompt is wanted, and no answer. Raises BadRequest.
+
+    `values` are the fields about tools and reasoning, in the form that they have in chats.
+    """
     return GenerateRequest(
         prompt=None,
-        messages=checked_messages(fields.values["messages"]),
-        tools=request_tools(fields.values),
-        template_variables=template_variables(fields.values),
+        messages=messages,
+        tools=request_tools(values),
+        template_variables=template_variables(values),
         tenant=tenant,
     )
+
+
+def with_answer(prompt: GenerateRequest, values: dict[str, Any], fields: Fields, **options: Any) -> GenerateRequest:
+    """Return a chat's request with `options`, whose answer may call tools as `values` say. Raises BadRequest."""
+    choice = tool_choice(values, prompt.tools)
+    return msgspec.structs.replace(prompt, tool_choice=choice, **options, **request_fields(fields))
 
 
 def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
@@ -205,17 +216,12 @@ def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
     name = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
     sampling["max_tokens"] = fields.take_between(name, 1, info.max_model_len, info.max_model_len)
-    tools = request_tools(values)
-    request = GenerateRequest(
-        prompt=None,
-        messages=messages,
-        tools=tools,
-        tool_choice=tool_choice(values, tools),
-        template_variables=template_variables(values),
+    request = with_answer(
+        chat_prompt(values, messages, tenant),
+        values,
+        fields,
         sampling_params=SamplingParams(**sampling),
-        tenant=tenant,
         fit_max_tokens=name not in values,
-        **request_fields(fields),
     )
     return Call(
         (request,),

@@ -9,7 +9,7 @@ import msgspec
 from ...common.errors import QuireError
 from ...common.prompts import shown
 from ...common.types import OutputChunk, SamplingParams, Usage
-from ...engine.facade import EngineInfo, GenerateRequest, NewParser
+from ...engine.facade import EngineInfo, NewParser
 from .choices import Choice
 from .errors import BadRequest
 from .fields import (
@@ -20,16 +20,16 @@ from .fields import (
     UNSUPPORTED,
     Call,
     Fields,
+    chat_prompt,
     checked_messages,
-    request_fields,
     sampling_fields,
     service_tier,
+    with_answer,
 )
 from .formats import Format
 from .logprobs import ChatLogprobs, Vocabulary, shown_in_delta
 from .response_items import OutputItems, chat_fields, input_messages
 from .tools import FIELDS as TOOLS
-from .tools import request_tools, template_variables, tool_choice
 
 FIELDS = COMMON - {"n", "max_tokens", "logprobs", "logit_bias", "response_format", "stream_options"} | HINTS
 FIELDS |= {"input", "instructions", "max_output_tokens", "text", "store", "background", "previous_response_id"}
@@ -70,17 +70,12 @@ def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     sampling["max_tokens"] = fields.take_between("max_output_tokens", 1, info.max_model_len, info.max_model_len)
     sampling["logprobs"] = _num_logprobs(fields)
     chat = chat_fields(fields.values)
-    tools = request_tools(chat)
-    request = GenerateRequest(
-        prompt=None,
-        messages=messages,
-        tools=tools,
-        tool_choice=tool_choice(chat, tools),
-        template_variables=template_variables(chat),
+    request = with_answer(
+        chat_prompt(chat, messages, tenant),
+        chat,
+        fields,
         sampling_params=SamplingParams(**sampling),
-        tenant=tenant,
         fit_max_tokens=not has_limit,
-        **request_fields(fields),
     )
     return Call(
         (request,),
@@ -131,6 +126,9 @@ def _use_text_format(fields: Fields) -> None:
         raise BadRequest(f"text.{other[0]} is not supported; leave it out", f"text.{other[0]}")
     match given:
         case {"type": "json_schema", "schema": schema}:
+            if not isinstance(schema, dict | bool):
+                name = "text.format.schema"
+                raise BadRequest(f"{name} must be a JSON schema, not {shown(schema)}", name)
             fields.values["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
         case {"type": "text" | "json_object" as kind}:
             fields.values["response_format"] = {"type": kind}

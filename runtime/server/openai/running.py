@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
-from ...common.errors import Cancelled, InvalidRequest, QuireError
+from ...common.errors import Cancelled, QuireError
 from ...common.types import OutputChunk, Usage
 from ...engine.facade import EngineFacade, Generation, NewParser
 from ..live_requests import LiveRequest, LiveRequests
 from ..request_log import quire_error
 from .errors import HTTPAnswer
-from .exchange import Exchange
+from .exchange import Exchange, HeldAnswer
 from .fields import Call
 from .formats import Format, total_usage
 from .prompt_logprobs import PromptPart
@@ -45,40 +45,12 @@ class CallOutput(Protocol):
         """Release what is held. Idempotent."""
 
 
-class HeldOutput:
-    """Counts what an answer holds as unsent output of the connection. Implements `send_buffer.WaitingStream`."""
+class HeldOutput(HeldAnswer):
+    """A call's output, parts of which are held until its end."""
 
     def __init__(self, exchange: Exchange, form: Format) -> None:
-        self._exchange = exchange
+        super().__init__(exchange, "stream it, or ask for less")
         self.form = form
-        self._held_bytes = 0
-        self._is_closed = False
-
-    def close(self) -> None:
-        """Count nothing any more."""
-        self._is_closed = True
-        self._exchange.send_buffer.hold(self, -self._held_bytes)
-        self._held_bytes = 0
-
-    def send_soon(self) -> None:
-        """Ignore it: what is held is not sent before the end."""
-
-    def shed(self, error: QuireError) -> None:
-        """End the call: its answer is longer than the limit."""
-        held = self._held_bytes
-        self.close()
-        self._exchange.fail(
-            InvalidRequest(
-                f"{held} bytes of this answer exceed what may wait to be sent (`max_outgoing_bytes`, "
-                "`max_unsent_bytes`); stream it, or ask for less"
-            ),
-            "slow_reader",
-        )
-
-    def _hold(self, num_bytes: int) -> None:
-        if not self._is_closed:
-            self._held_bytes += num_bytes
-            self._exchange.send_buffer.hold(self, num_bytes)
 
 
 class StreamedOutput(HeldOutput):
@@ -95,7 +67,7 @@ class StreamedOutput(HeldOutput):
         """Send the chunk."""
         self._exchange.send_events(self.form.events(index, chunk))
         if self.form.held_bytes != self._held_bytes:
-            self._hold(self.form.held_bytes - self._held_bytes)
+            self.hold(self.form.held_bytes - self._held_bytes)
 
     def end(self, usage: Usage) -> None:
         """Send the last events."""
@@ -115,7 +87,7 @@ class WholeOutput(HeldOutput):
     def take(self, index: int, chunk: OutputChunk) -> None:
         """Hold the chunk."""
         if not self._is_closed:
-            self._hold(self.form.choices[index].add(chunk))
+            self.hold(self.form.choices[index].add(chunk))
 
     def end(self, usage: Usage) -> None:
         """Send the answer."""
