@@ -19,6 +19,10 @@ dashboard: $(BIN)/quire
 test: $(BIN)/quire
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
+test-ray: $(BIN)/quire
+	$(INSTALL) '.[ray]' --quiet
+	$(BIN)/python -m pytest -m ray tests/ray
+
 docs: $(BIN)/quire
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 
@@ -88,4 +92,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard test docs attack attack-http kill-servers fuzz-files fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan kill-hosts fuzz-link conformance clients
+.PHONY: demo loadtest dashboard test test-ray docs attack attack-http kill-servers fuzz-files fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan kill-hosts fuzz-link conformance clients

@@ -26,7 +26,7 @@ ALLOWED_PACKAGES = {  # package -> the packages that it may import besides itsel
 }
 
 LAYERS = """
-6  cli/       one file per command
+6  cli/       one file per command                    ray/       on Ray Serve
 5  cluster/   engine processes of other machines      tools/     bench, loadtest, planning, simulation, traffic
 4  server/    sockets, openai, resume, monitoring      workers/   engine processes      llm.py   a model in this process
 3  engine/    input, core, output, text        client/    AsyncClient, Client
@@ -43,6 +43,8 @@ THIRD_PARTY = {  # package -> what it may import besides the standard library; r
     "kernels": {"numpy", "cython", "cpython", "libc"},
     "scheduler": set(),
 }
+
+ONLY_IN = {"ray": ("runtime", "ray")}  # optional distribution -> the only place that may import it
 
 Module = tuple[str, ...]  # ("runtime", "engine", "facade")
 
@@ -106,6 +108,8 @@ def violation(importer: Module, imported: Module) -> str | None:
     source, target = importer[0], imported[0]
     edge = f"{'.'.join(importer)} -> {'.'.join(imported)}"
     if target not in PACKAGES:
+        if importer[:2] != ONLY_IN.get(target, importer[:2]):
+            return f"{edge}: only {'/'.join(ONLY_IN[target])} may import {target}"
         return third_party_violation(source, target, edge)
     if target != source:
         return None if target in ALLOWED_PACKAGES[source] else f"{edge}: {source} may not import {target}"
@@ -194,6 +198,9 @@ def test_every_package_has_imports() -> None:
         ("runtime/engine/facade.py", "from ..tools import bench", "not a lower layer"),
         ("runtime/common/types.py", "from ..engine import facade", "not a lower layer"),
         ("runtime/llm.py", "from . import public", "not a lower layer"),
+        ("runtime/cli/serve.py", "def f():\n    from ray import serve", "only runtime/ray may import ray"),
+        ("runtime/cluster/cluster.py", "import ray.serve", "only runtime/ray may import ray"),
+        ("runtime/ray/members.py", "from ..cli import serve", "not a lower layer"),
     ],
 )
 def test_an_import_upwards_is_found(file: str, text: str, wrong: str) -> None:
@@ -213,6 +220,7 @@ def test_an_import_upwards_is_found(file: str, text: str, wrong: str) -> None:
         ("runtime/engine/engine.py", "from ...scheduler import Scheduler\nfrom ..common.errors import QuireError"),
         ("runtime/model/families/llama.py", "from ..spec import Spec\nfrom ..program.builder import Builder"),
         ("runtime/cli/main.py", "from ..server.server import serve\nimport cyclopts"),
+        ("runtime/ray/router.py", "from ray.serve.request_router import RequestRouter\nfrom . import members"),
         ("runtime/__init__.py", "from .common.errors import QuireError"),
         ("runtime/public.py", "from .runtime.llm import LLM"),
     ],

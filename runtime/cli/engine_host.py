@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from pathlib import Path
 
-from ..cluster import EngineHost, read_secret
+from ..cluster import listen_address, read_secret, running_host
 from ..common.errors import ConfigError
 from ..common.logs import log_to_stderr
 from ..common.settings import Settings
-from ..engine import check_snapshot_path, models_digest
-from ..protocol.address import TCPAddress, parse_address
-from ..server.listen import listen_tcp
+from ..protocol.address import TCPAddress
 from ..server.tls import TLS
 from .flags import HostFlags, MemoryFlags, ModelFolder, SchedulingFlags, settings_from
-from .serve import engine_processes, tune_collector
 from .stop_signal import StopSignal, run_until_signal
 
 
@@ -37,38 +33,22 @@ def engine_host(
     if server.secret_file is None:
         raise ConfigError("secret_file is needed; make one with `openssl rand -hex 32`")
     secret, tls = read_secret(server.secret_file), TLS.of(server)
-    address = parse_address(server.listen, lowest_port=0)
-    if not isinstance(address, TCPAddress):
-        raise ConfigError(f"listen {server.listen} is not allowed; write host:port")
+    address = listen_address(server)
     log_to_stderr(server.log_format, server.log_level)
     run_until_signal(lambda stop: _serve(settings, address, secret, tls, stop))
 
 
 async def _serve(settings: Settings, address: TCPAddress, secret: bytes, tls: TLS | None, stop: StopSignal) -> None:
-    server = settings.server
-    if server.prefix_snapshot is not None:
-        check_snapshot_path(Path(server.prefix_snapshot))
-    digest = models_digest(settings.engine)
-    listening = await listen_tcp(address.host, address.port)
-    try:
-        async with engine_processes(settings) as pool:
-            stop.cancel_start = None
-            host = EngineHost(pool, secret, digest, settings.engine.max_num_waiting)
-            host.listen(listening.socket, tls)
-            tune_collector()
-            if tls is not None:
-                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: asyncio.create_task(tls.reload()))
-            try:
-                info = pool.info
-                print(
-                    f"quire engine host ready: {listening.address}  model {settings.engine.model or 'bundled demo'}  "
-                    f"{info.num_pages} pages of {info.page_size} tokens  {info.threads} threads  {info.isa}  "
-                    f"bits {info.fingerprint}",
-                    flush=True,
-                )
-                await stop.wait()
-                await host.leave(server.shutdown_timeout)
-            finally:
-                await host.close()
-    finally:
-        listening.close()
+    async with running_host(settings, address, secret, tls) as host:
+        stop.cancel_start = None
+        if tls is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: asyncio.create_task(tls.reload()))
+        info = host.pool.info
+        print(
+            f"quire engine host ready: {host.address}  model {settings.engine.model or 'bundled demo'}  "
+            f"{info.num_pages} pages of {info.page_size} tokens  {info.threads} threads  {info.isa}  "
+            f"bits {info.fingerprint}",
+            flush=True,
+        )
+        await stop.wait()
+        await host.leave(settings.server.shutdown_timeout)

@@ -9,9 +9,7 @@ ready line, once both ports answer.
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from importlib.metadata import version
@@ -20,12 +18,12 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from ..client.tls import tls_context
-from ..cluster import Cluster, Credentials, Members, read_secret
+from ..cluster import Members, connected_cluster, read_secret
 from ..common.config import EngineConfig, ServerConfig
-from ..common.errors import ConfigError, SnapshotNotSaved
+from ..common.errors import ConfigError
 from ..common.logs import log_to_stderr
 from ..common.settings import Settings
+from ..common.tuning import favour_event_loop, tune_collector
 from ..engine import (
     Core,
     Engine,
@@ -33,18 +31,14 @@ from ..engine import (
     EngineInfo,
     check_snapshot_path,
     load_texts,
-    models_digest,
     prefix_snapshot,
 )
 from ..model import model_name, model_path, read_spec, weights_text
 from ..server import Server, check_config
 from ..server.monitoring import PrometheusObserver
-from ..workers import EnginePool, HealthTimeouts
+from ..workers import engine_processes
 from .flags import LimitFlags, MachineFlags, MemoryFlags, ModelFolder, SchedulingFlags, ServerFlags, settings_from
 from .stop_signal import StopSignal, run_until_signal
-
-GC_OBJECTS = 20_000  # more than before the next collection: what ends leaves no cycles, and a step makes thousands
-GIL_INTERVAL_S = 0.0005  # that a thread which renders or tokenizes holds the GIL while the event loop waits for it
 
 TEXT_OPTIONS = ("model", "embedding_model", "tool_call_parser")  # of an engine, that an API server uses itself
 
@@ -89,7 +83,8 @@ async def _core(settings: Settings) -> AsyncIterator[Core]:
     """Run the engine, in this process, in others or on other machines; load and save the prefix snapshot."""
     server = settings.server
     if server.engine_hosts is not None:
-        async with _cluster(settings, server.engine_hosts) as cluster:
+        secret = read_secret(str(server.secret_file))
+        async with connected_cluster(settings, Members(server.engine_hosts), secret) as cluster:
             yield cluster
     elif not server.in_process:
         async with engine_processes(settings) as pool:
@@ -102,44 +97,6 @@ async def _core(settings: Settings) -> AsyncIterator[Core]:
                 yield core
         finally:
             await core.close()
-
-
-@asynccontextmanager
-async def engine_processes(settings: Settings) -> AsyncIterator[EnginePool]:
-    """Run engine processes on this machine. Raises SnapshotNotSaved at the end if one could not save its cache."""
-    server = settings.server
-    pool = await EnginePool.launch(
-        settings.engine,
-        HealthTimeouts(server.engine_heartbeat_timeout_ms / 1000, server.stall_timeout_ms / 1000),
-        restart_timeout_s=server.engine_restart_timeout_ms / 1000,
-        num_processes=server.engine_processes,
-        snapshot=server.prefix_snapshot,
-        log=(server.log_format, server.log_level),
-    )
-    try:
-        yield pool
-    finally:
-        await pool.close()
-    if lost := [member.lost_snapshot for member in pool.members if member.lost_snapshot is not None]:
-        raise SnapshotNotSaved("; ".join(lost))
-
-
-@asynccontextmanager
-async def _cluster(settings: Settings, hosts: str) -> AsyncIterator[Cluster]:
-    """Use the engine processes of other machines."""
-    server = settings.server
-    tls = None if server.engine_hosts_ca is None else tls_context(server.engine_hosts_ca)
-    cluster = await Cluster.connect(
-        Members(hosts),
-        Credentials(read_secret(str(server.secret_file)), tls),
-        models_digest(settings.engine),
-        heartbeat_timeout_s=server.engine_heartbeat_timeout_ms / 1000,
-        restart_timeout_s=server.engine_restart_timeout_ms / 1000,
-    )
-    try:
-        yield cluster
-    finally:
-        await cluster.close()
 
 
 def _check_machines(settings: Settings) -> None:
@@ -169,19 +126,13 @@ async def _serve_until(stop: StopSignal, engine: Engine[Core], settings: Setting
     await server.start(engine, settings.server)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
     tune_collector()
-    sys.setswitchinterval(GIL_INTERVAL_S)
+    favour_event_loop()
     try:
         print(_ready_line(settings, engine, server), flush=True)
         await stop.wait()
         await server.drain(settings.server.shutdown_timeout)
     finally:
         await server.close()
-
-
-def tune_collector() -> None:
-    """Keep collections from visiting what was loaded at start: each visit would stall all streams."""
-    gc.freeze()
-    gc.set_threshold(GC_OBJECTS)
 
 
 def _ready_line(settings: Settings, engine: Engine[Core], server: Server) -> str:

@@ -3,7 +3,19 @@
 from .cluster import Cluster
 from .greeting import read_secret
 from .host import EngineHost
-from .members import Members
+from .members import Member, Members, MemberSource
 from .remote import Credentials
+from .start import connected_cluster, listen_address, running_host
 
-__all__ = ["Cluster", "Credentials", "EngineHost", "Members", "read_secret"]
+__all__ = [
+    "Cluster",
+    "Credentials",
+    "EngineHost",
+    "Member",
+    "MemberSource",
+    "Members",
+    "connected_cluster",
+    "listen_address",
+    "read_secret",
+    "running_host",
+]

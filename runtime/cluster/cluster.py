@@ -28,11 +28,10 @@ from ..workers import EnginePool, HealthTimeouts
 from ..workers.engine_pool import total_info
 from ..workers.supervised_engine import SupervisedEngine
 from ..workers.token_log import MAX_LOST_HOSTS, LoggedRequest
-from .members import Member, Members
+from .members import Member, MemberSource
 from .remote import QUARANTINE_REASON, Credentials, HostLost, HostSource, HostTraits, RemoteHost
 
 CONNECT_POLL_S = 0.02
-RESOLVE_INTERVAL_S = 5.0
 
 _log = structlog.get_logger("quire.cluster")
 
@@ -43,7 +42,7 @@ class Cluster(EnginePool):
     @classmethod
     async def connect(
         cls,
-        members: Members,
+        members: MemberSource,
         credentials: Credentials,
         models_digest: str,
         *,
@@ -70,7 +69,7 @@ class Cluster(EnginePool):
 
     def __init__(
         self,
-        members: Members,
+        members: MemberSource,
         credentials: Credentials,
         traits: HostTraits,
         timeouts: HealthTimeouts,
@@ -194,7 +193,7 @@ class Cluster(EnginePool):
 
     async def _keep_updating(self) -> None:
         while True:
-            await asyncio.sleep(RESOLVE_INTERVAL_S)
+            await self._where.wait_for_change()
             await self._update()
 
     async def _update(self) -> None:
@@ -215,7 +214,7 @@ class Cluster(EnginePool):
             address = str(member.address)
             if address not in self.hosts:
                 self.hosts[address] = self._connect_to(member)
-            self.hosts[address].is_retired = False
+            self.hosts[address].rejoin(member)
         self._set_members(self.hosts)
 
     def _connect_to(self, member: Member) -> RemoteHost:

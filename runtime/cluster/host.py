@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -28,7 +27,9 @@ from ...scheduler import (
 )
 from ..common.errors import ProtocolError, QuireError, Unavailable
 from ..engine import CoreListener, EngineStats, Prefilled, StepStats
+from ..protocol.address import Address
 from ..server.acceptor import AcceptedConnection, Acceptor, ConnectionLimits
+from ..server.listen import ListeningSocket
 from ..server.tls import TLS
 from ..workers import EnginePool
 from ..workers.engine_link import (
@@ -72,7 +73,8 @@ class EngineHost:
     """Serves `pool`, which it starts, to the API servers that know `secret`."""
 
     def __init__(self, pool: EnginePool, secret: bytes, models_digest: str, max_num_waiting: int) -> None:
-        self._pool = pool
+        self.pool = pool
+        self.address: Address | None = None  # since `listen`
         self._secret = secret
         self._ready = HostReady(pool.info, 0, models_digest, max_num_waiting)
         self._sessions: dict[int, ServerSession] = {}
@@ -82,10 +84,11 @@ class EngineHost:
         pool.start(CoreListener(publish=self._publish, fail=self._fail, observe=self._observe, begun=self._note_begun))
         self._sending_stats = asyncio.create_task(self._send_stats(), name="quire-host-stats")
 
-    def listen(self, listening: socket.socket, tls: TLS | None = None) -> None:
+    def listen(self, listening: ListeningSocket, tls: TLS | None = None) -> None:
         """Serve the connections of a listening socket until `close`."""
+        self.address = listening.address
         self._acceptor = Acceptor(
-            listening, self.serve, CONNECTION_LIMITS, tls=tls, handshake_timeout_s=GREETING_TIMEOUT_S
+            listening.socket, self.serve, CONNECTION_LIMITS, tls=tls, handshake_timeout_s=GREETING_TIMEOUT_S
         )
 
     async def serve(self, connection: AcceptedConnection) -> None:
@@ -104,7 +107,7 @@ class EngineHost:
             return
         connection.settle()
         link = HostLink(connection.reader, connection.writer, TO_HOST)
-        session = ServerSession(self._next_number, link, self._pool)
+        session = ServerSession(self._next_number, link, self.pool)
         self._next_number += 1
         self._sessions[session.number] = session
         _log.info("API server connected", peer=peer, number=session.number)
@@ -172,7 +175,7 @@ class EngineHost:
         while True:
             await asyncio.sleep(STATS_INTERVAL_S)
             try:
-                stats = self._pool.stats()
+                stats = self.pool.stats()
             except Unavailable:  # engines are being restarted, here
                 stats = None
             for session in list(self._sessions.values()):

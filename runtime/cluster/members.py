@@ -1,15 +1,16 @@
-"""Which engine hosts there are: a fixed list of addresses, and names whose addresses DNS tells."""
+"""Which engine hosts there are: a fixed list of addresses, names whose addresses DNS has, or what a system reports."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ..common.errors import ConfigError
 from ..protocol.address import TCPAddress, parse_address
 
 DNS_PREFIX = "dns:"
+RESOLVE_INTERVAL_S = 5.0
 
 
 class Member(NamedTuple):
@@ -17,6 +18,19 @@ class Member(NamedTuple):
 
     address: TCPAddress
     name: str  # for which its certificate must be
+    secret: bytes = b""  # of this host alone; empty: that of all hosts
+
+
+class MemberSource(Protocol):
+    """Where the members come from: `Members`, or another system that places hosts."""
+
+    @property
+    def may_change(self) -> bool: ...
+    async def resolve(self) -> list[Member]:
+        """Return the hosts there are now, each once. Raises OSError if that cannot be found out."""
+
+    async def wait_for_change(self) -> None:
+        """Return when the hosts may have changed since `resolve`."""
 
 
 class Members:
@@ -40,6 +54,10 @@ class Members:
     @property
     def may_change(self) -> bool:
         return bool(self._names)
+
+    async def wait_for_change(self) -> None:
+        """See `MemberSource.wait_for_change`: DNS has to be asked again."""
+        await asyncio.sleep(RESOLVE_INTERVAL_S)
 
     async def resolve(self) -> list[Member]:
         """Return the hosts there are now, each once. Raises OSError if a name cannot be resolved."""

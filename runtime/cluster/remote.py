@@ -55,7 +55,7 @@ class RequestMover(Protocol):
 class Credentials(NamedTuple):
     """What an API server needs to be let in by its hosts."""
 
-    secret: bytes
+    secret: bytes  # of all hosts that have none of their own
     tls: ssl.SSLContext | None = None  # None: the links are not encrypted
 
 
@@ -115,13 +115,13 @@ class HostConnection:
     ) -> HostConnection:
         """Connect and greet. Raises Unavailable, TLSError, ConfigError, ProtocolError or Unauthenticated."""
         writer: asyncio.StreamWriter | None = None
-        (address, name), (secret, tls) = member, credentials
+        address, tls = member.address, credentials.tls
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 reader, writer = await asyncio.open_connection(
-                    address.host, address.port, ssl=tls, server_hostname=name if tls else None
+                    address.host, address.port, ssl=tls, server_hostname=member.name if tls else None
                 )
-                await greet_host(reader, writer, secret)
+                await greet_host(reader, writer, member.secret or credentials.secret)
             connection, writer = cls(HostLink(reader, writer, FROM_HOST), receive, on_heartbeat), None
             return connection
         except ssl.SSLError as error:
@@ -188,8 +188,8 @@ class HostSource:
 
     def __init__(self, member: Member, credentials: Credentials, traits: HostTraits) -> None:
         self.name = str(member.address)
+        self.member = member  # whose secret may change: a host that comes back to its address may have another one
         self.problem: QuireError | None = None  # of the last attempt
-        self._member = member
         self._credentials = credentials
         self._traits = traits
         self._next_attempt = 0.0  # at the earliest
@@ -200,7 +200,7 @@ class HostSource:
         self._next_attempt = max(now, self._next_attempt) + RETRY_S
         await asyncio.sleep(self._next_attempt - RETRY_S - now)
         try:
-            self.connection = await HostConnection.open(self._member, self._credentials, receive, on_heartbeat)
+            self.connection = await HostConnection.open(self.member, self._credentials, receive, on_heartbeat)
         except QuireError as error:
             self.problem = error
             raise
@@ -243,6 +243,11 @@ class RemoteHost(SupervisedEngine):
     def connect(self) -> None:
         """Begin to connect, and keep trying until `close`."""
         self._supervisor.start()
+
+    def rejoin(self, member: Member) -> None:
+        """Be a member, also again: another host may have taken the address of one that left, with another secret."""
+        self.is_retired = False
+        self._source.member = member
 
     @property
     def takes_requests(self) -> bool:

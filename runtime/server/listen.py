@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import os
 import resource
@@ -20,6 +21,10 @@ from ..common.errors import ConfigError
 from ..protocol.address import Address, TCPAddress, UnixAddress
 
 BACKLOG = 1024
+
+
+class AddressTaken(ConfigError):
+    """Another process listens on the address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class ListeningSocket:
 
 
 async def listen_tcp(host: str, port: int) -> ListeningSocket:
-    """Listen on the first address of `host`. Raises ConfigError if it cannot be resolved or bound."""
+    """Listen on the first address of `host`. Raises ConfigError if it cannot be resolved or bound; see AddressTaken."""
     family, sockaddr = (await _resolve(host, port))[0]
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
@@ -49,7 +54,8 @@ async def listen_tcp(host: str, port: int) -> ListeningSocket:
         listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
-        raise ConfigError(f"cannot listen on {TCPAddress(host, port)}: {error.strerror}") from error
+        kind = AddressTaken if error.errno == errno.EADDRINUSE else ConfigError
+        raise kind(f"cannot listen on {TCPAddress(host, port)}: {error.strerror}") from error
     listening.setblocking(False)
     bound_host, bound_port = listening.getsockname()[:2]
     return ListeningSocket(listening, TCPAddress(bound_host, bound_port))

@@ -308,7 +308,7 @@ async def _listen_openai(config: ServerConfig) -> ListeningSocket | None:
     try:
         return await listen_tcp(config.openai_host, config.openai_port)
     except ConfigError as error:
-        raise ConfigError(f"{error}; this is the port of the HTTP API, `openai_port`") from None
+        raise type(error)(f"{error}; this is the port of the HTTP API, `openai_port`") from None
 
 
 async def _stop(task: asyncio.Task[Any]) -> None:

@@ -1,6 +1,6 @@
 """Engine processes: started, watched and replaced, with their requests replayed bit for bit."""
 
-from .engine_pool import EnginePool
+from .engine_pool import EnginePool, engine_processes
 from .health import HealthTimeouts
 
-__all__ = ["EnginePool", "HealthTimeouts"]
+__all__ = ["EnginePool", "HealthTimeouts", "engine_processes"]

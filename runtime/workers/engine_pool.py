@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
@@ -20,7 +20,8 @@ from ...scheduler import (
     Request,
 )
 from ..common.config import EngineConfig
-from ..common.errors import ConfigError, Unavailable
+from ..common.errors import ConfigError, SnapshotNotSaved, Unavailable
+from ..common.settings import Settings
 from ..engine import CoreInfo, CoreListener, EngineStats, HostStatus
 from ..model.runner import pick_cpus
 from .engine_link import LogOptions
@@ -191,6 +192,26 @@ class EnginePool:
         self._num_running -= 1
         if not self._num_running:
             self._listener.ended()
+
+
+@asynccontextmanager
+async def engine_processes(settings: Settings) -> AsyncIterator[EnginePool]:
+    """Run engine processes on this machine. Raises SnapshotNotSaved at the end if one could not save its cache."""
+    server = settings.server
+    pool = await EnginePool.launch(
+        settings.engine,
+        HealthTimeouts(server.engine_heartbeat_timeout_ms / 1000, server.stall_timeout_ms / 1000),
+        restart_timeout_s=server.engine_restart_timeout_ms / 1000,
+        num_processes=server.engine_processes,
+        snapshot=server.prefix_snapshot,
+        log=(server.log_format, server.log_level),
+    )
+    try:
+        yield pool
+    finally:
+        await pool.close()
+    if lost := [member.lost_snapshot for member in pool.members if member.lost_snapshot is not None]:
+        raise SnapshotNotSaved("; ".join(lost))
 
 
 def total_info(infos: Sequence[CoreInfo]) -> CoreInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -17,6 +18,8 @@ from quire.runtime.common.config import ServerConfig
 from quire.runtime.common.settings import Settings, resolve_settings
 from quire.runtime.model import BUNDLED_MODEL, read_spec
 from quire.runtime.model.runner.capacity import decide_capacity
+from quire.runtime.ray.app import HOSTS, SERVERS
+from quire.runtime.ray.settings import settings_of
 from quire.runtime.server.auth import Keyring
 from quire.runtime.server.server import CLOSE_TIMEOUT_S
 from quire.runtime.workers.engine_process import STOP_TIMEOUT_S
@@ -83,6 +86,18 @@ def test_every_environment_variable_is_a_setting() -> None:
     known = {"QUIRE_" + name.upper() for part in Settings.__struct_fields__ for name in fields_of(part)}
     assert set(environment) <= known
     resolve_settings({}, environment)
+
+
+def test_the_application_for_ray_has_known_options_deployments_and_functions() -> None:
+    (application,) = load("ray/quire.yaml")["applications"]
+    settings = settings_of(application["args"])
+    assert settings.server.has_keys
+    deployments = {each["name"]: each for each in application["deployments"]}
+    assert set(deployments) == {HOSTS, SERVERS}
+    policy = deployments[HOSTS]["autoscaling_config"]["policy"]["policy_function"]
+    for path in (application["import_path"], policy):
+        module, _, name = path.partition(":")
+        assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_the_demo_server_accepts_the_key_of_the_demo_load_generator() -> None:

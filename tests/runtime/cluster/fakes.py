@@ -46,6 +46,7 @@ class FakeHosts:
         self.infos: dict[str, dict[str, Any]] = {}  # changes of `core_info`
         self.digests: dict[str, str] = {}
         self.max_num_waiting = 8
+        self.secrets: dict[str, bytes] = {}  # of the member in the last attempt to connect
 
     async def open(
         self,
@@ -55,6 +56,7 @@ class FakeHosts:
         on_heartbeat: Callable[[], None],
     ) -> FakeConnection:
         address = str(member.address)
+        self.secrets[address] = member.secret
         if address in self.errors:
             raise self.errors[address]
         connection = FakeConnection(receive, on_heartbeat)

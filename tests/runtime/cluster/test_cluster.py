@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from quire.runtime.cluster import Cluster, Credentials, Members, remote
-from quire.runtime.cluster import cluster as cluster_module
-from quire.runtime.cluster.members import Member
+from quire.runtime.cluster.members import RESOLVE_INTERVAL_S, Member
 from quire.runtime.cluster.remote import RETRY_S, HostSource, HostTraits
 from quire.runtime.common.errors import ConfigError, Quarantined, Unauthenticated, Unavailable
 from quire.runtime.protocol.address import TCPAddress
@@ -439,12 +438,12 @@ async def test_hosts_come_and_go_with_their_name(
     cluster.start(listener.listener())
     await cluster.add(new_requests(1))
     known[:] = ["b"]
-    await asyncio.sleep(cluster_module.RESOLVE_INTERVAL_S + 1)
+    await asyncio.sleep(RESOLVE_INTERVAL_S + 1)
     assert set(cluster.hosts) == {"a:1", "b:1"}, "the first one still has a request"
     await cluster.add(new_requests(2))
     assert hosts["b"].sent_ids() == [2]
     hosts["a"].finish(1, 5)
-    await asyncio.sleep(cluster_module.RESOLVE_INTERVAL_S)
+    await asyncio.sleep(RESOLVE_INTERVAL_S)
     assert set(cluster.hosts) == {"b:1"}
     assert listener.ends() == {1: "length"}
     await cluster.close()
@@ -462,7 +461,7 @@ async def test_a_host_that_comes_back_to_its_name_gets_requests_again(
 
     async def taking(names: str) -> set[str]:
         known[:] = names
-        await asyncio.sleep(cluster_module.RESOLVE_INTERVAL_S + 1)
+        await asyncio.sleep(RESOLVE_INTERVAL_S + 1)
         return {name for name, host in cluster.hosts.items() if host.takes_requests}
 
     monkeypatch.setattr(Members, "resolve", resolve)
@@ -473,6 +472,53 @@ async def test_a_host_that_comes_back_to_its_name_gets_requests_again(
     assert await taking("") == {"a:1", "b:1"}, "a failure to resolve changes nothing"
     assert await taking(other) == {f"{other}:1"}
     assert await taking("ab") == {"a:1", "b:1"}
+    await cluster.close()
+
+
+class Reported:
+    """Members that another system reports, each with a secret."""
+
+    may_change = True
+
+    def __init__(self) -> None:
+        self.secrets: dict[str, bytes] = {}
+        self._changed = asyncio.Event()
+
+    def report(self, **secrets: bytes) -> None:
+        self.secrets = secrets
+        self._changed.set()
+
+    async def resolve(self) -> list[Member]:
+        return [Member(TCPAddress(name, 1), name, secret) for name, secret in self.secrets.items()]
+
+    async def wait_for_change(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()
+
+
+async def test_reported_hosts_come_and_go_at_once_each_with_its_secret(
+    hosts: FakeHosts, listener: FakeListener
+) -> None:
+    members = Reported()
+    connecting = asyncio.create_task(Cluster.connect(members, SECRET, DIGEST))
+    await asyncio.sleep(1)
+    members.report(a=b"1")
+    cluster = await connecting
+    cluster.start(listener.listener())
+    await cluster.add(new_requests(1))
+    members.report(b=b"2")
+    await asyncio.sleep(0.1)
+    assert await added(cluster, hosts, 2) == "b"
+    assert not cluster.hosts["a:1"].takes_requests
+    assert hosts.secrets == {"a:1": b"1", "b:1": b"2"}
+    hosts.errors["a:1"] = Unauthenticated("another secret")
+    hosts["a"].exit(0)
+    await until(lambda: set(hosts["b"].sent_ids()) == {1, 2})
+    members.report(a=b"3", b=b"2")
+    await asyncio.sleep(0.1)
+    del hosts.errors["a:1"]
+    await until(lambda: cluster.hosts["a:1"].takes_requests)
+    assert hosts.secrets == {"a:1": b"3", "b:1": b"2"}
     await cluster.close()
 
 

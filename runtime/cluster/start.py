@@ -1,0 +1,71 @@
+"""Start an engine host, and connect to engine hosts, with the options of their commands."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from ..client.tls import tls_context
+from ..common.config import ServerConfig
+from ..common.errors import ConfigError
+from ..common.settings import Settings
+from ..common.tuning import tune_collector
+from ..engine import check_snapshot_path, models_digest
+from ..protocol.address import TCPAddress, parse_address
+from ..server.listen import listen_tcp
+from ..server.tls import TLS
+from ..workers import engine_processes
+from .cluster import Cluster
+from .host import EngineHost
+from .members import MemberSource
+from .remote import Credentials
+
+
+def listen_address(server: ServerConfig) -> TCPAddress:
+    """Return where an engine host listens; port 0 takes a free one. Raises ConfigError."""
+    address = parse_address(server.listen, lowest_port=0)
+    if not isinstance(address, TCPAddress):
+        raise ConfigError(f"listen {server.listen} is not allowed; write host:port")
+    return address
+
+
+@asynccontextmanager
+async def running_host(
+    settings: Settings, address: TCPAddress, secret: bytes, tls: TLS | None
+) -> AsyncIterator[EngineHost]:
+    """Run engine processes and offer them at `address`. Raises what `EnginePool.launch` does, and ConfigError."""
+    server = settings.server
+    if server.prefix_snapshot is not None:
+        check_snapshot_path(Path(server.prefix_snapshot))
+    digest = models_digest(settings.engine)
+    listening = await listen_tcp(address.host, address.port)
+    try:
+        async with engine_processes(settings) as pool:
+            host = EngineHost(pool, secret, digest, settings.engine.max_num_waiting)
+            host.listen(listening, tls)
+            tune_collector()
+            try:
+                yield host
+            finally:
+                await host.close()
+    finally:
+        listening.close()
+
+
+@asynccontextmanager
+async def connected_cluster(settings: Settings, members: MemberSource, secret: bytes) -> AsyncIterator[Cluster]:
+    """Use the engine processes of other machines. Raises what `Cluster.connect` does."""
+    server = settings.server
+    tls = None if server.engine_hosts_ca is None else tls_context(server.engine_hosts_ca)
+    cluster = await Cluster.connect(
+        members,
+        Credentials(secret, tls),
+        models_digest(settings.engine),
+        heartbeat_timeout_s=server.engine_heartbeat_timeout_ms / 1000,
+        restart_timeout_s=server.engine_restart_timeout_ms / 1000,
+    )
+    try:
+        yield cluster
+    finally:
+        await cluster.close()

@@ -1,0 +1,20 @@
+"""Settings of the interpreter in processes that serve streams: what would make all of them wait at once."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+GC_OBJECTS = 20_000  # more than before the next collection: what ends leaves no cycles, and a step makes thousands
+GIL_INTERVAL_S = 0.0005  # that a thread which renders or tokenizes holds the GIL while the event loop waits for it
+
+
+def tune_collector() -> None:
+    """Keep collections from visiting what was loaded at start: each visit would stall all streams."""
+    gc.freeze()
+    gc.set_threshold(GC_OBJECTS)
+
+
+def favour_event_loop() -> None:
+    """Take the GIL from threads that render or tokenize after a short time."""
+    sys.setswitchinterval(GIL_INTERVAL_S)

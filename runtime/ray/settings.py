@@ -1,0 +1,49 @@
+"""Quire's options as arguments of a Serve application."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+from collections.abc import Mapping
+from hashlib import blake2b
+from importlib.metadata import version
+
+from ..common.errors import ConfigError
+from ..common.settings import Settings, resolve_settings
+from ..protocol.address import TCPAddress, parse_address
+
+REPLACED = ("engine_hosts", "secret_file", "in_process", "uds")  # Serve reports hosts and their secrets
+DEFAULTS = {  # that differ from those of the commands
+    "QUIRE_LISTEN": "0.0.0.0:0",  # Serve reports the port
+    "QUIRE_OPENAI_PORT": "8001",  # Serve's own proxy has 8000
+}
+
+
+def settings_of(args: Mapping[str, object]) -> Settings:
+    """Return the settings of a replica: `args` before QUIRE_* variables before defaults. Raises ConfigError."""
+    for name in REPLACED:
+        if args.get(name) is not None:
+            raise ConfigError(f"{name} cannot be an argument on Ray; leave it out")
+    return resolve_settings(args, DEFAULTS | os.environ)
+
+
+def release_of(args: Mapping[str, object]) -> str:
+    """Return what replicas of one update have in common: a digest of the arguments and of Quire's version."""
+    text = json.dumps([version("quire"), args], sort_keys=True, default=str)
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def reachable(address: str) -> str:
+    """Return `address` with that of this machine in Ray's network if it stands for all addresses, as 0.0.0.0 does."""
+    parsed = parse_address(address)
+    if isinstance(parsed, TCPAddress) and ipaddress.ip_address(parsed.host).is_unspecified:
+        return str(TCPAddress(node_address(), parsed.port))
+    return address
+
+
+def node_address() -> str:
+    """Return the IP address of this machine in Ray's network."""
+    import ray  # here: what does not listen on all addresses needs no Ray
+
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,121 @@
+"""A Ray cluster of four nodes in processes, with engine hosts and an API server of the bundled model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+from quire.runtime.ray.app import HOSTS, SERVERS
+from ray import serve
+from ray.cluster_utils import Cluster
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+CONFIG = Path(__file__).parents[2] / "deploy" / "ray" / "quire.yaml"
+ENGINE = {
+    "weights": "q8",
+    "kv_cache_dtype": "int8",
+    "kv_cache_memory": "16M",
+    "threads": 1,
+    "num_speculative_tokens": 3,
+}
+SERVER = {"shutdown_timeout": 1, "port": 0, "operator_port": 0, "openai_port": 0}
+START_TIMEOUT_S = 60.0
+HOST_REPLICA = f"ray::ServeReplica:quire:{HOSTS}"
+
+
+class RayFleet:
+    """One head node with the API server, and nodes that run an engine host each."""
+
+    def __init__(self, num_nodes: int) -> None:
+        head = {"num_cpus": 2, "resources": {"server": 1}, "include_dashboard": False}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.nodes = [self.cluster.add_node(wait=False, num_cpus=2, resources={"host": 1}) for _ in range(num_nodes)]
+        self.cluster.wait_for_nodes()
+        ray.init(address=self.cluster.address, log_to_driver=False)
+        serve.start(proxy_location="Disabled")
+
+    def deploy(self, num_hosts: int, **args: Any) -> None:
+        """Deploy the example of deploy/, with small replicas, and wait until Serve has as many as it wants."""
+        config = yaml.safe_load(CONFIG.read_text("utf-8"))
+        (application,) = config["applications"]
+        application["args"] = {**ENGINE, **SERVER, **args}
+        application["deployments"] = [deployment(HOSTS, num_hosts, "host"), deployment(SERVERS, 1, "server")]
+        _get_global_client().deploy_apps(ServeDeploySchema(**config))
+        self.until(lambda: self.status == "RUNNING")
+
+    @property
+    def status(self) -> str:
+        return serve.status().applications["quire"].status.name
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition, at most START_TIMEOUT_S."""
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < give_up_at, serve.status()
+            time.sleep(0.05)
+
+    async def address(self) -> str:
+        """Return where clients connect."""
+        return (await serve.get_app_handle("quire").remote())["clients"]
+
+    def hosts_at(self, node: Any) -> list[int]:
+        """Return the ids of the processes on a node that are replicas with an engine host."""
+        return [pid for pid in descendants(raylet_of(node)) if command_of(pid).startswith(HOST_REPLICA)]
+
+    def kill_node(self, node: Any) -> None:
+        """Kill every process of a node, as the loss of its machine does."""
+        self.nodes.remove(node)
+        for pid in [raylet_of(node), *descendants(raylet_of(node))]:
+            os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        serve.shutdown()
+        ray.shutdown()
+        self.cluster.shutdown()
+
+
+def deployment(name: str, num_replicas: int, resource: str) -> dict[str, Any]:
+    """Return the configuration of a deployment whose replicas take a resource of their node."""
+    return {
+        "name": name,
+        "num_replicas": num_replicas,
+        "ray_actor_options": {"num_cpus": 0, "resources": {resource: 1}},
+    }
+
+
+@contextmanager
+def ray_fleet(num_nodes: int) -> Iterator[RayFleet]:
+    """Run a cluster; all of its processes are gone at the end."""
+    fleet = RayFleet(num_nodes)
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def raylet_of(node: Any) -> int:
+    return node.all_processes["raylet"][0].process.pid
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of the children of a process, and theirs."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *descendants(child)]
+    return found

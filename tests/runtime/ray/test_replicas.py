@@ -1,0 +1,123 @@
+"""Replicas as Serve runs them, without Serve: hosts that leave, servers that take over a port."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from quire import AsyncClient, SamplingParams
+from quire.runtime.ray import host_replica, members, server_replica
+from quire.runtime.ray.host_replica import HostReplica
+from quire.runtime.ray.server_replica import ServerReplica
+from quire.scheduler import NotAccepting
+
+PORTS = ("port", "operator_port", "openai_port")
+ENGINE = {"weights": "q8", "kv_cache_dtype": "int8", "kv_cache_memory": "8M", "threads": 1}
+ARGS: dict[str, Any] = ENGINE | {"listen": "127.0.0.1:0", "shutdown_timeout": 0.1, **dict.fromkeys(PORTS, 0)}
+KINDS = (
+    SamplingParams(max_tokens=150, ignore_eos=True, logprobs=1),
+    SamplingParams(max_tokens=150, ignore_eos=True, temperature=0.9, seed=3, repetition_penalty=1.2),
+    SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.8, seed=4, n=2),
+)
+
+
+@pytest.fixture(autouse=True)
+def no_changes_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_listening", None)
+    for module, name in (
+        *((module, "log_to_stderr") for module in (host_replica, server_replica)),
+        *((server_replica, name) for name in ("tune_collector", "favour_event_loop")),
+    ):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    monkeypatch.setattr("quire.runtime.cluster.start.tune_collector", lambda: None)
+
+
+class FakeServe:
+    """Runs replicas, and has a handle to the hosts, whose router reports them since its first call."""
+
+    def __init__(self) -> None:
+        self.hosts: list[HostReplica] = []
+        self._is_routed = False
+
+    async def start(self, kind: type[Any], *args: Any) -> Any:
+        not_collected = type(kind.__name__, (kind,), {"__del__": lambda self: None})  # Serve removes it, too
+        replica = not_collected.__new__(not_collected)
+        await replica.__init__(*args)
+        if kind is HostReplica:
+            self.hosts.append(replica)
+            self.report()
+        return replica
+
+    async def stop(self, replica: Any) -> None:
+        if replica in self.hosts:
+            self.hosts.remove(replica)
+            self.report()
+        await type(replica).__base__.__del__(replica)
+
+    def report(self) -> None:
+        if self._is_routed:
+            members.report([host.record_replica_metadata() for host in self.hosts])
+
+    @property
+    def handle(self) -> Any:
+        return SimpleNamespace(wait_until_ready=SimpleNamespace(remote=self._first_call))
+
+    async def _first_call(self) -> None:
+        self._is_routed = True
+        await self.hosts[0].wait_until_ready()
+        self.report()
+
+
+def free_ports() -> dict[str, int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in PORTS]
+        return {name: each.getsockname()[1] for name, each in zip(PORTS, sockets, strict=True)}
+
+
+@asynccontextmanager
+async def a_server(serve: FakeServe, args: dict[str, Any]) -> AsyncIterator[str]:
+    server = await serve.start(ServerReplica, args, serve.handle)
+    try:
+        yield (await server())["clients"]
+    finally:
+        await serve.stop(server)
+
+
+async def test_streams_keep_their_bytes_when_serve_takes_a_host_away() -> None:
+    serve = FakeServe()
+    for _ in range(2):
+        await serve.start(HostReplica, ARGS)
+    assert len({host.record_replica_metadata()["secret"] for host in serve.hosts}) == 2
+    async with a_server(serve, ARGS) as address, AsyncClient(address) as client:
+        wanted = [await client.complete("The module provides", params) for params in KINDS]
+        streams = [asyncio.create_task(client.complete("The module provides", params)) for params in KINDS]
+        while not (busy := [host for host in serve.hosts if (await host.record_autoscaling_stats())["kv_share"] > 0]):
+            await asyncio.sleep(0.01)
+        await serve.stop(busy[0])
+        assert [each.outputs for each in await asyncio.gather(*streams)] == [each.outputs for each in wanted]
+    (left,) = serve.hosts
+    await left.check_health()
+    assert (await left.record_autoscaling_stats())["predicted_wait_s"] >= 0
+    await serve.stop(left)
+    with pytest.raises(NotAccepting, match="closed"):
+        await left.check_health()
+
+
+async def test_a_server_takes_over_the_ports_of_one_that_leaves() -> None:
+    serve, args = FakeServe(), ARGS | free_ports()
+    host = await serve.start(HostReplica, args)
+    first = await serve.start(ServerReplica, args, serve.handle)
+    addresses = await first()
+    starting = asyncio.create_task(serve.start(ServerReplica, args, serve.handle))
+    await asyncio.sleep(0.5)
+    assert not starting.done()
+    await serve.stop(first)
+    second = await starting
+    assert await second() == addresses
+    await serve.stop(second)
+    await serve.stop(host)
