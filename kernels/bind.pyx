@@ -115,6 +115,9 @@ cdef class Binder:
         rows = self.max_samples if convert.sampled else self.max_rows
         convert.input = self.regions.value(op.input, op.out.columns, "f32", rows)
         convert.out = self.regions.output(op.out, op.input.columns, rows)
+        convert.order = NULL
+        if op.order is not None:
+            convert.order = self.regions.order(op.order, op.input.columns)
 
     cdef _add_add_norm(self, Record *record, op):
         columns = op.out.columns

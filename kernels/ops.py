@@ -163,10 +163,14 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class Convert:
-    """out = input in another dtype; a q8 scale depends on 32 columns of one row only."""
+    """out = input in another dtype; a q8 scale depends on 32 columns of one row only.
+
+    With an `order`, column i of `out` is column order[i] of `input`.
+    """
 
     input: Region  # f32 [rows, columns]
     out: Region
+    order: npt.NDArray[np.int32] | None = None  # [columns], each column once
 
 
 @dataclass(frozen=True, slots=True)

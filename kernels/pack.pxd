@@ -20,6 +20,7 @@ cdef class PackedMatrix:
     cdef readonly str dtype
     cdef readonly tuple ranges
     cdef readonly int64_t nbytes
+    cdef readonly object input_order
     cdef Panels parts[MOST_RANGES]
     cdef int num_parts
     cdef int64_t width              # in_features padded to 32
@@ -32,4 +33,5 @@ cdef class PackedMatrix:
     cdef _fill_rows(self, const float[:, ::1] rows, int64_t first, int64_t base, int phase)
     cdef void _fill_columns(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil
     cdef void _fill_column(self, const Panels *part, const float *row, int64_t column) noexcept nogil
+    cdef void _fill_bf16(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil
     cdef void _fill_q4(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil

@@ -48,8 +48,14 @@ class PackedMatrix:
     dtype: WeightDtype  # of the first columns
     ranges: tuple[tuple[int, WeightDtype], ...]  # (columns, dtype)
     nbytes: int
+    input_order: npt.NDArray[np.int32] | None  # [in_features], the input that each column of `source` belongs to
     def __init__(
-        self, out_features: int, in_features: int, dtype: WeightDtypes, memory: npt.NDArray[np.uint8]
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: WeightDtypes,
+        memory: npt.NDArray[np.uint8],
+        input_order: npt.NDArray[np.int32] | None = None,
     ) -> None: ...
     def fill(self, source: npt.NDArray[np.generic], start: int = 0, interleave: int | None = None) -> None:
         """Pack `source` [n, in_features] (float32, float16, or bf16 bits as uint16) into output columns from `start`.

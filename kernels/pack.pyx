@@ -101,14 +101,14 @@ def _ggml_code(ggml_type):
 
 
 cdef class PackedMatrix:
-    def __init__(self, out_features, in_features, dtype, memory):
+    def __init__(self, out_features, in_features, dtype, memory, input_order=None):
         self.nbytes = packed_nbytes(out_features, in_features, dtype)
         cdef uint8_t[::1] view = memory
         if view.shape[0] < self.nbytes:
             raise ValueError(f"{self.nbytes} bytes are needed, the memory given has {view.shape[0]}")
         if <size_t>&view[0] % 64:
             raise ValueError("packed weights need memory aligned to 64 bytes")
-        self.memory = memory
+        self.memory, self.input_order = memory, input_order
         self.out_features, self.in_features = out_features, in_features
         self.ranges = column_ranges(out_features, dtype)
         self.dtype, self.tiles = self.ranges[0][1], tiles_of(None)
@@ -197,6 +197,9 @@ cdef class PackedMatrix:
         if part.dtype == QUIRE_Q4:
             self._fill_q4(part, rows, column, count)
             return
+        if part.dtype == QUIRE_BF16:
+            self._fill_bf16(part, rows, column, count)
+            return
         for row in range(count):
             self._fill_column(part, rows + row * self.in_features, column + row)
 
@@ -207,13 +210,24 @@ cdef class PackedMatrix:
         if part.dtype == QUIRE_F32:
             for k in range(self.in_features):
                 (<float *>panel)[k * 16 + lane] = row[k]
-        elif part.dtype == QUIRE_BF16:
-            for k in range(self.in_features):
-                (<uint16_t *>panel)[k // 2 * 32 + lane * 2 + k % 2] = _round_bf16(row[k])
         else:
             for k in range(0, self.in_features, 32):
                 quire_quantise_q8(row + k, min(32, self.in_features - k), <uint8_t *>panel + k * 16 + lane * 4,
                                   scales + k // 2 + lane)
+
+    cdef void _fill_bf16(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil:
+        """Round `count` columns of one panel from `column` on, 32 along K of each in turn: they share cache lines."""
+        cdef uint16_t[33] rounded
+        cdef char *lane = _panel(part, column) + column % 16 * 4
+        cdef int64_t row, k, i, n
+        for k in range(0, self.in_features, 32):
+            n = min(<int64_t>32, self.in_features - k)
+            rounded[n] = 0
+            for row in range(count):
+                for i in range(n):
+                    rounded[i] = _round_bf16(rows[row * self.in_features + k + i])
+                for i in range(0, n, 2):
+                    memcpy(lane + (k + i) // 2 * 64 + row * 4, &rounded[i], 4)
 
     cdef void _fill_q4(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil:
         """Quantise `count` columns of one panel from `column` on, a block of 32 along K of all of them at a time."""
@@ -276,7 +290,7 @@ def _widened(rows):
     raise ValueError(f"weights must be float32, float16 or bf16 bits in uint16, not {rows.dtype}")
 
 
-cdef uint16_t _round_bf16(float x) noexcept nogil:
+cdef inline uint16_t _round_bf16(float x) noexcept nogil:
     cdef uint32_t u
     memcpy(&u, &x, 4)
     if x != x:

@@ -1,4 +1,4 @@
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 
 from .experts cimport RoutingTables
 from .isa cimport quire_output
@@ -17,4 +17,5 @@ cdef class Regions:
     cdef bint normed(self, quire_output *output, op, rows) except -1
     cdef bint follows(self, source, out)
     cdef const float *vector(self, array, length, stored) except NULL
+    cdef const int32_t *order(self, array, length) except NULL
     cdef RoutingTables tables(self, routing) except *

@@ -82,6 +82,14 @@ cdef class Regions:
         cdef float[::1] view = copy
         return &view[0]
 
+    cdef const int32_t *order(self, array, length) except NULL:
+        """Return a private copy of an order of columns."""
+        if array.shape != (length,) or not np.array_equal(np.sort(array), np.arange(length)):
+            raise ValueError(f"an order has each of {length} columns once")
+        cdef int32_t[::1] view = np.array(array, np.int32)
+        self.keep_alive.append(view)
+        return &view[0]
+
     cdef RoutingTables tables(self, routing) except *:
         """Return pointers to the tables of a `Routing`, whose sizes are checked."""
         cdef RoutingTables tables

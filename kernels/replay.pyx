@@ -63,7 +63,7 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
         computed = run_attention(&record.op.attention, step, tiles, counter, worker, workers)
         total = step.unit_start[step.sequences]
     elif record.kind == CONVERT:
-        computed = run_convert(&record.op.convert, step, tiles, counter)
+        computed = run_convert(&record.op.convert, step, tiles, counter, worker)
         total = step.samples if record.op.convert.sampled else step.rows
     elif record.kind == DISPATCH:
         computed, total = run_dispatch(&record.op.dispatch, step, counter), step.rows

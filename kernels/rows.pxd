@@ -1,4 +1,4 @@
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 
 from .isa cimport quire_output, quire_tiles
 from .pack cimport Panels
@@ -18,6 +18,7 @@ cdef struct ConvertOp:
     Value input
     quire_output out
     bint sampled
+    const int32_t *order            # [columns], or NULL
 
 cdef struct GatherOp:
     Value input
@@ -57,8 +58,8 @@ cdef enum Pooling:
 
 cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
                        int worker) noexcept nogil
-cdef int64_t run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles,
-                         long long *counter) noexcept nogil
+cdef int64_t run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
+                         int worker) noexcept nogil
 cdef int64_t run_gather(const GatherOp *op, const Step *step, const quire_tiles *tiles,
                         long long *counter) noexcept nogil
 cdef int64_t run_norm(const NormOp *op, const Step *step, const quire_tiles *tiles, long long *counter,

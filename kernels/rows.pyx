@@ -81,11 +81,19 @@ cdef int64_t run_pool(const PoolOp *op, const Step *step, const quire_tiles *til
     return computed
 
 
-cdef int64_t run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles,
-                         long long *counter) noexcept nogil:
-    cdef int64_t row = quire_next_index(counter), width = op.input.rows.width, computed = 0
+cdef int64_t run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
+                         int worker) noexcept nogil:
+    """Convert rows; those whose columns change places, from scratch."""
+    cdef int64_t row = quire_next_index(counter), width = op.input.rows.width, computed = 0, i
+    cdef float *sorted = <float *>(step.scratch + worker * step.scratch_bytes)
+    cdef const float *x
     while row < (step.samples if op.sampled else step.rows):
-        tiles.convert(<const float *>op.input.rows.data + row * width, width, 1, op.input.columns, &op.out, row, 0)
+        x = <const float *>op.input.rows.data + row * width
+        if op.order != NULL:
+            for i in range(op.input.columns):
+                sorted[i] = x[op.order[i]]
+            x = sorted
+        tiles.convert(x, width, 1, op.input.columns, &op.out, row, 0)
         computed += 1
         row = quire_next_index(counter)
     return computed

@@ -219,7 +219,8 @@ class ReferenceProgram:
             case Embed():
                 self._embed(op)
             case Convert():
-                self._write(op.out, self.regions[op.input])
+                x = self.regions[op.input]
+                self._write(op.out, x if op.order is None else x[:, op.order])
             case Gather():
                 self._write(op.out, self.regions[op.input][self.sample_rows], op.normed)
             case Linear():

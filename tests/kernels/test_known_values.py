@@ -76,6 +76,30 @@ def test_linear(dtype, isa):
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "q8"])
+def test_columns_change_places(dtype, isa):
+    arena = Arena()
+    rows, converted, y = arena.region(35), arena.region(35, dtype), arena.region(35)
+    order = np.arange(35)[::-1].astype(np.int32)
+    ops = [
+        Embed(packed([np.arange(93, 128), np.arange(127, 92, -1)]), rows),
+        Convert(rows, converted, order),
+        Linear(converted, packed(np.eye(35) * 127, dtype), None, y, "store"),
+    ]
+    want = 127 * np.array([np.arange(127, 92, -1), np.arange(93, 128)])
+    assert run(arena, ops, 2, y, isa) == pytest.approx(want, abs={"f32": 0, "bf16": 0, "q8": 64}[dtype])
+
+
+@pytest.mark.parametrize("order", [[0, 1, 1], [0, 1], [0, 1, 3], [-1, 0, 1], [[0, 1, 2]]])
+def test_an_order_has_each_column_once(order):
+    arena = Arena()
+    rows, converted = arena.region(3), arena.region(3)
+    ops = [Embed(packed([[1, 2, 3]]), rows), Convert(rows, converted, np.array(order, np.int32))]
+    with pytest.raises(ValueError, match="each of 3 columns once"):
+        run(arena, ops, 1, converted, None)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "q8"])
 def test_linear_adds_to_its_output(dtype, isa):
     arena = Arena()
     rows, converted, y = arena.region(2), arena.region(2, dtype), arena.region(2)

@@ -91,6 +91,14 @@ def test_bf16_bits_and_fp16_are_accepted_as_they_come_from_files(dtype):
         assert np.array_equal(a.unpack(), b.unpack())
 
 
+def test_inputs_beyond_the_last_one_are_zero_in_bf16():
+    raw = memory(packed_nbytes(16, 33, "bf16"))
+    PackedMatrix(16, 33, "bf16", raw).fill(np.ones((16, 33), np.float32))
+    tiles = raw.view(np.uint16).reshape(2, 32, 16, 2)[0].swapaxes(1, 2).reshape(64, 16)
+    assert tiles[:33].all()
+    assert not tiles[33:].any()
+
+
 def test_two_sources_interleave_by_sixteen():
     gate = np.arange(32 * 4, dtype=np.float32).reshape(32, 4)
     packed = matrix(64, 4, "f32")
