@@ -19,7 +19,7 @@ import numpy.typing as npt
 from quire.runtime.model import read_spec
 from quire.runtime.model.gguf_config import KEYS, NAMES
 from quire.runtime.model.spec import DecoderSpec, Llama3Scaling, LongRopeScaling, TensorNames
-from quire.runtime.model.weights.gguf import TYPES
+from quire.runtime.model.weights.ggml import TYPES
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 from quire.runtime.model.weights.tensors import expected_tensors
 

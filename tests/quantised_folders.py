@@ -37,6 +37,16 @@ MATRICES = {
     "mlp.down_proj": (HIDDEN, INTERMEDIATE),
 }
 LAYER = "model.layers.0."
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}},
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+}
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 128]}
 AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of 8 that each 4 bits of a word belong to
 Array = np.ndarray[Any, Any]
 
@@ -79,16 +89,35 @@ def folder_of(
     return weights
 
 
+def common_folders(path: Path, modules: Mapping[str, tuple[int, int]] = MATRICES, **changes: Any) -> dict[str, Path]:
+    """Write a folder of each common method under `path`; return them by the method's name."""
+    made: dict[str, tuple[dict[str, Any], Make]] = {
+        "gptq": (GPTQ, gptq()),
+        "gptq act-order": (GPTQ | {"desc_act": True}, gptq(act_order=True)),
+        "awq": (AWQ, awq()),
+        "fp8": (FP8_BLOCKS, fp8((64, 128), name="weight_scale_inv")),
+    }
+    for name, (config, make) in made.items():
+        folder_of(path / name, config, make, (), modules, **changes)
+    return {name: path / name for name in made}
+
+
 def gptq(
-    bits: int = 4, group: int = 32, sym: bool = True, version: int = 1, act_order: bool = False, g_idx: bool = True
+    bits: int = 4,
+    group: int = 32,
+    sym: bool = True,
+    version: int = 1,
+    act_order: bool = False,
+    g_idx: bool = True,
+    same_order: bool = True,
 ) -> Make:
-    """Return a maker of GPTQ's layout."""
+    """Return a maker of GPTQ's layout. With `same_order`, act-order is the same for matrices with as many inputs."""
 
     def make(rng: np.random.Generator, outputs: int, inputs: int) -> Quantised:
         size = inputs if group == -1 else group
         groups = np.arange(inputs) // size
         if act_order:
-            groups = rng.permutation(groups)
+            groups = (np.random.default_rng(inputs) if same_order else rng).permutation(groups)
         numbers = rng.integers(0, 1 << bits, (inputs, outputs))
         zeros = rng.integers(0, 1 << bits, (groups.max() + 1, outputs))  # as the quantiser computes them
         if sym:
@@ -126,7 +155,8 @@ def words(bits: int = 4, group: int = 32, sym: bool = True, order: str = "", sca
     def make(rng: np.random.Generator, outputs: int, inputs: int) -> Quantised:
         middle = 1 << bits - 1
         groups = np.arange(inputs) // (inputs if group == -1 else group)
-        stored = {"": None, "group": rng.permutation(groups), "unused": np.full(inputs, -1)}[order]
+        shuffled = np.random.default_rng(inputs).permutation(groups)
+        stored = {"": None, "group": shuffled, "unused": np.full(inputs, -1)}[order]
         numbers = rng.integers(-middle, middle, (outputs, inputs))
         zeros = rng.integers(-middle, middle, (outputs, groups.max() + 1))
         if sym:

@@ -13,7 +13,7 @@ from ..common.errors import ModelError
 from ..engine import TextProcessor
 from ..engine.text.gguf_tokenizer import VOCABULARIES
 from ..engine.text.pre_tokenizers import PRE_TOKENIZERS
-from ..model import FAMILIES, DecoderSpec, model_name, model_path, open_tensors, read_spec, weights_text
+from ..model import FAMILIES, DecoderSpec, model_name, model_path, open_tensors, projectors, read_spec, weights_text
 from ..model.encoder import ENCODERS, BertSpec, EncoderSpec, is_encoder, read_encoder
 from ..model.quantization_config import METHODS
 from ..model.weights import READABLE
@@ -60,6 +60,7 @@ def known(path: Path) -> Iterator[Row]:
             yield from part(path)
         except ModelError as error:
             problems.append(str(error))
+    yield from (("images", f"{name} is not read; the model takes text only") for name in projectors(path))
     yield from (("problem", problem) for problem in dict.fromkeys(problems))
 
 

@@ -33,7 +33,7 @@ from ..engine import (
     load_texts,
     prefix_snapshot,
 )
-from ..model import model_name, model_path, read_spec, weights_text
+from ..model import model_name, model_path, projectors, read_spec, weights_text
 from ..server import Server, check_config
 from ..server.monitoring import PrometheusObserver
 from ..workers import engine_processes
@@ -74,6 +74,8 @@ async def _start_and_serve(settings: Settings, stop: StopSignal) -> None:
     text_processor, encoder_texts = await asyncio.to_thread(load_texts, settings.engine)
     if text_processor.tokenizer is None:
         _log.warning("the model has no tokenizer: prompts must be token ids")
+    for name in projectors(model_path(settings.engine.model)):
+        _log.warning(f"{name} is not read: the model takes text only")
     async with _core(settings) as core:
         await _serve_until(stop, Engine(core, text_processor, encoder_texts), settings)
 

@@ -1,12 +1,12 @@
 """Models: from a Hugging Face folder or a GGUF file to packed weights and a program, and the memory that they take."""
 
 from .families.registry import FAMILIES, open_tensors, read_spec
-from .files import BUNDLED_MODEL, fingerprint, model_name, model_path
+from .files import BUNDLED_MODEL, fingerprint, model_name, model_path, projectors
 from .memory_plan import MemoryPlan, plan_memory
 from .packed_model import PackedModel, kv_layout, pack_model
 from .sizes import describe_sizes
 from .spec import DecoderSpec
-from .weights.packing import weights_text
+from .weights.decoder_weights import weights_text
 
 __all__ = [
     "BUNDLED_MODEL",
@@ -22,6 +22,7 @@ __all__ = [
     "open_tensors",
     "pack_model",
     "plan_memory",
+    "projectors",
     "read_spec",
     "weights_text",
 ]

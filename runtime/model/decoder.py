@@ -13,10 +13,11 @@ import numpy as np
 from ...kernels.ops import INPUT_DTYPES, DType, Epilogue
 from ...kernels.pack import PackedMatrix
 from ...pager.layout import place_layers
-from .program import Heads, Logits, NormedValue, ProgramBuilder, Value
+from .program import Heads, Logits, NormedValue, ProgramBuilder, Value, input_dtype
 from .rope import Table
 from .spec import DecoderSpec
-from .weights.packing import DecoderWeights, ExpertWeights, LayerWeights, Vector
+from .weights.decoder_weights import DecoderWeights, ExpertWeights, LayerWeights
+from .weights.packing import Vector
 
 EPILOGUES: dict[str, Epilogue] = {"silu": "swiglu", "gelu_tanh": "geglu", "clamped_silu": "swiglu_clamped"}
 
@@ -71,10 +72,10 @@ def _attention_block(
         softcap=spec.attention_softcap,
         norms_rows=spec.qk_norm_rows,
     )
-    normed = _normed(builder, spec, layer.input_norm, x, INPUT_DTYPES[layer.qkv.dtype])
+    normed = _normed(builder, spec, layer.input_norm, x, input_dtype(layer.qkv))
     qkv = builder.linear(normed, layer.qkv, layer.qkv_bias, "qkv")
     attended = builder.attention(
-        qkv, heads, layer.q_norm, layer.k_norm, spec.norm_eps, rotary, layer.sinks, INPUT_DTYPES[layer.o.dtype]
+        qkv, heads, layer.q_norm, layer.k_norm, spec.norm_eps, rotary, layer.sinks, input_dtype(layer.o)
     )
     _add(builder, spec, attended, layer.o, layer.o_bias, layer.attention_post_norm, x)
 
@@ -88,12 +89,12 @@ def _mlp_block(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, 
         _expert_block(builder, spec, mlp, x, builder.norm(x, layer.mlp_norm, spec.norm_eps, dtype))
         return
     activated = builder.activated(
-        _normed(builder, spec, layer.mlp_norm, x, INPUT_DTYPES[mlp.gate_up.dtype]),
+        _normed(builder, spec, layer.mlp_norm, x, input_dtype(mlp.gate_up)),
         mlp.gate_up,
         mlp.gate_up_bias,
         spec.intermediate_size,
         EPILOGUES[spec.activation],
-        INPUT_DTYPES[mlp.down.dtype],
+        input_dtype(mlp.down),
     )
     _add(builder, spec, activated, mlp.down, mlp.down_bias, layer.mlp_post_norm, x)
 

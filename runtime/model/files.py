@@ -24,7 +24,8 @@ _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a model on Hugging Face: org
 def model_path(model: str | Path | None) -> Path:
     """Return the folder or GGUF file of a model setting; None is the bundled model. Raises ModelNotFound.
 
-    A folder without safetensors that has one GGUF file, or the parts of one, stands for this file.
+    A folder without safetensors that has one GGUF file, or the parts of one, stands for this file. Beside it may be
+    files for images, which are not read.
     """
     if model is None:
         return BUNDLED_MODEL
@@ -43,6 +44,16 @@ def model_path(model: str | Path | None) -> Path:
         return folder if any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE)) else _only_gguf(folder)
     except OSError as error:
         raise ModelNotFound(f"{folder} cannot be read: {error}") from error
+
+
+def projectors(path: Path) -> list[str]:
+    """Return the names of the files beside a GGUF file that only images need, which are not read."""
+    beside = path.parent.glob("*.gguf") if is_gguf(path) else ()
+    return sorted(file.name for file in beside if _is_projector(file) and file != path)
+
+
+def _is_projector(path: Path) -> bool:
+    return "mmproj" in path.name.lower()
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -106,7 +117,8 @@ def _sampled(file: BufferedReader) -> hashlib._Hash:
 
 def _only_gguf(folder: Path) -> Path:
     """Return the GGUF file in a folder, or the first part of it; the folder itself if it has none."""
-    files = sorted(path for path in folder.glob("*.gguf") if path.is_file())
+    found = sorted(path for path in folder.glob("*.gguf") if path.is_file())
+    files = [path for path in found if not _is_projector(path)] or found
     first = [path for path in files if not (part := PART.fullmatch(path.name)) or int(part[2]) == 1]
     if len(first) > 1:
         raise ModelNotFound(

@@ -19,7 +19,7 @@ from .packed_model import kv_layout
 from .program import ProgramBuilder, ProgramPlan
 from .rope import planned_tables, rotary_nbytes
 from .spec import DecoderSpec
-from .weights.packing import plan_weights
+from .weights.decoder_weights import plan_weights
 
 PROCESS_BYTES = 62 << 20  # measured: Python, numpy and the other libraries of an engine process, their files included
 

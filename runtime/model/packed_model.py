@@ -19,7 +19,7 @@ from .files import model_path
 from .program import ProgramBuilder, ProgramPlan
 from .rope import rotary_tables
 from .spec import DecoderSpec
-from .weights.packing import DecoderWeights, pack_weights
+from .weights.decoder_weights import DecoderWeights, pack_weights
 
 
 @dataclass(frozen=True, slots=True)

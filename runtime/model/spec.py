@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
@@ -148,6 +151,8 @@ class DecoderSpec:
     names: TensorNames = TensorNames()
     # tensor -> type, of the tensors that the checkpoint has in blocks of integers; a change of it changes no shape
     quantised: Mapping[str, str] = field(default_factory=dict, compare=False)
+    # tensor -> the input of each column, of the tensors that the checkpoint has in blocks only in this order
+    input_orders: Mapping[str, npt.NDArray[np.int32]] = field(default_factory=dict, compare=False)
 
     @property
     def q_size(self) -> int:

@@ -15,7 +15,7 @@ from quire.runtime.model.packed_model import kv_layout
 from quire.runtime.model.program import ProgramBuilder
 from quire.runtime.model.rope import rotary_tables
 from quire.runtime.model.spec import DecoderSpec, Experts, Rope
-from quire.runtime.model.weights.packing import build_weights
+from quire.runtime.model.weights.decoder_weights import build_weights
 
 LAYERS = 8  # enough that the weights do not fit into a cache, in any dtype
 QWEN3 = DecoderSpec(
@@ -51,7 +51,13 @@ class Zeros:
     """Implements `packing.WeightFactory`."""
 
     def matrix(
-        self, out_features: int, in_features: int, dtype: str, parts: object, factors: object = None
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: str,
+        parts: object,
+        factors: object = None,
+        input_order: object = None,
     ) -> PackedMatrix:
         memory = map_memory(packed_nbytes(out_features, in_features, dtype))
         return PackedMatrix(out_features, in_features, dtype, memory)

@@ -9,7 +9,7 @@ from ..decoder import emit_layers
 from ..program import Heads, ProgramBuilder, Value
 from ..rope import Table
 from ..spec import DecoderSpec
-from ..weights.packing import DecoderWeights
+from ..weights.decoder_weights import DecoderWeights
 from .spec import BertSpec, EncoderSpec, Projection
 from .weights import BertLayerWeights, BertWeights, EncoderWeights, NormWeights, ProjectionWeights
 

@@ -11,17 +11,8 @@ from ....kernels.ops import padded
 from ....kernels.pack import PackedMatrix
 from ...common.config import WeightDtype
 from ..spec import DecoderSpec
-from ..weights.packing import (
-    DecoderWeights,
-    Part,
-    Vector,
-    WeightFactory,
-    WeightPlanner,
-    build_weights,
-    interleaved,
-    named,
-    stacked,
-)
+from ..weights.decoder_weights import DecoderWeights, build_weights
+from ..weights.packing import Part, Vector, WeightFactory, WeightPlanner, interleaved, named, stacked
 from .spec import BertSpec, EncoderSpec, Projection
 
 

@@ -9,7 +9,7 @@ from ...common.errors import ModelError, UnsupportedModel
 from ..config_json import CONFIG_FILE, ConfigTable, read_config
 from ..files import is_gguf
 from ..quantization_config import read_quantisation
-from ..spec import DecoderSpec
+from ..spec import DecoderSpec, TensorNames
 from ..weights import Checkpoint
 from ..weights.gguf import GGUFFile
 from ..weights.gguf_checkpoint import GGUFCheckpoint
@@ -88,14 +88,26 @@ def _open_folder(path: str | Path, config: ConfigTable) -> tuple[DecoderSpec, Ch
     family = _family(config)
     how, spec = _quantisation(family, config), family.read(config)
     stored = SafetensorsCheckpoint(path)
+    if family.tensors is None and any(name.endswith(".mlp.experts.gate_up_proj") for name in stored.names()):
+        spec = replace(spec, names=_fused_experts(spec.names))
     if how is None:
         tensors = stored if family.tensors is None else family.tensors(stored, spec)
         check_tensors(spec, tensors)
         return spec, tensors
     checkpoint = QuantisedCheckpoint(stored, how)
-    spec = replace(spec, quantised=checkpoint.quantised())
-    check_tensors(spec, checkpoint)
-    return spec, checkpoint
+    names = check_tensors(spec, checkpoint)
+    orders = checkpoint.sort_by_group(names)
+    return replace(spec, quantised=checkpoint.quantised(names), input_orders=orders), checkpoint
+
+
+def _fused_experts(names: TensorNames) -> TensorNames:
+    """Return the names of a folder with two tensors for all experts of a layer, as in transformers 5."""
+    return replace(
+        names,
+        router="mlp.gate",
+        expert_gate_up=("mlp.experts.gate_up_proj",),
+        expert_down="mlp.experts.down_proj",
+    )
 
 
 def _quantisation(family: Family, config: ConfigTable) -> Quantisation | None:

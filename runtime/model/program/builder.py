@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from ....kernels.ops import (
     BLOCK,
+    INPUT_DTYPES,
     AddNorm,
     Attention,
     Combine,
@@ -43,6 +45,13 @@ from ....kernels.ops import (
 from ....kernels.pack import PackedMatrix
 from .arena_layout import ArenaLayout, Lifetime, lay_out
 from .values import Heads, Logits, NormedValue, PlacedValue, ProgramPlan, RoutingValue, Value, Vector
+
+AnyValue = TypeVar("AnyValue", Value, NormedValue, Value | NormedValue)
+
+
+def input_dtype(weight: PackedMatrix) -> DType:
+    """Return the dtype of the rows that a linear layer takes; f32 if their columns change places before."""
+    return INPUT_DTYPES[weight.dtype] if weight.input_order is None else "f32"
 
 
 class ProgramBuilder:
@@ -147,6 +156,7 @@ class ProgramBuilder:
 
     def linear(self, x: Value | NormedValue, weight: PackedMatrix, bias: Vector | None, name: str) -> Value:
         """Compute x @ weight.T + bias, f32 [rows, out_features]."""
+        x = self._in_order(x, weight)
         out = self._value(name, x.rows, weight.out_features, "f32")
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), "store"))
         return out
@@ -162,6 +172,7 @@ class ProgramBuilder:
         self, x: Value, weight: PackedMatrix, bias: Vector | None, residual: Value, scale: float = 1.0
     ) -> None:
         """Add (x @ weight.T + bias) * scale to `residual`, in place."""
+        x = self._in_order(x, weight)
         self._norm_writers[residual.index] = len(self._emit)
         self._add([x, residual], lambda at: Linear(x.placed(at), weight, bias, residual.placed(at), "add", scale=scale))
 
@@ -183,6 +194,7 @@ class ProgramBuilder:
 
         With a gated epilogue the weight's columns are 16 of gate and 16 of up in turn, and the result is their product.
         """
+        x = self._in_order(x, weight)
         out = self._value("activated", x.rows, columns, dtype)
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), epilogue))
         return out
@@ -385,6 +397,15 @@ class ProgramBuilder:
                 for value in self._values
             ),
         )
+
+    def _in_order(self, x: AnyValue, weight: PackedMatrix) -> AnyValue:
+        """Return `x` with its columns in the order of the weight's inputs, in the dtype that it multiplies."""
+        if (order := weight.input_order) is None:
+            return x
+        data = x.data if isinstance(x, NormedValue) else x
+        out = self._value("sorted", data.rows, data.columns, INPUT_DTYPES[weight.dtype])
+        self._add([data, out], lambda at: Convert(data.placed(at), out.placed(at), order))
+        return replace(x, data=out) if isinstance(x, NormedValue) else out
 
     def _value(self, name: str, rows: int, columns: int, dtype: StoredDtype, writer: int | None = None) -> Value:
         """Return a new value, written by op `writer` or else by the next op added."""

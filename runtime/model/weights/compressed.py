@@ -6,13 +6,16 @@ FP8 has the same form where `quant_method` is fp8 or fbgemm_fp8.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ....kernels.words import widen_codes
 from ...common.errors import WrongTensor
 from . import as_f32
-from .grouped import GroupedMatrix, Octets, Scales, expect, find_grid, group_order, unpack_words
+from .grouped import GroupedMatrix, Octets, Words, expect, find_grid, read_group_order, unpack_words
 from .quantisation import Quantisation
 from .safetensors import SafetensorsCheckpoint
 
@@ -33,11 +36,13 @@ class CompressedMatrix(GroupedMatrix):
             expect(stored, self._zero_name, ("I32",), -(-shape[0] * bits // 32), num_groups)
         elif self._zero_name in stored:
             expect(stored, self._zero_name, ("I8",), *stored.shape(scale))
-        groups = group_order(stored, f"{module}.weight_g_idx", shape[1], num_groups, self._grid.columns)
+        if (order := f"{module}.weight_g_idx") in stored:
+            expect(stored, order, ("I32", "I64"), shape[1])
+        groups = partial(read_group_order, stored, order, shape[1], num_groups, self._grid.columns)
         super().__init__(stored, module, PARTS, shape, bits, groups)
 
-    def _scales(self) -> Scales:
-        return as_f32(self._grid.read(self._stored, self._name("weight_scale"), self.shape[0]))
+    def _scales(self) -> npt.NDArray[Any]:
+        return self._grid.read(self._stored, self._name("weight_scale"), self.shape[0])
 
     def _zeros(self) -> Octets:
         num_rows, middle = self.shape[0], np.uint8(1 << self._bits - 1)
@@ -66,9 +71,8 @@ class WordsMatrix(CompressedMatrix):
         self.label = f"compressed-tensors {bits}-bit"
         super().__init__(stored, module, how, (rows, columns), bits)
 
-    def _numbers(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Octets]]:
-        for row, words in self._stored.chunks(self._name("weight_packed"), rows, num_rows):
-            yield row, np.ascontiguousarray(unpack_words(words, self._bits)[:, : self.shape[1]])
+    def _words(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Words]]:
+        return self._stored.chunks(self._name("weight_packed"), rows, num_rows)
 
 
 class Int8Matrix(CompressedMatrix):
@@ -79,9 +83,11 @@ class Int8Matrix(CompressedMatrix):
         self.label = "int8"
         super().__init__(stored, module, how, (rows, columns), 8)
 
-    def _numbers(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Octets]]:
+    def _words(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Words]]:
+        whole = np.zeros((num_rows, -(-self.shape[1] // 4) * 4), np.uint8)
         for row, signed in self._stored.chunks(self._name("weight"), rows, num_rows):
-            yield row, signed.view(np.uint8) ^ np.uint8(0x80)
+            np.bitwise_xor(signed.view(np.uint8), np.uint8(0x80), out=whole[: len(signed), : self.shape[1]])
+            yield row, whole[: len(signed)].view(np.int32)
 
 
 class FP8Matrix:
@@ -107,11 +113,7 @@ class FP8Matrix:
         scales = as_f32(self._grid.read(self._stored, self._scale, self.shape[0]))
         first = rows.indices(self.shape[0])[0]
         for row, numbers in self._stored.chunks(self._weight, rows, num_rows):
-            with np.errstate(over="ignore", invalid="ignore"):  # a NaN ends the requests that meet it, not the load
-                widened = E4M3.take(numbers)
-                each = scales[first + row : first + row + len(numbers)].repeat(self._grid.columns, axis=1)
-                widened *= each[:, : self.shape[1]]
-            yield row, widened
+            yield row, widen_codes(numbers, E4M3, scales[first + row : first + row + len(numbers)], self._grid.columns)
 
 
 def _e4m3() -> npt.NDArray[np.float32]:

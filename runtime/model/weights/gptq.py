@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ....kernels.words import inputs_in_words
 from ...common.errors import WrongTensor
-from . import READABLE, as_f32
-from .grouped import GroupedMatrix, Octets, Scales, expect, group_order, unpack_words
+from . import READABLE
+from .grouped import GroupedMatrix, Octets, Words, consecutive_groups, expect, read_group_order, unpack_words
 from .quantisation import Quantisation
 from .safetensors import SafetensorsCheckpoint
 
@@ -43,21 +46,20 @@ class GPTQMatrix(GroupedMatrix):
             )
         self.label = f"GPTQ {bits}-bit"
         self._zero_offset = how.zero_offset
-        groups = group_order(stored, order, inputs, num_groups, size)
+        groups = partial(read_group_order, stored, order, inputs, num_groups, size)
         super().__init__(stored, module, PARTS, (outputs, inputs), bits, groups)
 
-    def _numbers(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Octets]]:
-        first, last, _ = rows.indices(self.shape[0])
-        words = self._stored.tensor(self._name("qweight"))
-        for row in range(first, last, num_rows):
-            yield row - first, unpack_words(words[:, row : min(row + num_rows, last)].T, self._bits)
+    def _words(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Words]]:
+        yield from _columns(self._stored.tensor(self._name("qweight")), rows, num_rows)
 
-    def _scales(self) -> Scales:
-        return np.ascontiguousarray(as_f32(self._stored.tensor(self._name("scales"))).T)
+    def _scales(self) -> npt.NDArray[Any]:
+        return self._stored.tensor(self._name("scales")).T
 
     def _zeros(self) -> Octets:
         zeros = unpack_words(self._stored.tensor(self._name("qzeros")), self._bits)[:, : self.shape[0]]
-        return np.ascontiguousarray((zeros + np.uint8(self._zero_offset)).T) & np.uint8((1 << self._bits) - 1)
+        zeros += np.uint8(self._zero_offset)
+        zeros &= np.uint8((1 << self._bits) - 1)
+        return zeros.T
 
 
 class AWQMatrix(GroupedMatrix):
@@ -73,25 +75,22 @@ class AWQMatrix(GroupedMatrix):
                 f"tensor {module}.scales in {stored.path} has {num_groups} groups; {inputs} inputs must be a multiple"
             )
         self.label = "AWQ 4-bit"
-        groups = np.arange(inputs) // (inputs // num_groups)
+        groups = partial(consecutive_groups, inputs, inputs // num_groups)
         super().__init__(stored, module, PARTS, (outputs, inputs), 4, groups)
 
-    def _numbers(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Octets]]:
-        first, last, _ = rows.indices(self.shape[0])
-        words = self._stored.tensor(self._name("qweight"))
-        for row in range(first, last, num_rows):
-            yield row - first, _awq_columns(words, row, min(row + num_rows, last))
+    def _words(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Words]]:
+        yield from _columns(inputs_in_words(self._stored.tensor(self._name("qweight"))), rows, num_rows)
 
-    def _scales(self) -> Scales:
-        return np.ascontiguousarray(as_f32(self._stored.tensor(self._name("scales"))).T)
+    def _scales(self) -> npt.NDArray[Any]:
+        return self._stored.tensor(self._name("scales")).T
 
     def _zeros(self) -> Octets:
-        return _awq_columns(self._stored.tensor(self._name("qzeros")), 0, self.shape[0])
+        zeros = unpack_words(self._stored.tensor(self._name("qzeros")), 4)
+        return zeros.reshape(len(zeros), -1, 8)[:, :, AWQ_ORDER].reshape(zeros.shape).T
 
 
-def _awq_columns(words: npt.NDArray[np.int32], first: int, last: int) -> Octets:
-    """Return the numbers of outputs `first` to `last`, [outputs, rows of words]."""
-    begin = first // 8
-    numbers = unpack_words(words[:, begin : -(-last // 8)], 4)
-    outputs = np.arange(first, last)
-    return np.ascontiguousarray(numbers[:, (outputs // 8 - begin) * 8 + AWQ_ORDER[outputs % 8]].T)
+def _columns(words: Words, rows: slice, num_rows: int) -> Iterator[tuple[int, Words]]:
+    """Yield each `num_rows` of the given columns as rows, and the number of columns before them."""
+    first, last, _ = rows.indices(words.shape[1])
+    for column in range(first, last, num_rows):
+        yield column - first, words[:, column : min(column + num_rows, last)].T

@@ -6,20 +6,24 @@ the same four arrays in several layouts, which subclasses read.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ....kernels.words import join_blocks, reorder_words, widen_words
 from ...common.errors import CorruptCheckpoint, WrongTensor
-from . import READABLE
+from . import READABLE, as_f32
 from .safetensors import SafetensorsCheckpoint
 
 Octets = npt.NDArray[np.uint8]
-Scales = npt.NDArray[np.float32]
+Words = npt.NDArray[np.int32]
+Groups = npt.NDArray[np.int32]  # of each input of a matrix
 BLOCK = 32  # inputs of a block of Q4_0 and Q8_0
 
 
@@ -27,12 +31,12 @@ class GroupedMatrix(ABC):
     """A quantised matrix of shape [out, in], in the tensors `tensors` of a folder.
 
     `kind` is the type of its chunks: Q4_0, Q4_Z or Q8_0, blocks with the numbers of the file, where each 32 inputs
-    share a group, and 8-bit numbers have no zero point; else F32. Scales of blocks are rounded to fp16. Zero points and
-    the order of groups are read on opening.
+    share a group, and 8-bit numbers have no zero point; else F32. Scales of blocks are rounded to fp16. The zero points
+    and the order of groups are read when `kind` is asked for: no array is made before the shape was compared with that
+    of the model.
     """
 
     label: str  # for people
-    kind: str
 
     def __init__(
         self,
@@ -41,32 +45,60 @@ class GroupedMatrix(ABC):
         parts: Sequence[str],
         shape: tuple[int, int],
         bits: int,
-        groups: npt.NDArray[np.intp],
+        read_groups: Callable[[], Groups],
     ) -> None:
         self.tensors = tuple(f"{module}.{part}" for part in parts if f"{module}.{part}" in stored)
         self.shape = shape
         self._stored = stored
         self._module = module
         self._bits = bits
-        self._groups = groups  # [in], the group of each input
-        self._of_blocks = groups[::BLOCK]  # [in / 32]
-        self.kind = self._find_kind()
+        self._read_groups = read_groups
+        self.input_order: Groups | None = None  # the input of each column of the chunks, if it is another one
+
+    @cached_property
+    def kind(self) -> str:
+        """The type of the chunks. Raises CorruptCheckpoint if an order of groups names a group that does not exist."""
+        whole_blocks = self.shape[1] % BLOCK == 0
+        if not whole_blocks or (self._groups.reshape(-1, BLOCK) != self._groups[::BLOCK, None]).any():
+            return "F32"
+        if (self._zeros() == 1 << self._bits - 1).all():
+            return "Q4_0" if self._bits == 4 else "Q8_0"
+        return "Q4_Z" if self._bits == 4 else "F32"  # a difference of 8-bit numbers takes 9 bits
 
     def chunks(self, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield each `num_rows` of the given rows, and the number of rows before them. See `weights.Checkpoint`."""
         scales, zeros = self._scales(), self._zeros()
-        first = rows.indices(self.shape[0])[0]
-        for row, numbers in self._numbers(rows, num_rows):
-            here = slice(first + row, first + row + len(numbers))
-            yield row, self._encoded(numbers, scales[here], zeros[here])
+        first, of_blocks = rows.indices(self.shape[0])[0], self._groups[::BLOCK].copy()
+        for row, words in self._words(rows, num_rows):
+            if self.input_order is not None:
+                words = reorder_words(words, self._bits, self.input_order)
+            here = slice(first + row, first + row + len(words))
+            if self.kind == "F32":
+                yield row, widen_words(words, self._bits, as_f32(scales[here]), zeros[here], self._groups)
+            else:
+                yield row, join_blocks(words, _f16_bits(scales[here]), zeros[here], of_blocks, self.kind)
+
+    def sorted_by_group(self) -> GroupedMatrix | None:
+        """Return the matrix with its inputs sorted by group, if only this order makes its chunks blocks."""
+        if self.kind != "F32":
+            return None
+        order = np.argsort(self._groups, kind="stable").astype(np.int32)
+        matrix = copy.copy(self)
+        del matrix.kind  # that of this matrix
+        matrix.input_order, matrix._groups = order, self._groups[order]
+        return matrix if matrix.kind != "F32" else None
+
+    @cached_property
+    def _groups(self) -> Groups:
+        return self._read_groups()
 
     @abstractmethod
-    def _numbers(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Octets]]:
-        """Yield each `num_rows` of the given rows of unsigned numbers, [n, in], and the number of rows before them."""
+    def _words(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Words]]:
+        """Yield each `num_rows` of the given rows of unsigned numbers in words, and the number of rows before them."""
 
     @abstractmethod
-    def _scales(self) -> Scales:
-        """Return the scales, [out, groups]."""
+    def _scales(self) -> npt.NDArray[Any]:
+        """Return the scales, [out, groups] of a type in READABLE."""
 
     @abstractmethod
     def _zeros(self) -> Octets:
@@ -75,42 +107,12 @@ class GroupedMatrix(ABC):
     def _name(self, part: str) -> str:
         return f"{self._module}.{part}"
 
-    def _find_kind(self) -> str:
-        whole_blocks = self.shape[1] % BLOCK == 0
-        if not whole_blocks or (self._groups.reshape(-1, BLOCK) != self._of_blocks[:, None]).any():
-            return "F32"
-        if (self._zeros() == 1 << self._bits - 1).all():
-            return "Q4_0" if self._bits == 4 else "Q8_0"
-        return "Q4_Z" if self._bits == 4 else "F32"  # a difference of 8-bit numbers takes 9 bits
 
-    def _encoded(self, numbers: Octets, scales: Scales, zeros: Octets) -> npt.NDArray[Any]:
-        """Return rows of numbers as rows of `kind`."""
-        if self.kind == "F32":
-            with np.errstate(over="ignore", invalid="ignore"):  # a NaN ends the requests that meet it, not the load
-                widened = numbers.astype(np.float32)
-                widened -= zeros[:, self._groups]
-                widened *= scales[:, self._groups]
-            return widened
-        whole, zero_points = numbers.reshape(len(numbers), -1, BLOCK), zeros[:, self._of_blocks]
-        # A difference is modulo 256, as signed numbers are.
-        blocks = whole - zero_points[:, :, None] if self.kind == "Q8_0" else _halves_together(whole)
-        fields = [("scale", "<f2"), ("zero", "u1"), ("numbers", f"V{blocks.shape[2]}")]
-        out = np.empty(blocks.shape[:2], [field for field in fields if self.kind == "Q4_Z" or field[0] != "zero"])
-        with np.errstate(over="ignore"):
-            out["scale"] = scales[:, self._of_blocks]
-        if self.kind == "Q4_Z":
-            out["zero"] = zero_points
-        out["numbers"] = blocks.view(fields[-1][1])[:, :, 0]
-        return out.view(np.uint8)
-
-
-def _halves_together(blocks: Octets) -> Octets:
-    """Return 4-bit numbers [n, blocks, 32] in bytes [n, blocks, 16]: the first half of a block is in the low halves."""
-    eights = blocks.view(np.uint64).reshape(-1, 4)  # 8 numbers each: columns are faster than 16 bytes at a time
-    out = np.empty((len(eights), 2), np.uint64)
-    for half in (0, 1):
-        out[:, half] = eights[:, half] | eights[:, half + 2] << np.uint64(4)
-    return out.view(np.uint8).reshape(*blocks.shape[:2], BLOCK // 2)
+def _f16_bits(values: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
+    """Return elements of a type in READABLE rounded to fp16, as their bits."""
+    with np.errstate(over="ignore"):
+        halves = values if values.dtype == np.float16 else as_f32(values).astype(np.float16)
+    return halves.view(np.uint16)
 
 
 def unpack_words(words: npt.NDArray[np.int32], bits: int) -> Octets:
@@ -136,25 +138,24 @@ def expect(stored: SafetensorsCheckpoint, name: str, dtypes: Collection[str], *s
     return shape
 
 
-def group_order(
-    stored: SafetensorsCheckpoint, name: str, inputs: int, num_groups: int, size: int
-) -> npt.NDArray[np.intp]:
+def consecutive_groups(inputs: int, size: int) -> Groups:
+    """Return the group of each input, where each `size` inputs are a group."""
+    return np.arange(inputs, dtype=np.int32) // np.int32(size)
+
+
+def read_group_order(stored: SafetensorsCheckpoint, name: str, inputs: int, num_groups: int, size: int) -> Groups:
     """Return the group of each input, which tensor `name` has; without one, groups are `size` consecutive inputs.
 
-    All zeros, or a -1, stand for consecutive groups too. Raises WrongTensor or CorruptCheckpoint.
+    All zeros, or a -1, stand for consecutive groups too. Raises CorruptCheckpoint.
     """
-    consecutive = np.arange(inputs) // size
-    if name not in stored:
-        return consecutive
-    expect(stored, name, ("I32", "I64"), inputs)
-    order = stored.tensor(name).astype(np.intp)
+    order = stored.tensor(name) if name in stored else np.zeros(1, np.int32)
     if not order.any() or order.min() == -1:
-        order = consecutive
+        order = consecutive_groups(inputs, size)
     if order.min() < 0 or order.max() >= num_groups:
         raise CorruptCheckpoint(
             f"tensor {name} in {stored.path} has groups {order.min()} to {order.max()}; there are {num_groups}"
         )
-    return order
+    return order.astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Packing of a decoder's weights for the kernels: which tensors form which matrix, in one block of memory.
+"""Packing of weights for the kernels, in one block of memory, and its plan, for descriptions of weights of any model.
 
-`build_weights` is the only description of a model's weights: the check of a checkpoint, the memory plan and the packing
-all run it, so they cannot disagree. Must not import config.json's reader or the program.
+A description, such as `build_weights` in `decoder_weights.py`, makes matrices and vectors with a `WeightFactory`: one
+packs, one plans, and one checks the tensors.
 """
 
 from __future__ import annotations
@@ -18,69 +18,18 @@ import numpy.typing as npt
 
 from ....kernels import available_cpus
 from ....kernels.ops import WeightDtype as PackedDtype
-from ....kernels.ops import padded
 from ....kernels.pack import BLOCK_DTYPES, PackedMatrix, column_ranges, packed_nbytes
 from ....pager import OutOfMemory, map_memory
 from ...common.config import WeightDtype
 from ...common.errors import ModelError, Unavailable
-from ..spec import DecoderSpec
 from . import READABLE, Checkpoint, as_f32
 from .ggml import q5_0_as_q8_0, widen
 
 Vector = npt.NDArray[np.float32]
+InputOrder = npt.NDArray[np.int32]  # the input that each column along K of a matrix belongs to
 Weights = TypeVar("Weights")  # of one kind of model
 ELEMENTS_AT_ONCE = 1 << 20  # of a tensor, between two looks at whether the load was cancelled
 PackedDtypes = PackedDtype | Sequence[tuple[int, PackedDtype]]  # of a matrix, or of ranges of its columns
-
-
-@dataclass(frozen=True, slots=True)
-class MlpWeights:
-    """The weights of an MLP."""
-
-    gate_up: PackedMatrix  # [2 padded(intermediate), hidden], 16 columns of gate, 16 of up, and so on
-    gate_up_bias: Vector | None
-    down: PackedMatrix  # [hidden, intermediate]
-    down_bias: Vector | None
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """The weights of a mixture of experts: of the router, and for each expert those of an MLP."""
-
-    router: PackedMatrix  # f32 [experts, hidden]; columns multiplied by those of the norm, whose input the router reads
-    router_bias: Vector | None
-    gate_up: tuple[PackedMatrix, ...]
-    gate_up_biases: tuple[Vector, ...] | None
-    down: tuple[PackedMatrix, ...]
-    down_biases: tuple[Vector, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """The weights of one layer. Biases and norms that the family does not have are None."""
-
-    input_norm: Vector | None  # [hidden]
-    qkv: PackedMatrix  # [q_size + 2 kv_size, hidden]
-    qkv_bias: Vector | None
-    q_norm: Vector | None  # [head_dim], or with qk_norm_rows [q_size]
-    k_norm: Vector | None  # [head_dim], or with qk_norm_rows [kv_size]
-    sinks: Vector | None  # [num_heads]
-    o: PackedMatrix  # [hidden, q_size]
-    o_bias: Vector | None
-    attention_post_norm: Vector | None  # [hidden]
-    mlp_norm: Vector | None  # [hidden]
-    mlp: MlpWeights | ExpertWeights
-    mlp_post_norm: Vector | None  # [hidden]
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    """The weights of a model. With tied embeddings, `lm_head` is the same object as `embedding`."""
-
-    embedding: PackedMatrix  # [vocab, hidden]
-    layers: tuple[LayerWeights, ...]
-    final_norm: Vector  # [hidden]
-    lm_head: PackedMatrix  # [vocab, hidden]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +58,14 @@ class WeightFactory(Protocol):
         dtype: PackedDtypes,
         parts: Sequence[Part],
         factors: Vector | None = None,
+        input_order: InputOrder | None = None,
     ) -> PackedMatrix:
-        """Return a matrix whose columns, in the order of in_features, are multiplied by `factors`."""
+        """Return a matrix whose columns, in the order of in_features, are multiplied by `factors`.
+
+        With an `input_order`, the tensors have their inputs in this order, and so has the matrix.
+        """
 
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector: ...
-
-
-def pack_weights(
-    spec: DecoderSpec, checkpoint: Checkpoint, dtype: WeightDtype, stop: threading.Event | None = None
-) -> DecoderWeights:
-    """Pack every matrix as `dtype`. The checkpoint must have passed `check_tensors`. See `pack_built`."""
-    return pack_built(lambda factory, packed: build_weights(spec, packed, factory), checkpoint, dtype, stop)
 
 
 def pack_built(
@@ -141,18 +87,6 @@ def pack_built(
     return weights
 
 
-def plan_weights(spec: DecoderSpec, dtype: WeightDtype) -> tuple[DecoderWeights, Counter[PackedDtype]]:
-    """Return weights of the right shapes without memory, to plan a program that is never run; and bytes by dtype."""
-    planner = WeightPlanner()
-    weights = build_weights(spec, dtype, planner)
-    return weights, planner.nbytes
-
-
-def weights_text(spec: DecoderSpec, dtype: WeightDtype) -> str:
-    """Return the dtype of the weights for people; for `auto` the dtypes of the matrices, such as "q4, q8"."""
-    return ", ".join(sorted(plan_weights(spec, dtype)[1])) if dtype == "auto" else dtype
-
-
 def _map_weights(build: Callable[[WeightFactory, WeightDtype], Weights], dtype: WeightDtype) -> npt.NDArray[np.uint8]:
     nbytes = _planned_bytes(build, dtype)
     try:
@@ -167,128 +101,6 @@ def _planned_bytes(build: Callable[[WeightFactory, WeightDtype], Weights], dtype
     planner = WeightPlanner()
     build(planner, dtype)
     return planner.nbytes.total()
-
-
-def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory) -> DecoderWeights:
-    """Make all weights of a model with `factory`. With q4 the embedding and the LM head are q8."""
-    vocabulary_dtype: WeightDtype = "q8" if dtype == "q4" else dtype
-    names, hidden = spec.names, spec.hidden_size
-
-    def vocabulary(name: str) -> PackedMatrix:
-        shape = spec.vocab_size, hidden
-        parts = [Part(f"{name}.weight", shape)]
-        return factory.matrix(*shape, _packed_dtype(spec, vocabulary_dtype, parts), parts)
-
-    embedding = vocabulary(names.embedding)
-    layers = tuple(_build_layer(spec, layer, dtype, factory) for layer in range(spec.num_layers))
-    final_norm = factory.vector(hidden, [Part(f"{names.final_norm}.weight", (hidden,))], spec.norm_offset)
-    lm_head = embedding if spec.tie_embeddings else vocabulary(names.lm_head)
-    return DecoderWeights(embedding, layers, final_norm, lm_head)
-
-
-def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: WeightFactory) -> LayerWeights:
-    names, hidden, intermediate = spec.names, spec.hidden_size, spec.intermediate_size
-    prefix = names.layer.format(layer)
-
-    def norm(present: bool, name: str, size: int) -> Vector | None:
-        parts = [Part(f"{prefix}{name}.weight", (size,))]
-        return factory.vector(size, parts, spec.norm_offset) if present else None
-
-    def matrix(out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
-        parts = named(parts, prefix, "weight", in_features)
-        return factory.matrix(out_features, in_features, _packed_dtype(spec, dtype, parts), parts)
-
-    def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
-        return factory.vector(size, named(parts, prefix, "bias")) if present else None
-
-    def mlp() -> MlpWeights:
-        gate_up, down = interleaved(names.gate_up, intermediate), stacked((names.down,), (hidden,))
-        return MlpWeights(
-            gate_up=matrix(2 * padded(intermediate), hidden, gate_up),
-            gate_up_bias=bias(spec.mlp_bias, 2 * padded(intermediate), gate_up),
-            down=matrix(hidden, intermediate, down),
-            down_bias=bias(spec.mlp_bias, hidden, down),
-        )
-
-    qkv, o = stacked(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size)), stacked((names.o,), (hidden,))
-    q_norm_size, k_norm_size = (spec.q_size, spec.kv_size) if spec.qk_norm_rows else (spec.head_dim, spec.head_dim)
-    mlp_norm = norm(spec.pre_norms, names.mlp_norm, hidden)
-    has_experts = spec.experts is not None and spec.experts.layers[layer]
-    return LayerWeights(
-        input_norm=norm(spec.pre_norms, names.input_norm, hidden),
-        qkv=matrix(spec.qkv_size, hidden, qkv),
-        qkv_bias=bias(spec.qkv_bias, spec.qkv_size, qkv),
-        q_norm=norm(spec.qk_norm, names.q_norm, q_norm_size),
-        k_norm=norm(spec.qk_norm, names.k_norm, k_norm_size),
-        sinks=factory.vector(spec.num_heads, [Part(f"{prefix}{names.sinks}", (spec.num_heads,))])
-        if spec.sinks
-        else None,
-        o=matrix(hidden, spec.q_size, o),
-        o_bias=bias(spec.o_bias, hidden, o),
-        attention_post_norm=norm(spec.post_norms, names.attention_post_norm, hidden),
-        mlp_norm=mlp_norm,
-        mlp=_build_experts(spec, prefix, dtype, factory, mlp_norm) if has_experts else mlp(),
-        mlp_post_norm=norm(spec.post_norms, names.mlp_post_norm, hidden),
-    )
-
-
-def _build_experts(
-    spec: DecoderSpec, prefix: str, dtype: WeightDtype, factory: WeightFactory, norm: Vector | None
-) -> ExpertWeights:
-    """Make the weights of a layer's experts; all matrices of one kind have the same dtype."""
-    assert spec.experts is not None, "only a spec with experts has layers with experts"
-    names, hidden, size = spec.names, spec.hidden_size, spec.experts.intermediate_size
-    num_experts, has_bias = spec.experts.num_experts, spec.experts.bias
-    router = stacked((names.router,), (num_experts,))
-    gate_up, down = interleaved(names.expert_gate_up, size), stacked((names.expert_down,), (hidden,))
-
-    def of_experts(parts: Sequence[Part], suffix: str, *in_features: int) -> list[list[Part]]:
-        each = ([_of_expert(part, expert, num_experts) for part in parts] for expert in range(num_experts))
-        return [named(parts, prefix, suffix, *in_features) for parts in each]
-
-    def matrices(out_features: int, in_features: int, parts: Sequence[Part]) -> tuple[PackedMatrix, ...]:
-        experts = of_experts(parts, "weight", in_features)
-        packed = _packed_dtype(spec, dtype, [part for parts in experts for part in parts])
-        one = packed if isinstance(packed, str) else "q8"
-        return tuple(factory.matrix(out_features, in_features, one, parts) for parts in experts)
-
-    def biases(size: int, parts: Sequence[Part]) -> tuple[Vector, ...] | None:
-        return tuple(factory.vector(size, parts) for parts in of_experts(parts, "bias")) if has_bias else None
-
-    return ExpertWeights(
-        router=factory.matrix(num_experts, hidden, "f32", named(router, prefix, "weight", hidden), norm),
-        router_bias=factory.vector(num_experts, named(router, prefix, "bias")) if has_bias else None,
-        gate_up=matrices(2 * padded(size), hidden, gate_up),
-        gate_up_biases=biases(2 * padded(size), gate_up),
-        down=matrices(hidden, size, down),
-        down_biases=biases(hidden, down),
-    )
-
-
-def _of_expert(part: Part, expert: int, num_experts: int) -> Part:
-    """Return a part of one expert's matrix: of a tensor of its own, or of one that holds those of all experts."""
-    if "{}" in part.tensor:
-        return replace(part, tensor=part.tensor.format(expert))
-    (rows,) = part.shape
-    first_row, num_rows = expert * rows + part.first_row, rows if part.num_rows is None else part.num_rows
-    return replace(part, shape=(num_experts, rows), first_row=first_row, num_rows=num_rows)
-
-
-def _packed_dtype(spec: DecoderSpec, dtype: WeightDtype, parts: Sequence[Part]) -> PackedDtypes:
-    """Return the dtype of a matrix; with `auto` those of its tensors in the checkpoint, bf16 if one is not in blocks.
-
-    Tensors of different types in ranges of columns keep them, if the kernels can have such ranges; else all are q8.
-    """
-    if dtype != "auto":
-        return dtype
-    if any(part.tensor not in spec.quantised for part in parts):
-        return "bf16"
-    dtypes = [BLOCK_DTYPES.get(spec.quantised[part.tensor], "q8") for part in parts]
-    if len(set(dtypes)) == 1:
-        return dtypes[0]
-    ranges = [(part.shape[0], dtype) for part, dtype in zip(parts, dtypes, strict=True)]
-    whole = all(columns % 32 == 0 for columns, _ in ranges[:-1])
-    return ranges if whole and all(part.interleave is None for part in parts) else "q8"
 
 
 def stacked(names: Sequence[str], sizes: Sequence[int]) -> list[Part]:
@@ -335,10 +147,11 @@ class _Packer:
         dtype: PackedDtypes,
         parts: Sequence[Part],
         factors: Vector | None = None,
+        input_order: InputOrder | None = None,
     ) -> PackedMatrix:
         nbytes = packed_nbytes(out_features, in_features, dtype)
         memory, self._unused = self._unused[:nbytes], self._unused[nbytes:]
-        matrix = PackedMatrix(out_features, in_features, dtype, memory)
+        matrix = PackedMatrix(out_features, in_features, dtype, memory, input_order)
         self._filling.append(self._threads.submit(self._fill, matrix, parts, factors))
         return matrix
 
@@ -356,7 +169,7 @@ class _Packer:
                     raise Unavailable("loading the model was cancelled")
                 start = part.start + row * columns_per_row
                 if factors is None:
-                    _fill_rows(matrix, rows, kind, start, part.interleave)
+                    fill_rows(matrix, rows, kind, start, part.interleave)
                 else:
                     widened = as_f32(rows) if kind in READABLE else widen(rows, kind)
                     with np.errstate(over="ignore", invalid="ignore"):  # a NaN ends the requests that meet it
@@ -371,7 +184,7 @@ class _Packer:
         return out
 
 
-def _fill_rows(matrix: PackedMatrix, rows: npt.NDArray[Any], kind: str, start: int, interleave: int | None) -> None:
+def fill_rows(matrix: PackedMatrix, rows: npt.NDArray[Any], kind: str, start: int, interleave: int | None) -> None:
     """Pack rows of a tensor of type `kind`, numbers or blocks, into the columns from `start` on."""
     if kind in READABLE:
         matrix.fill(rows, start, interleave)
@@ -399,6 +212,7 @@ class _MatrixShape:
     in_features: int
     dtype: PackedDtype
     ranges: tuple[tuple[int, PackedDtype], ...]
+    input_order: InputOrder | None
 
 
 class WeightPlanner:
@@ -415,12 +229,13 @@ class WeightPlanner:
         dtype: PackedDtypes,
         parts: Sequence[Part],
         factors: Vector | None = None,
+        input_order: InputOrder | None = None,
     ) -> PackedMatrix:
         ranges = column_ranges(out_features, dtype)
         for columns, one in ranges:
             self.nbytes[one] += packed_nbytes(columns, in_features, one)
         self.tensors |= {part.tensor: part.shape for part in parts}
-        return cast(PackedMatrix, _MatrixShape(out_features, in_features, ranges[0][1], ranges))
+        return cast(PackedMatrix, _MatrixShape(out_features, in_features, ranges[0][1], ranges, input_order))
 
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
         self.tensors |= {part.tensor: part.shape for part in parts}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+SORTED = " sorted by group"  # follows the name of a matrix in blocks whose inputs have changed places
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantisation:

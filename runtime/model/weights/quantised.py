@@ -11,8 +11,8 @@ import numpy.typing as npt
 from . import READABLE
 from .compressed import FP8Matrix, Int8Matrix, WordsMatrix
 from .gptq import AWQMatrix, GPTQMatrix
-from .grouped import GroupedMatrix
-from .quantisation import Quantisation
+from .grouped import GroupedMatrix, Groups
+from .quantisation import SORTED, Quantisation
 from .safetensors import SafetensorsCheckpoint
 
 ELEMENTS_AT_ONCE = 1 << 18  # of a matrix: intermediate arrays stay in a core's cache
@@ -22,10 +22,10 @@ class QuantisedCheckpoint:
     """The tensors of `stored`, in which each quantised matrix has the name that it has without quantisation.
 
     A matrix is quantised if its tensors are, whatever config.json lists as excluded. Other tensors, such as scales of
-    activations and of a KV cache, are not used. Zero points and orders of groups are read on opening, no other tensor.
+    activations and of a KV cache, are not used. Nothing is read on opening; the other methods read the zero points and
+    orders of groups of the matrices that they name.
 
-    Raises MissingTensor or WrongTensor if a matrix lacks a tensor, or has one of another type or shape;
-    CorruptCheckpoint if an order of groups names a group that does not exist.
+    Raises MissingTensor or WrongTensor if a matrix lacks a tensor, or has one of another type or shape.
     """
 
     def __init__(self, stored: SafetensorsCheckpoint, how: Quantisation) -> None:
@@ -34,14 +34,20 @@ class QuantisedCheckpoint:
         self.matrix_dtypes: Collection[str] = (*READABLE, "Q4_0", "Q4_Z", "Q8_0")
         self._stored = stored
         self._matrices = dict(_find_matrices(stored, how))
+        self._sorted: dict[str, GroupedMatrix] = {}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape. Raises MissingTensor."""
-        return self._matrices[name].shape if name in self._matrices else self._stored.shape(name)
+        matrix = self._matrix(name)
+        return self._stored.shape(name) if matrix is None else matrix.shape
 
     def dtype(self, name: str) -> str:
-        """Return the type in which `chunks` has a tensor: Q4_0, Q4_Z, Q8_0 or elements. Raises MissingTensor."""
-        return self._matrices[name].kind if name in self._matrices else self._stored.dtype(name)
+        """Return the type in which `chunks` has a tensor: Q4_0, Q4_Z, Q8_0 or elements.
+
+        Raises MissingTensor, or CorruptCheckpoint if an order of groups names a group that does not exist.
+        """
+        matrix = self._matrix(name)
+        return self._stored.dtype(name) if matrix is None else matrix.kind
 
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Yield the type and the bytes of every quantised matrix, and of every other tensor in the files."""
@@ -52,27 +58,48 @@ class QuantisedCheckpoint:
                 rest.pop(tensor, None)
         yield from ((self._stored.dtype(name), self._stored.nbytes(name)) for name in rest)
 
-    def quantised(self) -> dict[str, str]:
-        """Return the type of each matrix of integers: Q4_0, Q4_Z or Q8_0 if it has such blocks, or its format."""
+    def sort_by_group(self, names: Collection[str]) -> dict[str, Groups]:
+        """Sort the inputs of those matrices in `names` that are in blocks in this order only; return the orders.
+
+        Such a matrix keeps its name, and is a second tensor with SORTED behind its name. Raises CorruptCheckpoint if an
+        order of groups names a group that does not exist.
+        """
+        grouped = {name: self._matrices[name] for name in names if name in self._matrices}
+        for name, matrix in grouped.items():
+            in_order = matrix.sorted_by_group() if isinstance(matrix, GroupedMatrix) else None
+            if in_order is not None:
+                self._sorted[name] = in_order
+        return {name: matrix.input_order for name, matrix in self._sorted.items() if matrix.input_order is not None}
+
+    def quantised(self, names: Collection[str]) -> dict[str, str]:
+        """Return the type of each matrix of integers in `names`: Q4_0, Q4_Z or Q8_0 for such blocks, or its format.
+
+        Raises CorruptCheckpoint if an order of groups names a group that does not exist.
+        """
+        matrices = {**self._matrices, **{name + SORTED: matrix for name, matrix in self._sorted.items()}}
         return {
             name: matrix.label if matrix.kind == "F32" else matrix.kind
-            for name, matrix in self._matrices.items()
-            if isinstance(matrix, GroupedMatrix)
+            for name, matrix in matrices.items()
+            if name.removesuffix(SORTED) in names and isinstance(matrix, GroupedMatrix)
         }
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
         """Return a tensor, read-only. See `weights.Checkpoint`. Raises MissingTensor."""
-        if name not in self._matrices:
+        if self._matrix(name) is None:
             return self._stored.tensor(name)
         return np.concatenate([rows for _, rows in self.chunks(name, slice(None), self.shape(name)[0])])
 
     def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield each `num_rows` of the given rows of a tensor, or fewer. See `weights.Checkpoint`."""
-        if name not in self._matrices:
+        matrix = self._matrix(name)
+        if matrix is None:
             return self._stored.chunks(name, rows, num_rows)
-        matrix = self._matrices[name]
         in_cache = max(ELEMENTS_AT_ONCE // matrix.shape[1] // 32, 1) * 32
         return matrix.chunks(rows, min(num_rows, in_cache))
+
+    def _matrix(self, name: str) -> GroupedMatrix | FP8Matrix | None:
+        """Return a quantised matrix; None if the tensor is no such matrix."""
+        return self._sorted.get(name.removesuffix(SORTED)) if name.endswith(SORTED) else self._matrices.get(name)
 
 
 def _find_matrices(stored: SafetensorsCheckpoint, how: Quantisation) -> Iterator[tuple[str, GroupedMatrix | FP8Matrix]]:

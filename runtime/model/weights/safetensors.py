@@ -76,7 +76,7 @@ class SafetensorsCheckpoint:
         yield from ((stored.dtype, stored.end - stored.begin) for stored in self._stored.values())
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the folder has a tensor."""
+        """Return whether the folder has a tensor of exactly this name."""
         return name in self._stored
 
     def names(self) -> Iterator[str]:
@@ -112,10 +112,11 @@ class SafetensorsCheckpoint:
         return ELEMENTS[dtype]
 
     def _find(self, name: str) -> _Stored:
-        try:
-            return self._stored[name]
-        except KeyError:
-            raise MissingTensor(f"tensor {name} is not in {self.path}") from None
+        """Return the entry of a tensor. A weight that belongs to no linear layer has no suffix `.weight`."""
+        stored = self._stored.get(name) or self._stored.get(name.removesuffix(".weight"))
+        if stored is None:
+            raise MissingTensor(f"tensor {name} is not in {self.path}")
+        return stored
 
 
 def _text_name(name: str) -> str:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ....kernels.words import join_mxfp4
 from ...common.errors import WrongTensor
 from ..spec import DecoderSpec
 from . import READABLE
-from .ggml import Blocks
 from .safetensors import SafetensorsCheckpoint
 
 BLOCK_BYTES = 16  # of 32 codes
@@ -98,10 +98,11 @@ class StackedExperts:
     ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield each `num_rows` rows of one expert, those with the numbers `order` in the file."""
         if name in self._spec.quantised:
-            codes, scales = self._of_expert(f"{stored}_blocks", expert), self._of_expert(f"{stored}_scales", expert)
+            codes, exponents = self._of_expert(f"{stored}_blocks", expert), self._of_expert(f"{stored}_scales", expert)
+            words = codes.reshape(len(codes), -1).view(np.int32)
             for row in range(0, len(order), num_rows):
                 chosen = order[row : row + num_rows]
-                yield row, _as_ggml(codes[chosen], scales[chosen])
+                yield row, join_mxfp4(words[chosen], exponents[chosen])
         else:
             columns = self._of_expert(stored, expert)
             for row in range(0, len(order), num_rows):
@@ -140,16 +141,3 @@ def _file_order(matrix: str, rows: int) -> npt.NDArray[np.intp]:
     """Return the row in the file of each row: in `gate_up_proj`, rows of gate and up take turns."""
     numbers = np.arange(rows)
     return np.concatenate([numbers[::2], numbers[1::2]]) if matrix == "gate_up_proj" else numbers
-
-
-def _as_ggml(codes: Blocks, exponents: npt.NDArray[np.uint8]) -> Blocks:
-    """Return rows of codes [rows, n, 16] and exponents [rows, n] as GGML's blocks, uint8 [rows, n * 17].
-
-    Byte i has weights 2i and 2i + 1; in GGML's blocks it has i and 16 + i.
-    """
-    blocks = np.empty((*codes.shape[:2], 1 + BLOCK_BYTES), np.uint8)
-    low, high = codes[:, :, : BLOCK_BYTES // 2], codes[:, :, BLOCK_BYTES // 2 :]
-    blocks[:, :, 0] = exponents
-    blocks[:, :, 1::2] = low & 15 | high << 4
-    blocks[:, :, 2::2] = low >> 4 | high & 0xF0
-    return blocks.reshape(len(codes), -1)

@@ -12,7 +12,8 @@ from ....kernels.pack import PackedMatrix
 from ...common.errors import WrongTensor
 from ..spec import DecoderSpec
 from . import READABLE, Checkpoint
-from .packing import PackedDtypes, Part, Vector, WeightFactory, WeightPlanner, build_weights
+from .decoder_weights import build_weights
+from .packing import InputOrder, PackedDtypes, Part, Vector, WeightFactory, WeightPlanner
 
 
 def expected_tensors(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -51,9 +52,10 @@ class _Checker(WeightPlanner):
         dtype: PackedDtypes,
         parts: Sequence[Part],
         factors: Vector | None = None,
+        input_order: InputOrder | None = None,
     ) -> PackedMatrix:
         self._check(parts, self._checkpoint.matrix_dtypes)
-        return super().matrix(out_features, in_features, dtype, parts, factors)
+        return super().matrix(out_features, in_features, dtype, parts, factors, input_order)
 
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
         self._check(parts, READABLE)
@@ -61,9 +63,8 @@ class _Checker(WeightPlanner):
 
     def _check(self, parts: Sequence[Part], allowed: Collection[str]) -> None:
         for name, shape in ((part.tensor, part.shape) for part in parts):
-            found, dtype = self._checkpoint.shape(name), self._checkpoint.dtype(name)
             where = f"tensor {name} in {self._checkpoint.path}"
-            if found != shape:
+            if (found := self._checkpoint.shape(name)) != shape:
                 raise WrongTensor(f"{where} is {list(found)}; {self._checkpoint.config_name} implies {list(shape)}")
-            if dtype not in allowed:
+            if (dtype := self._checkpoint.dtype(name)) not in allowed:
                 raise WrongTensor(f"{where} is {dtype}; it must be one of {', '.join(allowed)}")

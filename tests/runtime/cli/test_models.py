@@ -44,6 +44,14 @@ def test_a_quantised_gguf_file(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert found["template"] == ["none: chats cannot be sent"]
 
 
+def test_a_file_for_images_beside_a_gguf_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    convert(BUNDLED_MODEL, tmp_path / "demo.gguf")
+    (tmp_path / "mmproj-F16.gguf").touch()
+    found = rows(capsys, tmp_path)
+    assert found["model"] == ["demo"]
+    assert found["images"] == ["mmproj-F16.gguf is not read; the model takes text only"]
+
+
 def test_an_unsupported_model_still_shows_its_types(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     metadata = {**describe(BUNDLED_MODEL), "general.architecture": "gpt2"}
     found = rows(capsys, write(tmp_path / "a.gguf", metadata, stored_tensors(BUNDLED_MODEL, "F16")))

@@ -11,8 +11,8 @@ import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, ModelError, UnsupportedModel, WrongTensor
 from quire.runtime.model import pack_model, read_spec
 from quire.runtime.model.spec import FrequencyDivisors, LongRopeScaling
+from quire.runtime.model.weights.decoder_weights import ExpertWeights
 from quire.runtime.model.weights.ggml import widen
-from quire.runtime.model.weights.packing import ExpertWeights
 
 from tests.gguf_files import Tensor, describe, encode, rope_factors, stored_tensors, write
 from tests.kernels.ggml import random_blocks

@@ -12,12 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, ModelNotFound, UnsupportedModel, WrongTensor
-from quire.runtime.model import BUNDLED_MODEL, PackedModel, fingerprint, model_name, model_path, pack_model, read_spec
+from quire.runtime.model import (
+    BUNDLED_MODEL,
+    PackedModel,
+    fingerprint,
+    model_name,
+    model_path,
+    pack_model,
+    projectors,
+    read_spec,
+)
 from quire.runtime.model.families.registry import FAMILIES as REGISTERED
 from quire.runtime.model.gguf_config import NAMES
 from quire.runtime.model.rope import inverse_frequencies, rotary_dim
 from quire.runtime.model.spec import FrequencyDivisors
-from quire.runtime.model.weights.packing import ExpertWeights, MlpWeights, plan_weights
+from quire.runtime.model.weights.decoder_weights import ExpertWeights, MlpWeights, plan_weights
 
 from tests.gguf_files import ARCHITECTURES, Tensor, convert, describe, encode, stored_tensors, write
 from tests.kernels.ggml import random_blocks
@@ -349,6 +358,17 @@ def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
     assert fingerprint(path) != fingerprint(other)
     (tmp_path / "model.safetensors").touch()
     assert model_path(tmp_path) == tmp_path
+
+
+def test_files_for_images_beside_a_gguf_file_are_not_read(tmp_path: Path) -> None:
+    path = convert(BUNDLED_MODEL, tmp_path / "b.gguf")
+    for name in ("mmproj-model-f16.gguf", "a-mmproj-BF16.gguf", "c.mmproj-Q8_0.gguf", "MMPROJ.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    assert model_path(tmp_path) == path
+    assert projectors(path) == ["MMPROJ.gguf", "a-mmproj-BF16.gguf", "c.mmproj-Q8_0.gguf", "mmproj-model-f16.gguf"]
+    path.unlink()
+    with pytest.raises(ModelNotFound, match="has 4 GGUF models"):
+        model_path(tmp_path)
 
 
 def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from quire.runtime.common.errors import CorruptCheckpoint, ModelError
 from quire.runtime.model import BUNDLED_MODEL, PackedModel, pack_model
 from quire.runtime.model.families.registry import open_model
 from quire.runtime.model.weights import Checkpoint, packing
-from quire.runtime.model.weights.packing import ExpertWeights, MlpWeights, pack_weights, plan_weights
+from quire.runtime.model.weights.decoder_weights import ExpertWeights, MlpWeights, pack_weights, plan_weights
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 from safetensors.numpy import load_file, save_file
 

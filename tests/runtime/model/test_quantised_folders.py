@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from quire.kernels.pack import PackedMatrix
 from quire.runtime.cli.models import models
 from quire.runtime.common.config import WeightDtype
 from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, ModelError, UnsupportedModel, WrongTensor
-from quire.runtime.model import PackedModel, pack_model, read_spec
+from quire.runtime.model import PackedModel, pack_model, plan_memory, read_spec
 from quire.runtime.model.weights import quantised
-from quire.runtime.model.weights.packing import ExpertWeights, LayerWeights, MlpWeights, plan_weights
+from quire.runtime.model.weights.decoder_weights import ExpertWeights, LayerWeights, MlpWeights, plan_weights
 from safetensors.numpy import load_file
 
-from tests.quantised_folders import HIDDEN, LAYER, MATRICES, Array, Make, awq, folder_of, fp8, gptq, int8, save_tensors
+from tests.quantised_folders import (
+    AWQ,
+    COMPRESSED,
+    GPTQ,
+    HIDDEN,
+    LAYER,
+    MATRICES,
+    Array,
+    Make,
+    awq,
+    folder_of,
+    fp8,
+    gptq,
+    int8,
+    save_tensors,
+)
+from tests.quantised_folders import FP8_BLOCKS as FP8
 from tests.quantised_folders import words as words_of
-
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
-COMPRESSED: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}},
-    "ignore": ["lm_head"],
-    "kv_cache_scheme": None,
-}
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 128]}
 
 
 def _fp8_blocks(*sizes: list[int] | str) -> dict[str, Any]:
@@ -47,6 +54,12 @@ def _int8(config: dict[str, Any]) -> dict[str, Any]:
 
 
 # config, matrices, and the type in memory with `auto`: its numbers and scales are those of the file
+IN_ANOTHER_ORDER: dict[str, tuple[dict[str, Any], Make, str]] = {
+    "gptq, act-order": (GPTQ | {"desc_act": True}, gptq(act_order=True), "q4"),
+    "gptq, act-order, 8 bits": (GPTQ | {"desc_act": True, "bits": 8}, gptq(bits=8, act_order=True), "q8"),
+    "gptq, act-order and zero points": (GPTQ | {"desc_act": True}, gptq(act_order=True, sym=False), "q4_z"),
+    "words, act-order": (COMPRESSED, words_of(order="group"), "q4"),
+}
 KEPT: dict[str, tuple[dict[str, Any], Make, str]] = {
     "gptq": (GPTQ, gptq(), "q4"),
     "gptq, groups of 64": (GPTQ | {"group_size": 64}, gptq(group=64), "q4"),
@@ -77,14 +90,13 @@ KEPT: dict[str, tuple[dict[str, Any], Make, str]] = {
     "words, an order that is not used": (COMPRESSED, words_of(order="unused"), "q4"),
     "int8": (_int8(COMPRESSED), int8(), "q8"),
     "int8 in groups": (_int8(COMPRESSED), int8(group=64), "q8"),
+    **IN_ANOTHER_ORDER,
 }
 # the same for matrices that no type in memory holds exactly
 ROUNDED: dict[str, tuple[dict[str, Any], Make, str]] = {
-    "gptq, act-order": (GPTQ | {"desc_act": True}, gptq(act_order=True), "q8"),
-    "gptq, act-order and zero points": (GPTQ | {"desc_act": True}, gptq(act_order=True, sym=False), "q8"),
+    "gptq, act-order and groups of 16": (GPTQ | {"desc_act": True}, gptq(group=16, act_order=True), "q8"),
     "gptq, groups of 16": (GPTQ | {"group_size": 16}, gptq(group=16), "q8"),
     "gptq, 8 bits, zero points": (GPTQ | {"bits": 8}, gptq(bits=8, sym=False), "q8"),
-    "words, act-order": (COMPRESSED, words_of(order="group"), "q8"),
     "int8, zero points": (_int8(COMPRESSED), int8(zero_point=True), "q8"),
     "fp8 in blocks": (FP8, fp8((64, 128), name="weight_scale_inv"), "bf16"),
     "fp8": (FP8 | {"weight_block_size": None}, fp8(), "bf16"),
@@ -98,16 +110,24 @@ ALL = {**KEPT, **ROUNDED}
 def unpacked(layer: LayerWeights) -> dict[str, Array]:
     """Return the weights of a layer's modules as the kernels see them."""
     assert isinstance(layer.mlp, MlpWeights)
-    qkv, gate_up = layer.qkv.unpack(), layer.mlp.gate_up.unpack().reshape(-1, 2, 16, HIDDEN)
+    qkv, gate_up = in_order(layer.qkv), in_order(layer.mlp.gate_up).reshape(-1, 2, 16, HIDDEN)
     return {
         "self_attn.q_proj": qkv[:HIDDEN],
         "self_attn.k_proj": qkv[HIDDEN : HIDDEN * 3 // 2],
         "self_attn.v_proj": qkv[HIDDEN * 3 // 2 :],
-        "self_attn.o_proj": layer.o.unpack(),
+        "self_attn.o_proj": in_order(layer.o),
         "mlp.gate_proj": gate_up[:, 0].reshape(-1, HIDDEN),
         "mlp.up_proj": gate_up[:, 1].reshape(-1, HIDDEN),
-        "mlp.down_proj": layer.mlp.down.unpack(),
+        "mlp.down_proj": in_order(layer.mlp.down),
     }
+
+
+def in_order(matrix: PackedMatrix) -> Array:
+    """Return a matrix with its inputs in the order of the model."""
+    weights = matrix.unpack()
+    if matrix.input_order is None:
+        return weights
+    return weights[:, np.argsort(matrix.input_order)]
 
 
 def types(model: PackedModel) -> set[str]:
@@ -202,6 +222,31 @@ def test_fused_tensors(tmp_path: Path, config: dict[str, Any], make: Make, dtype
         np.testing.assert_array_equal(pairs[:, phase].reshape(-1, HIDDEN)[:100], part)
 
 
+def test_a_matrix_of_parts_in_different_orders_is_q8(tmp_path: Path) -> None:
+    """Q and K are sorted in different ways, all parts of gate and up in one."""
+    folder_of(tmp_path / "a", GPTQ, gptq(act_order=True, same_order=False))
+    layer = pack_model(tmp_path / "a", "auto").weights.layers[0]
+    assert isinstance(layer.mlp, MlpWeights)
+    assert [matrix.dtype for matrix in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)] == [
+        "q8", "q4", "q8", "q4",
+    ]  # fmt: skip
+    assert layer.qkv.input_order is None
+
+
+@pytest.mark.parametrize("name", IN_ANOTHER_ORDER)
+def test_activations_are_sorted_as_the_inputs_are(
+    tmp_path: Path, name: str, compute_logits: Callable[..., Array]
+) -> None:
+    """The logits are those of the same weights in their own order, but for the rounding of activations."""
+    config, make, _ = IN_ANOTHER_ORDER[name]
+    folder_of(tmp_path / "a", config, make)
+    tokens = list(range(3, 40))
+    exact = compute_logits(pack_model(tmp_path / "a", "f32"), tokens)
+    found = compute_logits(pack_model(tmp_path / "a", "auto"), tokens, kv_dtype="int8")
+    in_q8 = compute_logits(pack_model(tmp_path / "a", "q8"), tokens, kv_dtype="int8")
+    assert np.abs(found - exact).mean() < 2 * np.abs(in_q8 - exact).mean()
+
+
 def test_a_mixture_of_experts_with_a_quantised_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The router is widened, in two parts."""
     monkeypatch.setattr(quantised, "ELEMENTS_AT_ONCE", 1)
@@ -225,6 +270,16 @@ def test_a_mixture_of_experts_with_a_quantised_router(tmp_path: Path, monkeypatc
 def test_the_plan_counts_the_types_in_memory(tmp_path: Path) -> None:
     folder_of(tmp_path / "a", GPTQ, gptq())
     assert set(plan_weights(read_spec(tmp_path / "a"), "auto")[1]) == {"bf16", "q4"}
+
+
+def test_the_plan_has_the_sorted_activations(tmp_path: Path) -> None:
+    folder_of(tmp_path / "a", GPTQ, gptq(act_order=True))
+    sizes = {"max_positions": 64, "max_tokens": 8, "max_samples": 2}
+    memory = {"weights": "auto", "kv_dtype": "bf16", "page_size": 32, "num_pages": 4, "workers": 1}
+    planned = plan_memory(read_spec(tmp_path / "a"), **sizes, **memory)  # type: ignore[arg-type]
+    model = pack_model(tmp_path / "a", "auto")
+    assert planned.program.values == model.compile(**sizes).values
+    assert sum(value.name == "sorted" for value in planned.program.values) == 4
 
 
 def test_quire_models_names_the_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,3 +376,37 @@ def test_a_broken_folder(
     save_tensors(tensors, file)
     with pytest.raises(error, match=message):
         pack_model(tmp_path / "a", "auto")
+
+
+@pytest.mark.parametrize("g_idx", [True, False])
+def test_a_matrix_of_another_shape_takes_no_memory_for_its_groups(tmp_path: Path, g_idx: bool) -> None:
+    """The shape is compared with the model's before an array of its inputs is made."""
+    folder_of(tmp_path / "a", GPTQ, gptq())
+    file, inputs = tmp_path / "a" / "model.safetensors", 1 << 20
+    tensors = {name: value for name, value in load_file(file).items() if "q_proj" not in name}
+    tall = {
+        "qweight": np.zeros((inputs // 8, 1), np.int32),
+        "qzeros": np.zeros((inputs // 32, 1), np.int32),
+        "scales": np.zeros((inputs // 32, 1), np.float16),
+        "g_idx": (np.arange(inputs) // 32).astype(np.int32),
+    }
+    tensors |= {f"{LAYER}self_attn.q_proj.{part}": value for part, value in tall.items() if g_idx or part != "g_idx"}
+    save_tensors(tensors, file)
+    tracemalloc.start()
+    try:
+        with pytest.raises(WrongTensor, match=r"is \[1, 1048576\]; config.json implies \[128, 128\]"):
+            pack_model(tmp_path / "a", "auto")
+        assert tracemalloc.get_traced_memory()[1] < file.stat().st_size // 2
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_groups_of_a_matrix_that_the_model_does_not_have_are_not_read(tmp_path: Path) -> None:
+    folder_of(tmp_path / "a", GPTQ, gptq())
+    file = tmp_path / "a" / "model.safetensors"
+    tensors = load_file(file)
+    for part in ("qweight", "qzeros", "scales", "g_idx"):
+        tensors[f"other.{part}"] = tensors[f"{LAYER}self_attn.q_proj.{part}"]
+    tensors["other.g_idx"] = tensors["other.g_idx"] + 4
+    save_tensors(tensors, file)
+    assert types(pack_model(tmp_path / "a", "auto")) == {"q4"}

@@ -1,0 +1,237 @@
+"""The weights of a decoder: which tensors form which matrix.
+
+`build_weights` is the only description of a model's weights: the check of a checkpoint, the memory plan and the packing
+all run it, so they cannot disagree. Must not import config.json's reader or the program.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ....kernels.ops import WeightDtype as PackedDtype
+from ....kernels.ops import padded
+from ....kernels.pack import BLOCK_DTYPES, PackedMatrix
+from ...common.config import WeightDtype
+from ..spec import DecoderSpec
+from . import Checkpoint
+from .packing import (
+    InputOrder,
+    PackedDtypes,
+    Part,
+    Vector,
+    WeightFactory,
+    WeightPlanner,
+    interleaved,
+    named,
+    pack_built,
+    stacked,
+)
+from .quantisation import SORTED
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """The weights of an MLP."""
+
+    gate_up: PackedMatrix  # [2 padded(intermediate), hidden], 16 columns of gate, 16 of up, and so on
+    gate_up_bias: Vector | None
+    down: PackedMatrix  # [hidden, intermediate]
+    down_bias: Vector | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The weights of a mixture of experts: of the router, and for each expert those of an MLP."""
+
+    router: PackedMatrix  # f32 [experts, hidden]; columns multiplied by those of the norm, whose input the router reads
+    router_bias: Vector | None
+    gate_up: tuple[PackedMatrix, ...]
+    gate_up_biases: tuple[Vector, ...] | None
+    down: tuple[PackedMatrix, ...]
+    down_biases: tuple[Vector, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The weights of one layer. Biases and norms that the family does not have are None."""
+
+    input_norm: Vector | None  # [hidden]
+    qkv: PackedMatrix  # [q_size + 2 kv_size, hidden]
+    qkv_bias: Vector | None
+    q_norm: Vector | None  # [head_dim], or with qk_norm_rows [q_size]
+    k_norm: Vector | None  # [head_dim], or with qk_norm_rows [kv_size]
+    sinks: Vector | None  # [num_heads]
+    o: PackedMatrix  # [hidden, q_size]
+    o_bias: Vector | None
+    attention_post_norm: Vector | None  # [hidden]
+    mlp_norm: Vector | None  # [hidden]
+    mlp: MlpWeights | ExpertWeights
+    mlp_post_norm: Vector | None  # [hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """The weights of a model. With tied embeddings, `lm_head` is the same object as `embedding`."""
+
+    embedding: PackedMatrix  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Vector  # [hidden]
+    lm_head: PackedMatrix  # [vocab, hidden]
+
+
+def pack_weights(
+    spec: DecoderSpec, checkpoint: Checkpoint, dtype: WeightDtype, stop: threading.Event | None = None
+) -> DecoderWeights:
+    """Pack every matrix as `dtype`. The checkpoint must have passed `check_tensors`. See `pack_built`."""
+    return pack_built(lambda factory, packed: build_weights(spec, packed, factory), checkpoint, dtype, stop)
+
+
+def plan_weights(spec: DecoderSpec, dtype: WeightDtype) -> tuple[DecoderWeights, Counter[PackedDtype]]:
+    """Return weights of the right shapes without memory, to plan a program that is never run; and bytes by dtype."""
+    planner = WeightPlanner()
+    weights = build_weights(spec, dtype, planner)
+    return weights, planner.nbytes
+
+
+def weights_text(spec: DecoderSpec, dtype: WeightDtype) -> str:
+    """Return the dtype of the weights for people; for `auto` the dtypes of the matrices, such as "q4, q8"."""
+    return ", ".join(sorted(plan_weights(spec, dtype)[1])) if dtype == "auto" else dtype
+
+
+def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory) -> DecoderWeights:
+    """Make all weights of a model with `factory`. With q4 the embedding and the LM head are q8."""
+    vocabulary_dtype: WeightDtype = "q8" if dtype == "q4" else dtype
+    names, hidden = spec.names, spec.hidden_size
+
+    def vocabulary(name: str) -> PackedMatrix:
+        shape = spec.vocab_size, hidden
+        parts = [Part(f"{name}.weight", shape)]
+        return factory.matrix(*shape, _packed_dtype(spec, vocabulary_dtype, parts), parts)
+
+    embedding = vocabulary(names.embedding)
+    layers = tuple(_build_layer(spec, layer, dtype, factory) for layer in range(spec.num_layers))
+    final_norm = factory.vector(hidden, [Part(f"{names.final_norm}.weight", (hidden,))], spec.norm_offset)
+    lm_head = embedding if spec.tie_embeddings else vocabulary(names.lm_head)
+    return DecoderWeights(embedding, layers, final_norm, lm_head)
+
+
+def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: WeightFactory) -> LayerWeights:
+    names, hidden, intermediate = spec.names, spec.hidden_size, spec.intermediate_size
+    prefix = names.layer.format(layer)
+
+    def norm(present: bool, name: str, size: int) -> Vector | None:
+        parts = [Part(f"{prefix}{name}.weight", (size,))]
+        return factory.vector(size, parts, spec.norm_offset) if present else None
+
+    def matrix(out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
+        parts = named(parts, prefix, "weight", in_features)
+        order = _input_order(spec, dtype, parts)
+        if order is not None:
+            parts = [replace(part, tensor=part.tensor + SORTED) for part in parts]
+        packed = _packed_dtype(spec, dtype, parts)
+        return factory.matrix(out_features, in_features, packed, parts, input_order=order)
+
+    def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
+        return factory.vector(size, named(parts, prefix, "bias")) if present else None
+
+    def mlp() -> MlpWeights:
+        gate_up, down = interleaved(names.gate_up, intermediate), stacked((names.down,), (hidden,))
+        return MlpWeights(
+            gate_up=matrix(2 * padded(intermediate), hidden, gate_up),
+            gate_up_bias=bias(spec.mlp_bias, 2 * padded(intermediate), gate_up),
+            down=matrix(hidden, intermediate, down),
+            down_bias=bias(spec.mlp_bias, hidden, down),
+        )
+
+    qkv, o = stacked(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size)), stacked((names.o,), (hidden,))
+    q_norm_size, k_norm_size = (spec.q_size, spec.kv_size) if spec.qk_norm_rows else (spec.head_dim, spec.head_dim)
+    mlp_norm = norm(spec.pre_norms, names.mlp_norm, hidden)
+    has_experts = spec.experts is not None and spec.experts.layers[layer]
+    return LayerWeights(
+        input_norm=norm(spec.pre_norms, names.input_norm, hidden),
+        qkv=matrix(spec.qkv_size, hidden, qkv),
+        qkv_bias=bias(spec.qkv_bias, spec.qkv_size, qkv),
+        q_norm=norm(spec.qk_norm, names.q_norm, q_norm_size),
+        k_norm=norm(spec.qk_norm, names.k_norm, k_norm_size),
+        sinks=factory.vector(spec.num_heads, [Part(f"{prefix}{names.sinks}", (spec.num_heads,))])
+        if spec.sinks
+        else None,
+        o=matrix(hidden, spec.q_size, o),
+        o_bias=bias(spec.o_bias, hidden, o),
+        attention_post_norm=norm(spec.post_norms, names.attention_post_norm, hidden),
+        mlp_norm=mlp_norm,
+        mlp=_build_experts(spec, prefix, dtype, factory, mlp_norm) if has_experts else mlp(),
+        mlp_post_norm=norm(spec.post_norms, names.mlp_post_norm, hidden),
+    )
+
+
+def _build_experts(
+    spec: DecoderSpec, prefix: str, dtype: WeightDtype, factory: WeightFactory, norm: Vector | None
+) -> ExpertWeights:
+    """Make the weights of a layer's experts; all matrices of one kind have the same dtype."""
+    assert spec.experts is not None, "only a spec with experts has layers with experts"
+    names, hidden, size = spec.names, spec.hidden_size, spec.experts.intermediate_size
+    num_experts, has_bias = spec.experts.num_experts, spec.experts.bias
+    router = stacked((names.router,), (num_experts,))
+    gate_up, down = interleaved(names.expert_gate_up, size), stacked((names.expert_down,), (hidden,))
+
+    def of_experts(parts: Sequence[Part], suffix: str, *in_features: int) -> list[list[Part]]:
+        each = ([_of_expert(part, expert, num_experts) for part in parts] for expert in range(num_experts))
+        return [named(parts, prefix, suffix, *in_features) for parts in each]
+
+    def matrices(out_features: int, in_features: int, parts: Sequence[Part]) -> tuple[PackedMatrix, ...]:
+        experts = of_experts(parts, "weight", in_features)
+        packed = _packed_dtype(spec, dtype, [part for parts in experts for part in parts])
+        one = packed if isinstance(packed, str) else "q8"
+        return tuple(factory.matrix(out_features, in_features, one, parts) for parts in experts)
+
+    def biases(size: int, parts: Sequence[Part]) -> tuple[Vector, ...] | None:
+        return tuple(factory.vector(size, parts) for parts in of_experts(parts, "bias")) if has_bias else None
+
+    return ExpertWeights(
+        router=factory.matrix(num_experts, hidden, "f32", named(router, prefix, "weight", hidden), norm),
+        router_bias=factory.vector(num_experts, named(router, prefix, "bias")) if has_bias else None,
+        gate_up=matrices(2 * padded(size), hidden, gate_up),
+        gate_up_biases=biases(2 * padded(size), gate_up),
+        down=matrices(hidden, size, down),
+        down_biases=biases(hidden, down),
+    )
+
+
+def _of_expert(part: Part, expert: int, num_experts: int) -> Part:
+    """Return a part of one expert's matrix: of a tensor of its own, or of one that holds those of all experts."""
+    if "{}" in part.tensor:
+        return replace(part, tensor=part.tensor.format(expert))
+    (rows,) = part.shape
+    first_row, num_rows = expert * rows + part.first_row, rows if part.num_rows is None else part.num_rows
+    return replace(part, shape=(num_experts, rows), first_row=first_row, num_rows=num_rows)
+
+
+def _input_order(spec: DecoderSpec, dtype: WeightDtype, parts: Sequence[Part]) -> InputOrder | None:
+    """Return the order of inputs that all tensors of a matrix need to be in blocks; with `auto` only."""
+    order = spec.input_orders.get(parts[0].tensor)
+    if dtype != "auto" or order is None:
+        return None
+    return order if all(np.array_equal(order, spec.input_orders.get(part.tensor, ())) for part in parts) else None
+
+
+def _packed_dtype(spec: DecoderSpec, dtype: WeightDtype, parts: Sequence[Part]) -> PackedDtypes:
+    """Return the dtype of a matrix; with `auto` those of its tensors in the checkpoint, bf16 if one is not in blocks.
+
+    Tensors of different types in ranges of columns keep them, if the kernels can have such ranges; else all are q8.
+    """
+    if dtype != "auto":
+        return dtype
+    if any(part.tensor not in spec.quantised for part in parts):
+        return "bf16"
+    dtypes = [BLOCK_DTYPES.get(spec.quantised[part.tensor], "q8") for part in parts]
+    if len(set(dtypes)) == 1:
+        return dtypes[0]
+    ranges = [(part.shape[0], dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+    whole = all(columns % 32 == 0 for columns, _ in ranges[:-1])
+    return ranges if whole and all(part.interleave is None for part in parts) else "q8"
