@@ -4,7 +4,7 @@ usage: plan_memory.py [--dtypes q8:int8,bf16:bf16,f32:f32,q4:int8] [MODEL ...]
 
 Each process loads a model, runs steps that use the whole step arena, and waits; its anonymous memory and its files are
 compared with the plan. Without MODEL, a checkpoint with random weights is written for every golden: its config.json,
-16 times as wide. Exit status 1 if a difference exceeds 5 %.
+16 times as wide; and quantised folders, which keep their types. Exit status 1 if a difference exceeds 5 %.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from quire.runtime.tools.planning import PlanTarget, plan_serving
 
 from tests.bench.make_checkpoint import write_safetensors
 from tests.families import FAMILIES, GOLDENS
+from tests.quantised_folders import CONFIG, MATRICES, common_folders
 
 WIDER = 16
 SCALED = ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -94,15 +95,21 @@ def _as_stored(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]
     return (f"{stacked[1]}_bias", shape) if stacked[2] == "bias" else (stacked[1], (shape[0], shape[2], shape[1]))
 
 
-def _models(given: list[str], folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield names and paths; a checkpoint that was written for this run is removed afterwards."""
-    yield from ((Path(model).name, model) for model in given)
-    for family in () if given else FAMILIES:
+def _models(given: list[str], dtypes: str, folder: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield names, paths and dtypes; a checkpoint that was written for this run is removed afterwards."""
+    yield from ((Path(model).name, model, dtypes) for model in given)
+    if given:
+        return
+    for family in FAMILIES:
         if "quantization_config" in (GOLDENS / family / "config.json").read_text():
             continue  # the same family without it has a golden too
         path = wide_checkpoint(family, folder / family)
-        yield family, str(path)
+        yield family, str(path), dtypes
         (path / "model.safetensors").unlink()
+    wide = {name: (WIDER * outputs, WIDER * inputs) for name, (outputs, inputs) in MATRICES.items()}
+    changes = {key: WIDER * CONFIG[key] for key in SCALED if key in CONFIG}
+    for name, path in common_folders(folder, wide, **changes, vocab_size=VOCABULARY).items():
+        yield name, str(path), "auto:int8"
 
 
 def main() -> None:
@@ -113,8 +120,8 @@ def main() -> None:
     worst = 0.0
     print(f"{'model':<24}{'weights':>8}{'KV':>6}{'planned MiB':>14}{'measured MiB':>14}{'difference':>12}")
     with tempfile.TemporaryDirectory() as folder:
-        for name, model in _models(options.models, Path(folder)):
-            for weights, kv_cache_dtype in (pair.split(":") for pair in options.dtypes.split(",")):
+        for name, model, dtypes in _models(options.models, options.dtypes, Path(folder)):
+            for weights, kv_cache_dtype in (pair.split(":") for pair in dtypes.split(",")):
                 planned = planned_bytes(model, weights, kv_cache_dtype)
                 measured = measured_bytes(model, weights, kv_cache_dtype)
                 difference = measured / planned - 1

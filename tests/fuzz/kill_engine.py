@@ -9,7 +9,8 @@ Each round runs the streams, some of them samples of one prompt and beam searche
 * one set of longer streams, which all kills meet;
 * `--times` servers whose engine is killed while it writes the prefix snapshot at their end.
 
-With `--families`, instead: `--times` rounds with SIGKILL on the golden of every model family, with q8 and q4 weights.
+With `--families`, instead: `--times` rounds with SIGKILL on the golden of every model family, with q8 and q4 weights,
+and on quantised folders, with types of their own.
 
 A pause is the longest time between two chunks of any stream. Exit status 1 if a stream differs from its undisturbed run
 in any bit, logprobs included, or if a killed snapshot is not reported or leaves a file.
@@ -19,10 +20,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -33,6 +37,10 @@ from campaign import CampaignReport
 from quire import AsyncClient, SamplingParams
 from quire.runtime.common.types import join_chunks
 from server_process import MIB, ServerProcess, start_server
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests.quantised_folders
+
+from tests.quantised_folders import common_folders
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 GOLDEN_TOKENS = 90  # of each stream; goldens have 128 positions or more, and 160 tokens in their vocabulary
@@ -196,12 +204,21 @@ def compare(found: list[object], expected: list[object], name: str, report: Camp
         report.breach(f"{name}: {len(expected) - equal} of {len(expected)} streams changed")
 
 
-async def main_of_families(options: argparse.Namespace, report: CampaignReport) -> None:
+def family_models(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield models and the dtypes of their weights; quantised folders are written into `folder`."""
     for golden in sorted(GOLDENS.glob("*/golden.npz")):
-        for weights in ("q8", "q4"):
+        config = json.loads((golden.parent / "config.json").read_text())
+        yield from ((golden.parent, dtype) for dtype in ("q8", "q4", *(["auto"] * ("quantization_config" in config))))
+    for path in common_folders(folder, vocab_size=160, max_position_embeddings=256).values():
+        yield path, "auto"
+
+
+async def main_of_families(options: argparse.Namespace, report: CampaignReport) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for path, weights in family_models(Path(folder)):
             flags = ("--weights", weights, "--kv-cache-dtype", "int8", "--kv-cache-memory", "8M", "--max-num-seqs", "3")
-            with start_server(str(golden.parent), *flags, *options.flags) as server:
-                await rounds(server, options, report, signal.SIGKILL, family=f"{golden.parent.name} {weights}")
+            with start_server(str(path), *flags, *options.flags) as server:
+                await rounds(server, options, report, signal.SIGKILL, family=f"{path.name} {weights}")
                 report.check_log(server)
 
 

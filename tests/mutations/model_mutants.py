@@ -1,0 +1,183 @@
+"""Bugs in `runtime/model/`, without the encoders."""
+
+from mutant import Mutant
+
+TESTS = "tests/runtime/model"
+PACKING_TESTS = "tests/runtime/model/test_packing.py tests/runtime/model/test_gguf_models.py"
+QUANTISED_TESTS = "tests/runtime/model/test_quantised_folders.py"
+EXPERT_TESTS = "tests/runtime/model/weights tests/runtime/model/test_packing.py"
+CONFIG_TESTS = "tests/runtime/model/test_config_json.py tests/runtime/model/test_config_of_experts.py"
+GOLDEN_TESTS = "tests/runtime/model/test_goldens.py"
+DECODER_WEIGHTS, PACKING, GROUPED, GPTQ, COMPRESSED, STACKED, GGUF_CHECKPOINT, MAPPED_FILE = (
+    f"runtime/model/weights/{name}.py"
+    for name in (
+        *("decoder_weights", "packing", "grouped", "gptq", "compressed", "stacked_experts"),
+        *("gguf_checkpoint", "mapped_file"),
+    )
+)
+QWEN3_MOE, GPT_OSS = "runtime/model/families/qwen3_moe.py", "runtime/model/families/gpt_oss.py"
+DECODER, FILES = "runtime/model/decoder.py", "runtime/model/files.py"
+
+MUTANTS = [
+    Mutant(
+        DECODER_WEIGHTS,
+        "first_row, num_rows = expert * rows + part.first_row,",
+        "first_row, num_rows = part.first_row,",
+        "all experts of a GGUF file have the weights of the first one",
+        EXPERT_TESTS,
+    ),
+    Mutant(
+        DECODER_WEIGHTS,
+        "whole = all(columns % 32 == 0 for columns, _ in ranges[:-1])",
+        "whole = True",
+        "a file whose Q, K and V differ in type does not load if a head is not a multiple of 32",
+        PACKING_TESTS,
+    ),
+    Mutant(
+        DECODER_WEIGHTS,
+        "and all(part.interleave is None for part in parts)",
+        "",
+        "gate and up of different types are packed as if they were one above the other",
+        PACKING_TESTS,
+    ),
+    Mutant(
+        DECODER_WEIGHTS,
+        'one = packed if isinstance(packed, str) else "q8"',
+        'one = packed if isinstance(packed, str) else "f32"',
+        "experts whose matrices differ in type take four times the memory",
+        PACKING_TESTS,
+    ),
+    Mutant(
+        PACKING,
+        "start = part.start + row * columns_per_row",
+        "start = part.start + row",
+        "gate and up of large models are packed over each other after the first rows",
+        PACKING_TESTS,
+    ),
+    Mutant(
+        PACKING,
+        '                if self._stop.is_set():\n                    raise Unavailable("loading the model was cancelled")\n',
+        "",
+        "Ctrl-C while a model loads is noticed when it has loaded",
+        "tests/runtime/model tests/runtime/engine/test_engine_core.py",
+    ),
+    Mutant(
+        PACKING,
+        "return part.start + rows // 16 * 32 + 16 * part.interleave + rows % 16",
+        "return part.start + rows // 16 * 32 + rows % 16",
+        "biases of gate and up are added to the wrong columns",
+        PACKING_TESTS,
+    ),
+    Mutant(
+        GROUPED,
+        "if not order.any() or order.min() == -1:",
+        "if not order.any():",
+        "folders of compressed-tensors with an order that is not used are refused",
+        QUANTISED_TESTS,
+    ),
+    Mutant(
+        GROUPED,
+        "here = slice(first + row, first + row + len(words))",
+        "here = slice(row, row + len(words))",
+        "the second part of a fused matrix has the scales of the first one",
+        QUANTISED_TESTS,
+    ),
+    Mutant(
+        GROUPED,
+        "if (self._zeros() == 1 << self._bits - 1).all():",
+        "if (self._zeros() == 1 << self._bits - 1).any():",
+        "zero points are ignored in a matrix of which one is in the middle",
+        QUANTISED_TESTS,
+    ),
+    Mutant(
+        GPTQ,
+        "        zeros &= np.uint8((1 << self._bits) - 1)\n",
+        "",
+        "zero points of 0 in version 1 of GPTQ are read as 16",
+        QUANTISED_TESTS,
+    ),
+    Mutant(
+        COMPRESSED,
+        "numbers, E4M3, scales[first + row : first + row + len(numbers)], self._grid.columns",
+        "numbers, E4M3, scales[row : row + len(numbers)], self._grid.columns",
+        "the second part of a fused matrix in FP8 has the scales of the first one",
+        QUANTISED_TESTS,
+    ),
+    Mutant(
+        STACKED,
+        "before = expert * rows_each + begin - first",
+        "before = expert * rows_each + begin",
+        "the second half of an expert's gate and up is packed over other columns",
+        EXPERT_TESTS,
+    ),
+    Mutant(
+        STACKED,
+        "if self._biases[0] != name:",
+        "if not self._biases[0]:",
+        "experts of all layers have the biases of the first layer",
+        f"{EXPERT_TESTS} {GOLDEN_TESTS}",
+    ),
+    Mutant(
+        GGUF_CHECKPOINT,
+        "array, first = _typed(stored, chunk), wanted.start + row",
+        "array, first = _typed(stored, chunk), row",
+        "rows of K are taken from wrong places where Q, K and V are one tensor of a GGUF file",
+        PACKING_TESTS,
+    ),
+    Mutant(
+        GGUF_CHECKPOINT,
+        "unit = lcm(self._pairs[name][0], 32)",
+        "unit = 32",
+        "rows of large matrices with heads of more than 32 are mixed up between two reads",
+        PACKING_TESTS,
+    ),
+    Mutant(
+        MAPPED_FILE,
+        "rest, at = rest[count:], at + count",
+        "rest = rest[count:]",
+        "a tensor of more than 2 GiB, which the system reads in parts, has its beginning twice",
+        "tests/runtime/model/weights tests/runtime/model/test_broken_files.py",
+    ),
+    Mutant(
+        QWEN3_MOE,
+        "(layer + 1) % step == 0",
+        "layer % step == 0",
+        "a Qwen3-MoE with experts in every second layer looks for them in the wrong ones",
+        CONFIG_TESTS,
+    ),
+    Mutant(
+        GPT_OSS,
+        "return tuple(0 if layer % 2 else window for layer in range(layers))",
+        "return tuple(window if layer % 2 else 0 for layer in range(layers))",
+        "the wrong layers of a gpt-oss without layer_types slide",
+        f"{CONFIG_TESTS} tests/runtime/model/test_gguf_gpt_oss.py",
+    ),
+    Mutant(
+        GPT_OSS,
+        'config.with_defaults({"rope_scaling": YARN})',
+        "config",
+        "a gpt-oss without rope_parameters is not scaled beyond 4,096 tokens",
+        f"{CONFIG_TESTS} tests/runtime/model/test_gguf_gpt_oss.py",
+    ),
+    Mutant(
+        DECODER,
+        "rounded = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000",
+        "rounded = bits + 0x8000 & 0xFFFF0000",
+        "Gemma's scale of embeddings is rounded up in a tie",
+        equivalent="the square root of no hidden size lies half-way between two numbers of bf16",
+    ),
+    Mutant(
+        FILES,
+        "files = [path for path in found if not _is_projector(path)] or found",
+        "files = found",
+        "a folder with a GGUF model and a file for its images is refused",
+        "tests/runtime/model/test_gguf_models.py",
+    ),
+    Mutant(
+        "runtime/model/families/registry.py",
+        'if family.tensors is None and any(name.endswith(".mlp.experts.gate_up_proj") for name in stored.names()):',
+        'if any(name.endswith(".mlp.experts.gate_up_proj") for name in stored.names()):',
+        "a gpt-oss in bf16 has the names of another family's router",
+        f"{EXPERT_TESTS} {GOLDEN_TESTS}",
+    ),
+]
