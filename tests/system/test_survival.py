@@ -26,6 +26,7 @@ from quire.runtime.engine import Engine, GenerateRequest, TextProcessor
 from quire.runtime.model import model_path
 from quire.runtime.server import Server
 from quire.runtime.workers import EnginePool, HealthTimeouts, engine_process
+from quire.runtime.workers.supervisor import RESTART_TIMEOUT_S
 
 from .bits import asked, bits, prompt, running, together
 from .http_client import HTTPClient
@@ -39,10 +40,15 @@ PATIENT = HealthTimeouts(heartbeat_s=30.0)  # a busy machine may delay a heartbe
 
 @asynccontextmanager
 async def engine_pool(
-    timeouts: HealthTimeouts = PATIENT, num_processes: int = 1, **settings: Any
+    timeouts: HealthTimeouts = PATIENT,
+    num_processes: int = 1,
+    restart_timeout_s: float = RESTART_TIMEOUT_S,
+    **settings: Any,
 ) -> AsyncIterator[Engine[EnginePool]]:
     """Run an engine over processes; check that every page is released and every process gone at the end."""
-    core = await EnginePool.launch(EngineConfig(**SETTINGS | settings), timeouts, num_processes=num_processes)
+    core = await EnginePool.launch(
+        EngineConfig(**SETTINGS | settings), timeouts, num_processes=num_processes, restart_timeout_s=restart_timeout_s
+    )
     engine = Engine(core, TEXT_PROCESSOR)
     try:
         yield engine
@@ -249,7 +255,7 @@ async def test_a_full_queue_refuses_at_once_and_replays_are_not_refused() -> Non
 
 
 async def test_requests_fail_when_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with engine_pool() as engine:
+    async with engine_pool(restart_timeout_s=0.5) as engine:
         reader = Reader(engine, asked(prompt(9), max_tokens=LONG))
         await each_gains([reader], 1)
         command = engine_process.COMMAND

@@ -365,7 +365,7 @@ def test_serve_says_that_a_model_has_no_tokenizer(tmp_path: Path) -> None:
 
 def test_serve_removes_its_unix_socket(hostile_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
-    with server(hostile_folder, "--uds", str(path)) as (process, ready):
+    with server(hostile_folder, "--uds", str(path), "--shutdown-timeout", "0.1") as (process, ready):
         assert address_in(ready) == f"unix:{path}"
         with Client(f"unix:{path}") as client:
             stream = client.generate("This module", SamplingParams(max_tokens=2000, ignore_eos=True))
