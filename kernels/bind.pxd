@@ -16,6 +16,7 @@ cdef class Binder:
     cdef int64_t max_positions      # of a sequence
     cdef int64_t num_types          # of tokens
     cdef int64_t query_tile         # queries of one attention tile
+    cdef int64_t embedding_columns
 
     cdef bind(self, Record *record, op)
     cdef _add_embed(self, Record *record, op)

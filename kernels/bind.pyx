@@ -41,7 +41,7 @@ cdef class Binder:
         self.regions, self.max_rows, self.max_samples, self.vocab_size = regions, max_rows, max_samples, vocab_size
         self.workers, self.kv_layout, self.pages = workers, kv_layout, pages
         self.max_positions = self.num_types = 2**31 - 1
-        self.query_tile = QUIRE_TILE
+        self.query_tile, self.embedding_columns = QUIRE_TILE, 0
 
     cdef bind(self, Record *record, op):
         """Set the record of an op."""
@@ -89,6 +89,7 @@ cdef class Binder:
         record.op.embed.out = self.regions.value(op.out, weight.in_features, "f32", self.max_rows)
         record.op.embed.is_normed = self.regions.normed(&record.op.embed.normed, op, self.max_rows)
         record.op.embed.panels, record.op.embed.width = weight.parts[0], weight.width
+        self.embedding_columns = weight.in_features
         record.op.embed.scale = op.scale
         record.op.embed.has_types = self._learned(&record.op.embed.types, op.types, weight)
         if record.op.embed.has_types:

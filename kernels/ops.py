@@ -147,7 +147,7 @@ class Normed:
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """out[r] = column token_ids[r] of `weight`, widened to f32, times `scale`.
+    """out[r] = column token_ids[r] of `weight`, widened to f32, times `scale`; or a row that the step gives instead.
 
     Encoders with learned embeddings of the type and the position of a token add a column of each: first
     `types`[type_ids[r]], then `positions`[number of the row in its sequence].

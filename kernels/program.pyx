@@ -47,6 +47,7 @@ cdef class Program:
     cdef Regions regions
     cdef object records, shares, scratch, block_start, unit_start
     cdef int64_t max_rows, max_sequences, max_samples, vocab_size, num_types, num_pages, max_positions, num_kv_heads
+    cdef int64_t embedding_columns
     cdef bint runs_texts            # else sequences with pages of a KV cache
     cdef int64_t[::1] windows       # of each layer group
     cdef int32_t[::1] zeros, pages, text_pages, text_ends   # of texts: positions, page ids and tables, and last rows
@@ -76,6 +77,7 @@ cdef class Program:
             binder.bind(&self.replay.records[index], op)
         self.replay.num_records = len(ops)
         self.max_positions, self.num_types = binder.max_positions, binder.num_types
+        self.embedding_columns = binder.embedding_columns
         self.replay.step.query_tile = binder.query_tile
 
     cdef _allocate(self, ops, layout):
@@ -124,11 +126,13 @@ cdef class Program:
         self.replay.step.kv_dtype = DTYPE_CODES[QUERY_DTYPES[layout.dtype]]
 
     def run(self, const int32_t[::1] token_ids, const int32_t[::1] row_start, const int32_t[::1] first_position,
-            const int32_t[::1] page_ids, const int32_t[::1] page_start, const int32_t[::1] sample_rows):
+            const int32_t[::1] page_ids, const int32_t[::1] page_start, const int32_t[::1] sample_rows,
+            const int32_t[::1] given_of=None, const float[:, ::1] given=None):
         cdef Step *step = &self.replay.step
         if self.runs_texts:
             raise ValueError("this program runs texts")
         self._check_step(token_ids, row_start, first_position, page_ids, page_start, sample_rows)
+        self._give(step, token_ids.shape[0], given_of, given)
         step.rows, step.sequences = token_ids.shape[0], first_position.shape[0]
         step.samples = sample_rows.shape[0]
         step.token_ids, step.row_start, step.first_position = &token_ids[0], &row_start[0], &first_position[0]
@@ -151,6 +155,7 @@ cdef class Program:
         step.samples = step.sequences
         step.token_ids, step.row_start, step.first_position = &token_ids[0], &row_start[0], &self.zeros[0]
         step.type_ids = &type_ids[0] if type_ids is not None else NULL
+        step.given_of, step.given = NULL, NULL
         for i in range(step.sequences):
             self.text_ends[i] = row_start[i + 1] - 1
             self.text_pages[i + 1] = (self.text_pages[i]
@@ -211,6 +216,20 @@ cdef class Program:
             for i in range(rows):
                 if not 0 <= type_ids[i] < self.num_types:
                     raise ValueError(f"type id {type_ids[i]} is outside the {self.num_types} types")
+
+    cdef _give(self, Step *step, int64_t rows, const int32_t[::1] given_of, const float[:, ::1] given):
+        """Set the rows that take the place of embeddings: for row i row `given_of[i]` of `given`, none if it is -1."""
+        cdef int64_t i
+        step.given_of, step.given = NULL, NULL
+        if given_of is None and given is None:
+            return
+        if given_of is None or given is None or given_of.shape[0] != rows or given.shape[1] != self.embedding_columns:
+            raise ValueError(f"{rows} rows need as many indices of given rows with {self.embedding_columns} columns")
+        for i in range(rows):
+            if not -1 <= given_of[i] < given.shape[0]:
+                raise ValueError(f"given row {given_of[i]} is outside the {given.shape[0]}")
+        if given.shape[0]:
+            step.given_of, step.given = &given_of[0], &given[0, 0]
 
     cdef _check_ids(self, const int32_t[::1] token_ids):
         cdef int64_t i

@@ -4,7 +4,7 @@
 A row's result depends on that row alone, so the worker that takes a row does not change a bit. Each function
 returns the number of rows that it computed.
 """
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from .pool cimport quire_next_index
 
@@ -16,10 +16,14 @@ cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *t
     cdef float *out
     while row < step.rows:
         out = <float *>op.out.rows.data + row * width
-        _unpack(&op.panels, op.width, tiles, step.token_ids[row], out)
-        if op.scale != 1:
-            for j in range(width):
-                out[j] *= op.scale
+        if step.given_of != NULL and step.given_of[row] >= 0:
+            memcpy(out, step.given + step.given_of[row] * op.out.columns, op.out.columns * sizeof(float))
+            memset(out + op.out.columns, 0, (width - op.out.columns) * sizeof(float))
+        else:
+            _unpack(&op.panels, op.width, tiles, step.token_ids[row], out)
+            if op.scale != 1:
+                for j in range(width):
+                    out[j] *= op.scale
         if op.has_types:
             _unpack(&op.types, op.width, tiles, step.type_ids[row] if step.type_ids != NULL else 0, learned)
             _add(learned, width, out)

@@ -13,7 +13,7 @@ from .layout import first_kept_token, pages_held
 from .pool import PagePool
 from .prefix import PrefixCache, PrefixHit, root_key
 from .spill import PageStore, Spilled
-from .table import NULL_PAGE, CopyPage, PageTable, listed_pages
+from .table import NULL_PAGE, CopyPage, ImageSpan, PageTable, listed_pages
 
 
 class Pager:
@@ -50,20 +50,27 @@ class Pager:
         self._store = store
         self._handles: set[Spilled] = set()
 
-    def open(self, token_ids: Sequence[int], tenant_salt: bytes = b"", spare_pages: int | None = None) -> PageTable:
+    def open(
+        self,
+        token_ids: Sequence[int],
+        tenant_salt: bytes = b"",
+        spare_pages: int | None = None,
+        images: Sequence[ImageSpan] = (),
+    ) -> PageTable:
         """Return a table that holds the longest cached prefix of `token_ids`, always without the last token.
 
+        `images` are those that some of the tokens stand for, in order: a cached page has the same ones.
         With `spare_pages`, raises OutOfPages unless the pool could also supply the remaining tokens and `spare_pages`
         pages for others. Without it, raises OutOfPages only if other tables have reserved the cached pages themselves.
         """
         root = root_key(tenant_salt)
-        hit = self._match(root, token_ids, (len(token_ids) - 1) // self.page_size)
+        hit = self._match(root, token_ids, (len(token_ids) - 1) // self.page_size, images)
         needed = self._num_unowned(hit.page_ids())
         if spare_pages is not None:
             needed = max(needed, self._pages_taken(len(token_ids), hit)) + spare_pages
         self.pool.require(needed)
         self.pool.retain(hit.page_ids())
-        table = self._table(root, hit, len(hit.keys) * self.page_size)
+        table = self._table(root, hit, len(hit.keys) * self.page_size, images)
         table.slide()
         if self.prefix:
             self.prefix_queried_tokens += len(token_ids)
@@ -112,7 +119,12 @@ class Pager:
         return spilled
 
     def restore(
-        self, spilled: Spilled, token_ids: Sequence[int], tenant_salt: bytes = b"", spare_pages: int = 0
+        self,
+        spilled: Spilled,
+        token_ids: Sequence[int],
+        tenant_salt: bytes = b"",
+        spare_pages: int = 0,
+        images: Sequence[ImageSpan] = (),
     ) -> PageTable | None:
         """Return a committed table with the spilled tokens, which `token_ids` starts with, and use up the handle.
 
@@ -125,7 +137,7 @@ class Pager:
         if len(token_ids) < spilled.num_tokens:
             raise ValueError(f"{spilled.num_tokens} tokens were spilled, token_ids has only {len(token_ids)}")
         root = root_key(tenant_salt)
-        pages, missing = self._find_spilled(spilled, root, token_ids)
+        pages, missing = self._find_spilled(spilled, root, token_ids, images)
         found = listed_pages(pages)
         self.pool.require(len(missing) + self._num_unowned(found) + spare_pages)
         self.pool.retain(found)
@@ -137,7 +149,7 @@ class Pager:
         if not intact:
             self.pool.release(listed_pages(pages))
             return None
-        table = self._table(root, PrefixHit([], pages), spilled.num_tokens)
+        table = self._table(root, PrefixHit([], pages), spilled.num_tokens, images)
         self.commit(table, token_ids)
         return table
 
@@ -148,21 +160,23 @@ class Pager:
             self.num_spilled -= spilled.num_pages
             self._store.free(spilled.used_slots())
 
-    def pin(self, token_ids: Sequence[int], tenant_salt: bytes, until: float) -> int:
+    def pin(self, token_ids: Sequence[int], tenant_salt: bytes, until: float, images: Sequence[ImageSpan] = ()) -> int:
         """Pin the cached pages of this prefix until `until`, in seconds of the clock. Return the number of tokens.
 
         Pinned pages are evicted after all others, so a pin is a preference and not a reservation.
         """
         root = root_key(tenant_salt)
-        hit = self._match(root, token_ids, len(token_ids) // self.page_size)
+        hit = self._match(root, token_ids, len(token_ids) // self.page_size, images)
         self.pool.pin(hit.page_ids(), until, root)
         return len(hit.keys) * self.page_size
 
-    def pages_to_pin(self, token_ids: Sequence[int], tenant_salt: bytes) -> tuple[int, int]:
+    def pages_to_pin(
+        self, token_ids: Sequence[int], tenant_salt: bytes, images: Sequence[ImageSpan] = ()
+    ) -> tuple[int, int]:
         """Return how many pages `pin` would pin that are not pinned yet, and how many the tenant has pinned."""
         root, num_pages = root_key(tenant_salt), len(token_ids) // self.page_size
         pinned = self.pool.num_pinned_by(root)
-        known = sum(map(self.pool.is_pinned, self._match(root, token_ids, num_pages).page_ids()))
+        known = sum(map(self.pool.is_pinned, self._match(root, token_ids, num_pages, images).page_ids()))
         firsts = (first_kept_token(num_pages * self.page_size, window) // self.page_size for window in self.windows)
         return sum(num_pages - first for first in firsts) - known, pinned
 
@@ -170,15 +184,17 @@ class Pager:
         """Return the most pages that a sequence of `num_tokens` tokens holds at once, committed after each token."""
         return pages_held(num_tokens, self.page_size, self.windows)
 
-    def _match(self, root: bytes, token_ids: Sequence[int], limit: int) -> PrefixHit:
-        return self.prefix.match(root, token_ids, limit) if self.prefix else PrefixHit([], [[] for _ in self.windows])
+    def _match(self, root: bytes, token_ids: Sequence[int], limit: int, images: Sequence[ImageSpan]) -> PrefixHit:
+        if self.prefix is None:
+            return PrefixHit([], [[] for _ in self.windows])
+        return self.prefix.match(root, token_ids, limit, images)
 
     def _find_spilled(
-        self, spilled: Spilled, root: bytes, token_ids: Sequence[int]
+        self, spilled: Spilled, root: bytes, token_ids: Sequence[int], images: Sequence[ImageSpan]
     ) -> tuple[list[list[int]], list[tuple[int, int]]]:
         """Return page tables with the pages that are still cached, and the (depth, group) of each missing page."""
         full = spilled.num_tokens // self.page_size
-        hit = self.prefix.find(root, token_ids, full) if self.prefix else PrefixHit([], [])
+        hit = self.prefix.find(root, token_ids, full, images) if self.prefix else PrefixHit([], [])
         pages = [[NULL_PAGE] * len(spilled.slots) for _ in self.windows]
         missing = []
         for depth, row in enumerate(spilled.slots):
@@ -193,9 +209,9 @@ class Pager:
     def _num_unowned(self, page_ids: Sequence[int]) -> int:
         return sum(1 for page in page_ids if self.pool.references(page) == 0)
 
-    def _table(self, root: bytes, hit: PrefixHit, num_tokens: int) -> PageTable:
+    def _table(self, root: bytes, hit: PrefixHit, num_tokens: int, images: Sequence[ImageSpan]) -> PageTable:
         return PageTable(
-            self.pool, self.page_size, self.windows, self._copy_page, root, hit.pages, hit.keys, num_tokens
+            self.pool, self.page_size, self.windows, self._copy_page, root, hit.pages, hit.keys, num_tokens, images
         )
 
     def _pages_taken(self, num_tokens: int, hit: PrefixHit) -> int:

@@ -39,6 +39,7 @@ class Content(NamedTuple):
     depth: int  # pages before it
     group: int  # layer group
     token_ids: bytes  # encoded; compared on a hit, so a hash collision is a miss
+    images: bytes = b""  # digest of the images that some of the tokens stand for; empty: none do
 
 
 class Pin(NamedTuple):

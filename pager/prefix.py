@@ -7,7 +7,9 @@ the key says so, and the tokens are compared too.
 Keys form a chain that is fixed for all versions of this scheme, so other processes compute the same keys:
 
     root       = sha256(b"quire prefix v1\\0" + salt)                        salt: the tenant's, any bytes
-    key of page i = sha256(key of page i-1, or root + page_size u32 little-endian token ids)
+    key of page i = sha256(key of page i-1, or root + page_size u32 little-endian token ids + images)
+    images        = nothing if no token of the page stands for an image; else sha256 over all such images, in order:
+                    (first token of the image, from the page's first on) i64 + tokens u64 + sha256 of the image
 
 All layer groups use the same keys, each with its own index. Only full pages are indexed. An open table keeps the pages
 of its hit by its references. Eviction is least recently used, in the pool's order: leaf first in a full group; in a
@@ -24,7 +26,9 @@ from typing import NamedTuple
 
 from .layout import first_kept_token
 from .pool import Content, PagePool
-from .table import NULL_PAGE, PageTable, listed_pages
+from .table import NULL_PAGE, ImageSpan, PageTable, listed_pages
+
+_SPAN = Struct("<qQ")  # of an image: its first token, from the first of the page on, and the number of its tokens
 
 
 def root_key(tenant_salt: bytes) -> bytes:
@@ -32,20 +36,39 @@ def root_key(tenant_salt: bytes) -> bytes:
     return sha256(b"quire prefix v1\0" + tenant_salt).digest()
 
 
-def page_key(parent: bytes, encoded_token_ids: bytes) -> bytes:
+def page_key(parent: bytes, encoded_token_ids: bytes, images: bytes = b"") -> bytes:
     """Return the key of a page with these tokens that follows the page (or root) with key `parent`."""
-    return sha256(parent + encoded_token_ids).digest()
+    return sha256(parent + encoded_token_ids + images).digest()
 
 
 def page_keys(
-    parent: bytes, token_ids: Sequence[int], page_size: int, first: int, end: int
-) -> Iterator[tuple[bytes, bytes]]:
-    """Yield key and encoded tokens of the full pages `first` to `end`; `parent` is the key before page `first`."""
+    parent: bytes,
+    token_ids: Sequence[int],
+    page_size: int,
+    first: int,
+    end: int,
+    images: Sequence[ImageSpan] = (),
+) -> Iterator[tuple[bytes, bytes, bytes]]:
+    """Yield key, encoded tokens and digest of the images of the full pages `first` to `end`.
+
+    `parent` is the key before page `first`; `images` are those of the whole sequence, in order.
+    """
     pack = _page_encoding(page_size).pack
     for start in range(first * page_size, end * page_size, page_size):
         encoded = pack(*token_ids[start : start + page_size])
-        parent = page_key(parent, encoded)
-        yield parent, encoded
+        in_page = _images_in_page(images, start, page_size) if images else b""
+        parent = page_key(parent, encoded, in_page)
+        yield parent, encoded, in_page
+
+
+def _images_in_page(images: Sequence[ImageSpan], start: int, page_size: int) -> bytes:
+    """Return the digest of the images that have tokens in the page from token `start` on; empty if none has."""
+    parts = [
+        _SPAN.pack(image.position - start, image.tokens) + image.digest
+        for image in images
+        if image.position < start + page_size and image.position + image.tokens > start
+    ]
+    return sha256(b"".join(parts)).digest() if parts else b""
 
 
 @lru_cache
@@ -72,7 +95,7 @@ class PrefixCache:
         self._page_size = page_size
         self._windows = tuple(windows)
 
-    def match(self, root: bytes, token_ids: Sequence[int], limit: int) -> PrefixHit:
+    def match(self, root: bytes, token_ids: Sequence[int], limit: int, images: Sequence[ImageSpan] = ()) -> PrefixHit:
         """Return the longest hit of at most `limit` pages that a sequence of `token_ids` can start with.
 
         A full group must have all of these pages, a sliding group those that the first row after them still sees.
@@ -82,7 +105,7 @@ class PrefixCache:
         pages: list[list[int]] = [[] for _ in self._windows]
         holes = [-1] * len(self._windows)  # last page that a group lacks
         length = 0
-        for depth, contents in enumerate(self._contents(root, token_ids, 0, limit)):
+        for depth, contents in enumerate(self._contents(root, token_ids, 0, limit, images)):
             found = [self._find(content) for content in contents]
             if NULL_PAGE in found:
                 if any(page == NULL_PAGE and not window for page, window in zip(found, self._windows, strict=True)):
@@ -95,10 +118,12 @@ class PrefixCache:
                 length = depth + 1
         return self._cut(keys, pages, length)
 
-    def find(self, root: bytes, token_ids: Sequence[int], num_pages: int) -> PrefixHit:
+    def find(
+        self, root: bytes, token_ids: Sequence[int], num_pages: int, images: Sequence[ImageSpan] = ()
+    ) -> PrefixHit:
         """Return each of the first `num_pages` pages that is indexed, NULL_PAGE for the others."""
         hit = PrefixHit([], [[] for _ in self._windows])
-        for contents in self._contents(root, token_ids, 0, num_pages):
+        for contents in self._contents(root, token_ids, 0, num_pages, images):
             for pages, content in zip(hit.pages, contents, strict=True):
                 pages.append(self._find(content))
             hit.keys.append(contents[0].key)
@@ -114,7 +139,8 @@ class PrefixCache:
         """
         first, end = table.num_committed, table.num_tokens // self._page_size
         parent = table.keys[-1] if first else table.root
-        for depth, contents in enumerate(self._contents(parent, token_ids, first, end), first):
+        pages = self._contents(parent, token_ids, first, end, table.images)
+        for depth, contents in enumerate(pages, first):
             if not self._index_page(table, depth, contents):
                 return
             table.keys.append(contents[0].key)
@@ -161,8 +187,11 @@ class PrefixCache:
             [[NULL_PAGE] * first + kept[first:length] for first, kept in zip(firsts, pages, strict=True)],
         )
 
-    def _contents(self, parent: bytes, token_ids: Sequence[int], first: int, end: int) -> Iterator[list[Content]]:
+    def _contents(
+        self, parent: bytes, token_ids: Sequence[int], first: int, end: int, images: Sequence[ImageSpan]
+    ) -> Iterator[list[Content]]:
         """Yield what each page from `first` to `end` holds, for every group."""
-        for depth, (key, encoded) in enumerate(page_keys(parent, token_ids, self._page_size, first, end), first):
-            yield [Content(key, parent, depth, group, encoded) for group in range(len(self._windows))]
+        keys = page_keys(parent, token_ids, self._page_size, first, end, images)
+        for depth, (key, encoded, in_page) in enumerate(keys, first):
+            yield [Content(key, parent, depth, group, encoded, in_page) for group in range(len(self._windows))]
             parent = key

@@ -5,8 +5,8 @@ to. Loading changes nothing before everything that will be used has been checked
 
     header   magic "QUIREKV\\0" · version u32 · page_size u32 · groups u32 · page_bytes u64 · pages u64
              · sha256 of the identity · sha256 of the layout · crc32 of all this
-    page     key · parent (32 bytes each) · depth u32 · group u32 · token ids u32 … · crc32 of the memory
-             · crc32 of all this, then `page_bytes` of memory
+    page     key · parent (32 bytes each) · depth u32 · group u32 · token ids u32 … · digest of the images (32 bytes, or
+             zeros) · crc32 of the memory · crc32 of all this, then `page_bytes` of memory
 
 Pages are in the reverse of their eviction order, so a smaller pool reads the first pages only, and a page comes after
 the page it continues. The checksums detect accidents. A forged file can make the model produce wrong tokens, but cannot
@@ -34,7 +34,8 @@ from .pool import Content
 from .prefix import page_key
 
 MAGIC = b"QUIREKV\0"
-VERSION = 1
+VERSION = 2
+NO_IMAGES = bytes(32)
 HEADER = Struct("<8s3I2Q32s32s")
 CHECKSUM = Struct("<I")
 HEADER_BYTES = HEADER.size + CHECKSUM.size
@@ -168,8 +169,8 @@ class _SnapshotReader:
     def _read_record(self, index: int) -> tuple[Content, int]:
         data = os.pread(self._file, self._record.size + CHECKSUM.size, HEADER_BYTES + index * self._stride)
         fields = self._record.unpack(self._verified(data, f"record of page {index}"))
-        key, parent, depth, group, token_ids, checksum = fields
-        return Content(key, parent, depth, group, token_ids), checksum
+        key, parent, depth, group, token_ids, images, checksum = fields
+        return Content(key, parent, depth, group, token_ids, b"" if images == NO_IMAGES else images), checksum
 
     def _read_memory(self, index: int, checksum: int) -> None:
         offset = HEADER_BYTES + (index + 1) * self._stride - self._page.size
@@ -180,7 +181,8 @@ class _SnapshotReader:
 
     def _check_content(self, index: int, content: Content, seen: list[dict[bytes, int]]) -> None:
         """Check that the key matches the tokens, is unique, and in a full group continues an earlier page."""
-        sound = content.group < len(seen) and content.key == page_key(content.parent, content.token_ids)
+        key = page_key(content.parent, content.token_ids, content.images)
+        sound = content.group < len(seen) and content.key == key
         if sound:
             known = seen[content.group]
             is_chained = content.depth == 0 or known.get(content.parent) == content.depth - 1
@@ -216,11 +218,11 @@ def _header(pager: Pager, arena: KVArena, identity: bytes, num_pages: int) -> by
 
 
 def _record(page_size: int) -> Struct:
-    return Struct(f"<32s32s2I{4 * page_size}sI")
+    return Struct(f"<32s32s2I{4 * page_size}s{len(NO_IMAGES)}sI")
 
 
-def _fields(content: Content) -> tuple[bytes, bytes, int, int, bytes]:
-    return content.key, content.parent, content.depth, content.group, content.token_ids
+def _fields(content: Content) -> tuple[bytes, bytes, int, int, bytes, bytes]:
+    return content.key, content.parent, content.depth, content.group, content.token_ids, content.images or NO_IMAGES
 
 
 def _with_checksum(data: bytes) -> bytes:

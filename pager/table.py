@@ -11,12 +11,29 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from .layout import TILE, first_kept_token
 from .pool import PagePool
 
 CopyPage = Callable[[int, int], None]  # (source page, destination page), all layers
 NULL_PAGE = -1  # stands for a page that left its group's window and was released
+
+
+class ImageSpan(Protocol):
+    """Consecutive tokens that stand for an image: a page that has some of them depends on the image, too."""
+
+    @property
+    def position(self) -> int:
+        """The first of the tokens, counted from the start of the sequence."""
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens."""
+
+    @property
+    def digest(self) -> bytes:
+        """The sha256 of the image."""
 
 
 class PageTable:
@@ -35,6 +52,7 @@ class PageTable:
         "_windows",
         "_writable",
         "commit_at",
+        "images",
         "keys",
         "num_tokens",
         "pages",
@@ -52,6 +70,7 @@ class PageTable:
         pages: Sequence[Sequence[int]],
         keys: Sequence[bytes],
         num_tokens: int,
+        images: Sequence[ImageSpan] = (),
     ) -> None:
         """Take over the caller's reference on each of `pages`, of which the first `len(keys)` are indexed."""
         self._pool = pool
@@ -62,6 +81,7 @@ class PageTable:
         self._shortest = 0  # smallest length for `rollback`; below it the window would include released pages
         self._writable = num_tokens  # slots up to here need no check; if above num_tokens, the last page is private
         self.root = root  # start of the chain of prefix keys
+        self.images = images  # of the sequence, which prefix keys depend on
         self.keys = list(keys)  # prefix keys of the leading pages, as far as they are indexed
         self.pages = [array("i", each) for each in pages]  # [groups][pages]
         self.num_tokens = num_tokens
@@ -122,6 +142,7 @@ class PageTable:
             self.pages,
             self.keys,
             self.num_tokens,
+            self.images,
         )
         twin._num_null = self._num_null[:]
         twin._shortest = self._shortest

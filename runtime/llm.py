@@ -19,7 +19,7 @@ from .common.config import EngineConfig, EngineOptions
 from .common.errors import InvalidRequest, Unavailable
 from .common.loop_thread import LoopThread
 from .common.options import suggestion
-from .common.prompts import as_documents, as_prompts, as_token_ids, chat_messages, chat_tools
+from .common.prompts import PromptImage, as_documents, as_prompts, as_token_ids, chat_messages, chat_tools
 from .common.settings import resolve_settings
 from .common.types import RequestOutput, SamplingParams, ToolChoice, check_arguments, join_chunks
 from .engine import EmbedRequest, Engine, GenerateRequest, LocalEngine
@@ -68,19 +68,26 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        images: Sequence[Sequence[PromptImage]] | None = None,
         **unknown: Never,
     ) -> list[RequestOutput]:
         """Return one output per prompt, in order. A prompt is text or token ids.
 
-        `sampling_params` is one for all prompts or one for each. Raises InvalidRequest, ContextLengthExceeded or
-        GenerationFailed if any prompt is refused or fails; the others are then cancelled. Raises TypeError for an
-        unknown argument.
+        `sampling_params` is one for all prompts or one for each. `images` are those of each prompt of token ids, a list
+        for each prompt.
+
+        Raises InvalidRequest, ContextLengthExceeded or GenerationFailed if any prompt is refused or fails; the others
+        are then cancelled. Raises TypeError for an unknown argument.
         """
-        check_arguments(unknown, ("prompts", "sampling_params"))
+        check_arguments(unknown, ("prompts", "sampling_params", "images"))
         each = as_prompts(prompts)
         params = _params_list(sampling_params, len(each))
+        images = [()] * len(each) if images is None else images
+        if len(images) != len(each):
+            raise InvalidRequest(f"{len(images)} lists of images for {len(each)} prompts; give one for each prompt")
         requests = [
-            GenerateRequest(prompt=prompt, sampling_params=own) for prompt, own in zip(each, params, strict=True)
+            GenerateRequest(prompt=prompt, sampling_params=own, images=tuple(of_prompt))
+            for prompt, own, of_prompt in zip(each, params, images, strict=True)
         ]
         return self._thread.run(_generate(self._open_engine(), requests))
 
@@ -146,9 +153,9 @@ class LLM:
         request = EmbedRequest(inputs=texts, query=query, truncate_prompt_tokens=truncate_prompt_tokens)
         return self._thread.run(_embed(self._open_engine(), request))[:, 0]
 
-    def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+    def logits(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
         """Return the raw logits [len(token_ids), vocab] after each token, for evaluation, without the prefix cache."""
-        return self._thread.run(self._open_engine().logits(as_token_ids(token_ids)))
+        return self._thread.run(self._open_engine().logits(as_token_ids(token_ids), images))
 
     @property
     def engine(self) -> LocalEngine:

@@ -18,7 +18,17 @@ from .budget import LEAST_PREFILL, PREFILL_SHARE, Budget, LatencyBudget, StepBud
 from .cost import Coefficients, CostModel, StepLoad, chunk_pairs
 from .encoding import EncoderLimits, EncoderStats
 from .engine_loop import EngineLoop, FinishedStep
-from .plan import EncodedText, EncoderResult, EncoderStep, SampledToken, ScheduledSequence, StepPlan, StepResult
+from .plan import (
+    EncodedText,
+    EncoderResult,
+    EncoderStep,
+    PlacedImage,
+    SampledToken,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+    images_between,
+)
 from .policy import Fair, FirstComeFirstServed, Policy, Priority
 from .request import (
     TRANSITIONS,
@@ -66,6 +76,7 @@ __all__ = [
     "LatencyBudget",
     "NotAccepting",
     "PageQuotaExceeded",
+    "PlacedImage",
     "Policy",
     "Priority",
     "QueueFull",
@@ -89,4 +100,5 @@ __all__ = [
     "TokenBudget",
     "TooLong",
     "chunk_pairs",
+    "images_between",
 ]

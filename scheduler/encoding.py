@@ -143,7 +143,7 @@ class EncoderPlanner:
 
         `seconds_left` are left under the latency target; None if it does not limit the step.
         """
-        seconds = self._seconds(load, seconds_left)
+        seconds = seconds_beside(load, seconds_left, self._cost)
         steps: list[EncoderStep] = []
         self._in_flight = []
         while len(steps) < MAX_BATCHES and (batch := self._next_batch(seconds, now)) is not None:
@@ -179,15 +179,6 @@ class EncoderPlanner:
         return [update for batch in batches for update in self._fail(batch, error, now)]
 
     # Helpers
-
-    def _seconds(self, load: StepLoad, seconds_left: float | None) -> float:
-        """Return the seconds that the batch may take of a step."""
-        if not load.decode_rows and not load.prefill_tokens:
-            return ALONE_S
-        sequences_s = self._cost.predict(load)
-        if seconds_left is None:
-            return sequences_s
-        return max(seconds_left, sequences_s * ENCODER_SHARE / (1 - ENCODER_SHARE))
 
     def _next_batch(self, seconds: float, now: float) -> _Batch | None:
         """Return the batch to go on with: the one in progress, or a new one."""
@@ -277,6 +268,16 @@ class EncoderPlanner:
         if batch.measured_s > 0:
             rate = sum(len(place.text.token_ids) for place in batch.places) / batch.measured_s
             self._rate = rate if self._rate is None else RATIO_MEMORY * self._rate + (1 - RATIO_MEMORY) * rate
+
+
+def seconds_beside(load: StepLoad, seconds_left: float | None, cost: CostModel) -> float:
+    """Return the seconds that an encoder may take of a step whose sequences are `load`."""
+    if not load.decode_rows and not load.prefill_tokens:
+        return ALONE_S
+    sequences_s = cost.predict(load)
+    if seconds_left is None:
+        return sequences_s
+    return max(seconds_left, sequences_s * ENCODER_SHARE / (1 - ENCODER_SHARE))
 
 
 def _num_tokens(request: EncodeRequest) -> int:

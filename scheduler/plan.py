@@ -12,6 +12,26 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
+class PlacedImage(NamedTuple):
+    """An image in a prompt, and the consecutive tokens that stand for it."""
+
+    position: int  # of the first of these tokens in the prompt
+    tokens: int
+    digest: bytes  # sha256 of the size and the pixels
+    height: int
+    width: int
+    pixels: bytes  # uint8 [height, width, 3]
+
+    @property
+    def end(self) -> int:
+        return self.position + self.tokens
+
+
+def images_between(images: Sequence[PlacedImage], first: int, end: int) -> tuple[PlacedImage, ...]:
+    """Return the images that some of the tokens from position `first` to `end` stand for."""
+    return tuple([image for image in images if image.position < end and image.end > first])
+
+
 class ScheduledSequence(NamedTuple):
     """One sequence's part of a step."""
 
@@ -24,6 +44,8 @@ class ScheduledSequence(NamedTuple):
     context: Sequence[int]  # tokens up to the last row, drafts included; sample j sees all but num_samples - 1 - j
     num_prompt_tokens: int  # leading tokens of context
     echoed: Sequence[int] = ()  # the tokens after the prompt that are not sampled
+    images: Sequence[PlacedImage] = ()  # that some of token_ids stand for
+    salt: bytes = b""  # only sequences with the same salt share what is computed of an image
 
 
 class EncodedText(NamedTuple):
@@ -51,6 +73,7 @@ class StepPlan:
     num_decode_rows: int
     num_prefill_tokens: int
     encoder: tuple[EncoderStep, ...] = ()  # batches, one after another
+    images_s: float = 0.0  # that computing an image may take about; sequences whose image takes longer are deferred
     max_forced: int = 0  # tokens forced by a grammar that would pay as draft tokens of each sequence, in the next step
 
 
@@ -80,5 +103,7 @@ class StepResult:
 
     step_id: int
     sampled: tuple[SampledToken, ...]
-    duration_s: float
+    duration_s: float  # without `images_s`
     encoder: tuple[EncoderResult, ...] = ()  # one for each of the plan's
+    deferred: frozenset[int] = frozenset()  # ids of sequences that were not computed, as their image is not done
+    images_s: float = 0.0  # that images took before the sequences

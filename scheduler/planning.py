@@ -5,19 +5,20 @@ the tables have grown by, so a plan that is never executed costs no token.
 
 Order of a step: one token for every decoding request; then prefill chunks in the policy's order, newly admitted
 requests included, within the budget; then draft tokens, if no other request could use the step. The encoder gets the
-time that is left.
+time that is left. Prefill has tokens of one image at most. An image gets the time that an encoder would get, and the
+sequence is deferred until its image is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ..pager import OutOfPages
 from .admission import SchedulerConfig
 from .budget import TARGET_SHARE, Budget, StepBudget
-from .cost import StepLoad, chunk_pairs
-from .encoding import EncoderPlanner
-from .plan import ScheduledSequence, StepPlan
+from .cost import CostModel, StepLoad, chunk_pairs
+from .encoding import EncoderPlanner, seconds_beside
+from .plan import PlacedImage, ScheduledSequence, StepPlan, images_between
 from .policy import Policy
 from .queue import RequestQueue
 from .request import Request, State
@@ -36,6 +37,7 @@ class Planner:
         speculator: Speculator,
         config: SchedulerConfig,
         clock: Callable[[], float],
+        cost: CostModel,
         encoder: EncoderPlanner | None = None,
     ) -> None:
         self.load = StepLoad()  # of the last plan
@@ -48,15 +50,18 @@ class Planner:
         self._speculator = speculator
         self._max_num_seqs = config.max_num_seqs
         self._clock = clock
+        self._cost = cost
         self._encoder = encoder
         self._num_plans = 0
         self._has_preempted = False  # to free pages, in the step being planned; then no request is admitted
+        self._has_image = False  # the step being planned has tokens of one
 
     def plan(self) -> StepPlan | None:
         """Return the next step, or None when there is nothing to run."""
-        self._has_preempted = False
+        self._has_preempted = self._has_image = False
         self._batch.begin_step()
         step = self._grow_decodes()
+        seconds_left = step.seconds_left  # before prefill
         self._note_target(step)
         if self._encoder is not None and self._encoder.has_work:
             step.keep_half()
@@ -64,7 +69,7 @@ class Planner:
         drafts: Mapping[int, list[int]] = {}
         if not self._queue and not step.load.prefill_tokens:
             drafts = self._speculator.draft(self._batch.requests.values(), step.load)
-        return self._assemble(drafts, step)
+        return self._assemble(drafts, step, seconds_left)
 
     def preempt(self, request: Request) -> None:
         """Move a running request back to the queue."""
@@ -109,6 +114,8 @@ class Planner:
     def _grow_prefill(self, request: Request, step: StepBudget) -> None:
         table, context = table_of(request), request.num_computed_tokens
         num_tokens = min(step.prefill_tokens(context), len(request.token_ids) - context)
+        if request.spec.images:
+            num_tokens = self._with_one_image(request.spec.images, context, num_tokens)
         if num_tokens and table.max_append() < 1 and request is self._batch.oldest():
             self._make_room(request)
             num_tokens = table.num_tokens - context
@@ -117,6 +124,12 @@ class Planner:
             self._batch.grow_prefill(request, num_tokens)
         if num_tokens > 0:
             step.spend(num_tokens, context)
+
+    def _with_one_image(self, images: Sequence[PlacedImage], first: int, num_tokens: int) -> int:
+        """Return how many of the next tokens the step takes, with those of one image at most for all its requests."""
+        touched, num_allowed = images_between(images, first, first + num_tokens), 0 if self._has_image else 1
+        self._has_image |= bool(touched)
+        return max(0, touched[num_allowed].position - first) if len(touched) > num_allowed else num_tokens
 
     def _admit(self, request: Request, step: StepBudget) -> bool:
         """Admit the first queued request, if slots, tokens, latency and pages allow it, and add its first chunk."""
@@ -173,8 +186,13 @@ class Planner:
                 return
         table.append(1)
 
-    def _assemble(self, drafts: Mapping[int, list[int]], step: StepBudget) -> StepPlan | None:
-        """Return what the tables have grown by; requests that were preempted in this step have no table any more."""
+    def _assemble(
+        self, drafts: Mapping[int, list[int]], step: StepBudget, seconds_left: float | None
+    ) -> StepPlan | None:
+        """Return what the tables have grown by; requests that were preempted in this step have no table any more.
+
+        `seconds_left` were left under the latency target after decoding. An image gets half of them.
+        """
         decodes: list[ScheduledSequence] = []
         prefills: list[ScheduledSequence] = []
         decode_rows = prefill_tokens = kv_tokens = pairs = 0
@@ -188,6 +206,7 @@ class Planner:
             num_samples = int(end == len(tokens))
             if end > len(tokens):
                 tokens, num_samples = tokens + drafts[request.request_id], end - first
+            images = images_between(request.spec.images, first, end) if request.spec.images else ()
             row = ScheduledSequence(
                 request.request_id,
                 table.pages,
@@ -198,6 +217,8 @@ class Planner:
                 tokens,
                 request.num_prompt_tokens,
                 request.spec.echoed,
+                images,
+                request.spec.prefix_salt if images else b"",
             )
             if request.state is decoding:
                 decodes.append(row)
@@ -211,9 +232,15 @@ class Planner:
         encoding = () if self._encoder is None else self._encoder.plan(self.load, step.seconds_left, self._clock())
         if not decodes and not prefills and not encoding:
             return None
+        images_s = 0.0
+        if any(row.images for row in prefills):
+            half_s = None if seconds_left is None else seconds_left / 2
+            images_s = seconds_beside(StepLoad(decode_rows, 0, kv_tokens), half_s, self._cost)
         self._num_plans += 1
         max_forced = self._speculator.max_forced(StepLoad(len(decodes) + len(prefills), 0, kv_tokens))
-        return StepPlan(self._num_plans, (*decodes, *prefills), decode_rows, prefill_tokens, encoding, max_forced)
+        return StepPlan(
+            self._num_plans, (*decodes, *prefills), decode_rows, prefill_tokens, encoding, images_s, max_forced
+        )
 
 
 def _computed_work(request: Request) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from ..pager import PageTable, Spilled
 from .beam import BeamSearch, BeamSpec, Hypothesis
-from .plan import EncodedText, SampledToken
+from .plan import EncodedText, PlacedImage, SampledToken
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -55,6 +55,7 @@ class RequestSpec:
     deadline: float | None = None  # in seconds of the scheduler's clock
     pin_s: float | None = None  # seconds after the end for which the prompt stays pinned in the prefix cache
     echoed: tuple[int, ...] = field(default=(), repr=False)  # the first output tokens, which are not sampled
+    images: tuple[PlacedImage, ...] = field(default=(), repr=False)  # of the prompt, in order
     beam: BeamSpec | None = None  # beam search instead of sampling; `sampling` must ask for 2 * width top logprobs
 
     @property

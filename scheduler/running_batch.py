@@ -195,7 +195,8 @@ class RunningBatch:
             raise OutOfPages(request.pages_needed + spare_pages, available)
         table = self._restore(request, spare_pages) or self._fork_parent(request, spare_pages)
         if table is None:
-            table = self._pager.open(request.token_ids, request.spec.prefix_salt, spare_pages)
+            spec = request.spec
+            table = self._pager.open(request.token_ids, spec.prefix_salt, spare_pages, spec.images)
         return table
 
     def _restore(self, request: Request, spare_pages: int) -> PageTable | None:
@@ -204,7 +205,8 @@ class RunningBatch:
             return None
         pager, tokens, spilled = self._pager, request.token_ids, request.spilled
         spare_pages += pager.pages_for(len(tokens)) - pager.pages_for(spilled.num_tokens)  # for its other known tokens
-        table = pager.restore(spilled, tokens, request.spec.prefix_salt, spare_pages)
+        spec = request.spec
+        table = pager.restore(spilled, tokens, spec.prefix_salt, spare_pages, spec.images)
         request.spilled = None
         return table
 

@@ -95,7 +95,9 @@ class Scheduler:
         if encoder is not None:
             order: Policy[EncodeRequest] = FirstComeFirstServed() if encoder_policy is None else encoder_policy
             self._encoder = EncoderPlanner(encoder, order, self._cost, self._queue.count_encodings)
-        self._planner = Planner(self._batch, self._queue, budget, self._speculator, config, clock, self._encoder)
+        self._planner = Planner(
+            self._batch, self._queue, budget, self._speculator, config, clock, self._cost, self._encoder
+        )
         self._clock = clock
         self._debug = os.environ.get("QUIRE_DEBUG") == "1" if debug is None else debug
 
@@ -204,14 +206,16 @@ class Scheduler:
             samples = sampled[start : start + row.num_samples]
             start += row.num_samples
             request = self._batch.requests[row.request_id]
-            if samples and request.in_search:
+            if row.request_id in result.deferred:
+                updates.append(self._defer_row(request, row))
+            elif samples and request.in_search:
                 search = request.beam_parent or request
                 beam_samples.setdefault(search.request_id, []).extend(samples)
             else:
                 updates.append(self._commit_row(request, row, samples, now))
         for parent_id, samples_of_beams in beam_samples.items():
             updates.append(self._commit_beams(self._requests[parent_id], samples_of_beams, now))
-        if plan.sequences:
+        if plan.sequences and not result.deferred:
             self._learn(result.duration_s)
         if self._encoder is not None:
             updates += self._encoder.commit(result.encoder, now)
@@ -353,7 +357,7 @@ class Scheduler:
         self._queue.add(requests)
         spec = requests[0].spec
         return spec.pin_s is None or self._queue.promise_pin(
-            requests, *self._pager.pages_to_pin(spec.prompt_token_ids, spec.prefix_salt)
+            requests, *self._pager.pages_to_pin(spec.prompt_token_ids, spec.prefix_salt, spec.images)
         )
 
     # Committing and ending.
@@ -404,6 +408,16 @@ class Scheduler:
             self._queue.release_forks(request)
         return RequestUpdate(request.request_id, tuple(tokens)) if tokens else None
 
+    def _defer_row(self, request: Request, row: ScheduledSequence) -> RequestUpdate | None:
+        """Take back the slots of tokens that were not computed; a later step computes them."""
+        table_of(request).rollback(row.first_position)
+        ending = self._endings.pop(row.request_id, None)
+        if ending is not None:
+            return self._end(request, ending)
+        if self._batch.is_protected(request):
+            self._batch.secure(request)
+        return None
+
     def _commit_beams(self, parent: Request, samples: Sequence[SampledToken], now: float) -> RequestUpdate | None:
         """Advance a search by one step of all its beams: fork the surviving beams, release the pages of the others."""
         search, beams = parent.beam, self._batch.beams_of(parent)
@@ -451,7 +465,7 @@ class Scheduler:
         self._speculator.forget(request)
         spec = request.spec
         if spec.pin_s is not None and request.pages_to_pin is not None:
-            self._pager.pin(spec.prompt_token_ids, spec.prefix_salt, now + spec.pin_s)
+            self._pager.pin(spec.prompt_token_ids, spec.prefix_salt, now + spec.pin_s, spec.images)
             self._queue.release_pin(request)
         del self._requests[request.request_id]
         request.finish_reason, request.error = ending

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+import msgspec
 import structlog
 
 from ...scheduler import (
@@ -187,7 +188,8 @@ class Cluster(EnginePool):
                 break
             await asyncio.sleep(CONNECT_POLL_S)
         ready = [host.info for host in hosts if host.is_ready]
-        self._info = total_info(ready)
+        # Pixels of a few requests may exceed what a link holds unsent, and a link that is closed moves all requests.
+        self._info = msgspec.structs.replace(total_info(ready), images=None)
         if self._where.may_change:
             self._updating = asyncio.create_task(self._keep_updating(), name="quire-cluster-members")
 

@@ -85,6 +85,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_share: Annotated[
         Share, _memory("Maximum share of the memory free at start for the KV cache if its size is not set.")
     ] = 0.4
+    image_cache_memory: Annotated[
+        CountOrZero,
+        _memory(
+            "What models that take images have computed of images that were used last. At least one.", unit="bytes"
+        ),
+    ] = 256 << 20
     threads: Annotated[
         Count | None,
         _memory("Threads that compute.", unit="threads", default="what CPU affinity and cgroup quota allow"),
@@ -387,6 +393,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_batched_tokens: int
     kv_cache_memory: int | str | None
     kv_cache_share: float
+    image_cache_memory: int | str
     threads: int | None
     enable_prefix_caching: bool
     kv_events: str | None

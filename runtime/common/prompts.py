@@ -1,6 +1,6 @@
 """The forms of prompts that users may pass to `LLM` and to the clients: token ids, lists, a chat's messages and tools.
 
-All functions but `shown` raise InvalidRequest, which names the fault and what is allowed.
+All functions but `shown` and `image_digest` raise InvalidRequest, which names the fault and what is allowed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+from hashlib import sha256
 from numbers import Integral
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from .errors import InvalidRequest
 
@@ -19,6 +24,25 @@ UNORDERED_OR_TEXT = (str, bytes, bytearray, Mapping, Set)
 TOOL_EXAMPLE = '{"type": "function", "function": {"name": "…", "parameters": {…}}}'
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 EXAMPLE = '{"role": "user", "content": "Hello"}'
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImage:
+    """An image in a prompt of token ids, as the reference processor prepares it for the model's vision tower.
+
+    It is decoded, resized and cropped or padded. The tower rescales and normalises it. A processor that splits an image
+    into tiles makes one of these per tile.
+    """
+
+    position: int  # of the first placeholder token in the prompt
+    tokens: int  # consecutive placeholder tokens
+    pixels: npt.NDArray[np.uint8]  # [height, width, 3]
+    digest: bytes  # see `image_digest`
+
+
+def image_digest(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """Return the sha256 of the shape and the pixels of an image [height, width, 3]."""
+    return sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
 
 
 def as_token_ids(prompt: object) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ...scheduler import AdmissionEstimate, Request, RequestUpdate, SchedulerError
 from ..common.config import EngineConfig
 from ..common.errors import GenerationFailed, InvalidRequest, QuireError, Unavailable
+from ..common.prompts import PromptImage
 from ..common.types import FinishReason, OutputChunk, Usage
 from ..model import model_path
 from ..model.encoder import is_encoder, read_encoder
@@ -41,7 +42,16 @@ from .facade import (
     StepStats,
 )
 from .fair_executor import FairExecutor
-from .input import PreparedInput, conversation_of, fitted, num_sequences, prepare, scheduled_requests, stop_ids_of
+from .input import (
+    PreparedInput,
+    conversation_of,
+    fitted,
+    num_sequences,
+    placed_images,
+    prepare,
+    scheduled_requests,
+    stop_ids_of,
+)
 from .output import NewDetokenizer, SequenceOutput, Stream, StreamingOutput, output_class
 from .text import Token
 from .text.encoder_text import EncoderText
@@ -100,7 +110,7 @@ class Engine(Generic[CoreT]):
             prepared: PreparedInput | asyncio.Future[PreparedInput]
             needs_thread = request.sampling_params.structured_outputs is not None or request.generated is not None
             if isinstance(request.prompt, tuple) and not needs_thread:
-                prepared = PreparedInput(request.prompt, request.sampling_params)
+                prepared = PreparedInput(request.prompt, request.sampling_params, images=request.images)
             else:
                 prepared = self._prepare(request, num_queued)
         except SchedulerError as error:
@@ -185,10 +195,13 @@ class Engine(Generic[CoreT]):
             self._executor.close()
             await self.core.close()
 
-    async def logits(self: Engine[EngineCore], token_ids: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    async def logits(
+        self: Engine[EngineCore], token_ids: tuple[int, ...], images: Sequence[PromptImage] = ()
+    ) -> npt.NDArray[np.float32]:
         """Return what `EngineCore.logits` does. Raises InvalidRequest or ContextLengthExceeded too."""
         self._validator.check_token_ids(token_ids)
-        return await self.core.logits(token_ids)
+        self._validator.check_images(token_ids, images)
+        return await self.core.logits(token_ids, placed_images(images))
 
     # From a request to the core's queue
 
@@ -239,6 +252,7 @@ class Engine(Generic[CoreT]):
                 request = fitted(request, self.info.max_model_len - len(token_ids))
             params = request.sampling_params
             self._validator.check_token_ids(token_ids, params.max_tokens)
+            self._validator.check_images(token_ids, prepared.images)
             seed = secrets.randbits(64) if params.seed is None else int(params.seed)
             requests = scheduled_requests(
                 request,
@@ -249,6 +263,7 @@ class Engine(Generic[CoreT]):
                 submitted=submitted,
                 conversation=conversation_of(request, prepared),
                 continuation=prepared.continuation,
+                images=prepared.images,
             )
             self._next_id += len(requests)
             num_echoed = len(token_ids) - 1 if request.echo else 0

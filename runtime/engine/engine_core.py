@@ -25,20 +25,23 @@ from ...scheduler import (
     EngineLoop,
     FinishedStep,
     FinishReason,
+    PlacedImage,
     Request,
     StepPlan,
     StepResult,
+    images_between,
 )
 from ..common.config import EngineConfig
 from ..common.errors import ContextLengthExceeded, Unavailable, UnsupportedModel
 from ..model import model_path
 from ..model.files import sampled_fingerprint
 from ..model.runner import ModelRunner
+from ..model.vision import VisionSpec
 from .bits import bits_id, encoder_bits_id
 from .build import build_kv_events, build_pager, build_scheduler, build_spill_file, load_models
 from .core import CoreListener, Prefilled
 from .encoder import Encoder, describe_encoder, run_encoder
-from .facade import CoreInfo, EncoderInfo, EngineStats, HostStatus, StepStats
+from .facade import CoreInfo, EncoderInfo, EngineStats, HostStatus, ImageInfo, StepStats
 from .grammars import Grammars
 from .job_threads import JobThreads
 from .masks import StepMasks
@@ -145,6 +148,7 @@ class EngineCore:
             threads_reason=capacity.cpus.reason,
             fingerprint=self._fingerprint(),
             encoder=self._encoder_info,
+            images=None if runner.images is None else _describe_tower(runner.images.spec),
         )
 
     def _describe_alone(self) -> CoreInfo:
@@ -210,12 +214,15 @@ class EngineCore:
             raise Unavailable("the engine has stopped after an internal error; restart it")
         stats = self.scheduler.stats()
         encoder = stats.encoder
+        images = None if self._runner is None else self._runner.images
         return msgspec.structs.replace(
             msgspec.convert(stats, EngineStats, from_attributes=True),
             encoder_waiting=encoder.waiting,
             encoder_running=encoder.running,
             encoded_texts=encoder.texts,
             encoded_tokens=encoder.tokens,
+            encoded_images=0 if images is None else images.num_encoded,
+            image_cache_hits=0 if images is None else images.num_cache_hits,
         )
 
     async def drain(self) -> None:
@@ -249,7 +256,7 @@ class EngineCore:
                 if self._runner is not None:
                     self._runner.close()
 
-    async def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+    async def logits(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> npt.NDArray[np.float32]:
         """Return the raw logits [len(token_ids), vocab] after each token, for evaluation.
 
         They bypass the scheduler and the prefix cache. Raises Unavailable while requests run; none is accepted in
@@ -260,14 +267,15 @@ class EngineCore:
         max_num_samples = self.runner.capacity.max_num_samples
         out = np.empty((len(token_ids), self.runner.spec.vocab_size), np.float32)
         async with self._scoring:
-            table = self.pager.open(())
+            table = self.pager.open((), images=images)
             try:
                 for first in range(0, len(token_ids), max_num_samples):
                     if self._closed:
                         raise Unavailable("the engine was closed in the meantime")
                     chunk = token_ids[first : first + max_num_samples]
                     table.append(len(chunk))
-                    score = partial(self._score, chunk, first, table.pages)
+                    seen = images_between(images, first, first + len(chunk))
+                    score = partial(self._score, chunk, first, table.pages, seen)
                     out[first : first + len(chunk)] = await self._step_threads.call(score)
                     self.pager.commit(table, token_ids)
                 return out
@@ -300,18 +308,25 @@ class EngineCore:
             encoded = tuple([run_encoder(self.encoder, each) for each in plan.encoder])
             return dataclasses.replace(result, encoder=encoded)
 
-    def _score(self, token_ids: Sequence[int], first: int, tables: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
+    def _score(
+        self,
+        token_ids: Sequence[int],
+        first: int,
+        tables: Sequence[Sequence[int]],
+        images: Sequence[PlacedImage],
+    ) -> npt.NDArray[np.float32]:
         with self._computing:
-            return self.runner.score(token_ids, first, tables, len(token_ids))
+            return self.runner.score(token_ids, first, tables, len(token_ids), images)
 
     def _observe(self, step: FinishedStep) -> None:
-        sequences = step.plan.sequences
+        deferred = [s for s in step.plan.sequences if s.request_id in step.result.deferred]
+        sequences = [s for s in step.plan.sequences if s.request_id not in step.result.deferred]
         if bool(self.scheduler.itl_overrun) != self._misses_itl_target:
             self._log_itl_target(step.plan.num_decode_rows)
-        encoder_s = sum([each.duration_s for each in step.result.encoder])
+        encoder_s = sum([each.duration_s for each in step.result.encoder]) + step.result.images_s
         stats = StepStats(
             duration_s=step.result.duration_s + encoder_s,
-            prefill_tokens=step.plan.num_prefill_tokens,
+            prefill_tokens=step.plan.num_prefill_tokens - sum([len(s.token_ids) for s in deferred]),
             decode_tokens=step.plan.num_decode_rows,
             context_tokens=tuple([s.first_position + len(s.token_ids) for s in sequences]),
             schedule_s=step.schedule_s,
@@ -339,3 +354,7 @@ class EngineCore:
             )
         else:
             _log.info("inter-token target can be met again", target_ms=target_ms)
+
+
+def _describe_tower(spec: VisionSpec) -> ImageInfo:
+    return ImageInfo(token_id=spec.image_token_id, size=spec.image_size, num_tokens=spec.num_tokens)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ...scheduler import AdmissionEstimate
 from ..common.errors import QuireError
+from ..common.prompts import PromptImage
 from ..common.types import FinishReason, OutputChunk, SamplingParams, ToolChoice, Usage
 from .text import OutputParser, Token
 
@@ -32,6 +33,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: str | tuple[int, ...] | None
     sampling_params: SamplingParams = SamplingParams()
+    images: tuple[PromptImage, ...] = ()  # of a prompt of token ids, in order
     messages: tuple[dict[str, Any], ...] | None = None  # instead of a prompt; rendered by the model's chat template
     tools: tuple[dict[str, Any], ...] = ()  # that the chat template shows to the model, in OpenAI's form
     template_variables: dict[str, Any] = {}  # for the chat template, such as `enable_thinking`
@@ -167,6 +169,14 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""  # of the model
 
 
+class ImageInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a core reports of its vision tower; constant while it runs."""
+
+    token_id: int  # of the placeholder for a row of an image
+    size: int  # pixels of each side of an image
+    num_tokens: int  # rows of an image
+
+
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a core reports of itself; constant while it runs."""
 
@@ -183,6 +193,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""  # the bits id: of all that the bits of an output depend on besides its request
     encoder: EncoderInfo | None = None
     generates: bool = True  # False: the model is an encoder, which generates no text
+    images: ImageInfo | None = None  # None: the model takes no images
 
 
 class EngineInfo(CoreInfo, frozen=True, kw_only=True):
@@ -221,6 +232,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     encoder_running: int = 0  # requests whose texts are all in a batch, or encoded
     encoded_texts: int = 0
     encoded_tokens: int = 0
+    encoded_images: int = 0
+    image_cache_hits: int = 0  # parts of a prompt whose image was in the cache
     steps_over_itl_target: int = 0  # steps since decoding alone exceeded the latency target, until 90 % of it
 
 
@@ -248,7 +261,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     schedule_s: float
     commit_s: float
     publish_s: float  # including detokenizing
-    encoder_s: float = 0.0  # of `duration_s`
+    encoder_s: float = 0.0  # of `duration_s`: texts to embed or score, and images
 
 
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...scheduler import BeamSpec, Request, RequestSpec
+from ...scheduler import BeamSpec, PlacedImage, Request, RequestSpec
 from ..common.errors import InvalidRequest
-from ..common.prompts import chat_messages
+from ..common.prompts import PromptImage, chat_messages
 from ..common.types import SamplingParams
 from ..model.runner import SamplingSpec
 from .continuation import Continuation
@@ -37,6 +37,7 @@ class PreparedInput(NamedTuple):
     new_parser: NewParser | None = None
     markup: Mapping[str, int] = {}  # ids of the special tokens that the parser gets
     continuation: Continuation | None = None  # of a request with `generated`
+    images: tuple[PromptImage, ...] = ()  # that some of the token ids stand for, in order
 
 
 def prepare(request: GenerateRequest, text_processor: TextProcessor, validator: Validator) -> PreparedInput:
@@ -50,7 +51,7 @@ def prepare(request: GenerateRequest, text_processor: TextProcessor, validator: 
     if params.structured_outputs is not None:
         check_structure(params.structured_outputs)
     if isinstance(request.prompt, tuple):
-        return PreparedInput(request.prompt, params)
+        return PreparedInput(request.prompt, params, images=request.images)
     return PreparedInput(text_processor.encode(request.prompt or ""), params)
 
 
@@ -118,6 +119,7 @@ def scheduled_requests(
     submitted: float,
     conversation: bytes = b"",
     continuation: Continuation | None = None,
+    images: Sequence[PromptImage] = (),
 ) -> list[Request]:
     """Return the scheduler's requests, one per sample, or per open output of `continuation`, ids from `first_id` on.
 
@@ -137,6 +139,7 @@ def scheduled_requests(
         begun = [(output.choice, output.token_ids) for output in continuation.open]
     sampling_params = _with_ranking_logprobs(params)
     beam = BeamSpec(params.beam_width, params.length_penalty, params.n) if params.beam_width else None
+    placed = placed_images(images)
     return [
         Request(
             RequestSpec(
@@ -153,12 +156,23 @@ def scheduled_requests(
                 deadline=None if request.deadline_ms is None else submitted + request.deadline_ms / 1000,
                 pin_s=None if request.pin_ms is None else request.pin_ms / 1000,
                 echoed=echoed,
+                images=placed,
                 beam=beam,
             ),
             generated,
         )
         for i, (index, generated) in enumerate(begun)
     ]
+
+
+def placed_images(images: Sequence[PromptImage]) -> tuple[PlacedImage, ...]:
+    """Return checked images as the scheduler takes them."""
+    placed = []
+    for image in images:
+        height, width, _ = image.pixels.shape
+        pixels = image.pixels.tobytes()
+        placed.append(PlacedImage(image.position, image.tokens, image.digest, height, width, pixels))
+    return tuple(placed)
 
 
 def stop_ids_of(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:

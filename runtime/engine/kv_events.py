@@ -42,7 +42,8 @@ class BlockStored(_Event):
     lora_id: None
     medium: str
     lora_name: None
-    extra_keys: list[tuple[str, ...] | None] | None = None  # one per page: the root of a tenant's or salt's pages
+    # one per page: the root of a tenant's or salt's pages, and the digest of the page's images
+    extra_keys: list[tuple[str, ...] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -119,13 +120,15 @@ class KVEventPublisher:
     def _note_stored(self, content: Content) -> None:
         token_ids: list[int] = np.frombuffer(content.token_ids, "<u4").tolist()
         last, group = self._events[-1] if self._events else None, self._group(content)
+        extra = _extra_keys(content)
         if isinstance(last, BlockStored) and (last.group_idx, last.block_hashes[-1]) == (group, content.parent):
+            if extra is not None and last.extra_keys is None:
+                last.extra_keys = [None] * len(last.block_hashes)
             last.block_hashes.append(content.key)
             last.token_ids += token_ids
             if last.extra_keys is not None:
-                last.extra_keys.append(None)
+                last.extra_keys.append(extra)
             return
-        is_salted = content.depth == 0 and content.parent != NO_SALT
         window = self._windows[content.group]
         self._events.append(
             BlockStored(
@@ -136,7 +139,7 @@ class KVEventPublisher:
                 lora_id=None,
                 medium=MEDIUM,
                 lora_name=None,
-                extra_keys=[(content.parent.hex(),)] if is_salted else None,
+                extra_keys=None if extra is None else [extra],
                 group_idx=group,
                 kv_cache_spec_kind="sliding_window" if window else "full_attention",
                 kv_cache_spec_sliding_window=window or None,
@@ -174,3 +177,9 @@ class KVEventPublisher:
         for sequence, payload in batches:
             socket.send_multipart((subscriber, b"", sequence, payload))
         socket.send_multipart((subscriber, b"", END, b""))
+
+
+def _extra_keys(content: Content) -> tuple[str, ...] | None:
+    """Return what a page's key depends on besides its tokens and the pages before it."""
+    salt = (content.parent.hex(),) if content.depth == 0 and content.parent != NO_SALT else ()
+    return (*salt, *((content.images.hex(),) if content.images else ())) or None

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from numbers import Integral
 
 import msgspec
+import numpy as np
 
 from ...kernels.sample import MAX_TOP_LOGPROBS
 from ..common.errors import ContextLengthExceeded, InvalidRequest
-from ..common.prompts import shown
+from ..common.prompts import PromptImage, shown
 from ..common.types import SamplingParams
 from .facade import EmbedRequest, EncoderInfo, EngineInfo, GenerateRequest
 
@@ -109,6 +110,8 @@ class Validator:
         """Check the prompt before it is rendered or tokenized."""
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give a prompt or messages, and not both")
+        if request.images and not isinstance(request.prompt, tuple):
+            raise InvalidRequest("images need a prompt of token ids, which has their placeholders")
         if isinstance(request.prompt, str):
             self.check_text(request.prompt)
         elif request.messages is not None:
@@ -132,6 +135,33 @@ class Validator:
             text.encode()
         except UnicodeEncodeError:
             raise InvalidRequest("the prompt is not valid Unicode: it contains a lone surrogate") from None
+
+    def check_images(self, token_ids: Sequence[int], images: Sequence[PromptImage]) -> None:
+        """Check a prompt's images against what the model takes, and their places in the prompt."""
+        info, end = self._info.images, 0
+        if images and info is None:
+            raise InvalidRequest("this model takes no images; leave them out")
+        for index, image in enumerate(images):
+            assert info is not None, "checked above"
+            shape = (info.size, info.size, 3)
+            if image.pixels.shape != shape or image.pixels.dtype != np.uint8:
+                raise InvalidRequest(
+                    f"images[{index}]: pixels must be uint8 {list(shape)}, not {image.pixels.dtype} "
+                    f"{list(image.pixels.shape)}"
+                )
+            if image.tokens != info.num_tokens:
+                raise InvalidRequest(f"images[{index}]: tokens must be {info.num_tokens}, not {image.tokens}")
+            if not end <= image.position <= len(token_ids) - image.tokens:
+                raise InvalidRequest(
+                    f"images[{index}]: position must be from {end} to {len(token_ids) - image.tokens}, after the image "
+                    f"before it and within the prompt, not {image.position}"
+                )
+            end = image.position + image.tokens
+            if any(token != info.token_id for token in token_ids[image.position : end]):
+                raise InvalidRequest(
+                    f"images[{index}]: the prompt must have the token {info.token_id} from position {image.position} "
+                    f"to {end - 1}"
+                )
 
     def check_token_ids(self, token_ids: Sequence[int], max_tokens: int = 0) -> None:
         """Check a prompt's ids, and that they and `max_tokens` generated tokens fit the model."""

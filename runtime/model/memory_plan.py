@@ -19,6 +19,7 @@ from .packed_model import kv_layout
 from .program import ProgramBuilder, ProgramPlan
 from .rope import planned_tables, rotary_nbytes
 from .spec import DecoderSpec
+from .vision import VisionMemoryPlan
 from .weights.decoder_weights import plan_weights
 
 PROCESS_BYTES = 62 << 20  # measured: Python, numpy and the other libraries of an engine process, their files included
@@ -37,6 +38,7 @@ class MemoryPlan:
     scratch_bytes: int  # of ops, over all worker threads
     sampling_bytes: int
     encoder: EncoderMemoryPlan | None = None  # beside the decoder
+    images: VisionMemoryPlan | None = None  # the model's vision tower, and the cache of what it computed
     process_bytes: int = PROCESS_BYTES  # Python and its libraries
     program: ProgramPlan
 
@@ -47,11 +49,16 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         step = self.arena_bytes + self.rotary_bytes + self.scratch_bytes + self.sampling_bytes
-        return self.weights_bytes + self.kv_bytes + step + self.encoder_bytes + self.process_bytes
+        beside = self.encoder_bytes + self.images_bytes + self.process_bytes
+        return self.weights_bytes + self.kv_bytes + step + beside
 
     @property
     def encoder_bytes(self) -> int:
         return 0 if self.encoder is None else self.encoder.total_bytes
+
+    @property
+    def images_bytes(self) -> int:
+        return 0 if self.images is None else self.images.total_bytes
 
     def describe(self) -> str:
         """Return the plan as text, one line per purpose."""
@@ -63,10 +70,15 @@ class MemoryPlan:
             ("worker scratch", self.scratch_bytes, ""),
             ("sampling scratch", self.sampling_bytes, ""),
             *([("embedding model", self.encoder_bytes, "weights, batches")] if self.encoder else []),
+            *([("vision tower", self.images_bytes, _of_images(self.images))] if self.images else []),
             ("Python libraries", self.process_bytes, "estimate"),
             ("total", self.total_bytes, ""),
         ]
         return "\n".join(f"{name:<18}{size:>18,} B  {note}".rstrip() for name, size, note in lines)
+
+
+def _of_images(plan: VisionMemoryPlan) -> str:
+    return f"weights {plan.weights_bytes:,} B, image cache {plan.cache_bytes:,} B"
 
 
 def _by_dtype(weights: Mapping[PackedDtype, int]) -> str:
@@ -86,8 +98,9 @@ def plan_memory(
     max_samples: int,
     workers: int,
     encoder: EncoderMemoryPlan | None = None,
+    images: VisionMemoryPlan | None = None,
 ) -> MemoryPlan:
-    """Plan the memory; the arguments are those of loading, compiling and running, and the plan of an encoder beside."""
+    """Plan the memory; the arguments are those of loading, compiling and running, and the plans of what is beside."""
     shapes, weights_bytes = plan_weights(spec, weights)
     rotary = planned_tables(spec.ropes, spec.head_dim, max_positions)
     builder = ProgramBuilder(max_tokens, max_samples)
@@ -102,5 +115,6 @@ def plan_memory(
         scratch_bytes=scratch_nbytes(spec.head_dim, workers, program.ops),
         sampling_bytes=sampler_nbytes(padded(spec.vocab_size), max_samples, workers),
         encoder=encoder,
+        images=images,
         program=program,
     )

@@ -229,7 +229,7 @@ def _share(config: EngineConfig, index: int, count: int, num_cpus: int) -> Engin
     """Return the configuration of one of `count` processes, which runs on `num_cpus` CPUs. Raises ConfigError."""
     if count == 1:
         return config
-    sizes = {name: getattr(config, name) for name in ("kv_cache_memory", "kv_spill_size")}
+    sizes = {name: getattr(config, name) for name in ("kv_cache_memory", "kv_spill_size", "image_cache_memory")}
     divided = {name: size // count for name, size in sizes.items() if size}
     endpoints = {name: _endpoint(name, getattr(config, name), index) for name in ("kv_events", "kv_events_replay")}
     threads = max(1, min(num_cpus, pick_cpus(config).threads // count))  # a CPU quota is for all processes together

@@ -73,6 +73,8 @@ COUNTERS = (  # fields of EngineStats that a new process counts from 0
     "steps_over_itl_target",
     "encoded_texts",
     "encoded_tokens",
+    "encoded_images",
+    "image_cache_hits",
 )
 COUNTED_HERE = ("restarts", "replayed_requests", "quarantined_requests")  # and by a host about its own processes
 QUARANTINE_REASON = (

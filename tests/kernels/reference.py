@@ -193,10 +193,13 @@ class ReferenceProgram:
         page_ids: Ints,
         page_start: Ints,
         sample_rows: Ints,
+        given_of: Ints | None = None,
+        given: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """Run the same step as `Program.run`."""
         counts = np.diff(row_start)
         self.token_ids, self.sample_rows = token_ids, sample_rows
+        self.given_of, self.given = given_of, given
         self.sequence = np.repeat(np.arange(len(counts)), counts)
         self.position = first_position[self.sequence] + np.arange(len(token_ids)) - row_start[self.sequence]
         tables = [page_ids[first:end] for first, end in pairwise(page_start)]
@@ -209,6 +212,7 @@ class ReferenceProgram:
         counts = np.diff(row_start)
         self.token_ids, self.row_start, self.sample_rows = token_ids, row_start, row_start[1:] - 1
         self.type_ids = np.zeros_like(token_ids) if type_ids is None else type_ids
+        self.given_of = self.given = None
         self.sequence = np.repeat(np.arange(len(counts)), counts)
         self.position = np.arange(len(token_ids)) - row_start[self.sequence]
         for op in self.ops:
@@ -258,6 +262,8 @@ class ReferenceProgram:
 
     def _embed(self, op: Embed) -> None:
         x = op.weight.unpack().astype(np.float64)[self.token_ids] * op.scale
+        if self.given_of is not None and self.given is not None:
+            x[self.given_of >= 0] = self.given[self.given_of[self.given_of >= 0]]
         if op.types is not None:
             x = x + op.types.unpack()[self.type_ids]
         if op.positions is not None:

@@ -400,3 +400,57 @@ def test_a_program_checks_every_region_when_it_is_built(toy):
     model.offset -= 64  # the arena ends inside the last region
     with pytest.raises(ValueError, match="not inside an arena"):
         model.bind()
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
+def test_given_rows_take_the_place_of_embeddings(toy, weights, isa):
+    """They are not scaled, unlike embeddings, and their padding is zero, whatever the memory held before."""
+    model = toy(weights=weights, hidden=50, unusual=True, isa=isa)
+    given = np.random.default_rng(3).standard_normal((4, 50)).astype(np.float32)
+    given_of = np.array([-1, 2, 0, -1, 3, -1, 3], np.int32)
+    model.program.view(model.ops[0].out).fill(7)
+    step = model.step((tokens(4), 0, pages(2)), (tokens(3, 1), 0, pages(5)))
+    model.program.run(**step, given_of=given_of, given=given)
+    model.reference.run(**step, given_of=given_of, given=given)
+    want = model.reference.regions[model.logits]
+    got = model.program.view(model.logits)[:2, :333]
+    assert np.abs(got - want).max() <= tolerance(weights, "f32") * np.ptp(want)
+    model.program.run(**step)
+    model.reference.run(**step)
+    assert np.abs(model.program.view(model.logits)[:2, :333] - want).max() > tolerance(weights, "f32") * np.ptp(want)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_same_bits_at_every_chunking_of_given_rows(toy, isa):
+    given, ids = np.random.default_rng(3).standard_normal((40, 64)).astype(np.float32), tokens(60)
+    given_of = np.concatenate([np.full(10, -1), np.arange(40), np.full(10, -1)]).astype(np.int32)
+
+    def last_logits(chunk: int) -> bytes:
+        model = toy(weights="q8", kv="int8", hidden=64, isa=isa)
+        for first in range(0, 60, chunk):
+            step = model.step((ids[first : first + chunk], first, pages(*range(7, 11))))
+            model.program.run(**step, given_of=given_of[first : first + chunk], given=given)
+        return model.program.view(model.logits)[0].tobytes()
+
+    assert len({last_logits(chunk) for chunk in (1, 7, 32, 60)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("given_of", "given", "fault"),
+    [
+        ([0, 1, 2], (2, 64), "given row 2 is outside the 2"),
+        ([0, -2, 0], (2, 64), "given row -2 is outside the 2"),
+        ([0, 0], (2, 64), "3 rows need as many indices"),
+        ([0, 0, 0], (2, 63), "with 64 columns"),
+        ([0, 0, 0], None, "3 rows need as many indices"),
+        (None, (2, 64), "3 rows need as many indices"),
+        ([-1, -1, 0], (0, 64), "given row 0 is outside the 0"),
+    ],
+)
+def test_given_rows_that_do_not_fit_are_refused(toy, given_of, given, fault):
+    model = toy(hidden=64)
+    given_of = None if given_of is None else np.array(given_of, np.int32)
+    given = None if given is None else np.zeros(given, np.float32)
+    with pytest.raises(ValueError, match=fault):
+        model.program.run(**model.step((tokens(3), 0, pages(1))), given_of=given_of, given=given)

@@ -63,6 +63,9 @@ def steps(model: Toy) -> Iterator[tuple[str, Callable[[], object]]]:
             model.release_pages([table], first_position)
         step = {name: copied(array) for name, array in model.step(*sequences).items()}
         yield name, lambda step=step: model.program.run(**step)
+    given = copied(np.ones((3, model.hidden), np.float32))
+    given_of = copied(np.array([2, *[-1] * 33, 0], np.int32))
+    yield "given rows", lambda: model.program.run(**step, given_of=given_of, given=given)
 
 
 def draws(isa: str, logits: np.ndarray) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from typing import NamedTuple
 
 import pytest
 from quire.pager import OutOfPages, Pager, check, prefix
@@ -153,7 +154,7 @@ def test_a_hash_collision_is_a_miss_and_indexes_nothing(
     make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_harness(8)
-    monkeypatch.setattr(prefix, "page_key", lambda parent, encoded: b"always the same")
+    monkeypatch.setattr(prefix, "page_key", lambda *content: b"always the same")
     first, _ = harness.compute(PROMPT[:4])
     assert harness.pager.open([1, 2, 3, 4, 5]).num_tokens == 0
     second, _ = harness.compute([1, 2, 3, 4, 5, 6, 7, 8])
@@ -220,3 +221,57 @@ def test_committing_needs_the_tokens_the_table_holds() -> None:
 def test_a_page_size_of_0_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 token"):
         Pager(0, 4)
+
+
+class Image(NamedTuple):
+    position: int
+    tokens: int
+    digest: bytes
+
+
+def test_pages_with_tokens_of_another_image_are_not_a_hit(make_harness: MakeHarness) -> None:
+    """Tokens 2 to 5 of the prompt stand for an image: the first two pages depend on it, and all after them."""
+    harness = make_harness(12)
+    cat, dog = Image(2, 4, b"cat" * 10), Image(2, 4, b"dog" * 10)
+    table = harness.pager.open(PROMPT, images=(cat,))
+    harness.extend(table, PROMPT)
+    harness.pager.commit(table, PROMPT)
+    hits = {name: harness.pager.open(PROMPT, images=images).num_tokens for name, images in (
+        ("the same", (cat,)),
+        ("another", (dog,)),
+        ("none", ()),
+        ("at another place", (cat._replace(position=3),)),
+        ("of another length", (cat._replace(tokens=3),)),
+        ("one more", (cat, dog._replace(position=7, tokens=1))),
+        ("one more in the last page", (cat, dog._replace(position=8, tokens=1))),
+    )}  # fmt: skip
+    assert hits == {
+        "the same": 8,
+        "another": 0,
+        "none": 0,
+        "at another place": 0,
+        "of another length": 0,
+        "one more": 4,
+        "one more in the last page": 8,
+    }
+
+
+def test_forks_and_restored_tables_keep_their_images(make_harness: MakeHarness) -> None:
+    harness = make_harness(12)
+    cat = Image(9, 2, b"cat" * 10)
+    table = harness.pager.open(PROMPT, images=(cat,))
+    harness.extend(table, PROMPT)
+    fork = table.fork()
+    table.release()
+    longer = [*PROMPT, 32, 33, 34]
+    harness.extend(fork, longer[9:])
+    harness.pager.commit(fork, longer)
+    assert harness.pager.open([*longer, 35], images=(cat,)).num_tokens == 12
+    assert harness.pager.open([*longer, 35]).num_tokens == 8
+
+
+def test_keys_of_prompts_without_images_are_those_of_earlier_releases() -> None:
+    (first, _, images), (second, *_) = prefix.page_keys(b"root", PROMPT, 4, 0, 2)
+    assert first == sha256(b"root" + b"".join(token.to_bytes(4, "little") for token in PROMPT[:4])).digest()
+    assert second == sha256(first + b"".join(token.to_bytes(4, "little") for token in PROMPT[4:8])).digest()
+    assert images == b""

@@ -8,7 +8,7 @@ import signal
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -115,6 +115,27 @@ def test_a_restart_is_warm(path: Path) -> None:
         assert harness.holds(table, tokens)
         tables.append(table)
     check(harness.pager, tables)
+
+
+class Image(NamedTuple):
+    position: int
+    tokens: int
+    digest: bytes
+
+
+def test_pages_of_images_are_found_by_their_images(path: Path) -> None:
+    """The second of three pages has tokens of an image; the third one has none, and comes after it."""
+    before, image = SnapshotHarness(), Image(20, 5, b"sha256 of an image".ljust(32))
+    table = before.pager.open(PROMPT[:50], images=(image,))
+    table.append(50)
+    before.pager.commit(table, PROMPT)
+    table.release()
+    save_snapshot(path, before.pager, before.arena, MODEL)
+    after = SnapshotHarness()
+    assert load_snapshot(path, after.pager, after.arena, MODEL) == 3
+    assert after.pager.open(PROMPT[:50], images=(image,)).num_tokens == 48
+    assert after.pager.open(PROMPT[:50]).num_tokens == 16
+    assert after.pager.open(PROMPT[:50], images=(image._replace(digest=bytes(32)),)).num_tokens == 16
 
 
 def test_pages_are_loaded_in_their_eviction_order(path: Path) -> None:
@@ -257,8 +278,8 @@ def test_each_kind_of_wrong_file_has_its_own_error(path: Path) -> None:
     refused(path, SnapshotDamaged, "page 6 of the snapshot has the wrong checksum")
     path.write_bytes(b"\x7fELF" + data)
     refused(path, SnapshotForeign, "not a snapshot")
-    path.write_bytes(data[:8] + struct.pack("<I", 2) + data[12:])
-    refused(path, SnapshotForeign, "version 2, only 1 can be read")
+    path.write_bytes(data[:8] + struct.pack("<I", 3) + data[12:])
+    refused(path, SnapshotForeign, "version 3, only 2 can be read")
     refused(path.parent, SnapshotForeign, "not a regular file")
     os.unlink(path)
     refused(path, SnapshotError, "No such file")
@@ -283,11 +304,12 @@ def test_a_wrong_page_count_allocates_no_memory(path: Path, num_pages: int) -> N
 @pytest.mark.parametrize(
     "forge",
     [
-        lambda key, parent, depth, group, tokens: (key, parent, depth, 1, tokens),
-        lambda key, parent, depth, group, tokens: (key, parent, depth + 1, group, tokens),
-        lambda key, parent, depth, group, tokens: (key, parent, depth, group, tokens[::-1]),
-        lambda key, parent, depth, group, tokens: (key, bytes(32), depth, group, tokens),
-        lambda key, parent, depth, group, tokens: (bytes(32), parent, depth, group, tokens),
+        lambda key, parent, depth, group, *held: (key, parent, depth, 1, *held),
+        lambda key, parent, depth, group, *held: (key, parent, depth + 1, group, *held),
+        lambda key, parent, depth, group, tokens, images: (key, parent, depth, group, tokens[::-1], images),
+        lambda key, parent, depth, group, tokens, images: (key, parent, depth, group, tokens, b"image" * 6),
+        lambda key, parent, depth, group, *held: (key, bytes(32), depth, group, *held),
+        lambda key, parent, depth, group, *held: (bytes(32), parent, depth, group, *held),
     ],
 )
 def test_a_forged_chain_with_valid_checksums_is_found(path: Path, forge: Callable[..., Any]) -> None:

@@ -39,6 +39,10 @@ class _ChunkedStep:
     def limit(self) -> str:
         return self._step.limit
 
+    @property
+    def seconds_left(self) -> float | None:
+        return self._step.seconds_left
+
     def prefill_tokens(self, context: int) -> int:
         return min(self._step.prefill_tokens(context), self._max_chunk)
 

@@ -40,9 +40,21 @@ def emit_encoder(
 def _emit_bert(builder: ProgramBuilder, spec: BertSpec, weights: BertWeights, rotary: Sequence[Table | None]) -> Value:
     """Emit the layers; return the rows of the last one, normed, f32."""
     x = builder.embed(weights.words, types=weights.types, positions=weights.positions)
-    dtypes: list[DType] = [*(INPUT_DTYPES[layer.qkv.dtype] for layer in weights.layers), "f32"]
-    normed = _norm_in_place(builder, spec, weights.embedding_norm, x, dtypes[0])
-    for index, layer in enumerate(weights.layers):
+    normed = _norm_in_place(builder, spec, weights.embedding_norm, x, INPUT_DTYPES[weights.layers[0].qkv.dtype])
+    return emit_blocks(builder, spec, weights.layers, x, normed, rotary)
+
+
+def emit_blocks(
+    builder: ProgramBuilder,
+    spec: BertSpec,
+    layers: Sequence[BertLayerWeights],
+    x: Value,
+    normed: Value,
+    rotary: Sequence[Table | None],
+) -> Value:
+    """Emit the layers after `normed`, the norm of the residual stream `x`; return the normed rows of the last one."""
+    dtypes: list[DType] = [*(INPUT_DTYPES[layer.qkv.dtype] for layer in layers[1:]), "f32"]
+    for index, layer in enumerate(layers):
         attended = _attend(builder, spec, layer, index, normed, rotary[index])
         builder.linear_add(attended, layer.o, layer.o_bias, x)
         normed = _norm(builder, spec, layer.attention_norm, x, INPUT_DTYPES[layer.up.dtype])
@@ -55,7 +67,7 @@ def _emit_bert(builder: ProgramBuilder, spec: BertSpec, weights: BertWeights, ro
             INPUT_DTYPES[layer.down.dtype],
         )
         builder.linear_add(activated, layer.down, layer.down_bias, x)
-        normed = _norm(builder, spec, layer.mlp_norm, x, dtypes[index + 1])
+        normed = _norm(builder, spec, layer.mlp_norm, x, dtypes[index])
     return normed
 
 

@@ -99,12 +99,13 @@ def _build_bert(spec: BertSpec, dtype: PackedDtype, max_positions: int, factory:
         words=factory.matrix(spec.vocab_size, hidden, "q8" if dtype == "q4" else dtype, [words]),
         positions=table(names.positions, spec.num_positions, spec.first_position, max_positions),
         types=table(names.types, spec.num_types, 0, spec.num_types),
-        embedding_norm=_build_norm(names.embedding_norm, hidden, spec.norm_bias, factory),
-        layers=tuple(_build_layer(spec, layer, dtype, factory) for layer in range(spec.num_layers)),
+        embedding_norm=build_norm(names.embedding_norm, hidden, spec.norm_bias, factory),
+        layers=tuple(build_layer(spec, layer, dtype, factory) for layer in range(spec.num_layers)),
     )
 
 
-def _build_layer(spec: BertSpec, layer: int, dtype: PackedDtype, factory: WeightFactory) -> BertLayerWeights:
+def build_layer(spec: BertSpec, layer: int, dtype: PackedDtype, factory: WeightFactory) -> BertLayerWeights:
+    """Make the weights of one layer."""
     names, hidden, intermediate = spec.names, spec.hidden_size, spec.intermediate_size
     prefix = names.layer.format(layer)
     heads = spec.num_heads * spec.head_dim
@@ -116,7 +117,7 @@ def _build_layer(spec: BertSpec, layer: int, dtype: PackedDtype, factory: Weight
         return factory.vector(size, named(parts, prefix, "bias")) if present else None
 
     def norm(name: str) -> NormWeights:
-        return _build_norm(name, hidden, spec.norm_bias, factory)
+        return build_norm(name, hidden, spec.norm_bias, factory)
 
     after_attention, after_mlp = f"{prefix}{names.attention_norm}", f"{prefix}{names.mlp_norm}"
     if spec.pre_norms:  # a norm is that of what follows; the first layer reads the norm of the embedding
@@ -146,11 +147,12 @@ def _build_projection(spec: Projection, factory: WeightFactory) -> ProjectionWei
     return ProjectionWeights(
         weight=factory.matrix(spec.out_features, spec.in_features, "f32", [part]),
         bias=factory.vector(spec.out_features, [bias]) if spec.bias else None,
-        norm=_build_norm(spec.norm, spec.out_features, spec.norm_bias, factory) if spec.norm else None,
+        norm=build_norm(spec.norm, spec.out_features, spec.norm_bias, factory) if spec.norm else None,
     )
 
 
-def _build_norm(name: str, size: int, has_bias: bool, factory: WeightFactory) -> NormWeights:
+def build_norm(name: str, size: int, has_bias: bool, factory: WeightFactory) -> NormWeights:
+    """Make the weights of a layer norm of rows with `size` columns."""
     return NormWeights(
         factory.vector(size, [Part(f"{name}.weight", (size,))]),
         factory.vector(size, [Part(f"{name}.bias", (size,))]) if has_bias else None,

@@ -22,6 +22,7 @@ from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
+from .idefics3 import IDEFICS3
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
@@ -47,6 +48,7 @@ FAMILIES = (
     GEMMA3,
     GEMMA3_WITH_IMAGES,
     GPT_OSS,
+    IDEFICS3,
 )
 
 

@@ -69,8 +69,15 @@ class ProgramBuilder:
         self._first: list[int] = []  # per value: the op that writes it
         self._last: list[int] = []  # per value: the last op that uses it
         self._emit: list[Callable[[Sequence[Region]], Op]] = []  # per op: makes it from the regions of all values
+        self._inputs: list[Value] = []  # that the caller writes
         self._kept: list[Value] = []  # values that nothing overwrites until the end of the step
         self._norm_writers: dict[int, int] = {}  # value -> the op that wrote it last and can still write its norm
+
+    def input(self, name: str, columns: int) -> Value:
+        """Return a value that the caller writes before each step, padding included: f32 [tokens, columns]."""
+        value = self._value(name, self.max_tokens, columns, "f32", writer=0)
+        self._inputs.append(value)
+        return value
 
     def embed(
         self,
@@ -391,6 +398,7 @@ class ProgramBuilder:
         return ProgramPlan(
             ops=[emit(regions) for emit in self._emit],
             arena_bytes=layout.nbytes,
+            inputs=tuple(each.placed(regions) for each in self._inputs),
             results=tuple(part.placed(regions) for part in result.parts),
             values=tuple(
                 PlacedValue(value.name, regions[value.index], self._first[value.index], self._last[value.index])

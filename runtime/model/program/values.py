@@ -117,6 +117,7 @@ class ProgramPlan:
 
     ops: list[Op]
     arena_bytes: int
+    inputs: tuple[Region, ...]  # f32 [max_tokens, columns]: what the caller writes before a step
     results: tuple[Region, ...]  # f32 [max_samples, columns]: logits and their maxima, or vectors or scores
     values: tuple[PlacedValue, ...]
 

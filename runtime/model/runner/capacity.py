@@ -19,6 +19,7 @@ from ...common.errors import ConfigError
 from .. import DecoderSpec, MemoryPlan, kv_layout, plan_memory
 from ..encoder import EncoderMemoryPlan, EncoderSpec, plan_encoder_memory, read_encoder
 from ..files import model_path
+from ..vision import VisionMemoryPlan, plan_tower_memory, read_vision
 
 MAX_TEXTS = 256  # of a batch: each takes a page of keys and values, or more
 LONGEST_BY_DEFAULT = 8192  # tokens; the memory of a batch grows with the longest text
@@ -43,7 +44,10 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
     cpus = pick_cpus(config)
     max_model_len = _wanted_model_len(config, spec)
     encoder = _encoder_beside(config)
-    num_pages = _num_pages(config, layout, max_model_len, 0 if encoder is None else encoder.memory.total_bytes)
+    images = _tower_memory(config, cpus.threads)
+    other_bytes = 0 if encoder is None else encoder.memory.total_bytes
+    other_bytes += 0 if images is None else images.total_bytes
+    num_pages = _num_pages(config, layout, max_model_len, other_bytes)
     max_model_len = _fitting_model_len(config, layout, num_pages, max_model_len)
     max_num_samples = _max_num_samples(config)
     memory = plan_memory(
@@ -57,6 +61,7 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
         max_samples=max_num_samples,
         workers=cpus.threads,
         encoder=None if encoder is None else encoder.memory,
+        images=images,
     )
     return Capacity(layout, num_pages, max_model_len, max_num_samples, cpus, pick_isa(config), memory)
 
@@ -66,6 +71,12 @@ def _encoder_beside(config: EngineConfig) -> EncoderCapacity | None:
     if config.embedding_model is None:
         return None
     return decide_encoder_capacity(encoder_config(config), read_encoder(model_path(config.embedding_model)))
+
+
+def _tower_memory(config: EngineConfig, workers: int) -> VisionMemoryPlan | None:
+    """Return the memory of the model's vision tower, if it has one."""
+    spec = read_vision(model_path(config.model))
+    return None if spec is None else plan_tower_memory(spec, config.weights, config.image_cache_memory, workers)
 
 
 def encoder_config(config: EngineConfig) -> EngineConfig:
@@ -152,11 +163,11 @@ def _max_num_samples(config: EngineConfig) -> int:
     return min(config.max_num_batched_tokens, max(config.max_num_seqs, 1 + config.num_speculative_tokens))
 
 
-def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, encoder_bytes: int) -> int:
+def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, other_bytes: int) -> int:
     """Return the configured number of pages, or enough for all sequences at full length, within a share of free memory.
 
-    `encoder_bytes` are not free. A chunk of prefill needs all its pages before a sliding layer group releases any, so
-    one step's pages are added.
+    `other_bytes`, of an encoder and a vision tower, are not free. A chunk of prefill needs all its pages before a
+    sliding layer group releases any, so one step's pages are added.
     """
     least = layout.pages_for(1)
     if config.kv_cache_memory is not None:
@@ -170,7 +181,7 @@ def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, encod
         return pages
     chunk = -(-config.max_num_batched_tokens // layout.page_size) * sum(map(bool, layout.group_windows))
     wanted = config.max_num_seqs * layout.pages_for(max_model_len) + chunk
-    free = max(0, free_memory_bytes() - encoder_bytes)
+    free = max(0, free_memory_bytes() - other_bytes)
     return max(least, min(wanted, layout.pages_in(int(free * config.kv_cache_share))))
 
 

@@ -54,7 +54,7 @@ class EncoderRunner:
         self.max_texts = capacity.max_texts
         plan = model.compile(max_rows=self.max_rows, max_texts=self.max_texts)
         self.arena_bytes = plan.arena_bytes
-        self._ends = _stage_ends(plan.ops)
+        self._ends = stage_ends(plan.ops)
         self.num_stages = len(self._ends)  # one per layer; the first and the last one do what comes before and after
         try:
             self._program = Program(
@@ -160,7 +160,7 @@ class EncoderRunner:
         return time.perf_counter() - start
 
 
-def _stage_ends(ops: Sequence[object]) -> list[int]:
+def stage_ends(ops: Sequence[object]) -> list[int]:
     """Return the op after each stage: a stage ends before the next layer's projection to queries, keys and values."""
     starts = [index - 1 for index, op in enumerate(ops) if isinstance(op, EphemeralAttention)]
     return [*starts[1:], len(ops)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,13 @@ import numpy.typing as npt
 from ....kernels import Pool, Program, Sampler
 from ....kernels.ops import Linear, Op, padded
 from ....pager import KVArena, OutOfMemory
-from ....scheduler.plan import SampledToken, ScheduledSequence, StepPlan, StepResult
+from ....scheduler.plan import PlacedImage, SampledToken, ScheduledSequence, StepPlan, StepResult
 from ...common.config import EngineConfig
 from ...common.errors import ConfigError
 from .. import PackedModel, model_path, pack_model, read_spec
+from ..vision import PackedTower, pack_tower, read_vision
 from .capacity import Capacity, decide_capacity
+from .image_runner import ImageRunner
 from .sampling import AllowedTokens, Masks, sampling_rows
 
 Floats = npt.NDArray[np.float32]
@@ -36,13 +38,17 @@ def load_model(config: EngineConfig, stop: threading.Event | None = None) -> Mod
     """
     path = model_path(config.model)
     capacity = decide_capacity(config, read_spec(path))
-    return ModelRunner(config, pack_model(path, config.weights, stop), capacity)
+    model, vision = pack_model(path, config.weights, stop), read_vision(path)
+    tower = None if vision is None else pack_tower(path, vision, config.weights, stop)
+    return ModelRunner(config, model, capacity, tower)
 
 
 class ModelRunner:
     """A loaded model bound to memory and threads. The constructor takes all memory, in the amounts `capacity` plans."""
 
-    def __init__(self, config: EngineConfig, model: PackedModel, capacity: Capacity) -> None:
+    def __init__(
+        self, config: EngineConfig, model: PackedModel, capacity: Capacity, tower: PackedTower | None = None
+    ) -> None:
         self.spec = model.spec
         self.path = model.path
         self.capacity = capacity
@@ -75,6 +81,7 @@ class ModelRunner:
                 f"{plan.arena_bytes:,} bytes, which the system does not give; lower max_num_batched_tokens and "
                 "max_num_seqs"
             ) from error
+        self.images = None if tower is None else ImageRunner(tower, config.image_cache_memory, pool, capacity.isa)
         self._logits: Floats = self._program.view(plan.logits)  # [max_num_samples, padded vocab]
         self._maxima: Floats = self._program.view(plan.maxima)  # [max_num_samples, padded(padded vocab / 32)]
         self._sampling_s = 0.0
@@ -85,18 +92,33 @@ class ModelRunner:
         `masks` are waited for when all rows are computed. A sample whose mask is not ready then is deferred.
         """
         start = time.perf_counter()
-        self._forward(plan.sequences)
-        sampled = self._sample(plan.sequences, masks.wait() if masks else AllowedTokens())
-        return StepResult(plan.step_id, sampled, time.perf_counter() - start)
+        deferred = frozenset[int]() if self.images is None else self.images.prepare(plan.sequences, plan.images_s)
+        images_s = time.perf_counter() - start
+        sequences = plan.sequences
+        if deferred:
+            sequences = tuple([each for each in sequences if each.request_id not in deferred])
+        if sequences:
+            self._forward(sequences)
+        sampled = self._sample(sequences, masks.wait() if masks else AllowedTokens())
+        if deferred:
+            sampled = _with_deferred(plan.sequences, sampled, deferred)
+        return StepResult(plan.step_id, sampled, time.perf_counter() - start - images_s, (), deferred, images_s)
 
     def score(
-        self, token_ids: Sequence[int], first_position: int, tables: Sequence[Sequence[int]], num_samples: int
+        self,
+        token_ids: Sequence[int],
+        first_position: int,
+        tables: Sequence[Sequence[int]],
+        num_samples: int,
+        images: Sequence[PlacedImage] = (),
     ) -> Floats:
         """Return the logits [num_samples, vocab] after each of the last `num_samples` tokens of a sequence.
 
-        `tables` are page ids, one table for each layer group. The result is a view that the next call overwrites.
+        `tables` are page ids, one table for each layer group; `images` are those that some of the tokens stand for. The
+        result is a view that the next call overwrites.
         """
-        self._forward([ScheduledSequence(0, tables, first_position, token_ids, num_samples, None, token_ids, 0)])
+        sequence = ScheduledSequence(0, tables, first_position, token_ids, num_samples, None, token_ids, 0)
+        self._forward([sequence._replace(images=images)])
         return self._logits[:num_samples, : self.spec.vocab_size]
 
     def op_seconds(self) -> dict[str, float]:
@@ -113,6 +135,7 @@ class ModelRunner:
         self.ops.clear()
         if hasattr(self, "_program"):
             del self._program, self._sampler, self._logits, self._maxima, self.pool
+            self.images = None
 
     def _forward(self, sequences: Sequence[ScheduledSequence]) -> None:
         """Compute all rows of a step; the logits of its samples are then in `self._logits`, in order."""
@@ -128,6 +151,7 @@ class ModelRunner:
             for row in range(end - sequence.num_samples, end)
         ]
         token_ids = (token for sequence in sequences for token in sequence.token_ids)
+        given = None if self.images is None else self.images.embeddings(sequences)
         self._program.run(
             np.fromiter(token_ids, np.int32, int(row_start[-1])),
             row_start,
@@ -135,6 +159,7 @@ class ModelRunner:
             np.frombuffer(page_ids, np.int32),
             _starts([len(table) for table in tables]),
             np.array(samples, np.int32),
+            *(given or ()),
         )
 
     def _sample(self, sequences: Sequence[ScheduledSequence], allowed: AllowedTokens) -> tuple[SampledToken, ...]:
@@ -176,6 +201,18 @@ def _starts(counts: Sequence[int]) -> Ints:
     starts = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
     return starts
+
+
+def _with_deferred(
+    sequences: Sequence[ScheduledSequence], sampled: Sequence[SampledToken], deferred: Set[int]
+) -> tuple[SampledToken, ...]:
+    """Return the samples of all sequences in order: those of deferred ones are deferred."""
+    computed = iter(sampled)
+    return tuple(
+        SampledToken(each.request_id, 0, is_deferred=True) if each.request_id in deferred else next(computed)
+        for each in sequences
+        for _ in range(each.num_samples)
+    )
 
 
 def _unmasked(request_id: int, error: str | None) -> SampledToken:

@@ -107,6 +107,8 @@ def _engine_families(stats: EngineStats) -> list[Metric]:
         _gauge("num_encodings_waiting", "Parts of requests to embed or score in the queue.", stats.encoder_waiting),
         _counter("encoded_texts", "Texts that were embedded or scored.", stats.encoded_texts),
         _counter("encoded_tokens", "Tokens of texts that were embedded or scored.", stats.encoded_tokens),
+        _counter("encoded_images", "Images that a vision tower computed.", stats.encoded_images),
+        _counter("image_cache_hits", "Parts of prompts whose image was in the image cache.", stats.image_cache_hits),
         _counter("engine_restarts", "Engine processes started in place of one that died or stalled.", stats.restarts),
         _counter("replayed_requests", "Requests continued in a new engine process.", stats.replayed_requests),
         _counter(

@@ -13,6 +13,7 @@ from quire.runtime.cluster import Cluster, Credentials, Members, remote
 from quire.runtime.cluster.members import RESOLVE_INTERVAL_S, Member
 from quire.runtime.cluster.remote import RETRY_S, HostSource, HostTraits
 from quire.runtime.common.errors import ConfigError, Quarantined, Unauthenticated, Unavailable
+from quire.runtime.engine.facade import ImageInfo
 from quire.runtime.protocol.address import TCPAddress
 from quire.runtime.workers.engine_link import CancelRequest, DropRequest, ReadmitRequest
 from quire.runtime.workers.token_log import MAX_LOST_HOSTS
@@ -61,6 +62,12 @@ def where(cluster: Cluster, hosts: FakeHosts, request_id: int) -> str:
 async def added(cluster: Cluster, hosts: FakeHosts, request_id: int, **options: Any) -> str:
     await cluster.add(new_requests(request_id, **options))
     return where(cluster, hosts, request_id)
+
+
+async def test_engine_hosts_take_no_images(hosts: FakeHosts, listener: FakeListener) -> None:
+    hosts.infos["a:1"] = {"images": ImageInfo(token_id=5, size=64, num_tokens=4)}
+    async with connected(listener, "a") as cluster:
+        assert cluster.info.images is None
 
 
 async def test_a_conversation_has_one_home(cluster: Cluster, hosts: FakeHosts) -> None:

@@ -10,6 +10,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.pager import Pager, root_key
 from quire.runtime.common.errors import ConfigError
+from quire.scheduler import PlacedImage
 
 zmq = pytest.importorskip("zmq", reason="pip install 'quire[events]'")
 from quire.runtime.engine import kv_events  # noqa: E402
@@ -165,6 +166,24 @@ def test_events_name_groups_windows_and_salts(router: Router, publisher: Callabl
     assert sliding["kv_cache_spec_sliding_window"] == 2 * PAGE
     assert full["extra_keys"] == sliding["extra_keys"] == [[root_key(b"tenant").hex()]]
     assert {len(each["extra_keys"]) for each in events[3:] if each["parent_block_hash"] is None} == {1}
+
+
+def test_events_name_the_images_of_pages(router: Router, publisher: Callable[..., KVEventPublisher]) -> None:
+    pager = Pager(PAGE, 20)
+    publishing = publisher(pager)
+    prompt = [3] * 4 * PAGE + [1]
+    for salt, start in ((b"", PAGE + 5), (b"tenant", 5)):
+        table = pager.open(prompt, salt, images=(PlacedImage(start, 9, b"digest", 1, 1, b""),))
+        table.append(len(prompt))
+        pager.commit(table, prompt)
+        table.release()
+    publishing.publish()
+    _, (_, (_, plain, salted), _) = router.replay(0)[0]
+    nothing, (image,), *others = plain["extra_keys"]
+    assert (nothing, others, len(bytes.fromhex(image))) == (None, [None, None], 32)
+    first, *others = salted["extra_keys"]
+    assert (first[0], len(first), others) == (root_key(b"tenant").hex(), 2, [None] * 3)
+    assert plain["token_ids"] == salted["token_ids"] == prompt[:-1]
 
 
 def test_bad_requests_for_replay_are_ignored(

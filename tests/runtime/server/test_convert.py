@@ -54,5 +54,7 @@ def test_stats_frame_keeps_the_names_of_the_protocol() -> None:
         "encoder_running",
         "encoded_texts",
         "encoded_tokens",
+        "encoded_images",
+        "image_cache_hits",
         "steps_over_itl_target",
     ]

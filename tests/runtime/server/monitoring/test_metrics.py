@@ -35,6 +35,8 @@ STATS = msgspec.structs.replace(
     encoder_waiting=6,
     encoded_texts=800,
     encoded_tokens=9000,
+    encoded_images=70,
+    image_cache_hits=7,
 )
 USAGE = Usage(prompt_tokens=10, completion_tokens=5, cached_tokens=4, queue_ms=20, prefill_ms=30, decode_ms=400)
 
@@ -81,6 +83,8 @@ def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
         "quire_num_encodings_waiting": "gauge",
         "quire_encoded_texts_total": "counter",
         "quire_encoded_tokens_total": "counter",
+        "quire_encoded_images_total": "counter",
+        "quire_image_cache_hits_total": "counter",
         "quire_engine_restarts_total": "counter",
         "quire_replayed_requests_total": "counter",
         "quire_quarantined_requests_total": "counter",
@@ -136,7 +140,8 @@ def test_the_engine_is_read_when_scraped(observer: PrometheusObserver) -> None:
     assert samples["quire_quarantined_requests_total"] == 1
     assert samples["quire_steps_over_itl_target_total"] == 9
     assert [samples[f"quire_num_encodings_{state}"] for state in ("running", "waiting")] == [2, 6]
-    assert [samples[f"quire_encoded_{what}_total"] for what in ("texts", "tokens")] == [800, 9000]
+    assert [samples[f"quire_encoded_{what}_total"] for what in ("texts", "tokens", "images")] == [800, 9000, 70]
+    assert samples["quire_image_cache_hits_total"] == 7
     assert samples["quire_connections"] == 6
     assert samples['quire_client_memory_bytes{purpose="kept_output"}'] == 700
     assert samples['quire_client_memory_bytes{purpose="unsent_output"}'] == 80

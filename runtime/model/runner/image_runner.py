@@ -1,0 +1,174 @@
+"""The image runner: computes the rows of images with a vision tower, in stages, and keeps them in a bounded cache.
+
+Its methods block; the model runner calls them from its own thread. An image is computed alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ....kernels import Pool, Program
+from ....scheduler import PlacedImage, ScheduledSequence
+from ...common.errors import ConfigError
+from ..program import ProgramPlan
+from ..vision import PackedTower
+from .encoder_runner import stage_ends
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+Key = tuple[bytes, bytes]  # salt of the sequence, digest of the image
+
+
+class ImageRunner:
+    """A tower bound to memory and threads. The constructor takes all memory but that of the cache.
+
+    The cache holds the rows of at most `max_cache_bytes`, those used last, and at least those of one image.
+    """
+
+    def __init__(self, tower: PackedTower, max_cache_bytes: int, pool: Pool, isa: str) -> None:
+        self.spec = spec = tower.spec
+        self.num_encoded = 0
+        self.num_cache_hits = 0
+        self._max_cache_bytes = max_cache_bytes
+        self._cache: OrderedDict[Key, Floats] = OrderedDict()  # least recently used first
+        self._cache_bytes = 0
+        self._begun: Key | None = None  # image that is not done
+        self._patches = _ImageProgram(tower.programs.patches, spec.positions(), spec.body.vocab_size, pool, isa)
+        self._squares = _ImageProgram(tower.programs.squares, np.zeros(spec.num_tokens, np.int32), 1, pool, isa)
+
+    def prepare(self, sequences: Sequence[ScheduledSequence], seconds: float) -> frozenset[int]:
+        """Compute the images of a step, one stage of the tower at least, then others until `seconds` have passed.
+
+        Returns the ids of the sequences whose images are not done. The next call goes on where this one stopped.
+        """
+        return frozenset(
+            sequence.request_id
+            for sequence in sequences
+            if not all(self._is_done((sequence.salt, image.digest), image, seconds) for image in sequence.images)
+        )
+
+    def embeddings(self, sequences: Sequence[ScheduledSequence]) -> tuple[Ints, Floats] | None:
+        """Return the rows of a step that stand for images: for each row an index or -1, and what the index is into.
+
+        None if no row does. Images that are not in the cache are computed.
+        """
+        if not any(sequence.images for sequence in sequences):
+            return None
+        indices, given, num_given = [], [], 0
+        for sequence in sequences:
+            first = sequence.first_position
+            of_sequence = np.full(len(sequence.token_ids), -1, np.int32)
+            for image in sequence.images:
+                begin, end = max(image.position, first), min(image.end, first + len(of_sequence))
+                rows = self._rows((sequence.salt, image.digest), image)
+                given.append(rows[begin - image.position : end - image.position])
+                of_sequence[begin - first : end - first] = np.arange(num_given, num_given + end - begin)
+                num_given += end - begin
+            indices.append(of_sequence)
+        return np.concatenate(indices), np.concatenate(given)
+
+    def encode(self, image: PlacedImage) -> Floats:
+        """Return the rows of an image, f32 [num_tokens, out_size], without the cache."""
+        self._begun = None
+        self._begin(image)
+        while not self._patches.advance():
+            pass
+        return self._finish()
+
+    def _is_done(self, key: Key, image: PlacedImage, seconds: float) -> bool:
+        if key in self._cache:
+            self.num_cache_hits += 1
+            return True
+        start = time.perf_counter()
+        if self._begun != key:
+            if self._begun is not None:  # otherwise the images of two requests could take turns, and none be done
+                seconds = math.inf
+            self._begin(image)
+            self._begun = key
+        while not self._patches.advance():
+            if time.perf_counter() - start >= seconds:
+                return False
+        self._begun = None
+        self._keep(key, self._finish())
+        return True
+
+    def _rows(self, key: Key, image: PlacedImage) -> Floats:
+        if key not in self._cache:
+            self._keep(key, self.encode(image))
+        self._cache.move_to_end(key)
+        return self._cache[key]
+
+    def _begin(self, image: PlacedImage) -> None:
+        pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, -1)
+        self._patches.begin(self.spec.patches(pixels))
+
+    def _finish(self) -> Floats:
+        """Return the rows of the image whose patches are computed."""
+        self._squares.begin(self._patches.result().reshape(self.spec.num_tokens, self.spec.square_columns))
+        while not self._squares.advance():
+            pass
+        return self._squares.result()
+
+    def _keep(self, key: Key, rows: Floats) -> None:
+        self.num_encoded += 1
+        self._cache[key] = rows
+        self._cache_bytes += rows.nbytes
+        while self._cache_bytes > self._max_cache_bytes and len(self._cache) > 1:
+            self._cache_bytes -= self._cache.popitem(last=False)[1].nbytes
+
+
+class _ImageProgram:
+    """One program of a tower, for the rows of one image."""
+
+    def __init__(self, plan: ProgramPlan, token_ids: Ints, vocab_size: int, pool: Pool, isa: str) -> None:
+        self._token_ids = token_ids
+        self._row_start = np.array([0, len(token_ids)], np.int32)
+        self._ends = stage_ends(plan.ops)
+        self._next = 0  # stage
+        try:
+            self._program = Program(
+                plan.ops,
+                plan.arena_bytes,
+                None,
+                None,
+                0,
+                pool,
+                max_rows=len(token_ids),
+                max_samples=1,
+                max_sequences=1,
+                vocab_size=vocab_size,
+                isa=isa,
+            )
+        except MemoryError as error:
+            raise ConfigError(
+                f"the vision tower needs {plan.arena_bytes:,} bytes for an image, which the system does not give; use "
+                "a smaller model or more memory"
+            ) from error
+        (given,), (result,) = plan.inputs, plan.results
+        self._input: Floats = self._program.view(given)  # [rows, padded columns]
+        self._result: Floats = self._program.view(result)
+        self._columns = result.columns
+
+    def begin(self, rows: Floats) -> None:
+        """Take the input of all rows, in place of one that is not done."""
+        columns = rows.shape[1]
+        self._input[:, :columns] = rows
+        self._input[:, columns:] = 0  # another value of the arena may have been there
+        self._next = 0
+
+    def advance(self) -> bool:
+        """Compute the next stage; return whether it was the last one."""
+        first = self._ends[self._next - 1] if self._next else 0
+        self._program.run_texts(self._token_ids, self._row_start, None, first, self._ends[self._next])
+        self._next += 1
+        return self._next == len(self._ends)
+
+    def result(self) -> Floats:
+        """Return a copy of the result for all rows, [rows, columns]."""
+        return self._result[:, : self._columns].copy()

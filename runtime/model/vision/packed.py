@@ -1,0 +1,150 @@
+"""Packed vision towers: their weights, their two programs, and the memory that they take.
+
+The first program makes a row of each patch, the second one a row of each square of patches. They run one after another,
+on one image at a time, so an image's rows have the same bits whatever else is computed.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from ....kernels import scratch_nbytes
+from ....kernels.ops import INPUT_DTYPES, KVDtype
+from ....kernels.ops import WeightDtype as PackedDtype
+from ....kernels.pack import PackedMatrix
+from ...common.config import WeightDtype
+from ..encoder.emit import emit_blocks
+from ..encoder.packed import KEYS_VALUES
+from ..encoder.weights import BertLayerWeights, NormWeights, build_layer, build_norm
+from ..program import ProgramBuilder, ProgramPlan
+from ..weights.packing import Part, Vector, WeightFactory, WeightPlanner, pack_built
+from ..weights.safetensors import SafetensorsCheckpoint
+from ..weights.tensors import check_built
+from .spec import VisionSpec
+
+TOWER_DTYPES: dict[WeightDtype, PackedDtype] = {"auto": "bf16", "q4": "q8", "bf16": "bf16", "q8": "q8", "f32": "f32"}
+
+
+@dataclass(frozen=True, slots=True)
+class VisionWeights:
+    """The weights of a tower and of the matrix after it."""
+
+    positions: PackedMatrix  # [learned positions, hidden]
+    patches: PackedMatrix  # [hidden, patch_columns]
+    patch_bias: Vector
+    first_norm: NormWeights
+    layers: tuple[BertLayerWeights, ...]  # the last one has the norm after all layers
+    connector: PackedMatrix  # [out_size, square_columns]
+
+
+@dataclass(frozen=True, slots=True)
+class TowerPrograms:
+    """The programs of one image. Each has one input, which the caller writes, and one result."""
+
+    patches: ProgramPlan  # f32 [num_patches, patch_columns] -> f32 [num_patches, hidden]
+    squares: ProgramPlan  # f32 [num_tokens, square_columns] -> f32 [num_tokens, out_size]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTower:
+    """A tower's spec and packed weights, which are read-only, and its programs."""
+
+    spec: VisionSpec
+    weights: VisionWeights
+    programs: TowerPrograms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionMemoryPlan:
+    """Bytes by purpose."""
+
+    weights_bytes: int
+    buffers_bytes: int  # arenas of both programs, and the scratch of their ops
+    cache_bytes: int  # of the rows of images, at most
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.buffers_bytes + self.cache_bytes
+
+
+def pack_tower(path: Path, spec: VisionSpec, dtype: WeightDtype, stop: threading.Event | None = None) -> PackedTower:
+    """Check the tower's tensors in a folder, then pack them. With q4 a tower is q8, with auto bf16.
+
+    Raises the errors of `pack_model`.
+    """
+    tensors = _VisionTensors(path, spec)
+
+    def build(factory: WeightFactory, dtype: WeightDtype) -> VisionWeights:
+        return _build(spec, TOWER_DTYPES[dtype], factory)
+
+    check_built(lambda factory: build(factory, "f32"), tensors)
+    weights = pack_built(build, tensors, dtype, stop)
+    return PackedTower(spec, weights, _emit(spec, weights, KEYS_VALUES[dtype]))
+
+
+def plan_tower_memory(spec: VisionSpec, dtype: WeightDtype, max_cache_bytes: int, workers: int) -> VisionMemoryPlan:
+    """Plan the memory; the arguments are those of packing and running."""
+    planner = WeightPlanner()
+    programs = _emit(spec, _build(spec, TOWER_DTYPES[dtype], planner), KEYS_VALUES[dtype])
+    scratch = scratch_nbytes(spec.body.head_dim, workers, programs.patches.ops)
+    scratch += scratch_nbytes(2, workers, programs.squares.ops)
+    return VisionMemoryPlan(
+        weights_bytes=planner.nbytes.total(),
+        buffers_bytes=programs.patches.arena_bytes + programs.squares.arena_bytes + scratch,
+        cache_bytes=max(max_cache_bytes, spec.num_tokens * spec.out_size * 4),
+    )
+
+
+class _VisionTensors(SafetensorsCheckpoint):
+    """The tensors of a folder, with the convolution over patches as a matrix: [hidden, patch_columns]."""
+
+    def __init__(self, folder: Path, spec: VisionSpec) -> None:
+        super().__init__(folder)
+        name = f"{spec.patch_embedding}.weight"
+        if name in self:
+            stored = self._stored[name]
+            self._stored[name] = replace(stored, shape=(*stored.shape[:1], prod(stored.shape[1:])))
+
+
+def _build(spec: VisionSpec, dtype: PackedDtype, factory: WeightFactory) -> VisionWeights:
+    body, hidden = spec.body, spec.body.hidden_size
+
+    def matrix(name: str, out_features: int, in_features: int, dtype: PackedDtype) -> PackedMatrix:
+        part = Part(f"{name}.weight", (out_features, in_features))
+        return factory.matrix(out_features, in_features, dtype, [part])
+
+    names = body.names
+    return VisionWeights(
+        positions=matrix(names.words, body.vocab_size, hidden, "f32" if dtype == "f32" else "bf16"),
+        patches=matrix(spec.patch_embedding, hidden, spec.patch_columns, dtype),
+        patch_bias=factory.vector(hidden, [Part(f"{spec.patch_embedding}.bias", (hidden,))]),
+        first_norm=build_norm(f"{names.layer.format(0)}{names.attention_norm}", hidden, True, factory),
+        layers=tuple(build_layer(body, layer, dtype, factory) for layer in range(body.num_layers)),
+        connector=matrix(spec.connector, spec.out_size, spec.square_columns, dtype),
+    )
+
+
+def _emit(spec: VisionSpec, weights: VisionWeights, keys_values: KVDtype) -> TowerPrograms:
+    return TowerPrograms(_emit_patches(spec, weights, keys_values), _emit_squares(spec, weights))
+
+
+def _emit_patches(spec: VisionSpec, weights: VisionWeights, keys_values: KVDtype) -> ProgramPlan:
+    """Emit layers(positions + patches), whose token ids are the learned positions of the patches."""
+    builder = ProgramBuilder(spec.num_patches, 1, keys_values)
+    patches = builder.input("patches", spec.patch_columns)
+    x = builder.embed(weights.positions)
+    patches = builder.convert(patches, INPUT_DTYPES[weights.patches.dtype])
+    builder.linear_add(patches, weights.patches, weights.patch_bias, x)
+    norm, qkv_dtype = weights.first_norm, INPUT_DTYPES[weights.layers[0].qkv.dtype]
+    normed = builder.norm_rows(x, "layer", norm.weight, norm.bias, spec.body.norm_eps, qkv_dtype)
+    return builder.build(emit_blocks(builder, spec.body, weights.layers, x, normed, spec.body.num_layers * (None,)))
+
+
+def _emit_squares(spec: VisionSpec, weights: VisionWeights) -> ProgramPlan:
+    builder = ProgramBuilder(spec.num_tokens, 1)
+    squares = builder.input("squares", spec.square_columns)
+    squares = builder.convert(squares, INPUT_DTYPES[weights.connector.dtype])
+    return builder.build(builder.linear(squares, weights.connector, None, "image rows"))

@@ -1,0 +1,94 @@
+"""The description of a vision tower: it makes rows of the text model's embedding of the pixels of an image.
+
+Every `VisionSpec` can be run: the readers of this package refuse all other values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..encoder.spec import BertSpec
+
+CHANNELS = 3
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionSpec:
+    """A transformer over the patches of a square image, and a matrix that makes a row of each square of patches.
+
+    Patches are computed in the order of these squares: attention sees all of them, in any order.
+    """
+
+    body: BertSpec  # its vocabulary is the learned positions
+    image_size: int  # pixels of each side of an image
+    patch_size: int  # pixels of each side of a patch; pixels beyond the last whole patch are not seen
+    scale: int  # patches of each side of the square that becomes one row
+    out_size: int  # columns of a row: those of the text model's embedding
+    image_token_id: int  # of the placeholder that stands for a row
+    rescale: float  # what pixels are multiplied by
+    mean: tuple[float, ...]  # [channels], of rescaled pixels: subtracted
+    std: tuple[float, ...]  # [channels]; divides what is left
+    patch_embedding: str  # names of tensors, without `.weight`
+    connector: str
+
+    @property
+    def grid(self) -> int:
+        """Patches of each side of an image."""
+        return self.image_size // self.patch_size
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid**2
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows that an image becomes."""
+        return self.num_patches // self.scale**2
+
+    @property
+    def patch_columns(self) -> int:
+        """Numbers of a patch."""
+        return CHANNELS * self.patch_size**2
+
+    @property
+    def square_columns(self) -> int:
+        """Columns of a square of patches."""
+        return self.scale**2 * self.body.hidden_size
+
+    def patches(self, pixels: npt.NDArray[np.uint8]) -> Floats:
+        """Return the normalised patches of an image [image_size, image_size, 3], f32 [num_patches, patch_columns]."""
+        squares, scale, patch = self.grid // self.scale, self.scale, self.patch_size
+        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
+        seen = pixels[: self.grid * patch, : self.grid * patch].astype(np.float32)
+        seen = (seen * np.float32(self.rescale) - mean) / std
+        split = seen.reshape(squares, scale, patch, squares, scale, patch, CHANNELS)
+        patches: Floats = split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(self.num_patches, self.patch_columns)
+        return patches
+
+    def positions(self) -> Ints:
+        """Return the learned position of each patch, in the order of `patches`, [num_patches]."""
+        squares, scale = self.grid // self.scale, self.scale
+        along = _nearest_positions(self.grid)
+        table = along[:, None] * self.grid + along
+        split = table.reshape(squares, scale, squares, scale)
+        positions: Ints = split.transpose(0, 2, 1, 3).reshape(-1).astype(np.int32)
+        return positions
+
+
+def _nearest_positions(grid: int) -> Ints:
+    """Return the learned position along one side of each of `grid` patches, as the reference finds it, in f32.
+
+    It compares the fraction of the side before a patch with the fractions before the positions. Both are the same
+    numbers in theory, but are rounded differently, so that some patches get the position before their own.
+    """
+    step = 1.0 / grid
+    bounds = np.arange(step, 1.0, step).astype(np.float32)
+    before = np.minimum(np.arange(grid, dtype=np.float32) * np.float32(step), np.float32(1.0 - 1e-6))
+    positions: Ints = np.searchsorted(bounds, before, side="right").astype(np.int32)
+    return positions

@@ -1,0 +1,135 @@
+"""Write the golden models with a vision tower that the tests compare Quire with.
+
+Needs torch and transformers 5; the tests need neither, they read what this wrote. Everything is seeded: running it
+again with the same versions gives the same files.
+
+usage: make_vision_goldens.py [OUT_DIR [CASE ...]]    OUT_DIR defaults to this file's folder, the cases to all
+
+Per case a folder as make_goldens.py writes it, with random weights, golden.npz for a prompt without images, and
+images.npz with
+    token_ids  int64 [tokens], with a run of placeholders for each image
+    pixels     uint8 [images, height, width, 3]
+    rows       float32 [images, placeholders, hidden]: what takes the place of embeddings, from transformers in f32
+    logits     float32 [tokens, vocab]
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from make_goldens import as_transformers_4, randomise
+
+SEED = 20261124
+MEAN, STD = (0.4, 0.5, 0.6), (0.3, 0.25, 0.2)
+TOKENS = 60  # without images
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str  # the class in transformers; its config's class has the same stem
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    config: dict[str, Any]
+    images: int
+    size: int  # pixels of each side of an image
+    num_tokens: int  # placeholders of an image
+
+
+CASES = {
+    "idefics3": Case(  # SmolVLM: pixels beyond the last patch, a grid whose positions are rounded, an odd hidden size
+        "Idefics3",
+        {
+            "model_type": "llama",
+            "vocab_size": 160,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 96,
+            "max_position_embeddings": 256,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+            "pad_token_id": 0,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        },
+        {
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 72,
+            "image_size": 64,
+            "patch_size": 7,
+        },
+        {"scale_factor": 3, "image_token_id": 159, "pad_token_id": 0},
+        images=2,
+        size=64,
+        num_tokens=9,
+    ),
+}
+
+
+def main() -> None:
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+    for index, (name, case) in enumerate(CASES.items()):
+        if name in (sys.argv[2:] or CASES):
+            torch.manual_seed(SEED + index)
+            write_case(out / name, case)
+
+
+def write_case(folder: Path, case: Case) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    config_class = getattr(transformers, f"{case.model}Config")
+    config = config_class(text_config=case.text, vision_config=case.vision, **case.config)
+    model_class = getattr(transformers, f"{case.model}ForConditionalGeneration")
+    model = model_class(config)
+    randomise(model, 1.0)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    five = json.loads((folder / "config.json").read_text())
+    four = {**five, "text_config": as_transformers_4(five["text_config"] | {"dtype": five["dtype"]})}
+    for name, values in (("config.json", five), ("other_config.json", four)):
+        (folder / name).write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
+    processor = {"rescale_factor": 1 / 255, "image_mean": MEAN, "image_std": STD}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
+    loaded = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        write_text_golden(folder, case, loaded)
+        write_image_golden(folder, case, loaded)
+
+
+def write_text_golden(folder: Path, case: Case, model: torch.nn.Module) -> None:
+    token_ids = torch.randint(2, case.text["vocab_size"] - 1, (1, TOKENS))
+    logits = model(input_ids=token_ids).logits[0]
+    np.savez_compressed(folder / "golden.npz", token_ids=token_ids[0].numpy(), logits=logits.numpy())
+
+
+def write_image_golden(folder: Path, case: Case, model: torch.nn.Module) -> None:
+    placeholders = torch.full((case.num_tokens,), case.config["image_token_id"])
+    text = torch.randint(2, case.text["vocab_size"] - 1, (TOKENS,)).split([TOKENS // 4] * 4)
+    token_ids = torch.cat([text[0], placeholders, text[1], text[2], placeholders, text[3]])[None]
+    pixels = torch.randint(0, 256, (case.images, case.size, case.size, 3), dtype=torch.uint8)
+    pixels[1] = (pixels[1] // 8 + torch.arange(case.size)[:, None, None] * 3).to(torch.uint8)  # a gradient with noise
+    values = (pixels.float() / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
+    values = values.permute(0, 3, 1, 2)[None]
+    rows = model.model.get_image_features(values)
+    rows = rows if isinstance(rows, torch.Tensor) else rows.pooler_output
+    logits = model(input_ids=token_ids, pixel_values=values).logits[0]
+    np.savez_compressed(
+        folder / "images.npz",
+        token_ids=token_ids[0].numpy(),
+        pixels=pixels.numpy(),
+        rows=rows.reshape(case.images, case.num_tokens, -1).numpy(),
+        logits=logits.numpy(),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Vision towers: their rows beside those of transformers, what the readers refuse, and the memory that they take."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from quire.kernels import supported_levels
+from quire.kernels.pool import Pool
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, ModelError, UnsupportedModel, WrongTensor
+from quire.runtime.model import read_spec
+from quire.runtime.model.runner import decide_capacity
+from quire.runtime.model.runner.image_runner import ImageRunner
+from quire.runtime.model.vision import pack_tower, plan_tower_memory, read_vision
+from quire.runtime.model.vision.spec import VisionSpec
+from quire.scheduler import PlacedImage, ScheduledSequence
+
+LEVELS = supported_levels()
+FAMILIES = ("idefics3",)
+Floats = npt.NDArray[np.float32]
+
+
+def spec_of(folder: Path) -> VisionSpec:
+    spec = read_vision(folder)
+    assert spec is not None
+    return spec
+
+
+def runner_of(
+    folder: Path, weights: Any = "f32", threads: int = 1, isa: str = LEVELS[-1], cache: int = 0
+) -> ImageRunner:
+    return ImageRunner(pack_tower(folder, spec_of(folder), weights), cache, Pool(threads), isa)
+
+
+def placed(pixels: npt.NDArray[np.uint8], position: int = 0, name: bytes = b"") -> PlacedImage:
+    return PlacedImage(position, 9, name, *pixels.shape[:2], pixels.tobytes())
+
+
+def distance(rows: Floats, golden: Floats) -> float:
+    return float(np.abs(rows - golden).max() / np.ptp(golden))
+
+
+def cosines(rows: Floats, golden: Floats) -> Floats:
+    product: Floats = (rows * golden).sum(axis=1)
+    return product / np.linalg.norm(rows, axis=1) / np.linalg.norm(golden, axis=1)
+
+
+@pytest.fixture(params=FAMILIES)
+def golden(request: pytest.FixtureRequest, goldens: Path) -> tuple[Path, Any]:
+    folder = goldens / request.param
+    with np.load(folder / "images.npz") as data:
+        return folder, dict(data)
+
+
+# Rows
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_f32_rows_are_within_2e_4(golden: tuple[Path, Any], isa: str) -> None:
+    folder, data = golden
+    runner = runner_of(folder, isa=isa)
+    for pixels, want in zip(data["pixels"], data["rows"], strict=True):
+        assert distance(runner.encode(placed(pixels)), want) < 2e-4
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("weights", ["bf16", "q8", "q4", "auto"])
+def test_smaller_weights_stay_close(golden: tuple[Path, Any], weights: str, isa: str) -> None:
+    folder, data = golden
+    runner = runner_of(folder, weights, isa=isa)
+    for pixels, want in zip(data["pixels"], data["rows"], strict=True):
+        assert cosines(runner.encode(placed(pixels)), want).min() >= 0.999
+
+
+@pytest.mark.parametrize("weights", ["f32", "q8"])
+def test_same_bits_at_every_level_with_any_threads_and_after_any_image(golden: tuple[Path, Any], weights: str) -> None:
+    folder, data = golden
+    first, second = map(placed, data["pixels"])
+    rows = set()
+    for isa in LEVELS:
+        for threads in (1, 3):
+            runner = runner_of(folder, weights, threads, isa)
+            rows.add(runner.encode(second).tobytes())
+            runner.encode(first)
+            rows.add(runner.encode(second).tobytes())
+    assert len(rows) == 1
+
+
+# The rows of a step
+
+
+def sequence(first: int, count: int, *images: PlacedImage, salt: bytes = b"") -> ScheduledSequence:
+    return ScheduledSequence(0, (), first, (0,) * count, 0, None, (), 0, (), images, salt)
+
+
+def test_a_step_gets_the_rows_of_its_tokens(golden: tuple[Path, Any]) -> None:
+    """The first sequence ends within its image, and the second one begins within another."""
+    folder, data = golden
+    runner = runner_of(folder)
+    a, b = placed(data["pixels"][0], 3, b"a"), placed(data["pixels"][1], 10, b"b")
+    found = runner.embeddings([sequence(0, 8, a), sequence(0, 1), sequence(12, 9, b)])
+    assert found is not None
+    indices, given = found
+    assert indices.tolist() == [-1, -1, -1, 0, 1, 2, 3, 4, -1, 5, 6, 7, 8, 9, 10, 11, -1, -1]
+    assert given.tobytes() == np.concatenate([runner.encode(a)[:5], runner.encode(b)[2:]]).tobytes()
+    assert runner.embeddings([sequence(0, 3), sequence(0, 1)]) is None
+
+
+def test_rows_are_kept_per_salt_and_digest_within_the_bound(golden: tuple[Path, Any]) -> None:
+    folder, data = golden
+    spec = spec_of(folder)
+    runner = runner_of(folder, cache=2 * spec.num_tokens * spec.out_size * 4)
+    images = {name: placed(data["pixels"][0], 0, name.encode()) for name in "abc"}
+
+    def uses(*names: str, salt: bytes = b"") -> tuple[int, int]:
+        before = runner.num_encoded, runner.num_cache_hits
+        for name in names:
+            assert not runner.prepare([sequence(0, 9, images[name], salt=salt)], math.inf)
+            assert runner.embeddings([sequence(0, 9, images[name], salt=salt)]) is not None
+        return runner.num_encoded - before[0], runner.num_cache_hits - before[1]
+
+    assert uses("a", "a", "b", "a") == (2, 2)
+    assert uses("c", "a") == (1, 1), "b was not used for the longest time"
+    assert uses("b") == (1, 0)
+    assert uses("b", salt=b"another tenant") == (1, 0)
+
+
+def test_a_cache_without_room_holds_the_last_image(golden: tuple[Path, Any]) -> None:
+    folder, data = golden
+    runner = runner_of(folder, cache=0)
+    a, b = placed(data["pixels"][0], 0, b"a"), placed(data["pixels"][1], 0, b"b")
+    for image in (a, a, b, b, a):
+        assert not runner.prepare([sequence(0, 9, image)], math.inf)
+    assert (runner.num_encoded, runner.num_cache_hits) == (3, 2)
+
+
+def test_an_image_is_computed_in_stages(golden: tuple[Path, Any]) -> None:
+    """Without time, a call computes one stage; the first layer's includes what comes before it."""
+    folder, data = golden
+    runner = runner_of(folder, cache=1 << 20)
+    image, text = sequence(0, 9, placed(data["pixels"][0], 0, b"a")), sequence(0, 9)._replace(request_id=7)
+    waits = [runner.prepare([text, image], 0.0) for _ in range(spec_of(folder).body.num_layers + 1)]
+    assert waits == [{0}, set(), set()]
+    assert (runner.num_encoded, runner.num_cache_hits) == (1, 1)
+    found = runner.embeddings([image])
+    assert found is not None
+    assert found[1].tobytes() == runner.encode(placed(data["pixels"][0])).tobytes()
+
+
+def test_images_that_take_turns_are_done(golden: tuple[Path, Any]) -> None:
+    folder, data = golden
+    runner = runner_of(folder, cache=1 << 20)
+    a, b = (sequence(0, 9, placed(pixels, 0, bytes([n]))) for n, pixels in enumerate(data["pixels"]))
+    assert [bool(runner.prepare([each], 0.0)) for each in (a, b, a, a)] == [True, False, True, False]
+
+
+# Reading
+
+
+@pytest.mark.parametrize(
+    ("edit", "fault"),
+    [
+        ({"patch_size": 0}, "vision_config.patch_size is 0; it must be an integer from 1 to 64"),
+        ({"patch_size": 65}, "vision_config.patch_size is 65"),
+        ({"patch_size": 8}, "such that the 8 patches of a side are a multiple of 3"),
+        ({"image_size": [64, 64]}, "vision_config.image_size is [64, 64]"),
+        ({"image_size": 4096, "patch_size": 7}, "large enough for at most 16384 patches"),
+        ({"image_size": 1 << 40}, "vision_config.image_size"),
+        ({"num_channels": 1}, "vision_config.num_channels is 1; it must be 3"),
+        ({"hidden_act": "swish"}, "vision_config.hidden_act"),
+        ({"layer_norm_eps": 0}, "vision_config.layer_norm_eps"),
+        ({"num_hidden_layers": 0}, "vision_config.num_hidden_layers"),
+        ({"num_attention_heads": 5}, "vision_config.hidden_size is 48; it must be a multiple"),
+        ({"hidden_size": -1}, "vision_config.hidden_size"),
+    ],
+)
+def test_a_tower_that_cannot_be_run_is_refused(
+    model_folder: Callable[..., Path], edit: dict[str, Any], fault: str
+) -> None:
+    folder = model_folder("idefics3", lambda config: config["vision_config"].update(edit))
+    with pytest.raises(UnsupportedModel) as error:
+        read_vision(folder)
+    assert fault in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("scale_factor", 0), ("scale_factor", "2"), ("image_token_id", -1), ("vision_config", 3)]
+)
+def test_a_bad_key_beside_the_tower_is_refused(model_folder: Callable[..., Path], key: str, value: Any) -> None:
+    folder = model_folder("idefics3", lambda config: config.update({key: value}))
+    with pytest.raises(UnsupportedModel, match=f"config.json: {key} is"):
+        read_vision(folder)
+
+
+def test_a_text_model_that_is_not_llama_is_refused(model_folder: Callable[..., Path]) -> None:
+    folder = model_folder("idefics3", lambda config: config["text_config"].update(model_type="mistral"))
+    with pytest.raises(UnsupportedModel, match=r'text_config.model_type is "mistral"; it must be "llama" or absent'):
+        read_spec(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "fault"),
+    [
+        ("{", CorruptCheckpoint, "cannot be read as JSON"),
+        ("[]", CorruptCheckpoint, "holds a JSON list"),
+        ('{"image_mean": [0.5, 0.5]}', UnsupportedModel, "preprocessor_config.json: image_mean"),
+        ('{"image_mean": [0.5, NaN, 0.5]}', UnsupportedModel, "preprocessor_config.json: image_mean"),
+        ('{"image_std": [0.5, 0, 0.5]}', UnsupportedModel, r"preprocessor_config.json: image_std\[1\] is 0"),
+        ('{"rescale_factor": "1"}', UnsupportedModel, "preprocessor_config.json: rescale_factor"),
+        ('{"do_rescale": 1}', UnsupportedModel, "preprocessor_config.json: do_rescale"),
+    ],
+)
+def test_a_bad_processor_file_is_refused(
+    model_folder: Callable[..., Path], content: str, error: type[ModelError], fault: str
+) -> None:
+    folder = model_folder("idefics3")
+    (folder / "preprocessor_config.json").write_text(content)
+    with pytest.raises(error, match=fault):
+        read_vision(folder)
+
+
+def test_normalisation_is_read_from_any_of_the_processor_files(model_folder: Callable[..., Path]) -> None:
+    folder = model_folder("idefics3")
+    spec = spec_of(folder)
+    assert (spec.mean, spec.std, spec.rescale) == ((0.4, 0.5, 0.6), (0.3, 0.25, 0.2), 1 / 255)
+    old = folder / "preprocessor_config.json"
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": json.loads(old.read_text())}))
+    old.unlink()
+    assert spec_of(folder) == spec
+    (folder / "processor_config.json").write_text('{"image_processor": {"do_rescale": false, "do_normalize": false}}')
+    assert spec_of(folder) == replace(spec, mean=(0.0,) * 3, std=(1.0,) * 3, rescale=1.0)
+    (folder / "processor_config.json").unlink()
+    assert spec_of(folder) == replace(spec, mean=(0.5,) * 3, std=(0.5,) * 3)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("hidden_size", 96, WrongTensor),
+        ("patch_size", 10, WrongTensor),
+        ("num_hidden_layers", 3, MissingTensor),
+        ("intermediate_size", 73, WrongTensor),
+    ],
+)
+def test_a_config_that_does_not_fit_the_tensors_is_refused(
+    model_folder: Callable[..., Path], key: str, value: int, error: type[ModelError]
+) -> None:
+    folder = model_folder("idefics3", lambda config: config["vision_config"].update({key: value}))
+    with pytest.raises(error):
+        pack_tower(folder, spec_of(folder), "f32")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_models_without_a_supported_tower_have_none(goldens: Path, family: str) -> None:
+    assert read_vision(goldens / family) is None
+
+
+# Memory
+
+
+@pytest.mark.parametrize("weights", ["bf16", "q8"])
+def test_the_plan_is_what_packing_and_running_take(golden: tuple[Path, Any], weights: Any) -> None:
+    folder, _ = golden
+    spec = spec_of(folder)
+    tower = pack_tower(folder, spec, weights)
+    plan = plan_tower_memory(spec, weights, 1 << 20, workers=2)
+    programs = tower.programs
+    assert plan.cache_bytes == 1 << 20
+    assert plan.buffers_bytes > programs.patches.arena_bytes + programs.squares.arena_bytes
+    assert plan_tower_memory(spec, weights, 0, workers=2).cache_bytes == spec.num_tokens * spec.out_size * 4
+    config = EngineConfig(model=str(folder), weights=weights, image_cache_memory=1 << 20, threads=2)
+    memory = decide_capacity(config, read_spec(folder)).memory
+    assert memory.images == plan
+    assert memory.total_bytes - replace(memory, images=None).total_bytes == plan.total_bytes
+    assert f"vision tower {plan.total_bytes:>23,} B" in memory.describe()

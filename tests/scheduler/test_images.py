@@ -1,0 +1,190 @@
+"""Images in prompts: which rows have which image, and which pages prompts with images share. Pages hold 4 tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from quire.scheduler import Coefficients, CostModel, LatencyBudget, PlacedImage, StepPlan
+
+PROMPT = [*range(2), 9, 9, 9, 9, *range(6, 8), 9, 9, 9, 9, *range(12, 15), 9, 9, 9, 9, 19]
+
+
+def image(position: int, name: bytes = b"cat", tokens: int = 4) -> PlacedImage:
+    return PlacedImage(position, tokens, name * 10, 1, 1, bytes(3))
+
+
+CATS = (image(2), image(8), image(15))
+
+
+def chunks(plan: StepPlan | None) -> list[tuple[int, int, int, list[int]]]:
+    """Return id, first position, end and the positions of the images of each sequence."""
+    assert plan is not None
+    return [
+        (row.request_id, row.first_position, row.first_position + len(row.token_ids), [i.position for i in row.images])
+        for row in plan.sequences
+    ]
+
+
+def test_a_step_has_tokens_of_one_image_at_most(make_harness: Any) -> None:
+    harness = make_harness()
+    harness.add(1, PROMPT, max_tokens=2, images=CATS)
+    assert chunks(harness.step()) == [(1, 0, 8, [2])]
+    assert chunks(harness.step()) == [(1, 8, 15, [8])]
+    assert chunks(harness.step()) == [(1, 15, 20, [15])]
+    assert chunks(harness.step()) == [(1, 20, 21, [])]
+    assert harness.ended == {1: "length"}
+
+
+def test_requests_share_that_image(make_harness: Any) -> None:
+    """While one request computes an image, others get as far as theirs; a prompt without images goes on."""
+    harness = make_harness()
+    harness.add(1, PROMPT, max_tokens=1, images=CATS[:1])
+    harness.add(2, [3, *PROMPT], max_tokens=1, images=(image(3),))
+    harness.add(3, PROMPT[6:8], max_tokens=1)
+    assert chunks(harness.step()) == [(1, 0, 20, [2]), (2, 0, 3, []), (3, 0, 2, [])]
+    assert chunks(harness.step()) == [(2, 3, 21, [3])]
+
+
+def test_an_image_across_chunks_is_part_of_each(make_harness: Any) -> None:
+    harness = make_harness(max_chunk=3)
+    harness.add(1, PROMPT[:9], max_tokens=1, images=CATS[:1], tenant="a", cache_salt="b")
+    assert chunks(harness.step()) == [(1, 0, 3, [2])]
+    assert chunks(harness.step()) == [(1, 3, 6, [2])]
+    assert chunks(plan := harness.step()) == [(1, 6, 9, [])]
+    assert [row.salt for row in plan.sequences] == [b""]
+
+
+def test_rows_with_images_have_the_salt_that_their_pages_have(make_harness: Any) -> None:
+    harness = make_harness()
+    harness.add(1, PROMPT[:9], max_tokens=1, images=CATS[:1], tenant="a", cache_salt="b")
+    assert [row.salt for row in harness.step().sequences] == [b"a\0b"]
+
+
+@pytest.mark.parametrize(
+    ("images", "cached"),
+    [
+        (CATS, 16),
+        ((image(2, b"dog"), *CATS[1:]), 0),
+        ((CATS[0], image(8, b"dog"), CATS[2]), 8),
+        (CATS[:2], 12),
+        ((), 0),
+    ],
+)
+def test_prompts_share_the_pages_before_the_first_other_image(make_harness: Any, images: Any, cached: int) -> None:
+    harness = make_harness(num_pages=32)
+    harness.add(1, PROMPT, max_tokens=1, images=CATS)
+    harness.run()
+    harness.add(2, PROMPT, max_tokens=1, images=images)
+    harness.run()
+    assert harness.requests[2].cached_tokens == cached
+    assert harness.outputs[1] == harness.outputs[2]
+
+
+@pytest.mark.parametrize("store_slots", [0, 16])
+def test_a_preempted_request_computes_its_images_again_unless_its_pages_are_spilled(
+    make_harness: Any, store_slots: int
+) -> None:
+    harness = make_harness(num_pages=8, store_slots=store_slots, enable_prefix_caching=False)
+    harness.add(1, [1, 2, 3], max_tokens=25)
+    harness.add(2, PROMPT[:8], max_tokens=20, images=CATS[:1])
+    seen = []
+    while (plan := harness.step()) is not None:
+        seen += [row.images[0].position for row in plan.sequences if row.images]
+    assert harness.requests[2].preemptions
+    assert seen == ([2] if store_slots else [2] * (1 + harness.requests[2].preemptions))
+
+
+def test_forks_and_beams_keep_the_images_of_their_parent(make_harness: Any, expected: Any) -> None:
+    harness = make_harness(num_pages=64)
+    harness.add_forks((1, 2), PROMPT, max_tokens=4, images=CATS)
+    harness.run()
+    assert harness.outputs[1] == harness.outputs[2] == expected(PROMPT, 4)
+    tokens = [*PROMPT, *harness.outputs[1]]
+    harness.add(3, tokens, max_tokens=1, images=CATS)
+    harness.add(4, tokens, max_tokens=1)
+    harness.run()
+    assert (harness.requests[3].cached_tokens, harness.requests[4].cached_tokens) == (20, 0)
+
+
+def test_pins_find_the_pages_of_their_own_images(make_harness: Any) -> None:
+    harness = make_harness(num_pages=32)
+    harness.add(1, PROMPT, max_tokens=1, images=CATS, pin_s=10.0)
+    harness.run()
+    assert harness.scheduler.stats().pages_pinned == 5
+
+
+# Images that take several steps
+
+
+def step_without(harness: Any, *deferred: int) -> StepPlan:
+    """Run a step in which the images of these requests are not done."""
+    plan = harness.scheduler.schedule()
+    result = replace(harness.execute(plan), deferred=frozenset(deferred))
+    harness._noted(harness.scheduler.commit(result))
+    return plan
+
+
+def test_a_sequence_waits_for_its_image_while_others_decode(make_harness: Any, expected: Any) -> None:
+    harness = make_harness(num_pages=32)
+    harness.add(1, [1, 2, 3], max_tokens=6)
+    harness.step()
+    harness.add(2, PROMPT[:9], max_tokens=2, images=CATS[:1])
+    for end in (4, 5):
+        plan = step_without(harness, 2)
+        assert chunks(plan) == [(1, end - 1, end, []), (2, 0, 9, [2])]
+        assert plan.images_s > 0
+        assert harness.requests[2].num_computed_tokens == harness.requests[2].table.num_tokens == 0
+    assert chunks(harness.step())[1] == (2, 0, 9, [2])
+    assert harness.step().images_s == 0
+    harness.run()
+    assert (harness.outputs[1], harness.outputs[2]) == (expected([1, 2, 3], 6), expected(PROMPT[:9], 2))
+
+
+def test_a_chunk_that_samples_is_deferred_too(make_harness: Any, expected: Any) -> None:
+    harness = make_harness()
+    harness.add(1, PROMPT[:7], max_tokens=2, images=CATS[:1])
+    step_without(harness, 1)
+    assert (harness.outputs[1], harness.pager.pool.num_owned) == ([], 0)
+    harness.run()
+    assert harness.outputs[1] == expected(PROMPT[:7], 2)
+
+
+def test_a_request_may_be_cancelled_while_its_image_is_computed(make_harness: Any) -> None:
+    harness = make_harness()
+    harness.add(1, PROMPT[:7], max_tokens=2, images=CATS[:1])
+    plan = harness.scheduler.schedule()
+    assert harness.cancel(1) is None
+    harness._noted(harness.scheduler.commit(replace(harness.execute(plan), deferred=frozenset({1}))))
+    assert harness.ended == {1: "cancelled"}
+    assert harness.pager.pool.num_owned == 0
+
+
+def test_costs_are_not_learned_from_steps_that_deferred_sequences(make_harness: Any) -> None:
+    harness = make_harness(cost=(cost := CostModel()))
+    harness.step_s = 9.0
+    harness.add(1, PROMPT[:9], max_tokens=2, images=CATS[:1])
+    before = cost.coefficients
+    step_without(harness, 1)
+    assert cost.coefficients == before
+    harness.step()
+    assert cost.coefficients != before
+
+
+@pytest.mark.parametrize(("target_s", "allowed"), [(None, 1.0), (10.0, (9 - 1) / 2), (1.12, 1 / 9)])
+def test_an_image_gets_the_time_that_decoding_leaves(make_harness: Any, target_s: float | None, allowed: float) -> None:
+    """Decoding takes 1 s. Without a target the image gets as much; with one half of what is left, or a tenth in all."""
+    cost = CostModel(Coefficients(1.0, 0, 0, 0, 0))
+    budget = None if target_s is None else LatencyBudget(cost, target_s, 32)
+    harness = make_harness(num_pages=32, cost=cost, budget=budget)
+    harness.add(1, [1, 2, 3], max_tokens=6)
+    harness.step()
+    harness.add(2, PROMPT[:9], max_tokens=2, images=CATS[:1])
+    assert harness.scheduler.schedule().images_s == pytest.approx(allowed)
+
+
+def test_an_image_alone_leaves_room_for_requests_that_arrive(make_harness: Any) -> None:
+    harness = make_harness()
+    harness.add(1, PROMPT[:9], max_tokens=2, images=CATS[:1])
+    assert harness.scheduler.schedule().images_s == 0.05
