@@ -22,11 +22,12 @@ CONFIG = Path(__file__).parents[2] / "deploy" / "ray" / "quire.yaml"
 ENGINE = {
     "weights": "q8",
     "kv_cache_dtype": "int8",
-    "kv_cache_memory": "16M",
+    "kv_cache_memory": "8M",
     "threads": 1,
     "num_speculative_tokens": 3,
 }
 SERVER = {"shutdown_timeout": 1, "port": 0, "operator_port": 0, "openai_port": 0}
+MOVED = "requests moved"  # in the log of an API server
 START_TIMEOUT_S = 60.0
 HOST_REPLICA = f"ray::ServeReplica:quire:{HOSTS}"
 
@@ -35,9 +36,9 @@ class RayFleet:
     """One head node with the API server, and nodes that run an engine host each."""
 
     def __init__(self, num_nodes: int) -> None:
-        head = {"num_cpus": 2, "resources": {"server": 1}, "include_dashboard": False}
+        head = {"num_cpus": 1, "resources": {"server": 2}, "include_dashboard": False}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.nodes = [self.cluster.add_node(wait=False, num_cpus=2, resources={"host": 1}) for _ in range(num_nodes)]
+        self.nodes = [self.cluster.add_node(wait=False, num_cpus=1, resources={"host": 1}) for _ in range(num_nodes)]
         self.cluster.wait_for_nodes()
         ray.init(address=self.cluster.address, log_to_driver=False)
         serve.start(proxy_location="Disabled")
@@ -66,6 +67,11 @@ class RayFleet:
         """Return where clients connect."""
         return (await serve.get_app_handle("quire").remote())["clients"]
 
+    def num_moves(self) -> int:
+        """Return how often requests of a lost host went on at others."""
+        logs = Path(self.cluster.head_node.get_logs_dir_path()).glob("worker-*.err")
+        return sum(log.read_text("utf-8", "replace").count(MOVED) for log in logs)
+
     def hosts_at(self, node: Any) -> list[int]:
         """Return the ids of the processes on a node that are replicas with an engine host."""
         return [pid for pid in descendants(raylet_of(node)) if command_of(pid).startswith(HOST_REPLICA)]
@@ -77,9 +83,15 @@ class RayFleet:
             os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
+        """End all processes, and check that none of them is left."""
+        pids = [pid for node in [self.cluster.head_node, *self.nodes] for pid in descendants(raylet_of(node))]
         serve.shutdown()
         ray.shutdown()
         self.cluster.shutdown()
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while left := [command_of(pid) for pid in pids if Path(f"/proc/{pid}").exists()]:
+            assert time.monotonic() < give_up_at, left
+            time.sleep(0.05)
 
 
 def deployment(name: str, num_replicas: int, resource: str) -> dict[str, Any]:

@@ -91,23 +91,37 @@ def fleet() -> Iterator[RayFleet]:
     from tests.ray.ray_fleet import ray_fleet
 
     with ray_fleet(NUM_HOSTS) as fleet:
-        fleet.deploy(NUM_HOSTS)
         yield fleet
 
 
+async def unchanged(fleet: RayFleet, max_tokens: int, harm: Callable[[], object]) -> None:
+    """Check that streams have the same outputs when `harm` is done, and that some of them have moved by then."""
+    asked, num_moves = streams(max_tokens), fleet.num_moves()
+    wanted = await outputs(await fleet.address(), asked)
+    assert await outputs(await fleet.address(), asked, harm) == wanted
+    assert fleet.num_moves() > num_moves
+
+
+async def test_streams_keep_the_bits_with_which_they_began_while_an_update_changes_them(fleet: RayFleet) -> None:
+    fleet.deploy(1, weights="q4", shutdown_timeout=60)
+    old, asked = await fleet.address(), streams(600)
+    wanted = await outputs(old, asked)
+    assert await outputs(old, asked, lambda: fleet.deploy(NUM_HOSTS)) == wanted
+    assert (new := await fleet.address()) != old
+    assert await outputs(new, asked) != wanted
+
+
 async def test_streams_keep_their_bytes_when_a_replica_is_killed(fleet: RayFleet) -> None:
-    wanted = await outputs(await fleet.address(), streams(600))
+    fleet.until(lambda: all(fleet.hosts_at(node) for node in fleet.nodes))
     (pid,) = fleet.hosts_at(fleet.nodes[0])
-    assert await outputs(await fleet.address(), streams(600), lambda: os.kill(pid, signal.SIGKILL)) == wanted
-    fleet.until(lambda: len(fleet.hosts_at(fleet.nodes[0])) == 1 and fleet.status == "RUNNING")
+    await unchanged(fleet, 600, lambda: os.kill(pid, signal.SIGKILL))
+    fleet.until(lambda: fleet.hosts_at(fleet.nodes[0]) not in ([], [pid]) and fleet.status == "RUNNING")
 
 
 async def test_streams_keep_their_bytes_when_a_host_is_taken_away(fleet: RayFleet) -> None:
-    wanted = await outputs(await fleet.address(), streams(1200))
-    assert await outputs(await fleet.address(), streams(1200), lambda: fleet.deploy(NUM_HOSTS - 1)) == wanted
+    await unchanged(fleet, 1200, lambda: fleet.deploy(NUM_HOSTS - 1))
     fleet.deploy(NUM_HOSTS)
 
 
 async def test_streams_keep_their_bytes_when_a_node_is_killed(fleet: RayFleet) -> None:
-    wanted = await outputs(await fleet.address(), streams(600))
-    assert await outputs(await fleet.address(), streams(600), lambda: fleet.kill_node(fleet.nodes[-1])) == wanted
+    await unchanged(fleet, 600, lambda: fleet.kill_node(fleet.nodes[-1]))
