@@ -5,6 +5,7 @@ Every `VisionSpec` can be run: the readers of this package refuse all other valu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,21 +75,25 @@ class VisionSpec:
     def positions(self) -> Ints:
         """Return the learned position of each patch, in the order of `patches`, [num_patches]."""
         squares, scale = self.grid // self.scale, self.scale
-        along = _nearest_positions(self.grid)
+        along = nearest_positions(self.grid)
         table = along[:, None] * self.grid + along
         split = table.reshape(squares, scale, squares, scale)
         positions: Ints = split.transpose(0, 2, 1, 3).reshape(-1).astype(np.int32)
         return positions
 
 
-def _nearest_positions(grid: int) -> Ints:
+def nearest_positions(grid: int) -> Ints:
     """Return the learned position along one side of each of `grid` patches, as the reference finds it, in f32.
 
     It compares the fraction of the side before a patch with the fractions before the positions. Both are the same
-    numbers in theory, but are rounded differently, so that some patches get the position before their own.
+    numbers in theory, but are rounded differently, so that in some grids a few patches get the position before their
+    own. torch computes 16 bounds at a time, each from the rounded first one of its 8.
     """
     step = 1.0 / grid
-    bounds = np.arange(step, 1.0, step).astype(np.float32)
+    exact = step + step * np.arange(math.ceil((1.0 - step) / step))
+    bounds = exact.astype(np.float32)
+    whole = len(bounds) // 16 * 16
+    bounds[:whole] = np.repeat(bounds[:whole:8].astype(np.float64), 8) + np.tile(np.arange(8) * step, whole // 8)
     before = np.minimum(np.arange(grid, dtype=np.float32) * np.float32(step), np.float32(1.0 - 1e-6))
     positions: Ints = np.searchsorted(bounds, before, side="right").astype(np.int32)
     return positions

@@ -20,7 +20,7 @@ from quire.runtime.model import read_spec
 from quire.runtime.model.runner import decide_capacity
 from quire.runtime.model.runner.image_runner import ImageRunner
 from quire.runtime.model.vision import pack_tower, plan_tower_memory, read_vision
-from quire.runtime.model.vision.spec import VisionSpec
+from quire.runtime.model.vision.spec import VisionSpec, nearest_positions
 from quire.scheduler import PlacedImage, ScheduledSequence
 
 LEVELS = supported_levels()
@@ -92,6 +92,18 @@ def test_same_bits_at_every_level_with_any_threads_and_after_any_image(golden: t
             runner.encode(first)
             rows.add(runner.encode(second).tobytes())
     assert len(rows) == 1
+
+
+def test_positions_are_rounded_as_torch_rounds_them() -> None:
+    """Known answers of torch 2.13: the patches whose position is not their own."""
+    others = {
+        grid: {at: position for at, position in enumerate(nearest_positions(grid).tolist()) if at != position}
+        for grid in (1, 9, 16, 19, 25, 26, 27, 32, 64)
+    }
+    assert {grid: positions for grid, positions in others.items() if positions} == {
+        19: {12: 11},
+        25: {5: 4, 9: 8, 10: 9, 11: 10, 12: 11, 13: 12, 15: 14, 18: 17, 20: 19, 23: 22},
+    }
 
 
 # The rows of a step
