@@ -51,6 +51,9 @@ check-encoders: $(BIN)/quire
 check-plan: $(BIN)/quire
 	$(BIN)/python -m tests.bench.plan_memory $(PLAN)
 
+fuzz-images: $(BIN)/quire
+	$(BIN)/python tests/fuzz/fuzz_images.py $(FUZZ)
+
 fuzz-grammars: $(BIN)/quire
 	$(BIN)/python tests/fuzz/fuzz_grammars.py $(FUZZ)
 
@@ -92,4 +95,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard test test-ray docs attack attack-http kill-servers fuzz-files fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan kill-hosts fuzz-link conformance clients
+.PHONY: demo loadtest dashboard test test-ray docs attack attack-http kill-servers fuzz-files fuzz-images fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan kill-hosts fuzz-link conformance clients

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from .common.config import EngineConfig, EngineOptions
 from .common.errors import InvalidRequest, Unavailable
+from .common.images import take_images
 from .common.loop_thread import LoopThread
 from .common.options import suggestion
 from .common.prompts import PromptImage, as_documents, as_prompts, as_token_ids, chat_messages, chat_tools
@@ -102,6 +103,9 @@ class LLM:
     ) -> RequestOutput:
         """Return the answer to a chat, `[{"role": "user", "content": …}, …]`, with the model's own chat template.
 
+        The content of a message may be a list of parts, of which those of a model with a vision tower may be images:
+        `{"type": "image", "image": the bytes of a file}`, or OpenAI's `image_url` with a data URL.
+
         The template gets `tools` in OpenAI's form and the variables in `chat_template_kwargs`. With a `tool_choice`, an
         output's `reasoning` and `tool_calls` come apart from its text, and calls are valid. Without one, the text is
         what the model writes, with the markup of reasoning and tool calls that is no special token.
@@ -109,9 +113,11 @@ class LLM:
         Raises InvalidRequest if the model has no template or the template refuses the messages, and as `generate`.
         """
         engine = self._open_engine()
+        bare, images = take_images(messages)
         request = GenerateRequest(
             prompt=None,
-            messages=chat_messages(messages),
+            messages=chat_messages(bare),
+            image_files=images,
             tools=chat_tools(tools),
             tool_choice=tool_choice,
             reads_output=tool_choice is not None,

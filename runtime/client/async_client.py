@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from ..common.errors import ConfigError, GenerationFailed, InvalidRequest, ProtocolError, QuireError, Unavailable
+from ..common.images import take_images
 from ..common.prompts import as_documents, as_prompts, as_token_ids, chat_messages, shown
 from ..common.types import ChatOptions, OutputChunk, RequestOutput, SamplingParams, check_arguments, join_chunks
 from ..protocol.address import UnixAddress, parse_address
@@ -44,7 +45,9 @@ A = TypeVar("A", Tokenized, Models, Stats)
 class RequestOptions(TypedDict, total=False):
     """Options of a request besides its prompt and its sampling parameters."""
 
-    messages: Sequence[Mapping[str, Any]]  # chat messages instead of a prompt; rendered by the model's chat template
+    # Chat messages instead of a prompt, rendered by the model's chat template. Parts of their content may be images:
+    # {"type": "image", "image": the bytes of a file}, or OpenAI's image_url with a data URL.
+    messages: Sequence[Mapping[str, Any]]
     chat: ChatOptions | None  # of messages: tools, and an answer with reasoning and tool calls apart from its text
     deadline_ms: int | None  # from arrival at the server
     priority: int  # requests with a lower number run earlier; default 0
@@ -127,7 +130,8 @@ class AsyncClient:
         if not isinstance(sampling_params, SamplingParams | None):
             kind = type(sampling_params).__name__
             raise InvalidRequest(f"sampling_params must be a SamplingParams such as SamplingParams(), not {kind}")
-        messages, chat = options.get("messages"), options.get("chat")
+        messages, images = take_images(options.get("messages"))
+        chat = options.get("chat")
         if not isinstance(chat, ChatOptions | None):
             raise InvalidRequest(f"chat must be a ChatOptions such as ChatOptions(tools=[…]), not {shown(chat)}")
         frame = Generate(
@@ -142,6 +146,7 @@ class AsyncClient:
             resumable=options.get("resumable", False),
             chat=chat,
             prompt_cache_key=options.get("prompt_cache_key", ""),
+            images=images,
         )
         return TokenStream(self._entered(), frame, options.get("on_accepted"), options.get("on_progress")).chunks()
 

@@ -142,6 +142,8 @@ class ClientConnection:
             raise InvalidRequest("chat is not supported by this server; use a newer one, or its HTTP API")
         if isinstance(frame, Generate) and frame.prompt_cache_key and "cache_key" not in self.features:
             frame = msgspec.structs.replace(frame, prompt_cache_key="")  # the output is the same without it
+        if isinstance(frame, Generate) and frame.images and "images" not in self._welcome.result().features:
+            raise InvalidRequest("this server is of an earlier release, which takes no images")
         inbox: Inbox = asyncio.Queue()
         if self.lost is not None:
             inbox.put_nowait(ConnectionLost(copy.copy(self.lost)))

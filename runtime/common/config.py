@@ -12,6 +12,7 @@ from typing import Annotated, Literal, TypedDict
 
 import msgspec
 
+from .images import MAX_IMAGES
 from .options import option
 
 WeightDtype = Literal["auto", "bf16", "q8", "q4", "f32"]
@@ -29,6 +30,7 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 DraftTokens = Annotated[int, msgspec.Meta(ge=0, le=16)]
 Processes = Annotated[int, msgspec.Meta(ge=0, le=64)]
 FrameBytes = Annotated[int, msgspec.Meta(ge=64 << 10, le=1 << 30)]
+Images = Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGES)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=10**6)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -131,6 +133,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "none."
         ),
     ] = "auto"
+    max_images_per_request: Annotated[Images, _memory("Images of one request.", unit="images")] = 16
+    max_image_pixels: Annotated[
+        Count,
+        _memory(
+            "Pixels of an image before it is resized. One image at a time is decoded, which takes about 16 bytes per "
+            "pixel.",
+            unit="pixels",
+        ),
+    ] = 1 << 25
+    max_image_memory: Annotated[
+        Count,
+        _memory("Resized images of queued and running requests together; further ones are refused.", unit="bytes"),
+    ] = 1 << 30
 
     max_num_waiting: Annotated[Count, _scheduling("Maximum number of requests in the queue.", unit="requests")] = 1024
     max_num_waiting_per_tenant: Annotated[
@@ -400,6 +415,9 @@ class EngineOptions(TypedDict, total=False):
     kv_events_replay: str | None
     kv_events_topic: str
     tool_call_parser: ToolCallParser
+    max_images_per_request: int
+    max_image_pixels: int
+    max_image_memory: int | str
     isa: str | None
     embedding_model: str | None
     max_num_waiting: int

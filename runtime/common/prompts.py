@@ -24,6 +24,8 @@ UNORDERED_OR_TEXT = (str, bytes, bytearray, Mapping, Set)
 TOOL_EXAMPLE = '{"type": "function", "function": {"name": "…", "parameters": {…}}}'
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 EXAMPLE = '{"role": "user", "content": "Hello"}'
+IMAGE = "image"  # type of a part of a message
+IMAGE_ROLES = ("user", "tool")  # of messages that may have images
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +81,7 @@ def as_documents(query: object, documents: object) -> tuple[str, ...]:
 def chat_messages(messages: object) -> tuple[dict[str, Any], ...]:
     """Return the messages of a chat as maps whose `content` is text; OpenAI's text parts are joined with line breaks.
 
+    The content of a message with images stays a list of parts, `{"type": "text", "text": …}` and `{"type": "image"}`.
     A message needs a role, and content unless it is an assistant's message with `tool_calls`. The content of an
     assistant's message may be None, as it is in answers without text. Other keys are for the model's template.
     """
@@ -135,7 +138,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
         raise InvalidRequest(f"{where}: role must be text such as user or assistant, not {shown(message['role'])}")
     content = message.get("content")
     if isinstance(content, list | tuple):
-        message["content"] = "\n".join(_text(part, f"{where}: content[{index}]") for index, part in enumerate(content))
+        message["content"] = _content(content, message["role"], where)
     elif content is None and message["role"] == "assistant":
         message |= {} if _has_tool_calls(message) else {"content": ""}
     elif not isinstance(content, str):
@@ -147,12 +150,26 @@ def _has_tool_calls(message: Mapping[str, Any]) -> bool:
     return message.get("role") == "assistant" and bool(message.get("tool_calls"))
 
 
-def _text(part: object, where: str) -> str:
+def _content(parts: Iterable[object], role: str, where: str) -> str | list[dict[str, Any]]:
+    """Return the text of text parts, or the parts if there are images among them."""
+    checked = [_part(part, f"{where}: content[{index}]") for index, part in enumerate(parts)]
+    if all(part["type"] == "text" for part in checked):
+        return "\n".join(part["text"] for part in checked)
+    if role not in IMAGE_ROLES:
+        raise InvalidRequest(
+            f"{where}: messages of the roles {' and '.join(IMAGE_ROLES)} may have images, not {role!r}"
+        )
+    return checked
+
+
+def _part(part: object, where: str) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or not isinstance(kind, str):
         raise InvalidRequest(f'{where} must be a part such as {{"type": "text", "text": "Hello"}}, not {shown(part)}')
+    if kind == IMAGE:
+        return {"type": IMAGE}
     if kind != "text":
-        raise InvalidRequest(f"{where} is a part of type {shown(kind)}, which is not supported; only text parts are")
+        raise InvalidRequest(f"{where} is a part of type {shown(kind)}, which is not supported; text and images are")
     if not isinstance(part.get("text"), str):
         raise InvalidRequest(f"{where}: text must be text, not {shown(part.get('text'))}")
-    return str(part["text"])
+    return {"type": "text", "text": part["text"]}

@@ -12,7 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,11 +21,12 @@ import numpy.typing as npt
 
 from ...scheduler import AdmissionEstimate, Request, RequestUpdate, SchedulerError
 from ..common.config import EngineConfig
-from ..common.errors import GenerationFailed, InvalidRequest, QuireError, Unavailable
+from ..common.errors import GenerationFailed, InvalidRequest, Overloaded, QuireError, Unavailable
 from ..common.prompts import PromptImage
 from ..common.types import FinishReason, OutputChunk, Usage
 from ..model import model_path
 from ..model.encoder import is_encoder, read_encoder
+from ..model.vision import read_vision
 from .continuation import Continuation, replay
 from .core import Core, CoreListener, Prefilled
 from .embedding import Embedder, EmbeddingStream, EncoderTextProcessor
@@ -53,10 +55,13 @@ from .input import (
     stop_ids_of,
 )
 from .output import NewDetokenizer, SequenceOutput, Stream, StreamingOutput, output_class
-from .text import Token
+from .text import Token, Tokenizer
 from .text.encoder_text import EncoderText
 from .text_processor import TextProcessor
 from .validator import Validator
+
+if TYPE_CHECKING:
+    from .images import ImageReader
 
 CoreT = TypeVar("CoreT", bound=Core)
 
@@ -75,6 +80,7 @@ class Engine(Generic[CoreT]):
             has_tokenizer=text_processor.tokenizer is not None,
             has_chat_template=text_processor.chat_template is not None,
             default_sampling=text_processor.default_sampling,
+            max_images=0 if text_processor.image_reader is None else text_processor.image_reader.max_images,
         )
         self._validator = Validator(self.info, info.max_model_len * text_processor.longest_token)
         self._eos_token_ids = frozenset(
@@ -84,6 +90,8 @@ class Engine(Generic[CoreT]):
         self._sequences: dict[int, SequenceOutput] = {}  # request id of the core -> its output, until it ends
         self._num_preparing: Counter[str] = Counter()  # tenant -> sequences whose prompt is being tokenized
         self._executor = FairExecutor()
+        self._image_executor = FairExecutor(1)  # prepares prompts with images: each takes much memory
+        self._image_bytes = 0  # pixels of live requests
         self._next_id = 0
         self._embedder: Embedder | None = None
         if info.encoder is not None and encoder_texts is not None:
@@ -146,7 +154,8 @@ class Engine(Generic[CoreT]):
     async def tokenize_chat(self, request: GenerateRequest) -> tuple[int, ...]:
         """See `facade.EngineFacade.tokenize_chat`."""
         self._validator.check_prompt(request)
-        prepared = await self._executor.submit(request.tenant, prepare, request, self.text_processor, self._validator)
+        executor = self._executor_of(request)
+        prepared = await executor.submit(request.tenant, prepare, request, self.text_processor, self._validator)
         return prepared.token_ids
 
     async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "") -> str:
@@ -193,6 +202,7 @@ class Engine(Generic[CoreT]):
             await self.stop()
         finally:
             self._executor.close()
+            self._image_executor.close()
             await self.core.close()
 
     async def logits(
@@ -220,10 +230,29 @@ class Engine(Generic[CoreT]):
             if not done.cancelled():
                 done.exception()  # seen, also if the request was given up before it was awaited
 
-        preparing = self._executor.submit(tenant, self._prepared, request)
+        preparing = self._executor_of(request).submit(tenant, self._prepared, request)
         self._num_preparing[tenant] += num_queued
         preparing.add_done_callback(release)
         return preparing
+
+    def _executor_of(self, request: GenerateRequest) -> FairExecutor:
+        return self._image_executor if request.image_files else self._executor
+
+    def _hold_images(self, images: Sequence[PromptImage]) -> int:
+        """Count the pixels of a request that begins, and return their bytes. Raises Overloaded."""
+        num_bytes = sum(image.pixels.nbytes for image in images)
+        reader = self.text_processor.image_reader
+        if reader is not None and self._image_bytes + num_bytes > reader.max_memory:
+            raise Overloaded(
+                f"the images of this request take {num_bytes} bytes, those of others {self._image_bytes}, and all may "
+                f"take {reader.max_memory} (`max_image_memory`)"
+            )
+        self._image_bytes += num_bytes
+        return num_bytes
+
+    def _release_images(self, output: StreamingOutput) -> None:
+        self._image_bytes -= output.image_bytes
+        output.image_bytes = 0
 
     def _prepared(self, request: GenerateRequest) -> PreparedInput:
         """Return what `prepare` does, with the outputs that another server began. Runs in a helper thread."""
@@ -247,7 +276,7 @@ class Engine(Generic[CoreT]):
         try:
             prepared = preparing if isinstance(preparing, PreparedInput) else await preparing
             token_ids = prepared.token_ids
-            request = msgspec.structs.replace(request, sampling_params=prepared.params)
+            request = msgspec.structs.replace(request, sampling_params=prepared.params, image_files=())
             if request.fit_max_tokens:
                 request = fitted(request, self.info.max_model_len - len(token_ids))
             params = request.sampling_params
@@ -278,6 +307,7 @@ class Engine(Generic[CoreT]):
             output = output_class(params)(
                 stream, request, seed, submitted, requests, new_detokenizer, prepared.continuation
             )
+            output.image_bytes = self._hold_images(prepared.images)
             # Registered first: the core's updates may come before its answer.
             self._sequences.update((sequence.request.request_id, sequence) for sequence in output.sequences)
             self._end_former(output, prepared.continuation)
@@ -285,6 +315,7 @@ class Engine(Generic[CoreT]):
         except BaseException as error:
             if output is not None:
                 self._forget(output, "it was refused")
+                self._release_images(output)
                 output.forget_sequences()
             if isinstance(error, SchedulerError):
                 raise self._rejected(refusal_error(error)) from error
@@ -416,6 +447,7 @@ class Engine(Generic[CoreT]):
                 time_per_output_token_s=output.time_per_output_token_s(),
             )
         )
+        self._release_images(output)
         output.forget_sequences()
 
 
@@ -426,10 +458,20 @@ def load_texts(config: EngineConfig) -> tuple[TextProcessor, EncoderText | None]
         texts = EncoderText(path, read_encoder(path))
         return TextProcessor(texts.tokenizer, None), texts
     text_processor = TextProcessor.load(path, config.tool_call_parser)
+    text_processor.image_reader = _load_image_reader(path, text_processor.tokenizer, config)
     if config.embedding_model is None:
         return text_processor, None
     path = model_path(config.embedding_model)
     return text_processor, EncoderText(path, read_encoder(path))
+
+
+def _load_image_reader(path: Path, tokenizer: Tokenizer | None, config: EngineConfig) -> ImageReader | None:
+    """Return what reads images for a model that takes them. Raises ModelError."""
+    if tokenizer is None or read_vision(path) is None:
+        return None
+    from .images import ImageReader, read_image_processor  # here: other models need no Pillow
+
+    return ImageReader(read_image_processor(path), tokenizer, config)
 
 
 LocalEngine = Engine[EngineCore]

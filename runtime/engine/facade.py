@@ -35,6 +35,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling_params: SamplingParams = SamplingParams()
     images: tuple[PromptImage, ...] = ()  # of a prompt of token ids, in order
     messages: tuple[dict[str, Any], ...] | None = None  # instead of a prompt; rendered by the model's chat template
+    image_files: tuple[bytes, ...] = ()  # one for each image part of the messages, in order
     tools: tuple[dict[str, Any], ...] = ()  # that the chat template shows to the model, in OpenAI's form
     template_variables: dict[str, Any] = {}  # for the chat template, such as `enable_thinking`
     # Read the output as reasoning, answer and tool calls: it has the markup's special tokens in its text, and a grammar
@@ -54,10 +55,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_key: str = ""  # requests of the tenant with the same key go to the same engine process if it has room
 
     def text_bytes(self) -> int:
-        """Return about how many bytes the text to tokenize takes in memory, counting at most `MAX_COUNTED` values."""
+        """Return about how many bytes the text to tokenize takes in memory, counting at most `MAX_COUNTED` values.
+
+        Image files count as text.
+        """
         if isinstance(self.prompt, tuple):
             return 0
-        num_bytes, unseen = 0, [self.prompt, self.messages, self.tools, self.template_variables]
+        num_bytes = sum(map(sys.getsizeof, self.image_files))
+        unseen = [self.prompt, self.messages, self.tools, self.template_variables]
         for _ in range(MAX_COUNTED):
             if not unseen:
                 break
@@ -202,6 +207,7 @@ class EngineInfo(CoreInfo, frozen=True, kw_only=True):
     has_tokenizer: bool
     has_chat_template: bool
     default_sampling: dict[str, float] = {}  # sampling parameters that generation_config.json recommends
+    max_images: int = 0  # of one request; 0: the model takes no images
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,7 +33,7 @@ class PreparedInput(NamedTuple):
 
     token_ids: tuple[int, ...]  # of the prompt
     params: SamplingParams  # with the grammar of the tool calls
-    messages: Sequence[Mapping[str, Any]] = ()  # of a chat, with their content as text
+    messages: Sequence[Mapping[str, Any]] = ()  # of a chat, with their content as text, or as parts with images
     new_parser: NewParser | None = None
     markup: Mapping[str, int] = {}  # ids of the special tokens that the parser gets
     continuation: Continuation | None = None  # of a request with `generated`
@@ -71,8 +71,11 @@ def _prepare_chat(request: GenerateRequest, text_processor: TextProcessor, valid
     if params.structured_outputs is not None:
         check_structure(params.structured_outputs)
     # The template has written the special tokens.
-    token_ids = text_processor.encode(text, add_special_tokens=False)
-    return PreparedInput(token_ids, params, messages, new_parser, markup)
+    if not request.image_files:
+        token_ids = text_processor.encode(text, add_special_tokens=False)
+        return PreparedInput(token_ids, params, messages, new_parser, markup)
+    token_ids, images = text_processor.encode_with_images(text, request.image_files)
+    return PreparedInput(token_ids, params, messages, new_parser, markup, images=images)
 
 
 def conversation_of(request: GenerateRequest, prepared: PreparedInput) -> bytes:
@@ -85,7 +88,7 @@ def conversation_of(request: GenerateRequest, prepared: PreparedInput) -> bytes:
     if request.prompt_cache_key:
         parts += ["key", request.prompt_cache_key]
     for message in () if request.prompt_cache_key else prepared.messages:
-        parts += [message["role"], message.get("content", "")]
+        parts += [message["role"], _text_of(message.get("content", ""))]
         if message["role"] == "user":
             break
     digest = blake2b(msgspec.msgpack.encode([part.encode(errors="surrogatepass") for part in parts]), digest_size=16)
@@ -93,6 +96,11 @@ def conversation_of(request: GenerateRequest, prepared: PreparedInput) -> bytes:
         num_tokens = min(MAX_KEY_TOKENS, 1 << len(prepared.token_ids).bit_length() >> 1)
         digest.update(array("Q", prepared.token_ids[:num_tokens]).tobytes())
     return digest.digest()
+
+
+def _text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """Return the text of a message, whose images a conversation is not known by."""
+    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content or ())
 
 
 def _check_effort(variables: Mapping[str, Any], text_processor: TextProcessor) -> None:

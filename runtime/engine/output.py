@@ -248,6 +248,8 @@ class StreamingOutput:
             stall_ms=max(request.stall_s for request in requests) * 1000,
         )
 
+    image_bytes = 0  # pixels of the prompt's images, until the request ends
+
     def forget_sequences(self) -> None:
         """Release the sequences, which refer to this output: nothing more is taken from the core."""
         self.sequences.clear()

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..common.config import ToolCallParser
 from ..common.errors import CorruptCheckpoint, GenerationFailed, UnsupportedModel
+from ..common.prompts import PromptImage
 from ..common.types import SamplingParams
 from .text import ChatTemplate, IncrementalDetokenizer, Markup, Token, Tokenizer, has_tokenizer
 from .text.model_markup import find_markup
 from .text.tokenizer import read_json, text_folder
+
+if TYPE_CHECKING:
+    from .images import ImageReader
 
 # Sampling parameters that a model's generation_config.json may recommend.
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -36,6 +40,7 @@ class TextProcessor:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.default_sampling = dict(default_sampling or {})  # what generation_config.json recommends
+        self.image_reader: ImageReader | None = None  # of a model that takes images
         self.markup = Markup()  # how the model writes reasoning and tool calls
         if tokenizer is not None and chat_template is not None:
             tokens, config = tokenizer.special_tokens, chat_template.tokenizer_config
@@ -68,6 +73,16 @@ class TextProcessor:
             return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         except Exception as error:  # the library raises bare Exception
             raise GenerationFailed(f"the prompt could not be tokenized: {error}") from error
+
+    def encode_with_images(self, text: str, files: Sequence[bytes]) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+        """Return the token ids of a rendered chat with its images' tokens in place, and the images.
+
+        Raises InvalidRequest for a file that is no image within limits, and as `encode`.
+        """
+        assert self.image_reader is not None, "Validator.check_prompt refuses images for a model without a tower"
+        expanded, images = self.image_reader.insert(text, files)
+        token_ids = self.encode(expanded, add_special_tokens=False)
+        return token_ids, self.image_reader.locate(token_ids, images)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids` without special tokens."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...kernels.sample import MAX_TOP_LOGPROBS
 from ..common.errors import ContextLengthExceeded, InvalidRequest
+from ..common.images import count_image_parts
 from ..common.prompts import PromptImage, shown
 from ..common.types import SamplingParams
 from .facade import EmbedRequest, EncoderInfo, EngineInfo, GenerateRequest
@@ -112,12 +113,15 @@ class Validator:
             raise InvalidRequest("give a prompt or messages, and not both")
         if request.images and not isinstance(request.prompt, tuple):
             raise InvalidRequest("images need a prompt of token ids, which has their placeholders")
+        if request.image_files and request.messages is None:
+            raise InvalidRequest("images belong to messages; send them instead of a prompt")
         if isinstance(request.prompt, str):
             self.check_text(request.prompt)
         elif request.messages is not None:
             if not self._info.has_chat_template:
                 raise InvalidRequest("this model has no chat template; send a prompt instead of messages")
             self._check_tokenizer()
+            self._check_image_parts(request.messages, len(request.image_files))
         elif request.sampling_params.stop and not self._info.has_tokenizer:
             raise InvalidRequest("stop: strings cannot be found without a tokenizer.json; use stop_token_ids")
 
@@ -187,6 +191,12 @@ class Validator:
         if not self._info.has_tokenizer:
             raise InvalidRequest("this model has no tokenizer.json; give the prompt as token ids")
 
+    def _check_image_parts(self, messages: Sequence[object], num_files: int) -> None:
+        num_parts = count_image_parts(messages)
+        if num_parts != num_files:
+            raise InvalidRequest(f"messages: {num_parts} image parts, and {num_files} images; one each is needed")
+        check_num_images(num_files, self._info)
+
     def _check_bias(self, params: SamplingParams) -> None:
         bias = params.logit_bias or {}
         if len(bias) > MAX_BIASED_TOKENS:
@@ -244,6 +254,14 @@ class Validator:
     def _check_token(self, name: str, token: int) -> None:
         if not 0 <= token < self._info.vocab_size:
             raise InvalidRequest(f"{name}: token id {token} is outside the vocabulary 0..{self._info.vocab_size - 1}")
+
+
+def check_num_images(num_images: int, info: EngineInfo) -> None:
+    """Check the number of images in one request. Raises InvalidRequest."""
+    if num_images and not info.max_images:
+        raise InvalidRequest("messages: this model takes no images; send text parts only")
+    if num_images > info.max_images:
+        raise InvalidRequest(f"messages: {num_images} images; at most {info.max_images} (`max_images_per_request`)")
 
 
 def check_embed_options(request: EmbedRequest, info: EncoderInfo) -> None:

@@ -27,6 +27,7 @@ from .frames import (
     AskVectors,
     Frame,
     Generate,
+    Vectors,
 )
 from .framing import PREFIX_BYTES, next_payload, with_prefix
 
@@ -42,6 +43,11 @@ _DEFAULT_PARAMS = msgspec.to_builtins(SamplingParams())
 _DEFAULTS: dict[type[Frame], tuple[object, ...]] = {  # of the trailing fields of clients' frames, last field first
     frame: tuple({} if isinstance(default, SamplingParams) else default for default in frame.__struct_defaults__[::-1])
     for frame in CLIENT_FRAMES.values()
+}
+# Frame types of which one field may have msgpack's binary type, or items of it -> its position in the array.
+_BINARY = {
+    "GENERATE": 1 + Generate.__struct_fields__.index("images"),
+    "VECTORS": 1 + Vectors.__struct_fields__.index("values"),
 }
 _pack = msgspec.msgpack.Encoder().encode
 _ARRAY = 0x90  # first byte of a msgpack array with up to 15 items, which is added to it
@@ -79,7 +85,7 @@ def _as_array(frame: Frame) -> list[Any]:
 
     Trailing fields and sampling parameters are left out.
     """
-    array: list[Any] = msgspec.to_builtins(frame)
+    array: list[Any] = msgspec.to_builtins(frame, builtin_types=(bytes,))
     if type(frame) is Generate:
         array[PARAMS_POSITION] = {
             name: value for name, value in array[PARAMS_POSITION].items() if value != _DEFAULT_PARAMS[name]
@@ -149,7 +155,6 @@ class Decoder:
     def __init__(self, schema: Mapping[str, type[Frame]], max_frame_bytes: int = MIN_FRAME_BYTES) -> None:
         self.max_frame_bytes = max_frame_bytes
         self._schema = schema
-        self._takes_binary = "VECTORS" in schema
         self._buffer = bytearray()
 
     @property
@@ -169,7 +174,7 @@ class Decoder:
 
     def _complete_frames(self) -> Iterator[Frame | Malformed]:
         while (payload := next_payload(self._buffer, self.max_frame_bytes)) is not None:
-            yield parse_frame(_unpack(payload, self._takes_binary), self._schema)
+            yield parse_frame(_unpack(payload), self._schema)
 
 
 def parse_frame(message: tuple[Any, ...], schema: Mapping[str, type[Frame]]) -> Frame | Malformed:
@@ -179,7 +184,7 @@ def parse_frame(message: tuple[Any, ...], schema: Mapping[str, type[Frame]]) -> 
     if frame_type is None:
         raise ProtocolError(f"unknown frame type {_quoted(name)}; known here: {', '.join(schema)}")
     try:
-        return msgspec.convert(message, frame_type, strict=True)
+        return msgspec.convert(message, frame_type, strict=True, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
         reason = _with_field_name(frame_type, str(error))
         if frame_type in (Generate, AskVectors, AskScores) and (request_id := _readable_id(message)) is not None:
@@ -207,7 +212,7 @@ def _readable_id(message: tuple[Any, ...]) -> int | None:
     return None
 
 
-def _unpack(payload: bytes, takes_binary: bool = False) -> tuple[Any, ...]:
+def _unpack(payload: bytes) -> tuple[Any, ...]:
     try:
         if len(payload) > UNCHECKED_BYTES:
             _check_complete(payload)
@@ -219,7 +224,7 @@ def _unpack(payload: bytes, takes_binary: bool = False) -> tuple[Any, ...]:
             object_pairs_hook=_MapReader(),
             ext_hook=_refuse_extension,
             max_str_len=len(payload),
-            max_bin_len=len(payload) if takes_binary else 0,
+            max_bin_len=len(payload),
             max_array_len=min(MAX_ARRAY_LENGTH, len(payload)),
             max_map_len=min(MAX_MAP_ENTRIES, len(payload)),
             max_ext_len=0,
@@ -233,10 +238,19 @@ def _unpack(payload: bytes, takes_binary: bool = False) -> tuple[Any, ...]:
         ) from error
     if not isinstance(message, tuple):
         raise ProtocolError(f"a frame must be a msgpack array, not {type(message).__name__}")
-    _check_contents(
-        tuple([each for each in message if type(each) is not bytes]) if takes_binary else message, MAX_DEPTH
-    )
+    _check_contents(_without_binary(message), MAX_DEPTH)
     return message
+
+
+def _without_binary(message: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the array of a frame without the binary values that its type may have."""
+    name = message[0] if message else None
+    position = _BINARY.get(name, len(message)) if isinstance(name, str) else len(message)
+    if position >= len(message):
+        return message
+    values = message[position] if isinstance(message[position], tuple) else (message[position],)
+    others = tuple([value for value in values if type(value) is not bytes])
+    return (*message[:position], others, *message[position + 1 :])
 
 
 def _check_complete(payload: bytes) -> None:

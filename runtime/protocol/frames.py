@@ -15,6 +15,7 @@ for authors of clients. The rules that the types do not show:
 * CANCEL and CREDIT for an id that is not live are ignored, because they may have crossed the request's DONE.
 * The server sends the TOKENS of a request with `credit` while its credit is above zero. TOKENS frames are not split, so
   the last one may overdraw the credit. CREDIT adds to it. Frames without tokens need no credit.
+* GENERATE has `images` in msgpack's binary type, only to peers that negotiated `images`.
 * EMBED and SCORE are for peers that negotiated `embeddings`. Their answers are ACCEPTED, VECTORS or SCORES in the order
   of the texts, and DONE. Their credit counts texts; without credit the server stops computing. They are not resumed.
 * A resumable request outlives its connection for a while. RESUME continues it on a connection whose HELLO named the
@@ -36,6 +37,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ..common.images import MAX_IMAGES
 from ..common.types import ChatOptions, Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
 
 PROTOCOL_VERSION = 1
@@ -48,6 +50,7 @@ FEATURES = (
     "continue",
     "embeddings",
     "heartbeat",
+    "images",
     "pins",
     "progress",
     "tools",
@@ -93,6 +96,8 @@ class Generate(_Frame, tag="GENERATE", frozen=True):
     ended: tuple[NumTokens, ...] = ()  # outputs whose end was received, too
     # Sent if `cache_key` was negotiated: the tenant's requests with the same key go to the same engine.
     prompt_cache_key: Annotated[str, msgspec.Meta(max_length=MAX_CACHE_KEY)] = ""
+    # Sent if `images` was negotiated: image files, one for each part `{"type": "image"}` of the messages, in order.
+    images: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_IMAGES)] = ()
 
 
 class Cancel(_Frame, tag="CANCEL", frozen=True):
@@ -247,7 +252,7 @@ class Tokenized(_Frame, tag="TOKENIZED", frozen=True):
     token_ids: tuple[int, ...]
 
 
-class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One model that the server serves; a map on the wire."""
 
     name: str
@@ -255,6 +260,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     has_tokenizer: bool
     has_chat_template: bool
+    max_images: int = 0  # of one request; 0: the model takes no images. Sent if `images` was negotiated
 
 
 class Models(_Frame, tag="MODELS", frozen=True):

@@ -65,6 +65,7 @@ def engine_request(frame: Generate, tenant: str) -> GenerateRequest:
     return GenerateRequest(
         prompt=frame.prompt,
         messages=frame.messages,
+        image_files=frame.images,
         sampling_params=frame.params,
         tenant=tenant,
         priority=frame.priority,
@@ -146,13 +147,14 @@ def duplicate_frame(request_id: int) -> Error:
     return Error(request_id, ALREADY_EXISTS, f"request id {request_id} is live on this connection; use a fresh one")
 
 
-def models_frame(request_id: int, name: str, info: EngineInfo) -> Models:
+def models_frame(request_id: int, name: str, info: EngineInfo, features: Collection[str]) -> Models:
     model = ServedModel(
         name=name,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         has_tokenizer=info.has_tokenizer,
         has_chat_template=info.has_chat_template,
+        max_images=info.max_images if "images" in features else 0,
     )
     return Models(request_id, (model,))
 

@@ -143,7 +143,9 @@ class RequestHandler:
                     stream.grant(tokens)
             case ListModels(request_id):
                 name = self._context.config.served_model_name or ""
-                self._answer(request_id, lambda: models_frame(request_id, name, self._context.engine.info))
+                self._answer(
+                    request_id, lambda: models_frame(request_id, name, self._context.engine.info, self._features)
+                )
             case AskStats(request_id):
                 self._answer(request_id, lambda: stats_frame(request_id, self._stats()))
             case Ping(nonce):
@@ -207,6 +209,8 @@ class RequestHandler:
                 raise InvalidRequest("generated belongs to the feature `continue`, which HELLO did not request")
             if frame.prompt_cache_key and "cache_key" not in self._features:
                 raise InvalidRequest("prompt_cache_key belongs to the feature `cache_key`, which HELLO did not request")
+            if frame.images and "images" not in self._features:
+                raise InvalidRequest("images belong to the feature `images`, which HELLO did not request")
             request, delivery = engine_request(frame, self.tenant.name), self._delivery(frame)
             if frame.resumable or frame.idempotency_key is not None:
                 buffer = context.replays.open(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 import ssl
@@ -94,6 +95,8 @@ class Driver:
         if "chat" in options:
             choice = ToolChoice(**options["chat"].get("tool_choice", {}))
             options["chat"] = ChatOptions(**{**options["chat"], "tool_choice": choice})
+        for part in [part for each in options.get("messages", ()) for part in each["content"] if type(part) is dict]:
+            part["image"] = base64.b64decode(part["image"])
         return Stream(self._connected().generate(prompt, SamplingParams(**params), **options))
 
     def _connected(self) -> AsyncClient:

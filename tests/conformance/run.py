@@ -9,7 +9,8 @@ integers are decimal strings. The commands:
     {"do": "connect", "address", "token"?, "ca"?, "first_id"?}   make a new client; ca: trusted PEM file, implies TLS;
                                            address: a text, or several, of which the first that answers is used
     {"do": "start", "stream", "request"}   start a stream by name; request: prompt | messages, chat?, params,
-                                           resumable?, idempotency_key?, deadline_ms?
+                                           resumable?, idempotency_key?, deadline_ms?; the `image` of a part of a
+                                           message is base64
     {"do": "read", "stream", "tokens"}     read until N tokens of all outputs came; answer with the outcome so far
     {"do": "finish", "stream"}             read to the end; answer with the outcome
     {"do": "leave", "stream"}              stop reading, so that the client cancels the request

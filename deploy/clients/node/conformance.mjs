@@ -25,6 +25,9 @@ const commands = {
 };
 
 function begin({ prompt, messages, chat, params, resumable, idempotency_key: idempotencyKey, deadline_ms: deadlineMs }) {
+  for (const part of (messages ?? []).flatMap((message) => message.content)) {
+    if (part.image) part.image = Buffer.from(part.image, "base64");
+  }
   const chunks = client.generate(prompt, known(params), { messages, chat, resumable, idempotencyKey, deadlineMs });
   return { chunks, tokens: 0, outcome: { choices: [], usage: null } };
 }

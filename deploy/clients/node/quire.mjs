@@ -9,7 +9,7 @@ const VERSION = 1, MAX_FRAME_BYTES = 4 << 20, RESUME_FOR_MS = 60_000, MAX_RETRY_
 const CONNECT_MS = 10_000, NEXT_ADDRESS_MS = 2_000; // for an answer of the last address, of one before another
 const FIRST_BACK_OFF_MS = 1_000, LAST_BACK_OFF_MS = 30_000; // in which an address that has failed is tried last
 const MAX_FRUITLESS = 5; // servers that accepted a request and were lost before its next token: it may crash them
-const FEATURES = ["cache_key", "continue", "embeddings", "heartbeat", "tools"];
+const FEATURES = ["cache_key", "continue", "embeddings", "heartbeat", "images", "tools"];
 const OPTIONS = "messages, chat, deadlineMs, priority, pinMs, promptCacheKey, idempotencyKey and resumable";
 const CREDIT = 256; // most tokens, or texts, of a request that are in transit or unread
 const msgpack = new Packr({ useRecords: false, encodeUndefinedAsNil: true, int64AsType: "auto" });
@@ -45,12 +45,15 @@ export class Client {
       ...unknown } = options;
     for (const name in unknown) throw new TypeError(`generate has no option '${name}'; the options are ${OPTIONS}`);
     const id = this.#nextId++, endsAt = Date.now() + deadlineMs, survives = resumable || this.#servers.length > 1;
-    const how = [priority, pinMs, messages, CREDIT, idempotencyKey, resumable, chat && wired(chat)];
+    const [texts, images] = takeImages(messages);
+    const how = [priority, pinMs, texts, CREDIT, idempotencyKey, resumable, chat && wired(chat)];
     if (this.#leaving && this.#socket) throw unavailable("the server is shutting down; send new requests elsewhere");
     await this.#connected();
+    if (images.length && !this.#features.includes("images")) throw new QuireError("INVALID_ARGUMENT", "this server takes no images");
     const fingerprint = this.#fingerprint, outputs = Array.from({ length: params.n ?? 1 }, () => []); // received ids
-    const ask = (frame, generated, done = []) => { // with the outputs that another server began, and the key
+    const ask = (frame, generated, done = []) => { // with the outputs that another server began, the key, and images
       const key = this.#features.includes("cache_key") ? promptCacheKey : undefined;
+      if (images.length) return this.#ask(id, [...frame, generated, done, key ?? "", images]);
       return this.#ask(id, short(generated || key ? [...frame, generated, done, key] : frame));
     };
     let inbox = ask(["GENERATE", id, prompt, exact(params), deadlineMs, ...how]);
@@ -237,6 +240,13 @@ const exact = (params) => Object.fromEntries(Object.entries(params).map(([name, 
 
 // Tools travel as JSON text: frames nest a few levels only.
 const wired = ({ tools = [], ...chat }) => ({ ...chat, tools: tools.map((tool) => JSON.stringify(tool)) });
+
+// The messages with bare image parts, and the bytes of { type: "image", image } parts in order.
+function takeImages(messages) {
+  const images = [], isImage = (part) => part?.type === "image" && images.push(Buffer.from(part.image));
+  const bare = (content) => Array.isArray(content) ? content.map((part) => isImage(part) ? { type: "image" } : part) : content;
+  return [messages?.map((message) => ({ ...message, content: bare(message.content) })), images];
+}
 
 // Trailing fields with defaults are left out: an older server may not know them.
 function short(frame) {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -123,6 +123,8 @@ class ChatTemplate:
         offered = [_offered(_copy(each, MAX_SCHEMA_DEPTH, left, "a tool")) for each in tools]
         if offered and self._tools_place != "variable":
             chat = _with_tools_in_system(chat, offered, self._tools_place)
+        if self._takes_parts:
+            chat = [_with_parts(each) for each in chat]
         return self._run(chat, offered or None, given)
 
     def uses(self, variable: str) -> bool:
@@ -156,6 +158,13 @@ class ChatTemplate:
             return "variable"
         system = {"role": "system", "content": "a", "tools": PROBE}
         return "message" if self._shows(PROBE, [system, user], None) else "text"
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template reads texts only in lists of parts, as those of some models with images do."""
+        text = {"role": "user", "content": PROBE}
+        shows = partial(self._shows, PROBE, tools=None)
+        return self.uses("type") and not shows([text]) and shows([_with_parts(text)])
 
     @cached_property
     def _takes_argument_text(self) -> bool:
@@ -209,6 +218,12 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message that has its reasoning under every name that templates read."""
     given = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), None)
     return message if given is None else {**dict.fromkeys(REASONING_KEYS, given), **message}
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is a list of parts."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _offered(tool: Any) -> dict[str, Any]:

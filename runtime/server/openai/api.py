@@ -228,7 +228,7 @@ class Api:
             fields = await self._fields(exchange)
             fields.check_supported(TOKENIZE)
             if "messages" in fields.values:
-                messages = checked_messages(fields.values["messages"])
+                messages = checked_messages(fields.values["messages"], engine.info)
                 request = chat_prompt(fields.values, messages, tenant.name)
                 release = texts.reserve(request.text_bytes())
                 tokenizing = engine.tokenize_chat(request)
@@ -305,7 +305,10 @@ class Api:
         exchange.respond(_json(self._model_card(name)))
 
     def _model_card(self, name: str) -> dict[str, object]:
-        return {"id": name, "object": "model", "created": self._started, "owned_by": "quire"}
+        card: dict[str, object] = {"id": name, "object": "model", "created": self._started, "owned_by": "quire"}
+        if name == self._model and self._context.engine.info.max_images:
+            card["input_modalities"] = ["text", "image"]
+        return card
 
     # Refusals by path and headers
 

@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from ...common.errors import InvalidRequest
+from ...common.images import take_images
 from ...common.prompts import chat_messages, shown
 from ...common.types import SamplingParams
 from ...engine.facade import EngineInfo, GenerateRequest
+from ...engine.validator import check_num_images
 from .errors import BadRequest
 from .structure import FIELDS as STRUCTURE
 from .structure import structure_of
@@ -180,14 +182,15 @@ def check_model(fields: Fields, models: Sequence[str]) -> None:
         )
 
 
-def chat_prompt(values: dict[str, Any], messages: tuple[dict[str, Any], ...], tenant: str) -> GenerateRequest:
+def chat_prompt(values: dict[str, Any], messages: dict[str, Any], tenant: str) -> GenerateRequest:
     """Return the request of a chat whose prompt is wanted, and no answer. Raises BadRequest.
 
-    `values` are the fields about tools and reasoning, in the form that they have in chats.
+    `values` are the fields about tools and reasoning, in the form that they have in chats; `messages` is what
+    `checked_messages` returns.
     """
     return GenerateRequest(
         prompt=None,
-        messages=messages,
+        **messages,
         tools=request_tools(values),
         template_variables=template_variables(values),
         tenant=tenant,
@@ -206,7 +209,7 @@ def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     values = fields.values
     if "messages" not in values:
         raise BadRequest("messages is missing", "messages", error_code="missing_required_parameter")
-    messages = checked_messages(values["messages"])
+    messages = checked_messages(values["messages"], info)
     sampling = sampling_fields(fields, info)
     with_logprobs = fields.take("logprobs", bool, False)
     top_logprobs = fields.take_between("top_logprobs", 0, MAX_ALTERNATIVES, 0)
@@ -276,16 +279,19 @@ def _prompt_logprobs(fields: Fields) -> int | None:
     return num_shown
 
 
-def checked_messages(value: object, field: str = "messages") -> tuple[dict[str, Any], ...]:
-    """Return the messages of a chat. Raises BadRequest that names the field."""
+def checked_messages(value: object, info: EngineInfo, field: str = "messages") -> dict[str, Any]:
+    """Return the messages and images of a chat, as fields of its request. Raises BadRequest that names the field."""
     _check_size(value, field)
     if not isinstance(value, list):
         raise BadRequest(f"{field} must be a list, not {shown(value)}", field)
     try:
-        messages = chat_messages(value)
+        bare, images = take_images(value)
+        messages = chat_messages(bare)
+        check_num_images(len(images), info)
     except InvalidRequest as error:
         raise BadRequest(str(error), field) from None
-    return tuple({**each, "role": "system"} if each["role"] == "developer" else each for each in messages)
+    renamed = tuple({**each, "role": "system"} if each["role"] == "developer" else each for each in messages)
+    return {"messages": renamed, "image_files": images}
 
 
 def _check_size(value: object, field: str) -> None:

@@ -14,6 +14,7 @@ from .tools import call_id
 # Of the kinds of runs: the prefix of an item's id, and the name of its deltas.
 PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}
 DELTAS = {"content": "output_text", "reasoning": "reasoning_text", "arguments": "function_call_arguments"}
+INPUT_IMAGE = "input_image"
 TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
 
@@ -28,13 +29,13 @@ def input_messages(items: list[Any]) -> list[dict[str, Any]]:
         kind = item.get("type", "message") if isinstance(item, dict) else None
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         if kind == "message":
-            message = {"role": item.get("role"), "content": _texts(item.get("content"))}
+            message = {"role": item.get("role"), "content": _chat_parts(item.get("content"))}
             if last is not None and message["role"] == "assistant" and "content" not in last:
                 last |= message
             else:
                 messages.append(message)
         elif kind == "function_call_output":
-            content = _texts(_text(item, "output", where, (str, list)))
+            content = _chat_parts(_text(item, "output", where, (str, list)))
             messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": content})
         elif kind in ("function_call", "reasoning"):
             if last is None or (kind == "reasoning" and ("content" in last or "tool_calls" in last)):
@@ -177,14 +178,18 @@ def _nested(tool: object) -> object:
     return {"type": tool.get("type"), "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
-def _texts(content: Any) -> Any:
-    """Return content whose parts of text have the type that they have in chats."""
-    if not isinstance(content, list):
-        return content
-    return [
-        {**part, "type": "text"} if isinstance(part, dict) and part.get("type") in TEXT_PARTS else part
-        for part in content
-    ]
+def _chat_parts(content: Any) -> Any:
+    """Return content whose parts of text and images have the form that they have in chats."""
+    return [_chat_part(part) for part in content] if isinstance(content, list) else content
+
+
+def _chat_part(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in TEXT_PARTS:
+        return {**part, "type": "text"}
+    if kind == INPUT_IMAGE:
+        return {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail")}}
+    return part
 
 
 def _text(item: dict[str, Any], name: str, where: str, kinds: tuple[type, ...] = (str,)) -> Any:

@@ -28,7 +28,7 @@ from .fields import (
 )
 from .formats import Format
 from .logprobs import ChatLogprobs, Vocabulary, shown_in_delta
-from .response_items import OutputItems, chat_fields, input_messages
+from .response_items import INPUT_IMAGE, OutputItems, chat_fields, input_messages
 from .tools import FIELDS as TOOLS
 
 FIELDS = COMMON - {"n", "max_tokens", "logprobs", "logit_bias", "response_format", "stream_options"} | HINTS
@@ -63,7 +63,7 @@ def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     store = fields.take("store", bool, background)
     if background and not store:
         raise BadRequest("background needs store: true", "background")
-    messages = checked_messages(_messages(fields), "input")
+    messages = checked_messages(_messages(fields), info, "input")
     has_limit = "max_output_tokens" in fields.values
     _use_text_format(fields)
     sampling = sampling_fields(fields, info)
@@ -103,7 +103,7 @@ def _listed(item: dict[str, Any], item_id: str) -> dict[str, Any]:
         own = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
         content = item.get("content") or []
         parts = [{"text": content}] if isinstance(content, str) else content
-        item["content"] = [{**own, "text": part["text"]} for part in parts]
+        item["content"] = [part if part.get("type") == INPUT_IMAGE else {**own, "text": part["text"]} for part in parts]
     return {"id": item_id, "status": "completed", **item}
 
 

@@ -76,7 +76,7 @@ def test_an_assistants_tool_calls_need_no_content() -> None:
         ([{"role": "user", "content": [{"text": "x"}]}], r"content\[0\] must be a part such as"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]}],
-            r"messages\[0\]: content\[1\] is a part of type 'image_url', which is not supported; only text parts are",
+            r"messages\[0\]: content\[1\] is a part of type 'image_url', which is not supported; text and images are",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\]: text must be text, not None"),
     ],

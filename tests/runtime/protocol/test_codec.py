@@ -24,9 +24,10 @@ from quire.runtime.protocol.codec import (
     UNCHECKED_BYTES,
     Decoder,
     Malformed,
+    check_limits,
     encode,
 )
-from quire.runtime.protocol.frames import CLIENT_FRAMES, MIN_FRAME_BYTES, SERVER_FRAMES, Frame
+from quire.runtime.protocol.frames import CLIENT_FRAMES, MIN_FRAME_BYTES, SERVER_FRAMES, Frame, Generate
 
 U64 = st.integers(0, 2**64 - 1)
 TEXT = st.text(max_size=30)
@@ -225,7 +226,13 @@ BREACHES: dict[str, tuple[bytes, str]] = {
     "extension": (framed(b"\x92\xa4PING\xd4\x05\x00"), "within limits"),
     "empty extension": (framed(b"\x92\xa4PING\xc7\x00\x05"), "extension type 5"),
     "timestamp": (framed(b"\x92\xa4PING\xd6\xff\x00\x00\x00\x00"), "within limits"),
-    "binary": (packed(["PING", b"x"]), "within limits"),
+    "binary": (packed(["PING", b"x"]), "binary type is not part"),
+    "binary in the wrong field": (packed(["GENERATE", 1, b"x"]), "binary type is not part"),
+    "binary in a message beside images": (
+        packed(["GENERATE", 1, *[None] * 5, [{"role": b"x"}], *[None] * 7, [b"x"]]),
+        "binary type is not part",
+    ),
+    "binary in an array of images": (packed(["GENERATE", 1, *[None] * 13, [[b"x"]]]), "binary type is not part"),
     "empty binary": (packed(["PING", b""]), "binary type is not part"),
     "empty binary in a message": (packed(["GENERATE", 1, None, {}, None, 0, None, [{"role": b""}]]), "binary type"),
     "map key binary": (framed(b"\x92\xa4PING\x81\xc4\x00\x01"), "key is a bytes"),
@@ -381,8 +388,8 @@ def test_a_malformed_generate_fails_its_own_request_only(body: list[Any]) -> Non
         (["x", {"stop": [5]}], "params.stop[0]: expected str, got int"),
         (["x", {" - at `$[99]`": 1}], "params: object contains unknown field  - at $[99]"),
         (
-            ["x", {}, None, 0, None, None, None, None, False, None, None, [], "", 0],
-            "the frame: expected array of at most length 14, got 15",
+            ["x", {}, None, 0, None, None, None, None, False, None, None, [], "", [], 0],
+            "the frame: expected array of at most length 15, got 16",
         ),
     ],
 )
@@ -412,3 +419,16 @@ UNSENDABLE: dict[str, Callable[[], Frame]] = {
 def test_a_frame_that_cannot_be_encoded_is_an_invalid_request(frame: Callable[[], Frame]) -> None:
     with pytest.raises(InvalidRequest):
         encode(frame())
+
+
+def test_images_are_binary_and_nothing_else_is() -> None:
+    messages = ({"role": "user", "content": ({"type": "image"},)},)
+    frame = Generate(5, None, messages=messages, images=(b"\x89PNG", b"\xff\xd8"))
+    assert decode_all(encode(frame)) == [frame]
+    check_limits(encode(frame))
+    assert encode(frame).endswith(b"\x92\xc4\x04\x89PNG\xc4\x02\xff\xd8")
+    for images in (["text"], b"\x89PNG", [b"x"] * 257):
+        fields = [5, "hi", {}, None, 0, None, None, None, None, False, None, None, [], "", images]
+        (refused,) = decode_all(packed(["GENERATE", *fields]))
+        assert isinstance(refused, Malformed)
+        assert str(refused.error).startswith("images")

@@ -1,0 +1,300 @@
+"""What each family makes of an image, as its processor in transformers does: sizes, tiles, and text in the prompt.
+
+Resizing is Pillow's, so the pixels are the reference's to the last bit. Rescaling and normalisation belong to the
+model's tower.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from ...common.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
+from ...model.config_json import ConfigTable
+from ..text.tokenizer import read_json
+
+MAX_EDGE = 1 << 14  # of an image or a tile, in pixels
+MAX_AREA = 1 << 26
+MAX_TOKENS = 1 << 16  # of an image
+MAX_SPLIT_EDGE = 4096  # an image that is to be split is not made larger
+MAX_RATIO = 200  # of the longer to the shorter edge, where the family has a limit
+
+Pixels = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedImage:
+    """What one image becomes: arrays for the model's tower, and the text that stands for it in the prompt."""
+
+    arrays: tuple[Pixels, ...]  # [height, width, 3] each: its tiles, or the whole image
+    tokens: int  # of the run of image tokens that each array has in the text
+    text: str
+
+
+class ImageProcessor(Protocol):
+    """The preprocessing of one model. Any thread may call `process`."""
+
+    @property
+    def placeholder(self) -> str:
+        """What the chat template writes for an image."""
+
+    @property
+    def image_token(self) -> str:
+        """The token whose runs the tower's output replaces."""
+
+    def process(self, image: Image.Image) -> ProcessedImage:
+        """Return the pixels and the text of an RGB image. Raises InvalidRequest for one that the model cannot take."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiledProcessor:
+    """Idefics3 and SmolVLM: square tiles in rows, then the whole image in one tile."""
+
+    placeholder: str
+    image_token: str
+    border_token: str  # before each tile, and after the last
+    global_token: str  # before the whole image
+    longest_edge: int  # of the image that is split
+    tile_edge: int
+    splits: bool
+    tokens: int  # of a tile
+    filter: Image.Resampling
+
+    def process(self, image: Image.Image) -> ProcessedImage:
+        """Return the tiles, row by row, and the whole image; an image that is one tile has only that."""
+        image = image.resize(self._size(*image.size), self.filter)
+        rows, columns = 0, 0
+        tiles = []
+        if self.splits:
+            width, height = self._whole_tiles(*image.size)
+            image = image.resize((width, height), self.filter)
+            if max(width, height) > self.tile_edge:
+                rows, columns = height // self.tile_edge, width // self.tile_edge
+                tiles = [self._tile(image, row, column) for row in range(rows) for column in range(columns)]
+        whole = image.resize((self.tile_edge, self.tile_edge), self.filter)
+        return ProcessedImage((*tiles, _pixels(whole)), self.tokens, self._text(rows, columns))
+
+    def _size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size with the longest edge as configured; the other edge is even."""
+        ratio = width / height
+        if width >= height:
+            width = self.longest_edge
+            height = _even(int(width / ratio))
+        else:
+            height = self.longest_edge
+            width = _even(int(height * ratio))
+        width, height = max(width, 1), max(height, 1)
+        ratio = width / height
+        if width >= height and width > MAX_SPLIT_EDGE:
+            width, height = MAX_SPLIT_EDGE, int(MAX_SPLIT_EDGE / ratio)
+        elif height > MAX_SPLIT_EDGE:
+            width, height = int(MAX_SPLIT_EDGE * ratio), MAX_SPLIT_EDGE
+        return max(width, 1), max(height, 1)
+
+    def _whole_tiles(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size in which the image is made of whole tiles."""
+        ratio = width / height
+        if width >= height:
+            width = _up(width, self.tile_edge)
+            height = _up(int(width / ratio), self.tile_edge)
+        else:
+            height = _up(height, self.tile_edge)
+            width = _up(int(height * ratio), self.tile_edge)
+        return width, height
+
+    def _tile(self, image: Image.Image, row: int, column: int) -> Pixels:
+        left, top = column * self.tile_edge, row * self.tile_edge
+        return _pixels(image.crop((left, top, left + self.tile_edge, top + self.tile_edge)))
+
+    def _text(self, rows: int, columns: int) -> str:
+        run = self.image_token * self.tokens
+        tiles = "".join(
+            "".join(f"{self.border_token}<row_{row}_col_{column}>{run}" for column in range(1, columns + 1)) + "\n"
+            for row in range(1, rows + 1)
+        )
+        between = "\n" if rows else ""
+        return f"{tiles}{between}{self.border_token}{self.global_token}{run}{self.border_token}"
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicProcessor:
+    """Qwen2-VL to Qwen3-VL: the image in about its own size, in whole blocks of merged patches."""
+
+    placeholder: str
+    image_token: str
+    block: int  # pixels of the edge of what one token stands for
+    min_pixels: int
+    max_pixels: int
+    filter: Image.Resampling
+
+    def process(self, image: Image.Image) -> ProcessedImage:
+        """Return the whole image, with one token per block."""
+        width, height = self._size(*image.size)
+        tokens = (width // self.block) * (height // self.block)
+        pixels = _pixels(image.resize((width, height), self.filter))
+        return ProcessedImage((pixels,), tokens, self.image_token * tokens)
+
+    def _size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the nearest size in whole blocks that has an allowed number of pixels."""
+        if max(width, height) / min(width, height) > MAX_RATIO:
+            raise InvalidRequest(
+                f"it has {width} x {height} pixels; the longer edge may be at most {MAX_RATIO} times the shorter one"
+            )
+        block = self.block
+        area = round(width / block) * block * round(height / block) * block
+        if area > self.max_pixels:
+            scale = math.sqrt((height * width) / self.max_pixels)
+            sizes = [max(block, math.floor(edge / scale / block) * block) for edge in (width, height)]
+        elif area < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (height * width))
+            sizes = [math.ceil(edge * scale / block) * block for edge in (width, height)]
+        else:
+            sizes = [round(edge / block) * block for edge in (width, height)]
+        return sizes[0], sizes[1]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedProcessor:
+    """Gemma 3: the image in one size, with a fixed number of tokens."""
+
+    placeholder: str
+    image_token: str
+    end_token: str
+    width: int
+    height: int
+    tokens: int
+    filter: Image.Resampling
+
+    def process(self, image: Image.Image) -> ProcessedImage:
+        """Return the whole image in the model's size."""
+        pixels = _pixels(image.resize((self.width, self.height), self.filter))
+        text = f"\n\n{self.placeholder}{self.image_token * self.tokens}{self.end_token}\n\n"
+        return ProcessedImage((pixels,), self.tokens, text)
+
+
+class ProcessorFiles:
+    """The files of a model's folder that say how its images are prepared."""
+
+    def __init__(self, folder: Path) -> None:
+        processor = read_json(folder / "processor_config.json")
+        nested = processor.get("image_processor")
+        source = "processor_config.json" if isinstance(nested, dict) else "preprocessor_config.json"
+        images = nested if isinstance(nested, dict) else read_json(folder / source)
+        self.is_complete = bool(images)
+        self.images = ConfigTable(images, source=source)
+        self.processor = ConfigTable(processor, source="processor_config.json")
+        self.tokenizer = read_json(folder / "tokenizer_config.json")
+        self.config = ConfigTable(read_json(folder / "config.json"))
+
+    def token(self, name: str, default: str) -> str:
+        """Return the token that tokenizer_config.json has under a name, at its top or among the extra tokens."""
+        extra = self.tokenizer.get("extra_special_tokens")
+        named = extra if isinstance(extra, dict) else {}
+        for declared in (named.get(name), self.tokenizer.get(name)):
+            text = declared.get("content") if isinstance(declared, dict) else declared
+            if isinstance(text, str) and text:
+                return text
+        return default
+
+    def filter(self, default: Image.Resampling) -> Image.Resampling:
+        """Return the filter for resizing."""
+        return Image.Resampling(self.images.integer("resample", 0, 5, int(default)))
+
+    def tokens(self, key: str, default: int, computed: int) -> int:
+        """Return the number of tokens under a key of processor_config.json, which must be that of the tower."""
+        declared = self.processor.integer(key, 1, MAX_TOKENS, default)
+        if declared != computed:
+            raise CorruptCheckpoint(
+                f"processor_config.json: {key} is {declared}; the tower in config.json makes {computed} of an image"
+            )
+        return declared
+
+
+def _read_tiled(files: ProcessorFiles) -> ImageProcessor:
+    vision, images = files.config.table("vision_config"), files.images
+    tile_edge = images.table("max_image_size").integer("longest_edge", 1, MAX_SPLIT_EDGE, 364)
+    patch = vision.integer("patch_size", 1, tile_edge, 32)
+    factor = files.config.integer("scale_factor", 1, tile_edge, 2)
+    image_token = files.token("image_token", "<image>")
+    return TiledProcessor(
+        placeholder=image_token,
+        image_token=image_token,
+        border_token=files.token("fake_image_token", "<fake_token_around_image>"),
+        global_token=files.token("global_image_token", "<global-img>"),
+        longest_edge=images.table("size").integer("longest_edge", 1, MAX_EDGE, 4 * 364),
+        tile_edge=tile_edge,
+        splits=images.flag("do_image_splitting", True),
+        tokens=files.tokens("image_seq_len", 169, (tile_edge // patch) ** 2 // factor**2),
+        filter=files.filter(Image.Resampling.LANCZOS),
+    )
+
+
+def _read_dynamic(files: ProcessorFiles) -> ImageProcessor:
+    images, size = files.images, files.images.table("size")
+    block = images.integer("patch_size", 1, MAX_EDGE, 14) * images.integer("merge_size", 1, 64, 2)
+    least = size.integer("shortest_edge", 1, MAX_AREA, 56 * 56)
+    most = size.integer("longest_edge", 1, MAX_AREA, 28 * 28 * 1280)
+    image_token = files.token("image_token", "<|image_pad|>")
+    return DynamicProcessor(
+        placeholder=image_token,
+        image_token=image_token,
+        block=block,
+        min_pixels=images.integer("min_pixels", 1, MAX_AREA, least),
+        max_pixels=images.integer("max_pixels", 1, MAX_AREA, most),
+        filter=files.filter(Image.Resampling.BICUBIC),
+    )
+
+
+def _read_fixed(files: ProcessorFiles) -> ImageProcessor:
+    size = files.images.table("size")
+    return FixedProcessor(
+        placeholder=files.token("boi_token", "<start_of_image>"),
+        image_token=files.token("image_token", "<image_soft_token>"),
+        end_token=files.token("eoi_token", "<end_of_image>"),
+        width=size.integer("width", 1, MAX_EDGE, 224),
+        height=size.integer("height", 1, MAX_EDGE, 224),
+        tokens=files.tokens("image_seq_length", 256, files.config.integer("mm_tokens_per_image", 1, MAX_TOKENS, 256)),
+        filter=files.filter(Image.Resampling.BILINEAR),
+    )
+
+
+FAMILIES: Mapping[str, Callable[[ProcessorFiles], ImageProcessor]] = {  # by `model_type` of config.json
+    "idefics3": _read_tiled,
+    "smolvlm": _read_tiled,
+    "qwen2_vl": _read_dynamic,
+    "qwen2_5_vl": _read_dynamic,
+    "qwen3_vl": _read_dynamic,
+    "gemma3": _read_fixed,
+}
+
+
+def read_image_processor(folder: Path) -> ImageProcessor:
+    """Return the preprocessing of a folder's model. Raises UnsupportedModel or CorruptCheckpoint."""
+    files = ProcessorFiles(folder)
+    family = files.config.text("model_type", "")
+    if family not in FAMILIES:
+        raise UnsupportedModel(f"{folder}: images are supported for {', '.join(FAMILIES)} models, not for {family!r}")
+    if not files.is_complete:
+        raise CorruptCheckpoint(f"{folder} has no preprocessor_config.json, which says how images are prepared")
+    if not files.images.flag("do_resize", True):
+        raise files.images.refused("do_resize", "true")
+    return FAMILIES[family](files)
+
+
+def _pixels(image: Image.Image) -> Pixels:
+    return np.asarray(image, np.uint8)
+
+
+def _even(length: int) -> int:
+    return length + length % 2
+
+
+def _up(length: int, multiple: int) -> int:
+    return math.ceil(length / multiple) * multiple

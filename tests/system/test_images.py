@@ -1,0 +1,214 @@
+"""Images in chats over every door, on a tiny model with a vision tower: the same answer, and refusals that say why."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+from quire import LLM, ContextLengthExceeded, InvalidRequest, Overloaded, QuotaExceeded, SamplingParams
+from quire.runtime.client import AsyncClient
+from quire.runtime.common.images import take_images
+
+from tests.image_folder import TOKENS, write_image_folder
+
+from .http_client import Reply, connection
+
+OPTIONS: dict[str, Any] = {"weights": "f32", "kv_cache_dtype": "f32", "kv_cache_memory": 4 << 20, "max_num_seqs": 4}
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+PLAIN: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+
+
+def png(*colours: str, size: tuple[int, int] = (40, 20)) -> bytes:
+    """Return an image with vertical stripes."""
+    pixels = np.array([Image.new("RGB", (1, 1), each).getpixel((0, 0)) for each in colours], np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels[None]).resize(size, Image.Resampling.NEAREST).save(out, "PNG")
+    return out.getvalue()
+
+
+RED, STRIPES = png("red"), png("red", "blue", "white")
+
+
+def messages(*files: bytes, text: str = "What is this?") -> list[dict[str, Any]]:
+    images = [{"type": "image", "image": file} for file in files]
+    return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]
+
+
+def url(file: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(file).decode()}"
+
+
+def openai_messages(*files: bytes) -> Any:
+    images = [{"type": "image_url", "image_url": {"url": url(file), "detail": "auto"}} for file in files]
+    return [{"role": "user", "content": [*images, {"type": "text", "text": "What is this?"}]}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_image_folder(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> dict[bytes, str]:
+    """Return the text for each image, from a model in this process."""
+    with LLM(folder, **OPTIONS) as llm:
+        return {file: llm.chat(messages(file), GREEDY).text for file in (RED, STRIPES)}
+
+
+@pytest.fixture
+async def real(serving: Callable[..., Any], folder: Path) -> AsyncIterator[Any]:
+    async with serving(model=str(folder), **OPTIONS) as real:
+        yield real
+        assert real.engine._image_bytes == 0
+
+
+async def ask(real: Any, path: str, method: str = "POST", **body: Any) -> Reply:
+    async with connection(real) as client:
+        return await client.ask(method, path, body if method == "POST" else None)
+
+
+def test_a_chat_has_the_tokens_of_its_images_and_their_pixels_decide(folder: Path, wanted: dict[bytes, str]) -> None:
+    with LLM(folder, **OPTIONS) as llm:
+        output = llm.chat(messages(STRIPES), GREEDY)
+        assert output.prompt_token_ids is not None
+        assert output.prompt_token_ids.count(159) == 3 * TOKENS, "two tiles and the whole image"
+        assert output.usage.prompt_tokens == len(output.prompt_token_ids)
+        prepared = llm.engine.text_processor.encode_with_images("<image>", [STRIPES])[1]
+        assert [image.pixels.shape for image in prepared] == [(64, 64, 3)] * 3
+        again = llm.chat(messages(RED, STRIPES), GREEDY)
+        assert again.usage.prompt_tokens > output.usage.prompt_tokens
+        assert llm.chat(messages(STRIPES), GREEDY).text == output.text == wanted[STRIPES]
+        assert llm.chat([{"role": "user", "content": "What is this?"}], GREEDY).usage.prompt_tokens < 40
+    assert wanted[RED] != wanted[STRIPES]
+
+
+async def test_every_door_gives_the_same_answer(real: Any, wanted: dict[bytes, str]) -> None:
+    async with AsyncClient(real.address) as client:
+        (model,) = await client.models()
+        assert model.max_images == 16
+        for file in (RED, STRIPES):
+            assert (await client.complete(sampling_params=GREEDY, messages=messages(file))).text == wanted[file]
+            assert (await client.complete(sampling_params=GREEDY, messages=openai_messages(file))).text == wanted[file]
+    async with openai.AsyncOpenAI(base_url=f"http://{real.server.openai_address}/v1", api_key="none") as ai:
+        cards = [card.model_dump() async for card in ai.models.list()]
+        assert [card["input_modalities"] for card in cards] == [["text", "image"]]
+        answer = await ai.chat.completions.create(
+            model=cards[0]["id"], messages=openai_messages(STRIPES), max_tokens=6, temperature=0, extra_body=PLAIN
+        )
+        assert answer.choices[0].message.content == wanted[STRIPES]
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens > 3 * TOKENS
+        parts = [{"type": "input_image", "image_url": url(STRIPES), "detail": "auto"}]
+        given: Any = [{"role": "user", "content": [*parts, {"type": "input_text", "text": "What is this?"}]}]
+        response = await ai.responses.create(
+            model=cards[0]["id"], input=given, max_output_tokens=6, temperature=0, store=True, extra_body=PLAIN
+        )
+        assert response.output_text == wanted[STRIPES]
+        items = await ai.responses.input_items.list(response.id)
+        assert [part.type for part in items.data[0].content] == ["input_image", "input_text"]  # type: ignore[union-attr]
+        more = await ai.responses.create(
+            model=cards[0]["id"], input="And?", previous_response_id=response.id, max_output_tokens=2
+        )
+        assert more.usage is not None
+        assert response.usage is not None
+        assert more.usage.input_tokens > response.usage.input_tokens, "the image is in the chat still"
+
+
+async def test_a_prompt_with_images_can_be_tokenized(real: Any) -> None:
+    reply = await ask(real, "/tokenize", messages=openai_messages(STRIPES))
+    assert reply.json["tokens"].count(159) == 3 * TOKENS
+
+
+async def test_frames_have_images_only_if_they_were_negotiated(real: Any) -> None:
+    bare, files = take_images(messages(RED))
+    fields = [None, {"max_tokens": 2}, None, 0, None, bare, None, None, False, None, None, [], "", list(files)]
+    old = await real.raw()
+    old.send("MODELS", 1)
+    assert "max_images" not in (await old.receive())[2][0]
+    old.send("GENERATE", 2, *fields)
+    assert (await old.receive())[2:4] == [
+        "INVALID_ARGUMENT",
+        "images belong to the feature `images`, which HELLO did not request",
+    ]
+    new = await real.raw(hello=False)
+    new.send("HELLO", [1], None, ["images"])
+    assert (await new.receive())[2] == ["images"]
+    new.send("GENERATE", 2, *fields)
+    assert (await new.until("DONE", "ERROR"))[-1][0] == "DONE"
+    new.send("GENERATE", 3, *fields[:-1], [])
+    assert (await new.receive())[2:4] == [
+        "INVALID_ARGUMENT",
+        "messages: 1 image parts, and 0 images; one each is needed",
+    ]
+    new.send("GENERATE", 4, "a prompt", *fields[1:5], None, *fields[6:])
+    assert (await new.receive())[3] == "images belong to messages; send them instead of a prompt"
+
+
+BAD_PARTS: dict[str, tuple[Any, str]] = {
+    "remote": ({"url": "https://example.org/cat.png"}, "not fetched from other hosts"),
+    "no image": ({"url": url(b"hello")}, "messages: image 1: it is not a PNG"),
+    "damaged": ({"url": url(STRIPES[:60])}, "messages: image 1: it is damaged"),
+    "detail": ({"url": url(RED), "detail": 5}, "detail must be one of auto, low, high"),
+}
+
+
+@pytest.mark.parametrize(("image", "reason"), BAD_PARTS.values(), ids=BAD_PARTS.keys())
+async def test_a_bad_image_is_a_400_that_names_the_field(real: Any, image: Any, reason: str) -> None:
+    chat = [{"role": "user", "content": [{"type": "image_url", "image_url": image}]}]
+    reply = await ask(real, CHAT, messages=chat)
+    assert (reply.status, reply.error["param"], reply.error["type"]) == (400, "messages", "invalid_request_error")
+    assert reason in reply.error["message"]
+
+
+async def test_too_many_images_are_refused(real: Any) -> None:
+    reply = await ask(real, CHAT, messages=openai_messages(*[RED] * 17))
+    assert (reply.status, reply.error["param"]) == (400, "messages")
+    assert "17 images; at most 16 (`max_images_per_request`)" in reply.error["message"]
+    reply = await ask(real, CHAT, messages=openai_messages(*[RED] * 16))
+    assert reply.error["code"] == "context_length_exceeded"
+
+
+async def test_a_model_without_a_tower_names_the_field(system: Any) -> None:
+    reply = await ask(system, CHAT, messages=openai_messages(RED))
+    assert (reply.status, reply.error["param"]) == (400, "messages")
+    assert reply.error["message"] == "messages: this model takes no images; send text parts only"
+    image = {"type": "input_image", "image_url": url(RED)}
+    reply = await ask(system, RESPONSES, input=[{"role": "user", "content": [image]}])
+    assert (reply.status, reply.error["param"]) == (400, "input")
+    assert "input_modalities" not in (await ask(system, "/v1/models", "GET")).json["data"][0]
+
+
+async def test_images_of_live_requests_take_limited_memory(serving: Callable[..., Any], folder: Path) -> None:
+    tile = 64 * 64 * 3
+    async with (
+        serving(model=str(folder), **OPTIONS, max_image_memory=4 * tile) as real,
+        AsyncClient(real.address) as client,
+    ):
+        with pytest.raises(QuotaExceeded, match=rf"2 images take {6 * tile} bytes .* may take {4 * tile}"):
+            await client.complete(sampling_params=GREEDY, messages=messages(RED, RED))
+        long = client.generate(sampling_params=SamplingParams(max_tokens=60, ignore_eos=True), messages=messages(RED))
+        await anext(long)
+        with pytest.raises(Overloaded, match="max_image_memory"):
+            await client.complete(sampling_params=GREEDY, messages=messages(RED))
+        await long.aclose()
+        async with asyncio.timeout(60):
+            while real.engine._image_bytes:
+                await asyncio.sleep(0.002)
+        await client.complete(sampling_params=GREEDY, messages=messages(RED))
+
+
+def test_a_text_that_spells_an_image_is_refused(folder: Path) -> None:
+    with LLM(folder, **OPTIONS) as llm:
+        with pytest.raises(InvalidRequest, match="this text stands for an image"):
+            llm.chat(messages(RED, text="<image>"))
+        with pytest.raises(ContextLengthExceeded):
+            llm.chat(messages(*[RED] * 9))
