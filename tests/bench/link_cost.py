@@ -15,6 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 import uvloop
@@ -29,7 +30,6 @@ from tests.fuzz.host_process import SECRET, HostProcess, running_hosts
 
 FLAGS = ("--weights", "q8", "--kv-cache-dtype", "int8", "--kv-cache-memory", "64M", "--threads", "1")
 CONFIG = EngineConfig(weights="q8", kv_cache_dtype="int8", kv_cache_memory=64_000_000, threads=1)
-TICKS = os.sysconf("SC_CLK_TCK")
 
 Core = EnginePool | Cluster
 
@@ -48,9 +48,8 @@ async def read(engine: Engine[Core], asked: GenerateRequest) -> float:
 
 
 def cpu_s(pid: int) -> float:
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    """Return the CPU seconds of a process's threads, to the nanosecond; `stat` counts in hundredths of a second."""
+    return sum(int(each.read_text().split()[0]) for each in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 async def tokens_per_second(
