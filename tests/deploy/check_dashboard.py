@@ -63,8 +63,7 @@ def main() -> None:
         fleet = running.enter_context(quire_server("--engine-hosts", addresses, "--secret-file", str(secret)))
         targets = [server.operator_address, fleet.operator_address]
         prometheus = running.enter_context(prometheus_server(Path(folder) / "prometheus", targets))
-        asyncio.run(load_both(server, fleet, hosts, seconds))
-        failed = report(prometheus)
+        failed = asyncio.run(load_and_report(server, fleet, hosts, seconds, prometheus))
     sys.exit(1 if failed else 0)
 
 
@@ -192,12 +191,19 @@ def free_port() -> int:
 # Load
 
 
-async def load_both(server: QuireServer, fleet: QuireServer, hosts: Sequence[HostProcess], seconds: float) -> None:
-    async with asyncio.TaskGroup() as group:
-        group.create_task(load(fleet.address, seconds, lambda: restart_a_host(hosts[0], seconds / 2)))
+async def load_and_report(
+    server: QuireServer, fleet: QuireServer, hosts: Sequence[HostProcess], seconds: float, prometheus: str
+) -> int:
+    """Load both servers, the fleet until all queries have run. Return the number of queries that failed."""
+    loading = asyncio.create_task(load(fleet.address, math.inf, lambda: restart_a_host(hosts[0], seconds / 2)))
+    try:
         await load(server.address, seconds, lambda: kill_an_engine(server.process.pid, seconds / 2))
-    async with AsyncClient(server.address) as client:  # alone: with a full batch no draft tokens are verified
-        await client.complete("queue, lock, " * 40, SamplingParams(max_tokens=300, ignore_eos=True))
+        async with AsyncClient(server.address) as client:  # alone: with a full batch no draft tokens are verified
+            await client.complete("queue, lock, " * 40, SamplingParams(max_tokens=300, ignore_eos=True))
+        return await asyncio.to_thread(report, prometheus)
+    finally:
+        loading.cancel()
+        await asyncio.wait([loading])
 
 
 async def load(address: str, seconds: float, disturb: Callable[[], None]) -> None:

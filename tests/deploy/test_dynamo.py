@@ -138,7 +138,7 @@ async def test_tokens_are_those_of_quire(running: Running) -> None:
     assert [each["total_tokens"] for each in usage] == [len(PROMPT) + 24]
 
 
-async def test_a_request_that_is_aborted_or_left_frees_its_pages(running: Running) -> None:
+async def test_requests_that_are_aborted_left_or_refused_leave_nothing(worker: Any, running: Running) -> None:
     endless = {"token_ids": list(PROMPT), "stop_conditions": {"max_tokens": 1500, "ignore_eos": True}}
     context = Context("one")
     stream = running.engine.generate(endless, context)
@@ -151,9 +151,6 @@ async def test_a_request_that_is_aborted_or_left_frees_its_pages(running: Runnin
     await stream.aclose()
     assert running.engine._streams == {}
     assert (await running.chunks(endless | {"stop_conditions": {"max_tokens": 2}}))[-1]["finish_reason"] == "length"
-
-
-async def test_what_quire_refuses_is_dynamos_error(worker: Any, running: Running) -> None:
     refused: tuple[dict[str, Any], ...] = (
         {"token_ids": []},
         {"token_ids": [10**6]},

@@ -282,7 +282,11 @@ async def test_operators_see_every_host(hosts: FakeHosts, listener: FakeListener
         assert by_name[second].engine is not None
         assert (by_name[second].engine.running, by_name[second].engine.pages_owned) == (3, 20)
         hosts.errors[f"{first}:1"] = Unavailable("no answer")
+        hosts[first].tell_stats(running=1)
+        hosts[first].exit_delay_s = 0.5
         hosts[first].exit(0)
+        await until(lambda: not cluster.hosts[f"{first}:1"].is_ready)
+        assert [status.engine is None for status in cluster.host_statuses()].count(True) == 1
         await until(lambda: cluster.hosts[f"{first}:1"].problem is not None)
         (lost,) = [status for status in cluster.host_statuses() if status.address[0] == first]
         assert (lost.state, lost.problem, lost.requests, lost.moved_requests) == ("down", "no answer", 0, 1)
