@@ -1,6 +1,7 @@
 // GGML's block formats, written from their definition in llama.cpp: d is an fp16 scale, the other bytes are as commented.
 #include "ggml.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "simd/tiles.h"
@@ -132,13 +133,16 @@ void quire_quantise_q8(const float *w, int64_t n, uint8_t *at, uint16_t *scale) 
   float x[32] = {0};
   memcpy(x, w, (size_t)n * sizeof *w);
   const vf half[2] = {vf_load(x), vf_load(x + 16)};
-  *scale = round_f16(vf_reduce_max(vf_max(vf_abs(half[0]), vf_max(vf_abs(half[1]), vf_zero()))) / 127.f);
-  const float step = f16_widen(*scale);
-  uint32_t q[32];
+  const float top = vf_reduce_max(vf_max(vf_abs(half[0]), vf_max(vf_abs(half[1]), vf_zero())));
+  const float exact = top / 127.f < 65504.f ? top / 127.f : 65504.f;
+  *scale = round_f16(exact);
+  const vf inverse = vf_set1(exact > 0.f ? 1.f / exact : 0.f), limit = vf_set1(127.f);
   for (int i = 0; i < 2; i++) {
-    const vf number = vf_min(vf_set1(127.f), vf_max(vf_div(half[i], vf_set1(step)), vf_set1(-127.f)));
-    vi_store(q + 16 * i, step > 0 ? vi_from(number) : vi_zero());
+    vf_store(x + 16 * i, vf_min(limit, vf_max(vf_mul(half[i], inverse), vf_sub(vf_zero(), limit))));
   }
+  uint32_t q[32];
+  // Truncated after adding the largest number below a half: rounds halves away from zero.
+  for (int i = 0; i < 32; i++) q[i] = (uint32_t)(int32_t)(x[i] + copysignf(0x1.fffffep-2f, x[i]));
   for (int line = 0; line < 8; line++) {
     const uint32_t *four = q + line * 4;
     put(at, line, ((four[0] & 255) | (four[1] & 255) << 8 | (four[2] & 255) << 16 | four[3] << 24) ^ 0x80808080);

@@ -12,7 +12,8 @@ int64_t quire_ggml_bytes(int type);    // of one block
 // Widen `n` blocks to f32 with GGML's formula.
 void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out);
 
-// Quantise n <= 32 weights of one column as Q8_0 does: the scale is max|w| / 127 in fp16, and a NaN becomes the least number.
+// Quantise n <= 32 weights of one column to the bits that llama.cpp gives them in Q8_0: the numbers are rounded with the exact
+// scale max|w| / 127, halves away from zero, and the scale is stored in fp16. A NaN becomes the least number.
 // Writes 4 bytes of each of 8 lines of 64 bytes from `at` on; weights from n on are zero.
 void quire_quantise_q8(const float *w, int64_t n, uint8_t *at, uint16_t *scale);
 

@@ -20,15 +20,16 @@ def matrix(n: int, k: int, dtype: str) -> PackedMatrix:
 
 
 def q8_by_numpy(w: np.ndarray) -> np.ndarray:
-    """Quantise and widen as Q8_0 does: blocks of 32 along K, scale max|w| / 127 in fp16."""
+    """Quantise and widen as Q8_0 does: blocks of 32 along K, numbers of scale max|w| / 127, which is stored in fp16."""
     n, k = w.shape
     blocks = np.zeros((n, -(-k // 32) * 32), np.float32)
     blocks[:, :k] = w
     blocks = blocks.reshape(n, -1, 32)
-    scale = (np.abs(blocks).max(axis=2, keepdims=True) / np.float32(127)).astype(np.float16).astype(np.float32)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        q = np.where(scale > 0, np.clip(np.rint(blocks / scale), -127, 127), 0)
-    return (q * scale).reshape(n, -1)[:, :k]
+    scale = np.abs(blocks).max(axis=2, keepdims=True) / np.float32(127)
+    inverse = np.divide(np.float32(1), scale, where=scale > 0, out=np.zeros_like(scale))
+    size = np.abs(blocks * inverse)
+    q = np.copysign(np.floor(size) + np.floor(2 * (size - np.floor(size))), blocks)
+    return (q * scale.astype(np.float16).astype(np.float32)).reshape(n, -1)[:, :k]
 
 
 def q4_by_numpy(w: np.ndarray) -> np.ndarray:

@@ -70,7 +70,7 @@ def test_smaller_weights_stay_close(
     logits = compute_logits(model, token_ids, kv_dtype="bf16")
     assert distance(logits, expected) > 1e-5
     if model.spec.experts is None:
-        assert distance(logits, expected) < 0.05
+        assert distance(logits, expected) < 0.07
     else:  # a rounded row may choose another expert in a near tie: most rows stay close
         rows = [distance(row, golden_row) for row, golden_row in zip(logits, expected, strict=True)]
         assert statistics.median(rows) < 0.05
