@@ -21,6 +21,7 @@ import structlog
 from ..cluster import Members, connected_cluster, read_secret
 from ..common.config import EngineConfig, ServerConfig
 from ..common.errors import ConfigError
+from ..common.heap import limit_heap
 from ..common.logs import log_to_stderr
 from ..common.settings import Settings
 from ..common.tuning import favour_event_loop, tune_collector
@@ -56,6 +57,7 @@ def serve(
     machines: MachineFlags | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises ModelError or ConfigError if the server cannot start."""
+    limit_heap()
     settings = settings_from(model, memory, scheduling, server_flags, limits, machines)
     _check_machines(settings)
     log_to_stderr(settings.server.log_format, settings.server.log_level)

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import takewhile
@@ -30,6 +28,7 @@ from ..common.errors import GenerationFailed, InvalidRequest
 from ..common.types import StructuredOutputs
 from ..model import read_spec
 from ..model.runner import SamplingSpec
+from .compiled_grammars import CompiledGrammars
 from .error_mapping import UNMATCHED
 from .job_threads import JobThreads
 from .json_schema import without_idle_keywords
@@ -43,9 +42,9 @@ NUM_THREADS = 2  # that compute masks of one sequence each
 MAX_FORCING_BYTES = 16 << 10  # of a grammar whose forced tokens are looked for: that takes long for long texts
 MAX_KNOWN_TEXTS = 2000  # forced texts whose tokens are kept
 MAX_KNOWN_CHARACTERS = 100  # of such a text
-MAX_COMPILED = 512 << 10  # characters of the grammars that are kept compiled: up to 150 bytes of memory for each
-MAX_COMPILED_PER_TENANT = MAX_COMPILED // 2
-MIN_CHARACTERS = 4 << 10  # for which each grammar counts, however short
+# Expressions that may be made before the first token. Text that a grammar forces is looked at to its end, and each of
+# these takes up to 270 bytes: a regular expression of 15 characters took 180 MB.
+MAX_FIRST_EXPRESSIONS = 200_000
 MAX_ITEMS = 20_000  # ways to go on, of a parser: an object with 500 optional properties has 2,000
 MAX_AMBIGUOUS_ITEMS = 1_000  # of a grammar in which they may be ways to read the text: a mask takes their square
 # Tokens that are looked at as one, where a grammar allows all of them: masks of words and names take a quarter of the
@@ -102,6 +101,7 @@ def _json_grammar(schema: dict[str, Any] | bool | str) -> str:
 
 def _limits(structure: StructuredOutputs) -> LLParserLimits:
     return LLParserLimits(
+        initial_lexer_fuel=MAX_FIRST_EXPRESSIONS,
         max_lexer_states=20_000,
         max_grammar_size=200_000,
         max_items_in_row=MAX_AMBIGUOUS_ITEMS if _may_be_ambiguous(structure) else MAX_ITEMS,
@@ -110,8 +110,9 @@ def _limits(structure: StructuredOutputs) -> LLParserLimits:
 
 
 def _is_too_complex(matcher: LLMatcher) -> bool:
-    """Return whether a matcher that took no more tokens reached its limit of items; llguidance tells only in text."""
-    return "items; max is" in matcher.get_error()
+    """Return whether a matcher that took no more tokens reached one of its limits; llguidance tells only in text."""
+    error = matcher.get_error()
+    return "items; max is" in error or "lexer error: too many" in error
 
 
 def _may_be_ambiguous(structure: StructuredOutputs) -> bool:
@@ -128,8 +129,7 @@ class Grammars:
         self._path = path
         self._running: dict[int, RunningGrammar] = {}  # by request id: those of the last step
         self._beams: dict[tuple[int, tuple[int, ...]], RunningGrammar] = {}  # by search and generated tokens, likewise
-        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()  # by tenant and grammar
-        self._compiled_lock = threading.Lock()
+        self._compiled = CompiledGrammars()
         self._compiling = JobThreads(1, "quire-compile")
         self._apart = JobThreads(NUM_THREADS, "quire-masks-apart")
         self._together = JobThreads(1, "quire-masks")
@@ -221,7 +221,7 @@ class Grammars:
             running = RunningGrammar(sampling, is_beam=True)
             parent = beams.get((id(sampling), generated[:-1]))
             if parent is not None and parent.matcher is not None and parent.job is not None and parent.job.is_done:
-                running.matcher = parent.matcher.deep_copy()
+                running.compiled, running.matcher = parent.compiled, parent.matcher.deep_copy()
                 running.matcher.consume_token(generated[-1])
                 running.num_consumed = len(generated)
                 running.distrust = parent.distrust if parent.job.is_late else 0
@@ -244,32 +244,16 @@ class Grammars:
         sampling = running.sampling
         structure = sampling.params.structured_outputs
         assert structure is not None
-        key = (sampling.tenant, grammar_of(structure))
-        with self._compiled_lock:
-            matcher = self._compiled.get(key)
-        if matcher is None:
-            matcher = LLMatcher(self._tables(), key[1], log_level=0, limits=_limits(structure))
+        grammar = grammar_of(structure)
+
+        def compiled() -> LLMatcher:
+            matcher = LLMatcher(self._tables(), grammar, log_level=0, limits=_limits(structure))
             matcher.compute_bitmask()  # once, not in each copy
-        with self._compiled_lock:
-            self._compiled[key] = matcher
-            self._compiled.move_to_end(key)
-            self._forget_compiled(sampling.tenant)
-        running.may_force = len(key[1]) <= MAX_FORCING_BYTES and not _may_be_ambiguous(structure)
-        return matcher.deep_copy()
+            return matcher
 
-    def _forget_compiled(self, tenant: str) -> None:
-        """Forget the grammars used longest ago: of this tenant beyond its share, then of all beyond the limit."""
-        self._shrink([key for key in self._compiled if key[0] == tenant], MAX_COMPILED_PER_TENANT)
-        self._shrink(list(self._compiled), MAX_COMPILED)
-
-    def _shrink(self, keys: Sequence[tuple[str, str]], limit: int) -> None:
-        sizes = [max(len(text), MIN_CHARACTERS) for _, text in keys]
-        size = sum(sizes)
-        for key, own_size in zip(keys, sizes, strict=True):
-            if size <= limit:
-                break
-            size -= own_size
-            del self._compiled[key]
+        running.compiled = self._compiled.get(sampling.tenant, grammar, compiled)
+        running.may_force = len(grammar) <= MAX_FORCING_BYTES and not _may_be_ambiguous(structure)
+        return running.compiled.matcher.deep_copy()
 
     def _tables(self) -> LLTokenizer:
         if self._tokenizer is None:

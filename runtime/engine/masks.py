@@ -20,6 +20,7 @@ from llguidance import LLExecutor, LLMatcher
 from ...scheduler.plan import SampledToken, ScheduledSequence, StepResult
 from ..common.errors import QuireError
 from ..model.runner import AllowedTokens, SamplingSpec
+from .compiled_grammars import CompiledGrammar
 
 DISTRUST = 4  # masks that a sequence computes apart, in time, after it was late; doubled each time
 MAX_DOUBLINGS = 8
@@ -61,6 +62,7 @@ class RunningGrammar:
 
     sampling: SamplingSpec
     matcher: LLMatcher | None = None  # None until the grammar is compiled
+    compiled: CompiledGrammar | None = None  # what the matcher is a copy of: it counts while this refers to it
     num_consumed: int = 0  # generated tokens that the matcher has taken
     job: MaskJob | None = None
     row: int = 0  # of the job's masks: the first of this sequence
@@ -172,9 +174,11 @@ class MaskQueue:
                 _log.exception("computing masks failed")
             if len(job.parts) > 1:
                 job.is_abandoned = True
+                job.parts.clear()
                 return
             for running, _, _ in job.parts:
                 running.error = str(error) if is_known else f"structured_outputs: {error!r}"
+        job.parts.clear()  # they refer to the job: matchers of ended sequences would wait for the garbage collector
         with self.changed:
             job.is_done = True
             self.changed.notify_all()

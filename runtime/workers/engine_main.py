@@ -27,6 +27,7 @@ import uvloop
 
 from ...scheduler import AdmissionEstimate, EncodeRequest, Refused, Request, RequestUpdate, SchedulerError, StepPlan
 from ..common.errors import QuireError, Unavailable
+from ..common.heap import limit_heap
 from ..common.logs import log_to_stderr
 from ..engine import CoreListener, EngineCore, Prefilled, StepStats, prefix_snapshot
 from .engine_link import (
@@ -58,6 +59,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    limit_heap()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     link_fd, heartbeat_fd = map(int, sys.argv[1:])
     threading.Thread(target=_send_heartbeats, args=(heartbeat_fd,), name="quire-heartbeat", daemon=True).start()

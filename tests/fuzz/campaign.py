@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from statistics import mean
 
 import uvloop
 from quire import AsyncClient, RequestOutput, SamplingParams
@@ -27,8 +29,9 @@ BYSTANDER_REQUESTS = (
 RETRY_S = 0.1
 PING_EVERY_S = 0.05
 NUM_SAMPLES = 12  # of the server's vitals, at equal intervals
+MEMORY_EVERY_S = 0.5
 MIN_SECONDS_FOR_MEMORY = 120  # in shorter runs allocators and caches are still filling
-GROWTH_ALLOWED = 0.05  # of the peak of resident memory, from the first half of the run to the second, or:
+GROWTH_ALLOWED = 0.05  # of the mean of resident memory, from the second third of the run to the last, or:
 GROWTH_ALLOWED_BYTES = 16 * MIB
 
 
@@ -39,6 +42,7 @@ class CampaignReport:
     cases: Counter[str] = field(default_factory=Counter)  # attacks by outcome
     breaches: list[str] = field(default_factory=list)
     rounds: Counter[str] = field(default_factory=Counter)  # requests of the bystanders by outcome
+    memory: list[int] = field(default_factory=list)  # resident bytes of the server's processes, at equal intervals
     slowest_ping_s: float = 0.0
     slowest_wakeup_s: float = 0.0  # how late this process woke up: it shares the machine with the server
 
@@ -69,10 +73,18 @@ class CampaignReport:
 Attack = Callable[[ServerProcess, CampaignReport, argparse.Namespace], Awaitable[None]]
 
 
-def run(attack: Attack, parser: argparse.ArgumentParser, *, flags: Sequence[str] = (), token: str | None = None) -> int:
+def run(
+    attack: Attack,
+    parser: argparse.ArgumentParser,
+    *,
+    flags: Sequence[str] = (),
+    token: str | None = None,
+    most_bytes: float = math.inf,
+) -> int:
     """Start a server, run `attack` for `--seconds` while bystanders read, print the report, return the exit status.
 
-    `flags` are of quire serve; `token` is the bystanders' key.
+    `flags` are of quire serve; `token` is the bystanders' key. The attack may make the server's processes larger by
+    `most_bytes`, and in the last third of a long run not larger than in the second.
     """
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=1)
@@ -82,6 +94,7 @@ def run(attack: Attack, parser: argparse.ArgumentParser, *, flags: Sequence[str]
     with start_server(*flags, *options.flags) as server:
         uvloop.run(_run(server, attack, report, options, token))
         report.check_log(server)
+    _check_memory(report, most_bytes, options.seconds)
     return report.print()
 
 
@@ -90,7 +103,7 @@ async def _run(
 ) -> None:
     before = await server.settled()
     print(f"{'before':<9} {before}")
-    samples: list[Vitals] = []
+    watching = asyncio.create_task(_watch_memory(server, report))
     async with bystanders(server, report, token):
         attacking = asyncio.ensure_future(attack(server, report, options))
         for number in range(1, NUM_SAMPLES + 1):
@@ -98,16 +111,15 @@ async def _run(
             if not server.is_alive:
                 report.breach("the server died")
                 return
-            samples.append(await asyncio.to_thread(server.vitals))
-            print(f"{options.seconds * number / NUM_SAMPLES:7.0f} s {samples[-1]}", flush=True)
+            vitals = await asyncio.to_thread(server.vitals)
+            print(f"{options.seconds * number / NUM_SAMPLES:7.0f} s {vitals}", flush=True)
         attacking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await attacking
+    watching.cancel()
     after = await server.settled(before.descriptors)
     print(f"{'after':<9} {after}")
     check_settled(before, after, report)
-    if options.seconds >= MIN_SECONDS_FOR_MEMORY:
-        _check_memory(samples, report)
 
 
 def check_settled(before: Vitals, after: Vitals, report: CampaignReport) -> None:
@@ -120,12 +132,26 @@ def check_settled(before: Vitals, after: Vitals, report: CampaignReport) -> None
         report.breach(f"pages {after.pages} do not add up to {after.pages_total}")
 
 
-def _check_memory(samples: list[Vitals], report: CampaignReport) -> None:
-    """Compare the peaks of both halves: a leak makes the second one higher."""
-    middle = NUM_SAMPLES // 2
-    first, second = (max(sample.rss for sample in half) for half in (samples[:middle], samples[middle:]))
-    if second - first > max(GROWTH_ALLOWED_BYTES, GROWTH_ALLOWED * first):
-        report.breach(f"the peak of resident memory grew from {first / MIB:.1f} to {second / MIB:.1f} MiB")
+async def _watch_memory(server: ServerProcess, report: CampaignReport) -> None:
+    while True:
+        report.memory.append(await asyncio.to_thread(server.rss))
+        await asyncio.sleep(MEMORY_EVERY_S)
+
+
+def _check_memory(report: CampaignReport, most_bytes: float, seconds: float) -> None:
+    """Compare what was measured with the limit, and the last third of the run with the second one."""
+    length = len(report.memory) // 3
+    if not length:
+        return
+    before, most = report.memory[0], max(report.memory)
+    thirds = [mean(report.memory[start : start + length]) for start in (0, length, 2 * length)]
+    shown = ", ".join(f"{each / MIB:.0f}" for each in thirds)
+    print(f"{'memory':<12} {before / MIB:.0f} MiB before; in the thirds of the run {shown}, at most {most / MIB:.0f}")
+    if most - before > most_bytes:
+        report.breach(f"memory: at most {most_bytes / MIB:.0f} MiB more than before are allowed")
+    growth = max(GROWTH_ALLOWED_BYTES, GROWTH_ALLOWED * thirds[1])
+    if seconds >= MIN_SECONDS_FOR_MEMORY and thirds[2] - thirds[1] > growth:
+        report.breach("memory: the last third of the run has more than the second")
 
 
 @asynccontextmanager

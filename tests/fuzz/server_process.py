@@ -121,6 +121,10 @@ class ServerProcess:
         """Return the bytes of resident memory of the API server process."""
         return _rss(self._process.pid)
 
+    def rss(self) -> int:
+        """Return the bytes of resident memory of all its processes."""
+        return sum(map(_rss, (self._process.pid, *self.engines())))
+
     def pinned_share(self) -> float:
         """Return the share of the KV pages that are pinned. Raises OSError or KeyError if it cannot be read."""
         metrics = self._metrics()

@@ -15,6 +15,7 @@ VALIDATOR, SNAPSHOT, ERRORS, BUILD, PROCESSOR = (
 
 CONTINUATION = "runtime/engine/continuation.py"
 GRAMMARS = "runtime/engine/grammars.py"
+COMPILED = "runtime/engine/compiled_grammars.py"
 MASKS = "runtime/engine/masks.py"
 MASK_TESTS = (
     "tests/runtime/engine/test_grammars.py tests/system/test_structured_outputs.py "
@@ -471,8 +472,8 @@ MUTANTS = [
         "tests/runtime/engine/test_json_schemas.py",
     ),
     Mutant(
-        GRAMMARS,
-        "        self._shrink([key for key in self._compiled if key[0] == tenant], MAX_COMPILED_PER_TENANT)\n",
+        COMPILED,
+        "            self._forget([each for each in self._kept if each[0] == tenant], MAX_KEPT_PER_TENANT)\n",
         "",
         "one tenant's grammars evict those of all others",
         MASK_TESTS,
@@ -493,8 +494,8 @@ MUTANTS = [
     ),
     Mutant(
         GRAMMARS,
-        "return matcher.deep_copy()",
-        "return matcher",
+        "return running.compiled.matcher.deep_copy()",
+        "return running.compiled.matcher",
         "requests with the same grammar share one matcher",
         MASK_TESTS,
     ),

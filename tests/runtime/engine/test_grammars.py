@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import random
 import threading
@@ -14,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.runtime.common.errors import InvalidRequest
+from quire.runtime.common.heap import allocated_bytes
 from quire.runtime.common.types import SamplingParams, StructuredOutputs
-from quire.runtime.engine import grammars, job_threads
+from quire.runtime.engine import compiled_grammars, grammars, job_threads
 from quire.runtime.engine import masks as masks_module
 from quire.runtime.engine.grammars import Grammars, check_structure, grammar_of
 from quire.runtime.engine.masks import MaskJob, MaskQueue, StepMasks
@@ -512,17 +514,25 @@ def test_a_grammar_with_too_many_ways_to_read_a_text_ends_its_request(masks: Gra
     assert "items" in found[1]
 
 
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each grammar count for its characters alone."""
+    monkeypatch.setattr(compiled_grammars, "allocated_bytes", lambda: 0)
+    monkeypatch.setattr(compiled_grammars, "BYTES_PER_CHARACTER", 1)
+    monkeypatch.setattr(compiled_grammars, "MIN_BYTES", 0)
+
+
 def compiled_sizes(masks: Grammars) -> dict[str, int]:
-    """Return the characters of the grammars that are kept, by tenant."""
+    """Return the bytes of the grammars that are kept, by tenant."""
     sizes: dict[str, int] = {}
-    for tenant, text in masks._compiled:
-        sizes[tenant] = sizes.get(tenant, 0) + len(text)
+    for each in masks._compiled._kept.values():
+        sizes[each.tenant] = sizes.get(each.tenant, 0) + each.num_bytes
     return sizes
 
 
+@pytest.mark.usefixtures("counted")
 def test_a_tenant_with_many_grammars_evicts_its_own(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MAX_COMPILED_PER_TENANT", 5000)
-    monkeypatch.setattr(grammars, "MIN_CHARACTERS", 0)
+    monkeypatch.setattr(compiled_grammars, "MAX_KEPT_PER_TENANT", 5000)
     ready(masks.begin([sequence(WORD, [], tenant="quiet")]))
     quiet = compiled_sizes(masks)["quiet"]
     for number in range(8):
@@ -534,17 +544,60 @@ def test_a_tenant_with_many_grammars_evicts_its_own(masks: Grammars, monkeypatch
 
 
 def test_grammars_of_all_tenants_are_bounded(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MAX_COMPILED", 3 * grammars.MIN_CHARACTERS)  # three short ones
+    monkeypatch.setattr(compiled_grammars, "allocated_bytes", lambda: 0)
+    monkeypatch.setattr(compiled_grammars, "MAX_KEPT", 3 * compiled_grammars.MIN_BYTES)  # three short ones
     for number, tenant in enumerate("012045"):
         ready(masks.begin([sequence(WORD, [], request_id=number, tenant=tenant)]))
     assert list(compiled_sizes(masks)) == ["0", "4", "5"], "the tenant that came again was used last"
 
 
 def test_a_grammar_beyond_the_limit_is_used_and_not_kept(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MAX_COMPILED", 10)
+    monkeypatch.setattr(compiled_grammars, "MAX_KEPT", 10)
     found = ready(masks.begin([sequence(WORD, [])]))
     assert {A, B} < allowed(found[1][0])
-    assert not masks._compiled
+    assert not compiled_sizes(masks)
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize(("limit", "others"), [("MAX_LIVE_PER_TENANT", "allowed"), ("MAX_LIVE", "refused")])
+def test_the_grammars_of_running_requests_are_bounded(
+    masks: Grammars, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, limit: str, others: str
+) -> None:
+    monkeypatch.setattr(compiled_grammars, "MAX_KEPT", 0)
+    monkeypatch.setattr(compiled_grammars, limit, 1500)
+    gc.disable()
+    request.addfinalizer(gc.enable)
+    long = [StructuredOutputs(regex=letter * 1000) for letter in "abc"]
+    running = [sequence(each, [], request_id=number, tenant="a") for number, each in enumerate(long)]
+    for number in (1, 2):
+        ready(masks.begin(running[:number]))
+    beside = sequence(WORD, [], request_id=9, tenant="b")
+    found = ready(masks.begin([*running, beside]))
+    assert "MiB of this tenant" in found[2]
+    assert ("MiB" in str(found[9])) is (others == "refused")
+    assert not isinstance(found[0], str), "those that run go on"
+    # A request that has ended does not count, though no garbage was collected.
+    masks.begin([running[0]])
+    assert not isinstance(ready(masks.begin([running[0], sequence(long[2], [], request_id=5, tenant="a")]))[5], str)
+
+
+def test_a_grammar_counts_for_what_it_takes(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = iter([100, 100 + (5 << 20)])
+    monkeypatch.setattr(compiled_grammars, "allocated_bytes", lambda: next(sizes))
+    ready(masks.begin([sequence(WORD, [])]))
+    assert compiled_sizes(masks) == {"": 5 << 20}
+    assert allocated_bytes() > 1 << 20
+
+
+@pytest.mark.parametrize("regex", ["a{1000000}", "(a{2000}){2000}", "ab" * 120_000])
+def test_text_that_is_forced_without_end_ends_its_request(masks: Grammars, regex: str) -> None:
+    grammar = StructuredOutputs(regex=regex)
+    check_structure(grammar)
+    before = allocated_bytes()
+    ready(masks.begin([sequence(grammar, [])]))
+    assert allocated_bytes() - before < 100 << 20
+    found = ready(masks.begin([sequence(grammar, ids(regex[:2] if regex[1] == "b" else "aa"))]))
+    assert "too many expressions" in found[1]
 
 
 def test_a_grammar_is_compiled_once(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

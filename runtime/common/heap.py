@@ -1,0 +1,41 @@
+"""The heap of glibc: how much of it is allocated, and what becomes of freed memory. Other libraries lack the calls."""
+
+from __future__ import annotations
+
+import ctypes
+
+# Parameters of mallopt, from malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+MAX_ARENAS = 4  # by default 8 per core: each keeps what its threads have freed
+MAPPED_BYTES = 4 << 20  # blocks of this size go back to the system when they are freed; glibc would raise it to 32 MiB
+TRIMMED_BYTES = 16 << 20  # of freed memory at the end of an arena
+INFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+_libc = ctypes.CDLL(None)
+
+
+class _Info(ctypes.Structure):
+    """`struct mallinfo2`, of all arenas."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in INFO.split())
+
+
+def limit_heap() -> None:
+    """Let jobs in many threads use the memory that others have freed. Call it before there are threads."""
+    if hasattr(_libc, "mallinfo2"):
+        for name, value in (
+            (M_ARENA_MAX, MAX_ARENAS),
+            (M_MMAP_THRESHOLD, MAPPED_BYTES),
+            (M_TRIM_THRESHOLD, TRIMMED_BYTES),
+        ):
+            _libc.mallopt(name, value)
+
+
+def allocated_bytes() -> int:
+    """Return the bytes that all threads of the process have allocated; 0 if the C library does not say."""
+    if not hasattr(_libc, "mallinfo2"):
+        return 0
+    mallinfo = _libc.mallinfo2
+    mallinfo.restype = _Info
+    info = mallinfo()
+    return int(info.uordblks + info.hblkhd)

@@ -1,0 +1,75 @@
+"""Compiled grammars: those that are kept for the next request, and how much memory all of them may take."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from weakref import WeakSet
+
+from llguidance import LLMatcher
+
+from ..common.errors import GenerationFailed
+from ..common.heap import allocated_bytes
+
+MAX_KEPT = 128 << 20  # bytes of the grammars that are kept
+MAX_KEPT_PER_TENANT = MAX_KEPT // 2
+MAX_LIVE = 768 << 20  # bytes of the grammars that are kept or used by running requests, when another is compiled
+MAX_LIVE_PER_TENANT = MAX_LIVE // 2
+BYTES_PER_CHARACTER = 150  # that a grammar takes, about; text that it forces takes 500 per byte
+MIN_BYTES = 512 << 10  # for which each grammar counts, however short: it grows while it is used
+
+
+class CompiledGrammar:
+    """A matcher to copy, and the bytes that it takes with all its copies, about."""
+
+    def __init__(self, tenant: str, matcher: LLMatcher, num_bytes: int) -> None:
+        self.tenant = tenant
+        self.matcher = matcher
+        self.num_bytes = num_bytes
+
+
+class CompiledGrammars:
+    """The grammars of all tenants. Any thread may call `get`. What nothing refers to any more does not count."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()  # by tenant and grammar
+        self._live: WeakSet[CompiledGrammar] = WeakSet()
+        self._lock = threading.Lock()
+
+    def get(self, tenant: str, grammar: str, compile_it: Callable[[], LLMatcher]) -> CompiledGrammar:
+        """Return the compiled grammar, which `compile_it` makes unless it is kept. Raises GenerationFailed."""
+        key = tenant, grammar
+        with self._lock:
+            compiled = self._kept.get(key)
+            if compiled is None:
+                self._check_room(tenant)
+        if compiled is None:
+            before = allocated_bytes()
+            matcher = compile_it()
+            least = max(MIN_BYTES, BYTES_PER_CHARACTER * len(grammar))
+            compiled = CompiledGrammar(tenant, matcher, max(least, allocated_bytes() - before))
+        with self._lock:
+            self._live.add(compiled)
+            self._kept[key] = compiled
+            self._kept.move_to_end(key)
+            self._forget([each for each in self._kept if each[0] == tenant], MAX_KEPT_PER_TENANT)
+            self._forget(list(self._kept), MAX_KEPT)
+        return compiled
+
+    def _check_room(self, tenant: str) -> None:
+        own = sum(each.num_bytes for each in self._live if each.tenant == tenant)
+        total = sum(each.num_bytes for each in self._live)
+        if own > MAX_LIVE_PER_TENANT or total > MAX_LIVE:
+            raise GenerationFailed(
+                f"structured_outputs: the grammars of running requests take {own >> 20} MiB of this tenant and "
+                f"{total >> 20} of all; {MAX_LIVE_PER_TENANT >> 20} and {MAX_LIVE >> 20} are allowed"
+            )
+
+    def _forget(self, keys: list[tuple[str, str]], limit: int) -> None:
+        """Keep the grammars that were used last, up to `limit` bytes of those with these keys."""
+        size = sum(self._kept[key].num_bytes for key in keys)
+        for key in keys:
+            if size <= limit:
+                break
+            size -= self._kept.pop(key).num_bytes
