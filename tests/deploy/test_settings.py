@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from cyclopts import CycloptsError
 from quire.runtime.cli.app import app
 from quire.runtime.common.config import ServerConfig
 from quire.runtime.common.settings import Settings, resolve_settings
-from quire.runtime.model import BUNDLED_MODEL, read_spec
+from quire.runtime.model import model_path, read_spec
 from quire.runtime.model.runner.capacity import decide_capacity
 from quire.runtime.ray.app import HOSTS, SERVERS
 from quire.runtime.ray.settings import settings_of
@@ -175,7 +176,9 @@ def test_pods_request_whole_cpus_and_the_planned_memory(folder: str, resources: 
     number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", resources["limits"]["memory"]).groups()  # type: ignore[union-attr]
     config = settings_in(folder).engine
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
-    spec = read_spec(BUNDLED_MODEL if config.model is None else tmp_path)
+    if config.model is not None:
+        config = msgspec.structs.replace(config, model=str(tmp_path))
+    spec = read_spec(model_path(config.model))
     assert int(number) * BYTES[unit] >= decide_capacity(config, spec).memory.total_bytes + PYTHON_BYTES
 
 
