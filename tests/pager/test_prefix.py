@@ -275,3 +275,24 @@ def test_keys_of_prompts_without_images_are_those_of_earlier_releases() -> None:
     assert first == sha256(b"root" + b"".join(token.to_bytes(4, "little") for token in PROMPT[:4])).digest()
     assert second == sha256(first + b"".join(token.to_bytes(4, "little") for token in PROMPT[4:8])).digest()
     assert images == b""
+
+
+def test_only_keys_of_pages_with_tokens_of_an_image_depend_on_it() -> None:
+    image = Image(2, 2, b"cat" * 10)
+    plain, other = (
+        list(prefix.page_keys(b"root", PROMPT, 4, 0, 2)),
+        list(prefix.page_keys(b"root", PROMPT, 4, 0, 2, (image,))),
+    )
+    assert [len(images) for _, _, images in other] == [32, 0]
+    assert not {key for key, _, _ in plain} & {key for key, _, _ in other}
+
+
+def test_restored_pages_are_found_by_their_images_only(make_harness: MakeHarness) -> None:
+    harness, image = make_harness(12, store_pages=12), Image(2, 4, b"cat" * 10)
+    table = harness.pager.open(PROMPT, images=(image,))
+    harness.extend(table, PROMPT)
+    spilled = harness.pager.spill(table, len(PROMPT))
+    assert spilled is not None
+    assert harness.pager.restore(spilled, PROMPT, images=(image,)) is not None
+    assert harness.pager.open(PROMPT, images=(image,)).num_tokens == 8
+    assert harness.pager.open(PROMPT).num_tokens == 0

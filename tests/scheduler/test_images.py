@@ -188,3 +188,14 @@ def test_an_image_alone_leaves_room_for_requests_that_arrive(make_harness: Any) 
     harness = make_harness()
     harness.add(1, PROMPT[:9], max_tokens=2, images=CATS[:1])
     assert harness.scheduler.schedule().images_s == 0.05
+
+
+def test_restored_pages_are_found_by_prompts_with_the_same_images_only(make_harness: Any) -> None:
+    harness = make_harness(num_pages=8, store_slots=16)
+    harness.add(1, [1, 2, 3], max_tokens=25)
+    harness.add(2, PROMPT[:8], max_tokens=20, images=CATS[:1])
+    harness.run()
+    assert harness.requests[2].preemptions
+    harness.add(3, [*PROMPT[:8], 1], max_tokens=1)
+    harness.run()
+    assert harness.requests[3].cached_tokens == 0

@@ -13,10 +13,12 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.prompts import PromptImage, image_digest
+from quire.runtime.engine import StepStats
 from quire.runtime.engine import input as engine_input
+from quire.runtime.engine.facade import SilentObserver
 from quire.runtime.model.runner import SamplingSpec
 from quire.runtime.workers.engine_link import TO_ENGINE, AddRequests, as_read
-from quire.scheduler import RequestSpec
+from quire.scheduler import RequestSpec, planning
 
 FOLDER = Path(__file__).parents[2] / "goldens/idefics3"
 PLACEHOLDER, TOKENS = 159, 9
@@ -41,6 +43,16 @@ def images(golden: dict[str, Any], prompt: list[int]) -> list[PromptImage]:
     first = prompt.index(PLACEHOLDER)
     second = prompt.index(PLACEHOLDER, first + TOKENS)
     return [image(pixels, at) for pixels, at in zip(golden["pixels"], (first, second), strict=True)]
+
+
+class StepCounter(SilentObserver):
+    """Counts the prefill tokens of all steps."""
+
+    def __init__(self) -> None:
+        self.prefill_tokens = 0
+
+    def on_step(self, stats: StepStats) -> None:
+        self.prefill_tokens += stats.prefill_tokens
 
 
 def image(pixels: Any, position: int) -> PromptImage:
@@ -116,6 +128,28 @@ def test_preemption_leaves_the_tokens_as_they_are(
         outputs = llm.generate([prompt] * 4, params, [images] * 4)
         assert llm.engine.stats().preemptions
         assert {output.token_ids for output in outputs} == {alone}
+
+
+def test_a_prompt_waits_for_its_images_stage_by_stage(
+    prompt: list[int], images: list[PromptImage], wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without time for images, a step computes one stage; only computed tokens are counted."""
+    monkeypatch.setattr(planning, "seconds_beside", lambda load, seconds_left, cost: 0.0)
+    observer = StepCounter()
+    with LLM(FOLDER, **OPTIONS) as llm:
+        llm.engine.set_observer(observer)
+        with_images, text = llm.generate([prompt, prompt[:15]], GREEDY, [images, ()])
+        assert with_images.token_ids == wanted
+        assert text.token_ids == llm.generate(prompt[:15], GREEDY)[0].token_ids
+        assert observer.prefill_tokens >= len(prompt)
+        assert observer.prefill_tokens <= len(prompt) + 2 * 15
+
+
+def test_logits_leave_no_pages_for_prompts_with_other_images(prompt: list[int], images: list[PromptImage]) -> None:
+    with LLM(FOLDER, **OPTIONS) as llm:
+        llm.logits(prompt, images)
+        without, with_images = llm.generate([prompt, prompt], GREEDY, [(), images])
+        assert (without.usage.cached_tokens, with_images.usage.cached_tokens) == (0, 64)
 
 
 # What is shared

@@ -94,6 +94,15 @@ def test_same_bits_at_every_level_with_any_threads_and_after_any_image(golden: t
     assert len(rows) == 1
 
 
+def test_numbers_that_are_not_finite_stay_in_their_image(golden: tuple[Path, Any]) -> None:
+    """The padding of the input is zero, whatever the arena held before."""
+    folder, data = golden
+    runner = runner_of(folder)
+    for program in (runner._patches, runner._squares):
+        program._input.fill(np.nan)
+    assert distance(runner.encode(placed(data["pixels"][0])), data["rows"][0]) < 2e-4
+
+
 def test_positions_are_rounded_as_torch_rounds_them() -> None:
     """Known answers of torch 2.13: the patches whose position is not their own."""
     others = {
