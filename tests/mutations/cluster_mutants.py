@@ -174,10 +174,22 @@ MUTANTS = [
         "requests wait for their lost host although another one is back",
     ),
     Mutant(
-        CLUSTER,
-        "            self.hosts[address].is_retired = False\n",
-        "",
+        REMOTE,
+        "        self.is_retired = False\n        self._source.member = member\n",
+        "        self._source.member = member\n",
         "a host that comes back to its name gets no requests",
+    ),
+    Mutant(
+        REMOTE,
+        "        self.is_retired = False\n        self._source.member = member\n",
+        "        self.is_retired = False\n",
+        "a host that takes the address of another one is asked with the secret of that one",
+    ),
+    Mutant(
+        CLUSTER,
+        "            await self._where.wait_for_change()\n",
+        "            await asyncio.sleep(5)\n",
+        "a host that another system reports waits for the next time that DNS is asked",
     ),
     Mutant(
         CLUSTER,

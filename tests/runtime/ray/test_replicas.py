@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,7 @@ KINDS = (
     SamplingParams(max_tokens=150, ignore_eos=True, temperature=0.9, seed=3, repetition_penalty=1.2),
     SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.8, seed=4, n=2),
 )
+LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
@@ -73,12 +74,6 @@ class FakeServe:
         self.report()
 
 
-def free_ports() -> dict[str, int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in PORTS]
-        return {name: each.getsockname()[1] for name, each in zip(PORTS, sockets, strict=True)}
-
-
 @asynccontextmanager
 async def a_server(serve: FakeServe, args: dict[str, Any]) -> AsyncIterator[str]:
     server = await serve.start(ServerReplica, args, serve.handle)
@@ -108,16 +103,27 @@ async def test_streams_keep_their_bytes_when_serve_takes_a_host_away() -> None:
         await left.check_health()
 
 
-async def test_a_server_takes_over_the_ports_of_one_that_leaves() -> None:
-    serve, args = FakeServe(), ARGS | free_ports()
+async def test_what_runs_may_end_while_its_replicas_leave() -> None:
+    serve, args = FakeServe(), ARGS | {"shutdown_timeout": 60}
     host = await serve.start(HostReplica, args)
-    first = await serve.start(ServerReplica, args, serve.handle)
-    addresses = await first()
-    starting = asyncio.create_task(serve.start(ServerReplica, args, serve.handle))
-    await asyncio.sleep(0.5)
-    assert not starting.done()
-    await serve.stop(first)
-    second = await starting
-    assert await second() == addresses
-    await serve.stop(second)
+    server = await serve.start(ServerReplica, args, serve.handle)
+    async with AsyncClient((await server())["clients"]) as client:
+        begun = asyncio.Event()
+        stream = asyncio.create_task(client.complete("The", LONG, on_accepted=lambda _: begun.set()))
+        await begun.wait()
+        await asyncio.gather(serve.stop(host), serve.stop(server))
+        assert len((await stream).token_ids) == LONG.max_tokens
+
+
+async def test_a_server_waits_for_a_port_that_another_one_still_has() -> None:
+    serve = FakeServe()
+    with socket.create_server(("127.0.0.1", 0)) as former:
+        args = ARGS | {"openai_port": former.getsockname()[1]}
+        host = await serve.start(HostReplica, args)
+        starting = asyncio.create_task(serve.start(ServerReplica, args, serve.handle))
+        await asyncio.sleep(0.5)
+        assert not starting.done()
+    server = await starting
+    assert (await server())["api"].endswith(f":{args['openai_port']}")
+    await serve.stop(server)
     await serve.stop(host)
