@@ -10,6 +10,7 @@ shared machine most of them are caused by other processes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 NOISE = 0.15  # of a step's duration, relative
@@ -92,11 +93,12 @@ class CostModel:
         if variance <= 0:
             return
         gain = [value / variance for value in spread]
-        self._theta = [max(0.0, theta + g * surprise) for theta, g in zip(self._theta, gain, strict=True)]
         self._covariance = [
             [value - g * s for value, s in zip(row, spread, strict=True)]
             for row, g in zip(covariance, gain, strict=True)
         ]
+        theta = [theta + g * surprise for theta, g in zip(self._theta, gain, strict=True)]
+        self._theta = _not_negative(theta, self._covariance)
         self._num_observed += 1
 
     def _drift(self) -> None:
@@ -109,3 +111,20 @@ class CostModel:
                 for j in range(len(covariance)):
                     covariance[i][j] *= shrink
                     covariance[j][i] *= shrink
+
+
+def _not_negative(theta: list[float], covariance: Sequence[Sequence[float]]) -> list[float]:
+    """Return the estimate with its negative coefficients at 0, and the others as they are likeliest with those at 0.
+
+    Setting only the negative ones to 0 would leave the others wrong: they were corrected in the opposite direction.
+    """
+    while (k := next((k for k, value in enumerate(theta) if value < 0), None)) is not None:
+        row = covariance[k]
+        shares = [value / row[k] for value in row]
+        theta = [value - share * theta[k] for value, share in zip(theta, shares, strict=True)]
+        theta[k] = 0.0
+        covariance = [
+            [0.0 if k in (i, j) else value - shares[i] * row[j] for j, value in enumerate(values)]
+            for i, values in enumerate(covariance)
+        ]
+    return theta

@@ -81,6 +81,17 @@ def test_prefill_fills_a_step_up_to_the_target(context: int, target_s: float) ->
     assert step.prefill_tokens(context) <= 1
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("step_s", [0.0005, 0.002, 0.05])
+def test_steps_that_cost_the_same_with_any_context_are_predicted(rows: int, step_s: float) -> None:
+    """The context grows and costs nothing: what the model believed of it must not stay in other coefficients."""
+    cost = CostModel()
+    for step in range(60):
+        cost.observe(StepLoad(rows, 0, rows * (8 + 4 * step)), step_s)
+    assert cost.predict(StepLoad(rows, 0, rows * 250)) == pytest.approx(step_s, rel=0.1)
+    assert min(cost.coefficients) >= 0
+
+
 def test_several_prefills_share_the_budget() -> None:
     step = LatencyBudget(CostModel(TRUE), 0.2, 512).begin(4, 400)
     first = step.prefill_tokens(0)
