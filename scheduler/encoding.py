@@ -4,7 +4,8 @@ Must not import sequences' requests, pages or budgets. Batches run one after ano
 a layer each), so that sequences decode between two of them:
 
 * Beside sequences with a latency target, batches get the time that is left under it, and at least `ENCODER_SHARE` of
-  the step. Without a target they get as much time as the sequences take.
+  the step. A new batch has the number of texts with which whole stages fill that time best. Without a target they get
+  as much time as the sequences take.
 * Alone they get `ALONE_S` per step, so that a sequence that arrives does not wait for the end of a long batch.
 
 A text's values do not depend on the other texts of its batch, nor on how stages are divided among steps.
@@ -26,6 +27,8 @@ from .request import EncodeRequest, Ending, FinalCounters, RequestUpdate, State
 ENCODER_SHARE = 0.1  # least share of a step beside sequences that a batch in progress gets
 ALONE_S = 0.05  # seconds of a step without sequences
 RATIO_MEMORY = 0.9  # weight of earlier steps in the ratio of measured to predicted time
+SLACK = 0.1  # of a stage, by which a step may exceed its seconds: `_ratio` changes a little in every step
+MAX_STAGES = 8  # of a step, that a new batch is made to fit; where more fit, little time is left over
 MAX_BATCHES = 8  # of a step; a request that arrives waits for all of them
 MAX_RATIO = 8.0  # of one step; beyond it other processes are the cause
 NOT_FINITE = "the model's values for a text are not finite numbers"
@@ -143,16 +146,16 @@ class EncoderPlanner:
 
         `seconds_left` are left under the latency target; None if it does not limit the step.
         """
-        seconds = seconds_beside(load, seconds_left, self._cost)
+        seconds = whole = seconds_beside(load, seconds_left, self._cost)
         steps: list[EncoderStep] = []
         self._in_flight = []
-        while len(steps) < MAX_BATCHES and (batch := self._next_batch(seconds, now)) is not None:
+        while len(steps) < MAX_BATCHES and (batch := self._next_batch(whole, now)) is not None:
             stage_s = batch.stage_s * self._ratio
             if steps and stage_s > seconds:
                 break
             fitting = batch.num_stages_left
             if stage_s > 0:
-                fitting = max(1, int(min(seconds / stage_s, fitting)))
+                fitting = max(1, int(min(seconds / stage_s + SLACK, fitting)))
             steps.append(self._advance(batch, fitting))
             seconds -= fitting * stage_s
             if batch.num_stages_left:
@@ -200,7 +203,8 @@ class EncoderPlanner:
         return EncoderStep(texts, num_stages, batch.num_stages_left == 0, ids)
 
     def _fill_batch(self, seconds: float, now: float) -> list[_Place]:
-        """Take texts in the policy's order, within the rows, and so few that a stage fits the seconds."""
+        """Take texts in the policy's order, within the rows, and so few that whole stages fit the seconds of a step."""
+        seconds = self._stage_limit(seconds)
         rows = next_check = 0
         places: list[_Place] = []
         lengths: list[int] = []
@@ -210,14 +214,38 @@ class EncoderPlanner:
             if lengths and (rows + num_tokens > self._limits.max_rows or len(lengths) == self._limits.max_texts):
                 break
             if lengths and rows >= next_check:
-                next_check = rows + rows // 8 + 1  # predicting takes a pass over all lengths
-                if self._limits.stage_seconds([*lengths, num_tokens]) * self._ratio > seconds:
+                if self._stage_s([*lengths, num_tokens]) > seconds:
                     break
+                if self._stage_s([*lengths, num_tokens + rows // 8]) <= seconds:
+                    next_check = rows + rows // 8 + 1  # predicting takes a pass over all lengths
             rows += num_tokens
             lengths.append(num_tokens)
             places.append(_Place(request, text))
             self._take(request, num_tokens, now)
         return places
+
+    def _stage_limit(self, seconds: float) -> float:
+        """Return the seconds that a stage of the next batch may take, so that whole stages fill these of a step.
+
+        Where all texts are as long as the next one, the stages of a step then compute the most texts.
+        """
+        request = self._policy.head()
+        assert request is not None, "a text waits"
+        length = len(request.spec.texts[request.num_taken].token_ids)
+        one_s, two_s = (self._stage_s([length] * count) for count in (1, 2))
+        most = min(self._limits.max_texts, max(1, self._limits.max_rows // length))
+        fitting = {
+            stages: min(most, 1 + int((seconds / stages - one_s) / (two_s - one_s)))
+            for stages in range(1, MAX_STAGES + 1)
+            if two_s > one_s and seconds / stages >= one_s
+        }
+        if not fitting:
+            return seconds
+        return seconds / max(fitting, key=lambda stages: stages * fitting[stages])
+
+    def _stage_s(self, lengths: Sequence[int]) -> float:
+        """Return the predicted seconds of one stage, corrected by what was measured."""
+        return self._limits.stage_seconds(lengths) * self._ratio
 
     def _take(self, request: EncodeRequest, num_tokens: int, now: float) -> None:
         """Note that the request's next text is in a batch."""
