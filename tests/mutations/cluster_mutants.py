@@ -96,6 +96,24 @@ MUTANTS = [
     ),
     Mutant(
         LINK,
+        "        self.data_received(await self._reader.read())\n",
+        "        await self._reader.read()\n",
+        "what a host sent right after the greeting is lost",
+    ),
+    Mutant(
+        LINK,
+        "        if self._reader.at_eof():\n            return\n",
+        "",
+        "a link that was closed right after the greeting is waited for",
+    ),
+    Mutant(
+        REMOTE,
+        "engine=self.stats() if self.is_ready and self._stats is not None else None",
+        "engine=self.stats() if self._stats is not None else None",
+        "scrapes fail while a host is being given up",
+    ),
+    Mutant(
+        LINK,
         "RecursionError",
         "ZeroDivisionError",
         "a deeply nested message is logged as a bug",
