@@ -11,6 +11,8 @@ cdef struct AttentionOp:
     bint causal                     # else a row sees the rest of its text, or `window` tokens of it
     float softcap                   # of the scores; 0: none
     const float *sinks              # [num_heads], a score of each head without a value; or NULL
+    const float *bias               # [num_heads][bias_columns], added to scores; or NULL
+    int64_t bias_columns, bias_origin       # column of a key: bias_origin + its position - that of the query
 
 cdef int64_t attention_scratch_bytes(int64_t padded_head_dim) noexcept nogil
 cdef int64_t attention_shared_bytes(int64_t padded_head_dim) noexcept nogil

@@ -269,6 +269,7 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
     first one of `after`.
     """
     cdef quire_attention_tile tile
+    cdef const float *bias[64]      # of each row
     cdef int64_t d = step.padded_head_dim, rows = unit.queries * op.heads.group, r, begin = 0, end
     cdef int64_t split_end = min(token // SPLIT * SPLIT + SPLIT, unit.end)
     for r in range(rows):
@@ -276,6 +277,9 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
         state.l[r] = 0
     memset(state.o, 0, rows * d * sizeof(float))    # an earlier step may have left NaN, and 0 * NaN is NaN
     tile.softcap = op.softcap
+    tile.bias = NULL
+    if op.bias != NULL:
+        tile.bias = &bias[0]
     tile.head_dim = d
     tile.page_size = step.page_size
     tile.s = workspace.s
@@ -287,6 +291,9 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
         while end > begin and workspace.oldest[end - 1] >= token + QUIRE_TILE:
             end -= 1
         tile.first_token = token
+        if op.bias != NULL:
+            for r in range(begin, end):
+                bias[r - begin] = _bias(op, unit, r, token)
         _point_at_pages(op, step, unit, &tile)
         if token + QUIRE_TILE < unit.end:
             _prefetch_pages(op, step, unit, token + QUIRE_TILE, &tile)
@@ -302,6 +309,13 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
         tile.o = state.o + begin * d
         tiles.attention[step.kv_dtype](<int>(end - begin), &tile)
         token += QUIRE_TILE
+
+
+cdef const float *_bias(const AttentionOp *op, const Unit *unit, int64_t row, int64_t token) noexcept nogil:
+    """Return what is added to the scores of a row for the tokens from `token` on."""
+    cdef int64_t head = unit.head * op.heads.group + row % op.heads.group
+    cdef int64_t position = unit.first_position + row // op.heads.group
+    return op.bias + head * op.bias_columns + op.bias_origin + token - position
 
 
 cdef void _point_at_pages(const AttentionOp *op, const Step *step, const Unit *unit,

@@ -38,4 +38,5 @@ cdef class Binder:
     cdef quire_head _head(self, op, norm, heads, rotary_dim, scale, next) except *
     cdef _add_attention(self, Record *record, op)
     cdef _add_ephemeral_attention(self, Record *record, op)
+    cdef _add_bias(self, AttentionOp *attention, op)
     cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows)

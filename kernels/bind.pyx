@@ -14,9 +14,9 @@ from .isa cimport (QUIRE_ADD, QUIRE_CLAMPED, QUIRE_GEGLU, QUIRE_GEGLU_EXACT, QUI
                    QUIRE_LAYER_NORM, QUIRE_RELU, QUIRE_RMS_NORM, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TANH, QUIRE_TILE,
                    quire_head)
 from .linear cimport ROWS_IN_CACHE, LinearOp, Weight
-from .ops import (BLOCK, GATED, INPUT_DTYPES, AddNorm, Attention, Combine, Convert, Dispatch, Embed, EphemeralAttention,
-                  ExpertLinear, Gather, Linear, Normed, NormRows, PoolRows, RouteRows, ephemeral_pages, max_groups,
-                  padded)
+from .ops import (BIAS_PADDING, BLOCK, GATED, INPUT_DTYPES, AddNorm, Attention, Combine, Convert, Dispatch, Embed,
+                  EphemeralAttention, ExpertLinear, Gather, Linear, Normed, NormRows, PoolRows, RouteRows,
+                  ephemeral_pages, max_groups, padded)
 from .pack cimport PackedMatrix, Panels
 from .pool cimport QUIRE_SHARE_ITEMS
 from .replay cimport (ADD_NORM, ATTENTION, COMBINE, CONVERT, DISPATCH, EMBED, GATHER, LINEAR, NORM, POOL, ROUTE,
@@ -327,6 +327,18 @@ cdef class Binder:
         record.kind = ATTENTION
         attention.heads.layer_group = attention.heads.layer = 0
         attention.causal, attention.softcap = op.causal, 0
+        if op.bias is not None:
+            self._add_bias(attention, op)
+
+    cdef _add_bias(self, AttentionOp *attention, op):
+        cdef const float[:, ::1] bias = op.bias
+        positions = (bias.shape[1] + 1 - BIAS_PADDING) // 2
+        if bias.shape[0] != op.num_heads or positions < 1 or bias.shape[1] != 2 * positions - 1 + BIAS_PADDING:
+            raise ValueError(f"bias must be [{op.num_heads}, 2 * positions - 1 + {BIAS_PADDING}], "
+                             f"not {list(op.bias.shape)}")
+        self.regions.keep_alive.append(op.bias)
+        self.max_positions = min(self.max_positions, positions)
+        attention.bias, attention.bias_columns, attention.bias_origin = &bias[0, 0], bias.shape[1], positions - 1
 
     cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows):
         group = self._query_heads(op)
@@ -334,7 +346,7 @@ cdef class Binder:
             raise ValueError(f"{group} heads of {op.head_dim} do not fill blocks of {BLOCK}: out must be f32")
         self._add_heads(&attention.heads, op, group, norms_rows)
         attention.out = self.regions.output(op.out, op.num_heads * op.head_dim, self.max_rows)
-        attention.window, attention.sinks = op.window, NULL
+        attention.window, attention.sinks, attention.bias = op.window, NULL, NULL
         self.query_tile = min(self.query_tile, QUIRE_TILE // group)
 
     def _check_place(self, op):

@@ -65,6 +65,7 @@ cdef extern from "simd/tiles.h" nogil:
         const int64_t *oldest
         const int64_t *newest
         float softcap
+        const float **bias
         int64_t first_token
         int64_t head_dim
         const void *k[4]

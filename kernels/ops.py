@@ -47,6 +47,7 @@ INPUT_DTYPES: dict[WeightDtype, DType] = {  # by the weight's dtype
 BLOCK = 32  # columns that share one activation scale; every row is padded to a multiple of it
 ALIGNMENT = 64  # bytes; of every plane of a region
 EPHEMERAL_PAGE_SIZE = 32  # tokens
+BIAS_PADDING = 63  # columns of a bias that belong to no key: whole tiles of 64 tokens are read, and then masked
 ROWS_IN_CACHE = 192  # activations that stay in L2 while the weights of a linear layer pass over them
 
 
@@ -238,7 +239,8 @@ class EphemeralAttention:
 
     As `Attention`, but with `pages` in the arena instead of those of the KV cache, for the layer that runs. All ops of
     a program have the same `pages`. With `causal`, a row sees itself and the rows before it, of them the last `window`
-    with `window` > 0; else it sees the whole text, with `window` > 0 the rows that are at most `window` away.
+    with `window` > 0; else it sees the whole text, with `window` > 0 the rows that are at most `window` away. With a
+    `bias`, `bias[head, positions - 1 + key - query]` is added to the score of a query and a key, which are positions.
     """
 
     qkv: Region  # f32 [tokens, (num_heads + 2 num_kv_heads) * head_dim]
@@ -254,6 +256,7 @@ class EphemeralAttention:
     scale: float  # of q
     causal: bool
     window: int = 0
+    bias: npt.NDArray[np.float32] | None = None  # [num_heads, 2 * positions - 1 + BIAS_PADDING]
 
 
 @dataclass(frozen=True, slots=True)

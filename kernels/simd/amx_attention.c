@@ -202,6 +202,7 @@ void LEVEL(attention_int8)(int rows, const quire_attention_tile *t) {
   rest.q.sums += whole * (d / 32);
   rest.oldest += whole;
   rest.newest += whole;
+  if (rest.bias) rest.bias += whole;
   rest.m += whole;
   rest.l += whole;
   rest.o += whole * d;

@@ -124,6 +124,9 @@ INLINE void softmax_rows(const int dtype, const int n, const quire_attention_til
 INLINE void softmax_tile(const int dtype, int rows, const quire_attention_tile *t, softmax_result *out) {
   if (t->softcap > 0.f)
     for (int i = 0; i < rows * 64; i += 16) vf_store(t->s + i, vf_soft_cap(vf_load(t->s + i), t->softcap));
+  if (t->bias)
+    for (int i = 0; i < rows * 64; i += 16)
+      vf_store(t->s + i, vf_add(vf_load(t->s + i), vf_load(t->bias[i / 64] + i % 64)));
 #define UPDATE_ROW_MAX(N, row) update_row_max(N, t, row, out->keep)
   IN_SOFTMAX_ROWS(rows, UPDATE_ROW_MAX)
   for (int r = rows; r % 16; r++) out->keep[r] = 0.f;

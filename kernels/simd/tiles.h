@@ -87,6 +87,7 @@ typedef struct {
   const int64_t *oldest;     // [rows], ascending: the first token that the row sees
   const int64_t *newest;     // [rows], ascending: the last one
   float softcap;             // of the scores; 0: none
+  const float **bias;        // [rows]: the 64 numbers that are added to the scores of a row; or NULL
   int64_t first_token;       // absolute position of the tile, a multiple of 64
   int64_t head_dim;          // padded to 16; for int8 to 32
   const void *k[4];          // K of 16 tokens each: bf16 [d/2][16][2], f32 [d][16], int8 [d/4][16][4] unsigned

@@ -32,12 +32,20 @@ def emit_decoder(
 
 
 def emit_layers(
-    builder: ProgramBuilder, spec: DecoderSpec, weights: DecoderWeights, rotary: Sequence[Table | None]
+    builder: ProgramBuilder,
+    spec: DecoderSpec,
+    weights: DecoderWeights,
+    rotary: Sequence[Table | None],
+    *,
+    causal: bool = True,
 ) -> Value:
-    """Emit the ops from token ids to the output of the last layer, which the final norm has not seen."""
+    """Emit the ops from token ids to the output of the last layer, which the final norm has not seen.
+
+    Only attention that keeps nothing may be other than `causal`.
+    """
     x = builder.embed(weights.embedding, _embedding_scale(spec, weights))
     for layer, layer_weights in enumerate(weights.layers):
-        _attention_block(builder, spec, layer_weights, layer, x, rotary[layer])
+        _attention_block(builder, spec, layer_weights, layer, x, rotary[layer], causal)
         _mlp_block(builder, spec, layer_weights, x)
     return x
 
@@ -58,6 +66,7 @@ def _attention_block(
     index: int,
     x: Value,
     rotary: Table | None,
+    causal: bool,
 ) -> None:
     """Emit x += o(attention(qkv(norm(x))))."""
     group, slot = place_layers(spec.windows)[index]
@@ -71,6 +80,7 @@ def _attention_block(
         layer=slot,
         softcap=spec.attention_softcap,
         norms_rows=spec.qk_norm_rows,
+        causal=causal,
     )
     normed = _normed(builder, spec, layer.input_norm, x, input_dtype(layer.qkv))
     qkv = builder.linear(normed, layer.qkv, layer.qkv_bias, "qkv")

@@ -137,6 +137,15 @@ CASES = {
         "BertForSequenceClassification", word_piece, WORD_PIECE,
         {**SIZES, "hidden_act": "relu", "max_position_embeddings": 256, "num_labels": 1}, activation=torch.nn.Identity,
     ),
+    "distilbert": Case(
+        "DistilBertModel", word_piece, {**WORD_PIECE, "model_input_names": ["input_ids", "attention_mask"]},
+        {"dim": 40, "n_layers": 2, "n_heads": 2, "hidden_dim": 72, "max_position_embeddings": 256}, "mean",
+    ),
+    "distilbert_scores": Case(
+        "DistilBertForSequenceClassification", word_piece,
+        {**WORD_PIECE, "model_input_names": ["input_ids", "attention_mask"]},
+        {"dim": 40, "n_layers": 2, "n_heads": 2, "hidden_dim": 72, "max_position_embeddings": 256, "num_labels": 2},
+    ),
     "roberta": Case("RobertaModel", unigram, UNIGRAM, {**SIZES, "max_position_embeddings": 258, "type_vocab_size": 1}),
     "xlm_roberta": Case(  # E5 and BGE-M3
         "XLMRobertaModel", unigram, UNIGRAM, {**SIZES, "max_position_embeddings": 258, "type_vocab_size": 1}, "cls",
@@ -145,6 +154,9 @@ CASES = {
     "xlm_roberta_scores": Case(
         "XLMRobertaForSequenceClassification", unigram, UNIGRAM,
         {**SIZES, "max_position_embeddings": 258, "type_vocab_size": 1, "num_labels": 1},
+    ),
+    "mpnet": Case(
+        "MPNetModel", unigram, UNIGRAM, {**SIZES, "max_position_embeddings": 258}, "mean", None, True,
     ),
     "modernbert": Case(
         "ModernBertModel", lambda: byte_pairs("<s> $A </s>", "<s> $A </s> $B </s>"), BYTE_PAIRS,
@@ -161,6 +173,15 @@ CASES = {
     "nomic_bert": Case(
         "NomicBertModel", word_piece, WORD_PIECE, {**SIZES, "max_position_embeddings": 256}, "mean", None, True,
         {"query": "search_query: ", "document": "search_document: "}, "document",
+    ),
+    "gemma3": Case(  # EmbeddingGemma
+        "Gemma3TextModel", lambda: byte_pairs("<s> $A </s>"), BYTE_PAIRS,
+        {
+            **SIZES, "num_key_value_heads": 1, "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 22,
+            "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 512,
+            "use_bidirectional_attention": True,
+        },
+        "mean", (24, False, torch.nn.Identity), True, {"query": "task: search | query: "}, "query",
     ),
     "qwen3": Case(  # Qwen3-Embedding
         "Qwen3Model", lambda: byte_pairs("$A </s>"), BYTE_PAIRS, QWEN3, "lasttoken", None, True,
@@ -184,6 +205,7 @@ def make(name: str, folder: Path) -> None:
     model = random_model(case, fast)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    config = (folder / "config.json").read_bytes()
     is_pair = case.answer is not None or case.model.endswith("ForSequenceClassification")
     inputs: list[Any] = PAIRS if is_pair else TEXTS
     if case.answer is not None:
@@ -194,6 +216,8 @@ def make(name: str, folder: Path) -> None:
         values = score(case, folder)
     else:
         values = mean_rows(model, fast, TEXTS)
+    if "use_bidirectional_attention" in case.config:  # the window is halved when config.json is read, and so saved
+        (folder / "config.json").write_bytes(config)
     ids, types = tokenized(case, fast, inputs)
     for path in folder.glob("**/*.safetensors"):
         save_file({key: value.bfloat16() for key, value in load_file(path).items()}, path, {"format": "pt"})
@@ -214,6 +238,7 @@ def random_model(case: Case, fast: Tokenizer) -> Any:
     with torch.no_grad():
         for key, value in model.named_parameters():
             is_norm = "norm" in key.lower() and key.endswith("weight")
+            is_norm &= not case.model.startswith("Gemma")  # whose weights of norms are stored less 1
             scale = 0.2 if value.ndim == 1 or "embed" in key else 0.9 * value.shape[-1] ** -0.5
             value.copy_((torch.randn_like(value) * scale + is_norm).bfloat16().float())
     return model

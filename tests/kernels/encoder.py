@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from quire.kernels import PackedMatrix, Pool, Program, packed_nbytes
 from quire.kernels.ops import (
+    BIAS_PADDING,
     BLOCK,
     GATED,
     INPUT_DTYPES,
@@ -47,6 +48,7 @@ class Encoder:
     post_norm: bool = True
     rotates: bool = False
     qk_norm: bool = False
+    biased: bool = False
     epilogue: str = "gelu"
     pooling: str = "mean"
     isa: str | None = None
@@ -130,9 +132,14 @@ class Encoder:
         converted = a if a.dtype == dtype else self.region(MAX_ROWS, a.columns, dtype)
         q_norm, k_norm = (1 + self.random(d), 1 + self.random(d)) if self.qk_norm else (None, None)
         rotary = self.rng.uniform(-1, 1, (POSITIONS, d // 2 * 2)).astype(np.float32) if self.rotates else None
+        bias = None
+        if self.biased:
+            bias = self.rng.uniform(-2, 2, (self.heads, 2 * POSITIONS - 1 + BIAS_PADDING)).astype(np.float32)
+            bias[:, -BIAS_PADDING:] = 1e30  # of no key
         attention = EphemeralAttention(
-            qkv, a, self.pages, self.heads, self.kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, self.causal, window
-        )
+            qkv, a, self.pages, self.heads, self.kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, self.causal,
+            window, bias,
+        )  # fmt: skip
         inner = self.region(MAX_ROWS, self.intermediate, dtype)
         after = self.norm(x, x if self.post_norm else None, h)
         self.ops += [self.linear(h, qkv), attention, *([] if converted is a else [Convert(a, converted)])]

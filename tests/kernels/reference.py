@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 from quire.kernels.ops import (
+    BIAS_PADDING,
     BLOCK,
     GATED,
     QUERY_DTYPES,
@@ -368,8 +369,11 @@ class ReferenceProgram:
             behind = op.window - op.causal if op.window else len(q)
             ahead = 0 if op.causal else op.window or len(q)
             seen = rows[(after >= -behind) & (after <= ahead)]
-            weights = softmax(np.einsum("hd,thd->ht", q[row], keys[seen]))
-            out[row] = np.einsum("ht,thd->hd", weights, values[seen])
+            scores = np.einsum("hd,thd->ht", q[row], keys[seen])
+            if op.bias is not None:
+                positions = (op.bias.shape[1] + 1 - BIAS_PADDING) // 2
+                scores = scores + op.bias[:, positions - 1 + self.position[seen] - position]
+            out[row] = np.einsum("ht,thd->hd", softmax(scores), values[seen])
         self._write(op.out, out.reshape(len(q), -1))
 
     def _attention(self, op: Attention) -> None:

@@ -38,6 +38,9 @@ CAUSAL = {"causal": True, "kv_heads": 2, "qk_norm": True, "rotates": True, "wind
         ("f32", "int8", CAUSAL),
         ("bf16", "bf16", CAUSAL),
         ("q8", "int8", {"epilogue": "relu", "head_dim": 32}),
+        ("f32", "f32", {"biased": True, "kv_heads": 2}),
+        ("q8", "int8", {"biased": True, "windows": (0, 20)}),
+        ("bf16", "bf16", {"biased": True, "head_dim": 32}),
         ("f32", "f32", {"epilogue": "gelu_tanh", "head_dim": 10, "hidden": 33, "intermediate": 50}),
     ],
 )
@@ -49,7 +52,7 @@ def test_an_encoder_matches_the_reference(weights, kv, options, isa):
 @pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize("window", [0, 3, 64, 300])
 def test_long_texts_see_both_sides_of_their_window(window, kv):
-    encoder = Encoder(kv=kv, windows=(window,))
+    encoder = Encoder(kv=kv, windows=(window,), biased=window == 64)
     assert close(encoder, text(600, 1), text(65, 2))
 
 
@@ -71,7 +74,8 @@ def test_a_text_has_the_same_bits_among_any_others_and_on_any_number_of_threads(
 @pytest.mark.parametrize("epilogue", ["gelu", "geglu_exact"])
 def test_an_encoder_has_the_same_bits_at_every_level(epilogue, weights, kv):
     texts = [text(90, 1), text(3, 2)]
-    vectors = {Encoder(weights=weights, kv=kv, epilogue=epilogue, isa=isa).run(*texts).tobytes() for isa in LEVELS}
+    options = {"weights": weights, "kv": kv, "epilogue": epilogue, "biased": epilogue == "gelu"}
+    vectors = {Encoder(**options, isa=isa).run(*texts).tobytes() for isa in LEVELS}
     assert len(vectors) == 1
 
 
@@ -179,6 +183,9 @@ def test_ranges_and_programs_that_do_not_fit_are_refused(toy):
         ({"num_kv_heads": 2}, "do not fit"),
         ({"window": -1}, "do not fit"),
         ({"rotary": np.zeros((8, 26), np.float32)}, "rotary table must be"),
+        ({"bias": np.zeros((3, 100), np.float32)}, r"bias must be \[4, 2 \* positions - 1 \+ 63\], not \[3, 100\]"),
+        ({"bias": np.zeros((4, 62), np.float32)}, "bias must be"),
+        ({"bias": np.zeros((4, 65), np.float32)}, "bias must be"),
     ],
 )
 def test_attention_that_does_not_fit_its_pages_is_refused(changes, message):
@@ -186,6 +193,16 @@ def test_attention_that_does_not_fit_its_pages_is_refused(changes, message):
     encoder.ops = [replace(op, **changes) if isinstance(op, EphemeralAttention) else op for op in encoder.ops]
     with pytest.raises(ValueError, match=message):
         encoder.bind()
+
+
+def test_a_text_must_not_be_longer_than_the_bias():
+    encoder = Encoder()
+    bias = np.zeros((4, 2 * 20 - 1 + 63), np.float32)
+    encoder.ops = [replace(op, bias=bias) if isinstance(op, EphemeralAttention) else op for op in encoder.ops]
+    program = encoder.bind()
+    encoder.run(text(20), program=program)
+    with pytest.raises(ValueError, match=r"text 0 must have 1\.\.20 tokens"):
+        encoder.run(text(21), program=program)
 
 
 def test_pages_that_do_not_hold_every_step_are_refused():

@@ -14,15 +14,16 @@ ACTIVATIONS: dict[str, MlpActivation] = {
 
 def read_bert(config: ConfigTable) -> BertSpec:
     """Read a `BertModel`."""
-    return _read(config, "bert", 0)
+    return read_bert_from(config, "bert", 0)
 
 
 def read_roberta(config: ConfigTable) -> BertSpec:
     """Read a `RobertaModel`, whose positions begin after that of the padding token."""
-    return _read(config, "roberta", config.integer("pad_token_id", 0, MAX_VOCAB, 1) + 1)
+    return read_bert_from(config, "roberta", config.integer("pad_token_id", 0, MAX_VOCAB, 1) + 1)
 
 
-def _read(config: ConfigTable, family: str, first_position: int) -> BertSpec:
+def read_bert_from(config: ConfigTable, family: str, first_position: int) -> BertSpec:
+    """Read what BERT's relatives share; the row `first_position` of the positions is that of a text's first token."""
     if config.text("position_embedding_type", "absolute") != "absolute":
         raise config.refused("position_embedding_type", '"absolute" or absent')
     if config.flag("is_decoder", False):

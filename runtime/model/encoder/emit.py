@@ -10,6 +10,7 @@ from ..program import Heads, ProgramBuilder, Value
 from ..rope import Table
 from ..spec import DecoderSpec
 from ..weights.decoder_weights import DecoderWeights
+from .mpnet import distance_bias
 from .spec import BertSpec, EncoderSpec, Projection
 from .weights import BertLayerWeights, BertWeights, EncoderWeights, NormWeights, ProjectionWeights
 
@@ -26,22 +27,29 @@ def emit_encoder(
     """Emit all ops; return the result, f32 [texts, dimensions]. `rotary` has one table per layer."""
     if isinstance(spec.body, DecoderSpec):
         assert isinstance(weights.body, DecoderWeights), "a spec and its weights are of one kind"
-        x = emit_layers(builder, spec.body, weights.body, rotary)
+        x = emit_layers(builder, spec.body, weights.body, rotary, causal=spec.causal)
         x = builder.norm_rows(x, "rms", weights.body.final_norm, None, spec.body.norm_eps, "f32")
     else:
         assert isinstance(weights.body, BertWeights), "a spec and its weights are of one kind"
-        x = _emit_bert(builder, spec.body, weights.body, rotary)
+        x = _emit_bert(builder, spec.body, weights.body, rotary, spec.max_model_len)
     x = builder.pool(x, spec.pooling)
     for projection, projection_weights in zip(spec.projections, weights.projections, strict=True):
         x = _project(builder, projection, projection_weights, x)
     return builder.norm_rows(x, "l2", None, None, LEAST_LENGTH, "f32") if spec.normalise else x
 
 
-def _emit_bert(builder: ProgramBuilder, spec: BertSpec, weights: BertWeights, rotary: Sequence[Table | None]) -> Value:
+def _emit_bert(
+    builder: ProgramBuilder,
+    spec: BertSpec,
+    weights: BertWeights,
+    rotary: Sequence[Table | None],
+    max_positions: int,
+) -> Value:
     """Emit the layers; return the rows of the last one, normed, f32."""
+    bias = None if weights.distances is None else distance_bias(weights.distances, spec.num_heads, max_positions)
     x = builder.embed(weights.words, types=weights.types, positions=weights.positions)
     normed = _norm_in_place(builder, spec, weights.embedding_norm, x, INPUT_DTYPES[weights.layers[0].qkv.dtype])
-    return emit_blocks(builder, spec, weights.layers, x, normed, rotary)
+    return emit_blocks(builder, spec, weights.layers, x, normed, rotary, bias)
 
 
 def emit_blocks(
@@ -51,11 +59,12 @@ def emit_blocks(
     x: Value,
     normed: Value,
     rotary: Sequence[Table | None],
+    bias: Table | None = None,
 ) -> Value:
     """Emit the layers after `normed`, the norm of the residual stream `x`; return the normed rows of the last one."""
     dtypes: list[DType] = [*(INPUT_DTYPES[layer.qkv.dtype] for layer in layers[1:]), "f32"]
     for index, layer in enumerate(layers):
-        attended = _attend(builder, spec, layer, index, normed, rotary[index])
+        attended = _attend(builder, spec, layer, index, normed, rotary[index], bias)
         builder.linear_add(attended, layer.o, layer.o_bias, x)
         normed = _norm(builder, spec, layer.attention_norm, x, INPUT_DTYPES[layer.up.dtype])
         activated = builder.activated(
@@ -72,9 +81,16 @@ def emit_blocks(
 
 
 def _attend(
-    builder: ProgramBuilder, spec: BertSpec, layer: BertLayerWeights, index: int, x: Value, rotary: Table | None
+    builder: ProgramBuilder,
+    spec: BertSpec,
+    layer: BertLayerWeights,
+    index: int,
+    x: Value,
+    rotary: Table | None,
+    bias: Table | None,
 ) -> Value:
-    heads = Heads(spec.num_heads, spec.num_heads, spec.head_dim, spec.head_dim**-0.5, spec.windows[index], causal=False)
+    num_heads, scale, window = spec.num_heads, spec.head_dim**-0.5, spec.windows[index]
+    heads = Heads(num_heads, num_heads, spec.head_dim, scale, window, causal=False, bias=bias)
     qkv = builder.linear(x, layer.qkv, layer.qkv_bias, "qkv")
     return builder.attention(qkv, heads, None, None, spec.norm_eps, rotary, None, INPUT_DTYPES[layer.o.dtype])
 

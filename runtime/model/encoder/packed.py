@@ -18,8 +18,9 @@ from ..program import ProgramBuilder, ProgramPlan
 from ..rope import planned_tables, rotary_nbytes, rotary_tables
 from ..weights.packing import pack_built
 from .emit import emit_encoder
+from .mpnet import bias_columns
 from .registry import open_encoder
-from .spec import EncoderSpec
+from .spec import BertSpec, EncoderSpec
 from .weights import EncoderWeights, build_encoder_weights, plan_encoder_weights
 
 KEYS_VALUES: dict[WeightDtype, KVDtype] = {"f32": "f32", "bf16": "bf16", "auto": "bf16", "q8": "int8", "q4": "int8"}
@@ -68,7 +69,7 @@ class EncoderMemoryPlan:
 
     weights: Mapping[PackedDtype, int]  # bytes of the packed matrices by dtype
     arena_bytes: int  # keys and values included
-    rotary_bytes: int
+    position_bytes: int  # of tables by position: rotary ones, and biases of scores
     scratch_bytes: int  # of ops, over all worker threads
     program: ProgramPlan
 
@@ -79,7 +80,7 @@ class EncoderMemoryPlan:
     @property
     def total_bytes(self) -> int:
         """All that the encoder adds to a process."""
-        return self.weights_bytes + self.arena_bytes + self.rotary_bytes + self.scratch_bytes
+        return self.weights_bytes + self.arena_bytes + self.position_bytes + self.scratch_bytes
 
 
 def plan_encoder_memory(
@@ -94,7 +95,14 @@ def plan_encoder_memory(
     return EncoderMemoryPlan(
         weights=weights_bytes,
         arena_bytes=program.arena_bytes,
-        rotary_bytes=rotary_nbytes(body.ropes, body.head_dim, spec.max_model_len),
+        position_bytes=rotary_nbytes(body.ropes, body.head_dim, spec.max_model_len) + _bias_nbytes(spec),
         scratch_bytes=scratch_nbytes(body.head_dim, workers, program.ops),
         program=program,
     )
+
+
+def _bias_nbytes(spec: EncoderSpec) -> int:
+    """Return the bytes of the bias that all layers share."""
+    body = spec.body
+    biased = isinstance(body, BertSpec) and body.num_distances
+    return 4 * body.num_heads * bias_columns(spec.max_model_len) if biased else 0

@@ -8,13 +8,16 @@ from pathlib import Path
 from ...common.errors import UnsupportedModel
 from ..config_json import CONFIG_FILE, MAX_WIDTH, ConfigTable, read_config
 from ..families.family import Family
+from ..families.gemma3 import GEMMA3
 from ..families.registry import FAMILIES
 from ..files import is_gguf
 from ..spec import DecoderSpec
 from ..weights.tensors import check_built
 from .bert import BERT, CAMEMBERT, ROBERTA, XLM_ROBERTA
+from .distilbert import DISTILBERT
 from .family import EncoderFamily
 from .modernbert import MODERNBERT
+from .mpnet import MPNET
 from .nomic_bert import NOMIC_BERT
 from .sentence_transformers import (
     MODULES_FILE,
@@ -30,9 +33,10 @@ from .spec import ANSWER, AnswerRows, BertSpec, EncoderSpec, Pooling, Projection
 from .tensors import EncoderTensors
 from .weights import build_encoder_weights
 
-ENCODERS = (BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, MODERNBERT, NOMIC_BERT)
+ENCODERS = (BERT, DISTILBERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, MODERNBERT, MPNET, NOMIC_BERT)
 CLASSIFIER = "ForSequenceClassification"
 CAUSAL = "ForCausalLM"
+BIDIRECTIONAL = "use_bidirectional_attention"  # of EmbeddingGemma
 MAX_LABELS = 1 << 16
 
 
@@ -58,6 +62,7 @@ def read_encoder(path: str | Path) -> EncoderSpec:
     prompts, default_prompt = read_prompts(folder)
     return EncoderSpec(
         body=body,
+        causal=not config.flag(BIDIRECTIONAL, False),
         pooling=pooling,
         projections=projections,
         normalise=modules.normalise,
@@ -99,10 +104,13 @@ def _by_architecture() -> dict[str, EncoderFamily]:
 
 
 def _decoder(name: str) -> Family | None:
-    """Return the family of decoders whose body or classifier has the architecture `name`."""
+    """Return the family of decoders whose body or classifier has the architecture `name`.
+
+    Families that have models with images too call the body without them `<family>TextModel`.
+    """
     if name.endswith(CAUSAL):
         return None
-    stem = name.removesuffix(CLASSIFIER).removesuffix("Model")
+    stem = name.removesuffix(CLASSIFIER).removesuffix("Model").removesuffix("Text")
     return next((family for family in FAMILIES if f"{stem}{CAUSAL}" in family.architectures), None)
 
 
@@ -117,17 +125,25 @@ def _body(config: ConfigTable) -> tuple[BertSpec | DecoderSpec, EncoderFamily | 
         raise UnsupportedModel(
             f"{CONFIG_FILE}: architectures[0] is {name:.80}; it must be one of {', '.join(known)}, or that of a decoder"
         )
-    if config.flag("use_bidirectional_attention", False):
-        raise config.refused("use_bidirectional_attention", "false or absent: decoders attend causally")
     if not config.flag("is_causal", True):
         raise config.refused("is_causal", "true or absent: decoders attend causally")
-    spec = family.read(config)
+    spec = _bidirectional(config, family) if config.flag(BIDIRECTIONAL, False) else family.read(config)
     if spec.sinks or spec.attention_softcap or spec.qk_norm_rows:
         raise UnsupportedModel(
             f"{CONFIG_FILE}: architectures[0] is {name:.80}; a decoder that makes vectors must have no attention "
             "sinks, no soft cap of scores, and no norm over all heads together"
         )
     return replace(spec, tie_embeddings=True), family  # its LM head is not used
+
+
+def _bidirectional(config: ConfigTable, family: Family) -> DecoderSpec:
+    """Read a decoder whose rows see later ones too. Half of a window is on each side of a row."""
+    if family is not GEMMA3:
+        raise config.refused(BIDIRECTIONAL, "false or absent: decoders attend causally")
+    spec = family.read(ConfigTable({**config.values, BIDIRECTIONAL: False}))
+    if 1 in spec.windows:
+        raise config.refused("sliding_window", f"at least 2 with {BIDIRECTIONAL}")
+    return replace(spec, windows=tuple(window // 2 for window in spec.windows))
 
 
 def _after_body(

@@ -37,6 +37,7 @@ class EncoderNames:
     down: str = "output.dense"
     mlp_norm: str = "output.LayerNorm"
     final_norm: str = "final_norm"
+    distances: str = "encoder.relative_attention_bias"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class BertSpec:
     num_positions: int = 0  # rows of the table of learned positions; 0: none
     first_position: int = 0  # the row of a text's first token
     num_types: int = 0  # rows of the table of token types; 0: none
+    num_distances: int = 0  # rows of the table of scores' biases, by the distance of key and query; 0: no bias
     ropes: tuple[Rope | None, ...]  # one per layer; None: heads are not rotated
     windows: tuple[int, ...]  # one per layer: a token sees those at most this far away; 0: all
     pre_norms: bool = False  # norms are before attention and MLP, and at the end; not after the residual additions
@@ -98,7 +100,8 @@ class AnswerRows:
 class EncoderSpec:
     """A model that makes one vector of each text, or scores it."""
 
-    body: BertSpec | DecoderSpec  # a decoder attends causally, and without pages
+    body: BertSpec | DecoderSpec  # a decoder attends without pages
+    causal: bool = True  # of a decoder; False: its rows see later ones too, and windows are as in `BertSpec`
     pooling: Pooling
     projections: tuple[Projection, ...] = ()
     normalise: bool = False  # vectors have length 1

@@ -47,6 +47,7 @@ class BertWeights:
     words: PackedMatrix  # [vocab, hidden]
     positions: PackedMatrix | None  # [max_position_embeddings, hidden]; its first row is that of the first token
     types: PackedMatrix | None  # [types, hidden]
+    distances: Vector | None  # [distances * heads], of biases of scores in all layers
     embedding_norm: NormWeights
     layers: tuple[BertLayerWeights, ...]
 
@@ -95,10 +96,12 @@ def _build_bert(spec: BertSpec, dtype: PackedDtype, max_positions: int, factory:
         return factory.matrix(num_rows, hidden, table_dtype, [part]) if rows else None
 
     words = Part(f"{names.words}.weight", (spec.vocab_size, hidden))
+    distances = Part(f"{names.distances}.weight", (spec.num_distances, spec.num_heads))
     return BertWeights(
         words=factory.matrix(spec.vocab_size, hidden, "q8" if dtype == "q4" else dtype, [words]),
         positions=table(names.positions, spec.num_positions, spec.first_position, max_positions),
         types=table(names.types, spec.num_types, 0, spec.num_types),
+        distances=factory.vector(spec.num_distances * spec.num_heads, [distances]) if spec.num_distances else None,
         embedding_norm=build_norm(names.embedding_norm, hidden, spec.norm_bias, factory),
         layers=tuple(build_layer(spec, layer, dtype, factory) for layer in range(spec.num_layers)),
     )

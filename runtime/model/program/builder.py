@@ -342,6 +342,7 @@ class ProgramBuilder:
                 scale=heads.scale,
                 causal=heads.causal,
                 window=heads.window,
+                bias=heads.bias,
             ),
         )
 

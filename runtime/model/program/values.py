@@ -99,6 +99,7 @@ class Heads:
     softcap: float = 0.0  # of scores; 0: none
     norms_rows: bool = False  # q_norm and k_norm are over all heads of a row
     causal: bool = True  # a row sees itself and earlier rows only
+    bias: npt.NDArray[np.float32] | None = None  # of scores, by the positions of query and key: `EphemeralAttention`
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class EncoderPlan:
         return {
             **{f"weights {dtype}": size for dtype, size in sorted(memory.weights.items())},
             "batch arena": memory.arena_bytes,
-            "rotary table": memory.rotary_bytes,
+            "position tables": memory.position_bytes,
             "worker scratch": memory.scratch_bytes,
             "engine process": PROCESS_BYTES,
             "API server process": SERVER_PROCESS_BYTES,

@@ -13,6 +13,7 @@ from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, Unsupp
 from quire.runtime.model.config_json import ConfigTable
 from quire.runtime.model.encoder import BertSpec, is_encoder, pack_encoder, read_encoder
 from quire.runtime.model.encoder.sentence_transformers import read_score_activation
+from quire.runtime.model.spec import DecoderSpec
 
 from .conftest import FOLDER, NAMES
 
@@ -52,6 +53,7 @@ def test_heads_for_scores() -> None:
     found = {name: read_encoder(FOLDER / name) for name in NAMES if name.endswith(("scores", "answer"))}
     assert {name: (spec.num_labels, spec.score_activation) for name, spec in found.items()} == {
         "bert_scores": (1, "identity"),
+        "distilbert_scores": (2, "identity"),
         "modernbert_scores": (3, "identity"),
         "qwen3_answer": (1, "sigmoid"),
         "qwen3_scores": (2, "identity"),
@@ -76,6 +78,13 @@ def test_a_projection_reads_what_the_one_before_it_makes(encoder_folder: Copy) -
 def test_positions_of_roberta_begin_after_that_of_padding(encoder_folder: Copy) -> None:
     body = bert_of(encoder_folder("roberta"))
     assert (body.first_position, body.max_position_embeddings, body.num_positions) == (2, 256, 258)
+
+
+def test_half_of_embedding_gemmas_window_is_on_each_side() -> None:
+    spec = read_encoder(FOLDER / "gemma3")
+    assert isinstance(spec.body, DecoderSpec)
+    assert (spec.causal, spec.body.windows) == (False, (6, 0))  # of 12
+    assert read_encoder(FOLDER / "qwen3").causal
 
 
 @pytest.mark.parametrize("other", ["layers", "version 4"])
@@ -176,6 +185,13 @@ def test_without_modules_rows_are_averaged(encoder_folder: Copy) -> None:
         ("qwen3", "config.json", edited(quantization_config={"quant_method": "gptq"}), "quantization_config"),
         ("qwen3_answer", "config.json", edited(architectures=["BertModel"], hidden_act="gelu"), "needs a decoder"),
         ("qwen3", "config.json", edited(use_bidirectional_attention=True), "use_bidirectional_attention"),
+        ("gemma3", "config.json", edited(sliding_window=1), "sliding_window is 1; it must be at least 2 with"),
+        ("gemma3", "config.json", edited(use_bidirectional_attention="yes"), "use_bidirectional_attention"),
+        ("mpnet", "config.json", edited(relative_attention_num_buckets=16), "relative_attention_num_buckets"),
+        ("mpnet", "config.json", edited(max_position_embeddings=2), "max_position_embeddings"),
+        ("distilbert", "config.json", edited(dim=0), "dim is 0"),
+        ("distilbert", "config.json", edited(n_heads=3), "dim is 40"),
+        ("distilbert", "config.json", edited(activation="tanh"), "activation"),
         ("qwen3_answer", "1_LogitScore/config.json", edited(true_token_id=10**6), "true_token_id"),
         ("qwen3_answer", "1_LogitScore/config.json", edited(true_token_id=340), "the vocabulary has 340 tokens"),
     ],
