@@ -24,6 +24,7 @@ from ...common.config import WeightDtype
 from ...common.errors import ModelError, Unavailable
 from . import READABLE, Checkpoint, as_f32
 from .ggml import q5_0_as_q8_0, widen
+from .numbers import check_numbers
 
 Vector = npt.NDArray[np.float32]
 InputOrder = npt.NDArray[np.int32]  # the input that each column along K of a matrix belongs to
@@ -167,20 +168,20 @@ class _Packer:
             for row, rows in self._checkpoint.chunks(part.tensor, part.rows, num_rows):
                 if self._stop.is_set():
                     raise Unavailable("loading the model was cancelled")
+                check_numbers(rows, kind, part.tensor, self._checkpoint.path)
                 start = part.start + row * columns_per_row
                 if factors is None:
                     fill_rows(matrix, rows, kind, start, part.interleave)
                 else:
                     widened = as_f32(rows) if kind in READABLE else widen(rows, kind)
-                    with np.errstate(over="ignore", invalid="ignore"):  # a NaN ends the requests that meet it
-                        matrix.fill(widened * factors, start, part.interleave)
+                    matrix.fill(widened * factors, start, part.interleave)
 
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
         out = np.zeros(size, np.float32)
         for part in parts:
-            values = as_f32(self._checkpoint.tensor(part.tensor).reshape(-1)[part.rows])
-            with np.errstate(invalid="ignore"):  # a NaN ends the requests that meet it, not the load
-                out[_columns(part, len(values))] = values + np.float32(offset)
+            values = self._checkpoint.tensor(part.tensor).reshape(-1)[part.rows]
+            check_numbers(values, self._checkpoint.dtype(part.tensor), part.tensor, self._checkpoint.path)
+            out[_columns(part, len(values))] = as_f32(values) + np.float32(offset)
         return out
 
 

@@ -122,11 +122,14 @@ def test_the_router_is_f32_from_any_type(edited: Callable[..., Path], kind: str)
     np.testing.assert_array_equal(experts(path).router.unpack(), expected)
 
 
-def test_a_router_with_infinite_weights_loads(edited: Callable[..., Path]) -> None:
-    router = encode(np.full((5, 64), np.inf, np.float32), "F32")
-    norm = encode(np.zeros(64, np.float32), "F32")
-    path = edited("mixtral", {}, {"blk.0.ffn_gate_inp.weight": router, "blk.0.ffn_norm.weight": norm})
-    assert np.isnan(experts(path).router.unpack()).all()
+@pytest.mark.parametrize(
+    "router",
+    [encode(np.full((5, 64), np.inf, np.float32), "F32"), Tensor((5, 64), "Q8_0", b"\0\x7e" + bytes(5 * 2 * 34 - 2))],
+)
+def test_a_router_without_finite_weights_is_refused(edited: Callable[..., Path], router: Tensor) -> None:
+    path = edited("mixtral", {"general.quantization_version": 2}, {"blk.0.ffn_gate_inp.weight": router})
+    with pytest.raises(CorruptCheckpoint, match=r"blk\.0\.ffn_gate_inp\.weight in .* has (an infinity|NaN)"):
+        experts(path)
 
 
 @pytest.mark.parametrize(
