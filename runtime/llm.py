@@ -156,7 +156,9 @@ class LLM:
         A reranker scores each pair of texts; of a model with vectors, it is the cosine of the two. Raises as `embed`.
         """
         texts = as_documents(query, documents)
-        request = EmbedRequest(inputs=texts, query=query, truncate_prompt_tokens=truncate_prompt_tokens)
+        request = EmbedRequest(
+            inputs=texts, query=query, truncate_prompt_tokens=truncate_prompt_tokens, input_name="documents[{}]"
+        )
         return self._thread.run(_embed(self._open_engine(), request))[:, 0]
 
     def logits(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:

@@ -190,15 +190,15 @@ class Embedder:
     def _encode_all(self, request: EmbedRequest, inputs: Sequence[Input], first_index: int) -> list[EncodedText]:
         texts = []
         if request.query is not None and not self.info.num_labels and first_index == 0:
-            texts.append(self._fitted(request, "query", self._encode(request.query, self._prompt(QUERY_PROMPT))))
+            query = self._encode(request.query, self._prompt(QUERY_PROMPT))
+            texts.append(self._fitted(request, request.query_name, query))
         prompt = self._input_prompt(request)
-        name = "inputs" if request.query is None else "documents"
         for index, each in enumerate(inputs, first_index):
             if request.query is not None and self.info.num_labels:
                 encoded = self._texts.encode_pair(request.query, str(each))
             else:
                 encoded = self._encode(each, prompt)
-            texts.append(self._fitted(request, f"{name}[{index}]", encoded))
+            texts.append(self._fitted(request, request.input_name.format(index), encoded))
         return texts
 
     def _encode(self, text: Input, prompt: str) -> EncodedText:

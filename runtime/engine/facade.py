@@ -86,6 +86,8 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""  # from authentication, never from the request's body
     priority: int = 0  # lower runs earlier
     deadline_ms: int | None = None  # from submission
+    input_name: str = "inputs[{}]"  # what messages call one of `inputs`, with its index in place of {}
+    query_name: str = "query"  # what messages call `query`
 
     def text_bytes(self) -> int:
         """Return about how many bytes the texts take in memory."""

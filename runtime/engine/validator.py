@@ -267,17 +267,17 @@ def check_num_images(num_images: int, info: EngineInfo) -> None:
 def check_embed_options(request: EmbedRequest, info: EncoderInfo) -> None:
     """Check a request to embed or score, but for the lengths of its texts in tokens. Raises InvalidRequest."""
     is_score = request.query is not None
-    name = "documents" if is_score else "inputs"
     if is_score and info.num_labels > 1:
         raise InvalidRequest(f"this model has {info.num_labels} labels; scores need a model with one, or with vectors")
     if not is_score and info.num_labels:
         raise InvalidRequest("this model scores pairs of texts; it makes no embeddings")
     if not 1 <= len(request.inputs) <= MAX_INPUTS:
+        name = request.input_name.removesuffix("[{}]")
         raise InvalidRequest(f"{name} has {len(request.inputs)} entries; 1 to {MAX_INPUTS} are allowed")
     for index, each in enumerate(request.inputs):
-        _check_input(f"{name}[{index}]", each, info, takes_ids=not is_score)
+        _check_input(request.input_name.format(index), each, info, takes_ids=not is_score)
     if request.query is not None:
-        _check_input("query", request.query, info, takes_ids=False)
+        _check_input(request.query_name, request.query, info, takes_ids=False)
         if request.dimensions is not None or request.prompt_name is not None:
             raise InvalidRequest("dimensions and prompt_name are for embeddings; leave them out of a request to score")
     if request.dimensions is not None:

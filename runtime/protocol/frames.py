@@ -261,6 +261,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     has_tokenizer: bool
     has_chat_template: bool
     max_images: int = 0  # of one request; 0: the model takes no images. Sent if `images` was negotiated
+    task: str = "generate"  # what it does: "generate", "embed", or "score" pairs of texts
 
 
 class Models(_Frame, tag="MODELS", frozen=True):

@@ -96,7 +96,7 @@ def embed_request(frame: AskVectors | AskScores, tenant: str) -> EmbedRequest:
         deadline_ms=frame.deadline_ms,
     )
     if isinstance(frame, AskScores):
-        return msgspec.structs.replace(request, inputs=frame.documents, query=frame.query)
+        return msgspec.structs.replace(request, inputs=frame.documents, query=frame.query, input_name="documents[{}]")
     return msgspec.structs.replace(
         request, inputs=frame.inputs, dimensions=frame.dimensions, prompt_name=frame.prompt_name
     )
@@ -148,6 +148,7 @@ def duplicate_frame(request_id: int) -> Error:
 
 
 def models_frame(request_id: int, name: str, info: EngineInfo, features: Collection[str]) -> Models:
+    """Return the served model, and the embedding model beside it if there is one."""
     model = ServedModel(
         name=name,
         max_model_len=info.max_model_len,
@@ -156,7 +157,17 @@ def models_frame(request_id: int, name: str, info: EngineInfo, features: Collect
         has_chat_template=info.has_chat_template,
         max_images=info.max_images if "images" in features else 0,
     )
-    return Models(request_id, (model,))
+    if info.encoder is None:
+        return Models(request_id, (model,))
+    encoder = ServedModel(
+        name=info.encoder.name if info.generates else name,
+        max_model_len=info.encoder.max_model_len,
+        vocab_size=info.encoder.vocab_size,
+        has_tokenizer=True,
+        has_chat_template=False,
+        task="score" if info.encoder.num_labels else "embed",
+    )
+    return Models(request_id, (model, encoder) if info.generates else (encoder,))
 
 
 def stats_frame(request_id: int, stats: EngineStats | TenantTotals) -> Stats:

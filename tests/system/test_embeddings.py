@@ -105,6 +105,21 @@ async def test_an_embedding_model_beside_another_has_its_own_name() -> None:
         assert (await ask(system, "/v1/completions", prompt=[5], model="small")).status == 404
 
 
+async def test_models_say_what_each_is_for() -> None:
+    runner = load_model(EngineConfig(kv_cache_memory=1 << 20))
+    pairs = msgspec.structs.replace(ENCODER_INFO, num_labels=1, name="pairs")
+    for info, beside, expected in (
+        (ENCODER_INFO, None, [("quire", "embed")]),
+        (pairs, None, [("quire", "score")]),
+        (pairs, runner, [("quire", "generate"), ("pairs", "score")]),
+    ):
+        async with embedding_system(FakeEncoder(info), beside) as system:
+            async with AsyncClient(str(system.server.address)) as client:
+                models = await client.models()
+            assert [(each.name, each.task) for each in models] == expected
+            assert models[-1].max_model_len == MAX_MODEL_LEN
+
+
 async def test_base64_has_the_bits_of_the_floats() -> None:
     async with embedding_system() as system:
         reply = await ask(system, "/v1/embeddings", input=["ab"], encoding_format="base64", dimensions=2)
@@ -145,7 +160,11 @@ async def test_rerank_sorts_and_score_keeps_the_order() -> None:
         ("/v1/embeddings", {}, "input is missing", "input"),
         ("/v1/embeddings", {"input": 5}, "input must be text, token ids or a list", "input"),
         ("/v1/embeddings", {"input": ["a", [True]]}, "input must be", "input"),
-        ("/v1/embeddings", {"input": []}, "inputs has 0 entries", None),
+        ("/v1/embeddings", {"input": []}, "input has 0 entries", "input"),
+        ("/v1/embeddings", {"input": ["a", ""]}, "input[1] is empty", "input"),
+        ("/v1/embeddings", {"input": ["a", [10**6]]}, "input[1]: a token id is outside", "input"),
+        ("/v1/embeddings", {"input": [10**6]}, "input: a token id is outside", "input"),
+        ("/v1/embeddings", {"input": "x" * 33}, "input has 33 tokens", "input"),
         ("/v1/embeddings", {"input": "a", "dimensions": 9}, "between 1 and 4, not 9", "dimensions"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "float or base64", "encoding_format"),
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": "x"}, "must be", "truncate_prompt_tokens"),
@@ -156,6 +175,11 @@ async def test_rerank_sorts_and_score_keeps_the_order() -> None:
         ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": 0}, "at least 1", "top_n"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": "c"}, "one text, not 2", "text_1"),
         ("/v1/score", {"text_1": 5, "text_2": "c"}, "text_1 must be text", "text_1"),
+        ("/v1/score", {"text_1": "x" * 40, "text_2": "c"}, "text_1 has 43 tokens", "text_1"),
+        ("/v1/score", {"queries": "a", "text_2": ""}, "text_2 is empty", "text_2"),
+        ("/v1/score", {"queries": "", "documents": ["b", "c"]}, "queries is empty", "queries"),
+        ("/v1/score", {"text_1": "a", "documents": ["b", "x" * 40]}, "documents[1] has 43 tokens", "documents"),
+        ("/v1/rerank", {"query": "a", "documents": ["b", ""]}, "documents[1] is empty", "documents"),
         ("/v1/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "two names of one field", "text_1"),
         ("/v1/score", {"text_1": "a", "text_2": "c", "documents": ["d"]}, "two names of one field", "text_2"),
         ("/v1/completions", {"prompt": "a"}, "generates no text", None),
@@ -179,7 +203,7 @@ async def test_a_text_that_is_too_long_names_the_limit() -> None:
     async with embedding_system() as system:
         reply = await ask(system, "/v1/embeddings", input=["a", "x" * (MAX_MODEL_LEN + 1)])
         assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
-        assert "inputs[1] has 33 tokens, the limit of this model is 32" in reply.error["message"]
+        assert "input[1] has 33 tokens, the limit of this model is 32" in reply.error["message"]
         cut = await ask(system, "/v1/embeddings", input=["x" * 99], truncate_prompt_tokens=-1)
         assert cut.json["usage"]["prompt_tokens"] == 32
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import functools
 import json
 import re
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import openai
 import pytest
-from openai.types import Completion, Model
+from openai.types import Completion, CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel, Field
 from quire.runtime.engine import LocalEngine, SilentObserver, StepStats
@@ -21,6 +24,7 @@ from tests.scheduler.forced_preemption import preempt
 from .http_client import HTTPClient
 
 MESSAGES: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is a queue?"}]
+ENCODER = Path(__file__).resolve().parents[1] / "goldens" / "encoders" / "bert"
 PROMPT = "This module provides access to"
 
 
@@ -252,6 +256,36 @@ async def test_errors_are_of_the_right_class(client: openai.AsyncOpenAI) -> None
     assert unsupported.value.param == "response_format"
     with pytest.raises(openai.BadRequestError, match="no embedding model"):
         await client.embeddings.create(model="quire", input="x")
+
+
+async def test_embeddings(serving: Callable[..., Any]) -> None:
+    golden = json.loads((ENCODER / "golden.json").read_text())
+    texts, ids = golden["texts"][1:3], golden["token_ids"][1:3]
+    async with serving(embedding_model=str(ENCODER)) as real:
+        url = f"http://{real.server.openai_address}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            create: Any = functools.partial(client.embeddings.create, model="bert")
+            floats = await create(input=texts, encoding_format="float")
+            assert isinstance(floats, CreateEmbeddingResponse)
+            check(floats)
+            assert [(each.index, len(each.embedding)) for each in floats.data] == [(0, 40), (1, 40)]
+            assert floats.usage.prompt_tokens == floats.usage.total_tokens == sum(map(len, ids))
+            unless_said = await create(input=texts)  # the client asks for base64 and decodes it
+            assert [each.embedding for each in unless_said.data] == [each.embedding for each in floats.data]
+            encoded = await create(input=texts[0], encoding_format="base64")
+            assert (
+                np.frombuffer(base64.b64decode(encoded.data[0].embedding), "<f4").tolist() == floats.data[0].embedding
+            )
+            assert (await create(input=ids, encoding_format="float")).data == floats.data
+            assert (await create(input=ids[1], encoding_format="float")).data[0].embedding == floats.data[1].embedding
+            short = np.array((await create(input=texts, dimensions=8)).data[1].embedding)
+            leading = np.array(floats.data[1].embedding[:8])
+            assert np.allclose(short, leading / np.linalg.norm(leading))
+            assert "bert" in {model.id async for model in client.models.list()}
+            for options, param in (({"input": [""]}, "input"), ({"input": "a", "dimensions": 41}, "dimensions")):
+                with pytest.raises(openai.BadRequestError) as refused:
+                    await create(**options)
+                assert refused.value.param == param
 
 
 async def test_a_chat_without_a_limit_uses_what_the_context_leaves(client: openai.AsyncOpenAI) -> None:

@@ -58,10 +58,11 @@ def embedding_call(fields: Fields, tenant: str) -> EmbeddingCall:
         options["dimensions"] = fields.take("dimensions", int, 0)
     if "prompt_name" in fields.values:
         options["prompt_name"] = fields.take("prompt_name", str, "")
-    inputs = _inputs(_required(fields, "input"))
-    return EmbeddingCall(
-        EmbedRequest(inputs=inputs, **options), lambda model: _VectorForm(model, is_base64=encoding == "base64")
-    )
+    given = _required(fields, "input")
+    inputs = _inputs(given)
+    is_one = isinstance(given, str) or type(next(iter(given), None)) is int
+    request = EmbedRequest(inputs=inputs, input_name="input" if is_one else "input[{}]", **options)
+    return EmbeddingCall(request, lambda model: _VectorForm(model, is_base64=encoding == "base64"))
 
 
 def rerank_call(fields: Fields, tenant: str) -> EmbeddingCall:
@@ -72,7 +73,7 @@ def rerank_call(fields: Fields, tenant: str) -> EmbeddingCall:
         raise BadRequest(f"top_n must be at least 1, not {top_n}", "top_n")
     shows_documents = fields.take("return_documents", bool, True)
     return EmbeddingCall(
-        EmbedRequest(inputs=documents, query=query, **_options(fields, tenant)),
+        EmbedRequest(inputs=documents, query=query, input_name="documents[{}]", **_options(fields, tenant)),
         lambda model: _RankForm(model, top_n, documents if shows_documents else None),
     )
 
@@ -87,8 +88,14 @@ def score_call(fields: Fields, tenant: str) -> EmbeddingCall:
             raise BadRequest(f"{query_name} must be one text, not {len(query)}; send one request per query", query_name)
         (query,) = query
     documents = _required(fields, name)
-    texts = _texts(name, documents if isinstance(documents, list) else [documents])
-    request = EmbedRequest(inputs=texts, query=_text(query_name, query), **_options(fields, tenant))
+    is_list = isinstance(documents, list)
+    request = EmbedRequest(
+        inputs=_texts(name, documents if is_list else [documents]),
+        query=_text(query_name, query),
+        input_name=f"{name}[{{}}]" if is_list else name,
+        query_name=query_name,
+        **_options(fields, tenant),
+    )
     return EmbeddingCall(request, _ScoreForm)
 
 

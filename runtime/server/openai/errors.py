@@ -102,7 +102,7 @@ def _body(error: QuireError, fields: Collection[str], structure: str) -> bytes:
     if isinstance(error, BadRequest):
         param, code = error.param, error.error_code
     else:  # the engine's messages about a parameter begin with its name
-        first = message.partition(" ")[0].rstrip(":")
+        first = message.partition(" ")[0].rstrip(":").partition("[")[0]
         param = first if first in fields else None
         if first == STRUCTURE and structure != STRUCTURE:
             param, message = structure, structure + message.removeprefix(STRUCTURE)

@@ -208,7 +208,7 @@ async def test_a_model_with_one_label_scores_pairs() -> None:
         (embed("a", truncate_prompt_tokens=0), "truncate_prompt_tokens must be between 1 and 32"),
         (embed("a", deadline_ms=0), "deadline_ms"),
         (embed("a", query=""), "query is empty"),
-        (embed((1,), query="a"), r"documents\[0\] must be text"),
+        (embed((1,), query="a", input_name="documents[{}]"), r"documents\[0\] must be text"),
         (embed("a", query="a", dimensions=2), "leave them out"),
     ],
 )
