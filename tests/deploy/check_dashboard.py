@@ -5,7 +5,8 @@ usage, from the repository's root: python -m tests.deploy.check_dashboard [--sec
 Requires `prometheus` on PATH; takes about a minute. A dashboard query fails if Prometheus refuses it or returns only
 NaN. A rule fails if Prometheus could not evaluate it or if a metric that it names has no series; whether an alert fires
 does not matter. The load produces data for every panel: a queue that overflows, a KV pool that is too small, shared
-prefixes, draft tokens, cancelled streams, an engine process that is killed, and a fleet that loses a host.
+prefixes, draft tokens, cancelled streams, texts to embed, an engine process that is killed, and a fleet that loses a
+host.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ from tests.deploy.queries import DEPLOY, dashboard_queries, metrics_in, rule_que
 from tests.fuzz.host_process import SECRET, HostProcess, running_hosts
 
 USERS = 24
+ENCODER = str(DEPLOY.parent / "tests" / "goldens" / "encoders" / "bert")
 SERVER_FLAGS = (
     *("--kv-cache-memory", "4MiB", "--max-model-len", "512", "--max-num-seqs", "16", "--max-num-waiting", "6"),
-    *("--num-speculative-tokens", "4", "--kv-spill-size", "16MiB"),
+    *("--num-speculative-tokens", "4", "--kv-spill-size", "16MiB", "--embedding-model", ENCODER),
 )
 RATE_INTERVAL = "10s"
 OPENINGS = (
@@ -197,7 +199,9 @@ async def load_and_report(
     """Load both servers, the fleet until all queries have run. Return the number of queries that failed."""
     loading = asyncio.create_task(load(fleet.address, math.inf, lambda: restart_a_host(hosts[0], seconds / 2)))
     try:
-        await load(server.address, seconds, lambda: kill_an_engine(server.process.pid, seconds / 2))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(embed_texts(server.address, seconds))
+            await load(server.address, seconds, lambda: kill_an_engine(server.process.pid, seconds / 2))
         async with AsyncClient(server.address) as client:  # alone: with a full batch no draft tokens are verified
             await client.complete("queue, lock, " * 40, SamplingParams(max_tokens=300, ignore_eos=True))
         return await asyncio.to_thread(report, prometheus)
@@ -212,6 +216,15 @@ async def load(address: str, seconds: float, disturb: Callable[[], None]) -> Non
         for number in range(USERS):
             group.create_task(user(client, random.Random(number), end))
         group.create_task(asyncio.to_thread(disturb))
+
+
+async def embed_texts(address: str, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    async with AsyncClient(address) as client:
+        while time.monotonic() < end:
+            with contextlib.suppress(QuireError):
+                await client.embed(OPENINGS)
+            await asyncio.sleep(0.1)
 
 
 async def user(client: AsyncClient, rng: random.Random, end: float) -> None:
