@@ -67,7 +67,7 @@ FIXED_TOKENS = {"boi_token": "<start_of_image>", "image_token": "<image_soft_tok
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, str], str]] = {
     "smolvlm": (
         {"model_type": "smolvlm", "scale_factor": 2, "vision_config": {"patch_size": 8, "image_size": 32}},
-        {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}, "resample": 1},
+        {"size": {"longest_edge": 120}, "max_image_size": {"longest_edge": 32}, "resample": 1},
         {"image_seq_len": 4},
         TILED_TOKENS,
         TILED_TEMPLATE,

@@ -59,7 +59,7 @@ REFUSED = {
     "no base64": ("data:image/png,abc", "must begin as data:image/png;base64"),
     "no image": ("data:text/plain;base64,YWJj", "must begin as data:image/png;base64"),
     "no data": ("data:image/png;base64", "must begin as data:image/png;base64"),
-    "other characters": ("data:image/png;base64,YW*j", "is not base64"),
+    "other characters": ("data:image/png;base64,YW*Jj", "is not base64"),
     "cut": ("data:image/png;base64,YWJ", "is not base64"),
     "not ASCII": ("data:image/png;base64,YWJé", "is not base64"),
     "no text": (5, "image_url must be such as"),
