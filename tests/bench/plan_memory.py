@@ -107,7 +107,7 @@ def _models(given: list[str], dtypes: str, folder: Path) -> Iterator[tuple[str, 
         yield family, str(path), dtypes
         (path / "model.safetensors").unlink()
     wide = {name: (WIDER * outputs, WIDER * inputs) for name, (outputs, inputs) in MATRICES.items()}
-    changes = {key: WIDER * CONFIG[key] for key in SCALED if key in CONFIG}
+    changes = {key: WIDER * CONFIG[key] for key in SCALED if key in CONFIG} | {"max_position_embeddings": 128}
     for name, path in common_folders(folder, wide, **changes, vocab_size=VOCABULARY).items():
         yield name, str(path), "auto:int8"
 

@@ -59,7 +59,7 @@ MUTANTS = [
         '                if self._stop.is_set():\n                    raise Unavailable("loading the model was cancelled")\n',
         "",
         "Ctrl-C while a model loads is noticed when it has loaded",
-        "tests/runtime/model tests/runtime/engine/test_engine_core.py",
+        "tests/runtime/model/test_packing.py",
     ),
     Mutant(
         PACKING,
@@ -136,7 +136,7 @@ MUTANTS = [
         "rest, at = rest[count:], at + count",
         "rest = rest[count:]",
         "a tensor of more than 2 GiB, which the system reads in parts, has its beginning twice",
-        "tests/runtime/model/weights tests/runtime/model/test_broken_files.py",
+        "tests/runtime/model/test_packing.py",
     ),
     Mutant(
         QWEN3_MOE,

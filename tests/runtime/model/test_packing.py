@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,20 @@ import pytest
 from quire.kernels.pack import PackedMatrix
 from quire.pager import OutOfMemory, map_memory
 from quire.pager.arena import HUGE_PAGE_BYTES
-from quire.runtime.common.errors import CorruptCheckpoint, ModelError
-from quire.runtime.model import BUNDLED_MODEL, PackedModel, pack_model
+from quire.runtime.common.errors import CorruptCheckpoint, ModelError, Unavailable
+from quire.runtime.model import BUNDLED_MODEL, DecoderSpec, PackedModel, pack_model, read_spec
 from quire.runtime.model.families.registry import open_model
 from quire.runtime.model.weights import Checkpoint, packing
 from quire.runtime.model.weights.decoder_weights import ExpertWeights, MlpWeights, pack_weights, plan_weights
+from quire.runtime.model.weights.gguf import GGUFFile
+from quire.runtime.model.weights.gguf_checkpoint import GGUFCheckpoint
+from quire.runtime.model.weights.mapped_file import MappedFile
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
+from quire.runtime.model.weights.tensors import expected_tensors
 from safetensors.numpy import load_file, save_file
 
 from tests.families import FAMILIES
-from tests.gguf_files import convert
+from tests.gguf_files import convert, encode, write
 
 
 def widened(checkpoint: Checkpoint, name: str) -> Any:
@@ -195,6 +201,66 @@ def test_a_file_that_is_truncated_while_it_is_packed_is_a_typed_error(tmp_path: 
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(CorruptCheckpoint, match=r"a\.gguf was truncated while it was read: it ends at byte \d+"):
         pack_weights(spec, checkpoint, "auto")
+
+
+def in_blocks(spec: DecoderSpec, **others: str) -> DecoderSpec:
+    """Return a spec with all matrices in Q8_0, but those of layer 0 that `others` names by the end of their names."""
+    types = {name: "Q8_0" for name, shape in expected_tensors(spec) if len(shape) > 1}
+    for end, kind in others.items():
+        types |= {name: kind for name in types if name.endswith(f"layers.0.{end.replace('__', '.')}.weight")}
+    return replace(spec, quantised=types)
+
+
+def test_ranges_of_columns_that_do_not_begin_with_a_block_are_q8(goldens: Path) -> None:
+    """K has 48 columns, so V would begin in the middle of 32."""
+    spec = in_blocks(read_spec(goldens / "qwen3_moe"), self_attn__v_proj="Q4_0")
+    assert plan_weights(spec, "auto")[0].layers[0].qkv.ranges == ((192, "q8"),)
+
+
+def test_experts_of_different_types_are_q8(goldens: Path) -> None:
+    spec = in_blocks(read_spec(goldens / "qwen3_moe"), mlp__experts__1__down_proj="Q4_0")
+    mlp = plan_weights(spec, "auto")[0].layers[0].mlp
+    assert isinstance(mlp, ExpertWeights)
+    assert {matrix.dtype for matrix in mlp.down} == {"q8"}
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(48, 96), slice(96, 144)])
+def test_rows_of_a_gguf_file_in_pieces_have_the_order_of_the_whole(tmp_path: Path, rows: slice) -> None:
+    """Two heads of 48 rows have their pairs side by side, what follows has not."""
+    values = np.arange(144 * 4, dtype=np.float32).reshape(144, 4)
+    path = write(tmp_path / "a.gguf", {"general.architecture": "llama"}, {"a": encode(values, "F32")})
+    checkpoint = GGUFCheckpoint(GGUFFile(path), {"a": (48, 96)})
+    pieces = [piece.copy() for _, piece in checkpoint.chunks("a", rows, 32)]
+    whole = checkpoint.tensor("a")
+    np.testing.assert_array_equal(np.concatenate(pieces), whole[rows])
+    np.testing.assert_array_equal(whole[[0, 1, 24, 96]], values[[0, 2, 1, 96]])
+
+
+def test_a_file_that_the_system_reads_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call reads at most 2 GiB."""
+    content, read = os.urandom(5000), os.preadv
+    (tmp_path / "a").write_bytes(content)
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: read(file, [buffers[0][:999]], at))
+    assert MappedFile(tmp_path / "a").read(3, 4998).tobytes() == content[3:4998]
+
+
+def test_a_load_that_is_cancelled_ends() -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Unavailable, match="loading the model was cancelled"):
+        pack_model(None, "bf16", stop)
+
+
+@pytest.mark.parametrize("in_gguf", [False, True])
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
+def test_tensors_that_are_read_in_pieces_are_packed_alike(
+    goldens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, in_gguf: bool
+) -> None:
+    path = convert(goldens / family, tmp_path / "a.gguf") if in_gguf else goldens / family
+    whole = pack_model(path, "f32")
+    monkeypatch.setattr(packing, "ELEMENTS_AT_ONCE", 1)
+    for matrix, expected in zip(matrices(pack_model(path, "f32")), matrices(whole), strict=True):
+        assert np.array_equal(matrix.unpack(), expected.unpack())
 
 
 def test_no_file_stays_open_or_mapped(tmp_path: Path) -> None:
