@@ -28,7 +28,7 @@ ENGINE = {
 }
 SERVER = {"shutdown_timeout": 1, "port": 0, "operator_port": 0, "openai_port": 0}
 MOVED = "requests moved"  # in the log of an API server
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0  # also on a busy machine
 HOST_REPLICA = f"ray::ServeReplica:quire:{HOSTS}"
 
 
