@@ -800,4 +800,11 @@ MUTANTS = [
         "a cancelled response is continued as if it were whole",
         STORING,
     ),
+    Mutant(
+        EXCHANGE,
+        "InvalidRequest(text) if held > limit else Overloaded(text)",
+        "InvalidRequest(text)",
+        "a client does not try again after an answer that others left no room for",
+        HTTP_API,
+    ),
 ]

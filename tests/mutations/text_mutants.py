@@ -287,4 +287,17 @@ MUTANTS = [
         "what may be markup is shown at the end of a cut message in channels",
         MARKUP_TESTS,
     ),
+    Mutant(
+        PARSER,
+        "        self._buffer = self._buffer.lstrip(SPACE)  # of the literal's end: more than came with it\n",
+        "",
+        "a call is lost if the white space before its name comes in two pieces",
+        MARKUP_TESTS,
+    ),
+    Mutant(
+        "runtime/engine/text/model_markup.py",
+        'if name == "auto" and not markup.channels:',
+        'if name == "auto":',
+        "a gpt-oss whose folder has a response_template is read as text",
+    ),
 ]

@@ -89,6 +89,8 @@ async def test_prompt_logprobs_are_those_of_an_echo(real: Any, prompt: Any) -> N
     for each in entries:
         ranks = sorted(token["rank"] for token in each.values() if token["rank"] is not None)
         assert ranks == [1, 2, 3]
+    fewer = (await ask(real, COMPLETIONS, {**body, "logprobs": 3, "prompt_logprobs": 1})).json["choices"][0]
+    assert [len(each) for each in fewer["logprobs"]["top_logprobs"]] == [3] * 4
     bare = {name: value for name, value in body.items() if name != "logprobs"}
     choices = (await ask(real, COMPLETIONS, {**bare, "prompt": [[5, 6], [7, 8, 9]], "prompt_logprobs": 0, "n": 2})).json
     assert [len(each["prompt_logprobs"]) for each in choices["choices"]] == [2, 2, 3, 3]

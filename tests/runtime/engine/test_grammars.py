@@ -480,6 +480,41 @@ def test_a_panic_ends_no_other_sequence_of_the_call(masks: Grammars, monkeypatch
     assert "out of bounds" in step_until_ready(masks, both, 1)[1]
 
 
+def test_a_sequence_that_is_late_again_is_trusted_later_up_to_a_limit(masks: Grammars) -> None:
+    step = masks.begin([sequence(WORD, [])])
+    ready(step)
+    assert step is not None
+    running = step.sampling[0][0]
+    running.is_beam = True
+    found = []
+    for _ in range(20):
+        running.note_late()
+        found.append(running.distrust)
+    assert found[:2] == [masks_module.DISTRUST, 2 * masks_module.DISTRUST]
+    assert found[-1] == masks_module.DISTRUST << masks_module.MAX_DOUBLINGS
+    again = running.begin_again()
+    assert (again.is_beam, again.distrust, again.num_late) == (True, found[-1], masks_module.MAX_DOUBLINGS)
+
+
+def test_a_step_waits_longer_only_if_no_mask_is_ready(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[bool] = []
+    monkeypatch.setattr(StepMasks, "_wait_for", lambda self, pending, others_sample: waits.append(others_sample))
+    step = masks.begin([sequence(WORD, [], request_id=1)])
+    other = masks.begin([sequence(StructuredOutputs(regex="[bc]{2}"), [], request_id=2)])
+    ready(step)
+    ready(other)
+    assert step is not None
+    assert other is not None
+    waits.clear()
+    late = other.sampling[0][0]
+    late.job = MaskJob()
+    step.sampling.append((late, other.sampling[0][1], 1))
+    step.wait()
+    step.sampling.pop(0)
+    step.wait()
+    assert waits == [True, False]
+
+
 def test_beams_continue_the_text_of_their_parents(masks: Grammars) -> None:
     sampling = SamplingSpec(SamplingParams(structured_outputs=WORD, beam_width=2), 1, frozenset({EOS}), "")
 

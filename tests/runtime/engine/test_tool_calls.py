@@ -185,6 +185,21 @@ def test_a_schema_of_wrong_types_is_no_internal_error(family: str, parameters: A
             assert calls.structure("prompt", None) is not None
 
 
+@pytest.mark.parametrize("prompt", ["<think>", "a <think>\n", "<think> \n\n"])
+def test_reasoning_that_the_prompt_has_begun(prompt: str) -> None:
+    new_parser = ToolCalls(replace(FAMILIES["hermes"], reasoning=THINK), (), ToolChoice()).new_parser(prompt, None)
+    assert new_parser is not None
+    assert new_parser().feed("So.</think>Hi") == [("reasoning", "So."), ("content", "Hi")]
+
+
+def test_an_answer_of_a_form_is_no_call_that_nothing_announces() -> None:
+    calls, text = ToolCalls(FAMILIES["llama3_json"], TOOLS, ToolChoice()), '{"name": "time", "parameters": {}}'
+    for answer, kind in ((None, "call"), (StructuredOutputs(json_object=True), "content")):
+        new_parser = calls.new_parser("prompt", answer)
+        assert new_parser is not None
+        assert new_parser().feed(text)[0].kind == kind
+
+
 def test_without_markup_nothing_is_constrained_or_parsed() -> None:
     calls = ToolCalls(Markup(), (), ToolChoice())
     assert calls.structure("prompt", None) is None
