@@ -42,8 +42,8 @@ MUTANTS = [
     ),
     Mutant(
         EMIT,
-        "spec.windows[index], causal=False",
-        "0, causal=False",
+        "scale, window, causal=False",
+        "scale, 0, causal=False",
         "layers with a window see all tokens",
     ),
     Mutant(
