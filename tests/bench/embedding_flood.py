@@ -1,4 +1,4 @@
-"""Measure what a flood of texts to embed costs users who read, and what the flood gets of the time that they leave.
+"""Measure what a flood of texts to embed costs decoding users, and what the flood gets of the time that they leave.
 
     python tests/bench/embedding_flood.py EMBEDDING_MODEL [--model FOLDER] [--users 16] [--targets 10,20] [--seconds 6]
 
