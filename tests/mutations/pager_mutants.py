@@ -135,8 +135,8 @@ MUTANTS = [
     ),
     Mutant(
         PAGER,
-        "(len(token_ids) - 1) // self.page_size)",
-        "len(token_ids) // self.page_size)",
+        "(len(token_ids) - 1) // self.page_size, images)",
+        "len(token_ids) // self.page_size, images)",
         "a prompt of whole pages hits completely, and no token is left to compute",
     ),
     Mutant(

@@ -57,12 +57,6 @@ MUTANTS = [
     ),
     Mutant(
         CODEC,
-        "max_bin_len=len(payload) if takes_binary else 0,",
-        "max_bin_len=len(payload),",
-        "frames with a binary value fail at another place than documented",
-    ),
-    Mutant(
-        CODEC,
         "    if len(message) > 1 and type(message[1]) is int and message[1] >= 0:",
         "    if len(message) > 1 and isinstance(message[1], int):",
         "a GENERATE with id true or -1 is answered with an id that no client can have used",

@@ -85,8 +85,8 @@ MUTANTS = [
     ),
     Mutant(
         SCHEDULER,
-        "spec.prefix_salt, now + spec.pin_s)",
-        'b"", now + spec.pin_s)',
+        "spec.prefix_salt, now + spec.pin_s, spec.images)",
+        'b"", now + spec.pin_s, spec.images)',
         "prompts of tenants are not pinned",
     ),
     Mutant(
@@ -261,8 +261,8 @@ MUTANTS = [
     ),
     Mutant(
         PLANNING,
-        "        self._has_preempted = False\n        self._batch.begin_step()",
-        "        self._batch.begin_step()",
+        "        self._has_preempted = self._has_image = False\n",
+        "        self._has_image = False\n",
         "after the first preemption no request is admitted any more",
     ),
     Mutant(
@@ -585,8 +585,8 @@ MUTANTS = [
     ),
     Mutant(
         ENCODING,
-        "self._limits.stage_seconds([*lengths, num_tokens]) * self._ratio > seconds",
-        "self._limits.stage_seconds([*lengths, num_tokens]) > seconds",
+        "        return self._limits.stage_seconds(lengths) * self._ratio\n",
+        "        return self._limits.stage_seconds(lengths)\n",
         "batches beside sequences are too long on a machine that is slower than predicted",
     ),
 ]
