@@ -77,7 +77,8 @@ class KVEventPublisher:
         try:
             self._socket = self._bound("kv_events", zmq.PUB, endpoint, MAX_UNSENT_BATCHES)
             if replay_endpoint is not None:
-                replay = self._bound("kv_events_replay", zmq.ROUTER, replay_endpoint, MAX_KEPT_BATCHES + 1)
+                num_answers = MAX_KEPT_BATCHES + 1  # to a request; twice as many: one that was read counts for a while
+                replay = self._bound("kv_events_replay", zmq.ROUTER, replay_endpoint, 2 * num_answers)
                 threading.Thread(target=self._serve, args=(replay,), name="quire-kv-events", daemon=True).start()
         except ConfigError:
             self._context.destroy()

@@ -22,7 +22,7 @@ from .spec import DecoderSpec
 from .vision import VisionMemoryPlan
 from .weights.decoder_weights import plan_weights
 
-PROCESS_BYTES = 62 << 20  # measured: Python, numpy and the other libraries of an engine process, their files included
+PROCESS_BYTES = 68 << 20  # measured: Python, numpy and the other libraries of an engine process, their files included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

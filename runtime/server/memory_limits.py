@@ -16,7 +16,7 @@ from ..protocol.frames import MIN_FRAME_BYTES
 from ..protocol.framing import PREFIX_BYTES
 from .replay_buffer import ENTRY_BYTES, bytes_to_reserve
 
-SERVER_PROCESS_BYTES = 43 << 20  # measured: Python and its libraries, without the files that engine processes share
+SERVER_PROCESS_BYTES = 46 << 20  # measured: Python and its libraries, without the files that engine processes share
 CONNECTION_BYTES = 16 << 10  # measured: the objects of an idle connection
 TLS_BYTES = 128 << 10  # of a connection with TLS, besides
 

@@ -57,7 +57,7 @@ def test_every_option_of_the_ops_matches_the_reference(toy, weights, kv, rotates
     tables_a, tables_b = [pages(*range(10)), pages(*range(10, 20))], [pages(20, 21), pages(22, 23)]
     for step in ([(a[:70], 0, tables_a)], [(b, 0, tables_b), (a[70:99], 70, tables_a)], [(a[99:], 99, tables_a)]):
         got, want = model.run(*step, reference=True)
-        assert np.abs(got - want).max() <= 2 * tolerance(weights, kv) * np.ptp(want)
+        assert np.abs(got - want).max() <= 3 * tolerance(weights, kv) * np.ptp(want)
 
 
 @pytest.mark.parametrize("isa", LEVELS)

@@ -17,6 +17,7 @@ class FakeWeight:
     in_features: int
     dtype: str
     nbytes: int
+    input_order: None = None
 
 
 @dataclass
