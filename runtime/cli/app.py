@@ -19,7 +19,8 @@ COMMANDS = {  # each is the function of that name in the file of that name, with
     "serve": "Serve a model until interrupted.",
     "engine-host": "Offer the engine processes of this machine to API servers (`quire serve --engine-hosts`).",
     "generate": "Continue PROMPT in this process and print the text as it is generated.",
-    "demo": "Start a server on the bundled model, stream from it as several users, print what each user saw, and stop.",
+    "demo": "Start a server on the bundled models, stream from it as several users, search the documentation, print "
+    "what each user saw, and stop.",
     "bench": "Measure prefill and decode of a model and compare them with the limits of this machine.",
     "simulate": "Predict how a model serves a stream of requests.\n\n"
     "The scheduler and the pager run in virtual time. Nothing is loaded; config.json or a GGUF header is enough.",

@@ -1,5 +1,5 @@
 """`quire demo`: start a server, stream from it as several users, show their texts and a table of what each user saw,
-and one chat over the HTTP API.
+one chat over the HTTP API, and what an embedding model finds in the documentation.
 
 Every user sends two requests. The second continues the first one's text, so it finds a prompt in the prefix cache.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 from urllib.request import Request, urlopen
 
@@ -24,6 +25,7 @@ from rich.text import Text
 from ..client import AsyncClient
 from ..common.errors import ConfigError
 from ..common.types import SamplingParams, Usage
+from .documentation import read_documentation
 from .local_server import local_server
 
 TURNS = 2
@@ -39,6 +41,15 @@ PROMPTS = (
     "If *timeout* is not ``None``, then",
     "Changed in version 3.11: Added the",
     "Regular expressions can contain both special and",
+)
+DOCUMENTATION = Path(__file__).parents[2] / "docs"
+FOUND = 3  # sections shown for a search
+SEARCHES = (
+    "memory of the KV cache",
+    "limit the requests of a tenant",
+    "a server that crashes or restarts",
+    "speculative decoding with draft tokens",
+    "embed texts with a client",
 )
 
 
@@ -75,7 +86,7 @@ def demo(
 
 async def _demo(users: list[User], max_tokens: int) -> None:
     console = Console()
-    async with local_server() as server:
+    async with local_server("--embedding-model", "demo_embedding") as server:
         console.print(Text(server.ready_line, style="dim"))
         async with AsyncClient(server.address) as client:
             start = time.monotonic()
@@ -86,12 +97,33 @@ async def _demo(users: list[User], max_tokens: int) -> None:
                 streams.cancel()
                 await asyncio.gather(streams, return_exceptions=True)
             seconds = time.monotonic() - start
+            found = await _search(client)
         answer = await asyncio.to_thread(_chat, server.api_url)
     console.print(_table(users))
     total = sum(turn.tokens for user in users for turn in user.turns)
     rate = total / seconds
     console.print(f"{total} tokens for {len(users)} concurrent users in {seconds:.2f} s: {rate:.0f} tokens/s")
     console.print(Panel(Text(answer), title=f"POST {server.api_url}/chat/completions: {QUESTION}"))
+    console.print(found)
+
+
+async def _search(client: AsyncClient) -> Table:
+    """Return the sections of the documentation that are closest to each of `SEARCHES`, the closest first."""
+    passages = read_documentation(DOCUMENTATION)
+    texts = [f"{passage.title}\n{passage.text}" for passage in passages]
+    start = time.monotonic()
+    vectors = await client.embed([*SEARCHES, *texts], truncate_prompt_tokens=-1)
+    seconds = time.monotonic() - start
+    queries, documents = vectors[: len(SEARCHES)], vectors[len(SEARCHES) :]
+    order = (-queries @ documents.T).argsort(axis=1)
+    table = Table(title=f"the documentation, searched: {len(texts)} passages embedded in {seconds:.2f} s")
+    for column in ("search", "page", "section"):
+        table.add_column(column)
+    for search, indices in zip(SEARCHES, order.tolist(), strict=True):
+        sections = dict.fromkeys((passages[index].page, passages[index].title) for index in indices)
+        for number, (page, title) in enumerate(list(sections)[:FOUND]):
+            table.add_row("" if number else search, page, Text(title), end_section=number == FOUND - 1)
+    return table
 
 
 def _chat(api_url: str) -> str:

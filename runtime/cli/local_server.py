@@ -34,8 +34,10 @@ class LocalServer:
 
 
 @contextlib.asynccontextmanager
-async def local_server() -> AsyncIterator[LocalServer]:
-    """Run a server on the bundled model, without QUIRE_* variables. Raises Unavailable if it does not start.
+async def local_server(*flags: str) -> AsyncIterator[LocalServer]:
+    """Run a server on the bundled model, with `flags` and without QUIRE_* variables.
+
+    Raises Unavailable if it does not start.
 
     SIGTERM cancels the calling task and then exits with `TERMINATED`; only the main thread can handle signals.
     """
@@ -50,7 +52,7 @@ async def local_server() -> AsyncIterator[LocalServer]:
     if handles_signals:
         loop.add_signal_handler(signal.SIGTERM, terminate)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", *FREE_PORTS),
+        *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", *FREE_PORTS, *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
         env={name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")},

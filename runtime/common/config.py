@@ -56,7 +56,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     embedding_model: Annotated[
         str | None,
         _memory(
-            "A second model, which embeds or scores texts beside the model that generates: a folder.",
+            "A second model, which embeds or scores texts beside the model that generates: a folder, or "
+            "`demo_embedding`, the bundled embedding model.",
             unit="path",
             default="none; a model that is an encoder itself is served alone",
         ),

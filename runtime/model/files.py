@@ -18,6 +18,7 @@ from .weights.safetensors import INDEX_FILE, SINGLE_FILE
 SAMPLED_BLOCKS = 64  # of a file, in `sampled_fingerprint`
 SAMPLED_BYTES = 4096  # of a block
 BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
+BUNDLED_EMBEDDING_MODEL = Path(__file__).parents[1] / "demo_embedding"
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a model on Hugging Face: organisation/name
 
 
@@ -25,10 +26,15 @@ def model_path(model: str | Path | None) -> Path:
     """Return the folder or GGUF file of a model setting; None is the bundled model. Raises ModelNotFound.
 
     A folder without safetensors that has one GGUF file, or the parts of one, stands for this file. Beside it may be
-    files for images, which are not read.
+    files for images, which are not read. The names of the bundled models' folders are these models, where there is no
+    such file.
     """
     if model is None:
         return BUNDLED_MODEL
+    if not exists(model):
+        for bundled in (BUNDLED_MODEL, BUNDLED_EMBEDDING_MODEL):
+            if str(model) == bundled.name:
+                return bundled
     if not exists(model) and not is_gguf(model) and _REPOSITORY.fullmatch(str(model)):
         raise ModelNotFound(
             f"{model} does not exist; download it first, for example with "

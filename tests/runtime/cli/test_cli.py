@@ -470,7 +470,7 @@ def test_demo_shows_its_users_and_ends_its_processes(quire: Quire) -> None:
     mark = secrets.token_hex()
     done = quire("demo", "--users", "3", "--max-tokens", "20", COLUMNS="120", MARK=mark)
     assert done.returncode == 0, done.stderr
-    for shown in ("user 1", "user 2", "user 3", "TTFT ms", "cached", "120 tokens for 3 concurrent users"):
+    for shown in ("user 1", "user 2", "user 3", "TTFT ms", "cached", "120 tokens for 3 concurrent users", "searched"):
         assert shown in done.stdout
     assert not processes_with(mark)
 
