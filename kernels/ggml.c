@@ -115,9 +115,8 @@ void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out) {
 // 4 bytes of one column: `line` lines of 64 bytes after `at`.
 static void put(uint8_t *at, int64_t line, uint32_t bytes) { memcpy(at + line * 64, &bytes, sizeof bytes); }
 
-// A non-negative number in fp16, to nearest even, at most the largest finite one.
+// A number from 0 to 65504, the largest of fp16, to nearest even.
 static uint16_t round_f16(float x) {
-  if (!(x < 65504.f)) return 0x7bff;
   uint32_t u;
   memcpy(&u, &x, sizeof u);
   const int exponent = (int)(u >> 23) - 127;
@@ -133,12 +132,12 @@ void quire_quantise_q8(const float *w, int64_t n, uint8_t *at, uint16_t *scale) 
   float x[32] = {0};
   memcpy(x, w, (size_t)n * sizeof *w);
   const vf half[2] = {vf_load(x), vf_load(x + 16)};
-  const float top = vf_reduce_max(vf_max(vf_abs(half[0]), vf_max(vf_abs(half[1]), vf_zero())));
-  const float exact = top / 127.f < 65504.f ? top / 127.f : 65504.f;
+  const float step = vf_reduce_max(vf_max(vf_abs(half[0]), vf_max(vf_abs(half[1]), vf_zero()))) / 127.f;
+  const float exact = step < 65504.f ? step : 65504.f;
   *scale = round_f16(exact);
-  const vf inverse = vf_set1(exact > 0.f ? 1.f / exact : 0.f), limit = vf_set1(127.f);
+  const vf inverse = vf_set1(exact > 0.f ? 1.f / exact : 0.f);
   for (int i = 0; i < 2; i++) {
-    vf_store(x + 16 * i, vf_min(limit, vf_max(vf_mul(half[i], inverse), vf_sub(vf_zero(), limit))));
+    vf_store(x + 16 * i, vf_min(vf_set1(127.f), vf_max(vf_mul(half[i], inverse), vf_set1(-127.f))));
   }
   uint32_t q[32];
   // Truncated after adding the largest number below a half: rounds halves away from zero.
