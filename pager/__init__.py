@@ -20,7 +20,7 @@ from .pool import Content
 from .prefix import page_keys, root_key
 from .snapshot import load_snapshot, prove_writable, save_snapshot
 from .spill import PageStore, Spilled, SpillFile
-from .table import PageTable
+from .table import PageTable, images_between
 
 __all__ = [
     "PAGE_SIZES",
@@ -44,6 +44,7 @@ __all__ = [
     "SpillUnavailable",
     "Spilled",
     "check",
+    "images_between",
     "load_snapshot",
     "map_memory",
     "page_keys",

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from .layout import first_kept_token
 from .pool import Content, PagePool
-from .table import NULL_PAGE, ImageSpan, PageTable, listed_pages
+from .table import NULL_PAGE, ImageSpan, PageTable, images_between, listed_pages
 
 _SPAN = Struct("<qQ")  # of an image: its first token, from the first of the page on, and the number of its tokens
 
@@ -65,8 +65,7 @@ def _images_in_page(images: Sequence[ImageSpan], start: int, page_size: int) -> 
     """Return the digest of the images that have tokens in the page from token `start` on; empty if none has."""
     parts = [
         _SPAN.pack(image.position - start, image.tokens) + image.digest
-        for image in images
-        if image.position < start + page_size and image.position + image.tokens > start
+        for image in images_between(images, start, start + page_size)
     ]
     return sha256(b"".join(parts)).digest() if parts else b""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from .layout import TILE, first_kept_token
 from .pool import PagePool
@@ -34,6 +34,14 @@ class ImageSpan(Protocol):
     @property
     def digest(self) -> bytes:
         """The sha256 of the image."""
+
+
+SpanT = TypeVar("SpanT", bound=ImageSpan)
+
+
+def images_between(images: Sequence[SpanT], first: int, end: int) -> tuple[SpanT, ...]:
+    """Return the images that some of the tokens from position `first` to `end` stand for."""
+    return tuple([image for image in images if image.position < end and image.position + image.tokens > first])
 
 
 class PageTable:

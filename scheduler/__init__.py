@@ -27,7 +27,6 @@ from .plan import (
     ScheduledSequence,
     StepPlan,
     StepResult,
-    images_between,
 )
 from .policy import Fair, FirstComeFirstServed, Policy, Priority
 from .request import (
@@ -100,5 +99,4 @@ __all__ = [
     "TokenBudget",
     "TooLong",
     "chunk_pairs",
-    "images_between",
 ]

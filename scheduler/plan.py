@@ -27,11 +27,6 @@ class PlacedImage(NamedTuple):
         return self.position + self.tokens
 
 
-def images_between(images: Sequence[PlacedImage], first: int, end: int) -> tuple[PlacedImage, ...]:
-    """Return the images that some of the tokens from position `first` to `end` stand for."""
-    return tuple([image for image in images if image.position < end and image.end > first])
-
-
 class ScheduledSequence(NamedTuple):
     """One sequence's part of a step."""
 

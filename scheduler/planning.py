@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ..pager import OutOfPages
+from ..pager import OutOfPages, images_between
 from .admission import SchedulerConfig
 from .budget import TARGET_SHARE, Budget, StepBudget
 from .cost import CostModel, StepLoad, chunk_pairs
 from .encoding import EncoderPlanner, seconds_beside
-from .plan import PlacedImage, ScheduledSequence, StepPlan, images_between
+from .plan import PlacedImage, ScheduledSequence, StepPlan
 from .policy import Policy
 from .queue import RequestQueue
 from .request import Request, State

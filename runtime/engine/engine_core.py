@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from ...pager import OutOfPages, SpillFile
+from ...pager import OutOfPages, SpillFile, images_between
 from ...scheduler import (
     AdmissionEstimate,
     EncodeRequest,
@@ -29,7 +29,6 @@ from ...scheduler import (
     Request,
     StepPlan,
     StepResult,
-    images_between,
 )
 from ..common.config import EngineConfig
 from ..common.errors import ContextLengthExceeded, Unavailable, UnsupportedModel
