@@ -113,13 +113,23 @@ def read_config(folder: str | Path) -> ConfigTable:
     path = Path(folder) / CONFIG_FILE
     if not isfile(path):
         raise ModelNotFound(f"{folder} has no {CONFIG_FILE}; a Hugging Face model folder is needed")
+    return ConfigTable(read_object(path))
+
+
+def read_object(path: Path, key: str = "") -> dict[str, Any]:
+    """Read the JSON object in a file, or with `key` the one under that key in it: empty if it is absent.
+
+    Raises CorruptCheckpoint for anything else.
+    """
     try:
         values = json.loads(path.read_bytes())
     except (ValueError, OSError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path} cannot be read as JSON: {error}") from error
+    if key and isinstance(values, dict):
+        values = values.get(key, {})
     if not isinstance(values, dict):
         raise CorruptCheckpoint(f"{path} holds a JSON {type(values).__name__}, not an object")
-    return ConfigTable(values)
+    return values
 
 
 def build_spec(config: ConfigTable, family: str, rope: Rope) -> DecoderSpec:

@@ -5,14 +5,21 @@ Towers are those of SigLIP: learned positions, layer norms before attention and 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import CorruptCheckpoint
-from ..config_json import MAX_HEADS, MAX_VOCAB, MAX_WIDTH, ConfigTable, num_layers, read_config, read_head_dim
+from ..config_json import (
+    MAX_HEADS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    ConfigTable,
+    num_layers,
+    read_config,
+    read_head_dim,
+    read_object,
+)
 from ..encoder.bert import ACTIVATIONS
 from ..encoder.family import read_named
 from ..encoder.spec import BertSpec, EncoderNames
@@ -146,16 +153,9 @@ READERS: Mapping[str, Callable[[ConfigTable, ConfigTable], VisionSpec]] = {
 def _read_processor(folder: Path) -> ConfigTable:
     """Return how the processor normalises pixels; with its defaults where the folder does not say."""
     for name, key in PROCESSOR_FILES.items():
-        if not isfile(folder / name):
-            continue
-        try:
-            values = json.loads((folder / name).read_bytes())
-        except (ValueError, OSError, RecursionError) as error:
-            raise CorruptCheckpoint(f"{folder / name} cannot be read as JSON: {error}") from error
-        values = values.get(key, {}) if key and isinstance(values, dict) else values
-        if not isinstance(values, dict):
-            raise CorruptCheckpoint(f"{folder / name} holds a JSON {type(values).__name__}, not an object")
-        return ConfigTable(values, f"{key}." if key else "", name).with_defaults(PROCESSOR_DEFAULTS)
+        if isfile(folder / name):
+            values = read_object(folder / name, key)
+            return ConfigTable(values, f"{key}." if key else "", name).with_defaults(PROCESSOR_DEFAULTS)
     return ConfigTable(PROCESSOR_DEFAULTS, source="preprocessor_config.json")
 
 
