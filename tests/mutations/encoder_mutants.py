@@ -12,7 +12,7 @@ EMIT, MODULES, REGISTRY, MODERNBERT, TENSORS, WEIGHTS = (
 MUTANTS = [
     Mutant(
         RUNNER,
-        "        self._next = self.num_stages\n        token_ids",
+        "        self._program.give_up()\n        token_ids",
         "        token_ids",
         "a refused batch is answered with the values of the one before it",
     ),
@@ -30,8 +30,8 @@ MUTANTS = [
     ),
     Mutant(
         RUNNER,
-        "return self._values[: len(self._row_start) - 1, : self.spec.dimensions].copy()",
-        "return self._values[: len(self._row_start) - 1, : self.spec.dimensions]",
+        "return self._values[: self._num_texts, : self.spec.dimensions].copy()",
+        "return self._values[: self._num_texts, : self.spec.dimensions]",
         "vectors of a batch are overwritten by the next one",
     ),
     Mutant(

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ....kernels import Pool, Program
-from ....kernels.ops import EphemeralAttention
+from ....kernels import Pool
 from ....scheduler import EncodedText
 from ...common.config import EngineConfig
 from ...common.errors import ConfigError
 from ..encoder import PackedEncoder, pack_encoder, read_encoder
 from ..files import model_path
 from .capacity import EncoderCapacity, decide_encoder_capacity, encoder_config
+from .staged_program import StagedProgram
 
 MEASURED = ((1,), (16,) * 4, (256,))  # tokens of the texts of each batch that the cost of a stage is measured with
 
@@ -54,31 +54,23 @@ class EncoderRunner:
         self.max_texts = capacity.max_texts
         plan = model.compile(max_rows=self.max_rows, max_texts=self.max_texts)
         self.arena_bytes = plan.arena_bytes
-        self._ends = stage_ends(plan.ops)
-        self.num_stages = len(self._ends)  # one per layer; the first and the last one do what comes before and after
         try:
-            self._program = Program(
-                plan.ops,
-                plan.arena_bytes,
-                None,
-                None,
-                0,
+            self._program = StagedProgram(
+                plan,
                 pool,
+                capacity.isa,
                 max_rows=self.max_rows,
-                max_samples=self.max_texts,
-                max_sequences=self.max_texts,
+                max_texts=self.max_texts,
                 vocab_size=self.spec.body.vocab_size,
-                isa=capacity.isa,
             )
         except MemoryError as error:
             raise ConfigError(
                 f"batches of {self.max_rows} tokens need {plan.arena_bytes:,} bytes, which the system does not give; "
                 "lower max_num_batched_tokens and max_model_len"
             ) from error
-        self._values: Floats = self._program.view(plan.results[0])  # [max_texts, padded dimensions]
-        self._token_ids = self._row_start = np.zeros(0, np.int32)
-        self._type_ids: npt.NDArray[np.int32] | None = None
-        self._next = self.num_stages  # the stage to compute next
+        self.num_stages = self._program.num_stages
+        self._values = self._program.view(plan.results[0])  # [max_texts, padded dimensions]
+        self._num_texts = 0  # of the batch
         self._base_s, self._row_s, self._pair_s = self._measure()
 
     def begin(self, texts: Sequence[EncodedText]) -> None:
@@ -87,7 +79,7 @@ class EncoderRunner:
         Raises ValueError for texts that do not fit: more than `max_rows` tokens or `max_texts` texts, a text without
         tokens or with more than `spec.max_model_len`, an unknown token or type.
         """
-        self._next = self.num_stages
+        self._program.give_up()
         token_ids = [token for text in texts for token in text.token_ids]
         lengths = [len(text.token_ids) for text in texts]
         if not 1 <= len(token_ids) <= self.max_rows or len(texts) > self.max_texts:
@@ -97,25 +89,18 @@ class EncoderRunner:
             )
         if not 1 <= min(lengths) <= max(lengths) <= self.spec.max_model_len:
             raise ValueError(f"a text has 1 to {self.spec.max_model_len} tokens")
-        self._token_ids = np.array(token_ids, np.int32)
-        self._row_start = np.zeros(len(texts) + 1, np.int32)
-        np.cumsum(lengths, out=self._row_start[1:])
-        self._type_ids = self._types_of(texts)
-        self._program.run_texts(self._token_ids, self._row_start, self._type_ids, 0, 0)  # checks all ids
-        self._next = 0
+        row_start = np.zeros(len(texts) + 1, np.int32)
+        np.cumsum(lengths, out=row_start[1:])
+        self._program.begin(np.array(token_ids, np.int32), row_start, self._types_of(texts))
+        self._num_texts = len(texts)
 
     def advance(self, num_stages: int) -> bool:
         """Compute the next stages of the batch; return whether it is done."""
-        end = min(self._next + num_stages, self.num_stages)
-        if self._next < end:
-            first_op = self._ends[self._next - 1] if self._next else 0
-            self._program.run_texts(self._token_ids, self._row_start, self._type_ids, first_op, self._ends[end - 1])
-            self._next = end
-        return self._next == self.num_stages
+        return self._program.advance(num_stages)
 
     def values(self) -> Floats:
         """Return a copy of the vectors, or of the labels' values before any activation, f32 [texts, dimensions]."""
-        return self._values[: len(self._row_start) - 1, : self.spec.dimensions].copy()
+        return self._values[: self._num_texts, : self.spec.dimensions].copy()
 
     def stage_seconds(self, lengths: Sequence[int]) -> float:
         """Return the predicted seconds of one stage of a batch with texts of these numbers of tokens.
@@ -156,11 +141,5 @@ class EncoderRunner:
         self.begin([EncodedText((0,) * length) for length in lengths])
         start = time.perf_counter()
         self.advance(1)
-        self._next = self.num_stages
+        self._program.give_up()
         return time.perf_counter() - start
-
-
-def stage_ends(ops: Sequence[object]) -> list[int]:
-    """Return the op after each stage: a stage ends before the next layer's projection to queries, keys and values."""
-    starts = [index - 1 for index, op in enumerate(ops) if isinstance(op, EphemeralAttention)]
-    return [*starts[1:], len(ops)]

@@ -11,17 +11,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from ....kernels import Pool, Program
+from ....kernels import Pool
 from ....scheduler import PlacedImage, ScheduledSequence
 from ...common.errors import ConfigError
 from ..program import ProgramPlan
 from ..vision import PackedTower
-from .encoder_runner import stage_ends
+from .staged_program import Floats, Ints, StagedProgram
 
-Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int32]
 Key = tuple[bytes, bytes]  # salt of the sequence, digest of the image
 
 
@@ -129,30 +126,16 @@ class _ImageProgram:
     def __init__(self, plan: ProgramPlan, token_ids: Ints, vocab_size: int, pool: Pool, isa: str) -> None:
         self._token_ids = token_ids
         self._row_start = np.array([0, len(token_ids)], np.int32)
-        self._ends = stage_ends(plan.ops)
-        self._next = 0  # stage
         try:
-            self._program = Program(
-                plan.ops,
-                plan.arena_bytes,
-                None,
-                None,
-                0,
-                pool,
-                max_rows=len(token_ids),
-                max_samples=1,
-                max_sequences=1,
-                vocab_size=vocab_size,
-                isa=isa,
-            )
+            self._program = StagedProgram(plan, pool, isa, max_rows=len(token_ids), max_texts=1, vocab_size=vocab_size)
         except MemoryError as error:
             raise ConfigError(
                 f"the vision tower needs {plan.arena_bytes:,} bytes for an image, which the system does not give; use "
                 "a smaller model or more memory"
             ) from error
         (given,), (result,) = plan.inputs, plan.results
-        self._input: Floats = self._program.view(given)  # [rows, padded columns]
-        self._result: Floats = self._program.view(result)
+        self._input = self._program.view(given)  # [rows, padded columns]
+        self._result = self._program.view(result)
         self._columns = result.columns
 
     def begin(self, rows: Floats) -> None:
@@ -160,14 +143,11 @@ class _ImageProgram:
         columns = rows.shape[1]
         self._input[:, :columns] = rows
         self._input[:, columns:] = 0  # another value of the arena may have been there
-        self._next = 0
+        self._program.begin(self._token_ids, self._row_start)
 
     def advance(self) -> bool:
         """Compute the next stage; return whether it was the last one."""
-        first = self._ends[self._next - 1] if self._next else 0
-        self._program.run_texts(self._token_ids, self._row_start, None, first, self._ends[self._next])
-        self._next += 1
-        return self._next == len(self._ends)
+        return self._program.advance(1)
 
     def result(self) -> Floats:
         """Return a copy of the result for all rows, [rows, columns]."""
