@@ -7,7 +7,6 @@ Limits are not applied to them, since they had been accepted.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -24,11 +23,11 @@ from ...scheduler import (
     SchedulerError,
 )
 from ..common.errors import Quarantined, Unavailable
-from ..engine import CoreInfo, CoreListener, EngineStats, HostStatus
+from ..engine import CoreInfo, EngineStats, HostStatus
 from ..workers import EnginePool, HealthTimeouts
 from ..workers.engine_pool import total_info
 from ..workers.supervised_engine import SupervisedEngine
-from ..workers.token_log import MAX_LOST_HOSTS, LoggedRequest
+from ..workers.token_log import MAX_LOST_HOSTS
 from .members import Member, MemberSource
 from .remote import QUARANTINE_REASON, Credentials, HostLost, HostSource, HostTraits, RemoteHost
 
@@ -38,7 +37,7 @@ _log = structlog.get_logger("quire.cluster")
 
 
 class Cluster(EnginePool):
-    """Implements `engine.Core` and `RequestMover`. Made by `connect`."""
+    """Implements `engine.Core`. Made by `connect`."""
 
     @classmethod
     async def connect(
@@ -90,11 +89,6 @@ class Cluster(EnginePool):
         """See `Core.info`. Sizes are those at the start."""
         return self._info
 
-    def start(self, listener: CoreListener) -> None:
-        self._listener = listener
-        for host in self.hosts.values():
-            host.start(dataclasses.replace(listener, ended=lambda: None))
-
     def check_room(self, tenant: str, count: int) -> None:
         if not self.hosts:
             raise NotAccepting("there is no engine host")
@@ -134,45 +128,16 @@ class Cluster(EnginePool):
     def host_statuses(self) -> Sequence[HostStatus]:
         return [host.status() for host in self.hosts.values()]
 
-    async def drain(self) -> None:
-        """See `Core.drain`. Requests may move between hosts meanwhile."""
-        while True:
-            await super().drain()
-            if not any(host.num_requests for host in self.hosts.values()):
-                return
-
     async def stop(self) -> None:
         if self._updating is not None:
             self._updating.cancel()
         await super().stop()
         self._listener.ended()
 
-    # RequestMover
-
-    def on_host_ready(self, host: RemoteHost) -> None:
-        for other in self.hosts.values():
-            if not other.is_ready:
-                self._rehome(other)
-
-    def on_host_lost(self, host: RemoteHost) -> None:
-        self._rehome(host)
-
-    def move(self, entry: LoggedRequest) -> bool:
-        targets = [host for host in self.hosts.values() if host.takes_requests]
-        if targets:
-            self._route(entry.request, targets).readmit(entry)
-        return bool(targets)
-
-    def _rehome(self, lost: RemoteHost) -> None:
-        """Continue what a lost host has at others, if there are any; else it waits for the first that is back."""
-        if any(host.takes_requests for host in self.hosts.values()):
-            entries = lost.give_up()
-            for entry in entries:
-                self.move(entry)
-            if entries:
-                _log.warning("requests moved", host=lost.address, count=len(entries))
-
     # Hosts that come and go
+
+    def _on_member_ended(self) -> None:
+        """Do nothing: `stop` reports the end of all hosts."""
 
     async def _connect(self) -> None:
         """Connect to every host there is. Return when all have been tried and one is ready."""
@@ -221,8 +186,8 @@ class Cluster(EnginePool):
 
     def _connect_to(self, member: Member) -> RemoteHost:
         source = HostSource(member, self._credentials, self._traits)
-        host = RemoteHost(source, self, self._timeouts, self._restart_timeout_s)
-        host.start(dataclasses.replace(self._listener, ended=lambda: None))
+        host = RemoteHost(source, self._move, self._timeouts, self._restart_timeout_s)
+        host.start(self._listener_of(host))
         host.connect()
         return host
 

@@ -55,6 +55,7 @@ from .host_link import (
     HostLink,
     HostReady,
     HostRequestFailed,
+    HostRestarting,
     ToHost,
     arrived,
 )
@@ -81,7 +82,15 @@ class EngineHost:
         self._next_number = 0
         self._is_leaving = False
         self._acceptor: Acceptor | None = None
-        pool.start(CoreListener(publish=self._publish, fail=self._fail, observe=self._observe, begun=self._note_begun))
+        pool.start(
+            CoreListener(
+                publish=self._publish,
+                fail=self._fail,
+                observe=self._observe,
+                begun=self._note_begun,
+                interrupted=self._note_interrupted,
+            )
+        )
         self._sending_stats = asyncio.create_task(self._send_stats(), name="quire-host-stats")
 
     def listen(self, listening: ListeningSocket, tls: TLS | None = None) -> None:
@@ -166,6 +175,10 @@ class EngineHost:
             if (session := self._session_of(each.request_id)) is not None:
                 session.begun.append(each)
                 session.flush_soon()
+
+    def _note_interrupted(self, request_ids: Sequence[int]) -> None:
+        for session in self._sessions.values():
+            session.interrupt(request_ids)
 
     def _session_of(self, request_id: int) -> ServerSession | None:
         return self._sessions.get(request_id // SESSION_IDS)
@@ -276,6 +289,12 @@ class ServerSession:
         for failure in self._take(self.failures):
             self._requests.pop(failure.request_id, None)
             self.link.send(HostRequestFailed(failure.request_id - self._first_id, failure.error, failure.message))
+
+    def interrupt(self, request_ids: Sequence[int]) -> None:
+        """Report that no engine process is left, and which of `request_ids` another host may continue."""
+        self.flush()
+        theirs = [each - self._first_id for each in request_ids if each in self._requests and each not in self._adding]
+        self.link.send(HostRestarting(tuple(theirs)))
 
     def _take(self, held: list[T]) -> list[T]:
         taken = [each for each in held if each.request_id not in self._adding] if self._adding else list(held)

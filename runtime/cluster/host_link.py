@@ -50,6 +50,12 @@ class HostLeaving(msgspec.Struct, frozen=True, array_like=True, tag="LEAVING"):
     """The host takes no new requests and will close the link."""
 
 
+class HostRestarting(msgspec.Struct, frozen=True, array_like=True, tag="RESTARTING"):
+    """The host has no engine process until its next StatsReport."""
+
+    request_ids: tuple[int, ...]  # that wait for one, and that another host may continue after a DropRequest
+
+
 class HostRequestFailed(msgspec.Struct, frozen=True, array_like=True, tag="REQUEST_FAILED"):
     """A request ended with an error that is not the scheduler's."""
 
@@ -60,7 +66,15 @@ class HostRequestFailed(msgspec.Struct, frozen=True, array_like=True, tag="REQUE
 
 ToHost = AddRequests | ReadmitRequest | AddEncoding | ReadmitEncoding | CancelRequest | DropRequest | Heartbeat
 FromHost = (
-    HostReady | HostLeaving | HostRequestFailed | Heartbeat | AddAnswer | RequestsBegun | StepReport | StatsReport
+    HostReady
+    | HostLeaving
+    | HostRestarting
+    | HostRequestFailed
+    | Heartbeat
+    | AddAnswer
+    | RequestsBegun
+    | StepReport
+    | StatsReport
 )
 TO_HOST: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
 FROM_HOST: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)

@@ -11,7 +11,7 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import structlog
 
@@ -21,7 +21,7 @@ from ..common import errors
 from ..common.errors import ConfigError, ProtocolError, QuireError, Unavailable
 from ..engine import CoreInfo, HostState, HostStatus
 from ..workers import HealthTimeouts
-from ..workers.engine_link import EngineReady, SpecT, StatsReport
+from ..workers.engine_link import DropRequest, EngineReady, SpecT, StatsReport
 from ..workers.supervised_engine import SupervisedEngine
 from ..workers.token_log import MAX_LOST_HOSTS, LoggedRequest
 from .greeting import greet_host
@@ -33,6 +33,7 @@ from .host_link import (
     HostLink,
     HostReady,
     HostRequestFailed,
+    HostRestarting,
     with_time_left,
 )
 from .members import Member
@@ -41,15 +42,6 @@ CONNECT_TIMEOUT_S = 2.0  # with the greeting
 RETRY_S = 0.1
 _log = structlog.get_logger("quire.cluster")
 QUARANTINE_REASON = f"{MAX_LOST_HOSTS} engine hosts were lost while they had this request; it is not tried again"
-
-
-class RequestMover(Protocol):
-    """The owner of all hosts of an API server."""
-
-    def on_host_ready(self, host: RemoteHost) -> None: ...
-    def on_host_lost(self, host: RemoteHost) -> None: ...
-    def move(self, entry: LoggedRequest) -> bool:
-        """Continue a request at a host that takes requests. Return False if there is none."""
 
 
 class Credentials(NamedTuple):
@@ -218,16 +210,21 @@ class HostSource:
 
 
 class RemoteHost(SupervisedEngine):
-    """A host as a core whose requests outlive it: `owner` moves them."""
+    """A host as a core whose requests outlive it. `move` continues a request elsewhere, and returns whether it can."""
 
     def __init__(
-        self, source: HostSource, owner: RequestMover, timeouts: HealthTimeouts, restart_timeout_s: float
+        self,
+        source: HostSource,
+        move: Callable[[LoggedRequest], bool],
+        timeouts: HealthTimeouts,
+        restart_timeout_s: float,
     ) -> None:
         super().__init__(source, 0, timeouts, restart_timeout_s, time.monotonic)
         self._source = source
-        self._owner = owner
+        self._move = move
         self._is_leaving = False  # the host has announced that it will close the link
         self._is_failing = False  # its engines cannot be restarted, until it reports what they do
+        self._restarting: HostRestarting | None = None  # until its engines compute again
         self._num_moved = 0  # requests that went on at another host
         self.is_retired = False  # it is no member any more: it gets nothing new, and what it has goes on
 
@@ -255,12 +252,19 @@ class RemoteHost(SupervisedEngine):
         return self.is_ready and not (self._is_leaving or self._is_failing or self.is_retired)
 
     @property
+    def is_ready(self) -> bool:
+        """Whether the host is connected, and has an engine process as far as it has said."""
+        return super().is_ready and self._restarting is None
+
+    @property
     def state(self) -> HostState:
-        if not self.is_ready:
+        if not super().is_ready:
             return "down"
         if self.is_retired:
             return "removed"
-        return "leaving" if self._is_leaving else "failing" if self._is_failing else "up"
+        if self._is_leaving:
+            return "leaving"
+        return "failing" if self._is_failing else "up" if self.is_ready else "restarting"
 
     def status(self) -> HostStatus:
         """Return what operators see of this host."""
@@ -278,11 +282,15 @@ class RemoteHost(SupervisedEngine):
         )
 
     def give_up(self) -> list[LoggedRequest]:
-        """Return the requests that wait for this host to be back, and have those that it never answered asked again."""
-        self._pending_adds.refuse_all(HostLost(f"engine host {self.address} was lost"))
-        given_up = self._tokens.give_up_unsent()
+        """Return the requests that wait for the host or its engines; have those that it never answered asked again."""
+        unanswered = self._pending_adds.refuse_all(HostLost(f"engine host {self.address} was lost"))
+        left_there = [request.request_id for pending in unanswered for request in pending.requests]
+        if self._restarting is not None:
+            left_there += self._tokens.take_back(self._restarting.request_ids)
+        for request_id in left_there:  # if the link is up
+            self._send(DropRequest(request_id, None, "it goes on at another host"))
+        given_up = super().give_up()
         self._num_moved += len(given_up)
-        self._note_idle()
         return given_up
 
     # ProcessOwner
@@ -295,10 +303,13 @@ class RemoteHost(SupervisedEngine):
                 self._on_failed(request_id, _error_named(error)(text))
             case Heartbeat():
                 pass
-            case StatsReport() if self._is_failing:
-                self._is_failing = False
+            case HostRestarting():
+                self._restarting = message
+                self._listener.interrupted(())
+            case StatsReport() if self._is_failing or self._restarting is not None:
+                self._is_failing, self._restarting = False, None
                 super().receive(message)
-                self._owner.on_host_ready(self)
+                self._listener.resumed()
             case _:
                 super().receive(message)
 
@@ -306,14 +317,14 @@ class RemoteHost(SupervisedEngine):
         self.info = self._source.ready.info
         self._max_num_waiting = self._source.ready.max_num_waiting
         super().on_process_ready()
-        self._owner.on_host_ready(self)
 
     def on_process_exit(self, from_outside: bool) -> None:
         self._forget_stats()
         self._pending_adds.on_process_exit(from_outside=True)
         self._end(self._tokens.on_host_lost(is_blameless=self._is_leaving), QUARANTINE_REASON)
         self._is_leaving = self._is_failing = False  # it may come back
-        self._owner.on_host_lost(self)
+        self._restarting = None
+        self._listener.interrupted(())
 
     def on_tick(self) -> None:
         if self._supervisor.process is not None:
@@ -327,7 +338,7 @@ class RemoteHost(SupervisedEngine):
         entry.num_lost_hosts += 1  # of those whose engines are gone for good, this is one
         is_lost = isinstance(error, Unavailable)
         self._is_failing = self._is_failing or is_lost
-        if is_lost and entry.num_lost_hosts < MAX_LOST_HOSTS and self._owner.move(entry):
+        if is_lost and entry.num_lost_hosts < MAX_LOST_HOSTS and self._move(entry):
             self._num_moved += 1
         else:
             self._listener.fail(request_id, error)

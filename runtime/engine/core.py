@@ -36,6 +36,8 @@ class CoreListener:
     ended: Callable[[], None] = _ignore  # nothing will be published any more
     begin: Callable[[StepPlan], None] = _ignore  # a step is about to be computed in this process
     begun: Callable[[Sequence[Prefilled]], None] = _ignore  # another process computes these for the first time
+    interrupted: Callable[[Sequence[int]], None] = _ignore  # no process computes; another core may continue these
+    resumed: Callable[[], None] = _ignore  # a process computes again
 
 
 class Core(Protocol):

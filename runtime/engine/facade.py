@@ -22,7 +22,8 @@ from ..common.types import FinishReason, OutputChunk, SamplingParams, ToolChoice
 from .text import OutputParser, Token
 
 NewParser = Callable[[], OutputParser]
-HostState = Literal["up", "down", "failing", "leaving", "removed"]  # failing: connected, its engines do not start
+# restarting: connected, without an engine process; failing: its engines do not start
+HostState = Literal["up", "down", "restarting", "failing", "leaving", "removed"]
 
 INT_BYTES = 36  # of a token id in a tuple
 MAX_COUNTED = 1000  # values of one request; counting takes time on the event loop

@@ -7,6 +7,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import msgspec
 
@@ -92,7 +93,7 @@ class EnginePool:
     def start(self, listener: CoreListener) -> None:
         self._listener = listener
         for member in self.members:
-            member.start(dataclasses.replace(listener, ended=self._on_member_ended))
+            member.start(self._listener_of(member))
 
     def check_room(self, tenant: str, count: int) -> None:
         if not self._with_room(tenant, count):
@@ -150,13 +151,59 @@ class EnginePool:
         return None
 
     async def drain(self) -> None:
-        await asyncio.gather(*(member.drain() for member in self.members))
+        """See `Core.drain`. Requests may move between members meanwhile."""
+        while True:
+            await asyncio.gather(*(member.drain() for member in self.members))
+            if not any(member.num_requests for member in self.members):
+                return
 
     async def stop(self) -> None:
         await asyncio.gather(*(member.stop() for member in self.members))
 
     async def close(self) -> None:
         await asyncio.gather(*(member.close() for member in self.members))
+
+    # CoreListener of the members
+
+    def _listener_of(self, member: SupervisedEngine) -> CoreListener:
+        return dataclasses.replace(
+            self._listener,
+            ended=self._on_member_ended,
+            interrupted=partial(self._on_interrupted, member),
+            resumed=self._on_resumed,
+        )
+
+    def _on_interrupted(self, member: SupervisedEngine, request_ids: Sequence[int]) -> None:
+        """Have requests go on at other members; without any, at another core or at the first member that is back."""
+        if not self._rehome(member):
+            self._listener.interrupted(request_ids)
+
+    def _on_resumed(self) -> None:
+        for member in self.members:
+            if not member.is_ready:
+                self._rehome(member)
+
+    def _on_member_ended(self) -> None:
+        self._num_running -= 1
+        if not self._num_running:
+            self._listener.ended()
+
+    # Members
+
+    def _rehome(self, lost: SupervisedEngine) -> bool:
+        """Continue what a lost member has at others. Return False if there are none."""
+        has_others = any(member.takes_requests for member in self.members)
+        if has_others:
+            for entry in lost.give_up():
+                self._move(entry)
+        return has_others
+
+    def _move(self, entry: LoggedRequest) -> bool:
+        """Continue a request at a member that takes requests. Return False if there is none."""
+        targets = [member for member in self.members if member.takes_requests]
+        if targets:
+            self._route(entry.request, targets).readmit(entry)
+        return bool(targets)
 
     def _set_members(self, members: Mapping[str, SupervisedEngine]) -> None:
         self.members = list(members.values())
@@ -181,17 +228,12 @@ class EnginePool:
         return self._route(request, candidates) if candidates else self.members[0]
 
     def _route(self, request: QueuedRequest, candidates: Sequence[SupervisedEngine]) -> SupervisedEngine:
-        """Return one of `candidates`, of those that are ready if any is: by conversation, texts by load."""
-        ready = {member for member in candidates if member.is_ready} or set(candidates)
+        """Return one of `candidates`, of those that compute if any does: by conversation, texts by load."""
+        ready = {member for member in candidates if member.takes_requests} or set(candidates)
         loads = {name: member.load for name, member in self._by_name.items() if member in ready}
         if isinstance(request, Request):
             return self._by_name[self._router.choose(request.spec.conversation, loads)]
         return self._by_name[min(loads, key=lambda name: loads[name].num_requests)]
-
-    def _on_member_ended(self) -> None:
-        self._num_running -= 1
-        if not self._num_running:
-            self._listener.ended()
 
 
 @asynccontextmanager

@@ -13,9 +13,22 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...scheduler import NotAccepting, QueuedRequest
-from ..common.errors import Quarantined
+from ...scheduler import (
+    AdmissionEstimate,
+    CannotMeetDeadline,
+    NotAccepting,
+    PageQuotaExceeded,
+    QueuedRequest,
+    QueueFull,
+    TooLong,
+)
+from ..common.errors import DeadlineExceeded, Quarantined
 from .engine_link import AddAnswer
+
+REFUSALS = {refusal.__name__: refusal for refusal in (QueueFull, CannotMeetDeadline, TooLong, PageQuotaExceeded)}
+UNESTIMATED_REFUSALS: dict[str, type[Exception]] = {  # of a host; others are NotAccepting
+    refusal.__name__: refusal for refusal in (DeadlineExceeded, Quarantined)
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -89,12 +102,25 @@ class PendingAdds:
         self._sent.clear()
         return num_quarantined
 
-    def refuse_all(self, refusal: NotAccepting) -> None:
+    def refuse_all(self, refusal: NotAccepting) -> list[PendingAdd]:
+        """Answer every caller with a refusal. Return those entries that the process may have."""
+        sent = list(self._sent.values())
         for pending in self._all():
             if not pending.answer.done():
                 pending.answer.set_exception(refusal)
         self._waiting.clear()
         self._sent.clear()
+        return sent
 
     def _all(self) -> list[PendingAdd]:
         return [*self._sent.values(), *self._waiting]
+
+
+def admission_of(answer: AddAnswer) -> AdmissionEstimate:
+    """Return the estimate of a request that was accepted. Raises the refusal of one that was not."""
+    if answer.refusal is None:
+        assert answer.estimate is not None, "an accepted request has one"
+        return answer.estimate
+    if answer.estimate is None:
+        raise UNESTIMATED_REFUSALS.get(answer.refusal, NotAccepting)(answer.message)
+    raise REFUSALS[answer.refusal](answer.message, answer.estimate)

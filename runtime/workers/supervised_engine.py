@@ -1,8 +1,6 @@
-"""An engine at the other end of a link as a core whose requests outlive crashes: each goes on in the next process.
+"""An engine at the other end of a link as a core whose requests outlive its processes: each ends exactly once.
 
 Here are the log of its requests and what is asked of it; where its processes come from is the supervisor's source.
-
-Every accepted request ends exactly once, however many processes that takes.
 """
 
 from __future__ import annotations
@@ -18,17 +16,14 @@ import structlog
 from ...scheduler import (
     DEADLINE_PASSED,
     AdmissionEstimate,
-    CannotMeetDeadline,
     EncodeRequest,
     EncodeSpec,
     FinishReason,
     NotAccepting,
-    PageQuotaExceeded,
     QueuedRequest,
     QueueFull,
     Request,
     RequestUpdate,
-    TooLong,
 )
 from ..common.config import EngineConfig
 from ..common.errors import DeadlineExceeded, Quarantined, Unavailable
@@ -52,15 +47,11 @@ from .engine_link import (
     as_read,
 )
 from .health import HealthTimeouts
-from .pending_adds import PendingAdd, PendingAdds
+from .pending_adds import PendingAdd, PendingAdds, admission_of
 from .router import MemberLoad
 from .supervisor import RESTART_TIMEOUT_S, EngineSource, ProcessSource, Supervisor
 from .token_log import EndedRequests, LoggedRequest, TokenLog
 
-REFUSALS = {refusal.__name__: refusal for refusal in (QueueFull, CannotMeetDeadline, TooLong, PageQuotaExceeded)}
-UNESTIMATED_REFUSALS: dict[str, type[Exception]] = {  # of a host; others are NotAccepting
-    refusal.__name__: refusal for refusal in (DeadlineExceeded, Quarantined)
-}
 COUNTERS = (  # fields of EngineStats that a new process counts from 0
     "step",
     "prefix_queries_tokens",
@@ -108,8 +99,7 @@ class SupervisedEngine:
         self._predicted_wait_s = 0.0  # likewise
         self._stats: EngineStats | None = None  # of this process; None until it has sent some
         self._former_counts = dict.fromkeys(COUNTERS + COUNTED_HERE, 0)  # of the processes before this one
-        self._num_replayed = 0
-        self._num_quarantined = 0
+        self._num_replayed = self._num_quarantined = 0
         self._down: str | None = None  # why processes fail to start; nothing is accepted in the meantime
         self._leaving = False  # draining or stopped; nothing is accepted any more
         self._stopped = False
@@ -162,6 +152,11 @@ class SupervisedEngine:
         return self._supervisor.process is not None
 
     @property
+    def takes_requests(self) -> bool:
+        """Whether requests of a member that was lost can go on here."""
+        return self.is_ready
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait in the process, as it last reported, and that wait to be added."""
         return self._num_waiting + self._pending_adds.num_sequences
@@ -211,12 +206,15 @@ class SupervisedEngine:
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded("the request's deadline passed while it waited for an engine") from None
             raise
-        if answer.refusal is None:
-            assert answer.estimate is not None, "an accepted request has one"
-            return answer.estimate
-        if answer.estimate is None:
-            raise UNESTIMATED_REFUSALS.get(answer.refusal, NotAccepting)(answer.message)
-        raise REFUSALS[answer.refusal](answer.message, answer.estimate)
+        return admission_of(answer)
+
+    def give_up(self) -> list[LoggedRequest]:
+        """Return the requests that wait for the next process, without suspects; another engine has to continue them."""
+        given_up = self._tokens.give_up_unsent()
+        if given_up:
+            self._log.warning("requests moved", count=len(given_up))
+        self._note_idle()
+        return given_up
 
     def readmit(self, entry: LoggedRequest) -> None:
         """Continue a request that was accepted elsewhere, after the tokens it has. Limits do not apply."""
@@ -292,11 +290,13 @@ class SupervisedEngine:
         if self._tokens:
             self._log.info("replaying requests", count=len(self._tokens))
         self._send_next()
+        self._listener.resumed()
 
     def on_process_exit(self, from_outside: bool) -> None:
         self._forget_stats()
         self._num_quarantined += self._pending_adds.on_process_exit(from_outside)
         self._end(self._tokens.on_process_exit(from_outside), QUARANTINE_REASON)
+        self._listener.interrupted(self._tokens.unsent_ids)
 
     def on_restarts_failing(self, reason: str) -> None:
         self._down = reason

@@ -23,7 +23,7 @@ from ..engine import Prefilled
 
 MAX_UNPRODUCTIVE_EXITS = 3  # from outside and in a row, before any request gained a token; more count as crashes
 MAX_UNBEGUN_EXITS = 2  # in a row, of processes that had a request and never computed it; then it is suspected, too
-MAX_LOST_HOSTS = 3  # in a row beneath one request, before it gained tokens
+MAX_LOST_HOSTS = 3  # or engine processes, in a row beneath one request, before it gained tokens
 MIN_GAINED_TOKENS = 2  # that clear a suspect: the first comes from the replay's prefill, the second from decoding
 
 
@@ -75,12 +75,28 @@ class TokenLog:
         self._unsent.append(entry)
 
     def give_up_unsent(self) -> list[LoggedRequest]:
-        """Remove and return the requests that no process has and none is suspected for."""
-        given_up = list(self._unsent)
-        self._unsent.clear()
+        """Remove and return the requests that no process has, without suspects and those that lost MAX_LOST_HOSTS."""
+        given_up = [entry for entry in self._unsent if entry.num_lost_hosts < MAX_LOST_HOSTS]
+        self._unsent = deque([entry for entry in self._unsent if entry.num_lost_hosts >= MAX_LOST_HOSTS])
         for entry in given_up:
             del self._entries[entry.request.request_id]
         return given_up
+
+    def take_back(self, request_ids: Iterable[int]) -> list[int]:
+        """Make requests unsent whose host has no engine process. Return the ids of those that it has to drop.
+
+        One that would have lost MAX_LOST_HOSTS stays there.
+        """
+        taken = []
+        for request_id in request_ids:
+            entry = self._entries.get(request_id)
+            if entry is None or not entry.is_sent or entry.is_cancelled or entry.num_lost_hosts + 1 >= MAX_LOST_HOSTS:
+                continue
+            entry.num_lost_hosts += 1
+            _end_incarnation(entry, self._clock())
+            self._unsent.append(entry)
+            taken.append(request_id)
+        return taken
 
     def give_up(self, request_id: int) -> LoggedRequest | None:
         """Remove and return a request that its process cannot continue; None if it is not in the log."""
@@ -189,6 +205,7 @@ class TokenLog:
                 self._close(entry)
                 continue
             entry.crash_suspect = entry.crash_suspect or may_be_cause
+            entry.num_lost_hosts += entry.is_sent
             _end_incarnation(entry, now)
             (self._suspects if entry.crash_suspect else self._unsent).append(entry)
         # A beam search gains no token before its end: it goes last, so that no other suspect waits for that.
@@ -214,6 +231,11 @@ class TokenLog:
             _end_incarnation(entry, now)
             self._unsent.append(entry)
         return ended
+
+    @property
+    def unsent_ids(self) -> list[int]:
+        """Requests that no process has and none is suspected for."""
+        return [entry.request.request_id for entry in self._unsent]
 
     @property
     def is_replaying(self) -> bool:

@@ -7,7 +7,8 @@ a link that swallows everything, and one that is cut. The harm is done at a rand
 requests.
 
 A pause is the longest time between two chunks of any stream that is no beam search. Exit status 1 if a stream differs
-from its undisturbed run in any bit, logprobs included, or does not end.
+from its undisturbed run in any bit, logprobs included, or does not end; or if the median of the pauses is above 1 s for
+what is killed or cut, above 2 s for what falls silent.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ FLAGS = (
     *("--num-speculative-tokens", "3"),
 )
 ROUND_TIMEOUT_S = 120.0
+MAX_MEDIAN_S, MAX_SILENT_MEDIAN_S = 1.0, 2.0  # the latter has a second of silence until it is noticed
 COLOURS = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 40}
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -95,6 +97,9 @@ def cut(host: HostProcess, proxy: LinkProxy) -> None:
     proxy.cut()
 
 
+SILENT = (stop_host, swallow)
+
+
 def restore(host: HostProcess, proxy: LinkProxy) -> None:
     proxy.is_blackhole = False
     if host.process.poll() is None:
@@ -149,6 +154,8 @@ class Campaign:
             f"longest {max(longest):.2f} s",
             flush=True,
         )
+        if median(longest) > (MAX_SILENT_MEDIAN_S if harm in SILENT else MAX_MEDIAN_S):
+            self.outcomes["pauses too long"] += 1
 
     def _compare(self, running: Sequence[asyncio.Task[object]], expected: Sequence[object], what: str) -> None:
         for index, (task, wanted) in enumerate(zip(running, expected, strict=True)):

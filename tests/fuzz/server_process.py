@@ -209,6 +209,8 @@ def start_server(*flags: str, variables: Mapping[str, str] = SHORT_TIMEOUTS) -> 
             yield ServerProcess(process, ready, log)
         finally:
             _stop(process)
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -138,13 +138,13 @@ MUTANTS = [
     ),
     Mutant(
         REMOTE,
-        "                self._is_failing = False\n                super().receive(message)\n",
-        "                super().receive(message)\n",
+        "                self._is_failing, self._restarting = False, None\n",
+        "                self._restarting = None\n",
         "a host whose engines were gone for a while gets no requests any more",
     ),
     Mutant(
         REMOTE,
-        "                super().receive(message)\n                self._owner.on_host_ready(self)\n",
+        "                super().receive(message)\n                self._listener.resumed()\n",
         "                super().receive(message)\n",
         "requests of a lost host wait although the engines of another one compute again",
     ),
@@ -186,12 +186,6 @@ MUTANTS = [
         "a host drops the requests of an API server that sends nothing else for ten seconds",
     ),
     Mutant(
-        CLUSTER,
-        "        for other in self.hosts.values():\n            if not other.is_ready:\n                self._rehome(other)\n",
-        "        pass\n",
-        "requests wait for their lost host although another one is back",
-    ),
-    Mutant(
         REMOTE,
         "        self.is_retired = False\n        self._source.member = member\n",
         "        self._source.member = member\n",
@@ -229,14 +223,44 @@ MUTANTS = [
     ),
     Mutant(
         CLUSTER,
-        "            if not any(host.num_requests for host in self.hosts.values()):\n                return",
-        "            return",
-        "draining ends while requests that moved are generated",
-    ),
-    Mutant(
-        CLUSTER,
         "        self._listener.ended()\n",
         "        pass\n",
         "the API server does not end after its cluster",
+    ),
+    Mutant(
+        REMOTE,
+        "                self._is_failing, self._restarting = False, None\n",
+        "                self._is_failing = False\n",
+        "a host whose engine was killed once gets no requests any more",
+    ),
+    Mutant(
+        REMOTE,
+        "        for request_id in left_there:  # if the link is up\n            self._send(",
+        "        for request_id in ():\n            self._send(",
+        "a request is computed at two hosts after the engine of the first was killed",
+    ),
+    Mutant(
+        REMOTE,
+        "            left_there += self._tokens.take_back(self._restarting.request_ids)\n",
+        "            pass\n",
+        "requests wait until a killed engine has been restarted although other hosts compute",
+    ),
+    Mutant(
+        REMOTE,
+        "        return super().is_ready and self._restarting is None\n",
+        "        return super().is_ready\n",
+        "new requests wait for the engine of their home although other hosts compute",
+    ),
+    Mutant(
+        HOST,
+        "        self.flush()\n        theirs",
+        "        theirs",
+        "tokens that a killed engine had generated are computed again",
+    ),
+    Mutant(
+        HOST,
+        " and each not in self._adding]\n        self.link",
+        "]\n        self.link",
+        "an API server takes back requests that it does not know to be accepted",
     ),
 ]

@@ -170,7 +170,7 @@ MUTANTS = [
     ),
     Mutant(
         POOL,
-        "{member for member in candidates if member.is_ready} or set(candidates)",
+        "{member for member in candidates if member.takes_requests} or set(candidates)",
         "set(candidates)",
         "requests wait for an engine that restarts although another is idle",
     ),
@@ -468,5 +468,47 @@ MUTANTS = [
         "ranked[1 : NUM_ALTERNATIVES + 1]",
         "ranked[:NUM_ALTERNATIVES]",
         "a saturated home gives to three alternatives, not four",
+    ),
+    Mutant(
+        POOL,
+        "            for entry in lost.give_up():\n                self._move(entry)\n",
+        "            pass\n",
+        "requests wait for the next process although another one computes",
+    ),
+    Mutant(
+        POOL,
+        "            if not member.is_ready:\n                self._rehome(member)\n",
+        "            pass\n",
+        "requests wait for their own process or host although another one is back",
+    ),
+    Mutant(
+        POOL,
+        "            if not any(member.num_requests for member in self.members):\n                return",
+        "            return",
+        "a drain does not wait for requests that moved",
+    ),
+    Mutant(
+        POOL,
+        "            self._listener.interrupted(request_ids)\n",
+        "            pass\n",
+        "an engine host does not report that its only engine was killed",
+    ),
+    Mutant(
+        LOG,
+        "            entry.num_lost_hosts += entry.is_sent\n            _end",
+        "            _end",
+        "a request that has processes killed goes from one to the other for ever",
+    ),
+    Mutant(
+        LOG,
+        "            entry.num_lost_hosts += 1\n            _end",
+        "            _end",
+        "a request that has engines killed goes from host to host for ever",
+    ),
+    Mutant(
+        LOG,
+        "        self._unsent = deque([entry for entry in self._unsent if entry.num_lost_hosts >= MAX_LOST_HOSTS])\n",
+        "        self._unsent.clear()\n",
+        "a request that has processes killed is never continued",
     ),
 ]

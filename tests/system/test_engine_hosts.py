@@ -6,20 +6,24 @@ Two real hosts on loopback, a proxy before each. Rules without processes are tes
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+from quire.runtime.client import AsyncClient
 from quire.runtime.cluster import Cluster, Credentials, Members
 from quire.runtime.common.config import EngineConfig
-from quire.runtime.common.types import StructuredOutputs
+from quire.runtime.common.types import OutputChunk, StructuredOutputs
 from quire.runtime.engine import Engine, GenerateRequest, TextProcessor, models_digest
 from quire.runtime.model import BUNDLED_MODEL
 
 from tests.fuzz.host_process import SECRET, HostProcess, LinkProxy, proxying, running_hosts
+from tests.fuzz.server_process import start_server
 
 from .bits import asked, bits, prompt, running, together
 from .test_survival import Reader, each_gains
@@ -111,6 +115,10 @@ def swallow(fleet: Fleet, at: int) -> None:
     fleet.proxies[at].is_blackhole = True
 
 
+def kill_engine(fleet: Fleet, at: int) -> None:
+    os.kill(fleet.hosts[at].processes()[1], signal.SIGKILL)
+
+
 def stop(fleet: Fleet, at: int) -> None:
     fleet.hosts[at].signal(signal.SIGSTOP)
 
@@ -125,7 +133,34 @@ def bring_back(fleet: Fleet, at: int) -> None:
         fleet.hosts[at].signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("harm", [cut, swallow, stop, kill], ids=lambda harm: harm.__name__)
+class ClientReader(Reader):
+    """Reads a stream of a client to its end."""
+
+    async def _read(self, client: AsyncClient, request: GenerateRequest) -> list[OutputChunk]:  # type: ignore[override]
+        assert request.prompt is not None
+        async for chunk in client.generate(request.prompt, request.sampling_params):
+            self.chunks.append(chunk)
+        return self.chunks
+
+
+async def test_streams_keep_their_bytes_when_their_api_server_and_then_an_engine_is_killed(
+    hosts: list[HostProcess], expected: list[list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text(SECRET)
+    addresses = ",".join(host.address for host in hosts)
+    flags = ("--engine-hosts", addresses, "--secret-file", str(tmp_path / "secret"))
+    with start_server(*flags) as one, start_server(*flags) as other:
+        async with AsyncClient([one.address, other.address]) as client:
+            readers = [ClientReader(client, request) for request in all_kinds()]  # type: ignore[arg-type]
+            await each_gains(readers[:2], 20)
+            one.kill()
+            await each_gains(readers[:2], 20)
+            os.kill(hosts[0].processes()[1], signal.SIGKILL)
+            await asyncio.gather(*(reader.task for reader in readers))
+    assert bits_of(readers) == expected
+
+
+@pytest.mark.parametrize("harm", [cut, swallow, stop, kill_engine, kill], ids=lambda harm: harm.__name__)
 async def test_streams_of_all_kinds_keep_their_bytes_when_a_host_is_lost(
     harm: Callable[[Fleet, int], None], hosts: list[HostProcess], expected: list[list[str]]
 ) -> None:
@@ -139,3 +174,4 @@ async def test_streams_of_all_kinds_keep_their_bytes_when_a_host_is_lost(
         finally:
             await asyncio.to_thread(bring_back, many, at)
         assert bits_of(readers) == expected
+        assert sum(status.moved_requests for status in many.engine.core.host_statuses()) > 0

@@ -6,7 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from quire.runtime.cluster.host_link import FromHost, Heartbeat, HostLeaving, HostReady, HostRequestFailed
+from quire.runtime.cluster.host_link import (
+    FromHost,
+    Heartbeat,
+    HostLeaving,
+    HostReady,
+    HostRequestFailed,
+    HostRestarting,
+)
 from quire.runtime.cluster.members import Member
 from quire.runtime.cluster.remote import Credentials
 from quire.runtime.common.errors import QuireError
@@ -32,6 +39,10 @@ class FakeConnection(FakeProcess):
 
     def leave(self) -> None:
         self.reply(HostLeaving())  # type: ignore[arg-type]
+
+    def restart(self, *request_ids: int) -> None:
+        """Report that the host has no engine process, for which these wait."""
+        self.reply(HostRestarting(request_ids))  # type: ignore[arg-type]
 
     def fail(self, request_id: int, error: str) -> None:
         self.reply(HostRequestFailed(request_id, error, "why"))  # type: ignore[arg-type]

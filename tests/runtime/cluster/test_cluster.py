@@ -270,6 +270,90 @@ async def test_what_waits_for_a_lost_host_goes_on_where_engines_compute_again(
         assert sorted(hosts[first].sent_ids()) == [1, 1, 2]
 
 
+def readmitted(hosts: FakeHosts, name: str) -> dict[int, tuple[int, ...]]:
+    sent = [each for each in hosts[name].sent if isinstance(each, ReadmitRequest)]
+    return {each.request.request_id: each.generated for each in sent}
+
+
+async def test_requests_leave_a_host_at_once_whose_engine_was_killed(hosts: FakeHosts, listener: FakeListener) -> None:
+    async with connected(listener, "ab") as cluster:
+        first = await added(cluster, hosts, 1, conversation=b"x")
+        (second,) = set("ab") - {first}
+        await added(cluster, hosts, 2, conversation=b"x")
+        hosts[first].generate(1, 5, 6)
+        hosts[first].restart(1, 99)  # the other one is a suspect there
+        assert readmitted(hosts, second) == {1: (5, 6)}
+        assert [each for each in hosts[first].sent if isinstance(each, DropRequest)] == [
+            DropRequest(1, None, "it goes on at another host")
+        ]
+        hosts[first].generate(1, 7)  # sent before it was dropped
+        assert cluster.hosts[f"{first}:1"].status().state == "restarting"
+        assert await added(cluster, hosts, 3, conversation=b"x") == second, "new requests do not wait for the engine"
+        hosts[first].tell_stats()
+        assert cluster.hosts[f"{first}:1"].status().state == "up"
+        assert await added(cluster, hosts, 4, conversation=b"x") == first
+        hosts[first].finish(2, 9)
+        hosts[second].finish(1, 7)
+        assert (listener.tokens(1), listener.tokens(2)) == ([5, 6, 7], [9])
+        assert cluster.hosts[f"{first}:1"].status().moved_requests == 1
+
+
+async def test_without_another_host_requests_stay_where_the_engine_is_restarted(
+    hosts: FakeHosts, listener: FakeListener
+) -> None:
+    async with connected(listener, "ab") as cluster:
+        first = await added(cluster, hosts, 1)
+        (second,) = set("ab") - {first}
+        hosts.errors[f"{second}:1"] = Unavailable("gone")
+        hosts[second].exit(0)
+        await until(lambda: not cluster.hosts[f"{second}:1"].is_ready)
+        hosts[first].restart(1)
+        hosts[first].answers_adds = False
+        adding = asyncio.create_task(cluster.add(new_requests(2)))
+        await asyncio.sleep(0.01)
+        assert hosts[first].sent_ids() == [1, 2], "it waits there"
+        del hosts.errors[f"{second}:1"]
+        await until(lambda: 2 in hosts[second].sent_ids())
+        await adding
+        assert readmitted(hosts, second) == {1: ()}
+        dropped = [each.request_id for each in hosts[first].sent if isinstance(each, DropRequest)]
+        assert sorted(dropped) == [1, 2]
+        assert cluster.hosts[f"{first}:1"].num_requests == 0
+
+
+async def test_a_request_beneath_which_engines_are_killed_stays_at_the_third_host(
+    hosts: FakeHosts, listener: FakeListener
+) -> None:
+    async with connected(listener, "abcd") as cluster:
+        await cluster.add(new_requests(1))
+        homes = []
+        for _ in range(MAX_LOST_HOSTS + 1):
+            (home,) = [name[0] for name, host in cluster.hosts.items() if host.num_requests]
+            homes.append(home)
+            hosts[home].restart(1)
+            hosts[home].tell_stats()
+        assert homes[2] == homes[3]
+        assert len(set(homes[:3])) >= 2
+        hosts[homes[3]].generate(1, 5, 6)  # it is no cause
+        hosts[homes[3]].restart(1)
+        assert cluster.hosts[f"{homes[3]}:1"].num_requests == 0
+
+
+async def test_what_waits_for_a_lost_host_goes_on_where_engines_have_restarted(
+    hosts: FakeHosts, listener: FakeListener
+) -> None:
+    async with connected(listener, "ab") as cluster:
+        first = await added(cluster, hosts, 1)
+        (second,) = set("ab") - {first}
+        hosts[second].restart()
+        hosts.errors[f"{first}:1"] = Unavailable("gone")
+        hosts[first].exit(0)
+        await asyncio.sleep(1)
+        assert readmitted(hosts, second) == {}
+        hosts[second].tell_stats()
+        assert readmitted(hosts, second) == {1: ()}
+
+
 async def test_operators_see_every_host(hosts: FakeHosts, listener: FakeListener) -> None:
     async with connected(listener, "ab") as cluster:
         first = await added(cluster, hosts, 1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from quire.runtime.cluster import host as host_module
 from quire.runtime.cluster.host import SESSION_IDS, EngineHost, ServerSession
-from quire.runtime.cluster.host_link import Heartbeat, HostRequestFailed
+from quire.runtime.cluster.host_link import Heartbeat, HostRequestFailed, HostRestarting
 from quire.runtime.common.errors import ProtocolError, Quarantined, Unavailable
 from quire.runtime.engine import CoreListener, EncoderInfo, Prefilled
 from quire.runtime.workers.engine_link import (
@@ -321,6 +321,21 @@ async def test_an_api_server_that_is_silent_loses_its_link_and_others_do_not(poo
             other.receive(Heartbeat())
         assert silent.link.is_closed  # type: ignore[attr-defined]
         assert not other.link.is_closed  # type: ignore[attr-defined]
+
+
+async def test_each_api_server_learns_which_of_its_requests_wait_for_an_engine(
+    pool: FakePool, sessions: list[ServerSession]
+) -> None:
+    ids = [await accepted(session, pool, number) for session in sessions for number in (1, 2)]
+    (request,) = new_requests(3)
+    sessions[0].receive(AddRequests((as_read(request.spec),)))  # has no answer yet: the API server asks elsewhere
+    pool.listener.publish([token(ids[0], 5)])
+    pool.listener.interrupted([*ids[:3], 3])
+    assert [sent(session, HostRestarting) for session in sessions] == [
+        [HostRestarting((1, 2))], [HostRestarting((1,))]
+    ]  # fmt: skip
+    messages = [type(each) for each in sessions[0].link.sent]  # type: ignore[attr-defined]
+    assert messages[-2:] == [StepReport, HostRestarting], "what was generated comes first"
 
 
 async def test_heartbeats_are_sent_while_engines_restart(pool: FakePool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,9 +14,10 @@ from quire.kernels.cpus import CpuBudget
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError, Unavailable
 from quire.runtime.workers import EnginePool, engine_pool, supervisor
-from quire.runtime.workers.engine_link import AddRequests, CancelRequest, DropRequest, StatsReport
+from quire.runtime.workers.engine_link import AddRequests, CancelRequest, DropRequest, ReadmitRequest, StatsReport
 from quire.runtime.workers.router import MAX_MORE_REQUESTS, MAX_MORE_WAIT_S
 from quire.runtime.workers.supervised_engine import COUNTERS
+from quire.runtime.workers.token_log import MAX_LOST_HOSTS
 from quire.scheduler import CannotMeetDeadline, NotAccepting, QueueFull
 
 from .fakes import (
@@ -65,11 +67,11 @@ def engine_with(processes: FakeSpawner, request_id: int) -> str:
     return name
 
 
-async def restart(pool: EnginePool, process: FakeProcess) -> None:
+async def restart(pool: EnginePool, process: FakeProcess, status: int = 1) -> None:
     """Let a process end, and wait for its successor."""
     (index,) = [index for index, member in enumerate(pool.members) if member.pid == process.pid]
     num_restarts = pool.members[index].num_restarts
-    process.exit(1)
+    process.exit(status)
     await until(lambda: pool.members[index].num_restarts > num_restarts)
 
 
@@ -259,6 +261,7 @@ async def test_updates_and_failures_of_all_engines_are_published(
     assert (listener.tokens(1), listener.tokens(2)) == ([5], [6])
     assert listener.ends() == {2: "length"}
     processes.error = OSError("no memory")
+    processes.of("engine-0").begin(1)
     processes.of("engine-0").exit(1)
     await until(lambda: 1 in listener.failures)
     assert "no memory" in str(listener.failures[1])
@@ -266,6 +269,91 @@ async def test_updates_and_failures_of_all_engines_are_published(
         pool.members[0].stats()
     await pool.add(new_requests(3))
     assert engine_with(processes, 3) == "engine-1"
+
+
+# Requests of a lost process
+
+
+def generated_at(process: FakeProcess) -> dict[int, tuple[int, ...]]:
+    """Return the tokens of each request that a process was given to continue."""
+    return {each.request.request_id: each.generated for each in process.sent if isinstance(each, ReadmitRequest)}
+
+
+async def test_requests_of_a_killed_process_go_on_at_once_in_another(
+    pool: EnginePool, processes: FakeSpawner, listener: FakeListener
+) -> None:
+    first, second = processes.of("engine-0"), processes.of("engine-1")
+    processes.makes_ready = False
+    await pool.add(new_requests(1))
+    await pool.add(new_requests(2))
+    first.begin(1)
+    first.generate(1, 5, 6)
+    first.exit(-signal.SIGKILL)
+    await until(lambda: len(generated_at(second)) == 2)
+    assert generated_at(second) == {1: (5, 6), 2: ()}
+    assert [member.num_requests for member in pool.members] == [0, 2]
+    second.finish(1, 7)
+    second.finish(2, 8)
+    assert (listener.tokens(1), listener.tokens(2)) == ([5, 6, 7], [8])
+    assert listener.ends() == {1: "length", 2: "length"}
+
+
+async def test_a_suspect_stays_with_its_process_and_what_waited_beside_it_does_not(
+    pool: EnginePool, processes: FakeSpawner
+) -> None:
+    first, second = processes.of("engine-0"), processes.of("engine-1")
+    await pool.add(new_requests(1))
+    await pool.add(new_requests(2))
+    first.begin(1)
+    first.exit(1)
+    await until(lambda: len(processes.started) == 3)
+    await until(lambda: bool(processes.last.sent))
+    assert set(generated_at(second)) == {2}
+    assert set(generated_at(processes.last)) == {1}
+
+
+async def test_a_request_beneath_which_processes_are_killed_is_not_moved_for_ever(
+    pool: EnginePool, processes: FakeSpawner
+) -> None:
+    await pool.add(new_requests(1))
+    homes = []
+    for _ in range(MAX_LOST_HOSTS + 1):
+        (home,) = [index for index, member in enumerate(pool.members) if member.num_requests]
+        homes.append(home)
+        processes.of(f"engine-{home}").begin(1)
+        await restart(pool, processes.of(f"engine-{home}"), -signal.SIGKILL)
+    assert homes == [0, 1, 0, 0]
+
+
+async def test_without_another_process_requests_wait_for_the_first_that_is_ready(
+    pool: EnginePool, processes: FakeSpawner, listener: FakeListener
+) -> None:
+    interrupted: list[list[int]] = []
+    pool.start(replace(listener.listener(), interrupted=lambda ids: interrupted.append(list(ids))))
+    processes.makes_ready = False
+    await pool.add(new_requests(1))
+    await pool.add(new_requests(2, conversation=AT_1))
+    for name in ("engine-1", "engine-0"):
+        processes.of(name).exit(-signal.SIGKILL)
+    await until(lambda: len(processes.started) == 4)
+    assert sorted(interrupted) in ([[1], [2]], [[1, 2], []], [[], [1, 2]])
+    processes.make_ready(processes.of("engine-1"))
+    await until(lambda: len(generated_at(processes.of("engine-1"))) == 2)
+
+
+async def test_draining_waits_for_requests_that_move(
+    pool: EnginePool, processes: FakeSpawner, listener: FakeListener
+) -> None:
+    await pool.add(new_requests(1))
+    draining = asyncio.create_task(pool.drain())
+    await asyncio.sleep(0.01)
+    processes.of("engine-0").exit(-signal.SIGKILL)
+    await until(lambda: pool.members[1].num_requests == 1)
+    await asyncio.sleep(0.1)
+    assert not draining.done()
+    processes.of("engine-1").finish(1, 5)
+    await draining
+    assert listener.ends() == {1: "length"}
 
 
 # What they say together

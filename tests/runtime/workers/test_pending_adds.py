@@ -110,7 +110,7 @@ async def test_refusing_reaches_every_caller_that_still_waits() -> None:
     sent(pending)
     (third,) = add(pending, 3)
     first.answer.set_result(AddAnswer(1, ESTIMATE, 0))
-    pending.refuse_all(NotAccepting("the engine was closed"))
+    assert pending.refuse_all(NotAccepting("the engine was closed")) == [first, second]
     assert first.answer.result().estimate == ESTIMATE
     for each in (second, third):
         with pytest.raises(NotAccepting, match="the engine was closed"):
