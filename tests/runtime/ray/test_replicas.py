@@ -20,11 +20,11 @@ PORTS = ("port", "operator_port", "openai_port")
 ENGINE = {"weights": "q8", "kv_cache_dtype": "int8", "kv_cache_memory": "8M", "threads": 1}
 ARGS: dict[str, Any] = ENGINE | {"listen": "127.0.0.1:0", "shutdown_timeout": 0.1, **dict.fromkeys(PORTS, 0)}
 KINDS = (
-    SamplingParams(max_tokens=150, ignore_eos=True, logprobs=1),
-    SamplingParams(max_tokens=150, ignore_eos=True, temperature=0.9, seed=3, repetition_penalty=1.2),
-    SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.8, seed=4, n=2),
+    SamplingParams(max_tokens=400, ignore_eos=True, logprobs=1),
+    SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.9, seed=3, repetition_penalty=1.2),
+    SamplingParams(max_tokens=300, ignore_eos=True, temperature=0.8, seed=4, n=2),
 )
-LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
+LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +74,10 @@ class FakeServe:
         self.report()
 
 
+def num_requests(host: HostReplica) -> int:
+    return sum(member.load.num_requests for member in host._host.pool.members)
+
+
 @asynccontextmanager
 async def a_server(serve: FakeServe, args: dict[str, Any]) -> AsyncIterator[str]:
     server = await serve.start(ServerReplica, args, serve.handle)
@@ -90,10 +94,13 @@ async def test_streams_keep_their_bytes_when_serve_takes_a_host_away() -> None:
     assert len({host.record_replica_metadata()["secret"] for host in serve.hosts}) == 2
     async with a_server(serve, ARGS) as address, AsyncClient(address) as client:
         wanted = [await client.complete("The module provides", params) for params in KINDS]
-        streams = [asyncio.create_task(client.complete("The module provides", params)) for params in KINDS]
-        while not (busy := [host for host in serve.hosts if (await host.record_autoscaling_stats())["kv_share"] > 0]):
-            await asyncio.sleep(0.01)
-        await serve.stop(busy[0])
+        begun = asyncio.Event()
+        streams = [
+            asyncio.create_task(client.complete("The module provides", params, on_accepted=lambda _: begun.set()))
+            for params in KINDS
+        ]
+        await begun.wait()
+        await serve.stop(max(serve.hosts, key=num_requests))  # all are at their prompt's home
         assert [each.outputs for each in await asyncio.gather(*streams)] == [each.outputs for each in wanted]
     (left,) = serve.hosts
     await left.check_health()
