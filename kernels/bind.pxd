@@ -17,6 +17,8 @@ cdef class Binder:
     cdef int64_t num_types          # of tokens
     cdef int64_t query_tile         # queries of one attention tile
     cdef int64_t embedding_columns
+    cdef object rotary_dims         # elements of a head that are rotated, of the ops that rotate
+    cdef bint needs_rotary          # an op has no table: every step gives the rows
 
     cdef bind(self, Record *record, op)
     cdef _add_embed(self, Record *record, op)
@@ -34,7 +36,7 @@ cdef class Binder:
     cdef _add_maxima(self, LinearOp *linear, op, rows)
     cdef _add_linear_input(self, LinearOp *linear, source, PackedMatrix weight, rows)
     cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows)
-    cdef _add_rotary(self, HeadsOp *heads, op)
+    cdef int64_t _add_rotary(self, HeadsOp *heads, op) except -1
     cdef quire_head _head(self, op, norm, heads, rotary_dim, scale, next) except *
     cdef _add_attention(self, Record *record, op)
     cdef _add_ephemeral_attention(self, Record *record, op)

@@ -42,6 +42,7 @@ cdef class Binder:
         self.workers, self.kv_layout, self.pages = workers, kv_layout, pages
         self.max_positions = self.num_types = 2**31 - 1
         self.query_tile, self.embedding_columns = QUIRE_TILE, 0
+        self.rotary_dims, self.needs_rotary = set(), False
 
     cdef bind(self, Record *record, op):
         """Set the record of an op."""
@@ -267,8 +268,7 @@ cdef class Binder:
         linear.input = self.regions.value(source, weight.in_features, INPUT_DTYPES[weight.dtype], rows)
 
     cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows):
-        rotary_dim = 0 if op.rotary is None else op.rotary.shape[1]
-        self._add_rotary(heads, op)
+        rotary_dim = self._add_rotary(heads, op)
         heads.qkv = self.regions.value(op.qkv, (op.num_heads + 2 * op.num_kv_heads) * op.head_dim, "f32", self.max_rows)
         heads.num_heads, heads.num_kv_heads = op.num_heads, op.num_kv_heads
         heads.group, heads.head_dim = group, op.head_dim
@@ -277,17 +277,27 @@ cdef class Binder:
         heads.key = self._head(op, op.k_norm, op.num_kv_heads if norms_rows else 1, rotary_dim, 1, 1)
         heads.value = self._head(op, None, 1, 0, 1, 1)
 
-    cdef _add_rotary(self, HeadsOp *heads, op):
+    cdef int64_t _add_rotary(self, HeadsOp *heads, op) except -1:
+        """Set the rotary table of an op, if it has one; return the number of elements of a head that are rotated."""
         cdef const float[:, ::1] rotary
+        given_dim = op.rotary_dim if isinstance(op, EphemeralAttention) else 0
         if op.rotary is None:
             heads.rotary = self.regions.vector(np.zeros(1), 1, 1)      # no element of it is read
-            return
+            if not 0 <= given_dim <= op.head_dim or given_dim % 2:
+                raise ValueError(f"rotary_dim must be even and at most {op.head_dim}, not {given_dim}")
+            if given_dim:
+                self.rotary_dims.add(given_dim)
+                self.needs_rotary = True
+            return given_dim
         rotary = op.rotary
-        if not 2 <= rotary.shape[1] <= op.head_dim or rotary.shape[1] % 2:
-            raise ValueError(f"rotary table must be [positions, 2 .. {op.head_dim}], not {list(op.rotary.shape)}")
+        if not 2 <= rotary.shape[1] <= op.head_dim or rotary.shape[1] % 2 or given_dim:
+            raise ValueError(f"rotary table must be [positions, 2 .. {op.head_dim}], not {list(op.rotary.shape)}, and "
+                             f"rotary_dim 0, not {given_dim}")
         self.regions.keep_alive.append(op.rotary)
         self.max_positions = min(self.max_positions, rotary.shape[0])
+        self.rotary_dims.add(rotary.shape[1])
         heads.rotary = &rotary[0, 0]
+        return rotary.shape[1]
 
     cdef quire_head _head(self, op, norm, heads, rotary_dim, scale, next) except *:
         """Return what applies to a kind of head; each worker takes heads that are `next` times the workers apart."""

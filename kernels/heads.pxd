@@ -15,7 +15,7 @@ cdef struct HeadsOp:
     quire_head key
     quire_head value
     bint norms_rows                 # queries, and keys, are normed over all heads of a row: norm [heads][head_dim]
-    const float *rotary             # [positions][rotary_dim]: cos | sin
+    const float *rotary             # [positions][rotary_dim]: cos | sin; of a step, if it has rows of its own
 
 cdef void load_queries(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t first_row,
                        int64_t first_position, int64_t queries, int64_t head, const quire_rows *out) noexcept nogil

@@ -22,7 +22,7 @@ cdef void load_queries(const HeadsOp *op, const Step *step, const quire_tiles *t
         for g in range(op.group):
             index = head * op.group + g
             query = _head_of_row(op, &op.query, tiles, row, op.num_heads, index)
-            tiles.head(row + index * op.head_dim, &query, op.rotary + (first_position + i) * query.rotary_dim, x)
+            tiles.head(row + index * op.head_dim, &query, _rotary_of(op, step, first_row + i, first_position + i), x)
             _store_query(tiles, x, step.kv_dtype, i * op.group + g, out)
 
 
@@ -56,7 +56,7 @@ cdef void store_rows(const HeadsOp *op, const Step *step, const quire_tiles *til
     for position in range(position, end):
         keys = _heads_of(op, row + position) + op.num_heads * op.head_dim
         key = _head_of_row(op, &op.key, tiles, keys, op.num_kv_heads, head)
-        tiles.head(keys + head * op.head_dim, &key, op.rotary + position * key.rotary_dim, x)
+        tiles.head(keys + head * op.head_dim, &key, _rotary_of(op, step, row + position, position), x)
         tiles.store_key(x, position % step.page_size, &kv)
         value = keys + (op.num_kv_heads + head) * op.head_dim
         tiles.head(value, &op.value, NULL, x)
@@ -71,6 +71,14 @@ cdef inline quire_head _head_of_row(const HeadsOp *op, const quire_head *kind, c
         result.factor = tiles.inverse_rms(row, kind.eps, heads * op.head_dim)
         result.norm = kind.norm + head * op.head_dim
     return result
+
+
+cdef inline const float *_rotary_of(const HeadsOp *op, const Step *step, int64_t row,
+                                    int64_t position) noexcept nogil:
+    """Return the cosines and sines that rotate the heads of a row."""
+    if step.rotary != NULL:
+        return step.rotary + row * op.query.rotary_dim
+    return op.rotary + position * op.query.rotary_dim
 
 
 cdef inline const float *_heads_of(const HeadsOp *op, int64_t row) noexcept nogil:

@@ -210,9 +210,10 @@ class Attention:
     pages for each layer.
 
     `rotary` is f32 [positions, rotary_dim]: cos in the first half of the columns, sin in the second. The first
-    rotary_dim elements of a head are rotated, by halves (Hugging Face convention); without a table none are. Pages have
-    the KV cache's dtype and queries the one in QUERY_DTYPES. `out` has any dtype if the query heads of a KV head fill
-    whole blocks of 32 columns, else f32.
+    rotary_dim elements of a head are rotated, by halves (Hugging Face convention); without a table none are. A step may
+    give a row of cosines and sines for each of its rows, which takes the place of that of its position. Pages have the
+    KV cache's dtype and queries the one in QUERY_DTYPES. `out` has any dtype if the query heads of a KV head fill whole
+    blocks of 32 columns, else f32.
     """
 
     qkv: Region  # f32 [tokens, (num_heads + 2 num_kv_heads) * head_dim]
@@ -241,6 +242,7 @@ class EphemeralAttention:
     a program have the same `pages`. With `causal`, a row sees itself and the rows before it, of them the last `window`
     with `window` > 0; else it sees the whole text, with `window` > 0 the rows that are at most `window` away. With a
     `bias`, `bias[head, positions - 1 + key - query]` is added to the score of a query and a key, which are positions.
+    With a `rotary_dim` in place of a table, every step gives the cosines and sines of its rows.
     """
 
     qkv: Region  # f32 [tokens, (num_heads + 2 num_kv_heads) * head_dim]
@@ -257,6 +259,7 @@ class EphemeralAttention:
     causal: bool
     window: int = 0
     bias: npt.NDArray[np.float32] | None = None  # [num_heads, 2 * positions - 1 + BIAS_PADDING]
+    rotary_dim: int = 0  # elements of a head that are rotated without a `rotary` table
 
 
 @dataclass(frozen=True, slots=True)

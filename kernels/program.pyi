@@ -60,13 +60,18 @@ class Program:
         page_ids: npt.NDArray[np.int32],
         page_start: npt.NDArray[np.int32],
         sample_rows: npt.NDArray[np.int32],
+        given_of: npt.NDArray[np.int32] | None = None,
+        given: npt.NDArray[np.float32] | None = None,
+        rotary: npt.NDArray[np.float32] | None = None,
     ) -> None:
-        """Run one step over `token_ids` [rows]; all arrays are int32. The GIL is released meanwhile.
+        """Run one step over `token_ids` [rows]; all arrays of integers are int32. The GIL is released meanwhile.
 
         Sequence i of n owns rows row_start[i]..row_start[i+1], from position first_position[i] on, and in layer group g
         the pages page_ids[page_start[g*n+i]..page_start[g*n+i+1]]. A group with a window may have -1 for released pages
-        before the first tile of 64 tokens that the sequence's first row sees. Raises ValueError for an array that would
-        lead outside the program's memory.
+        before the first tile of 64 tokens that the sequence's first row sees. Row i has row given_of[i] of `given` in
+        place of the embedding of its token, unless that is -1. With `rotary` [rows, rotary_dim], the heads of row i are
+        rotated by its row i, else by that of the row's position. Raises ValueError for an array that would lead outside
+        the program's memory.
         """
 
     def run_texts(
@@ -76,12 +81,14 @@ class Program:
         type_ids: npt.NDArray[np.int32] | None = None,
         first: int = 0,
         end: int | None = None,
+        rotary: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """Run the ops [first, end) over whole texts: `token_ids` [rows], `type_ids` [rows] (none: all 0).
 
         The program has no KV cache (`kv_layout` None). Text i owns rows row_start[i]..row_start[i+1], from position 0
-        on; every text has a row of the samples. Ranges of ops in order, with the same arrays, give the same bits as all
-        ops at once. Raises ValueError for an array that would lead outside the program's memory.
+        on; every text has a row of the samples. `rotary` is as in `run`. Ranges of ops in order, with the same arrays,
+        give the same bits as all ops at once. Raises ValueError for an array that would lead outside the program's
+        memory.
         """
 
     def op_seconds(self) -> list[float]:

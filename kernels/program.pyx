@@ -48,6 +48,8 @@ cdef class Program:
     cdef object records, shares, scratch, block_start, unit_start
     cdef int64_t max_rows, max_sequences, max_samples, vocab_size, num_types, num_pages, max_positions, num_kv_heads
     cdef int64_t embedding_columns
+    cdef object rotary_dims
+    cdef bint needs_rotary
     cdef bint runs_texts            # else sequences with pages of a KV cache
     cdef int64_t[::1] windows       # of each layer group
     cdef int32_t[::1] zeros, pages, text_pages, text_ends   # of texts: positions, page ids and tables, and last rows
@@ -78,6 +80,7 @@ cdef class Program:
         self.replay.num_records = len(ops)
         self.max_positions, self.num_types = binder.max_positions, binder.num_types
         self.embedding_columns = binder.embedding_columns
+        self.rotary_dims, self.needs_rotary = binder.rotary_dims, binder.needs_rotary
         self.replay.step.query_tile = binder.query_tile
 
     cdef _allocate(self, ops, layout):
@@ -127,12 +130,13 @@ cdef class Program:
 
     def run(self, const int32_t[::1] token_ids, const int32_t[::1] row_start, const int32_t[::1] first_position,
             const int32_t[::1] page_ids, const int32_t[::1] page_start, const int32_t[::1] sample_rows,
-            const int32_t[::1] given_of=None, const float[:, ::1] given=None):
+            const int32_t[::1] given_of=None, const float[:, ::1] given=None, const float[:, ::1] rotary=None):
         cdef Step *step = &self.replay.step
         if self.runs_texts:
             raise ValueError("this program runs texts")
         self._check_step(token_ids, row_start, first_position, page_ids, page_start, sample_rows)
         self._give(step, token_ids.shape[0], given_of, given)
+        self._give_rotary(step, token_ids.shape[0], rotary)
         step.rows, step.sequences = token_ids.shape[0], first_position.shape[0]
         step.samples = sample_rows.shape[0]
         step.token_ids, step.row_start, step.first_position = &token_ids[0], &row_start[0], &first_position[0]
@@ -142,12 +146,13 @@ cdef class Program:
         self._run(0, self.replay.num_records)
 
     def run_texts(self, const int32_t[::1] token_ids, const int32_t[::1] row_start, const int32_t[::1] type_ids=None,
-                  first=0, end=None):
+                  first=0, end=None, const float[:, ::1] rotary=None):
         cdef Step *step = &self.replay.step
         cdef int64_t i
         if not self.runs_texts:
             raise ValueError("this program runs sequences with pages of a KV cache")
         self._check_texts(token_ids, row_start, type_ids)
+        self._give_rotary(step, token_ids.shape[0], rotary)
         end = self.replay.num_records if end is None else end
         if not 0 <= first <= end <= self.replay.num_records:
             raise ValueError(f"ops {first} to {end} are not a range of the {self.replay.num_records} ops")
@@ -230,6 +235,18 @@ cdef class Program:
                 raise ValueError(f"given row {given_of[i]} is outside the {given.shape[0]}")
         if given.shape[0]:
             step.given_of, step.given = &given_of[0], &given[0, 0]
+
+    cdef _give_rotary(self, Step *step, int64_t rows, const float[:, ::1] rotary):
+        """Set the cosines and sines of each row, in place of those of positions."""
+        step.rotary = NULL
+        if rotary is None:
+            if self.needs_rotary:
+                raise ValueError("this program has no rotary table: every step needs rotary rows")
+            return
+        if self.rotary_dims != {rotary.shape[1]} or rotary.shape[0] != rows:
+            raise ValueError(f"{rows} rows of heads that are rotated in {sorted(self.rotary_dims)} elements need as "
+                             f"many rotary rows, not [{rotary.shape[0]}, {rotary.shape[1]}]")
+        step.rotary = &rotary[0, 0]
 
     cdef _check_ids(self, const int32_t[::1] token_ids):
         cdef int64_t i

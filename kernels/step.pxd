@@ -11,6 +11,7 @@ cdef struct Step:
     const int32_t *type_ids         # [rows] of texts; NULL: all 0
     const int32_t *given_of         # [rows]: row of `given` that takes the place of the token's embedding; -1: none
     const float *given              # [given rows, columns of the embedding]; NULL like given_of: no row has one
+    const float *rotary             # [rows][rotary_dim]: cos | sin of each row; NULL: those of its position in a table
     const int32_t *row_start        # [sequences + 1]
     const int32_t *first_position   # [sequences]
     const int32_t *page_start       # [layer groups * sequences + 1], into page_ids: one group's tables after another's

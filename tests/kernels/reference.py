@@ -196,11 +196,12 @@ class ReferenceProgram:
         sample_rows: Ints,
         given_of: Ints | None = None,
         given: npt.NDArray[np.float32] | None = None,
+        rotary: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """Run the same step as `Program.run`."""
         counts = np.diff(row_start)
         self.token_ids, self.sample_rows = token_ids, sample_rows
-        self.given_of, self.given = given_of, given
+        self.given_of, self.given, self.rotary = given_of, given, rotary
         self.sequence = np.repeat(np.arange(len(counts)), counts)
         self.position = first_position[self.sequence] + np.arange(len(token_ids)) - row_start[self.sequence]
         tables = [page_ids[first:end] for first, end in pairwise(page_start)]
@@ -208,12 +209,19 @@ class ReferenceProgram:
         for op in self.ops:
             self._run(op)
 
-    def run_texts(self, token_ids: Ints, row_start: Ints, type_ids: Ints | None = None) -> None:
+    def run_texts(
+        self,
+        token_ids: Ints,
+        row_start: Ints,
+        type_ids: Ints | None = None,
+        rotary: npt.NDArray[np.float32] | None = None,
+    ) -> None:
         """Run the same texts as `Program.run_texts`."""
         counts = np.diff(row_start)
         self.token_ids, self.row_start, self.sample_rows = token_ids, row_start, row_start[1:] - 1
         self.type_ids = np.zeros_like(token_ids) if type_ids is None else type_ids
         self.given_of = self.given = None
+        self.rotary = rotary
         self.sequence = np.repeat(np.arange(len(counts)), counts)
         self.position = np.arange(len(token_ids)) - row_start[self.sequence]
         for op in self.ops:
@@ -340,8 +348,10 @@ class ReferenceProgram:
             q = self._norm_heads(q, op.q_norm, op.eps, norms_rows)
         if op.k_norm is not None:
             k = self._norm_heads(k, op.k_norm, op.eps, norms_rows)
-        table = np.zeros((len(self.position), 0)) if op.rotary is None else op.rotary[self.position].astype(np.float64)
-        rotary = table[:, None, :]
+        rows = np.zeros((len(self.position), 0)) if op.rotary is None else op.rotary[self.position]
+        if self.rotary is not None and (op.rotary is not None or isinstance(op, EphemeralAttention)):
+            rows = self.rotary
+        rotary = rows.astype(np.float64)[:, None, :]
         return rotate_halves(q, rotary) * op.scale, rotate_halves(k, rotary), v
 
     def _norm_heads(self, heads: Array, weight: npt.NDArray[np.float32], eps: float, norms_rows: bool) -> Array:

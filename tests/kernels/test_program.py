@@ -454,3 +454,56 @@ def test_given_rows_that_do_not_fit_are_refused(toy, given_of, given, fault):
     given = None if given is None else np.zeros(given, np.float32)
     with pytest.raises(ValueError, match=fault):
         model.program.run(**model.step((tokens(3), 0, pages(1))), given_of=given_of, given=given)
+
+
+# Rotary rows of a step
+
+
+def rotary_rows(model, rows: int, seed: int = 4) -> np.ndarray:
+    attention = next(op for op in model.ops if isinstance(op, Attention))
+    return np.random.default_rng(seed).uniform(-1, 1, (rows, attention.rotary.shape[1])).astype(np.float32)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "int8")])
+def test_rotary_rows_take_the_place_of_those_of_positions(toy, weights, kv, isa):
+    """A prompt in two chunks, then a decode row beside another sequence's chunk."""
+    model, plain = toy(weights=weights, kv=kv, isa=isa), toy(weights=weights, kv=kv, isa=isa)
+    table_a, table_b = pages(9, 8, 7), pages(3, 4)
+    ids = tokens(70)
+    steps = [
+        [(ids[:50], 0, table_a)],
+        [(ids[50:69], 50, table_a)],
+        [(ids[69:], 69, table_a), (tokens(40, 1), 0, table_b)],
+    ]
+    for step in steps:
+        arguments = model.step(*step)
+        rows = rotary_rows(model, sum(len(each[0]) for each in step))
+        model.program.run(**arguments, rotary=rows)
+        model.reference.run(**arguments, rotary=rows)
+        want = model.reference.regions[model.logits]
+        got = model.program.view(model.logits)[: len(step), : want.shape[1]].copy()
+        assert np.abs(got - want).max() <= tolerance(weights, kv) * np.ptp(want)
+        plain.program.run(**arguments)
+    assert plain.program.view(model.logits)[:2].tobytes() != model.program.view(model.logits)[:2].tobytes()
+
+
+@pytest.mark.parametrize("kv", ["f32", "int8"])
+def test_the_rows_of_the_table_have_the_bits_of_positions(toy, kv):
+    model = toy(kv=kv)
+    table = next(op for op in model.ops if isinstance(op, Attention)).rotary
+    steps = [[(tokens(50), 0, pages(9, 8))], [(tokens(1, 2), 50, pages(9, 8)), (tokens(30, 1), 0, pages(3))]]
+    logits = []
+    for given in (True, False):
+        for step in steps:
+            positions = np.concatenate([first + np.arange(len(ids)) for ids, first, _ in step])
+            model.program.run(**model.step(*step), rotary=table[positions] if given else None)
+        logits.append(model.program.view(model.logits)[:2].tobytes())
+    assert logits[0] == logits[1]
+
+
+@pytest.mark.parametrize("shape", [(2, 24), (4, 24), (3, 22), (3, 26), (0, 24)])
+def test_rotary_rows_that_do_not_fit_are_refused(toy, shape):
+    model = toy()
+    with pytest.raises(ValueError, match="3 rows of heads that are rotated in"):
+        model.program.run(**model.step((tokens(3), 0, pages(1))), rotary=np.zeros(shape, np.float32))

@@ -230,3 +230,42 @@ def test_norms_that_do_not_fit_are_refused(changes, message):
     encoder.ops[index] = replace(encoder.ops[index], **changes)
     with pytest.raises(ValueError, match=message):
         encoder.bind()
+
+
+# Rotary rows of a step
+
+
+def rotated_by_rows(dim: int, **options) -> Encoder:
+    """Return an encoder whose heads are rotated in `dim` elements by rows that each step gives."""
+    encoder = Encoder(**options)
+    encoder.ops = [replace(op, rotary_dim=dim) if isinstance(op, EphemeralAttention) else op for op in encoder.ops]
+    encoder.program, encoder.reference.ops = encoder.bind(), encoder.ops
+    return encoder
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(("kv", "dim"), [("f32", 24), ("int8", 16), ("bf16", 8)])
+def test_texts_rotated_by_rows_match_the_reference(kv, dim, isa):
+    encoder = rotated_by_rows(dim, kv=kv, isa=isa)
+    step = encoder.step(text(70, 1), text(1, 2), text(33, 3))
+    rows = np.random.default_rng(4).uniform(-1, 1, (104, dim)).astype(np.float32)
+    encoder.program.run_texts(*step, rotary=rows)
+    encoder.reference.run_texts(*step, rotary=rows)
+    want = encoder.reference.regions[encoder.vectors]
+    got = encoder.program.view(encoder.vectors)[:3, : encoder.hidden]
+    assert np.abs(got - want).max() <= TOLERANCE["f32" if kv == "f32" else "q8"]
+    encoder.program.run_texts(*step, rotary=rows[::-1].copy())
+    assert np.abs(encoder.program.view(encoder.vectors)[:3, : encoder.hidden] - want).max() > TOLERANCE["f32"]
+
+
+def test_a_program_without_a_table_needs_rotary_rows():
+    encoder = rotated_by_rows(8)
+    with pytest.raises(ValueError, match="every step needs rotary rows"):
+        encoder.run(text(3))
+    with pytest.raises(ValueError, match=r"rotated in \[8\] elements"):
+        encoder.program.run_texts(*encoder.step(text(3)), rotary=np.zeros((3, 6), np.float32))
+    for dim in (-2, 7, 26):
+        with pytest.raises(ValueError, match="rotary_dim must be even"):
+            rotated_by_rows(dim)
+    with pytest.raises(ValueError, match="rotary_dim 0, not 8"):
+        rotated_by_rows(8, rotates=True)
