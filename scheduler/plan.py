@@ -41,6 +41,7 @@ class ScheduledSequence(NamedTuple):
     echoed: Sequence[int] = ()  # the tokens after the prompt that are not sampled
     images: Sequence[PlacedImage] = ()  # that some of token_ids stand for
     salt: bytes = b""  # only sequences with the same salt share what is computed of an image
+    prompt_images: Sequence[PlacedImage] = ()  # all of the prompt: positions in height and width depend on them
 
 
 class EncodedText(NamedTuple):

@@ -219,6 +219,7 @@ class Planner:
                 request.spec.echoed,
                 images,
                 request.spec.prefix_salt if images else b"",
+                request.spec.images,
             )
             if request.state is decoding:
                 decodes.append(row)

@@ -94,6 +94,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "What models that take images have computed of images that were used last. At least one.", unit="bytes"
         ),
     ] = 256 << 20
+    max_image_tokens: Annotated[
+        Count,
+        _memory(
+            "Tokens of an image, for models that take images of any size; larger images are made smaller. The vision "
+            "tower's buffers are for such an image.",
+            unit="tokens",
+        ),
+    ] = 4096
     threads: Annotated[
         Count | None,
         _memory("Threads that compute.", unit="threads", default="what CPU affinity and cgroup quota allow"),
@@ -410,6 +418,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_memory: int | str | None
     kv_cache_share: float
     image_cache_memory: int | str
+    max_image_tokens: int
     threads: int | None
     enable_prefix_caching: bool
     kv_events: str | None

@@ -467,11 +467,11 @@ def load_texts(config: EngineConfig) -> tuple[TextProcessor, EncoderText | None]
 
 def _load_image_reader(path: Path, tokenizer: Tokenizer | None, config: EngineConfig) -> ImageReader | None:
     """Return what reads images for a model that takes them. Raises ModelError."""
-    if tokenizer is None or read_vision(path) is None:
+    if tokenizer is None or read_vision(path, config.max_image_tokens) is None:
         return None
     from .images import ImageReader, read_image_processor  # here: other models need no Pillow
 
-    return ImageReader(read_image_processor(path), tokenizer, config)
+    return ImageReader(read_image_processor(path, config.max_image_tokens), tokenizer, config)
 
 
 LocalEngine = Engine[EngineCore]

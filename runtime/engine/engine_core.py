@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from ...pager import OutOfPages, SpillFile, images_between
+from ...pager import OutOfPages, SpillFile
 from ...scheduler import (
     AdmissionEstimate,
     EncodeRequest,
@@ -35,7 +35,7 @@ from ..common.errors import ContextLengthExceeded, Unavailable, UnsupportedModel
 from ..model import model_path
 from ..model.files import sampled_fingerprint
 from ..model.runner import ModelRunner
-from ..model.vision import VisionSpec
+from ..model.vision import DynamicVisionSpec, VisionSpec
 from .bits import bits_id, encoder_bits_id
 from .build import build_kv_events, build_pager, build_scheduler, build_spill_file, load_models
 from .core import CoreListener, Prefilled
@@ -273,8 +273,7 @@ class EngineCore:
                         raise Unavailable("the engine was closed in the meantime")
                     chunk = token_ids[first : first + max_num_samples]
                     table.append(len(chunk))
-                    seen = images_between(images, first, first + len(chunk))
-                    score = partial(self._score, chunk, first, table.pages, seen)
+                    score = partial(self._score, chunk, first, table.pages, images)
                     out[first : first + len(chunk)] = await self._step_threads.call(score)
                     self.pager.commit(table, token_ids)
                 return out
@@ -355,5 +354,7 @@ class EngineCore:
             _log.info("inter-token target can be met again", target_ms=target_ms)
 
 
-def _describe_tower(spec: VisionSpec) -> ImageInfo:
+def _describe_tower(spec: VisionSpec | DynamicVisionSpec) -> ImageInfo:
+    if isinstance(spec, DynamicVisionSpec):
+        return ImageInfo(token_id=spec.image_token_id, num_tokens=spec.num_tokens, block=spec.sizes.block)
     return ImageInfo(token_id=spec.image_token_id, size=spec.image_size, num_tokens=spec.num_tokens)

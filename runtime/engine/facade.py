@@ -181,8 +181,9 @@ class ImageInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a core reports of its vision tower; constant while it runs."""
 
     token_id: int  # of the placeholder for a row of an image
-    size: int  # pixels of each side of an image
-    num_tokens: int  # rows of an image
+    size: int = 0  # pixels of each side of an image; 0: images have any size
+    num_tokens: int  # rows of an image; of images of any size, at most
+    block: int = 0  # of images of any size: pixels of each side of the square that a row stands for
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):

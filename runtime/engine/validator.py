@@ -10,13 +10,14 @@ from numbers import Integral
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ...kernels.sample import MAX_TOP_LOGPROBS
 from ..common.errors import ContextLengthExceeded, InvalidRequest
 from ..common.images import count_image_parts
 from ..common.prompts import PromptImage, shown
 from ..common.types import SamplingParams
-from .facade import EmbedRequest, EncoderInfo, EngineInfo, GenerateRequest
+from .facade import EmbedRequest, EncoderInfo, EngineInfo, GenerateRequest, ImageInfo
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -147,14 +148,9 @@ class Validator:
             raise InvalidRequest("this model takes no images; leave them out")
         for index, image in enumerate(images):
             assert info is not None, "checked above"
-            shape = (info.size, info.size, 3)
-            if image.pixels.shape != shape or image.pixels.dtype != np.uint8:
-                raise InvalidRequest(
-                    f"images[{index}]: pixels must be uint8 {list(shape)}, not {image.pixels.dtype} "
-                    f"{list(image.pixels.shape)}"
-                )
-            if image.tokens != info.num_tokens:
-                raise InvalidRequest(f"images[{index}]: tokens must be {info.num_tokens}, not {image.tokens}")
+            num_tokens = _check_pixels(f"images[{index}]", image.pixels, info)
+            if image.tokens != num_tokens:
+                raise InvalidRequest(f"images[{index}]: tokens must be {num_tokens}, not {image.tokens}")
             if not end <= image.position <= len(token_ids) - image.tokens:
                 raise InvalidRequest(
                     f"images[{index}]: position must be from {end} to {len(token_ids) - image.tokens}, after the image "
@@ -254,6 +250,23 @@ class Validator:
     def _check_token(self, name: str, token: int) -> None:
         if not 0 <= token < self._info.vocab_size:
             raise InvalidRequest(f"{name}: token id {token} is outside the vocabulary 0..{self._info.vocab_size - 1}")
+
+
+def _check_pixels(where: str, pixels: npt.NDArray[np.uint8], info: ImageInfo) -> int:
+    """Return the number of tokens of an image. Raises InvalidRequest for pixels that the tower does not take."""
+    shape, block = pixels.shape, info.block
+    if not block:
+        allowed, num_tokens = f"[{info.size}, {info.size}, 3]", info.num_tokens
+        fits = shape == (info.size, info.size, 3)
+    else:
+        allowed, num_tokens = f"[height, width, 3] in multiples of {block}, of at most {info.num_tokens} tokens", 0
+        fits = len(shape) == 3 and shape[2] == 3 and not shape[0] % block and not shape[1] % block
+        if fits:
+            num_tokens = shape[0] // block * (shape[1] // block)
+            fits = 1 <= num_tokens <= info.num_tokens
+    if not fits or pixels.dtype != np.uint8:
+        raise InvalidRequest(f"{where}: pixels must be uint8 {allowed}, not {pixels.dtype} {list(shape)}")
+    return num_tokens
 
 
 def check_num_images(num_images: int, info: EngineInfo) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import Decimal
 from math import sqrt
 
@@ -15,12 +16,42 @@ DEFAULT_THETA = 10_000.0  # as in transformers
 
 def read_rope(config: ConfigTable, *, partial: bool = False) -> Rope:
     """Read the rotary embedding that all layers share; with `partial`, it may rotate a part of each head."""
+    return rope_of(config, _shared_table(config), partial=partial)
+
+
+def read_mrope(config: ConfigTable, *, interleaved: bool) -> Rope:
+    """Read the M-RoPE that all layers share: a token has positions in time, height and width.
+
+    `mrope_section` says how many pairs each of them turns: the pairs are in this order, or `interleaved`.
+    """
+    table = _shared_table(config)
+    if table.text("rope_type", table.text("type", "default")) == "mrope":
+        table = ConfigTable({**table.values, "rope_type": "default"}, table.where, table.source, table.names)
+    pairs = read_head_dim(config) // 2
+    sections = table.values.get("mrope_section")
+    if (
+        not isinstance(sections, list)
+        or len(sections) != 3
+        or any(isinstance(each, bool) or not isinstance(each, int) or each < 0 for each in sections)
+        or sum(sections) != pairs
+    ):
+        raise table.refused("mrope_section", f"three integers whose sum is {pairs}, the pairs of a head")
+    axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    if interleaved:
+        axes = [0] * pairs
+        for axis in (1, 2):
+            axes[axis : 3 * sections[axis] : 3] = [axis] * len(range(axis, min(3 * sections[axis], pairs), 3))
+    return replace(rope_of(config, table), axes=tuple(axes))
+
+
+def _shared_table(config: ConfigTable) -> ConfigTable:
+    """Return the object of the rotary embedding that all layers share."""
     table = config.table("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
     if nested := [key for key, value in table.values.items() if isinstance(value, dict)]:
         raise table.refused(
             nested[0], "absent: one rotary embedding for all layers is supported, not one per layer type"
         )
-    return rope_of(config, table, partial=partial)
+    return table
 
 
 def rope_of(config: ConfigTable, table: ConfigTable, *, theta_key: str = "rope_theta", partial: bool = False) -> Rope:

@@ -69,6 +69,8 @@ class Rope:
     theta: float
     scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | FrequencyDivisors | None = None
     dim: int | None = None  # elements of a head that are rotated, from the first one on; None: all
+    # M-RoPE: for each rotated pair, which position of a token turns it: 0 time, 1 height, 2 width; (): they are one
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ images.npz with
     pixels     uint8 [images, height, width, 3]
     rows       float32 [images, placeholders, hidden]: what takes the place of embeddings, from transformers in f32
     logits     float32 [tokens, vocab]
+of a family whose images have any size, pixels_0, rows_0, pixels_1, … instead of pixels and rows.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Case:
     images: int
     size: int  # pixels of each side of an image
     num_tokens: int  # placeholders of an image
+    shapes: tuple[tuple[int, int], ...] = ()  # height and width of each image, for towers of images of any size
 
 
 CASES = {
@@ -73,6 +75,36 @@ CASES = {
         size=64,
         num_tokens=9,
     ),
+    "qwen2_5_vl": Case(  # images of one number of tokens with other sides, which fill no whole number of windows
+        "Qwen2_5_VL",
+        {
+            "vocab_size": 160,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 96,
+            "max_position_embeddings": 256,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        },
+        {
+            "depth": 3,
+            "hidden_size": 48,
+            "num_heads": 3,
+            "intermediate_size": 56,
+            "patch_size": 4,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": 64,
+        },
+        {"image_token_id": 159, "tie_word_embeddings": False},
+        images=2,
+        size=0,
+        num_tokens=15,
+        shapes=((24, 40), (40, 24)),
+    ),
 }
 
 
@@ -95,14 +127,24 @@ def write_case(folder: Path, case: Case) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)
     five = json.loads((folder / "config.json").read_text())
     four = {**five, "text_config": as_transformers_4(five["text_config"] | {"dtype": five["dtype"]})}
+    if case.shapes:
+        four = as_on_the_hub(four, five["text_config"]["rope_parameters"]["mrope_section"])
     for name, values in (("config.json", five), ("other_config.json", four)):
         (folder / name).write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
-    processor = {"rescale_factor": 1 / 255, "image_mean": MEAN, "image_std": STD}
+    processor: dict[str, Any] = {"rescale_factor": 1 / 255, "image_mean": MEAN, "image_std": STD}
+    if case.shapes:
+        processor |= {"patch_size": case.vision["patch_size"], "merge_size": 2, "min_pixels": 64, "max_pixels": 4096}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
     loaded = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         write_text_golden(folder, case, loaded)
         write_image_golden(folder, case, loaded)
+
+
+def as_on_the_hub(config: dict[str, Any], sections: list[int]) -> dict[str, Any]:
+    """Return a config with the keys of the text model at the top, as the first releases have it."""
+    text = {key: value for key, value in config.pop("text_config").items() if key != "model_type"}
+    return {**text, **config, "rope_scaling": {"type": "mrope", "mrope_section": sections}}
 
 
 def write_text_golden(folder: Path, case: Case, model: torch.nn.Module) -> None:
@@ -115,6 +157,9 @@ def write_image_golden(folder: Path, case: Case, model: torch.nn.Module) -> None
     placeholders = torch.full((case.num_tokens,), case.config["image_token_id"])
     text = torch.randint(2, case.text["vocab_size"] - 1, (TOKENS,)).split([TOKENS // 4] * 4)
     token_ids = torch.cat([text[0], placeholders, text[1], text[2], placeholders, text[3]])[None]
+    if case.shapes:
+        write_shapes_golden(folder, case, model, token_ids)
+        return
     pixels = torch.randint(0, 256, (case.images, case.size, case.size, 3), dtype=torch.uint8)
     pixels[1] = (pixels[1] // 8 + torch.arange(case.size)[:, None, None] * 3).to(torch.uint8)  # a gradient with noise
     values = (pixels.float() / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
@@ -129,6 +174,26 @@ def write_image_golden(folder: Path, case: Case, model: torch.nn.Module) -> None
         rows=rows.reshape(case.images, case.num_tokens, -1).numpy(),
         logits=logits.numpy(),
     )
+
+
+def write_shapes_golden(folder: Path, case: Case, model: torch.nn.Module, token_ids: torch.Tensor) -> None:
+    """Write the golden of images of several shapes, whose patches are those of a video of two equal frames."""
+    patch, scale, patches, grids, arrays = case.vision["patch_size"], 2, [], [], {}
+    for index, (height, width) in enumerate(case.shapes):
+        pixels = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8)
+        pixels = (pixels // 4 + torch.arange(height)[:, None, None] * 4).to(torch.uint8)
+        arrays[f"pixels_{index}"] = pixels.numpy()
+        values = ((pixels.float() / 255 - torch.tensor(MEAN)) / torch.tensor(STD)).permute(2, 0, 1)
+        rows, columns = height // patch, width // patch
+        split = values.expand(2, -1, -1, -1).reshape(2, 3, rows // scale, scale, patch, columns // scale, scale, patch)
+        patches.append(split.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(rows * columns, -1))
+        grids.append([1, rows, columns])
+    grid, values = torch.tensor(grids), torch.cat(patches)
+    rows = model.model.get_image_features(values, grid).pooler_output
+    arrays |= {f"rows_{index}": each.numpy() for index, each in enumerate(rows)}
+    kinds = (token_ids == case.config["image_token_id"]).int()
+    logits = model(input_ids=token_ids, pixel_values=values, image_grid_thw=grid, mm_token_type_ids=kinds).logits[0]
+    np.savez_compressed(folder / "images.npz", token_ids=token_ids[0].numpy(), logits=logits.numpy(), **arrays)
 
 
 if __name__ == "__main__":

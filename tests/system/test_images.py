@@ -17,7 +17,7 @@ from quire import LLM, ContextLengthExceeded, InvalidRequest, Overloaded, QuotaE
 from quire.runtime.client import AsyncClient
 from quire.runtime.common.images import take_images
 
-from tests.image_folder import TOKENS, write_image_folder
+from tests.image_folder import TOKENS, write_image_folder, write_qwen_folder
 
 from .http_client import Reply, connection
 
@@ -212,3 +212,30 @@ def test_a_text_that_spells_an_image_is_refused(folder: Path) -> None:
             llm.chat(messages(RED, text="<image>"))
         with pytest.raises(ContextLengthExceeded):
             llm.chat(messages(*[RED] * 9))
+
+
+# Images of any size
+
+
+def test_a_chat_has_a_token_for_each_square_of_its_images(tmp_path: Path) -> None:
+    """Images keep their shape; those larger than `max_image_tokens` are made smaller."""
+    folder, wide, tall = write_qwen_folder(tmp_path, "qwen2_5_vl"), png("red", "blue"), png("blue", size=(20, 40))
+    with LLM(folder, **OPTIONS) as llm:
+        output = llm.chat(messages(wide, tall), GREEDY)
+        prompt, images = llm.engine.text_processor.encode_with_images(
+            "<|vision_start|><|image_pad|><|vision_end|>" * 2, [wide, tall]
+        )
+        assert [each.pixels.shape for each in images] == [(16, 40, 3), (40, 16, 3)]
+        assert output.prompt_token_ids is not None
+        assert output.prompt_token_ids.count(159) == prompt.count(159) == 20
+        swapped = llm.chat(messages(tall, wide), GREEDY)
+        assert (swapped.text, swapped.usage.prompt_tokens) != (output.text, 0)
+        assert llm.chat(messages(wide, tall), GREEDY).text == output.text
+        with pytest.raises(InvalidRequest, match="this text stands for an image"):
+            llm.chat(messages(wide, text="<|image_pad|>"), GREEDY)
+        with pytest.raises(InvalidRequest, match="at most 200 times the shorter"):
+            llm.chat(messages(png("red", size=(300, 1))), GREEDY)
+    with LLM(folder, **OPTIONS, max_image_tokens=6) as llm:
+        smaller = llm.chat(messages(wide), GREEDY)
+        assert smaller.prompt_token_ids is not None
+        assert smaller.prompt_token_ids.count(159) == 3

@@ -18,17 +18,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from quire.runtime.common.config import EngineConfig, ServerConfig
 from quire.runtime.common.errors import ConfigError, DeadlineExceeded, ModelError, Overloaded, Quarantined, Unavailable
-from quire.runtime.common.prompts import PromptImage, image_digest
 from quire.runtime.common.types import OutputChunk, SamplingParams
 from quire.runtime.engine import Engine, GenerateRequest, TextProcessor
 from quire.runtime.model import model_path
 from quire.runtime.server import Server
 from quire.runtime.workers import EnginePool, HealthTimeouts, engine_process
 from quire.runtime.workers.supervisor import RESTART_TIMEOUT_S
+
+from tests.golden_images import golden_images
 
 from .bits import asked, bits, prompt, running, together
 from .http_client import HTTPClient
@@ -171,14 +171,11 @@ async def test_streams_go_on_through_many_crashes() -> None:
 
 @pytest.mark.usefixtures("slow_engine")
 async def test_a_prompt_with_images_goes_on_after_a_crash() -> None:
-    folder = Path(__file__).parents[1] / "goldens" / "idefics3"
-    with np.load(folder / "images.npz") as data:
-        token_ids, pixels = tuple(data["token_ids"].tolist()), data["pixels"]
-    starts = [at for at in range(1, len(token_ids)) if token_ids[at] == 159 != token_ids[at - 1]]
-    images = tuple(PromptImage(at, 9, each, image_digest(each)) for at, each in zip(starts, pixels, strict=True))
+    """The positions of its tokens follow from the sizes of the images, which reach the new process with the request."""
+    golden = golden_images("qwen2_5_vl")
     params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.7, seed=3)
-    request = GenerateRequest(prompt=token_ids, images=images, sampling_params=params)
-    settings: dict[str, Any] = {"model": str(folder), "kv_cache_memory": 1 << 20}
+    request = GenerateRequest(prompt=tuple(golden.prompt), images=tuple(golden.images), sampling_params=params)
+    settings: dict[str, Any] = {"model": str(golden.folder), "kv_cache_memory": 1 << 20}
     async with running(**settings) as undisturbed:
         expected = [token async for chunk in await undisturbed.submit(request) for token in chunk.token_ids]
     async with engine_pool(**settings) as engine:

@@ -18,13 +18,12 @@ from PIL import Image
 
 from ...common.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
 from ...model.config_json import ConfigTable
+from ...model.vision import MAX_RATIO, read_sizes
 from ..text.tokenizer import read_json
 
 MAX_EDGE = 1 << 14  # of an image or a tile, in pixels
-MAX_AREA = 1 << 26
 MAX_TOKENS = 1 << 16  # of an image
 MAX_SPLIT_EDGE = 4096  # an image that is to be split is not made larger
-MAX_RATIO = 200  # of the longer to the shorter edge, where the family has a limit
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -182,7 +181,8 @@ class FixedProcessor:
 class ProcessorFiles:
     """The files of a model's folder that say how its images are prepared."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, max_tokens: int) -> None:
+        self.max_tokens = max_tokens  # of an image of any size
         processor = read_json(folder / "processor_config.json")
         nested = processor.get("image_processor")
         source = "processor_config.json" if isinstance(nested, dict) else "preprocessor_config.json"
@@ -237,17 +237,14 @@ def _read_tiled(files: ProcessorFiles) -> ImageProcessor:
 
 
 def _read_dynamic(files: ProcessorFiles) -> ImageProcessor:
-    images, size = files.images, files.images.table("size")
-    block = images.integer("patch_size", 1, MAX_EDGE, 14) * images.integer("merge_size", 1, 64, 2)
-    least = size.integer("shortest_edge", 1, MAX_AREA, 56 * 56)
-    most = size.integer("longest_edge", 1, MAX_AREA, 28 * 28 * 1280)
+    sizes = read_sizes(files.images, files.max_tokens)
     image_token = files.token("image_token", "<|image_pad|>")
     return DynamicProcessor(
         placeholder=image_token,
         image_token=image_token,
-        block=block,
-        min_pixels=images.integer("min_pixels", 1, MAX_AREA, least),
-        max_pixels=images.integer("max_pixels", 1, MAX_AREA, most),
+        block=sizes.block,
+        min_pixels=sizes.min_pixels,
+        max_pixels=sizes.max_pixels,
         filter=files.filter(Image.Resampling.BICUBIC),
     )
 
@@ -275,9 +272,12 @@ FAMILIES: Mapping[str, Callable[[ProcessorFiles], ImageProcessor]] = {  # by `mo
 }
 
 
-def read_image_processor(folder: Path) -> ImageProcessor:
-    """Return the preprocessing of a folder's model. Raises UnsupportedModel or CorruptCheckpoint."""
-    files = ProcessorFiles(folder)
+def read_image_processor(folder: Path, max_tokens: int = MAX_TOKENS) -> ImageProcessor:
+    """Return the preprocessing of a folder's model, which makes images of any size at most about `max_tokens` large.
+
+    Raises UnsupportedModel or CorruptCheckpoint.
+    """
+    files = ProcessorFiles(folder, max_tokens)
     family = files.config.text("model_type", "")
     if family not in FAMILIES:
         raise UnsupportedModel(f"{folder}: images are supported for {', '.join(FAMILIES)} models, not for {family!r}")

@@ -60,11 +60,15 @@ def emit_blocks(
     normed: Value,
     rotary: Sequence[Table | None],
     bias: Table | None = None,
+    rotary_dim: int = 0,
 ) -> Value:
-    """Emit the layers after `normed`, the norm of the residual stream `x`; return the normed rows of the last one."""
+    """Emit the layers after `normed`, the norm of the residual stream `x`; return the normed rows of the last one.
+
+    With a `rotary_dim`, every step gives the cosines and sines of its rows, and `rotary` has no tables.
+    """
     dtypes: list[DType] = [*(INPUT_DTYPES[layer.qkv.dtype] for layer in layers[1:]), "f32"]
     for index, layer in enumerate(layers):
-        attended = _attend(builder, spec, layer, index, normed, rotary[index], bias)
+        attended = _attend(builder, spec, layer, index, normed, rotary[index], bias, rotary_dim)
         builder.linear_add(attended, layer.o, layer.o_bias, x)
         normed = _norm(builder, spec, layer.attention_norm, x, INPUT_DTYPES[layer.up.dtype])
         activated = builder.activated(
@@ -88,9 +92,10 @@ def _attend(
     x: Value,
     rotary: Table | None,
     bias: Table | None,
+    rotary_dim: int,
 ) -> Value:
     num_heads, scale, window = spec.num_heads, spec.head_dim**-0.5, spec.windows[index]
-    heads = Heads(num_heads, num_heads, spec.head_dim, scale, window, causal=False, bias=bias)
+    heads = Heads(num_heads, num_heads, spec.head_dim, scale, window, causal=False, bias=bias, rotary_dim=rotary_dim)
     qkv = builder.linear(x, layer.qkv, layer.qkv_bias, "qkv")
     return builder.attention(qkv, heads, None, None, spec.norm_eps, rotary, None, INPUT_DTYPES[layer.o.dtype])
 
@@ -99,7 +104,7 @@ def _norm(builder: ProgramBuilder, spec: BertSpec, norm: NormWeights, x: Value, 
     """Norm the residual stream for the next linear layer; with norms after the additions, in place."""
     if not spec.pre_norms:
         return _norm_in_place(builder, spec, norm, x, dtype)
-    return builder.norm_rows(x, "layer", norm.weight, norm.bias, spec.norm_eps, dtype)
+    return builder.norm_rows(x, spec.norm_kind, norm.weight, norm.bias, spec.norm_eps, dtype)
 
 
 def _norm_in_place(builder: ProgramBuilder, spec: BertSpec, norm: NormWeights, x: Value, dtype: DType) -> Value:

@@ -42,7 +42,7 @@ class EncoderNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertSpec:
-    """A bidirectional transformer with layer norms, as BERT and what followed it."""
+    """A bidirectional transformer, as BERT and what followed it. Only with norms before may they be RMS norms."""
 
     family: str  # model_type: "bert", …
     vocab_size: int
@@ -61,6 +61,7 @@ class BertSpec:
     num_distances: int = 0  # rows of the table of scores' biases, by the distance of key and query; 0: no bias
     ropes: tuple[Rope | None, ...]  # one per layer; None: heads are not rotated
     windows: tuple[int, ...]  # one per layer: a token sees those at most this far away; 0: all
+    norm_kind: Literal["layer", "rms"] = "layer"
     pre_norms: bool = False  # norms are before attention and MLP, and at the end; not after the residual additions
     qkv_bias: bool = True
     o_bias: bool = True

@@ -29,6 +29,7 @@ from .mixtral import MIXTRAL
 from .olmo2 import OLMO2
 from .phi3 import PHI3
 from .qwen2 import QWEN2
+from .qwen2_5_vl import QWEN2_5_VL
 from .qwen3 import QWEN3
 from .qwen3_moe import QWEN3_MOE
 from .smollm3 import SMOLLM3
@@ -49,6 +50,7 @@ FAMILIES = (
     GEMMA3_WITH_IMAGES,
     GPT_OSS,
     IDEFICS3,
+    QWEN2_5_VL,
 )
 
 

@@ -343,6 +343,7 @@ class ProgramBuilder:
                 causal=heads.causal,
                 window=heads.window,
                 bias=heads.bias,
+                rotary_dim=heads.rotary_dim,
             ),
         )
 

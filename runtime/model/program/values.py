@@ -100,6 +100,7 @@ class Heads:
     norms_rows: bool = False  # q_norm and k_norm are over all heads of a row
     causal: bool = True  # a row sees itself and earlier rows only
     bias: npt.NDArray[np.float32] | None = None  # of scores, by the positions of query and key: `EphemeralAttention`
+    rotary_dim: int = 0  # elements that are rotated by rows that every step gives, without a table
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def _encoder_beside(config: EngineConfig) -> EncoderCapacity | None:
 
 def _tower_memory(config: EngineConfig, workers: int) -> VisionMemoryPlan | None:
     """Return the memory of the model's vision tower, if it has one."""
-    spec = read_vision(model_path(config.model))
+    spec = read_vision(model_path(config.model), config.max_image_tokens)
     return None if spec is None else plan_tower_memory(spec, config.weights, config.image_cache_memory, workers)
 
 

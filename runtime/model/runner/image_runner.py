@@ -11,12 +11,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from ....kernels import Pool
 from ....scheduler import PlacedImage, ScheduledSequence
 from ...common.errors import ConfigError
 from ..program import ProgramPlan
 from ..vision import PackedTower
+from ..vision.spec import TowerInput
 from .staged_program import Floats, Ints, StagedProgram
 
 Key = tuple[bytes, bytes]  # salt of the sequence, digest of the image
@@ -36,8 +38,10 @@ class ImageRunner:
         self._cache: OrderedDict[Key, Floats] = OrderedDict()  # least recently used first
         self._cache_bytes = 0
         self._begun: Key | None = None  # image that is not done
-        self._patches = _ImageProgram(tower.programs.patches, spec.positions(), spec.body.vocab_size, pool, isa)
-        self._squares = _ImageProgram(tower.programs.squares, np.zeros(spec.num_tokens, np.int32), 1, pool, isa)
+        self._order: npt.NDArray[np.int64] | None = None  # of the image that is computed, as in `TowerInput`
+        patches, squares, vocab_size = tower.programs.patches, tower.programs.squares, spec.body.vocab_size
+        self._patches = _ImageProgram(patches, spec.num_patches, spec.num_windows, vocab_size, pool, isa)
+        self._squares = _ImageProgram(squares, spec.num_tokens, 1, 1, pool, isa)
 
     def prepare(self, sequences: Sequence[ScheduledSequence], seconds: float) -> frozenset[int]:
         """Compute the images of a step, one stage of the tower at least, then others until `seconds` have passed.
@@ -71,7 +75,7 @@ class ImageRunner:
         return np.concatenate(indices), np.concatenate(given)
 
     def encode(self, image: PlacedImage) -> Floats:
-        """Return the rows of an image, f32 [num_tokens, out_size], without the cache."""
+        """Return the rows of an image, f32 [tokens, out_size], without the cache."""
         self._begun = None
         self._begin(image)
         while not self._patches.advance():
@@ -103,14 +107,19 @@ class ImageRunner:
 
     def _begin(self, image: PlacedImage) -> None:
         pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, -1)
-        self._patches.begin(self.spec.patches(pixels))
+        given = self.spec.input(pixels)
+        self._order = given.order
+        self._patches.begin(given)
 
     def _finish(self) -> Floats:
         """Return the rows of the image whose patches are computed."""
-        self._squares.begin(self._patches.result().reshape(self.spec.num_tokens, self.spec.square_columns))
+        squares = self._patches.result().reshape(-1, self.spec.square_columns)
+        no_ids, whole = np.zeros(len(squares), np.int32), np.array([0, len(squares)], np.int32)
+        self._squares.begin(TowerInput(squares, no_ids, (whole,)))
         while not self._squares.advance():
             pass
-        return self._squares.result()
+        rows = self._squares.result()
+        return rows if self._order is None else rows[self._order]
 
     def _keep(self, key: Key, rows: Floats) -> None:
         self.num_encoded += 1
@@ -121,13 +130,14 @@ class ImageRunner:
 
 
 class _ImageProgram:
-    """One program of a tower, for the rows of one image."""
+    """One program of a tower, for the rows of one image at a time."""
 
-    def __init__(self, plan: ProgramPlan, token_ids: Ints, vocab_size: int, pool: Pool, isa: str) -> None:
-        self._token_ids = token_ids
-        self._row_start = np.array([0, len(token_ids)], np.int32)
+    def __init__(self, plan: ProgramPlan, max_rows: int, max_texts: int, vocab_size: int, pool: Pool, isa: str) -> None:
+        self._row_starts: list[Ints] = []  # of the stages that are left, the next one last
+        self._num_rows = 0
+        sizes = {"max_rows": max_rows, "max_texts": max_texts, "vocab_size": vocab_size}
         try:
-            self._program = StagedProgram(plan, pool, isa, max_rows=len(token_ids), max_texts=1, vocab_size=vocab_size)
+            self._program = StagedProgram(plan, pool, isa, **sizes)
         except MemoryError as error:
             raise ConfigError(
                 f"the vision tower needs {plan.arena_bytes:,} bytes for an image, which the system does not give; use "
@@ -138,17 +148,19 @@ class _ImageProgram:
         self._result = self._program.view(result)
         self._columns = result.columns
 
-    def begin(self, rows: Floats) -> None:
-        """Take the input of all rows, in place of one that is not done."""
-        columns = rows.shape[1]
-        self._input[:, :columns] = rows
-        self._input[:, columns:] = 0  # another value of the arena may have been there
-        self._program.begin(self._token_ids, self._row_start)
+    def begin(self, given: TowerInput) -> None:
+        """Take an image, in place of one that is not done."""
+        self._num_rows, columns = given.patches.shape
+        self._input[: self._num_rows, :columns] = given.patches
+        self._input[: self._num_rows, columns:] = 0  # another value of the arena may have been there
+        self._row_starts = [*reversed(given.row_starts)]
+        self._program.begin(given.token_ids, given.row_starts[0], rotary=given.rotary)
 
     def advance(self) -> bool:
         """Compute the next stage; return whether it was the last one."""
+        self._program.divide(self._row_starts.pop())
         return self._program.advance(1)
 
     def result(self) -> Floats:
-        """Return a copy of the result for all rows, [rows, columns]."""
-        return self._result[:, : self._columns].copy()
+        """Return a copy of the result, [rows, columns]."""
+        return self._result[: self._num_rows, : self._columns].copy()

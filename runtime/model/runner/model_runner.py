@@ -16,14 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ....kernels import Pool, Program, Sampler
-from ....kernels.ops import Linear, Op, padded
-from ....pager import KVArena, OutOfMemory
+from ....kernels.ops import Attention, Linear, Op, padded
+from ....pager import KVArena, OutOfMemory, images_between
 from ....scheduler.plan import PlacedImage, SampledToken, ScheduledSequence, StepPlan, StepResult
 from ...common.config import EngineConfig
 from ...common.errors import ConfigError
-from .. import PackedModel, model_path, pack_model, read_spec
-from ..vision import PackedTower, pack_tower, read_vision
+from .. import DecoderSpec, PackedModel, model_path, pack_model, read_spec
+from ..vision import DynamicVisionSpec, PackedTower, VisionSpec, pack_tower, read_vision
 from .capacity import Capacity, decide_capacity
+from .image_positions import ImagePositions
 from .image_runner import ImageRunner
 from .sampling import AllowedTokens, Masks, sampling_rows
 
@@ -38,7 +39,7 @@ def load_model(config: EngineConfig, stop: threading.Event | None = None) -> Mod
     """
     path = model_path(config.model)
     capacity = decide_capacity(config, read_spec(path))
-    model, vision = pack_model(path, config.weights, stop), read_vision(path)
+    model, vision = pack_model(path, config.weights, stop), read_vision(path, config.max_image_tokens)
     tower = None if vision is None else pack_tower(path, vision, config.weights, stop)
     return ModelRunner(config, model, capacity, tower)
 
@@ -82,6 +83,7 @@ class ModelRunner:
                 "max_num_seqs"
             ) from error
         self.images = None if tower is None else ImageRunner(tower, config.image_cache_memory, pool, capacity.isa)
+        self._positions = None if tower is None else _image_positions(model.spec, tower.spec, plan.ops)
         self._logits: Floats = self._program.view(plan.logits)  # [max_num_samples, padded vocab]
         self._maxima: Floats = self._program.view(plan.maxima)  # [max_num_samples, padded(padded vocab / 32)]
         self._sampling_s = 0.0
@@ -114,11 +116,12 @@ class ModelRunner:
     ) -> Floats:
         """Return the logits [num_samples, vocab] after each of the last `num_samples` tokens of a sequence.
 
-        `tables` are page ids, one table for each layer group; `images` are those that some of the tokens stand for. The
-        result is a view that the next call overwrites.
+        `tables` are page ids, one table for each layer group; `images` are all of the sequence, in order. The result is
+        a view that the next call overwrites.
         """
         sequence = ScheduledSequence(0, tables, first_position, token_ids, num_samples, None, token_ids, 0)
-        self._forward([sequence._replace(images=images)])
+        seen = images_between(images, first_position, first_position + len(token_ids))
+        self._forward([sequence._replace(images=seen, prompt_images=images)])
         return self._logits[:num_samples, : self.spec.vocab_size]
 
     def op_seconds(self) -> dict[str, float]:
@@ -152,6 +155,8 @@ class ModelRunner:
         ]
         token_ids = (token for sequence in sequences for token in sequence.token_ids)
         given = None if self.images is None else self.images.embeddings(sequences)
+        given_of, rows = given or (None, None)
+        rotary = None if self._positions is None else self._positions.rotary(sequences)
         self._program.run(
             np.fromiter(token_ids, np.int32, int(row_start[-1])),
             row_start,
@@ -159,7 +164,9 @@ class ModelRunner:
             np.frombuffer(page_ids, np.int32),
             _starts([len(table) for table in tables]),
             np.array(samples, np.int32),
-            *(given or ()),
+            given_of,
+            rows,
+            rotary,
         )
 
     def _sample(self, sequences: Sequence[ScheduledSequence], allowed: AllowedTokens) -> tuple[SampledToken, ...]:
@@ -189,6 +196,18 @@ def _allocate_pages(capacity: Capacity) -> KVArena:
         return KVArena(capacity.layout, capacity.num_pages)
     except OutOfMemory as error:
         raise ConfigError(f"kv_cache_memory: {error}") from error
+
+
+def _image_positions(
+    spec: DecoderSpec, tower: VisionSpec | DynamicVisionSpec, ops: Sequence[Op]
+) -> ImagePositions | None:
+    """Return the positions of tokens in images for a model with M-RoPE, whose layers share one rotary table."""
+    rope = spec.ropes[0]
+    if rope is None or not rope.axes or not isinstance(tower, DynamicVisionSpec):
+        return None
+    table = next(op.rotary for op in ops if isinstance(op, Attention))
+    assert table is not None, "layers with a rope have a table"
+    return ImagePositions(table, rope.axes, tower.sizes.block)
 
 
 def _op_name(op: Op) -> str:

@@ -39,28 +39,36 @@ class StagedProgram:
         )
         self._token_ids = self._row_start = np.zeros(0, np.int32)
         self._type_ids: Ints | None = None
+        self._rotary: Floats | None = None
         self._next = self.num_stages  # the stage to compute next
 
     def view(self, region: Region) -> Floats:
         """Return the memory of a region, f32 [rows, padded columns]."""
         return self._program.view(region)
 
-    def begin(self, token_ids: Ints, row_start: Ints, type_ids: Ints | None = None) -> None:
-        """Take the next rows; `row_start` has the first row of each text, and the end.
+    def begin(
+        self, token_ids: Ints, row_start: Ints, type_ids: Ints | None = None, rotary: Floats | None = None
+    ) -> None:
+        """Take the next rows; `row_start` has the first row of each text, and the end. `rotary` rotates their heads.
 
         Raises ValueError for unknown ids.
         """
         self.give_up()
-        self._program.run_texts(token_ids, row_start, type_ids, 0, 0)  # checks all ids
-        self._token_ids, self._row_start, self._type_ids = token_ids, row_start, type_ids
+        self._program.run_texts(token_ids, row_start, type_ids, 0, 0, rotary)  # checks all ids
+        self._token_ids, self._row_start, self._type_ids, self._rotary = token_ids, row_start, type_ids, rotary
         self._next = 0
+
+    def divide(self, row_start: Ints) -> None:
+        """Divide the same rows into other texts, from the next stage on."""
+        self._row_start = row_start
 
     def advance(self, num_stages: int) -> bool:
         """Compute the next stages; return whether all are done."""
         end = min(self._next + num_stages, self.num_stages)
         if self._next < end:
             first_op = self._ends[self._next - 1] if self._next else 0
-            self._program.run_texts(self._token_ids, self._row_start, self._type_ids, first_op, self._ends[end - 1])
+            last = self._ends[end - 1]
+            self._program.run_texts(self._token_ids, self._row_start, self._type_ids, first_op, last, self._rotary)
             self._next = end
         return self._next == self.num_stages
 

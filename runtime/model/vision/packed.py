@@ -6,6 +6,7 @@ on one image at a time, so an image's rows have the same bits whatever else is c
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import dataclass, replace
 from math import prod
@@ -23,8 +24,11 @@ from ..program import ProgramBuilder, ProgramPlan
 from ..weights.packing import Part, Vector, WeightFactory, WeightPlanner, pack_built
 from ..weights.safetensors import SafetensorsCheckpoint
 from ..weights.tensors import check_built
+from .dynamic import DynamicVisionSpec
+from .dynamic_packed import DynamicVisionWeights, build_dynamic, emit_dynamic_patches, emit_dynamic_squares
 from .spec import VisionSpec
 
+_TOWER = re.compile(r"^model\.visual\.")  # of Qwen's towers, in files of transformers 5
 TOWER_DTYPES: dict[WeightDtype, PackedDtype] = {"auto": "bf16", "q4": "q8", "bf16": "bf16", "q8": "q8", "f32": "f32"}
 
 
@@ -52,8 +56,8 @@ class TowerPrograms:
 class PackedTower:
     """A tower's spec and packed weights, which are read-only, and its programs."""
 
-    spec: VisionSpec
-    weights: VisionWeights
+    spec: VisionSpec | DynamicVisionSpec
+    weights: VisionWeights | DynamicVisionWeights
     programs: TowerPrograms
 
 
@@ -70,14 +74,16 @@ class VisionMemoryPlan:
         return self.weights_bytes + self.buffers_bytes + self.cache_bytes
 
 
-def pack_tower(path: Path, spec: VisionSpec, dtype: WeightDtype, stop: threading.Event | None = None) -> PackedTower:
+def pack_tower(
+    path: Path, spec: VisionSpec | DynamicVisionSpec, dtype: WeightDtype, stop: threading.Event | None = None
+) -> PackedTower:
     """Check the tower's tensors in a folder, then pack them. With q4 a tower is q8, with auto bf16.
 
     Raises the errors of `pack_model`.
     """
     tensors = _VisionTensors(path, spec)
 
-    def build(factory: WeightFactory, dtype: WeightDtype) -> VisionWeights:
+    def build(factory: WeightFactory, dtype: WeightDtype) -> VisionWeights | DynamicVisionWeights:
         return _build(spec, TOWER_DTYPES[dtype], factory)
 
     check_built(lambda factory: build(factory, "f32"), tensors)
@@ -85,7 +91,9 @@ def pack_tower(path: Path, spec: VisionSpec, dtype: WeightDtype, stop: threading
     return PackedTower(spec, weights, _emit(spec, weights, KEYS_VALUES[dtype]))
 
 
-def plan_tower_memory(spec: VisionSpec, dtype: WeightDtype, max_cache_bytes: int, workers: int) -> VisionMemoryPlan:
+def plan_tower_memory(
+    spec: VisionSpec | DynamicVisionSpec, dtype: WeightDtype, max_cache_bytes: int, workers: int
+) -> VisionMemoryPlan:
     """Plan the memory; the arguments are those of packing and running."""
     planner = WeightPlanner()
     programs = _emit(spec, _build(spec, TOWER_DTYPES[dtype], planner), KEYS_VALUES[dtype])
@@ -101,15 +109,20 @@ def plan_tower_memory(spec: VisionSpec, dtype: WeightDtype, max_cache_bytes: int
 class _VisionTensors(SafetensorsCheckpoint):
     """The tensors of a folder, with the convolution over patches as a matrix: [hidden, patch_columns]."""
 
-    def __init__(self, folder: Path, spec: VisionSpec) -> None:
+    def __init__(self, folder: Path, spec: VisionSpec | DynamicVisionSpec) -> None:
         super().__init__(folder)
+        self._stored = {_TOWER.sub("visual.", name): stored for name, stored in self._stored.items()}
         name = f"{spec.patch_embedding}.weight"
         if name in self:
             stored = self._stored[name]
             self._stored[name] = replace(stored, shape=(*stored.shape[:1], prod(stored.shape[1:])))
 
 
-def _build(spec: VisionSpec, dtype: PackedDtype, factory: WeightFactory) -> VisionWeights:
+def _build(
+    spec: VisionSpec | DynamicVisionSpec, dtype: PackedDtype, factory: WeightFactory
+) -> VisionWeights | DynamicVisionWeights:
+    if isinstance(spec, DynamicVisionSpec):
+        return build_dynamic(spec, dtype, factory)
     body, hidden = spec.body, spec.body.hidden_size
 
     def matrix(name: str, out_features: int, in_features: int, dtype: PackedDtype) -> PackedMatrix:
@@ -127,7 +140,13 @@ def _build(spec: VisionSpec, dtype: PackedDtype, factory: WeightFactory) -> Visi
     )
 
 
-def _emit(spec: VisionSpec, weights: VisionWeights, keys_values: KVDtype) -> TowerPrograms:
+def _emit(
+    spec: VisionSpec | DynamicVisionSpec, weights: VisionWeights | DynamicVisionWeights, keys_values: KVDtype
+) -> TowerPrograms:
+    if isinstance(spec, DynamicVisionSpec):
+        assert isinstance(weights, DynamicVisionWeights), "a spec and its weights are of one kind"
+        return TowerPrograms(emit_dynamic_patches(spec, weights, keys_values), emit_dynamic_squares(spec, weights))
+    assert isinstance(weights, VisionWeights), "a spec and its weights are of one kind"
     return TowerPrograms(_emit_patches(spec, weights, keys_values), _emit_squares(spec, weights))
 
 

@@ -1,12 +1,11 @@
 """The reading of a folder with a vision tower into a `VisionSpec`.
 
-Towers are those of SigLIP: learned positions, layer norms before attention and MLP, and GELU.
+Those of SigLIP are read here: learned positions, layer norms before attention and MLP, and GELU; Qwen's in `qwen.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +17,21 @@ from ..config_json import (
     num_layers,
     read_config,
     read_head_dim,
-    read_object,
 )
 from ..encoder.bert import ACTIVATIONS
 from ..encoder.family import read_named
 from ..encoder.spec import BertSpec, EncoderNames
 from ..files import is_gguf
+from .dynamic import DynamicVisionSpec
+from .processor_files import read_normalisation, read_processor
+from .qwen import read_qwen2_5_vl
 from .spec import CHANNELS, VisionSpec
 
 MAX_IMAGE_SIZE = 1 << 12  # pixels of a side
 MAX_PATCHES = 1 << 14  # of an image
 MAX_SCALE = 16
-PROCESSOR_FILES = {"preprocessor_config.json": "", "processor_config.json": "image_processor"}  # file -> key in it
-PROCESSOR_DEFAULTS: dict[str, Any] = {
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.5] * CHANNELS,
-    "image_std": [0.5] * CHANNELS,
-}
+ANY_SIZE = 1 << 16  # tokens of an image, without a limit
+HALVES = (0.5,) * CHANNELS  # SigLIP's means and divisors of pixels
 IDEFICS3_DEFAULTS: dict[str, Any] = {  # of transformers' Idefics3VisionConfig and SmolVLMVisionConfig
     "hidden_size": 1152,
     "intermediate_size": 3072,
@@ -50,18 +45,22 @@ IDEFICS3_DEFAULTS: dict[str, Any] = {  # of transformers' Idefics3VisionConfig a
 }
 
 
-def read_vision(path: str | Path) -> VisionSpec | None:
+def read_vision(path: str | Path, max_tokens: int = ANY_SIZE) -> VisionSpec | DynamicVisionSpec | None:
     """Read what the tower of a folder is from its config files; None for a model without a supported tower.
 
-    Raises ModelError.
+    A tower of images of any size is for those of about `max_tokens` tokens at most. Raises ModelError.
     """
     if is_gguf(path):
         return None
     config = read_config(path)
     names = config.values.get("architectures")
     kind = names[0] if isinstance(names, list) and names else config.values.get("model_type")
-    reader = READERS.get(kind) if isinstance(kind, str) else None
-    return None if reader is None else reader(config, _read_processor(Path(path)))
+    if not isinstance(kind, str):
+        return None
+    processor = read_processor(Path(path))
+    if kind in DYNAMIC_READERS:
+        return DYNAMIC_READERS[kind](config, processor, max_tokens)
+    return READERS[kind](config, processor) if kind in READERS else None
 
 
 def _read_idefics3(config: ConfigTable, processor: ConfigTable) -> VisionSpec:
@@ -126,7 +125,7 @@ def _read_siglip(
             final_norm=f"{prefix}post_layernorm",
         ),
     )
-    normalises = processor.flag("do_normalize", True)
+    rescale, mean, std = read_normalisation(processor, HALVES, HALVES)
     return VisionSpec(
         body=body,
         image_size=image_size,
@@ -134,9 +133,9 @@ def _read_siglip(
         scale=scale,
         out_size=out_size,
         image_token_id=image_token_id,
-        rescale=processor.positive("rescale_factor") if processor.flag("do_rescale", True) else 1.0,
-        mean=_means(processor) if normalises else (0.0,) * CHANNELS,
-        std=processor.numbers("image_std", CHANNELS) if normalises else (1.0,) * CHANNELS,
+        rescale=rescale,
+        mean=mean,
+        std=std,
         patch_embedding=f"{prefix}embeddings.patch_embedding",
         connector=connector,
     )
@@ -148,21 +147,7 @@ READERS: Mapping[str, Callable[[ConfigTable, ConfigTable], VisionSpec]] = {
     "idefics3": _read_idefics3,
     "smolvlm": _read_idefics3,
 }
-
-
-def _read_processor(folder: Path) -> ConfigTable:
-    """Return how the processor normalises pixels; with its defaults where the folder does not say."""
-    for name, key in PROCESSOR_FILES.items():
-        if isfile(folder / name):
-            values = read_object(folder / name, key)
-            return ConfigTable(values, f"{key}." if key else "", name).with_defaults(PROCESSOR_DEFAULTS)
-    return ConfigTable(PROCESSOR_DEFAULTS, source="preprocessor_config.json")
-
-
-def _means(processor: ConfigTable) -> tuple[float, ...]:
-    values = processor.values.get("image_mean")
-    if not isinstance(values, list) or len(values) != CHANNELS:
-        raise processor.refused("image_mean", f"a list of {CHANNELS} numbers")
-    if any(isinstance(each, bool) or not isinstance(each, int | float) or not abs(each) <= 1e6 for each in values):
-        raise processor.refused("image_mean", f"{CHANNELS} numbers from -1e6 to 1e6")
-    return tuple(map(float, values))
+DYNAMIC_READERS: Mapping[str, Callable[[ConfigTable, ConfigTable, int], DynamicVisionSpec]] = {
+    "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
+    "qwen2_5_vl": read_qwen2_5_vl,
+}

@@ -19,6 +19,17 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class TowerInput:
+    """An image as the first program of a tower takes it."""
+
+    patches: Floats  # [patches, patch_columns], in the order in which they are computed
+    token_ids: Ints  # [patches], of learned positions
+    row_starts: tuple[Ints, ...]  # one per layer: the first patch of each group that sees itself, and the end
+    rotary: Floats | None = None  # [patches, head_dim]: cosines and sines; None: heads are not rotated
+    order: npt.NDArray[np.int64] | None = None  # [rows]: which of the computed rows each row is; None: the same
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec:
     """A transformer over the patches of a square image, and a matrix that makes a row of each square of patches.
@@ -53,6 +64,11 @@ class VisionSpec:
         return self.num_patches // self.scale**2
 
     @property
+    def num_windows(self) -> int:
+        """Groups of patches that see each other: all patches are one."""
+        return 1
+
+    @property
     def patch_columns(self) -> int:
         """Numbers of a patch."""
         return CHANNELS * self.patch_size**2
@@ -62,12 +78,15 @@ class VisionSpec:
         """Columns of a square of patches."""
         return self.scale**2 * self.body.hidden_size
 
+    def input(self, pixels: npt.NDArray[np.uint8]) -> TowerInput:
+        """Return the patches of an image [image_size, image_size, 3]."""
+        row_start = np.array([0, self.num_patches], np.int32)
+        return TowerInput(self.patches(pixels), self.positions(), (row_start,) * self.body.num_layers)
+
     def patches(self, pixels: npt.NDArray[np.uint8]) -> Floats:
         """Return the normalised patches of an image [image_size, image_size, 3], f32 [num_patches, patch_columns]."""
         squares, scale, patch = self.grid // self.scale, self.scale, self.patch_size
-        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
-        seen = pixels[: self.grid * patch, : self.grid * patch].astype(np.float32)
-        seen = (seen * np.float32(self.rescale) - mean) / std
+        seen = normalised(pixels[: self.grid * patch, : self.grid * patch], self.rescale, self.mean, self.std)
         split = seen.reshape(squares, scale, patch, squares, scale, patch, CHANNELS)
         patches: Floats = split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(self.num_patches, self.patch_columns)
         return patches
@@ -80,6 +99,15 @@ class VisionSpec:
         split = table.reshape(squares, scale, squares, scale)
         positions: Ints = split.transpose(0, 2, 1, 3).reshape(-1).astype(np.int32)
         return positions
+
+
+def normalised(
+    pixels: npt.NDArray[np.uint8], rescale: float, mean: tuple[float, ...], std: tuple[float, ...]
+) -> Floats:
+    """Return (pixels * rescale - mean) / std, f32 [height, width, channels]."""
+    means, stds = np.array(mean, np.float32), np.array(std, np.float32)
+    result: Floats = (pixels.astype(np.float32) * np.float32(rescale) - means) / stds
+    return result
 
 
 def nearest_positions(grid: int) -> Ints:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from quire import LLM, SamplingParams
 from quire.runtime.common.errors import InvalidRequest
-from quire.runtime.common.prompts import PromptImage, image_digest
+from quire.runtime.common.prompts import PromptImage
 from quire.runtime.engine import StepStats
 from quire.runtime.engine import input as engine_input
 from quire.runtime.engine.facade import SilentObserver
@@ -20,29 +19,25 @@ from quire.runtime.model.runner import SamplingSpec
 from quire.runtime.workers.engine_link import TO_ENGINE, AddRequests, as_read
 from quire.scheduler import RequestSpec, planning
 
-FOLDER = Path(__file__).parents[2] / "goldens/idefics3"
-PLACEHOLDER, TOKENS = 159, 9
+from tests.golden_images import FAMILIES, GoldenImages, golden_images
+
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"weights": "f32", "kv_cache_dtype": "f32", "kv_cache_memory": 4 << 20, "page_size": 16}
 
 
-@pytest.fixture(scope="module")
-def golden() -> dict[str, Any]:
-    with np.load(FOLDER / "images.npz") as data:
-        return dict(data)
+@pytest.fixture(scope="module", params=FAMILIES)
+def golden(request: pytest.FixtureRequest) -> GoldenImages:
+    return golden_images(request.param)
 
 
 @pytest.fixture(scope="module")
-def prompt(golden: dict[str, Any]) -> list[int]:
-    ids: list[int] = golden["token_ids"].tolist()
-    return ids
+def prompt(golden: GoldenImages) -> list[int]:
+    return golden.prompt
 
 
 @pytest.fixture(scope="module")
-def images(golden: dict[str, Any], prompt: list[int]) -> list[PromptImage]:
-    first = prompt.index(PLACEHOLDER)
-    second = prompt.index(PLACEHOLDER, first + TOKENS)
-    return [image(pixels, at) for pixels, at in zip(golden["pixels"], (first, second), strict=True)]
+def images(golden: GoldenImages) -> list[PromptImage]:
+    return golden.images
 
 
 class StepCounter(SilentObserver):
@@ -55,13 +50,9 @@ class StepCounter(SilentObserver):
         self.prefill_tokens += stats.prefill_tokens
 
 
-def image(pixels: Any, position: int) -> PromptImage:
-    return PromptImage(position, TOKENS, pixels, image_digest(pixels))
-
-
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(FOLDER, **OPTIONS) as llm:
+def llm(golden: GoldenImages) -> Iterator[LLM]:
+    with LLM(golden.folder, **OPTIONS) as llm:
         yield llm
         assert llm.engine.stats().pages_owned == 0
 
@@ -77,13 +68,13 @@ def wanted(llm: LLM, prompt: list[int], images: list[PromptImage]) -> tuple[int,
 
 @pytest.mark.parametrize(("weights", "tolerance"), [("f32", 2e-4), ("bf16", 0.02), ("q8", 0.05)])
 def test_logits_are_those_of_transformers(
-    golden: dict[str, Any], prompt: list[int], images: list[PromptImage], weights: Any, tolerance: float
+    golden: GoldenImages, prompt: list[int], images: list[PromptImage], weights: Any, tolerance: float
 ) -> None:
-    with LLM(FOLDER, **{**OPTIONS, "weights": weights}, max_num_seqs=7, max_num_batched_tokens=16) as llm:
+    with LLM(golden.folder, **{**OPTIONS, "weights": weights}, max_num_seqs=7, max_num_batched_tokens=16) as llm:
         logits = llm.logits(prompt, images)
-        assert np.abs(logits - golden["logits"]).max() <= tolerance * np.ptp(golden["logits"])
+        assert np.abs(logits - golden.logits).max() <= tolerance * np.ptp(golden.logits)
         without = llm.logits(prompt)
-        assert np.abs(without - golden["logits"]).max() > 0.1 * np.ptp(golden["logits"])
+        assert np.abs(without - golden.logits).max() > 0.1 * np.ptp(golden.logits)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +87,9 @@ def test_logits_are_those_of_transformers(
     ids=["small chunks", "no caches", "large pages and drafts"],
 )
 def test_same_tokens_with_any_options(
-    prompt: list[int], images: list[PromptImage], wanted: tuple[int, ...], options: dict[str, Any]
+    golden: GoldenImages, prompt: list[int], images: list[PromptImage], wanted: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    with LLM(FOLDER, **{**OPTIONS, **options}) as llm:
+    with LLM(golden.folder, **{**OPTIONS, **options}) as llm:
         others = [prompt, prompt[:20], [*prompt, 3, 4]]
         outputs = llm.generate([prompt, *others], GREEDY, [images, (), (), images])
         assert outputs[0].token_ids == wanted
@@ -118,11 +109,12 @@ def test_samples_and_beams_of_a_prompt_with_images(llm: LLM, prompt: list[int], 
 
 
 def test_preemption_leaves_the_tokens_as_they_are(
-    prompt: list[int], images: list[PromptImage], wanted: tuple[int, ...]
+    golden: GoldenImages, prompt: list[int], images: list[PromptImage], wanted: tuple[int, ...]
 ) -> None:
     params = SamplingParams(max_tokens=60, ignore_eos=True)
-    options = {**OPTIONS, "kv_cache_memory": 96 << 10, "max_model_len": 150, "enable_prefix_caching": False}
-    with LLM(FOLDER, **options) as llm:
+    pages = 2 * -(-len(prompt) // 16) + 2  # of 8 KiB: two prompts run
+    options = {**OPTIONS, "kv_cache_memory": pages << 13, "max_model_len": 150, "enable_prefix_caching": False}
+    with LLM(golden.folder, **options) as llm:
         alone = llm.generate(prompt, params, [images])[0].token_ids
         assert alone[:8] == wanted
         outputs = llm.generate([prompt] * 4, params, [images] * 4)
@@ -131,12 +123,16 @@ def test_preemption_leaves_the_tokens_as_they_are(
 
 
 def test_a_prompt_waits_for_its_images_stage_by_stage(
-    prompt: list[int], images: list[PromptImage], wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    golden: GoldenImages,
+    prompt: list[int],
+    images: list[PromptImage],
+    wanted: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without time for images, a step computes one stage; only computed tokens are counted."""
     monkeypatch.setattr(planning, "seconds_beside", lambda load, seconds_left, cost: 0.0)
     observer = StepCounter()
-    with LLM(FOLDER, **OPTIONS) as llm:
+    with LLM(golden.folder, **OPTIONS) as llm:
         llm.engine.set_observer(observer)
         with_images, text = llm.generate([prompt, prompt[:15]], GREEDY, [images, ()])
         assert with_images.token_ids == wanted
@@ -145,21 +141,26 @@ def test_a_prompt_waits_for_its_images_stage_by_stage(
         assert observer.prefill_tokens <= len(prompt) + 2 * 15
 
 
-def test_logits_leave_no_pages_for_prompts_with_other_images(prompt: list[int], images: list[PromptImage]) -> None:
-    with LLM(FOLDER, **OPTIONS) as llm:
+def test_logits_leave_no_pages_for_prompts_with_other_images(
+    golden: GoldenImages, prompt: list[int], images: list[PromptImage]
+) -> None:
+    with LLM(golden.folder, **OPTIONS) as llm:
         llm.logits(prompt, images)
         without, with_images = llm.generate([prompt, prompt], GREEDY, [(), images])
-        assert (without.usage.cached_tokens, with_images.usage.cached_tokens) == (0, 64)
+        whole = (len(prompt) - 1) // 16 * 16
+        assert (without.usage.cached_tokens, with_images.usage.cached_tokens) == (0, whole)
 
 
 # What is shared
 
 
-def test_only_prompts_with_the_same_images_share_pages(prompt: list[int], images: list[PromptImage]) -> None:
+def test_only_prompts_with_the_same_images_share_pages(
+    golden: GoldenImages, prompt: list[int], images: list[PromptImage]
+) -> None:
     first, second = images
     swapped = [replace(first, pixels=second.pixels, digest=second.digest), second]
     last = [first, replace(second, pixels=first.pixels, digest=first.digest)]
-    with LLM(FOLDER, **OPTIONS) as llm:
+    with LLM(golden.folder, **OPTIONS) as llm:
         llm.generate(prompt, GREEDY, [images])
         outputs = [llm.generate(prompt, GREEDY, [each])[0] for each in (images, swapped, last, ())]
     whole = (len(prompt) - 1) // 16 * 16
@@ -168,8 +169,8 @@ def test_only_prompts_with_the_same_images_share_pages(prompt: list[int], images
     assert len({output.token_ids for output in outputs}) == 4
 
 
-def test_an_image_is_computed_once(prompt: list[int], images: list[PromptImage]) -> None:
-    with LLM(FOLDER, **OPTIONS, enable_prefix_caching=False) as llm:
+def test_an_image_is_computed_once(golden: GoldenImages, prompt: list[int], images: list[PromptImage]) -> None:
+    with LLM(golden.folder, **OPTIONS, enable_prefix_caching=False) as llm:
         llm.generate([prompt] * 2, GREEDY, [images] * 2)
         shifted = [replace(each, position=each.position + 1) for each in images]
         llm.generate([7, *prompt], GREEDY, [shifted])
@@ -193,12 +194,12 @@ def test_images_reach_an_engine_process(images: list[PromptImage]) -> None:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"position": 14}, "the prompt must have the token 159 from position 14 to 22"),
-        ({"position": -1}, "position must be from 0 to 69"),
-        ({"position": 70}, "position must be from 0 to 69"),
-        ({"tokens": 8}, "tokens must be 9, not 8"),
-        ({"tokens": 0}, "tokens must be 9, not 0"),
-        ({"pixels": np.zeros((64, 63, 3), np.uint8)}, r"pixels must be uint8 \[64, 64, 3\], not uint8 \[64, 63, 3\]"),
+        ({"position": 14}, "the prompt must have the token 159 from position 14 to {end}"),
+        ({"position": -1}, "position must be from 0 to {last}"),
+        ({"position": 1000}, "position must be from 0 to {last}"),
+        ({"tokens": 8}, "tokens must be {tokens}, not 8"),
+        ({"tokens": 0}, "tokens must be {tokens}, not 0"),
+        ({"pixels": np.zeros((64, 63, 3), np.uint8)}, r"pixels must be uint8 \[.*, 3\].*, not uint8 \[64, 63, 3\]"),
         ({"pixels": np.zeros((64, 64), np.uint8)}, r"not uint8 \[64, 64\]"),
         ({"pixels": np.zeros((64, 64, 3), np.float32)}, r"not float32 \[64, 64, 3\]"),
     ],
@@ -206,6 +207,8 @@ def test_images_reach_an_engine_process(images: list[PromptImage]) -> None:
 def test_images_that_do_not_fit_are_refused(
     llm: LLM, prompt: list[int], images: list[PromptImage], change: dict[str, Any], fault: str
 ) -> None:
+    tokens = images[0].tokens
+    fault = fault.format(tokens=tokens, end=13 + tokens, last=len(prompt) - tokens)
     with pytest.raises(InvalidRequest, match=rf"images\[0\]: .*{fault}"):
         llm.generate(prompt, GREEDY, [[replace(images[0], **change), images[1]]])
 
@@ -225,3 +228,31 @@ def test_lists_of_images_for_other_prompts_are_refused(llm: LLM, prompt: list[in
 def test_a_model_without_a_tower_takes_no_images(images: list[PromptImage]) -> None:
     with LLM(kv_cache_memory=8 << 20) as llm, pytest.raises(InvalidRequest, match="this model takes no images"):
         llm.generate([[1] * 99], GREEDY, [images])
+
+
+# Images of any size
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 3), (8, 8, 4), (8, 12, 3), (8, 8 * 200, 3), (3, 8, 8)])
+def test_sizes_that_the_tower_does_not_take_are_refused(shape: tuple[int, ...]) -> None:
+    golden = golden_images("qwen2_5_vl")
+    bad = replace(golden.images[0], pixels=np.zeros(shape, np.uint8))
+    with LLM(golden.folder, **OPTIONS) as llm:
+        allowed = r"\[height, width, 3\] in multiples of 8, of at most 114 tokens, not uint8"
+        with pytest.raises(InvalidRequest, match=rf"images\[0\]: pixels must be uint8 {allowed}"):
+            llm.generate(golden.prompt, GREEDY, [[bad, golden.images[1]]])
+
+
+def test_an_image_is_as_large_as_the_tower_and_its_buffers_are_for_it() -> None:
+    """The longest shape that a small tower takes has the same tokens with one whose buffers are larger."""
+    folder = golden_images("qwen2_5_vl").folder
+    pixels = np.random.default_rng(1).integers(0, 256, (8, 8 * 28, 3), np.uint8)
+    image = PromptImage(1, 28, pixels, b"d" * 32)
+    outputs = []
+    for max_image_tokens, num_tokens in ((4, 29), (64, 114)):
+        with LLM(folder, **OPTIONS, max_image_tokens=max_image_tokens) as llm:
+            outputs.append(llm.generate([5, *[159] * 28, 6, 7], GREEDY, [[image]])[0].token_ids)
+            info = llm.engine.core.info.images
+            assert info is not None
+            assert info.num_tokens == num_tokens
+    assert outputs[0] == outputs[1]

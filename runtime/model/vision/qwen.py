@@ -1,0 +1,114 @@
+"""The reading of Qwen's towers: Qwen2.5-VL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config_json import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, ConfigTable
+from ..encoder.family import read_named
+from ..encoder.spec import BertSpec, EncoderNames, MlpActivation
+from .dynamic import DynamicVisionSpec, ImageSizes, read_sizes
+from .processor_files import read_normalisation
+from .spec import CHANNELS
+
+MAX_FRAMES = 16
+MAX_WINDOW = 1 << 16  # pixels of a side
+ACTIVATIONS: dict[str, MlpActivation] = {"silu": "silu"}
+QWEN2_5_DEFAULTS: dict[str, Any] = {  # of transformers' config class
+    "depth": 32,
+    "hidden_size": 3584,
+    "hidden_act": "silu",
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+# OpenAI CLIP's means and divisors of pixels, where the processor's file does not say.
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+NORM_EPS = 1e-6  # of all norms; config.json does not say
+
+
+def read_qwen2_5_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int) -> DynamicVisionSpec:
+    """Read the tower of a `Qwen2_5_VLForConditionalGeneration`."""
+    vision = config.table("vision_config").with_defaults(QWEN2_5_DEFAULTS)
+    sizes = _read_sizes(vision, processor, max_tokens)
+    layers = vision.integer("depth", 1, MAX_LAYERS)
+    window = vision.integer("window_size", 1, MAX_WINDOW) // sizes.block
+    rescale, mean, std = read_normalisation(processor, MEAN, STD)
+    if not window:
+        raise vision.refused("window_size", f"at least the {sizes.block} pixels of a square of patches")
+    return DynamicVisionSpec(
+        body=_read_body(vision, layers),
+        sizes=sizes,
+        frames=vision.integer("temporal_patch_size", 1, MAX_FRAMES),
+        window=window,
+        sees_all=_read_full_layers(vision, layers),
+        out_size=vision.integer("out_hidden_size", 1, MAX_WIDTH),
+        image_token_id=config.integer("image_token_id", 0, MAX_VOCAB, 151_655),
+        patch_embedding="visual.patch_embed.proj",
+        patch_bias=False,
+        merger=("visual.merger.mlp.0", "visual.merger.mlp.2"),
+        rescale=rescale,
+        mean=mean,
+        std=std,
+    )
+
+
+def _read_sizes(vision: ConfigTable, processor: ConfigTable, max_tokens: int) -> ImageSizes:
+    """Read the sizes of images, which the processor's file and the tower must agree about."""
+    sizes = read_sizes(processor, max_tokens)
+    for key, value in (("patch_size", sizes.patch_size), ("spatial_merge_size", sizes.scale)):
+        if vision.integer(key, 1, MAX_WIDTH) != value:
+            raise vision.refused(key, f"{value}, as {processor.source} has it")
+    channels = "in_channels" if "in_channels" in vision else "in_chans"
+    if vision.integer(channels, 1, MAX_WIDTH, CHANNELS) != CHANNELS:
+        raise vision.refused(channels, f"{CHANNELS}")
+    return sizes
+
+
+def _read_body(vision: ConfigTable, layers: int) -> BertSpec:
+    hidden = vision.integer("hidden_size", 1, MAX_WIDTH)
+    num_heads = vision.integer("num_heads", 1, MAX_HEADS)
+    if hidden % (4 * num_heads) or hidden // num_heads > MAX_HEAD_DIM:
+        allowed = f"a multiple of 4 num_heads ({4 * num_heads}), at most {MAX_HEAD_DIM} elements per head"
+        raise vision.refused("hidden_size", allowed)
+    return BertSpec(
+        family="qwen2_5_vl",
+        vocab_size=1,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=num_heads,
+        head_dim=hidden // num_heads,
+        intermediate_size=vision.integer("intermediate_size", 1, MAX_WIDTH),
+        norm_eps=NORM_EPS,
+        max_position_embeddings=1,
+        activation=read_named(vision, "hidden_act", ACTIVATIONS),
+        gated=True,
+        ropes=(None,) * layers,
+        windows=(0,) * layers,
+        norm_kind="rms",
+        pre_norms=True,
+        norm_bias=False,
+        names=EncoderNames(
+            layer="visual.blocks.{}.",
+            qkv=("attn.qkv",),
+            o="attn.proj",
+            attention_norm="norm1",
+            up=("mlp.gate_proj", "mlp.up_proj"),
+            down="mlp.down_proj",
+            mlp_norm="norm2",
+            final_norm="visual.merger.ln_q",
+        ),
+    )
+
+
+def _read_full_layers(vision: ConfigTable, layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether its patches see the whole image."""
+    full = vision.values.get("fullatt_block_indexes")
+    if not isinstance(full, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in full):
+        raise vision.refused("fullatt_block_indexes", "a list of the numbers of layers")
+    return tuple(layer in full for layer in range(layers))

@@ -1,0 +1,140 @@
+"""Towers of images of any size: the order of patches, the sizes they are for, and what the readers refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from quire.runtime.common.errors import MissingTensor, ModelError, UnsupportedModel, WrongTensor
+from quire.runtime.engine.images import read_image_processor
+from quire.runtime.model import read_spec
+from quire.runtime.model.vision import DynamicVisionSpec, pack_tower, read_vision
+from quire.runtime.model.vision.dynamic import ImageSizes
+
+FAMILY = "qwen2_5_vl"
+
+
+def spec_of(folder: Path, max_tokens: int = 4096) -> DynamicVisionSpec:
+    spec = read_vision(folder, max_tokens)
+    assert isinstance(spec, DynamicVisionSpec)
+    return spec
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 2), (1, 7), (5, 1), (3, 5), (4, 6)])
+def test_windows_hold_each_patch_once_and_rows_come_back_in_order(goldens: Path, rows: int, columns: int) -> None:
+    """The pixels of a square say where it is, so that the order of the patches can be read from them."""
+    spec = spec_of(goldens / FAMILY)
+    spec = replace(spec, rescale=1.0, mean=(0.0,) * 3, std=(1.0,) * 3)
+    pixels = np.repeat(np.repeat(np.arange(rows * columns).reshape(rows, columns), 8, 0), 8, 1)
+    given = spec.input(np.repeat(pixels[:, :, None], 3, 2).astype(np.uint8))
+    squares = given.patches[::4, 0].astype(int)
+    assert (given.patches == np.repeat(squares, 4)[:, None]).all()
+    assert given.order is not None
+    assert (squares[given.order] == np.arange(rows * columns)).all()
+    windows, whole, _ = given.row_starts
+    assert whole.tolist() == [0, rows * columns * 4]
+    assert len(windows) - 1 <= spec.num_windows
+    for first, end in zip(windows[:-1] // 4, windows[1:] // 4, strict=True):
+        down, across = squares[first:end] // columns, squares[first:end] % columns
+        assert len({(row // 2, column // 2) for row, column in zip(down, across, strict=True)}) == 1
+        assert squares[first:end].tolist() == sorted(squares[first:end].tolist())
+
+
+def test_heads_are_turned_by_row_and_column(goldens: Path) -> None:
+    spec = spec_of(goldens / FAMILY)
+    given = spec.input(np.zeros((24, 40, 3), np.uint8))
+    assert given.rotary is not None
+    assert given.rotary.shape == (6 * 10, 16)
+    assert given.order is not None
+    # The last patch, of row 5 and column 9: angles are the position times 1, 0.1, 0.01 and 0.001.
+    last = given.rotary.reshape(15, 4, 16)[given.order][-1, -1]
+    angles = np.array([position * 10.0**-power for position in (5, 9) for power in range(4)])
+    assert np.allclose(last, [*np.cos(angles), *np.sin(angles)], atol=1e-6)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3, 50, 4096])
+def test_the_tower_takes_all_that_the_processor_makes(
+    goldens: Path, model_folder: Callable[..., Path], max_tokens: int
+) -> None:
+    folder = model_folder(FAMILY)
+    most = spec_of(folder, max_tokens).num_tokens
+    processor = read_image_processor(folder, max_tokens)
+    for width, height in ((1, 1), (3, 600), (199, 1), (1000, 1000), (5, 7), (900, 300), (2000, 10), (64, 8)):
+        assert 1 <= processor.process(Image.new("RGB", (width, height))).tokens <= most
+
+
+def test_sizes_have_room_for_long_images() -> None:
+    assert ImageSizes(14, 2, 56 * 56, 28 * 28 * 1280).max_tokens == 1280
+    assert ImageSizes(14, 2, 1, 28 * 28).max_tokens == 18
+    assert ImageSizes(14, 2, 28 * 28 * 100, 28 * 28 * 100).max_tokens == 101 + 142 + 10 + 2
+
+
+@pytest.mark.parametrize(
+    ("edit", "fault"),
+    [
+        ({"patch_size": 5}, "vision_config.patch_size is 5; it must be 4, as preprocessor_config.json has it"),
+        ({"spatial_merge_size": 3}, "vision_config.spatial_merge_size is 3; it must be 2"),
+        ({"window_size": 7}, "vision_config.window_size is 7; it must be at least the 8 pixels"),
+        ({"window_size": 0}, "vision_config.window_size"),
+        ({"in_channels": 1}, "vision_config.in_channels is 1; it must be 3"),
+        ({"in_channels": None, "in_chans": 4}, "vision_config.in_chans is 4; it must be 3"),
+        ({"hidden_act": "gelu"}, "vision_config.hidden_act"),
+        ({"num_heads": 5}, "vision_config.hidden_size is 48; it must be a multiple of 4 num_heads"),
+        ({"hidden_size": 1 << 15}, "vision_config.hidden_size"),
+        ({"depth": 0}, "vision_config.depth"),
+        ({"temporal_patch_size": 99}, "vision_config.temporal_patch_size"),
+        ({"fullatt_block_indexes": [1.5]}, "vision_config.fullatt_block_indexes"),
+        ({"fullatt_block_indexes": None}, "vision_config.fullatt_block_indexes"),
+        ({"out_hidden_size": "x"}, "vision_config.out_hidden_size"),
+    ],
+)
+def test_a_tower_that_cannot_be_run_is_refused(
+    model_folder: Callable[..., Path], edit: dict[str, Any], fault: str
+) -> None:
+    folder = model_folder(FAMILY, lambda config: config["vision_config"].update(edit))
+    with pytest.raises(UnsupportedModel) as error:
+        read_vision(folder)
+    assert fault in str(error.value)
+
+
+@pytest.mark.parametrize("sections", [None, [2, 3], [2, 3, 4], [2, 3, 3.0], [-2, 5, 5], "2, 3, 3"])
+def test_sections_that_do_not_fill_a_head_are_refused(model_folder: Callable[..., Path], sections: Any) -> None:
+    folder = model_folder(
+        FAMILY, lambda config: config["text_config"]["rope_parameters"].update(mrope_section=sections)
+    )
+    with pytest.raises(UnsupportedModel, match=r"rope_parameters.mrope_section .* three integers whose sum is 8"):
+        read_spec(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("hidden_size", 96, WrongTensor),
+        ("temporal_patch_size", 1, WrongTensor),
+        ("depth", 4, MissingTensor),
+        ("out_hidden_size", 32, WrongTensor),
+    ],
+)
+def test_a_config_that_does_not_fit_the_tensors_is_refused(
+    model_folder: Callable[..., Path], key: str, value: int, error: type[ModelError]
+) -> None:
+    folder = model_folder(FAMILY, lambda config: config["vision_config"].update({key: value}))
+    with pytest.raises(error):
+        pack_tower(folder, spec_of(folder), "f32")
+
+
+def test_pixels_are_normalised_as_clip_has_them_where_the_folder_does_not_say(
+    model_folder: Callable[..., Path],
+) -> None:
+    folder = model_folder(FAMILY)
+    path = folder / "preprocessor_config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in values.items() if not key.startswith("image_")}))
+    assert spec_of(folder).mean == (0.48145466, 0.4578275, 0.40821073)
+    assert spec_of(folder).std == (0.26862954, 0.26130258, 0.27577711)
