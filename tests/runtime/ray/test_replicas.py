@@ -24,7 +24,7 @@ KINDS = (
     SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.9, seed=3, repetition_penalty=1.2),
     SamplingParams(max_tokens=300, ignore_eos=True, temperature=0.8, seed=4, n=2),
 )
-LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
+LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
