@@ -21,12 +21,17 @@ MIN_BYTES = 512 << 10  # for which each grammar counts, however short: it grows 
 
 
 class CompiledGrammar:
-    """A matcher to copy, and the bytes that it takes with all its copies, about."""
+    """A matcher to copy, and the bytes that it takes with all its copies, about.
+
+    The copies share the states of its lexer: what one of them generates counts against the limits of all.
+    """
 
     def __init__(self, tenant: str, matcher: LLMatcher, num_bytes: int) -> None:
         self.tenant = tenant
         self.matcher = matcher
         self.num_bytes = num_bytes
+        self.num_users = 0  # sequences that have had a copy
+        self.lock = threading.Lock()  # held by the job that uses copies
 
 
 class CompiledGrammars:
@@ -37,10 +42,17 @@ class CompiledGrammars:
         self._live: WeakSet[CompiledGrammar] = WeakSet()
         self._lock = threading.Lock()
 
-    def get(self, tenant: str, grammar: str, compile_it: Callable[[], LLMatcher]) -> CompiledGrammar:
-        """Return the compiled grammar, which `compile_it` makes unless it is kept. Raises GenerationFailed."""
+    def get(
+        self, tenant: str, grammar: str, compile_it: Callable[[], LLMatcher], *, alone: bool = False
+    ) -> CompiledGrammar:
+        """Return the compiled grammar, which `compile_it` makes unless it is kept. Raises GenerationFailed.
+
+        With `alone`, forget the one that is kept, and return one that no other sequence will have.
+        """
         key = tenant, grammar
         with self._lock:
+            if alone:
+                self._kept.pop(key, None)
             compiled = self._kept.get(key)
             if compiled is None:
                 self._check_room(tenant)
@@ -50,7 +62,10 @@ class CompiledGrammars:
             least = max(MIN_BYTES, BYTES_PER_CHARACTER * len(grammar))
             compiled = CompiledGrammar(tenant, matcher, max(least, allocated_bytes() - before))
         with self._lock:
+            compiled.num_users += 1
             self._live.add(compiled)
+            if alone:
+                return compiled
             self._kept[key] = compiled
             self._kept.move_to_end(key)
             self._forget([each for each in self._kept if each[0] == tenant], MAX_KEPT_PER_TENANT)

@@ -32,7 +32,7 @@ from .compiled_grammars import CompiledGrammars
 from .error_mapping import UNMATCHED
 from .job_threads import JobThreads
 from .json_schema import without_idle_keywords
-from .masks import MaskJob, MaskQueue, RunningGrammar, StepMasks
+from .masks import LEXER_ERROR, MaskJob, MaskQueue, RunningGrammar, StepMasks
 from .text import Tokenizer, has_tokenizer
 from .text_processor import TextProcessor
 
@@ -45,6 +45,7 @@ MAX_KNOWN_CHARACTERS = 100  # of such a text
 # Expressions that may be made before the first token. Text that a grammar forces is looked at to its end, and each of
 # these takes up to 270 bytes: a regular expression of 15 characters took 180 MB.
 MAX_FIRST_EXPRESSIONS = 200_000
+MAX_LEXER_STATES = 20_000  # of a compiled grammar
 MAX_ITEMS = 20_000  # ways to go on, of a parser: an object with 500 optional properties has 2,000
 MAX_AMBIGUOUS_ITEMS = 1_000  # of a grammar in which they may be ways to read the text: a mask takes their square
 # Tokens that are looked at as one, where a grammar allows all of them: masks of words and names take a quarter of the
@@ -102,7 +103,7 @@ def _json_grammar(schema: dict[str, Any] | bool | str) -> str:
 def _limits(structure: StructuredOutputs) -> LLParserLimits:
     return LLParserLimits(
         initial_lexer_fuel=MAX_FIRST_EXPRESSIONS,
-        max_lexer_states=20_000,
+        max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=200_000,
         max_items_in_row=MAX_AMBIGUOUS_ITEMS if _may_be_ambiguous(structure) else MAX_ITEMS,
         verbose_errors=False,
@@ -112,7 +113,7 @@ def _limits(structure: StructuredOutputs) -> LLParserLimits:
 def _is_too_complex(matcher: LLMatcher) -> bool:
     """Return whether a matcher that took no more tokens reached one of its limits; llguidance tells only in text."""
     error = matcher.get_error()
-    return "items; max is" in error or "lexer error: too many" in error
+    return "items; max is" in error or LEXER_ERROR in error
 
 
 def _may_be_ambiguous(structure: StructuredOutputs) -> bool:
@@ -197,7 +198,7 @@ class Grammars:
             apart = MaskJob()
             apart.add(running, drafts)
             threads = self._compiling if running.matcher is None else self._apart
-            threads.submit(partial(self._queue.compute, apart, partial(self._prepare, running, pending)))
+            threads.submit(partial(self._queue.compute, apart, partial(self._prepare, apart, running, pending)))
         else:
             together.add(running, drafts)
         return True
@@ -207,7 +208,8 @@ class Grammars:
         for threads in (self._compiling, self._apart, self._together):
             threads.replace_slow()
         self._queue.abandon_slow()
-        return running.begin_again() if running.job is not None and running.job.is_abandoned else running
+        is_lost = running.is_worn_out or (running.job is not None and running.job.is_abandoned)
+        return running.begin_again() if is_lost else running
 
     def _beam(
         self,
@@ -220,11 +222,8 @@ class Grammars:
         if running is None:
             running = RunningGrammar(sampling, is_beam=True)
             parent = beams.get((id(sampling), generated[:-1]))
-            if parent is not None and parent.matcher is not None and parent.job is not None and parent.job.is_done:
-                running.compiled, running.matcher = parent.compiled, parent.matcher.deep_copy()
-                running.matcher.consume_token(generated[-1])
-                running.num_consumed = len(generated)
-                running.distrust = parent.distrust if parent.job.is_late else 0
+            if parent is not None:
+                running.fork(parent, generated)
         if running.waits():
             running = self._wait_on(running)
         self._beams[id(sampling), generated] = running
@@ -232,11 +231,12 @@ class Grammars:
 
     # In the threads
 
-    def _prepare(self, running: RunningGrammar, pending: Sequence[int]) -> None:
+    def _prepare(self, job: MaskJob, running: RunningGrammar, pending: Sequence[int]) -> None:
         """Compile the sequence's grammar, if it is not, and take the generated tokens that are new to it."""
         if running.matcher is None:
             running.matcher = self._matcher(running)
-        if not running.take(pending) and not _is_too_complex(running.matcher):
+        job.hold_all()
+        if job.parts and not running.take(pending) and not _is_too_complex(running.matcher):
             raise InvalidRequest(UNMATCHED)
 
     def _matcher(self, running: RunningGrammar) -> LLMatcher:
@@ -251,7 +251,7 @@ class Grammars:
             matcher.compute_bitmask()  # once, not in each copy
             return matcher
 
-        running.compiled = self._compiled.get(sampling.tenant, grammar, compiled)
+        running.compiled = self._compiled.get(sampling.tenant, grammar, compiled, alone=running.is_alone)
         running.may_force = len(grammar) <= MAX_FORCING_BYTES and not _may_be_ambiguous(structure)
         return running.compiled.matcher.deep_copy()
 

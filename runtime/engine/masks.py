@@ -2,6 +2,8 @@
 
 Must not import what compiles grammars. One thread at a time uses a matcher: that of its job until the job is done, else
 the event loop between steps and the step's thread in a step. If a job may never end, its matchers are given up.
+Matchers of one compiled grammar share a lexer with a mutex, for which some calls of llguidance wait with the GIL, and
+with it the whole process. So a thread that uses one holds the lock of the compiled grammar.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ DISTRUST = 4  # masks that a sequence computes apart, in time, after it was late
 MAX_DOUBLINGS = 8
 LIMIT_S = 10.0  # for the masks of one job: some ambiguous grammars never end
 ABANDON_S = LIMIT_S / 2  # for those of several sequences, before each begins again, apart
+LEXER_ERROR = "lexer error: too many"  # in llguidance's message about limits of what the copies of a matcher share
+HOLD_S = 0.0005  # that a job waits for a compiled grammar which another one uses
 MAX_FORCED = 64  # tokens; after more, forced tokens are not looked for: a text of 250,000 characters takes a second
 
 _log = structlog.get_logger("quire.engine")
@@ -34,7 +38,7 @@ _log = structlog.get_logger("quire.engine")
 class MaskJob:
     """The computation of masks of some sequences by one thread. Those of one sequence follow each other."""
 
-    __slots__ = ("is_abandoned", "is_done", "is_late", "masks", "num_masks", "parts", "started")
+    __slots__ = ("held", "is_abandoned", "is_done", "is_late", "masks", "num_masks", "parts", "started")
 
     def __init__(self) -> None:
         self.parts: list[tuple[RunningGrammar, int, tuple[int, ...]]] = []  # with the first mask and the draft tokens
@@ -44,6 +48,7 @@ class MaskJob:
         self.is_late = False  # a step has waited for it in vain
         self.is_abandoned = False  # its matchers are lost: the sequences begin again
         self.started = 0.0  # time.monotonic() when its computation began; 0 before
+        self.held: list[CompiledGrammar] = []  # that no other job uses meanwhile
 
     def runs_longer_than(self, limit_s: float) -> bool:
         """Return whether its computation began longer ago and is not done."""
@@ -54,6 +59,28 @@ class MaskJob:
         running.job, running.row, running.drafts = self, self.num_masks, drafts
         self.parts.append((running, self.num_masks, drafts))
         self.num_masks += 1 + len(drafts)
+
+    def hold(self, compiled: CompiledGrammar | None, timeout_s: float = HOLD_S) -> bool:
+        """Keep other jobs from the copies of a compiled grammar until this one ends. Return False if one has them."""
+        assert compiled is not None, "a grammar is compiled before its masks are computed"
+        if compiled in self.held:
+            return True
+        if not compiled.lock.acquire(timeout=timeout_s):
+            return False
+        self.held.append(compiled)
+        return True
+
+    def hold_all(self) -> None:
+        """Hold the compiled grammars of all sequences; those with one that is in use begin again with the next step."""
+        for part in self.parts.copy():
+            if not self.hold(part[0].compiled):
+                part[0].note_blocked()
+                self.parts.remove(part)
+
+    def release(self) -> None:
+        """Let other jobs use what this one holds."""
+        while self.held:
+            self.held.pop().lock.release()
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +100,9 @@ class RunningGrammar:
     num_late: int = 0
     is_beam: bool = False
     may_force: bool = True  # its forced tokens are looked for, in the step's thread
+    is_alone: bool = False  # it shares no compiled grammar
+    is_worn_out: bool = False  # it must begin again: texts of others took the compiled grammar to a limit, or block it
+    blocked_since: float = 0.0  # time.monotonic() since when jobs of others use its compiled grammar; 0: they do not
 
     def has_masks(self, end: int, drafts: tuple[int, ...]) -> bool:
         """Return whether its job, done or not, is for the first `end` tokens of the context and these draft tokens."""
@@ -84,13 +114,30 @@ class RunningGrammar:
             self.error = f"structured_outputs: the tokens that may follow were not known after {LIMIT_S:.0f} s"
 
     def waits(self) -> bool:
-        """Return whether a step has waited in vain for its masks, and they are still not ready."""
-        return self.job is not None and self.job.is_late and not self.job.is_done
+        """Return whether a step has waited in vain for its masks, and they are not ready, or will never be."""
+        return self.is_worn_out or (self.job is not None and self.job.is_late and not self.job.is_done)
 
     def begin_again(self) -> RunningGrammar:
-        """Return a grammar for the same sequence, without the matcher, that computes its next masks apart."""
+        """Return a grammar for the same sequence, without the matcher, that shares nothing with those of others."""
         distrust, num_late = DISTRUST << self.num_late, min(self.num_late + 1, MAX_DOUBLINGS)
-        return RunningGrammar(self.sampling, distrust=distrust, num_late=num_late, is_beam=self.is_beam)
+        return RunningGrammar(self.sampling, distrust=distrust, num_late=num_late, is_beam=self.is_beam, is_alone=True)
+
+    def note_blocked(self) -> None:
+        """Begin the masks again with the next step, since a job of others uses the compiled grammar."""
+        now = time.monotonic()
+        self.job, self.blocked_since = None, self.blocked_since or now
+        self.is_worn_out = now - self.blocked_since > ABANDON_S
+
+    def note_limit(self) -> None:
+        """Note an error if the matcher has reached a limit, unless other sequences may have had a part in it."""
+        matcher, compiled = self.matcher, self.compiled
+        if matcher is None or not matcher.is_error():
+            return
+        error = matcher.get_error()
+        if LEXER_ERROR in error and compiled is not None and compiled.num_users > 1:
+            self.is_worn_out = True
+        else:
+            self.error = f"structured_outputs: {error}"
 
     def note_late(self) -> None:
         """Compute the next masks apart: a step has waited for the last ones in vain."""
@@ -110,6 +157,19 @@ class RunningGrammar:
         assert matcher is not None, "a grammar is compiled before it takes tokens"
         self.num_consumed += len(token_ids)
         return all(map(matcher.consume_token, token_ids))  # one by one: a call holds the GIL
+
+    def fork(self, parent: RunningGrammar, generated: Sequence[int]) -> None:
+        """Go on from the matcher of the beam before the last token, if it is free; else the text is read again."""
+        matcher, compiled, job = parent.matcher, parent.compiled, parent.job
+        if matcher is None or compiled is None or job is None or not job.is_done:
+            return
+        if not compiled.lock.acquire(blocking=False):
+            return
+        self.compiled, self.matcher = compiled, matcher.deep_copy()
+        self.matcher.consume_token(generated[-1])
+        compiled.lock.release()
+        self.num_consumed = len(generated)
+        self.distrust = parent.distrust if job.is_late else 0
 
     def forced(self, limit: int) -> tuple[int, ...]:
         """Return up to `limit` of the tokens that the grammar forces next.
@@ -164,10 +224,11 @@ class MaskQueue:
             if prepare is not None:
                 prepare()
                 job.started = time.monotonic()
+            job.hold_all()
             job.masks = self._masks(job)
             for running, _, _ in job.parts:
-                if running.matcher is not None and running.matcher.is_error():
-                    running.error = f"structured_outputs: {running.matcher.get_error()}"
+                running.blocked_since = 0.0
+                running.note_limit()
         except BaseException as error:  # a panic of llguidance too
             is_known = isinstance(error, QuireError)
             if not is_known:
@@ -178,6 +239,8 @@ class MaskQueue:
                 return
             for running, _, _ in job.parts:
                 running.error = str(error) if is_known else f"structured_outputs: {error!r}"
+        finally:
+            job.release()
         job.parts.clear()  # they refer to the job: matchers of ended sequences would wait for the garbage collector
         with self.changed:
             job.is_done = True
@@ -234,7 +297,8 @@ class StepMasks:
             offset = offsets.get(running.job)
             if offset is None:
                 running.check_limit()
-            if running.error is not None or offset is None or sequence.request_id in self.busy:
+            is_busy = sequence.request_id in self.busy
+            if running.error is not None or offset is None or running.is_worn_out or is_busy:
                 missing[sequence.request_id] = running.error
             else:
                 first[sequence.request_id] = offset + running.row
@@ -243,16 +307,20 @@ class StepMasks:
     def advance(self, result: StepResult, max_forced: int) -> StepResult:
         """Let the matchers take the accepted samples, and prepare the job of the masks after these.
 
+        A matcher whose compiled grammar is in use takes them with the next step: it would wait for it with the GIL.
         Returns the result with up to `max_forced` tokens that each grammar forces next, which may become draft tokens.
         Their masks are computed as well.
         """
         sampled, job = result.sampled, self.next
+        deadline = time.monotonic() + HOLD_S
         forced_at: dict[int, tuple[int, ...]] = {}
         for running, sequence, at in self.sampling:
             token = sampled[at]
             if running.is_beam or token.error is not None or token.is_deferred:
                 continue
             if running.distrust and running.stays_apart():
+                continue
+            if not job.hold(running.compiled, max(0.0, deadline - time.monotonic())):
                 continue
             accepted = (token.token_id,) if sequence.num_samples == 1 else _accepted(sequence, sampled, at)
             running.take(accepted)

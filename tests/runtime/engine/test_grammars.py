@@ -8,7 +8,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from quire.runtime.common.types import SamplingParams, StructuredOutputs
 from quire.runtime.engine import compiled_grammars, grammars, job_threads
 from quire.runtime.engine import masks as masks_module
 from quire.runtime.engine.grammars import Grammars, check_structure, grammar_of
-from quire.runtime.engine.masks import MaskJob, MaskQueue, StepMasks
+from quire.runtime.engine.masks import MaskJob, MaskQueue, RunningGrammar, StepMasks
 from quire.runtime.engine.text_processor import TextProcessor
 from quire.runtime.model import BUNDLED_MODEL, read_spec
 from quire.runtime.model.runner import SamplingSpec
@@ -372,10 +372,23 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def step_until_ready(masks: Grammars, sequences: list[ScheduledSequence], request_id: int) -> dict[int, Any]:
     """Run steps until a sequence has its masks."""
-    deadline = time.monotonic() + 60
-    while (found := given(masks.begin(sequences)))[request_id] is None:
+    found: dict[int, Any] = {}
+    return step_until(masks, sequences, lambda: found.get(request_id) is not None, found)
+
+
+def step_until(
+    masks: Grammars,
+    sequences: list[ScheduledSequence],
+    condition: Callable[[], bool],
+    found: dict[int, Any] | None = None,
+) -> dict[int, Any]:
+    """Run steps, at least one, until a condition is true. Return what the last step found, which is also in `found`."""
+    found, deadline = {} if found is None else found, time.monotonic() + 60
+    while True:
+        found.update(given(masks.begin(sequences)))
+        if condition():
+            return found
         assert time.monotonic() < deadline
-    return found
 
 
 @pytest.mark.usefixtures("impatient")
@@ -513,6 +526,152 @@ def test_a_step_waits_longer_only_if_no_mask_is_ready(masks: Grammars, monkeypat
     step.sampling.pop(0)
     step.wait()
     assert waits == [True, False]
+
+
+class Clock:
+    """Stands for the condition that a step waits on: nothing is ever done, and the time of each wait passes at once."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float) -> None:
+        if not predicate():
+            self.waited_s += timeout
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_masks_that_never_come_delay_the_others_by_2_ms_in_one_step_and_not_in_the_next(
+    masks: Grammars, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """However many they are, and computed together or apart."""
+    monkeypatch.setattr(MaskQueue, "compute", lambda *_: None)
+    slow = [sequence(WORD, [], request_id=each) for each in range(number)]
+    waited = []
+    for _ in range(3):
+        step = masks.begin([*slow, sequence(None, [], request_id=9)])
+        assert step is not None
+        clock = step.queue.changed = Clock()  # type: ignore[assignment]
+        assert step.wait().missing == dict.fromkeys(range(number))
+        waited.append(clock.waited_s)
+    assert waited == [0.002, 0.0, 0.0]
+
+
+def test_a_step_of_late_masks_alone_waits_20_ms(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MaskQueue, "compute", lambda *_: None)
+    for expected in (0.022, 0.02):
+        step = masks.begin([sequence(WORD, [])])
+        assert step is not None
+        clock = step.queue.changed = Clock()  # type: ignore[assignment]
+        step.wait()
+        assert clock.waited_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("is_late", "distrust"), [(True, 7), (False, 0)])
+def test_a_beam_is_computed_apart_if_the_masks_of_its_parent_were_late(
+    masks: Grammars, is_late: bool, distrust: int
+) -> None:
+    sampling = SamplingSpec(SamplingParams(structured_outputs=WORD, beam_width=2), 1, frozenset({EOS}), "")
+
+    def begin(*generated: int) -> RunningGrammar:
+        context = [*PROMPT, *generated]
+        step = masks.begin([ScheduledSequence(1, [[0]], 0, context, 1, sampling, context, len(PROMPT))])
+        ready(step)
+        assert step is not None
+        return step.sampling[0][0]
+
+    parent = begin()
+    assert parent.job is not None
+    parent.job.is_late, parent.distrust = is_late, 7
+    child = begin(A)
+    assert child.distrust == distrust
+    assert child.job is not parent.job
+
+
+def test_a_matcher_whose_lexer_is_in_use_is_not_waited_for(masks: Grammars) -> None:
+    """Copies of a compiled grammar share a lexer, for which llguidance waits with the GIL: no thread would go on."""
+    step = masks.begin([sequence(WORD, [])])
+    ready(step)
+    assert step is not None
+    running = step.sampling[0][0]
+    assert running.compiled is not None
+    with running.compiled.lock:
+        advance(step, SampledToken(1, A))
+        assert running.num_consumed == 0
+        for _ in range(3):
+            found = step_until(masks, [sequence(WORD, [A])], lambda: masks._running[1].job is None)
+            assert found == {1: None}
+            assert masks._running[1] is running
+    found = step_until_ready(masks, [sequence(WORD, [A])], 1)
+    assert allowed(found[1][0]) == {A, B}
+    assert running.num_consumed == 1
+    assert running.blocked_since == 0
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_matcher_whose_lexer_is_never_free_is_compiled_again(masks: Grammars) -> None:
+    step = masks.begin([sequence(WORD, [])])
+    ready(step)
+    assert step is not None
+    old = step.sampling[0][0].compiled
+    assert old is not None
+    with old.lock:
+        for request_id, generated in ((1, [A]), (2, [B])):
+            found = step_until_ready(masks, [sequence(WORD, generated, request_id=request_id)], request_id)
+            assert allowed(found[request_id][0]) == {A, B}
+    assert masks._running[2].compiled is not old
+
+
+def test_a_call_of_several_sequences_goes_without_those_whose_lexer_is_in_use(masks: Grammars) -> None:
+    other = StructuredOutputs(regex="[bc]{2}")
+    both = [sequence(WORD, []), sequence(other, [], request_id=2)]
+    step = masks.begin(both)
+    ready(step)
+    advance(step, SampledToken(1, A), SampledToken(2, B))
+    drafted = [sequence(WORD, [A], (B,)), sequence(other, [B], (C,), request_id=2)]
+    ready(masks.begin([sequence(WORD, [A]), sequence(other, [B], request_id=2)]))
+    compiled = masks._running[1].compiled
+    assert compiled is not None
+    with compiled.lock:
+        found = step_until_ready(masks, drafted, 2)
+        assert found[1] is None
+        assert [allowed(mask) for mask in found[2]] == [{B, C}, {EOS}]
+    found = step_until_ready(masks, drafted, 1)
+    assert [allowed(mask) for mask in found[1]] == [{A, B}, {EOS}]
+
+
+def test_a_beam_whose_parent_is_in_use_reads_its_text_again(masks: Grammars) -> None:
+    sampling = SamplingSpec(SamplingParams(structured_outputs=WORD, beam_width=2), 1, frozenset({EOS}), "")
+
+    def beam(*generated: int) -> ScheduledSequence:
+        context = [*PROMPT, *generated]
+        return ScheduledSequence(1, [[0]], 0, context, 1, sampling, context, len(PROMPT))
+
+    ready(masks.begin([beam()]))
+    compiled = masks._running[1].compiled
+    assert compiled is not None
+    with compiled.lock:
+        masks.begin([beam(A)])
+        assert masks._running[1].num_consumed == 0
+    assert allowed(step_until_ready(masks, [beam(A)], 1)[1][0]) == {A, B}
+
+
+def test_texts_of_other_requests_take_no_request_to_a_limit(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a compiled grammar share the states of its lexer."""
+    monkeypatch.setattr(grammars, "MAX_LEXER_STATES", 60)
+    structure = StructuredOutputs(regex="(a[ab]{60}|b[bc]{60}|c[ca]{60})")
+    texts = {number: ids("abc"[number] * 24) for number in range(3)}
+    for number, text in texts.items():
+        for length in range(len(text)):
+            found = step_until_ready(masks, [sequence(structure, text[:length], request_id=number)], number)
+            assert text[length] in allowed(found[number][0])
+    found = step_until_ready(masks, [sequence(structure, ids("a" * 59), request_id=4)], 4)
+    assert "too many states" in found[4], "a limit that a text reaches by itself"
 
 
 def test_beams_continue_the_text_of_their_parents(masks: Grammars) -> None:
