@@ -6,6 +6,7 @@ import asyncio
 import base64
 import itertools
 import json
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -124,7 +125,7 @@ class Tab:
                     if value := await self.evaluate(f"(value => value instanceof Element || value)({expression})"):
                         return value
                 except AssertionError as error:
-                    if "context" not in str(error):  # the page of the expression was replaced meanwhile
+                    if not re.search("context|navigated", str(error)):  # the page was replaced meanwhile
                         raise
                 await asyncio.sleep(0.01)
 

@@ -178,6 +178,7 @@ async def test_retry_and_edit_replace_the_last_turn(system: Any, open_tab: OpenT
     await tab.until(IS_DONE)
     await ask(tab, "two")
     await tab.until(f"document.querySelectorAll('article').length === 2 && {IS_DONE}")
+    assert await tab.evaluate("document.querySelectorAll('article .retry').length") == 1
     facts = await tab.text("article:last-child .facts")
     await tab.press("r", ALT)
     await tab.until(f"document.querySelector('article:last-child .facts').innerText !== {facts!r} && {IS_DONE}")
@@ -217,6 +218,10 @@ async def test_settings_reach_the_request_of_their_conversation(system: Any, ope
     second = system.engine.requests[1]
     assert (second.prompt, second.messages) == ("two", None)
     assert (second.sampling_params.temperature, second.sampling_params.max_tokens) == (1.0, 4)
+    await set_field(tab, "max_tokens", "")
+    await ask(tab, "three")
+    await tab.until(f"document.querySelectorAll('article').length === 2 && {IS_DONE}")
+    assert system.engine.requests[2].sampling_params.max_tokens == 200
     await tab.press("ArrowDown", ALT)
     assert await tab.until("document.querySelector('#fields [name=mode]').value") == "chat"
 
@@ -265,6 +270,51 @@ async def test_problems_are_shown_and_end_only_their_answer(system: Any, open_ta
     await tab.until(IS_DONE)
     asked = [each["content"] for each in system.engine.requests[-1].messages if each["role"] == "user"]
     assert asked == ["fail", "three"]
+    await tab.evaluate("(window.fetch = async () => new Response('data: {\"choices\": []}\\n\\n'), 0)")  # no [DONE]
+    await ask(tab, "four")
+    await tab.until("document.querySelector('article:last-child .problem')?.textContent === 'the connection was lost'")
+
+
+@needs_chromium
+async def test_a_draft_stays_with_its_conversation_and_a_dialog_takes_the_keys(system: Any, open_tab: OpenTab) -> None:
+    tab = await open_tab(system.server.openai_address)
+    await tab.until("!document.getElementById('send').disabled")
+    await tab.evaluate("document.getElementById('question').focus()")
+    await tab.type("draft")
+    enter = "new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, cancelable: true})"
+    is_left = await tab.evaluate(f"document.getElementById('question').dispatchEvent({enter})")
+    assert is_left, "it chooses a character of an input method"
+    await tab.press("n", ALT)
+    await tab.until("document.getElementById('question').value === ''")
+    await tab.press("ArrowDown", ALT)
+    await tab.until("document.getElementById('question').value === 'draft'")
+    await tab.press("/", ALT)
+    await tab.until("document.getElementById('help').open")
+    await tab.press("n", ALT)
+    assert await tab.evaluate("document.querySelectorAll('#list li').length") == 2
+
+
+@needs_chromium
+async def test_a_page_that_was_left_shows_its_conversations_again(
+    system: Any, open_tab: OpenTab, eventually: Eventually
+) -> None:
+    tab = await open_tab(system.server.openai_address)
+    await ask(tab, "one")
+    await tab.until(IS_DONE)
+    await ask(tab, "hold")
+    await tab.until("document.querySelector('article.streaming .answer')?.textContent.includes('hold:0')")
+    await tab.reload()
+    await tab.until("document.querySelectorAll('article').length === 2")
+    shown = await tab.evaluate("[...document.querySelectorAll('article')].map(each => each.className)")
+    assert shown == ["done", "stopped"]
+    await eventually(lambda: not system.engine.live)
+    kept = await tab.evaluate("JSON.parse(sessionStorage['quire.conversations'])")
+    assert kept[0]["turns"][0]["answer"]["tokens"] == [], "probabilities would fill the tab's storage"
+    kept[0]["turns"][1]["answer"]["state"] = "streaming"  # as after a crash of the browser
+    kept_json = json.dumps(json.dumps(kept))
+    await tab.evaluate(f"(window.onpagehide = null, sessionStorage['quire.conversations'] = {kept_json}, 0)")
+    await tab.reload()
+    await tab.until("document.querySelector('article.stopped .retry')")
 
 
 @needs_chromium

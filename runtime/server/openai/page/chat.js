@@ -240,6 +240,7 @@ document.onkeydown = (event) => {
   const [, , , act] = shortcut;
   act();
 };
+window.onbeforeunload = () => conversations.forEach((each) => each.stop()); // else their answers would count as failed
 window.onpagehide = () => save(conversations);
 
 $("shortcuts").append(...[...OTHER_KEYS, ...SHORTCUTS.map(([keys, , does]) => [keys, does])].map(([keys, does]) =>
