@@ -193,6 +193,38 @@ async def test_models_version_and_tokens(system: Any) -> None:
     assert (await ask(system, "/detokenize", {"tokens": [97, 98]})).json == {"prompt": "ab"}
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"content": "llama-server's name of it"}, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "prompt": "b"}, "prompt"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True},
+            "add_special_tokens",
+        ),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+    ],
+)
+async def test_what_is_to_be_tokenized_is_there_once(system: Any, path: str, body: Any, param: str) -> None:
+    reply = await ask(system, path, body)
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+async def test_an_answer_has_the_clients_id_of_its_request_or_one_of_its_own(system: Any) -> None:
+    own = await ask(system, "/version", method="GET", **{"x-request-id": "My.id-1_"})
+    assert own.headers["x-request-id"] == "My.id-1_"
+    ids = [own.headers["x-request-id"]]
+    for given in ("", "a b", "a" * 129, "é"):
+        reply = await ask(system, COMPLETIONS, complete(stream=True), **{"x-request-id": given})
+        ids.append(reply.headers["x-request-id"])
+        assert ids[-1] != given
+    assert len(set(ids)) == 5
+
+
 async def test_a_connection_is_kept_and_head_has_no_body(system: Any) -> None:
     async with connection(system) as client:
         assert (await client.ask("POST", COMPLETIONS, complete())).status == 200
@@ -318,6 +350,9 @@ async def test_a_wrong_field_of_a_chat_is_named(system: Any, fields: dict[str, A
         ({"include": "x"}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "text", "strict": True}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}, "strict": 1}}}, "strict"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": 5}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": "{}"}}}, "text.format.schema"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
@@ -331,6 +366,7 @@ async def test_a_wrong_field_of_a_chat_is_named(system: Any, fields: dict[str, A
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"metadata": "x"}, "metadata"),
+        ({"metadata": {"x": 1}}, "metadata"),
         ({"user": 5}, "user"),
     ],
 )
@@ -339,6 +375,13 @@ async def test_a_wrong_field_of_a_response_is_named(system: Any, fields: dict[st
     assert reply.status == 400
     assert reply.error["param"] == param
     assert system.engine.requests == []
+
+
+async def test_fields_that_ask_for_nothing_are_accepted(system: Any) -> None:
+    nothing = {"logprobs": False, "top_logprobs": 0, "modalities": ["text"], "audio": None, "best_of": 1, "suffix": ""}
+    body = {"messages": [{"role": "user", "content": "b"}], "max_tokens": 2, "tools": [], "logit_bias": {}, **nothing}
+    assert (await ask(system, CHAT, body)).status == 200
+    assert system.engine.requests[0].sampling_params.logprobs is None
 
 
 async def test_an_unknown_field_is_ignored_and_counted(system: Any) -> None:
@@ -363,6 +406,7 @@ async def test_an_unknown_field_is_ignored_and_counted(system: Any) -> None:
         b'{"prompt": "\xff"}',
         b'{"prompt": "\\ud800"}',
         b'{"prompt": "a", "metadata": {"\\udc00\\ud800": 1}}',
+        b'{"\\ud800": 1, "\\ud800": 2}',
         '{"prompt": "a"}'.encode("utf-16"),
         b'{"prompt": "a"} x',
         b'{"x": [' + b"[]," * 70_000 + b"1]}",
@@ -404,6 +448,8 @@ async def test_a_body_of_quotes_takes_linear_time(system: Any) -> None:
         ("GET", "/nothing", 404, "/v1/chat/completions"),
         ("POST", "/chat/completions", 404, "ends with /v1, once"),
         ("POST", "/v1/v1/completions", 404, "ends with /v1, once"),
+        ("POST", "/v1/completions/", 404, "no slash at its end"),
+        ("POST", "/v1/chat/completions/", 404, "no slash at its end"),
         ("GET", "/v1/embeddings", 405, "allows POST"),
         ("GET", "/v1/completions", 405, "allows POST"),
         ("DELETE", "/v1/models", 405, "allows GET, HEAD"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from quire.runtime.server.openai import calls, stored
 
 from tests.scripted_model import write_scripted_model
 
@@ -410,6 +412,32 @@ async def test_stored_output_takes_a_bounded_share(serve: Serve) -> None:
     assert found[-1] == 200
     reply = await ask(system, "POST", RESPONSES, response("a" * 40_000))
     assert (reply.status, reply.error["code"]) == (429, "insufficient_quota")
+
+
+async def test_long_requests_are_read_beside_the_event_loop(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When they are sent, retrieved, listed or continued, and when they are only tokenized."""
+    threads: list[threading.Thread] = []
+    for module, name in ((calls, "chat_messages"), (stored, "listed_items")):
+        original = getattr(module, name)
+
+        def noting(*arguments: Any, original: Any = original) -> Any:
+            threads.append(threading.current_thread())
+            return original(*arguments)
+
+        monkeypatch.setattr(module, name, noting)
+    long = {"chat_template_kwargs": {"a": "b" * 70_000}}
+    path = f"{RESPONSES}/{await stored_id(system, RESPONSES, response(**long))}"
+    for method, suffix in (("GET", ""), ("GET", "?stream=true"), ("GET", "/input_items"), ("POST", "/cancel")):
+        assert (await ask(system, method, path + suffix)).status == 200
+    assert (await ask(system, "POST", RESPONSES, response("b", previous_response_id=path[-37:]))).status == 200
+    assert (
+        await ask(system, "POST", "/tokenize", {"messages": [{"role": "user", "content": "a"}], **long})
+    ).status == 200
+    assert len(threads) == 8
+    assert threading.main_thread() not in threads
+    threads.clear()
+    await stored_id(system, RESPONSES, response())
+    assert threads == [threading.main_thread()]
 
 
 async def test_what_is_stored_expires(serve: Serve, eventually: Eventually) -> None:

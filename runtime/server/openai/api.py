@@ -18,11 +18,13 @@ from structlog.contextvars import bound_contextvars
 
 from ...common.errors import QuireError, Unavailable
 from ...common.prompts import shown
-from ...engine.fair_executor import FairExecutor
+from ...engine.facade import EngineInfo, GenerateRequest
 from ..monitoring import OperatorServer, Readiness
 from ..pages import PAGE_HEADERS, PageFile, read_page
 from ..request_handler import AppContext
 from ..request_log import quire_error
+from ..stored_index import ToStore
+from .calls import Call, chat_call, chat_prompt, checked_messages, completion_call
 from .embeddings import (
     EMBEDDING_FIELDS,
     RERANK_FIELDS,
@@ -35,19 +37,9 @@ from .embeddings import (
 )
 from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange
-from .fields import (
-    KNOWN,
-    TOKENIZE,
-    Call,
-    Fields,
-    chat_call,
-    chat_prompt,
-    check_model,
-    checked_messages,
-    completion_call,
-)
+from .fields import KNOWN, TOKENIZE, Fields, check_model
 from .formats import ChatFormat, CompletionFormat
-from .json_body import PARSED_AT_ONCE, parse_object
+from .json_body import PARSED_AT_ONCE, BodyReader, parse_object
 from .responses import RESPONSE_KNOWN, ResponseFormat, response_call
 from .running import CallRunner, StreamedOutput, WholeOutput
 from .stored import Endpoint, KeptRequests, idempotency_key
@@ -89,8 +81,8 @@ class Api:
         self._readiness = readiness
         self._model = model
         self._started = int(time.time())
-        self._kept = KeptRequests(context, model)
-        self._parser = FairExecutor(1)  # reads long bodies beside the event loop
+        self._bodies = BodyReader()
+        self._kept = KeptRequests(context, model, self._bodies)
         self._routes: dict[str, dict[str, Route]] = {
             "/health": {"GET": Route(self._health, needs_key=False)},
             "/version": {"GET": Route(self._version, needs_key=False)},
@@ -116,8 +108,8 @@ class Api:
         return (self._model, beside) if beside and beside != self._model else (self._model,)
 
     def close(self) -> None:
-        """Read no body any more. Idempotent."""
-        self._parser.close()
+        """Read no long body any more. Idempotent."""
+        self._bodies.close()
 
     def route(self, exchange: Exchange) -> Route:
         """Return what answers the request, whose tenant is set. Raises BadRequest or Unauthenticated."""
@@ -143,7 +135,7 @@ class Api:
         kept = self._kept
         parent, _, last = path.rpartition("/")
         for base, endpoint in ((CHATS, CHAT_ENDPOINT), (RESPONSES, RESPONSE_ENDPOINT)):
-            if parent == base:
+            if parent == base and last:
                 get, delete = partial(kept.retrieve, endpoint, last), partial(kept.delete, endpoint, last)
                 return {"GET": Route(get), "DELETE": Route(delete)}
         base, _, name = parent.rpartition("/")
@@ -172,14 +164,13 @@ class Api:
             if context.leaves_at is not None:
                 raise Unavailable("the server is shutting down; send this request elsewhere")
             key = idempotency_key(exchange.headers)
-            is_long = len(exchange.body) > PARSED_AT_ONCE
+            num_bytes = len(exchange.body)
             fields = await self._fields(exchange, endpoint.known)
             if endpoint is RESPONSE_ENDPOINT and "previous_response_id" in fields.values:
-                await self._kept.add_previous(endpoint, fields, exchange)
-            to_store = endpoint.to_store(fields)
+                num_bytes += await self._kept.add_previous(endpoint, fields, exchange)
             exchange.structure_field = structure_field(fields.values.keys())
-            read_call = partial(endpoint.read_call, fields, context.engine.info, tenant.name)
-            call = await self._parser.submit(tenant.name, read_call) if is_long else read_call()
+            read = partial(_read_call, endpoint, fields, context.engine.info, tenant.name)
+            to_store, call = await self._bodies.read(tenant.name, num_bytes, read)
         try:
             if key is not None or call.store:
                 answer = self._kept.submit(exchange, endpoint, call, key, to_store if call.store else None)
@@ -188,7 +179,7 @@ class Api:
         except QuireError as error:
             context.requests.log.refused(tenant.name, exchange.number, error.code, error.retry_after_ms)
             raise
-        del call, fields, read_call  # they hold the prompt
+        del call, fields, read  # they hold the prompt
         if (failure := await answer) is not None:
             exchange.refuse(failure, endpoint.known)
 
@@ -224,15 +215,17 @@ class Api:
         tenant = exchange.tenant
         assert tenant is not None, "authenticated"
         engine, texts = self._context.engine, self._context.requests.texts.of(tenant.name)
+        num_bytes = len(exchange.body)
         with self._reporting(exchange):
             fields = await self._fields(exchange)
             fields.check_supported(TOKENIZE)
             if "messages" in fields.values:
-                messages = checked_messages(fields.values["messages"], engine.info)
-                request = chat_prompt(fields.values, messages, tenant.name)
+                read = partial(_chat_to_tokenize, fields, engine.info, tenant.name)
+                request = await self._bodies.read(tenant.name, num_bytes, read)
                 release = texts.reserve(request.text_bytes())
                 tokenizing = engine.tokenize_chat(request)
             else:
+                fields.required("prompt")
                 text = fields.take("prompt", str, "")
                 release = texts.reserve(sys.getsizeof(text))
                 adds_special = fields.take("add_special_tokens", bool, True)
@@ -251,7 +244,9 @@ class Api:
         tenant = exchange.tenant
         assert tenant is not None, "authenticated"
         with self._reporting(exchange):
-            tokens = (await self._fields(exchange)).take("tokens", list, [])
+            fields = await self._fields(exchange)
+            fields.required("tokens")
+            tokens = fields.take("tokens", list, [])
             if set(map(type, tokens)) - {int}:
                 raise BadRequest(f"tokens must be a list of token ids, not {shown(tokens)}", "tokens")
             text = await self._context.engine.detokenize(tuple(tokens), tenant=tenant.name)
@@ -262,14 +257,12 @@ class Api:
         tenant, body = exchange.tenant, exchange.body
         assert tenant is not None, "authenticated"
         exchange.body = b""
-        if len(body) <= PARSED_AT_ONCE:
-            fields = Fields(parse_object(body))
-        else:
-            release = self._context.requests.texts.of(tenant.name).reserve(len(body))
-            try:
-                fields = Fields(await self._parser.submit(tenant.name, parse_object, body))
-            finally:
-                release()
+        is_long = len(body) > PARSED_AT_ONCE
+        release = self._context.requests.texts.of(tenant.name).reserve(len(body) if is_long else 0)
+        try:
+            fields = Fields(await self._bodies.read(tenant.name, len(body), partial(parse_object, body)))
+        finally:
+            release()
         self._context.observer.http_unknown_fields.value += fields.num_unknown(known)
         check_model(fields, models or (self._model,))
         return fields
@@ -316,6 +309,8 @@ class Api:
         advice = f"the paths are {', '.join(self._routes)}"
         if f"/v1{path}" in self._routes or path.removeprefix("/v1") in self._routes:
             advice = "the base URL of this server ends with /v1, once"
+        elif path.rstrip("/") in self._routes:
+            advice = "this path has no slash at its end"
         return BadRequest(f"there is no {path[:200]!r} here; {advice}", error_code="not_found", status=404)
 
     def _check_host(self, headers: Mapping[str, bytes]) -> None:
@@ -336,6 +331,19 @@ class Api:
                 f"the host {host[:200]!r} is not this machine's address; use its address, or set up keys (`token`)",
                 status=403,
             ) from None
+
+
+def _read_call(endpoint: Endpoint, fields: Fields, info: EngineInfo, tenant: str) -> tuple[ToStore | None, Call]:
+    """Return what to keep of a request if it is stored, and its call. Raises InvalidRequest."""
+    return endpoint.to_store(fields), endpoint.read_call(fields, info, tenant)
+
+
+def _chat_to_tokenize(fields: Fields, info: EngineInfo, tenant: str) -> GenerateRequest:
+    """Return the request whose prompt is to be tokenized. Raises BadRequest."""
+    for name in ("prompt", "add_special_tokens"):
+        if fields.values.get(name):
+            raise BadRequest(f"{name} cannot be used with messages", name)
+    return chat_prompt(fields.values, checked_messages(fields.values["messages"], info), tenant)
 
 
 def _key(headers: Mapping[str, bytes]) -> str | None:

@@ -58,7 +58,7 @@ def embedding_call(fields: Fields, tenant: str) -> EmbeddingCall:
         options["dimensions"] = fields.take("dimensions", int, 0)
     if "prompt_name" in fields.values:
         options["prompt_name"] = fields.take("prompt_name", str, "")
-    given = _required(fields, "input")
+    given = fields.required("input")
     inputs = _inputs(given)
     is_one = isinstance(given, str) or type(next(iter(given), None)) is int
     request = EmbedRequest(inputs=inputs, input_name="input" if is_one else "input[{}]", **options)
@@ -68,7 +68,7 @@ def embedding_call(fields: Fields, tenant: str) -> EmbeddingCall:
 def rerank_call(fields: Fields, tenant: str) -> EmbeddingCall:
     """Return the call of `/v1/rerank`. Raises BadRequest."""
     _check_known(fields, RERANK_FIELDS)
-    query, documents = _text("query", _required(fields, "query")), _texts("documents", _required(fields, "documents"))
+    query, documents = _text("query", fields.required("query")), _texts("documents", fields.required("documents"))
     if (top_n := fields.take("top_n", int, max(1, len(documents)))) < 1:
         raise BadRequest(f"top_n must be at least 1, not {top_n}", "top_n")
     shows_documents = fields.take("return_documents", bool, True)
@@ -82,12 +82,12 @@ def score_call(fields: Fields, tenant: str) -> EmbeddingCall:
     """Return the call of `/v1/score`: one query and its documents. Raises BadRequest."""
     _check_known(fields, SCORE_FIELDS)
     query_name, name = _one_of(fields, "text_1", "queries"), _one_of(fields, "text_2", "documents")
-    query = _required(fields, query_name)
+    query = fields.required(query_name)
     if isinstance(query, list):
         if len(query) != 1:
             raise BadRequest(f"{query_name} must be one text, not {len(query)}; send one request per query", query_name)
         (query,) = query
-    documents = _required(fields, name)
+    documents = fields.required(name)
     is_list = isinstance(documents, list)
     request = EmbedRequest(
         inputs=_texts(name, documents if is_list else [documents]),
@@ -195,12 +195,6 @@ def _options(fields: Fields, tenant: str) -> dict[str, Any]:
         if name in fields.values:
             options[name] = fields.take(name, int, 0)
     return options
-
-
-def _required(fields: Fields, name: str) -> Any:
-    if name not in fields.values:
-        raise BadRequest(f"{name} is missing", name, error_code="missing_required_parameter")
-    return fields.values[name]
 
 
 def _one_of(fields: Fields, name: str, other_name: str) -> str:

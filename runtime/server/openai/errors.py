@@ -100,7 +100,8 @@ def _body(error: QuireError, fields: Collection[str], structure: str) -> bytes:
     message = str(error).encode("utf-8", "replace").decode()  # it may quote a lone surrogate
     param, code = None, kind.code
     if isinstance(error, BadRequest):
-        param, code = error.param, error.error_code
+        param = error.param and error.param.encode("utf-8", "replace").decode()  # or be one
+        code = error.error_code
     else:  # the engine's messages about a parameter begin with its name
         first = message.partition(" ")[0].rstrip(":").partition("[")[0]
         param = first if first in fields else None

@@ -12,9 +12,9 @@ import msgspec
 
 from ...common.types import Delta, DeltaKind, OutputChunk, Usage
 from ...engine.facade import NewParser
+from .calls import Call
 from .choices import Choice
 from .exchange import END_OF_EVENT
-from .fields import Call
 from .logprobs import ChatLogprobs, Columns, CompletionLogprobs, Vocabulary
 from .tools import call_id
 

@@ -10,6 +10,7 @@ from ...common.errors import QuireError
 from ...common.prompts import shown
 from ...common.types import OutputChunk, SamplingParams, Usage
 from ...engine.facade import EngineInfo, NewParser
+from .calls import Call, chat_prompt, checked_messages, with_answer
 from .choices import Choice
 from .errors import BadRequest
 from .fields import (
@@ -18,13 +19,9 @@ from .fields import (
     MAX_ALTERNATIVES,
     TIERS,
     UNSUPPORTED,
-    Call,
     Fields,
-    chat_prompt,
-    checked_messages,
     sampling_fields,
     service_tier,
-    with_answer,
 )
 from .formats import Format
 from .logprobs import ChatLogprobs, Vocabulary, shown_in_delta
@@ -35,6 +32,7 @@ FIELDS = COMMON - {"n", "max_tokens", "logprobs", "logit_bias", "response_format
 FIELDS |= {"input", "instructions", "max_output_tokens", "text", "store", "background", "previous_response_id"}
 FIELDS |= {"include", "top_logprobs", "service_tier", "reasoning"} | TOOLS - {"reasoning_effort"}
 TEXT_FORMAT = {"type": "text"}
+FORMAT_OPTIONS: dict[str, type] = {"description": str, "strict": bool}  # of a JSON schema, besides its name
 UNSUPPORTED_HERE: dict[str, tuple[object, ...]] = {
     **UNSUPPORTED,
     "n": (1,),
@@ -103,8 +101,18 @@ def _listed(item: dict[str, Any], item_id: str) -> dict[str, Any]:
         own = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
         content = item.get("content") or []
         parts = [{"text": content}] if isinstance(content, str) else content
-        item["content"] = [part if part.get("type") == INPUT_IMAGE else {**own, "text": part["text"]} for part in parts]
+        item["content"] = [{**own, "text": part["text"]} if "text" in part else _listed_image(part) for part in parts]
+    elif item["type"] == "reasoning":
+        item.setdefault("summary", [])
     return {"id": item_id, "status": "completed", **item}
+
+
+def _listed_image(part: dict[str, Any]) -> dict[str, Any]:
+    """Return an image, in the form of a response or of a chat, in the form of a response."""
+    url, detail = part["image_url"], part.get("detail")
+    if isinstance(url, dict):
+        url, detail = url["url"], url.get("detail")
+    return {"type": INPUT_IMAGE, "image_url": url, "detail": detail or "auto"}
 
 
 def _num_logprobs(fields: Fields) -> int | None:
@@ -125,12 +133,14 @@ def _use_text_format(fields: Fields) -> None:
     if other := sorted(text.values.keys() - {"format"}):
         raise BadRequest(f"text.{other[0]} is not supported; leave it out", f"text.{other[0]}")
     match given:
-        case {"type": "json_schema", "schema": schema}:
-            if not isinstance(schema, dict | bool):
+        case {"type": "json_schema", "name": str(), "schema": schema, **rest} if rest.keys() <= FORMAT_OPTIONS.keys():
+            if not isinstance(schema, dict):
                 name = "text.format.schema"
                 raise BadRequest(f"{name} must be a JSON schema, not {shown(schema)}", name)
+            for name, kind in FORMAT_OPTIONS.items():
+                Fields(rest).take(name, kind, kind())
             fields.values["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
-        case {"type": "text" | "json_object" as kind}:
+        case {"type": "text" | "json_object" as kind, **rest} if not rest:
             fields.values["response_format"] = {"type": kind}
         case _:
             raise BadRequest(
@@ -154,8 +164,9 @@ def _messages(fields: Fields) -> list[Any]:
 
 def _repeated(fields: Fields) -> dict[str, Any]:
     """Return the request's fields that its response repeats. Raises BadRequest."""
-    for name, kind in (("metadata", dict), ("user", str)):
-        fields.take(name, kind, kind())
+    fields.take("user", str, "")
+    if not all(isinstance(each, str) for each in fields.take("metadata", dict, {}).values()):
+        raise BadRequest("metadata must have texts as values", "metadata")
     names = (
         "instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user",
     )  # fmt: skip

@@ -15,9 +15,9 @@ from ...common.types import OutputChunk, Usage
 from ...engine.facade import EngineFacade, Generation, NewParser
 from ..live_requests import LiveRequest, LiveRequests
 from ..request_log import quire_error
+from .calls import Call
 from .errors import HTTPAnswer
 from .exchange import Exchange, HeldAnswer
-from .fields import Call
 from .formats import Format, total_usage
 from .prompt_logprobs import PromptPart
 

@@ -7,29 +7,29 @@ to its end. Must not import `api`.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Set
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
 
-from ...common.errors import Cancelled, Overloaded, QuireError, RequestNotFound
+from ...common.errors import QuireError, RequestNotFound
 from ...common.prompts import shown
-from ...common.types import OutputChunk, Usage
 from ...engine.facade import EngineInfo
-from ..monitoring import CancelCause
 from ..replay_buffer import ReplayBuffer, StoredEntry
-from ..request_handler import MAX_SUBSCRIBERS, AppContext
+from ..request_handler import AppContext
 from ..stored_index import ToStore
 from ..tenants import Tenant
+from .calls import Call
 from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange
-from .fields import Call, Fields
+from .fields import Fields
 from .formats import Format
+from .json_body import BodyReader
+from .kept_reader import KeptReader
 from .responses import ResponseFormat, Status, input_items, listed_items
 from .running import CallOutput, StreamedOutput, WholeOutput
 
@@ -40,6 +40,8 @@ MAX_QUERY_FIELDS = 32
 MAX_EVENT_DIGITS = 15
 MAX_LISTED = 100  # items of one page
 DEFAULT_LISTED = 20
+
+T = TypeVar("T")
 
 
 class Endpoint(NamedTuple):
@@ -63,122 +65,11 @@ class Endpoint(NamedTuple):
         return ToStore(self.id_prefix, json.dumps(known).encode())
 
 
-class KeptReader:
-    """Reads a replay buffer for one exchange, from the first chunk. Implements `replay_buffer.BufferReader`."""
-
-    def __init__(self, buffer: ReplayBuffer, exchange: Exchange, tenant: Tenant) -> None:
-        """Begin to read. Raises Overloaded if too many connections do."""
-        if len(buffer.subscribers) >= MAX_SUBSCRIBERS:
-            raise Overloaded(f"{MAX_SUBSCRIBERS} connections read this output already")
-        self.buffer = buffer
-        self.was_cut = False
-        self.exchange = exchange
-        self._turns = tenant.output_turns
-        self._stopped: QuireError | None = None
-        self._cause: CancelCause = "disconnect"
-        self._changed = asyncio.Event()
-        self._position = 0  # of the next chunk
-        exchange.lives.append(self)
-        buffer.subscribers.add(self)
-        buffer.owner.on_change(buffer)
-
-    async def accepted(self) -> QuireError | None:
-        """Wait until the engine has accepted the request. Return its refusal."""
-        while self.buffer.admission is None and self._failure is None:
-            await self._wait_for_change()
-        return None if self.buffer.admission is not None else self._failure
-
-    async def answer(self, output: CallOutput) -> QuireError | None:
-        """Answer with everything that the request generates, or return its refusal or error."""
-        try:
-            if (refusal := await self.accepted()) is not None:
-                return refusal
-            output.begin([], self.buffer.new_parser)
-            return await self._read_all(output)
-        finally:
-            output.close()
-
-    async def read_present(self, form: Format) -> Usage | None:
-        """Add the chunks so far to `form`. Return the usage of a request that has ended."""
-        usage = None
-        form.read_with(self.buffer.new_parser)
-        while self._position < self.buffer.num_chunks and self._stopped is None:
-            for _ in range(await self._turns.take()):
-                if (chunk := self._next_chunk()) is not None:
-                    form.choices[chunk.choice].add(chunk)
-                    usage = chunk.usage
-        return usage
-
-    async def ended(self) -> None:
-        """Wait until the request has ended."""
-        while not self.buffer.has_ended and self._stopped is None:
-            await self._wait_for_change()
-
-    def end(self) -> None:
-        """Stop reading."""
-        self.exchange.lives.clear()
-        self.buffer.subscribers.discard(self)
-        self.buffer.owner.on_subscriber_ended(self, self._cause)
-
-    # BufferReader
-
-    def wake(self) -> None:
-        """Note a new chunk, or the end of the request."""
-        self._changed.set()
-
-    def stop(self, error: QuireError) -> None:
-        """End soon, in `error`."""
-        self._stopped = self._stopped or error
-        self._changed.set()
-
-    # Cancellable
-
-    def cancel(self, cause: CancelCause) -> None:
-        """Stop reading: the connection is lost. The request goes on while it is stored or may be retried."""
-        self.was_cut = True
-        self._cause = cause
-        self.stop(Cancelled("the connection was lost"))
-
-    async def _read_all(self, output: CallOutput) -> QuireError | None:
-        granted = 0  # chunks that may be sent before it is the turn of the tenant's other streams
-        while self._stopped is None:
-            if granted <= 0 and self.buffer.num_chunks > self._position + 1:  # a replay
-                granted = await self._turns.take()
-            elif self.exchange.send_buffer.is_long:
-                await self.exchange.send_buffer.wait_until_short()
-            elif (chunk := self._next_chunk()) is not None:
-                granted -= 1
-                if chunk.finish_reason == "cancelled":
-                    return Cancelled("the request was cancelled")
-                output.take(chunk.choice, chunk)
-                if chunk.usage is not None:
-                    output.end(chunk.usage)
-                    return None
-            elif self.buffer.error is not None:
-                return self.buffer.error
-            else:
-                await self._wait_for_change()
-        return self._stopped
-
-    @property
-    def _failure(self) -> QuireError | None:
-        return self._stopped or self.buffer.error
-
-    def _next_chunk(self) -> OutputChunk | None:
-        if self._position >= self.buffer.num_chunks:
-            return None
-        self._position += 1
-        return self.buffer.chunk(self._position - 1)
-
-    async def _wait_for_change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
-
-
 class KeptRequests:
     """Answers requests whose output is kept, and those that ask for it again."""
 
-    def __init__(self, context: AppContext, model: str) -> None:
+    def __init__(self, context: AppContext, model: str, bodies: BodyReader) -> None:
+        self._bodies = bodies
         self._replays = context.replays
         self._log = context.requests.log
         self._engine = context.engine
@@ -241,10 +132,10 @@ class KeptRequests:
         with_events = query.get("stream", "").lower() == "true" or (
             b"text/event-stream" in exchange.headers.get("accept", b"") or LAST_EVENT_HEADER in exchange.headers
         )
-        form = self._form(endpoint, self._call(endpoint, entry, tenant), entry.buffer)
         first = _first_event(exchange.headers, query)
         reader = KeptReader(entry.buffer, exchange, tenant)
         try:
+            form = await self._stored_form(endpoint, entry)
             if with_events and exchange.method != "HEAD":
                 self._log.resumed(tenant.name, exchange.number, first)
                 exchange.number_events(first)
@@ -262,12 +153,12 @@ class KeptRequests:
     async def cancel(self, endpoint: Endpoint, stored_id: str, exchange: Exchange) -> None:
         """End a stored response, and answer with its object. One that has ended stays as it is."""
         entry, tenant = self._find(exchange, endpoint, stored_id)
-        form = self._form(endpoint, self._call(endpoint, entry, tenant), entry.buffer)
-        assert isinstance(form, ResponseFormat), "only responses are cancelled"
         reader = KeptReader(entry.buffer, exchange, tenant)
         try:
             if not entry.buffer.has_ended:
                 entry.buffer.request.cancel("client")
+            form = await self._stored_form(endpoint, entry)
+            assert isinstance(form, ResponseFormat), "only responses are cancelled"
             await reader.ended()
             exchange.respond(HTTPAnswer(200, await _snapshot(form, reader)))
         finally:
@@ -286,7 +177,8 @@ class KeptRequests:
         entry, _ = self._find(exchange, endpoint, stored_id)
         query = _query(exchange)
         limit = _number("limit", query.get("limit", str(DEFAULT_LISTED)), 1, MAX_LISTED)
-        items = listed_items(input_items(json.loads(entry.fields)["input"]), entry.buffer.name)
+        name = entry.buffer.name
+        items = await self._read(entry, lambda values: listed_items(input_items(values["input"]), name))
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise BadRequest(f"order must be asc or desc, not {shown(order)}", "order")
@@ -302,17 +194,20 @@ class KeptRequests:
         more = len(items) > len(page)
         exchange.respond(_json({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more}))
 
-    async def add_previous(self, endpoint: Endpoint, fields: Fields, exchange: Exchange) -> None:
-        """Put the input and output of the previous response before the fields' input. Raises BadRequest."""
+    async def add_previous(self, endpoint: Endpoint, fields: Fields, exchange: Exchange) -> int:
+        """Put the input and output of the previous response before the fields' input. Raises BadRequest.
+
+        Return how many bytes the previous request has.
+        """
         name = fields.take("previous_response_id", str, "")
         try:
             entry, tenant = self._find(exchange, endpoint, name)
         except RequestNotFound as error:
             code = "previous_response_not_found"
             raise BadRequest(f"previous_response_id: {error}", "previous_response_id", error_code=code) from None
-        form = self._form(endpoint, self._call(endpoint, entry, tenant), entry.buffer)
         reader = KeptReader(entry.buffer, exchange, tenant)
         try:
+            form = await self._stored_form(endpoint, entry)
             usage = await reader.read_present(form)
         finally:
             reader.end()
@@ -321,8 +216,9 @@ class KeptRequests:
             raise BadRequest(text, "previous_response_id")
         if own := input_items(fields.values.get("input")):
             output = json.loads(form.whole(usage))["output"]
-            earlier = input_items(json.loads(entry.fields)["input"])
+            earlier = await self._read(entry, lambda values: input_items(values["input"]))
             fields.values["input"] = [*earlier, *map(_without_logprobs, output), *own]
+        return len(entry.fields)
 
     def _find(self, exchange: Exchange, endpoint: Endpoint, stored_id: str) -> tuple[StoredEntry, Tenant]:
         """Return what the endpoint has stored under the id, and the tenant. Raises RequestNotFound."""
@@ -331,8 +227,16 @@ class KeptRequests:
         own_id = stored_id if stored_id.startswith(endpoint.id_prefix) else ""
         return self._replays.stored_index.find(tenant.name, own_id), tenant
 
-    def _call(self, endpoint: Endpoint, entry: StoredEntry, tenant: Tenant) -> Call:
-        return endpoint.read_call(Fields(json.loads(entry.fields)), self._engine.info, tenant.name)
+    async def _stored_form(self, endpoint: Endpoint, entry: StoredEntry) -> Format:
+        """Return the form of a stored output."""
+        info, tenant = self._engine.info, entry.buffer.tenant
+        call = await self._read(entry, lambda values: endpoint.read_call(Fields(values), info, tenant))
+        return self._form(endpoint, call, entry.buffer)
+
+    async def _read(self, entry: StoredEntry, read: Callable[[dict[str, Any]], T]) -> T:
+        """Return what `read` makes of a stored request's fields."""
+        fields = entry.fields
+        return await self._bodies.read(entry.buffer.tenant, len(fields), lambda: read(msgspec.json.decode(fields)))
 
     def _form(self, endpoint: Endpoint, call: Call, buffer: ReplayBuffer) -> Format:
         named = replace(call, name=buffer.name, created_s=buffer.created_s)

@@ -15,6 +15,7 @@ from quire.runtime.server.openai.choices import Choice
 from quire.runtime.server.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from quire.runtime.server.openai.prompt_logprobs import PromptPart
 from quire.runtime.server.openai.response_items import chat_fields, input_messages
+from quire.runtime.server.openai.responses import listed_items
 from quire.runtime.server.openai.structure import structure_of
 from quire.runtime.server.openai.tools import call_id, template_variables
 
@@ -87,6 +88,20 @@ def test_reasoning_after_a_call_or_a_text_begins_a_message() -> None:
     messages = input_messages([thought("a"), call, thought("b"), {"role": "assistant", "content": "c"}])
     assert [(each["reasoning_content"], each.get("content")) for each in messages] == [("a", None), ("b", "c")]
     assert [len(each.get("tool_calls", ())) for each in messages] == [1, 0]
+
+
+def test_items_are_listed_in_the_form_of_responses() -> None:
+    chat = {"type": "image_url", "image_url": {"url": "data:a", "detail": "low"}}
+    parts = [{"type": "text", "text": "b"}, chat, {"type": "input_image", "image_url": "data:c"}]
+    message, reasoning = listed_items(
+        [{"role": "user", "content": parts}, {"type": "reasoning", "content": []}], "name"
+    )
+    assert reasoning == {"id": "msg_name_1", "status": "completed", "type": "reasoning", "summary": [], "content": []}
+    assert message["content"] == [
+        {"type": "input_text", "text": "b"},
+        {"type": "input_image", "image_url": "data:a", "detail": "low"},
+        {"type": "input_image", "image_url": "data:c", "detail": "auto"},
+    ]
 
 
 def test_offsets_of_completions_count_characters() -> None:

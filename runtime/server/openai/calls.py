@@ -1,0 +1,206 @@
+"""Chats and completions as requests to the engine: one per prompt."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ...common.errors import InvalidRequest
+from ...common.images import take_images
+from ...common.prompts import chat_messages, shown
+from ...common.types import SamplingParams
+from ...engine.facade import EngineInfo, GenerateRequest
+from ...engine.validator import check_num_images
+from .errors import BadRequest
+from .fields import (
+    CHAT,
+    COMPLETION,
+    MAX_ALTERNATIVES,
+    Fields,
+    answer_fields,
+    request_fields,
+    sampling_fields,
+    streaming,
+)
+from .tools import is_named, request_tools, template_variables, tool_choice
+
+MAX_PROMPTS = 256  # of one completion request
+MAX_VALUES = 1 << 16  # in all messages together
+COMPLETION_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one HTTP request asks for: one request to the engine per prompt, and the form of the answer."""
+
+    requests: tuple[GenerateRequest, ...]
+    stream: bool
+    include_usage: bool = False
+    echo: bool = False
+    prompt_logprobs: int | None = None  # alternatives of each prompt token to show
+    num_logprobs: int | None = None  # of each output token, if the prompt's are shown
+    is_call_named: bool = False  # it asks for a call of one certain tool
+    repeated: Mapping[str, Any] = field(default_factory=dict)  # fields that the answer repeats
+    store: bool = False
+    background: bool = False  # the answer comes before the output
+    fingerprint: str = ""  # of the engine
+    service_tier: str | None = None  # shown in the answer
+    returns_token_ids: bool = False
+    returns_timings: bool = False  # in the usage
+    shows_tokens_as_ids: bool = False  # in logprobs
+    shows_stop_reason: bool = False
+    name: str = field(default_factory=lambda: secrets.token_hex(16))  # in the ids of the answer
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.requests[0].sampling_params
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.requests) * self.params.n
+
+
+def chat_prompt(values: dict[str, Any], messages: dict[str, Any], tenant: str) -> GenerateRequest:
+    """Return the request of a chat whose prompt is wanted, and no answer. Raises BadRequest.
+
+    `values` are the fields about tools and reasoning, in the form that they have in chats; `messages` is what
+    `checked_messages` returns.
+    """
+    return GenerateRequest(
+        prompt=None,
+        **messages,
+        tools=request_tools(values),
+        template_variables=template_variables(values),
+        tenant=tenant,
+    )
+
+
+def with_answer(prompt: GenerateRequest, values: dict[str, Any], fields: Fields, **options: Any) -> GenerateRequest:
+    """Return a chat's request with `options`, whose answer may call tools as `values` say. Raises BadRequest."""
+    choice = tool_choice(values, prompt.tools)
+    return msgspec.structs.replace(prompt, tool_choice=choice, **options, **request_fields(fields))
+
+
+def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
+    """Return the call of a chat completion. Raises InvalidRequest."""
+    fields.check_supported(CHAT)
+    values = fields.values
+    messages = checked_messages(fields.required("messages"), info)
+    sampling = sampling_fields(fields, info)
+    with_logprobs = fields.take("logprobs", bool, False)
+    top_logprobs = fields.take_between("top_logprobs", 0, MAX_ALTERNATIVES, 0)
+    if with_logprobs:
+        sampling["logprobs"] = top_logprobs
+    elif top_logprobs:
+        raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
+    name = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
+    sampling["max_tokens"] = fields.take_between(name, 1, info.max_model_len, info.max_model_len)
+    request = with_answer(
+        chat_prompt(values, messages, tenant),
+        values,
+        fields,
+        sampling_params=SamplingParams(**sampling),
+        fit_max_tokens=name not in values,
+    )
+    return Call(
+        (request,),
+        *streaming(fields),
+        is_call_named=is_named(values),
+        store=fields.take("store", bool, False),
+        **answer_fields(fields, info),
+    )
+
+
+def completion_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
+    """Return the call of a completion: one request per prompt. Raises InvalidRequest."""
+    fields.check_supported(COMPLETION)
+    prompts = _prompts(fields.required("prompt"))
+    sampling = sampling_fields(fields, info)
+    if "logprobs" in fields.values:
+        sampling["logprobs"] = fields.take("logprobs", int, 0)
+    if "best_of" in fields.values:
+        sampling["best_of"] = fields.take("best_of", int, 1)
+    sampling["max_tokens"] = fields.take("max_tokens", int, COMPLETION_MAX_TOKENS)
+    echo = fields.take("echo", bool, False)
+    num_logprobs, prompt_logprobs = sampling.get("logprobs"), _prompt_logprobs(fields)
+    if prompt_logprobs is not None:
+        sampling["logprobs"] = max(prompt_logprobs, num_logprobs or 0)
+    stream, include_usage = streaming(fields)
+    params, request = SamplingParams(**sampling), request_fields(fields)
+    if stream and params.best_of not in (None, params.n):
+        raise BadRequest("best_of cannot be streamed: leave out stream", "best_of")
+    if params.best_of == params.n:
+        params = SamplingParams(**{**sampling, "best_of": None})
+    # The engine echoes what it must compute logprobs of, or has nothing else to do.
+    request["echo"] = prompt_logprobs is not None or (echo and (params.logprobs is not None or not params.max_tokens))
+    requests = tuple(
+        GenerateRequest(prompt=prompt, sampling_params=params, tenant=tenant, **request) for prompt in prompts
+    )
+    return Call(requests, stream, include_usage, echo, prompt_logprobs, num_logprobs, **answer_fields(fields, info))
+
+
+def _prompt_logprobs(fields: Fields) -> int | None:
+    """Return how many alternatives of each prompt token to show, None for no logprobs of them. Raises BadRequest."""
+    if "prompt_logprobs" not in fields.values:
+        return None
+    num_shown = fields.take_between("prompt_logprobs", 0, MAX_ALTERNATIVES, 0)
+    for name in ("stream", "echo", "best_of"):
+        if fields.values.get(name):
+            raise BadRequest(f"prompt_logprobs cannot be used with {name}", "prompt_logprobs")
+    return num_shown
+
+
+def checked_messages(value: object, info: EngineInfo, field: str = "messages") -> dict[str, Any]:
+    """Return the messages and images of a chat, as fields of its request. Raises BadRequest that names the field."""
+    _check_size(value, field)
+    if not isinstance(value, list):
+        raise BadRequest(f"{field} must be a list, not {shown(value)}", field)
+    try:
+        bare, images = take_images(value)
+        messages = chat_messages(bare)
+        check_num_images(len(images), info)
+    except InvalidRequest as error:
+        raise BadRequest(str(error), field) from None
+    renamed = tuple({**each, "role": "system"} if each["role"] == "developer" else each for each in messages)
+    return {"messages": renamed, "image_files": images}
+
+
+def _check_size(value: object, field: str) -> None:
+    """Raise BadRequest if the messages have more values than a chat template may get."""
+    num_values, unseen = 0, [value]
+    while unseen:
+        each = unseen.pop()
+        if isinstance(each, dict):
+            unseen.extend(each.values())
+        elif isinstance(each, list):
+            unseen.extend(each)
+        num_values += 1
+        if num_values + len(unseen) > MAX_VALUES:
+            raise BadRequest(f"{field} holds more than {MAX_VALUES} values", field)
+
+
+def _prompts(value: object) -> list[str | tuple[int, ...]]:
+    """Return the prompts: one text, several, the token ids of one, or of several. Raises BadRequest."""
+    if isinstance(value, str):
+        return [value]
+    kinds = set(map(type, value)) if isinstance(value, list) else set()
+    if isinstance(value, list) and kinds == {int}:
+        return [tuple(value)]
+    if isinstance(value, list) and kinds in ({str}, {list}):
+        if len(value) > MAX_PROMPTS:
+            raise BadRequest(f"{len(value)} prompts; at most {MAX_PROMPTS} in one request", "prompt")
+        if kinds == {str}:
+            return value
+        if all(set(map(type, ids)) == {int} for ids in value):
+            return [tuple(ids) for ids in value]
+    raise BadRequest(
+        f"prompt must be text, a list of texts, a list of token ids, or a list of such lists, and not empty, not "
+        f"{shown(value)}",
+        "prompt",
+    )
