@@ -16,7 +16,7 @@ cdef class Binder:
     cdef int64_t max_positions      # of a sequence
     cdef int64_t num_types          # of tokens
     cdef int64_t query_tile         # queries of one attention tile
-    cdef int64_t embedding_columns
+    cdef int64_t given_columns      # of rows that a step gives in place of embeddings, and to add
     cdef object rotary_dims         # elements of a head that are rotated, of the ops that rotate
     cdef bint needs_rotary          # an op has no table: every step gives the rows
 
@@ -25,6 +25,7 @@ cdef class Binder:
     cdef bint _learned(self, Panels *panels, PackedMatrix table, PackedMatrix weight) except -1
     cdef _add_convert(self, Record *record, op)
     cdef _add_add_norm(self, Record *record, op)
+    cdef _add_add_given(self, Record *record, op)
     cdef _add_norm(self, Record *record, op)
     cdef _add_pool(self, Record *record, op)
     cdef _add_linear(self, Record *record, op)

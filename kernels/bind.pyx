@@ -14,17 +14,18 @@ from .isa cimport (QUIRE_ADD, QUIRE_CLAMPED, QUIRE_GEGLU, QUIRE_GEGLU_EXACT, QUI
                    QUIRE_LAYER_NORM, QUIRE_RELU, QUIRE_RMS_NORM, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TANH, QUIRE_TILE,
                    quire_head)
 from .linear cimport ROWS_IN_CACHE, LinearOp, Weight
-from .ops import (BIAS_PADDING, BLOCK, GATED, INPUT_DTYPES, AddNorm, Attention, Combine, Convert, Dispatch, Embed,
-                  EphemeralAttention, ExpertLinear, Gather, Linear, Normed, NormRows, PoolRows, RouteRows,
+from .ops import (BIAS_PADDING, BLOCK, GATED, INPUT_DTYPES, AddGiven, AddNorm, Attention, Combine, Convert, Dispatch,
+                  Embed, EphemeralAttention, ExpertLinear, Gather, Linear, Normed, NormRows, PoolRows, RouteRows,
                   ephemeral_pages, max_groups, padded)
 from .pack cimport PackedMatrix, Panels
 from .pool cimport QUIRE_SHARE_ITEMS
-from .replay cimport (ADD_NORM, ATTENTION, COMBINE, CONVERT, DISPATCH, EMBED, GATHER, LINEAR, NORM, POOL, ROUTE,
-                      Record)
+from .replay cimport (ADD_GIVEN, ADD_NORM, ATTENTION, COMBINE, CONVERT, DISPATCH, EMBED, GATHER, LINEAR, NORM, POOL,
+                      ROUTE, Record)
 from .rows cimport FIRST, LAST, MEAN, ConvertOp, NormOp
 from .step cimport Value
 
 cdef enum:
+    MAX_LEVEL = 1024                # of rows that are given
     ROWS_AHEAD = 8                  # of which a head is prefetched: rows are too far apart for the processor to see
 
 _EPILOGUES = {"store": QUIRE_STORE, "add": QUIRE_ADD, "gelu": QUIRE_GELU, "gelu_tanh": QUIRE_GELU_TANH,
@@ -41,7 +42,7 @@ cdef class Binder:
         self.regions, self.max_rows, self.max_samples, self.vocab_size = regions, max_rows, max_samples, vocab_size
         self.workers, self.kv_layout, self.pages = workers, kv_layout, pages
         self.max_positions = self.num_types = 2**31 - 1
-        self.query_tile, self.embedding_columns = QUIRE_TILE, 0
+        self.query_tile, self.given_columns = QUIRE_TILE, 0
         self.rotary_dims, self.needs_rotary = set(), False
 
     cdef bind(self, Record *record, op):
@@ -64,6 +65,8 @@ cdef class Binder:
             self._add_combine(record, op)
         elif isinstance(op, AddNorm):
             self._add_add_norm(record, op)
+        elif isinstance(op, AddGiven):
+            self._add_add_given(record, op)
         elif isinstance(op, EphemeralAttention):
             self._add_ephemeral_attention(record, op)
         elif isinstance(op, NormRows):
@@ -90,7 +93,7 @@ cdef class Binder:
         record.op.embed.out = self.regions.value(op.out, weight.in_features, "f32", self.max_rows)
         record.op.embed.is_normed = self.regions.normed(&record.op.embed.normed, op, self.max_rows)
         record.op.embed.panels, record.op.embed.width = weight.parts[0], weight.width
-        self.embedding_columns = weight.in_features
+        self.given_columns = max(self.given_columns, <int64_t>weight.in_features)
         record.op.embed.scale = op.scale
         record.op.embed.has_types = self._learned(&record.op.embed.types, op.types, weight)
         if record.op.embed.has_types:
@@ -129,6 +132,16 @@ cdef class Binder:
         record.op.add_norm.weight = self.regions.vector(op.weight, columns, padded(columns))
         record.op.add_norm.eps = op.eps
         record.op.add_norm.is_normed = self.regions.normed(&record.op.add_norm.normed, op, self.max_rows)
+
+    cdef _add_add_given(self, Record *record, op):
+        columns = op.out.columns
+        if not 1 <= op.level <= MAX_LEVEL:
+            raise ValueError(f"given rows are added at levels 1 to {MAX_LEVEL}, not {op.level}")
+        record.kind = ADD_GIVEN
+        record.op.add_given.out = self.regions.value(op.out, columns, "f32", self.max_rows)
+        record.op.add_given.first = op.level * columns
+        record.op.add_given.is_normed = self.regions.normed(&record.op.add_given.normed, op, self.max_rows)
+        self.given_columns = max(self.given_columns, <int64_t>((op.level + 1) * columns))
 
     cdef _add_norm(self, Record *record, op):
         cdef NormOp *norm = &record.op.norm

@@ -163,6 +163,18 @@ class Embed:
 
 
 @dataclass(frozen=True, slots=True)
+class AddGiven:
+    """out[r] += columns of the row that the step gives for row r in place of its embedding, where it gives one.
+
+    The given rows are as wide as the embedding and all levels side by side: this op adds those of its `level`, from 1.
+    """
+
+    level: int
+    out: Region  # f32 [tokens, columns], as many columns as the embedding
+    normed: Normed | None = None  # of out
+
+
+@dataclass(frozen=True, slots=True)
 class Convert:
     """out = input in another dtype; a q8 scale depends on 32 columns of one row only.
 
@@ -391,4 +403,5 @@ Op = (
     | Dispatch
     | ExpertLinear
     | Combine
+    | AddGiven
 )

@@ -47,7 +47,7 @@ cdef class Program:
     cdef Regions regions
     cdef object records, shares, scratch, block_start, unit_start
     cdef int64_t max_rows, max_sequences, max_samples, vocab_size, num_types, num_pages, max_positions, num_kv_heads
-    cdef int64_t embedding_columns
+    cdef int64_t given_columns
     cdef object rotary_dims
     cdef bint needs_rotary
     cdef bint runs_texts            # else sequences with pages of a KV cache
@@ -79,7 +79,7 @@ cdef class Program:
             binder.bind(&self.replay.records[index], op)
         self.replay.num_records = len(ops)
         self.max_positions, self.num_types = binder.max_positions, binder.num_types
-        self.embedding_columns = binder.embedding_columns
+        self.given_columns = binder.given_columns
         self.rotary_dims, self.needs_rotary = binder.rotary_dims, binder.needs_rotary
         self.replay.step.query_tile = binder.query_tile
 
@@ -228,13 +228,13 @@ cdef class Program:
         step.given_of, step.given = NULL, NULL
         if given_of is None and given is None:
             return
-        if given_of is None or given is None or given_of.shape[0] != rows or given.shape[1] != self.embedding_columns:
-            raise ValueError(f"{rows} rows need as many indices of given rows with {self.embedding_columns} columns")
+        if given_of is None or given is None or given_of.shape[0] != rows or given.shape[1] != self.given_columns:
+            raise ValueError(f"{rows} rows need as many indices of given rows with {self.given_columns} columns")
         for i in range(rows):
             if not -1 <= given_of[i] < given.shape[0]:
                 raise ValueError(f"given row {given_of[i]} is outside the {given.shape[0]}")
         if given.shape[0]:
-            step.given_of, step.given = &given_of[0], &given[0, 0]
+            step.given_of, step.given, step.given_columns = &given_of[0], &given[0, 0], self.given_columns
 
     cdef _give_rotary(self, Step *step, int64_t rows, const float[:, ::1] rotary):
         """Set the cosines and sines of each row, in place of those of positions."""

@@ -5,7 +5,7 @@ from .experts cimport CombineOp, DispatchOp, RouteOp
 from .isa cimport quire_tiles
 from .linear cimport LinearOp
 from .pool cimport quire_pool, quire_progress, quire_share
-from .rows cimport AddNormOp, ConvertOp, EmbedOp, GatherOp, NormOp, PoolOp
+from .rows cimport AddGivenOp, AddNormOp, ConvertOp, EmbedOp, GatherOp, NormOp, PoolOp
 from .step cimport Step
 
 cdef enum Kind:
@@ -20,6 +20,7 @@ cdef enum Kind:
     ROUTE
     DISPATCH
     COMBINE
+    ADD_GIVEN
 
 cdef union Payload:
     EmbedOp embed
@@ -33,6 +34,7 @@ cdef union Payload:
     RouteOp route
     DispatchOp dispatch
     CombineOp combine
+    AddGivenOp add_given
 
 cdef struct Record:
     Kind kind

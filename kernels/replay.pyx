@@ -10,7 +10,7 @@ from .experts cimport group_places, num_segments, run_combine, run_dispatch, run
 from .linear cimport help_linear, num_items, run_linear
 from .pool cimport (quire_is_finished, quire_pool_await, quire_pool_report, quire_pool_report_written,
                     quire_progress, quire_progress_add)
-from .rows cimport run_add_norm, run_convert, run_embed, run_gather, run_norm, run_pool
+from .rows cimport run_add_given, run_add_norm, run_convert, run_embed, run_gather, run_norm, run_pool
 
 cdef enum:
     PATIENCE_NS = 10000             # for which a worker at least waits for the items of others before it helps
@@ -76,6 +76,8 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
         total = step.samples if record.op.norm.sampled else step.rows
     elif record.kind == POOL:
         computed, total = run_pool(&record.op.pool, step, tiles, counter), step.samples
+    elif record.kind == ADD_GIVEN:
+        computed, total = run_add_given(&record.op.add_given, step, tiles, counter), step.rows
     elif record.kind == ADD_NORM:
         computed, total = run_add_norm(&record.op.add_norm, step, tiles, counter), step.rows
     else:

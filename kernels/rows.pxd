@@ -34,6 +34,12 @@ cdef struct AddNormOp:
     bint is_normed
     quire_output normed
 
+cdef struct AddGivenOp:
+    Value out
+    int64_t first                   # of the columns of a given row
+    bint is_normed
+    quire_output normed
+
 cdef struct NormOp:
     Value input
     int kind
@@ -66,5 +72,7 @@ cdef int64_t run_norm(const NormOp *op, const Step *step, const quire_tiles *til
                       int worker) noexcept nogil
 cdef int64_t run_pool(const PoolOp *op, const Step *step, const quire_tiles *tiles,
                       long long *counter) noexcept nogil
+cdef int64_t run_add_given(const AddGivenOp *op, const Step *step, const quire_tiles *tiles,
+                           long long *counter) noexcept nogil
 cdef int64_t run_add_norm(const AddNormOp *op, const Step *step, const quire_tiles *tiles,
                           long long *counter) noexcept nogil

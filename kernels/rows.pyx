@@ -17,7 +17,7 @@ cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *t
     while row < step.rows:
         out = <float *>op.out.rows.data + row * width
         if step.given_of != NULL and step.given_of[row] >= 0:
-            memcpy(out, step.given + step.given_of[row] * op.out.columns, op.out.columns * sizeof(float))
+            memcpy(out, step.given + step.given_of[row] * step.given_columns, op.out.columns * sizeof(float))
             memset(out + op.out.columns, 0, (width - op.out.columns) * sizeof(float))
         else:
             _unpack(&op.panels, op.width, tiles, step.token_ids[row], out)
@@ -124,6 +124,21 @@ cdef int64_t run_add_norm(const AddNormOp *op, const Step *step, const quire_til
     while row < step.rows:
         out = <float *>op.out.rows.data + row * width
         tiles.add_norm(<const float *>op.input.rows.data + row * width, op.weight, op.eps, columns, out)
+        if op.is_normed:
+            tiles.convert(out, width, 1, columns, &op.normed, row, 0)
+        computed += 1
+        row = quire_next_index(counter)
+    return computed
+
+
+cdef int64_t run_add_given(const AddGivenOp *op, const Step *step, const quire_tiles *tiles,
+                           long long *counter) noexcept nogil:
+    cdef int64_t row = quire_next_index(counter), width = op.out.rows.width, columns = op.out.columns, computed = 0
+    cdef float *out
+    while row < step.rows:
+        out = <float *>op.out.rows.data + row * width
+        if step.given_of != NULL and step.given_of[row] >= 0:
+            _add(step.given + step.given_of[row] * step.given_columns + op.first, columns, out)
         if op.is_normed:
             tiles.convert(out, width, 1, columns, &op.normed, row, 0)
         computed += 1

@@ -10,7 +10,8 @@ cdef struct Step:
     const int32_t *token_ids        # [rows]
     const int32_t *type_ids         # [rows] of texts; NULL: all 0
     const int32_t *given_of         # [rows]: row of `given` that takes the place of the token's embedding; -1: none
-    const float *given              # [given rows, columns of the embedding]; NULL like given_of: no row has one
+    const float *given              # [given rows, given_columns]; NULL like given_of: no row has one
+    int64_t given_columns           # those of the embedding, then those that each `AddGiven` adds
     const float *rotary             # [rows][rotary_dim]: cos | sin of each row; NULL: those of its position in a table
     const int32_t *row_start        # [sequences + 1]
     const int32_t *first_position   # [sequences]

@@ -19,7 +19,7 @@ def read_rope(config: ConfigTable, *, partial: bool = False) -> Rope:
     return rope_of(config, _shared_table(config), partial=partial)
 
 
-def read_mrope(config: ConfigTable, *, interleaved: bool) -> Rope:
+def read_mrope(config: ConfigTable, *, interleaved: bool, default: list[int] | None = None) -> Rope:
     """Read the M-RoPE that all layers share: a token has positions in time, height and width.
 
     `mrope_section` says how many pairs each of them turns: the pairs are in this order, or `interleaved`.
@@ -28,7 +28,7 @@ def read_mrope(config: ConfigTable, *, interleaved: bool) -> Rope:
     if table.text("rope_type", table.text("type", "default")) == "mrope":
         table = ConfigTable({**table.values, "rope_type": "default"}, table.where, table.source, table.names)
     pairs = read_head_dim(config) // 2
-    sections = table.values.get("mrope_section")
+    sections = table.values.get("mrope_section", default)
     if (
         not isinstance(sections, list)
         or len(sections) != 3

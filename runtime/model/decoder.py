@@ -47,6 +47,8 @@ def emit_layers(
     for layer, layer_weights in enumerate(weights.layers):
         _attention_block(builder, spec, layer_weights, layer, x, rotary[layer], causal)
         _mlp_block(builder, spec, layer_weights, x)
+        if layer < spec.deepstack:
+            builder.add_given(x, layer + 1)
     return x
 
 

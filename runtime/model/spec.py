@@ -150,6 +150,7 @@ class DecoderSpec:
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: none
     logits_softcap: float = 0.0  # the same for logits
     experts: Experts | None = None
+    deepstack: int = 0  # layers after which rows that images give are added, from the first one on
     names: TensorNames = TensorNames()
     # tensor -> type, of the tensors that the checkpoint has in blocks of integers; a change of it changes no shape
     quantised: Mapping[str, str] = field(default_factory=dict, compare=False)

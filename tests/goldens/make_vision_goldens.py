@@ -105,6 +105,42 @@ CASES = {
         num_tokens=15,
         shapes=((24, 40), (40, 24)),
     ),
+    "qwen3_vl": Case(  # learned positions between which those of patches are, two levels of DeepStack
+        "Qwen3VL",
+        {
+            "vocab_size": 160,
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 96,
+            "max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [4, 2, 2],
+                "mrope_interleaved": True,
+            },
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        },
+        {
+            "depth": 4,
+            "hidden_size": 48,
+            "num_heads": 3,
+            "intermediate_size": 56,
+            "patch_size": 4,
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [0, 2],
+            "out_hidden_size": 64,
+        },
+        {"image_token_id": 159, "tie_word_embeddings": False},
+        images=2,
+        size=0,
+        num_tokens=15,
+        shapes=((24, 40), (40, 24)),
+    ),
 }
 
 
@@ -128,7 +164,7 @@ def write_case(folder: Path, case: Case) -> None:
     five = json.loads((folder / "config.json").read_text())
     four = {**five, "text_config": as_transformers_4(five["text_config"] | {"dtype": five["dtype"]})}
     if case.shapes:
-        four = as_on_the_hub(four, five["text_config"]["rope_parameters"]["mrope_section"])
+        four = as_on_the_hub(four, case.model, five["text_config"]["rope_parameters"]["mrope_section"])
     for name, values in (("config.json", five), ("other_config.json", four)):
         (folder / name).write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
     processor: dict[str, Any] = {"rescale_factor": 1 / 255, "image_mean": MEAN, "image_std": STD}
@@ -141,8 +177,11 @@ def write_case(folder: Path, case: Case) -> None:
         write_image_golden(folder, case, loaded)
 
 
-def as_on_the_hub(config: dict[str, Any], sections: list[int]) -> dict[str, Any]:
-    """Return a config with the keys of the text model at the top, as the first releases have it."""
+def as_on_the_hub(config: dict[str, Any], model: str, sections: list[int]) -> dict[str, Any]:
+    """Return a config of Qwen as transformers 4 has it; Qwen2.5-VL's has the keys of the text model at the top."""
+    if model == "Qwen3VL":
+        rope = {"rope_type": "default", "mrope_section": sections, "mrope_interleaved": True}
+        return {**config, "text_config": config["text_config"] | {"rope_scaling": rope}}
     text = {key: value for key, value in config.pop("text_config").items() if key != "model_type"}
     return {**text, **config, "rope_scaling": {"type": "mrope", "mrope_section": sections}}
 
@@ -189,7 +228,9 @@ def write_shapes_golden(folder: Path, case: Case, model: torch.nn.Module, token_
         patches.append(split.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(rows * columns, -1))
         grids.append([1, rows, columns])
     grid, values = torch.tensor(grids), torch.cat(patches)
-    rows = model.model.get_image_features(values, grid).pooler_output
+    features = model.model.get_image_features(values, grid)
+    levels = [torch.cat(features.pooler_output), *getattr(features, "deepstack_features", ())]
+    rows = torch.cat(levels, dim=1).split([len(each) for each in features.pooler_output])
     arrays |= {f"rows_{index}": each.numpy() for index, each in enumerate(rows)}
     kinds = (token_ids == case.config["image_token_id"]).int()
     logits = model(input_ids=token_ids, pixel_values=values, image_grid_thw=grid, mm_token_type_ids=kinds).logits[0]

@@ -18,6 +18,7 @@ from quire.kernels.ops import (
     GATED,
     QUERY_DTYPES,
     ROWS_IN_CACHE,
+    AddGiven,
     AddNorm,
     Attention,
     Combine,
@@ -251,6 +252,12 @@ class ReferenceProgram:
                 pooled = {"mean": lambda x: x.mean(axis=0), "first": lambda x: x[0], "last": lambda x: x[-1]}
                 texts = np.split(self.regions[op.input], self.row_start[1:-1])
                 self._write(op.out, np.array([pooled[op.pooling](text) for text in texts]))
+            case AddGiven():
+                x = self.regions[op.out].copy()
+                if self.given_of is not None and self.given is not None:
+                    columns = slice(op.level * op.out.columns, (op.level + 1) * op.out.columns)
+                    x[self.given_of >= 0] += self.given[self.given_of[self.given_of >= 0], columns]
+                self._write(op.out, x, op.normed)
             case AddNorm():
                 branch = rms_norm(self.regions[op.input], op.weight, op.eps)
                 self._write(op.out, self.regions[op.out] + branch, op.normed)
@@ -272,7 +279,7 @@ class ReferenceProgram:
     def _embed(self, op: Embed) -> None:
         x = op.weight.unpack().astype(np.float64)[self.token_ids] * op.scale
         if self.given_of is not None and self.given is not None:
-            x[self.given_of >= 0] = self.given[self.given_of[self.given_of >= 0]]
+            x[self.given_of >= 0] = self.given[self.given_of[self.given_of >= 0], : x.shape[1]]
         if op.types is not None:
             x = x + op.types.unpack()[self.type_ids]
         if op.positions is not None:

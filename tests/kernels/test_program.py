@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from quire.kernels import supported_levels
-from quire.kernels.ops import Attention, Linear
+from quire.kernels.ops import AddGiven, Attention, Linear
 
 LEVELS = supported_levels()
 # The reference rounds to bf16 and int8 from float64, the kernels from float32: a tie can fall the other way.
@@ -454,6 +454,49 @@ def test_given_rows_that_do_not_fit_are_refused(toy, given_of, given, fault):
     given = None if given is None else np.zeros(given, np.float32)
     with pytest.raises(ValueError, match=fault):
         model.program.run(**model.step((tokens(3), 0, pages(1))), given_of=given_of, given=given)
+
+
+def with_level(model, level: int = 1):
+    """Return the model with an op after the embedding that adds what a step gives of a level."""
+    embed = model.ops[0]
+    model.ops = [embed, AddGiven(level, embed.out, embed.normed), *model.ops[1:]]
+    model.program, model.reference.ops = model.bind(), model.ops
+    return model
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
+def test_given_rows_of_a_level_are_added(toy, weights, isa):
+    """Rows without one keep the bits that they have without the op."""
+    model, plain = with_level(toy(weights=weights, hidden=50, isa=isa)), toy(weights=weights, hidden=50, isa=isa)
+    given = np.random.default_rng(3).standard_normal((4, 100)).astype(np.float32)
+    step = model.step((tokens(4), 0, pages(2)), (tokens(3, 1), 0, pages(5)))
+    arguments = {"given_of": np.array([-1, 2, 0, 1, -1, -1, -1], np.int32), "given": given}
+    model.program.run(**step, **arguments)
+    model.reference.run(**step, **arguments)
+    want = model.reference.regions[model.logits]
+    got = model.program.view(model.logits)[:2, :333].copy()
+    assert np.abs(got - want).max() <= tolerance(weights, "f32") * np.ptp(want)
+    plain.program.run(**step)
+    assert plain.program.view(plain.logits)[1, :333].tobytes() == got[1].tobytes()
+    arguments["given"][:, 50:] = 0
+    model.program.run(**step, **arguments)
+    assert np.abs(model.program.view(model.logits)[0, :333] - want[0]).max() > tolerance(weights, "f32") * np.ptp(want)
+    model.program.run(**step)
+    assert model.program.view(model.logits)[:2].tobytes() == plain.program.view(plain.logits)[:2].tobytes()
+
+
+def test_levels_that_do_not_fit_are_refused(toy):
+    model = with_level(toy(hidden=64), 2)
+    with pytest.raises(ValueError, match="given rows with 192 columns"):
+        model.program.run(
+            **model.step((tokens(1), 0, pages(1))),
+            given_of=np.array([0], np.int32),
+            given=np.zeros((1, 128), np.float32),
+        )
+    for level in (0, 1025):
+        with pytest.raises(ValueError, match=f"levels 1 to 1024, not {level}"):
+            with_level(toy(), level)
 
 
 # Rotary rows of a step

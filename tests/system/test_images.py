@@ -217,9 +217,10 @@ def test_a_text_that_spells_an_image_is_refused(folder: Path) -> None:
 # Images of any size
 
 
-def test_a_chat_has_a_token_for_each_square_of_its_images(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_chat_has_a_token_for_each_square_of_its_images(tmp_path: Path, family: str) -> None:
     """Images keep their shape; those larger than `max_image_tokens` are made smaller."""
-    folder, wide, tall = write_qwen_folder(tmp_path, "qwen2_5_vl"), png("red", "blue"), png("blue", size=(20, 40))
+    folder, wide, tall = write_qwen_folder(tmp_path, family), png("red", "blue"), png("blue", size=(20, 40))
     with LLM(folder, **OPTIONS) as llm:
         output = llm.chat(messages(wide, tall), GREEDY)
         prompt, images = llm.engine.text_processor.encode_with_images(

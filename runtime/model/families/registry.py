@@ -32,6 +32,7 @@ from .qwen2 import QWEN2
 from .qwen2_5_vl import QWEN2_5_VL
 from .qwen3 import QWEN3
 from .qwen3_moe import QWEN3_MOE
+from .qwen3_vl import QWEN3_VL
 from .smollm3 import SMOLLM3
 
 FAMILIES = (
@@ -51,6 +52,7 @@ FAMILIES = (
     GPT_OSS,
     IDEFICS3,
     QWEN2_5_VL,
+    QWEN3_VL,
 )
 
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 from ....kernels.ops import (
     BLOCK,
     INPUT_DTYPES,
+    AddGiven,
     AddNorm,
     Attention,
     Combine,
@@ -99,7 +100,7 @@ class ProgramBuilder:
         """Norm each row (RMS norm), in the dtype the next linear layer reads.
 
         This is no op of its own: the op that wrote `x` writes the norm too. Raises ValueError if that op is not
-        `embed`, `linear_add`, `add_norm` or `gather`, or if it writes a norm already.
+        `embed`, `linear_add`, `add_norm`, `add_given` or `gather`, or if it writes a norm already.
         """
         writer = self._norm_writers.pop(x.index, None)
         if writer is None:
@@ -182,6 +183,11 @@ class ProgramBuilder:
         x = self._in_order(x, weight)
         self._norm_writers[residual.index] = len(self._emit)
         self._add([x, residual], lambda at: Linear(x.placed(at), weight, bias, residual.placed(at), "add", scale=scale))
+
+    def add_given(self, residual: Value, level: int) -> None:
+        """Add to `residual`, in place, what the step gives of a level, from 1, for rows whose embedding it gives."""
+        self._norm_writers[residual.index] = len(self._emit)
+        self._add([residual], lambda at: AddGiven(level, residual.placed(at)))
 
     def add_norm(self, x: Value, weight: Vector, eps: float, residual: Value) -> None:
         """Add the RMS norm of `x` to `residual`, in place."""
@@ -388,9 +394,10 @@ class ProgramBuilder:
         )
         return Logits(values, maxima)
 
-    def build(self, result: Logits | Value) -> ProgramPlan:
-        """Place every value and make the ops. The `result` stays readable after the step."""
-        for kept in (*result.parts, *self._kept):
+    def build(self, result: Logits | Value, *others: Value) -> ProgramPlan:
+        """Place every value and make the ops. The `result` and `others` stay readable after the step."""
+        results = (*result.parts, *others)
+        for kept in (*results, *self._kept):
             self._last[kept.index] = len(self._emit)
         layout = self._lay_out()
         regions = [
@@ -401,7 +408,7 @@ class ProgramBuilder:
             ops=[emit(regions) for emit in self._emit],
             arena_bytes=layout.nbytes,
             inputs=tuple(each.placed(regions) for each in self._inputs),
-            results=tuple(part.placed(regions) for part in result.parts),
+            results=tuple(part.placed(regions) for part in results),
             values=tuple(
                 PlacedValue(value.name, regions[value.index], self._first[value.index], self._last[value.index])
                 for value in self._values
@@ -440,5 +447,5 @@ class ProgramBuilder:
 
 
 def _with_norm(op: Op, normed: Normed) -> Op:
-    assert isinstance(op, Embed | Linear | Gather | AddNorm | Combine)
+    assert isinstance(op, Embed | Linear | Gather | AddNorm | AddGiven | Combine)
     return replace(op, normed=normed)

@@ -120,7 +120,9 @@ class ProgramPlan:
     ops: list[Op]
     arena_bytes: int
     inputs: tuple[Region, ...]  # f32 [max_tokens, columns]: what the caller writes before a step
-    results: tuple[Region, ...]  # f32 [max_samples, columns]: logits and their maxima, or vectors or scores
+    results: tuple[
+        Region, ...
+    ]  # f32 [max_samples, columns]: logits and their maxima, vectors, scores; or rows of images
     values: tuple[PlacedValue, ...]
 
     @property

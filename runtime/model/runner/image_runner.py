@@ -39,9 +39,11 @@ class ImageRunner:
         self._cache_bytes = 0
         self._begun: Key | None = None  # image that is not done
         self._order: npt.NDArray[np.int64] | None = None  # of the image that is computed, as in `TowerInput`
-        patches, squares, vocab_size = tower.programs.patches, tower.programs.squares, spec.body.vocab_size
-        self._patches = _ImageProgram(patches, spec.num_patches, spec.num_windows, vocab_size, pool, isa)
-        self._squares = _ImageProgram(squares, spec.num_tokens, 1, 1, pool, isa)
+        self._levels: list[Floats] = []  # of this image, what the layers have made that `squares` read beside the last
+        self._tower = tower
+        programs, vocab_size = tower.programs, spec.body.vocab_size
+        self._patches = _ImageProgram(programs.patches, spec.num_patches, spec.num_windows, vocab_size, pool, isa)
+        self._squares = [_ImageProgram(plan, spec.squares_at_once, 1, 1, pool, isa) for plan in programs.squares]
 
     def prepare(self, sequences: Sequence[ScheduledSequence], seconds: float) -> frozenset[int]:
         """Compute the images of a step, one stage of the tower at least, then others until `seconds` have passed.
@@ -78,7 +80,7 @@ class ImageRunner:
         """Return the rows of an image, f32 [tokens, out_size], without the cache."""
         self._begun = None
         self._begin(image)
-        while not self._patches.advance():
+        while not self._advance():
             pass
         return self._finish()
 
@@ -92,7 +94,7 @@ class ImageRunner:
                 seconds = math.inf
             self._begin(image)
             self._begun = key
-        while not self._patches.advance():
+        while not self._advance():
             if time.perf_counter() - start >= seconds:
                 return False
         self._begun = None
@@ -107,19 +109,35 @@ class ImageRunner:
 
     def _begin(self, image: PlacedImage) -> None:
         pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, -1)
-        given = self.spec.input(pixels)
-        self._order = given.order
+        given = self._tower.input(pixels)
+        self._order, self._levels = given.order, []
         self._patches.begin(given)
+
+    def _advance(self) -> bool:
+        """Compute the next stage of the image; return whether it was the last one."""
+        layer = self._patches.next_stage
+        is_done = self._patches.advance()
+        if layer in self._tower.read_layers:
+            self._levels.append(self._patches.result(1))
+        return is_done
 
     def _finish(self) -> Floats:
         """Return the rows of the image whose patches are computed."""
-        squares = self._patches.result().reshape(-1, self.spec.square_columns)
-        no_ids, whole = np.zeros(len(squares), np.int32), np.array([0, len(squares)], np.int32)
-        self._squares.begin(TowerInput(squares, no_ids, (whole,)))
-        while not self._squares.advance():
-            pass
-        rows = self._squares.result()
+        patches = [self._patches.result(), *self._levels]
+        merged = [self._merge(program, of) for program, of in zip(self._squares, patches, strict=True)]
+        rows = np.concatenate(merged, axis=1)
         return rows if self._order is None else rows[self._order]
+
+    def _merge(self, program: _ImageProgram, patches: Floats) -> Floats:
+        """Return what one of the programs after the patches makes of them, [squares, columns]."""
+        squares, at_once = patches.reshape(-1, self.spec.square_columns), self.spec.squares_at_once
+        merged = []
+        for chunk in np.split(squares, range(at_once, len(squares), at_once)):
+            program.begin(TowerInput(chunk, np.zeros(len(chunk), np.int32), (np.array([0, len(chunk)], np.int32),)))
+            while not program.advance():
+                pass
+            merged.append(program.result())
+        return np.concatenate(merged)
 
     def _keep(self, key: Key, rows: Floats) -> None:
         self.num_encoded += 1
@@ -133,7 +151,8 @@ class _ImageProgram:
     """One program of a tower, for the rows of one image at a time."""
 
     def __init__(self, plan: ProgramPlan, max_rows: int, max_texts: int, vocab_size: int, pool: Pool, isa: str) -> None:
-        self._row_starts: list[Ints] = []  # of the stages that are left, the next one last
+        self.next_stage = 0
+        self._row_starts: Sequence[Ints] = ()  # of each stage
         self._num_rows = 0
         sizes = {"max_rows": max_rows, "max_texts": max_texts, "vocab_size": vocab_size}
         try:
@@ -143,24 +162,26 @@ class _ImageProgram:
                 f"the vision tower needs {plan.arena_bytes:,} bytes for an image, which the system does not give; use "
                 "a smaller model or more memory"
             ) from error
-        (given,), (result,) = plan.inputs, plan.results
-        self._input = self._program.view(given)  # [rows, padded columns]
-        self._result = self._program.view(result)
-        self._columns = result.columns
+        self._inputs = [self._program.view(given) for given in plan.inputs]  # [rows, padded columns] each
+        self._results = [self._program.view(result)[:, : result.columns] for result in plan.results]
 
     def begin(self, given: TowerInput) -> None:
         """Take an image, in place of one that is not done."""
-        self._num_rows, columns = given.patches.shape
-        self._input[: self._num_rows, :columns] = given.patches
-        self._input[: self._num_rows, columns:] = 0  # another value of the arena may have been there
-        self._row_starts = [*reversed(given.row_starts)]
+        self._num_rows = len(given.patches)
+        arrays = [given.patches] if given.positions is None else [given.patches, given.positions]
+        for memory, array in zip(self._inputs, arrays, strict=True):
+            columns = array.shape[1]
+            memory[: self._num_rows, :columns] = array
+            memory[: self._num_rows, columns:] = 0  # another value of the arena may have been there
+        self._row_starts, self.next_stage = given.row_starts, 0
         self._program.begin(given.token_ids, given.row_starts[0], rotary=given.rotary)
 
     def advance(self) -> bool:
         """Compute the next stage; return whether it was the last one."""
-        self._program.divide(self._row_starts.pop())
+        self._program.divide(self._row_starts[self.next_stage])
+        self.next_stage += 1
         return self._program.advance(1)
 
-    def result(self) -> Floats:
-        """Return a copy of the result, [rows, columns]."""
-        return self._result[: self._num_rows, : self._columns].copy()
+    def result(self, index: int = 0) -> Floats:
+        """Return a copy of one of the results, [rows, columns]."""
+        return self._results[index][: self._num_rows].copy()

@@ -16,6 +16,7 @@ from .spec import CHANNELS, Floats, TowerInput, normalised
 
 MAX_PATCH_SIZE = 1 << 10
 MAX_SCALE = 16
+MAX_SQUARES = 512  # that are merged at a time
 MAX_AREA = 1 << 26  # pixels of an image after resizing
 MAX_RATIO = 200  # of the longer to the shorter edge of an image
 ROPE = Rope(10_000.0)  # of rows, and of columns, each in half of a head
@@ -59,9 +60,19 @@ def read_sizes(processor: ConfigTable, max_tokens: int) -> ImageSizes:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Merger:
+    """Two layers that make a row of each square of patches, with GELU between them; names of tensors."""
+
+    up: str
+    down: str
+    layer: int = -1  # whose rows they take; -1: those of the last layer, normed, as the first merger does
+    norm: str | None = None  # of a square, before `up`
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicVisionSpec:
-    """A transformer over the patches of an image of any size, and two layers that make a row of each square of patches.
+    """A transformer over the patches of an image of any size, and layers that make a row of each square of patches.
 
     Heads are rotated by the row and the column of a patch. Patches are computed window by window, those of a square one
     after another. In some layers a patch sees its window only.
@@ -72,14 +83,26 @@ class DynamicVisionSpec:
     frames: int  # of a video that a patch has: those of an image are equal
     window: int  # squares of each side of a window; 0: all layers see the whole image
     sees_all: tuple[bool, ...]  # one per layer
-    out_size: int  # columns of a row: those of the text model's embedding
+    hidden_out: int  # columns of the text model's embedding
     image_token_id: int  # of the placeholder that stands for a row
     rescale: float  # as in `VisionSpec`
     mean: tuple[float, ...]
     std: tuple[float, ...]
     patch_embedding: str  # names of tensors, without `.weight` and `.bias`
     patch_bias: bool
-    merger: tuple[str, str]  # the layers after the transformer, with GELU between them
+    mergers: tuple[Merger, ...]  # what they make are the columns of a row, side by side
+    grid: int = 0  # learned positions of each side, between which those of patches are interpolated; 0: there are none
+    positions: str = ""  # name of their tensor
+
+    @property
+    def out_size(self) -> int:
+        """Columns of a row."""
+        return len(self.mergers) * self.hidden_out
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of the learned positions."""
+        return 4 * self.grid**2 * self.body.hidden_size
 
     @property
     def num_tokens(self) -> int:
@@ -90,6 +113,11 @@ class DynamicVisionSpec:
     def num_patches(self) -> int:
         """Patches of an image, at most."""
         return self.num_tokens * self.sizes.scale**2
+
+    @property
+    def squares_at_once(self) -> int:
+        """Squares of patches that a merger takes at a time."""
+        return min(self.num_tokens, MAX_SQUARES)
 
     @property
     def num_windows(self) -> int:
@@ -106,8 +134,8 @@ class DynamicVisionSpec:
         """Columns of a square of patches."""
         return self.sizes.scale**2 * self.body.hidden_size
 
-    def input(self, pixels: npt.NDArray[np.uint8]) -> TowerInput:
-        """Return the patches of an image whose sides are multiples of `sizes.block`."""
+    def input(self, pixels: npt.NDArray[np.uint8], learned: Floats | None = None) -> TowerInput:
+        """Return the patches of an image whose sides are multiples of `sizes.block`, with their `learned` positions."""
         scale, block = self.sizes.scale, self.sizes.block
         rows, columns = pixels.shape[0] // block, pixels.shape[1] // block
         order, counts = self._windows(rows, columns)
@@ -120,6 +148,9 @@ class DynamicVisionSpec:
             row_starts=tuple(whole if sees_all else windows for sees_all in self.sees_all),
             rotary=self._rotary(rows, columns)[order].reshape(num_patches, self.body.head_dim),
             order=np.argsort(order),
+            positions=None
+            if learned is None
+            else self._interpolated(learned, rows, columns)[order].reshape(num_patches, -1),
         )
 
     def _windows(self, rows: int, columns: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -149,3 +180,29 @@ class DynamicVisionSpec:
         cos, sin = np.split(table, 2, axis=1)
         turned = [cos[down], cos[across], sin[down], sin[across]]
         return np.concatenate(turned, axis=-1).reshape(rows * columns, scale**2, head_dim)
+
+    def _interpolated(self, learned: Floats, rows: int, columns: int) -> Floats:
+        """Return the position of each patch between the four next to it of `learned` [grid * grid, hidden].
+
+        The corners of the image are those of the grid. The result is f32 [squares, patches of a square, hidden].
+        """
+        scale, hidden = self.sizes.scale, self.body.hidden_size
+        table = learned.reshape(self.grid, self.grid, hidden)
+        left, right, after = _between(columns * scale, self.grid)
+        x = after[:, None]
+        out = np.empty((rows * scale, columns * scale, hidden), np.float32)
+        for row, (top, bottom, y) in enumerate(zip(*_between(rows * scale, self.grid), strict=True)):
+            above, below = table[top], table[bottom]
+            out[row] = above[left] * ((1 - y) * (1 - x)) + above[right] * ((1 - y) * x)
+            out[row] += below[left] * (y * (1 - x))
+            out[row] += below[right] * (y * x)
+        squares = out.reshape(rows, scale, columns, scale, hidden).transpose(0, 2, 1, 3, 4)
+        return squares.reshape(rows * columns, scale**2, hidden)
+
+
+def _between(count: int, grid: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Floats]:
+    """Return for `count` places along a `grid` the positions before and after each, and how far it is between them."""
+    step, index = np.float32((grid - 1) / max(count - 1, 1)), np.arange(count, dtype=np.float32)
+    places = np.where(index < count / 2, step * index, np.float32(grid - 1) - step * index[::-1])  # as in torch
+    before = np.minimum(places.astype(np.int64), grid - 1)
+    return before, np.minimum(before + 1, grid - 1), (places - before).astype(np.float32)

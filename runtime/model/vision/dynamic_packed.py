@@ -11,21 +11,30 @@ from ..encoder.emit import emit_blocks
 from ..encoder.weights import BertLayerWeights, NormWeights, build_layer, build_norm
 from ..program import ProgramBuilder, ProgramPlan
 from ..weights.packing import Part, Vector, WeightFactory
-from .dynamic import DynamicVisionSpec
+from .dynamic import DynamicVisionSpec, Merger
+
+
+@dataclass(frozen=True, slots=True)
+class MergerWeights:
+    """The weights of a `Merger`."""
+
+    norm: NormWeights | None  # [square_columns]
+    up: PackedMatrix  # [square_columns, square_columns]
+    up_bias: Vector
+    down: PackedMatrix  # [hidden_out, square_columns]
+    down_bias: Vector
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicVisionWeights:
-    """The weights of a tower and of the merger after it."""
+    """The weights of a tower and of its mergers."""
 
     patches: PackedMatrix  # [hidden, patch_columns]
     patch_bias: Vector | None
     first_norm: NormWeights
     layers: tuple[BertLayerWeights, ...]  # the last one has the norm after all layers
-    up: PackedMatrix  # [square_columns, square_columns]
-    up_bias: Vector
-    down: PackedMatrix  # [out_size, square_columns]
-    down_bias: Vector
+    mergers: tuple[MergerWeights, ...]
+    positions: Vector | None  # [grid * grid * hidden], learned ones
 
 
 def build_dynamic(spec: DynamicVisionSpec, dtype: PackedDtype, factory: WeightFactory) -> DynamicVisionWeights:
@@ -38,37 +47,56 @@ def build_dynamic(spec: DynamicVisionSpec, dtype: PackedDtype, factory: WeightFa
     def bias(name: str, size: int) -> Vector:
         return factory.vector(size, [Part(f"{name}.bias", (size,))])
 
-    (up, down), first = spec.merger, f"{names.layer.format(0)}{names.attention_norm}"
+    def merger(names: Merger) -> MergerWeights:
+        return MergerWeights(
+            norm=build_norm(names.norm, spec.square_columns, True, factory) if names.norm else None,
+            up=matrix(names.up, spec.square_columns, spec.square_columns),
+            up_bias=bias(names.up, spec.square_columns),
+            down=matrix(names.down, spec.hidden_out, spec.square_columns),
+            down_bias=bias(names.down, spec.hidden_out),
+        )
+
+    table = Part(f"{spec.positions}.weight", (spec.grid**2, body.hidden_size))
+    first = f"{names.layer.format(0)}{names.attention_norm}"
     return DynamicVisionWeights(
         patches=matrix(spec.patch_embedding, body.hidden_size, spec.patch_columns),
         patch_bias=bias(spec.patch_embedding, body.hidden_size) if spec.patch_bias else None,
         first_norm=build_norm(first, body.hidden_size, body.norm_bias, factory),
         layers=tuple(build_layer(body, layer, dtype, factory) for layer in range(body.num_layers)),
-        up=matrix(up, spec.square_columns, spec.square_columns),
-        up_bias=bias(up, spec.square_columns),
-        down=matrix(down, spec.out_size, spec.square_columns),
-        down_bias=bias(down, spec.out_size),
+        mergers=tuple(map(merger, spec.mergers)),
+        positions=factory.vector(spec.grid**2 * body.hidden_size, [table]) if spec.grid else None,
     )
 
 
 def emit_dynamic_patches(spec: DynamicVisionSpec, weights: DynamicVisionWeights, keys_values: KVDtype) -> ProgramPlan:
-    """Emit layers(patches). The texts of a step are the windows of an image, or the image."""
+    """Emit layers(positions + patches). The texts of a step are the windows of an image, or the image.
+
+    The second result is the residual stream, which mergers may read after any layer.
+    """
     body, norm = spec.body, weights.first_norm
     builder = ProgramBuilder(spec.num_patches, spec.num_windows, keys_values)
     patches = builder.input("patches", spec.patch_columns)
     patches = builder.convert(patches, INPUT_DTYPES[weights.patches.dtype])
-    x = builder.linear(patches, weights.patches, weights.patch_bias, "residual")
+    if spec.grid:
+        x = builder.input("positions", body.hidden_size)
+        builder.linear_add(patches, weights.patches, weights.patch_bias, x)
+    else:
+        x = builder.linear(patches, weights.patches, weights.patch_bias, "residual")
     dtype = INPUT_DTYPES[weights.layers[0].qkv.dtype]
     normed = builder.norm_rows(x, body.norm_kind, norm.weight, norm.bias, body.norm_eps, dtype)
     no_tables = (None,) * body.num_layers
-    return builder.build(emit_blocks(builder, body, weights.layers, x, normed, no_tables, rotary_dim=body.head_dim))
+    return builder.build(emit_blocks(builder, body, weights.layers, x, normed, no_tables, rotary_dim=body.head_dim), x)
 
 
-def emit_dynamic_squares(spec: DynamicVisionSpec, weights: DynamicVisionWeights) -> ProgramPlan:
-    """Emit down(gelu(up(squares)))."""
-    builder = ProgramBuilder(spec.num_tokens, 1)
-    squares = builder.input("squares", spec.square_columns)
-    squares = builder.convert(squares, INPUT_DTYPES[weights.up.dtype])
+def emit_merger(spec: DynamicVisionSpec, weights: MergerWeights) -> ProgramPlan:
+    """Emit down(gelu(up(norm(squares)))), for some squares of an image at a time."""
+    builder = ProgramBuilder(spec.squares_at_once, 1)
+    squares, dtype = builder.input("squares", spec.square_columns), INPUT_DTYPES[weights.up.dtype]
+    if weights.norm is None:
+        squares = builder.convert(squares, dtype)
+    else:
+        norm = weights.norm
+        squares = builder.norm_rows(squares, "layer", norm.weight, norm.bias, spec.body.norm_eps, dtype)
     dtype = INPUT_DTYPES[weights.down.dtype]
     squares = builder.activated(squares, weights.up, weights.up_bias, spec.square_columns, "gelu", dtype)
     return builder.build(builder.linear(squares, weights.down, weights.down_bias, "image rows"))

@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from ....kernels import scratch_nbytes
 from ....kernels.ops import INPUT_DTYPES, KVDtype
 from ....kernels.ops import WeightDtype as PackedDtype
@@ -25,8 +28,8 @@ from ..weights.packing import Part, Vector, WeightFactory, WeightPlanner, pack_b
 from ..weights.safetensors import SafetensorsCheckpoint
 from ..weights.tensors import check_built
 from .dynamic import DynamicVisionSpec
-from .dynamic_packed import DynamicVisionWeights, build_dynamic, emit_dynamic_patches, emit_dynamic_squares
-from .spec import VisionSpec
+from .dynamic_packed import DynamicVisionWeights, build_dynamic, emit_dynamic_patches, emit_merger
+from .spec import TowerInput, VisionSpec
 
 _TOWER = re.compile(r"^model\.visual\.")  # of Qwen's towers, in files of transformers 5
 TOWER_DTYPES: dict[WeightDtype, PackedDtype] = {"auto": "bf16", "q4": "q8", "bf16": "bf16", "q8": "q8", "f32": "f32"}
@@ -46,10 +49,15 @@ class VisionWeights:
 
 @dataclass(frozen=True, slots=True)
 class TowerPrograms:
-    """The programs of one image. Each has one input, which the caller writes, and one result."""
+    """The programs of one image, with inputs that the caller writes.
 
-    patches: ProgramPlan  # f32 [num_patches, patch_columns] -> f32 [num_patches, hidden]
-    squares: ProgramPlan  # f32 [num_tokens, square_columns] -> f32 [num_tokens, out_size]
+    The rows of an image are the results of all `squares`, side by side.
+    """
+
+    # f32 [num_patches, patch_columns], learned positions if the caller adds them -> f32 [num_patches, hidden], and the
+    # residual stream where mergers read it
+    patches: ProgramPlan
+    squares: tuple[ProgramPlan, ...]  # each f32 [squares at a time, square_columns] -> f32 [squares, columns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,19 @@ class PackedTower:
     spec: VisionSpec | DynamicVisionSpec
     weights: VisionWeights | DynamicVisionWeights
     programs: TowerPrograms
+
+    @property
+    def read_layers(self) -> tuple[int, ...]:
+        """Layers whose rows the programs after the first of `squares` take, in this order."""
+        mergers = self.spec.mergers[1:] if isinstance(self.spec, DynamicVisionSpec) else ()
+        return tuple(merger.layer for merger in mergers)
+
+    def input(self, pixels: npt.NDArray[np.uint8]) -> TowerInput:
+        """Return an image [height, width, 3] as the first program takes it."""
+        if isinstance(self.spec, DynamicVisionSpec):
+            assert isinstance(self.weights, DynamicVisionWeights), "a spec and its weights are of one kind"
+            return self.spec.input(pixels, self.weights.positions)
+        return self.spec.input(pixels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +119,10 @@ def plan_tower_memory(
     planner = WeightPlanner()
     programs = _emit(spec, _build(spec, TOWER_DTYPES[dtype], planner), KEYS_VALUES[dtype])
     scratch = scratch_nbytes(spec.body.head_dim, workers, programs.patches.ops)
-    scratch += scratch_nbytes(2, workers, programs.squares.ops)
+    scratch += sum(scratch_nbytes(2, workers, plan.ops) for plan in programs.squares)
     return VisionMemoryPlan(
-        weights_bytes=planner.nbytes.total(),
-        buffers_bytes=programs.patches.arena_bytes + programs.squares.arena_bytes + scratch,
+        weights_bytes=planner.nbytes.total() + (spec.position_bytes if isinstance(spec, DynamicVisionSpec) else 0),
+        buffers_bytes=programs.patches.arena_bytes + sum(plan.arena_bytes for plan in programs.squares) + scratch,
         cache_bytes=max(max_cache_bytes, spec.num_tokens * spec.out_size * 4),
     )
 
@@ -145,9 +166,10 @@ def _emit(
 ) -> TowerPrograms:
     if isinstance(spec, DynamicVisionSpec):
         assert isinstance(weights, DynamicVisionWeights), "a spec and its weights are of one kind"
-        return TowerPrograms(emit_dynamic_patches(spec, weights, keys_values), emit_dynamic_squares(spec, weights))
+        mergers = tuple(emit_merger(spec, merger) for merger in weights.mergers)
+        return TowerPrograms(emit_dynamic_patches(spec, weights, keys_values), mergers)
     assert isinstance(weights, VisionWeights), "a spec and its weights are of one kind"
-    return TowerPrograms(_emit_patches(spec, weights, keys_values), _emit_squares(spec, weights))
+    return TowerPrograms(_emit_patches(spec, weights, keys_values), (_emit_squares(spec, weights),))
 
 
 def _emit_patches(spec: VisionSpec, weights: VisionWeights, keys_values: KVDtype) -> ProgramPlan:

@@ -1,19 +1,23 @@
-"""The reading of Qwen's towers: Qwen2.5-VL."""
+"""The reading of Qwen's towers: those of Qwen2.5-VL and Qwen3-VL."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..config_json import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, ConfigTable
+from ..encoder.bert import ACTIVATIONS
 from ..encoder.family import read_named
 from ..encoder.spec import BertSpec, EncoderNames, MlpActivation
-from .dynamic import DynamicVisionSpec, ImageSizes, read_sizes
+from .dynamic import DynamicVisionSpec, ImageSizes, Merger, read_sizes
 from .processor_files import read_normalisation
 from .spec import CHANNELS
 
 MAX_FRAMES = 16
 MAX_WINDOW = 1 << 16  # pixels of a side
-ACTIVATIONS: dict[str, MlpActivation] = {"silu": "silu"}
+GATED: dict[str, MlpActivation] = {"silu": "silu"}
 QWEN2_5_DEFAULTS: dict[str, Any] = {  # of transformers' config class
     "depth": 32,
     "hidden_size": 3584,
@@ -27,6 +31,20 @@ QWEN2_5_DEFAULTS: dict[str, Any] = {  # of transformers' config class
     "out_hidden_size": 3584,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
+QWEN3_DEFAULTS: dict[str, Any] = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+MAX_POSITIONS = 1 << 20  # learned ones
 # OpenAI CLIP's means and divisors of pixels, where the processor's file does not say.
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 NORM_EPS = 1e-6  # of all norms; config.json does not say
@@ -42,19 +60,73 @@ def read_qwen2_5_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int
     if not window:
         raise vision.refused("window_size", f"at least the {sizes.block} pixels of a square of patches")
     return DynamicVisionSpec(
-        body=_read_body(vision, layers),
+        body=_read_body(vision, layers, GATED),
         sizes=sizes,
         frames=vision.integer("temporal_patch_size", 1, MAX_FRAMES),
         window=window,
         sees_all=_read_full_layers(vision, layers),
-        out_size=vision.integer("out_hidden_size", 1, MAX_WIDTH),
+        hidden_out=vision.integer("out_hidden_size", 1, MAX_WIDTH),
         image_token_id=config.integer("image_token_id", 0, MAX_VOCAB, 151_655),
         patch_embedding="visual.patch_embed.proj",
         patch_bias=False,
-        merger=("visual.merger.mlp.0", "visual.merger.mlp.2"),
+        mergers=(Merger("visual.merger.mlp.0", "visual.merger.mlp.2"),),
         rescale=rescale,
         mean=mean,
         std=std,
+    )
+
+
+def read_qwen3_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int) -> DynamicVisionSpec:
+    """Read the tower of a `Qwen3VLForConditionalGeneration`."""
+    vision = config.table("vision_config").with_defaults(QWEN3_DEFAULTS)
+    sizes, layers = _read_sizes(vision, processor, max_tokens), vision.integer("depth", 1, MAX_LAYERS)
+    num_positions = vision.integer("num_position_embeddings", 1, MAX_POSITIONS)
+    if math.isqrt(num_positions) ** 2 != num_positions:
+        raise vision.refused("num_position_embeddings", "the square of an integer")
+    rescale, mean, std = read_normalisation(processor, MEAN, STD)
+    body = _read_body(vision, layers, ACTIVATIONS)
+    return DynamicVisionSpec(
+        body=replace(
+            body,
+            family="qwen3_vl",
+            gated=False,
+            norm_kind="layer",
+            norm_bias=True,
+            names=replace(body.names, up=("mlp.linear_fc1",), down="mlp.linear_fc2", final_norm="visual.merger.norm"),
+        ),
+        sizes=sizes,
+        frames=vision.integer("temporal_patch_size", 1, MAX_FRAMES),
+        window=0,
+        sees_all=(True,) * layers,
+        hidden_out=vision.integer("out_hidden_size", 1, MAX_WIDTH),
+        image_token_id=config.integer("image_token_id", 0, MAX_VOCAB, 151_655),
+        rescale=rescale,
+        mean=mean,
+        std=std,
+        patch_embedding="visual.patch_embed.proj",
+        patch_bias=True,
+        mergers=_read_mergers(vision, layers),
+        grid=math.isqrt(num_positions),
+        positions="visual.pos_embed",
+    )
+
+
+def _read_mergers(vision: ConfigTable, layers: int) -> tuple[Merger, ...]:
+    """Return the merger after the last layer, and those of DeepStack."""
+    levels = vision.values.get("deepstack_visual_indexes")
+    if (
+        not isinstance(levels, list)
+        or any(isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < layers for each in levels)
+        or sorted(set(levels)) != levels
+    ):
+        raise vision.refused("deepstack_visual_indexes", f"a list of layers from 0 to {layers - 1} in ascending order")
+    prefix = "visual.deepstack_merger_list.{}."
+    return (
+        Merger("visual.merger.linear_fc1", "visual.merger.linear_fc2"),
+        *(
+            Merger(f"{start}linear_fc1", f"{start}linear_fc2", level, f"{start}norm")
+            for start, level in ((prefix.format(index), level) for index, level in enumerate(levels))
+        ),
     )
 
 
@@ -70,7 +142,7 @@ def _read_sizes(vision: ConfigTable, processor: ConfigTable, max_tokens: int) ->
     return sizes
 
 
-def _read_body(vision: ConfigTable, layers: int) -> BertSpec:
+def _read_body(vision: ConfigTable, layers: int, activations: Mapping[str, MlpActivation]) -> BertSpec:
     hidden = vision.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = vision.integer("num_heads", 1, MAX_HEADS)
     if hidden % (4 * num_heads) or hidden // num_heads > MAX_HEAD_DIM:
@@ -86,7 +158,7 @@ def _read_body(vision: ConfigTable, layers: int) -> BertSpec:
         intermediate_size=vision.integer("intermediate_size", 1, MAX_WIDTH),
         norm_eps=NORM_EPS,
         max_position_embeddings=1,
-        activation=read_named(vision, "hidden_act", ACTIVATIONS),
+        activation=read_named(vision, "hidden_act", activations),
         gated=True,
         ropes=(None,) * layers,
         windows=(0,) * layers,

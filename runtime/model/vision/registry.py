@@ -24,7 +24,7 @@ from ..encoder.spec import BertSpec, EncoderNames
 from ..files import is_gguf
 from .dynamic import DynamicVisionSpec
 from .processor_files import read_normalisation, read_processor
-from .qwen import read_qwen2_5_vl
+from .qwen import read_qwen2_5_vl, read_qwen3_vl
 from .spec import CHANNELS, VisionSpec
 
 MAX_IMAGE_SIZE = 1 << 12  # pixels of a side
@@ -150,4 +150,6 @@ READERS: Mapping[str, Callable[[ConfigTable, ConfigTable], VisionSpec]] = {
 DYNAMIC_READERS: Mapping[str, Callable[[ConfigTable, ConfigTable, int], DynamicVisionSpec]] = {
     "Qwen2_5_VLForConditionalGeneration": read_qwen2_5_vl,
     "qwen2_5_vl": read_qwen2_5_vl,
+    "Qwen3VLForConditionalGeneration": read_qwen3_vl,
+    "qwen3_vl": read_qwen3_vl,
 }

@@ -28,6 +28,7 @@ class TowerInput:
     row_starts: tuple[Ints, ...]  # one per layer: the first patch of each group that sees itself, and the end
     rotary: Floats | None = None  # [patches, head_dim]: cosines and sines; None: heads are not rotated
     order: npt.NDArray[np.int64] | None = None  # [rows]: which of the computed rows each row is; None: the same
+    positions: Floats | None = None  # [patches, hidden]: what is added to the embeddings of patches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,11 @@ class VisionSpec:
     def num_tokens(self) -> int:
         """Rows that an image becomes."""
         return self.num_patches // self.scale**2
+
+    @property
+    def squares_at_once(self) -> int:
+        """Squares of patches that become rows in one step: all."""
+        return self.num_tokens
 
     @property
     def num_windows(self) -> int:

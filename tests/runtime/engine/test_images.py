@@ -15,6 +15,7 @@ from quire.runtime.common.prompts import PromptImage
 from quire.runtime.engine import StepStats
 from quire.runtime.engine import input as engine_input
 from quire.runtime.engine.facade import SilentObserver
+from quire.runtime.model import read_spec
 from quire.runtime.model.runner import SamplingSpec
 from quire.runtime.workers.engine_link import TO_ENGINE, AddRequests, as_read
 from quire.scheduler import RequestSpec, planning
@@ -112,8 +113,9 @@ def test_preemption_leaves_the_tokens_as_they_are(
     golden: GoldenImages, prompt: list[int], images: list[PromptImage], wanted: tuple[int, ...]
 ) -> None:
     params = SamplingParams(max_tokens=60, ignore_eos=True)
-    pages = 2 * -(-len(prompt) // 16) + 2  # of 8 KiB: two prompts run
-    options = {**OPTIONS, "kv_cache_memory": pages << 13, "max_model_len": 150, "enable_prefix_caching": False}
+    pages = 2 * -(-len(prompt) // 16) + 2  # of 4 KiB per layer: two prompts run
+    page_bytes = read_spec(golden.folder).num_layers << 12
+    options = {**OPTIONS, "kv_cache_memory": pages * page_bytes, "max_model_len": 150, "enable_prefix_caching": False}
     with LLM(golden.folder, **options) as llm:
         alone = llm.generate(prompt, params, [images])[0].token_ids
         assert alone[:8] == wanted

@@ -103,6 +103,47 @@ def test_a_tower_that_cannot_be_run_is_refused(
     assert fault in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("edit", "fault"),
+    [
+        ({"num_position_embeddings": 24}, "vision_config.num_position_embeddings is 24; it must be the square"),
+        ({"deepstack_visual_indexes": [2, 0]}, "vision_config.deepstack_visual_indexes is [2, 0]; it must be a list"),
+        ({"deepstack_visual_indexes": [0, 4]}, "a list of layers from 0 to 3 in ascending order"),
+        ({"deepstack_visual_indexes": [1, 1]}, "deepstack_visual_indexes"),
+        ({"deepstack_visual_indexes": 2}, "deepstack_visual_indexes"),
+        ({"hidden_act": "silu"}, "vision_config.hidden_act"),
+    ],
+)
+def test_a_tower_of_qwen3_that_cannot_be_run_is_refused(
+    model_folder: Callable[..., Path], edit: dict[str, Any], fault: str
+) -> None:
+    folder = model_folder("qwen3_vl", lambda config: config["vision_config"].update(edit))
+    with pytest.raises(UnsupportedModel) as error:
+        read_vision(folder)
+    assert fault in str(error.value)
+
+
+def test_more_levels_than_text_layers_are_refused(model_folder: Callable[..., Path]) -> None:
+    folder = model_folder("qwen3_vl", lambda config: config["text_config"].update(num_hidden_layers=1))
+    with pytest.raises(UnsupportedModel, match=r"deepstack_visual_indexes .* a list of at most 1 layers of the tower"):
+        read_spec(folder)
+
+
+def test_positions_are_between_the_learned_ones(goldens: Path) -> None:
+    """The learned positions of a 5 x 5 grid say where they are, so those of patches can be read from them."""
+    spec = spec_of(goldens / "qwen3_vl")
+    learned = np.zeros((5, 5, spec.body.hidden_size), np.float32)
+    learned[..., 0], learned[..., 1] = np.arange(5)[:, None], np.arange(5)
+    for rows, columns in ((1, 1), (3, 5), (8, 1)):
+        given = spec.input(np.zeros((8 * rows, 8 * columns, 3), np.uint8), learned.reshape(25, -1))
+        assert given.positions is not None
+        places = (
+            given.positions.reshape(rows, columns, 2, 2, -1).transpose(0, 2, 1, 3, 4).reshape(2 * rows, 2 * columns, -1)
+        )
+        assert np.allclose(places[..., 0], np.linspace(0, 4, 2 * rows)[:, None], atol=1e-5)
+        assert np.allclose(places[..., 1], np.linspace(0, 4, 2 * columns), atol=1e-5)
+
+
 @pytest.mark.parametrize("sections", [None, [2, 3], [2, 3, 4], [2, 3, 3.0], [-2, 5, 5], "2, 3, 3"])
 def test_sections_that_do_not_fill_a_head_are_refused(model_folder: Callable[..., Path], sections: Any) -> None:
     folder = model_folder(

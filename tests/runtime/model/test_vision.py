@@ -109,8 +109,9 @@ def test_numbers_that_are_not_finite_stay_in_their_image(golden: tuple[Path, Any
     """The padding of the input is zero, whatever the arena held before."""
     folder, data = golden
     runner = runner_of(folder)
-    for program in (runner._patches, runner._squares):
-        program._input.fill(np.nan)
+    for program in (runner._patches, *runner._squares):
+        for memory in program._inputs:
+            memory.fill(np.nan)
     assert distance(runner.encode(placed(data["pixels"][0])), data["rows"][0]) < 2e-4
 
 
@@ -307,7 +308,7 @@ def test_the_plan_is_what_packing_and_running_take(golden: tuple[Path, Any], wei
     plan = plan_tower_memory(spec, weights, 1 << 20, workers=2)
     programs = tower.programs
     assert plan.cache_bytes == 1 << 20
-    assert plan.buffers_bytes > programs.patches.arena_bytes + programs.squares.arena_bytes
+    assert plan.buffers_bytes > programs.patches.arena_bytes + sum(each.arena_bytes for each in programs.squares)
     assert plan_tower_memory(spec, weights, 0, workers=2).cache_bytes == spec.num_tokens * spec.out_size * 4
     config = EngineConfig(model=str(folder), weights=weights, image_cache_memory=1 << 20, threads=2)
     memory = decide_capacity(config, read_spec(folder)).memory
