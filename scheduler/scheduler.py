@@ -19,15 +19,16 @@ from dataclasses import dataclass, field, replace
 from ..pager import Pager, check
 from .admission import AdmissionEstimate, DuplicateRequest, QueueFull, SchedulerConfig, StepMismatch
 from .budget import Budget, WaitForecast
+from .committing import Committer
 from .cost import CostModel
 from .encoding import EncoderLimits, EncoderPlanner, EncoderStats
-from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
+from .plan import SampledToken, StepPlan, StepResult
 from .planning import Planner
 from .policy import FirstComeFirstServed, Policy
 from .queue import DeadlineHeap, RequestQueue
 from .request import EncodeRequest, Ending, FinishReason, QueuedRequest, Request, RequestUpdate, State
 from .running_batch import RunningBatch, table_of
-from .speculative import Speculator, accept_samples
+from .speculative import Speculator
 
 DEADLINE_PASSED = "the request's deadline passed"  # the error of a request that `expire` ended
 LEARNING_STRIDE = 4  # the cost model learns from every step with prefill, and from one in 4 without
@@ -98,6 +99,7 @@ class Scheduler:
         self._planner = Planner(
             self._batch, self._queue, budget, self._speculator, config, clock, self._cost, self._encoder
         )
+        self._committer = Committer(self._batch, self._queue, pager, self._speculator, self._end)
         self._clock = clock
         self._debug = os.environ.get("QUIRE_DEBUG") == "1" if debug is None else debug
 
@@ -107,7 +109,6 @@ class Scheduler:
         self._endings: dict[int, Ending] = {}  # of requests in flight that `finish` was called for
         self._num_arrived = 0
         self._num_finished_steps = 0
-        self._recomputed_tokens = 0
 
     # Adding and ending requests.
 
@@ -199,22 +200,7 @@ class Scheduler:
         """
         plan = self._match(result)
         now = self._clock()
-        sampled, start = result.sampled, 0
-        updates: list[RequestUpdate | None] = []
-        beam_samples: dict[int, list[SampledToken]] = {}  # by the id of the search
-        for row in plan.sequences:
-            samples = sampled[start : start + row.num_samples]
-            start += row.num_samples
-            request = self._batch.requests[row.request_id]
-            if row.request_id in result.deferred:
-                updates.append(self._defer_row(request, row))
-            elif samples and request.in_search:
-                search = request.beam_parent or request
-                beam_samples.setdefault(search.request_id, []).extend(samples)
-            else:
-                updates.append(self._commit_row(request, row, samples, now))
-        for parent_id, samples_of_beams in beam_samples.items():
-            updates.append(self._commit_beams(self._requests[parent_id], samples_of_beams, now))
+        updates = self._committer.commit(plan, result, self._endings, now)
         if plan.sequences and not result.deferred:
             self._learn(result.duration_s)
         if self._encoder is not None:
@@ -304,7 +290,7 @@ class Scheduler:
             prefix_hits_tokens=pager.prefix_hit_tokens,
             preemptions=batch.num_preemptions,
             preemptions_spilled=batch.num_spilled,
-            recomputed_tokens=self._recomputed_tokens,
+            recomputed_tokens=self._committer.recomputed_tokens,
             draft_tokens=self._speculator.num_draft_tokens,
             accepted_draft_tokens=self._speculator.num_accepted_tokens,
             steps_over_itl_target=self._planner.num_itl_overruns,
@@ -372,80 +358,6 @@ class Scheduler:
         if len(plan.encoder) != len(result.encoder):
             raise StepMismatch(f"step {result.step_id} must have {len(plan.encoder)} results of the encoder")
         return plan
-
-    def _commit_row(
-        self, request: Request, row: ScheduledSequence, samples: Sequence[SampledToken], now: float
-    ) -> RequestUpdate | None:
-        tokens: Sequence[SampledToken] = ()
-        was_decoding = request.state is State.DECODE
-        ending = self._endings.pop(row.request_id, None) if self._endings else None
-        if ending is None:
-            tokens, ending = accept_samples(request, row, samples, now)
-        if was_decoding:
-            self._policy.served(request, 0, len(tokens))
-        else:
-            self._policy.served(request, len(row.token_ids), 0)
-        refused = samples[len(tokens)] if len(tokens) < len(samples) else None
-        if refused is not None and refused.error is not None and ending is not None:
-            return self._end(request, ending, tokens)  # its pages may hold NaN: do not put them in the prefix cache
-        table = table_of(request)
-        computed = min(table.num_tokens, len(request.token_ids) - bool(tokens))
-        is_deferred = refused is not None and refused.is_deferred
-        if is_deferred:
-            computed = len(request.token_ids) - 1  # the last token again: its row has no sample yet
-        if is_deferred or len(samples) > 1:
-            computed = self._speculator.resolve(request, samples, tokens, computed, now)
-        if tokens and (tokens[-1].forced or request.forced):
-            self._speculator.expect(request, tokens[-1].forced)
-        self._recomputed_tokens += request.note_computed(computed)
-        self._pager.commit(table, request.token_ids)
-        if ending is not None:
-            return self._end(request, ending, tokens)
-        if self._batch.is_protected(request):
-            self._batch.secure(request)
-        if tokens and not was_decoding:
-            request.enter(State.DECODE, now)
-            self._queue.release_forks(request)
-        return RequestUpdate(request.request_id, tuple(tokens)) if tokens else None
-
-    def _defer_row(self, request: Request, row: ScheduledSequence) -> RequestUpdate | None:
-        """Take back the slots of tokens that were not computed; a later step computes them."""
-        table_of(request).rollback(row.first_position)
-        ending = self._endings.pop(row.request_id, None)
-        if ending is not None:
-            return self._end(request, ending)
-        if self._batch.is_protected(request):
-            self._batch.secure(request)
-        return None
-
-    def _commit_beams(self, parent: Request, samples: Sequence[SampledToken], now: float) -> RequestUpdate | None:
-        """Advance a search by one step of all its beams: fork the surviving beams, release the pages of the others."""
-        search, beams = parent.beam, self._batch.beams_of(parent)
-        assert search is not None, "only a search has beams"
-        error = next((sample.error for sample in samples if sample.error is not None), None)
-        ending = self._endings.pop(parent.request_id, None) or (None if error is None else Ending(error=error))
-        if ending is not None:
-            return self._end(parent, ending)
-        is_deferred = any(sample.is_deferred for sample in samples)
-        for beam in beams:
-            if is_deferred:  # all beams compute their last token again: the search goes on with the samples of all
-                table_of(beam).rollback(len(beam.token_ids) - 1)
-            self._recomputed_tokens += beam.note_computed(table_of(beam).num_tokens)
-            self._pager.commit(table_of(beam), beam.token_ids)
-        self._policy.served(parent, 0, len(beams))
-        if is_deferred:
-            self._batch.secure(parent)
-            return None
-        spec = parent.spec
-        survivors = search.advance(samples, spec.stop_token_ids, spec.min_tokens, spec.max_tokens)
-        if parent.state is State.PREFILL:
-            parent.first_token_time = now
-            parent.enter(State.DECODE, now)
-        if search.is_done:
-            parent.hypotheses = search.results
-            return self._end(parent, Ending(parent.hypotheses[0].finish_reason))
-        self._batch.fork_beams(parent, survivors, now)
-        return None
 
     def _learn(self, seconds: float) -> None:
         load = self._planner.load

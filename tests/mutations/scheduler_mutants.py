@@ -3,8 +3,8 @@
 from mutant import Mutant
 
 TESTS = "tests/scheduler"
-SCHEDULER, QUEUE, BATCH, POLICY, PLANNING = (
-    f"scheduler/{name}.py" for name in ("scheduler", "queue", "running_batch", "policy", "planning")
+SCHEDULER, QUEUE, BATCH, POLICY, PLANNING, COMMITTING = (
+    f"scheduler/{name}.py" for name in ("scheduler", "queue", "running_batch", "policy", "planning", "committing")
 )
 DRAFTS, BEAM, LOOP, REQUEST, COST, BUDGET, ENCODING = (
     f"scheduler/{name}.py" for name in ("speculative", "beam", "engine_loop", "request", "cost", "budget", "encoding")
@@ -12,25 +12,25 @@ DRAFTS, BEAM, LOOP, REQUEST, COST, BUDGET, ENCODING = (
 
 MUTANTS = [
     Mutant(
-        SCHEDULER,
+        COMMITTING,
         "        self._policy.served(parent, 0, len(beams))\n",
         "",
         "beams cost their tenant nothing",
     ),
     Mutant(
-        SCHEDULER,
+        COMMITTING,
         "        self._policy.served(parent, 0, len(beams))\n",
         "        self._policy.served(parent, 0, 1)\n",
         "a search of eight beams costs its tenant as much as one sequence",
     ),
     Mutant(
-        SCHEDULER,
+        COMMITTING,
         "self._policy.served(request, len(row.token_ids), 0)",
         "self._policy.served(request, 0, len(tokens))",
         "long prompts cost their tenant nothing",
     ),
     Mutant(
-        SCHEDULER,
+        COMMITTING,
         "self._policy.served(request, 0, len(tokens))",
         "self._policy.served(request, 0, 1)",
         "accepted draft tokens cost their tenant nothing",
@@ -66,19 +66,19 @@ MUTANTS = [
         "a request that reached its deadline is reported as cancelled if it is cancelled in the same step",
     ),
     Mutant(
-        SCHEDULER,
-        "        ending = self._endings.pop(row.request_id, None) if self._endings else None\n",
-        "        ending = self._endings.get(row.request_id) if self._endings else None\n",
+        COMMITTING,
+        "        ending = endings.pop(row.request_id, None) if endings else None\n",
+        "        ending = endings.get(row.request_id) if endings else None\n",
         "a later request with the id of a cancelled one ends at its first token",
     ),
     Mutant(
-        SCHEDULER,
+        COMMITTING,
         "            return self._end(request, ending, tokens)  # its pages may hold NaN",
         "            pass  # its pages may hold NaN",
         "pages with NaN go into the prefix cache and end later requests",
     ),
     Mutant(
-        SCHEDULER,
+        COMMITTING,
         "            request.enter(State.DECODE, now)\n            self._queue.release_forks(request)",
         "            request.enter(State.DECODE, now)",
         "samples wait until the first sample has ended",
@@ -96,13 +96,13 @@ MUTANTS = [
         "predicted waits ignore how long outputs are",
     ),
     Mutant(
-        SCHEDULER,
+        COMMITTING,
         "            parent.first_token_time = now\n",
         "",
         "a beam search has no time to first token",
     ),
     Mutant(
-        SCHEDULER,
+        COMMITTING,
         "        if self._batch.is_protected(request):\n            self._batch.secure(request)\n        if tokens",
         "        if tokens",
         "a protected request uses up its reservation, and then cannot grow",
@@ -422,9 +422,9 @@ MUTANTS = [
         "a request that was cancelled during a step that failed ends as failed, and the next one with its id is cancelled",
     ),
     Mutant(
-        "scheduler/scheduler.py",
-        "self._endings.pop(parent.request_id, None) or (",
-        "self._endings.get(parent.request_id) or (",
+        COMMITTING,
+        "endings.pop(parent.request_id, None) or (",
+        "endings.get(parent.request_id) or (",
         "the end of a cancelled search is kept, and ends a later request with its id",
     ),
     Mutant(
@@ -506,19 +506,19 @@ MUTANTS = [
         "only the first deadline ends a request while no step runs",
     ),
     Mutant(
-        "scheduler/scheduler.py",
+        COMMITTING,
         "computed = len(request.token_ids) - 1  # the last token again: its row has no sample yet",
         "pass",
         "a deferred sample is never computed",
     ),
     Mutant(
-        "scheduler/scheduler.py",
+        COMMITTING,
         "                table_of(beam).rollback(len(beam.token_ids) - 1)\n",
         "                pass\n",
         "a beam search whose mask was late never goes on",
     ),
     Mutant(
-        "scheduler/scheduler.py",
+        COMMITTING,
         "self._speculator.expect(request, tokens[-1].forced)",
         "self._speculator.expect(request, tokens[0].forced)",
         "draft tokens of a grammar are those of an earlier position",
