@@ -1,8 +1,9 @@
 """One engine: requests in, streams of text out. The server and `LLM` use it through `facade.EngineFacade`."""
 
 from .bits import models_digest
+from .build import load_texts
 from .core import Core, CoreListener, Prefilled
-from .engine import Engine, LocalEngine, load_texts
+from .engine import Engine, LocalEngine
 from .engine_core import EngineCore
 from .facade import (
     CoreInfo,

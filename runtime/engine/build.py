@@ -1,4 +1,4 @@
-"""Load the models that the configuration names, and build the pager and the scheduler for them."""
+"""Load the models that the configuration names, and what reads their texts; build the pager and the scheduler."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ...pager import Pager, SpillFile, SpillUnavailable
@@ -26,11 +27,16 @@ from ...scheduler import (
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..model import model_path
-from ..model.encoder import is_encoder
+from ..model.encoder import is_encoder, read_encoder
 from ..model.runner import ModelRunner, load_model
 from ..model.runner.encoder_runner import EncoderRunner, load_encoder
+from ..model.vision import read_vision
+from .text import Tokenizer
+from .text.encoder_text import EncoderText
+from .text_processor import TextProcessor
 
 if TYPE_CHECKING:
+    from .images import ImageReader
     from .kv_events import KVEventPublisher
 
 R = TypeVar("R", bound=QueuedRequest)
@@ -53,6 +59,20 @@ def load_models(config: EngineConfig, stop: threading.Event) -> tuple[ModelRunne
     except BaseException:
         runner.close()
         raise
+
+
+def load_texts(config: EngineConfig) -> tuple[TextProcessor, EncoderText | None]:
+    """Return what makes token ids of texts, for the model that generates and for the encoder. Raises ModelError."""
+    path = model_path(config.model)
+    if is_encoder(path):
+        texts = EncoderText(path, read_encoder(path))
+        return TextProcessor(texts.tokenizer, None), texts
+    text_processor = TextProcessor.load(path, config.tool_call_parser)
+    text_processor.image_reader = _load_image_reader(path, text_processor.tokenizer, config)
+    if config.embedding_model is None:
+        return text_processor, None
+    path = model_path(config.embedding_model)
+    return text_processor, EncoderText(path, read_encoder(path))
 
 
 def build_spill_file(config: EngineConfig, runner: ModelRunner) -> SpillFile | None:
@@ -120,6 +140,15 @@ def build_scheduler(
         encoder_policy=_policy(config),
         clock=clock,
     )
+
+
+def _load_image_reader(path: Path, tokenizer: Tokenizer | None, config: EngineConfig) -> ImageReader | None:
+    """Return what reads images for a model that takes them. Raises ModelError."""
+    if tokenizer is None or read_vision(path, config.max_image_tokens) is None:
+        return None
+    from .images import ImageReader, read_image_processor  # here: other models need no Pillow
+
+    return ImageReader(read_image_processor(path, config.max_image_tokens), tokenizer, config)
 
 
 def _budget(config: EngineConfig, cost: CostModel) -> Budget:

@@ -6,13 +6,15 @@ before and is dropped. Afterwards both hold back exactly what the other server h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator, Iterator
 from typing import NamedTuple
 
 from ..common.errors import InvalidRequest
 from ..common.types import FinishReason, OutputChunk, SamplingParams
 from .facade import GenerateRequest, NewParser
 from .text import IncrementalDetokenizer, OutputParser
+
+SLICE_TOKENS = 1024  # that are replayed at a time: with many stop strings a token takes some tens of microseconds
 
 
 class ReplayedOutput(NamedTuple):
@@ -38,10 +40,11 @@ def replay(
     stop_ids: Collection[int],
     new_detokenizer: Callable[[], IncrementalDetokenizer | None],
     new_parser: NewParser | None,
-) -> Continuation:
-    """Return the outputs of a request with `generated`. It takes a microsecond per token: call it in a thread.
+) -> Iterator[Continuation | None]:
+    """Replay the outputs of a request with `generated` in slices: yield None after each, and at last all outputs.
 
-    `params` are those that the request runs with. Raises InvalidRequest for ids after the end of an output.
+    Compute each slice in a thread. `params` are those that the request runs with. Raises InvalidRequest for ids after
+    the end of an output.
     """
     still_open: list[ReplayedOutput] = []
     ends: list[OutputChunk] = []
@@ -51,7 +54,7 @@ def replay(
             num_former_tokens += len(token_ids)
             continue
         output = ReplayedOutput(choice, token_ids, new_detokenizer(), new_parser() if new_parser else None)
-        reason = _push(output, params, stop_ids)
+        reason = yield from _push(output, params, stop_ids)
         if reason is None:
             still_open.append(output)
         else:
@@ -59,10 +62,12 @@ def replay(
             ends.append(
                 OutputChunk(first_index=len(token_ids), token_ids=(), text="", finish_reason=reason, choice=choice)
             )
-    return Continuation(tuple(still_open), tuple(ends), num_former_tokens)
+    yield Continuation(tuple(still_open), tuple(ends), num_former_tokens)
 
 
-def _push(output: ReplayedOutput, params: SamplingParams, stop_ids: Collection[int]) -> FinishReason | None:
+def _push(
+    output: ReplayedOutput, params: SamplingParams, stop_ids: Collection[int]
+) -> Generator[None, None, FinishReason | None]:
     """Replay the tokens of one output. Return why the last one ends it, None if it does not. Raises InvalidRequest."""
     choice, token_ids, detokenizer, parser = output
     reason: FinishReason | None = None
@@ -79,4 +84,7 @@ def _push(output: ReplayedOutput, params: SamplingParams, stop_ids: Collection[i
             reason = "stop"
         elif num_tokens == params.max_tokens:
             reason = "length"
+        if num_tokens % SLICE_TOKENS == 0:
+            yield
+    yield
     return reason

@@ -9,11 +9,8 @@ import asyncio
 import copy
 import secrets
 import time
-from collections import Counter
 from collections.abc import Coroutine, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,10 +21,8 @@ from ..common.config import EngineConfig
 from ..common.errors import GenerationFailed, InvalidRequest, Overloaded, QuireError, Unavailable
 from ..common.prompts import PromptImage
 from ..common.types import FinishReason, OutputChunk, Usage
-from ..model import model_path
-from ..model.encoder import is_encoder, read_encoder
-from ..model.vision import read_vision
-from .continuation import Continuation, replay
+from .build import load_texts
+from .continuation import Continuation
 from .core import Core, CoreListener, Prefilled
 from .embedding import Embedder, EmbeddingStream, EncoderTextProcessor
 from .engine_core import EngineCore
@@ -43,25 +38,19 @@ from .facade import (
     SilentObserver,
     StepStats,
 )
-from .fair_executor import FairExecutor
 from .input import (
     PreparedInput,
     conversation_of,
     fitted,
     num_sequences,
     placed_images,
-    prepare,
     scheduled_requests,
-    stop_ids_of,
 )
-from .output import NewDetokenizer, SequenceOutput, Stream, StreamingOutput, output_class
-from .text import Token, Tokenizer
-from .text.encoder_text import EncoderText
+from .output import SequenceOutput, Stream, StreamingOutput, output_class
+from .preparing import PromptPreparer
+from .text import Token
 from .text_processor import TextProcessor
 from .validator import Validator
-
-if TYPE_CHECKING:
-    from .images import ImageReader
 
 CoreT = TypeVar("CoreT", bound=Core)
 
@@ -88,14 +77,12 @@ class Engine(Generic[CoreT]):
         )
         self._observer: EngineObserver = SilentObserver()
         self._sequences: dict[int, SequenceOutput] = {}  # request id of the core -> its output, until it ends
-        self._num_preparing: Counter[str] = Counter()  # tenant -> sequences whose prompt is being tokenized
-        self._executor = FairExecutor()
-        self._image_executor = FairExecutor(1)  # prepares prompts with images: each takes much memory
+        self._prompts = PromptPreparer(text_processor, self._validator, self._eos_token_ids)
         self._image_bytes = 0  # pixels of live requests
         self._next_id = 0
         self._embedder: Embedder | None = None
         if info.encoder is not None and encoder_texts is not None:
-            self._embedder = Embedder(core, info.encoder, encoder_texts, self._executor, self._new_id)
+            self._embedder = Embedder(core, info.encoder, encoder_texts, self._prompts.executor, self._new_id)
         core.start(CoreListener(self._publish, self._fail_request, self._observe_step, self._fail_all))
 
     @classmethod
@@ -113,14 +100,9 @@ class Engine(Generic[CoreT]):
             self._validator.check_options(request)
             # Count requests that are still being tokenized as queued; otherwise more are tokenized than can be queued.
             num_queued = num_sequences(request.sampling_params)
-            self.core.check_room(request.tenant, num_queued + self._num_preparing[request.tenant])
+            self.core.check_room(request.tenant, num_queued + self._prompts.num_preparing(request.tenant))
             self._validator.check_prompt(request)  # after the queue: checking a long text takes its time
-            prepared: PreparedInput | asyncio.Future[PreparedInput]
-            needs_thread = request.sampling_params.structured_outputs is not None or request.generated is not None
-            if isinstance(request.prompt, tuple) and not needs_thread:
-                prepared = PreparedInput(request.prompt, request.sampling_params, images=request.images)
-            else:
-                prepared = self._prepare(request, num_queued)
+            prepared = self._prompts.prepare(request, num_queued)
         except SchedulerError as error:
             raise self._rejected(refusal_error(error)) from error
         except QuireError as error:
@@ -148,20 +130,17 @@ class Engine(Generic[CoreT]):
     async def tokenize(self, text: str, add_special_tokens: bool = True, *, tenant: str = "") -> tuple[int, ...]:
         """See `facade.EngineFacade.tokenize`."""
         self._validator.check_text(text)
-        encode = self.text_processor.encode
-        return await self._executor.submit(tenant, encode, text, add_special_tokens)
+        return await self._prompts.executor.submit(tenant, self.text_processor.encode, text, add_special_tokens)
 
     async def tokenize_chat(self, request: GenerateRequest) -> tuple[int, ...]:
         """See `facade.EngineFacade.tokenize_chat`."""
         self._validator.check_prompt(request)
-        executor = self._executor_of(request)
-        prepared = await executor.submit(request.tenant, prepare, request, self.text_processor, self._validator)
-        return prepared.token_ids
+        return await self._prompts.token_ids(request)
 
     async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "") -> str:
         """See `facade.EngineFacade.detokenize`."""
         self._validator.check_vocabulary(token_ids)
-        return await self._executor.submit(tenant, self.text_processor.decode, token_ids)
+        return await self._prompts.executor.submit(tenant, self.text_processor.decode, token_ids)
 
     def token(self, token_id: int) -> Token:
         """See `facade.EngineFacade.token`."""
@@ -201,8 +180,7 @@ class Engine(Generic[CoreT]):
         try:
             await self.stop()
         finally:
-            self._executor.close()
-            self._image_executor.close()
+            self._prompts.close()
             await self.core.close()
 
     async def logits(
@@ -219,25 +197,6 @@ class Engine(Generic[CoreT]):
         self._next_id += 1
         return self._next_id - 1
 
-    def _prepare(self, request: GenerateRequest, num_queued: int) -> asyncio.Future[PreparedInput]:
-        """Begin to tokenize the prompt in a helper thread; `num_queued` sequences count as queued until it is done."""
-        tenant = request.tenant
-
-        def release(done: asyncio.Future[PreparedInput]) -> None:
-            self._num_preparing[tenant] -= num_queued
-            if not self._num_preparing[tenant]:
-                del self._num_preparing[tenant]
-            if not done.cancelled():
-                done.exception()  # seen, also if the request was given up before it was awaited
-
-        preparing = self._executor_of(request).submit(tenant, self._prepared, request)
-        self._num_preparing[tenant] += num_queued
-        preparing.add_done_callback(release)
-        return preparing
-
-    def _executor_of(self, request: GenerateRequest) -> FairExecutor:
-        return self._image_executor if request.image_files else self._executor
-
     def _hold_images(self, images: Sequence[PromptImage]) -> int:
         """Count the pixels of a request that begins, and return their bytes. Raises Overloaded."""
         num_bytes = sum(image.pixels.nbytes for image in images)
@@ -253,20 +212,6 @@ class Engine(Generic[CoreT]):
     def _release_images(self, output: StreamingOutput) -> None:
         self._image_bytes -= output.image_bytes
         output.image_bytes = 0
-
-    def _prepared(self, request: GenerateRequest) -> PreparedInput:
-        """Return what `prepare` does, with the outputs that another server began. Runs in a helper thread."""
-        prepared = prepare(request, self.text_processor, self._validator)
-        if request.generated is None:
-            return prepared
-        self._validator.check_generated(request)
-        stop_ids, new_detokenizer = stop_ids_of(prepared.params, self._eos_token_ids), self._new_detokenizer(prepared)
-        new_parser = prepared.new_parser if request.reads_output else None
-        return prepared._replace(continuation=replay(request, prepared.params, stop_ids, new_detokenizer, new_parser))
-
-    def _new_detokenizer(self, prepared: PreparedInput, num_echoed: int = 0) -> NewDetokenizer:
-        markup = frozenset(prepared.markup.values())
-        return partial(self.text_processor.detokenizer, prepared.params, num_echoed, markup=markup)
 
     async def _accept(
         self, request: GenerateRequest, preparing: PreparedInput | asyncio.Future[PreparedInput], submitted: float
@@ -303,7 +248,7 @@ class Engine(Generic[CoreT]):
                 prepared.new_parser,
                 reads_output=request.reads_output,
             )
-            new_detokenizer = self._new_detokenizer(prepared, num_echoed)
+            new_detokenizer = self._prompts.new_detokenizer(prepared, num_echoed)
             output = output_class(params)(
                 stream, request, seed, submitted, requests, new_detokenizer, prepared.continuation
             )
@@ -449,29 +394,6 @@ class Engine(Generic[CoreT]):
         )
         self._release_images(output)
         output.forget_sequences()
-
-
-def load_texts(config: EngineConfig) -> tuple[TextProcessor, EncoderText | None]:
-    """Return what makes token ids of texts, for the model that generates and for the encoder. Raises ModelError."""
-    path = model_path(config.model)
-    if is_encoder(path):
-        texts = EncoderText(path, read_encoder(path))
-        return TextProcessor(texts.tokenizer, None), texts
-    text_processor = TextProcessor.load(path, config.tool_call_parser)
-    text_processor.image_reader = _load_image_reader(path, text_processor.tokenizer, config)
-    if config.embedding_model is None:
-        return text_processor, None
-    path = model_path(config.embedding_model)
-    return text_processor, EncoderText(path, read_encoder(path))
-
-
-def _load_image_reader(path: Path, tokenizer: Tokenizer | None, config: EngineConfig) -> ImageReader | None:
-    """Return what reads images for a model that takes them. Raises ModelError."""
-    if tokenizer is None or read_vision(path, config.max_image_tokens) is None:
-        return None
-    from .images import ImageReader, read_image_processor  # here: other models need no Pillow
-
-    return ImageReader(read_image_processor(path, config.max_image_tokens), tokenizer, config)
 
 
 LocalEngine = Engine[EngineCore]

@@ -99,6 +99,7 @@ class Validator:
             raise InvalidRequest(
                 f"generated must have one array per output, which are {params.n}, not {len(generated)}"
             )
+        _integer("ended: the number of outputs", len(request.ended), 0, params.n)
         for output in request.ended:
             _integer("ended: an output", output, 0, params.n - 1)
         if len(set(request.ended)) == params.n:

@@ -8,7 +8,9 @@ TESTS = (
     "tests/runtime/engine/test_text_processor.py tests/runtime/engine/test_engine.py "
     "tests/runtime/engine/test_continuation.py"
 )
-CORE, ENGINE, OUTPUT, INPUT = (f"runtime/engine/{name}.py" for name in ("engine_core", "engine", "output", "input"))
+CORE, ENGINE, OUTPUT, INPUT, PREPARING = (
+    f"runtime/engine/{name}.py" for name in ("engine_core", "engine", "output", "input", "preparing")
+)
 VALIDATOR, SNAPSHOT, ERRORS, BUILD, PROCESSOR = (
     f"runtime/engine/{name}.py" for name in ("validator", "snapshot", "error_mapping", "build", "text_processor")
 )
@@ -26,19 +28,19 @@ SAVED = "tests/runtime/engine/test_snapshot.py"
 MUTANTS = [
     Mutant(
         ENGINE,
-        "num_queued + self._num_preparing[request.tenant])",
+        "num_queued + self._prompts.num_preparing(request.tenant))",
         "num_queued)",
         "requests being tokenized do not count as queued: one tenant has any number tokenized",
     ),
     Mutant(
-        ENGINE,
+        PREPARING,
         "            self._num_preparing[tenant] -= num_queued\n",
         "            if not done.cancelled() and done.exception() is None:\n"
         "                self._num_preparing[tenant] -= num_queued\n",
         "places held for tokenizing leak when it fails or is cancelled: the tenant is locked out",
     ),
     Mutant(
-        ENGINE,
+        PREPARING,
         "self._num_preparing[tenant] += num_queued",
         "self._num_preparing[tenant] += 1",
         "samples being tokenized count as one request, and the count falls below zero",
@@ -356,12 +358,12 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/engine/engine.py",
-        "num_queued + self._num_preparing[request.tenant])",
-        "num_queued + sum(self._num_preparing.values()))",
+        "num_queued + self._prompts.num_preparing(request.tenant))",
+        "num_queued + sum(self._prompts._num_preparing.values()))",
         "texts of one tenant take the places of another in the queue",
     ),
     Mutant(
-        "runtime/engine/engine.py",
+        PREPARING,
         "            if not self._num_preparing[tenant]:\n                del self._num_preparing[tenant]\n",
         "",
         "memory grows with each tenant that ever sent a text",
@@ -561,5 +563,17 @@ MUTANTS = [
         "least",
         "short grammars that take much memory are kept as if they took none",
         MASK_TESTS,
+    ),
+    Mutant(
+        CONTINUATION,
+        "        if num_tokens % SLICE_TOKENS == 0:\n            yield\n",
+        "",
+        "a long output that goes on keeps the prompts of all tenants waiting for seconds",
+    ),
+    Mutant(
+        CONTINUATION,
+        "    yield\n    return reason",
+        "    return reason",
+        "many outputs that go on keep the prompts of all tenants waiting for seconds",
     ),
 ]

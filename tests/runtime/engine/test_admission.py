@@ -185,7 +185,7 @@ async def test_a_submission_that_is_never_awaited_frees_its_queue_slot(
         engine.submit(request()).close()
         with pytest.raises(Overloaded):
             engine.submit(request())
-        await until(lambda: not engine._num_preparing)
+        await until(lambda: not engine._prompts._num_preparing)
     assert core.requests == []
     text_processor.error = None
     await engine.submit(request())

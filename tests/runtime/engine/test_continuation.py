@@ -11,6 +11,7 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.types import OutputChunk, SamplingParams, StructuredOutputs, ToolChoice, join_chunks
 from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
+from quire.runtime.engine.continuation import replay
 
 PROMPT = "This module provides"
 EOS = 0
@@ -139,6 +140,16 @@ async def test_a_stop_token_before_min_tokens_ends_nothing(engine: LocalEngine) 
     assert rest[0].token_ids
 
 
+def test_tokens_are_replayed_in_slices() -> None:
+    """A request with many tokens, which may take seconds, must not keep the prompts of other tenants waiting."""
+    request = begun(((5,) * 2500, (6,) * 3, (7,) * 9), ended=(2,), n=3, max_tokens=9000)
+    *slices, outputs = replay(request, request.sampling_params, (), lambda: None, None)
+    assert slices == [None] * 4
+    assert outputs is not None
+    assert [len(output.token_ids) for output in outputs.open] == [2500, 3]
+    assert outputs.num_former_tokens == 9
+
+
 REFUSED = {
     "an id outside the vocabulary": (begun(((5, 1 << 40),)), "outside the vocabulary"),
     "a negative id": (begun(((-1,),)), "outside the vocabulary"),
@@ -151,6 +162,7 @@ REFUSED = {
     "best_of": (begun(((5,),), best_of=2, temperature=1.0), "best_of"),
     "a beam search": (begun(((5,),), beam_width=2), "beam_width"),
     "all outputs ended": (begun(((5,),), ended=(0,)), "nothing to go on with"),
+    "an output that ended many times": (begun(((5,), ()), ended=(0,) * 3, n=2), "must be between 0 and 2"),
     "an unknown output ended": (begun(((5,),), ended=(1,)), "must be between 0 and 0"),
     "ids that a grammar forbids": (begun(((5, 6),), structured_outputs=StructuredOutputs(regex="[0-9]+")), "match"),
 }

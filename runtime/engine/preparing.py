@@ -1,0 +1,100 @@
+"""Prompts on their way to token ids, in helper threads where tenants take turns.
+
+Prompts with images have one thread of their own: each takes much memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from .continuation import replay
+from .facade import GenerateRequest
+from .fair_executor import FairExecutor
+from .input import PreparedInput, prepare, stop_ids_of
+from .output import NewDetokenizer
+from .text_processor import TextProcessor
+from .validator import Validator
+
+T = TypeVar("T")
+
+
+class PromptPreparer:
+    """Prepares prompts for one engine, whose thread calls every method."""
+
+    def __init__(self, text_processor: TextProcessor, validator: Validator, eos_token_ids: frozenset[int]) -> None:
+        self.executor = FairExecutor()  # for other work with texts, too
+        self._image_executor = FairExecutor(1)
+        self._num_preparing: Counter[str] = Counter()  # tenant -> sequences whose prompt is being prepared
+        self._text_processor = text_processor
+        self._validator = validator
+        self._eos_token_ids = eos_token_ids
+
+    def num_preparing(self, tenant: str) -> int:
+        """Return the sequences of a tenant whose prompt is being prepared."""
+        return self._num_preparing[tenant]
+
+    def prepare(self, request: GenerateRequest, num_queued: int) -> PreparedInput | asyncio.Future[PreparedInput]:
+        """Return what the engine needs of a request, whose fields are checked, or its future.
+
+        `num_queued` sequences count as being prepared until it is done.
+        """
+        needs_thread = request.sampling_params.structured_outputs is not None or request.generated is not None
+        if isinstance(request.prompt, tuple) and not needs_thread:
+            return PreparedInput(request.prompt, request.sampling_params, images=request.images)
+        tenant = request.tenant
+
+        def release(done: asyncio.Future[PreparedInput]) -> None:
+            self._num_preparing[tenant] -= num_queued
+            if not self._num_preparing[tenant]:
+                del self._num_preparing[tenant]
+            if not done.cancelled():
+                done.exception()  # seen, also if the request was given up before it was awaited
+
+        preparing: asyncio.Future[PreparedInput]
+        if request.generated is None:
+            preparing = self._submit(request, self._prepared)
+        else:
+            preparing = asyncio.create_task(self._continued(request))
+        self._num_preparing[tenant] += num_queued
+        preparing.add_done_callback(release)
+        return preparing
+
+    async def token_ids(self, request: GenerateRequest) -> tuple[int, ...]:
+        """Return the token ids of a request's prompt. Raises InvalidRequest and others."""
+        return (await self._submit(request, self._prepared)).token_ids
+
+    def new_detokenizer(self, prepared: PreparedInput, num_echoed: int = 0) -> NewDetokenizer:
+        """Return what makes the detokenizers of a request's sequences."""
+        markup = frozenset(prepared.markup.values())
+        return partial(self._text_processor.detokenizer, prepared.params, num_echoed, markup=markup)
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self.executor.close()
+        self._image_executor.close()
+
+    def _submit(self, request: GenerateRequest, make: Callable[[GenerateRequest], T]) -> asyncio.Future[T]:
+        executor = self._image_executor if request.image_files else self.executor
+        return executor.submit(request.tenant, make, request)
+
+    async def _continued(self, request: GenerateRequest) -> PreparedInput:
+        """Return the input with the outputs that another server began: other tenants' prompts come between slices."""
+        prepared = await self._submit(request, self._prepared)
+        stop_ids, new_detokenizer = stop_ids_of(prepared.params, self._eos_token_ids), self.new_detokenizer(prepared)
+        new_parser = prepared.new_parser if request.reads_output else None
+        replaying = replay(request, prepared.params, stop_ids, new_detokenizer, new_parser)
+        while (continuation := await self._submit(request, lambda _: next(replaying))) is None:
+            pass
+        return prepared._replace(continuation=continuation)
+
+    # In a helper thread
+
+    def _prepared(self, request: GenerateRequest) -> PreparedInput:
+        prepared = prepare(request, self._text_processor, self._validator)
+        if request.generated is not None:
+            self._validator.check_generated(request)
+        return prepared
