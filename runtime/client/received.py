@@ -9,6 +9,7 @@ import itertools
 
 import msgspec
 
+from ..common.errors import ProtocolError
 from ..common.types import OutputChunk
 from ..protocol.frames import Done, Generate, Tokens
 
@@ -23,11 +24,18 @@ class ReceivedOutputs:
         self._without_tokens: set[int] = set()  # outputs that got TOKENS without ids, which only end an output
 
     def take(self, answer: Tokens | Done) -> OutputChunk | None:
-        """Return the answer as a chunk of its output; None if it was received before."""
+        """Return the answer as a chunk of its output; None if it was received before.
+
+        Raises ProtocolError for tokens before which others are missing.
+        """
         if isinstance(answer, Done):
             return self._end(answer)
         if self._has_seen(answer):
             return None
+        if answer.first_index > self._num_tokens(answer.choice):
+            raise ProtocolError(
+                f"TOKENS begins at {answer.first_index}, after {self._num_tokens(answer.choice)} tokens"
+            )
         self._token_ids.setdefault(answer.choice, []).extend(answer.token_ids)
         if answer.finish_reason is not None:
             self._ended.add(answer.choice)

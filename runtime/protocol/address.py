@@ -44,10 +44,18 @@ def parse_address(text: str, lowest_port: int = 1) -> Address:
         host, _, port = text.rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
         bare_host = host[1:-1] if bracketed else host
-        if bare_host and (":" in bare_host) == bracketed and _is_port(port, lowest_port):
+        if _is_host(bare_host) and (":" in bare_host) == bracketed and _is_port(port, lowest_port):
             return TCPAddress(bare_host, int(port))
     allowed = f"host:port, [v6]:port or unix:/path, port {lowest_port} to 65535"
     raise ConfigError(f"address {text!r} is not allowed; write {allowed}")
+
+
+def _is_host(text: str) -> bool:
+    """Return whether the system can look up a name: it raises UnicodeError or ValueError for others."""
+    try:
+        return bool(text.encode("idna")) and "\0" not in text
+    except UnicodeError:
+        return False
 
 
 def _is_port(text: str, lowest: int) -> bool:

@@ -171,4 +171,18 @@ MUTANTS = [
         "    if levels < 0:",
         "a frame may nest one level deeper than documented",
     ),
+    Mutant(
+        "runtime/protocol/address.py",
+        'return bool(text.encode("idna")) and "\\0" not in text',
+        'return bool(text) and "\\0" not in text',
+        "a name that cannot be looked up is a traceback",
+        "tests/runtime/protocol/test_address.py",
+    ),
+    Mutant(
+        "runtime/client/received.py",
+        "        if answer.first_index > self._num_tokens(answer.choice):",
+        "        if False:",
+        "tokens that a server leaves out are not missed",
+        "tests/system/test_failover.py",
+    ),
 ]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from quire.runtime.client import AsyncClient
-from quire.runtime.common.errors import ConfigError, DeadlineExceeded, Overloaded, Unavailable
+from quire.runtime.common.errors import ConfigError, DeadlineExceeded, Overloaded, ProtocolError, Unavailable
 from quire.runtime.common.types import OutputChunk, SamplingParams, StructuredOutputs, join_chunks
 from quire.runtime.protocol.codec import encode
-from quire.runtime.protocol.frames import FEATURES, Accepted, Welcome
+from quire.runtime.protocol.frames import FEATURES, Accepted, Tokens, Welcome
 
 from .test_resuming_client import ENDLESS, Wire, wire_to
 
@@ -193,6 +193,26 @@ async def test_a_request_under_which_servers_are_lost_is_given_up(monkeypatch: p
         with pytest.raises(Unavailable):
             await client.complete("hi")
     assert num_requests == 6
+    server.close()
+    await server.wait_closed()
+
+
+async def test_a_server_that_leaves_out_tokens_is_found_out() -> None:
+    async def skip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1024)
+        writer.write(encode(Welcome(1, (), 1 << 20, "m", "s")))
+        if await reader.read(1024):
+            answers = (Accepted(1, 0, 1, 1, seed=7), Tokens(1, 0, (5,), "a"), Tokens(1, 3, (6,), "b"))
+            writer.writelines([encode(answer) for answer in answers])
+        await reader.read(1024)
+        writer.close()
+
+    server = await asyncio.start_server(skip, "127.0.0.1", 0)
+    async with AsyncClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+        stream = client.generate("hi")
+        assert (await anext(stream)).token_ids == (5,)
+        with pytest.raises(ProtocolError, match="begins at 3, after 1 tokens"):
+            await anext(stream)
     server.close()
     await server.wait_closed()
 

@@ -27,6 +27,7 @@ def test_addresses(text: str, address: Address) -> None:
     [
         "", "localhost", ":7070", "host:", "host:0", "host:65536", "host:-1", "host:+1", "host:1e3", "host:٣",
         "::1:7070", "[::1]", "[]:7070", "[host]:7070", "unix:", "unix:\0", "host:70 ",
+        "a..b:7070", ".example.org:7070", "x" * 64 + ".org:7070", "\ud800:7070", "a\0b:7070",
     ],
 )  # fmt: skip
 def test_other_texts_are_refused_with_the_allowed_forms(text: str) -> None:
