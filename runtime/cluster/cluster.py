@@ -129,10 +129,13 @@ class Cluster(EnginePool):
         return [host.status() for host in self.hosts.values()]
 
     async def stop(self) -> None:
-        if self._updating is not None:
-            self._updating.cancel()
+        self._stop_updating()
         await super().stop()
         self._listener.ended()
+
+    async def close(self) -> None:
+        self._stop_updating()
+        await super().close()
 
     # Hosts that come and go
 
@@ -158,6 +161,10 @@ class Cluster(EnginePool):
         if self._where.may_change:
             self._updating = asyncio.create_task(self._keep_updating(), name="quire-cluster-members")
 
+    def _stop_updating(self) -> None:
+        if self._updating is not None:
+            self._updating.cancel()
+
     async def _keep_updating(self) -> None:
         while True:
             await self._where.wait_for_change()
@@ -176,7 +183,7 @@ class Cluster(EnginePool):
                 host.is_retired = True
                 if not host.num_requests:
                     del self.hosts[address]
-                    await host.close()
+                    await asyncio.shield(host.close())  # `stop` may end this task meanwhile
         for member in members:
             address = str(member.address)
             if address not in self.hosts:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ..common.errors import ConfigError, ProtocolError, QuireError, Unauthenticated
 
+VERSION = version("quire")  # once: it is read from a file, and strangers may connect at any rate
 MAGIC = b"quirelnk"
 VERSION_BYTES = 24
 RANDOM_BYTES = 32
@@ -85,7 +86,7 @@ def _hello() -> bytes:
 
 
 def _own_version() -> bytes:
-    return version("quire").encode()[:VERSION_BYTES].ljust(VERSION_BYTES, b"\0")
+    return VERSION.encode()[:VERSION_BYTES].ljust(VERSION_BYTES, b"\0")
 
 
 def _check_hello(hello: bytes, peer: str) -> None:
@@ -94,7 +95,7 @@ def _check_hello(hello: bytes, peer: str) -> None:
     theirs = hello[len(MAGIC) : len(MAGIC) + VERSION_BYTES]
     if theirs != _own_version():
         name = theirs.rstrip(b"\0").decode("ascii", "replace")
-        raise ConfigError(f"the {peer} runs Quire {name!r}, this is {version('quire')}; both must be the same")
+        raise ConfigError(f"the {peer} runs Quire {name!r}, this is {VERSION}; both must be the same")
 
 
 def _mac(secret: bytes, role: bytes, host_hello: bytes, server_hello: bytes) -> bytes:

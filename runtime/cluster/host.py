@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -49,6 +50,7 @@ from ..workers.engine_link import (
 from ..workers.token_log import LoggedRequest
 from .greeting import greet_server
 from .host_link import (
+    MAX_UNSENT_TO_SERVER_BYTES,
     TO_HOST,
     Heartbeat,
     HostLeaving,
@@ -115,7 +117,7 @@ class EngineHost:
                 connection.writer.close()
             return
         connection.settle()
-        link = HostLink(connection.reader, connection.writer, TO_HOST)
+        link = HostLink(connection.reader, connection.writer, TO_HOST, MAX_UNSENT_TO_SERVER_BYTES)
         session = ServerSession(self._next_number, link, self.pool)
         self._next_number += 1
         self._sessions[session.number] = session
@@ -221,10 +223,10 @@ class ServerSession:
         """Handle a message. Raises ProtocolError or ValueError for what no API server sends."""
         self._silent_s = 0.0
         match message:
-            case AddRequests(specs, generated):
+            case AddRequests(generated=generated):
                 for token_ids in generated:
                     self._check_tokens(token_ids, self._pool.info.vocab_size)
-                requests = message.as_requests(self._arrived(specs))
+                requests = message.as_requests(self._arrived(message.specs()))
                 self._add(requests, self._pool.add(requests))
             case AddEncoding(texts):
                 encoding = EncodeRequest(self._arrived_texts(texts))
@@ -346,9 +348,10 @@ class ServerSession:
     def _arrived(self, specs: Sequence[SampledRequestSpec]) -> list[SampledRequestSpec]:
         """Return specs as this host runs them. Raises ProtocolError for ids, tokens or sizes that cannot be."""
         info, now = self._pool.info, time.monotonic()
-        if not specs:
-            raise ProtocolError("an empty list of requests")
+        if not specs or len({spec.request_id for spec in specs}) < len(specs):
+            raise ProtocolError("a list of requests that is empty or has one twice")
         for spec in specs:
+            _check_times(spec.deadline, spec.pin_s)
             if len(spec.prompt_token_ids) + spec.max_tokens > info.max_model_len:
                 raise ProtocolError(f"a request of more than {info.max_model_len} tokens")
             self._check_tokens(spec.prompt_token_ids, info.vocab_size)
@@ -360,6 +363,7 @@ class ServerSession:
         encoder = self._pool.info.encoder
         if encoder is None:
             raise ProtocolError("texts for a host without an encoder")
+        _check_times(spec.deadline)
         for text in spec.texts:
             if len(text.token_ids) > encoder.max_model_len:
                 raise ProtocolError(f"a text of more than {encoder.max_model_len} tokens")
@@ -380,6 +384,12 @@ class ServerSession:
         if not 0 <= request_id < SESSION_IDS:
             raise ProtocolError(f"request id {request_id} is out of range")
         return self._first_id + request_id
+
+
+def _check_times(*seconds: float | None) -> None:
+    """Raise ProtocolError for NaN, which has no place among deadlines, and for infinity."""
+    if not all(math.isfinite(each) for each in seconds if each is not None):
+        raise ProtocolError("a time that is not a number")
 
 
 def _final_counters(request: QueuedRequest) -> FinalCounters:

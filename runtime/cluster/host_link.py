@@ -32,7 +32,10 @@ from ..workers.engine_link import (
 )
 
 MAX_MESSAGE_BYTES = 64 << 20
-MAX_UNSENT_BYTES = 64 << 20  # to a peer that does not read; then the link is closed
+# Unsent bytes beyond which the link to a peer that does not read is closed. A host that takes over the requests of a
+# lost one is sent all of their tokens at once.
+MAX_UNSENT_TO_SERVER_BYTES = 64 << 20
+MAX_UNSENT_TO_HOST_BYTES = 1 << 30
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="HEARTBEAT"):
@@ -84,11 +87,14 @@ _encode = msgspec.msgpack.Encoder().encode
 class HostLink(asyncio.Protocol):
     """One end of a greeted connection. Its messages are handled as they arrive: no task wakes for them."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: Any) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: Any, max_unsent_bytes: int
+    ) -> None:
         self._reader = reader
         self._writer = writer  # kept: a writer that nothing refers to closes its transport
         self._transport = cast(asyncio.Transport, writer.transport)  # a stream socket's
         self._decode = decoder.decode
+        self._max_unsent_bytes = max_unsent_bytes
         self._received = bytearray()
         self._receive: Callable[[Any], None] = _ignore
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -97,7 +103,7 @@ class HostLink(asyncio.Protocol):
         """Write `message` without waiting; drop it on a closed link. A peer that does not read loses the link."""
         if not self._transport.is_closing():
             self._transport.write(with_prefix(_encode(message)))
-            if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            if self._transport.get_write_buffer_size() > self._max_unsent_bytes:
                 self._transport.abort()
 
     async def receive_all(self, receive: Callable[[Any], None]) -> None:

@@ -21,12 +21,13 @@ from ..common import errors
 from ..common.errors import ConfigError, ProtocolError, QuireError, Unavailable
 from ..engine import CoreInfo, HostState, HostStatus
 from ..workers import HealthTimeouts
-from ..workers.engine_link import DropRequest, EngineReady, SpecT, StatsReport
+from ..workers.engine_link import AddAnswer, DropRequest, EngineReady, SpecT, StatsReport, StepReport
 from ..workers.supervised_engine import SupervisedEngine
 from ..workers.token_log import MAX_LOST_HOSTS, LoggedRequest
 from .greeting import greet_host
 from .host_link import (
     FROM_HOST,
+    MAX_UNSENT_TO_HOST_BYTES,
     FromHost,
     Heartbeat,
     HostLeaving,
@@ -37,6 +38,7 @@ from .host_link import (
     with_time_left,
 )
 from .members import Member
+from .plausible import check_answer, check_update
 
 CONNECT_TIMEOUT_S = 2.0  # with the greeting
 RETRY_S = 0.1
@@ -114,7 +116,8 @@ class HostConnection:
                     address.host, address.port, ssl=tls, server_hostname=member.name if tls else None
                 )
                 await greet_host(reader, writer, member.secret or credentials.secret)
-            connection, writer = cls(HostLink(reader, writer, FROM_HOST), receive, on_heartbeat), None
+            link = HostLink(reader, writer, FROM_HOST, MAX_UNSENT_TO_HOST_BYTES)
+            connection, writer = cls(link, receive, on_heartbeat), None
             return connection
         except ssl.SSLError as error:
             raise tls_error(address, error) from error
@@ -159,10 +162,12 @@ class HostConnection:
 
     def _receive(self, message: FromHost) -> None:
         self._on_heartbeat()
-        if not isinstance(message, HostReady):
-            self._pass_on(message)
-        elif not self.ready.done():
+        if isinstance(message, HostReady) == self.ready.done():
+            raise ProtocolError("an engine host introduces itself once, with its first message")
+        if isinstance(message, HostReady):
             self.ready.set_result(message)
+        else:
+            self._pass_on(message)
 
 
 def _ignore(message: FromHost) -> None:
@@ -173,7 +178,6 @@ class HostSource:
     """Connects to one host, again and again. Implements `workers.supervisor.EngineSource`."""
 
     what = "engine host"
-    ending = "the link was closed"
     snapshot: str | None = None
     connection: HostConnection  # the latest
     ready: HostReady  # what the host said last of itself
@@ -185,6 +189,12 @@ class HostSource:
         self._credentials = credentials
         self._traits = traits
         self._next_attempt = 0.0  # at the earliest
+
+    @property
+    def ending(self) -> str:
+        """See `EngineSource.ending`."""
+        problem = self.connection.problem
+        return "the link was closed" if problem is None else str(problem)
 
     async def open(self, receive: Callable[..., None], on_heartbeat: Callable[[], None]) -> HostConnection:
         """See `EngineSource.open`. Two attempts are at least RETRY_S apart."""
@@ -303,6 +313,14 @@ class RemoteHost(SupervisedEngine):
                 self._on_failed(request_id, _error_named(error)(text))
             case Heartbeat():
                 pass
+            case StepReport(updates):
+                for update in updates:
+                    if (entry := self._tokens.sent(update.request_id)) is not None:
+                        check_update(update, entry.request, self.info)
+                super().receive(message)
+            case AddAnswer():
+                check_answer(message)
+                super().receive(message)
             case HostRestarting():
                 self._restarting = message
                 self._listener.interrupted(())

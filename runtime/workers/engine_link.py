@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -23,6 +23,7 @@ from ..protocol.framing import next_payload, with_prefix
 
 STATS_INTERVAL_S = 0.25  # each message wakes a process whose CPUs compute
 READ_BYTES = 1 << 16
+SHARED_FIELDS = ("prompt_token_ids", "images", "echoed")  # of the specs of one request's samples
 
 SpecT = TypeVar("SpecT", bound=RequestSpec | EncodeSpec)
 LogOptions = tuple[Literal["console", "json"], str]  # format and level
@@ -56,15 +57,31 @@ class StartEngine(_Message, tag="START", frozen=True):
 
 
 class AddRequests(_Message, tag="ADD", frozen=True):
-    """A request, or the samples of one. It is answered by an AddAnswer with the id of the first."""
+    """A request, or the samples of one. It is answered by an AddAnswer with the id of the first.
+
+    The samples have one prompt, which only the first of them carries: `of` removes it from the others, `specs` gives
+    it back to them.
+    """
 
     requests: tuple[SampledRequestSpec, ...]
     generated: tuple[tuple[int, ...], ...] = ()  # per request, the tokens after which it goes on; (): there are none
 
-    def as_requests(self, specs: Sequence[SampledRequestSpec] | None = None) -> list[Request]:
-        """Return the requests, with other `specs` if these are given. Raises ValueError for what no engine sends."""
-        begun = self.generated or ((),) * len(self.requests)
-        return [Request(spec, ids) for spec, ids in zip(specs or self.requests, begun, strict=True)]
+    @classmethod
+    def of(cls, specs: Sequence[RequestSpec], generated: tuple[tuple[int, ...], ...] = ()) -> AddRequests:
+        """Return the message for the samples of one request."""
+        bare: dict[str, Any] = dict.fromkeys(SHARED_FIELDS, ())
+        requests = [*specs[:1], *[replace(spec, **bare) for spec in specs[1:]]]
+        return cls(tuple(map(as_read, requests)), generated if any(generated) else ())
+
+    def specs(self) -> list[SampledRequestSpec]:
+        """Return the specs of all samples, each with the prompt."""
+        first, others = self.requests[:1], self.requests[1:]
+        shared: dict[str, Any] = {name: getattr(spec, name) for spec in first for name in SHARED_FIELDS}
+        return [*first, *[replace(spec, **shared) for spec in others]]
+
+    def as_requests(self, specs: Sequence[SampledRequestSpec]) -> list[Request]:
+        """Return the requests with `specs`. Raises ValueError for what no engine sends."""
+        return [Request(spec, ids) for spec, ids in zip(specs, self.generated or ((),) * len(specs), strict=True)]
 
 
 class ReadmitRequest(_Message, tag="READMIT", frozen=True):

@@ -143,8 +143,9 @@ class CoreServer:
         loop = self._core.engine_loop
         try:
             match message:
-                case AddRequests(specs):
-                    self._add(specs[0].request_id, partial(loop.add, *message.as_requests()))
+                case AddRequests():
+                    requests = message.as_requests(message.specs())
+                    self._add(requests[0].request_id, partial(loop.add, *requests))
                 case ReadmitRequest(spec, generated):
                     loop.readmit(Request(spec, generated))
                 case AddEncoding(encode_spec):

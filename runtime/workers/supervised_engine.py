@@ -362,9 +362,7 @@ class SupervisedEngine:
             return AddEncoding(self._for_link(first.spec))
         sampled = [each for each in requests if isinstance(each, Request)]
         generated = tuple([tuple(each.generated) for each in sampled])
-        return AddRequests(
-            tuple([as_read(self._for_link(each.spec)) for each in sampled]), generated if any(generated) else ()
-        )
+        return AddRequests.of([self._for_link(each.spec) for each in sampled], generated)
 
     def _readmit_message(self, request: QueuedRequest) -> ReadmitRequest | ReadmitEncoding:
         if isinstance(request, Request):

@@ -57,9 +57,12 @@ class EngineSource(Protocol):
     """Where the engines of one supervisor come from, one after another."""
 
     what: str  # it opens, for log lines
-    ending: str  # of an engine that closed its link, for log lines
     name: str
     snapshot: str | None  # file that a stopped engine writes
+
+    @property
+    def ending(self) -> str:
+        """Why the last engine closed its link, for log lines."""
 
     async def open(self, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[], None]) -> OpenEngine:
         """Open an engine, which may not be ready yet. Raises what prevents that, and then leaves nothing behind."""

@@ -82,6 +82,11 @@ class TokenLog:
             del self._entries[entry.request.request_id]
         return given_up
 
+    def sent(self, request_id: int) -> LoggedRequest | None:
+        """Return a request that the process has; None if it has no such request."""
+        entry = self._entries.get(request_id)
+        return entry if entry is not None and entry.is_sent else None
+
     def take_back(self, request_ids: Iterable[int]) -> list[int]:
         """Make requests unsent whose host has no engine process. Return the ids of those that it has to drop.
 
@@ -89,8 +94,8 @@ class TokenLog:
         """
         taken = []
         for request_id in request_ids:
-            entry = self._entries.get(request_id)
-            if entry is None or not entry.is_sent or entry.is_cancelled or entry.num_lost_hosts + 1 >= MAX_LOST_HOSTS:
+            entry = self.sent(request_id)
+            if entry is None or entry.is_cancelled or entry.num_lost_hosts + 1 >= MAX_LOST_HOSTS:
                 continue
             entry.num_lost_hosts += 1
             _end_incarnation(entry, self._clock())
@@ -99,9 +104,10 @@ class TokenLog:
         return taken
 
     def give_up(self, request_id: int) -> LoggedRequest | None:
-        """Remove and return a request that its process cannot continue; None if it is not in the log."""
-        entry = self._entries.pop(request_id, None)
+        """Remove and return a request that its process cannot continue; None if it has no such request."""
+        entry = self.sent(request_id)
         if entry is not None:
+            del self._entries[request_id]
             _end_incarnation(entry, self._clock())
         return entry
 
@@ -154,15 +160,15 @@ class TokenLog:
         """Record requests that the process is about to compute for the first time."""
         now = self._clock()
         for request_id, cached_tokens in begun:
-            entry = self._entries.get(request_id)
+            entry = self.sent(request_id)
             if entry is not None and entry.begun_at is None:
                 entry.begun_at = now
                 if not entry.num_incarnations:
                     entry.request.cached_tokens = cached_tokens
 
     def record(self, update: RequestUpdate) -> bool:
-        """Record tokens and end of a request. Return False if it has left the log before."""
-        entry = self._entries.get(update.request_id)
+        """Record tokens and end of a request. Return False if the process has no such request."""
+        entry = self.sent(update.request_id)
         if entry is None:
             return False
         request = entry.request

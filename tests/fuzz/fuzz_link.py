@@ -26,7 +26,7 @@ import uvloop
 from host_process import SECRET, HostProcess, running_hosts
 from kill_hosts import FLAGS, Campaign, fleet, random_streams, read
 from quire.runtime.cluster.greeting import greet_host
-from quire.runtime.cluster.host_link import FROM_HOST, Heartbeat, HostLink
+from quire.runtime.cluster.host_link import FROM_HOST, MAX_UNSENT_TO_HOST_BYTES, Heartbeat, HostLink
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.model.runner import SamplingSpec
 from quire.runtime.protocol.framing import with_prefix
@@ -97,7 +97,7 @@ class Attacker:
     async def messages(self) -> None:
         """Greet, then send messages: of any form, with any values, or good ones with changed bytes."""
         streams = await self._greeted()
-        link = HostLink(*streams, FROM_HOST)
+        link = HostLink(*streams, FROM_HOST, MAX_UNSENT_TO_HOST_BYTES)
         for _ in range(self._choose.randrange(1, 12)):
             payload = bytearray(msgspec.msgpack.encode(self._message()))
             if self._choose.random() < 0.3:

@@ -4,8 +4,8 @@ from mutant import Mutant
 
 TESTS = "tests/runtime/cluster"
 SOCKETS = "tests/system/test_host_sockets.py"
-GREETING, HOST, LINK, REMOTE, CLUSTER = (
-    f"runtime/cluster/{name}.py" for name in ("greeting", "host", "host_link", "remote", "cluster")
+GREETING, HOST, LINK, REMOTE, CLUSTER, PLAUSIBLE = (
+    f"runtime/cluster/{name}.py" for name in ("greeting", "host", "host_link", "remote", "cluster", "plausible")
 )
 
 MUTANTS = [
@@ -90,7 +90,7 @@ MUTANTS = [
     ),
     Mutant(
         LINK,
-        "            if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:\n                self._transport.abort()\n",
+        "            if self._transport.get_write_buffer_size() > self._max_unsent_bytes:\n                self._transport.abort()\n",
         "",
         "messages to an API server that does not read fill the memory of a host",
     ),
@@ -174,8 +174,8 @@ MUTANTS = [
     ),
     Mutant(
         REMOTE,
-        "        self._on_heartbeat()\n        if not",
-        "        if not",
+        "        self._on_heartbeat()\n        if isinstance",
+        "        if isinstance",
         "a host that is busy sending tokens is lost after a second",
         SOCKETS,
     ),
@@ -262,5 +262,91 @@ MUTANTS = [
         " and each not in self._adding]\n        self.link",
         "]\n        self.link",
         "an API server takes back requests that it does not know to be accepted",
+    ),
+    Mutant(
+        PLAUSIBLE,
+        "any(len(tokens) > room for tokens in outputs)",
+        "False",
+        "a host that generates too many tokens has them sent to the client",
+    ),
+    Mutant(
+        PLAUSIBLE,
+        "    room = spec.max_tokens - request.num_output_tokens\n",
+        "    room = spec.max_tokens\n",
+        "a host that generates too many tokens in several steps has them sent to the client",
+    ),
+    Mutant(
+        PLAUSIBLE,
+        "if any(not 0 <= token.token_id < vocab_size",
+        "if any(not token.token_id < vocab_size",
+        "a negative token of a host is replayed at others, which close their links",
+    ),
+    Mutant(
+        PLAUSIBLE,
+        "    if update.ended != (counters is not None) or (",
+        "    if (",
+        "a request that a host ends without counters stays in the log, and the drain never ends",
+    ),
+    Mutant(
+        PLAUSIBLE,
+        "[width] * num_texts:",
+        "[width] * len(update.values):",
+        "values for fewer texts are an internal error of the API server",
+    ),
+    Mutant(
+        PLAUSIBLE,
+        "(bool(outputs) or not is_complete)",
+        "True",
+        "a beam search without an output costs other streams their tokens",
+    ),
+    Mutant(
+        PLAUSIBLE,
+        "    if is_refusal or answer.estimate is None:",
+        "    if is_refusal:",
+        "an answer without an estimate is an assertion, and its request stays in the log",
+    ),
+    Mutant(
+        REMOTE,
+        "                        check_update(update, entry.request, self.info)\n",
+        "                        pass\n",
+        "whatever a host reports reaches the streams",
+    ),
+    Mutant(
+        REMOTE,
+        "        if isinstance(message, HostReady) == self.ready.done():",
+        "        if isinstance(message, HostReady) and self.ready.done():",
+        "messages of a host that has not introduced itself are believed",
+        SOCKETS,
+    ),
+    Mutant(
+        REMOTE,
+        "HostLink(reader, writer, FROM_HOST, MAX_UNSENT_TO_HOST_BYTES)",
+        "HostLink(reader, writer, FROM_HOST, 64 << 20)",
+        "a host that takes over long prompts is given up, and one after another all hosts are",
+        SOCKETS,
+    ),
+    Mutant(
+        HOST,
+        "        if not specs or len({spec.request_id for spec in specs}) < len(specs):",
+        "        if not specs:",
+        "two requests with one id break the step of all API servers",
+    ),
+    Mutant(
+        HOST,
+        "            _check_times(spec.deadline, spec.pin_s)\n",
+        "",
+        "a deadline that is not a number keeps all later ones from ending requests",
+    ),
+    Mutant(
+        HOST,
+        "        _check_times(spec.deadline)\n",
+        "",
+        "a deadline of texts that is not a number keeps all later ones from ending requests",
+    ),
+    Mutant(
+        CLUSTER,
+        "await asyncio.shield(host.close())",
+        "await host.close()",
+        "a cluster that stops while it lets a host go connects to hosts for ever",
     ),
 ]

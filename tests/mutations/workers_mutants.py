@@ -511,4 +511,17 @@ MUTANTS = [
         "        self._unsent.clear()\n",
         "a request that has processes killed is never continued",
     ),
+    Mutant(
+        LINK,
+        'SHARED_FIELDS = ("prompt_token_ids", "images", "echoed")',
+        'SHARED_FIELDS = ("images", "echoed")',
+        "samples of a long prompt fill the link",
+    ),
+    Mutant(
+        LOG,
+        "        return entry if entry is not None and entry.is_sent else None\n",
+        "        return entry\n",
+        "a host that reports of a request that it lost ends the supervision of all hosts",
+        "tests/runtime/cluster/test_cluster.py",
+    ),
 ]

@@ -19,6 +19,7 @@ from quire.runtime.common.errors import QuireError, TLSError, Unauthenticated, U
 from quire.runtime.protocol.address import TCPAddress
 from quire.runtime.server.listen import listen_tcp
 from quire.runtime.server.tls import TLS
+from quire.runtime.workers.engine_link import DropRequest
 
 from tests.runtime.cluster.test_host import FakePool
 
@@ -119,6 +120,29 @@ async def test_silent_connections_keep_no_api_server_out() -> None:
         finally:
             for each in silent:
                 each.close()
+
+
+async def test_a_host_may_get_the_tokens_of_all_requests_of_another_one_at_once() -> None:
+    async with listening_host() as (host, member):
+        connection = await connect(member)
+        for number in range(3):
+            connection.link.send(DropRequest(number, None, "x" * (30 << 20)))
+        async with asyncio.timeout(30):
+            while len(host.pool.calls) < 3:  # type: ignore[attr-defined]
+                await asyncio.sleep(0.005)
+        assert not connection.closed.is_set()
+        await connection.kill()
+
+
+async def test_a_host_that_breaks_the_protocol_is_named_with_the_reason() -> None:
+    async with listening_host() as (host, member):
+        connection = await connect(member)
+        (session,) = host._sessions.values()
+        session.link.send(host._ready)
+        async with asyncio.timeout(30):
+            await connection.closed.wait()
+        assert "introduces itself once" in str(connection.problem)
+        await connection.kill()
 
 
 async def test_garbage_after_the_greeting_ends_its_link_only() -> None:

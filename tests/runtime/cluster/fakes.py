@@ -16,7 +16,7 @@ from quire.runtime.cluster.host_link import (
 )
 from quire.runtime.cluster.members import Member
 from quire.runtime.cluster.remote import Credentials
-from quire.runtime.common.errors import QuireError
+from quire.runtime.common.errors import ProtocolError, QuireError
 from quire.runtime.workers.engine_link import ToEngine
 
 from tests.runtime.workers.fakes import FakeProcess, core_info
@@ -29,6 +29,7 @@ class FakeConnection(FakeProcess):
 
     def __init__(self, receive: Callable[[FromHost], None], on_heartbeat: Callable[[], None]) -> None:
         self.num_heartbeats = 0  # received
+        self.problem: ProtocolError | None = None  # that ended the link
         super().__init__(0, None, receive, on_heartbeat)  # type: ignore[arg-type]  # a host is not started
 
     def send(self, message: ToEngine | Heartbeat) -> None:
@@ -37,15 +38,22 @@ class FakeConnection(FakeProcess):
         else:
             super().send(message)
 
+    def reply(self, message: FromHost) -> None:  # type: ignore[override]  # a host says more than a process
+        try:
+            super().reply(message)  # type: ignore[arg-type]
+        except ProtocolError as error:
+            self.problem = error
+            self.exit(0)
+
     def leave(self) -> None:
-        self.reply(HostLeaving())  # type: ignore[arg-type]
+        self.reply(HostLeaving())
 
     def restart(self, *request_ids: int) -> None:
         """Report that the host has no engine process, for which these wait."""
         self.reply(HostRestarting(request_ids))  # type: ignore[arg-type]
 
     def fail(self, request_id: int, error: str) -> None:
-        self.reply(HostRequestFailed(request_id, error, "why"))  # type: ignore[arg-type]
+        self.reply(HostRequestFailed(request_id, error, "why"))
 
 
 class FakeHosts:

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from quire.runtime.cluster import Cluster, Credentials, Members, remote
+from quire.runtime.cluster.host_link import HostRequestFailed
 from quire.runtime.cluster.members import RESOLVE_INTERVAL_S, Member
 from quire.runtime.cluster.remote import RETRY_S, HostSource, HostTraits
 from quire.runtime.common.errors import ConfigError, Quarantined, Unauthenticated, Unavailable
+from quire.runtime.engine import EncoderInfo, Prefilled
 from quire.runtime.engine.facade import ImageInfo
 from quire.runtime.protocol.address import TCPAddress
-from quire.runtime.workers.engine_link import CancelRequest, DropRequest, ReadmitRequest
+from quire.runtime.workers.engine_link import (
+    AddAnswer,
+    CancelRequest,
+    DropRequest,
+    ReadmitRequest,
+    RequestsBegun,
+    StepReport,
+)
 from quire.runtime.workers.token_log import MAX_LOST_HOSTS
-from quire.scheduler import NotAccepting, QueueFull
+from quire.scheduler import (
+    BeamSpec,
+    FinalCounters,
+    Hypothesis,
+    NotAccepting,
+    QueueFull,
+    RequestUpdate,
+    SampledToken,
+    State,
+)
 
-from tests.runtime.workers.fakes import FakeListener, new_requests, until
+from tests.runtime.workers.fakes import ESTIMATE, FakeListener, new_encoding, new_requests, until
 
 from .fakes import DIGEST, FakeHosts
 
@@ -615,6 +633,128 @@ async def test_reported_hosts_come_and_go_at_once_each_with_its_secret(
     await until(lambda: cluster.hosts["a:1"].takes_requests)
     assert hosts.secrets == {"a:1": b"3", "b:1": b"2"}
     await cluster.close()
+
+
+def tokens(request_id: int, *token_ids: int) -> tuple[SampledToken, ...]:
+    return tuple(SampledToken(request_id, token_id) for token_id in token_ids)
+
+
+def counters(num_states: int = len(State), *outputs: tuple[SampledToken, ...]) -> FinalCounters:
+    hypotheses = tuple(Hypothesis(output, -1.0, -1.0, "length") for output in outputs)
+    return FinalCounters((0.0,) * num_states, 0, 0, hypotheses)
+
+
+# What a host says of request 1, which may have 3 tokens, or of its beam search or texts with the ids 2 and 3.
+LIES = {
+    "more tokens than asked for": RequestUpdate(1, tokens(1, 5, 6, 7, 8)),
+    "a token outside the vocabulary": RequestUpdate(1, tokens(1, 100)),
+    "a negative token": RequestUpdate(1, tokens(1, -1)),
+    "an end without counters": RequestUpdate(1, (), "length"),
+    "counters without an end": RequestUpdate(1, tokens(1, 5), counters=counters()),
+    "two ends": RequestUpdate(1, (), "length", "it failed", counters()),
+    "counters of other states": RequestUpdate(1, (), "length", None, counters(2)),
+    "hypotheses without a search": RequestUpdate(1, (), "length", None, counters(len(State), tokens(1, 5))),
+    "tokens of a search before its end": RequestUpdate(2, tokens(2, 5)),
+    "a search without an output": RequestUpdate(2, (), "length", None, counters()),
+    "too many outputs of a search": RequestUpdate(2, (), "stop", None, counters(len(State), *[tokens(2, 5)] * 3)),
+    "a search with too many tokens": RequestUpdate(2, (), "stop", None, counters(len(State), tokens(2, 5, 6, 7, 8))),
+    "a search with an unknown token": RequestUpdate(2, (), "stop", None, counters(len(State), tokens(2, 100))),
+    "values of one of two texts": RequestUpdate(3, (), "stop", None, counters(), (bytes(16),)),
+    "values of other sizes": RequestUpdate(3, (), "stop", None, counters(), (bytes(16), bytes(12))),
+    "values with an error": RequestUpdate(3, (), None, "it failed", counters(), (bytes(16), bytes(16))),
+    "tokens of texts": RequestUpdate(3, tokens(3, 5), "stop", None, counters(), (bytes(16), bytes(16))),
+}
+ANSWERS = {
+    "an answer that says nothing": AddAnswer(9, None, 0),
+    "a refusal of an unknown kind with an estimate": AddAnswer(9, ESTIMATE, 0, "NoSuchRefusal", "no"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+async def test_a_host_that_reports_what_cannot_be_is_lost_and_costs_no_request_a_token(
+    lie: RequestUpdate, hosts: FakeHosts, listener: FakeListener
+) -> None:
+    for name in "ab":
+        hosts.infos[f"{name}:1"] = {"encoder": EncoderInfo(vocab_size=50, max_model_len=8, dimensions=4)}
+    async with connected(listener, "ab") as cluster:
+        honest, liar = cluster.hosts["a:1"], cluster.hosts["b:1"]
+        await honest.add(new_requests(5))
+        await liar.add(new_requests(1, max_tokens=3))
+        await liar.add(new_requests(2, max_tokens=3, beam=BeamSpec(2)))
+        await liar.add_encoding(new_encoding(3))
+        await liar.add(new_requests(4))
+        hosts["b"].reply(StepReport((RequestUpdate(4, tokens(4, 7)),), 0, 1))
+        hosts["b"].reply(StepReport((RequestUpdate(4, tokens(4, 8)), lie), 0, 2))
+        assert hosts["b"].problem is not None
+        await until(lambda: set(hosts["a"].sent_ids()) == {1, 2, 3, 4, 5})
+        moved = {each.request.request_id: each for each in hosts["a"].sent if isinstance(each, ReadmitRequest)}
+        assert (moved[1].generated, moved[2].generated, moved[4].generated) == ((), (), (7,))
+        hosts["a"].finish(4, 8, 9)
+        assert listener.tokens(4) == [7, 8, 9]
+        hosts["a"].finish(1, 5)
+        hosts["a"].reply(StepReport((RequestUpdate(2, (), "stop", None, counters(len(State), tokens(2, 5))),), 0, 3))
+        hosts["a"].reply(StepReport((RequestUpdate(3, (), "stop", None, counters(), (bytes(16),) * 2),), 0, 4))
+        hosts["a"].finish(5, 5)
+        assert len(listener.ends()) == 5
+        assert cluster.hosts["a:1"].num_requests == cluster.hosts["b:1"].num_requests == 0
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+async def test_a_host_that_answers_what_cannot_be_is_lost_and_another_one_is_asked(
+    answer: AddAnswer, cluster: Cluster, hosts: FakeHosts
+) -> None:
+    for name in "abc":
+        hosts[name].answers_adds = False
+    adding = asyncio.create_task(cluster.add(new_requests(9)))
+    await asyncio.sleep(0.01)
+    first = where(cluster, hosts, 9)
+    hosts[first].reply(answer)
+    await until(lambda: where(cluster, hosts, 9) != first)
+    hosts[where(cluster, hosts, 9)].accept(9)
+    assert await adding == ESTIMATE
+
+
+async def test_what_a_host_says_of_requests_that_it_does_not_have_is_ignored(
+    hosts: FakeHosts, listener: FakeListener
+) -> None:
+    async with connected(listener, "ab") as cluster:
+        name = await added(cluster, hosts, 1)
+        (other,) = set("ab") - {name}
+        hosts[name].generate(1, 5)
+        hosts.errors = {f"{each}:1": Unavailable("gone") for each in "ab"}
+        hosts[other].exit(0)
+        hosts[name].exit(0)
+        await until(lambda: not any(host.is_ready for host in cluster.hosts.values()))
+        (owner,) = [host for host in cluster.hosts.values() if host.num_requests]
+        for number in (1, 77):  # one waits for its host to be back, the other was never there
+            update = RequestUpdate(number, tokens(number, 6), "length", None, counters())
+            owner.receive(StepReport((update,), 0, 9))
+            owner.receive(RequestsBegun((Prefilled(number, 2),)))
+            owner.receive(HostRequestFailed(number, "Unavailable", "gone"))
+        assert owner.num_requests == 1
+        hosts.errors = {}
+        ready = lambda: [each for each in "ab" if cluster.hosts[f"{each}:1"].is_ready]  # noqa: E731
+        await until(lambda: any(1 in hosts[each].sent_ids() for each in ready()))
+        hosts[where(cluster, hosts, 1)].finish(1, 6)
+        assert (listener.tokens(1), listener.ends()) == ([5, 6], {1: "length"})
+
+
+@pytest.mark.parametrize("end", [Cluster.stop, Cluster.close])
+async def test_a_cluster_that_stops_while_it_lets_a_host_go_connects_to_no_other(
+    end: Callable[[Cluster], Awaitable[None]], hosts: FakeHosts, listener: FakeListener
+) -> None:
+    members = Reported()
+    members.report(a=b"1", b=b"1")
+    cluster = await Cluster.connect(members, SECRET, DIGEST)
+    cluster.start(listener.listener())
+    members.report(a=b"1")
+    while "b:1" in cluster.hosts:
+        await asyncio.sleep(0)
+    await end(cluster)
+    members.report(a=b"1", c=b"1")
+    await asyncio.sleep(1)
+    assert set(hosts.opened) == {"a:1", "b:1"}
+    assert all(hosts[name].was_killed for name in "ab")
 
 
 @pytest.mark.parametrize("seed", range(8))

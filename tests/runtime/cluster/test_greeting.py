@@ -97,7 +97,7 @@ async def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     down, up = Wire(), Wire()
     host = asyncio.create_task(greet_server(up.reader, down, SECRET))  # type: ignore[arg-type]
     await asyncio.sleep(0)
-    monkeypatch.setattr(greeting, "version", lambda _: "9.9")
+    monkeypatch.setattr(greeting, "VERSION", "9.9")
     up.write(greeting._hello() + bytes(MAC_BYTES))
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"the API server runs Quire '9\.9'"):
@@ -106,7 +106,7 @@ async def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_long_versions_keep_the_size_of_the_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeting, "version", lambda _: "1.2.3.dev4567+g0123456789abcdef")
+    monkeypatch.setattr(greeting, "VERSION", "1.2.3.dev4567+g0123456789abcdef")
     outcomes, _ = await greet()
     assert outcomes == [None, None]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -248,6 +249,8 @@ async def test_cancel_and_drop_name_the_servers_own_request(pool: FakePool, sess
         {"prompt": (-1,)},
         {"echoed": (100,)},
         {"max_tokens": 63},
+        {"deadline": math.nan},
+        {"pin_s": math.inf},
         {"prompt": ()},
         {"max_tokens": 0},
     ],
@@ -275,12 +278,19 @@ async def test_tokens_after_which_a_request_goes_on_must_be_known(sessions: list
             sessions[0].receive(message)
 
 
-@pytest.mark.parametrize(("token_ids", "problem"), [((1,) * 9, "a text of more than 8 tokens"), ((50,), "vocabulary")])
+@pytest.mark.parametrize(
+    ("token_ids", "deadline", "problem"),
+    [
+        ((1,) * 9, None, "a text of more than 8 tokens"),
+        ((50,), None, "vocabulary"),
+        ((1,), math.nan, "not a number"),
+    ],
+)
 async def test_texts_that_cannot_be_end_the_link(
-    token_ids: tuple[int, ...], problem: str, pool: FakePool, sessions: list[ServerSession]
+    token_ids: tuple[int, ...], deadline: float | None, problem: str, pool: FakePool, sessions: list[ServerSession]
 ) -> None:
     pool.info = core_info(encoder=EncoderInfo(vocab_size=50, max_model_len=8, dimensions=4))
-    spec = EncodeSpec(1, (EncodedText((1,)), EncodedText(token_ids)))
+    spec = EncodeSpec(1, (EncodedText((1,)), EncodedText(token_ids)), deadline=deadline)
     for message in (AddEncoding(spec), ReadmitEncoding(spec)):
         with pytest.raises(ProtocolError, match=problem):
             sessions[0].receive(message)
@@ -291,9 +301,25 @@ async def test_an_id_that_is_in_use_and_an_empty_list_are_refused(
 ) -> None:
     await accepted(sessions[0], pool, 1)
     (request,) = new_requests(1)
-    for message in (AddRequests((as_read(request.spec),)), ReadmitRequest(as_read(request.spec), ()), AddRequests(())):
+    (unused,) = new_requests(2)
+    for message in (
+        AddRequests((as_read(request.spec),)),
+        ReadmitRequest(as_read(request.spec), ()),
+        AddRequests(()),
+        AddRequests.of([unused.spec, unused.spec]),
+    ):
         with pytest.raises(ProtocolError):
             sessions[0].receive(message)
+
+
+async def test_samples_get_the_prompt_of_the_first(pool: FakePool, sessions: list[ServerSession]) -> None:
+    specs = [request.spec for request in new_requests(1, 2, prompt=(7, 8))]
+    sessions[0].receive(AddRequests.of(specs))
+    await asyncio.sleep(0)
+    assert [request.spec for request in sessions[0]._requests.values()] == specs
+    too_long = [request.spec for request in new_requests(3, 4, prompt=(7,) * 60, max_tokens=5)]
+    with pytest.raises(ProtocolError, match="more than 64 tokens"):
+        sessions[0].receive(AddRequests.of(too_long))
 
 
 async def test_deadlines_are_set_on_this_machines_clock(

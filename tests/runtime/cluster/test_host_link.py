@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from quire.runtime.cluster import host_link
 from quire.runtime.cluster.host_link import FROM_HOST, Heartbeat, HostLink
 from quire.runtime.common.errors import ProtocolError
 from quire.runtime.protocol.framing import with_prefix
@@ -41,15 +40,14 @@ class FakeTransport:
         self.is_reading = False
 
 
-def link_to(transport: Any, received: bytes = b"") -> HostLink:
+def link_to(transport: Any, received: bytes = b"", max_unsent_bytes: int = 100) -> HostLink:
     reader = asyncio.StreamReader()
     reader.feed_data(received)
     reader.feed_eof()
-    return HostLink(reader, SimpleNamespace(transport=transport), FROM_HOST)  # type: ignore[arg-type]
+    return HostLink(reader, SimpleNamespace(transport=transport), FROM_HOST, max_unsent_bytes)  # type: ignore[arg-type]
 
 
-async def test_a_peer_that_does_not_read_loses_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_link, "MAX_UNSENT_BYTES", 100)
+async def test_a_peer_that_does_not_read_loses_the_link() -> None:
     transport = FakeTransport()
     link = link_to(transport)
     for _ in range(100):

@@ -22,7 +22,16 @@ from quire.runtime.workers.engine_link import (
     StepReport,
     StopEngine,
 )
-from quire.scheduler import BeamSpec, FinalCounters, Hypothesis, Request, RequestSpec, RequestUpdate, SampledToken
+from quire.scheduler import (
+    BeamSpec,
+    FinalCounters,
+    Hypothesis,
+    PlacedImage,
+    Request,
+    RequestSpec,
+    RequestUpdate,
+    SampledToken,
+)
 
 ENCODE = msgspec.msgpack.Encoder().encode
 
@@ -60,10 +69,20 @@ def test_requests_are_received_as_they_were_sent(
     assert isinstance(readmit, ReadmitRequest)
     assert dataclasses.astuple(readmit.request) == dataclasses.astuple(spec)
     assert Request(readmit.request, readmit.generated).output_token_ids == generated
-    add = TO_ENGINE.decode(ENCODE(AddRequests((spec, spec), ((), (7,)))))  # type: ignore[arg-type]
+    add = TO_ENGINE.decode(ENCODE(AddRequests.of([spec, spec], ((), (7,)))))
     assert isinstance(add, AddRequests)
-    assert add.requests == (readmit.request, readmit.request)
+    assert add.specs() == [readmit.request, readmit.request]
     assert add.generated == ((), (7,))
+
+
+def test_the_prompt_of_samples_is_sent_once() -> None:
+    image = PlacedImage(1, 2, b"digest", 1, 1, bytes(30_000))
+    spec = RequestSpec(1, tuple(range(5000)), max_tokens=10, echoed=(7,) * 1000, images=(image,))
+    samples = [dataclasses.replace(spec, request_id=number) for number in range(1, 65)]
+    one, many = (AddRequests.of(samples[:count]) for count in (1, 64))
+    assert len(ENCODE(many)) < 2 * len(ENCODE(one))
+    assert many.specs() == samples
+    assert all(each.prompt_token_ids is many.specs()[0].prompt_token_ids for each in many.specs())
 
 
 @given(st.floats())
