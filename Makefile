@@ -16,7 +16,11 @@ loadtest: $(BIN)/quire
 dashboard: $(BIN)/quire
 	deploy/local.sh
 
-test: $(BIN)/quire
+# An editable install compiles every module at each start, unless there are compiled files: 0.17 s of CPU per process.
+compiled: $(BIN)/quire
+	@$(BIN)/python -m compileall -q kernels pager scheduler runtime
+
+test: compiled
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-ray: $(BIN)/quire
@@ -38,7 +42,7 @@ attack: $(BIN)/quire
 attack-http: $(BIN)/quire
 	$(BIN)/python tests/fuzz/hostile_http.py $(ATTACK)
 
-kill-servers: $(BIN)/quire
+kill-servers: compiled
 	$(BIN)/python tests/fuzz/kill_servers.py $(KILL)
 
 fuzz-files: $(BIN)/quire
@@ -62,7 +66,7 @@ check-structured: $(BIN)/quire
 	$(BIN)/python -m tests.fuzz.parser_divisions
 	$(BIN)/python tests/fuzz/structured_generations.py $(GENERATIONS)
 
-kill-hosts: $(BIN)/quire
+kill-hosts: compiled
 	$(BIN)/python tests/fuzz/kill_hosts.py $(KILLS)
 
 fuzz-link: $(BIN)/quire
@@ -95,4 +99,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard test test-ray docs attack attack-http kill-servers fuzz-files fuzz-images fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan kill-hosts fuzz-link conformance clients
+.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers fuzz-files fuzz-images fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan kill-hosts fuzz-link conformance clients

@@ -152,7 +152,8 @@ class Cluster(EnginePool):
             for host in hosts:
                 if host.problem is not None and not host.problem.retryable:
                     raise host.problem
-            if all(host.is_ready or host.problem is not None for host in hosts) and any(h.is_ready for h in hosts):
+            tried = [host.state != "down" or host.problem is not None for host in hosts]
+            if all(tried) and any(host.is_ready for host in hosts):
                 break
             await asyncio.sleep(CONNECT_POLL_S)
         ready = [host.info for host in hosts if host.is_ready]

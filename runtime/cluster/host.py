@@ -125,6 +125,8 @@ class EngineHost:
         link.send(self._ready)
         if self._is_leaving:
             link.send(HostLeaving())
+        if not any(member.is_ready for member in self.pool.members):
+            link.send(HostRestarting(()))
         reason = "it closed the link"
         try:
             await link.receive_all(session.receive)

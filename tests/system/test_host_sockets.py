@@ -12,7 +12,7 @@ import pytest
 from quire.runtime.client.tls import tls_context
 from quire.runtime.cluster import Credentials, EngineHost
 from quire.runtime.cluster.host import CONNECTION_LIMITS
-from quire.runtime.cluster.host_link import FromHost, HostLeaving, HostReady
+from quire.runtime.cluster.host_link import FromHost, HostLeaving, HostReady, HostRestarting
 from quire.runtime.cluster.members import Member
 from quire.runtime.cluster.remote import HostConnection
 from quire.runtime.common.errors import QuireError, TLSError, Unauthenticated, Unavailable
@@ -106,6 +106,18 @@ async def test_every_message_of_a_host_is_a_sign_of_life_and_a_leaving_one_says_
                 await asyncio.sleep(0.005)
         assert received[0] == HostLeaving()
         assert signs == 1 + len(received)  # with HostReady
+        await connection.kill()
+
+
+async def test_a_host_without_an_engine_process_says_so_first() -> None:
+    async with listening_host() as (host, member):
+        host.pool.is_ready = False  # type: ignore[attr-defined]
+        received: list[FromHost] = []
+        connection = await HostConnection.open(member, Credentials(SECRET), received.append, lambda: None)
+        async with asyncio.timeout(30):
+            while not received:
+                await asyncio.sleep(0.005)
+        assert received[0] == HostRestarting(())
         await connection.kill()
 
 

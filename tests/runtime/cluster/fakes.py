@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +65,7 @@ class FakeHosts:
         self.errors: dict[str, QuireError] = {}  # addresses that cannot be connected to
         self.infos: dict[str, dict[str, Any]] = {}  # changes of `core_info`
         self.digests: dict[str, str] = {}
+        self.restarting: set[str] = set()  # addresses of those that have no engine process when they are connected to
         self.max_num_waiting = 8
         self.secrets: dict[str, bytes] = {}  # of the member in the last attempt to connect
 
@@ -82,6 +84,8 @@ class FakeHosts:
         info = core_info(num_processes=1, **self.infos.get(address, {}))
         connection.ready.set_result(HostReady(info, 0, self.digests.get(address, DIGEST), self.max_num_waiting))
         self.opened[address].append(connection)
+        if address in self.restarting:
+            asyncio.get_running_loop().call_later(0.001, connection.restart)
         return connection
 
     def __getitem__(self, name: str) -> FakeConnection:

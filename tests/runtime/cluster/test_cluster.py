@@ -339,6 +339,14 @@ async def test_without_another_host_requests_stay_where_the_engine_is_restarted(
         assert cluster.hosts[f"{first}:1"].num_requests == 0
 
 
+async def test_a_host_whose_engine_does_not_start_keeps_no_api_server_from_starting(
+    hosts: FakeHosts, listener: FakeListener
+) -> None:
+    hosts.restarting.add("a:1")
+    async with connected(listener, "ab", restart_timeout_s=4.0) as cluster:
+        assert {await added(cluster, hosts, number, conversation=b"%d" % number) for number in range(9)} == {"b"}
+
+
 async def test_a_request_beneath_which_engines_are_killed_stays_at_the_third_host(
     hosts: FakeHosts, listener: FakeListener
 ) -> None:

@@ -49,6 +49,7 @@ class FakePool:
 
     def __init__(self) -> None:
         self.info = core_info()
+        self.is_ready = True
         self.num_waiting = 3
         self.predicted_wait_s = 0.5
         self.members = [self]
