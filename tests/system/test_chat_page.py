@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from quire.runtime.server.openai.api import PAGE
 
+from tests.image_folder import write_image_folder
 from tests.scripted_model import write_scripted_model
 
 from .chromium import ALT, Browser, Tab
@@ -27,6 +28,7 @@ FOLDER = files("quire.runtime.server.openai") / "page"
 TEXTS = {name: (FOLDER / name).read_text("utf-8") for name in PAGE}
 SCRIPTS = "\n".join(text for name, text in TEXTS.items() if name.endswith(".js"))
 HOSTILE = '<img src=x onerror="alert(1)"><script>alert(2)</script>&lt;'
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
 IS_DONE = "document.querySelector('article:last-child')?.className === 'done'"
 
 
@@ -69,6 +71,26 @@ async def set_field(tab: Tab, name: str, value: object) -> None:
       const input = document.querySelector('#fields [name={name}]');
       input.{field} = {json.dumps(value)};
       input.dispatchEvent(new Event('input'));
+      return true;
+    }})()"""
+    await tab.until(script)
+
+
+async def give_files(tab: Tab, how: str, *names: str) -> None:
+    """Choose files of one pixel, paste them or drop them. Those whose name ends in .txt are texts."""
+    event = {
+        "choose": "Object.assign(document.getElementById('files'), {files}).dispatchEvent(new Event('change'))",
+        "paste": "document.activeElement.dispatchEvent(new ClipboardEvent('paste', {clipboardData: data}))",
+        "drop": "document.body.dispatchEvent(new DragEvent('drop', {dataTransfer: data, cancelable: true}))",
+    }[how]
+    script = f"""(() => {{
+      const data = new DataTransfer();
+      const bytes = Uint8Array.from(atob({PIXEL!r}), (character) => character.charCodeAt(0));
+      for (const name of {json.dumps(names)}) {{
+        data.items.add(new File([bytes], name, {{type: name.endsWith('.txt') ? 'text/plain' : 'image/png'}}));
+      }}
+      const files = data.files;
+      {event};
       return true;
     }})()"""
     await tab.until(script)
@@ -325,6 +347,59 @@ async def test_markup_of_users_and_models_is_text(system: Any, open_tab: OpenTab
     assert await tab.evaluate("document.querySelectorAll('img, article script').length") == 0
     assert HOSTILE in await tab.text(".answer")
     assert await tab.text("#list .title") == HOSTILE
+
+
+@needs_chromium
+async def test_images_are_chosen_pasted_and_dropped(
+    serving: Callable[..., Any], open_tab: OpenTab, tmp_path: Path
+) -> None:
+    attached = "[...document.querySelectorAll('#attached img')].map((image) => image.alt).join()"
+    async with serving(model=str(write_image_folder(tmp_path)), weights="f32", max_num_seqs=4) as real:
+        tab = await open_tab(real.server.openai_address)
+        await tab.until("!document.getElementById('attach').hidden")
+        for name, value in {"temperature": "0", "max_tokens": "6", "logprobs": False}.items():
+            await set_field(tab, name, value)
+        await give_files(tab, "choose", "a.png", "b.txt")
+        await tab.until(f"{attached} === 'a.png'")
+        assert await tab.text("#image-problem") == "b.txt: images are PNG, JPEG, WebP or GIF files"
+        await give_files(tab, "paste", "c.png")
+        await give_files(tab, "drop", "d.png")
+        await tab.until(f"{attached} === 'a.png,c.png,d.png'")
+        await tab.evaluate("document.querySelector('[aria-label=\"Remove: c.png\"]').focus()")
+        await tab.press("Enter")
+        await tab.until(f"{attached} === 'a.png,d.png'")
+        await ask(tab, "What is this?")
+        await tab.until(IS_DONE)
+        assert await tab.evaluate(attached) == ""
+        assert await tab.evaluate("document.getElementById('image-problem').textContent") == ""
+        shown = await tab.evaluate("document.querySelector('.answer').textContent")
+        await tab.reload()
+        await tab.until("document.querySelectorAll('.question img').length === 2")
+        assert await tab.evaluate("document.querySelector('.question img').naturalWidth") == 1
+        await tab.press("e", ALT)
+        await tab.until(f"{attached} === 'a.png,d.png'")
+        await tab.until("!document.getElementById('send').disabled")
+        await tab.press("Enter")
+        await tab.until(IS_DONE)
+        assert await tab.evaluate("document.querySelector('.answer').textContent") == shown
+        image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
+        content = [image, image, {"type": "text", "text": "What is this?"}]
+        body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 6}
+        client = await HTTPClient.open(real.server.openai_address)
+        reply = await client.ask("POST", "/v1/chat/completions", body)
+        client.writer.transport.abort()
+    assert shown == reply.json["choices"][0]["message"]["content"].lstrip("\n")
+
+
+@needs_chromium
+async def test_a_model_without_images_gets_none(system: Any, open_tab: OpenTab) -> None:
+    tab = await open_tab(system.server.openai_address)
+    await tab.until("!document.getElementById('send').disabled")
+    assert await tab.evaluate("document.getElementById('attach').hidden")
+    await give_files(tab, "paste", "a.png")
+    await ask(tab, "one")
+    await tab.until(IS_DONE)
+    assert system.engine.requests[0].messages == ({"role": "user", "content": "one"},)
 
 
 @needs_chromium

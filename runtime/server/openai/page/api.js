@@ -14,10 +14,11 @@ export class ApiError extends Error {
   }
 }
 
-// Return the name of the served model.
+// Return the name of the served model, and whether it takes images.
 export async function servedModel() {
   const answer = await request("v1/models", {});
-  return (await answer.json()).data[0].id;
+  const { id, input_modalities: inputs = [] } = (await answer.json()).data[0];
+  return { name: id, takesImages: inputs.includes("image") };
 }
 
 // Yield the events of a stream, each as an object. Throws ApiError, and AbortError once `signal` is aborted.

@@ -2,9 +2,10 @@
 
 import { saveKey, savedKey, servedModel } from "./api.js";
 import { Conversation, load, save } from "./conversations.js";
-import { conversationItem, element, settingFields, turnArticle } from "./view.js";
+import { conversationItem, element, picture, settingFields, turnArticle } from "./view.js";
 
 const DRAW_EVERY_MS = 60;
+const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 const PROMPTS = [
   "What is a queue?",
   "Explain in three sentences how a CPU cache works.",
@@ -20,6 +21,7 @@ const SHORTCUTS = [ // [keys for people, code with Alt, what it does, action]
   ["Alt R", "KeyR", "ask the last message again", () => retry()],
   ["Alt E", "KeyE", "change the last message", () => edit()],
   ["Alt V", "KeyV", "show tokens and their probabilities, or text", () => toggleTokens()],
+  ["Alt I", "KeyI", "add images, for a model that takes them", () => canAttach() && $("files").click()],
   ["Alt S", "KeyS", "show or hide the settings", () => toggleSettings()],
   ["Alt /", "Slash", "show these shortcuts", () => $("help").showModal()],
 ];
@@ -31,6 +33,7 @@ const OTHER_KEYS = [
 const $ = (id) => document.getElementById(id);
 
 let model = ""; // empty until the server has said it
+let takesImages = false; // the model does
 let conversations = load();
 let current = conversations[0] ?? new Conversation();
 let showsTokens = false;
@@ -65,17 +68,19 @@ function remove(conversation) {
 }
 
 function send() {
-  const question = $("question").value;
-  if (!model || current.live || !question.trim()) return;
+  const question = $("question").value, images = canAttach() ? current.images : NO_IMAGES;
+  if (!model || current.live || !(question.trim() || images.length)) return;
+  if (images.length) current.images = [];
+  $("image-problem").textContent = "";
   compose("");
-  ask(question);
+  ask({ question, images });
 }
 
-async function ask(question) {
+async function ask(asking) {
   const asked = current;
   stickToEnd = true;
   try {
-    await asked.ask(question, model, changed);
+    await asked.ask(asking, model, changed);
   } catch (error) {
     if (error.status !== 401) throw error;
     askForKey(error.message);
@@ -91,7 +96,9 @@ function retry() {
 
 function edit() {
   if (!current.turns.length || current.live) return;
-  compose(current.takeBack());
+  const { question, images } = current.takeBack();
+  current.images = images.filter(({ url }) => url);
+  compose(question);
   draw();
 }
 
@@ -109,11 +116,52 @@ function toggleSettings() {
   (shows ? $("fields").querySelector("select, input, textarea") : $("question")).focus();
 }
 
+// Images of the message that is being written
+
+const NO_IMAGES = [];
+const canAttach = () => takesImages && current.settings.mode === "chat";
+
+async function attach(files) {
+  const conversation = current;
+  const allowed = [...files].filter(({ type }) => IMAGE_TYPES.includes(type));
+  const others = [...files].filter((file) => !allowed.includes(file)).map(({ name }) => name);
+  $("image-problem").textContent = others.length ? `${others.join(", ")}: images are PNG, JPEG, WebP or GIF files` : "";
+  const urls = await Promise.all(allowed.map(dataUrl));
+  conversation.images = [...conversation.images, ...urls.map((url, index) => ({ name: allowed[index].name, url }))];
+  draw();
+}
+
+function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+function drawAttached() {
+  $("attach").hidden = !canAttach();
+  const images = canAttach() ? current.images : NO_IMAGES;
+  if (images === drawnImages) return;
+  drawnImages = images;
+  $("attached").replaceChildren(...images.map((image) => {
+    const remove = element("button", { type: "button", title: "Remove" }, "×");
+    remove.setAttribute("aria-label", `Remove: ${image.name}`);
+    remove.onclick = () => {
+      current.images = current.images.filter((each) => each !== image);
+      $("question").focus();
+      draw();
+    };
+    return picture(image, remove);
+  }));
+}
+
 // The server's model, and the key that it may ask for
 
 async function connect() {
   try {
-    model = await servedModel();
+    ({ name: model, takesImages } = await servedModel());
     $("model").textContent = model;
   } catch (error) {
     $("model").textContent = error.message;
@@ -140,6 +188,7 @@ $("key-form").onsubmit = (event) => {
 
 const items = new WeakMap(); // conversation -> its item in the list
 const drawn = new Map(); // turn -> {article, version, isLast}
+let drawnImages = null; // of the composer
 let stickToEnd = true;
 let isDrawPending = false;
 
@@ -155,6 +204,7 @@ function changed() {
 function draw() {
   drawList();
   drawTurns();
+  drawAttached();
   const isLive = current.live !== null;
   $("send").hidden = isLive;
   $("send").disabled = !model;
@@ -220,6 +270,26 @@ $("question").onkeydown = (event) => {
   event.preventDefault();
   send();
 };
+$("question").onpaste = (event) => {
+  const { files } = event.clipboardData;
+  if (!files.length || !canAttach()) return;
+  event.preventDefault();
+  attach(files);
+};
+$("attach").onclick = () => $("files").click();
+$("files").onchange = () => {
+  attach($("files").files);
+  $("files").value = ""; // so that the same file can be chosen again
+  $("question").focus();
+};
+document.body.ondragover = (event) => {
+  if (canAttach() && event.dataTransfer.types.includes("Files")) event.preventDefault();
+};
+document.body.ondrop = (event) => {
+  if (!canAttach() || !event.dataTransfer.files.length) return;
+  event.preventDefault();
+  attach(event.dataTransfer.files);
+};
 $("composer").onsubmit = (event) => {
   event.preventDefault();
   send();
@@ -246,4 +316,5 @@ window.onpagehide = () => save(conversations);
 $("shortcuts").append(...[...OTHER_KEYS, ...SHORTCUTS.map(([keys, , does]) => [keys, does])].map(([keys, does]) =>
   element("div", {}, element("dt", {}, element("kbd", {}, keys)), element("dd", {}, does))));
 $("fields").append(...settingFields(current.settings));
+$("fields").addEventListener("input", drawAttached); // the mode has changed
 connect();

@@ -103,7 +103,8 @@ function tokensOf(logprobs) {
 
 export class Conversation {
   draft = ""; // the text of the composer
-  turns = []; // {question, answer}
+  images = []; // those of the composer: {name, url}, with a data URL; "" if the tab's storage could not keep it
+  turns = []; // {question, images, answer}
   #abort = null; // stops the live answer
 
   constructor(settings = DEFAULTS, turns = []) {
@@ -112,8 +113,9 @@ export class Conversation {
   }
 
   get title() {
-    const first = this.turns[0]?.question ?? this.draft;
-    return first.trim().split("\n")[0].slice(0, 80) || "New conversation";
+    const { question, images } = this.turns[0] ?? { question: this.draft, images: this.images };
+    const first = question.trim() || (images[0]?.name ?? "");
+    return first.split("\n")[0].slice(0, 80) || "New conversation";
   }
 
   get live() { // the answer that is being generated
@@ -122,9 +124,9 @@ export class Conversation {
   }
 
   // Ask, and return when the answer has ended, however it did. `changed` is called after every change.
-  async ask(question, model, changed) {
+  async ask({ question, images }, model, changed) {
     const answer = new Answer();
-    this.turns.push({ question, answer });
+    this.turns.push({ question, images, answer });
     answer.seed = this.settings.seed === "" ? Math.floor(Math.random() * MAX_SEED) : Number(this.settings.seed);
     answer.startedMs = performance.now();
     const { path, body } = this.#request(model, answer.seed);
@@ -153,9 +155,9 @@ export class Conversation {
     if (this.live) this.#abort.abort();
   }
 
-  // Remove the last turn, which is not live, and return its question.
+  // Remove the last turn, which is not live, and return it.
   takeBack() {
-    return this.turns.pop().question;
+    return this.turns.pop();
   }
 
   // Return path and body of the request for the last turn's answer.
@@ -180,25 +182,41 @@ export class Conversation {
 
   #messages() {
     const messages = this.settings.system ? [{ role: "system", content: this.settings.system }] : [];
-    for (const { question, answer } of this.turns) { // those without an answer are left out, but for the last
-      if (answer.text || answer.isLive) messages.push({ role: "user", content: question });
+    for (const { question, images, answer } of this.turns) { // those without an answer are left out, but for the last
+      if (answer.text || answer.isLive) messages.push({ role: "user", content: contentOf(question, images) });
       if (answer.text) messages.push({ role: "assistant", content: answer.text });
     }
     return messages;
   }
 }
 
+// Return the content of a message: text, or parts with the images first.
+function contentOf(question, images) {
+  const parts = images.filter(({ url }) => url).map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  if (!parts.length) return question;
+  return question.trim() ? [...parts, { type: "text", text: question }] : parts;
+}
+
 // The conversations of this tab, without the probabilities of tokens
 
 export function save(conversations) {
-  const kept = conversations.map(({ settings, turns }) => ({
+  if (!isStored(conversations, (images) => images)) isStored(conversations, namesOnly);
+}
+
+const namesOnly = (images) => images.map(({ name }) => ({ name, url: "" }));
+
+// Store the conversations with what `kept` keeps of images. Return false if the tab's storage is too small: what was
+// saved before stays.
+function isStored(conversations, kept) {
+  const stored = conversations.map(({ settings, turns }) => ({
     settings,
-    turns: turns.map(({ question, answer }) => ({ question, answer: { ...answer, tokens: [] } })),
+    turns: turns.map(({ question, images, answer }) => ({ question, images: kept(images), answer: { ...answer, tokens: [] } })),
   }));
   try {
-    sessionStorage.setItem(STORED, JSON.stringify(kept));
+    sessionStorage.setItem(STORED, JSON.stringify(stored));
+    return true;
   } catch {
-    // The tab's storage is full: what was saved before stays.
+    return false;
   }
 }
 
@@ -207,8 +225,8 @@ export function load() {
   return kept.map(({ settings, turns }) => new Conversation({ ...DEFAULTS, ...settings }, turns.map(restoredTurn)));
 }
 
-function restoredTurn({ question, answer }) {
+function restoredTurn({ question, images, answer }) {
   const restored = Object.assign(new Answer(), answer);
   if (restored.isLive) Object.assign(restored, { state: "stopped", endedMs: restored.firstMs }); // the page was left
-  return { question, answer: restored };
+  return { question, images, answer: restored };
 }

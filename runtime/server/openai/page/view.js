@@ -53,9 +53,10 @@ export function conversationItem(conversation, { select, remove }) {
 
 // A turn: the question, the answer, and where its time went
 
-export function turnArticle({ question, answer }, { showsTokens, isLast, retry, edit }) {
+export function turnArticle({ question, images, answer }, { showsTokens, isLast, retry, edit }) {
   const article = element("article", { className: answer.state });
   const asked = element("div", { className: "question" }, question);
+  if (images.length) asked.prepend(element("ul", { className: "pictures" }, ...images.map((image) => picture(image))));
   article.append(asked);
   if (answer.reasoning) {
     const open = answer.isLive && !answer.text;
@@ -75,6 +76,12 @@ export function turnArticle({ question, answer }, { showsTokens, isLast, retry, 
   article.append(foot);
   if (answer.usage) article.append(timeBar(answer));
   return article;
+}
+
+// Return the item of an image, with the elements `after` it.
+export function picture({ name, url }, ...after) {
+  const shown = url ? element("img", { src: url, alt: name }) : element("small", {}, `${name}: not kept by this tab`);
+  return element("li", { className: "picture" }, shown, ...after);
 }
 
 // Text with its code blocks, which are between lines of three backticks.
