@@ -243,7 +243,9 @@ cdef int64_t _newest(const AttentionOp *op, const Step *step, int64_t sequence, 
     """Return the last token that a query of `sequence` sees."""
     cdef int64_t last = step.first_position[sequence] + step.row_start[sequence + 1] - step.row_start[sequence] - 1
     if op.causal:
-        return position
+        if step.last_seen == NULL:
+            return position
+        return step.last_seen[step.row_start[sequence] + position - step.first_position[sequence]]
     return min(last, position + op.window) if op.window else last
 
 

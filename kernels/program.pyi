@@ -63,15 +63,17 @@ class Program:
         given_of: npt.NDArray[np.int32] | None = None,
         given: npt.NDArray[np.float32] | None = None,
         rotary: npt.NDArray[np.float32] | None = None,
+        last_seen: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Run one step over `token_ids` [rows]; all arrays of integers are int32. The GIL is released meanwhile.
 
         Sequence i of n owns rows row_start[i]..row_start[i+1], from position first_position[i] on, and in layer group g
         the pages page_ids[page_start[g*n+i]..page_start[g*n+i+1]]. A group with a window may have -1 for released pages
-        before the first tile of 64 tokens that the sequence's first row sees. Row i has row given_of[i] of `given` in
-        place of the embedding of its token, unless that is -1. With `rotary` [rows, rotary_dim], the heads of row i are
-        rotated by its row i, else by that of the row's position. Raises ValueError for an array that would lead outside
-        the program's memory.
+        before the first tile of 64 tokens that the sequence's first row sees. Row r has row given_of[r] of `given` in
+        place of the embedding of its token, unless that is -1. With `rotary` [rows, rotary_dim], the heads of row r are
+        rotated by its row r, else by that of the row's position. Row r sees tokens up to position last_seen[r], which
+        is its own or a later one of the sequence's rows, and at least that of the row before; without `last_seen`, none
+        after itself. Raises ValueError for an array that would lead outside the program's memory.
         """
 
     def run_texts(

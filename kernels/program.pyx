@@ -130,13 +130,15 @@ cdef class Program:
 
     def run(self, const int32_t[::1] token_ids, const int32_t[::1] row_start, const int32_t[::1] first_position,
             const int32_t[::1] page_ids, const int32_t[::1] page_start, const int32_t[::1] sample_rows,
-            const int32_t[::1] given_of=None, const float[:, ::1] given=None, const float[:, ::1] rotary=None):
+            const int32_t[::1] given_of=None, const float[:, ::1] given=None, const float[:, ::1] rotary=None,
+            const int32_t[::1] last_seen=None):
         cdef Step *step = &self.replay.step
         if self.runs_texts:
             raise ValueError("this program runs texts")
         self._check_step(token_ids, row_start, first_position, page_ids, page_start, sample_rows)
         self._give(step, token_ids.shape[0], given_of, given)
         self._give_rotary(step, token_ids.shape[0], rotary)
+        self._see(step, row_start, first_position, last_seen)
         step.rows, step.sequences = token_ids.shape[0], first_position.shape[0]
         step.samples = sample_rows.shape[0]
         step.token_ids, step.row_start, step.first_position = &token_ids[0], &row_start[0], &first_position[0]
@@ -160,7 +162,7 @@ cdef class Program:
         step.samples = step.sequences
         step.token_ids, step.row_start, step.first_position = &token_ids[0], &row_start[0], &self.zeros[0]
         step.type_ids = &type_ids[0] if type_ids is not None else NULL
-        step.given_of, step.given = NULL, NULL
+        step.given_of, step.given, step.last_seen = NULL, NULL, NULL
         for i in range(step.sequences):
             self.text_ends[i] = row_start[i + 1] - 1
             self.text_pages[i + 1] = (self.text_pages[i]
@@ -247,6 +249,26 @@ cdef class Program:
             raise ValueError(f"{rows} rows of heads that are rotated in {sorted(self.rotary_dims)} elements need as "
                              f"many rotary rows, not [{rotary.shape[0]}, {rotary.shape[1]}]")
         step.rotary = &rotary[0, 0]
+
+    cdef _see(self, Step *step, const int32_t[::1] row_start, const int32_t[::1] first_position,
+              const int32_t[::1] last_seen):
+        """Set the position of the last token that each row sees: its own, or a later one of its rows in the step."""
+        cdef int64_t i, row, least, end
+        step.last_seen = NULL
+        if last_seen is None:
+            return
+        if last_seen.shape[0] != row_start[first_position.shape[0]]:
+            raise ValueError(f"{row_start[first_position.shape[0]]} rows see as many last tokens, "
+                             f"not {last_seen.shape[0]}")
+        for i in range(first_position.shape[0]):
+            least, end = first_position[i], <int64_t>first_position[i] + row_start[i + 1] - row_start[i]
+            for row in range(row_start[i], row_start[i + 1]):
+                least = max(least, <int64_t>first_position[i] + row - row_start[i])
+                if not least <= last_seen[row] < end:
+                    raise ValueError(f"row {row} sees tokens up to {last_seen[row]}; it may be {least}..{end - 1}: "
+                                     "its own or a later one, and no earlier one than the row before")
+                least = last_seen[row]
+        step.last_seen = &last_seen[0]
 
     cdef _check_ids(self, const int32_t[::1] token_ids):
         cdef int64_t i

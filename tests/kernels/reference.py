@@ -198,6 +198,7 @@ class ReferenceProgram:
         given_of: Ints | None = None,
         given: npt.NDArray[np.float32] | None = None,
         rotary: npt.NDArray[np.float32] | None = None,
+        last_seen: Ints | None = None,
     ) -> None:
         """Run the same step as `Program.run`."""
         counts = np.diff(row_start)
@@ -205,6 +206,7 @@ class ReferenceProgram:
         self.given_of, self.given, self.rotary = given_of, given, rotary
         self.sequence = np.repeat(np.arange(len(counts)), counts)
         self.position = first_position[self.sequence] + np.arange(len(token_ids)) - row_start[self.sequence]
+        self.last_seen = self.position if last_seen is None else last_seen
         tables = [page_ids[first:end] for first, end in pairwise(page_start)]
         self.tables = [tables[first : first + len(counts)] for first in range(0, len(tables), len(counts))]  # by group
         for op in self.ops:
@@ -398,7 +400,7 @@ class ReferenceProgram:
         out = np.zeros_like(q)
         for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
             oldest = max(0, position - op.window + 1) if op.window else 0
-            seen = np.arange(oldest, position + 1)
+            seen = np.arange(oldest, self.last_seen[row] + 1)
             pages, tokens = self.tables[op.group][sequence][seen // self.page_size], seen % self.page_size
             assert pages.min() >= 0, "pages that a row sees are not released"
             keys = np.repeat(self.keys[op.layer, pages, tokens], op.num_heads // op.num_kv_heads, axis=1)

@@ -1,6 +1,7 @@
 """Every op against the numpy reference, and promise 1: a row's bits never depend on the rest of the batch."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -550,3 +551,72 @@ def test_rotary_rows_that_do_not_fit_are_refused(toy, shape):
     model = toy()
     with pytest.raises(ValueError, match="3 rows of heads that are rotated in"):
         model.program.run(**model.step((tokens(3), 0, pages(1))), rotary=np.zeros(shape, np.float32))
+
+
+# Rows that see later ones
+
+
+def seen_by(first: int, count: int, *runs: tuple[int, int]) -> np.ndarray:
+    """Return the last token that each row sees, where the rows of each run see each other."""
+    seen = np.arange(first, first + count, dtype=np.int32)
+    for begin, end in runs:
+        seen[max(0, begin - first) : max(0, end - first)] = end - 1
+    return seen
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(("kv", "window"), [("f32", 0), ("bf16", 100), ("int8", 100)])
+def test_rows_that_see_later_ones_match_the_reference(toy, kv, window, isa):
+    """Runs over tiles and splits, one that goes on after a page that is computed, and a decode row beside them."""
+    model = toy(kv=kv, windows=(window,), isa=isa)
+    a, b = tokens(250, 1), tokens(41, 2)
+    table_a, table_b = pages(*range(20, 12, -1)), pages(30, 3)
+    runs = (60, 110), (130, 249)
+    steps = [
+        ([(a[:110], 0, table_a), (b[:40], 0, table_b)], [seen_by(0, 110, *runs), seen_by(0, 40)]),
+        ([(b[40:], 40, table_b), (a[96:], 96, table_a)], [seen_by(40, 1), seen_by(96, 154, *runs)]),
+    ]
+    for parts, seen in steps:
+        step = model.step(*parts)
+        model.program.run(**step, last_seen=np.concatenate(seen))
+        model.reference.run(**step, last_seen=np.concatenate(seen))
+        got, want = model.program.view(model.logits)[:2, :333], model.reference.regions[model.logits]
+        assert np.abs(got - want).max() <= tolerance("f32", kv) * np.ptp(want)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("q8", "int8"), ("bf16", "bf16")])
+def test_same_bits_at_every_chunking_around_rows_that_see_later_ones(toy, weights, kv, isa):
+    """Of a sequence with a run, in chunks that do not divide it, and of another one beside it."""
+    ids, other = tokens(250), tokens(20, 3)
+    table, other_table, run = pages(*range(7, 15)), pages(20), (50, 150)
+    model = toy(weights=weights, kv=kv, windows=(100,), isa=isa)
+    alone = model.run((other, 0, other_table)).tobytes()
+
+    def last_logits(*borders: int) -> bytes:
+        model = toy(weights=weights, kv=kv, windows=(100,), isa=isa)
+        for first, end in pairwise(borders):
+            step = model.step((other, 0, other_table), (ids[first:end], first, table))
+            model.program.run(**step, last_seen=np.concatenate([seen_by(0, 20), seen_by(first, end - first, run)]))
+            assert model.program.view(model.logits)[0, :333].tobytes() == alone
+        return model.program.view(model.logits)[1, :333].tobytes()
+
+    assert len({last_logits(0, 50, 150, 250), last_logits(0, 30, 151, 250), last_logits(0, 7, 33, 160, 165, 250)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("last_seen", "fault"),
+    [
+        ([5, 6], "4 rows see as many last tokens, not 2"),
+        ([5, 6, 8, 3], r"row 2 sees tokens up to 8; it may be 7..7"),
+        ([5, 5, 7, 3], r"row 1 sees tokens up to 5; it may be 6..7"),
+        ([7, 6, 7, 3], r"row 1 sees tokens up to 6; it may be 7..7: its own or a later one"),
+        ([5, 6, 7, 4], r"row 3 sees tokens up to 4; it may be 3..3"),
+        ([5, 6, 7, -1], r"row 3 sees tokens up to -1; it may be 3..3"),
+    ],
+)
+def test_rows_that_see_tokens_outside_are_refused(toy, last_seen, fault):
+    model = toy()
+    step = model.step((tokens(3), 5, pages(1)), (tokens(1), 3, pages(2)))
+    with pytest.raises(ValueError, match=fault):
+        model.program.run(**step, last_seen=np.array(last_seen, np.int32))
