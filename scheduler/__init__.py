@@ -27,6 +27,8 @@ from .plan import (
     ScheduledSequence,
     StepPlan,
     StepResult,
+    least_whole_chunk,
+    whole_chunk,
 )
 from .policy import Fair, FirstComeFirstServed, Policy, Priority
 from .request import (
@@ -99,4 +101,6 @@ __all__ = [
     "TokenBudget",
     "TooLong",
     "chunk_pairs",
+    "least_whole_chunk",
+    "whole_chunk",
 ]

@@ -28,11 +28,12 @@ class SchedulerConfig:
     max_num_waiting: int = 1024  # requests in the queue
     max_num_waiting_per_tenant: int | None = None  # None: no limit besides max_num_waiting
     max_kv_pages_per_tenant: int | None = None  # of its running requests at their longest, and of its pins; None: any
+    whole_images: bool = False  # the tokens of an image see each other: a step has all that are not cached, or none
 
     def __post_init__(self) -> None:
         for field in fields(self):
             limit = getattr(self, field.name)
-            least = 0 if field.name == "num_speculative_tokens" else 1
+            least = 0 if field.name in ("num_speculative_tokens", "whole_images") else 1
             if limit is not None and limit < least:
                 raise ValueError(f"{field.name} must be at least {least}, got {limit}")
 

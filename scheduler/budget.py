@@ -112,6 +112,11 @@ class StepBudget:
         return min(self._tokens, max(fits, self._guaranteed_tokens))
 
     @property
+    def rows_left(self) -> int:
+        """Rows that are left, however long they take."""
+        return self._tokens
+
+    @property
     def seconds_left(self) -> float | None:
         """Seconds that are left under the latency target; None if it does not limit this step."""
         return None if self._cost is None else max(0.0, self._seconds) + self._kept_seconds

@@ -27,6 +27,19 @@ class PlacedImage(NamedTuple):
         return self.position + self.tokens
 
 
+def whole_chunk(images: Sequence[PlacedImage], first: int, num_tokens: int) -> int:
+    """Return the most of the `num_tokens` tokens from `first` on whose end is inside no image."""
+    for image in images:
+        if image.position < first + num_tokens < image.end:
+            return max(0, image.position - first)
+    return num_tokens
+
+
+def least_whole_chunk(images: Sequence[PlacedImage], first: int) -> int:
+    """Return the least number of tokens from `first` on, 1 or more, whose end is inside no image."""
+    return next((image.end - first for image in images if image.position <= first < image.end), 1)
+
+
 class ScheduledSequence(NamedTuple):
     """One sequence's part of a step."""
 

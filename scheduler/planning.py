@@ -6,7 +6,8 @@ the tables have grown by, so a plan that is never executed costs no token.
 Order of a step: one token for every decoding request; then prefill chunks in the policy's order, newly admitted
 requests included, within the budget; then draft tokens, if no other request could use the step. The encoder gets the
 time that is left. Prefill has tokens of one image at most. An image gets the time that an encoder would get, and the
-sequence is deferred until its image is done.
+sequence is deferred until its image is done. Where the tokens of an image see each other (`whole_images`), a chunk ends
+inside no image. An image may then take longer than the latency target, but never more rows than a step has.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .admission import SchedulerConfig
 from .budget import TARGET_SHARE, Budget, StepBudget
 from .cost import CostModel, StepLoad, chunk_pairs
 from .encoding import EncoderPlanner, seconds_beside
-from .plan import PlacedImage, ScheduledSequence, StepPlan
+from .plan import PlacedImage, ScheduledSequence, StepPlan, least_whole_chunk, whole_chunk
 from .policy import Policy
 from .queue import RequestQueue
 from .request import Request, State
@@ -49,6 +50,7 @@ class Planner:
         self._budget = budget
         self._speculator = speculator
         self._max_num_seqs = config.max_num_seqs
+        self._whole_images = config.whole_images
         self._clock = clock
         self._cost = cost
         self._encoder = encoder
@@ -112,15 +114,20 @@ class Planner:
             pass
 
     def _grow_prefill(self, request: Request, step: StepBudget) -> None:
-        table, context = table_of(request), request.num_computed_tokens
-        num_tokens = min(step.prefill_tokens(context), len(request.token_ids) - context)
-        if request.spec.images:
-            num_tokens = self._with_one_image(request.spec.images, context, num_tokens)
-        if num_tokens and table.max_append() < 1 and request is self._batch.oldest():
-            self._make_room(request)
+        table, context, images = table_of(request), request.num_computed_tokens, request.spec.images
+        num_tokens, least = min(step.prefill_tokens(context), len(request.token_ids) - context), 1
+        if images:
+            num_tokens = self._with_one_image(images, context, num_tokens)
+        if images and self._whole_images and num_tokens:
+            least = least_whole_chunk(images, context)
+            num_tokens = whole_chunk(images, context, num_tokens) or (least if least <= step.rows_left else 0)
+        if num_tokens and table.max_append() < least and request is self._batch.oldest():
+            self._make_room(request, least)
             num_tokens = table.num_tokens - context
         else:
             num_tokens = min(num_tokens, table.max_append())
+            if self._whole_images:
+                num_tokens = whole_chunk(images, context, num_tokens)
             self._batch.grow_prefill(request, num_tokens)
         if num_tokens > 0:
             step.spend(num_tokens, context)
@@ -175,16 +182,16 @@ class Planner:
         self.preempt(min(candidates, key=_computed_work))
         return True
 
-    def _make_room(self, request: Request) -> None:
-        """Append one token, preempting the least advanced victims; if there is none, preempt `request` itself."""
+    def _make_room(self, request: Request, num_tokens: int = 1) -> None:
+        """Append tokens, preempting the least advanced victims; if there is none, preempt `request` itself."""
         table = table_of(request)
-        while table.max_append() < 1:
+        while table.max_append() < num_tokens:
             victim = min(self._batch.victims(request), key=_computed_work, default=request)
             self.preempt(victim)
             self._has_preempted = True
             if victim is request:
                 return
-        table.append(1)
+        table.append(num_tokens)
 
     def _assemble(
         self, drafts: Mapping[int, list[int]], step: StepBudget, seconds_left: float | None

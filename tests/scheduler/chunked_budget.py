@@ -40,6 +40,10 @@ class _ChunkedStep:
         return self._step.limit
 
     @property
+    def rows_left(self) -> int:
+        return self._step.rows_left
+
+    @property
     def seconds_left(self) -> float | None:
         return self._step.seconds_left
 

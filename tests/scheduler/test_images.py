@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -199,3 +201,71 @@ def test_restored_pages_are_found_by_prompts_with_the_same_images_only(make_harn
     harness.add(3, [*PROMPT[:8], 1], max_tokens=1)
     harness.run()
     assert harness.requests[3].cached_tokens == 0
+
+
+# Images whose tokens see each other
+
+
+def test_a_chunk_ends_inside_no_image(make_harness: Any, expected: Any) -> None:
+    harness = make_harness(max_chunk=3, whole_images=True)
+    harness.add(1, PROMPT, max_tokens=2, images=CATS)
+    borders = [0, 2, 6, 8, 12, 15, 19, 20]
+    for first, end in pairwise(borders):
+        assert [each[:3] for each in chunks(harness.step())] == [(1, first, end)]
+    harness.run()
+    assert harness.outputs[1] == expected(PROMPT, 2)
+
+
+def test_an_image_waits_for_rows(make_harness: Any) -> None:
+    harness = make_harness(max_num_batched_tokens=8, max_num_seqs=4, whole_images=True)
+    harness.add(1, [1] * 6, max_tokens=2)
+    harness.add(2, PROMPT[2:8], max_tokens=1, images=(image(0),))
+    assert chunks(harness.step()) == [(1, 0, 6, [])]
+    assert chunks(harness.step()) == [(1, 6, 7, []), (2, 0, 6, [0])]
+
+
+def test_the_rest_of_an_image_follows_its_cached_pages(make_harness: Any) -> None:
+    harness = make_harness(max_chunk=1, whole_images=True)
+    harness.add(1, PROMPT, max_tokens=1, images=CATS)
+    harness.run()
+    harness.add(2, PROMPT[:7], max_tokens=1, images=CATS[:1])
+    assert chunks(harness.step()) == [(2, 4, 6, [2])]
+    assert chunks(harness.step()) == [(2, 6, 7, [])]
+
+
+def test_an_image_may_take_longer_than_the_latency_target(make_harness: Any) -> None:
+    """One token in 1 s, and 16 in every step: the image's 20 are computed beside decoding nevertheless."""
+    cost = CostModel(Coefficients(0, 0, 1.0, 0, 0))
+    harness = make_harness(num_pages=32, cost=cost, budget=LatencyBudget(cost, 1.0, 32), whole_images=True)
+    harness.add(1, [1, 2, 3], max_tokens=6)
+    harness.step()
+    harness.add(2, [1, 2, *[9] * 20, 3], max_tokens=1, images=(image(2, tokens=20),))
+    assert chunks(harness.step()) == [(1, 3, 4, []), (2, 0, 2, [])]
+    assert chunks(harness.step()) == [(1, 4, 5, []), (2, 2, 22, [2])]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_images_are_whole_under_any_load(make_harness: Any, expected: Any, seed: int) -> None:
+    """Few pages and rows, preempted requests with and without spilled pages, and pages that leave a window."""
+    random = Random(seed)
+    harness = make_harness(
+        num_pages=24,
+        max_num_batched_tokens=10,
+        max_num_seqs=6,
+        max_chunk=random.choice([None, 1, 3]),
+        windows=random.choice([(0,), (0, 5)]),
+        store_slots=random.choice([0, 16]),
+        enable_prefix_caching=random.choice([True, False]),
+        whole_images=True,
+    )
+    prompts = {}
+    for number in range(1, 9):
+        first = random.randrange(3)
+        prompts[number] = PROMPT[first:]
+        images = tuple(each._replace(position=each.position - first) for each in CATS)
+        harness.add(number, prompts[number], max_tokens=12, images=images)
+    while (plan := harness.step()) is not None:
+        for row in plan.sequences:
+            end = row.first_position + len(row.token_ids)
+            assert all(each.end <= end for each in row.images), chunks(plan)
+    assert harness.outputs == {number: expected(prompt, 12) for number, prompt in prompts.items()}
