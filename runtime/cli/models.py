@@ -14,12 +14,16 @@ from ..engine import TextProcessor
 from ..engine.text.gguf_tokenizer import VOCABULARIES
 from ..engine.text.pre_tokenizers import PRE_TOKENIZERS
 from ..model import FAMILIES, DecoderSpec, model_name, model_path, open_tensors, projectors, read_spec, weights_text
+from ..model.config_json import read_config
 from ..model.encoder import ENCODERS, BertSpec, EncoderSpec, is_encoder, read_encoder
+from ..model.files import is_gguf
 from ..model.quantization_config import METHODS
+from ..model.vision import read_vision
 from ..model.weights import READABLE
 from ..model.weights.ggml import SUPPORTED
 
 Row = tuple[str, str]
+SHOWN_SIZES = (512, 512), (1920, 1080)  # width and height of images whose tokens are printed
 Model = Annotated[
     str | None, Parameter(help="A folder in Hugging Face's format, or a GGUF file. Default: list what is supported.")
 ]
@@ -55,7 +59,7 @@ def known(path: Path) -> Iterator[Row]:
     yield "model", model_name(path)
     yield "path", str(path)
     problems: list[str] = []
-    for part in (_shape, _types, _text):
+    for part in (_shape, _types, _text, _images):
         try:
             yield from part(path)
         except ModelError as error:
@@ -108,3 +112,29 @@ def _text(path: Path) -> Iterator[Row]:
     tokens = f"{text.tokenizer.vocab_size:,} tokens" if text.tokenizer else "none: prompts must be token ids"
     yield "tokenizer", tokens
     yield "template", "yes" if text.chat_template else "none: chats cannot be sent"
+
+
+def _images(path: Path) -> Iterator[Row]:
+    """Yield whether the model has a vision tower that is supported, and the tokens that images take."""
+    if is_gguf(path) or is_encoder(path) or "vision_config" not in read_config(path):
+        return
+    spec = read_vision(path)
+    if spec is None:
+        yield "images", "its vision tower is not supported; the model takes text only"
+        return
+    body = spec.body
+    yield "images", f"vision tower of {body.num_layers} layers, hidden {body.hidden_size}, {_image_tokens(path)}"
+
+
+def _image_tokens(path: Path) -> str:
+    from PIL import Image  # here: other models need no Pillow
+
+    from ..engine.images import read_image_processor
+
+    processor, tokens = read_image_processor(path), {}
+    for size in SHOWN_SIZES:
+        image = processor.process(Image.new("RGB", size))
+        tokens[size] = image.tokens * len(image.arrays)
+    if len(set(tokens.values())) == 1:
+        return f"{tokens[SHOWN_SIZES[0]]:,} tokens of an image"
+    return ", ".join(f"{count:,} tokens of {width} x {height} pixels" for (width, height), count in tokens.items())

@@ -118,8 +118,10 @@ def build_scheduler(
     max_num_samples: int,
     encoder: EncoderLimits | None = None,
     clock: Callable[[], float] = time.monotonic,
+    *,
+    whole_images: bool = False,
 ) -> Scheduler:
-    """Return the scheduler that the configuration describes."""
+    """Return the scheduler that the configuration describes, for a model that may need `whole_images`."""
     cost = CostModel()
     share = config.max_kv_share_per_tenant
     limits = SchedulerConfig(
@@ -129,6 +131,7 @@ def build_scheduler(
         max_num_waiting=config.max_num_waiting,
         max_num_waiting_per_tenant=config.max_num_waiting_per_tenant,
         max_kv_pages_per_tenant=None if share is None else max(1, int(share * pager.pool.num_pages)),
+        whole_images=whole_images,
     )
     return Scheduler(
         pager,

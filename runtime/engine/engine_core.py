@@ -29,6 +29,8 @@ from ...scheduler import (
     Request,
     StepPlan,
     StepResult,
+    least_whole_chunk,
+    whole_chunk,
 )
 from ..common.config import EngineConfig
 from ..common.errors import ContextLengthExceeded, Unavailable, UnsupportedModel
@@ -74,7 +76,8 @@ class EngineCore:
         self.pager = build_pager(config, runner, spill_file)
         self._kv_events = build_kv_events(config, self.pager)
         num_samples = config.max_num_seqs if runner is None else runner.capacity.max_num_samples
-        self.scheduler = build_scheduler(config, self.pager, num_samples, encoder)
+        self._whole_images = runner is not None and runner.images is not None and runner.images.spec.whole_images
+        self.scheduler = build_scheduler(config, self.pager, num_samples, encoder, whole_images=self._whole_images)
         self._step_threads = JobThreads(2, "quire-step")  # one may compute masks while the other runs the next step
         self._computing = threading.Lock()  # held while a thread uses a model
         self.grammars = Grammars(model_path(config.model) if runner is None else runner.path)
@@ -268,13 +271,18 @@ class EngineCore:
         async with self._scoring:
             table = self.pager.open((), images=images)
             try:
-                for first in range(0, len(token_ids), max_num_samples):
-                    if self._closed:
-                        raise Unavailable("the engine was closed in the meantime")
-                    chunk = token_ids[first : first + max_num_samples]
-                    table.append(len(chunk))
-                    score = partial(self._score, chunk, first, table.pages, images)
-                    out[first : first + len(chunk)] = await self._step_threads.call(score)
+                while (first := table.num_tokens) < len(token_ids):
+                    num_tokens = min(max_num_samples, len(token_ids) - first)
+                    if self._whole_images:
+                        num_tokens = whole_chunk(images, first, num_tokens) or least_whole_chunk(images, first)
+                    table.append(num_tokens)
+                    chunk = token_ids[first : first + num_tokens]
+                    for begin in range(0, num_tokens, max_num_samples):  # more than once for a large image only
+                        if self._closed:
+                            raise Unavailable("the engine was closed in the meantime")
+                        sampled = range(begin, min(begin + max_num_samples, num_tokens))
+                        score = partial(self._score, chunk, first, table.pages, sampled, images)
+                        out[first + begin : first + sampled.stop] = await self._step_threads.call(score)
                     self.pager.commit(table, token_ids)
                 return out
             except OutOfPages as error:
@@ -311,10 +319,11 @@ class EngineCore:
         token_ids: Sequence[int],
         first: int,
         tables: Sequence[Sequence[int]],
+        sampled: range,
         images: Sequence[PlacedImage],
     ) -> npt.NDArray[np.float32]:
         with self._computing:
-            return self.runner.score(token_ids, first, tables, len(token_ids), images)
+            return self.runner.score(token_ids, first, tables, len(sampled), images, sampled.stop)
 
     def _observe(self, step: FinishedStep) -> None:
         deferred = [s for s in step.plan.sequences if s.request_id in step.result.deferred]

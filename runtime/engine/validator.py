@@ -113,6 +113,8 @@ class Validator:
         """Check the prompt before it is rendered or tokenized."""
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give a prompt or messages, and not both")
+        if request.echo and (request.images or request.image_files):
+            raise InvalidRequest("echo cannot be used with images")
         if request.images and not isinstance(request.prompt, tuple):
             raise InvalidRequest("images need a prompt of token ids, which has their placeholders")
         if request.image_files and request.messages is None:

@@ -117,7 +117,7 @@ def read_config(folder: str | Path) -> ConfigTable:
 
 
 def read_object(path: Path, key: str = "") -> dict[str, Any]:
-    """Read the JSON object in a file, or with `key` the one under that key in it: empty if it is absent.
+    """Read the JSON object in a file, or with `key` the one under that key in it: empty if it is absent or null.
 
     Raises CorruptCheckpoint for anything else.
     """
@@ -126,7 +126,7 @@ def read_object(path: Path, key: str = "") -> dict[str, Any]:
     except (ValueError, OSError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path} cannot be read as JSON: {error}") from error
     if key and isinstance(values, dict):
-        values = values.get(key, {})
+        values = {} if values.get(key) is None else values[key]
     if not isinstance(values, dict):
         raise CorruptCheckpoint(f"{path} holds a JSON {type(values).__name__}, not an object")
     return values

@@ -31,6 +31,7 @@ from make_goldens import as_transformers_4, randomise
 SEED = 20261124
 MEAN, STD = (0.4, 0.5, 0.6), (0.3, 0.25, 0.2)
 TOKENS = 60  # without images
+IMAGE_TOKEN = 159  # of all cases
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Case:
     size: int  # pixels of each side of an image
     num_tokens: int  # placeholders of an image
     shapes: tuple[tuple[int, int], ...] = ()  # height and width of each image, for towers of images of any size
+    four: dict[str, Any] | None = None  # keys of the text model that only transformers 4 writes
 
 
 CASES = {
@@ -70,7 +72,7 @@ CASES = {
             "image_size": 64,
             "patch_size": 7,
         },
-        {"scale_factor": 3, "image_token_id": 159, "pad_token_id": 0},
+        {"scale_factor": 3, "image_token_id": IMAGE_TOKEN, "pad_token_id": 0},
         images=2,
         size=64,
         num_tokens=9,
@@ -141,6 +143,43 @@ CASES = {
         num_tokens=15,
         shapes=((24, 40), (40, 24)),
     ),
+    "gemma3_images": Case(  # pixels beyond the last patch, a window that is hardly longer than an image
+        "Gemma3",
+        {
+            "model_type": "gemma3_text",
+            "vocab_size": 160,
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "intermediate_size": 96,
+            "max_position_embeddings": 256,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 12,
+            "sliding_window_pattern": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "pad_token_id": 0,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        },
+        {
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 72,
+            "image_size": 64,
+            "patch_size": 7,
+        },
+        {"mm_tokens_per_image": 9, "image_token_index": IMAGE_TOKEN, "boi_token_index": 157, "eoi_token_index": 158},
+        images=2,
+        size=64,
+        num_tokens=9,
+        four={"sliding_window_pattern": 3},
+    ),
 }
 
 
@@ -159,10 +198,13 @@ def write_case(folder: Path, case: Case) -> None:
     model_class = getattr(transformers, f"{case.model}ForConditionalGeneration")
     model = model_class(config)
     randomise(model, 1.0)
+    if case.model == "Gemma3":
+        randomise(model.model.language_model, 0.0)  # its norms have weights less 1
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     five = json.loads((folder / "config.json").read_text())
-    four = {**five, "text_config": as_transformers_4(five["text_config"] | {"dtype": five["dtype"]})}
+    text = as_transformers_4(five["text_config"] | {"dtype": five["dtype"]})
+    four = {**five, "text_config": {**text, **(case.four or {})}}
     if case.shapes:
         four = as_on_the_hub(four, case.model, five["text_config"]["rope_parameters"]["mrope_section"])
     for name, values in (("config.json", five), ("other_config.json", four)):
@@ -193,7 +235,7 @@ def write_text_golden(folder: Path, case: Case, model: torch.nn.Module) -> None:
 
 
 def write_image_golden(folder: Path, case: Case, model: torch.nn.Module) -> None:
-    placeholders = torch.full((case.num_tokens,), case.config["image_token_id"])
+    placeholders = torch.full((case.num_tokens,), IMAGE_TOKEN)
     text = torch.randint(2, case.text["vocab_size"] - 1, (TOKENS,)).split([TOKENS // 4] * 4)
     token_ids = torch.cat([text[0], placeholders, text[1], text[2], placeholders, text[3]])[None]
     if case.shapes:
@@ -202,10 +244,15 @@ def write_image_golden(folder: Path, case: Case, model: torch.nn.Module) -> None
     pixels = torch.randint(0, 256, (case.images, case.size, case.size, 3), dtype=torch.uint8)
     pixels[1] = (pixels[1] // 8 + torch.arange(case.size)[:, None, None] * 3).to(torch.uint8)  # a gradient with noise
     values = (pixels.float() / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
-    values = values.permute(0, 3, 1, 2)[None]
+    values = values.permute(0, 3, 1, 2)
+    inputs = {"input_ids": token_ids}
+    if case.model == "Gemma3":
+        inputs["token_type_ids"] = (token_ids == IMAGE_TOKEN).long()
+    else:
+        values = values[None]
     rows = model.model.get_image_features(values)
     rows = rows if isinstance(rows, torch.Tensor) else rows.pooler_output
-    logits = model(input_ids=token_ids, pixel_values=values).logits[0]
+    logits = model(**inputs, pixel_values=values).logits[0]
     np.savez_compressed(
         folder / "images.npz",
         token_ids=token_ids[0].numpy(),

@@ -18,7 +18,7 @@ from PIL import Image
 
 from ...common.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
 from ...model.config_json import ConfigTable
-from ...model.vision import MAX_RATIO, read_sizes
+from ...model.vision import MAX_RATIO, read_processor, read_sizes
 from ..text.tokenizer import read_json
 
 MAX_EDGE = 1 << 14  # of an image or a tile, in pixels
@@ -183,13 +183,8 @@ class ProcessorFiles:
 
     def __init__(self, folder: Path, max_tokens: int) -> None:
         self.max_tokens = max_tokens  # of an image of any size
-        processor = read_json(folder / "processor_config.json")
-        nested = processor.get("image_processor")
-        source = "processor_config.json" if isinstance(nested, dict) else "preprocessor_config.json"
-        images = nested if isinstance(nested, dict) else read_json(folder / source)
-        self.is_complete = bool(images)
-        self.images = ConfigTable(images, source=source)
-        self.processor = ConfigTable(processor, source="processor_config.json")
+        self.images = read_processor(folder)
+        self.processor = ConfigTable(read_json(folder / "processor_config.json"), source="processor_config.json")
         self.tokenizer = read_json(folder / "tokenizer_config.json")
         self.config = ConfigTable(read_json(folder / "config.json"))
 
@@ -251,6 +246,8 @@ def _read_dynamic(files: ProcessorFiles) -> ImageProcessor:
 
 def _read_fixed(files: ProcessorFiles) -> ImageProcessor:
     size = files.images.table("size")
+    if files.images.flag("do_pan_and_scan", False):
+        raise files.images.refused("do_pan_and_scan", "false, null or absent: images are not cropped")
     return FixedProcessor(
         placeholder=files.token("boi_token", "<start_of_image>"),
         image_token=files.token("image_token", "<image_soft_token>"),
@@ -281,7 +278,7 @@ def read_image_processor(folder: Path, max_tokens: int = MAX_TOKENS) -> ImagePro
     family = files.config.text("model_type", "")
     if family not in FAMILIES:
         raise UnsupportedModel(f"{folder}: images are supported for {', '.join(FAMILIES)} models, not for {family!r}")
-    if not files.is_complete:
+    if not files.images.values:
         raise CorruptCheckpoint(f"{folder} has no preprocessor_config.json, which says how images are prepared")
     if not files.images.flag("do_resize", True):
         raise files.images.refused("do_resize", "true")

@@ -74,8 +74,15 @@ def _encoder_beside(config: EngineConfig) -> EncoderCapacity | None:
 
 
 def _tower_memory(config: EngineConfig, workers: int) -> VisionMemoryPlan | None:
-    """Return the memory of the model's vision tower, if it has one."""
+    """Return the memory of the model's vision tower, if it has one. Raises ConfigError if no step can hold an image."""
     spec = read_vision(model_path(config.model), config.max_image_tokens)
+    if spec is not None and spec.whole_images:
+        least = spec.num_tokens + config.max_num_seqs
+        if config.max_num_batched_tokens < least:
+            raise ConfigError(
+                f"max_num_batched_tokens {config.max_num_batched_tokens} must be at least {least}: a step computes the "
+                f"{spec.num_tokens} tokens of an image, beside max_num_seqs {config.max_num_seqs} sequences that decode"
+            )
     return None if spec is None else plan_tower_memory(spec, config.weights, config.image_cache_memory, workers)
 
 

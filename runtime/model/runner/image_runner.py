@@ -43,7 +43,10 @@ class ImageRunner:
         self._tower = tower
         programs, vocab_size = tower.programs, spec.body.vocab_size
         self._patches = _ImageProgram(programs.patches, spec.num_patches, spec.num_windows, vocab_size, pool, isa)
-        self._squares = [_ImageProgram(plan, spec.squares_at_once, 1, 1, pool, isa) for plan in programs.squares]
+        at_once = spec.squares_at_once
+        self._squares = [
+            _ImageProgram(plan, at_once * spec.square_rows, at_once, 1, pool, isa) for plan in programs.squares
+        ]
 
     def prepare(self, sequences: Sequence[ScheduledSequence], seconds: float) -> frozenset[int]:
         """Compute the images of a step, one stage of the tower at least, then others until `seconds` have passed.
@@ -75,6 +78,19 @@ class ImageRunner:
                 num_given += end - begin
             indices.append(of_sequence)
         return np.concatenate(indices), np.concatenate(given)
+
+    def last_seen(self, sequences: Sequence[ScheduledSequence]) -> Ints | None:
+        """Return the position of the last token that each row of a step sees; None if each sees none after itself."""
+        if not self.spec.whole_images or not any(sequence.images for sequence in sequences):
+            return None
+        seen = []
+        for sequence in sequences:
+            first = sequence.first_position
+            of_sequence = np.arange(first, first + len(sequence.token_ids), dtype=np.int32)
+            for image in sequence.images:
+                of_sequence[max(0, image.position - first) : image.end - first] = image.end - 1
+            seen.append(of_sequence)
+        return np.concatenate(seen)
 
     def encode(self, image: PlacedImage) -> Floats:
         """Return the rows of an image, f32 [tokens, out_size], without the cache."""
@@ -130,10 +146,12 @@ class ImageRunner:
 
     def _merge(self, program: _ImageProgram, patches: Floats) -> Floats:
         """Return what one of the programs after the patches makes of them, [squares, columns]."""
-        squares, at_once = patches.reshape(-1, self.spec.square_columns), self.spec.squares_at_once
+        rows, square = patches.reshape(-1, self.spec.square_columns), self.spec.square_rows
+        at_once = self.spec.squares_at_once * square
         merged = []
-        for chunk in np.split(squares, range(at_once, len(squares), at_once)):
-            program.begin(TowerInput(chunk, np.zeros(len(chunk), np.int32), (np.array([0, len(chunk)], np.int32),)))
+        for chunk in np.split(rows, range(at_once, len(rows), at_once)):
+            squares = np.arange(0, len(chunk) + 1, square, dtype=np.int32)
+            program.begin(TowerInput(chunk, np.zeros(len(chunk), np.int32), (squares,)))
             while not program.advance():
                 pass
             merged.append(program.result())

@@ -100,7 +100,7 @@ class ModelRunner:
         if deferred:
             sequences = tuple([each for each in sequences if each.request_id not in deferred])
         if sequences:
-            self._forward(sequences)
+            self._forward(sequences, _last_rows(sequences))
         sampled = self._sample(sequences, masks.wait() if masks else AllowedTokens())
         if deferred:
             sampled = _with_deferred(plan.sequences, sampled, deferred)
@@ -113,15 +113,17 @@ class ModelRunner:
         tables: Sequence[Sequence[int]],
         num_samples: int,
         images: Sequence[PlacedImage] = (),
+        end: int | None = None,
     ) -> Floats:
-        """Return the logits [num_samples, vocab] after each of the last `num_samples` tokens of a sequence.
+        """Return the logits [num_samples, vocab] after each of the `num_samples` tokens before token_ids[end].
 
         `tables` are page ids, one table for each layer group; `images` are all of the sequence, in order. The result is
         a view that the next call overwrites.
         """
         sequence = ScheduledSequence(0, tables, first_position, token_ids, num_samples, None, token_ids, 0)
         seen = images_between(images, first_position, first_position + len(token_ids))
-        self._forward([sequence._replace(images=seen, prompt_images=images)])
+        end = len(token_ids) if end is None else end
+        self._forward([sequence._replace(images=seen, prompt_images=images)], range(end - num_samples, end))
         return self._logits[:num_samples, : self.spec.vocab_size]
 
     def op_seconds(self) -> dict[str, float]:
@@ -140,22 +142,19 @@ class ModelRunner:
             del self._program, self._sampler, self._logits, self._maxima, self.pool
             self.images = None
 
-    def _forward(self, sequences: Sequence[ScheduledSequence]) -> None:
-        """Compute all rows of a step; the logits of its samples are then in `self._logits`, in order."""
+    def _forward(self, sequences: Sequence[ScheduledSequence], samples: Sequence[int]) -> None:
+        """Compute all rows of a step; the logits of the rows `samples` are then in `self._logits`, in order."""
         by_group = zip(*(sequence.tables for sequence in sequences), strict=True)
         tables = [table for group in by_group for table in group]
         page_ids = array("i")
         for table in tables:
             page_ids.extend(table)
         row_start = _starts([len(sequence.token_ids) for sequence in sequences])
-        samples = [
-            row
-            for sequence, end in zip(sequences, row_start[1:].tolist(), strict=True)
-            for row in range(end - sequence.num_samples, end)
-        ]
         token_ids = (token for sequence in sequences for token in sequence.token_ids)
-        given = None if self.images is None else self.images.embeddings(sequences)
-        given_of, rows = given or (None, None)
+        given_of = given = last_seen = None
+        if self.images is not None:
+            given_of, given = self.images.embeddings(sequences) or (None, None)
+            last_seen = self.images.last_seen(sequences)
         rotary = None if self._positions is None else self._positions.rotary(sequences)
         self._program.run(
             np.fromiter(token_ids, np.int32, int(row_start[-1])),
@@ -165,8 +164,9 @@ class ModelRunner:
             _starts([len(table) for table in tables]),
             np.array(samples, np.int32),
             given_of,
-            rows,
+            given,
             rotary,
+            last_seen,
         )
 
     def _sample(self, sequences: Sequence[ScheduledSequence], allowed: AllowedTokens) -> tuple[SampledToken, ...]:
@@ -214,6 +214,16 @@ def _op_name(op: Op) -> str:
     if isinstance(op, Linear) and op.maxima is not None:
         return "lm_head"
     return type(op).__name__.lower()
+
+
+def _last_rows(sequences: Sequence[ScheduledSequence]) -> list[int]:
+    """Return the rows of a step that sample: the last ones of each sequence."""
+    rows: list[int] = []
+    end = 0
+    for sequence in sequences:
+        end += len(sequence.token_ids)
+        rows += range(end - sequence.num_samples, end)
+    return rows
 
 
 def _starts(counts: Sequence[int]) -> Ints:

@@ -2,6 +2,7 @@
 
 from .dynamic import MAX_RATIO, DynamicVisionSpec, read_sizes
 from .packed import PackedTower, VisionMemoryPlan, pack_tower, plan_tower_memory
+from .processor_files import read_processor
 from .registry import READERS, read_vision
 from .spec import VisionSpec
 
@@ -14,6 +15,7 @@ __all__ = [
     "VisionSpec",
     "pack_tower",
     "plan_tower_memory",
+    "read_processor",
     "read_sizes",
     "read_vision",
 ]

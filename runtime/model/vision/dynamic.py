@@ -93,6 +93,8 @@ class DynamicVisionSpec:
     mergers: tuple[Merger, ...]  # what they make are the columns of a row, side by side
     grid: int = 0  # learned positions of each side, between which those of patches are interpolated; 0: there are none
     positions: str = ""  # name of their tensor
+    whole_images: bool = False  # as in `VisionSpec`
+    square_rows: int = 1
 
     @property
     def out_size(self) -> int:

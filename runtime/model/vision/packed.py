@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +33,7 @@ from .dynamic import DynamicVisionSpec
 from .dynamic_packed import DynamicVisionWeights, build_dynamic, emit_dynamic_patches, emit_merger
 from .spec import TowerInput, VisionSpec
 
-_TOWER = re.compile(r"^model\.visual\.")  # of Qwen's towers, in files of transformers 5
+_TOWER = re.compile(r"^model\.(?=(visual|vision_tower|multi_modal_projector)\.)")  # which some files have
 TOWER_DTYPES: dict[WeightDtype, PackedDtype] = {"auto": "bf16", "q4": "q8", "bf16": "bf16", "q8": "q8", "f32": "f32"}
 
 
@@ -44,6 +46,7 @@ class VisionWeights:
     patch_bias: Vector
     first_norm: NormWeights
     layers: tuple[BertLayerWeights, ...]  # the last one has the norm after all layers
+    mean_norm: Vector | None  # [hidden]
     connector: PackedMatrix  # [out_size, square_columns]
 
 
@@ -57,7 +60,8 @@ class TowerPrograms:
     # f32 [num_patches, patch_columns], learned positions if the caller adds them -> f32 [num_patches, hidden], and the
     # residual stream where mergers read it
     patches: ProgramPlan
-    squares: tuple[ProgramPlan, ...]  # each f32 [squares at a time, square_columns] -> f32 [squares, columns]
+    # each f32 [squares at a time * square_rows, square_columns] -> f32 [squares, columns]
+    squares: tuple[ProgramPlan, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +132,35 @@ def plan_tower_memory(
 
 
 class _VisionTensors(SafetensorsCheckpoint):
-    """The tensors of a folder, with the convolution over patches as a matrix: [hidden, patch_columns]."""
+    """The tensors of a folder, with the convolution over patches as a matrix: [hidden, patch_columns].
+
+    The matrix after a mean is stored as [in_features, out_features].
+    """
 
     def __init__(self, folder: Path, spec: VisionSpec | DynamicVisionSpec) -> None:
         super().__init__(folder)
-        self._stored = {_TOWER.sub("visual.", name): stored for name, stored in self._stored.items()}
+        self._stored = {_TOWER.sub("", name): stored for name, stored in self._stored.items()}
+        self._transposed: str | None = None
+        if isinstance(spec, VisionSpec) and spec.mean_norm is not None:
+            self._transposed = f"{spec.connector}.weight"
         name = f"{spec.patch_embedding}.weight"
         if name in self:
             stored = self._stored[name]
             self._stored[name] = replace(stored, shape=(*stored.shape[:1], prod(stored.shape[1:])))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        shape = super().shape(name)
+        return shape[::-1] if name == self._transposed else shape
+
+    def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """Yield each `num_rows` of the given rows of a tensor. See `weights.Checkpoint`."""
+        if name != self._transposed:
+            yield from super().chunks(name, rows, num_rows)
+            return
+        matrix = np.ascontiguousarray(self.tensor(name).T[rows])
+        for row in range(0, len(matrix), num_rows):
+            yield row, matrix[row : row + num_rows]
 
 
 def _build(
@@ -151,12 +175,16 @@ def _build(
         return factory.matrix(out_features, in_features, dtype, [part])
 
     names = body.names
+    mean_norm = None
+    if spec.mean_norm is not None:  # stored less 1
+        mean_norm = factory.vector(hidden, [Part(f"{spec.mean_norm}.weight", (hidden,))], offset=1.0)
     return VisionWeights(
         positions=matrix(names.words, body.vocab_size, hidden, "f32" if dtype == "f32" else "bf16"),
         patches=matrix(spec.patch_embedding, hidden, spec.patch_columns, dtype),
         patch_bias=factory.vector(hidden, [Part(f"{spec.patch_embedding}.bias", (hidden,))]),
         first_norm=build_norm(f"{names.layer.format(0)}{names.attention_norm}", hidden, True, factory),
         layers=tuple(build_layer(body, layer, dtype, factory) for layer in range(body.num_layers)),
+        mean_norm=mean_norm,
         connector=matrix(spec.connector, spec.out_size, spec.square_columns, dtype),
     )
 
@@ -185,7 +213,12 @@ def _emit_patches(spec: VisionSpec, weights: VisionWeights, keys_values: KVDtype
 
 
 def _emit_squares(spec: VisionSpec, weights: VisionWeights) -> ProgramPlan:
-    builder = ProgramBuilder(spec.num_tokens, 1)
-    squares = builder.input("squares", spec.square_columns)
-    squares = builder.convert(squares, INPUT_DTYPES[weights.connector.dtype])
+    """Emit connector(squares), whose texts are the squares."""
+    builder = ProgramBuilder(spec.num_tokens * spec.square_rows, spec.num_tokens)
+    squares, dtype = builder.input("squares", spec.square_columns), INPUT_DTYPES[weights.connector.dtype]
+    if weights.mean_norm is None:
+        squares = builder.convert(squares, dtype)
+    else:
+        mean = builder.pool(squares, "mean")
+        squares = builder.norm_rows(mean, "rms", weights.mean_norm, None, spec.body.norm_eps, dtype)
     return builder.build(builder.linear(squares, weights.connector, None, "image rows"))

@@ -1,4 +1,4 @@
-"""What the files of an image processor say of pixels: preprocessor_config.json, or processor_config.json."""
+"""What the files of an image processor say of pixels: processor_config.json, or preprocessor_config.json."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from typing import Any
 from ..config_json import ConfigTable, read_object
 from .spec import CHANNELS
 
-PROCESSOR_FILES = {"preprocessor_config.json": "", "processor_config.json": "image_processor"}  # file -> key in it
+PROCESSOR_FILES = {"processor_config.json": "image_processor", "preprocessor_config.json": ""}  # file -> key in it
 DEFAULTS: dict[str, Any] = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
 
 
 def read_processor(folder: Path) -> ConfigTable:
-    """Return what a folder's processor does; an empty table where the folder does not say."""
+    """Return how a folder's processor prepares images; an empty table if no file says.
+
+    The object in processor_config.json has precedence over preprocessor_config.json, as in transformers 5. Raises
+    CorruptCheckpoint.
+    """
     for name, key in PROCESSOR_FILES.items():
-        if isfile(folder / name):
-            return ConfigTable(read_object(folder / name, key), f"{key}." if key else "", name)
+        if isfile(folder / name) and (values := read_object(folder / name, key)):
+            return ConfigTable(values, f"{key}." if key else "", name)
     return ConfigTable({}, source="preprocessor_config.json")
 
 

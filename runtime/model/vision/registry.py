@@ -5,12 +5,15 @@ Those of SigLIP are read here: learned positions, layer norms before attention a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..config_json import (
     MAX_HEADS,
+    MAX_POSITIONS,
     MAX_VOCAB,
     MAX_WIDTH,
     ConfigTable,
@@ -43,6 +46,7 @@ IDEFICS3_DEFAULTS: dict[str, Any] = {  # of transformers' Idefics3VisionConfig a
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
+SIGLIP_DEFAULTS: dict[str, Any] = {**IDEFICS3_DEFAULTS, "hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
 
 
 def read_vision(path: str | Path, max_tokens: int = ANY_SIZE) -> VisionSpec | DynamicVisionSpec | None:
@@ -67,7 +71,7 @@ def _read_idefics3(config: ConfigTable, processor: ConfigTable) -> VisionSpec:
     """Read the tower of an `Idefics3ForConditionalGeneration` or a `SmolVLMForConditionalGeneration`."""
     vision = config.table("vision_config").with_defaults(IDEFICS3_DEFAULTS)
     text = config.table("text_config").with_defaults({"hidden_size": 4096})
-    return _read_siglip(
+    spec = _read_siglip(
         vision,
         processor,
         prefix="model.vision_model.",
@@ -76,6 +80,41 @@ def _read_idefics3(config: ConfigTable, processor: ConfigTable) -> VisionSpec:
         image_token_id=config.integer("image_token_id", 0, MAX_VOCAB, 128_257),
         connector="model.connector.modality_projection.proj",
     )
+    return replace(spec, rounds_positions=True)
+
+
+def _read_gemma3(config: ConfigTable, processor: ConfigTable) -> VisionSpec | None:
+    """Read the tower of a `Gemma3ForConditionalGeneration`; None if its config.json describes none."""
+    if "vision_config" not in config:
+        return None
+    vision = config.table("vision_config").with_defaults(SIGLIP_DEFAULTS)
+    text = config.table("text_config").with_defaults({"hidden_size": 2304, "sliding_window": 4096})
+    tokens, grid = config.integer("mm_tokens_per_image", 1, MAX_PATCHES, 256), _grid(vision)
+    side = math.isqrt(tokens)
+    if tokens != side**2 or grid % side:
+        raise config.refused("mm_tokens_per_image", f"the square of a number that divides the {grid} patches of a side")
+    if text.integer("sliding_window", 1, MAX_POSITIONS) < tokens:
+        raise text.refused("sliding_window", f"at least {tokens}: the tokens of an image see each other")
+    id_key = "image_token_id" if "image_token_id" in config else "image_token_index"
+    spec = _read_siglip(
+        vision,
+        processor,
+        prefix="vision_tower.vision_model.",
+        scale=grid // side,
+        out_size=text.integer("hidden_size", 1, MAX_WIDTH),
+        image_token_id=config.integer(id_key, 0, MAX_VOCAB, 262_144),
+        connector="multi_modal_projector.mm_input_projection_weight",
+    )
+    return replace(spec, mean_norm="multi_modal_projector.mm_soft_emb_norm", whole_images=True)
+
+
+def _grid(config: ConfigTable) -> int:
+    """Return the patches of a side that a vision_config describes."""
+    image_size = config.integer("image_size", 1, MAX_IMAGE_SIZE)
+    grid = image_size // config.integer("patch_size", 1, image_size)
+    if grid**2 > MAX_PATCHES:
+        raise config.refused("patch_size", f"large enough for at most {MAX_PATCHES} patches of an image")
+    return grid
 
 
 def _read_siglip(
@@ -89,11 +128,7 @@ def _read_siglip(
     connector: str,
 ) -> VisionSpec:
     """Read a vision_config; the tower's tensors have names with `prefix`."""
-    image_size = config.integer("image_size", 1, MAX_IMAGE_SIZE)
-    patch_size = config.integer("patch_size", 1, image_size)
-    grid = image_size // patch_size
-    if grid**2 > MAX_PATCHES:
-        raise config.refused("patch_size", f"large enough for at most {MAX_PATCHES} patches of an image")
+    grid = _grid(config)
     if grid % scale:
         raise config.refused("patch_size", f"such that the {grid} patches of a side are a multiple of {scale}")
     if config.integer("num_channels", 1, 1 << 10) != CHANNELS:
@@ -128,8 +163,8 @@ def _read_siglip(
     rescale, mean, std = read_normalisation(processor, HALVES, HALVES)
     return VisionSpec(
         body=body,
-        image_size=image_size,
-        patch_size=patch_size,
+        image_size=config.integer("image_size", 1, MAX_IMAGE_SIZE),
+        patch_size=config.integer("patch_size", 1, MAX_IMAGE_SIZE),
         scale=scale,
         out_size=out_size,
         image_token_id=image_token_id,
@@ -141,7 +176,9 @@ def _read_siglip(
     )
 
 
-READERS: Mapping[str, Callable[[ConfigTable, ConfigTable], VisionSpec]] = {
+READERS: Mapping[str, Callable[[ConfigTable, ConfigTable], VisionSpec | None]] = {
+    "Gemma3ForConditionalGeneration": _read_gemma3,
+    "gemma3": _read_gemma3,
     "Idefics3ForConditionalGeneration": _read_idefics3,
     "SmolVLMForConditionalGeneration": _read_idefics3,
     "idefics3": _read_idefics3,

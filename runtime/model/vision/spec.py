@@ -35,7 +35,8 @@ class TowerInput:
 class VisionSpec:
     """A transformer over the patches of a square image, and a matrix that makes a row of each square of patches.
 
-    Patches are computed in the order of these squares: attention sees all of them, in any order.
+    Patches are computed in the order of these squares: attention sees all of them, in any order. The matrix takes the
+    rows of a square side by side or, with `mean_norm`, the RMS norm of their mean.
     """
 
     body: BertSpec  # its vocabulary is the learned positions
@@ -49,6 +50,9 @@ class VisionSpec:
     std: tuple[float, ...]  # [channels]; divides what is left
     patch_embedding: str  # names of tensors, without `.weight`
     connector: str
+    mean_norm: str | None = None
+    rounds_positions: bool = False  # the learned position of a patch is found as `nearest_positions` does
+    whole_images: bool = False  # the tokens of an image see each other in the text model: one step computes them all
 
     @property
     def grid(self) -> int:
@@ -80,9 +84,14 @@ class VisionSpec:
         return CHANNELS * self.patch_size**2
 
     @property
+    def square_rows(self) -> int:
+        """Rows that the matrix after the transformer takes for a square of patches, before their mean."""
+        return 1 if self.mean_norm is None else self.scale**2
+
+    @property
     def square_columns(self) -> int:
-        """Columns of a square of patches."""
-        return self.scale**2 * self.body.hidden_size
+        """Columns of these rows."""
+        return self.scale**2 * self.body.hidden_size // self.square_rows
 
     def input(self, pixels: npt.NDArray[np.uint8]) -> TowerInput:
         """Return the patches of an image [image_size, image_size, 3]."""
@@ -100,7 +109,7 @@ class VisionSpec:
     def positions(self) -> Ints:
         """Return the learned position of each patch, in the order of `patches`, [num_patches]."""
         squares, scale = self.grid // self.scale, self.scale
-        along = nearest_positions(self.grid)
+        along = nearest_positions(self.grid) if self.rounds_positions else np.arange(self.grid)
         table = along[:, None] * self.grid + along
         split = table.reshape(squares, scale, squares, scale)
         positions: Ints = split.transpose(0, 2, 1, 3).reshape(-1).astype(np.int32)

@@ -11,6 +11,7 @@ from quire.runtime.common.errors import ModelNotFound
 from quire.runtime.model import BUNDLED_MODEL, FAMILIES
 
 from tests.gguf_files import convert, describe, stored_tensors, write
+from tests.image_folder import write_image_folder
 
 
 def rows(capsys: pytest.CaptureFixture[str], model: Path | None) -> dict[str, list[str]]:
@@ -50,6 +51,26 @@ def test_a_file_for_images_beside_a_gguf_file(capsys: pytest.CaptureFixture[str]
     found = rows(capsys, tmp_path)
     assert found["model"] == ["demo"]
     assert found["images"] == ["mmproj-F16.gguf is not read; the model takes text only"]
+
+
+def test_a_folder_with_a_vision_tower(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = write_image_folder(tmp_path)
+    tower = "vision tower of 2 layers, hidden 48"
+    assert rows(capsys, folder)["images"] == [f"{tower}, 45 tokens of an image"]
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"size": {"longest_edge": 192}}))
+    assert rows(capsys, folder)["images"] == [
+        f"{tower}, 90 tokens of 512 x 512 pixels, 63 tokens of 1920 x 1080 pixels"
+    ]
+    file.unlink()
+    found = rows(capsys, folder)
+    assert "images" not in found
+    assert found["problem"] == [f"{folder} has no preprocessor_config.json, which says how images are prepared"]
+
+
+def test_a_vision_tower_that_is_not_supported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlavaModel"], "vision_config": {"hidden_size": 8}}')
+    assert rows(capsys, tmp_path)["images"] == ["its vision tower is not supported; the model takes text only"]
 
 
 def test_an_unsupported_model_still_shows_its_types(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from quire.runtime.common.errors import ContextLengthExceeded, InvalidRequest
+from quire.runtime.common.prompts import PromptImage
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import EngineInfo, GenerateRequest
 from quire.runtime.engine.validator import Validator
@@ -24,6 +26,7 @@ INFO = EngineInfo(
     has_chat_template=True,
 )
 VALIDATOR = Validator(INFO, max_prompt_characters=200)
+IMAGES = (PromptImage(0, 1, np.zeros((1, 1, 3), np.uint8), b""),)
 
 
 def check(params: SamplingParams, validator: Validator = VALIDATOR, **options: Any) -> None:
@@ -135,6 +138,7 @@ CHAT = ({"role": "user", "content": "hi"},)
         (GenerateRequest(prompt="hi", messages=CHAT), True, True, "give a prompt or messages, and not both"),
         (GenerateRequest(prompt=""), True, True, "the prompt is empty"),
         (GenerateRequest(prompt="hi"), False, True, "no tokenizer.json; give the prompt as token ids"),
+        (GenerateRequest(prompt=(1,), images=IMAGES, echo=True), True, True, "echo cannot be used with images"),
         (GenerateRequest(prompt=None, messages=CHAT), True, False, "no chat template; send a prompt"),
         (GenerateRequest(prompt=None, messages=CHAT), False, True, "no tokenizer.json; give the prompt as token ids"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, ModelE
 from quire.runtime.model import read_spec
 from quire.runtime.model.runner import decide_capacity
 from quire.runtime.model.runner.image_runner import ImageRunner
-from quire.runtime.model.vision import pack_tower, plan_tower_memory, read_vision
+from quire.runtime.model.vision import pack_tower, plan_tower_memory, read_processor, read_vision
 from quire.runtime.model.vision.spec import nearest_positions
 from quire.scheduler import PlacedImage, ScheduledSequence
 
@@ -147,6 +148,17 @@ def test_a_step_gets_the_rows_of_its_tokens(square: tuple[Path, Any]) -> None:
     assert runner.embeddings([sequence(0, 3), sequence(0, 1)]) is None
 
 
+def test_a_row_of_a_whole_image_sees_all_of_it(goldens: Path) -> None:
+    """The second sequence begins within its image, behind cached pages."""
+    a, b = placed(np.zeros((64, 64, 3), np.uint8), 2), placed(np.zeros((64, 64, 3), np.uint8), 10)
+    sequences = [sequence(0, 12, a), sequence(5, 1), sequence(16, 4, b)]
+    seen = runner_of(goldens / "gemma3_images").last_seen(sequences)
+    assert seen is not None
+    assert seen.tolist() == [0, 1, *[10] * 9, 11, 5, 18, 18, 18, 19]
+    assert runner_of(goldens / "gemma3_images").last_seen([sequence(0, 12)]) is None
+    assert runner_of(goldens / "idefics3").last_seen(sequences) is None
+
+
 def test_rows_are_kept_per_salt_and_digest_within_the_bound(square: tuple[Path, Any]) -> None:
     folder, data = square
     spec = spec_of(folder)
@@ -241,6 +253,47 @@ def test_a_text_model_that_is_not_llama_is_refused(model_folder: Callable[..., P
 
 
 @pytest.mark.parametrize(
+    ("edit", "fault"),
+    [
+        ({"mm_tokens_per_image": 8}, "mm_tokens_per_image is 8; it must be the square of a number that divides the 9"),
+        ({"mm_tokens_per_image": 16}, "mm_tokens_per_image is 16; it must be the square of a number"),
+        ({"mm_tokens_per_image": 0}, "mm_tokens_per_image is 0; it must be an integer"),
+        ({"image_token_index": -1}, "image_token_index is -1"),
+        ({"vision_config": {"patch_size": 200, "image_size": 100}}, "vision_config.patch_size is 200"),
+        ({"text_config": {"sliding_window": 8}}, "text_config.sliding_window is 8; it must be at least 9: the tokens"),
+    ],
+)
+def test_a_tower_of_gemma3_that_cannot_be_run_is_refused(
+    model_folder: Callable[..., Path], edit: dict[str, Any], fault: str
+) -> None:
+    folder = model_folder("gemma3_images", lambda config: config.update(edit))
+    with pytest.raises(UnsupportedModel) as error:
+        read_vision(folder)
+    assert fault in str(error.value)
+
+
+def test_a_gemma3_without_a_tower_takes_text_only(model_folder: Callable[..., Path]) -> None:
+    assert read_vision(model_folder("gemma3_images", lambda config: config.pop("vision_config"))) is None
+
+
+def test_tensors_of_gemma3_may_have_names_with_and_without_model(model_folder: Callable[..., Path]) -> None:
+    """transformers writes both, depending on its version."""
+    folder, image = model_folder("gemma3_images"), placed(np.full((64, 64, 3), 99, np.uint8))
+    rows = runner_of(folder, "q8").encode(image)
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    header_end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:header_end])
+    towers = [name for name in header if re.match(r"(model\.)?(vision_tower|multi_modal_projector)\.", name)]
+    assert len(towers) > 30
+    for name in towers:
+        header[name.removeprefix("model.") if name.startswith("model.") else f"model.{name}"] = header.pop(name)
+    renamed = json.dumps(header).encode()
+    file.write_bytes(len(renamed).to_bytes(8, "little") + renamed + content[header_end:])
+    assert (runner_of(folder, "q8").encode(image) == rows).all()
+
+
+@pytest.mark.parametrize(
     ("content", "error", "fault"),
     [
         ("{", CorruptCheckpoint, "cannot be read as JSON"),
@@ -273,6 +326,18 @@ def test_normalisation_is_read_from_any_of_the_processor_files(model_folder: Cal
     assert spec_of(folder) == replace(spec, mean=(0.0,) * 3, std=(1.0,) * 3, rescale=1.0)
     (folder / "processor_config.json").unlink()
     assert spec_of(folder) == replace(spec, mean=(0.5,) * 3, std=(0.5,) * 3)
+
+
+@pytest.mark.parametrize(("nested", "mean"), [({"image_mean": [0.1] * 3}, 0.1), ({}, 0.9), (None, 0.9), (..., 0.9)])
+def test_the_nested_object_has_precedence_over_the_processor_file(
+    model_folder: Callable[..., Path], nested: Any, mean: float
+) -> None:
+    folder = model_folder("idefics3")
+    (folder / "preprocessor_config.json").write_text('{"image_mean": [0.9, 0.9, 0.9], "size": {"longest_edge": 64}}')
+    processor = {"image_seq_len": 9} if nested is ... else {"image_processor": nested}
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    assert spec_of(folder).mean == (mean,) * 3
+    assert read_processor(folder).numbers("image_mean", 3) == (mean,) * 3
 
 
 @pytest.mark.parametrize(
