@@ -1,7 +1,7 @@
 """JSON schemas for llguidance, which refuses some keywords even where they allow everything.
 
 A keyword that says nothing, such as `uniqueItems: false`, is left out. Other keywords stay: llguidance enforces or
-refuses them.
+refuses them. Dates get a pattern, since its own allows 29 February in every year.
 """
 
 from __future__ import annotations
@@ -14,25 +14,37 @@ from ..common.errors import InvalidRequest
 DATA = frozenset({"const", "default", "enum", "example", "examples"})  # their values are no schemas
 MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # of schemas, by name
 
+DATES = ("date", "date-time")  # formats
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+REAL_DATE = f"^(....-(0[13-9]|1[0-2])|....-02-([01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
+
 _Schema = Mapping[str, Any]
 
 
-def without_idle_keywords(schema: Any) -> Any:
-    """Return a schema, or a list of schemas, without the keywords that allow everything.
+def enforceable_schema(schema: Any) -> Any:
+    """Return a schema, or a list of schemas, as llguidance enforces it.
 
     Raises RecursionError for one that is nested too deeply, and InvalidRequest if it needs keys of a map that differ:
     the grammar allows a key to occur twice.
     """
     if isinstance(schema, list):
-        return [without_idle_keywords(each) for each in schema]
+        return [enforceable_schema(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     _check_distinct_keys(schema)
-    return {
+    kept = {
         key: _inside(key, value)
         for key, value in schema.items()
         if (is_idle := IDLE.get(key)) is None or not is_idle(value, schema)
     }
+    return _with_real_dates(kept) if schema.get("format") in DATES else kept
+
+
+def _with_real_dates(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.setdefault("pattern", REAL_DATE) == REAL_DATE:
+        return schema
+    others = schema.get("allOf", [])
+    return {**schema, "allOf": [*others, {"pattern": REAL_DATE}]} if isinstance(others, list) else schema
 
 
 def _check_distinct_keys(schema: _Schema) -> None:
@@ -50,8 +62,8 @@ def _inside(key: str, value: Any) -> Any:
     if key in DATA:
         return value
     if key in MAPS and isinstance(value, dict):
-        return {name: without_idle_keywords(each) for name, each in value.items()}
-    return without_idle_keywords(value)
+        return {name: enforceable_schema(each) for name, each in value.items()}
+    return enforceable_schema(value)
 
 
 def _allows_all(value: Any) -> bool:

@@ -12,7 +12,7 @@ from ..common.errors import InvalidRequest
 from ..common.types import StructuredOutputs, ToolChoice
 from .facade import NewParser
 from .grammars import check_structure, lark_rule
-from .json_schema import without_idle_keywords
+from .json_schema import enforceable_schema
 from .text import Markup
 from .text.argument_streams import SPACE
 from .text.markup import FAMILIES, MARK
@@ -99,7 +99,7 @@ class ToolCalls:
 
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    schema: dict[str, Any] = without_idle_keywords({**ANY_OBJECT, **function.get("parameters", {})})
+    schema: dict[str, Any] = enforceable_schema({**ANY_OBJECT, **function.get("parameters", {})})
     return schema
 
 

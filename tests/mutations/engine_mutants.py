@@ -27,6 +27,13 @@ SAVED = "tests/runtime/engine/test_snapshot.py"
 
 MUTANTS = [
     Mutant(
+        "runtime/engine/json_schema.py",
+        '    if schema.setdefault("pattern", REAL_DATE) == REAL_DATE:\n        return schema\n',
+        '    if "pattern" in schema:\n        return schema\n',
+        "a date with a pattern of its own may be 29 February of any year",
+        "tests/runtime/engine/test_json_schemas.py",
+    ),
+    Mutant(
         ENGINE,
         "num_queued + self._prompts.num_preparing(request.tenant))",
         "num_queued)",

@@ -167,6 +167,11 @@ async def test_calls_of_a_family_whose_markers_are_special_tokens(client: Client
         assert answer.usage is not None
         assert answer.usage.completion_tokens_details is not None
         assert 0 < (answer.usage.completion_tokens_details.reasoning_tokens or 0) < answer.usage.completion_tokens
+        num_reasoning = answer.usage.completion_tokens_details.reasoning_tokens or 0
+        two = (await ask(connected, "<|0|>", tools=TOOLS, n=2)).usage
+        assert two is not None
+        assert two.completion_tokens_details is not None
+        assert two.completion_tokens_details.reasoning_tokens == 2 * num_reasoning
         logprobs = (await ask(connected, "<|0|>", tools=TOOLS, logprobs=True)).choices[0].logprobs
         assert logprobs is not None
         assert b"".join(bytes(each.bytes or ()) for each in logprobs.content or ()) == b"I look."

@@ -35,6 +35,7 @@ REFUSED: dict[str, Any] = {
     "Resource 'https://example.org/x' is not present": {"$ref": "https://example.org/x"},
     "Pointer '/$defs/x' does not exist": {"$ref": "#/$defs/x"},
     "Unknown format: phone": {"type": "string", "format": "phone"},
+    "Expected string for 'format'": {"type": "string", "format": ["date"]},
     "look-around": {"type": "string", "pattern": "^(?=a)b"},
     "backreferences are not supported": {"type": "string", "pattern": r"^(a)\1$"},
     "Invalid type: text": {"type": "text"},
@@ -133,6 +134,30 @@ def test_keywords_that_allow_everything_are_accepted_wherever_a_schema_may_stand
 def test_keywords_that_may_forbid_something_are_still_refused(keywords: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="Unimplemented keys"):
         check_structure(StructuredOutputs(json={"type": "array", **keywords}))
+
+
+@pytest.mark.parametrize("own", [{}, {"pattern": "^[12]"}, {"pattern": "^[12]", "allOf": [{"maxLength": 30}]}], ids=str)
+@pytest.mark.parametrize(("form", "time"), [("date", ""), ("date-time", "T10:00:00Z")])
+def test_29_february_is_a_date_in_leap_years_only(form: str, time: str, own: dict[str, Any]) -> None:
+    structure = StructuredOutputs(json={"type": "string", "format": form, **own})
+    check_structure(structure)
+    matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
+
+    def found(*days: str) -> list[str]:
+        return [day for day in days if can_be_generated(matcher.deep_copy(), day + time)]
+
+    real = [
+        "2024-02-29",
+        "2000-02-29",
+        "1996-02-29",
+        "2023-02-28",
+        "1900-02-19",
+        "2023-01-29",
+        "2023-12-31",
+        "1999-10-01",
+    ]
+    assert found(*real) == real
+    assert found("2023-02-29", "1900-02-29", "2100-02-29", "2022-02-29", "2024-02-30", "2023-04-31", "2023-13-01") == []
 
 
 def test_there_are_enough_schemas() -> None:
