@@ -112,6 +112,12 @@ void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out) {
   for (int64_t b = 0; b < n; b++) widen[type](blocks + b * quire_ggml_bytes(type), out + b * quire_ggml_weights(type));
 }
 
+void quire_widen_f16(const uint16_t *h, int64_t n, float *out) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) vf_store(out + i, vf_load_f16(h + i));
+  for (; i < n; i++) out[i] = f16_widen(h[i]);
+}
+
 // 4 bytes of one column: `line` lines of 64 bytes after `at`.
 static void put(uint8_t *at, int64_t line, uint32_t bytes) { memcpy(at + line * 64, &bytes, sizeof bytes); }
 

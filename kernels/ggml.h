@@ -12,6 +12,9 @@ int64_t quire_ggml_bytes(int type);    // of one block
 // Widen `n` blocks to f32 with GGML's formula.
 void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out);
 
+// Widen `n` numbers of fp16 to f32, exactly.
+void quire_widen_f16(const uint16_t *h, int64_t n, float *out);
+
 // Quantise n <= 32 weights of one column to the bits that llama.cpp gives them in Q8_0: the numbers are rounded with the exact
 // scale max|w| / 127, halves away from zero, and the scale is stored in fp16. A NaN becomes the least number.
 // Writes 4 bytes of each of 8 lines of 64 bytes from `at` on; weights from n on are zero.

@@ -24,6 +24,7 @@ cdef extern from "ggml.h" nogil:
     int64_t quire_ggml_weights(int type)
     int64_t quire_ggml_bytes(int type)
     void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out)
+    void quire_widen_f16(const uint16_t *h, int64_t n, float *out)
     void quire_quantise_q8(const float *w, int64_t n, uint8_t *at, uint16_t *scale)
     void quire_ggml_pack(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane,
                          uint8_t *panel, uint16_t *scales)
@@ -285,9 +286,20 @@ def _widened(rows):
     """Return the rows of a supported source as float32; bf16 is given as its bits in uint16."""
     if rows.dtype == np.uint16:
         return (rows.astype(np.uint32) << 16).view(np.float32)
-    if rows.dtype in (np.float32, np.float16):
-        return np.ascontiguousarray(rows, np.float32)
+    if rows.dtype == np.float16:
+        return _widened_f16(np.ascontiguousarray(rows).view(np.uint16))
+    if rows.dtype == np.float32:
+        return np.ascontiguousarray(rows)
     raise ValueError(f"weights must be float32, float16 or bf16 bits in uint16, not {rows.dtype}")
+
+
+def _widened_f16(const uint16_t[:, ::1] rows):
+    """Return fp16, given as its bits, as float32; numpy widens one number at a time."""
+    cdef float[:, ::1] out = np.empty((rows.shape[0], rows.shape[1]), np.float32)
+    if rows.shape[0]:
+        with nogil:
+            quire_widen_f16(&rows[0, 0], rows.shape[0] * rows.shape[1], &out[0, 0])
+    return np.asarray(out)
 
 
 cdef inline uint16_t _round_bf16(float x) noexcept nogil:

@@ -92,6 +92,13 @@ def test_bf16_bits_and_fp16_are_accepted_as_they_come_from_files(dtype):
         assert np.array_equal(a.unpack(), b.unpack())
 
 
+def test_every_number_of_fp16_is_widened_exactly():
+    source = np.resize(np.arange(1 << 16, dtype=np.uint16), (1986, 33)).view(np.float16)
+    packed = matrix(1986, 33, "f32")
+    packed.fill(source)
+    assert np.array_equal(packed.unpack(), source.astype(np.float32), equal_nan=True)
+
+
 def test_inputs_beyond_the_last_one_are_zero_in_bf16():
     raw = memory(packed_nbytes(16, 33, "bf16"))
     PackedMatrix(16, 33, "bf16", raw).fill(np.ones((16, 33), np.float32))
