@@ -1,13 +1,12 @@
 """The builder of programs: its methods are the layers of a decoder, its result is a list of ops.
 
-Independent of models. Every op of the result reads only values that an earlier op wrote and no later op overwrote.
+Independent of models. `recorder.py` keeps the ops and places their values in the arena.
 
 Values (`values.py`) have `max_tokens` rows, after `gather` `max_samples`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -35,17 +34,14 @@ from ....kernels.ops import (
     Op,
     Pooling,
     PoolRows,
-    Region,
     RouteRows,
-    StoredDtype,
     ephemeral_pages,
     max_groups,
     padded,
-    region_nbytes,
 )
 from ....kernels.pack import PackedMatrix
-from .arena_layout import ArenaLayout, Lifetime, lay_out
-from .values import Heads, Logits, NormedValue, PlacedValue, ProgramPlan, RoutingValue, Value, Vector
+from .recorder import OpRecorder
+from .values import Heads, Logits, NormedValue, RoutingValue, Value, Vector
 
 AnyValue = TypeVar("AnyValue", Value, NormedValue, Value | NormedValue)
 
@@ -55,23 +51,18 @@ def input_dtype(weight: PackedMatrix) -> DType:
     return INPUT_DTYPES[weight.dtype] if weight.input_order is None else "f32"
 
 
-class ProgramBuilder:
-    """Collects the ops of a program, in order, for steps of up to `max_tokens` rows, `max_samples` of which sample.
+class ProgramBuilder(OpRecorder):
+    """Adds the layers of a program, in order, for steps of up to `max_tokens` rows, `max_samples` of which sample.
 
     With `ephemeral`, attention keeps nothing: keys and values have this dtype, and are in the arena instead of pages.
     """
 
     def __init__(self, max_tokens: int, max_samples: int, ephemeral: KVDtype | None = None) -> None:
+        super().__init__()
         self.max_tokens = max_tokens
         self.max_samples = max_samples
         self.ephemeral = ephemeral
         self._keys_values: tuple[Value, EphemeralPages] | None = None  # those of every layer in turn
-        self._values: list[Value] = []
-        self._first: list[int] = []  # per value: the op that writes it
-        self._last: list[int] = []  # per value: the last op that uses it
-        self._emit: list[Callable[[Sequence[Region]], Op]] = []  # per op: makes it from the regions of all values
-        self._inputs: list[Value] = []  # that the caller writes
-        self._kept: list[Value] = []  # values that nothing overwrites until the end of the step
         self._norm_writers: dict[int, int] = {}  # value -> the op that wrote it last and can still write its norm
 
     def input(self, name: str, columns: int) -> Value:
@@ -394,27 +385,6 @@ class ProgramBuilder:
         )
         return Logits(values, maxima)
 
-    def build(self, result: Logits | Value, *others: Value) -> ProgramPlan:
-        """Place every value and make the ops. The `result` and `others` stay readable after the step."""
-        results = (*result.parts, *others)
-        for kept in (*results, *self._kept):
-            self._last[kept.index] = len(self._emit)
-        layout = self._lay_out()
-        regions = [
-            Region(offset, value.rows, value.columns, value.dtype)
-            for offset, value in zip(layout.offsets, self._values, strict=True)
-        ]
-        return ProgramPlan(
-            ops=[emit(regions) for emit in self._emit],
-            arena_bytes=layout.nbytes,
-            inputs=tuple(each.placed(regions) for each in self._inputs),
-            results=tuple(part.placed(regions) for part in results),
-            values=tuple(
-                PlacedValue(value.name, regions[value.index], self._first[value.index], self._last[value.index])
-                for value in self._values
-            ),
-        )
-
     def _in_order(self, x: AnyValue, weight: PackedMatrix) -> AnyValue:
         """Return `x` with its columns in the order of the weight's inputs, in the dtype that it multiplies."""
         if (order := weight.input_order) is None:
@@ -423,27 +393,6 @@ class ProgramBuilder:
         out = self._value("sorted", data.rows, data.columns, INPUT_DTYPES[weight.dtype])
         self._add([data, out], lambda at: Convert(data.placed(at), out.placed(at), order))
         return replace(x, data=out) if isinstance(x, NormedValue) else out
-
-    def _value(self, name: str, rows: int, columns: int, dtype: StoredDtype, writer: int | None = None) -> Value:
-        """Return a new value, written by op `writer` or else by the next op added."""
-        value = Value(len(self._values), name, rows, columns, dtype)
-        self._values.append(value)
-        self._first.append(len(self._emit) if writer is None else writer)
-        self._last.append(len(self._emit) if writer is None else writer)
-        return value
-
-    def _add(self, used: Sequence[Value], emit: Callable[[Sequence[Region]], Op]) -> None:
-        for value in used:
-            self._last[value.index] = len(self._emit)
-        self._emit.append(emit)
-
-    def _lay_out(self) -> ArenaLayout:
-        return lay_out(
-            [
-                Lifetime(region_nbytes(value.rows, value.columns, value.dtype), first, last)
-                for value, first, last in zip(self._values, self._first, self._last, strict=True)
-            ]
-        )
 
 
 def _with_norm(op: Op, normed: Normed) -> Op:
