@@ -28,7 +28,8 @@ class BlockType:
     nbytes: int
 
 
-# Types of GGML by their number in a file. All are listed, so that a tensor's bytes are known where it is not supported.
+# Types of GGML by their number in a file. All are listed, so that a tensor's bytes are known where it is not supported;
+# 31 to 33 and 36 to 38 are of llama.cpp of 2024, in the order of its kernels.
 TYPES = {
     number: BlockType(name, block, nbytes)
     for number, name, block, nbytes in [
@@ -61,10 +62,18 @@ TYPES = {
         (28, "F64", 1, 8),
         (29, "IQ1_M", 256, 56),
         (30, "BF16", 1, 2),
+        (31, "Q4_0_4_4", 32, 18),
+        (32, "Q4_0_4_8", 32, 18),
+        (33, "Q4_0_8_8", 32, 18),
         (34, "TQ1_0", 256, 54),
         (35, "TQ2_0", 256, 66),
+        (36, "IQ4_NL_4_4", 32, 18),
+        (37, "IQ4_NL_4_8", 32, 18),
+        (38, "IQ4_NL_8_8", 32, 18),
         (39, "MXFP4", 32, 17),
         (40, "NVFP4", 64, 36),
+        (41, "Q1_0", 128, 18),
+        (42, "Q2_0", 64, 18),
     ]
 }
 

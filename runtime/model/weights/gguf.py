@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from ...common.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
-from .ggml import TYPES, BlockType
+from . import READABLE
+from .ggml import SUPPORTED, TYPES, BlockType
 from .mapped_file import MappedFile
 
 MAGIC = b"GGUF"
@@ -272,7 +273,10 @@ class _Part:
     def _read_type(self, cursor: _Cursor, name: str) -> BlockType:
         number = cursor.u32(name)
         if number not in TYPES:
-            raise UnsupportedModel(f"{self.path}: tensor {name} has type {number}, which is not known")
+            allowed = ", ".join((*READABLE, *SUPPORTED))
+            raise UnsupportedModel(
+                f"{self.path}: tensor {name} has type {number}, which is not known; it must be one of {allowed}"
+            )
         return TYPES[number]
 
     def _locate(

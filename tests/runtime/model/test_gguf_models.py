@@ -312,6 +312,11 @@ def test_an_output_matrix_of_its_own(edited: Callable[..., Path]) -> None:
             "ffn_up.weight in .* is IQ4_NL; it must be one of BF16, F16, F32, Q8_0, Q4_0",
         ),
         (
+            {f"{LAYER}ffn_up.weight": Tensor((704, 256), "Q4_0_4_4", b"\0" * (704 * 8 * 18))},
+            WrongTensor,
+            "ffn_up.weight in .* is Q4_0_4_4; it must be one of",
+        ),
+        (
             {f"{LAYER}attn_norm.weight": Tensor((256,), "Q8_0", b"\0" * (8 * 34))},
             WrongTensor,
             "attn_norm.weight in .* is Q8_0; it must be one of BF16, F16, F32$",
