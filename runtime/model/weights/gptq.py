@@ -38,15 +38,9 @@ class GPTQMatrix(GroupedMatrix):
             )
         num_groups, _ = expect(stored, f"{module}.scales", READABLE, None, outputs)
         expect(stored, f"{module}.qzeros", ("I32",), num_groups, -(-outputs * bits // 32))
-        size = how.group_size or inputs
-        if -(-inputs // size) != num_groups and order not in stored:
-            raise WrongTensor(
-                f"tensor {module}.scales in {stored.path} has {num_groups} groups; {inputs} inputs in groups of "
-                f"{size}, as {stored.config_name} says, have {-(-inputs // size)}"
-            )
         self.label = f"GPTQ {bits}-bit"
         self._zero_offset = how.zero_offset
-        groups = partial(read_group_order, stored, order, inputs, num_groups, size)
+        groups = partial(read_group_order, stored, order, inputs, num_groups, how.group_size or inputs)
         super().__init__(stored, module, PARTS, (outputs, inputs), bits, groups)
 
     def _words(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Words]]:

@@ -146,11 +146,17 @@ def consecutive_groups(inputs: int, size: int) -> Groups:
 def read_group_order(stored: SafetensorsCheckpoint, name: str, inputs: int, num_groups: int, size: int) -> Groups:
     """Return the group of each input, which tensor `name` has; without one, groups are `size` consecutive inputs.
 
-    All zeros, or a -1, stand for consecutive groups too. Raises CorruptCheckpoint.
+    A -1, or all zeros where there are several groups, stand for consecutive groups too. Raises CorruptCheckpoint, or
+    WrongTensor if the inputs have another number of consecutive groups.
     """
-    order = stored.tensor(name) if name in stored else np.zeros(1, np.int32)
-    if not order.any() or order.min() == -1:
+    order = stored.tensor(name) if name in stored else np.full(1, -1)
+    if order.min() == -1 or (num_groups > 1 and not order.any()):
         order = consecutive_groups(inputs, size)
+        if order[-1] + 1 != num_groups:
+            raise WrongTensor(
+                f"{name.rpartition('.')[0]} in {stored.path} has scales of {num_groups} groups; {inputs} inputs in "
+                f"groups of {size}, as {stored.config_name} says, have {order[-1] + 1}"
+            )
     if order.min() < 0 or order.max() >= num_groups:
         raise CorruptCheckpoint(
             f"tensor {name} in {stored.path} has groups {order.min()} to {order.max()}; there are {num_groups}"

@@ -65,6 +65,7 @@ KEPT: dict[str, tuple[dict[str, Any], Make, str]] = {
     "gptq, groups of 64": (GPTQ | {"group_size": 64}, gptq(group=64), "q4"),
     "gptq, a last group of 64 in 192": (GPTQ | {"group_size": 128}, gptq(group=128), "q4"),
     "gptq, one group": (GPTQ | {"group_size": -1}, gptq(group=-1), "q4"),
+    "gptq, one group, which config.json does not say": (GPTQ, gptq(group=-1), "q4"),
     "gptq, version 2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(version=2), "q4"),
     "gptq without g_idx": (GPTQ, gptq(g_idx=False), "q4"),
     "gptq, zero points": (GPTQ | {"sym": False}, gptq(sym=False), "q4_z"),
@@ -328,6 +329,11 @@ def test_a_format_that_is_not_supported(tmp_path: Path, config: dict[str, Any], 
             read(tmp_path / "a")
 
 
+def _twice_the_groups(values: Array) -> Array:
+    """Return an order of groups that stands for consecutive ones, or twice the scales or zero points."""
+    return values * 0 if values.ndim == 1 else np.concatenate([values, values])
+
+
 @pytest.mark.parametrize(
     ("name", "parts", "edit", "error", "message"),
     [
@@ -344,6 +350,7 @@ def test_a_format_that_is_not_supported(tmp_path: Path, config: dict[str, Any], 
         ("gptq", "g_idx", lambda order: order * 0 + 4, CorruptCheckpoint, "groups 4 to 4; there are 4"),
         ("gptq", "g_idx", lambda order: order - 2, CorruptCheckpoint, "groups -2"),
         ("gptq without g_idx", "scales qzeros", lambda values: values[:3], WrongTensor, "3 groups"),
+        ("gptq", "g_idx scales qzeros", _twice_the_groups, WrongTensor, "8 groups; 128 inputs in groups of 32, as"),
         ("awq", "qzeros", lambda words: words[:, :3], WrongTensor, "2, 16"),
         ("awq", "scales qzeros", lambda values: np.concatenate([values, values[:1]]), WrongTensor, "3 groups"),
         ("words", "weight_shape", None, MissingTensor, "weight_shape"),
