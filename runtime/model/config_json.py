@@ -142,6 +142,8 @@ def build_spec(config: ConfigTable, family: str, rope: Rope) -> DecoderSpec:
     num_kv_heads = _num_kv_heads(config, num_heads)
     head_dim = read_head_dim(config)
     layers = num_layers(config)
+    if not config.flag("is_causal", True):
+        raise config.refused("is_causal", "absent or true: attention is causal")
     return DecoderSpec(
         family=family,
         vocab_size=config.integer("vocab_size", 1, MAX_VOCAB),

@@ -85,7 +85,7 @@ def _scaling(
 ) -> LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None:
     kind = table.text("rope_type", table.text("type", "default"))
     max_positions = config.integer("max_position_embeddings", 1, MAX_POSITIONS)
-    if kind in ("longrope", "su") or "short_factor" in table:  # called su or yarn in the first Phi-3 checkpoints
+    if kind in ("longrope", "su") or (kind == "yarn" and "short_factor" in table):  # so in the first Phi-3 checkpoints
         pairs = (dim or read_head_dim(config)) // 2
         return _longrope(table, _original_positions(config, table, max_positions), max_positions, pairs)
     if kind == "default":

@@ -55,8 +55,8 @@ LIMIT = 7.0  # of the gate and of up, in the kernels
 def read_gpt_oss(config: ConfigTable) -> DecoderSpec:
     """Read a `GptOssForCausalLM`."""
     config = config.with_defaults(DEFAULTS)
-    if "rope_parameters" not in config:
-        config = config.with_defaults({"rope_scaling": YARN})
+    if "rope_parameters" not in config and not config.values.get("rope_scaling"):
+        config = config.with_defaults({"rope_parameters": YARN})
     if config.positive("swiglu_limit", LIMIT) != LIMIT:
         raise config.refused("swiglu_limit", f"absent or {LIMIT:g}")
     in_blocks = _experts_are_in_blocks(config)
@@ -109,7 +109,9 @@ def _derive(config: ConfigTable) -> dict[str, Any]:
         raise config.refused("rope_local_base_freq", "absent: all layers have one rotary embedding")
     config.integer("sliding_window", 1, MAX_POSITIONS)
     scaling = config.table("rope_scaling").values
-    return {"rope_scaling": {**scaling, "truncate": False} if scaling else {}}
+    if not scaling:
+        return {"rope_parameters": {"rope_type": "default"}}
+    return {"rope_scaling": {**scaling, "truncate": False}}
 
 
 GGUF = GGUFFormat(

@@ -19,7 +19,9 @@ GGUF_KEYS = {"sliding_window": "attention.sliding_window", "partial_rotary_facto
 
 def read_phi3(config: ConfigTable) -> DecoderSpec:
     """Read a `Phi3ForCausalLM`."""
-    config = config.with_defaults({"eos_token_id": 32000, "rms_norm_eps": 1e-5})
+    config = config.with_defaults(
+        {"eos_token_id": 32000, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
+    )
     spec = build_spec(config, "phi3", read_rope(config, partial=True))
     window = sliding_window(config)
     visible = window if window < spec.max_position_embeddings else 0
@@ -30,5 +32,10 @@ PHI3 = Family(
     ("Phi3ForCausalLM",),
     ("phi3",),
     read_phi3,
-    GGUFFormat("phi3", KEYS | GGUF_KEYS, replace(GGUF_NAMES, gate_up=("ffn_up",))),
+    GGUFFormat(
+        "phi3",
+        KEYS | GGUF_KEYS,
+        replace(GGUF_NAMES, gate_up=("ffn_up",)),
+        derive=lambda config: {"original_max_position_embeddings": None},  # that of the scaling applies
+    ),
 )

@@ -17,9 +17,11 @@ from ....kernels.ops import WeightDtype as PackedDtype
 from ....kernels.ops import padded
 from ....kernels.pack import BLOCK_DTYPES, PackedMatrix
 from ...common.config import WeightDtype
+from ...common.errors import MissingTensor, WrongTensor
 from ..spec import DecoderSpec
-from . import Checkpoint
+from . import READABLE, Checkpoint, as_f32
 from .packing import (
+    ELEMENTS_AT_ONCE,
     InputOrder,
     PackedDtypes,
     Part,
@@ -87,8 +89,29 @@ class DecoderWeights:
 def pack_weights(
     spec: DecoderSpec, checkpoint: Checkpoint, dtype: WeightDtype, stop: threading.Event | None = None
 ) -> DecoderWeights:
-    """Pack every matrix as `dtype`. The checkpoint must have passed `check_tensors`. See `pack_built`."""
+    """Pack every matrix as `dtype`. The checkpoint must have passed `check_tensors`. See `pack_built`.
+
+    Raises WrongTensor where embeddings are tied and the checkpoint has a head that is no copy of the embedding.
+    """
+    if spec.tie_embeddings:
+        _check_tied(checkpoint, f"{spec.names.embedding}.weight", f"{spec.names.lm_head}.weight")
     return pack_built(lambda factory, packed: build_weights(spec, packed, factory), checkpoint, dtype, stop)
+
+
+def _check_tied(checkpoint: Checkpoint, embedding: str, head: str) -> None:
+    try:
+        same = checkpoint.shape(head) == checkpoint.shape(embedding) and checkpoint.dtype(head) in READABLE
+    except MissingTensor:
+        return
+    if same:
+        num_rows = max(ELEMENTS_AT_ONCE // checkpoint.shape(head)[1], 1)
+        pairs = zip(*(checkpoint.chunks(name, slice(None), num_rows) for name in (embedding, head)), strict=True)
+        same = all(np.array_equal(as_f32(rows), as_f32(others)) for (_, rows), (_, others) in pairs)
+    if not same:
+        raise WrongTensor(
+            f"tensor {head} in {checkpoint.path} is no copy of {embedding}, although {checkpoint.config_name} ties "
+            "them; tie_word_embeddings must be false, or the tensor must go"
+        )
 
 
 def plan_weights(spec: DecoderSpec, dtype: WeightDtype) -> tuple[DecoderWeights, Counter[PackedDtype]]:

@@ -97,6 +97,17 @@ def test_a_wrong_shape(rewritten: Callable[[str, Edit], Path], name: str, shape:
         pack_model(folder, "q8")
 
 
+@pytest.mark.parametrize(
+    "head",
+    [np.eye(320, 64, 3, np.float16), np.zeros((319, 64), np.float16), np.zeros((320, 64), np.int8)],
+    ids=["another number", "another shape", "another dtype"],
+)
+def test_a_head_that_is_no_copy_of_tied_embeddings(rewritten: Callable[[str, Edit], Path], head: Any) -> None:
+    folder = rewritten("qwen3", lambda tensors: tensors.update({"lm_head.weight": head}))
+    with pytest.raises(WrongTensor, match=r"lm_head\.weight .* no copy of model\.embed_tokens\.weight.* must be false"):
+        pack_model(folder, "bf16")
+
+
 @pytest.mark.parametrize(("dtype", "spelt"), [(np.int8, "I8"), (np.uint16, "U16"), (np.float64, "F64")])
 def test_a_wrong_dtype(rewritten: Callable[[str, Edit], Path], dtype: Any, spelt: str) -> None:
     name = f"{LAYER}mlp.down_proj.weight"

@@ -119,6 +119,11 @@ def test_families_that_norm_queries_and_keys(read: Read) -> None:
         ("mistral", {"sliding_window": 8}, (8, 8, 8)),
         ("mistral", {"sliding_window": None}, (0, 0, 0)),
         ("mistral", {}, (4096, 4096, 4096)),
+        (
+            "mistral",
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 8},
+            (0, 8, 0),
+        ),
         ("qwen2", {"sliding_window": 8}, (0, 0, 0)),
         ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (0, 8, 8)),
         ("qwen2", {"use_sliding_window": True}, (0, 0, 0)),
@@ -193,7 +198,19 @@ LONGROPE = LongRopeScaling((1.0, 1.5, 2.0), (1.0, 4.0, 9.0), (1 + 2 / 7) ** 0.5,
     + [{"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.375, **LONG}}],
 )
 def test_longrope_of_a_part_of_each_head(read: Read, keys: Any) -> None:
-    assert read("phi3", **keys).ropes == (Rope(1e4, LONGROPE, 6),) * 3
+    assert read("phi3", **keys, original_max_position_embeddings=128).ropes == (Rope(1e4, LONGROPE, 6),) * 3
+
+
+def test_the_original_context_of_phi_3_has_a_default(read: Read) -> None:
+    """As in transformers, it takes precedence over the one that is beside the factors."""
+    rope = {"rope_scaling": {"type": "longrope", **LONG}, "partial_rotary_factor": 0.375}
+    (rope,) = set(read("phi3", **rope).ropes)
+    assert rope is not None
+    assert rope.scaling == LongRopeScaling(LONGROPE.short_factors, LONGROPE.long_factors, 1.0, 4096)
+
+
+def test_factors_without_a_type_are_not_used(read: Read) -> None:
+    assert read("llama", rope_scaling={**LONG, "factor": 4.0}).ropes == (Rope(1e4),) * 3
 
 
 @pytest.mark.parametrize(
@@ -289,6 +306,7 @@ def test_model_type_decides_where_there_are_no_architectures(read: Read) -> None
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"attention_bias": 1}, "attention_bias"),
+        ({"is_causal": False}, "is_causal is false; it must be absent or true"),
         ({"mlp_bias": "no"}, "mlp_bias"),
         ({"tie_word_embeddings": "true"}, "tie_word_embeddings"),
         ({"eos_token_id": -1}, "eos_token_id"),

@@ -48,6 +48,18 @@ def mlp_matrices(mlp: MlpWeights | ExpertWeights) -> tuple[PackedMatrix, ...]:
     return mlp.router, *mlp.gate_up, *mlp.down
 
 
+def test_a_copy_of_tied_embeddings_is_allowed(model_folder: Callable[..., Path]) -> None:
+    folder = model_folder("qwen2")
+    tensors: dict[str, Any] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, folder / "model.safetensors")
+    weights = pack_model(folder, "f32").weights
+    assert weights.lm_head is weights.embedding
+
+
 def test_q_k_and_v_are_one_matrix_in_that_order(goldens: Path) -> None:
     checkpoint, layer = SafetensorsCheckpoint(goldens / "qwen3"), pack_model(goldens / "qwen3", "f32").weights.layers[1]
     parts = [widened(checkpoint, f"model.layers.1.self_attn.{name}_proj.weight") for name in "qkv"]
