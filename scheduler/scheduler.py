@@ -106,6 +106,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}  # requests that have not ended, in order of arrival
         self._deadlines = DeadlineHeap()
         self._in_flight: StepPlan | None = None
+        self._committed_at = 0.0  # time of the last commit
         self._endings: dict[int, Ending] = {}  # of requests in flight that `finish` was called for
         self._num_arrived = 0
         self._num_finished_steps = 0
@@ -203,6 +204,9 @@ class Scheduler:
         updates = self._committer.commit(plan, result, self._endings, now)
         if plan.sequences and not result.deferred:
             self._learn(result.duration_s)
+        if not (plan.num_prefill_tokens or plan.encoder):  # else it may follow an idle time
+            self._speculator.note_pause(now - self._committed_at - result.duration_s, result.duration_s)
+        self._committed_at = now
         if self._encoder is not None:
             updates += self._encoder.commit(result.encoder, now)
         self._finish_step()

@@ -17,10 +17,11 @@ from .cost import CostModel, StepLoad
 from .plan import SampledToken, ScheduledSequence
 from .request import Ending, Request, State
 
-MARGIN = 1.25  # the expected gain must exceed the cost by this factor
+MARGIN = 1.25  # the expected gain of draft tokens that may be wrong must exceed their cost by this factor
 LONGEST, SHORTEST = 4, 2  # tokens of a run that is looked up
 INITIAL_ACCEPTANCE = 0.5  # acceptance rate before anything is known
 ACCEPTANCE_MEMORY = 0.8  # weight of the earlier acceptance rate, per verified draft token
+PAUSE_MEMORY = 0.9  # weight of the earlier average of the time between two steps, per step
 FORCED_ACCEPTANCE = 0.9  # of tokens that a grammar forces: the model may cut the same text into other tokens
 RECOVERY = 0.01  # share of the way back to INITIAL_ACCEPTANCE, each time no draft token pays: the text may change
 
@@ -39,6 +40,7 @@ class Speculator:
         self._num_tokens = num_tokens
         self._max_rows = max_rows
         self._indexes: dict[int, NGramIndex] = {}  # by request id, from its first draft to its end
+        self._pause_s = 0.0  # between two steps, on average: a step that is saved saves it too
         self._known: set[int] = set()  # ids of live requests that have had echoed or forced tokens
 
     def draft(self, requests: Collection[Request], load: StepLoad) -> dict[int, list[int]]:
@@ -49,7 +51,7 @@ class Speculator:
         drafts: dict[int, list[int]] = {}
         if not (self._num_tokens or self._known) or load.decode_rows >= self._max_rows:
             return drafts
-        looks_up = self._tokens_that_pay(1.0, 1, load) > 0
+        looks_up = self._tokens_that_pay(1.0, 1, load, 1.0) > 0
         rows = load.decode_rows
         for request in requests:
             echoed = request.spec.echoed
@@ -102,7 +104,12 @@ class Speculator:
 
     def max_forced(self, load: StepLoad) -> int:
         """Return how many tokens that a grammar forces pay as draft tokens of each sequence of a decoding step."""
-        return self._tokens_that_pay(FORCED_ACCEPTANCE, self._max_rows - load.decode_rows, load)
+        return self._tokens_that_pay(FORCED_ACCEPTANCE, self._max_rows - load.decode_rows, load, 1.0)
+
+    def note_pause(self, pause_s: float, step_s: float) -> None:
+        """Learn the seconds between two steps that follow each other; `step_s` of the second limits what counts."""
+        pause_s = min(max(pause_s, 0.0), step_s)
+        self._pause_s = PAUSE_MEMORY * self._pause_s + (1 - PAUSE_MEMORY) * pause_s
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request that has ended."""
@@ -119,18 +126,18 @@ class Speculator:
 
     def _draft_for(self, request: Request, limit: int, load: StepLoad) -> list[int]:
         if request.forced:
-            return list(request.forced[: self._tokens_that_pay(FORCED_ACCEPTANCE, limit, load)])
+            return list(request.forced[: self._tokens_that_pay(FORCED_ACCEPTANCE, limit, load, 1.0)])
         index = self._indexes.get(request.request_id)
         if index is None:
             index = self._indexes[request.request_id] = NGramIndex()
-        count = self._tokens_that_pay(index.acceptance_rate, limit, load)
+        count = self._tokens_that_pay(index.acceptance_rate, limit, load, MARGIN)
         if not count:
             index.recover()
             return []
         index.extend(request.token_ids)
         return index.draft(request.token_ids, count)
 
-    def _tokens_that_pay(self, acceptance_rate: float, limit: int, load: StepLoad) -> int:
+    def _tokens_that_pay(self, acceptance_rate: float, limit: int, load: StepLoad, margin: float) -> int:
         """Return how many draft tokens one sequence of a decoding step should verify.
 
         The j-th is used with probability acceptance_rate^j, and adds a row. The step yields a token per sequence: a
@@ -138,8 +145,8 @@ class Speculator:
         """
         if not load.decode_rows:
             return 0
-        seconds_per_token = self._cost.predict(load) / load.decode_rows
-        seconds_per_draft = MARGIN * self._cost.coefficients.decode_row
+        seconds_per_token = (self._cost.predict(load) + self._pause_s) / load.decode_rows
+        seconds_per_draft = margin * self._cost.coefficients.decode_row
         count, probability = 0, acceptance_rate
         while count < limit and probability * seconds_per_token > seconds_per_draft:
             count, probability = count + 1, probability * acceptance_rate

@@ -176,9 +176,11 @@ class RunningGrammar:
 
         They are looked for even if none is returned: the mask needs the first, and its job would wait for the GIL.
         """
-        if not self.may_force or self.matcher is None:
+        if self.matcher is None:
             return ()
         forced = self.matcher.compute_ff_tokens()
+        if not forced:
+            return ()
         self.may_force = len(forced) <= MAX_FORCED
         return tuple(forced[:limit])
 
@@ -312,7 +314,7 @@ class StepMasks:
         Their masks are computed as well.
         """
         sampled, job = result.sampled, self.next
-        deadline = time.monotonic() + HOLD_S
+        deadline, held = time.monotonic() + HOLD_S, None
         forced_at: dict[int, tuple[int, ...]] = {}
         for running, sequence, at in self.sampling:
             token = sampled[at]
@@ -320,12 +322,14 @@ class StepMasks:
                 continue
             if running.distrust and running.stays_apart():
                 continue
-            if not job.hold(running.compiled, max(0.0, deadline - time.monotonic())):
-                continue
+            if running.compiled is not held:
+                if not job.hold(running.compiled, max(0.0, deadline - time.monotonic())):
+                    continue
+                held = running.compiled
             accepted = (token.token_id,) if sequence.num_samples == 1 else _accepted(sequence, sampled, at)
             running.take(accepted)
             running.end += len(accepted)
-            forced = running.forced(max_forced)
+            forced = running.forced(max_forced) if running.may_force else ()
             if forced:
                 forced_at[at + len(accepted) - 1] = forced
             job.add(running, forced)

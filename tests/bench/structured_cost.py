@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
     model: dict[str, Any] = {} if args.model is None else {"model": args.model}
-    with LLM(**model, max_num_seqs=args.users, threads=args.threads, enable_prefix_caching=False) as llm:
+    with LLM(**model, max_num_seqs=max(64, args.users), threads=args.threads, enable_prefix_caching=False) as llm:
         prompts = ["The server " + "x" * number for number in range(args.users)]
 
         def run(users: int, **params: Any) -> tuple[float, float]:
@@ -72,16 +72,16 @@ def main() -> None:
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in GRAMMARS}
         gains: dict[int, list[float]] = {users: [] for users in (1, 4, 16) if users <= args.users}
         records = StructuredOutputs(json={"type": "array", "items": LONG_KEYS, "minItems": 12})
-        margin = speculative.MARGIN
+        acceptance = speculative.FORCED_ACCEPTANCE
         for _ in range(args.rounds):
             plain.append(run(args.users, ignore_eos=True))
             for name, grammar in GRAMMARS.items():
                 found[name].append(run(args.users, structured_outputs=StructuredOutputs(**grammar)))
             for users, gained in gains.items():
                 drafted, _ = run(users, structured_outputs=records)
-                speculative.MARGIN = float("inf")
+                speculative.FORCED_ACCEPTANCE = 0.0
                 undrafted, _ = run(users, structured_outputs=records)
-                speculative.MARGIN = margin
+                speculative.FORCED_ACCEPTANCE = acceptance
                 gained.append(undrafted / drafted)
 
     def middle(rounds: list[tuple[float, float]], column: int) -> float:

@@ -285,3 +285,18 @@ def test_a_plan_says_how_many_forced_tokens_would_be_drafts(
     assert plan.num_prefill_tokens, "it looks ahead: the next step decodes"
     assert plan.max_forced == most
     assert harness.step().max_forced == most
+
+
+@pytest.mark.parametrize(("pause_s", "most"), [(0.0, 0), (5e-4, 3), (1e-3, 6), (5.0, 6)])
+def test_a_draft_saves_the_time_between_two_steps_too(make_harness: MakeHarness, pause_s: float, most: int) -> None:
+    """It counts up to the time of a step; idle times do not count."""
+    harness = speculative(make_harness, Coefficients(0.0, 1e-3, 1e-3, 0.0, 0.0), num_speculative_tokens=0)
+    harness.step_s = 1e-3
+    for request_id in (1, 2):
+        harness.now += 60
+        harness.add(request_id, [1, 0, 1], 40)
+        for _ in range(39):
+            plan = harness.step()
+            harness.now += pause_s
+        assert plan.max_forced == most
+        harness.run()
