@@ -39,7 +39,7 @@ class ImageRunner:
         self._cache_bytes = 0
         self._begun: Key | None = None  # image that is not done
         self._order: npt.NDArray[np.int64] | None = None  # of the image that is computed, as in `TowerInput`
-        self._levels: list[Floats] = []  # of this image, what the layers have made that `squares` read beside the last
+        self._levels: list[Floats] = []  # of this image, what the programs of `squares` after the first one have made
         self._tower = tower
         programs, vocab_size = tower.programs, spec.body.vocab_size
         self._patches = _ImageProgram(programs.patches, spec.num_patches, spec.num_windows, vocab_size, pool, isa)
@@ -134,27 +134,26 @@ class ImageRunner:
         layer = self._patches.next_stage
         is_done = self._patches.advance()
         if layer in self._tower.read_layers:
-            self._levels.append(self._patches.result(1))
+            self._levels.append(self._merge(self._squares[len(self._levels) + 1], self._patches.result(1)))
         return is_done
 
     def _finish(self) -> Floats:
         """Return the rows of the image whose patches are computed."""
-        patches = [self._patches.result(), *self._levels]
-        merged = [self._merge(program, of) for program, of in zip(self._squares, patches, strict=True)]
-        rows = np.concatenate(merged, axis=1)
+        rows = np.concatenate([self._merge(self._squares[0], self._patches.result()), *self._levels], axis=1)
         return rows if self._order is None else rows[self._order]
 
     def _merge(self, program: _ImageProgram, patches: Floats) -> Floats:
         """Return what one of the programs after the patches makes of them, [squares, columns]."""
-        rows, square = patches.reshape(-1, self.spec.square_columns), self.spec.square_rows
-        at_once = self.spec.squares_at_once * square
+        spec = self.spec
+        at_once = spec.squares_at_once * spec.square_rows * spec.square_columns // patches.shape[1]
         merged = []
-        for chunk in np.split(rows, range(at_once, len(rows), at_once)):
-            squares = np.arange(0, len(chunk) + 1, square, dtype=np.int32)
-            program.begin(TowerInput(chunk, np.zeros(len(chunk), np.int32), (squares,)))
+        for chunk in np.split(patches, range(at_once, len(patches), at_once)):
+            rows = chunk.reshape(-1, spec.square_columns)
+            squares = np.arange(0, len(rows) + 1, spec.square_rows, dtype=np.int32)
+            program.begin(TowerInput(rows, np.zeros(len(rows), np.int32), (squares,)))
             while not program.advance():
                 pass
-            merged.append(program.result())
+            merged.append(program.result().copy())
         return np.concatenate(merged)
 
     def _keep(self, key: Key, rows: Floats) -> None:
@@ -201,5 +200,5 @@ class _ImageProgram:
         return self._program.advance(1)
 
     def result(self, index: int = 0) -> Floats:
-        """Return a copy of one of the results, [rows, columns]."""
-        return self._results[index][: self._num_rows].copy()
+        """Return one of the results, [rows, columns], which the next stage may overwrite."""
+        return self._results[index][: self._num_rows]

@@ -102,6 +102,15 @@ class DynamicVisionSpec:
         return len(self.mergers) * self.hidden_out
 
     @property
+    def input_bytes(self) -> int:
+        """Bytes that `input` takes for an image of the most patches: copies of pixels, rotations and positions."""
+        still = self.patch_columns // self.frames
+        columns = (
+            3 * still + self.patch_columns + 2 * self.body.head_dim + (2 * self.body.hidden_size if self.grid else 0)
+        )
+        return 4 * self.num_patches * columns
+
+    @property
     def position_bytes(self) -> int:
         """Bytes of the learned positions."""
         return 4 * self.grid**2 * self.body.hidden_size
@@ -145,7 +154,7 @@ class DynamicVisionSpec:
         whole = np.array([0, num_patches], np.int32)
         windows = np.concatenate([[0], np.cumsum(counts * scale**2)]).astype(np.int32)
         return TowerInput(
-            patches=self._patches(pixels, rows, columns)[order].reshape(num_patches, self.patch_columns),
+            patches=self._patches(pixels, rows, columns, order),
             token_ids=np.zeros(num_patches, np.int32),
             row_starts=tuple(whole if sees_all else windows for sees_all in self.sees_all),
             rotary=self._rotary(rows, columns)[order].reshape(num_patches, self.body.head_dim),
@@ -163,13 +172,13 @@ class DynamicVisionSpec:
         windows = (down[:, None] * (across[-1] + 1) + across).reshape(-1)
         return np.argsort(windows, kind="stable"), np.bincount(windows)
 
-    def _patches(self, pixels: npt.NDArray[np.uint8], rows: int, columns: int) -> Floats:
-        """Return the normalised patches, f32 [squares, patches of a square, patch_columns]."""
+    def _patches(self, pixels: npt.NDArray[np.uint8], rows: int, columns: int, order: npt.NDArray[np.int64]) -> Floats:
+        """Return the normalised patches of the squares in `order`, f32 [patches, patch_columns]."""
         scale, patch = self.sizes.scale, self.sizes.patch_size
         values = normalised(pixels, self.rescale, self.mean, self.std)
         split = values.reshape(rows, scale, patch, columns, scale, patch, CHANNELS)
-        still = split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, scale**2, CHANNELS, 1, patch**2)
-        return np.tile(still, (self.frames, 1)).reshape(rows * columns, scale**2, self.patch_columns)
+        still = split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, scale**2, CHANNELS, 1, patch**2)[order]
+        return np.tile(still, (self.frames, 1)).reshape(-1, self.patch_columns)
 
     def _rotary(self, rows: int, columns: int) -> Floats:
         """Return the cosines and sines of the patches, f32 [squares, patches of a square, head_dim]."""

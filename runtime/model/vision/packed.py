@@ -91,7 +91,7 @@ class VisionMemoryPlan:
     """Bytes by purpose."""
 
     weights_bytes: int
-    buffers_bytes: int  # arenas of both programs, and the scratch of their ops
+    buffers_bytes: int  # arenas of all programs, the scratch of their ops, and arrays that become their input
     cache_bytes: int  # of the rows of images, at most
 
     @property
@@ -124,8 +124,11 @@ def plan_tower_memory(
     programs = _emit(spec, _build(spec, TOWER_DTYPES[dtype], planner), KEYS_VALUES[dtype])
     scratch = scratch_nbytes(spec.body.head_dim, workers, programs.patches.ops)
     scratch += sum(scratch_nbytes(2, workers, plan.ops) for plan in programs.squares)
+    positions = 0
+    if isinstance(spec, DynamicVisionSpec):
+        positions, scratch = spec.position_bytes, scratch + spec.input_bytes
     return VisionMemoryPlan(
-        weights_bytes=planner.nbytes.total() + (spec.position_bytes if isinstance(spec, DynamicVisionSpec) else 0),
+        weights_bytes=planner.nbytes.total() + positions,
         buffers_bytes=programs.patches.arena_bytes + sum(plan.arena_bytes for plan in programs.squares) + scratch,
         cache_bytes=max(max_cache_bytes, spec.num_tokens * spec.out_size * 4),
     )

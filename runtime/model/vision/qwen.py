@@ -65,7 +65,7 @@ def read_qwen2_5_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int
         frames=vision.integer("temporal_patch_size", 1, MAX_FRAMES),
         window=window,
         sees_all=_read_full_layers(vision, layers),
-        hidden_out=vision.integer("out_hidden_size", 1, MAX_WIDTH),
+        hidden_out=_read_hidden_out(config, vision, 8192),
         image_token_id=config.integer("image_token_id", 0, MAX_VOCAB, 151_655),
         patch_embedding="visual.patch_embed.proj",
         patch_bias=False,
@@ -98,7 +98,7 @@ def read_qwen3_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int) 
         frames=vision.integer("temporal_patch_size", 1, MAX_FRAMES),
         window=0,
         sees_all=(True,) * layers,
-        hidden_out=vision.integer("out_hidden_size", 1, MAX_WIDTH),
+        hidden_out=_read_hidden_out(config, vision, 4096),
         image_token_id=config.integer("image_token_id", 0, MAX_VOCAB, 151_655),
         rescale=rescale,
         mean=mean,
@@ -128,6 +128,15 @@ def _read_mergers(vision: ConfigTable, layers: int) -> tuple[Merger, ...]:
             for start, level in ((prefix.format(index), level) for index, level in enumerate(levels))
         ),
     )
+
+
+def _read_hidden_out(config: ConfigTable, vision: ConfigTable, default: int) -> int:
+    """Read the columns of a merger's rows, which are those of the text model's embedding."""
+    text = config.table("text_config") if "text_config" in config else config
+    hidden = text.integer("hidden_size", 1, MAX_WIDTH, default)
+    if vision.integer("out_hidden_size", 1, MAX_WIDTH) != hidden:
+        raise vision.refused("out_hidden_size", f"{hidden}, the hidden_size of the text model")
+    return hidden
 
 
 def _read_sizes(vision: ConfigTable, processor: ConfigTable, max_tokens: int) -> ImageSizes:

@@ -63,7 +63,8 @@ def read_vision(path: str | Path, max_tokens: int = ANY_SIZE) -> VisionSpec | Dy
         return None
     processor = read_processor(Path(path))
     if kind in DYNAMIC_READERS:
-        return DYNAMIC_READERS[kind](config, processor, max_tokens)
+        reader = DYNAMIC_READERS[kind]
+        return reader(config, processor, max_tokens) if "vision_config" in config else None
     return READERS[kind](config, processor) if kind in READERS else None
 
 

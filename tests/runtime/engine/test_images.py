@@ -78,6 +78,14 @@ def test_logits_are_those_of_transformers(
         assert np.abs(without - golden.logits).max() > 0.1 * np.ptp(golden.logits)
 
 
+def test_what_follows_images_has_the_logits_of_the_whole_prompt(
+    llm: LLM, prompt: list[int], images: list[PromptImage], wanted: tuple[int, ...]
+) -> None:
+    """Tokens that are decoded one by one have the places that they have in one prompt."""
+    logits = llm.logits([*prompt, *wanted[:-1]], images)
+    assert logits[len(prompt) - 1 :].argmax(axis=1).tolist() == list(wanted)
+
+
 @pytest.mark.parametrize(
     "options",
     [

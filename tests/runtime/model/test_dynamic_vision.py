@@ -92,6 +92,10 @@ def test_sizes_have_room_for_long_images() -> None:
         ({"fullatt_block_indexes": [1.5]}, "vision_config.fullatt_block_indexes"),
         ({"fullatt_block_indexes": None}, "vision_config.fullatt_block_indexes"),
         ({"out_hidden_size": "x"}, "vision_config.out_hidden_size"),
+        (
+            {"out_hidden_size": 32},
+            "vision_config.out_hidden_size is 32; it must be 64, the hidden_size of the text model",
+        ),
     ],
 )
 def test_a_tower_that_cannot_be_run_is_refused(
@@ -121,6 +125,12 @@ def test_a_tower_of_qwen3_that_cannot_be_run_is_refused(
     with pytest.raises(UnsupportedModel) as error:
         read_vision(folder)
     assert fault in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_folder_without_a_tower_is_for_text(model_folder: Callable[..., Path], family: str) -> None:
+    folder = model_folder(family, lambda config: config.pop("vision_config"))
+    assert read_vision(folder) is None
 
 
 def test_more_levels_than_text_layers_are_refused(model_folder: Callable[..., Path]) -> None:
@@ -159,7 +169,6 @@ def test_sections_that_do_not_fill_a_head_are_refused(model_folder: Callable[...
         ("hidden_size", 96, WrongTensor),
         ("temporal_patch_size", 1, WrongTensor),
         ("depth", 4, MissingTensor),
-        ("out_hidden_size", 32, WrongTensor),
     ],
 )
 def test_a_config_that_does_not_fit_the_tensors_is_refused(
