@@ -252,7 +252,8 @@ cdef int64_t _newest(const AttentionOp *op, const Step *step, int64_t sequence, 
 cdef void _load_queries(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,
                         const Unit *unit) noexcept nogil:
     cdef int64_t r, position
-    load_queries(&op.heads, step, tiles, unit.first_row, unit.first_position, unit.queries, unit.head, &workspace.q)
+    load_queries(&op.heads, step, tiles, unit.first_row, unit.first_position, unit.queries, unit.head,
+                 workspace.split.o, &workspace.q)   # which is not used yet
     for r in range(unit.queries * op.heads.group):
         position = unit.first_position + r // op.heads.group
         workspace.oldest[r], workspace.newest[r] = _oldest(op, position), _newest(op, step, unit.sequence, position)
@@ -356,14 +357,16 @@ cdef void _write_output(const AttentionOp *op, const quire_tiles *tiles, const W
     cdef int64_t d = workspace.q.width, head_dim = op.heads.head_dim, columns = op.heads.group * head_dim, i, g, r, j
     cdef int64_t queries = unit.queries, first_row = unit.first_row, head = unit.head
     cdef float *row
+    cdef float total
     if op.sinks != NULL:
         _add_sinks(op, tiles, state, queries * op.heads.group, head)
     for i in range(queries):
         row = workspace.split.o + i * columns        # no longer needed
         for g in range(op.heads.group):
             r = i * op.heads.group + g
+            total = state.l[r]
             for j in range(head_dim):
-                row[g * head_dim + j] = state.o[r * d + j] / state.l[r]
+                row[g * head_dim + j] = state.o[r * d + j] / total
     if op.out.dtype == QUIRE_F32:
         for i in range(queries):
             row = <float *>op.out.rows.data + (first_row + i) * op.out.rows.width

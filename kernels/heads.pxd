@@ -18,6 +18,7 @@ cdef struct HeadsOp:
     const float *rotary             # [positions][rotary_dim]: cos | sin; of a step, if it has rows of its own
 
 cdef void load_queries(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t first_row,
-                       int64_t first_position, int64_t queries, int64_t head, const quire_rows *out) noexcept nogil
+                       int64_t first_position, int64_t queries, int64_t head, float *x,
+                       const quire_rows *out) noexcept nogil
 cdef void store_rows(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t sequence, int64_t page,
                      int64_t head) noexcept nogil

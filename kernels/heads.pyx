@@ -11,33 +11,30 @@ from .step cimport page_at, table_of
 
 
 cdef void load_queries(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t first_row,
-                       int64_t first_position, int64_t queries, int64_t head, const quire_rows *out) noexcept nogil:
-    """Norm, rotate and scale the query heads of one KV head: out[queries * group][padded_head_dim]."""
-    cdef int64_t i, g, index
+                       int64_t first_position, int64_t queries, int64_t head, float *x,
+                       const quire_rows *out) noexcept nogil:
+    """Norm, rotate and scale the query heads of one KV head: out[queries * group][padded_head_dim].
+
+    They are f32 in `x` first, which has memory for 16 floats more.
+    """
+    cdef int64_t d = out.width, rows = queries * op.group, i, g, index
     cdef const float *row
     cdef quire_head query
-    cdef float x[QUIRE_MAX_HEAD]
+    cdef quire_output stored
     for i in range(queries):
         row = _heads_of(op, first_row + i)
         for g in range(op.group):
             index = head * op.group + g
             query = _head_of_row(op, &op.query, tiles, row, op.num_heads, index)
-            tiles.head(row + index * op.head_dim, &query, _rotary_of(op, step, first_row + i, first_position + i), x)
-            _store_query(tiles, x, step.kv_dtype, i * op.group + g, out)
-
-
-cdef void _store_query(const quire_tiles *tiles, const float *x, int dtype, int64_t row,
-                       const quire_rows *rows) noexcept nogil:
-    """Store one row in the dtype that multiplies the pages; q8 by blocks of 32."""
-    cdef int64_t d = rows.width
-    cdef quire_output out
-    if dtype == QUIRE_Q8:
-        out.dtype, out.norm, out.rows = QUIRE_Q8, NULL, rows[0]
-        tiles.convert(x, d, 1, d, &out, row, 0)
-    elif dtype == QUIRE_BF16:
-        tiles.to_bf16(x, d, <uint16_t *>rows.data + row * d)
+            tiles.head(row + index * op.head_dim, &query, _rotary_of(op, step, first_row + i, first_position + i),
+                       x + (i * op.group + g) * d)
+    if step.kv_dtype == QUIRE_Q8:
+        stored.dtype, stored.norm, stored.rows = QUIRE_Q8, NULL, out[0]
+        tiles.convert(x, d, rows, d, &stored, 0, 0)
+    elif step.kv_dtype == QUIRE_BF16:
+        tiles.to_bf16(x, rows * d, <uint16_t *>out.data)
     else:
-        memcpy(<float *>rows.data + row * d, x, d * sizeof(float))
+        memcpy(out.data, x, rows * d * sizeof(float))
 
 
 cdef void store_rows(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t sequence, int64_t page,

@@ -173,6 +173,8 @@ cdef class Program:
     cdef _run(self, int64_t first, int64_t end):
         """Run the ops [first, end) of a step whose inputs are set."""
         cdef int64_t i
+        if first == end:
+            return
         self._partition(&self.replay.step)
         self.replay.first, self.replay.end = first, end
         for i in range(first, end):

@@ -141,6 +141,8 @@ INLINE void attend(const int dtype, int rows, const quire_attention_tile *t) {
   int64_t n = 0;
 #define VALUES64(N, row) values(dtype, N, 4, t, row, &soft, n)
   for (; n + 64 <= t->head_dim; n += 64) IN_GROUPS(rows, VALUES64)
+#define VALUES32(N, row) values(dtype, N, 2, t, row, &soft, n)
+  for (; n + 32 <= t->head_dim; n += 32) IN_GROUPS(rows, VALUES32)
 #define VALUES16(N, row) values(dtype, N, 1, t, row, &soft, n)
   for (; n < t->head_dim; n += 16) IN_GROUPS(rows, VALUES16)
 }

@@ -16,50 +16,83 @@ INLINE float round_scale(float x) {
   return x;
 }
 
-// Quantise 32 columns of one row to q8; the scale depends on these columns only. A column that is not finite makes the
-// block's scale NaN, which reaches the logits of this row and ends this request only.
-INLINE void quantise(vf y0, vf y1, const quire_rows *out, int64_t row, int64_t column) {
-  const int64_t block = (row * out->width + column) / 32;
-  const float top = vf_reduce_max(vf_max(vf_abs(y0), vf_abs(y1)));
-  const int finite = !vf_any_nan(y0) && !vf_any_nan(y1) && top < INFINITY;
-  const float scale = round_scale(top / 127.f);
-  const vf limit = vf_set1(127.f), factor = vf_set1(scale > 0.f ? 1.f / scale : 0.f);
-  vi q0 = vi_zero(), q1 = vi_zero();
-  if (finite) {
-    q0 = vi_from(vf_min(limit, vf_mul(y0, factor)));
-    q1 = vi_from(vf_min(limit, vf_mul(y1, factor)));
+// Blocks of 32 columns that are converted together, and where they go.
+typedef struct {
+  vf y[AT_ONCE][2];
+  int64_t row[AT_ONCE], column[AT_ONCE];
+} some_blocks;
+
+// Quantise n blocks to q8; a block's scale depends on its columns only. A column that is not finite makes its block's scale
+// NaN, which reaches the logits of this row and ends this request only.
+INLINE void quantise(const int n, some_blocks *b, const quire_rows *out) {
+  vf tops[AT_ONCE];
+  vi sums[AT_ONCE];
+  float top[AT_ONCE];
+  int32_t sum[AT_ONCE];
+  UNROLL for (int i = 0; i < n; i++) tops[i] = vf_max(vf_abs(b->y[i][0]), vf_abs(b->y[i][1]));
+  REDUCE(vf_max4, vf_reduce_max, n, tops, top)
+  UNROLL for (int i = 0; i < n; i++) {
+    const int64_t at = b->row[i] * out->width + b->column[i];
+    const int finite = !vf_any_nan(vf_add(b->y[i][0], b->y[i][1])) && top[i] < INFINITY;
+    const float scale = round_scale(top[i] / 127.f);
+    const vf limit = vf_set1(127.f), factor = vf_set1(scale > 0.f ? 1.f / scale : 0.f);
+    vi q0 = vi_zero(), q1 = vi_zero();
+    if (finite) {
+      q0 = vi_from(vf_min(limit, vf_mul(b->y[i][0], factor)));
+      q1 = vi_from(vf_min(limit, vf_mul(b->y[i][1], factor)));
+    }
+    vi_store_i8((int8_t *)out->data + at, q0);
+    vi_store_i8((int8_t *)out->data + at + 16, q1);
+    out->scales[at / 32] = finite ? scale : NAN;
+    sums[i] = vi_add(q0, q1);
   }
-  int8_t *q = (int8_t *)out->data + row * out->width + column;
-  vi_store_i8(q, q0);
-  vi_store_i8(q + 16, q1);
-  out->scales[block] = finite ? scale : NAN;
-  out->sums[block] = -128 * vi_sum(vi_add(q0, q1));
+  REDUCE(vi_sum4, vi_sum, n, sums, sum)
+  UNROLL for (int i = 0; i < n; i++) out->sums[(b->row[i] * out->width + b->column[i]) / 32] = -128 * sum[i];
 }
 
-INLINE void convert_block(vf y0, vf y1, const quire_output *out, int64_t row, int64_t column) {
+INLINE void convert_blocks(const int n, some_blocks *b, const quire_output *out) {
   if (out->norm) {
-    out->squares[row * out->squares_width + column / 32] = vf_sum(vf_fma(y1, y1, vf_mul(y0, y0)));
-    y0 = vf_mul(y0, vf_load(out->norm + column));
-    y1 = vf_mul(y1, vf_load(out->norm + column + 16));
+    vf squares[AT_ONCE];
+    float sum[AT_ONCE];
+    UNROLL for (int i = 0; i < n; i++) squares[i] = vf_fma(b->y[i][1], b->y[i][1], vf_mul(b->y[i][0], b->y[i][0]));
+    REDUCE(vf_sum4, vf_sum, n, squares, sum)
+    UNROLL for (int i = 0; i < n; i++) {
+      out->squares[b->row[i] * out->squares_width + b->column[i] / 32] = sum[i];
+      b->y[i][0] = vf_mul(b->y[i][0], vf_load(out->norm + b->column[i]));
+      b->y[i][1] = vf_mul(b->y[i][1], vf_load(out->norm + b->column[i] + 16));
+    }
   }
-  const int64_t at = row * out->rows.width + column;
   if (out->dtype == QUIRE_Q8) {
-    quantise(y0, y1, &out->rows, row, column);
-  } else if (out->dtype == QUIRE_BF16) {
-    vf_store_bf16((uint16_t *)out->rows.data + at, y0);
-    vf_store_bf16((uint16_t *)out->rows.data + at + 16, y1);
-  } else {
-    vf_store((float *)out->rows.data + at, y0);
-    vf_store((float *)out->rows.data + at + 16, y1);
+    quantise(n, b, &out->rows);
+    return;
+  }
+  UNROLL for (int i = 0; i < n; i++) {
+    const int64_t at = b->row[i] * out->rows.width + b->column[i];
+    UNROLL for (int j = 0; j < 2; j++) {
+      if (out->dtype == QUIRE_BF16) vf_store_bf16((uint16_t *)out->rows.data + at + 16 * j, b->y[i][j]);
+      else vf_store((float *)out->rows.data + at + 16 * j, b->y[i][j]);
+    }
   }
 }
 
 void ISA(convert)(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_output *out, int64_t row,
                   int64_t column) {
-  for (int64_t i = 0; i < rows; i++, x += stride)
-    for (int64_t j = 0; j < columns; j += 32)
-      convert_block(columns_of(x, j, columns, vf_zero()), columns_of(x, j + 16, columns, vf_zero()), out, row + i,
-                    column + j);
+  int64_t i = 0, j = 0;  // the next block
+  some_blocks blocks;
+#define CONVERT(N) { \
+    UNROLL for (int k = 0; k < N; k++) { \
+      const float *of_row = x + i * stride; \
+      blocks.y[k][0] = columns_of(of_row, j, columns, vf_zero()); \
+      blocks.y[k][1] = columns_of(of_row, j + 16, columns, vf_zero()); \
+      blocks.row[k] = row + i, blocks.column[k] = column + j; \
+      j += 32; \
+      if (j >= columns) j = 0, i++; \
+    } \
+    convert_blocks(N, &blocks, out); \
+  }
+  int64_t left = rows * ((columns + 31) / 32);
+  for (; left >= AT_ONCE; left -= AT_ONCE) CONVERT(AT_ONCE)
+  for (; left > 0; left--) CONVERT(1)
 }
 
 void ISA(rms_factors)(const float *squares, int64_t width, int64_t rows, int64_t columns, float eps, float *factors) {

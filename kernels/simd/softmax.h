@@ -31,26 +31,17 @@ INLINE void mask_row(const quire_attention_tile *t, int r, vf x[4], float hidden
   }
 }
 
-// Reductions of some rows: of several at once where the level has them.
-#if defined QUIRE_ISA_AVX512
-enum { SOFTMAX_ROWS = 4 };
-#define REDUCE(several, one, n, x, out) \
-  if (n == SOFTMAX_ROWS) several(x, out); \
-  else UNROLL for (int i = 0; i < n; i++) (out)[i] = one((x)[i]);
-#else
-enum { SOFTMAX_ROWS = 1 };
-#define REDUCE(several, one, n, x, out) UNROLL for (int i = 0; i < n; i++) (out)[i] = one((x)[i]);
-#endif
-#define IN_SOFTMAX_ROWS(rows, CALL) { \
+// CALL(number of rows, first row) for groups of rows that are reduced at once.
+#define IN_ROWS_AT_ONCE(rows, CALL) { \
     int r = 0; \
-    for (; r + SOFTMAX_ROWS <= rows; r += SOFTMAX_ROWS) CALL(SOFTMAX_ROWS, r); \
+    for (; r + AT_ONCE <= rows; r += AT_ONCE) CALL(AT_ONCE, r); \
     for (; r < rows; r++) CALL(1, r); \
   }
 
 // Update the running maximum of rows [r, r + n); keep[r] is the logarithm of the factor of a row's running output.
 INLINE void update_row_max(const int n, const quire_attention_tile *t, int r, float *keep) {
-  vf top[SOFTMAX_ROWS];
-  float here[SOFTMAX_ROWS];
+  vf top[AT_ONCE];
+  float here[AT_ONCE];
   UNROLL for (int i = 0; i < n; i++) {
     const float *s = t->s + (r + i) * 64;
     vf x[4] = {vf_load(s), vf_load(s + 16), vf_load(s + 32), vf_load(s + 48)};
@@ -68,11 +59,11 @@ INLINE void update_row_max(const int n, const quire_attention_tile *t, int r, fl
 // Store p of rows [r, r + n) as two 7-bit digits relative to the row's largest p in the tile: exact integer dots, finer
 // than bf16.
 INLINE void store_digits(const int n, vf x[][4], const quire_attention_tile *t, int r, softmax_result *out) {
-  vf tops[SOFTMAX_ROWS];
-  vi sums[SOFTMAX_ROWS];
-  float top[SOFTMAX_ROWS], inverse[SOFTMAX_ROWS];
-  int32_t sum[SOFTMAX_ROWS];
-  int nan[SOFTMAX_ROWS];
+  vf tops[AT_ONCE];
+  vi sums[AT_ONCE];
+  float top[AT_ONCE], inverse[AT_ONCE];
+  int32_t sum[AT_ONCE];
+  int nan[AT_ONCE];
   UNROLL for (int i = 0; i < n; i++) {
     UNROLL for (int j = 0; j < 4; j++) x[i][j] = vf_mul(x[i][j], vf_load(t->v_scales[j]));
     nan[i] = vf_any_nan(vf_add(vf_add(x[i][0], x[i][1]), vf_add(x[i][2], x[i][3])));  // p is not negative
@@ -99,8 +90,8 @@ INLINE void store_digits(const int n, vf x[][4], const quire_attention_tile *t, 
 
 // Softmax of rows [r, r + n) of this tile relative to their running maximum: s becomes p, and the running sums are updated.
 INLINE void softmax_rows(const int dtype, const int n, const quire_attention_tile *t, int r, softmax_result *out) {
-  vf x[SOFTMAX_ROWS][4], sums[SOFTMAX_ROWS];
-  float sum[SOFTMAX_ROWS];
+  vf x[AT_ONCE][4], sums[AT_ONCE];
+  float sum[AT_ONCE];
   UNROLL for (int i = 0; i < n; i++) {
     const vf now = vf_set1(t->m[r + i]);
     UNROLL for (int j = 0; j < 4; j++) x[i][j] = vf_exp(vf_sub(vf_load(t->s + (r + i) * 64 + 16 * j), now));
@@ -128,9 +119,9 @@ INLINE void softmax_tile(const int dtype, int rows, const quire_attention_tile *
     for (int i = 0; i < rows * 64; i += 16)
       vf_store(t->s + i, vf_add(vf_load(t->s + i), vf_load(t->bias[i / 64] + i % 64)));
 #define UPDATE_ROW_MAX(N, row) update_row_max(N, t, row, out->keep)
-  IN_SOFTMAX_ROWS(rows, UPDATE_ROW_MAX)
+  IN_ROWS_AT_ONCE(rows, UPDATE_ROW_MAX)
   for (int r = rows; r % 16; r++) out->keep[r] = 0.f;
   for (int r = 0; r < rows; r += 16) vf_store(out->keep + r, vf_exp(vf_load(out->keep + r)));
 #define SOFTMAX(N, row) softmax_rows(dtype, N, t, row, out)
-  IN_SOFTMAX_ROWS(rows, SOFTMAX)
+  IN_ROWS_AT_ONCE(rows, SOFTMAX)
 }

@@ -38,6 +38,17 @@ static inline vf vs_mul(const vs *p, const float *z, int rows) { (void)rows; ret
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 
+// Reductions of n vectors: of AT_ONCE of them together where the level can, with the same bits.
+#if defined QUIRE_ISA_AVX512
+enum { AT_ONCE = 4 };
+#define REDUCE(several, one, n, x, out) \
+  if (n == AT_ONCE) several(x, out); \
+  else UNROLL for (int i = 0; i < n; i++) (out)[i] = one((x)[i]);
+#else
+enum { AT_ONCE = 1 };
+#define REDUCE(several, one, n, x, out) UNROLL for (int i = 0; i < n; i++) (out)[i] = one((x)[i]);
+#endif
+
 // The only exp of the runtime: Cephes' polynomial, <= 2 ulp, on [-87.3, 88]; a NaN passes through.
 INLINE vf vf_exp(vf x) {
   x = vf_min(vf_set1(88.f), vf_max(vf_set1(-87.3f), x));
