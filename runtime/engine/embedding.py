@@ -30,6 +30,7 @@ from .validator import check_embed_options
 CHUNK_TEXTS = 64
 CHUNK_CHARACTERS = 1 << 16  # or token ids; a longer text is a chunk of its own
 CHUNKS_IN_CORE = 2
+CHARACTERS_PER_TOKEN = 128  # of the longest text: a longer one is not tokenized, although spaces may be no tokens
 QUERY_PROMPT, DOCUMENT_PROMPTS = "query", ("document", "passage")  # names of prompts, where a vector model scores
 
 Floats = npt.NDArray[np.float32]
@@ -127,7 +128,12 @@ class Embedder:
     # Called by streams
 
     async def tokenize(self, request: EmbedRequest, inputs: Sequence[Input], first_index: int) -> list[EncodedText]:
-        """Return inputs as the encoder takes them, in a helper thread. Raises ContextLengthExceeded and others."""
+        """Return inputs as the encoder takes them. Raises ContextLengthExceeded and others.
+
+        Texts are tokenized in a helper thread; token ids cost less than a thread's wake-up.
+        """
+        if request.query is None and all(isinstance(each, tuple) for each in inputs):
+            return self._encode_all(request, inputs, first_index)
         return await self._executor.submit(request.tenant, self._encode_all, request, inputs, first_index)
 
     async def add(
@@ -185,31 +191,41 @@ class Embedder:
             self._idle.set()
         return is_live
 
-    # In a helper thread
+    # In a helper thread, unless all inputs are token ids
 
     def _encode_all(self, request: EmbedRequest, inputs: Sequence[Input], first_index: int) -> list[EncodedText]:
         texts = []
         if request.query is not None and not self.info.num_labels and first_index == 0:
-            query = self._encode(request.query, self._prompt(QUERY_PROMPT))
+            query = self._encode(request, request.query_name, request.query, self._prompt(QUERY_PROMPT))
             texts.append(self._fitted(request, request.query_name, query))
         prompt = self._input_prompt(request)
         for index, each in enumerate(inputs, first_index):
-            if request.query is not None and self.info.num_labels:
-                encoded = self._texts.encode_pair(request.query, str(each))
-            else:
-                encoded = self._encode(each, prompt)
-            texts.append(self._fitted(request, request.input_name.format(index), encoded))
+            name = request.input_name.format(index)
+            texts.append(self._fitted(request, name, self._encode(request, name, each, prompt)))
         return texts
 
-    def _encode(self, text: Input, prompt: str) -> EncodedText:
+    def _encode(self, request: EmbedRequest, name: str, text: Input, prompt: str) -> EncodedText:
         if isinstance(text, tuple):
             return EncodedText(text)
+        text = self._beginning(request, name, text)
         try:
+            if request.query is not None and self.info.num_labels:
+                return self._texts.encode_pair(self._beginning(request, request.query_name, request.query), text)
             return self._texts.encode(text, prompt)
         except QuireError:
             raise
         except Exception as error:  # the library raises bare Exception
             raise GenerationFailed(f"the text could not be tokenized: {error}") from error
+
+    def _beginning(self, request: EmbedRequest, name: str, text: str) -> str:
+        """Return what is tokenized of a text: its beginning, if it is far too long and may be truncated."""
+        most = self.info.max_model_len * CHARACTERS_PER_TOKEN
+        if len(text) > most and request.truncate_prompt_tokens is None:
+            raise ContextLengthExceeded(
+                f"{name} has {len(text)} characters; a text of {self.info.max_model_len} tokens, the limit of this "
+                f"model, may have {most}; shorten it, or ask for truncation with truncate_prompt_tokens"
+            )
+        return text[:most]
 
     def _input_prompt(self, request: EmbedRequest) -> str:
         """Return what goes before each text: the prompt of the request, or the model's own."""

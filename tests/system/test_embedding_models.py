@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 from os import kill
@@ -14,7 +15,7 @@ import pytest
 from quire import LLM
 from quire.runtime.cli.app import app
 from quire.runtime.common.config import EngineConfig, ServerConfig
-from quire.runtime.common.errors import ConfigError, InvalidRequest, UnsupportedModel
+from quire.runtime.common.errors import ConfigError, ContextLengthExceeded, InvalidRequest, UnsupportedModel
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import EmbedRequest, Engine, load_texts
 from quire.runtime.server import Server
@@ -39,6 +40,44 @@ def test_vectors_are_those_of_the_reference(name: str) -> None:
             llm.generate("a")
     assert np.allclose(together, np.float32(expected["values"]), atol=2e-4)
     assert np.array_equal(together, alone)
+
+
+HOSTILE = {
+    "nul": "\0" * 99,
+    "spaces": " \t\n\u3000" * 999,
+    "one word": "a" * 9999,
+    "marks without a letter": "\u0301" * 999,
+    "directions": "\u202e\u2066" * 99,
+    "special tokens": "[CLS][SEP][PAD][MASK]<s></s><|endoftext|>" * 9,
+    "no characters": "\ufffe\U0010ffff" * 99,
+}
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm_roberta", "qwen3"])
+def test_hostile_texts_have_vectors_or_typed_errors_and_change_no_other(name: str) -> None:
+    usual = "The pool owns the pages."
+    with LLM(golden(name)[0], **OPTIONS) as llm:
+        (expected,) = llm.embed(usual)
+        for text in HOSTILE.values():
+            for truncation in (None, -1):
+                with contextlib.suppress(InvalidRequest, ContextLengthExceeded):
+                    values = llm.embed([text, usual], truncate_prompt_tokens=truncation)
+                    assert np.isfinite(values).all()
+                    assert np.array_equal(values[1], expected)
+        assert np.array_equal(llm.embed([usual] * 70), np.stack([expected] * 70))
+        megabytes = "pages " * 2_000_000
+        with pytest.raises(ContextLengthExceeded, match=r"inputs\[0\] has 12000000 characters"):
+            llm.embed(megabytes)
+        assert np.array_equal(llm.embed([megabytes, usual], truncate_prompt_tokens=-1)[1], expected)
+        for inputs, message in (
+            (["a"] * 100_000, "inputs has 100000 entries"),
+            ("a\ud800", "lone surrogate"),
+            ([[llm.engine.info.vocab_size]], "outside the vocabulary"),
+            ([[1 << 70]], "outside the vocabulary"),
+            ([[-1]], "outside the vocabulary"),
+        ):
+            with pytest.raises(InvalidRequest, match=message):
+                llm.embed(inputs)  # type: ignore[arg-type]
 
 
 def test_a_reranker_scores_pairs() -> None:

@@ -41,11 +41,6 @@ class EncoderText:
         marks = self.tokenizer.special_tokens
         self._is_qwen3 = self._template is None and spec.family == "qwen3" and self._scores and QWEN3_MARK in marks
 
-    @property
-    def longest_token(self) -> int:
-        """Characters of the longest vocabulary entry."""
-        return self.tokenizer.longest_token
-
     def encode(self, text: str, prompt: str = "") -> EncodedText:
         """Return a text after a prompt, with the tokenizer's special tokens."""
         return self._typed(*self.tokenizer.encode_typed(self._cased(prompt + text)))

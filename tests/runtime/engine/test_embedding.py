@@ -33,7 +33,8 @@ from quire.runtime.engine import (
     SilentObserver,
     TextProcessor,
 )
-from quire.runtime.engine.embedding import CHUNK_CHARACTERS, CHUNK_TEXTS, cosines, shortened
+from quire.runtime.engine.embedding import CHARACTERS_PER_TOKEN, CHUNK_CHARACTERS, CHUNK_TEXTS, cosines, shortened
+from quire.runtime.engine.fair_executor import FairExecutor
 from quire.runtime.engine.validator import MAX_INPUTS
 from quire.runtime.model.runner import ModelRunner, load_model
 
@@ -257,6 +258,64 @@ async def test_a_long_query_counts_in_the_length_of_each_chunk() -> None:
         request = embed("a", "b", "c", query=query, truncate_prompt_tokens=-1)
         chunks = [len(chunk.values) async for chunk in await engine.embed(request)]
     assert chunks == [1, 1, 1]
+
+
+async def test_token_ids_need_no_helper_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as engine:
+        monkeypatch.setattr(FairExecutor, "submit", None)
+        values = await values_of(engine, embed((5, 6), (7,) * 33, truncate_prompt_tokens=2))
+    assert np.array_equal(values, np.stack([vector((5, 6)), vector((7, 7))]))
+
+
+async def test_a_text_that_is_far_too_long_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a text that may be truncated, only the beginning is."""
+    tokenized: list[int] = []
+    encode = FakeTexts.encode
+
+    def note(self: FakeTexts, text: str, prompt: str = "") -> Any:
+        tokenized.append(len(text))
+        return encode(self, text, prompt)
+
+    monkeypatch.setattr(FakeTexts, "encode", note)
+    most = MAX_MODEL_LEN * CHARACTERS_PER_TOKEN
+    long = "x" * (most + 1)
+    message = f"has {most + 1} characters; a text of 32 tokens, the limit of this model, may have {most}"
+    async with running() as engine:
+        with pytest.raises(ContextLengthExceeded, match=rf"inputs\[1\] {message}"):
+            await engine.embed(embed("a", long))
+        with pytest.raises(ContextLengthExceeded, match=f"query {message}"):
+            await engine.embed(embed("a", query=long))
+        assert tokenized == [1]
+        (cut,) = await values_of(engine, embed(long, truncate_prompt_tokens=3))
+        assert tokenized == [1, most]
+        assert np.array_equal(cut, vector(ids("xxx")))
+
+
+async def test_pairs_are_as_long_as_texts_at_most() -> None:
+    most = MAX_MODEL_LEN * CHARACTERS_PER_TOKEN
+    long = "x" * (most + 1)
+    async with running(FakeEncoder(LABELS)) as engine:
+        for pair in (embed(long, query="a"), embed("a", query=long)):
+            with pytest.raises(ContextLengthExceeded, match=f"has {most + 1} characters"):
+                await engine.embed(pair)
+        cut = embed(long, query="a" * (most + 1), truncate_prompt_tokens=-1)
+        assert len(await values_of(engine, cut)) == 1
+
+
+@pytest.mark.parametrize("method", ["encode", "encode_pair"])
+async def test_a_failure_of_the_tokenizer_is_an_error_of_its_request(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise Exception("a bug of the library")  # which raises no other class
+
+    is_pair = method == "encode_pair"
+    async with running(FakeEncoder(LABELS) if is_pair else None) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(FakeTexts, method, fail)
+            with pytest.raises(GenerationFailed, match="could not be tokenized: a bug of the library"):
+                await engine.embed(embed("a", query="b" if is_pair else None))
+        assert len(await values_of(engine, embed("a", query="b" if is_pair else None))) == 1
 
 
 async def test_a_token_id_of_the_tokenizer_that_the_model_lacks_is_refused_by_name() -> None:
