@@ -25,18 +25,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from sides import Side, serve
 
 SHAPES = "1x16,8x16,64x16,1x128,8x128,64x128,1x512,8x512,64x512"
 PEERS = ("torch", "onnx f32", "onnx int8", "openvino", "openvino int8")
 MINILM: dict[str, Any] = {
     "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536,
 }  # fmt: skip
-ROUND_S = 0.3  # each side repeats a shape for this long, and at least once
-REST_S = 0.1  # before a side works, so that threads of the one before cease to spin
 Run = Callable[[list[list[int]]], Any]
 
 
@@ -54,7 +53,8 @@ def _compare(arguments: argparse.Namespace, work: Path) -> None:
     subprocess.run(_command(arguments.peers_python, "make", model, work), check=True, stdout=sys.stderr)
     quire = [f"quire {dtype}" for dtype in arguments.weights.split(",")]
     names = [*(peer for peer in PEERS if peer in arguments.peers.split(",")), *quire]
-    sides = {name: _start(arguments, name, model, work) for name in names}
+    pythons = {name: sys.executable if name in quire else arguments.peers_python for name in names}
+    sides = {name: Side(_command(python, name, model, work)) for name, python in pythons.items()}
     print(f"texts per second, medians of {arguments.rounds} rounds; {quire[0]} over the fastest of the others")
     print(f"{'':9}{''.join(f'{name:>15}' for name in names)}{'ratio':>8}")
     for shape in arguments.shapes.split(","):
@@ -62,14 +62,13 @@ def _compare(arguments: argparse.Namespace, work: Path) -> None:
         times: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(arguments.rounds):
             for name, side in sides.items():
-                time.sleep(REST_S)
-                times[name].append(_ask(side, texts, tokens))
+                times[name].append(side.seconds([texts, tokens]))
         rates = {name: texts / statistics.median(seconds) for name, seconds in times.items()}
         others = [rate for name, rate in rates.items() if name not in quire]
         ratio = rates[quire[0]] / max(others, default=rates[quire[0]])
         print(f"{shape:9}{''.join(f'{rate:15.1f}' for rate in rates.values())}{ratio:7.2f}x", flush=True)
     for side in sides.values():
-        side.communicate()
+        side.close()
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -89,28 +88,6 @@ def _command(python: str, side: str, model: Path, work: Path) -> list[str]:
     return [python, __file__, "--peers-python", "", "--side", side, "--model", str(model), "--work", str(work)]
 
 
-def _start(arguments: argparse.Namespace, name: str, model: Path, work: Path) -> subprocess.Popen[str]:
-    python = sys.executable if name.startswith("quire") else arguments.peers_python
-    command = _command(python, name, model, work)
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    _answer(process)  # loaded
-    return process
-
-
-def _ask(side: subprocess.Popen[str], texts: int, tokens: int) -> float:
-    assert side.stdin is not None
-    print(json.dumps([texts, tokens]), file=side.stdin, flush=True)
-    return _answer(side)
-
-
-def _answer(side: subprocess.Popen[str]) -> float:
-    assert side.stdout is not None
-    for line in side.stdout:
-        if line.startswith("{"):  # skip what libraries print
-            return float(json.loads(line)["seconds"])
-    raise SystemExit(f"{side.args} ended with status {side.wait()}")
-
-
 # One side, in a process of its own.
 
 
@@ -120,25 +97,13 @@ def _serve(arguments: argparse.Namespace) -> None:
         return
     run = _side(arguments.side, arguments.model, arguments.work)
     generator = random.Random(1)
-    print(json.dumps({"seconds": 0}), flush=True)
-    warm: set[tuple[int, int]] = set()
-    for line in sys.stdin:
-        texts, tokens = json.loads(line)
+
+    def prepare(shape: list[int]) -> Callable[[], Any]:
+        texts, tokens = shape
         inputs = [[generator.randrange(1000, 30000) for _ in range(tokens)] for _ in range(texts)]
-        if (texts, tokens) not in warm:
-            warm.add((texts, tokens))
-            run(inputs)  # allocates, and compiles where a side does
-        print(json.dumps({"seconds": _seconds(run, inputs)}), flush=True)
+        return lambda: run(inputs)
 
-
-def _seconds(run: Run, inputs: list[list[int]]) -> float:
-    """Return the median seconds of a call."""
-    times: list[float] = []
-    while sum(times) < ROUND_S:
-        start = time.perf_counter()
-        run(inputs)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    serve(prepare)
 
 
 def _side(name: str, model: Path, work: Path) -> Run:
