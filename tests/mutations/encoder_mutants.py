@@ -1,4 +1,4 @@
-"""Bugs in `runtime/model/encoder/` and the encoder runner."""
+"""Bugs in encoders, vision towers, images and requests to embed, from `runtime/model/` to `runtime/server/`."""
 
 from mutant import Mutant
 
@@ -8,6 +8,18 @@ EMIT, MODULES, REGISTRY, MODERNBERT, TENSORS, WEIGHTS = (
     f"runtime/model/encoder/{name}.py"
     for name in ("emit", "sentence_transformers", "registry", "modernbert", "tensors", "weights")
 )
+TOWER, VISION, IMAGES, IMAGE_RUNNER, VISION_TESTS = (
+    "runtime/model/vision/spec.py",
+    "runtime/model/vision",
+    "runtime/engine/images",
+    "runtime/model/runner/image_runner.py",
+    "tests/runtime/model/test_vision.py",
+)
+IMAGE_TESTS = "tests/runtime/engine/test_image_files.py"
+EMBEDDING, EMBEDDING_TESTS = "runtime/engine/embedding.py", "tests/runtime/engine/test_embedding.py"
+PLANNER, PLANNER_TESTS = "scheduler/encoding.py", "tests/scheduler/test_encoding.py tests/sim/test_embedding_flood.py"
+LIVE, VECTORS, HTTP = (f"runtime/server/{name}.py" for name in ("live_embedding", "vector_stream", "openai/embeddings"))
+DOOR_TESTS = "tests/system/test_embeddings.py"
 
 MUTANTS = [
     Mutant(
@@ -99,5 +111,177 @@ MUTANTS = [
         "spec.first_position, max_positions)",
         "0, max_positions)",
         "positions of RoBERTa begin with those of padding",
+    ),
+    Mutant(
+        REGISTRY,
+        "max_model_len=min(body.max_position_embeddings, limits.max_length or body.max_position_embeddings),",
+        "max_model_len=limits.max_length or body.max_position_embeddings,",
+        "a folder whose longest text has more tokens than the model has positions is loaded",
+    ),
+    Mutant(
+        TENSORS,
+        "max(answer.true, answer.false or 0) >= shape[0]",
+        "answer.true >= shape[0]",
+        "a head without the row of the token for false ends loading with an error without a type",
+    ),
+    Mutant(
+        MODULES,
+        'return TextLimits(config.integer("max_seq_length", 1, MAX_POSITIONS), config.flag("do_lower_case", False))',
+        'return TextLimits(config.integer("max_seq_length", 1, MAX_POSITIONS), False)',
+        "texts are not lower-cased where the folder says so",
+        "tests/runtime/engine/text/test_encoder_text.py",
+    ),
+    Mutant(
+        MODULES,
+        "    if default is not None and default not in prompts:",
+        "    if default is not None and not prompts:",
+        "a default prompt that does not exist ends every request",
+    ),
+    Mutant(
+        TOWER,
+        "split.transpose(0, 3, 1, 4, 6, 2, 5)",
+        "split.transpose(0, 3, 1, 4, 6, 5, 2)",
+        "each patch of an image is mirrored along its diagonal",
+        VISION_TESTS,
+    ),
+    Mutant(
+        f"{VISION}/processor_files.py",
+        'PROCESSOR_FILES = {"processor_config.json": "image_processor", "preprocessor_config.json": ""}',
+        'PROCESSOR_FILES = {"preprocessor_config.json": "", "processor_config.json": "image_processor"}',
+        "pixels are normalised by the older of two processor files",
+        VISION_TESTS,
+    ),
+    Mutant(
+        f"{VISION}/registry.py",
+        "    if grid % scale:",
+        "    if grid < scale:",
+        "a tower whose patches do not fill whole squares ends loading with an error without a type",
+        VISION_TESTS,
+    ),
+    Mutant(
+        IMAGE_RUNNER,
+        "while self._cache_bytes > self._max_cache_bytes",
+        "while self._cache_bytes >= self._max_cache_bytes",
+        "a cache with room for two images holds one",
+        VISION_TESTS,
+    ),
+    Mutant(
+        IMAGE_RUNNER,
+        "        self._cache.move_to_end(key)\n",
+        "",
+        "the images that are used most leave the cache first",
+        VISION_TESTS,
+    ),
+    Mutant(
+        f"{IMAGES}/reader.py",
+        " or end > len(token_ids)",
+        "",
+        "a prompt that ends within an image is computed with rows beyond its end",
+        IMAGE_TESTS,
+    ),
+    Mutant(
+        f"{IMAGES}/reader.py",
+        "num_bytes += sum(array.nbytes for array in images[-1].arrays)",
+        "num_bytes = sum(array.nbytes for array in images[-1].arrays)",
+        "many images of one chat take more memory than those of all requests may",
+        IMAGE_TESTS,
+    ),
+    Mutant(
+        f"{IMAGES}/decoding.py",
+        "6: Image.Transpose.ROTATE_270,",
+        "6: Image.Transpose.ROTATE_90,",
+        "photographs of telephones held upright are upside down",
+        IMAGE_TESTS,
+    ),
+    Mutant(
+        EMBEDDING,
+        "-min(max(value, -500), 500)",
+        "-value",
+        "a pair with a very low logit ends its request",
+        EMBEDDING_TESTS,
+    ),
+    Mutant(
+        EMBEDDING,
+        "np.maximum(lengths, 1e-12)).astype",
+        "lengths).astype",
+        "the score of a document whose vector is zero is NaN",
+        EMBEDDING_TESTS,
+    ),
+    Mutant(
+        EMBEDDING,
+        "await self._embedder.add(self.request, texts, self._deadline, True)",
+        "await self._embedder.add(self.request, texts, None, True)",
+        "a request with thousands of texts goes on after its deadline",
+        EMBEDDING_TESTS,
+    ),
+    Mutant(
+        EMBEDDING,
+        "if self._leave(stream) and self.observer is not None:",
+        "self._leave(stream)\n        if self.observer is not None:",
+        "a cancelled request is counted twice",
+        EMBEDDING_TESTS,
+    ),
+    Mutant(
+        EMBEDDING,
+        "return text[:most]",
+        "return text",
+        "a text of megabytes is tokenized to be truncated",
+        EMBEDDING_TESTS,
+    ),
+    Mutant(
+        PLANNER,
+        "            if steps and stage_s > seconds:\n                break\n",
+        "",
+        "sequences wait for a stage of one batch more than there is time for",
+        PLANNER_TESTS,
+    ),
+    Mutant(
+        PLANNER,
+        "return seconds / max(fitting, key=lambda stages: stages * fitting[stages])",
+        "return seconds / max(fitting)",
+        "beside a latency target batches have few texts, and a flood takes longer than it must",
+        PLANNER_TESTS,
+    ),
+    Mutant(
+        PLANNER,
+        "or len(lengths) == self._limits.max_texts):",
+        "or len(lengths) > self._limits.max_texts):",
+        "batches of many short texts fail",
+        PLANNER_TESTS,
+    ),
+    Mutant(
+        HTTP,
+        'for name in ("priority", "deadline_ms", "truncate_prompt_tokens"):',
+        'for name in ("deadline_ms", "truncate_prompt_tokens"):',
+        "the priority of HTTP requests to embed is ignored",
+        DOOR_TESTS,
+    ),
+    Mutant(
+        HTTP,
+        'shows_documents = fields.take("return_documents", bool, True)',
+        "shows_documents = True",
+        "rerank sends all documents back although the client asked it not to",
+        DOOR_TESTS,
+    ),
+    Mutant(
+        VECTORS,
+        "per_frame = max(1, room // (SCORE_BYTES if self._is_score else VALUE_BYTES * size))",
+        "per_frame = num_texts",
+        "vectors that are longer than a frame end the connection",
+        DOOR_TESTS,
+    ),
+    Mutant(
+        VECTORS,
+        "        if not self._cancelled:\n            await self._delivery.send_buffer.wait_until_short()\n",
+        "",
+        "a client that does not read fills the server's memory with vectors",
+        DOOR_TESTS,
+    ),
+    Mutant(
+        LIVE,
+        "self._tenant.leave(usage)",
+        "self._tenant.leave(None)",
+        "tokens of texts are missing in the totals of their tenant",
+        DOOR_TESTS,
     ),
 ]
