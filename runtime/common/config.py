@@ -243,6 +243,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     tls_cert: Annotated[str | None, _server("Certificate chain in PEM; with it, clients use TLS.", unit="file")] = None
     tls_key: Annotated[str | None, _server("Private key of the certificate, in PEM.", unit="file")] = None
+    allowed_image_hosts: Annotated[
+        str | None,
+        _server(
+            "Hosts from which images of the HTTP API are fetched over https, separated by commas: `host`, `host:port` "
+            "or an address; addresses that are not public must be in the list themselves.",
+            unit="hosts",
+            default="images are not fetched",
+        ),
+    ] = None
     served_model_name: Annotated[
         str | None, _server("Name of the model for clients.", unit="text", default="the name of the model's folder")
     ] = None

@@ -353,11 +353,14 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractAsyncConte
     monkeypatch.setenv("QUIRE_DEBUG", "1")
 
     @asynccontextmanager
-    async def start(uds: str | None = None, **settings: Any) -> AsyncIterator[Real]:
+    async def start(
+        uds: str | None = None, allowed_image_hosts: str | None = None, **settings: Any
+    ) -> AsyncIterator[Real]:
         engine = await Engine.start(EngineConfig(**{"kv_cache_memory": 8 << 20, **settings}))
         real = Real(engine, Server())
         try:
-            await real.server.start(engine, ServerConfig(**FREE_PORTS, uds=uds))
+            config = ServerConfig(**FREE_PORTS, uds=uds, allowed_image_hosts=allowed_image_hosts)
+            await real.server.start(engine, config)
             yield real
             real.drop_connections()
             await real.server.close()

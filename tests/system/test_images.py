@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from .http_client import Reply, connection
 
 OPTIONS: dict[str, Any] = {"weights": "f32", "kv_cache_dtype": "f32", "kv_cache_memory": 4 << 20, "max_num_seqs": 4}
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+TLS_FILES = Path(__file__).parents[1] / "data" / "tls"
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 PLAIN: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
@@ -167,6 +169,42 @@ async def test_a_bad_image_is_a_400_that_names_the_field(real: Any, image: Any, 
     reply = await ask(real, CHAT, messages=chat)
     assert (reply.status, reply.error["param"], reply.error["type"]) == (400, "messages", "invalid_request_error")
     assert reason in reply.error["message"]
+
+
+async def test_images_of_listed_hosts_are_fetched(
+    serving: Callable[..., Any], folder: Path, wanted: dict[bytes, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(TLS_FILES / "cert.pem"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(TLS_FILES / "cert.pem", TLS_FILES / "key.pem")
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: image/png\r\ncontent-length: %d\r\n\r\n" % len(STRIPES))
+        writer.write(STRIPES)
+        writer.close()
+
+    host = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+    listed = f"127.0.0.1:{host.sockets[0].getsockname()[1]}"
+    image, text = {"url": f"https://{listed}/a.png"}, "What is this?"
+    async with serving(model=str(folder), **OPTIONS, allowed_image_hosts=listed) as real:
+        content = [{"type": "image_url", "image_url": image}, {"type": "text", "text": text}]
+        messages = [{"role": "user", "content": content}]
+        reply = await ask(real, CHAT, messages=messages, max_tokens=6, **PLAIN)
+        assert reply.json["choices"][0]["message"]["content"] == wanted[STRIPES]
+        assert (await ask(real, "/tokenize", messages=messages)).json["tokens"].count(159) == 3 * TOKENS
+        items = [{"type": "input_image", "image_url": image["url"]}, {"type": "input_text", "text": text}]
+        reply = await ask(real, RESPONSES, input=[{"role": "user", "content": items}], max_output_tokens=6, **PLAIN)
+        assert reply.json["output"][0]["content"][0]["text"] == wanted[STRIPES]
+        image["url"] = "https://example.org/a.png"
+        reply = await ask(real, CHAT, messages=messages)
+        assert (reply.status, reply.error["param"]) == (400, "messages")
+        assert "content[0]: image_url: images are not fetched from 'example.org'" in reply.error["message"]
+        reply = await ask(real, CHAT, messages=[{"role": "user", "content": content[:1] * 17}])
+        assert "17 images; at most 16" in reply.error["message"]
+        reply = await ask(real, CHAT, messages=openai_messages(STRIPES), max_tokens=6, **PLAIN)
+        assert reply.json["choices"][0]["message"]["content"] == wanted[STRIPES]
+    host.close()
 
 
 async def test_too_many_images_are_refused(real: Any) -> None:

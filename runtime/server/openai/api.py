@@ -19,6 +19,7 @@ from structlog.contextvars import bound_contextvars
 from ...common.errors import QuireError, Unavailable
 from ...common.prompts import shown
 from ...engine.facade import EngineInfo, GenerateRequest
+from ...engine.validator import check_num_images
 from ..monitoring import OperatorServer, Readiness
 from ..pages import PAGE_HEADERS, PageFile, read_page
 from ..request_handler import AppContext
@@ -39,6 +40,7 @@ from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange
 from .fields import KNOWN, TOKENIZE, Fields, check_model
 from .formats import ChatFormat, CompletionFormat
+from .image_urls import ImageFetcher
 from .json_body import PARSED_AT_ONCE, BodyReader, parse_object
 from .responses import RESPONSE_KNOWN, ResponseFormat, response_call
 from .running import CallRunner, StreamedOutput, WholeOutput
@@ -81,6 +83,7 @@ class Api:
         self._readiness = readiness
         self._model = model
         self._started = int(time.time())
+        self._images = ImageFetcher(context.config.allowed_image_hosts, context.config.max_frame_bytes)
         self._bodies = BodyReader()
         self._kept = KeptRequests(context, model, self._bodies)
         self._routes: dict[str, dict[str, Route]] = {
@@ -166,6 +169,7 @@ class Api:
             key = idempotency_key(exchange.headers)
             num_bytes = len(exchange.body)
             fields = await self._fields(exchange, endpoint.known)
+            num_bytes += await self._fetch_images(fields, tenant.name)
             if endpoint is RESPONSE_ENDPOINT and "previous_response_id" in fields.values:
                 num_bytes += await self._kept.add_previous(endpoint, fields, exchange)
             exchange.structure_field = structure_field(fields.values.keys())
@@ -219,6 +223,7 @@ class Api:
         with self._reporting(exchange):
             fields = await self._fields(exchange)
             fields.check_supported(TOKENIZE)
+            await self._fetch_images(fields, tenant.name)
             if "messages" in fields.values:
                 read = partial(_chat_to_tokenize, fields, engine.info, tenant.name)
                 request = await self._bodies.read(tenant.name, num_bytes, read)
@@ -251,6 +256,18 @@ class Api:
                 raise BadRequest(f"tokens must be a list of token ids, not {shown(tokens)}", "tokens")
             text = await self._context.engine.detokenize(tuple(tokens), tenant=tenant.name)
         exchange.respond(_json({"prompt": text}))
+
+    async def _fetch_images(self, fields: Fields, tenant: str) -> int:
+        """Replace the URLs of images at listed hosts by data URLs; return their bytes. Raises a refusal."""
+        images = self._images.remote_images(fields.values)
+        if not images:
+            return 0
+        check_num_images(len(images), self._context.engine.info)
+        release = self._context.requests.texts.of(tenant).reserve(self._images.max_bytes)
+        try:
+            return await self._images.fetch(images)
+        finally:
+            release()
 
     async def _fields(self, exchange: Exchange, known: Set[str] = KNOWN, models: Sequence[str] = ()) -> Fields:
         """Return the body's fields, once its model is checked. Raises BadRequest, or the refusal of a long body."""
