@@ -85,13 +85,7 @@ class EngineHost:
         self._is_leaving = False
         self._acceptor: Acceptor | None = None
         pool.start(
-            CoreListener(
-                publish=self._publish,
-                fail=self._fail,
-                observe=self._observe,
-                begun=self._note_begun,
-                interrupted=self._note_interrupted,
-            )
+            CoreListener(self._publish, self._fail, self._observe, begun=self._note_begun, interrupted=self._interrupt)
         )
         self._sending_stats = asyncio.create_task(self._send_stats(), name="quire-host-stats")
 
@@ -180,7 +174,7 @@ class EngineHost:
                 session.begun.append(each)
                 session.flush_soon()
 
-    def _note_interrupted(self, request_ids: Sequence[int]) -> None:
+    def _interrupt(self, request_ids: Sequence[int]) -> None:
         for session in self._sessions.values():
             session.interrupt(request_ids)
 
