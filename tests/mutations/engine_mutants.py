@@ -27,6 +27,20 @@ SAVED = "tests/runtime/engine/test_snapshot.py"
 
 MUTANTS = [
     Mutant(
+        "runtime/engine/masks.py",
+        "            if len(job.parts) > 1:\n                job.is_abandoned = True\n                job.parts.clear()\n                return\n",
+        "",
+        "a panic of the library ends all sequences whose masks are computed in one call",
+        "tests/runtime/engine/test_grammars.py",
+    ),
+    Mutant(
+        "runtime/engine/grammars.py",
+        "len(grammar) <= MAX_FORCING_BYTES and not _may_be_ambiguous(structure)",
+        "not _may_be_ambiguous(structure)",
+        "the first step of a long grammar takes seconds: its forced text is looked for",
+        "tests/runtime/engine/test_grammars.py",
+    ),
+    Mutant(
         "runtime/engine/json_schema.py",
         '    if schema.setdefault("pattern", REAL_DATE) == REAL_DATE:\n        return schema\n',
         '    if "pattern" in schema:\n        return schema\n',
