@@ -94,7 +94,7 @@ class DynamicVisionSpec:
     grid: int = 0  # learned positions of each side, between which those of patches are interpolated; 0: there are none
     positions: str = ""  # name of their tensor
     whole_images: bool = False  # as in `VisionSpec`
-    square_rows: int = 1
+    square_rows: int = 1  # as in `VisionSpec`: the rows of a square are side by side
 
     @property
     def out_size(self) -> int:
@@ -132,7 +132,7 @@ class DynamicVisionSpec:
 
     @property
     def num_windows(self) -> int:
-        """Windows of an image, at most: they are the fewest squares in an image of one row of squares."""
+        """Windows of an image, at most: an image that is one square high has the most, for its squares."""
         return -(-self.num_tokens // self.window) if self.window else 1
 
     @property

@@ -1,7 +1,7 @@
-"""Packed vision towers: their weights, their two programs, and the memory that they take.
+"""Packed vision towers: their weights, their programs, and the memory that they take.
 
-The first program makes a row of each patch, the second one a row of each square of patches. They run one after another,
-on one image at a time, so an image's rows have the same bits whatever else is computed.
+The first program makes a row of each patch, the others a row of each square of patches. They run one after another, on
+one image at a time, so an image's rows have the same bits whatever else is computed.
 """
 
 from __future__ import annotations
