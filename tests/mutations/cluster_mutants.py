@@ -349,4 +349,17 @@ MUTANTS = [
         "await host.close()",
         "a cluster that stops while it lets a host go connects to hosts for ever",
     ),
+    Mutant(
+        HOST,
+        "        if not any(member.is_ready for member in self.pool.members):\n            link.send(HostRestarting(()))\n",
+        "",
+        "requests of an API server that has just connected wait for the engine of a host",
+        SOCKETS,
+    ),
+    Mutant(
+        CLUSTER,
+        'host.state != "down" or host.problem is not None for host in hosts]',
+        "host.is_ready or host.problem is not None for host in hosts]",
+        "an API server does not start while one host has no engine process",
+    ),
 ]
