@@ -210,6 +210,7 @@ def _tower(work: Path, attention: str) -> Any:
 
 def _make_onnx(work: Path, values: Any) -> None:
     import torch
+    from onnx import TensorProto
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxruntime.transformers import optimizer
 
@@ -218,8 +219,14 @@ def _make_onnx(work: Path, values: Any) -> None:
     optimised = optimizer.optimize_model(plain, "vit", num_heads=HEADS, hidden_size=HIDDEN, opt_level=1)
     print(optimised.get_fused_operator_statistics())
     optimised.save_model_to_file(str(work / "onnx_f32.onnx"))
-    matrices = {"op_types_to_quantize": ["MatMul", "Attention"], "per_channel": True}
-    quantize_dynamic(work / "onnx_f32.onnx", work / "onnx_int8.onnx", weight_type=QuantType.QInt8, **matrices)
+    quantize_dynamic(
+        work / "onnx_f32.onnx",
+        work / "onnx_int8.onnx",
+        op_types_to_quantize=["MatMul", "Attention"],
+        weight_type=QuantType.QInt8,
+        per_channel=True,
+        extra_options={"DefaultTensorType": TensorProto.FLOAT},  # of what fused ops make
+    )
 
 
 def _make_openvino(work: Path, values: Any) -> None:
