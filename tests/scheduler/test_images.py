@@ -244,6 +244,21 @@ def test_an_image_may_take_longer_than_the_latency_target(make_harness: Any) -> 
     assert chunks(harness.step()) == [(1, 4, 5, []), (2, 2, 22, [2])]
 
 
+def test_the_oldest_request_gets_pages_for_a_whole_image(make_harness: Any, expected: Any) -> None:
+    """Others decode beside its text, which is computed one token at a time, until no page is left."""
+    harness = make_harness(num_pages=12, max_chunk=1, whole_images=True, enable_prefix_caching=False)
+    prompt = [*range(12), *[9] * 8, 3]
+    harness.add(1, prompt, max_tokens=2, images=(image(12, tokens=8),))
+    for other in (2, 3, 4):
+        harness.add(other, [other], max_tokens=20)
+    for end in range(1, 13):
+        assert (1, end - 1, end, []) in chunks(harness.step())
+    assert harness.pager.pool.num_available < 2
+    assert (1, 12, 20, [12]) in chunks(harness.step())
+    harness.run()
+    assert harness.outputs[1] == expected(prompt, 2)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_images_are_whole_under_any_load(make_harness: Any, expected: Any, seed: int) -> None:
     """Few pages and rows, preempted requests with and without spilled pages, and pages that leave a window."""
