@@ -17,6 +17,7 @@ DECODER_WEIGHTS, PACKING, GROUPED, GPTQ, COMPRESSED, STACKED, GGUF_CHECKPOINT, M
 )
 QWEN3_MOE, GPT_OSS = "runtime/model/families/qwen3_moe.py", "runtime/model/families/gpt_oss.py"
 DECODER, FILES = "runtime/model/decoder.py", "runtime/model/files.py"
+GGUF_CONFIG, GGUF_TESTS = "runtime/model/gguf_config.py", "tests/runtime/model/test_gguf_models.py"
 
 MUTANTS = [
     Mutant(
@@ -70,8 +71,8 @@ MUTANTS = [
     ),
     Mutant(
         GROUPED,
-        "if not order.any() or order.min() == -1:",
-        "if not order.any():",
+        "if order.min() == -1 or (num_groups > 1 and not order.any()):",
+        "if num_groups > 1 and not order.any():",
         "folders of compressed-tensors with an order that is not used are refused",
         QUANTISED_TESTS,
     ),
@@ -154,7 +155,7 @@ MUTANTS = [
     ),
     Mutant(
         GPT_OSS,
-        'config.with_defaults({"rope_scaling": YARN})',
+        'config.with_defaults({"rope_parameters": YARN})',
         "config",
         "a gpt-oss without rope_parameters is not scaled beyond 4,096 tokens",
         f"{CONFIG_TESTS} tests/runtime/model/test_gguf_gpt_oss.py",
@@ -179,5 +180,54 @@ MUTANTS = [
         'if any(name.endswith(".mlp.experts.gate_up_proj") for name in stored.names()):',
         "a gpt-oss in bf16 has the names of another family's router",
         f"{EXPERT_TESTS} {GOLDEN_TESTS}",
+    ),
+    Mutant(
+        GGUF_CONFIG,
+        "NO_TOKEN = (-1, 0xFFFFFFFF)",
+        "NO_TOKEN = (-1,)",
+        "a GGUF file without an end-of-turn token is refused",
+        GGUF_TESTS,
+    ),
+    Mutant(
+        GGUF_CONFIG,
+        'if kind == "none" or (kind',
+        "if (kind",
+        "a GGUF file that says that nothing is scaled is refused",
+        GGUF_TESTS,
+    ),
+    Mutant(
+        GGUF_CONFIG,
+        'metadata.get(f"{architecture}.rope.scale_linear", 1)',
+        "1",
+        "the scaling of an old GGUF file is ignored",
+        GGUF_TESTS,
+    ),
+    Mutant(
+        GGUF_CONFIG,
+        "QUANTISATION, QUANTISATION, QUANTISATION)",
+        "0, 9, QUANTISATION)",
+        "blocks of another version of GGML are read as if they were of this one",
+        GGUF_TESTS,
+    ),
+    Mutant(
+        "runtime/model/config_rope.py",
+        "if original < 2:",
+        "if False:",
+        "a folder with LongRoPE from one token on ends loading with a traceback",
+        CONFIG_TESTS,
+    ),
+    Mutant(
+        DECODER_WEIGHTS,
+        "        same = all(np.array_equal(as_f32(rows), as_f32(others)) for (_, rows), (_, others) in pairs)\n",
+        "",
+        "a head beside tied embeddings is ignored",
+        "tests/runtime/model/test_bad_checkpoints.py",
+    ),
+    Mutant(
+        GROUPED,
+        "if order[-1] + 1 != num_groups:",
+        "if False:",
+        "a GPTQ matrix has the scales of other groups where config.json has a wrong group_size",
+        QUANTISED_TESTS,
     ),
 ]

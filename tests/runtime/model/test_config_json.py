@@ -323,6 +323,16 @@ def test_model_type_decides_where_there_are_no_architectures(read: Read) -> None
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.short_factor is missing; .* 8 numbers"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1] * 7}}, "rope_parameters.short_factor"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": ["1"] * 8}}, r"short_factor\[0\]"),
+        (
+            {
+                "rope_scaling": {
+                    "type": "longrope",
+                    **dict.fromkeys(("short_factor", "long_factor"), [1] * 8),
+                    "original_max_position_embeddings": 1,
+                }
+            },
+            "original_max_position_embeddings is 1; it must be at least 2",
+        ),
         ({"rope_parameters": {"rope_type": 3}}, "rope_parameters.rope_type"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),

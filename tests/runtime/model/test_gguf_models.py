@@ -25,7 +25,7 @@ from quire.runtime.model import (
 from quire.runtime.model.families.registry import FAMILIES as REGISTERED
 from quire.runtime.model.gguf_config import NAMES
 from quire.runtime.model.rope import inverse_frequencies, rotary_dim
-from quire.runtime.model.spec import FrequencyDivisors
+from quire.runtime.model.spec import FrequencyDivisors, LinearScaling
 from quire.runtime.model.weights.decoder_weights import ExpertWeights, MlpWeights, plan_weights
 
 from tests.gguf_files import ARCHITECTURES, Tensor, convert, describe, encode, stored_tensors, write
@@ -268,6 +268,35 @@ def test_metadata_that_cannot_be_run_is_refused_by_its_key(
 def test_one_value_for_all_layers_may_be_a_list(tmp_path: Path) -> None:
     path = convert(BUNDLED_MODEL, tmp_path / "a.gguf", metadata={"qwen3.attention.head_count_kv": [2, 2, 2, 2]})
     assert read_spec(path) == replace(read_spec(BUNDLED_MODEL), names=NAMES)
+
+
+def test_tokens_that_end_a_text(tmp_path: Path) -> None:
+    """Converters write -1, or 4294967295, for a token that the model has not."""
+    ids = {"eos": 7, "eot": 0xFFFFFFFF, "eom": 9}
+    metadata = {f"tokenizer.ggml.{name}_token_id": token_id for name, token_id in ids.items()}
+    assert read_spec(convert(BUNDLED_MODEL, tmp_path / "a.gguf", metadata=metadata)).eos_token_ids == (7, 9)
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling"),
+    [
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+        ({"rope.scaling.factor": 4.0}, LinearScaling(4.0)),
+        ({"rope.scale_linear": 4.0}, LinearScaling(4.0)),
+        ({"rope.scale_linear": 1.0}, None),
+    ],
+)
+def test_linear_scaling_with_and_without_a_type(tmp_path: Path, keys: dict[str, Any], scaling: Any) -> None:
+    metadata = {f"qwen3.{key}": value for key, value in keys.items()}
+    (rope,) = set(read_spec(convert(BUNDLED_MODEL, tmp_path / "a.gguf", metadata=metadata)).ropes)
+    assert rope is not None
+    assert rope.scaling == scaling
+
+
+def test_another_version_of_the_block_formats_is_refused(tmp_path: Path) -> None:
+    path = convert(BUNDLED_MODEL, tmp_path / "a.gguf", "Q8_0", {"general.quantization_version": 3})
+    with pytest.raises(UnsupportedModel, match=r"quantization_version is 3; it must be an integer from 2 to 2"):
+        read_spec(path)
 
 
 @pytest.fixture
