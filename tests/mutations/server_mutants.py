@@ -808,6 +808,27 @@ MUTANTS = [
         HTTP_API,
     ),
     Mutant(
+        "runtime/server/openai/connection.py",
+        "                        limit.reschedule(loop.time() + head_s)\n",
+        "",
+        "the head of a later request may take as long as a connection may be idle",
+        HTTP_API,
+    ),
+    Mutant(
+        "runtime/server/openai/api.py",
+        "beside and beside != self._model",
+        "beside",
+        "two models of one name are listed twice",
+        "tests/system/test_embeddings.py",
+    ),
+    Mutant(
+        "runtime/server/openai/running.py",
+        "self._failure = self._failure or failure",
+        "self._failure = failure",
+        "a request of several prompts ends with the error that its end caused elsewhere",
+        HTTP_API,
+    ),
+    Mutant(
         "runtime/server/openai/formats.py",
         "sum(choice.num_reasoning_tokens for choice in self.choices)",
         "self.choices[0].num_reasoning_tokens",

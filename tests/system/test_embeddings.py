@@ -102,6 +102,13 @@ async def test_an_embedding_model_beside_another_has_its_own_name() -> None:
             assert (reply.status, reply.json["model"]) == (200, "small")
         reply = await ask(system, "/v1/embeddings", input="a", model="other")
         assert (reply.status, "'quire' and 'small'" in reply.error["message"]) == (404, True)
+
+
+async def test_two_models_of_one_name_are_listed_once() -> None:
+    info = msgspec.structs.replace(ENCODER_INFO, name="quire")
+    async with embedding_system(FakeEncoder(info), load_model(EngineConfig(kv_cache_memory=1 << 20))) as system:
+        listed = await ask(system, "/v1/models", method="GET")
+        assert [each["id"] for each in listed.json["data"]] == ["quire"]
         assert (await ask(system, "/v1/completions", prompt=[5], model="small")).status == 404
 
 

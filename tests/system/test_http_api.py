@@ -492,6 +492,8 @@ async def test_an_error_in_a_stream_is_its_last_event(system: Any) -> None:
     assert json.loads(last)["error"]["message"] == "the logits are NaN"
     whole = await ask(system, COMPLETIONS, complete("fail"))
     assert (whole.status, whole.headers["x-should-retry"]) == (500, "false")
+    both = await ask(system, COMPLETIONS, complete(["fail", "crash"]))
+    assert both.error == whole.error, "the first one counts"
     bug = await ask(system, COMPLETIONS, complete("crash"))
     assert (bug.status, "division" in bug.error["message"]) == (500, False)
 
@@ -699,6 +701,14 @@ async def test_slow_requests_time_out(serve: Serve) -> None:
         assert await client.is_closed()
     async with connection(system) as client:
         assert await client.is_closed()
+
+
+async def test_a_later_head_has_as_long_as_the_first_one(serve: Serve) -> None:
+    system = await serve(handshake_timeout_ms=500)
+    async with connection(system) as client:
+        assert (await client.ask("GET", "/v1/models")).status == 200
+        client.writer.write(b"GET /v1/models HT")
+        assert (await client.receive()).status == 408
 
 
 async def test_an_idle_connection_is_closed(serve: Serve) -> None:
