@@ -362,4 +362,37 @@ MUTANTS = [
         "host.is_ready or host.problem is not None for host in hosts]",
         "an API server does not start while one host has no engine process",
     ),
+    Mutant(
+        "runtime/cluster/host.py",
+        "        self._sending_stats.cancel()\n",
+        "",
+        "a closed host goes on sending statistics",
+    ),
+    Mutant(
+        "runtime/cluster/host.py",
+        "            async with asyncio.timeout(GREETING_TIMEOUT_S):\n                await greet_server",
+        "            async with asyncio.timeout(None):\n                await greet_server",
+        "connections that say nothing stay open for ever",
+        "tests/system/test_host_sockets.py",
+    ),
+    Mutant(
+        "runtime/cluster/remote.py",
+        "            async with asyncio.timeout(CONNECT_TIMEOUT_S):",
+        "            async with asyncio.timeout(None):",
+        "a host that accepts connections and says nothing is waited for for ever",
+        "tests/system/test_host_sockets.py",
+    ),
+    Mutant(
+        "runtime/cluster/remote.py",
+        "server_hostname=member.name if tls else None",
+        "server_hostname=address.host if tls else None",
+        "a machine with another host's certificate is trusted",
+        "tests/system/test_host_sockets.py",
+    ),
+    Mutant(
+        "runtime/cluster/host.py",
+        "                while any(session.num_requests for session in self._sessions.values()):",
+        "                while False:",
+        "a host that leaves ends its requests at once",
+    ),
 ]

@@ -597,4 +597,18 @@ MUTANTS = [
         "    return reason",
         "many outputs that go on keep the prompts of all tenants waiting for seconds",
     ),
+    Mutant(
+        "runtime/engine/images/reader.py",
+        "            if num_bytes > self.max_memory:",
+        "            if images[-1].arrays[0].nbytes > self.max_memory:",
+        "an image of many tiles takes more memory than it may",
+        "tests/runtime/engine/test_image_files.py",
+    ),
+    Mutant(
+        "runtime/engine/images/processors.py",
+        "        return max(width, 1), max(height, 1)\n\n    def _whole",
+        "        return width, height\n\n    def _whole",
+        "an image that is nearly a line is an internal error",
+        "tests/runtime/engine/test_image_files.py",
+    ),
 ]

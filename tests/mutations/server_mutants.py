@@ -919,4 +919,32 @@ MUTANTS = [
         "shortcuts act behind an open dialog",
         CHATTING,
     ),
+    Mutant(
+        "runtime/server/live_requests.py",
+        "            except QuireError:\n                release_text()\n                raise\n",
+        "            except QuireError:\n                raise\n",
+        "a request refused for its tenant's limit keeps its share of the memory for texts",
+        "tests/runtime/server/test_live_requests.py",
+    ),
+    Mutant(
+        "runtime/server/live_requests.py",
+        "        except BaseException:\n            release_text()\n            tenant.leave()\n            raise\n",
+        "        except BaseException:\n            release_text()\n            raise\n",
+        "a request that the engine refuses counts for its tenant for ever",
+        "tests/runtime/server/test_live_requests.py",
+    ),
+    Mutant(
+        "runtime/server/resume.py",
+        "entry is None or entry.buffer.request.is_cancelled",
+        "entry is None",
+        "a retry of a request that is being cancelled gets its end",
+        "tests/runtime/server/test_resume.py",
+    ),
+    Mutant(
+        "runtime/server/resume.py",
+        "request, priority=0, deadline_ms=None, pin_ms=None)",
+        "request, priority=0, pin_ms=None)",
+        "a retry with less time left is refused as another request",
+        "tests/runtime/server/test_resume.py",
+    ),
 ]

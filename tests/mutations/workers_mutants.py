@@ -524,4 +524,16 @@ MUTANTS = [
         "a host that reports of a request that it lost ends the supervision of all hosts",
         "tests/runtime/cluster/test_cluster.py",
     ),
+    Mutant(
+        "runtime/workers/engine_pool.py",
+        "        return min(member.load.predicted_wait_s for member in self.members)",
+        "        return max(member.load.predicted_wait_s for member in self.members)",
+        "hosts are added although one is idle",
+    ),
+    Mutant(
+        "runtime/workers/supervised_engine.py",
+        "        return MemberLoad(max(self.num_requests, num_reported), self._predicted_wait_s)",
+        "        return MemberLoad(num_reported, self._predicted_wait_s)",
+        "a burst goes to one member: what that has not reported does not count",
+    ),
 ]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from quire.runtime.client.tls import tls_context
 from quire.runtime.cluster import Credentials, EngineHost
+from quire.runtime.cluster.greeting import HELLO_BYTES
 from quire.runtime.cluster.host import CONNECTION_LIMITS
 from quire.runtime.cluster.host_link import FromHost, HostLeaving, HostReady, HostRestarting
 from quire.runtime.cluster.members import Member
@@ -132,6 +133,27 @@ async def test_silent_connections_keep_no_api_server_out() -> None:
         finally:
             for each in silent:
                 each.close()
+
+
+async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.runtime.cluster.host.GREETING_TIMEOUT_S", 0.05)
+    async with listening_host() as (_, member):
+        reader, writer = await asyncio.open_connection(member.address.host, member.address.port)
+        async with asyncio.timeout(30):
+            assert len(await reader.read()) == HELLO_BYTES
+        writer.close()
+
+
+async def test_a_host_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.runtime.cluster.remote.CONNECT_TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(Unavailable, match="no answer"):
+        await connect(Member(TCPAddress("127.0.0.1", silent.getsockname()[1]), "localhost"))
+
+
+async def test_a_certificate_must_be_for_the_name_of_the_host() -> None:
+    async with listening_host(TLS(CERT, KEY)) as (_, member):
+        with pytest.raises(TLSError):
+            await connect(member._replace(name="another.example.org"), ca=CERT)
 
 
 async def test_a_host_may_get_the_tokens_of_all_requests_of_another_one_at_once() -> None:

@@ -365,6 +365,24 @@ async def test_each_api_server_learns_which_of_its_requests_wait_for_an_engine(
     assert messages[-2:] == [StepReport, HostRestarting], "what was generated comes first"
 
 
+async def test_a_host_that_leaves_waits_for_its_requests(pool: FakePool) -> None:
+    async with host_of(pool, 1) as (host, (session,)):
+        here = await accepted(session, pool, 1)
+        leaving = asyncio.create_task(host.leave(60.0))
+        await asyncio.sleep(1)
+        assert not leaving.done()
+        pool.listener.publish([RequestUpdate(here, (), "length", None, OTHERS)])
+        await asyncio.sleep(1)
+        assert leaving.done()
+
+
+async def test_a_closed_host_sends_nothing_more(pool: FakePool) -> None:
+    async with host_of(pool, 1) as (host, (session,)):
+        await host.close()
+        await asyncio.sleep(1.1)
+        assert session.link.sent == []  # type: ignore[attr-defined]
+
+
 async def test_heartbeats_are_sent_while_engines_restart(pool: FakePool) -> None:
     pool.problem = Unavailable("restarting")
     async with host_of(pool, 1) as (_, (session,)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import json
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from quire.runtime.common.config import EngineConfig
-from quire.runtime.common.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
+from quire.runtime.common.errors import CorruptCheckpoint, InvalidRequest, QuotaExceeded, UnsupportedModel
 from quire.runtime.engine.images import ImageReader, read_image_processor
 from quire.runtime.engine.images.decoding import MAX_SCANNED_PIXELS, decode_image
 from quire.runtime.engine.text import ChatTemplate, Tokenizer
@@ -101,6 +102,22 @@ def test_a_text_that_spells_a_placeholder_is_refused(family: str) -> None:
             reader.locate(tokenizer.encode(before + " " + expanded + " " + after), images)
     with pytest.raises(InvalidRequest, match="messages: a text has"):
         reader.locate(tokenizer.encode(image_token), images)
+
+
+def test_the_memory_of_an_image_is_that_of_all_its_tiles() -> None:
+    placeholder, file = PLACEHOLDERS["smolvlm"], FILES["wide.png"]
+    _, (image,) = reader_of("smolvlm").insert(placeholder, [file])
+    num_bytes = sum(array.nbytes for array in image.arrays)
+    assert len(image.arrays) > 1
+    reader_of("smolvlm", max_image_memory=num_bytes).insert(placeholder, [file])
+    with pytest.raises(QuotaExceeded, match=f"the first 1 images take {num_bytes} bytes"):
+        reader_of("smolvlm", max_image_memory=num_bytes - 1).insert(placeholder, [file])
+
+
+def test_an_image_that_is_nearly_a_line_has_a_size() -> None:
+    processor = dataclasses.replace(read_image_processor(GOLDENS / "smolvlm"), longest_edge=8192)  # type: ignore[type-var]
+    assert processor._size(20_000, 1) == (4096, 1)  # type: ignore[attr-defined]
+    assert processor._size(1, 20_000) == (1, 4096)  # type: ignore[attr-defined]
 
 
 # Hostile files

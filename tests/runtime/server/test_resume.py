@@ -205,6 +205,23 @@ async def test_a_cancelled_request_does_not_answer_its_key(server: FakeServer) -
     assert len(server.engine.generations) == 2
 
 
+async def test_a_request_that_is_being_cancelled_does_not_answer_its_key(server: FakeServer) -> None:
+    peer = await server.connect()
+    await peer.ask(generate(1, idempotency_key="k"))
+    server.engine.last.cancel = lambda: None  # type: ignore[method-assign]  # a step has it
+    await peer.ask(Cancel(1))
+    assert names(await peer.ask(generate(2, idempotency_key="k"))) == ["Accepted"]
+    assert len(server.engine.generations) == 2
+
+
+async def test_a_retry_may_have_less_time_and_another_priority(server: FakeServer) -> None:
+    peer = await server.connect()
+    for request_id in (1, 2):
+        fields = {"deadline_ms": 5000 - request_id, "priority": request_id, "pin_ms": request_id}
+        assert names(await peer.ask(generate(request_id, idempotency_key="k", **fields))) == ["Accepted"]
+    assert len(server.engine.generations) == 1
+
+
 async def test_a_key_does_not_answer_another_chat(server: FakeServer) -> None:
     peer = await server.connect()
     for request_id, content, answer in ((1, "hi", "Accepted"), (2, "ho", "Error"), (3, "hi", "Accepted")):

@@ -141,6 +141,22 @@ async def test_requests_of_other_api_servers_saturate_a_home(pool: EnginePool, p
     assert engine_with(processes, 2) == "engine-0"
 
 
+async def test_requests_that_an_engine_has_not_reported_saturate_a_home(
+    pool: EnginePool, processes: FakeSpawner
+) -> None:
+    for request_id in range(MAX_MORE_REQUESTS + 2):
+        await pool.add(new_requests(request_id, conversation=AT_0))
+    assert processes.of("engine-1").sent_ids() == [MAX_MORE_REQUESTS + 1]
+
+
+async def test_the_predicted_wait_is_that_of_the_member_where_it_is_shortest(
+    pool: EnginePool, processes: FakeSpawner
+) -> None:
+    for name, wait_s in (("engine-0", 0.5), ("engine-1", 0.25)):
+        processes.of(name).reply(StatsReport(engine_stats(), predicted_wait_s=wait_s))
+    assert pool.predicted_wait_s == 0.25
+
+
 async def test_a_refused_request_does_not_saturate_an_engine(pool: EnginePool, processes: FakeSpawner) -> None:
     first = processes.of("engine-0")
     first.answers_adds = False
