@@ -558,6 +558,13 @@ MUTANTS = [
         MASK_TESTS,
     ),
     Mutant(
+        GRAMMARS,
+        "        job.hold_all()\n        if job.parts and not",
+        "        if not",
+        "the whole engine waits while a thread takes the tokens of a sequence that joins",
+        MASK_TESTS,
+    ),
+    Mutant(
         MASKS,
         "compiled is not None and compiled.num_users > 1",
         "compiled is None",

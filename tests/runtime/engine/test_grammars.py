@@ -610,6 +610,7 @@ def test_a_matcher_whose_lexer_is_in_use_is_not_waited_for(masks: Grammars) -> N
             found = step_until(masks, [sequence(WORD, [A])], lambda: masks._running[1].job is None)
             assert found == {1: None}
             assert masks._running[1] is running
+            assert running.num_consumed == 0
     found = step_until_ready(masks, [sequence(WORD, [A])], 1)
     assert allowed(found[1][0]) == {A, B}
     assert running.num_consumed == 1
