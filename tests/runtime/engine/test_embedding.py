@@ -33,7 +33,14 @@ from quire.runtime.engine import (
     SilentObserver,
     TextProcessor,
 )
-from quire.runtime.engine.embedding import CHARACTERS_PER_TOKEN, CHUNK_CHARACTERS, CHUNK_TEXTS, cosines, shortened
+from quire.runtime.engine.embedding import (
+    CHARACTERS_PER_TOKEN,
+    CHUNK_CHARACTERS,
+    CHUNK_TEXTS,
+    _activated,
+    cosines,
+    shortened,
+)
 from quire.runtime.engine.fair_executor import FairExecutor
 from quire.runtime.engine.validator import MAX_INPUTS
 from quire.runtime.model.runner import ModelRunner, load_model
@@ -191,6 +198,35 @@ async def test_a_model_with_one_label_scores_pairs() -> None:
     assert encoder.batches[0][0] == FakeTexts().encode_pair("is it", "yes")
     logits = [float(vector(ids(f"is it{each}"))[0]) * 8 for each in ("yes", "no")]
     assert np.allclose(scores[:, 0], [1 / (1 + math.exp(-each)) for each in logits], atol=1e-6)
+
+
+def test_extreme_values_have_scores() -> None:
+    assert _activated(np.float32([[-1e30], [0], [1e30]]), "sigmoid").tolist() == [[pytest.approx(0.0)], [0.5], [1.0]]
+    assert cosines(np.ones(2, np.float32), np.zeros((1, 2), np.float32)).tolist() == [[0.0]]
+
+
+async def test_all_chunks_of_a_request_have_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: list[float | None] = []
+    async with running() as engine:
+        add = engine.core.add_encoding
+
+        async def note(request: Any) -> Any:
+            deadlines.append(request.spec.deadline)
+            return await add(request)
+
+        monkeypatch.setattr(engine.core, "add_encoding", note)
+        await values_of(engine, embed(*["a"] * 3 * CHUNK_TEXTS, deadline_ms=60_000))
+    assert len(deadlines) == 3
+    assert deadlines[0] is not None
+    assert len(set(deadlines)) == 1
+
+
+async def test_a_cancelled_request_is_counted_once() -> None:
+    async with running() as engine:
+        stream = await engine.embed(embed("a"))
+        stream.cancel()
+        stream.cancel()
+        assert len(engine._observer.ended) == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
