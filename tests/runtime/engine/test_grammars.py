@@ -250,6 +250,7 @@ def test_forced_tokens_follow_the_last_accepted_sample(masks: Grammars) -> None:
     assert TOKENIZER.decode(after).startswith("bbb")
     assert forced((), SampledToken(1, 0, error="NaN")) == [()]
     assert forced((), SampledToken(1, 0, is_deferred=True)) == [()]
+    assert forced((A,), SampledToken(1, A), SampledToken(1, 0, is_deferred=True)) == [rest, ()]
 
 
 def test_no_more_forced_tokens_are_looked_for_than_pay_and_their_masks_are_computed_at_once(masks: Grammars) -> None:
