@@ -155,7 +155,7 @@ MUTANTS = [
     ),
     Mutant(
         GPT_OSS,
-        'config.with_defaults({"rope_parameters": YARN})',
+        'ConfigTable({**config.values, "rope_parameters": YARN}, config.where, config.source, config.names)',
         "config",
         "a gpt-oss without rope_parameters is not scaled beyond 4,096 tokens",
         f"{CONFIG_TESTS} tests/runtime/model/test_gguf_gpt_oss.py",

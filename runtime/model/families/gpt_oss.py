@@ -56,7 +56,7 @@ def read_gpt_oss(config: ConfigTable) -> DecoderSpec:
     """Read a `GptOssForCausalLM`."""
     config = config.with_defaults(DEFAULTS)
     if "rope_parameters" not in config and not config.values.get("rope_scaling"):
-        config = config.with_defaults({"rope_parameters": YARN})
+        config = ConfigTable({**config.values, "rope_parameters": YARN}, config.where, config.source, config.names)
     if config.positive("swiglu_limit", LIMIT) != LIMIT:
         raise config.refused("swiglu_limit", f"absent or {LIMIT:g}")
     in_blocks = _experts_are_in_blocks(config)

@@ -61,7 +61,8 @@ def test_defaults_of_gpt_oss(read: Read) -> None:
     scaling = YarnScaling(32.0, 0.1 * log(32) + 1, 32.0, 1.0, False, 4096)
     assert spec.ropes == (Rope(150_000.0, scaling),) * 4
     assert spec.quantised == {}
-    assert read("gpt_oss", num_key_value_heads=2, rope_scaling=None).ropes == spec.ropes
+    for key in ("rope_scaling", "rope_parameters"):
+        assert read("gpt_oss", num_key_value_heads=2, **{key: None}).ropes == spec.ropes
 
 
 def test_layers_and_rope_of_gpt_oss(read: Read) -> None:
