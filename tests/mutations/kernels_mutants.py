@@ -246,8 +246,8 @@ MUTANTS = [
     ),
     Mutant(
         ROWS,
-        "  out->scales[block] = finite ? scale : NAN;",
-        "  out->scales[block] = scale;",
+        "    out->scales[at / 32] = finite ? scale : NAN;",
+        "    out->scales[at / 32] = scale;",
         "an overflow in one request's activations gives wrong tokens instead of an error",
     ),
     Mutant(
