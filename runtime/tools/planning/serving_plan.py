@@ -13,6 +13,7 @@ from ...common.errors import ConfigError, ModelError
 from ...common.options import parse_size
 from ...common.settings import Settings
 from ...engine import has_tokenizer
+from ...engine.compiled_grammars import MAX_LIVE
 from ...engine.text import Tokenizer
 from ...model import DecoderSpec, model_name, model_path, read_spec, weights_text
 from ...model.runner import Capacity, decide_capacity
@@ -70,8 +71,14 @@ class ServingPlan:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of an engine process and the API server process, with all that it may hold for clients."""
-        return self.capacity.memory.total_bytes + sum(self.server_bytes.values()) + self.clients.total_bytes
+        """The bytes of an engine process and the API server process, with all that they may hold for clients."""
+        at_start = self.capacity.memory.total_bytes + sum(self.server_bytes.values())
+        return at_start + self.clients.total_bytes + self.grammar_bytes
+
+    @property
+    def grammar_bytes(self) -> int:
+        """The bytes of compiled grammars that an engine process may hold; 0 without a tokenizer."""
+        return _grammar_bytes(self.server_bytes)
 
     @property
     def lengths(self) -> list[int]:
@@ -110,6 +117,7 @@ class ServingPlan:
             "engine process": memory.process_bytes,
             "API server process": sum(self.server_bytes.values()),
             "clients, at most": self.clients.total_bytes,
+            "grammars, at most": self.grammar_bytes,
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -142,6 +150,7 @@ class ServingPlan:
             },
             "api_server_process": {name.lower().replace(" ", "_"): size for name, size in self.server_bytes.items()},
             "clients": self.clients.bytes_by_purpose,
+            "compiled_grammars": self.grammar_bytes,
             "total_bytes": self.total_bytes,
             "threads": self.capacity.cpus.threads,
             "read_bytes_per_s": roofline and roofline.read_bytes_per_s,
@@ -176,7 +185,7 @@ def plan_serving(settings: Settings, target: PlanTarget) -> ServingPlan:
         settings = Settings(engine=config, server=settings.server)
     spec = read_spec(model_path(settings.engine.model))
     server_bytes = server_start_bytes(settings, spec)
-    capacity = _capacity(settings, spec, target.memory, sum(server_bytes.values()))
+    capacity = _capacity(settings, spec, target.memory, server_bytes)
     return ServingPlan(
         settings=settings,
         spec=spec,
@@ -188,7 +197,7 @@ def plan_serving(settings: Settings, target: PlanTarget) -> ServingPlan:
     )
 
 
-def _capacity(settings: Settings, spec: DecoderSpec, memory: str | None, server_bytes: int) -> Capacity:
+def _capacity(settings: Settings, spec: DecoderSpec, memory: str | None, server_bytes: dict[str, int]) -> Capacity:
     if memory is None:
         return decide_capacity(settings.engine, spec)
     if settings.engine.kv_cache_memory is not None:
@@ -196,7 +205,7 @@ def _capacity(settings: Settings, spec: DecoderSpec, memory: str | None, server_
     size = parse_size(memory)
     if size is None:
         raise ConfigError(f"memory must be a size in bytes, such as 17179869184 or 16GiB, not {memory!r}")
-    others = server_bytes + MemoryLimits(settings.server).total_bytes
+    others = sum(server_bytes.values()) + MemoryLimits(settings.server).total_bytes + _grammar_bytes(server_bytes)
     return fit_capacity(settings.engine, spec, size, others)
 
 
@@ -211,6 +220,10 @@ def server_start_bytes(settings: Settings, spec: DecoderSpec) -> dict[str, int]:
         "tokenizer": tokens * TOKEN_BYTES,
         "structured output": tokens * (TOKEN_BYTES + GRAMMAR_TOKEN_BYTES),
     }
+
+
+def _grammar_bytes(server_bytes: dict[str, int]) -> int:
+    return MAX_LIVE if server_bytes["structured output"] else 0
 
 
 def num_tokens(path: Path, vocab_size: int) -> int:

@@ -41,6 +41,9 @@ def plan_text(plan: ServingPlan, arena: bool) -> str:
         "",
         "for clients, in the API server process:",
         plan.clients.describe(),
+        "",
+        "for running requests with structured output, in the engine process:",
+        f"compiled grammars {plan.grammar_bytes:>18,} B  at most",
     ]
     if arena:
         lines += ["", "step arena, by offset:", capacity.memory.program.describe()]

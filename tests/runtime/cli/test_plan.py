@@ -80,6 +80,14 @@ def test_the_plan_shows_what_the_server_holds_for_clients_at_most(hybrid_folder:
     ]
 
 
+@pytest.mark.parametrize(("model", "size"), [(None, "805,306,368"), ("qwen3", "0")], ids=["tokenizer", "none"])
+def test_the_plan_shows_what_compiled_grammars_take_at_most(model: str | None, size: str) -> None:
+    folder = None if model is None else str(Path(__file__).parents[2] / "goldens" / model)
+    lines = plan_lines(Settings(engine=EngineConfig(model=folder, kv_cache_memory=MEMORY), server=ServerConfig()))
+    first = lines.index("for running requests with structured output, in the engine process:") + 1
+    assert lines[first] == f"compiled grammars {size:>18} B  at most"
+
+
 def test_the_plan_is_compared_with_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert comparison(5000, 12_000) == "It fits: 5,000 B in all, this machine has 12,000 B available."
     assert comparison(12_500, 12_000) == (
