@@ -18,6 +18,7 @@ from .plan import SampledToken, ScheduledSequence
 from .request import Ending, Request, State
 
 MARGIN = 1.25  # the expected gain of draft tokens that may be wrong must exceed their cost by this factor
+FORCED_MARGIN = 1.0  # the same for tokens that a grammar forces
 LONGEST, SHORTEST = 4, 2  # tokens of a run that is looked up
 INITIAL_ACCEPTANCE = 0.5  # acceptance rate before anything is known
 ACCEPTANCE_MEMORY = 0.8  # weight of the earlier acceptance rate, per verified draft token
@@ -51,7 +52,7 @@ class Speculator:
         drafts: dict[int, list[int]] = {}
         if not (self._num_tokens or self._known) or load.decode_rows >= self._max_rows:
             return drafts
-        looks_up = self._tokens_that_pay(1.0, 1, load, 1.0) > 0
+        looks_up = self._tokens_that_pay(1.0, 1, load, min(MARGIN, FORCED_MARGIN)) > 0
         rows = load.decode_rows
         for request in requests:
             echoed = request.spec.echoed
@@ -104,7 +105,7 @@ class Speculator:
 
     def max_forced(self, load: StepLoad) -> int:
         """Return how many tokens that a grammar forces pay as draft tokens of each sequence of a decoding step."""
-        return self._tokens_that_pay(FORCED_ACCEPTANCE, self._max_rows - load.decode_rows, load, 1.0)
+        return self._tokens_that_pay(FORCED_ACCEPTANCE, self._max_rows - load.decode_rows, load, FORCED_MARGIN)
 
     def note_pause(self, pause_s: float, step_s: float) -> None:
         """Learn the seconds between two steps that follow each other; `step_s` of the second limits what counts."""
@@ -126,7 +127,7 @@ class Speculator:
 
     def _draft_for(self, request: Request, limit: int, load: StepLoad) -> list[int]:
         if request.forced:
-            return list(request.forced[: self._tokens_that_pay(FORCED_ACCEPTANCE, limit, load, 1.0)])
+            return list(request.forced[: self._tokens_that_pay(FORCED_ACCEPTANCE, limit, load, FORCED_MARGIN)])
         index = self._indexes.get(request.request_id)
         if index is None:
             index = self._indexes[request.request_id] = NGramIndex()

@@ -52,7 +52,8 @@ def alone() -> list[list[str]]:
             return await one_by_one(engine, requests())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculative, "MARGIN", float("inf"))
+        for name in ("MARGIN", "FORCED_MARGIN"):
+            patch.setattr(speculative, name, float("inf"))
         return asyncio.run(run())
 
 
@@ -70,7 +71,8 @@ async def test_in_a_batch_beside_plain_requests() -> None:
 
 @pytest.mark.parametrize("num_speculative_tokens", [0, 5])
 async def test_with_draft_tokens(num_speculative_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculative, "MARGIN", 0.0)
+    for name in ("MARGIN", "FORCED_MARGIN"):
+        monkeypatch.setattr(speculative, name, 0.0)
     monkeypatch.setattr(grammars, "WAIT_S", 10.0)  # on a busy machine, masks that come late leave out forced tokens
     async with running(num_speculative_tokens=num_speculative_tokens) as engine:
         assert await together(engine, requests()) == await expected()
