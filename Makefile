@@ -18,7 +18,7 @@ dashboard: $(BIN)/quire
 
 # An editable install compiles every module at each start, unless there are compiled files: 0.17 s of CPU per process.
 compiled: $(BIN)/quire
-	@$(BIN)/python -m compileall -q kernels pager scheduler runtime
+	@$(BIN)/python -m compileall -q -x /demo_ kernels pager scheduler runtime
 
 test: compiled
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal

@@ -129,7 +129,7 @@ def write_padded_model(folder: Path, num_rows: int) -> Path:
 
     The additional rows have eight times the values of other rows, so that their logits are often the largest.
     """
-    for file in BUNDLED_MODEL.iterdir():
+    for file in BUNDLED_MODEL.glob("*.*"):
         (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((folder / "config.json").read_bytes())
     config["vocab_size"] += num_rows
