@@ -14,6 +14,7 @@ from ..common.heap import allocated_bytes
 
 MAX_KEPT = 128 << 20  # bytes of the grammars that are kept
 MAX_KEPT_PER_TENANT = MAX_KEPT // 2
+MAX_GROWTH = 256 << 20  # of the process's heap, after which no grammar is kept: they grow while they are used
 MAX_LIVE = 768 << 20  # bytes of the grammars that are kept or used by running requests, when another is compiled
 MAX_LIVE_PER_TENANT = MAX_LIVE // 2
 BYTES_PER_CHARACTER = 150  # that a grammar takes, about; text that it forces takes 500 per byte
@@ -40,6 +41,7 @@ class CompiledGrammars:
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()  # by tenant and grammar
         self._live: WeakSet[CompiledGrammar] = WeakSet()
+        self._least_heap = allocated_bytes()  # since the kept grammars were last forgotten for their growth
         self._lock = threading.Lock()
 
     def get(
@@ -53,6 +55,7 @@ class CompiledGrammars:
         with self._lock:
             if alone:
                 self._kept.pop(key, None)
+            self._forget_grown()
             compiled = self._kept.get(key)
             if compiled is None:
                 self._check_room(tenant)
@@ -80,6 +83,14 @@ class CompiledGrammars:
                 f"structured_outputs: the grammars of running requests take {own >> 20} MiB of this tenant and "
                 f"{total >> 20} of all; {MAX_LIVE_PER_TENANT >> 20} and {MAX_LIVE >> 20} are allowed"
             )
+
+    def _forget_grown(self) -> None:
+        """Forget all grammars if the heap has grown too much: the library does not say what each one takes by now."""
+        heap = allocated_bytes()
+        if heap > self._least_heap + MAX_GROWTH:
+            self._kept.clear()
+            self._least_heap = allocated_bytes()  # with what runs, and what others have allocated
+        self._least_heap = min(self._least_heap, heap)
 
     def _forget(self, keys: list[tuple[str, str]], limit: int) -> None:
         """Keep the grammars that were used last, up to `limit` bytes of those with these keys."""

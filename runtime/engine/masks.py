@@ -191,6 +191,7 @@ class MaskQueue:
     def __init__(self, num_cores: int) -> None:
         self.changed = threading.Condition()  # notified when a job is done, in whatever thread
         self.num_words = 0  # of a mask; set with the first grammar
+        self._num_cores = num_cores
         self._executor = LLExecutor(num_cores)
         self._lock = threading.Lock()
         self._jobs: deque[MaskJob] = deque()  # the first is being computed
@@ -215,6 +216,7 @@ class MaskQueue:
             if self._jobs and self._jobs[0].runs_longer_than(ABANDON_S):
                 for job in self._jobs:
                     job.is_abandoned = True
+                self._executor = LLExecutor(self._num_cores)  # jobs wait for the threads of the other one
                 slow, self._jobs = self._jobs, deque()
                 while len(slow) > 1:  # its thread must compute no other
                     slow.pop()
@@ -251,13 +253,16 @@ class MaskQueue:
     def _masks(self, job: MaskJob) -> Any:
         """Return the masks of a job; llguidance computes them without the GIL.
 
-        Nothing is masked after a draft token that is not allowed: it is not sampled, so what follows is not used.
+        One mask is computed in the calling thread: if it never ends, no other job waits for it. Nothing is masked after
+        a draft token that is not allowed: it is not sampled, so what follows is not used.
         """
         masks = np.empty((job.num_masks, self.num_words), np.int32)
         where = (masks.ctypes.data, masks.strides[0], job.num_masks)
         ready = [(running.matcher, row, drafts) for running, row, drafts in job.parts if running.matcher is not None]
         plain = [(matcher, row) for matcher, row, drafts in ready if not drafts]
-        if plain:
+        if len(plain) == len(ready) == 1:
+            plain[0][0].unsafe_compute_mask_ptr(masks.ctypes.data, masks.strides[0])
+        elif plain:
             self._executor.unsafe_compute_mask_ptr(plain, *where)
         if len(plain) < len(ready):
             drafted = [(matcher, row, list(drafts)) for matcher, row, drafts in ready if drafts]

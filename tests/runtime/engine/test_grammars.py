@@ -19,6 +19,7 @@ from quire.runtime.common.heap import allocated_bytes
 from quire.runtime.common.types import SamplingParams, StructuredOutputs
 from quire.runtime.engine import compiled_grammars, grammars, job_threads
 from quire.runtime.engine import masks as masks_module
+from quire.runtime.engine.compiled_grammars import MAX_GROWTH, CompiledGrammars
 from quire.runtime.engine.grammars import Grammars, check_structure, grammar_of
 from quire.runtime.engine.masks import MaskJob, MaskQueue, RunningGrammar, StepMasks
 from quire.runtime.engine.text_processor import TextProcessor
@@ -91,6 +92,13 @@ def advance(step: StepMasks | None, *samples: SampledToken, max_forced: int = 64
     result = step.advance(StepResult(1, samples, 0.0), max_forced)
     threading.Thread(target=step.compute_next, daemon=True).start()
     return [sample.forced for sample in result.sampled]
+
+
+def computed(step: StepMasks | None) -> None:
+    """Wait for the masks after a step's samples: until then its matchers are in use."""
+    assert step is not None
+    with step.queue.changed:
+        assert step.queue.changed.wait_for(lambda: step.next.is_done or not step.next.parts, 60)
 
 
 def allowed(mask: Any) -> set[int]:
@@ -240,7 +248,9 @@ def test_forced_tokens_follow_the_last_accepted_sample(masks: Grammars) -> None:
         masks._running.clear()
         step = masks.begin([sequence(structure, [], drafts)])
         ready(step)
-        return advance(step, *samples)
+        found = advance(step, *samples)
+        computed(step)
+        return found
 
     (rest,) = forced((), SampledToken(1, A))
     assert TOKENIZER.decode(rest).startswith("bbbb")
@@ -261,6 +271,7 @@ def test_no_more_forced_tokens_are_looked_for_than_pay_and_their_masks_are_compu
         step = masks.begin([sequence(structure, [])])
         ready(step)
         (found,) = advance(step, SampledToken(1, A), max_forced=max_forced)
+        computed(step)
         return found
 
     assert forced(0) == ()
@@ -442,12 +453,22 @@ def test_jobs_behind_one_that_never_ends_are_abandoned(monkeypatch: pytest.Monke
     queue.abandon_slow()
     assert not behind.is_abandoned
     monkeypatch.setattr(masks_module, "ABANDON_S", 0.0)
+    executor = queue._executor
     queue.abandon_slow()
+    assert queue._executor is not executor, "its threads may never be free"
     assert first.is_abandoned
     assert behind.is_abandoned
     go.set()
     thread.join(60)
     assert computed == [first], "its matchers may be in use elsewhere"
+
+
+def test_one_mask_waits_for_no_thread_of_the_executor(masks: Grammars) -> None:
+    ready(masks.begin([sequence(WORD, [])]))
+    masks._queue._executor = None  # type: ignore[assignment]
+    masks._running.clear()
+    (mask,) = ready(masks.begin([sequence(WORD, [A])]))[1]
+    assert allowed(mask) == {A, B}
 
 
 @pytest.mark.usefixtures("impatient")
@@ -781,7 +802,7 @@ def test_the_grammars_of_running_requests_are_bounded(
 
 
 def test_a_grammar_counts_for_what_it_takes(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = iter([100, 100 + (5 << 20)])
+    sizes = iter([100, 100, 100 + (5 << 20)])
     monkeypatch.setattr(compiled_grammars, "allocated_bytes", lambda: next(sizes))
     ready(masks.begin([sequence(WORD, [])]))
     assert compiled_sizes(masks) == {"": 5 << 20}
@@ -814,6 +835,24 @@ def test_a_grammar_is_compiled_once(masks: Grammars, monkeypatch: pytest.MonkeyP
     for request_id in (1, 2, 3):
         ready(masks.begin([sequence(WORD, [], request_id=request_id)]))
     assert len(compiled) == 1
+
+
+def test_grammars_are_forgotten_when_the_heap_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap = [1 << 30]
+    monkeypatch.setattr(compiled_grammars, "allocated_bytes", lambda: heap[0])
+    known, compiled = CompiledGrammars(), []
+
+    def is_compiled_at(num_bytes: int) -> bool:
+        heap[0], before = num_bytes, len(compiled)
+        known.get("", "grammar", lambda: compiled.append(num_bytes))  # type: ignore[arg-type,func-returns-value,return-value]
+        return len(compiled) > before
+
+    assert is_compiled_at(1 << 30)
+    assert not is_compiled_at((1 << 30) + MAX_GROWTH)
+    assert is_compiled_at((1 << 30) + MAX_GROWTH + 1)
+    assert not is_compiled_at((1 << 30) + MAX_GROWTH + 1), "no more can be freed"
+    assert not is_compiled_at(1 << 29)
+    assert is_compiled_at((1 << 29) + MAX_GROWTH + 1), "from the least on"
 
 
 def test_a_model_without_an_end_token_is_an_error_of_the_request(
