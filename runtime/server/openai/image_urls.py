@@ -66,12 +66,11 @@ class ImageFetcher:
     async def fetch(self, images: list[RemoteImage]) -> int:
         """Replace URLs by data URLs, in place; return their bytes. Raises BadRequest that names the part."""
         left = self.max_bytes
-        for image in images:
-            self._allowed(image)
+        allowed = [self._allowed(image) for image in images]  # all, before one is fetched
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                for image in images:
-                    url = await self._data_url(image, left)
+                for image, (source, target) in zip(images, allowed, strict=True):
+                    url = await self._data_url(image, source, target, left)
                     left -= len(url)
                     if left < 0:
                         raise _refused(image, f"the images of a request may have {self.max_bytes} bytes in base64")
@@ -96,9 +95,8 @@ class ImageFetcher:
             raise _refused(image, f"images are not fetched from {shown(parts.netloc)}; send a data URL")
         return source, f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
 
-    async def _data_url(self, image: RemoteImage, max_bytes: int) -> str:
+    async def _data_url(self, image: RemoteImage, source: Source, target: str, max_bytes: int) -> str:
         """Return an image, or its begin if it has more than `max_bytes`. Raises BadRequest or TimeoutError."""
-        source, target = self._allowed(image)
         writer = None
         try:
             address = await self._address(image, source)
