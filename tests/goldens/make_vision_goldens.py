@@ -32,6 +32,14 @@ SEED = 20261124
 MEAN, STD = (0.4, 0.5, 0.6), (0.3, 0.25, 0.2)
 TOKENS = 60  # without images
 IMAGE_TOKEN = 159  # of all cases
+SIGLIP = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 72,
+    "image_size": 64,
+    "patch_size": 7,
+}
 
 
 @dataclass(frozen=True)
@@ -64,14 +72,7 @@ CASES = {
             "bos_token_id": 0,
             "eos_token_id": 1,
         },
-        {
-            "hidden_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 72,
-            "image_size": 64,
-            "patch_size": 7,
-        },
+        SIGLIP,
         {"scale_factor": 3, "image_token_id": IMAGE_TOKEN, "pad_token_id": 0},
         images=2,
         size=64,
@@ -166,14 +167,7 @@ CASES = {
             "bos_token_id": 0,
             "eos_token_id": 1,
         },
-        {
-            "hidden_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 72,
-            "image_size": 64,
-            "patch_size": 7,
-        },
+        SIGLIP,
         {"mm_tokens_per_image": 9, "image_token_index": IMAGE_TOKEN, "boi_token_index": 157, "eoi_token_index": 158},
         images=2,
         size=64,
