@@ -54,15 +54,20 @@ def read_gemma3_with_images(config: ConfigTable) -> DecoderSpec:
 def _rope_table(config: ConfigTable, kind: str) -> ConfigTable:
     """Return what config.json says of the rotary embedding of full or of sliding layers.
 
-    transformers 4 has `rope_scaling`, which is for full layers; transformers 5 an object per kind of layer.
+    transformers 4 has `rope_scaling`, which is for full layers; transformers 5 an object per kind of layer, and beside
+    them keys without effect where no layer is of one kind. Both apply where a folder has both.
     """
-    if kind == "full_attention" and config.values.get("rope_scaling"):
-        return config.table("rope_scaling")
     by_kind = config.table("rope_parameters")
-    for key in by_kind.values:
-        if key not in ("full_attention", "sliding_attention"):
+    for key, value in by_kind.values.items():
+        if key not in ("full_attention", "sliding_attention") and value not in (None, "default"):
             raise by_kind.refused(key, "absent: full_attention and sliding_attention have one rotary embedding each")
-    return by_kind.table(kind)
+    table = by_kind.table(kind)
+    if kind == "sliding_attention" or not config.values.get("rope_scaling"):
+        return table
+    scaling = config.table("rope_scaling")
+    if "rope_type" not in scaling and scaling.text("type", "default") != "default":
+        raise scaling.refused("type", "named rope_type: transformers 4 scales by `type`, transformers 5 ignores it")
+    return ConfigTable({**table.values, **scaling.values}, scaling.where, scaling.source, scaling.names)
 
 
 def _derive(config: ConfigTable) -> dict[str, Any]:

@@ -244,6 +244,27 @@ def test_sliding_layers_of_gemma3_have_their_own_rotary_embedding(read: Read, ke
     assert read("gemma3", sliding_window_pattern=2, **keys).ropes == (LOCAL, GLOBAL, LOCAL)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8, "rope_theta": 5e5}}},
+        {
+            "rope_scaling": {"rope_type": "linear", "type": "default", "factor": 8},
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e5}},
+        },
+        {  # as transformers 5 writes it where all layers are of one kind
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": None,
+                "full_attention": {"rope_type": "linear", "factor": 8, "rope_theta": 5e5},
+            }
+        },
+    ],
+)
+def test_full_layers_of_gemma3_in_any_form_of_config_json(read: Read, keys: Any) -> None:
+    assert read("gemma3", sliding_window_pattern=2, **keys).ropes[1] == Rope(5e5, LinearScaling(8.0))
+
+
 def test_the_text_part_of_a_gemma3_with_images(read: Read) -> None:
     nothing = dict.fromkeys(MINIMAL, ...)
     text = {"hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10240, "sliding_window": 1024}
@@ -396,6 +417,7 @@ def test_an_invalid_window_is_refused_by_name(read: Read, family: str, keys: Any
         ("gemma3", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.rope_type"),
         ("gemma3", {"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "full_attention.rope_theta"),
         ("gemma3", {"rope_local_base_freq": 0.5}, "rope_local_base_freq"),
+        ("gemma3", {"rope_scaling": {"type": "linear", "factor": 8}}, "rope_scaling.type"),
     ],
 )
 def test_an_invalid_value_of_one_family_is_refused_by_name(read: Read, family: str, keys: Any, culprit: str) -> None:
