@@ -31,7 +31,7 @@ from ..model.runner import SamplingSpec
 from .compiled_grammars import CompiledGrammars
 from .error_mapping import UNMATCHED
 from .job_threads import JobThreads
-from .json_schema import enforceable_schema
+from .json_schema import check_references, enforceable_schema
 from .masks import LEXER_ERROR, MaskJob, MaskQueue, RunningGrammar, StepMasks
 from .text import Tokenizer, has_tokenizer
 from .text_processor import TextProcessor
@@ -95,6 +95,7 @@ def _json_grammar(schema: dict[str, Any] | bool | str) -> str:
         parsed = {} if parsed else {"enum": []}
     if not isinstance(parsed, dict):
         raise ValueError(f"a JSON schema is an object, true or false, not {type(parsed).__name__}")
+    check_references(parsed)
     # "x-guidance" holds options of the library: a client's own would switch off limits.
     checked = {key: value for key, value in enforceable_schema(parsed).items() if key != "x-guidance"}
     return LLMatcher.grammar_from_json_schema(checked, overrides={"whitespace_pattern": JSON_WHITESPACE})

@@ -1,18 +1,23 @@
 """JSON schemas for llguidance, which refuses some keywords even where they allow everything.
 
 A keyword that says nothing, such as `uniqueItems: false`, is left out. Other keywords stay: llguidance enforces or
-refuses them. Dates get a pattern, since its own allows 29 February in every year.
+refuses them. Dates get a pattern, since its own allows 29 February in every year. References that only lead back to
+themselves are refused: llguidance accepts them, and allows no text there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from ..common.errors import InvalidRequest
 
 DATA = frozenset({"const", "default", "enum", "example", "examples"})  # their values are no schemas
 MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # of schemas, by name
+
+BY_REFERENCE = frozenset({"$defs", "definitions"})  # whose schemas apply only where one refers to them
+IN_PLACE = ("allOf", "anyOf", "oneOf")  # with a single schema they say what that one says
 
 DATES = ("date", "date-time")  # formats
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
@@ -38,6 +43,68 @@ def enforceable_schema(schema: Any) -> Any:
         if (is_idle := IDLE.get(key)) is None or not is_idle(value, schema)
     }
     return _with_real_dates(kept) if schema.get("format") in DATES else kept
+
+
+def check_references(root: _Schema) -> None:
+    """Raise InvalidRequest if a reference that is in use leads to itself, without a schema that says something."""
+    grounded: set[int] = set()  # ids of schemas from which no references lead in a circle
+    for schema in _schemas_in_use(root):
+        path: dict[int, str] = {}
+        reference, at = "", schema
+        while isinstance(at, dict) and id(at) not in grounded:
+            if id(at) in path:
+                raise InvalidRequest(
+                    f"the references of the JSON schema lead in a circle: {reference!r} refers to itself, and nothing "
+                    "says which values are valid"
+                )
+            path[id(at)] = reference
+            reference, at = _same_schema(root, at, reference)
+        grounded.update(path)
+
+
+def _schemas_in_use(root: _Schema) -> Iterator[_Schema]:
+    """Yield the schemas in `root`, but of its definitions only those that others refer to."""
+    seen: set[int] = set()
+    pending: list[Any] = [root]
+    while pending:
+        schema = pending.pop()
+        if isinstance(schema, list):
+            pending.extend(schema)
+        elif isinstance(schema, dict) and id(schema) not in seen:
+            seen.add(id(schema))
+            yield schema
+            pending.append(_target(root, schema.get("$ref")))
+            for key, value in schema.items():
+                if key not in DATA and key not in BY_REFERENCE:
+                    pending.extend(value.values() if key in MAPS and isinstance(value, dict) else [value])
+
+
+def _same_schema(root: _Schema, schema: _Schema, reference: str) -> tuple[str, Any]:
+    """Return the schema that decides instead of this one, and the last reference to it; None if this one decides."""
+    if "$ref" in schema:
+        return str(schema["$ref"]), _target(root, schema["$ref"])
+    for key in IN_PLACE:
+        inside = schema.get(key)
+        if isinstance(inside, list) and len(inside) == 1:
+            return reference, inside[0]
+    return reference, None
+
+
+def _target(root: _Schema, reference: Any) -> Any:
+    """Return what a reference to a place in `root` refers to; None for other references, which llguidance resolves."""
+    if not isinstance(reference, str):
+        return None
+    own, _, pointer = reference.partition("#")
+    if own not in ("", root.get("$id")):
+        return None
+    at: Any = root
+    for part in unquote(pointer).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(at, list) and name.isdecimal() and int(name) < len(at):
+            at = at[int(name)]
+        else:
+            at = at.get(name) if isinstance(at, dict) else None
+    return None if pointer and not pointer.startswith("/") else at
 
 
 def _with_real_dates(schema: dict[str, Any]) -> dict[str, Any]:

@@ -82,6 +82,56 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(message: str) -> Non
         check_structure(StructuredOutputs(json={"type": "array", "items": REFUSED[message], "minItems": 1}))
 
 
+@pytest.mark.parametrize(
+    ("reference", "schema"),
+    [
+        ("#", {"$ref": "#"}),
+        ("#", {"$ref": "#", "title": "x"}),
+        ("https://a.example/b", {"$id": "https://a.example/b", "$ref": "https://a.example/b"}),
+        ("#/$defs/a", {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+        ("#/$defs/a", {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "items": {"$ref": "#/$defs/a"}}),
+        (
+            "#/properties/b",
+            {"properties": {"a": {"$ref": "#/properties/b"}, "b": {"anyOf": [{"$ref": "#/properties/a"}]}}},
+        ),
+        (
+            "#/$defs/a~1b%25",
+            {
+                "definitions": {},
+                "$defs": {"a/b%": {"$ref": "#/$defs/a~1b%25"}},
+                "anyOf": [{}, {"$ref": "#/$defs/a~1b%25"}],
+            },
+        ),
+        ("#/allOf/0", {"allOf": [{"$ref": "#/allOf/0"}, {"type": "string"}]}),
+    ],
+    ids=str,
+)
+def test_references_that_lead_in_a_circle_are_refused(reference: str, schema: dict[str, Any]) -> None:
+    message = f"the references of the JSON schema lead in a circle: {reference!r} refers to itself"
+    with pytest.raises(InvalidRequest, match=re.escape(message)):
+        check_structure(StructuredOutputs(json=schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "additionalProperties": {"$ref": "#"}},
+        {"anyOf": [{"$ref": "#"}, {"type": "string"}]},
+        {"$defs": {"a": {"$ref": "#/$defs/a"}}, "type": "string"},
+        {
+            "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "array", "items": {"$ref": "#/$defs/a"}}},
+            "$ref": "#/$defs/a",
+        },
+        {"enum": [{"$ref": "#/enum/0"}]},
+        {"properties": {"$ref": {"type": "string"}, "const": {"items": {"$ref": "#"}}}},
+        {"$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(40)} | {"40": {}}, "$ref": "#/$defs/0"},
+    ],
+    ids=str,
+)
+def test_other_references_are_accepted(schema: dict[str, Any]) -> None:
+    check_structure(StructuredOutputs(json=schema))
+
+
 IDLE: list[dict[str, Any]] = [
     {"uniqueItems": False, "minItems": 0},
     {"not": False},
