@@ -732,6 +732,20 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/server/openai/connection.py",
+        "            self._send_buffer.leave()\n            self._send_buffer.join",
+        "            self._send_buffer.join",
+        "a connection counts for the tenants of its earlier requests: one tenant's load ends another's answer",
+        HTTP_API,
+    ),
+    Mutant(
+        "runtime/server/openai/exchange.py",
+        'self.headers["host"] = whole["path"] or "/", whole["host"].encode()',
+        'self.headers["host"] = whole["path"] or "/", self.headers["host"]',
+        "a target that is a whole URL is answered for the name of another site",
+        HTTP_API,
+    ),
+    Mutant(
+        "runtime/server/openai/connection.py",
         "return _checked_head(event)",
         "return event",
         "a head that arrives in one piece may be longer than the limit",
@@ -864,7 +878,7 @@ MUTANTS = [
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/api.py",
+        "runtime/server/openai/tokens.py",
         '    for name in ("prompt", "add_special_tokens"):\n',
         '    for name in ("prompt",):\n',
         "add_special_tokens is ignored for a chat",

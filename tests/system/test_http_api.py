@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import ssl
 from collections.abc import Awaitable, Callable
@@ -457,13 +458,35 @@ async def test_a_body_of_quotes_takes_linear_time(system: Any) -> None:
         ("GET", "//v1/models", 404, ""),
         ("GET", "/v1/models%2f", 404, ""),
         ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", 404, "does not exist"),
-        ("GET", "http://localhost/v1/models", 404, ""),
+        ("GET", "/v1/models/", 404, "no slash at its end"),
+        ("POST", "/v1/tokenize", 404, "the path is /tokenize, without /v1"),
+        ("GET", "http://localhost/v1/model", 404, "'/v1/model'"),
+        ("GET", "http://evil.example/v1/models", 403, "'evil.example'"),
+        ("GET", "http://localhost@evil.example/v1/models", 403, "evil"),
     ],
 )
 async def test_a_wrong_path_or_method(system: Any, method: str, path: str, status: int, text: str) -> None:
     reply = await ask(system, path, method=method)
     assert reply.status == status
     assert text in reply.error["message"]
+
+
+@pytest.mark.parametrize("target", ["http://127.0.0.1:8000/version", "HTTP://localhost/version?a=b", "/version"])
+async def test_a_target_may_be_a_whole_url(system: Any, target: str) -> None:
+    reply = await ask(system, target, method="GET")
+    assert (reply.status, list(reply.json)) == (200, ["version"])
+
+
+async def test_the_host_of_a_whole_url_counts_and_not_the_header(system: Any) -> None:
+    assert (await ask(system, "http://localhost/version", method="GET", host="evil.example")).status == 200
+    assert (await ask(system, "http://localhost", method="GET")).headers["content-type"].startswith("text/html")
+
+
+async def test_a_body_that_is_not_wanted_or_missing(system: Any) -> None:
+    unwanted = await ask(system, "/v1/models", {"a": 1}, method="GET")
+    assert (unwanted.status, unwanted.error["message"]) == (413, "this method of this path takes no body")
+    missing = await ask(system, COMPLETIONS)
+    assert (missing.status, "the body is empty" in missing.error["message"]) == (400, True)
 
 
 async def test_a_refusal_says_when_to_retry(system: Any) -> None:
@@ -511,8 +534,6 @@ async def test_keys_are_bearer_tokens(serve: Serve) -> None:
 
 
 async def test_tenants_have_their_own_limits(serve: Serve, tmp_path: Any) -> None:
-    import hashlib
-
     keys = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("ann", "ben")}
     path = tmp_path / "keys.toml"
     path.write_text(f'[ann]\nkeys = ["{keys["ann"]}"]\nrequests_per_minute = 1\n[ben]\nkeys = ["{keys["ben"]}"]\n')
@@ -523,6 +544,29 @@ async def test_tenants_have_their_own_limits(serve: Serve, tmp_path: Any) -> Non
             reply = await client.ask("POST", COMPLETIONS, complete(), {"authorization": f"Bearer {name}"})
             assert reply.status == status
     assert [each.tenant for each in system.engine.requests] == ["ann", "ben", "ben"]
+
+
+async def test_output_counts_for_the_tenant_of_its_own_request(
+    serve: Serve, tmp_path: Any, eventually: Eventually
+) -> None:
+    """A connection's earlier tenant exceeds its share of unsent output: only that tenant's requests end."""
+    keys = tmp_path / "keys.toml"
+    digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("ann", "ben")}
+    keys.write_text("".join(f'[{name}]\nkeys = ["{digest}"]\n' for name, digest in digests.items()))
+    keys.chmod(0o600)
+    system = await serve(auth_tokens=str(keys), max_frame_bytes=65_536, max_unsent_bytes=2 * 65_540)
+    unsent = system.server._context.unsent
+    async with connection(system) as shared, connection(system) as first, connection(system) as second:
+        assert (await shared.ask("POST", COMPLETIONS, complete(), {"authorization": "Bearer ann"})).status == 200
+        system.engine.text_bytes = 60_000
+        shared.send("POST", COMPLETIONS, complete("hold"), {"authorization": "Bearer ben"})
+        await eventually(lambda: unsent.of("ben").num_bytes >= 60_000)
+        system.engine.text_bytes = 35_000
+        first.send("POST", COMPLETIONS, complete("hold"), {"authorization": "Bearer ann"})
+        await eventually(lambda: unsent.of("ann").num_bytes >= 35_000)
+        second.send("POST", COMPLETIONS, complete("hold"), {"authorization": "Bearer ann"})
+        await eventually(lambda: len(system.engine.requests) == 4 and len(system.engine.live) == 2)
+        assert sorted(each.request.tenant for each in system.engine.live) == ["ann", "ben"]
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil"])

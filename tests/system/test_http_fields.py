@@ -175,6 +175,9 @@ MESSAGES = [{"role": "user", "content": "a"}]
         (CHAT, {"guided_json": REFUSED, "stream": True}, "guided_json"),
         (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": REFUSED}}}, "text.format"),
         (RESPONSES, {"include": ["reasoning.encrypted_content"]}, "include"),
+        (RESPONSES, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        (RESPONSES, {"reasoning": {"effort": "most"}}, "reasoning.effort"),
+        (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -186,6 +189,46 @@ async def test_an_error_names_the_field_of_the_body(real: Any, path: str, body: 
         param,
         param,
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        (COMPLETIONS, {"prompt": ""}, "prompt", None),
+        (COMPLETIONS, {"prompt": "a " * 3000}, "prompt", "context_length_exceeded"),
+        (CHAT, {"messages": [{"role": "user", "content": "a " * 3000}]}, "messages", "context_length_exceeded"),
+        (RESPONSES, {"input": "a " * 3000}, "input", "context_length_exceeded"),
+        (f"{RESPONSES}/input_tokens", {"input": []}, "input", None),
+    ],
+)
+async def test_an_error_about_the_prompt_names_the_field_that_has_it(
+    real: Any, path: str, body: Any, param: str, code: str | None
+) -> None:
+    reply = await ask(real, path, body)
+    assert (reply.status, reply.error["param"], reply.error["code"]) == (400, param, code)
+
+
+async def test_the_tokens_of_an_input_are_counted_as_a_response_counts_them(real: Any) -> None:
+    first = {"input": "What is a queue?", "instructions": "Be brief.", "max_output_tokens": 4, "store": True}
+    response = (await ask(real, RESPONSES, first)).json
+    counted = await ask(real, f"{RESPONSES}/input_tokens", first)
+    assert counted.json == {"object": "response.input_tokens", "input_tokens": response["usage"]["input_tokens"]}
+    follow = {"input": "And a stack?", "previous_response_id": response["id"]}
+    longer = (await ask(real, f"{RESPONSES}/input_tokens", follow)).json["input_tokens"]
+    assert longer == (await ask(real, RESPONSES, {**follow, "max_output_tokens": 1})).json["usage"]["input_tokens"]
+
+
+@pytest.mark.parametrize("token", [" 10", "1_0", "+5", "05", "\u0661", ""])
+async def test_a_biased_token_is_a_plain_number(system: Any, token: str) -> None:
+    reply = await ask(system, COMPLETIONS, {"prompt": "p", "logit_bias": {token: 1}})
+    assert (reply.status, reply.error["param"]) == (400, "logit_bias")
+
+
+async def test_medium_verbosity_asks_for_nothing(system: Any) -> None:
+    assert (await ask(system, CHAT, {"messages": MESSAGES, "verbosity": "medium"})).status == 200
+    assert (await ask(system, RESPONSES, {"input": "a", "text": {"verbosity": "medium"}})).status == 200
+    refused = await ask(system, RESPONSES, {"input": "a", "text": {"verbosity": "low"}})
+    assert (refused.status, refused.error["param"]) == (400, "text.verbosity")
 
 
 def _without_bytes(entry: dict[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Set
 from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
@@ -17,15 +15,13 @@ import msgspec
 from structlog.contextvars import bound_contextvars
 
 from ...common.errors import QuireError, Unavailable
-from ...common.prompts import shown
-from ...engine.facade import EngineInfo, GenerateRequest
-from ...engine.validator import check_num_images
+from ...engine.facade import EngineInfo
 from ..monitoring import OperatorServer, Readiness
 from ..pages import PAGE_HEADERS, PageFile, read_page
 from ..request_handler import AppContext
 from ..request_log import quire_error
 from ..stored_index import ToStore
-from .calls import Call, chat_call, chat_prompt, checked_messages, completion_call
+from .calls import Call, chat_call, completion_call
 from .embeddings import (
     EMBEDDING_FIELDS,
     RERANK_FIELDS,
@@ -36,24 +32,26 @@ from .embeddings import (
     rerank_call,
     score_call,
 )
-from .errors import BadRequest, HTTPAnswer
+from .errors import STRUCTURE, BadRequest, HTTPAnswer
 from .exchange import Exchange
-from .fields import KNOWN, TOKENIZE, Fields, check_model
+from .fields import KNOWN, Fields, check_model
 from .formats import ChatFormat, CompletionFormat
-from .image_urls import ImageFetcher
-from .json_body import PARSED_AT_ONCE, BodyReader, parse_object
+from .request_reader import RequestReader
 from .responses import RESPONSE_KNOWN, ResponseFormat, response_call
 from .running import CallRunner, StreamedOutput, WholeOutput
 from .stored import Endpoint, KeptRequests, idempotency_key
 from .structure import structure_field
+from .tokens import TokenAnswers
 
 BEARER = b"bearer "
 MODELS = "/v1/models"
 CHATS = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
-CHAT_ENDPOINT = Endpoint(chat_call, ChatFormat, KNOWN, "chat.completion.deleted")
+INPUT_TOKENS = "/v1/responses/input_tokens"
+CHAT_ENDPOINT = Endpoint(chat_call, ChatFormat, KNOWN, "chat.completion.deleted", {"prompt": "messages"})
 COMPLETION_ENDPOINT = Endpoint(completion_call, CompletionFormat, KNOWN)
-RESPONSE_ENDPOINT = Endpoint(response_call, ResponseFormat, RESPONSE_KNOWN, "response")
+RESPONSE_NAMES = {"prompt": "input", "reasoning_effort": "reasoning.effort"}
+RESPONSE_ENDPOINT = Endpoint(response_call, ResponseFormat, RESPONSE_KNOWN, "response", RESPONSE_NAMES)
 PAGE = ("chat.html", "chat.css", "chat.js", "api.js", "conversations.js", "view.js")  # in the folder `page`
 EMBEDDING_CALLS = {
     "/v1/embeddings": (embedding_call, EMBEDDING_FIELDS),
@@ -83,9 +81,9 @@ class Api:
         self._readiness = readiness
         self._model = model
         self._started = int(time.time())
-        self._images = ImageFetcher(context.config.allowed_image_hosts, context.config.max_frame_bytes)
-        self._bodies = BodyReader()
-        self._kept = KeptRequests(context, model, self._bodies)
+        self._reader = RequestReader(context, model)
+        self._kept = KeptRequests(context, model, self._reader.bodies)
+        tokens = TokenAnswers(context, self._reader, self._kept)
         self._routes: dict[str, dict[str, Route]] = {
             "/health": {"GET": Route(self._health, needs_key=False)},
             "/version": {"GET": Route(self._version, needs_key=False)},
@@ -93,8 +91,9 @@ class Api:
             CHATS: {"POST": Route(partial(self._generate, CHAT_ENDPOINT), takes_body=True)},
             "/v1/completions": {"POST": Route(partial(self._generate, COMPLETION_ENDPOINT), takes_body=True)},
             RESPONSES: {"POST": Route(partial(self._generate, RESPONSE_ENDPOINT), takes_body=True)},
-            "/tokenize": {"POST": Route(self._tokenize, takes_body=True)},
-            "/detokenize": {"POST": Route(self._detokenize, takes_body=True)},
+            INPUT_TOKENS: {"POST": Route(partial(tokens.count_input, RESPONSE_ENDPOINT), takes_body=True)},
+            "/tokenize": {"POST": Route(tokens.tokenize, takes_body=True)},
+            "/detokenize": {"POST": Route(tokens.detokenize, takes_body=True)},
         }
         for path, (read_call, known) in EMBEDDING_CALLS.items():
             self._routes[path] = {"POST": Route(partial(self._embed, read_call, known), takes_body=True)}
@@ -112,7 +111,7 @@ class Api:
 
     def close(self) -> None:
         """Read no long body any more. Idempotent."""
-        self._bodies.close()
+        self._reader.close()
 
     def route(self, exchange: Exchange) -> Route:
         """Return what answers the request, whose tenant is set. Raises BadRequest or Unauthenticated."""
@@ -133,7 +132,7 @@ class Api:
 
     def _routes_below(self, path: str) -> Mapping[str, Route] | None:
         """Return what answers the methods of a path that contains a name."""
-        if path.startswith(f"{MODELS}/"):
+        if path.startswith(f"{MODELS}/") and path != f"{MODELS}/":
             return {"GET": Route(self._one_model)}
         kept = self._kept
         parent, _, last = path.rpartition("/")
@@ -163,18 +162,18 @@ class Api:
     async def _generate(self, endpoint: Endpoint, exchange: Exchange) -> None:
         context, tenant = self._context, exchange.tenant
         assert tenant is not None, "authenticated"
-        with self._reporting(exchange):
+        with self._reader.reporting(exchange):
             if context.leaves_at is not None:
                 raise Unavailable("the server is shutting down; send this request elsewhere")
             key = idempotency_key(exchange.headers)
             num_bytes = len(exchange.body)
-            fields = await self._fields(exchange, endpoint.known)
-            num_bytes += await self._fetch_images(fields, tenant.name)
+            fields = await self._reader.fields(exchange, endpoint.known)
+            num_bytes += await self._reader.fetch_images(fields, tenant.name)
             if endpoint is RESPONSE_ENDPOINT and "previous_response_id" in fields.values:
                 num_bytes += await self._kept.add_previous(endpoint, fields, exchange)
-            exchange.structure_field = structure_field(fields.values.keys())
+            exchange.field_names = {**endpoint.field_names, STRUCTURE: structure_field(fields.values.keys())}
             read = partial(_read_call, endpoint, fields, context.engine.info, tenant.name)
-            to_store, call = await self._bodies.read(tenant.name, num_bytes, read)
+            to_store, call = await self._reader.bodies.read(tenant.name, num_bytes, read)
         try:
             if key is not None or call.store:
                 answer = self._kept.submit(exchange, endpoint, call, key, to_store if call.store else None)
@@ -200,10 +199,10 @@ class Api:
     ) -> None:
         context, tenant = self._context, exchange.tenant
         assert tenant is not None, "authenticated"
-        with self._reporting(exchange):
+        with self._reader.reporting(exchange):
             if context.leaves_at is not None:
                 raise Unavailable("the server is shutting down; send this request elsewhere")
-            call = read_call(await self._fields(exchange, known, self._model_names), tenant.name)
+            call = read_call(await self._reader.fields(exchange, known, self._model_names), tenant.name)
         try:
             live = context.requests.embed(tenant, exchange.number, call.request)
         except QuireError as error:
@@ -214,86 +213,6 @@ class Api:
         del call  # it holds the texts
         if (failure := await answering) is not None:
             exchange.refuse(failure, known)
-
-    async def _tokenize(self, exchange: Exchange) -> None:
-        tenant = exchange.tenant
-        assert tenant is not None, "authenticated"
-        engine, texts = self._context.engine, self._context.requests.texts.of(tenant.name)
-        num_bytes = len(exchange.body)
-        with self._reporting(exchange):
-            fields = await self._fields(exchange)
-            fields.check_supported(TOKENIZE)
-            await self._fetch_images(fields, tenant.name)
-            if "messages" in fields.values:
-                read = partial(_chat_to_tokenize, fields, engine.info, tenant.name)
-                request = await self._bodies.read(tenant.name, num_bytes, read)
-                release = texts.reserve(request.text_bytes())
-                tokenizing = engine.tokenize_chat(request)
-            else:
-                fields.required("prompt")
-                text = fields.take("prompt", str, "")
-                release = texts.reserve(sys.getsizeof(text))
-                adds_special = fields.take("add_special_tokens", bool, True)
-                tokenizing = engine.tokenize(text, adds_special, tenant=tenant.name)
-            try:
-                tokens = await tokenizing
-            finally:
-                release()
-            texts_of_tokens = None
-            if fields.take("return_token_strs", bool, False):
-                texts_of_tokens = [engine.token(token).data.decode(errors="replace") for token in tokens]
-        body = {"count": len(tokens), "max_model_len": engine.info.max_model_len}
-        exchange.respond(_json({**body, "tokens": tokens, "token_strs": texts_of_tokens}))
-
-    async def _detokenize(self, exchange: Exchange) -> None:
-        tenant = exchange.tenant
-        assert tenant is not None, "authenticated"
-        with self._reporting(exchange):
-            fields = await self._fields(exchange)
-            fields.required("tokens")
-            tokens = fields.take("tokens", list, [])
-            if set(map(type, tokens)) - {int}:
-                raise BadRequest(f"tokens must be a list of token ids, not {shown(tokens)}", "tokens")
-            text = await self._context.engine.detokenize(tuple(tokens), tenant=tenant.name)
-        exchange.respond(_json({"prompt": text}))
-
-    async def _fetch_images(self, fields: Fields, tenant: str) -> int:
-        """Replace the URLs of images at listed hosts by data URLs; return their bytes. Raises a refusal."""
-        images = self._images.remote_images(fields.values)
-        if not images:
-            return 0
-        check_num_images(len(images), self._context.engine.info)
-        release = self._context.requests.texts.of(tenant).reserve(self._images.max_bytes)
-        try:
-            return await self._images.fetch(images)
-        finally:
-            release()
-
-    async def _fields(self, exchange: Exchange, known: Set[str] = KNOWN, models: Sequence[str] = ()) -> Fields:
-        """Return the body's fields, once its model is checked. Raises BadRequest, or the refusal of a long body."""
-        tenant, body = exchange.tenant, exchange.body
-        assert tenant is not None, "authenticated"
-        exchange.body = b""
-        is_long = len(body) > PARSED_AT_ONCE
-        release = self._context.requests.texts.of(tenant.name).reserve(len(body) if is_long else 0)
-        try:
-            fields = Fields(await self._bodies.read(tenant.name, len(body), partial(parse_object, body)))
-        finally:
-            release()
-        self._context.observer.http_unknown_fields.value += fields.num_unknown(known)
-        check_model(fields, models or (self._model,))
-        return fields
-
-    @contextmanager
-    def _reporting(self, exchange: Exchange) -> Iterator[None]:
-        """Count and log a refusal that the engine does not see, and raise it again."""
-        try:
-            yield
-        except QuireError as error:
-            assert exchange.tenant is not None, "authenticated"
-            self._context.observer.on_rejected(error)
-            self._context.requests.log.refused(exchange.tenant.name, exchange.number, error.code, error.retry_after_ms)
-            raise
 
     # What needs no engine
 
@@ -324,8 +243,11 @@ class Api:
 
     def _not_found(self, path: str) -> BadRequest:
         advice = f"the paths are {', '.join(self._routes)}"
-        if f"/v1{path}" in self._routes or path.removeprefix("/v1") in self._routes:
+        without_v1 = path.removeprefix("/v1")
+        if f"/v1{path}" in self._routes or (without_v1.startswith("/v1/") and without_v1 in self._routes):
             advice = "the base URL of this server ends with /v1, once"
+        elif without_v1 in self._routes:
+            advice = f"the path is {without_v1}, without /v1"
         elif path.rstrip("/") in self._routes:
             advice = "this path has no slash at its end"
         return BadRequest(f"there is no {path[:200]!r} here; {advice}", error_code="not_found", status=404)
@@ -353,14 +275,6 @@ class Api:
 def _read_call(endpoint: Endpoint, fields: Fields, info: EngineInfo, tenant: str) -> tuple[ToStore | None, Call]:
     """Return what to keep of a request if it is stored, and its call. Raises InvalidRequest."""
     return endpoint.to_store(fields), endpoint.read_call(fields, info, tenant)
-
-
-def _chat_to_tokenize(fields: Fields, info: EngineInfo, tenant: str) -> GenerateRequest:
-    """Return the request whose prompt is to be tokenized. Raises BadRequest."""
-    for name in ("prompt", "add_special_tokens"):
-        if fields.values.get(name):
-            raise BadRequest(f"{name} cannot be used with messages", name)
-    return chat_prompt(fields.values, checked_messages(fields.values["messages"], info), tenant)
 
 
 def _key(headers: Mapping[str, bytes]) -> str | None:

@@ -206,7 +206,8 @@ class HTTPConnection:
     async def _read_body(self, head: h11.Request, *, takes_body: bool) -> bytes:
         """Return the request's body. Raises BadRequest for one that is too long or too slow, RemoteProtocolError."""
         limit = self._config.max_frame_bytes if takes_body else 0
-        too_long = BadRequest(f"the body is longer than {limit} bytes", error_code="request_too_large", status=413)
+        text = f"the body is longer than {limit} bytes" if takes_body else "this method of this path takes no body"
+        too_long = BadRequest(text, error_code="request_too_large", status=413)
         lengths = [value for name, value in head.headers if name == b"content-length"]
         if lengths and int(lengths[0]) > limit:
             raise too_long

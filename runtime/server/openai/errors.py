@@ -75,12 +75,14 @@ _KINDS: tuple[tuple[type[QuireError], _Kind], ...] = (
 )
 
 
-def error_answer(error: QuireError, fields: Collection[str] = (), structure: str = STRUCTURE) -> HTTPAnswer:
+def error_answer(
+    error: QuireError, fields: Collection[str] = (), names: Mapping[str, str] = MappingProxyType({})
+) -> HTTPAnswer:
     """Return `error` as an answer.
 
-    `fields` are the names of the body that its `param` may be; `structure` is the one that had the grammar.
+    `fields` are the parameters that it may be about, and `names` those that have another name in this body.
     """
-    content = _body(error, fields, structure)
+    content = _body(error, fields, names)
     if isinstance(error, BadRequest):
         return HTTPAnswer(error.status, content, JSON, {"x-should-retry": "false", **error.headers})
     return HTTPAnswer(_kind(error).status, content, JSON, _retry_headers(error))
@@ -88,14 +90,14 @@ def error_answer(error: QuireError, fields: Collection[str] = (), structure: str
 
 def error_event(error: QuireError) -> bytes:
     """Return `error` as the last event of a stream."""
-    return b"data: " + _body(error, (), STRUCTURE) + b"\n\n"
+    return b"data: " + _body(error, (), {}) + b"\n\n"
 
 
 def _kind(error: QuireError) -> _Kind:
     return next(kind for cls, kind in _KINDS if isinstance(error, cls))
 
 
-def _body(error: QuireError, fields: Collection[str], structure: str) -> bytes:
+def _body(error: QuireError, fields: Collection[str], names: Mapping[str, str]) -> bytes:
     kind = _kind(error)
     message = str(error).encode("utf-8", "replace").decode()  # it may quote a lone surrogate
     param, code = None, kind.code
@@ -103,10 +105,12 @@ def _body(error: QuireError, fields: Collection[str], structure: str) -> bytes:
         param = error.param and error.param.encode("utf-8", "replace").decode()  # or be one
         code = error.error_code
     else:  # the engine's messages about a parameter begin with its name
-        first = message.partition(" ")[0].rstrip(":").partition("[")[0]
-        param = first if first in fields else None
-        if first == STRUCTURE and structure != STRUCTURE:
-            param, message = structure, structure + message.removeprefix(STRUCTURE)
+        first = message.removeprefix("the " if message.startswith("the prompt ") else "")
+        first = first.partition(" ")[0].rstrip(":").partition("[")[0]
+        if first in fields or first == STRUCTURE:
+            param = names.get(first, first)
+        if param is not None and first != "prompt":  # which is what the engine makes of messages, too
+            message = param + message.removeprefix(first)
     return msgspec.json.encode({"error": {"message": message, "type": kind.type, "param": param, "code": code}})
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Protocol
@@ -19,7 +19,7 @@ from ...common.logs import new_id
 from ..monitoring import CancelCause
 from ..send_buffer import SendBuffer
 from ..tenants import Tenant
-from .errors import STRUCTURE, HTTPAnswer, error_answer, error_event
+from .errors import HTTPAnswer, error_answer, error_event
 
 KEEP_ALIVE_S = 15.0  # between comments that keep a silent stream alive through proxies
 # One line without the empty one that ends an event: after it, clients that saw an `id` would read an empty event.
@@ -28,6 +28,7 @@ EVENT_HEADERS = [("content-type", "text/event-stream; charset=utf-8"), ("x-accel
 
 END_OF_EVENT = b"\n\n"
 
+_ABSOLUTE = re.compile(r"https?://(?P<host>[^/?#]*)(?P<path>.*)", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
@@ -65,10 +66,12 @@ class Exchange:
     def __init__(self, http: h11.Connection, send_buffer: SendBuffer, request: h11.Request, number: int) -> None:
         self.number = number  # on its connection
         self.method = request.method.decode("ascii")
-        self.target = request.target.decode("ascii", "replace")
         self.headers = {name.decode("ascii"): value for name, value in request.headers}
+        self.target = request.target.decode("ascii", "replace")
+        if (whole := _ABSOLUTE.fullmatch(self.target)) is not None:  # as clients send it to proxies
+            self.target, self.headers["host"] = whole["path"] or "/", whole["host"].encode()
         self.body = b""
-        self.structure_field = STRUCTURE  # the field of the body with the grammar
+        self.field_names: Mapping[str, str] = {}  # of the body, for names that the engine's errors have
         self.send_buffer = send_buffer
         self.tenant: Tenant | None = None  # once authenticated
         self.lives: list[Cancellable] = []  # requests in the engine, or the reader of kept output
@@ -123,7 +126,7 @@ class Exchange:
             self._send_data(error_event(error))
             self.end_events()
         else:
-            self.respond(error_answer(error, fields, self.structure_field))
+            self.respond(error_answer(error, fields, self.field_names))
 
     def leave(self, cause: CancelCause) -> None:
         """Cancel what runs: the client has left, or reads too slowly."""

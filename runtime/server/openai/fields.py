@@ -6,6 +6,7 @@ ignored and counted. `null` is the same as leaving a field out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, TypeVar
 
@@ -63,7 +64,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "moderation": (),
     "reasoning_effort": (),
     "enable_thinking": (),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "suffix": ("",),
@@ -157,10 +158,9 @@ def sampling_fields(fields: Fields, info: EngineInfo) -> dict[str, Any]:
 
 
 def _logit_bias(given: dict[str, Any]) -> dict[int, Any]:
-    try:
-        return {int(token): value for token, value in given.items()}
-    except ValueError:
-        raise BadRequest(f"logit_bias maps token ids to numbers, not {shown(given)}", "logit_bias") from None
+    if not all(re.fullmatch("-?(0|[1-9][0-9]{0,18})", token) for token in given):
+        raise BadRequest(f"logit_bias maps token ids to numbers, not {shown(given)}", "logit_bias")
+    return {int(token): value for token, value in given.items()}
 
 
 def request_fields(fields: Fields) -> dict[str, Any]:

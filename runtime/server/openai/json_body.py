@@ -43,6 +43,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
     Raises BadRequest that names the fault.
     """
+    if not body:
+        raise BadRequest('the body is empty; it must be a JSON object such as {"model": "…"}')
     _check_size(body)
     decoder = _DECODER if len(body) <= PARSED_AT_ONCE else _PATIENT_DECODER
     try:

@@ -9,7 +9,7 @@ from ...common.prompts import shown
 from ...common.types import Delta
 from .choices import Choice
 from .errors import BadRequest
-from .tools import call_id
+from .tools import EFFORTS, call_id
 
 # Of the kinds of runs: the prefix of an item's id, and the name of its deltas.
 PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}
@@ -78,6 +78,9 @@ def chat_fields(values: dict[str, Any]) -> dict[str, Any]:
             fields["tool_choice"] = choice
     match values.get("reasoning", {}):
         case {"effort": effort, **rest} if not (rest.keys() - {"summary"}):
+            if effort not in (None, *EFFORTS):
+                text = f"reasoning.effort must be one of {', '.join(EFFORTS)}, not {shown(effort)}"
+                raise BadRequest(text, "reasoning.effort")
             fields |= {} if effort is None else {"reasoning_effort": effort}
         case {**rest} if not (rest.keys() - {"summary"}):
             pass

@@ -32,6 +32,7 @@ FIELDS = COMMON - {"n", "max_tokens", "logprobs", "logit_bias", "response_format
 FIELDS |= {"input", "instructions", "max_output_tokens", "text", "store", "background", "previous_response_id"}
 FIELDS |= {"include", "top_logprobs", "service_tier", "reasoning"} | TOOLS - {"reasoning_effort"}
 TEXT_FORMAT = {"type": "text"}
+TEXT_DEFAULTS = {"verbosity": "medium"}  # besides its format
 FORMAT_OPTIONS: dict[str, type] = {"description": str, "strict": bool}  # of a JSON schema, besides its name
 UNSUPPORTED_HERE: dict[str, tuple[object, ...]] = {
     **UNSUPPORTED,
@@ -130,7 +131,9 @@ def _use_text_format(fields: Fields) -> None:
     """Give `text.format` the name and form that it has in chats. Raises BadRequest."""
     text = Fields(fields.take("text", dict, {}))
     given = text.take("format", dict, TEXT_FORMAT)
-    if other := sorted(text.values.keys() - {"format"}):
+    if other := sorted(
+        name for name, value in text.values.items() if name != "format" and value != TEXT_DEFAULTS.get(name)
+    ):
         raise BadRequest(f"text.{other[0]} is not supported; leave it out", f"text.{other[0]}")
     match given:
         case {"type": "json_schema", "name": str(), "schema": schema, **rest} if rest.keys() <= FORMAT_OPTIONS.keys():

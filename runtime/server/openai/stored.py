@@ -11,6 +11,7 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Set
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
@@ -51,6 +52,7 @@ class Endpoint(NamedTuple):
     form_class: type[Format]
     known: Set[str]
     deleted_object: str = ""  # what the answer to DELETE calls itself, where outputs can be stored
+    field_names: Mapping[str, str] = MappingProxyType({})  # of the body, for names that the engine's errors have
 
     @property
     def id_prefix(self) -> str:

@@ -1,0 +1,70 @@
+"""`RequestReader`: the fields of bodies, the images that they name, and the refusals that the engine never sees.
+
+Must not import what answers a path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from functools import partial
+
+from ...common.errors import QuireError
+from ...engine.validator import check_num_images
+from ..request_handler import AppContext
+from .exchange import Exchange
+from .fields import KNOWN, Fields, check_model
+from .image_urls import ImageFetcher
+from .json_body import PARSED_AT_ONCE, BodyReader, parse_object
+
+
+class RequestReader:
+    """Reads the requests of every HTTP connection of one server."""
+
+    def __init__(self, context: AppContext, model: str) -> None:
+        self.bodies = BodyReader()
+        self._context = context
+        self._model = model
+        self._images = ImageFetcher(context.config.allowed_image_hosts, context.config.max_frame_bytes)
+
+    def close(self) -> None:
+        """Read no long body any more. Idempotent."""
+        self.bodies.close()
+
+    async def fields(self, exchange: Exchange, known: Set[str] = KNOWN, models: Sequence[str] = ()) -> Fields:
+        """Return the body's fields, once its model is checked. Raises BadRequest, or the refusal of a long body."""
+        tenant, body = exchange.tenant, exchange.body
+        assert tenant is not None, "authenticated"
+        exchange.body = b""
+        is_long = len(body) > PARSED_AT_ONCE
+        release = self._context.requests.texts.of(tenant.name).reserve(len(body) if is_long else 0)
+        try:
+            fields = Fields(await self.bodies.read(tenant.name, len(body), partial(parse_object, body)))
+        finally:
+            release()
+        self._context.observer.http_unknown_fields.value += fields.num_unknown(known)
+        check_model(fields, models or (self._model,))
+        return fields
+
+    async def fetch_images(self, fields: Fields, tenant: str) -> int:
+        """Replace the URLs of images at listed hosts by data URLs; return their bytes. Raises a refusal."""
+        images = self._images.remote_images(fields.values)
+        if not images:
+            return 0
+        check_num_images(len(images), self._context.engine.info)
+        release = self._context.requests.texts.of(tenant).reserve(self._images.max_bytes)
+        try:
+            return await self._images.fetch(images)
+        finally:
+            release()
+
+    @contextmanager
+    def reporting(self, exchange: Exchange) -> Iterator[None]:
+        """Count and log a refusal that the engine does not see, and raise it again."""
+        try:
+            yield
+        except QuireError as error:
+            assert exchange.tenant is not None, "authenticated"
+            self._context.observer.on_rejected(error)
+            self._context.requests.log.refused(exchange.tenant.name, exchange.number, error.code, error.retry_after_ms)
+            raise

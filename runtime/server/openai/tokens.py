@@ -1,0 +1,106 @@
+"""Texts and chats as token ids, without output: `/tokenize`, `/detokenize`, and the tokens of a response's input."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ...common.prompts import shown
+from ...engine.facade import EngineInfo, GenerateRequest
+from ..request_handler import AppContext
+from .calls import chat_prompt, checked_messages
+from .errors import BadRequest, HTTPAnswer
+from .exchange import Exchange
+from .fields import TOKENIZE, Fields
+from .request_reader import RequestReader
+from .responses import response_call
+from .stored import Endpoint, KeptRequests
+
+
+class TokenAnswers:
+    """Answers requests for token ids and their texts."""
+
+    def __init__(self, context: AppContext, reader: RequestReader, kept: KeptRequests) -> None:
+        self._context = context
+        self._reader = reader
+        self._kept = kept
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        """Answer with the ids of a text, or of a chat as its template writes it."""
+        tenant = exchange.tenant
+        assert tenant is not None, "authenticated"
+        engine, num_bytes = self._context.engine, len(exchange.body)
+        with self._reader.reporting(exchange):
+            fields = await self._reader.fields(exchange)
+            fields.check_supported(TOKENIZE)
+            await self._reader.fetch_images(fields, tenant.name)
+            if "messages" in fields.values:
+                exchange.field_names = {"prompt": "messages"}
+                read = partial(_chat_to_tokenize, fields, engine.info, tenant.name)
+                tokens = await self._tokens_of(await self._reader.bodies.read(tenant.name, num_bytes, read))
+            else:
+                fields.required("prompt")
+                text = fields.take("prompt", str, "")
+                adds_special = fields.take("add_special_tokens", bool, True)
+                release = self._context.requests.texts.of(tenant.name).reserve(sys.getsizeof(text))
+                try:
+                    tokens = await engine.tokenize(text, adds_special, tenant=tenant.name)
+                finally:
+                    release()
+            texts_of_tokens = None
+            if fields.take("return_token_strs", bool, False):
+                texts_of_tokens = [engine.token(token).data.decode(errors="replace") for token in tokens]
+        body = {"count": len(tokens), "max_model_len": engine.info.max_model_len}
+        _answer(exchange, {**body, "tokens": tokens, "token_strs": texts_of_tokens})
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        """Answer with the text of token ids."""
+        tenant = exchange.tenant
+        assert tenant is not None, "authenticated"
+        with self._reader.reporting(exchange):
+            fields = await self._reader.fields(exchange)
+            fields.required("tokens")
+            tokens = fields.take("tokens", list, [])
+            if set(map(type, tokens)) - {int}:
+                raise BadRequest(f"tokens must be a list of token ids, not {shown(tokens)}", "tokens")
+            text = await self._context.engine.detokenize(tuple(tokens), tenant=tenant.name)
+        _answer(exchange, {"prompt": text})
+
+    async def count_input(self, endpoint: Endpoint, exchange: Exchange) -> None:
+        """Answer with the number of tokens that a response with these fields would have as input."""
+        tenant = exchange.tenant
+        assert tenant is not None, "authenticated"
+        exchange.field_names = endpoint.field_names
+        num_bytes = len(exchange.body)
+        with self._reader.reporting(exchange):
+            fields = await self._reader.fields(exchange, endpoint.known)
+            num_bytes += await self._reader.fetch_images(fields, tenant.name)
+            if "previous_response_id" in fields.values:
+                num_bytes += await self._kept.add_previous(endpoint, fields, exchange)
+            read = partial(response_call, fields, self._context.engine.info, tenant.name)
+            call = await self._reader.bodies.read(tenant.name, num_bytes, read)
+            tokens = await self._tokens_of(call.requests[0])
+        _answer(exchange, {"object": "response.input_tokens", "input_tokens": len(tokens)})
+
+    async def _tokens_of(self, chat: GenerateRequest) -> tuple[int, ...]:
+        """Return the token ids of a chat. Raises a refusal."""
+        release = self._context.requests.texts.of(chat.tenant).reserve(chat.text_bytes())
+        try:
+            return await self._context.engine.tokenize_chat(chat)
+        finally:
+            release()
+
+
+def _chat_to_tokenize(fields: Fields, info: EngineInfo, tenant: str) -> GenerateRequest:
+    """Return the request whose prompt is to be tokenized. Raises BadRequest."""
+    for name in ("prompt", "add_special_tokens"):
+        if fields.values.get(name):
+            raise BadRequest(f"{name} cannot be used with messages", name)
+    return chat_prompt(fields.values, checked_messages(fields.values["messages"], info), tenant)
+
+
+def _answer(exchange: Exchange, body: dict[str, Any]) -> None:
+    exchange.respond(HTTPAnswer(200, msgspec.json.encode(body)))
