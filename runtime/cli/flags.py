@@ -30,6 +30,7 @@ ModelFolder = Annotated[
     Parameter(help="The model: a folder in Hugging Face's format, or a GGUF file. Default: the bundled model."),
 ]
 Json = Annotated[bool, Parameter(help="Print the results as JSON.")]
+MAX_CHOICES_SHOWN = 30  # characters beside a flag; its column takes the longest word of all flags from the help texts
 CONFIG_HELP = "TOML file of options; QUIRE_* variables override it, flags override both."
 
 
@@ -72,9 +73,13 @@ def typed_flags(struct: type[msgspec.Struct], group: str, *, without: Collection
 
 def _flag(option: Option) -> Any:
     names = [flag_name(name) for name in (option.name, option.alias) if name]
+    choices = _choices(option)
+    help_text = (
+        option.help if len(choices) <= MAX_CHOICES_SHOWN else f"{option.help} One of {choices.replace('|', ', ')}."
+    )
     parameter = Parameter(
         name=names,
-        help=with_flags(option.help, _NAMES),
+        help=with_flags(help_text, _NAMES),
         show_default=with_flags(option.default_as_text(), _NAMES) or False,
         metavar=_metavar(option),
     )
@@ -83,12 +88,20 @@ def _flag(option: Option) -> Any:
 
 def _metavar(option: Option) -> str:
     """Return what stands for the value in help texts."""
+    if choices := _choices(option):
+        return choices if len(choices) <= MAX_CHOICES_SHOWN else "NAME"
     match option.kind:
-        case inspect.LiteralType():
-            return "|".join(map(str, option.kind.values))
         case inspect.IntType() | inspect.FloatType():
             return "SIZE" if option.unit == "bytes" else "N"
     return (option.unit or "text").upper()
+
+
+def _choices(option: Option) -> str:
+    """Return the values that the option may have; empty where they are not a few names."""
+    match option.kind:
+        case inspect.LiteralType():
+            return "|".join(map(str, option.kind.values))
+    return ""
 
 
 def with_flags(message: str, options: Collection[str]) -> str:

@@ -201,3 +201,14 @@ def test_no_flag_is_broken_in_help(
     arguments = app[command].assemble_argument_collection(parse_docstring=False)
     names = {name for argument in arguments for name in (*argument.names, *argument.negatives)}
     assert shown <= names | {"--help", "--version"}
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "bench"])
+def test_help_texts_have_room_beside_long_choices(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search("--tool-call-parser NAME +How the model writes", shown)
+    assert "qwen3_coder" in shown
