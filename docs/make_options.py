@@ -1,4 +1,4 @@
-"""Write docs/reference/options.md from the options of `runtime/common/config.py` and `runtime/common/types.py`.
+"""Write docs/reference/options.md from the structs with options in `runtime/common/`.
 
 usage: python docs/make_options.py
 """
@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.options import Option, options_of
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.types import SamplingParams
 
 PAGE = Path(__file__).parent / "reference" / "options.md"

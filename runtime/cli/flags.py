@@ -1,4 +1,4 @@
-"""The flags of commands that run an engine, generated from the options in `common/config.py`."""
+"""The flags of commands that run an engine, generated from the options in `runtime/common/`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import msgspec
 from cyclopts import Parameter
 from msgspec import inspect
 
-from ..common.config import HOST, LIMITS, MACHINES, MEMORY, SCHEDULING, SERVER, EngineConfig, ServerConfig
+from ..common.config import MEMORY, SCHEDULING, EngineConfig
 from ..common.errors import ConfigError
 from ..common.options import Option, flag_name, options_of
+from ..common.server_config import HOST, LIMITS, MACHINES, SERVER, ServerConfig
 from ..common.settings import Settings, resolve_settings, unknown_variables
 
 _OPTIONS = options_of(EngineConfig) | options_of(ServerConfig)

@@ -19,10 +19,11 @@ import msgspec
 import structlog
 
 from ..cluster import Members, connected_cluster, read_secret
-from ..common.config import EngineConfig, ServerConfig
+from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..common.heap import limit_heap
 from ..common.logs import log_to_stderr
+from ..common.server_config import ServerConfig
 from ..common.settings import Settings
 from ..common.tuning import favour_event_loop, tune_collector
 from ..engine import (

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from ..client.tls import tls_context
-from ..common.config import ServerConfig
 from ..common.errors import ConfigError
+from ..common.server_config import ServerConfig
 from ..common.settings import Settings
 from ..common.tuning import tune_collector
 from ..engine import check_snapshot_path, models_digest

@@ -10,13 +10,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import inspect
 
 from .errors import ConfigError
 
+Count = Annotated[int, msgspec.Meta(ge=1)]  # the type of most options
 SPELLINGS = {"bfloat16": "bf16", "float32": "f32"}  # vLLM's names of data types
 NAMES_ELSEWHERE = {  # a name in vLLM, transformers or OpenAI's API -> the name here
     "dtype": "weights",

@@ -1,4 +1,4 @@
-"""Read options from flags, environment variables and a TOML file into the structs of `config.py`.
+"""Read options from flags, environment variables and a TOML file into the structs of both configs.
 
 This file names no option. The strongest source that sets an option wins: flag, QUIRE_* variable, file, default.
 """
@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from .config import EngineConfig, ServerConfig
+from .config import EngineConfig
 from .errors import ConfigError
 from .options import Option, nearest_name, options_of, suggestion
+from .server_config import ServerConfig
 
 ENVIRONMENT_PREFIX = "QUIRE_"
 OTHER_VARIABLES = {"QUIRE_DEBUG"}  # that are read but are no options

@@ -12,8 +12,8 @@ import msgspec
 import structlog
 
 from ..cluster import connected_cluster
-from ..common.config import ServerConfig
 from ..common.logs import log_to_stderr
+from ..common.server_config import ServerConfig
 from ..common.settings import Settings
 from ..common.tuning import favour_event_loop, tune_collector
 from ..engine import Core, Engine, load_texts

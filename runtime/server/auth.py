@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import structlog
 
-from ..common.config import ServerConfig
 from ..common.errors import ConfigError, Unauthenticated
+from ..common.server_config import ServerConfig
 from ..common.settings import convert_table, read_toml
 from .tenants import Tenant, TenantLimits
 

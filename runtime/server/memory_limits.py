@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 from ...kernels.cpus import read_system_file
-from ..common.config import ServerConfig
 from ..common.errors import ConfigError
+from ..common.server_config import ServerConfig
 from ..common.types import SamplingParams
 from ..protocol.frames import MIN_FRAME_BYTES
 from ..protocol.framing import PREFIX_BYTES

@@ -15,9 +15,9 @@ from typing import Any
 import structlog
 from structlog.contextvars import bound_contextvars
 
-from ..common.config import ServerConfig
 from ..common.errors import InvalidRequest, Overloaded, ProtocolError, QuireError, Unauthenticated, Unavailable
 from ..common.logs import BoundedLog, new_id
+from ..common.server_config import ServerConfig
 from ..engine.facade import EngineFacade, EngineStats
 from ..protocol.codec import MAX_ARRAY_LENGTH, Malformed
 from ..protocol.frames import (

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..common.config import ServerConfig
 from ..common.errors import Cancelled, InvalidRequest, Overloaded, QuireError, QuotaExceeded, RequestNotFound
+from ..common.server_config import ServerConfig
 from ..engine.facade import GenerateRequest
 from .live_requests import LiveRequests
 from .monitoring import CancelCause

@@ -14,8 +14,8 @@ from typing import Any
 
 import structlog
 
-from ..common.config import ServerConfig
 from ..common.errors import ConfigError, Overloaded, QuireError, Unavailable
+from ..common.server_config import ServerConfig
 from ..engine.facade import EngineFacade
 from .acceptor import AcceptedConnection, Acceptor, ConnectionLimits
 from .auth import Keyring

@@ -12,8 +12,8 @@ from typing import NoReturn
 
 import structlog
 
-from ..common.config import ServerConfig
 from ..common.errors import ConfigError
+from ..common.server_config import ServerConfig
 
 _log = structlog.get_logger("quire.server")
 

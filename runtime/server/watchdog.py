@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ..common.config import ServerConfig
 from ..common.errors import ProtocolError, QuireError, Unavailable
+from ..common.server_config import ServerConfig
 from ..protocol.frames import HEARTBEATS_MISSED
 
 

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.settings import Settings
 from quire.runtime.model import read_spec
 from quire.runtime.model.weights.tensors import expected_tensors

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 from prometheus_client import generate_latest
-from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.engine import Engine
 from quire.runtime.server import Server
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from cyclopts import CycloptsError
 from quire.runtime.cli.app import app
-from quire.runtime.common.config import ServerConfig
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.settings import Settings, resolve_settings
 from quire.runtime.model import model_path, read_spec
 from quire.runtime.model.runner.capacity import decide_capacity

@@ -15,8 +15,9 @@ import msgpack
 import pytest
 from prometheus_client import generate_latest
 from quire.pager import check
-from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import GenerationFailed, InvalidRequest, Overloaded
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.types import OutputChunk, TokenLogprobs, Usage
 from quire.runtime.engine import Engine, LocalEngine
 from quire.runtime.engine.facade import (

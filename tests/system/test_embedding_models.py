@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from quire import LLM
 from quire.runtime.cli.app import app
-from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError, ContextLengthExceeded, InvalidRequest, UnsupportedModel
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import EmbedRequest, Engine, load_texts
 from quire.runtime.server import Server

@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 from quire.runtime.client import AsyncClient
-from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ContextLengthExceeded, InvalidRequest
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.engine import EmbedRequest, Engine, EngineCore, TextProcessor
 from quire.runtime.engine.embedding import CHUNK_TEXTS, cosines
 from quire.runtime.model.runner import ModelRunner, load_model

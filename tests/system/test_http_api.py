@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.common.config import ServerConfig
 from quire.runtime.common.errors import ConfigError
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.types import Usage
 from quire.runtime.server import Server
 from quire.runtime.server.openai import exchange as exchange_module

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.engine import Engine, LocalEngine
 from quire.runtime.server import Server
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from quire import AsyncClient, SamplingParams
-from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.engine import Engine, TextProcessor
 from quire.runtime.model import model_path
 from quire.runtime.server import Server

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.common.config import ServerConfig
 from quire.runtime.common.errors import ConfigError
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.server import Server
 
 Serve = Callable[..., Awaitable[Any]]

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError, DeadlineExceeded, ModelError, Overloaded, Quarantined, Unavailable
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.types import OutputChunk, SamplingParams
 from quire.runtime.engine import Engine, GenerateRequest, TextProcessor
 from quire.runtime.model import model_path

@@ -14,8 +14,9 @@ from cyclopts import App
 from quire.runtime.cli.app import COMMANDS, app
 from quire.runtime.cli.flags import with_flags
 from quire.runtime.cli.main import main, run
-from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.options import flag_name, options_of
+from quire.runtime.common.server_config import ServerConfig
 
 HEAVY = ("numpy", "msgspec", "uvloop", "rich.markdown", "quire.kernels", "quire.scheduler", "quire.runtime.engine")
 NAMES = ("max_num_seqs", "kv_cache_memory", "threads", "token", "auth_tokens", "n")

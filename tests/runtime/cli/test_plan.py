@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from quire.runtime.cli.main import run
-from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.settings import Settings
 from quire.runtime.model import model_path, read_spec
 from quire.runtime.model.runner import decide_capacity

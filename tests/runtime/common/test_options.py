@@ -9,18 +9,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from quire import LLM
-from quire.runtime.common.config import (
-    HOST,
-    LIMITS,
-    MACHINES,
-    MEMORY,
-    SCHEDULING,
-    SERVER,
-    EngineConfig,
-    EngineOptions,
-    ServerConfig,
-)
+from quire.runtime.common.config import MEMORY, SCHEDULING, EngineConfig, EngineOptions
 from quire.runtime.common.options import options_of
+from quire.runtime.common.server_config import HOST, LIMITS, MACHINES, SERVER, ServerConfig
 from quire.runtime.common.settings import resolve_settings
 from quire.runtime.common.types import SamplingParams
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from quire.runtime.cli.flags import with_flags
-from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError
 from quire.runtime.common.options import options_of
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.settings import resolve_settings, unknown_variables
 
 

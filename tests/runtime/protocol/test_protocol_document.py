@@ -12,7 +12,7 @@ import msgpack
 import msgspec
 import pytest
 from quire.runtime.common import errors
-from quire.runtime.common.config import ServerConfig
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.types import ChatOptions, SamplingParams, ToolChoice, Usage
 from quire.runtime.engine import validator
 from quire.runtime.protocol import codec, frames

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from prometheus_client import generate_latest
-from quire.runtime.common.config import ServerConfig
 from quire.runtime.common.errors import InvalidRequest
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
 from quire.runtime.engine.facade import EngineInfo, EngineStats, GenerateRequest
 from quire.runtime.protocol.codec import Decoder, encode

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from quire.runtime.cli.token import token_text
-from quire.runtime.common.config import ServerConfig
 from quire.runtime.common.errors import ConfigError, Overloaded, Unauthenticated
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.settings import read_toml
 from quire.runtime.protocol.frames import MIN_FRAME_BYTES
 from quire.runtime.server import auth

@@ -7,8 +7,8 @@ import ssl
 from pathlib import Path
 
 import pytest
-from quire.runtime.common.config import ServerConfig
 from quire.runtime.common.errors import ConfigError
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.server.tls import TLS
 from structlog.testing import capture_logs
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from quire.runtime.common.config import ServerConfig
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.server.watchdog import Watchdog
 
 from .fakes import FakeClock

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 from quire.runtime.cli.main import run
-from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError
+from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.settings import Settings
 from quire.runtime.model import BUNDLED_MODEL, read_spec
 from quire.runtime.model.runner import decide_capacity
