@@ -15,7 +15,7 @@ from .heads cimport load_queries, store_rows
 from .isa cimport (QUIRE_F32, QUIRE_LANES, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_itemsize, quire_page,
                    quire_rows)
 from .pool cimport quire_next_index, quire_signal, quire_signal_await, quire_signal_set
-from .step cimport page_at, table_of
+from .step cimport end_item, first_item, page_at, table_of
 
 cdef enum:
     SPLIT = 256
@@ -125,19 +125,21 @@ cdef int64_t num_units(const Step *step, int64_t sequence, int64_t num_kv_heads,
 
 cdef int64_t run_attention(const AttentionOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
                            int worker, int workers) noexcept nogil:
-    """Compute units of work until none is left, and return their number.
+    """Compute the step's units of work until none is left, and return their number.
 
     A free worker takes the next unit: the last query tiles first, because they take longest; splits in ascending order.
     """
     cdef Workspace workspace = _workspace(step.scratch + worker * step.scratch_bytes, step.padded_head_dim)
-    cdef int64_t units = step.unit_start[step.sequences], index, computed = 0
+    cdef int64_t chunk_units = num_chunk_units(op, step), items = num_attention_items(op, step), index, computed = 0
+    cdef int64_t first = max(<int64_t>0, first_item(step, items) - chunk_units)
+    cdef int64_t end = max(<int64_t>0, end_item(step, items) - chunk_units)
     cdef bint by_split = partitions_by_split(step, op.heads.num_kv_heads, workers)
     cdef Unit unit, after
     unit.sequence = step.sequences - 1
-    index = units - 1 - quire_next_index(counter)
-    while index >= 0:
+    index = end - 1 - quire_next_index(counter)
+    while index >= first:
         unit = _unit(op, step, index, unit.sequence, by_split)
-        after = _unit(op, step, max(<int64_t>0, index - workers), unit.sequence, by_split)  # if all are equally fast
+        after = _unit(op, step, max(first, index - workers), unit.sequence, by_split)   # if all are equally fast
         if unit.decodes and unit.end > step.first_position[unit.sequence]:
             store_rows(&op.heads, step, tiles, unit.sequence, step.first_position[unit.sequence] // step.page_size,
                        unit.head)
@@ -146,7 +148,7 @@ cdef int64_t run_attention(const AttentionOp *op, const Step *step, const quire_
         else:
             _attend_tile(op, step, tiles, &workspace, &unit, &after)
         computed += 1
-        index = units - 1 - quire_next_index(counter)
+        index = end - 1 - quire_next_index(counter)
     return computed
 
 
@@ -181,22 +183,28 @@ cdef int64_t num_chunk_units(const AttentionOp *op, const Step *step) noexcept n
     return step.block_start[step.sequences] * op.heads.num_kv_heads
 
 
+cdef int64_t num_attention_items(const AttentionOp *op, const Step *step) noexcept nogil:
+    """Return the number of items of the whole op: units that store, then units that attend."""
+    return num_chunk_units(op, step) + step.unit_start[step.sequences]
+
+
 cdef int64_t store_chunks(const AttentionOp *op, const Step *step, const quire_tiles *tiles,
                           long long *counter) noexcept nogil:
-    """Store keys and values of all chunks of several rows until no unit is left, and return the number of units.
+    """Store keys and values of chunks of several rows until no unit of the step is left; return the number of units.
 
     A unit is one KV head of one page, so each head of a page is written by one worker.
     """
-    cdef int64_t heads = op.heads.num_kv_heads, units = num_chunk_units(op, step), unit, block, sequence = 0, stored = 0
-    unit = quire_next_index(counter)
-    while unit < units:
+    cdef int64_t heads = op.heads.num_kv_heads, items = num_attention_items(op, step)
+    cdef int64_t first = first_item(step, items), end = min(num_chunk_units(op, step), end_item(step, items))
+    cdef int64_t unit = first + quire_next_index(counter), block, sequence = 0, stored = 0
+    while unit < end:
         block = unit // heads
         while step.block_start[sequence + 1] <= block:
             sequence += 1
         block += step.first_position[sequence] // step.page_size - step.block_start[sequence]
         store_rows(&op.heads, step, tiles, sequence, block, unit % heads)
         stored += 1
-        unit = quire_next_index(counter)
+        unit = first + quire_next_index(counter)
     return stored
 
 

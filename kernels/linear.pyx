@@ -17,6 +17,7 @@ from .isa cimport (QUIRE_ADD, QUIRE_BLOCK, QUIRE_F32, QUIRE_GELU, QUIRE_Q8, QUIR
                    quire_linear_tile, quire_panel_bytes)
 from .pool cimport (quire_share_count, quire_share_held, quire_share_hold, quire_share_left, quire_share_release,
                     quire_share_take)
+from .step cimport end_item, first_item
 
 
 cdef struct Scratch:                # of one worker
@@ -92,8 +93,13 @@ cdef Scratch *_scratch(const Step *step, int worker) noexcept nogil:
     return scratch
 
 
+cdef int64_t _first_row(const LinearOp *op, const Step *step) noexcept nogil:
+    return first_item(step, step.samples if op.sampled else step.rows)
+
+
 cdef int64_t _num_rows(const LinearOp *op, const Step *step) noexcept nogil:
-    return step.samples if op.sampled else step.rows
+    """Return the number of rows from the first one on that the step computes."""
+    return end_item(step, step.samples if op.sampled else step.rows) - _first_row(op, step)
 
 
 cdef int64_t _num_groups(const LinearOp *op, const Step *step) noexcept nogil:
@@ -109,11 +115,11 @@ cdef int64_t _index(const LinearOp *op, int64_t first, int64_t blocks, int64_t t
 
 cdef Item _item(const LinearOp *op, const Step *step, int64_t index) noexcept nogil:
     cdef Item item
-    cdef int64_t rows = _num_rows(op, step), groups = _num_groups(op, step)
+    cdef int64_t rows = _num_rows(op, step), groups = _num_groups(op, step), first = _first_row(op, step)
     cdef const int32_t *group
     item.group, item.block, item.weight = index // op.num_blocks, index % op.num_blocks, op.weights
     if op.groups == NULL:
-        item.row, item.end = rows * item.group // groups, rows * (item.group + 1) // groups
+        item.row, item.end = first + rows * item.group // groups, first + rows * (item.group + 1) // groups
     else:
         group = op.groups + (1 + item.group) * op.groups_width
         item.weight, item.row, item.end = op.weights + group[0], group[1], group[2]

@@ -84,13 +84,15 @@ class Program:
         first: int = 0,
         end: int | None = None,
         rotary: npt.NDArray[np.float32] | None = None,
+        part: tuple[int, int, int] = (0, 1, 1),
     ) -> None:
         """Run the ops [first, end) over whole texts: `token_ids` [rows], `type_ids` [rows] (none: all 0).
 
         The program has no KV cache (`kv_layout` None). Text i owns rows row_start[i]..row_start[i+1], from position 0
         on; every text has a row of the samples. `rotary` is as in `run`. Ranges of ops in order, with the same arrays,
-        give the same bits as all ops at once. Raises ValueError for an array that would lead outside the program's
-        memory.
+        give the same bits as all ops at once. With `part` (b, e, n), one op computes the parts b to e of n equal ones.
+        Parts in order, all before the next op, give the same bits, too. Raises ValueError for an array that would lead
+        outside the program's memory, and for a part of several ops or of an op that has none.
         """
 
     def op_seconds(self) -> list[float]:

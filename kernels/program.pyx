@@ -21,8 +21,11 @@ from .ops import (QUERY_DTYPES, Convert, Embed, EphemeralAttention, EphemeralPag
 from .pool cimport QUIRE_SHARE_OPS, Pool, quire_pool_run, quire_progress, quire_share
 from .regions cimport Regions
 from .regions import aligned_zeros
-from .replay cimport Record, Replay, now, replay_ops
+from .replay cimport ATTENTION, CONVERT, EMBED, LINEAR, NORM, POOL, Record, Replay, now, replay_ops
 from .step cimport Step
+
+cdef enum:
+    MAX_PARTS = 1 << 24             # of the items of an op
 
 _NO_PAGES = EphemeralPages(0, 0, 1, 2, "f32")       # of texts without attention
 
@@ -145,10 +148,11 @@ cdef class Program:
         step.page_ids, step.page_start = &page_ids[0], &page_start[0]
         step.sample_rows = &sample_rows[0] if step.samples else NULL
         step.type_ids = NULL
+        step.first_part, step.end_part, step.parts = 0, 1, 1
         self._run(0, self.replay.num_records)
 
     def run_texts(self, const int32_t[::1] token_ids, const int32_t[::1] row_start, const int32_t[::1] type_ids=None,
-                  first=0, end=None, const float[:, ::1] rotary=None):
+                  first=0, end=None, const float[:, ::1] rotary=None, part=(0, 1, 1)):
         cdef Step *step = &self.replay.step
         cdef int64_t i
         if not self.runs_texts:
@@ -158,6 +162,7 @@ cdef class Program:
         end = self.replay.num_records if end is None else end
         if not 0 <= first <= end <= self.replay.num_records:
             raise ValueError(f"ops {first} to {end} are not a range of the {self.replay.num_records} ops")
+        self._set_part(first, end, part)
         step.rows, step.sequences = token_ids.shape[0], row_start.shape[0] - 1
         step.samples = step.sequences
         step.token_ids, step.row_start, step.first_position = &token_ids[0], &row_start[0], &self.zeros[0]
@@ -169,6 +174,20 @@ cdef class Program:
                                       + (row_start[i + 1] - row_start[i] + step.page_size - 1) // step.page_size)
         step.page_ids, step.page_start, step.sample_rows = &self.pages[0], &self.text_pages[0], &self.text_ends[0]
         self._run(first, end)
+
+    cdef _set_part(self, int64_t first, int64_t end, part):
+        """Set which part of the ops' items the step computes: from where, up to where, and in how many parts."""
+        begin, stop, parts = part
+        if not 0 <= begin < stop <= parts <= MAX_PARTS:
+            raise ValueError(f"{begin} to {stop} are not some of 1..{MAX_PARTS} parts, {parts}")
+        if stop - begin < parts and (end - first != 1 or not self._has_parts(&self.replay.records[first])):
+            raise ValueError(f"ops {first} to {end} are not one op that has parts")
+        self.replay.step.first_part, self.replay.step.end_part, self.replay.step.parts = begin, stop, parts
+
+    cdef bint _has_parts(self, const Record *record):
+        if record.kind == LINEAR:
+            return record.op.linear.groups == NULL
+        return record.kind in (ATTENTION, CONVERT, EMBED, NORM, POOL)
 
     cdef _run(self, int64_t first, int64_t end):
         """Run the ops [first, end) of a step whose inputs are set."""

@@ -5,12 +5,13 @@ An op is finished when all its items are computed, whether or not every worker t
 """
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
-from .attention cimport num_chunk_units, run_attention, store_chunks
+from .attention cimport num_attention_items, num_chunk_units, run_attention, store_chunks
 from .experts cimport group_places, num_segments, run_combine, run_dispatch, run_route
 from .linear cimport help_linear, num_items, run_linear
 from .pool cimport (quire_is_finished, quire_pool_await, quire_pool_report, quire_pool_report_written,
                     quire_progress, quire_progress_add)
 from .rows cimport run_add_given, run_add_norm, run_convert, run_embed, run_gather, run_norm, run_pool
+from .step cimport end_item, first_item
 
 cdef enum:
     PATIENCE_NS = 10000             # for which a worker at least waits for the items of others before it helps
@@ -48,34 +49,36 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
     cdef const Step *step = &replay.step
     cdef const quire_tiles *tiles = replay.tiles
     cdef long long *counter = &record.progress.taken
-    cdef int64_t computed, total
+    cdef int64_t computed, total, stored
     if record.kind == LINEAR:
         return _run_linear(record, replay, worker, workers)
     if record.kind == ROUTE:
         return _run_route(record, replay, worker)
     if record.kind == ATTENTION:
-        total = num_chunk_units(&record.op.attention, step)
-        if total:
+        total = _items(step, num_attention_items(&record.op.attention, step))
+        stored = max(<int64_t>0, min(total, num_chunk_units(&record.op.attention, step)
+                                     - first_item(step, num_attention_items(&record.op.attention, step))))
+        if stored:
             computed = store_chunks(&record.op.attention, step, tiles, &record.stored.taken)
-            quire_pool_report(replay.pool, &record.stored, computed, total)
+            quire_pool_report(replay.pool, &record.stored, computed, stored)
             if not quire_pool_await(replay.pool, &record.stored, worker):
                 return False
         computed = run_attention(&record.op.attention, step, tiles, counter, worker, workers)
-        total = step.unit_start[step.sequences]
+        total -= stored
     elif record.kind == CONVERT:
         computed = run_convert(&record.op.convert, step, tiles, counter, worker)
-        total = step.samples if record.op.convert.sampled else step.rows
+        total = _items(step, step.samples if record.op.convert.sampled else step.rows)
     elif record.kind == DISPATCH:
         computed, total = run_dispatch(&record.op.dispatch, step, counter), step.rows
     elif record.kind == COMBINE:
         computed, total = run_combine(&record.op.combine, step, tiles, counter), num_segments(&record.op.combine, step)
     elif record.kind == EMBED:
-        computed, total = run_embed(&record.op.embed, step, tiles, counter, worker), step.rows
+        computed, total = run_embed(&record.op.embed, step, tiles, counter, worker), _items(step, step.rows)
     elif record.kind == NORM:
         computed = run_norm(&record.op.norm, step, tiles, counter, worker)
-        total = step.samples if record.op.norm.sampled else step.rows
+        total = _items(step, step.samples if record.op.norm.sampled else step.rows)
     elif record.kind == POOL:
-        computed, total = run_pool(&record.op.pool, step, tiles, counter), step.samples
+        computed, total = run_pool(&record.op.pool, step, tiles, counter), _items(step, step.samples)
     elif record.kind == ADD_GIVEN:
         computed, total = run_add_given(&record.op.add_given, step, tiles, counter), step.rows
     elif record.kind == ADD_NORM:
@@ -84,6 +87,11 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
         computed, total = run_gather(&record.op.gather, step, tiles, counter), step.samples
     quire_pool_report(replay.pool, &record.progress, computed, total)
     return quire_pool_await(replay.pool, &record.progress, worker)
+
+
+cdef int64_t _items(const Step *step, int64_t items) noexcept nogil:
+    """Return how many of an op's `items` the step computes."""
+    return end_item(step, items) - first_item(step, items)
 
 
 cdef bint _run_linear(Record *record, const Replay *replay, int worker, int workers) noexcept nogil:

@@ -7,14 +7,16 @@ returns the number of rows that it computed.
 from libc.string cimport memcpy, memset
 
 from .pool cimport quire_next_index
+from .step cimport end_item, first_item
 
 
 cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
                        int worker) noexcept nogil:
-    cdef int64_t row = quire_next_index(counter), width = op.out.rows.width, sequence = 0, computed = 0, j
+    cdef int64_t first = first_item(step, step.rows), end = end_item(step, step.rows)
+    cdef int64_t row = first + quire_next_index(counter), width = op.out.rows.width, sequence = 0, computed = 0, j
     cdef float *learned = <float *>(step.scratch + worker * step.scratch_bytes)
     cdef float *out
-    while row < step.rows:
+    while row < end:
         out = <float *>op.out.rows.data + row * width
         if step.given_of != NULL and step.given_of[row] >= 0:
             memcpy(out, step.given + step.given_of[row] * step.given_columns, op.out.columns * sizeof(float))
@@ -35,7 +37,7 @@ cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *t
         if op.is_normed:
             tiles.convert(out, width, 1, op.out.columns, &op.normed, row, 0)
         computed += 1
-        row = quire_next_index(counter)
+        row = first + quire_next_index(counter)
     return computed
 
 
@@ -55,25 +57,29 @@ cdef void _add(const float *x, int64_t n, float *out) noexcept nogil:
 cdef int64_t run_norm(const NormOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
                       int worker) noexcept nogil:
     """Norm rows; those that are only converted, in scratch."""
-    cdef int64_t row = quire_next_index(counter), width = op.input.rows.width, columns = op.input.columns, computed = 0
+    cdef int64_t rows = step.samples if op.sampled else step.rows
+    cdef int64_t first = first_item(step, rows), end = end_item(step, rows)
+    cdef int64_t width = op.input.rows.width, columns = op.input.columns, computed = 0
+    cdef int64_t row = first + quire_next_index(counter)
     cdef float *y = <float *>(step.scratch + worker * step.scratch_bytes)
-    while row < (step.samples if op.sampled else step.rows):
+    while row < end:
         if op.keeps:
             y = <float *>op.out.rows.data + row * width
         tiles.norm_row(op.kind, <const float *>op.input.rows.data + row * width, op.weight, op.bias, op.eps, columns, y)
         if op.converts:
             tiles.convert(y, width, 1, columns, &op.converted, row, 0)
         computed += 1
-        row = quire_next_index(counter)
+        row = first + quire_next_index(counter)
     return computed
 
 
 cdef int64_t run_pool(const PoolOp *op, const Step *step, const quire_tiles *tiles,
                       long long *counter) noexcept nogil:
-    cdef int64_t text = quire_next_index(counter), width = op.input.rows.width, first, end, computed = 0
+    cdef int64_t first_text = first_item(step, step.samples), end_text = end_item(step, step.samples)
+    cdef int64_t text = first_text + quire_next_index(counter), width = op.input.rows.width, first, end, computed = 0
     cdef const float *rows = <const float *>op.input.rows.data
     cdef float *out
-    while text < step.samples:
+    while text < end_text:
         first, end = step.row_start[text], step.row_start[text + 1]
         out = <float *>op.out.rows.data + text * width
         if op.pooling == MEAN:
@@ -81,17 +87,19 @@ cdef int64_t run_pool(const PoolOp *op, const Step *step, const quire_tiles *til
         else:
             memcpy(out, rows + (first if op.pooling == FIRST else end - 1) * width, width * sizeof(float))
         computed += 1
-        text = quire_next_index(counter)
+        text = first_text + quire_next_index(counter)
     return computed
 
 
 cdef int64_t run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
                          int worker) noexcept nogil:
     """Convert rows; those whose columns change places, from scratch."""
-    cdef int64_t row = quire_next_index(counter), width = op.input.rows.width, computed = 0, i
+    cdef int64_t rows = step.samples if op.sampled else step.rows
+    cdef int64_t first = first_item(step, rows), end = end_item(step, rows)
+    cdef int64_t row = first + quire_next_index(counter), width = op.input.rows.width, computed = 0, i
     cdef float *sorted = <float *>(step.scratch + worker * step.scratch_bytes)
     cdef const float *x
-    while row < (step.samples if op.sampled else step.rows):
+    while row < end:
         x = <const float *>op.input.rows.data + row * width
         if op.order != NULL:
             for i in range(op.input.columns):
@@ -99,7 +107,7 @@ cdef int64_t run_convert(const ConvertOp *op, const Step *step, const quire_tile
             x = sorted
         tiles.convert(x, width, 1, op.input.columns, &op.out, row, 0)
         computed += 1
-        row = quire_next_index(counter)
+        row = first + quire_next_index(counter)
     return computed
 
 

@@ -7,6 +7,7 @@ cdef struct Step:
     int64_t rows                    # scheduled tokens
     int64_t samples
     int64_t sequences
+    int64_t first_part, end_part, parts     # of the items of each op, which the step computes; 0, 1, 1: all
     const int32_t *token_ids        # [rows]
     const int32_t *type_ids         # [rows] of texts; NULL: all 0
     const int32_t *given_of         # [rows]: row of `given` that takes the place of the token's embedding; -1: none
@@ -31,6 +32,16 @@ cdef struct Step:
     int kv_dtype
     char *scratch                   # per worker
     int64_t scratch_bytes
+
+
+cdef inline int64_t first_item(const Step *step, int64_t items) noexcept nogil:
+    """Return the first one of an op's `items` that the step computes."""
+    return items * step.first_part // step.parts
+
+
+cdef inline int64_t end_item(const Step *step, int64_t items) noexcept nogil:
+    """Return the end of an op's `items` that the step computes."""
+    return items * step.end_part // step.parts
 
 
 cdef inline const int32_t *table_of(const Step *step, int64_t layer_group, int64_t sequence) noexcept nogil:

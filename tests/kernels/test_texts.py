@@ -89,6 +89,45 @@ def test_a_batch_that_advances_by_ranges_of_ops_has_the_same_bits(kv):
     assert encoder.program.view(encoder.vectors)[:2, : encoder.hidden].tobytes() == want.tobytes()
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "int8")])
+@pytest.mark.parametrize("parts", [2, 3, 7, 50, 1000])
+def test_ops_in_parts_have_the_same_bits(weights, kv, threads, parts):
+    """Parts may have no item at all, or some that store keys and some that attend to them."""
+    encoder = Encoder(weights=weights, kv=kv, windows=(0, 9), threads=threads, rotates=True)
+    texts = [text(300, 1), text(1, 2), text(130, 3), text(1, 4)]
+    want, step, step_size = encoder.run(*texts), encoder.step(*texts), max(1, parts // 7)
+    encoder.run(text(700, 9))
+    for op in range(len(encoder.ops)):
+        for part in range(0, parts, step_size):
+            some = (part, min(part + step_size, parts), parts)
+            encoder.program.run_texts(*step, None, op, op + 1, part=some)
+    assert encoder.program.view(encoder.vectors)[:4, : encoder.hidden].tobytes() == want.tobytes()
+
+
+def test_a_part_computes_its_rows_and_no_others():
+    encoder = Encoder(post_norm=False)
+    step, embedded = encoder.step(text(100)), encoder.ops[0].out
+    encoder.program.view(embedded).fill(np.nan)
+    encoder.program.run_texts(*step, None, 0, 1, part=(1, 3, 4))
+    done = ~np.isnan(encoder.program.view(embedded)[:, 0])
+    assert np.flatnonzero(done).tolist() == list(range(25, 75))
+
+
+@pytest.mark.parametrize("part", [(0, 0, 1), (1, 1, 2), (-1, 1, 2), (0, 3, 2), (0, 1, (1 << 24) + 1), (0, 0, 0)])
+def test_parts_that_do_not_exist_are_refused(part):
+    encoder = Encoder()
+    with pytest.raises(ValueError, match="are not some of"):
+        encoder.program.run_texts(*encoder.step(text(3)), None, 0, 1, part=part)
+
+
+def test_several_ops_have_no_parts():
+    encoder = Encoder()
+    for first, end in ((0, 2), (1, 1)):
+        with pytest.raises(ValueError, match="not one op that has parts"):
+            encoder.program.run_texts(*encoder.step(text(3)), None, first, end, part=(0, 1, 2))
+
+
 @pytest.mark.parametrize("weights", ["f32", "q8"])
 def test_no_op_reads_what_the_arena_held_before(weights):
     encoder = Encoder(weights=weights, head_dim=10, hidden=33, intermediate=50)

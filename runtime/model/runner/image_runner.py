@@ -1,4 +1,4 @@
-"""The image runner: computes the rows of images with a vision tower, in stages, and keeps them in a bounded cache.
+"""The image runner: computes the rows of images with a vision tower, in parts, and keeps them in a bounded cache.
 
 Its methods block; the model runner calls them from its own thread. An image is computed alone.
 """
@@ -8,18 +8,18 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from ....kernels import Pool
 from ....scheduler import PlacedImage, ScheduledSequence
-from ...common.errors import ConfigError
-from ..program import ProgramPlan
 from ..vision import PackedTower
 from ..vision.spec import TowerInput
-from .staged_program import Floats, Ints, StagedProgram
+from .image_program import Floats, ImageProgram, Ints
+from .paced_work import PacedWork, WorkPiece
+
+LEAST_SQUARES = 16  # that are written at a time
 
 Key = tuple[bytes, bytes]  # salt of the sequence, digest of the image
 
@@ -30,7 +30,14 @@ class ImageRunner:
     The cache holds the rows of at most `max_cache_bytes`, those used last, and at least those of one image.
     """
 
-    def __init__(self, tower: PackedTower, max_cache_bytes: int, pool: Pool, isa: str) -> None:
+    def __init__(
+        self,
+        tower: PackedTower,
+        max_cache_bytes: int,
+        pool: Pool,
+        isa: str,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.spec = spec = tower.spec
         self.num_encoded = 0
         self.num_cache_hits = 0
@@ -38,26 +45,39 @@ class ImageRunner:
         self._cache: OrderedDict[Key, Floats] = OrderedDict()  # least recently used first
         self._cache_bytes = 0
         self._begun: Key | None = None  # image that is not done
-        self._order: npt.NDArray[np.int64] | None = None  # of the image that is computed, as in `TowerInput`
-        self._levels: list[Floats] = []  # of this image, what the programs of `squares` after the first one have made
+        self._awaited: Key | None = None  # the last one that is, which no step has used yet
+        self._rows_begun = np.zeros((0, spec.out_size), np.float32)  # of this image
+        self._work = PacedWork(clock)  # of this image
+        self._clock = clock
         self._tower = tower
         programs, vocab_size = tower.programs, spec.body.vocab_size
-        self._patches = _ImageProgram(programs.patches, spec.num_patches, spec.num_windows, vocab_size, pool, isa)
+        self._patches = ImageProgram(programs.patches, spec.num_patches, spec.num_windows, vocab_size, pool, isa)
         at_once = spec.squares_at_once
         self._squares = [
-            _ImageProgram(plan, at_once * spec.square_rows, at_once, 1, pool, isa) for plan in programs.squares
+            ImageProgram(plan, at_once * spec.square_rows, at_once, 1, pool, isa) for plan in programs.squares
         ]
 
     def prepare(self, sequences: Sequence[ScheduledSequence], seconds: float) -> frozenset[int]:
-        """Compute the images of a step, one stage of the tower at least, then others until `seconds` have passed.
+        """Compute the images of a step: one part at least, then others that are predicted to end within `seconds`.
 
-        Returns the ids of the sequences whose images are not done. The next call goes on where this one stopped.
+        Returns the ids of the sequences whose images were not in the cache before: a step that computes images does not
+        also compute the tokens that wait for them. The next call goes on where this one stopped, also where it is for
+        another image: otherwise images could take turns, and none be done.
         """
-        return frozenset(
-            sequence.request_id
-            for sequence in sequences
-            if not all(self._is_done((sequence.salt, image.digest), image, seconds) for image in sequence.images)
-        )
+        end, wanted, deferred = self._clock() + seconds, list[tuple[Key, PlacedImage]](), set[int]()
+        for sequence in sequences:
+            for image in sequence.images:
+                key = sequence.salt, image.digest
+                if key not in self._cache:
+                    wanted.append((key, image))
+                    deferred.add(sequence.request_id)
+                elif key != self._awaited:
+                    self.num_cache_hits += 1
+                else:
+                    self._awaited = None
+        for key, image in wanted:
+            self._compute(key, image, end)
+        return frozenset(deferred)
 
     def embeddings(self, sequences: Sequence[ScheduledSequence]) -> tuple[Ints, Floats] | None:
         """Return the rows of a step that stand for images: for each row an index or -1, and what the index is into.
@@ -96,26 +116,22 @@ class ImageRunner:
         """Return the rows of an image, f32 [tokens, out_size], without the cache."""
         self._begun = None
         self._begin(image)
-        while not self._advance():
-            pass
-        return self._finish()
+        self._work.advance(math.inf)
+        return self._rows_begun
 
-    def _is_done(self, key: Key, image: PlacedImage, seconds: float) -> bool:
-        if key in self._cache:
-            self.num_cache_hits += 1
-            return True
-        start = time.perf_counter()
-        if self._begun != key:
-            if self._begun is not None:  # otherwise the images of two requests could take turns, and none be done
-                seconds = math.inf
-            self._begin(image)
-            self._begun = key
-        while not self._advance():
-            if time.perf_counter() - start >= seconds:
-                return False
-        self._begun = None
-        self._keep(key, self._finish())
-        return True
+    def _compute(self, key: Key, image: PlacedImage, end: float) -> None:
+        """Go on with the image that is begun, then with this one, until `end`."""
+        while key not in self._cache:
+            begun = self._begun
+            if begun is None:
+                self._begin(image)
+                begun = self._begun = key
+            if not self._work.advance(end - self._clock()):
+                return
+            self._keep(begun, self._rows_begun)
+            self._begun, self._awaited = None, begun
+            if self._clock() >= end:
+                return
 
     def _rows(self, key: Key, image: PlacedImage) -> Floats:
         if key not in self._cache:
@@ -124,37 +140,58 @@ class ImageRunner:
         return self._cache[key]
 
     def _begin(self, image: PlacedImage) -> None:
+        """Take an image, in place of one that is not done."""
         pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, -1)
         given = self._tower.input(pixels)
-        self._order, self._levels = given.order, []
-        self._patches.begin(given)
+        self._rows_begun = np.empty((len(given.places), self.spec.out_size), np.float32)
+        self._work.begin(self._works(given))
 
-    def _advance(self) -> bool:
-        """Compute the next stage of the image; return whether it was the last one."""
-        layer = self._patches.next_stage
-        is_done = self._patches.advance()
-        if layer in self._tower.read_layers:
-            self._levels.append(self._merge(self._squares[len(self._levels) + 1], self._patches.result(1)))
-        return is_done
+    def _works(self, given: TowerInput) -> Iterator[WorkPiece]:
+        """Yield all work of an image, in order."""
+        yield self._write(given)
+        read_layers = self._tower.read_layers
+        for layer, row_start in enumerate(given.row_starts):
+            yield from self._patches.stage(layer, row_start)
+            if layer in read_layers:
+                yield from self._merge(1 + read_layers.index(layer), self._patches.result(1), given)
+        yield from self._merge(0, self._patches.result(), given)
 
-    def _finish(self) -> Floats:
-        """Return the rows of the image whose patches are computed."""
-        rows = np.concatenate([self._merge(self._squares[0], self._patches.result()), *self._levels], axis=1)
-        return rows if self._order is None else rows[self._order]
+    def _write(self, given: TowerInput) -> WorkPiece:
+        """Return the work of writing the input of the patches."""
+        size, head_dim = len(given.token_ids) // len(given.places), self.spec.body.head_dim
+        rotary = np.empty((len(given.token_ids), head_dim), np.float32) if given.rows(0, 1).rotary is not None else None
+        self._patches.begin(given.token_ids, rotary)
 
-    def _merge(self, program: _ImageProgram, patches: Floats) -> Floats:
-        """Return what one of the programs after the patches makes of them, [squares, columns]."""
-        spec = self.spec
-        at_once = spec.squares_at_once * spec.square_rows * spec.square_columns // patches.shape[1]
-        merged = []
-        for chunk in np.split(patches, range(at_once, len(patches), at_once)):
-            rows = chunk.reshape(-1, spec.square_columns)
-            squares = np.arange(0, len(rows) + 1, spec.square_rows, dtype=np.int32)
-            program.begin(TowerInput(rows, np.zeros(len(rows), np.int32), (squares,)))
-            while not program.advance():
-                pass
-            merged.append(program.result().copy())
-        return np.concatenate(merged)
+        def write(first: int, end: int) -> None:
+            for begin in range(first, end, LEAST_SQUARES):
+                part = given.rows(begin, min(begin + LEAST_SQUARES, end))
+                inputs = [part.patches] if part.positions is None else [part.patches, part.positions]
+                self._patches.write(begin * size, *inputs)
+                if rotary is not None and part.rotary is not None:
+                    rotary[begin * size : begin * size + len(part.rotary)] = part.rotary
+
+        return WorkPiece("write", len(given.places), float(size * self.spec.patch_columns), LEAST_SQUARES, write)
+
+    def _merge(self, index: int, patches: Floats, given: TowerInput) -> Iterator[WorkPiece]:
+        """Yield the work of one of the programs after the patches, for some squares of an image at a time."""
+        spec, program, places = self.spec, self._squares[index], given.places
+        per_square = len(given.token_ids) // len(places)
+        columns = slice(index * spec.out_size // len(self._squares), (index + 1) * spec.out_size // len(self._squares))
+        for first in range(0, len(places), spec.squares_at_once):
+            squares = len(places[first : first + spec.squares_at_once])
+            row_start = np.arange(0, (squares + 1) * spec.square_rows, spec.square_rows, dtype=np.int32)
+            program.begin(np.zeros(row_start[-1], np.int32))
+
+            def copy(begin: int, end: int, first: int = first) -> None:
+                rows = patches[(first + begin) * per_square : (first + end) * per_square]
+                program.write(begin * spec.square_rows, rows.reshape(-1, spec.square_columns))
+
+            def keep(begin: int, end: int, first: int = first) -> None:
+                self._rows_begun[places[first + begin : first + end], columns] = program.result()[begin:end]
+
+            yield WorkPiece("copy", squares, float(spec.square_rows * spec.square_columns), LEAST_SQUARES, copy)
+            yield from program.stage(0, row_start)
+            yield WorkPiece("copy", squares, float(columns.stop - columns.start), LEAST_SQUARES, keep)
 
     def _keep(self, key: Key, rows: Floats) -> None:
         self.num_encoded += 1
@@ -162,43 +199,3 @@ class ImageRunner:
         self._cache_bytes += rows.nbytes
         while self._cache_bytes > self._max_cache_bytes and len(self._cache) > 1:
             self._cache_bytes -= self._cache.popitem(last=False)[1].nbytes
-
-
-class _ImageProgram:
-    """One program of a tower, for the rows of one image at a time."""
-
-    def __init__(self, plan: ProgramPlan, max_rows: int, max_texts: int, vocab_size: int, pool: Pool, isa: str) -> None:
-        self.next_stage = 0
-        self._row_starts: Sequence[Ints] = ()  # of each stage
-        self._num_rows = 0
-        sizes = {"max_rows": max_rows, "max_texts": max_texts, "vocab_size": vocab_size}
-        try:
-            self._program = StagedProgram(plan, pool, isa, **sizes)
-        except MemoryError as error:
-            raise ConfigError(
-                f"the vision tower needs {plan.arena_bytes:,} bytes for an image, which the system does not give; use "
-                "a smaller model or more memory"
-            ) from error
-        self._inputs = [self._program.view(given) for given in plan.inputs]  # [rows, padded columns] each
-        self._results = [self._program.view(result)[:, : result.columns] for result in plan.results]
-
-    def begin(self, given: TowerInput) -> None:
-        """Take an image, in place of one that is not done."""
-        self._num_rows = len(given.patches)
-        arrays = [given.patches] if given.positions is None else [given.patches, given.positions]
-        for memory, array in zip(self._inputs, arrays, strict=True):
-            columns = array.shape[1]
-            memory[: self._num_rows, :columns] = array
-            memory[: self._num_rows, columns:] = 0  # another value of the arena may have been there
-        self._row_starts, self.next_stage = given.row_starts, 0
-        self._program.begin(given.token_ids, given.row_starts[0], rotary=given.rotary)
-
-    def advance(self) -> bool:
-        """Compute the next stage; return whether it was the last one."""
-        self._program.divide(self._row_starts[self.next_stage])
-        self.next_stage += 1
-        return self._program.advance(1)
-
-    def result(self, index: int = 0) -> Floats:
-        """Return one of the results, [rows, columns], which the next stage may overwrite."""
-        return self._results[index][: self._num_rows]

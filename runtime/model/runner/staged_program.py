@@ -22,7 +22,7 @@ class StagedProgram:
         self, plan: ProgramPlan, pool: Pool, isa: str, *, max_rows: int, max_texts: int, vocab_size: int
     ) -> None:
         """Take `plan.arena_bytes` of memory. Raises MemoryError."""
-        self._ends = _stage_ends(plan.ops)
+        self._ends = stage_ends(plan.ops)
         self.num_stages = len(self._ends)  # one per layer; the first and the last one do what comes before and after
         self._program = Program(
             plan.ops,
@@ -39,28 +39,21 @@ class StagedProgram:
         )
         self._token_ids = self._row_start = np.zeros(0, np.int32)
         self._type_ids: Ints | None = None
-        self._rotary: Floats | None = None
         self._next = self.num_stages  # the stage to compute next
 
     def view(self, region: Region) -> Floats:
         """Return the memory of a region, f32 [rows, padded columns]."""
         return self._program.view(region)
 
-    def begin(
-        self, token_ids: Ints, row_start: Ints, type_ids: Ints | None = None, rotary: Floats | None = None
-    ) -> None:
-        """Take the next rows; `row_start` has the first row of each text, and the end. `rotary` rotates their heads.
+    def begin(self, token_ids: Ints, row_start: Ints, type_ids: Ints | None = None) -> None:
+        """Take the next rows; `row_start` has the first row of each text, and the end.
 
         Raises ValueError for unknown ids.
         """
         self.give_up()
-        self._program.run_texts(token_ids, row_start, type_ids, 0, 0, rotary)  # checks all ids
-        self._token_ids, self._row_start, self._type_ids, self._rotary = token_ids, row_start, type_ids, rotary
+        self._program.run_texts(token_ids, row_start, type_ids, 0, 0)  # checks all ids
+        self._token_ids, self._row_start, self._type_ids = token_ids, row_start, type_ids
         self._next = 0
-
-    def divide(self, row_start: Ints) -> None:
-        """Divide the same rows into other texts, from the next stage on."""
-        self._row_start = row_start
 
     def advance(self, num_stages: int) -> bool:
         """Compute the next stages; return whether all are done."""
@@ -68,7 +61,7 @@ class StagedProgram:
         if self._next < end:
             first_op = self._ends[self._next - 1] if self._next else 0
             last = self._ends[end - 1]
-            self._program.run_texts(self._token_ids, self._row_start, self._type_ids, first_op, last, self._rotary)
+            self._program.run_texts(self._token_ids, self._row_start, self._type_ids, first_op, last)
             self._next = end
         return self._next == self.num_stages
 
@@ -77,7 +70,7 @@ class StagedProgram:
         self._next = self.num_stages
 
 
-def _stage_ends(ops: Sequence[object]) -> list[int]:
+def stage_ends(ops: Sequence[object]) -> list[int]:
     """Return the op after each stage: a stage ends before the next layer's projection to queries, keys and values."""
     starts = [index - 1 for index, op in enumerate(ops) if isinstance(op, EphemeralAttention)]
     return [*starts[1:], len(ops)]

@@ -12,7 +12,7 @@ from ..config_json import ConfigTable
 from ..encoder.spec import BertSpec
 from ..rope import rotary_table
 from ..spec import Rope
-from .spec import CHANNELS, Floats, TowerInput, normalised
+from .spec import CHANNELS, Floats, InputRows, TowerInput, by_square, normalised
 
 MAX_PATCH_SIZE = 1 << 10
 MAX_SCALE = 16
@@ -20,6 +20,8 @@ MAX_SQUARES = 512  # that are merged at a time
 MAX_AREA = 1 << 26  # pixels of an image after resizing
 MAX_RATIO = 200  # of the longer to the shorter edge of an image
 ROPE = Rope(10_000.0)  # of rows, and of columns, each in half of a head
+
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +105,9 @@ class DynamicVisionSpec:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes that `input` takes for an image of the most patches: copies of pixels, rotations and positions."""
-        still = self.patch_columns // self.frames
-        columns = (
-            3 * still + self.patch_columns + 2 * self.body.head_dim + (2 * self.body.hidden_size if self.grid else 0)
-        )
-        return 4 * self.num_patches * columns
+        """Bytes that the largest image takes beside its program: rotations, and the input of some squares."""
+        columns = 2 * self.patch_columns + 3 * self.body.head_dim + (5 * self.body.hidden_size if self.grid else 0)
+        return 4 * (self.num_patches * self.body.head_dim + self.squares_at_once * self.sizes.scale**2 * columns)
 
     @property
     def position_bytes(self) -> int:
@@ -147,24 +146,27 @@ class DynamicVisionSpec:
 
     def input(self, pixels: npt.NDArray[np.uint8], learned: Floats | None = None) -> TowerInput:
         """Return the patches of an image whose sides are multiples of `sizes.block`, with their `learned` positions."""
-        scale, block = self.sizes.scale, self.sizes.block
-        rows, columns = pixels.shape[0] // block, pixels.shape[1] // block
+        split = by_square(pixels, self.sizes.scale, self.sizes.patch_size)
+        rows, columns = split.shape[:2]
         order, counts = self._windows(rows, columns)
-        num_patches = len(order) * scale**2
-        whole = np.array([0, num_patches], np.int32)
-        windows = np.concatenate([[0], np.cumsum(counts * scale**2)]).astype(np.int32)
-        return TowerInput(
-            patches=self._patches(pixels, rows, columns, order),
-            token_ids=np.zeros(num_patches, np.int32),
-            row_starts=tuple(whole if sees_all else windows for sees_all in self.sees_all),
-            rotary=self._rotary(rows, columns)[order].reshape(num_patches, self.body.head_dim),
-            order=np.argsort(order),
-            positions=None
-            if learned is None
-            else self._interpolated(learned, rows, columns)[order].reshape(num_patches, -1),
-        )
+        size = self.sizes.scale**2
+        whole = np.array([0, len(order) * size], np.int32)
+        windows = np.concatenate([[0], np.cumsum(counts * size)]).astype(np.int32)
 
-    def _windows(self, rows: int, columns: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        def input_rows(first: int, end: int) -> InputRows:
+            down, across = np.divmod(order[first:end], columns)
+            patches = normalised(split[down, across], self.rescale, self.mean, self.std)
+            y, x = self._along(down, 1), self._along(across, 0)
+            return InputRows(
+                self._with_frames(patches),
+                self._rotary(y, x, max(rows, columns)),
+                None if learned is None else self._interpolated(learned, y, x, rows, columns),
+            )
+
+        row_starts = tuple(whole if sees_all else windows for sees_all in self.sees_all)
+        return TowerInput(order, np.zeros(len(order) * size, np.int32), row_starts, input_rows)
+
+    def _windows(self, rows: int, columns: int) -> tuple[Indices, Indices]:
         """Return the squares of an image by window, each window row by row; and the squares of each window."""
         if not self.window:
             return np.arange(rows * columns), np.array([rows * columns])
@@ -172,46 +174,41 @@ class DynamicVisionSpec:
         windows = (down[:, None] * (across[-1] + 1) + across).reshape(-1)
         return np.argsort(windows, kind="stable"), np.bincount(windows)
 
-    def _patches(self, pixels: npt.NDArray[np.uint8], rows: int, columns: int, order: npt.NDArray[np.int64]) -> Floats:
-        """Return the normalised patches of the squares in `order`, f32 [patches, patch_columns]."""
-        scale, patch = self.sizes.scale, self.sizes.patch_size
-        values = normalised(pixels, self.rescale, self.mean, self.std)
-        split = values.reshape(rows, scale, patch, columns, scale, patch, CHANNELS)
-        still = split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, scale**2, CHANNELS, 1, patch**2)[order]
+    def _along(self, squares: Indices, axis: int) -> Indices:
+        """Return the row (axis 1) or the column (axis 0) of the patches of squares in this row or column of squares."""
+        scale = self.sizes.scale
+        inner = np.arange(scale)[:, None] if axis else np.arange(scale)
+        patches = squares[:, None, None] * scale + inner
+        return np.broadcast_to(patches, (len(squares), scale, scale)).reshape(-1)
+
+    def _with_frames(self, patches: Floats) -> Floats:
+        """Return patches [squares, scale, scale, channels, patch, patch], which all frames have, as rows."""
+        still = patches.reshape(-1, CHANNELS, 1, self.sizes.patch_size**2)
         return np.tile(still, (self.frames, 1)).reshape(-1, self.patch_columns)
 
-    def _rotary(self, rows: int, columns: int) -> Floats:
-        """Return the cosines and sines of the patches, f32 [squares, patches of a square, head_dim]."""
-        scale, head_dim = self.sizes.scale, self.body.head_dim
-        table = rotary_table(ROPE, head_dim // 2, max(rows, columns) * scale)
-        shape = (rows, columns, scale, scale)
-        inner = np.arange(scale)
-        down = np.broadcast_to((np.arange(rows)[:, None] * scale + inner)[:, None, :, None], shape)
-        across = np.broadcast_to((np.arange(columns)[:, None] * scale + inner)[None, :, None, :], shape)
+    def _rotary(self, y: Indices, x: Indices, squares: int) -> Floats:
+        """Return the cosines and sines of patches in an image with at most `squares` along an edge."""
+        table = rotary_table(ROPE, self.body.head_dim // 2, squares * self.sizes.scale)
         cos, sin = np.split(table, 2, axis=1)
-        turned = [cos[down], cos[across], sin[down], sin[across]]
-        return np.concatenate(turned, axis=-1).reshape(rows * columns, scale**2, head_dim)
+        return np.concatenate([cos[y], cos[x], sin[y], sin[x]], axis=-1)
 
-    def _interpolated(self, learned: Floats, rows: int, columns: int) -> Floats:
-        """Return the position of each patch between the four next to it of `learned` [grid * grid, hidden].
+    def _interpolated(self, learned: Floats, y: Indices, x: Indices, rows: int, columns: int) -> Floats:
+        """Return the positions of patches, each between the four next to it of `learned` [grid * grid, hidden].
 
-        The corners of the image are those of the grid. The result is f32 [squares, patches of a square, hidden].
+        The corners of an image of these rows and columns of squares are those of the grid.
         """
-        scale, hidden = self.sizes.scale, self.body.hidden_size
-        table = learned.reshape(self.grid, self.grid, hidden)
-        left, right, after = _between(columns * scale, self.grid)
-        x = after[:, None]
-        out = np.empty((rows * scale, columns * scale, hidden), np.float32)
-        for row, (top, bottom, y) in enumerate(zip(*_between(rows * scale, self.grid), strict=True)):
-            above, below = table[top], table[bottom]
-            out[row] = above[left] * ((1 - y) * (1 - x)) + above[right] * ((1 - y) * x)
-            out[row] += below[left] * (y * (1 - x))
-            out[row] += below[right] * (y * x)
-        squares = out.reshape(rows, scale, columns, scale, hidden).transpose(0, 2, 1, 3, 4)
-        return squares.reshape(rows * columns, scale**2, hidden)
+        scale = self.sizes.scale
+        table = learned.reshape(self.grid, self.grid, self.body.hidden_size)
+        top, bottom, below = (each[y] for each in _between(rows * scale, self.grid))
+        left, right, after = (each[x] for each in _between(columns * scale, self.grid))
+        down, across = below[:, None], after[:, None]
+        out: Floats = table[top, left] * ((1 - down) * (1 - across)) + table[top, right] * ((1 - down) * across)
+        out += table[bottom, left] * (down * (1 - across))
+        out += table[bottom, right] * (down * across)
+        return out
 
 
-def _between(count: int, grid: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Floats]:
+def _between(count: int, grid: int) -> tuple[Indices, Indices, Floats]:
     """Return for `count` places along a `grid` the positions before and after each, and how far it is between them."""
     step, index = np.float32((grid - 1) / max(count - 1, 1)), np.arange(count, dtype=np.float32)
     places = np.where(index < count / 2, step * index, np.float32(grid - 1) - step * index[::-1])  # as in torch

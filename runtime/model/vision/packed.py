@@ -127,6 +127,7 @@ def plan_tower_memory(
     positions = 0
     if isinstance(spec, DynamicVisionSpec):
         positions, scratch = spec.position_bytes, scratch + spec.input_bytes
+    scratch += spec.num_tokens * spec.out_size * 4  # the rows of the image that is computed
     return VisionMemoryPlan(
         weights_bytes=planner.nbytes.total() + positions,
         buffers_bytes=programs.patches.arena_bytes + sum(plan.arena_bytes for plan in programs.squares) + scratch,

@@ -6,7 +6,9 @@ Every `VisionSpec` can be run: the readers of this package refuse all other valu
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +21,22 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
 
+class InputRows(NamedTuple):
+    """What a tower takes for each of some patches."""
+
+    patches: Floats  # [patches, patch_columns]
+    rotary: Floats | None = None  # [patches, head_dim]: cosines and sines; None: heads are not rotated
+    positions: Floats | None = None  # [patches, hidden]: what is added to the embeddings of patches
+
+
 @dataclass(frozen=True, slots=True)
 class TowerInput:
-    """An image as the first program of a tower takes it."""
+    """An image as the first program of a tower takes it, by squares of patches in the order of computation."""
 
-    patches: Floats  # [patches, patch_columns], in the order in which they are computed
+    places: npt.NDArray[np.int64]  # [squares]: which row of the image each square becomes
     token_ids: Ints  # [patches], of learned positions
     row_starts: tuple[Ints, ...]  # one per layer: the first patch of each group that sees itself, and the end
-    rotary: Floats | None = None  # [patches, head_dim]: cosines and sines; None: heads are not rotated
-    order: npt.NDArray[np.int64] | None = None  # [rows]: which of the computed rows each row is; None: the same
-    positions: Floats | None = None  # [patches, hidden]: what is added to the embeddings of patches
+    rows: Callable[[int, int], InputRows]  # returns those of the squares [first, end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,18 +104,19 @@ class VisionSpec:
     def input(self, pixels: npt.NDArray[np.uint8]) -> TowerInput:
         """Return the patches of an image [image_size, image_size, 3]."""
         row_start = np.array([0, self.num_patches], np.int32)
-        return TowerInput(self.patches(pixels), self.positions(), (row_start,) * self.body.num_layers)
+        squares, seen = self.grid // self.scale, self.grid * self.patch_size
+        split = by_square(pixels[:seen, :seen], self.scale, self.patch_size)
 
-    def patches(self, pixels: npt.NDArray[np.uint8]) -> Floats:
-        """Return the normalised patches of an image [image_size, image_size, 3], f32 [num_patches, patch_columns]."""
-        squares, scale, patch = self.grid // self.scale, self.scale, self.patch_size
-        seen = normalised(pixels[: self.grid * patch, : self.grid * patch], self.rescale, self.mean, self.std)
-        split = seen.reshape(squares, scale, patch, squares, scale, patch, CHANNELS)
-        patches: Floats = split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(self.num_patches, self.patch_columns)
-        return patches
+        def rows(first: int, end: int) -> InputRows:
+            down, across = np.divmod(np.arange(first, end), squares)
+            patches = normalised(split[down, across], self.rescale, self.mean, self.std)
+            return InputRows(patches.reshape(-1, self.patch_columns))
+
+        places = np.arange(self.num_tokens)
+        return TowerInput(places, self.positions(), (row_start,) * self.body.num_layers, rows)
 
     def positions(self) -> Ints:
-        """Return the learned position of each patch, in the order of `patches`, [num_patches]."""
+        """Return the learned position of each patch, in the order of computation, [num_patches]."""
         squares, scale = self.grid // self.scale, self.scale
         along = nearest_positions(self.grid) if self.rounds_positions else np.arange(self.grid)
         table = along[:, None] * self.grid + along
@@ -116,11 +125,19 @@ class VisionSpec:
         return positions
 
 
+def by_square(pixels: npt.NDArray[np.uint8], scale: int, patch_size: int) -> npt.NDArray[np.uint8]:
+    """Return a view of an image, [rows of squares, columns of squares, scale, scale, channels, patch, patch]."""
+    block = scale * patch_size
+    rows, columns = pixels.shape[0] // block, pixels.shape[1] // block
+    split = pixels.reshape(rows, scale, patch_size, columns, scale, patch_size, CHANNELS)
+    return split.transpose(0, 3, 1, 4, 6, 2, 5)
+
+
 def normalised(
     pixels: npt.NDArray[np.uint8], rescale: float, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Floats:
-    """Return (pixels * rescale - mean) / std, f32 [height, width, channels]."""
-    means, stds = np.array(mean, np.float32), np.array(std, np.float32)
+    """Return (pixels * rescale - mean) / std, f32 [..., channels, rows, columns]."""
+    means, stds = (np.array(values, np.float32)[:, None, None] for values in (mean, std))
     result: Floats = (pixels.astype(np.float32) * np.float32(rescale) - means) / stds
     return result
 

@@ -14,7 +14,7 @@ from PIL import Image
 from quire.runtime.common.errors import MissingTensor, ModelError, UnsupportedModel, WrongTensor
 from quire.runtime.engine.images import read_image_processor
 from quire.runtime.model import read_spec
-from quire.runtime.model.vision import DynamicVisionSpec, pack_tower, read_vision
+from quire.runtime.model.vision import DynamicVisionSpec, VisionSpec, pack_tower, read_vision
 from quire.runtime.model.vision.dynamic import ImageSizes
 
 FAMILY = "qwen2_5_vl"
@@ -33,10 +33,10 @@ def test_windows_hold_each_patch_once_and_rows_come_back_in_order(goldens: Path,
     spec = replace(spec, rescale=1.0, mean=(0.0,) * 3, std=(1.0,) * 3)
     pixels = np.repeat(np.repeat(np.arange(rows * columns).reshape(rows, columns), 8, 0), 8, 1)
     given = spec.input(np.repeat(pixels[:, :, None], 3, 2).astype(np.uint8))
-    squares = given.patches[::4, 0].astype(int)
-    assert (given.patches == np.repeat(squares, 4)[:, None]).all()
-    assert given.order is not None
-    assert (squares[given.order] == np.arange(rows * columns)).all()
+    patches = given.rows(0, rows * columns).patches
+    squares = patches[::4, 0].astype(int)
+    assert (patches == np.repeat(squares, 4)[:, None]).all()
+    assert (squares == given.places).all()
     windows, whole, _ = given.row_starts
     assert whole.tolist() == [0, rows * columns * 4]
     assert len(windows) - 1 <= spec.num_windows
@@ -46,14 +46,30 @@ def test_windows_hold_each_patch_once_and_rows_come_back_in_order(goldens: Path,
         assert squares[first:end].tolist() == sorted(squares[first:end].tolist())
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "idefics3", "gemma3_images"])
+def test_squares_in_parts_are_those_of_the_whole_image(goldens: Path, family: str) -> None:
+    spec = read_vision(goldens / family)
+    assert spec is not None
+    size = (spec.image_size,) * 2 if isinstance(spec, VisionSpec) else (5 * 8, 7 * 8)
+    pixels = np.random.default_rng(3).integers(0, 256, (*size, 3), np.uint8)
+    learned = np.random.default_rng(4).standard_normal((25, spec.body.hidden_size)).astype(np.float32)
+    given = spec.input(pixels, learned) if family == "qwen3_vl" else spec.input(pixels)  # type: ignore[call-arg]
+    whole = given.rows(0, len(given.places))
+    assert len(whole.patches) == len(given.token_ids)
+    parts = [given.rows(first, min(first + 2, len(given.places))) for first in range(0, len(given.places), 2)]
+    for index, values in enumerate(whole):
+        if values is not None:
+            assert np.concatenate([part[index] for part in parts]).tobytes() == values.tobytes()
+
+
 def test_heads_are_turned_by_row_and_column(goldens: Path) -> None:
     spec = spec_of(goldens / FAMILY)
     given = spec.input(np.zeros((24, 40, 3), np.uint8))
-    assert given.rotary is not None
-    assert given.rotary.shape == (6 * 10, 16)
-    assert given.order is not None
+    rotary = given.rows(0, 15).rotary
+    assert rotary is not None
+    assert rotary.shape == (6 * 10, 16)
     # The last patch, of row 5 and column 9: angles are the position times 1, 0.1, 0.01 and 0.001.
-    last = given.rotary.reshape(15, 4, 16)[given.order][-1, -1]
+    last = rotary.reshape(15, 4, 16)[given.places == 14][0, -1]
     angles = np.array([position * 10.0**-power for position in (5, 9) for power in range(4)])
     assert np.allclose(last, [*np.cos(angles), *np.sin(angles)], atol=1e-6)
 
@@ -146,10 +162,9 @@ def test_positions_are_between_the_learned_ones(goldens: Path) -> None:
     learned[..., 0], learned[..., 1] = np.arange(5)[:, None], np.arange(5)
     for rows, columns in ((1, 1), (3, 5), (8, 1)):
         given = spec.input(np.zeros((8 * rows, 8 * columns, 3), np.uint8), learned.reshape(25, -1))
-        assert given.positions is not None
-        places = (
-            given.positions.reshape(rows, columns, 2, 2, -1).transpose(0, 2, 1, 3, 4).reshape(2 * rows, 2 * columns, -1)
-        )
+        positions = given.rows(0, rows * columns).positions
+        assert positions is not None
+        places = positions.reshape(rows, columns, 2, 2, -1).transpose(0, 2, 1, 3, 4).reshape(2 * rows, 2 * columns, -1)
         assert np.allclose(places[..., 0], np.linspace(0, 4, 2 * rows)[:, None], atol=1e-5)
         assert np.allclose(places[..., 1], np.linspace(0, 4, 2 * columns), atol=1e-5)
 

@@ -168,7 +168,8 @@ def test_rows_are_kept_per_salt_and_digest_within_the_bound(square: tuple[Path, 
     def uses(*names: str, salt: bytes = b"") -> tuple[int, int]:
         before = runner.num_encoded, runner.num_cache_hits
         for name in names:
-            assert not runner.prepare([sequence(0, 9, images[name], salt=salt)], math.inf)
+            while runner.prepare([sequence(0, 9, images[name], salt=salt)], math.inf):
+                pass
             assert runner.embeddings([sequence(0, 9, images[name], salt=salt)]) is not None
         return runner.num_encoded - before[0], runner.num_cache_hits - before[1]
 
@@ -183,29 +184,97 @@ def test_a_cache_without_room_holds_the_last_image(golden: tuple[Path, Any]) -> 
     runner = runner_of(folder, cache=0)
     a, b = placed(data["pixels"][0], 0, b"a"), placed(data["pixels"][1], 0, b"b")
     for image in (a, a, b, b, a):
-        assert not runner.prepare([sequence(0, 9, image)], math.inf)
+        while runner.prepare([sequence(0, 9, image)], math.inf):
+            pass
     assert (runner.num_encoded, runner.num_cache_hits) == (3, 2)
 
 
-def test_an_image_is_computed_in_stages(golden: tuple[Path, Any]) -> None:
-    """Without time, a call computes one stage; the first layer's includes what comes before it."""
+def test_an_image_is_computed_in_parts(golden: tuple[Path, Any]) -> None:
+    """Without time a call computes one part; the sequence joins the step after the one with the last part."""
     folder, data = golden
     runner = runner_of(folder, cache=1 << 20)
     image, text = sequence(0, 9, placed(data["pixels"][0], 0, b"a")), sequence(0, 9)._replace(request_id=7)
-    num_layers = spec_of(folder).body.num_layers
-    waits = [runner.prepare([text, image], 0.0) for _ in range(num_layers + 1)]
-    assert waits == [*[{0}] * (num_layers - 1), set(), set()]
+    waits = [runner.prepare([text, image], 0.0)]
+    while waits[-1]:
+        waits.append(runner.prepare([text, image], 0.0))
+    assert len(waits) > 8 * spec_of(folder).body.num_layers, "one op at most"
+    assert set(waits[:-1]) == {frozenset({0})}
+    assert (runner.num_encoded, runner.num_cache_hits) == (1, 0)
+    assert not runner.prepare([image], 0.0)
     assert (runner.num_encoded, runner.num_cache_hits) == (1, 1)
     found = runner.embeddings([image])
     assert found is not None
     assert found[1].tobytes() == runner.encode(placed(data["pixels"][0]))[:9].tobytes()
 
 
+class WorkClock:
+    """A clock that advances with the items of kernels, by what they cost: seconds of a program's op."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.parts: list[float] = []  # seconds of each
+
+    def __call__(self) -> float:
+        return self.now
+
+    def watch(self, runner: ImageRunner) -> None:
+        """Let all work of the runner advance this clock by a nanosecond per unit of its size."""
+        works = runner._works
+
+        def timed(given: Any) -> Any:
+            for work in works(given):
+                yield replace(work, do=self._timed(work))
+
+        runner._works = timed  # type: ignore[method-assign]
+
+    def _timed(self, work: Any) -> Callable[[int, int], None]:
+        def do(first: int, end: int) -> None:
+            work.do(first, end)
+            self.parts.append((end - first) * work.size * 1e-9)
+            self.now += self.parts[-1]
+
+        return do
+
+
+@pytest.mark.parametrize("share", [0.3, 0.05, 0.01])
+def test_a_step_computes_the_part_of_an_image_that_fits(golden: tuple[Path, Any], share: float) -> None:
+    """Virtual time: a step takes no longer than it may, or one least part, and steps are well filled."""
+    folder, data = golden
+    image = sequence(0, 1, placed(data["pixels"][0], 0, b"a"))
+    clock = WorkClock()
+    runner = ImageRunner(pack_tower(folder, spec_of(folder), "f32"), 1 << 20, Pool(2), LEVELS[-1], clock)
+    clock.watch(runner)
+    want = runner.encode(placed(data["pixels"][0])).tobytes()
+    whole_s, clock.parts = clock.now, []
+    durations = []
+    while True:
+        start, clock.parts = clock.now, []
+        if not runner.prepare([image], share * whole_s):
+            break
+        durations.append((clock.now - start, len(clock.parts)))
+    assert all(duration <= share * whole_s * 1.001 or parts == 1 for duration, parts in durations)
+    assert sum(duration for duration, _ in durations) == pytest.approx(whole_s)
+    found = runner.embeddings([sequence(0, image.images[0].tokens, image.images[0])])
+    assert found is not None
+    assert found[1].tobytes() == want[: found[1].nbytes]
+
+
 def test_images_that_take_turns_are_done(square: tuple[Path, Any]) -> None:
+    """A call for another image goes on with the one that is begun."""
     folder, data = square
     runner = runner_of(folder, cache=1 << 20)
     a, b = (sequence(0, 9, placed(pixels, 0, bytes([n]))) for n, pixels in enumerate(data["pixels"]))
-    assert [bool(runner.prepare([each], 0.0)) for each in (a, b, a, a)] == [True, False, True, False]
+    turns = []
+    while runner.num_encoded < 2:
+        turns.append([bool(runner.prepare([each], 0.0)) for each in (a, b)])
+    assert len(turns) > 8
+    assert turns[0] == [True, True]
+    assert not runner.prepare([a], 0.0)
+    assert not runner.prepare([b], 0.0)
+    both = runner.embeddings([a, b])
+    assert both is not None
+    alone = [runner.encode(placed(pixels))[:9] for pixels in data["pixels"]]
+    assert both[1].tobytes() == np.concatenate(alone).tobytes()
 
 
 # Reading
