@@ -300,4 +300,16 @@ MUTANTS = [
         'if name == "auto":',
         "a gpt-oss whose folder has a response_template is read as text",
     ),
+    Mutant(
+        GGUF,
+        'middle = merge.find(" ", 1)',
+        'middle = merge.find(" ")',
+        "a GGUF file with a merge whose left half is a space is refused",
+    ),
+    Mutant(
+        GGUF,
+        "found.sort(key=lambda pair: (pair[0], pair[1], len(pair[2])), reverse=True)",
+        "found.sort(key=lambda pair: pair[0], reverse=True)",
+        "pieces of one score merge in another order than in the original tokenizer",
+    ),
 ]

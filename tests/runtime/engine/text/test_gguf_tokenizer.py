@@ -31,6 +31,7 @@ from tests.runtime.engine.text.gguf_metadata import (
 
 KEYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
 TEXTS = 300  # of each comparison
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 REFERENCES = {  # as the tokenizer.json of a model with this name has it
@@ -175,13 +176,13 @@ def test_with_some_names_a_word_that_is_a_token_is_not_merged(
 
 
 def test_byte_pairs_without_bytes_write_spaces_as_underscores() -> None:
-    tokens = ["<unk>", "<bos>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "\n", "▁a", "\n\n", "aa"]
+    tokens = ["<unk>", "<bos>", *BYTE_TOKENS, "▁", "a", "\n", "▁a", "\n\n", "aa", " ", " a"]
     fast = read_tokenizer(
         {
             "tokenizer.ggml.model": "gemma4",
             "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.token_type": [2, 3, *[6] * 256, *[1] * 6],
-            "tokenizer.ggml.merges": ["▁ a", "\n \n", "a a"],
+            "tokenizer.ggml.token_type": [2, 3, *[6] * 256, *[1] * 8],
+            "tokenizer.ggml.merges": ["▁ a", "\n \n", "a a", "  a"],  # the last one: of a space and a
             "tokenizer.ggml.bos_token_id": 1,
         }
     )[0]
@@ -197,6 +198,18 @@ def test_pieces_merge_as_sentencepiece_merges_them(pieces: Mapping[str, Any]) ->
         text = hard_text(generator)
         if not any(special in text for special in ("<s>", "</s>", "<unk>", "<|end|>")):
             assert fast.encode(text, add_special_tokens=False).ids == sentencepiece_ids(pieces, text), text
+
+
+def test_of_pairs_with_one_score_that_with_the_longer_left_half_merges_first() -> None:
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *BYTE_TOKENS, "a", "b", "c", "bc", "aab", "aa"],
+        "tokenizer.ggml.scores": [0.0] * 262 + [-1.0, -1.0, 0.0],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * 6],
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    fast = read_tokenizer(metadata)[0]
+    assert fast.encode("aabc", add_special_tokens=False).tokens == ["aab", "c"]
 
 
 def sentencepiece_ids(metadata: Mapping[str, Any], text: str) -> list[int]:
