@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import copy
 import os
-import re
 import ssl
 import time
 from typing import Any, NamedTuple
@@ -53,6 +52,7 @@ from ..protocol.frames import (
     Welcome,
 )
 from ..protocol.wire_errors import error_from_frame
+from .connecting import open_tcp
 from .tls import tls_error
 
 CONNECT_TIMEOUT_S = 10.0
@@ -314,13 +314,10 @@ def _may_exceed_limits(frame: Generate | AskVectors | AskScores, num_bytes: int)
 def _reason(error: OSError) -> str:
     """Return the system's text for the error; asyncio replaces it with the address, which the caller names anyway."""
     text = error.strerror or str(error)
-    if "Connect call failed" not in text:
-        return text
-    numbers = [error.errno] if error.errno else map(int, re.findall(r"\[Errno (\d+)\]", text))  # several addresses
-    return ", ".join(dict.fromkeys(map(os.strerror, numbers))) or text
+    return os.strerror(error.errno) if error.errno and "Connect call failed" in text else text
 
 
 async def _connect(address: Address, tls: ssl.SSLContext | None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     if isinstance(address, UnixAddress):
         return await asyncio.open_unix_connection(address.path)
-    return await asyncio.open_connection(address.host, address.port, ssl=tls)
+    return await open_tcp(address, tls)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 from ..common.errors import ConfigError
 from ..protocol.address import TCPAddress, parse_address
@@ -34,7 +35,7 @@ class MemberSource(Protocol):
 
 
 class Members:
-    """The hosts that `--engine-hosts` names: `host:port`, or `dns:name:port` for every address of a name."""
+    """The hosts that `--engine-hosts` names: `host:port`, or `dns:name:port` for every host of a name."""
 
     def __init__(self, text: str) -> None:
         """Parse addresses that are separated by commas. Raises ConfigError."""
@@ -65,5 +66,16 @@ class Members:
         loop = asyncio.get_running_loop()
         for name in self._names:
             addresses = await loop.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
-            found += [Member(TCPAddress(str(each[0]), name.port), name.host) for *_, each in addresses]
+            found += [Member(TCPAddress(address, name.port), name.host) for address in _of_one_family(addresses)]
         return list({member.address: member for member in found}.values())
+
+
+def _of_one_family(found: Iterable[tuple[Any, ...]]) -> list[str]:
+    """Return the addresses of the family that has most, IPv4 or IPv6: a host with an address of each is one host.
+
+    With as many of each, it is the family that the system prefers.
+    """
+    by_family: dict[int, list[str]] = {}  # in the order of the system's preference
+    for family, *_, address in found:
+        by_family.setdefault(family, []).append(str(address[0]))
+    return max(by_family.values(), key=lambda addresses: len(set(addresses)), default=[])

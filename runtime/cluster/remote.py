@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 import structlog
 
 from ...scheduler import NotAccepting
+from ..client.connecting import open_tcp
 from ..client.tls import tls_error
 from ..common import errors
 from ..common.errors import ConfigError, ProtocolError, QuireError, Unavailable
@@ -112,9 +113,7 @@ class HostConnection:
         address, tls = member.address, credentials.tls
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(
-                    address.host, address.port, ssl=tls, server_hostname=member.name if tls else None
-                )
+                reader, writer = await open_tcp(address, tls, member.name)
                 await greet_host(reader, writer, member.secret or credentials.secret)
             link = HostLink(reader, writer, FROM_HOST, MAX_UNSENT_TO_HOST_BYTES)
             connection, writer = cls(link, receive, on_heartbeat), None

@@ -1,13 +1,14 @@
-"""A proxy between a client and the server: counts tokens and credit, and cuts connections on request.
+"""A proxy between a client and the server: counts tokens and credit, cuts connections and loses frames on request.
 
-Bytes pass unchanged, except for the versions in HELLO if a case sets others. The proxy listens on TCP and on a unix
-socket and connects to the server over TCP.
+Bytes pass unchanged, except for the versions in HELLO if a case sets others, and for a frame that is lost. The proxy
+listens on TCP and on a unix socket and connects to the server over TCP.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -55,6 +56,7 @@ class Proxy:
         self.breach: Exception | None = None
         self._versions = versions  # offered instead of the client's
         self._cuts: list[int] = []  # token counts at which the connection is cut
+        self._losing_at: float | None = None  # token count from which the next TOKENS frame is lost
         self._tokens = 0
         self._credit: dict[int, int] = {}  # request id -> remaining credit
         self._seen: defaultdict[str, set[int]] = defaultdict(set)
@@ -63,6 +65,10 @@ class Proxy:
     def cut(self, after_tokens: int) -> None:
         """Cut the connection inside a frame once `after_tokens` tokens have passed since `reset`."""
         self._cuts.append(after_tokens)
+
+    def lose(self, after_tokens: int) -> None:
+        """Lose a TOKENS frame once `after_tokens` tokens have passed since `reset`; no server does that."""
+        self._losing_at = after_tokens
 
     async def wait_for(self, what: str) -> None:
         """Wait for `cancelled` (CANCEL and the request's end), `paused` (a stream without credit) or `goaway`."""
@@ -113,6 +119,12 @@ class Proxy:
                 self._seen["goaway"].add(0)
         return False
 
+    def _is_lost(self, frame: Frame | Malformed) -> bool:
+        is_lost = isinstance(frame, Tokens) and self._losing_at is not None and self._tokens >= self._losing_at
+        if is_lost:
+            self._losing_at = math.inf
+        return is_lost
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection until either side closes it."""
         self.connections += 1
@@ -143,7 +155,11 @@ class Proxy:
     async def _downwards(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         decoder = Decoder(SERVER_FRAMES, MAX_FRAME_BYTES)
         async for data in _pieces(reader, DOWNWARD_BYTES):
-            cut = any(self._from_server(frame) for frame in decoder.feed(data))  # what follows a cut is lost
+            frames = list(decoder.feed(data))
+            if self._losing_at is not None:
+                frames = [frame for frame in frames if not self._is_lost(frame)]
+                data = b"".join([encode(frame) for frame in frames if not isinstance(frame, Malformed)])
+            cut = any(self._from_server(frame) for frame in frames)  # what follows a cut is lost
             self._changed.set()
             writer.write(data[: len(data) // 2] if cut else data)
             if cut:

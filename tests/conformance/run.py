@@ -192,6 +192,8 @@ class _Run:
                 await self._proxy.wait_for(step["what"])
             case "cut":
                 self._proxy.cut(step["after_tokens"])
+            case "lose":
+                self._proxy.lose(step["after_tokens"])
             case "drain":
                 self._plain.process.send_signal(signal.SIGTERM)
             case "start":

@@ -79,6 +79,7 @@ export class Client {
           fruitless = 0;
           received += tokenIds.length;
           const isRepeated = tokenIds.length ? firstIndex < outputs[choice].length : ended.has(choice) || bare.has(choice);
+          if (firstIndex > outputs[choice].length) throw new QuireError("INVALID_ARGUMENT", `TOKENS begins at ${firstIndex}, after ${outputs[choice].length} tokens`);
           if (!tokenIds.length) bare.add(choice);
           if (!isRepeated) {
             outputs[choice].push(...tokenIds);

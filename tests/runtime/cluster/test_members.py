@@ -36,3 +36,24 @@ async def test_a_name_stands_for_all_of_its_addresses(monkeypatch: pytest.Monkey
     assert [str(member.address) for member in found] == ["a:1", "10.0.0.2:7072", "10.0.0.1:7072"]
     assert {member.name for member in found} == {"a", "hosts"}, "certificates are for names"
     assert members.may_change
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [
+        (("fd00::1", "fd00::2", "10.0.0.1", "10.0.0.2"), ["fd00::1", "fd00::2"]),
+        (("10.0.0.1", "fd00::1"), ["10.0.0.1"]),
+        (("fd00::1", "10.0.0.1", "10.0.0.2"), ["10.0.0.1", "10.0.0.2"]),
+        ((), []),
+    ],
+)
+async def test_a_host_with_an_address_of_each_family_is_one_member(
+    addresses: tuple[str, ...], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        families = {True: socket.AF_INET6, False: socket.AF_INET}
+        return [(families[":" in address], 1, 6, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    found = await Members("dns:hosts:7072").resolve()
+    assert [member.address.host for member in found] == expected

@@ -1,0 +1,70 @@
+"""Opening a TCP connection to a name that has several addresses, some of which may be dead (RFC 8305).
+
+uvloop has no such option.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections import deque
+from typing import Any
+
+from ..protocol.address import TCPAddress
+
+NEXT_ADDRESS_S = 0.25  # without an answer, until the next address of a name is tried as well
+
+
+async def open_tcp(
+    address: TCPAddress, tls: ssl.SSLContext | None = None, server_hostname: str | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to the address that answers first. Raises OSError: that of the first address, if all fail.
+
+    `server_hostname` is the name in the server's certificate; None: that of `address`.
+    """
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    connected = await _first_connected(found)
+    try:
+        return await asyncio.open_connection(
+            sock=connected, ssl=tls, server_hostname=(server_hostname or address.host) if tls else None
+        )
+    except BaseException:
+        connected.close()
+        raise
+
+
+async def _first_connected(found: list[tuple[Any, ...]]) -> socket.socket:
+    """Return a socket that is connected to one of the addresses that `getaddrinfo` found."""
+    untried, attempts = deque(found), list[asyncio.Task[socket.socket]]()
+    pending = set[asyncio.Task[socket.socket]]()
+    winner: socket.socket | None = None
+    try:
+        while winner is None and (untried or pending):
+            if untried:
+                attempts.append(asyncio.create_task(_connected(*untried.popleft())))
+                pending.add(attempts[-1])
+            patience_s = NEXT_ADDRESS_S if untried else None
+            done, pending = await asyncio.wait(pending, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            winner = next((attempt.result() for attempt in done if attempt.exception() is None), None)
+        if winner is None:
+            raise next(error for attempt in attempts if (error := attempt.exception()) is not None)
+        return winner
+    finally:
+        for attempt in pending:
+            attempt.cancel()
+        for outcome in await asyncio.gather(*attempts, return_exceptions=True):
+            if isinstance(outcome, socket.socket) and outcome is not winner:
+                outcome.close()
+
+
+async def _connected(family: int, kind: int, protocol: int, _: str, address: Any) -> socket.socket:
+    opened = socket.socket(family, kind, protocol)
+    try:
+        opened.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(opened, address)
+    except BaseException:
+        opened.close()
+        raise
+    return opened

@@ -1,0 +1,75 @@
+"""Names with several addresses, some of which do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+from quire.runtime.client.connecting import open_tcp
+from quire.runtime.protocol.address import TCPAddress
+
+NAME = TCPAddress("a.name", 7070)
+TIMEOUT_S = 60  # a dead address would use more than that
+
+
+@pytest.fixture
+def dead() -> Iterator[int]:
+    """Return a port of 127.0.0.1 that neither accepts nor refuses: its backlog is full."""
+    with ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(2):
+            other = stack.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(full.getsockname())
+        yield full.getsockname()[1]
+
+
+@contextmanager
+def refusing() -> Iterator[int]:
+    """Yield a port of 127.0.0.1 that refuses connections."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+def resolve_to(ports: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        assert (host, port) == (NAME.host, NAME.port)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", each)) for each in ports]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+
+
+async def test_an_address_that_does_not_answer_delays_the_next_one_only_shortly(
+    dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"hello")
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        with refusing() as refused:
+            resolve_to([dead, refused, server.sockets[0].getsockname()[1]], monkeypatch)
+            async with asyncio.timeout(TIMEOUT_S):
+                reader, writer = await open_tcp(NAME)
+                assert await reader.read() == b"hello"
+                writer.close()
+
+
+async def test_the_error_is_that_of_the_first_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refusing() as first, refusing() as second:
+        resolve_to([first, second], monkeypatch)
+        with pytest.raises(ConnectionRefusedError, match=str(first)):
+            await open_tcp(NAME)
+
+
+async def test_a_caller_that_is_cancelled_leaves_no_attempt(dead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve_to([dead], monkeypatch)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await open_tcp(NAME)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
