@@ -10,6 +10,7 @@ from .settings import settings_of
 
 HOSTS, SERVERS = "EngineHost", "ApiServer"  # the deployments
 CLOSE_MARGIN_S = 15.0  # beyond shutdown_timeout, before Serve kills a replica: to notice that it leaves, and to close
+LEAVE_AFTER_S = 0.1  # Serve's own wait for the requests of its handles, which carry no tokens: by default 2 s
 
 
 def app(args: dict[str, Any]) -> Any:
@@ -21,7 +22,11 @@ def app(args: dict[str, Any]) -> Any:
     from ray.serve.config import RequestRouterConfig
 
     graceful_s = settings_of(args).server.shutdown_timeout + CLOSE_MARGIN_S
-    common = {"max_replicas_per_node": 1, "graceful_shutdown_timeout_s": graceful_s}
+    common = {
+        "max_replicas_per_node": 1,
+        "graceful_shutdown_timeout_s": graceful_s,
+        "graceful_shutdown_wait_loop_s": LEAVE_AFTER_S,
+    }
     router = RequestRouterConfig(request_router_class="quire.runtime.ray.router:HostRouter")
     hosts = serve.deployment(name=HOSTS, request_router_config=router, **common)(HostReplica)
     servers = serve.deployment(name=SERVERS, **common)(ServerReplica)

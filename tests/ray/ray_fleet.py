@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,9 +29,11 @@ ENGINE = {
     "threads": 1,
     "num_speculative_tokens": 3,
 }
-SERVER = {"shutdown_timeout": 1, "port": 0, "operator_port": 0, "openai_port": 0}
+SERVER = {"shutdown_timeout": 0, "port": 0, "operator_port": 0, "openai_port": 0}
 MOVED = "requests moved"  # in the log of an API server
 START_TIMEOUT_S = 120.0  # also on a busy machine
+HOST_REQUESTS = re.compile(r'^quire_host_requests\{host="[^"]*:(\d+)"\} (\S+)$', re.MULTILINE)
+LISTENING = "0A"  # in /proc/net/tcp
 HOST_REPLICA = f"ray::ServeReplica:quire:{HOSTS}"
 
 
@@ -42,9 +47,13 @@ class RayFleet:
         self.cluster.wait_for_nodes()
         ray.init(address=self.cluster.address, log_to_driver=False)
         serve.start(proxy_location="Disabled")
+        self._deployed: tuple[int, dict[str, Any]] | None = None
 
     def deploy(self, num_hosts: int, **args: Any) -> None:
         """Deploy the example of deploy/, with small replicas, and wait until Serve has as many as it wants."""
+        if self._deployed == (deployed := (num_hosts, args)):
+            return
+        self._deployed = deployed
         config = yaml.safe_load(CONFIG.read_text("utf-8"))
         (application,) = config["applications"]
         application["args"] = {**ENGINE, **SERVER, **args}
@@ -76,8 +85,26 @@ class RayFleet:
         """Return the ids of the processes on a node that are replicas with an engine host."""
         return [pid for pid in descendants(raylet_of(node)) if command_of(pid).startswith(HOST_REPLICA)]
 
-    def kill_node(self, node: Any) -> None:
-        """Kill every process of a node, as the loss of its machine does."""
+    def busiest_host(self) -> int:
+        """Return the process id of the replica with the engine host that has the most requests; wait for one."""
+        while not (port := self._busiest_port()):
+            time.sleep(0.01)
+        return next(pid for pid in self.hosts() if port in listening_ports(pid))
+
+    def _busiest_port(self) -> int | None:
+        address = serve.get_app_handle("quire").remote().result()["metrics"]
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=START_TIMEOUT_S) as answer:
+            found = HOST_REQUESTS.findall(answer.read().decode())
+        num_requests, port = max((float(count), int(port)) for port, count in found)
+        return port if num_requests else None
+
+    def hosts(self) -> list[int]:
+        """Return the ids of the processes that are replicas with an engine host."""
+        return [pid for node in self.nodes for pid in self.hosts_at(node)]
+
+    def kill_node_of(self, host: int) -> None:
+        """Kill every process of the node of an engine host, as the loss of its machine does."""
+        node = next(node for node in self.nodes if host in self.hosts_at(node))
         self.nodes.remove(node)
         for pid in [raylet_of(node), *descendants(raylet_of(node))]:
             os.kill(pid, signal.SIGKILL)
@@ -117,6 +144,17 @@ def raylet_of(node: Any) -> int:
     return node.all_processes["raylet"][0].process.pid
 
 
+def listening_ports(pid: int) -> set[int]:
+    """Return the TCP ports at which a process listens."""
+    lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    sockets = [line.split() for line in lines if line.split()[3] == LISTENING]
+    open_files = set()
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            open_files.add(os.readlink(each))
+    return {int(each[1].partition(":")[2], 16) for each in sockets if f"socket:[{each[9]}]" in open_files}
+
+
 def command_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
@@ -128,6 +166,7 @@ def descendants(pid: int) -> list[int]:
     """Return the ids of the children of a process, and theirs."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *descendants(child)]
+        with contextlib.suppress(OSError):  # ended meanwhile
+            for child in map(int, task.read_text().split()):
+                found += [child, *descendants(child)]
     return found
