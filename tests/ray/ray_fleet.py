@@ -31,7 +31,7 @@ ENGINE = {
 }
 SERVER = {"shutdown_timeout": 0, "port": 0, "operator_port": 0, "openai_port": 0}
 MOVED = "requests moved"  # in the log of an API server
-START_TIMEOUT_S = 120.0  # also on a busy machine
+START_TIMEOUT_S = 240.0  # also on a busy machine
 HOST_REQUESTS = re.compile(r'^quire_host_requests\{host="[^"]*:(\d+)"\} (\S+)$', re.MULTILINE)
 LISTENING = "0A"  # in /proc/net/tcp
 HOST_REPLICA = f"ray::ServeReplica:quire:{HOSTS}"

@@ -18,7 +18,7 @@ from quire.runtime.common.types import join_chunks
 if TYPE_CHECKING:
     from tests.ray.ray_fleet import RayFleet
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 NUM_HOSTS = 3
 MAX_HARMS = 3
