@@ -230,4 +230,11 @@ MUTANTS = [
         "a GPTQ matrix has the scales of other groups where config.json has a wrong group_size",
         QUANTISED_TESTS,
     ),
+    Mutant(
+        "runtime/model/config_rope.py",
+        'suggested(table.positive("mscale")) / suggested(table.positive("mscale_all_dim"))',
+        'suggested(table.positive("mscale"))',
+        "the attention factor of YaRN with DeepSeek's keys is too large",
+        CONFIG_TESTS,
+    ),
 ]

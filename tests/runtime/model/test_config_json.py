@@ -182,6 +182,14 @@ YARN = YarnScaling(4.0, 1.138629436111989, 32.0, 1.0, True, 128)
             {"rope_parameters": {"rope_type": "yarn", "factor": 1.0, "beta_fast": 16, "truncate": False}},
             Rope(1e4, YarnScaling(1.0, 1.0, 16.0, 1.0, False, 512)),
         ),
+        (  # the ratio of transformers, in tests/goldens/rope.npz
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.707, "mscale_all_dim": 1.0}},
+            Rope(1e4, YarnScaling(4.0, 0.964326914892074, 32.0, 1.0, True, 512)),
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.707}},
+            Rope(1e4, YarnScaling(4.0, YARN.attention_factor, 32.0, 1.0, True, 512)),
+        ),
     ],
 )
 def test_rope_in_both_styles(read: Read, keys: Any, rope: Rope) -> None:
