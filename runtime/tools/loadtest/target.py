@@ -33,7 +33,8 @@ class OpenTarget:
 def given_address(options: TargetOptions) -> str | None:
     """Return the address of the server. None: no server was given, start one."""
     if options.base_url is not None:
-        return options.base_url
+        # The endpoint begins with /v1; the base URL of OpenAI's clients ends with it.
+        return options.base_url.rstrip("/").removesuffix("/v1") if options.backend == "openai" else options.base_url
     if options.backend == "quire" and options.host is None and options.port is None:
         return None
     host = options.host or DEFAULT_HOST

@@ -12,9 +12,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from quire.runtime.common.errors import ConfigError, Unauthenticated, Unavailable
 from quire.runtime.tools.loadtest.openai_backend import OpenAIBackend, OpenAITarget
-from quire.runtime.tools.loadtest.options import CHAT_COMPLETIONS, COMPLETIONS
+from quire.runtime.tools.loadtest.options import CHAT_COMPLETIONS, COMPLETIONS, TargetOptions
 from quire.runtime.tools.loadtest.records import LoadRequest, RequestRecord
 from quire.runtime.tools.loadtest.sender import LoadProgress, send_closed_loop
+from quire.runtime.tools.loadtest.target import given_address
 
 DONE = "[DONE]"
 USAGE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
@@ -183,6 +184,11 @@ async def test_a_server_that_does_not_answer_is_unavailable(fake: tuple[FakeOpen
         assert (await send(opened)).error_code == "UNAVAILABLE"
     with pytest.raises(Unavailable, match="does not answer"):
         await OpenAIBackend.open(OpenAITarget("http://127.0.0.1:9"))
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_a_base_url_may_end_as_that_of_other_clients(end: str) -> None:
+    assert given_address(TargetOptions(backend="openai", base_url=f"http://host:1{end}")) == "http://host:1"
 
 
 async def test_unusable_servers_and_addresses_are_refused(fake: tuple[FakeOpenAIServer, Serve]) -> None:
