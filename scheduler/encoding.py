@@ -204,7 +204,7 @@ class EncoderPlanner:
 
     def _fill_batch(self, seconds: float, now: float) -> list[_Place]:
         """Take texts in the policy's order, within the rows, and so few that whole stages fit the seconds of a step."""
-        seconds = self._stage_limit(seconds)
+        limit_s: float | None = None  # of one stage; a text alone needs none
         rows = next_check = 0
         places: list[_Place] = []
         lengths: list[int] = []
@@ -214,9 +214,10 @@ class EncoderPlanner:
             if lengths and (rows + num_tokens > self._limits.max_rows or len(lengths) == self._limits.max_texts):
                 break
             if lengths and rows >= next_check:
-                if self._stage_s([*lengths, num_tokens]) > seconds:
+                limit_s = self._stage_limit(seconds, lengths[0]) if limit_s is None else limit_s
+                if self._stage_s([*lengths, num_tokens]) > limit_s:
                     break
-                if self._stage_s([*lengths, num_tokens + rows // 8]) <= seconds:
+                if self._stage_s([*lengths, num_tokens + rows // 8]) <= limit_s:
                     next_check = rows + rows // 8 + 1  # predicting takes a pass over all lengths
             rows += num_tokens
             lengths.append(num_tokens)
@@ -224,14 +225,11 @@ class EncoderPlanner:
             self._take(request, num_tokens, now)
         return places
 
-    def _stage_limit(self, seconds: float) -> float:
-        """Return the seconds that a stage of the next batch may take, so that whole stages fill these of a step.
+    def _stage_limit(self, seconds: float, length: int) -> float:
+        """Return the seconds that a stage of a batch may take, so that whole stages fill these of a step.
 
-        Where all texts are as long as the next one, the stages of a step then compute the most texts.
+        Where all texts are as long as its first one, `length`, the stages of a step then compute the most texts.
         """
-        request = self._policy.head()
-        assert request is not None, "a text waits"
-        length = len(request.spec.texts[request.num_taken].token_ids)
         one_s, two_s = (self._stage_s([length] * count) for count in (1, 2))
         most = min(self._limits.max_texts, max(1, self._limits.max_rows // length))
         fitting = {

@@ -62,6 +62,8 @@ class Planner:
         """Return the next step, or None when there is nothing to run."""
         self._has_preempted = self._has_image = False
         self._batch.begin_step()
+        if not self._batch.requests and not self._queue:
+            return self._plan_texts()
         step = self._grow_decodes()
         seconds_left = step.seconds_left  # before prefill
         self._note_target(step)
@@ -72,6 +74,17 @@ class Planner:
         if not self._queue and not step.load.prefill_tokens:
             drafts = self._speculator.draft(self._batch.requests.values(), step.load)
         return self._assemble(drafts, step, seconds_left)
+
+    def _plan_texts(self) -> StepPlan | None:
+        """Return a step without sequences, as `plan` would: what such a step begins with costs a short text dearly."""
+        self.load = StepLoad()
+        if self._encoder is None or not self._encoder.has_work:
+            return None
+        encoding = self._encoder.plan(self.load, None, self._clock())
+        if not encoding:
+            return None
+        self._num_plans += 1
+        return StepPlan(self._num_plans, (), 0, 0, encoding)
 
     def preempt(self, request: Request) -> None:
         """Move a running request back to the queue."""

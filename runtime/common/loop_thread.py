@@ -17,6 +17,8 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+import uvloop
+
 from .errors import Unavailable
 
 T = TypeVar("T")
@@ -33,7 +35,7 @@ class LoopThread:
     def __init__(self, name: str, *, uses_thread_pools: bool = False) -> None:
         self.on_close: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._name = name
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._leave = asyncio.Event()
         self._submitting = threading.Lock()  # nothing is submitted to a loop that will not run it
         self._closing: Future[None] | None = None

@@ -67,7 +67,8 @@ def run_encoder(encoder: Encoder, step: EncoderStep) -> EncoderResult:
         encoder.advance(step.num_stages)
         if step.is_last:
             rows = encoder.values()
-            values = tuple(row.tobytes() if np.isfinite(row).all() else None for row in rows)
+            finite = np.logical_and.reduce(np.isfinite(rows), axis=1)
+            values = tuple([row.tobytes() if is_finite else None for row, is_finite in zip(rows, finite, strict=True)])
     except Exception as error:
         _log.exception("encoder batch failed", requests=len(step.request_ids))
         return EncoderResult(time.perf_counter() - started, error=f"encoding failed: {error!r}")
