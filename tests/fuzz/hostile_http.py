@@ -56,6 +56,7 @@ class HostileClient:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> None:
         self.writer = writer
         self.token = token
+        self.limit: asyncio.Timeout | None = None  # until when the server must answer
         self._reader = reader
         self._unread = b""
 
@@ -90,6 +91,8 @@ class HostileClient:
                     body += event.data
                 elif isinstance(event, h11.EndOfMessage) and response is not None:
                     self._unread = parser.trailing_data[0]
+                    if self.limit is not None:
+                        self.limit.reschedule(asyncio.get_running_loop().time() + ANSWER_S)
                     return _checked(Answer(response.status_code, dict(response.headers), bytes(body)))
                 elif event is h11.NEED_DATA:
                     data = await self._reader.read(1 << 16)
@@ -383,10 +386,10 @@ async def _repeat(kind: Kind, server: ServerProcess, report: CampaignReport, rng
             await asyncio.sleep(1)
             continue
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(ANSWER_S) as client.limit:
                 report.cases[f"{name}: {await kind(client, rng)}"] += 1
         except TimeoutError:
-            report.breach(f"{name}: no end within {ANSWER_S:.0f} s")
+            report.breach(f"{name}: no answer within {ANSWER_S:.0f} s")
         except (WrongAnswer, ValueError, KeyError) as error:
             report.breach(f"{name}: {error!r}")
         except OSError:
