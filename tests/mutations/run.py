@@ -37,7 +37,7 @@ from mutant import Mutant
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     *("pager", "protocol", "measuring", "scheduler", "server", "kernels"),
-    *("engine", "text", "workers", "cluster", "model", "encoder"),
+    *("engine", "text", "workers", "cluster", "model", "encoder", "vision"),
 )
 LEAST_CAUGHT = 0.95
 TEST_TIMEOUT_S = 60  # of one test
