@@ -32,6 +32,7 @@ from .members import Member, MemberSource
 from .remote import QUARANTINE_REASON, Credentials, HostLost, HostSource, HostTraits, RemoteHost
 
 CONNECT_POLL_S = 0.02
+WHY_NO_IMAGES = "engine hosts take no images"
 
 _log = structlog.get_logger("quire.cluster")
 
@@ -157,8 +158,10 @@ class Cluster(EnginePool):
                 break
             await asyncio.sleep(CONNECT_POLL_S)
         ready = [host.info for host in hosts if host.is_ready]
-        # Pixels of a few requests may exceed what a link holds unsent, and a link that is closed moves all requests.
-        self._info = msgspec.structs.replace(total_info(ready), images=None)
+        self._info = total_info(ready)
+        if self._info.images is not None:
+            # Pixels of a few requests may exceed what a link holds unsent; a closed link moves all its requests.
+            self._info = msgspec.structs.replace(self._info, images=None, why_no_images=WHY_NO_IMAGES)
         if self._where.may_change:
             self._updating = asyncio.create_task(self._keep_updating(), name="quire-cluster-members")
 

@@ -63,13 +63,13 @@ class Engine(Generic[CoreT]):
     ) -> None:
         self.core = core
         self.text_processor = text_processor
-        info = core.info
+        info, reader = core.info, text_processor.image_reader
         self.info = EngineInfo(
             **msgspec.structs.asdict(info),
             has_tokenizer=text_processor.tokenizer is not None,
             has_chat_template=text_processor.chat_template is not None,
             default_sampling=text_processor.default_sampling,
-            max_images=0 if text_processor.image_reader is None else text_processor.image_reader.max_images,
+            max_images=0 if info.images is None or reader is None else reader.max_images,
         )
         self._validator = Validator(self.info, info.max_model_len * text_processor.longest_token)
         self._eos_token_ids = frozenset(

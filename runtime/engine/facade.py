@@ -202,7 +202,8 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""  # the bits id: of all that the bits of an output depend on besides its request
     encoder: EncoderInfo | None = None
     generates: bool = True  # False: the model is an encoder, which generates no text
-    images: ImageInfo | None = None  # None: the model takes no images
+    images: ImageInfo | None = None  # None: no images are taken
+    why_no_images: str = "this model takes no images"  # if there are none
 
 
 class EngineInfo(CoreInfo, frozen=True, kw_only=True):
@@ -211,7 +212,7 @@ class EngineInfo(CoreInfo, frozen=True, kw_only=True):
     has_tokenizer: bool
     has_chat_template: bool
     default_sampling: dict[str, float] = {}  # sampling parameters that generation_config.json recommends
-    max_images: int = 0  # of one request; 0: the model takes no images
+    max_images: int = 0  # of one request; 0: no images are taken
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

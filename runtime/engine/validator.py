@@ -148,7 +148,7 @@ class Validator:
         """Check a prompt's images against what the model takes, and their places in the prompt."""
         info, end = self._info.images, 0
         if images and info is None:
-            raise InvalidRequest("this model takes no images; leave them out")
+            raise InvalidRequest(f"{self._info.why_no_images}; leave them out")
         for index, image in enumerate(images):
             assert info is not None, "checked above"
             num_tokens = _check_pixels(f"images[{index}]", image.pixels, info)
@@ -275,7 +275,7 @@ def _check_pixels(where: str, pixels: npt.NDArray[np.uint8], info: ImageInfo) ->
 def check_num_images(num_images: int, info: EngineInfo) -> None:
     """Check the number of images in one request. Raises InvalidRequest."""
     if num_images and not info.max_images:
-        raise InvalidRequest("messages: this model takes no images; send text parts only")
+        raise InvalidRequest(f"messages: {info.why_no_images}; send text parts only")
     if num_images > info.max_images:
         raise InvalidRequest(f"messages: {num_images} images; at most {info.max_images} (`max_images_per_request`)")
 

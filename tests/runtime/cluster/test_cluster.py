@@ -86,6 +86,7 @@ async def test_engine_hosts_take_no_images(hosts: FakeHosts, listener: FakeListe
     hosts.infos["a:1"] = {"images": ImageInfo(token_id=5, size=64, num_tokens=4)}
     async with connected(listener, "a") as cluster:
         assert cluster.info.images is None
+        assert cluster.info.why_no_images == "engine hosts take no images"
 
 
 async def test_a_conversation_has_one_home(cluster: Cluster, hosts: FakeHosts) -> None:

@@ -11,7 +11,7 @@ from quire.runtime.common.errors import ContextLengthExceeded, InvalidRequest
 from quire.runtime.common.prompts import PromptImage
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import EngineInfo, GenerateRequest
-from quire.runtime.engine.validator import Validator
+from quire.runtime.engine.validator import Validator, check_num_images
 
 INFO = EngineInfo(
     vocab_size=100,
@@ -129,6 +129,19 @@ def test_texts() -> None:
 
 
 CHAT = ({"role": "user", "content": "hi"},)
+
+
+def test_a_core_that_takes_no_images_says_why() -> None:
+    """Even where the model's folder says how images are prepared."""
+    info = msgspec.structs.replace(INFO, why_no_images="engine hosts take no images")
+    with pytest.raises(InvalidRequest, match="engine hosts take no images; leave them out"):
+        Validator(info, 200).check_images((1,), IMAGES)
+    parts = ({"role": "user", "content": [{"type": "image"}]},)
+    with pytest.raises(InvalidRequest, match="messages: engine hosts take no images; send text parts only"):
+        check_num_images(1, info)
+    request = GenerateRequest(prompt=None, messages=parts, image_files=(b"file",))
+    with pytest.raises(InvalidRequest, match="engine hosts take no images"):
+        Validator(info, 200).check_prompt(request)
 
 
 @pytest.mark.parametrize(
