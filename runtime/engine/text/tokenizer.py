@@ -171,7 +171,9 @@ def _load_fast(folder: Path) -> FastTokenizer:
         raise ModelNotFound(f"{folder} has no tokenizer.json; Quire needs a Hugging Face folder with a fast tokenizer")
     try:
         fast = FastTokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and its panics are not of that class
         raise CorruptCheckpoint(f"{path} is not a readable tokenizer: {error}") from error
     # A file saved during training may enable these; prompts must be neither truncated nor padded.
     fast.no_truncation()

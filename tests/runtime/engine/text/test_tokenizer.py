@@ -99,6 +99,15 @@ def test_a_broken_config_is_named(folder: Path, name: str, content: bytes) -> No
         Tokenizer(folder)
 
 
+@pytest.mark.parametrize("prefix", ["##", "#######"])
+def test_a_tokenizer_that_the_library_panics_at_is_refused(folder: Path, prefix: str) -> None:
+    """Merges whose second part is shorter than the prefix of words' later parts. A panic is no Exception."""
+    merges = {"type": "BPE", "continuing_subword_prefix": prefix, "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": merges}))
+    with pytest.raises(CorruptCheckpoint, match=r"tokenizer\.json is not a readable tokenizer: .*(range|slice)"):
+        Tokenizer(folder)
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
 def test_a_pipe_is_refused(folder: Path, name: str) -> None:
     (folder / name).unlink(missing_ok=True)
