@@ -20,6 +20,7 @@ EMBEDDING, EMBEDDING_TESTS = "runtime/engine/embedding.py", "tests/runtime/engin
 PLANNER, PLANNER_TESTS = "scheduler/encoding.py", "tests/scheduler/test_encoding.py tests/sim/test_embedding_flood.py"
 LIVE, VECTORS, HTTP = (f"runtime/server/{name}.py" for name in ("live_embedding", "vector_stream", "openai/embeddings"))
 DOOR_TESTS = "tests/system/test_embeddings.py"
+STREAM_TESTS = "tests/runtime/server/test_vector_stream.py"
 
 MUTANTS = [
     Mutant(
@@ -254,7 +255,7 @@ MUTANTS = [
         'for name in ("priority", "deadline_ms", "truncate_prompt_tokens"):',
         'for name in ("deadline_ms", "truncate_prompt_tokens"):',
         "the priority of HTTP requests to embed is ignored",
-        DOOR_TESTS,
+        STREAM_TESTS,
     ),
     Mutant(
         HTTP,
@@ -268,20 +269,20 @@ MUTANTS = [
         "per_frame = max(1, room // (SCORE_BYTES if self._is_score else VALUE_BYTES * size))",
         "per_frame = num_texts",
         "vectors that are longer than a frame end the connection",
-        DOOR_TESTS,
+        STREAM_TESTS,
     ),
     Mutant(
         VECTORS,
         "        if not self._cancelled:\n            await self._delivery.send_buffer.wait_until_short()\n",
         "",
         "a client that does not read fills the server's memory with vectors",
-        DOOR_TESTS,
+        STREAM_TESTS,
     ),
     Mutant(
         LIVE,
         "self._tenant.leave(usage)",
         "self._tenant.leave(None)",
         "tokens of texts are missing in the totals of their tenant",
-        DOOR_TESTS,
+        STREAM_TESTS,
     ),
 ]

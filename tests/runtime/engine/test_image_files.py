@@ -112,6 +112,8 @@ def test_the_memory_of_an_image_is_that_of_all_its_tiles() -> None:
     reader_of("smolvlm", max_image_memory=num_bytes).insert(placeholder, [file])
     with pytest.raises(QuotaExceeded, match=f"the first 1 images take {num_bytes} bytes"):
         reader_of("smolvlm", max_image_memory=num_bytes - 1).insert(placeholder, [file])
+    with pytest.raises(QuotaExceeded, match=f"the first 2 images take {2 * num_bytes} bytes"):
+        reader_of("smolvlm", max_image_memory=2 * num_bytes - 1).insert(2 * placeholder, [file, file])
 
 
 def test_an_image_that_is_nearly_a_line_has_a_size() -> None:
