@@ -147,9 +147,74 @@ INLINE void body_k(const int rows, const int bits, const quire_linear_tile *t) {
   finish(rows, acc, t);
 }
 
-#define body_q4_k(rows, t) body_k(rows, QUIRE_Q4_K, t)
-#define body_q5_k(rows, t) body_k(rows, QUIRE_Q5_K, t)
-#define body_q6_k(rows, t) body_k(rows, QUIRE_Q6_K, t)
+// dot += the two halves of a block of q5_k or q6_k, of one row and one panel.
+INLINE void dot_halves(const int bits, const uint8_t *w, const int8_t *a, vi dot[2]) {
+  const wq4 first = wq4_load(w + 4 * LINE), second = bits == 6 ? wq4_load(w + 5 * LINE) : first;
+  UNROLL for (int k = 0; k < 4; k++) {
+    const wq4 line = wq4_load(w + k * LINE);
+    dot[0] = vi_dot4(dot[0], weights_of(bits, 0, k, line, first), a + k * 4);
+    dot[1] = vi_dot4(dot[1], weights_of(bits, 1, k, line, second), a + k * 4 + 16);
+  }
+}
+
+// sum(q * a) of a block of q4_k or q5_k.
+INLINE vi dot_row(const int bits, const uint8_t *w, const int8_t *a) {
+  if (bits == 4) {
+    vh sum = vh_start(0);
+    UNROLL for (int k = 0; k < 4; k++) sum = vh_dot8(sum, wq4_load(w + k * LINE), a + k * 4, a + k * 4 + 16);
+    return vh_end(sum, 0);
+  }
+  vi dot[2] = {vi_zero(), vi_zero()};
+  dot_halves(bits, w, a, dot);
+  return vi_add(dot[0], dot[1]);
+}
+
+// The same as body_k for one row and one panel. `ahead` is prefetched meanwhile, as many bytes as are read.
+INLINE vf row_of_super_blocks(const int bits, const quire_linear_tile *t, const int panel, const char **ahead) {
+  const uint8_t *p = (const uint8_t *)t->w + panel * t->panel_bytes;
+  const int64_t head = quire_scale_lines(bits) * LINE;
+  vf acc = vf_zero();
+  for (int64_t b = 0; b < t->a.width / 32; p += quire_super_block_bytes(bits)) {
+    _Alignas(64) int8_t bytes[16][16];
+    const vf d = vf_load_f16((const uint16_t *)p);
+    const vf least = vf_mul(vf_load_f16((const uint16_t *)p + 16), vf_set1(0x1p-7f));
+    *ahead = fetch_ahead(*ahead, head, 0, t);
+    unpack_scales(bits, p, bytes);
+    for (int j = 0; j < BLOCKS; j++, b++) {
+      const uint8_t *w = p + head + j * bits * LINE;
+      const int8_t *a = (const int8_t *)t->a.data + b * 32;
+      const vf z = vf_set1(t->a.scales[b]);
+      *ahead = fetch_ahead(*ahead, bits * LINE, 0, t);
+      if (bits == 6) {
+        const vi first = sum_of_16(a);
+        vi dot[2] = {vi_sub(vi_zero(), first), vi_add(first, vi_set1(t->a.sums[b] >> 2))};  // -32 * sum(a) of each half
+        dot_halves(bits, w, a, dot);
+        const vf part = vf_mul(vf_mul(d, vf_load_i8(bytes[2 * j])), vf_from(dot[0]));
+        acc = vf_fma(vf_fma(vf_mul(d, vf_load_i8(bytes[2 * j + 1])), vf_from(dot[1]), part), z, acc);
+      } else {
+        const vf sum = vf_from(vi_set1(t->a.sums[b])), least_sum = vf_mul(vf_mul(least, vf_load_i8(bytes[BLOCKS + j])), sum);
+        acc = vf_fma(vf_fma(vf_mul(d, vf_load_i8(bytes[j])), vf_from(dot_row(bits, w, a)), least_sum), z, acc);
+      }
+    }
+  }
+  return acc;
+}
+
+// One row takes the panels one after the other, as body_row in linear.c does.
+INLINE void body_k_row(const int bits, const quire_linear_tile *t) {
+  const char *ahead = start_ahead(t, 2 * quire_super_block_bytes(bits));
+  vf acc[1][2];
+  UNROLL for (int j = 0; j < 2; j++) acc[0][j] = row_of_super_blocks(bits, t, j, &ahead);
+  finish(1, acc, t);
+}
+
+INLINE void body_any_k(const int rows, const int bits, const quire_linear_tile *t) {
+  if (rows == 1) body_k_row(bits, t);
+  else body_k(rows, bits, t);
+}
+#define body_q4_k(rows, t) body_any_k(rows, QUIRE_Q4_K, t)
+#define body_q5_k(rows, t) body_any_k(rows, QUIRE_Q5_K, t)
+#define body_q6_k(rows, t) body_any_k(rows, QUIRE_Q6_K, t)
 
 void ISA(linear_q4_k)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= LINEAR_ROWS);

@@ -154,6 +154,16 @@ static inline vn vn_start(int32_t start) { return _mm512_set1_epi32(start); }
 static inline vn vn_dot4(vn acc, wq8 w, const int8_t *a) { return vi_dot4(acc, w, a); }
 static inline vi vn_end(vn acc, int32_t start) { (void)start; return acc; }
 
+// The same for one row: 16 * start is given, and vh_dot8 takes 4 of K from the low halves and 4 from the high ones. These
+// stay where they are, since a shift of their sum costs less than one of each line; the two sums do not wait for each other.
+typedef struct { vi low, high; } vh;
+static inline vh vh_start(int32_t start) { return (vh){vi_zero(), vi_set1(start)}; }
+static inline vh vh_dot8(vh acc, wq4 w, const int8_t *low, const int8_t *high) {
+  __asm__("" : "+v"(w));  // GCC would load it twice, and loads are what limits one row in cache
+  return (vh){vi_dot4(acc.low, wq4_low(w), low), vi_dot4(acc.high, _mm512_and_si512(w, _mm512_set1_epi8(-16)), high)};
+}
+static inline vi vh_end(vh acc, int32_t start) { (void)start; return vi_add(acc.low, vi_shift_right(acc.high, 4)); }
+
 // The higher bits of k-quants: bytes of w >> shift (or << -shift) under a mask, and their union with the low 4 bits; and their scales. Sums of
 // these unsigned weights need no start value.
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
