@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from stat import S_ISREG
@@ -171,6 +172,8 @@ def _load_fast(folder: Path) -> FastTokenizer:
         raise ModelNotFound(f"{folder} has no tokenizer.json; Quire needs a Hugging Face folder with a fast tokenizer")
     try:
         fast = FastTokenizer.from_file(str(path))
+        with suppress(Exception):  # the vocabulary may lack these letters
+            fast.encode_batch_fast(["a", ("a", "b")])
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises bare Exception, and its panics are not of that class

@@ -108,6 +108,16 @@ def test_a_tokenizer_that_the_library_panics_at_is_refused(folder: Path, prefix:
         Tokenizer(folder)
 
 
+def test_a_tokenizer_that_the_library_panics_at_for_pairs_is_refused(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    unknown = {"SpecialToken": {"id": "[X]", "type_id": 0}}
+    template = {"type": "TemplateProcessing", "single": [first], "pair": [first, unknown, second], "special_tokens": {}}
+    (folder / "tokenizer.json").write_text(json.dumps({**content, "post_processor": template}))
+    with pytest.raises(CorruptCheckpoint, match=r"tokenizer\.json is not a readable tokenizer"):
+        Tokenizer(folder)
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
 def test_a_pipe_is_refused(folder: Path, name: str) -> None:
     (folder / name).unlink(missing_ok=True)
