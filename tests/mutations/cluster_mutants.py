@@ -384,8 +384,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/cluster/remote.py",
-        "server_hostname=member.name if tls else None",
-        "server_hostname=address.host if tls else None",
+        "open_tcp(address, tls, member.name)",
+        "open_tcp(address, tls)",
         "a machine with another host's certificate is trusted",
         "tests/system/test_host_sockets.py",
     ),
