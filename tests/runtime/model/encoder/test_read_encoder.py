@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, UnsupportedModel, WrongTensor
 from quire.runtime.model.config_json import ConfigTable
 from quire.runtime.model.encoder import BertSpec, is_encoder, pack_encoder, read_encoder
 from quire.runtime.model.encoder.sentence_transformers import read_score_activation
 from quire.runtime.model.spec import DecoderSpec
+from safetensors.numpy import save_file
 
 from .conftest import FOLDER, NAMES
 
@@ -47,6 +49,11 @@ def test_what_a_folder_of_sentence_transformers_means() -> None:
     assert spec.prompts == {"query": "find: ", "document": ""}
     assert read_encoder(FOLDER / "bert").max_model_len == 190  # of sentence_bert_config.json
     assert read_encoder(FOLDER / "qwen3").pooling == "last"
+
+
+def test_texts_are_never_longer_than_the_positions(encoder_folder: Copy) -> None:
+    folder = encoder_folder("bert", edited(max_seq_length=201), "sentence_bert_config.json")
+    assert read_encoder(folder).max_model_len == 200  # positions of config.json
 
 
 def test_heads_for_scores() -> None:
@@ -238,6 +245,18 @@ def test_the_least_files_of_a_reranker_that_answers(encoder_folder: Copy) -> Non
     (folder / "1_LogitScore" / "config.json").write_text('{"true_token_id": 60, "false_token_id": 61}')
     (folder / "config_sentence_transformers.json").unlink()
     assert read_encoder(folder) == read_encoder(FOLDER / "qwen3_answer")
+
+
+@pytest.mark.parametrize("rows", [60, 61])
+def test_a_head_without_the_answers_rows(encoder_folder: Copy, rows: int) -> None:
+    folder = encoder_folder("qwen3_answer", edited(tie_word_embeddings=False))  # answers are tokens 60 and 61
+    content = (folder / "model.safetensors").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    tensors = {name: np.zeros(header[name]["shape"], np.float16) for name in header if name != "__metadata__"}
+    tensors["lm_head.weight"] = np.zeros((rows, 40), np.float16)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WrongTensor, match=r"lm_head.* must have the answer tokens' rows"):
+        pack_encoder(folder, "f32")
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "olmo2"])
