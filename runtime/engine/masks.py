@@ -77,15 +77,6 @@ class MaskJob:
                 part[0].note_blocked()
                 self.parts.remove(part)
 
-    def first_mask(self) -> bytes | None:
-        """Return the job's only mask if it is known since the grammar was compiled: no token has been taken."""
-        if len(self.parts) != 1:
-            return None
-        running, _, drafts = self.parts[0]
-        if running.compiled is None or running.num_consumed or drafts:
-            return None
-        return running.compiled.first_mask
-
     def release(self) -> None:
         """Let other jobs use what this one holds."""
         while self.held:
@@ -266,10 +257,6 @@ class MaskQueue:
         a draft token that is not allowed: it is not sampled, so what follows is not used.
         """
         masks = np.empty((job.num_masks, self.num_words), np.int32)
-        first = job.first_mask()
-        if first is not None:
-            masks[0] = np.frombuffer(first, np.int32, self.num_words)
-            return masks
         where = (masks.ctypes.data, masks.strides[0], job.num_masks)
         ready = [(running.matcher, row, drafts) for running, row, drafts in job.parts if running.matcher is not None]
         plain = [(matcher, row) for matcher, row, drafts in ready if not drafts]
