@@ -25,11 +25,12 @@ async def open_tcp(
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    name = (server_hostname or address.host) if tls else None
+    if len(found) == 1:
+        return await asyncio.open_connection(address.host, address.port, ssl=tls, server_hostname=name)
     connected = await _first_connected(found)
     try:
-        return await asyncio.open_connection(
-            sock=connected, ssl=tls, server_hostname=(server_hostname or address.host) if tls else None
-        )
+        return await asyncio.open_connection(sock=connected, ssl=tls, server_hostname=name)
     except BaseException:
         connected.close()
         raise
