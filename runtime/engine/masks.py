@@ -261,7 +261,8 @@ class MaskQueue:
         ready = [(running.matcher, row, drafts) for running, row, drafts in job.parts if running.matcher is not None]
         plain = [(matcher, row) for matcher, row, drafts in ready if not drafts]
         if len(plain) == len(ready) == 1:
-            plain[0][0].unsafe_compute_mask_ptr(masks.ctypes.data, masks.strides[0])
+            ((matcher, row),) = plain
+            matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks.strides[0])
         elif plain:
             self._executor.unsafe_compute_mask_ptr(plain, *where)
         if len(plain) < len(ready):

@@ -566,6 +566,13 @@ MUTANTS = [
     ),
     Mutant(
         MASKS,
+        "masks[row].ctypes.data",
+        "masks.ctypes.data",
+        "a request generates what its grammar forbids after a grammar of another one was in use",
+        MASK_TESTS,
+    ),
+    Mutant(
+        MASKS,
         "compiled is not None and compiled.num_users > 1",
         "compiled is None",
         "texts of other requests take a request to the limits of its grammar",

@@ -671,6 +671,25 @@ def test_a_call_of_several_sequences_goes_without_those_whose_lexer_is_in_use(ma
     assert [allowed(mask) for mask in found[1]] == [{A, B}, {EOS}]
 
 
+@pytest.mark.parametrize("blocked", [1, 2])
+def test_a_call_of_which_one_sequence_is_left_computes_its_own_mask(
+    masks: Grammars, monkeypatch: pytest.MonkeyPatch, blocked: int
+) -> None:
+    """A mask in the place of another would let the model sample what its grammar forbids."""
+    structures = {1: WORD, 2: StructuredOutputs(regex="[bc]{2}")}
+    ready(masks.begin([sequence(each, [], request_id=number) for number, each in structures.items()]))
+    job = MaskJob()
+    for number in structures:
+        assert masks._running[number].take([B])
+        job.add(masks._running[number], ())
+    compiled, left = masks._running[blocked].compiled, masks._running[3 - blocked]
+    assert compiled is not None
+    monkeypatch.setattr(np, "empty", np.zeros)  # nothing is left of earlier masks
+    with compiled.lock:
+        masks._queue.compute(job)
+    assert allowed(job.masks[left.row]) == {1: {B, C}, 2: {A, B}}[blocked]
+
+
 def test_a_beam_whose_parent_is_in_use_reads_its_text_again(masks: Grammars) -> None:
     sampling = SamplingSpec(SamplingParams(structured_outputs=WORD, beam_width=2), 1, frozenset({EOS}), "")
 
