@@ -12,7 +12,6 @@ from typing import Any
 
 from ..common.errors import CorruptCheckpoint, UnsupportedModel
 from .config_json import MAX_EXPERTS, MAX_HEAD_DIM, ConfigTable, read_head_dim
-from .config_rope import DEFAULT_THETA
 from .rope import rotary_dim
 from .spec import DecoderSpec, FrequencyDivisors, TensorNames
 from .weights.gguf import GGUFFile, Metadata
@@ -155,7 +154,6 @@ class GGUFFormat:
         values: dict[str, Any] = {
             **found,
             **_found_in_tensors(file, names),
-            "rope_theta": DEFAULT_THETA if found["rope_theta"] is None else found["rope_theta"],
             "rope_scaling": _rope_scaling(file, self.architecture, scaling),
             "eos_token_id": [metadata[key] for key in EOS_KEYS if metadata.get(key, -1) not in NO_TOKEN],
         }

@@ -18,6 +18,11 @@ DECODER_WEIGHTS, PACKING, GROUPED, GPTQ, COMPRESSED, STACKED, GGUF_CHECKPOINT, M
 QWEN3_MOE, GPT_OSS = "runtime/model/families/qwen3_moe.py", "runtime/model/families/gpt_oss.py"
 DECODER, FILES = "runtime/model/decoder.py", "runtime/model/files.py"
 GGUF_CONFIG, GGUF_TESTS = "runtime/model/gguf_config.py", "tests/runtime/model/test_gguf_models.py"
+GGUF_FAMILY_TESTS = "tests/runtime/model/test_gguf_families.py"
+QUANTIZATION_CONFIG = "runtime/model/quantization_config.py"
+SAFETENSORS, GGML = "runtime/model/weights/safetensors.py", "runtime/model/weights/ggml.py"
+GGUF_FILE, GGUF_FILE_TESTS = "runtime/model/weights/gguf.py", "tests/runtime/model/weights/test_gguf.py"
+SAFETENSORS_TESTS, GGML_TESTS = (f"tests/runtime/model/weights/test_{name}.py" for name in ("safetensors", "ggml"))
 
 MUTANTS = [
     Mutant(
@@ -236,5 +241,112 @@ MUTANTS = [
         'suggested(table.positive("mscale"))',
         "the attention factor of YaRN with DeepSeek's keys is too large",
         CONFIG_TESTS,
+    ),
+    Mutant(
+        GGUF_CONFIG,
+        "(rotated + 0.5) / head_dim",
+        "rotated / head_dim",
+        "a file of Phi-3 with heads of 44, of which 30 elements rotate, is refused",
+        GGUF_FAMILY_TESTS,
+    ),
+    Mutant(
+        "runtime/model/config_json.py",
+        "ConfigTable({**defaults, **self.values},",
+        "ConfigTable(defaults | {key: value for key, value in self.values.items() if value is not None},",
+        "heads of a Gemma 3 file without freq_base are rotated by another base than in llama.cpp",
+        GGUF_FAMILY_TESTS,
+    ),
+    Mutant(
+        "runtime/model/families/gemma.py",
+        "if layers == largest:",
+        "if layers < 0:",
+        "the scores of Gemma 27B from a GGUF file are scaled by the size of a head",
+        GGUF_FAMILY_TESTS,
+    ),
+    Mutant(
+        "runtime/model/families/gemma3.py",
+        'derived | {"sliding_window": 1,',
+        'derived | {"sliding_window": 4096,',
+        "a Gemma 3 file without a window has one of another size",
+        GGUF_FAMILY_TESTS,
+        equivalent="no layer slides in such a file, and the window of layers that see all tokens is not read",
+    ),
+    Mutant(
+        GROUPED,
+        'np.argsort(self._groups, kind="stable")',
+        'np.argsort(-self._groups, kind="stable")',
+        "inputs of a matrix with act-order are sorted by group in the other direction",
+        QUANTISED_TESTS,
+        equivalent="any order in which the inputs of a group are neighbours has the same weights",
+    ),
+    Mutant(
+        GROUPED,
+        "ScaleGrid(min(block[0], rows), min(block[1], columns))",
+        "ScaleGrid(min(block[1], rows), min(block[0], columns))",
+        "FP8 blocks that are not square have the scales of others",
+        QUANTISED_TESTS,
+    ),
+    Mutant(
+        GPTQ,
+        "AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])",
+        "AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])",
+        "outputs of AWQ have the zero points of their neighbours",
+        QUANTISED_TESTS,
+    ),
+    Mutant(
+        QUANTIZATION_CONFIG,
+        'zero_offset=1 if version == "gptq" else 0',
+        "zero_offset=1",
+        "zero points of version 2 of GPTQ are too large by one",
+        QUANTISED_TESTS,
+    ),
+    Mutant(
+        QUANTIZATION_CONFIG,
+        "else _gptq(table)",
+        'else Quantisation(layout="gptq", bits=4)',
+        "zero points and groups of AutoRound are read as those of another format",
+        QUANTISED_TESTS,
+    ),
+    Mutant(
+        COMPRESSED,
+        "np.bitwise_xor(signed.view(np.uint8), np.uint8(0x80),",
+        "np.bitwise_xor(signed.view(np.uint8), np.uint8(0x00),",
+        "negative int8 weights are read as large positive ones",
+        QUANTISED_TESTS,
+    ),
+    Mutant(
+        COMPRESSED,
+        "np.where(exponent == 0, mantissa * 2.0**-9,",
+        "np.where(exponent == 0, mantissa * 2.0**-10,",
+        "the smallest FP8 weights are halved",
+        QUANTISED_TESTS,
+    ),
+    Mutant(
+        GGML,
+        "_with_fifth_bits(blocks[:, 8:], blocks[:, 4:8])",
+        "_with_fifth_bits(blocks[:, 8:], blocks[:, 4:8][:, ::-1])",
+        "weights of Q5_1 have the fifth bits of others",
+        GGML_TESTS,
+    ),
+    Mutant(
+        SAFETENSORS,
+        "inside = 0 <= begin <= end <= file.size - data_start",
+        "inside = 0 <= begin <= end <= file.size",
+        "a file whose header names a tensor twice is read beyond its end",
+        SAFETENSORS_TESTS,
+    ),
+    Mutant(
+        SAFETENSORS,
+        "if Path(name).name != name:",
+        "if False:",
+        "an index can name any file of the machine as a part of the model",
+        SAFETENSORS_TESTS,
+    ),
+    Mutant(
+        GGUF_FILE,
+        'found = part.metadata.integer("split.no", 0, MAX_KEYS), part',
+        "found = number, part",
+        "a copy of a part of a split GGUF file under the name of another part is taken for it",
+        GGUF_FILE_TESTS,
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from quire.runtime.model import pack_model, read_spec
 from quire.runtime.model.spec import FrequencyDivisors, LongRopeScaling
 from quire.runtime.model.weights.decoder_weights import ExpertWeights
 from quire.runtime.model.weights.ggml import widen
+from quire.runtime.model.weights.tensors import expected_tensors
+from safetensors.numpy import save_file
 
-from tests.gguf_files import Tensor, describe, encode, rope_factors, stored_tensors, write
+from tests.gguf_files import Tensor, convert, describe, encode, rope_factors, stored_tensors, write
 from tests.kernels.ggml import random_blocks
 
 CHANGED: dict[str, dict[str, Any]] = {"qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": []}}
@@ -167,6 +170,12 @@ def test_gemma_3_without_a_window(edited: Callable[..., Path]) -> None:
     assert {rope.theta for rope in spec.ropes if rope} == {1e6}
 
 
+def test_a_gemma_3_without_freq_base_has_that_of_llama_cpp(edited: Callable[..., Path]) -> None:
+    """Not the 1,000,000 that its config.json has by default."""
+    spec = read_spec(edited("gemma3", {"gemma3.rope.freq_base": None, "gemma3.attention.sliding_window_pattern": 1}))
+    assert {rope.theta for rope in spec.ropes if rope} == {1e4}
+
+
 def test_gemma_2_of_old_files(edited: Callable[..., Path]) -> None:
     """Files without these keys are of the first models, whose values are known."""
     absent = dict.fromkeys(
@@ -217,6 +226,20 @@ def test_phi_3_with_and_without_longrope(edited: Callable[..., Path]) -> None:
     (rope,) = set(read_spec(edited("phi3", {"phi3.rope.scaling.attn_factor": None}, absent)).ropes)
     assert rope is not None
     assert rope.scaling is None
+
+
+def test_the_rotated_part_of_a_head_is_not_rounded(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """30 / 44 x 44 is less than 30 in float64."""
+    factors = {name: [1.0] * 15 for name in ("short_factor", "long_factor")}
+    folder = model_folder("phi3", lambda config: config.update(partial_rotary_factor=0.7, hidden_size=176))
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_scaling"] |= factors
+    (folder / "config.json").write_text(json.dumps(config))
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in expected_tensors(read_spec(folder))}
+    save_file(zeros, folder / "model.safetensors")
+    (rope,) = set(read_spec(convert(folder, tmp_path / "a.gguf", metadata={"phi3.rope.dimension_count": 30})).ropes)
+    assert rope is not None
+    assert rope.dim == 30
 
 
 @pytest.mark.parametrize(
