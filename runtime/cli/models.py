@@ -18,6 +18,7 @@ from ..model.config_json import read_config
 from ..model.encoder import ENCODERS, BertSpec, EncoderSpec, is_encoder, read_encoder
 from ..model.files import is_gguf
 from ..model.quantization_config import METHODS
+from ..model.rope import short_context
 from ..model.vision import read_vision
 from ..model.weights import READABLE
 from ..model.weights.ggml import SUPPORTED
@@ -76,6 +77,8 @@ def _shape(path: Path) -> Iterator[Row]:
     yield "family", spec.family
     yield "shape", _sizes(spec)
     yield "context", f"{spec.max_position_embeddings:,} tokens"
+    if (short := short_context(spec.ropes)) is not None:
+        yield "LongRoPE", f"short factors up to --max-model-len {short}; beyond it long ones, for short requests too"
     yield "in memory", f"{weights_text(spec, 'auto')} with --weights auto"
 
 

@@ -127,8 +127,14 @@ def inverse_frequencies(rope: Rope, dim: int, max_positions: int) -> tuple[Frequ
 
 def uses_long_factors(ropes: Sequence[Rope | None], max_positions: int) -> bool:
     """Return whether LongRoPE's factors for long contexts apply, so that keys differ from those of a short context."""
+    short = short_context(ropes)
+    return short is not None and max_positions > short
+
+
+def short_context(ropes: Sequence[Rope | None]) -> int | None:
+    """Return the longest context, in tokens, with LongRoPE's factors for short ones; None for a model without both."""
     scalings = [rope.scaling for rope in ropes if rope is not None and isinstance(rope.scaling, LongRopeScaling)]
-    return any(max_positions > scaling.original_max_position_embeddings for scaling in scalings)
+    return min((scaling.original_max_position_embeddings for scaling in scalings), default=None)
 
 
 def _llama3(plain: Frequencies, scaling: Llama3Scaling) -> Frequencies:

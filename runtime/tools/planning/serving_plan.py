@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ....pager import KVLayout
 from ....pager.layout import TILE
@@ -16,6 +16,7 @@ from ...engine import has_tokenizer
 from ...engine.compiled_grammars import MAX_LIVE
 from ...engine.text import Tokenizer
 from ...model import DecoderSpec, model_name, model_path, read_spec, weights_text
+from ...model.rope import short_context, uses_long_factors
 from ...model.runner import Capacity, decide_capacity
 from ...server import SERVER_PROCESS_BYTES, MemoryLimits
 from ..bench import Roofline, Shape, parse_shapes, read_profile
@@ -81,6 +82,13 @@ class ServingPlan:
         return _grammar_bytes(self.server_bytes)
 
     @property
+    def rope_factors(self) -> Literal["short", "long"] | None:
+        """Which factors of LongRoPE all requests have; None for a model without LongRoPE."""
+        if short_context(self.spec.ropes) is None:
+            return None
+        return "long" if uses_long_factors(self.spec.ropes, self.capacity.max_model_len) else "short"
+
+    @property
     def lengths(self) -> list[int]:
         """The lengths of sequences, in tokens, for which the plan says how many fit."""
         return sequence_lengths(self.settings.engine.max_model_len or self.spec.max_position_embeddings)
@@ -137,6 +145,7 @@ class ServingPlan:
             "page_bytes": layout.page_bytes,
             "pages": memory.kv_pages,
             "max_model_len": self.capacity.max_model_len,
+            "rope_factors": self.rope_factors,
             "engine_process": {
                 "weights": memory.weights_bytes,
                 "kv_pages": memory.kv_bytes,

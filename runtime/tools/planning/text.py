@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...model import weights_text
+from ...model.rope import short_context
 from ...model.sizes import human
 from ...model.spec import DecoderSpec
 from ..simulation import Speed
@@ -33,6 +34,7 @@ def plan_text(plan: ServingPlan, arena: bool) -> str:
         *_layer_groups(plan),
         f"{_pool(plan)}; at most {config.max_num_seqs} sequences, "
         f"{capacity.max_model_len:,} tokens each; {config.max_num_batched_tokens} tokens per step",
+        *_long_rope(plan),
         "",
         capacity.memory.describe(),
         "",
@@ -68,6 +70,16 @@ def _layer_groups(plan: ServingPlan) -> list[str]:
         return []
     counts = _count(len(layout.groups), "layer group"), _count(layout.page_layers, "layer")
     return [f"{counts[0]}, {counts[1]} per page; {'; '.join(map(_window, plan.kv_layers))}"]
+
+
+def _long_rope(plan: ServingPlan) -> list[str]:
+    """Return a line about LongRoPE's factors, none for a model that has no factors for short and for long contexts."""
+    short = short_context(plan.spec.ropes)
+    if short is None:
+        return []
+    if plan.rope_factors == "short":
+        return [f"LongRoPE: short factors; a --max-model-len above {short} takes the long ones for all requests"]
+    return [f"LongRoPE: long factors, for short requests too; --max-model-len {short} takes the short ones"]
 
 
 def _window(layers: WindowLayers) -> str:

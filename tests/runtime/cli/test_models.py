@@ -10,6 +10,7 @@ from quire.runtime.cli.models import models
 from quire.runtime.common.errors import ModelNotFound
 from quire.runtime.model import BUNDLED_MODEL, FAMILIES
 
+from tests.families import GOLDENS
 from tests.gguf_files import convert, describe, stored_tensors, write
 from tests.image_folder import write_image_folder
 
@@ -33,6 +34,12 @@ def test_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["tokenizer"] == ["4,096 tokens"]
     assert found["template"] == ["yes"]
     assert "problem" not in found
+
+
+def test_a_model_with_longrope(capsys: pytest.CaptureFixture[str]) -> None:
+    found = rows(capsys, GOLDENS / "phi3")
+    assert found["context"] == ["128 tokens"]
+    assert found["LongRoPE"] == ["short factors up to --max-model-len 64; beyond it long ones, for short requests too"]
 
 
 def test_a_quantised_gguf_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -65,6 +65,22 @@ def test_a_mixture_of_experts_is_described() -> None:
     assert lines[1] == "2 layers of 6 experts with an MLP of 40, 3 per token"
 
 
+@pytest.mark.parametrize(
+    ("max_model_len", "factors", "line"),
+    [
+        (64, "short", "LongRoPE: short factors; a --max-model-len above 64 takes the long ones for all requests"),
+        (65, "long", "LongRoPE: long factors, for short requests too; --max-model-len 64 takes the short ones"),
+        (None, "long", "LongRoPE: long factors, for short requests too; --max-model-len 64 takes the short ones"),
+    ],
+)
+def test_the_plan_says_which_factors_of_longrope_apply(max_model_len: int | None, factors: str, line: str) -> None:
+    folder = str(Path(__file__).parents[2] / "goldens" / "phi3")
+    config = EngineConfig(model=folder, kv_cache_memory=MEMORY, max_model_len=max_model_len)
+    plan = plan_serving(Settings(engine=config, server=ServerConfig()), PlanTarget())
+    assert line in plan_text(plan, False).splitlines()
+    assert plan.as_dict()["rope_factors"] == factors
+
+
 def test_the_plan_shows_what_the_server_holds_for_clients_at_most(hybrid_folder: Callable[[str], Path]) -> None:
     engine = EngineConfig(model=str(hybrid_folder("s")), kv_cache_memory=MEMORY)
     limits = {"max_kept_bytes": 1000, "max_unsent_bytes": 2000, "max_pending_bytes": 3000, "max_text_bytes": 4000}
