@@ -9,6 +9,7 @@ import asyncio
 import socket
 import ssl
 from collections import deque
+from functools import partial
 from typing import Any
 
 from ..protocol.address import TCPAddress
@@ -52,12 +53,16 @@ async def _first_connected(found: list[tuple[Any, ...]]) -> socket.socket:
         if winner is None:
             raise next(error for attempt in attempts if (error := attempt.exception()) is not None)
         return winner
-    finally:
-        for attempt in pending:
+    finally:  # without an await, at which a cancelled caller would lose the winner
+        for attempt in attempts:
             attempt.cancel()
-        for outcome in await asyncio.gather(*attempts, return_exceptions=True):
-            if isinstance(outcome, socket.socket) and outcome is not winner:
-                outcome.close()
+            attempt.add_done_callback(partial(_close_other, winner))
+
+
+def _close_other(winner: socket.socket | None, attempt: asyncio.Task[socket.socket]) -> None:
+    """Close the socket of an attempt that has ended, unless it is the winner."""
+    if not attempt.cancelled() and attempt.exception() is None and (opened := attempt.result()) is not winner:
+        opened.close()
 
 
 async def _connected(family: int, kind: int, protocol: int, _: str, address: Any) -> socket.socket:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
+from quire.runtime.client import connecting
 from quire.runtime.client.connecting import open_tcp
 from quire.runtime.protocol.address import TCPAddress
 
@@ -73,3 +75,33 @@ async def test_a_caller_that_is_cancelled_leaves_no_attempt(dead: int, monkeypat
         async with asyncio.timeout(0.05):
             await open_tcp(NAME)
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize("num_turns", range(16))
+async def test_a_caller_that_is_cancelled_at_any_moment_leaves_no_socket_open(
+    num_turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+
+    class Recorded(socket.socket):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            opened.append(self)
+
+    monkeypatch.setattr(connecting, "NEXT_ADDRESS_S", 0)
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        resolve_to([each.getsockname()[1] for each in (one, other)], monkeypatch)
+        with monkeypatch.context() as recording:
+            recording.setattr(socket, "socket", Recorded)
+            connected = asyncio.create_task(open_tcp(NAME))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            connected.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                _, writer = await connected
+                writer.close()
+                await writer.wait_closed()
+            while len(asyncio.all_tasks()) > 1:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+    assert [each.fileno() for each in opened] == [-1] * len(opened)
