@@ -29,7 +29,7 @@ def tls_context(tls: TLSOption) -> ssl.SSLContext | None:
     raise ConfigError(f"tls must be True, the path of a CA file or an ssl.SSLContext, not {tls!r}")
 
 
-def tls_error(address: Address, error: ssl.SSLError) -> TLSError:
+def tls_error(address: Address | str, error: ssl.SSLError) -> TLSError:
     """Return the error of a handshake that cannot succeed by a retry, with advice."""
     reason = getattr(error, "reason", None) or str(error)  # only OpenSSL sets it
     if isinstance(error, ssl.SSLCertVerificationError):

@@ -3,11 +3,12 @@
 from .cluster import Cluster
 from .greeting import read_secret
 from .host import EngineHost
-from .members import Member, Members, MemberSource
+from .members import CarriedLink, Member, Members, MemberSource
 from .remote import Credentials
 from .start import connected_cluster, listen_address, running_host
 
 __all__ = [
+    "CarriedLink",
     "Cluster",
     "Credentials",
     "EngineHost",

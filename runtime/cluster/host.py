@@ -29,7 +29,7 @@ from ...scheduler import (
 from ..common.errors import ProtocolError, QuireError, Unavailable
 from ..engine import CoreListener, EngineStats, Prefilled, StepStats
 from ..protocol.address import Address
-from ..server.acceptor import AcceptedConnection, Acceptor, ConnectionLimits
+from ..server.acceptor import Acceptor, ConnectionLimits
 from ..server.listen import ListeningSocket
 from ..server.tls import TLS
 from ..workers import EnginePool
@@ -58,6 +58,7 @@ from .host_link import (
     HostReady,
     HostRequestFailed,
     HostRestarting,
+    LinkConnection,
     ToHost,
     arrived,
 )
@@ -77,7 +78,7 @@ class EngineHost:
 
     def __init__(self, pool: EnginePool, secret: bytes, models_digest: str, max_num_waiting: int) -> None:
         self.pool = pool
-        self.address: Address | None = None  # since `listen`
+        self.address: Address | None = None  # since `listen`; links can come without
         self._secret = secret
         self._ready = HostReady(pool.info, 0, models_digest, max_num_waiting)
         self._sessions: dict[int, ServerSession] = {}
@@ -96,7 +97,7 @@ class EngineHost:
             listening.socket, self.serve, CONNECTION_LIMITS, tls=tls, handshake_timeout_s=GREETING_TIMEOUT_S
         )
 
-    async def serve(self, connection: AcceptedConnection) -> None:
+    async def serve(self, connection: LinkConnection) -> None:
         """Serve one connection until either end closes it. Errors of the peer are logged."""
         peer = connection.address
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -82,6 +82,17 @@ FromHost = (
 TO_HOST: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
 FROM_HOST: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)
 _encode = msgspec.msgpack.Encoder().encode
+
+
+class LinkConnection(Protocol):
+    """What carries a link: a connection of the acceptor, or another system."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    address: str  # of the peer, for logs
+
+    def settle(self) -> None:
+        """Note that the greeting is over."""
 
 
 class HostLink(asyncio.Protocol):

@@ -14,11 +14,19 @@ DNS_PREFIX = "dns:"
 RESOLVE_INTERVAL_S = 5.0
 
 
+class CarriedLink(Protocol):
+    """The address of a host that does not listen: another system carries the bytes of its links."""
+
+    def __str__(self) -> str: ...
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Open a link. Raises OSError."""
+
+
 class Member(NamedTuple):
     """One engine host."""
 
-    address: TCPAddress
-    name: str  # for which its certificate must be
+    address: TCPAddress | CarriedLink
+    name: str  # for which its certificate must be, at a TCPAddress
     secret: bytes = b""  # of this host alone; empty: that of all hosts
 
 

@@ -21,6 +21,7 @@ from ..client.tls import tls_error
 from ..common import errors
 from ..common.errors import ConfigError, ProtocolError, QuireError, Unavailable
 from ..engine import CoreInfo, HostState, HostStatus
+from ..protocol.address import TCPAddress
 from ..workers import HealthTimeouts
 from ..workers.engine_link import AddAnswer, DropRequest, EngineReady, SpecT, StatsReport, StepReport
 from ..workers.supervised_engine import SupervisedEngine
@@ -113,13 +114,16 @@ class HostConnection:
         address, tls = member.address, credentials.tls
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                reader, writer = await open_tcp(address, tls, member.name)
+                if isinstance(address, TCPAddress):
+                    reader, writer = await open_tcp(address, tls, member.name)
+                else:
+                    reader, writer = await address.open()
                 await greet_host(reader, writer, member.secret or credentials.secret)
             link = HostLink(reader, writer, FROM_HOST, MAX_UNSENT_TO_HOST_BYTES)
             connection, writer = cls(link, receive, on_heartbeat), None
             return connection
         except ssl.SSLError as error:
-            raise tls_error(address, error) from error
+            raise tls_error(str(address), error) from error
         except (OSError, EOFError) as error:
             reasons = {TimeoutError: "no answer", asyncio.IncompleteReadError: "it closed the connection"}
             reason = reasons.get(type(error)) or str(error)

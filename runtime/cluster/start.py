@@ -32,25 +32,30 @@ def listen_address(server: ServerConfig) -> TCPAddress:
 
 @asynccontextmanager
 async def running_host(
-    settings: Settings, address: TCPAddress, secret: bytes, tls: TLS | None
+    settings: Settings, address: TCPAddress | None, secret: bytes, tls: TLS | None
 ) -> AsyncIterator[EngineHost]:
-    """Run engine processes and offer them at `address`. Raises what `EnginePool.launch` does, and ConfigError."""
+    """Run engine processes and offer them. Raises what `EnginePool.launch` does, and ConfigError.
+
+    Without an `address` the host does not listen: another system carries its links to `EngineHost.serve`.
+    """
     server = settings.server
     if server.prefix_snapshot is not None:
         check_snapshot_path(Path(server.prefix_snapshot))
     digest = models_digest(settings.engine)
-    listening = await listen_tcp(address.host, address.port)
+    listening = None if address is None else await listen_tcp(address.host, address.port)
     try:
         async with engine_processes(settings) as pool:
             host = EngineHost(pool, secret, digest, settings.engine.max_num_waiting)
-            host.listen(listening, tls)
+            if listening is not None:
+                host.listen(listening, tls)
             tune_collector()
             try:
                 yield host
             finally:
                 await host.close()
     finally:
-        listening.close()
+        if listening is not None:
+            listening.close()
 
 
 @asynccontextmanager
