@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from .handle_links import MAX_LINKS
 from .host_replica import HostReplica
 from .server_replica import ServerReplica
 from .settings import settings_of
 
 HOSTS, SERVERS = "EngineHost", "ApiServer"  # the deployments
 CLOSE_MARGIN_S = 15.0  # beyond shutdown_timeout, before Serve kills a replica: to notice that it leaves, and to close
-LEAVE_AFTER_S = 0.1  # Serve's own wait for the requests of its handles, which carry no tokens: by default 2 s
+LEAVE_AFTER_S = 0.1  # Serve's own wait for the requests of its handles, none of them by clients: by default 2 s
+MAX_CALLS = 3 * MAX_LINKS  # of a host at a time: links over handles need two each
 
 
 def app(args: dict[str, Any]) -> Any:
@@ -28,6 +30,8 @@ def app(args: dict[str, Any]) -> Any:
         "graceful_shutdown_wait_loop_s": LEAVE_AFTER_S,
     }
     router = RequestRouterConfig(request_router_class="quire.runtime.ray.router:HostRouter")
-    hosts = serve.deployment(name=HOSTS, request_router_config=router, **common)(HostReplica)
+    hosts = serve.deployment(name=HOSTS, request_router_config=router, max_ongoing_requests=MAX_CALLS, **common)(
+        HostReplica
+    )
     servers = serve.deployment(name=SERVERS, **common)(ServerReplica)
     return servers.bind(args, hosts.bind(args))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from ...scheduler import QueueFull
@@ -11,23 +13,35 @@ from ..cluster import listen_address, running_host
 from ..common.errors import Unavailable
 from ..common.logs import log_to_stderr
 from ..server.tls import TLS
+from .handle_links import HostLinks
 from .members import SECRET_BYTES, HostRecord
-from .settings import reachable, release_of, settings_of
+from .settings import host_links_of, node_address, reachable, release_of, settings_of
 
 
 class HostReplica:
-    """Serve calls its methods; API servers connect to its own port."""
+    """Serve calls its methods; API servers connect to its own port, or have their links over Serve's handles."""
 
     async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Start engine processes and listen. Raises ConfigError, ModelError or Unavailable."""
+        """Start engine processes, and listen unless links come over handles.
+
+        Raises ConfigError, ModelError or Unavailable.
+        """
         settings = settings_of(args)
         log_to_stderr(settings.server.log_format, settings.server.log_level)
-        address, tls = listen_address(settings.server), TLS.of(settings.server)
+        kind = host_links_of(args)
+        address = listen_address(settings.server) if kind == "tcp" else None
+        tls = TLS.of(settings.server) if kind == "tcp" else None
         secret = secrets.token_bytes(SECRET_BYTES)
         async with contextlib.AsyncExitStack() as opening:
             self._host = await opening.enter_async_context(running_host(settings, address, secret, tls))
+            self._links = HostLinks(self._host)
+            opening.callback(self._links.close)
+            if self._host.address is None:
+                name = f"{node_address()}/{os.getpid()}-{secrets.token_hex(2)}"
+            else:
+                name = reachable(str(self._host.address))
             bits_id = self._host.pool.info.fingerprint
-            self._record = HostRecord(reachable(str(self._host.address)), bits_id, release_of(args), secret.hex())
+            self._record = HostRecord(name, bits_id, release_of(args), secret.hex(), kind)
             self._shutdown_timeout_s = settings.server.shutdown_timeout
             self._open = opening.pop_all()
 
@@ -37,6 +51,23 @@ class HostReplica:
     def record_replica_metadata(self) -> dict[str, str]:
         """Return what API servers need to connect; Serve calls it once."""
         return {name: getattr(self._record, name) for name in HostRecord.__struct_fields__}
+
+    async def link_down(self, address: str, link: str) -> AsyncGenerator[bytes]:
+        """Open a link over handles and yield what the host sends. Raises Unavailable."""
+        self._check_is_here(address)
+        async with contextlib.aclosing(self._links.down(link)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def link_up(self, address: str, link: str, sequence: int, data: bytes, num_received: int) -> bool:
+        """Receive what an API server sends on its link. Return whether the link goes on."""
+        self._check_is_here(address)
+        return await self._links.up(link, sequence, data, num_received)
+
+    def _check_is_here(self, address: str) -> None:
+        """Raise Unavailable for a call that is for another replica, and where links use TCP."""
+        if self._record.host_links != "handles" or address != self._record.address:
+            raise Unavailable("there is no such link here")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load that `scaling.HostScaling` reads; empty while the engines restart."""

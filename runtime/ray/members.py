@@ -7,8 +7,11 @@ there may be two: a new API server waits for hosts of its own release, and an ol
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 import structlog
@@ -16,8 +19,11 @@ import structlog
 from ..cluster import Member
 from ..common.errors import ConfigError
 from ..protocol.address import TCPAddress, parse_address
+from .handle_links import ServerLinks
 
 SECRET_BYTES = 32
+LEAVING_POLL_S = 1.0  # how often an API server looks whether it still needs hosts that leave
+HostLinkKind = Literal["tcp", "handles"]
 
 _log = structlog.get_logger("quire.ray")
 
@@ -25,27 +31,59 @@ _log = structlog.get_logger("quire.ray")
 class HostRecord(msgspec.Struct, frozen=True):
     """What a replica with an engine host reports of itself. Serve gives it to every process that has a handle."""
 
-    address: str
+    address: str  # with links over handles any name that no other replica has
     bits_id: str
     release: str
     secret: str  # in hexadecimal digits; each host has its own
+    host_links: HostLinkKind = "tcp"
 
-    def member(self) -> Member:
+    def member(self, hosts: ServedHosts) -> Member:
         """Return the host as a member of a cluster. Raises ConfigError or ValueError for a broken record."""
-        address = parse_address(self.address)
         secret = bytes.fromhex(self.secret)
-        if not isinstance(address, TCPAddress) or len(secret) != SECRET_BYTES:
-            raise ValueError("its address or its secret is none of a host")
+        if len(secret) != SECRET_BYTES:
+            raise ValueError("its secret is none of a host")
+        if self.host_links == "handles":
+            return Member(ReplicaAddress(self.address, hosts), "", secret)
+        address = parse_address(self.address)
+        if not isinstance(address, TCPAddress):
+            raise ValueError("its address is none of a host")
         return Member(address, address.host, secret)
 
 
+@dataclass(frozen=True)
+class ReplicaAddress:
+    """A host whose links Serve's handles carry. Implements `cluster.CarriedLink`."""
+
+    name: str
+    hosts: ServedHosts
+
+    def __str__(self) -> str:
+        return self.name
+
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Open a link. Raises ConnectionRefusedError for a replica that leaves.
+
+        One that does not answer is noticed by the greeting, as over TCP.
+        """
+        if not self.hosts.has(self.name):
+            raise ConnectionRefusedError("the replica leaves")
+        return self.hosts.links.open(self.name)
+
+
 class ServedHosts:
-    """Implements `cluster.MemberSource`. Made on the event loop that uses it."""
+    """Implements `cluster.MemberSource`. Made on the event loop that uses it.
+
+    Serve does not close a replica that leaves while a call to it is open, and a link over handles is one. So links to
+    hosts that leave are closed here: when they have no requests of this API server, or after `leave_timeout_s`.
+    """
 
     may_change = True
 
-    def __init__(self, release: str) -> None:
+    def __init__(self, release: str, links: ServerLinks, leave_timeout_s: float) -> None:
         self.bits_id = ""  # of the hosts that this API server uses
+        self.links = links
+        self._leave_timeout_s = leave_timeout_s
+        self._leaving: dict[str, float] = {}  # by the address of a host with a link over handles: when to cut it
         self._release = release
         self._records: list[HostRecord] = []
         self._changed = asyncio.Event()
@@ -53,11 +91,18 @@ class ServedHosts:
 
     def report(self, metadata: Iterable[Mapping[str, object]]) -> None:
         """Replace what is known by the metadata of all replicas there are. Any thread may call it."""
-        self._loop.call_soon_threadsafe(self._set, [record for each in metadata if (record := _record(each))])
+        self._loop.call_soon_threadsafe(self._set, [record for each in metadata if (record := self._record(each))])
 
     def _set(self, records: list[HostRecord]) -> None:
         self._records = records
+        cut_at = self._loop.time() + self._leave_timeout_s
+        gone = self.links.addresses.difference(record.address for record in records)
+        self._leaving = {address: self._leaving.get(address, cut_at) for address in gone}
         self._changed.set()
+
+    def has(self, address: str) -> bool:
+        """Return whether Serve runs the host, and has not told it to leave."""
+        return any(record.address == address for record in self._records)
 
     async def choose_bits_id(self) -> None:
         """Wait for a host of this release, and use hosts with its bits id from now on: the most frequent one."""
@@ -67,23 +112,28 @@ class ServedHosts:
 
     async def resolve(self) -> list[Member]:
         """See `MemberSource.resolve`."""
-        return [record.member() for record in self._records if record.bits_id == self.bits_id]
+        return [record.member(self) for record in self._records if record.bits_id == self.bits_id]
 
     async def wait_for_change(self) -> None:
-        """See `MemberSource.wait_for_change`."""
-        await self._changed.wait()
+        """See `MemberSource.wait_for_change`. Hosts that leave are looked at again and again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVING_POLL_S if self._leaving else None):
+                await self._changed.wait()
         self._changed.clear()
+        now, linked = self._loop.time(), self.links.addresses
+        self._leaving = {address: cut_at for address, cut_at in self._leaving.items() if address in linked}
+        for address in [address for address, cut_at in self._leaving.items() if cut_at <= now]:
+            self.links.cut(address)
 
-
-def _record(metadata: Mapping[str, object]) -> HostRecord | None:
-    """Return the record in a replica's metadata; None for a replica of a version that reports something else."""
-    try:
-        record = msgspec.convert(metadata, HostRecord)
-        record.member()
-    except (ConfigError, ValueError) as error:  # msgspec's errors are ValueErrors
-        _log.warning("a replica is left out: it reports no engine host", reason=str(error))
-        return None
-    return record
+    def _record(self, metadata: Mapping[str, object]) -> HostRecord | None:
+        """Return the record in a replica's metadata; None for a replica of a version that reports something else."""
+        try:
+            record = msgspec.convert(metadata, HostRecord)
+            record.member(self)
+        except (ConfigError, ValueError) as error:  # msgspec's errors are ValueErrors
+            _log.warning("a replica is left out: it reports no engine host", reason=str(error))
+            return None
+        return record
 
 
 _listening: ServedHosts | None = None  # of the API server in this process
@@ -99,3 +149,8 @@ def report(metadata: Iterable[Mapping[str, object]]) -> None:
     """Pass on what Serve's router reports. Any thread may call it."""
     if _listening is not None:
         _listening.report(metadata)
+
+
+def linked_addresses() -> frozenset[str]:
+    """Return the addresses of hosts to which this process has links over handles. Any thread may call it."""
+    return frozenset() if _listening is None else _listening.links.addresses

@@ -21,6 +21,7 @@ from ..model import model_name, model_path
 from ..server import Server, check_config
 from ..server.listen import AddressTaken
 from ..server.monitoring import PrometheusObserver
+from .handle_links import ServerLinks
 from .members import SECRET_BYTES, ServedHosts, listen
 from .settings import reachable, release_of, settings_of
 
@@ -42,7 +43,7 @@ class ServerReplica:
         log_to_stderr(settings.server.log_format, settings.server.log_level)
         self._shutdown_timeout_s = settings.server.shutdown_timeout
         await check_config(settings.server)
-        members = ServedHosts(release_of(args))
+        members = ServedHosts(release_of(args), ServerLinks(hosts), settings.server.shutdown_timeout)
         listen(members)
         await hosts.wait_until_ready.remote()  # the first call makes Serve's router in this process, which reports
         await members.choose_bits_id()

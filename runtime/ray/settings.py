@@ -12,8 +12,11 @@ from importlib.metadata import version
 from ..common.errors import ConfigError
 from ..common.settings import Settings, resolve_settings
 from ..protocol.address import TCPAddress, parse_address
+from .members import HostLinkKind
 
 REPLACED = ("engine_hosts", "secret_file", "in_process", "uds")  # Serve reports hosts and their secrets
+HOST_LINKS = "host_links"  # an argument that only Ray has
+OF_TCP_LINKS = ("listen", "engine_hosts_ca")
 DEFAULTS = {  # that differ from those of the commands
     "QUIRE_LISTEN": "0.0.0.0:0",  # Serve reports the port
     "QUIRE_OPENAI_PORT": "8001",  # Serve's own proxy has 8000
@@ -25,7 +28,22 @@ def settings_of(args: Mapping[str, object]) -> Settings:
     for name in REPLACED:
         if args.get(name) is not None:
             raise ConfigError(f"{name} cannot be an argument on Ray; leave it out")
-    return resolve_settings(args, DEFAULTS | os.environ)
+    if host_links_of(args) == "handles":
+        for name in OF_TCP_LINKS:
+            if args.get(name) is not None:
+                raise ConfigError(f"{name} has no effect with {HOST_LINKS}=handles; leave it out")
+    return resolve_settings({name: args[name] for name in args if name != HOST_LINKS}, DEFAULTS | os.environ)
+
+
+def host_links_of(args: Mapping[str, object]) -> HostLinkKind:
+    """Return what carries the links between API servers and hosts, an argument of its own. Raises ConfigError."""
+    match args.get(HOST_LINKS):
+        case None | "tcp":
+            return "tcp"
+        case "handles":
+            return "handles"
+        case other:
+            raise ConfigError(f"{HOST_LINKS} {other} is not allowed; write tcp or handles")
 
 
 def release_of(args: Mapping[str, object]) -> str:

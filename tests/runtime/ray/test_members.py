@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from quire.runtime.ray import members
+from quire.runtime.ray.handle_links import ServerLinks
 from quire.runtime.ray.members import ServedHosts
 
 
@@ -15,12 +17,16 @@ def metadata(address: str, bits_id: str = "a", release: str = "new", **changes: 
     return {"address": address, "bits_id": bits_id, "release": release, "secret": "00ff" * 16, **changes}
 
 
+def served_hosts(**calls: Any) -> ServedHosts:
+    return ServedHosts("new", ServerLinks(SimpleNamespace(**calls)), leave_timeout_s=0.0)
+
+
 async def used(hosts: ServedHosts) -> list[str]:
     return [str(member.address) for member in await hosts.resolve()]
 
 
 async def chosen(*reported: dict[str, Any]) -> ServedHosts:
-    hosts = ServedHosts("new")
+    hosts = served_hosts()
     hosts.report(reported)
     await hosts.choose_bits_id()
     return hosts
@@ -36,7 +42,7 @@ async def test_a_server_uses_all_hosts_with_the_bits_of_its_release() -> None:
 
 
 async def test_a_server_waits_for_a_host_of_its_release() -> None:
-    hosts = ServedHosts("new")
+    hosts = served_hosts()
     choosing = asyncio.create_task(hosts.choose_bits_id())
     for reported in ([], [metadata("10.0.0.1:1", "b", "old")]):
         hosts.report(reported)
@@ -94,8 +100,96 @@ async def test_a_replica_that_reports_no_host_is_left_out(broken: dict[str, Any]
 async def test_the_router_of_the_process_reports_to_its_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "_listening", None)
     members.report([metadata("10.0.0.1:1")])  # in a process that is no API server
-    hosts = ServedHosts("new")
+    hosts = served_hosts()
     members.listen(hosts)
     members.report([metadata("10.0.0.2:1")])
     await hosts.choose_bits_id()
     assert await used(hosts) == ["10.0.0.2:1"]
+
+
+class Calls:
+    """Serve's handle to hosts that answer nothing."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+        self.num_cancelled = 0
+        self.link_down = SimpleNamespace(remote=self._down)
+
+    def options(self, *, stream: bool) -> Calls:
+        return self
+
+    def _down(self, address: str, link: str) -> Calls:
+        self.addresses.append(address)
+        return self
+
+    def __aiter__(self) -> Calls:
+        return self
+
+    async def __anext__(self) -> bytes:
+        return await asyncio.get_running_loop().create_future()
+
+    def cancel(self) -> None:
+        self.num_cancelled += 1
+
+
+async def test_a_host_says_whether_handles_carry_its_links() -> None:
+    calls = Calls()
+    hosts = ServedHosts("new", ServerLinks(calls), leave_timeout_s=0.0)
+    hosts.report([metadata("10.0.0.1/7", host_links="handles"), metadata("10.0.0.2:1"), metadata("10.0.0.3/7")])
+    await hosts.choose_bits_id()
+    over_handles, over_tcp = await hosts.resolve()
+    assert (str(over_handles.address), str(over_tcp.address)) == ("10.0.0.1/7", "10.0.0.2:1")
+    assert isinstance(over_handles.address, members.ReplicaAddress)
+    _, writer = await over_handles.address.open()
+    await asyncio.sleep(0)
+    assert (calls.addresses, hosts.links.addresses) == (["10.0.0.1/7"], {"10.0.0.1/7"})
+    writer.transport.abort()
+    await asyncio.sleep(0.01)
+    assert (calls.num_cancelled, hosts.links.addresses) == (1, frozenset())
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_links_to_a_host_that_has_left_are_cut_after_a_while(
+    comes_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "LEAVING_POLL_S", 0.001)
+    calls = Calls()
+    hosts = ServedHosts("new", ServerLinks(calls), leave_timeout_s=0.05)
+    stays, leaves = metadata("10.0.0.1/7", host_links="handles"), metadata("10.0.0.2/7", host_links="handles")
+    hosts.report([stays, leaves])
+    await hosts.choose_bits_id()
+    for member in await hosts.resolve():
+        assert isinstance(member.address, members.ReplicaAddress)
+        await member.address.open()
+    hosts.report([stays])
+    await hosts.wait_for_change()
+    if comes_back:
+        hosts.report([stays, leaves])
+        await hosts.wait_for_change()
+        await asyncio.sleep(0.06)
+        hosts.report([stays, leaves])
+        await hosts.wait_for_change()
+        assert hosts.links.addresses == {"10.0.0.1/7", "10.0.0.2/7"}
+    else:
+        assert hosts.links.addresses == {"10.0.0.1/7", "10.0.0.2/7"}
+        while len(hosts.links.addresses) > 1:
+            await hosts.wait_for_change()
+        assert hosts.links.addresses == {"10.0.0.1/7"}
+    for address in hosts.links.addresses:
+        hosts.links.cut(address)
+    await asyncio.sleep(0.01)
+
+
+async def test_a_host_that_leaves_gets_no_further_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "LEAVING_POLL_S", 0.001)
+    hosts = ServedHosts("new", ServerLinks(Calls()), leave_timeout_s=60.0)
+    leaves = metadata("10.0.0.2/7", host_links="handles")
+    hosts.report([leaves])
+    await hosts.choose_bits_id()
+    (member,) = await hosts.resolve()
+    assert isinstance(member.address, members.ReplicaAddress)
+    hosts.report([])
+    await hosts.wait_for_change()
+    await asyncio.sleep(0)
+    with pytest.raises(ConnectionRefusedError, match="leaves"):
+        await member.address.open()

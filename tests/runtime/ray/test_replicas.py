@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from quire import AsyncClient, SamplingParams
+from quire import AsyncClient, SamplingParams, Unavailable
 from quire.runtime.ray import host_replica, members, server_replica
 from quire.runtime.ray.host_replica import HostReplica
 from quire.runtime.ray.server_replica import ServerReplica
 from quire.scheduler import NotAccepting
+
+from tests.runtime.ray.fakes import Pieces
 
 PORTS = ("port", "operator_port", "openai_port")
 ENGINE = {"weights": "q8", "kv_cache_dtype": "int8", "kv_cache_memory": "8M", "threads": 1}
@@ -44,6 +48,8 @@ class FakeServe:
     def __init__(self) -> None:
         self.hosts: list[HostReplica] = []
         self._is_routed = False
+        self._started: list[HostReplica] = []
+        self._calls_of: dict[Any, int] = defaultdict(int)
 
     async def start(self, kind: type[Any], *args: Any) -> Any:
         not_collected = type(kind.__name__, (kind,), {"__del__": lambda self: None})  # Serve removes it, too
@@ -51,6 +57,7 @@ class FakeServe:
         await replica.__init__(*args)
         if kind is HostReplica:
             self.hosts.append(replica)
+            self._started.append(replica)
             self.report()
         return replica
 
@@ -58,6 +65,8 @@ class FakeServe:
         if replica in self.hosts:
             self.hosts.remove(replica)
             self.report()
+        while self._calls_of[replica]:  # it leaves as soon as no call is open
+            await asyncio.sleep(0.01)
         await type(replica).__base__.__del__(replica)
 
     def report(self) -> None:
@@ -66,7 +75,29 @@ class FakeServe:
 
     @property
     def handle(self) -> Any:
-        return SimpleNamespace(wait_until_ready=SimpleNamespace(remote=self._first_call))
+        handle = SimpleNamespace(
+            wait_until_ready=SimpleNamespace(remote=self._first_call),
+            link_down=SimpleNamespace(remote=lambda *call: Pieces(self._link_down(*call))),
+            link_up=SimpleNamespace(remote=self._link_up),
+        )
+        handle.options = lambda *, stream: handle
+        return handle
+
+    async def _link_down(self, address: str, link: str) -> AsyncIterator[bytes]:
+        replica = self._replica_at(address)
+        self._calls_of[replica] += 1
+        try:
+            async with contextlib.aclosing(replica.link_down(address, link)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self._calls_of[replica] -= 1
+
+    async def _link_up(self, address: str, *call: Any) -> bool:
+        return await self._replica_at(address).link_up(address, *call)
+
+    def _replica_at(self, address: str) -> HostReplica:
+        return next(each for each in self._started if each.record_replica_metadata()["address"] == address)
 
     async def _first_call(self) -> None:
         self._is_routed = True
@@ -110,9 +141,15 @@ async def test_streams_keep_their_bytes_when_serve_takes_a_host_away() -> None:
         await left.check_health()
 
 
-async def test_what_runs_may_end_while_its_replicas_leave() -> None:
-    serve, args = FakeServe(), ARGS | {"shutdown_timeout": 60}
+async def test_what_runs_may_end_over_handles_while_its_replicas_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_replica, "node_address", lambda: "10.1.2.3")
+    serve, args = FakeServe(), {**ARGS, "listen": None, "shutdown_timeout": 60, "host_links": "handles"}
     host = await serve.start(HostReplica, args)
+    address = host.record_replica_metadata()["address"]
+    assert address.startswith("10.1.2.3/")
+    assert host._host.address is None, "it does not listen"
+    with pytest.raises(Unavailable, match="no such link"):
+        await host.link_up(f"{address}0", "link", 0, b"", 0)
     server = await serve.start(ServerReplica, args, serve.handle)
     async with AsyncClient((await server())["clients"]) as client:
         begun = asyncio.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from quire.runtime.common.errors import ConfigError
 from quire.runtime.ray import settings
-from quire.runtime.ray.settings import reachable, release_of, settings_of
+from quire.runtime.ray.settings import host_links_of, reachable, release_of, settings_of
 
 
 def test_arguments_are_options_as_text_or_as_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,11 +28,22 @@ def test_arguments_are_options_as_text_or_as_values(monkeypatch: pytest.MonkeyPa
         ({"weight": "q8"}, "did you mean"),
         ({"weights": "q9"}, "q9"),
         ({"threads": [1]}, "threads"),
+        ({"host_links": "udp"}, "write tcp or handles"),
+        ({"host_links": "handles", "listen": "0.0.0.0:7072"}, "listen has no effect with host_links=handles"),
+        ({"host_links": "handles", "engine_hosts_ca": "ca.pem"}, "engine_hosts_ca has no effect"),
     ],
 )
 def test_wrong_arguments_are_refused(args: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         settings_of(args)
+
+
+def test_handles_carry_links_only_where_an_argument_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_HOST_LINKS", "handles")
+    assert [host_links_of(args) for args in ({}, {"host_links": "tcp"}, {"host_links": "handles"})] == [
+        *("tcp", "tcp", "handles")
+    ]
+    assert settings_of({"host_links": "handles", "threads": 3}).engine.threads == 3
 
 
 def test_a_release_is_the_arguments_in_any_order() -> None:
