@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import resource
 
 # Parameters of mallopt, from malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 MAX_ARENAS = 4  # by default 8 per core: each keeps what its threads have freed
 MAPPED_BYTES = 4 << 20  # blocks of this size go back to the system when they are freed; glibc would raise it to 32 MiB
+MAX_UNUSED = 32 << 20  # bytes that are freed inside arenas, where glibc keeps them, before they are returned
 TRIMMED_BYTES = 16 << 20  # of freed memory at the end of an arena
 INFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
@@ -29,6 +31,32 @@ def limit_heap() -> None:
             (M_TRIM_THRESHOLD, TRIMMED_BYTES),
         ):
             _libc.mallopt(name, value)
+
+
+class UnusedMemory:
+    """Watches the memory that the process holds and does not use: what jobs free between blocks that stay."""
+
+    def __init__(self) -> None:
+        self._least = _unused_bytes()  # since memory was last returned; it includes mapped files and the KV cache
+
+    def return_excess(self) -> None:
+        """Return freed memory to the system if there is `MAX_UNUSED` more of it. That takes some milliseconds."""
+        unused = _unused_bytes()
+        if unused > self._least + MAX_UNUSED:
+            if hasattr(_libc, "malloc_trim"):
+                _libc.malloc_trim(0)
+            self._least = _unused_bytes()
+        self._least = min(self._least, unused)
+
+
+def _unused_bytes() -> int:
+    return resident_bytes() - allocated_bytes()
+
+
+def resident_bytes() -> int:
+    """Return the bytes of memory that the process holds."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def allocated_bytes() -> int:

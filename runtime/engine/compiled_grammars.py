@@ -10,13 +10,13 @@ from weakref import WeakSet
 from llguidance import LLMatcher
 
 from ..common.errors import GenerationFailed
-from ..common.heap import allocated_bytes
+from ..common.heap import UnusedMemory, allocated_bytes
 
 MAX_KEPT = 128 << 20  # bytes of the grammars that are kept
 MAX_KEPT_PER_TENANT = MAX_KEPT // 2
-MAX_GROWTH = 256 << 20  # of the process's heap, after which no grammar is kept: they grow while they are used
-MAX_LIVE = 768 << 20  # bytes of the grammars that are kept or used by running requests, when another is compiled
-MAX_LIVE_PER_TENANT = MAX_LIVE // 2
+MAX_GROWTH = 128 << 20  # of the process's heap, after which no grammar is kept: they grow while they are used
+MAX_LIVE = 512 << 20  # bytes of the grammars that are kept or used by running requests
+MAX_LIVE_PER_TENANT = 192 << 20
 BYTES_PER_CHARACTER = 150  # that a grammar takes, about; text that it forces takes 500 per byte
 MIN_BYTES = 512 << 10  # for which each grammar counts, however short: it grows while it is used
 
@@ -42,6 +42,7 @@ class CompiledGrammars:
         self._kept: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()  # by tenant and grammar
         self._live: WeakSet[CompiledGrammar] = WeakSet()
         self._least_heap = allocated_bytes()  # since the kept grammars were last forgotten for their growth
+        self._unused = UnusedMemory()
         self._lock = threading.Lock()
 
     def get(
@@ -51,18 +52,18 @@ class CompiledGrammars:
 
         With `alone`, forget the one that is kept, and return one that no other sequence will have.
         """
-        key = tenant, grammar
+        key, least = (tenant, grammar), max(MIN_BYTES, BYTES_PER_CHARACTER * len(grammar))
         with self._lock:
+            self._unused.return_excess()
             if alone:
                 self._kept.pop(key, None)
             self._forget_grown()
             compiled = self._kept.get(key)
             if compiled is None:
-                self._check_room(tenant)
+                self._make_room(tenant, least)
         if compiled is None:
             before = allocated_bytes()
             matcher = compile_it()
-            least = max(MIN_BYTES, BYTES_PER_CHARACTER * len(grammar))
             compiled = CompiledGrammar(tenant, matcher, max(least, allocated_bytes() - before))
         with self._lock:
             compiled.num_users += 1
@@ -75,14 +76,26 @@ class CompiledGrammars:
             self._forget(list(self._kept), MAX_KEPT)
         return compiled
 
-    def _check_room(self, tenant: str) -> None:
-        own = sum(each.num_bytes for each in self._live if each.tenant == tenant)
-        total = sum(each.num_bytes for each in self._live)
-        if own > MAX_LIVE_PER_TENANT or total > MAX_LIVE:
+    def _make_room(self, tenant: str, num_bytes: int) -> None:
+        """Forget grammars until there is room for one of this size. Raises GenerationFailed if there is none then."""
+        if self._lacks_room(tenant, num_bytes):
+            self._forget([each for each in self._kept if each[0] == tenant], 0)
+        if self._lacks_room(tenant, num_bytes):
+            self._kept.clear()
+        if self._lacks_room(tenant, num_bytes):
+            own, total = self._live_bytes(tenant)
             raise GenerationFailed(
                 f"structured_outputs: the grammars of running requests take {own >> 20} MiB of this tenant and "
                 f"{total >> 20} of all; {MAX_LIVE_PER_TENANT >> 20} and {MAX_LIVE >> 20} are allowed"
             )
+
+    def _lacks_room(self, tenant: str, num_bytes: int) -> bool:
+        own, total = self._live_bytes(tenant)
+        return own + num_bytes > MAX_LIVE_PER_TENANT or total + num_bytes > MAX_LIVE
+
+    def _live_bytes(self, tenant: str) -> tuple[int, int]:
+        own = sum(each.num_bytes for each in self._live if each.tenant == tenant)
+        return own, sum(each.num_bytes for each in self._live)
 
     def _forget_grown(self) -> None:
         """Forget all grammars if the heap has grown too much: the library does not say what each one takes by now."""

@@ -245,10 +245,10 @@ class Grammars:
         sampling = running.sampling
         structure = sampling.params.structured_outputs
         assert structure is not None
-        grammar = grammar_of(structure)
+        grammar, tables = grammar_of(structure), self._tables()
 
         def compiled() -> LLMatcher:
-            matcher = LLMatcher(self._tables(), grammar, log_level=0, limits=_limits(structure))
+            matcher = LLMatcher(tables, grammar, log_level=0, limits=_limits(structure))
             matcher.compute_bitmask()  # once, not in each copy
             return matcher
 

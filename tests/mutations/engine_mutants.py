@@ -587,7 +587,7 @@ MUTANTS = [
     ),
     Mutant(
         COMPILED,
-        "own > MAX_LIVE_PER_TENANT or total",
+        "own + num_bytes > MAX_LIVE_PER_TENANT or total",
         "total",
         "one tenant's running grammars take the memory of all",
         MASK_TESTS,

@@ -97,7 +97,7 @@ def test_the_plan_shows_what_the_server_holds_for_clients_at_most(hybrid_folder:
     ]
 
 
-@pytest.mark.parametrize(("model", "size"), [(None, "805,306,368"), ("qwen3", "0")], ids=["tokenizer", "none"])
+@pytest.mark.parametrize(("model", "size"), [(None, "536,870,912"), ("qwen3", "0")], ids=["tokenizer", "none"])
 def test_the_plan_shows_what_compiled_grammars_take_at_most(model: str | None, size: str) -> None:
     folder = None if model is None else str(Path(__file__).parents[2] / "goldens" / model)
     lines = plan_lines(Settings(engine=EngineConfig(model=folder, kv_cache_memory=MEMORY), server=ServerConfig()))

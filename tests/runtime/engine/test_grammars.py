@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
 import json
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.runtime.common.errors import InvalidRequest
-from quire.runtime.common.heap import allocated_bytes
+from quire.runtime.common.heap import allocated_bytes, resident_bytes
 from quire.runtime.common.types import SamplingParams, StructuredOutputs
 from quire.runtime.engine import compiled_grammars, grammars, job_threads
 from quire.runtime.engine import masks as masks_module
@@ -33,6 +34,7 @@ assert TOKENIZER is not None
 VOCAB = TOKENIZER.vocab_size
 EOS = next(iter(TOKENIZER.eos_token_ids))
 PROMPT = [5, 6]
+SCATTERED_BYTES = 128 << 20
 WORD = StructuredOutputs(regex="[ab]{2}")
 
 
@@ -803,10 +805,10 @@ def test_the_grammars_of_running_requests_are_bounded(
     masks: Grammars, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, limit: str, others: str
 ) -> None:
     monkeypatch.setattr(compiled_grammars, "MAX_KEPT", 0)
-    monkeypatch.setattr(compiled_grammars, limit, 1500)
+    long = [StructuredOutputs(regex=letter * 1000) for letter in "abc"]
+    monkeypatch.setattr(compiled_grammars, limit, 2 * len(grammar_of(long[0])))
     gc.disable()
     request.addfinalizer(gc.enable)
-    long = [StructuredOutputs(regex=letter * 1000) for letter in "abc"]
     running = [sequence(each, [], request_id=number, tenant="a") for number, each in enumerate(long)]
     for number in (1, 2):
         ready(masks.begin(running[:number]))
@@ -818,6 +820,38 @@ def test_the_grammars_of_running_requests_are_bounded(
     # A request that has ended does not count, though no garbage was collected.
     masks.begin([running[0]])
     assert not isinstance(ready(masks.begin([running[0], sequence(long[2], [], request_id=5, tenant="a")]))[5], str)
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("limit", ["MAX_LIVE_PER_TENANT", "MAX_LIVE"])
+def test_kept_grammars_make_room_for_those_of_running_requests(
+    masks: Grammars, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    long = [StructuredOutputs(regex=letter * 1000) for letter in "abcd"]
+    one = len(grammar_of(long[0]))
+    monkeypatch.setattr(compiled_grammars, limit, 2 * one)
+    for number, each in enumerate(long):
+        tenant = "a" if limit == "MAX_LIVE_PER_TENANT" else f"{number}"
+        assert not isinstance(ready(masks.begin([sequence(each, [], request_id=number, tenant=tenant)]))[number], str)
+    assert set(compiled_sizes(masks).values()) <= {one, 2 * one}
+
+
+@pytest.mark.skipif(allocated_bytes() == 0, reason="the C library does not say what it has allocated")
+def test_memory_that_is_freed_between_blocks_that_stay_is_returned(masks: Grammars) -> None:
+    ready(masks.begin([sequence(WORD, [])]))
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    blocks = [libc.malloc(SCATTERED_BYTES // 2000) for _ in range(2000)]  # 64 KiB: none is mapped apart
+    for block in blocks:
+        ctypes.memset(block, 1, SCATTERED_BYTES // 2000)
+    for block in blocks[1::2]:
+        libc.free(block)
+    before = resident_bytes()
+    ready(masks.begin([sequence(WORD, [], request_id=2)]))
+    returned = before - resident_bytes()
+    for block in blocks[::2]:
+        libc.free(block)
+    assert returned > SCATTERED_BYTES // 4
 
 
 def test_a_grammar_counts_for_what_it_takes(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
