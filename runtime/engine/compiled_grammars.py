@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from weakref import WeakSet
@@ -22,7 +23,7 @@ MIN_BYTES = 512 << 10  # for which each grammar counts, however short: it grows 
 
 
 class CompiledGrammar:
-    """A matcher to copy, and the bytes that it takes with all its copies, about.
+    """A matcher to copy, its first mask, and the bytes that it takes with all its copies, about.
 
     The copies share the states of its lexer: what one of them generates counts against the limits of all.
     """
@@ -31,8 +32,18 @@ class CompiledGrammar:
         self.tenant = tenant
         self.matcher = matcher
         self.num_bytes = num_bytes
+        self.first_mask: bytes | None = None  # of each copy, before its first token; None if it cannot be computed
+        self.first_mask_s = 0.0  # that computing it took
         self.num_users = 0  # sequences that have had a copy
         self.lock = threading.Lock()  # held by the job that uses copies
+
+    def compute_first_mask(self) -> None:
+        """Compute the mask before the first token, once for all copies."""
+        started = time.monotonic()
+        mask = self.matcher.compute_bitmask()
+        self.first_mask_s = time.monotonic() - started
+        if not self.matcher.is_error():
+            self.first_mask = mask
 
 
 class CompiledGrammars:
@@ -63,8 +74,9 @@ class CompiledGrammars:
                 self._make_room(tenant, least)
         if compiled is None:
             before = allocated_bytes()
-            matcher = compile_it()
-            compiled = CompiledGrammar(tenant, matcher, max(least, allocated_bytes() - before))
+            compiled = CompiledGrammar(tenant, compile_it(), least)
+            compiled.compute_first_mask()
+            compiled.num_bytes = max(least, allocated_bytes() - before)
         with self._lock:
             compiled.num_users += 1
             self._live.add(compiled)

@@ -245,14 +245,11 @@ class Grammars:
         sampling = running.sampling
         structure = sampling.params.structured_outputs
         assert structure is not None
-        grammar, tables = grammar_of(structure), self._tables()
-
-        def compiled() -> LLMatcher:
-            matcher = LLMatcher(tables, grammar, log_level=0, limits=_limits(structure))
-            matcher.compute_bitmask()  # once, not in each copy
-            return matcher
-
-        running.compiled = self._compiled.get(sampling.tenant, grammar, compiled, alone=running.is_alone)
+        grammar = grammar_of(structure)
+        compile_it = partial(LLMatcher, self._tables(), grammar, log_level=0, limits=_limits(structure))
+        running.compiled = self._compiled.get(sampling.tenant, grammar, compile_it, alone=running.is_alone)
+        if running.num_late == 0 and running.compiled.first_mask_s < WAIT_S:
+            running.distrust = 0
         running.may_force = len(grammar) <= MAX_FORCING_BYTES and not _may_be_ambiguous(structure)
         return running.compiled.matcher.deep_copy()
 

@@ -151,6 +151,10 @@ class RunningGrammar:
             self.distrust -= 1
         return self.distrust > 0
 
+    def first_mask(self) -> bytes | None:
+        """Return the next mask if it is known since the grammar was compiled: before the first token."""
+        return None if self.compiled is None or self.num_consumed else self.compiled.first_mask
+
     def take(self, token_ids: Sequence[int]) -> bool:
         """Let the matcher take generated tokens. Return whether the grammar allows them."""
         matcher = self.matcher
@@ -258,7 +262,13 @@ class MaskQueue:
         """
         masks = np.empty((job.num_masks, self.num_words), np.int32)
         where = (masks.ctypes.data, masks.strides[0], job.num_masks)
-        ready = [(running.matcher, row, drafts) for running, row, drafts in job.parts if running.matcher is not None]
+        ready = []
+        for running, row, drafts in job.parts:
+            first = None if drafts else running.first_mask()
+            if first is not None:
+                masks[row] = np.frombuffer(first, np.int32, self.num_words)
+            elif running.matcher is not None:
+                ready.append((running.matcher, row, drafts))
         plain = [(matcher, row) for matcher, row, drafts in ready if not drafts]
         if len(plain) == len(ready) == 1:
             ((matcher, row),) = plain
@@ -267,8 +277,8 @@ class MaskQueue:
             self._executor.unsafe_compute_mask_ptr(plain, *where)
         if len(plain) < len(ready):
             drafted = [(matcher, row, list(drafts)) for matcher, row, drafts in ready if drafts]
-            for _, row, drafts in drafted:
-                masks[row : row + 1 + len(drafts)] = -1
+            for _, row, tokens in drafted:
+                masks[row : row + 1 + len(tokens)] = -1
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         return masks
 

@@ -566,6 +566,13 @@ MUTANTS = [
     ),
     Mutant(
         MASKS,
+        "masks[row] = np.frombuffer",
+        "masks[0] = np.frombuffer",
+        "a request begins with what its grammar forbids after a grammar of another one was in use",
+        MASK_TESTS,
+    ),
+    Mutant(
+        MASKS,
         "masks[row].ctypes.data",
         "masks.ctypes.data",
         "a request generates what its grammar forbids after a grammar of another one was in use",

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,32 @@ def test_masks_follow_the_generated_tokens(masks: Grammars) -> None:
     for generated, expected in (([], {A, B} | pair), ([A], {A, B}), ([A, B], {EOS})):
         (mask,) = ready(masks.begin([sequence(WORD, generated)]))[1]
         assert allowed(mask) == expected
+
+
+def test_the_first_mask_is_computed_once_for_all_requests_with_the_grammar(masks: Grammars) -> None:
+    (first,) = ready(masks.begin([sequence(WORD, [])]))[1]
+    (compiled,) = masks._compiled._kept.values()
+    assert compiled.first_mask is not None
+    compiled.first_mask = np.packbits(np.arange(8 * len(compiled.first_mask)) == C, bitorder="little").tobytes()
+    second = sequence(WORD, [], request_id=2)
+    step = masks.begin([sequence(WORD, []), second])
+    assert {A, B} < allowed(first)
+    assert [allowed(ready(step)[number][0]) for number in (1, 2)] == [allowed(first), {C}]
+    step = masks.begin([sequence(WORD, [A], request_id=3), sequence(WORD, [], (A,), request_id=4)])
+    found = ready(step)
+    assert [allowed(mask) for mask in found[3]] == [{A, B}]
+    assert [allowed(mask) for mask in found[4]] == [allowed(first), {A, B}], "with draft tokens"
+
+
+@pytest.mark.parametrize(("first_mask_s", "is_apart"), [(0.0, False), (1.0, True)])
+def test_a_grammar_whose_first_mask_was_quick_is_computed_with_others_at_once(
+    masks: Grammars, first_mask_s: float, is_apart: bool
+) -> None:
+    ready(masks.begin([sequence(WORD, [])]))
+    (compiled,) = masks._compiled._kept.values()
+    compiled.first_mask_s = first_mask_s
+    ready(masks.begin([sequence(WORD, [], request_id=2)]))
+    assert (masks._running[2].distrust > 0) is is_apart
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB + 100, VOCAB - 100])
@@ -674,22 +701,24 @@ def test_a_call_of_several_sequences_goes_without_those_whose_lexer_is_in_use(ma
 
 
 @pytest.mark.parametrize("blocked", [1, 2])
+@pytest.mark.parametrize("taken", [[], [B]], ids=["first", "second"])
 def test_a_call_of_which_one_sequence_is_left_computes_its_own_mask(
-    masks: Grammars, monkeypatch: pytest.MonkeyPatch, blocked: int
+    masks: Grammars, monkeypatch: pytest.MonkeyPatch, taken: list[int], blocked: int
 ) -> None:
     """A mask in the place of another would let the model sample what its grammar forbids."""
     structures = {1: WORD, 2: StructuredOutputs(regex="[bc]{2}")}
-    ready(masks.begin([sequence(each, [], request_id=number) for number, each in structures.items()]))
+    first = ready(masks.begin([sequence(each, [], request_id=number) for number, each in structures.items()]))
     job = MaskJob()
     for number in structures:
-        assert masks._running[number].take([B])
+        assert masks._running[number].take(taken)
         job.add(masks._running[number], ())
     compiled, left = masks._running[blocked].compiled, masks._running[3 - blocked]
     assert compiled is not None
     monkeypatch.setattr(np, "empty", np.zeros)  # nothing is left of earlier masks
     with compiled.lock:
         masks._queue.compute(job)
-    assert allowed(job.masks[left.row]) == {1: {B, C}, 2: {A, B}}[blocked]
+    second = {1: {A, B}, 2: {B, C}}
+    assert allowed(job.masks[left.row]) == (second[3 - blocked] if taken else allowed(first[3 - blocked][0]))
 
 
 def test_a_beam_whose_parent_is_in_use_reads_its_text_again(masks: Grammars) -> None:
@@ -893,11 +922,16 @@ def test_a_grammar_is_compiled_once(masks: Grammars, monkeypatch: pytest.MonkeyP
 def test_grammars_are_forgotten_when_the_heap_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     heap = [1 << 30]
     monkeypatch.setattr(compiled_grammars, "allocated_bytes", lambda: heap[0])
-    known, compiled = CompiledGrammars(), []
+    known = CompiledGrammars()
+    compiled: list[int] = []
+
+    def compile_it() -> Any:
+        compiled.append(heap[0])
+        return SimpleNamespace(compute_bitmask=lambda: b"", is_error=lambda: False)
 
     def is_compiled_at(num_bytes: int) -> bool:
         heap[0], before = num_bytes, len(compiled)
-        known.get("", "grammar", lambda: compiled.append(num_bytes))  # type: ignore[arg-type,func-returns-value,return-value]
+        known.get("", "grammar", compile_it)
         return len(compiled) > before
 
     assert is_compiled_at(1 << 30)
