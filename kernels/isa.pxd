@@ -56,6 +56,7 @@ cdef extern from "simd/tiles.h" nogil:
         const float *bias
         const char *next
         int next_lines
+        const char *next_scales
         float *c
         int64_t ldc
         int epilogue

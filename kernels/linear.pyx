@@ -10,7 +10,7 @@ A worker computes an item in its scratch. If it loses its core meanwhile, anothe
 that item again (`help_linear`), and the first of the two writes it, in the dtypes that the next op reads: a block has
 its own scale.
 """
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint16_t, uint64_t
 from libc.string cimport memcpy
 
 from .isa cimport (QUIRE_ADD, QUIRE_BLOCK, QUIRE_F32, QUIRE_GELU, QUIRE_Q8, QUIRE_SWIGLU, quire_itemsize,
@@ -223,6 +223,10 @@ cdef Pair _pair(const Item *item, int64_t index) noexcept nogil:
     return pair
 
 
+cdef const uint16_t *_scales(const Pair *pair, int64_t width) noexcept nogil:
+    return pair.part.scales + (pair.panel - pair.part.first_panel) * (width // 2)
+
+
 cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *item, Pair pair, Pair next,
                     Scratch *scratch, float *y) noexcept nogil:
     """Multiply an item's rows by one pair of panels, split evenly so that no tile is left with a single row.
@@ -234,7 +238,7 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
     cdef int64_t width = op.input.rows.width, row = item.row, end = item.end
     cdef int64_t most = tiles.linear_rows[part.dtype], calls = (end - row + most - 1) // most, call, n, lines = 0
     tile.w = pair.data
-    tile.scales = part.scales + (pair.panel - part.first_panel) * (width // 2) if part.scales != NULL else NULL
+    tile.scales = _scales(&pair, width) if part.scales != NULL else NULL
     tile.panel_bytes, tile.next = part.panel_bytes, next.data
     if next.data != NULL:
         lines = 2 * next.part.panel_bytes // (width // 32) // 64    # of `next`, per 32 of K
@@ -244,6 +248,9 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
     tile.c, tile.ldc = y, QUIRE_BLOCK
     tile.epilogue = op.epilogue
     tile.a.width = width
+    tile.next_scales = NULL
+    if next.data != NULL and next.part.scales != NULL:
+        tile.next_scales = <char *>_scales(&next, width)
     for call in range(calls):
         n = (end - row) // (calls - call)
         tile.next_lines = <int>(lines * (call + 1) // calls - lines * call // calls)
@@ -253,6 +260,7 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
             tile.a.sums = op.input.rows.sums + row * (width // 32)
         tiles.linear[part.dtype](<int>n, &tile)
         tile.next += tile.next_lines * 64 * (width // 32)
+        tile.next_scales = NULL
         tile.c += n * QUIRE_BLOCK
         if tile.factors != NULL:
             tile.factors += n

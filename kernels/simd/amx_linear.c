@@ -81,6 +81,7 @@ static void multiply_few_rows(void (*linear)(int rows, const quire_linear_tile *
     t.next_lines = lines * (call + 1) / calls - lines * call / calls;
     linear(n, &t);
     t.next += t.next_lines * 64 * blocks;
+    t.next_scales = NULL;
     t.a.data = (char *)t.a.data + n * t.a.width;
     t.a.scales += n * blocks;
     t.a.sums += n * blocks;

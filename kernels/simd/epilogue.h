@@ -11,11 +11,12 @@
 #define PER_ROW_COUNT(body) if (rows == 1) body(1, t); else body(2, t);
 #endif
 
-// dot = start + a block of 32 in half bytes of the two panels, at u and v, times the rows at a.
+// dot = a block of 32 in half bytes of the two panels, at u and v, times the rows at a; less 8 for each, if `sums` points at
+// -128 * sum(a) of the first row.
 INLINE void dot_q4(const int rows, const uint8_t *u, const uint8_t *v, const int8_t *a, int64_t width,
-                   const int32_t start[], vi dot[][2]) {
+                   const int32_t *sums, vi dot[][2]) {
   vn sum[LINEAR_ROWS][2];
-  UNROLL for (int i = 0; i < rows; i++) sum[i][0] = sum[i][1] = vn_start(start[i]);
+  UNROLL for (int i = 0; i < rows; i++) sum[i][0] = sum[i][1] = vn_start(sums ? sums + i * (width / 32) : NULL);
   UNROLL for (int k = 0; k < 4; k++) {
     const wq4 p = wq4_load(u + k * 64), q = wq4_load(v + k * 64);
     UNROLL for (int i = 0; i < rows; i++) {
@@ -25,7 +26,7 @@ INLINE void dot_q4(const int rows, const uint8_t *u, const uint8_t *v, const int
     }
   }
   UNROLL for (int i = 0; i < rows; i++)
-    UNROLL for (int j = 0; j < 2; j++) dot[i][j] = vn_end(sum[i][j], start[i]);
+    UNROLL for (int j = 0; j < 2; j++) dot[i][j] = vn_end(sum[i][j], sums ? sums + i * (width / 32) : NULL);
 }
 
 // Prefetch this call's share of the next weights, so that memory streams evenly for any number of calls per panel.
@@ -34,7 +35,7 @@ INLINE const char *fetch_next(const char *next, int lines) {
   return next + lines * 64;
 }
 
-// One row reads its pair of panels as one stream, which is prefetched `bytes` ahead: the rest of the pair, then the next
+// Few rows read their pair of panels as one stream, which is prefetched `bytes` ahead: the rest of the pair, then the next
 // pair. q8 comes faster through L2; dtypes that compute more per byte, through L1.
 INLINE const char *start_ahead(const quire_linear_tile *t, const int64_t bytes) {
   return (const char *)t->w + (bytes < 2 * t->panel_bytes ? bytes : 2 * t->panel_bytes);

@@ -72,8 +72,7 @@ INLINE void add_block(const int rows, const int bits, const quire_linear_tile *t
   const int8_t *a = (const int8_t *)t->a.data + b * 32;
   vi dot[LINEAR_ROWS][2];
   if (bits == 4) {
-    static const int32_t zero[LINEAR_ROWS];
-    dot_q4(rows, u, v, a, width, zero, dot);
+    dot_q4(rows, u, v, a, width, NULL, dot);
   } else {
     UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_zero();
     dot_half(rows, bits, 0, u, v, u + 4 * LINE, v + 4 * LINE, a, width, dot);
@@ -160,9 +159,9 @@ INLINE void dot_halves(const int bits, const uint8_t *w, const int8_t *a, vi dot
 // sum(q * a) of a block of q4_k or q5_k.
 INLINE vi dot_row(const int bits, const uint8_t *w, const int8_t *a) {
   if (bits == 4) {
-    vh sum = vh_start(0);
+    vh sum = vh_start(NULL);
     UNROLL for (int k = 0; k < 4; k++) sum = vh_dot8(sum, wq4_load(w + k * LINE), a + k * 4, a + k * 4 + 16);
-    return vh_end(sum, 0);
+    return vh_end(sum, NULL);
   }
   vi dot[2] = {vi_zero(), vi_zero()};
   dot_halves(bits, w, a, dot);

@@ -58,6 +58,7 @@ INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile
   const char *next = t->next;
   for (int64_t b = 0; b < blocks; b++, w0 += block_bytes, w1 += block_bytes) {
     next = fetch_next(next, t->next_lines);
+    if (t->next_scales) __builtin_prefetch(t->next_scales + b * 64, 0, 2);
     vs s[2];
     if (VS_FIRST) load_scales(s0 + b * 16, s1 + b * 16, rows, s);
     vi dot[LINEAR_ROWS][2];
@@ -71,9 +72,7 @@ INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile
         }
       }
     } else {
-      int32_t start[LINEAR_ROWS];
-      UNROLL for (int i = 0; i < rows; i++) start[i] = t->a.sums[i * blocks + b] / 16;
-      dot_q4(rows, w0, w1, a + b * 32, width, start, dot);
+      dot_q4(rows, w0, w1, a + b * 32, width, t->a.sums + b, dot);
     }
     if (!VS_FIRST) load_scales(s0 + b * 16, s1 + b * 16, rows, s);
     UNROLL for (int i = 0; i < rows; i++) {
@@ -85,42 +84,53 @@ INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile
   finish(rows, acc, t);
 }
 
-// The same for one row and one panel. `ahead` is prefetched meanwhile, as many bytes as are read.
-INLINE vf row_of_blocks(const int dtype, const quire_linear_tile *t, const int panel, const char **ahead) {
-  const int64_t blocks = t->a.width / 32, block_bytes = quire_panel_bytes(dtype, 32);
+// The same for one panel. `ahead` is prefetched meanwhile, as many bytes as are read.
+INLINE void panel_of_blocks(const int dtype, const int rows, const quire_linear_tile *t, const int panel,
+                            const char **ahead, vf sums[][2]) {
+  const int64_t width = t->a.width, blocks = width / 32, block_bytes = quire_panel_bytes(dtype, 32);
   const uint8_t *w = (const uint8_t *)t->w + panel * t->panel_bytes;
   const uint16_t *scales = t->scales + panel * blocks * 16;
   const int8_t *a = t->a.data;
-  vf acc = vf_zero();
+  vf acc[LINEAR_ROWS];
+  UNROLL for (int i = 0; i < rows; i++) acc[i] = vf_zero();
   for (int64_t b = 0; b < blocks; b++, w += block_bytes, a += 32) {
     *ahead = fetch_ahead(*ahead, block_bytes, dtype == QUIRE_Q8, t);
-    vi dot;
+    vi dot[LINEAR_ROWS];
     if (dtype == QUIRE_Q8) {
-      dot = vi_dot4_start(t->a.sums[b]);
-      UNROLL for (int k = 0; k < 8; k++) dot = vi_dot4(dot, wq8_load(w + k * 64), a + k * 4);
+      UNROLL for (int i = 0; i < rows; i++) dot[i] = vi_dot4_start(t->a.sums[i * blocks + b]);
+      UNROLL for (int k = 0; k < 8; k++) {
+        const wq8 u = wq8_load(w + k * 64);
+        UNROLL for (int i = 0; i < rows; i++) dot[i] = vi_dot4(dot[i], u, a + i * width + k * 4);
+      }
     } else {
-      vh sum = vh_start(t->a.sums[b]);
-      UNROLL for (int k = 0; k < 4; k++) sum = vh_dot8(sum, wq4_load(w + k * 64), a + k * 4, a + k * 4 + 16);
-      dot = vh_end(sum, t->a.sums[b]);
+      vh sum[LINEAR_ROWS];
+      UNROLL for (int i = 0; i < rows; i++) sum[i] = vh_start(t->a.sums + i * blocks + b);
+      UNROLL for (int k = 0; k < 4; k++) {
+        const wq4 u = wq4_load(w + k * 64);
+        UNROLL for (int i = 0; i < rows; i++) sum[i] = vh_dot8(sum[i], u, a + i * width + k * 4, a + i * width + k * 4 + 16);
+      }
+      UNROLL for (int i = 0; i < rows; i++) dot[i] = vh_end(sum[i], t->a.sums + i * blocks + b);
     }
-    acc = vf_fma(vf_from(dot), vf_mul(vf_load_f16(scales + b * 16), vf_set1(t->a.scales[b])), acc);
+    const vf s = vf_load_f16(scales + b * 16);
+    UNROLL for (int i = 0; i < rows; i++)
+      acc[i] = vf_fma(vf_from(dot[i]), vf_mul(s, vf_set1(t->a.scales[i * blocks + b])), acc[i]);
   }
-  return acc;
+  UNROLL for (int i = 0; i < rows; i++) sums[i][panel] = acc[i];
 }
 
-// Memory limits one row, and a single stream is read faster than two side by side: the panels follow each other.
-INLINE void body_row(const int dtype, const quire_linear_tile *t) {
+// Memory limits few rows, and a single stream is read faster than two side by side: the panels follow each other.
+INLINE void body_stream(const int dtype, const int rows, const quire_linear_tile *t) {
   const char *ahead = start_ahead(t, dtype == QUIRE_Q8 ? 2048 : 4096);
-  vf acc[1][2];
-  UNROLL for (int j = 0; j < 2; j++) acc[0][j] = row_of_blocks(dtype, t, j, &ahead);
-  finish(1, acc, t);
+  vf acc[LINEAR_ROWS][2];
+  UNROLL for (int j = 0; j < 2; j++) panel_of_blocks(dtype, rows, t, j, &ahead, acc);
+  finish(rows, acc, t);
 }
 INLINE void body_q8(const int rows, const quire_linear_tile *t) {
-  if (rows == 1) body_row(QUIRE_Q8, t);
+  if (rows <= STREAM_ROWS_Q8) body_stream(QUIRE_Q8, rows, t);
   else body_blocks(QUIRE_Q8, rows, t);
 }
 INLINE void body_q4(const int rows, const quire_linear_tile *t) {
-  if (rows == 1) body_row(QUIRE_Q4, t);
+  if (rows <= STREAM_ROWS_Q4) body_stream(QUIRE_Q4, rows, t);
   else body_blocks(QUIRE_Q4, rows, t);
 }
 
@@ -129,7 +139,6 @@ INLINE void body_q4(const int rows, const quire_linear_tile *t) {
 INLINE void body_q4_z(const int rows, const quire_linear_tile *t) {
   const int64_t width = t->a.width, blocks = width / 32, head = quire_q4_z_scale_bytes(width);
   const uint8_t *h0 = t->w, *h1 = h0 + t->panel_bytes, *w0 = h0 + head, *w1 = h1 + head;
-  static const int32_t start[LINEAR_ROWS];
   vf acc[LINEAR_ROWS][2];
   UNROLL for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = vf_zero();
   const char *next = t->next;
@@ -138,11 +147,12 @@ INLINE void body_q4_z(const int rows, const quire_linear_tile *t) {
     vs s[2];
     if (VS_FIRST) load_scales((const uint16_t *)h0 + b * 16, (const uint16_t *)h1 + b * 16, rows, s);
     vi dot[LINEAR_ROWS][2];
-    dot_q4(rows, w0, w1, (const int8_t *)t->a.data + b * 32, width, start, dot);
+    dot_q4(rows, w0, w1, (const int8_t *)t->a.data + b * 32, width, NULL, dot);
     if (!VS_FIRST) load_scales((const uint16_t *)h0 + b * 16, (const uint16_t *)h1 + b * 16, rows, s);
-    const vf y = vf_load_i8((const int8_t *)h0 + width + b * 16), z = vf_load_i8((const int8_t *)h1 + width + b * 16);
+    const vf y = vf_mul(vf_load_i8((const int8_t *)h0 + width + b * 16), vf_set1(0x1p-7f));
+    const vf z = vf_mul(vf_load_i8((const int8_t *)h1 + width + b * 16), vf_set1(0x1p-7f));
     UNROLL for (int i = 0; i < rows; i++) {
-      const vf sum = vf_set1((float)t->a.sums[i * blocks + b] * 0x1p-7f);
+      const vf sum = vf_from(vi_set1(t->a.sums[i * blocks + b]));
       const float *scale = t->a.scales + i * blocks + b;
       acc[i][0] = vf_fma(vf_fma(y, sum, vf_from(dot[i][0])), vs_mul(&s[0], scale, rows), acc[i][0]);
       acc[i][1] = vf_fma(vf_fma(z, sum, vf_from(dot[i][1])), vs_mul(&s[1], scale, rows), acc[i][1]);

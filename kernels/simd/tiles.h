@@ -76,6 +76,7 @@ typedef struct {
   const float *bias;       // [32] or NULL
   const char *next;        // prefetched into L2 in the meantime, `next_lines` cache lines per 32 of K; or NULL
   int next_lines;
+  const char *next_scales;  // q8, q4: those of the next pair, prefetched too; or NULL
   float *c;                // first output column of the pair; from SWIGLU on the pair yields 16 columns
   int64_t ldc;             // floats
   int epilogue;

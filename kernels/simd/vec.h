@@ -34,13 +34,15 @@ enum { VS_FIRST = 0 };
 static inline vs vs_of(vf p, int rows) { (void)rows; return p; }
 static inline vf vs_mul(const vs *p, const float *z, int rows) { (void)rows; return vf_mul(*p, vf_set1(*z)); }
 
-// The dots of half bytes for one row: 16 * start is given, and vh_dot8 takes 4 of K from the low halves and 4 from the high ones.
+enum { STREAM_ROWS_Q8 = 1, STREAM_ROWS_Q4 = 1 };  // the most that read one panel after the other
+
+// The dots of half bytes for few rows: vh_dot8 takes 4 of K from the low halves and 4 from the high ones.
 typedef vn vh;
-static inline vh vh_start(int32_t start) { return vn_start(start / 16); }
+static inline vh vh_start(const int32_t *sum) { return vn_start(sum); }
 static inline vh vh_dot8(vh acc, wq4 w, const int8_t *low, const int8_t *high) {
   return vn_dot4(vn_dot4(acc, wq4_low(w), low), wq4_high(w), high);
 }
-static inline vi vh_end(vh acc, int32_t start) { return vn_end(acc, start / 16); }
+static inline vi vh_end(vh acc, const int32_t *sum) { return vn_end(acc, sum); }
 #endif
 
 #define INLINE static inline __attribute__((always_inline))

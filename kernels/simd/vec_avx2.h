@@ -157,7 +157,7 @@ static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
 }
 
 // 64 bytes of a q4 panel: w + 8 of one line in the low halves, of another line in the high halves. vn_start .. vn_end is
-// the dot of these unsigned weights; the start may be given at either end.
+// the dot of these unsigned weights; it begins at *sum / 16, or 0 without a sum, which may be added at either end.
 // maddubs cannot saturate here: 32 products of at most 15 * 128 in two sums each fit into 16 bits.
 typedef struct { __m256i lo, hi; } wq4;
 typedef struct { __m256i lo, hi; } vn;  // of 16-bit sums
@@ -171,7 +171,7 @@ static inline wq8 wq4_low(wq4 w) {
 static inline wq8 wq4_high(wq4 w) {
   return wq4_low((wq4){_mm256_srli_epi16(w.lo, 4), _mm256_srli_epi16(w.hi, 4)});
 }
-static inline vn vn_start(int32_t start) { (void)start; return (vn){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline vn vn_start(const int32_t *sum) { (void)sum; return (vn){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 static inline vn vn_dot4(vn acc, wq8 w, const int8_t *a) {
   int32_t quad;
   __builtin_memcpy(&quad, a, 4);
@@ -179,8 +179,8 @@ static inline vn vn_dot4(vn acc, wq8 w, const int8_t *a) {
   return (vn){_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(w.lo, x)),
               _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(w.hi, x))};
 }
-static inline vi vn_end(vn acc, int32_t start) {
-  const __m256i one = _mm256_set1_epi16(1), x = _mm256_set1_epi32(start);
+static inline vi vn_end(vn acc, const int32_t *sum) {
+  const __m256i one = _mm256_set1_epi16(1), x = _mm256_set1_epi32(sum ? *sum / 16 : 0);
   return (vi){_mm256_add_epi32(_mm256_madd_epi16(acc.lo, one), x),
               _mm256_add_epi32(_mm256_madd_epi16(acc.hi, one), x)};
 }

@@ -5,6 +5,7 @@
 
 #define ISA_NAME "avx512-vnni-bf16"
 enum { LINEAR_ROWS = 6, ATTENTION_ROWS = 6 };  // 12 resp. 24 accumulators of 32 registers
+enum { STREAM_ROWS_Q8 = 3, STREAM_ROWS_Q4 = 2 };  // the most that read one panel after the other
 
 typedef __m512 vf;
 typedef __m512i vi;
@@ -144,25 +145,27 @@ static inline vf vs_mul(const vs *p, const float *z, int rows) {
 }
 
 // 64 bytes of a q4 panel: w + 8 of one line in the low halves, of another line in the high halves. vn_start .. vn_end is
-// the dot of these unsigned weights; the start may be given at either end.
+// the dot of these unsigned weights; it begins at *sum / 16, or 0 without a sum, which may be added at either end.
 typedef __m512i wq4;
 typedef vi vn;
 static inline wq4 wq4_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
 static inline wq8 wq4_low(wq4 w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
 static inline wq8 wq4_high(wq4 w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15)); }
-static inline vn vn_start(int32_t start) { return _mm512_set1_epi32(start); }
+static inline vn vn_start(const int32_t *sum) {  // not divided in a general register: its broadcast would run on the dots' units
+  return sum ? vi_shift_right(vi_set1(*sum), 4) : vi_zero();
+}
 static inline vn vn_dot4(vn acc, wq8 w, const int8_t *a) { return vi_dot4(acc, w, a); }
-static inline vi vn_end(vn acc, int32_t start) { (void)start; return acc; }
+static inline vi vn_end(vn acc, const int32_t *sum) { (void)sum; return acc; }
 
-// The same for one row: 16 * start is given, and vh_dot8 takes 4 of K from the low halves and 4 from the high ones. These
+// The same for few rows: vh_dot8 takes 4 of K from the low halves and 4 from the high ones. These
 // stay where they are, since a shift of their sum costs less than one of each line; the two sums do not wait for each other.
 typedef struct { vi low, high; } vh;
-static inline vh vh_start(int32_t start) { return (vh){vi_zero(), vi_set1(start)}; }
+static inline vh vh_start(const int32_t *sum) { return (vh){vi_zero(), sum ? vi_set1(*sum) : vi_zero()}; }
 static inline vh vh_dot8(vh acc, wq4 w, const int8_t *low, const int8_t *high) {
   __asm__("" : "+v"(w));  // GCC would load it twice, and loads are what limits one row in cache
   return (vh){vi_dot4(acc.low, wq4_low(w), low), vi_dot4(acc.high, _mm512_and_si512(w, _mm512_set1_epi8(-16)), high)};
 }
-static inline vi vh_end(vh acc, int32_t start) { (void)start; return vi_add(acc.low, vi_shift_right(acc.high, 4)); }
+static inline vi vh_end(vh acc, const int32_t *sum) { (void)sum; return vi_add(acc.low, vi_shift_right(acc.high, 4)); }
 
 // The higher bits of k-quants: bytes of w >> shift (or << -shift) under a mask, and their union with the low 4 bits; and their scales. Sums of
 // these unsigned weights need no start value.

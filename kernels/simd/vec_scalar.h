@@ -163,15 +163,15 @@ static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
 }
 
 // 64 bytes of a q4 panel: w + 8 of one line in the low halves, of another line in the high halves. vn_start .. vn_end is
-// the dot of these unsigned weights; the start may be given at either end.
+// the dot of these unsigned weights; it begins at *sum / 16, or 0 without a sum, which may be added at either end.
 typedef wq8 wq4;
 typedef vi vn;
 static inline wq4 wq4_load(const uint8_t *p) { wq4 r; memcpy(&r, p, sizeof r); return r; }
 static inline wq8 wq4_low(wq4 w) { MAP(wq8, w.q[i] & 0x0f0f); }
 static inline wq8 wq4_high(wq4 w) { MAP(wq8, w.q[i] >> 4 & 0x0f0f); }
-static inline vn vn_start(int32_t start) { return vi_set1(start); }
+static inline vn vn_start(const int32_t *sum) { return vi_set1(sum ? *sum / 16 : 0); }
 static inline vn vn_dot4(vn acc, wq8 w, const int8_t *a) { return vi_dot4(acc, w, a); }
-static inline vi vn_end(vn acc, int32_t start) { (void)start; return acc; }
+static inline vi vn_end(vn acc, const int32_t *sum) { (void)sum; return acc; }
 
 // The higher bits of k-quants: bytes of w >> shift (or << -shift) under a mask, and their union with the low 4 bits; and their scales. Sums of
 // these unsigned weights need no start value.

@@ -188,7 +188,7 @@ static void compare_linear_of(const char *op, int dtype, int64_t width, int epil
   for (int rows = 1; rows <= tiles->linear_rows[dtype] && rows <= MAX_ROWS; rows++) {
     if (!is_tried(rows)) continue;
     quire_linear_tile t = {.w = panels, .scales = scales, .panel_bytes = quire_panel_bytes(dtype, width), .scratch = scratch, .a = a,
-                           .bias = rows % 2 ? bias : NULL, .factors = rows % 3 ? factors : NULL, .next = panels, .next_lines = 1, .ldc = 32,
+                           .bias = rows % 2 ? bias : NULL, .factors = rows % 3 ? factors : NULL, .next = panels, .next_lines = 1, .next_scales = (const char *)scales, .ldc = 32,
                            .epilogue = epilogue};
     memcpy(want, before, sizeof want), memcpy(alone, before, sizeof alone), memcpy(got, before, sizeof got);
     t.c = want, run_linear(scalar, dtype, 1, rows, t);
