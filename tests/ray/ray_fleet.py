@@ -30,9 +30,11 @@ ENGINE = {
     "num_speculative_tokens": 3,
 }
 SERVER = {"shutdown_timeout": 0, "port": 0, "operator_port": 0, "openai_port": 0}
+UNUSED = {"include_log_monitor": False, "no_monitor": True}  # processes of 45 MiB: tests read logs and add nodes
 MOVED = "requests moved"  # in the log of an API server
 START_TIMEOUT_S = 240.0  # also on a busy machine
-HOST_REQUESTS = re.compile(r'^quire_host_requests\{host="[^"]*:(\d+)"\} (\S+)$', re.MULTILINE)
+HOST_REQUESTS = re.compile(r'^quire_host_requests\{host="([^"]*)"\} (\S+)$', re.MULTILINE)
+HOST_PROCESS = re.compile(r"/(\d+)-")  # in the name of a host whose links are over handles
 LISTENING = "0A"  # in /proc/net/tcp
 HOST_REPLICA = f"ray::ServeReplica:quire:{HOSTS}"
 
@@ -41,7 +43,7 @@ class RayFleet:
     """One head node with the API server, and nodes that run an engine host each."""
 
     def __init__(self, num_nodes: int) -> None:
-        head = {"num_cpus": 1, "resources": {"server": 2}, "include_dashboard": False}
+        head = {"num_cpus": 1, "resources": {"server": 2}, "include_dashboard": False, **UNUSED}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.nodes = [self.cluster.add_node(wait=False, num_cpus=1, resources={"host": 1}) for _ in range(num_nodes)]
         self.cluster.wait_for_nodes()
@@ -87,16 +89,19 @@ class RayFleet:
 
     def busiest_host(self) -> int:
         """Return the process id of the replica with the engine host that has the most requests; wait for one."""
-        while not (port := self._busiest_port()):
+        while not (name := self._busiest_name()):
             time.sleep(0.01)
+        if found := HOST_PROCESS.search(name):
+            return int(found[1])
+        port = int(name.rpartition(":")[2])
         return next(pid for pid in self.hosts() if port in listening_ports(pid))
 
-    def _busiest_port(self) -> int | None:
+    def _busiest_name(self) -> str | None:
         address = serve.get_app_handle("quire").remote().result()["metrics"]
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=START_TIMEOUT_S) as answer:
             found = HOST_REQUESTS.findall(answer.read().decode())
-        num_requests, port = max((float(count), int(port)) for port, count in found)
-        return port if num_requests else None
+        num_requests, name = max((float(count), name) for name, count in found)
+        return name if num_requests else None
 
     def hosts(self) -> list[int]:
         """Return the ids of the processes that are replicas with an engine host."""

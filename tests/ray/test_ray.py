@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
-NUM_HOSTS = 3
+NUM_HOSTS, NUM_OVER_HANDLES = 3, 2
+OVER_HANDLES: dict[str, Any] = {"host_links": "handles", "weights": "q4", "shutdown_timeout": 60}
 MAX_HARMS = 3
 NUM_BEGUN = 20  # tokens of each stream before something is done to it
 MAX_TOKENS = 600
@@ -147,8 +148,26 @@ async def check_moves(fleet: RayFleet, wanted: Outputs, harm: Callable[[], objec
     await check_outputs_during(harm_until_streams_move, await fleet.address(), wanted)
 
 
+async def check_killed_replica(fleet: RayFleet, wanted: Outputs, num_hosts: int) -> None:
+    """Check that streams keep their outputs when a replica with an engine host is killed; Serve starts another one."""
+
+    def kill() -> None:
+        replica = fleet.busiest_host()
+        os.kill(replica, signal.SIGKILL)
+        fleet.until(lambda: replica not in fleet.hosts() and len(fleet.hosts()) == num_hosts)
+        fleet.until(lambda: fleet.status == "RUNNING")
+
+    await check_moves(fleet, wanted, kill)
+
+
+async def test_streams_over_handles_keep_their_bytes_when_a_replica_is_killed(fleet: RayFleet) -> None:
+    fleet.deploy(NUM_OVER_HANDLES, **OVER_HANDLES)
+    wanted = await outputs(await fleet.address())
+    await check_killed_replica(fleet, wanted, NUM_OVER_HANDLES)
+
+
 async def test_streams_keep_the_bits_with_which_they_began_while_an_update_changes_them(fleet: RayFleet) -> None:
-    fleet.deploy(1, weights="q4", shutdown_timeout=60)
+    fleet.deploy(NUM_OVER_HANDLES, **OVER_HANDLES)
     old = await fleet.address()
     wanted = await outputs(old)
     await check_outputs_during(lambda: fleet.deploy(NUM_HOSTS), old, wanted, may_be_refused=True)
@@ -157,13 +176,7 @@ async def test_streams_keep_the_bits_with_which_they_began_while_an_update_chang
 
 
 async def test_streams_keep_their_bytes_when_a_replica_is_killed(fleet: RayFleet, wanted: Outputs) -> None:
-    def kill() -> None:
-        replica = fleet.busiest_host()
-        os.kill(replica, signal.SIGKILL)
-        fleet.until(lambda: replica not in fleet.hosts() and len(fleet.hosts()) == NUM_HOSTS)
-        fleet.until(lambda: fleet.status == "RUNNING")
-
-    await check_moves(fleet, wanted, kill)
+    await check_killed_replica(fleet, wanted, NUM_HOSTS)
 
 
 async def test_streams_keep_their_bytes_when_a_host_is_taken_away(fleet: RayFleet, wanted: Outputs) -> None:
