@@ -97,7 +97,7 @@ async def test_any_chunking_of_the_prompt(isa, dtypes, chunk):
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-@pytest.mark.parametrize("batch", [2, 3, 5, 8, 17, 32, 33])
+@pytest.mark.parametrize("batch", [2, 3, 8, 32, 33])
 async def test_any_batch(isa, dtypes, batch):
     others = [
         GenerateRequest(prompt=prompt(3 + i % 40, 1000 + i), sampling_params=(GREEDY, SEEDED, PENALISED)[i % 3])
