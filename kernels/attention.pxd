@@ -19,7 +19,7 @@ cdef int64_t attention_shared_bytes(int64_t padded_head_dim) noexcept nogil
 cdef int64_t num_units(const Step *step, int64_t sequence, int64_t num_kv_heads, int workers) noexcept nogil
 cdef int64_t num_chunk_units(const AttentionOp *op, const Step *step) noexcept nogil
 cdef int64_t num_attention_items(const AttentionOp *op, const Step *step) noexcept nogil
-cdef int64_t store_chunks(const AttentionOp *op, const Step *step, const quire_tiles *tiles,
-                          long long *counter) noexcept nogil
+cdef int64_t store_chunks(const AttentionOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
+                          int workers) noexcept nogil
 cdef int64_t run_attention(const AttentionOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
                            int worker, int workers) noexcept nogil

@@ -14,7 +14,7 @@ from libc.string cimport memcpy, memset
 from .heads cimport load_queries, store_rows
 from .isa cimport (QUIRE_F32, QUIRE_LANES, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_itemsize, quire_page,
                    quire_rows)
-from .pool cimport quire_next_index, quire_signal, quire_signal_await, quire_signal_set
+from .pool cimport quire_next_run, quire_run, quire_signal, quire_signal_await, quire_signal_set
 from .step cimport end_item, first_item, page_at, table_of
 
 cdef enum:
@@ -128,27 +128,32 @@ cdef int64_t run_attention(const AttentionOp *op, const Step *step, const quire_
     """Compute the step's units of work until none is left, and return their number.
 
     A free worker takes the next unit: the last query tiles first, because they take longest; splits in ascending order.
+    Of query tiles it takes several heads of the same rows, which lie side by side.
     """
     cdef Workspace workspace = _workspace(step.scratch + worker * step.scratch_bytes, step.padded_head_dim)
     cdef int64_t chunk_units = num_chunk_units(op, step), items = num_attention_items(op, step), index, computed = 0
     cdef int64_t first = max(<int64_t>0, first_item(step, items) - chunk_units)
     cdef int64_t end = max(<int64_t>0, end_item(step, items) - chunk_units)
     cdef bint by_split = partitions_by_split(step, op.heads.num_kv_heads, workers)
+    cdef int64_t most = op.heads.num_kv_heads if chunk_units and not by_split else 1, next
     cdef Unit unit, after
+    cdef quire_run run
     unit.sequence = step.sequences - 1
-    index = end - 1 - quire_next_index(counter)
-    while index >= first:
-        unit = _unit(op, step, index, unit.sequence, by_split)
-        after = _unit(op, step, max(first, index - workers), unit.sequence, by_split)   # if all are equally fast
-        if unit.decodes and unit.end > step.first_position[unit.sequence]:
-            store_rows(&op.heads, step, tiles, unit.sequence, step.first_position[unit.sequence] // step.page_size,
-                       unit.head)
-        if unit.decodes and by_split:
-            _attend_shared_split(op, step, tiles, &workspace, &unit, &after, workers)
-        else:
-            _attend_tile(op, step, tiles, &workspace, &unit, &after)
-        computed += 1
-        index = end - 1 - quire_next_index(counter)
+    while quire_next_run(counter, end - first, workers, most, &run):
+        for index in range(end - 1 - run.first, end - 1 - run.end, -1):
+            next = index - 1
+            if index == end - run.end:      # the last one of the run; all workers are equally fast
+                next -= (workers - 1) * (run.end - run.first)
+            unit = _unit(op, step, index, unit.sequence, by_split)
+            after = _unit(op, step, max(first, next), unit.sequence, by_split)
+            if unit.decodes and unit.end > step.first_position[unit.sequence]:
+                store_rows(&op.heads, step, tiles, unit.sequence,
+                           step.first_position[unit.sequence] // step.page_size, unit.head)
+            if unit.decodes and by_split:
+                _attend_shared_split(op, step, tiles, &workspace, &unit, &after, workers)
+            else:
+                _attend_tile(op, step, tiles, &workspace, &unit, &after)
+        computed += run.end - run.first
     return computed
 
 
@@ -188,23 +193,24 @@ cdef int64_t num_attention_items(const AttentionOp *op, const Step *step) noexce
     return num_chunk_units(op, step) + step.unit_start[step.sequences]
 
 
-cdef int64_t store_chunks(const AttentionOp *op, const Step *step, const quire_tiles *tiles,
-                          long long *counter) noexcept nogil:
+cdef int64_t store_chunks(const AttentionOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
+                          int workers) noexcept nogil:
     """Store keys and values of chunks of several rows until no unit of the step is left; return the number of units.
 
     A unit is one KV head of one page, so each head of a page is written by one worker.
     """
     cdef int64_t heads = op.heads.num_kv_heads, items = num_attention_items(op, step)
     cdef int64_t first = first_item(step, items), end = min(num_chunk_units(op, step), end_item(step, items))
-    cdef int64_t unit = first + quire_next_index(counter), block, sequence = 0, stored = 0
-    while unit < end:
-        block = unit // heads
-        while step.block_start[sequence + 1] <= block:
-            sequence += 1
-        block += step.first_position[sequence] // step.page_size - step.block_start[sequence]
-        store_rows(&op.heads, step, tiles, sequence, block, unit % heads)
-        stored += 1
-        unit = first + quire_next_index(counter)
+    cdef int64_t unit, block, sequence = 0, stored = 0
+    cdef quire_run run
+    while quire_next_run(counter, end - first, workers, heads, &run):
+        for unit in range(first + run.first, first + run.end):
+            block = unit // heads
+            while step.block_start[sequence + 1] <= block:
+                sequence += 1
+            block += step.first_position[sequence] // step.page_size - step.block_start[sequence]
+            store_rows(&op.heads, step, tiles, sequence, block, unit % heads)
+        stored += run.end - run.first
     return stored
 
 

@@ -15,7 +15,7 @@ void quire_pool_run(quire_pool *pool, quire_work work, void *argument);
 
 // How far an op is. Zeroed memory is an op that has not begun.
 typedef struct {
-  _Alignas(64) long long taken;  // items, for `quire_next_index`
+  _Alignas(64) long long taken;  // items, for `quire_next_index` and `quire_next_run`
   long long done;
   _Alignas(64) uint32_t finished;
   int64_t finished_ns;  // when, on the monotonic clock
@@ -44,6 +44,23 @@ void quire_signal_set(quire_signal *signal, uint32_t value);
 
 // Take the next index of work whose items cost unevenly. `counter` starts at 0.
 static inline long long quire_next_index(long long *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
+
+// Consecutive items [first, end).
+typedef struct {
+  long long first, end;
+} quire_run;
+
+// Take the next of `items` items, at most `most` of them and half of what is left per worker: neighbouring items, whose
+// results share cache lines, are mostly of one worker, and all workers end together. Return 0 if none is left.
+static inline int quire_next_run(long long *counter, long long items, int workers, long long most, quire_run *run) {
+  run->first = __atomic_load_n(counter, __ATOMIC_RELAXED);
+  do {
+    if (run->first >= items) return 0;
+    const long long half = (items - run->first) / (2 * workers), size = half < most ? half : most;
+    run->end = run->first + (size > 1 ? size : 1);
+  } while (!__atomic_compare_exchange_n(counter, &run->first, run->end, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  return 1;
+}
 
 // What one worker computes of an op whose items are shared out. One share serves all ops of a run, one after another,
 // numbered from 1 upwards; zeroed memory is a share before the first op. A worker may be late and still ask about an op

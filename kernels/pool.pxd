@@ -19,6 +19,10 @@ cdef extern from "pool.h" nogil:
     void quire_signal_await(quire_signal *signal, unsigned int value)
     void quire_signal_set(quire_signal *signal, unsigned int value)
     long long quire_next_index(long long *counter)
+    ctypedef struct quire_run:
+        long long first
+        long long end
+    bint quire_next_run(long long *counter, long long items, int workers, long long most, quire_run *run)
     ctypedef struct quire_share:
         pass
     enum:

@@ -59,23 +59,23 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
         stored = max(<int64_t>0, min(total, num_chunk_units(&record.op.attention, step)
                                      - first_item(step, num_attention_items(&record.op.attention, step))))
         if stored:
-            computed = store_chunks(&record.op.attention, step, tiles, &record.stored.taken)
+            computed = store_chunks(&record.op.attention, step, tiles, &record.stored.taken, workers)
             quire_pool_report(replay.pool, &record.stored, computed, stored)
             if not quire_pool_await(replay.pool, &record.stored, worker):
                 return False
         computed = run_attention(&record.op.attention, step, tiles, counter, worker, workers)
         total -= stored
     elif record.kind == CONVERT:
-        computed = run_convert(&record.op.convert, step, tiles, counter, worker)
+        computed = run_convert(&record.op.convert, step, tiles, counter, worker, workers)
         total = _items(step, step.samples if record.op.convert.sampled else step.rows)
     elif record.kind == DISPATCH:
         computed, total = run_dispatch(&record.op.dispatch, step, counter), step.rows
     elif record.kind == COMBINE:
         computed, total = run_combine(&record.op.combine, step, tiles, counter), num_segments(&record.op.combine, step)
     elif record.kind == EMBED:
-        computed, total = run_embed(&record.op.embed, step, tiles, counter, worker), _items(step, step.rows)
+        computed, total = run_embed(&record.op.embed, step, tiles, counter, worker, workers), _items(step, step.rows)
     elif record.kind == NORM:
-        computed = run_norm(&record.op.norm, step, tiles, counter, worker)
+        computed = run_norm(&record.op.norm, step, tiles, counter, worker, workers)
         total = _items(step, step.samples if record.op.norm.sampled else step.rows)
     elif record.kind == POOL:
         computed, total = run_pool(&record.op.pool, step, tiles, counter), _items(step, step.samples)

@@ -63,13 +63,13 @@ cdef enum Pooling:
     LAST
 
 cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
-                       int worker) noexcept nogil
+                       int worker, int workers) noexcept nogil
 cdef int64_t run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
-                         int worker) noexcept nogil
+                         int worker, int workers) noexcept nogil
 cdef int64_t run_gather(const GatherOp *op, const Step *step, const quire_tiles *tiles,
                         long long *counter) noexcept nogil
 cdef int64_t run_norm(const NormOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
-                      int worker) noexcept nogil
+                      int worker, int workers) noexcept nogil
 cdef int64_t run_pool(const PoolOp *op, const Step *step, const quire_tiles *tiles,
                       long long *counter) noexcept nogil
 cdef int64_t run_add_given(const AddGivenOp *op, const Step *step, const quire_tiles *tiles,

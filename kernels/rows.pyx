@@ -6,39 +6,49 @@ returns the number of rows that it computed.
 """
 from libc.string cimport memcpy, memset
 
-from .pool cimport quire_next_index
+from .pool cimport quire_next_index, quire_next_run, quire_run
 from .step cimport end_item, first_item
+
+cdef enum:
+    MOST_ROWS = 16                  # that a worker takes at once: the scales of neighbouring rows share cache lines
 
 
 cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
-                       int worker) noexcept nogil:
+                       int worker, int workers) noexcept nogil:
     cdef int64_t first = first_item(step, step.rows), end = end_item(step, step.rows)
-    cdef int64_t row = first + quire_next_index(counter), width = op.out.rows.width, sequence = 0, computed = 0, j
-    cdef float *learned = <float *>(step.scratch + worker * step.scratch_bytes)
-    cdef float *out
-    while row < end:
-        out = <float *>op.out.rows.data + row * width
-        if step.given_of != NULL and step.given_of[row] >= 0:
-            memcpy(out, step.given + step.given_of[row] * step.given_columns, op.out.columns * sizeof(float))
-            memset(out + op.out.columns, 0, (width - op.out.columns) * sizeof(float))
-        else:
-            _unpack(&op.panels, op.width, tiles, step.token_ids[row], out)
-            if op.scale != 1:
-                for j in range(width):
-                    out[j] *= op.scale
-        if op.has_types:
-            _unpack(&op.types, op.width, tiles, step.type_ids[row] if step.type_ids != NULL else 0, learned)
-            _add(learned, width, out)
-        if op.has_positions:
+    cdef int64_t row, sequence = 0, computed = 0
+    cdef quire_run run
+    while quire_next_run(counter, end - first, workers, MOST_ROWS, &run):
+        for row in range(first + run.first, first + run.end):
             while step.row_start[sequence + 1] <= row:
                 sequence += 1
-            _unpack(&op.positions, op.width, tiles, row - step.row_start[sequence], learned)
-            _add(learned, width, out)
-        if op.is_normed:
-            tiles.convert(out, width, 1, op.out.columns, &op.normed, row, 0)
-        computed += 1
-        row = first + quire_next_index(counter)
+            _embed_row(op, step, tiles, row, row - step.row_start[sequence], worker)
+        computed += run.end - run.first
     return computed
+
+
+cdef void _embed_row(const EmbedOp *op, const Step *step, const quire_tiles *tiles, int64_t row, int64_t position,
+                     int worker) noexcept nogil:
+    """Embed the token of a row; `position` is its number in its sequence's rows."""
+    cdef int64_t width = op.out.rows.width, j
+    cdef float *learned = <float *>(step.scratch + worker * step.scratch_bytes)
+    cdef float *out = <float *>op.out.rows.data + row * width
+    if step.given_of != NULL and step.given_of[row] >= 0:
+        memcpy(out, step.given + step.given_of[row] * step.given_columns, op.out.columns * sizeof(float))
+        memset(out + op.out.columns, 0, (width - op.out.columns) * sizeof(float))
+    else:
+        _unpack(&op.panels, op.width, tiles, step.token_ids[row], out)
+        if op.scale != 1:
+            for j in range(width):
+                out[j] *= op.scale
+    if op.has_types:
+        _unpack(&op.types, op.width, tiles, step.type_ids[row] if step.type_ids != NULL else 0, learned)
+        _add(learned, width, out)
+    if op.has_positions:
+        _unpack(&op.positions, op.width, tiles, position, learned)
+        _add(learned, width, out)
+    if op.is_normed:
+        tiles.convert(out, width, 1, op.out.columns, &op.normed, row, 0)
 
 
 cdef void _unpack(const Panels *panels, int64_t width, const quire_tiles *tiles, int64_t column,
@@ -55,21 +65,23 @@ cdef void _add(const float *x, int64_t n, float *out) noexcept nogil:
 
 
 cdef int64_t run_norm(const NormOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
-                      int worker) noexcept nogil:
+                      int worker, int workers) noexcept nogil:
     """Norm rows; those that are only converted, in scratch."""
     cdef int64_t rows = step.samples if op.sampled else step.rows
     cdef int64_t first = first_item(step, rows), end = end_item(step, rows)
     cdef int64_t width = op.input.rows.width, columns = op.input.columns, computed = 0
-    cdef int64_t row = first + quire_next_index(counter)
+    cdef int64_t row
+    cdef quire_run run
     cdef float *y = <float *>(step.scratch + worker * step.scratch_bytes)
-    while row < end:
-        if op.keeps:
-            y = <float *>op.out.rows.data + row * width
-        tiles.norm_row(op.kind, <const float *>op.input.rows.data + row * width, op.weight, op.bias, op.eps, columns, y)
-        if op.converts:
-            tiles.convert(y, width, 1, columns, &op.converted, row, 0)
-        computed += 1
-        row = first + quire_next_index(counter)
+    while quire_next_run(counter, end - first, workers, MOST_ROWS, &run):
+        for row in range(first + run.first, first + run.end):
+            if op.keeps:
+                y = <float *>op.out.rows.data + row * width
+            tiles.norm_row(op.kind, <const float *>op.input.rows.data + row * width, op.weight, op.bias, op.eps,
+                           columns, y)
+            if op.converts:
+                tiles.convert(y, width, 1, columns, &op.converted, row, 0)
+        computed += run.end - run.first
     return computed
 
 
@@ -92,22 +104,23 @@ cdef int64_t run_pool(const PoolOp *op, const Step *step, const quire_tiles *til
 
 
 cdef int64_t run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
-                         int worker) noexcept nogil:
+                         int worker, int workers) noexcept nogil:
     """Convert rows; those whose columns change places, from scratch."""
     cdef int64_t rows = step.samples if op.sampled else step.rows
     cdef int64_t first = first_item(step, rows), end = end_item(step, rows)
-    cdef int64_t row = first + quire_next_index(counter), width = op.input.rows.width, computed = 0, i
+    cdef int64_t row, width = op.input.rows.width, computed = 0, i
     cdef float *sorted = <float *>(step.scratch + worker * step.scratch_bytes)
     cdef const float *x
-    while row < end:
-        x = <const float *>op.input.rows.data + row * width
-        if op.order != NULL:
-            for i in range(op.input.columns):
-                sorted[i] = x[op.order[i]]
-            x = sorted
-        tiles.convert(x, width, 1, op.input.columns, &op.out, row, 0)
-        computed += 1
-        row = first + quire_next_index(counter)
+    cdef quire_run run
+    while quire_next_run(counter, end - first, workers, MOST_ROWS, &run):
+        for row in range(first + run.first, first + run.end):
+            x = <const float *>op.input.rows.data + row * width
+            if op.order != NULL:
+                for i in range(op.input.columns):
+                    sorted[i] = x[op.order[i]]
+                x = sorted
+            tiles.convert(x, width, 1, op.input.columns, &op.out, row, 0)
+        computed += run.end - run.first
     return computed
 
 

@@ -1,4 +1,5 @@
-// The pool of kernels/pool.c under adverse conditions: a worker that keeps an item for ever, and random pauses in many short runs.
+// The pool of kernels/pool.c under adverse conditions: a worker that keeps an item for ever, and random pauses in many short runs;
+// and runs of items that workers take at once.
 // Prints "ok", or stops at an assertion. Built by test_pool.py, also with the thread sanitizer.
 #undef NDEBUG
 #include <assert.h>
@@ -10,7 +11,7 @@
 
 #include "../../kernels/pool.h"
 
-enum { OPS = 8, MOST_WORKERS = 16, MOST_ITEMS = 40 };
+enum { OPS = 8, MOST_WORKERS = 16, MOST_ITEMS = 40, RUN_ITEMS = 1000, MOST_OF_RUN = 12 };
 
 typedef struct {
   quire_progress progress;
@@ -94,6 +95,29 @@ static void run_once(int workers, int items, int keeps) {
     for (int item = 0; item < items * workers; item++) assert(run.ops[i].writes[item] == 1);
 }
 
+static struct {
+  long long counter, items;
+  atomic_int taken[RUN_ITEMS];
+} runs;
+
+static void take_runs(void *argument, int worker, int workers) {
+  quire_run taken;
+  (void)argument, (void)worker;
+  while (quire_next_run(&runs.counter, runs.items, workers, MOST_OF_RUN, &taken)) {
+    const long long left = runs.items - taken.first, size = taken.end - taken.first;
+    assert(size >= 1 && size <= MOST_OF_RUN && (size == 1 || 2 * workers * size <= left));  // all can end together
+    assert(size == MOST_OF_RUN || 2 * workers * (size + 1) > left);
+    for (long long item = taken.first; item < taken.end; item++) atomic_fetch_add(&runs.taken[item], 1);
+  }
+}
+
+static void take_all_runs(quire_pool *pool, int items) {
+  memset(&runs, 0, sizeof runs);
+  runs.items = items;
+  quire_pool_run(pool, take_runs, NULL);
+  for (int item = 0; item < RUN_ITEMS; item++) assert(runs.taken[item] == (item < items));
+}
+
 int main(void) {
   const int workers[] = {1, 2, 3, MOST_WORKERS};
   for (int i = 0; i < 4; i++) {
@@ -104,6 +128,7 @@ int main(void) {
       run_once(workers[i], MOST_ITEMS, 1);
       assert(run.is_lost);  // another worker wrote it, and all ops ended meanwhile
     }
+    for (int items = 0; items <= RUN_ITEMS; items = items * 2 + 1) take_all_runs(run.pool, items);
     quire_pool_free(run.pool);
   }
   puts("ok");
