@@ -2,9 +2,10 @@
 
 usage: plan_memory.py [--dtypes q8:int8,bf16:bf16,f32:f32,q4:int8] [MODEL ...]
 
-Each process loads a model, runs steps that use the whole step arena, and waits; its anonymous memory and its files are
-compared with the plan. Without MODEL, a checkpoint with random weights is written for every golden: its config.json,
-16 times as wide; and quantised folders, which keep their types. Exit status 1 if a difference exceeds 5 %.
+Each process loads a model, runs steps that use the whole step arena, and waits; the most memory that it had since, of
+its own and of files, is compared with the plan. A model with a vision tower also computes images of the largest size,
+one more than its image cache holds. Without MODEL, a checkpoint with random weights is written for every golden: its
+config.json, 16 times as wide; and quantised folders, which keep their types. Exit status 1 if a difference exceeds 5 %.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -23,52 +25,113 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.settings import Settings
 from quire.runtime.model import read_spec
+from quire.runtime.model.vision import DynamicVisionSpec, VisionSpec, read_vision
+from quire.runtime.model.vision.packed import _build as build_tower
+from quire.runtime.model.vision.spec import CHANNELS
+from quire.runtime.model.weights.packing import WeightPlanner
 from quire.runtime.model.weights.tensors import expected_tensors
 from quire.runtime.tools.planning import PlanTarget, plan_serving
 
 from tests.bench.make_checkpoint import write_safetensors
 from tests.families import FAMILIES, GOLDENS
+from tests.golden_images import FAMILIES as IMAGE_FAMILIES
 from tests.quantised_folders import CONFIG, MATRICES, common_folders
 
 WIDER = 16
 SCALED = ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads")
 VOCABULARY = 16_000
 KV_CACHE_MEMORY = 192 << 20
+IMAGES = 3  # of which the image cache holds all but one
+TOWER_HEADS = 12  # of 64 elements
+TOWER_WIDTHS = ("hidden_size", "intermediate_size", "out_hidden_size")
+TOWER_SIZES: dict[str, dict[str, dict[str, Any]]] = {  # by file of a folder: those of the models that people have
+    "idefics3": {"vision_config": {"image_size": 512, "patch_size": 16}, "config": {"scale_factor": 4}},
+    "gemma3_images": {
+        "vision_config": {"image_size": 896, "patch_size": 14},
+        "config": {"mm_tokens_per_image": 256},
+        "text_config": {"sliding_window": 512},
+    },
+    "qwen2_5_vl": {
+        "vision_config": {"patch_size": 14, "window_size": 112},
+        "processor": {"patch_size": 14, "max_pixels": 896 * 896},
+    },
+    "qwen3_vl": {
+        "vision_config": {"patch_size": 16, "num_position_embeddings": 2304},
+        "processor": {"patch_size": 16, "max_pixels": 1024 * 1024},
+    },
+}
 ALLOWED = 0.05
 DTYPES = "q8:int8,bf16:bf16,f32:f32,q4:int8"
 GENERATE = """
+import json
 import sys
+import numpy as np
 from quire import LLM, SamplingParams
-model, weights, kv_cache_dtype, memory = sys.argv[1:]
-dtypes = {"weights": weights, "kv_cache_dtype": kv_cache_dtype}
-with LLM(model or None, **dtypes, kv_cache_memory=int(memory), max_num_seqs=8, threads=2) as llm:
-    llm.generate([list(range(4, 100))] * 8, SamplingParams(max_tokens=16, ignore_eos=True))
+from quire.runtime.common.prompts import PromptImage, image_digest
+options, images = map(json.loads, sys.argv[1:])
+sampling = SamplingParams(max_tokens=16, ignore_eos=True)
+with LLM(**options) as llm:
+    llm.generate([list(range(4, 100))] * 8, sampling)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the largest memory is that from here on
+    for brightness, (side, tokens, placeholder) in enumerate(images):
+        pixels = np.full((side, side, 3), brightness, np.uint8)
+        image = PromptImage(1, tokens, pixels, image_digest(pixels))
+        llm.generate([[1, *[placeholder] * tokens, 5]], sampling, images=[[image]])
+        del pixels, image
     print("generated", flush=True)
     sys.stdin.readline()
 """
 
 
 def measured_bytes(model: str, weights: str, kv_cache_dtype: str) -> int:
-    """Return the memory of a process that has loaded a model ("": the bundled one) and generated tokens."""
-    command = [sys.executable, "-c", GENERATE, model, weights, kv_cache_dtype, str(KV_CACHE_MEMORY)]
+    """Return the largest memory of a process that has loaded a model ("": the bundled one) and generates tokens."""
+    tower, options = _tower(model), _options(model, weights, kv_cache_dtype)
+    images = [] if tower is None else [_image(tower)] * IMAGES
+    command = [sys.executable, "-c", GENERATE, json.dumps(options), json.dumps(images)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "generated\n"
-        return sum(resident_bytes(process.pid))
+        return peak_bytes(process.pid)
 
 
-def planned_bytes(model: str, weights: Any, kv_cache_dtype: Any) -> int:
-    """Return what the plan says of such a process: the engine's memory and the tokenizer."""
-    config = EngineConfig(
-        model=model or None,
-        weights=weights,
-        kv_cache_dtype=kv_cache_dtype,
-        kv_cache_memory=KV_CACHE_MEMORY,
-        max_num_seqs=8,
-        threads=2,
-    )
+def planned_bytes(model: str, weights: str, kv_cache_dtype: str) -> int:
+    """Return what the plan says of such a process: the engine's memory and the tokenizer.
+
+    Pixels are those of requests, which have a limit of their own: here those of an image, as the client and as the
+    engine have them.
+    """
+    config = EngineConfig(**_options(model, weights, kv_cache_dtype))
     plan = plan_serving(Settings(engine=config, server=ServerConfig()), PlanTarget())
-    return plan.capacity.memory.total_bytes + plan.server_bytes["tokenizer"]
+    tower = _tower(model)
+    pixels = 0 if tower is None else 2 * CHANNELS * _image(tower)[0] ** 2
+    return plan.capacity.memory.total_bytes + plan.server_bytes["tokenizer"] + pixels
+
+
+def _options(model: str, weights: str, kv_cache_dtype: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"model": model or None, "weights": weights, "kv_cache_dtype": kv_cache_dtype}
+    options |= {"kv_cache_memory": KV_CACHE_MEMORY, "max_num_seqs": 8, "threads": 2}
+    tower = _tower(model)
+    if tower is None:
+        return options
+    rows_bytes = tower.num_tokens * tower.out_size * 4
+    return options | {"image_cache_memory": (IMAGES - 1) * rows_bytes}
+
+
+def _tower(model: str) -> VisionSpec | DynamicVisionSpec | None:
+    return read_vision(model) if model else None
+
+
+def _image(tower: VisionSpec | DynamicVisionSpec) -> tuple[int, int, int]:
+    """Return the pixels of each side of the largest image, its tokens, and their id."""
+    side = tower.image_size if isinstance(tower, VisionSpec) else isqrt(tower.sizes.max_pixels)
+    return side, tower.num_tokens, tower.image_token_id
+
+
+def peak_bytes(pid: int) -> int:
+    """Return the largest memory that a process has had, anonymous or of files."""
+    (size,) = re.findall(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(size) << 10
 
 
 def resident_bytes(pid: int | str) -> tuple[int, int]:
@@ -85,6 +148,31 @@ def wide_checkpoint(family: str, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     with (folder / "model.safetensors").open("wb") as file:
         write_safetensors(file, [_as_stored(*tensor) for tensor in expected_tensors(read_spec(folder))])
+    return folder
+
+
+def wide_image_checkpoint(family: str, folder: Path) -> Path:
+    """Write a model with a vision tower that is wider than a golden, for images as large as those of real models."""
+    config, processor = (
+        json.loads((GOLDENS / family / name).read_text()) for name in ("config.json", "preprocessor_config.json")
+    )
+    text, vision, sizes = config["text_config"], config["vision_config"], TOWER_SIZES[family]
+    for part, keys in ((text, SCALED), (vision, TOWER_WIDTHS)):
+        part |= {key: WIDER * part[key] for key in keys if key in part}
+    text |= {"vocab_size": VOCABULARY, "max_position_embeddings": 2048} | sizes.get("text_config", {})
+    vision |= {key: TOWER_HEADS for key in ("num_attention_heads", "num_heads") if key in vision}
+    vision |= sizes["vision_config"]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | sizes.get("config", {})))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor | sizes.get("processor", {})))
+    tower, planner = read_vision(folder), WeightPlanner()
+    assert tower is not None
+    build_tower(tower, "f32", planner)
+    tensors = dict(expected_tensors(read_spec(folder))) | planner.tensors
+    if isinstance(tower, VisionSpec) and tower.mean_norm:  # such a connector is stored as [in_features, out_features]
+        tensors[f"{tower.connector}.weight"] = tower.square_columns, tower.out_size
+    with (folder / "model.safetensors").open("wb") as file:
+        write_safetensors(file, list(tensors.items()))
     return folder
 
 
@@ -107,6 +195,10 @@ def _models(given: list[str], dtypes: str, folder: Path) -> Iterator[tuple[str, 
             continue  # the same decoder without it has a golden too
         path = wide_checkpoint(family, folder / family)
         yield family, str(path), dtypes
+        (path / "model.safetensors").unlink()
+    for family in IMAGE_FAMILIES:
+        path = wide_image_checkpoint(family, folder / family)
+        yield f"{family}, images", str(path), dtypes
         (path / "model.safetensors").unlink()
     wide = {name: (WIDER * outputs, WIDER * inputs) for name, (outputs, inputs) in MATRICES.items()}
     changes = {key: WIDER * CONFIG[key] for key in SCALED if key in CONFIG} | {"max_position_embeddings": 128}

@@ -15,11 +15,9 @@ import numpy as np
 from ....kernels import Pool
 from ....scheduler import PlacedImage, ScheduledSequence
 from ..vision import PackedTower
-from ..vision.spec import TowerInput
+from ..vision.spec import SQUARES_WRITTEN, TowerInput
 from .image_program import Floats, ImageProgram, Ints
 from .paced_work import PacedWork, WorkPiece
-
-LEAST_SQUARES = 16  # that are written at a time
 
 Key = tuple[bytes, bytes]  # salt of the sequence, digest of the image
 
@@ -163,14 +161,14 @@ class ImageRunner:
         self._patches.begin(given.token_ids, rotary)
 
         def write(first: int, end: int) -> None:
-            for begin in range(first, end, LEAST_SQUARES):
-                part = given.rows(begin, min(begin + LEAST_SQUARES, end))
+            for begin in range(first, end, SQUARES_WRITTEN):
+                part = given.rows(begin, min(begin + SQUARES_WRITTEN, end))
                 inputs = [part.patches] if part.positions is None else [part.patches, part.positions]
                 self._patches.write(begin * size, *inputs)
                 if rotary is not None and part.rotary is not None:
                     rotary[begin * size : begin * size + len(part.rotary)] = part.rotary
 
-        return WorkPiece("write", len(given.places), float(size * self.spec.patch_columns), LEAST_SQUARES, write)
+        return WorkPiece("write", len(given.places), float(size * self.spec.patch_columns), SQUARES_WRITTEN, write)
 
     def _merge(self, index: int, patches: Floats, given: TowerInput) -> Iterator[WorkPiece]:
         """Yield the work of one of the programs after the patches, for some squares of an image at a time."""
@@ -189,9 +187,9 @@ class ImageRunner:
             def keep(begin: int, end: int, first: int = first) -> None:
                 self._rows_begun[places[first + begin : first + end], columns] = program.result()[begin:end]
 
-            yield WorkPiece("copy", squares, float(spec.square_rows * spec.square_columns), LEAST_SQUARES, copy)
+            yield WorkPiece("copy", squares, float(spec.square_rows * spec.square_columns), SQUARES_WRITTEN, copy)
             yield from program.stage(0, row_start)
-            yield WorkPiece("copy", squares, float(columns.stop - columns.start), LEAST_SQUARES, keep)
+            yield WorkPiece("copy", squares, float(columns.stop - columns.start), SQUARES_WRITTEN, keep)
 
     def _keep(self, key: Key, rows: Floats) -> None:
         self.num_encoded += 1

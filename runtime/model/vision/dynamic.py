@@ -12,7 +12,7 @@ from ..config_json import ConfigTable
 from ..encoder.spec import BertSpec
 from ..rope import rotary_table
 from ..spec import Rope
-from .spec import CHANNELS, Floats, InputRows, TowerInput, by_square, normalised
+from .spec import CHANNELS, SQUARES_WRITTEN, Floats, InputRows, TowerInput, by_square, normalised
 
 MAX_PATCH_SIZE = 1 << 10
 MAX_SCALE = 16
@@ -107,7 +107,7 @@ class DynamicVisionSpec:
     def input_bytes(self) -> int:
         """Bytes that the largest image takes beside its program: rotations, and the input of some squares."""
         columns = 2 * self.patch_columns + 3 * self.body.head_dim + (5 * self.body.hidden_size if self.grid else 0)
-        return 4 * (self.num_patches * self.body.head_dim + self.squares_at_once * self.sizes.scale**2 * columns)
+        return 4 * (self.num_patches * self.body.head_dim + SQUARES_WRITTEN * self.sizes.scale**2 * columns)
 
     @property
     def position_bytes(self) -> int:

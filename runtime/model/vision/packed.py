@@ -124,10 +124,8 @@ def plan_tower_memory(
     programs = _emit(spec, _build(spec, TOWER_DTYPES[dtype], planner), KEYS_VALUES[dtype])
     scratch = scratch_nbytes(spec.body.head_dim, workers, programs.patches.ops)
     scratch += sum(scratch_nbytes(2, workers, plan.ops) for plan in programs.squares)
-    positions = 0
-    if isinstance(spec, DynamicVisionSpec):
-        positions, scratch = spec.position_bytes, scratch + spec.input_bytes
-    scratch += spec.num_tokens * spec.out_size * 4  # the rows of the image that is computed
+    scratch += spec.input_bytes + spec.num_tokens * spec.out_size * 4  # and the rows of the image that is computed
+    positions = spec.position_bytes if isinstance(spec, DynamicVisionSpec) else 0
     return VisionMemoryPlan(
         weights_bytes=planner.nbytes.total() + positions,
         buffers_bytes=programs.patches.arena_bytes + sum(plan.arena_bytes for plan in programs.squares) + scratch,

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ..encoder.spec import BertSpec
 
 CHANNELS = 3
+SQUARES_WRITTEN = 16  # of which the input is made at a time
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -75,6 +76,11 @@ class VisionSpec:
     def num_tokens(self) -> int:
         """Rows that an image becomes."""
         return self.num_patches // self.scale**2
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes that an image takes beside its program: the input of some squares, in two steps of normalisation."""
+        return 4 * SQUARES_WRITTEN * self.scale**2 * 2 * self.patch_columns
 
     @property
     def squares_at_once(self) -> int:
@@ -138,7 +144,10 @@ def normalised(
 ) -> Floats:
     """Return (pixels * rescale - mean) / std, f32 [..., channels, rows, columns]."""
     means, stds = (np.array(values, np.float32)[:, None, None] for values in (mean, std))
-    result: Floats = (pixels.astype(np.float32) * np.float32(rescale) - means) / stds
+    result: Floats = pixels.astype(np.float32)
+    result *= np.float32(rescale)
+    result -= means
+    result /= stds
     return result
 
 

@@ -197,11 +197,11 @@ def fill_rows(matrix: PackedMatrix, rows: npt.NDArray[Any], kind: str, start: in
         matrix.fill(widen(rows, kind), start, interleave)
 
 
-def _columns(part: Part, count: int) -> npt.NDArray[np.int64]:
+def _columns(part: Part, count: int) -> npt.NDArray[np.int64] | slice:
     """Return the columns of a bias's values, which are those of the weight's rows in `PackedMatrix.fill`."""
-    rows = np.arange(count)
     if part.interleave is None:
-        return part.start + rows
+        return slice(part.start, part.start + count)
+    rows = np.arange(count)
     return part.start + rows // 16 * 32 + 16 * part.interleave + rows % 16
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from quire.runtime.model import read_spec
 from quire.runtime.model.runner import decide_capacity
 from quire.runtime.model.runner.image_runner import ImageRunner
 from quire.runtime.model.vision import dynamic, pack_tower, plan_tower_memory, read_processor, read_vision
-from quire.runtime.model.vision.spec import nearest_positions
+from quire.runtime.model.vision.spec import SQUARES_WRITTEN, nearest_positions
 from quire.scheduler import PlacedImage, ScheduledSequence
 
 from tests.golden_images import FAMILIES, golden_images
@@ -460,3 +461,22 @@ def test_the_plan_is_what_packing_and_running_take(golden: tuple[Path, Any], wei
     assert memory.images == plan
     assert memory.total_bytes - replace(memory, images=None).total_bytes == plan.total_bytes
     assert f"vision tower {plan.total_bytes:>23,} B" in memory.describe()
+
+
+def test_making_the_input_takes_the_planned_memory(golden: tuple[Path, Any]) -> None:
+    """The patches, rotations and positions of as many squares as are made at a time."""
+    folder, reference = golden
+    tower = pack_tower(folder, spec_of(folder), "f32")
+    spec: Any = tower.spec
+    given = tower.input(max(reference["pixels"], key=lambda pixels: pixels.size))
+    squares = min(SQUARES_WRITTEN, len(given.places))
+    given.rows(0, squares)  # what is made once
+    tracemalloc.start()
+    try:
+        rows = given.rows(0, squares)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    of_image = 0 if rows.rotary is None else 4 * spec.num_patches * spec.body.head_dim
+    planned = (spec.input_bytes - of_image) * squares / SQUARES_WRITTEN
+    assert 0.7 * planned < peak < planned + 4096
