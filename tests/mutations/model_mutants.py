@@ -264,6 +264,13 @@ MUTANTS = [
         GGUF_FAMILY_TESTS,
     ),
     Mutant(
+        "runtime/model/families/gemma.py",
+        "if layers == largest:",
+        "if layers >= largest:",
+        "the scores of a deeper model than Gemma 27B are scaled as those of Gemma 27B",
+        GGUF_FAMILY_TESTS,
+    ),
+    Mutant(
         "runtime/model/families/gemma3.py",
         'derived | {"sliding_window": 1,',
         'derived | {"sliding_window": 4096,',

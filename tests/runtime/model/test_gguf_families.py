@@ -186,10 +186,13 @@ def test_gemma_2_of_old_files(edited: Callable[..., Path]) -> None:
     assert (spec.norm_offset, spec.attention_scale) == (0, 32**-0.5)
 
 
-@pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3", 62)])
-def test_the_scores_of_gemma_27b_are_scaled_by_hidden_size_and_heads(
-    edited: Callable[..., Path], goldens: Path, family: str, layers: int
+@pytest.mark.parametrize(
+    ("family", "layers", "scaled_by"), [("gemma2", 46, 12), ("gemma2", 47, 32), ("gemma3", 62, 12)]
+)
+def test_the_scores_of_gemma_27b_alone_are_scaled_by_hidden_size_and_heads(
+    edited: Callable[..., Path], goldens: Path, family: str, layers: int, scaled_by: int
 ) -> None:
+    """By 48 / 4, where the size of a head is 32."""
     tensors = stored_tensors(goldens / family, "F32")
     more = {
         name.replace("blk.0.", f"blk.{layer}."): tensor
@@ -198,7 +201,7 @@ def test_the_scores_of_gemma_27b_are_scaled_by_hidden_size_and_heads(
         if name.startswith("blk.0.")
     }
     spec = read_spec(edited(family, {f"{family}.block_count": layers}, more))
-    assert spec.attention_scale == 12**-0.5  # 48 / 4, where the size of a head is 32
+    assert spec.attention_scale == scaled_by**-0.5
 
 
 def test_granite_without_multipliers(edited: Callable[..., Path]) -> None:
