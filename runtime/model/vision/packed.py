@@ -35,6 +35,7 @@ from .spec import TowerInput, VisionSpec
 
 _TOWER = re.compile(r"^model\.(?=(visual|vision_tower|multi_modal_projector)\.)")  # which some files have
 TOWER_DTYPES: dict[WeightDtype, PackedDtype] = {"auto": "bf16", "q4": "q8", "bf16": "bf16", "q8": "q8", "f32": "f32"}
+HEAP_BYTES = 4 << 20  # measured: what the arrays of images leave in the heap
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,7 @@ def plan_tower_memory(
     scratch = scratch_nbytes(spec.body.head_dim, workers, programs.patches.ops)
     scratch += sum(scratch_nbytes(2, workers, plan.ops) for plan in programs.squares)
     scratch += spec.input_bytes + spec.num_tokens * spec.out_size * 4  # and the rows of the image that is computed
+    scratch += HEAP_BYTES
     positions = spec.position_bytes if isinstance(spec, DynamicVisionSpec) else 0
     return VisionMemoryPlan(
         weights_bytes=planner.nbytes.total() + positions,
