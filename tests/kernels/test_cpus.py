@@ -44,6 +44,7 @@ def system(tmp_path):
         ("/a/b", {"/a/b": 250000}, 2, "2.5 CPUs in /sys/fs/cgroup/a/b/cpu.max"),
         ("/a/b", {"/a": 300000, "/a/b": "max"}, 3, "3 CPUs in /sys/fs/cgroup/a/cpu.max"),
         ("/a/b", {"": 200000, "/a": 300000}, 2, "2 CPUs in /sys/fs/cgroup/cpu.max"),
+        ("/a/b", {"/a": 400000, "/a/b": 300000}, 3, "3 CPUs in /sys/fs/cgroup/a/b/cpu.max"),
         ("/a/b", {"/a/c": 100000, "/b": 100000, "/a/b/c": 100000}, 8, None),
     ],
 )

@@ -40,9 +40,9 @@ MUTANTS = [
         "tests/kernels/test_pack.py",
     ),
     Mutant(
-        SIMD_LINEAR,
-        "start[i] = t->a.sums[i * blocks + b] / 16;",
-        "start[i] = t->a.sums[i * blocks + b] / 8;",
+        "kernels/simd/vec_avx512.h",
+        "vi_shift_right(vi_set1(*sum), 4)",
+        "vi_shift_right(vi_set1(*sum), 3)",
         "4-bit weights are multiplied with another zero than they were stored with",
         "tests/kernels/test_linear.py tests/kernels/test_program.py",
     ),
@@ -438,5 +438,12 @@ MUTANTS = [
         "vf_set1(kind != QUIRE_L2_NORM ? sum_of",
         "vectors of decoders are centred",
         TEXTS,
+    ),
+    Mutant(
+        "kernels/cpus.py",
+        "        if cpus < budget.threads:",
+        "        if cpus < affinity:",
+        "a quota of a parent group that is larger than the group's own takes its place",
+        "tests/kernels/test_cpus.py",
     ),
 ]

@@ -279,4 +279,25 @@ MUTANTS = [
         "each row is predicted to pass one expert only",
         "tests/runtime/tools/simulation/test_cost.py",
     ),
+    Mutant(
+        PROFILE,
+        "sorted((each for each in self.rooflines if each.isa == isa), key=lambda each: each.threads)",
+        "[each for each in self.rooflines if each.isa == isa]",
+        "a machine profile whose thread counts are not in order is refused or interpolated wrongly",
+        PLANNING_TESTS,
+    ),
+    Mutant(
+        SERVING_PLAN,
+        " + _grammar_bytes(server_bytes)\n    return fit",
+        "\n    return fit",
+        "`quire plan --memory` forgets compiled grammars",
+        PLANNING_TESTS,
+    ),
+    Mutant(
+        "runtime/tools/perplexity.py",
+        "float(np.exp(log_p) @ (log_p - (logits.astype(np.float64) - normaliser)))",
+        "float(np.exp(logits - normaliser) @ ((logits.astype(np.float64) - normaliser) - log_p))",
+        "the KL divergence is that of the base from the model",
+        "tests/runtime/tools/test_perplexity.py",
+    ),
 ]

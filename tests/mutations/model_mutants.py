@@ -356,4 +356,11 @@ MUTANTS = [
         "a copy of a part of a split GGUF file under the name of another part is taken for it",
         GGUF_FILE_TESTS,
     ),
+    Mutant(
+        QUANTIZATION_CONFIG,
+        "size = table.integer(key, -1, MAX_WIDTH, 128)",
+        "size = table.integer(key, -1, MAX_WIDTH, -1)",
+        "folders of GPTQ with neither group_size nor g_idx are refused",
+        QUANTISED_TESTS,
+    ),
 ]

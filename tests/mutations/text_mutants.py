@@ -312,4 +312,16 @@ MUTANTS = [
         "found.sort(key=lambda pair: pair[0], reverse=True)",
         "pieces of one score merge in another order than in the original tokenizer",
     ),
+    Mutant(
+        GGUF,
+        "found.sort(key=lambda pair: (pair[0], pair[1], len(pair[2])), reverse=True)",
+        "found.sort(key=lambda pair: (pair[0], pair[1]), reverse=True)",
+        "pieces of one score, and left halves of one length, merge in another order than in the original tokenizer",
+    ),
+    Mutant(
+        GGUF,
+        '("phi-3" in name or "phi3" in name)',
+        '"phi-3" in name',
+        "special tokens of a file named Phi3 keep the space after them",
+    ),
 ]

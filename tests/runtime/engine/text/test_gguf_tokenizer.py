@@ -212,6 +212,18 @@ def test_of_pairs_with_one_score_that_with_the_longer_left_half_merges_first() -
     assert fast.encode("aabc", add_special_tokens=False).tokens == ["aab", "c"]
 
 
+def test_of_pairs_with_one_score_and_left_halves_of_one_length_that_with_the_longer_right_half_merges_first() -> None:
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *BYTE_TOKENS, "x", "a", "b", "c", "bc", "xa", "abc"],
+        "tokenizer.ggml.scores": [0.0] * 264 + [-1.0, -1.0],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * 7],
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    fast = read_tokenizer(metadata)[0]
+    assert fast.encode("xabc", add_special_tokens=False).tokens == ["x", "abc"]
+
+
 def sentencepiece_ids(metadata: Mapping[str, Any], text: str) -> list[int]:
     """Encode as SentencePiece does: merge the neighbours that make the piece of the best score, leftmost first."""
     ids = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
@@ -258,9 +270,10 @@ def test_special_tokens_are_found_before_anything_else(byte_level: Callable[[str
     assert end_ids == {count, metadata["tokenizer.ggml.tokens"].index("<|endoftext|>")}
 
 
-def test_special_tokens_of_phi_3_take_the_space_after_them_along(pieces: Mapping[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["Phi-3-mini", "Phi3 Mini"])
+def test_special_tokens_of_phi_3_take_the_space_after_them_along(pieces: Mapping[str, Any], name: str) -> None:
     assert "▁" in "".join(read_tokenizer(pieces)[0].encode("<|end|>\ncat").tokens[2:])
-    phi = read_tokenizer({**pieces, "general.name": "Phi-3-mini"})[0]
+    phi = read_tokenizer({**pieces, "general.name": name})[0]
     tokens = pieces["tokenizer.ggml.tokens"]
     ids = phi.encode("<|end|>  \n cat<s> cat", add_special_tokens=False).ids
     assert ids[:3] == [tokens.index("<|end|>"), tokens.index("▁cat"), 1]

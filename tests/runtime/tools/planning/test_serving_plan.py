@@ -90,6 +90,9 @@ def test_the_pool_takes_what_the_rest_leaves_of_a_given_memory() -> None:
     assert plan.capacity.max_model_len == plan.capacity.num_pages * 32
     hybrid = planned(PlanTarget(memory="1GiB"), GOLDENS / "gemma3")
     assert GIB - (1 << 20) < hybrid.total_bytes <= GIB
+    with_tokenizer = planned(PlanTarget(memory="2GiB"), BUNDLED_MODEL)
+    assert with_tokenizer.grammar_bytes > 0
+    assert 2 * GIB - (1 << 20) < with_tokenizer.total_bytes <= 2 * GIB
 
 
 @pytest.mark.parametrize(
