@@ -12,6 +12,7 @@ from llguidance import LLMatcher
 
 from ..common.errors import GenerationFailed
 from ..common.heap import UnusedMemory, allocated_bytes
+from ..common.types import StructuredOutputs
 
 MAX_KEPT = 128 << 20  # bytes of the grammars that are kept
 MAX_KEPT_PER_TENANT = MAX_KEPT // 2
@@ -28,9 +29,10 @@ class CompiledGrammar:
     The copies share the states of its lexer: what one of them generates counts against the limits of all.
     """
 
-    def __init__(self, tenant: str, matcher: LLMatcher, num_bytes: int) -> None:
+    def __init__(self, tenant: str, matcher: LLMatcher, num_characters: int, num_bytes: int) -> None:
         self.tenant = tenant
         self.matcher = matcher
+        self.num_characters = num_characters  # of the grammar in llguidance's form
         self.num_bytes = num_bytes
         self.first_mask: bytes | None = None  # of each copy, before its first token; None if it cannot be computed
         self.first_mask_s = 0.0  # that computing it took
@@ -50,33 +52,34 @@ class CompiledGrammars:
     """The grammars of all tenants. Any thread may call `get`. What nothing refers to any more does not count."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], CompiledGrammar] = OrderedDict()  # by tenant and grammar
+        self._kept: OrderedDict[tuple[str, StructuredOutputs], CompiledGrammar] = OrderedDict()  # by tenant
         self._live: WeakSet[CompiledGrammar] = WeakSet()
         self._least_heap = allocated_bytes()  # since the kept grammars were last forgotten for their growth
         self._unused = UnusedMemory()
         self._lock = threading.Lock()
 
     def get(
-        self, tenant: str, grammar: str, compile_it: Callable[[], LLMatcher], *, alone: bool = False
+        self,
+        tenant: str,
+        structure: StructuredOutputs,
+        grammar_of: Callable[[StructuredOutputs], str],
+        compile_it: Callable[[str], LLMatcher],
+        *,
+        alone: bool = False,
     ) -> CompiledGrammar:
-        """Return the compiled grammar, which `compile_it` makes unless it is kept. Raises GenerationFailed.
+        """Return the compiled grammar, which is made of what `grammar_of` returns unless it is kept.
 
-        With `alone`, forget the one that is kept, and return one that no other sequence will have.
+        With `alone`, forget the one that is kept, and return one that no other sequence will have. Raises
+        GenerationFailed, and what `grammar_of` raises.
         """
-        key, least = (tenant, grammar), max(MIN_BYTES, BYTES_PER_CHARACTER * len(grammar))
+        key = (tenant, structure)
         with self._lock:
-            self._unused.return_excess()
             if alone:
                 self._kept.pop(key, None)
             self._forget_grown()
             compiled = self._kept.get(key)
-            if compiled is None:
-                self._make_room(tenant, least)
         if compiled is None:
-            before = allocated_bytes()
-            compiled = CompiledGrammar(tenant, compile_it(), least)
-            compiled.compute_first_mask()
-            compiled.num_bytes = max(least, allocated_bytes() - before)
+            compiled = self._compile(tenant, grammar_of(structure), compile_it)
         with self._lock:
             compiled.num_users += 1
             self._live.add(compiled)
@@ -86,6 +89,17 @@ class CompiledGrammars:
             self._kept.move_to_end(key)
             self._forget([each for each in self._kept if each[0] == tenant], MAX_KEPT_PER_TENANT)
             self._forget(list(self._kept), MAX_KEPT)
+        return compiled
+
+    def _compile(self, tenant: str, grammar: str, compile_it: Callable[[str], LLMatcher]) -> CompiledGrammar:
+        least = max(MIN_BYTES, BYTES_PER_CHARACTER * len(grammar))
+        with self._lock:
+            self._unused.return_excess()
+            self._make_room(tenant, least)
+        before = allocated_bytes()
+        compiled = CompiledGrammar(tenant, compile_it(grammar), len(grammar), least)
+        compiled.compute_first_mask()
+        compiled.num_bytes = max(least, allocated_bytes() - before)
         return compiled
 
     def _make_room(self, tenant: str, num_bytes: int) -> None:
@@ -117,7 +131,7 @@ class CompiledGrammars:
             self._least_heap = allocated_bytes()  # with what runs, and what others have allocated
         self._least_heap = min(self._least_heap, heap)
 
-    def _forget(self, keys: list[tuple[str, str]], limit: int) -> None:
+    def _forget(self, keys: list[tuple[str, StructuredOutputs]], limit: int) -> None:
         """Keep the grammars that were used last, up to `limit` bytes of those with these keys."""
         size = sum(self._kept[key].num_bytes for key in keys)
         for key in keys:

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +43,7 @@ WAIT_S = 0.002  # for masks, after a step's rows are computed, if other sequence
 WAIT_ALONE_S = 0.02  # if none does
 NUM_THREADS = 2  # that compute masks of one sequence each
 MAX_FORCING_BYTES = 16 << 10  # of a grammar whose forced tokens are looked for: that takes long for long texts
+MAX_CHECKED = 4096  # structures that are known to be correct
 MAX_KNOWN_TEXTS = 2000  # forced texts whose tokens are kept
 MAX_KNOWN_CHARACTERS = 100  # of such a text
 # Expressions that may be made before the first token. Text that a grammar forces is looked at to its end, and each of
@@ -59,6 +63,27 @@ def check_structure(structure: StructuredOutputs) -> None:
     message = LLMatcher.validate_grammar(grammar_of(structure), limits=_limits(structure))
     if message and not message.startswith("WARNING"):
         raise InvalidRequest(f"structured_outputs: {message}")
+
+
+class CheckedStructures:
+    """The structures of each tenant that passed `check_structure` lately: requests mostly repeat one."""
+
+    def __init__(self) -> None:
+        self._digests: OrderedDict[bytes, None] = OrderedDict()  # the one that was used last is at the end
+        self._lock = threading.Lock()
+
+    def check(self, tenant: str, structure: StructuredOutputs) -> None:
+        """Call `check_structure` unless it is known that this structure passes it."""
+        digest = blake2b(repr((tenant, structure)).encode(), digest_size=16).digest()
+        with self._lock:
+            if digest in self._digests:
+                self._digests.move_to_end(digest)
+                return
+        check_structure(structure)
+        with self._lock:
+            self._digests[digest] = None
+            if len(self._digests) > MAX_CHECKED:
+                self._digests.popitem(last=False)
 
 
 def grammar_of(structure: StructuredOutputs) -> str:
@@ -245,12 +270,12 @@ class Grammars:
         sampling = running.sampling
         structure = sampling.params.structured_outputs
         assert structure is not None
-        grammar = grammar_of(structure)
-        compile_it = partial(LLMatcher, self._tables(), grammar, log_level=0, limits=_limits(structure))
-        running.compiled = self._compiled.get(sampling.tenant, grammar, compile_it, alone=running.is_alone)
-        if running.num_late == 0 and running.compiled.first_mask_s < WAIT_S:
+        compile_it = partial(LLMatcher, self._tables(), log_level=0, limits=_limits(structure))
+        compiled = self._compiled.get(sampling.tenant, structure, grammar_of, compile_it, alone=running.is_alone)
+        running.compiled = compiled
+        if running.num_late == 0 and compiled.first_mask_s < WAIT_S:
             running.distrust = 0
-        running.may_force = len(grammar) <= MAX_FORCING_BYTES and not _may_be_ambiguous(structure)
+        running.may_force = compiled.num_characters <= MAX_FORCING_BYTES and not _may_be_ambiguous(structure)
         return running.compiled.matcher.deep_copy()
 
     def _tables(self) -> LLTokenizer:

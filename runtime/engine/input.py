@@ -7,7 +7,8 @@ of a request of its own with seed + i.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -16,11 +17,11 @@ import msgspec
 from ...scheduler import BeamSpec, PlacedImage, Request, RequestSpec
 from ..common.errors import InvalidRequest
 from ..common.prompts import PromptImage, chat_messages
-from ..common.types import SamplingParams
+from ..common.types import SamplingParams, StructuredOutputs
 from ..model.runner import SamplingSpec
 from .continuation import Continuation
 from .facade import GenerateRequest, NewParser
-from .grammars import check_structure
+from .grammars import CheckedStructures
 from .text_processor import TextProcessor
 from .tool_calls import ToolCalls
 from .validator import SEED_LIMIT, Validator
@@ -40,22 +41,29 @@ class PreparedInput(NamedTuple):
     images: tuple[PromptImage, ...] = ()  # that some of the token ids stand for, in order
 
 
-def prepare(request: GenerateRequest, text_processor: TextProcessor, validator: Validator) -> PreparedInput:
+def prepare(
+    request: GenerateRequest, text_processor: TextProcessor, validator: Validator, checked: CheckedStructures
+) -> PreparedInput:
     """Return the prompt as token ids; a chat is rendered first. The grammar of a structured output is checked.
 
     Both take their time: call it in a thread. Raises InvalidRequest, ContextLengthExceeded or GenerationFailed.
     """
-    params = request.sampling_params
+    params, check = request.sampling_params, partial(checked.check, request.tenant)
     if request.messages is not None:
-        return _prepare_chat(request, text_processor, validator)
+        return _prepare_chat(request, text_processor, validator, check)
     if params.structured_outputs is not None:
-        check_structure(params.structured_outputs)
+        check(params.structured_outputs)
     if isinstance(request.prompt, tuple):
         return PreparedInput(request.prompt, params, images=request.images)
     return PreparedInput(text_processor.encode(request.prompt or ""), params)
 
 
-def _prepare_chat(request: GenerateRequest, text_processor: TextProcessor, validator: Validator) -> PreparedInput:
+def _prepare_chat(
+    request: GenerateRequest,
+    text_processor: TextProcessor,
+    validator: Validator,
+    check: Callable[[StructuredOutputs], None],
+) -> PreparedInput:
     _check_effort(request.template_variables, text_processor)
     messages = chat_messages(request.messages)
     text = text_processor.render(messages, request.tools, request.template_variables)
@@ -63,13 +71,13 @@ def _prepare_chat(request: GenerateRequest, text_processor: TextProcessor, valid
     params, new_parser = request.sampling_params, None
     markup: Mapping[str, int] = {}
     if request.tool_choice is not None:
-        calls = ToolCalls(text_processor.markup, request.tools, request.tool_choice)
+        calls = ToolCalls(text_processor.markup, request.tools, request.tool_choice, check)
         structure = calls.structure(text, params.structured_outputs)
         new_parser, markup = calls.new_parser(text, params.structured_outputs), calls.markup.tokens
         params = msgspec.structs.replace(params, structured_outputs=structure)
         validator.check_options(msgspec.structs.replace(request, sampling_params=params))
     if params.structured_outputs is not None:
-        check_structure(params.structured_outputs)
+        check(params.structured_outputs)
     # The template has written the special tokens.
     if not request.image_files:
         token_ids = text_processor.encode(text, add_special_tokens=False)

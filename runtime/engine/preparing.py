@@ -14,6 +14,7 @@ from typing import TypeVar
 from .continuation import replay
 from .facade import GenerateRequest
 from .fair_executor import FairExecutor
+from .grammars import CheckedStructures
 from .input import PreparedInput, prepare, stop_ids_of
 from .output import NewDetokenizer
 from .text_processor import TextProcessor
@@ -32,6 +33,7 @@ class PromptPreparer:
         self._text_processor = text_processor
         self._validator = validator
         self._eos_token_ids = eos_token_ids
+        self._checked = CheckedStructures()
 
     def num_preparing(self, tenant: str) -> int:
         """Return the sequences of a tenant whose prompt is being prepared."""
@@ -94,7 +96,7 @@ class PromptPreparer:
     # In a helper thread
 
     def _prepared(self, request: GenerateRequest) -> PreparedInput:
-        prepared = prepare(request, self._text_processor, self._validator)
+        prepared = prepare(request, self._text_processor, self._validator, self._checked)
         if request.generated is not None:
             self._validator.check_generated(request)
         return prepared

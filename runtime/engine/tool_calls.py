@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,8 +30,16 @@ class ToolCalls:
     Raises InvalidRequest for tools that the model cannot call, or that are not there.
     """
 
-    def __init__(self, markup: Markup, tools: tuple[dict[str, Any], ...], choice: ToolChoice) -> None:
+    def __init__(
+        self,
+        markup: Markup,
+        tools: tuple[dict[str, Any], ...],
+        choice: ToolChoice,
+        check: Callable[[StructuredOutputs], None] = check_structure,
+    ) -> None:
+        """Check grammars with `check`, which raises as `check_structure` does."""
         self._choice = choice
+        self._check = check
         functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         names = functions if choice.names is None else choice.names
         if unknown := [name for name in names if name not in functions]:
@@ -58,14 +66,14 @@ class ToolCalls:
         if not self._has_tools and (answer is None or not (self.markup.reasoning or self.markup.channels)):
             return answer
         if answer is not None:
-            check_structure(answer)
+            self._check(answer)
         schemas = {name: _schema(function) for name, function in self._functions.items()}
         structure = self._grammar(schemas, prompt, answer)
         try:
-            check_structure(structure)
+            self._check(structure)
         except InvalidRequest:
             # A schema that is not strict, and that no grammar can have, is left to the model.
-            schemas = {name: _possible_schema(function) for name, function in self._functions.items()}
+            schemas = {name: self._possible_schema(function) for name, function in self._functions.items()}
             structure = self._grammar(schemas, prompt, answer)
         return structure
 
@@ -92,6 +100,22 @@ class ToolCalls:
         )
         return StructuredOutputs(lark=grammar)
 
+    def _possible_schema(self, function: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the schema of a tool's arguments, or that of any object if the grammar cannot have it.
+
+        Raises InvalidRequest for a strict tool.
+        """
+        schema = _schema(function)
+        try:
+            self._check(StructuredOutputs(json=schema))
+        except InvalidRequest as error:
+            reason = str(error).removeprefix("structured_outputs: ")
+            if function.get("strict"):
+                raise InvalidRequest(f"tools: the parameters of {function['name']!r}: {reason}") from None
+            _log.info("a tool's arguments are any object", tool=function["name"], reason=reason)
+            return ANY_OBJECT
+        return schema
+
     def _in_reasoning(self, prompt: str) -> bool:
         """Return whether the template has written the beginning of the reasoning."""
         reasoning = self.markup.reasoning
@@ -100,21 +124,4 @@ class ToolCalls:
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
     schema: dict[str, Any] = enforceable_schema({**ANY_OBJECT, **function.get("parameters", {})})
-    return schema
-
-
-def _possible_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, or that of any object if the grammar cannot have it.
-
-    Raises InvalidRequest for a strict tool.
-    """
-    schema = _schema(function)
-    try:
-        check_structure(StructuredOutputs(json=schema))
-    except InvalidRequest as error:
-        reason = str(error).removeprefix("structured_outputs: ")
-        if function.get("strict"):
-            raise InvalidRequest(f"tools: the parameters of {function['name']!r}: {reason}") from None
-        _log.info("a tool's arguments are any object", tool=function["name"], reason=reason)
-        return ANY_OBJECT
     return schema

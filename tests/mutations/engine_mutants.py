@@ -35,7 +35,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/engine/grammars.py",
-        "len(grammar) <= MAX_FORCING_BYTES and not _may_be_ambiguous(structure)",
+        "compiled.num_characters <= MAX_FORCING_BYTES and not _may_be_ambiguous(structure)",
         "not _may_be_ambiguous(structure)",
         "the first step of a long grammar takes seconds: its forced text is looked for",
         "tests/runtime/engine/test_grammars.py",
@@ -499,6 +499,27 @@ MUTANTS = [
         "            self._forget([each for each in self._kept if each[0] == tenant], MAX_KEPT_PER_TENANT)\n",
         "",
         "one tenant's grammars evict those of all others",
+        MASK_TESTS,
+    ),
+    Mutant(
+        GRAMMARS,
+        "        check_structure(structure)\n        with self._lock:\n            self._digests[digest] = None\n",
+        "        self._digests[digest] = None\n        check_structure(structure)\n        with self._lock:\n",
+        "a grammar that was refused is accepted when it is sent again",
+        MASK_TESTS,
+    ),
+    Mutant(
+        GRAMMARS,
+        "repr((tenant, structure))",
+        "repr(structure)",
+        "a tenant learns from the time it takes which grammars others send",
+        MASK_TESTS,
+    ),
+    Mutant(
+        GRAMMARS,
+        "                self._digests.move_to_end(digest)\n",
+        "",
+        "the grammar that most requests have is checked again and again beside many others",
         MASK_TESTS,
     ),
     Mutant(

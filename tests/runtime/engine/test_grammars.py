@@ -22,7 +22,7 @@ from quire.runtime.common.types import SamplingParams, StructuredOutputs
 from quire.runtime.engine import compiled_grammars, grammars, job_threads
 from quire.runtime.engine import masks as masks_module
 from quire.runtime.engine.compiled_grammars import MAX_GROWTH, CompiledGrammars
-from quire.runtime.engine.grammars import Grammars, check_structure, grammar_of
+from quire.runtime.engine.grammars import CheckedStructures, Grammars, check_structure, grammar_of
 from quire.runtime.engine.masks import MaskJob, MaskQueue, RunningGrammar, StepMasks
 from quire.runtime.engine.text_processor import TextProcessor
 from quire.runtime.model import BUNDLED_MODEL, read_spec
@@ -876,7 +876,7 @@ def test_memory_that_is_freed_between_blocks_that_stay_is_returned(masks: Gramma
     for block in blocks[1::2]:
         libc.free(block)
     before = resident_bytes()
-    ready(masks.begin([sequence(WORD, [], request_id=2)]))
+    ready(masks.begin([sequence(StructuredOutputs(regex="[bc]{2}"), [], request_id=2)]))
     returned = before - resident_bytes()
     for block in blocks[::2]:
         libc.free(block)
@@ -903,8 +903,9 @@ def test_text_that_is_forced_without_end_ends_its_request(masks: Grammars, regex
 
 
 def test_a_grammar_is_compiled_once(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
+    compiled, written = [], []
     matcher = grammars.LLMatcher
+    monkeypatch.setattr(grammars, "grammar_of", lambda each: written.append(each) or grammar_of(each))
 
     class Counting:
         def __new__(cls, *arguments: Any, **options: Any) -> Any:
@@ -916,7 +917,40 @@ def test_a_grammar_is_compiled_once(masks: Grammars, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(grammars, "LLMatcher", Counting)
     for request_id in (1, 2, 3):
         ready(masks.begin([sequence(WORD, [], request_id=request_id)]))
-    assert len(compiled) == 1
+    assert len(compiled) == len(written) == 1
+
+
+def test_a_structure_is_checked_once_for_a_tenant_unless_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[StructuredOutputs] = []
+
+    def check(structure: StructuredOutputs) -> None:
+        checked.append(structure)
+        check_structure(structure)
+
+    monkeypatch.setattr(grammars, "check_structure", check)
+    monkeypatch.setattr(grammars, "MAX_CHECKED", 2)
+    known, broken = CheckedStructures(), StructuredOutputs(regex="(")
+    other, third = StructuredOutputs(regex="[bc]"), StructuredOutputs(choice=("[ab]{2}",))
+
+    def is_checked(tenant: str, structure: StructuredOutputs) -> bool:
+        checked.clear()
+        known.check(tenant, structure)
+        return bool(checked)
+
+    assert [is_checked("a", WORD) for _ in range(3)] == [True, False, False]
+    assert is_checked("b", WORD), "no tenant learns from the time it takes what others have sent"
+    checked.clear()
+    for _ in range(2):
+        with pytest.raises(InvalidRequest):
+            known.check("a", broken)
+    assert checked == [broken, broken]
+    assert not is_checked("a", WORD)
+    assert is_checked("a", other), "in the place of b's, which was used before a's"
+    assert not is_checked("a", WORD)
+    assert is_checked("a", third)
+    assert [is_checked("a", each) for each in (WORD, other)] == [False, True]
+    with pytest.raises(InvalidRequest, match="surrogates not allowed"):
+        known.check("a", StructuredOutputs(regex="\ud800"))
 
 
 def test_grammars_are_forgotten_when_the_heap_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -925,13 +959,13 @@ def test_grammars_are_forgotten_when_the_heap_has_grown(monkeypatch: pytest.Monk
     known = CompiledGrammars()
     compiled: list[int] = []
 
-    def compile_it() -> Any:
+    def compile_it(grammar: str) -> Any:
         compiled.append(heap[0])
         return SimpleNamespace(compute_bitmask=lambda: b"", is_error=lambda: False)
 
     def is_compiled_at(num_bytes: int) -> bool:
         heap[0], before = num_bytes, len(compiled)
-        known.get("", "grammar", compile_it)
+        known.get("", WORD, grammar_of, compile_it)
         return len(compiled) > before
 
     assert is_compiled_at(1 << 30)
