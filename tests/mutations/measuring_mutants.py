@@ -288,9 +288,9 @@ MUTANTS = [
     ),
     Mutant(
         SERVING_PLAN,
-        " + _grammar_bytes(server_bytes)\n    return fit",
-        "\n    return fit",
-        "`quire plan --memory` forgets compiled grammars",
+        " + sum(structured_bytes.values()) + MemoryLimits",
+        " + MemoryLimits",
+        "`quire plan --memory` forgets structured output",
         PLANNING_TESTS,
     ),
     Mutant(

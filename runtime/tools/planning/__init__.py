@@ -3,7 +3,7 @@
 from .alternatives import Alternative, alternatives
 from .encoder_plan import EncoderPlan, plan_encoder
 from .picture import plot_memory
-from .serving_plan import PlanTarget, ServingPlan, plan_serving, server_start_bytes
+from .serving_plan import PlanTarget, ServingPlan, plan_serving
 from .text import comparison, plan_text
 
 __all__ = [
@@ -17,5 +17,4 @@ __all__ = [
     "plan_serving",
     "plan_text",
     "plot_memory",
-    "server_start_bytes",
 ]

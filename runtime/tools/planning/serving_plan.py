@@ -62,6 +62,7 @@ class ServingPlan:
     spec: DecoderSpec
     capacity: Capacity
     server_bytes: dict[str, int]  # of the API server process at start, by purpose
+    structured_bytes: dict[str, int]  # for structured output in an engine process, by purpose
     alternatives: list[Alternative]  # the first is what `settings` asks for
     shapes: list[Shape]  # whose speed is predicted
     roofline: Roofline | None  # of the machine profile, if there is one
@@ -73,13 +74,8 @@ class ServingPlan:
     @property
     def total_bytes(self) -> int:
         """The bytes of an engine process and the API server process, with all that they may hold for clients."""
-        at_start = self.capacity.memory.total_bytes + sum(self.server_bytes.values())
-        return at_start + self.clients.total_bytes + self.grammar_bytes
-
-    @property
-    def grammar_bytes(self) -> int:
-        """The bytes of compiled grammars that an engine process may hold; 0 without a tokenizer."""
-        return _grammar_bytes(self.server_bytes)
+        others = sum(self.server_bytes.values()) + self.clients.total_bytes + sum(self.structured_bytes.values())
+        return self.capacity.memory.total_bytes + others
 
     @property
     def rope_factors(self) -> Literal["short", "long"] | None:
@@ -125,7 +121,7 @@ class ServingPlan:
             "engine process": memory.process_bytes,
             "API server process": sum(self.server_bytes.values()),
             "clients, at most": self.clients.total_bytes,
-            "grammars, at most": self.grammar_bytes,
+            "structured output, at most": sum(self.structured_bytes.values()),
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -157,9 +153,9 @@ class ServingPlan:
                 "vision_tower": memory.images_bytes,
                 "python_libraries": memory.process_bytes,
             },
-            "api_server_process": {name.lower().replace(" ", "_"): size for name, size in self.server_bytes.items()},
+            "api_server_process": _as_keys(self.server_bytes),
             "clients": self.clients.bytes_by_purpose,
-            "compiled_grammars": self.grammar_bytes,
+            "structured_output": _as_keys(self.structured_bytes),
             "total_bytes": self.total_bytes,
             "threads": self.capacity.cpus.threads,
             "read_bytes_per_s": roofline and roofline.read_bytes_per_s,
@@ -193,20 +189,24 @@ def plan_serving(settings: Settings, target: PlanTarget) -> ServingPlan:
         config, roofline = read_profile(target.profile).configure(settings.engine)
         settings = Settings(engine=config, server=settings.server)
     spec = read_spec(model_path(settings.engine.model))
-    server_bytes = server_start_bytes(settings, spec)
-    capacity = _capacity(settings, spec, target.memory, server_bytes)
+    tokens = num_tokens(model_path(settings.engine.model), spec.vocab_size)
+    server_bytes, structured_bytes = _server_start_bytes(tokens), _structured_output_bytes(tokens)
+    others = sum(server_bytes.values()) + sum(structured_bytes.values()) + MemoryLimits(settings.server).total_bytes
+    capacity = _capacity(settings, spec, target.memory, others)
     return ServingPlan(
         settings=settings,
         spec=spec,
         capacity=capacity,
         server_bytes=server_bytes,
+        structured_bytes=structured_bytes,
         alternatives=alternatives(settings.engine, spec, capacity),
         shapes=shapes,
         roofline=roofline,
     )
 
 
-def _capacity(settings: Settings, spec: DecoderSpec, memory: str | None, server_bytes: dict[str, int]) -> Capacity:
+def _capacity(settings: Settings, spec: DecoderSpec, memory: str | None, other_bytes: int) -> Capacity:
+    """Return the capacity; `other_bytes` is what `memory` must hold besides the engine process at start."""
     if memory is None:
         return decide_capacity(settings.engine, spec)
     if settings.engine.kv_cache_memory is not None:
@@ -214,25 +214,31 @@ def _capacity(settings: Settings, spec: DecoderSpec, memory: str | None, server_
     size = parse_size(memory)
     if size is None:
         raise ConfigError(f"memory must be a size in bytes, such as 17179869184 or 16GiB, not {memory!r}")
-    others = sum(server_bytes.values()) + MemoryLimits(settings.server).total_bytes + _grammar_bytes(server_bytes)
-    return fit_capacity(settings.engine, spec, size, others)
+    return fit_capacity(settings.engine, spec, size, other_bytes)
 
 
-def server_start_bytes(settings: Settings, spec: DecoderSpec) -> dict[str, int]:
+def _server_start_bytes(tokens: int) -> dict[str, int]:
     """Return estimates for the API server process at start, without what it shares with engine processes.
 
-    The last one is for an engine process, which has a tokenizer of its own beside the tables of its vocabulary.
+    `tokens` is the size of the tokenizer's vocabulary, 0 without a tokenizer.
     """
-    tokens = num_tokens(model_path(settings.engine.model), spec.vocab_size)
+    return {"Python libraries": SERVER_PROCESS_BYTES, "tokenizer": tokens * TOKEN_BYTES}
+
+
+def _structured_output_bytes(tokens: int) -> dict[str, int]:
+    """Return what an engine process takes for structured output; nothing without a tokenizer.
+
+    The first figure is an estimate of a tokenizer and the tables of its vocabulary, the second one a limit.
+    """
     return {
-        "Python libraries": SERVER_PROCESS_BYTES,
-        "tokenizer": tokens * TOKEN_BYTES,
-        "structured output": tokens * (TOKEN_BYTES + GRAMMAR_TOKEN_BYTES),
+        "vocabulary": tokens * (TOKEN_BYTES + GRAMMAR_TOKEN_BYTES),
+        "compiled grammars": MAX_LIVE if tokens else 0,
     }
 
 
-def _grammar_bytes(server_bytes: dict[str, int]) -> int:
-    return MAX_LIVE if server_bytes["structured output"] else 0
+def _as_keys(sizes: dict[str, int]) -> dict[str, int]:
+    """Return sizes by purpose with keys for JSON."""
+    return {name.lower().replace(" ", "_"): size for name, size in sizes.items()}
 
 
 def num_tokens(path: Path, vocab_size: int) -> int:

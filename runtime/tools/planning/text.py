@@ -38,14 +38,17 @@ def plan_text(plan: ServingPlan, arena: bool) -> str:
         "",
         capacity.memory.describe(),
         "",
-        "API server process at start, and structured output in the engine process:",
+        "API server process at start:",
         *(f"{name:<18}{size:>18,} B  estimate" for name, size in plan.server_bytes.items()),
         "",
         "for clients, in the API server process:",
         plan.clients.describe(),
         "",
-        "for running requests with structured output, in the engine process:",
-        f"compiled grammars {plan.grammar_bytes:>18,} B  at most",
+        "for structured output, in the engine process:",
+        *(
+            f"{name:<18}{size:>18,} B  {kind}"
+            for (name, size), kind in zip(plan.structured_bytes.items(), ("estimate", "at most"), strict=True)
+        ),
     ]
     if arena:
         lines += ["", "step arena, by offset:", capacity.memory.program.describe()]

@@ -14,9 +14,7 @@ from quire.runtime.cli.main import run
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.settings import Settings
-from quire.runtime.model import model_path, read_spec
-from quire.runtime.model.runner import decide_capacity
-from quire.runtime.tools.planning import PlanTarget, comparison, plan_serving, plan_text, server_start_bytes
+from quire.runtime.tools.planning import PlanTarget, comparison, plan_serving, plan_text
 from safetensors.numpy import save_file
 
 from tests.bench.plan_memory import KV_CACHE_MEMORY, measured_bytes, planned_bytes, resident_bytes
@@ -101,8 +99,8 @@ def test_the_plan_shows_what_the_server_holds_for_clients_at_most(hybrid_folder:
 def test_the_plan_shows_what_compiled_grammars_take_at_most(model: str | None, size: str) -> None:
     folder = None if model is None else str(Path(__file__).parents[2] / "goldens" / model)
     lines = plan_lines(Settings(engine=EngineConfig(model=folder, kv_cache_memory=MEMORY), server=ServerConfig()))
-    first = lines.index("for running requests with structured output, in the engine process:") + 1
-    assert lines[first] == f"compiled grammars {size:>18} B  at most"
+    first = lines.index("for structured output, in the engine process:") + 1
+    assert lines[first + 1] == f"compiled grammars {size:>18} B  at most"
 
 
 def test_the_plan_is_compared_with_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,9 +152,9 @@ def test_a_model_in_this_process_takes_the_planned_memory(wide_folder: str, is_w
 def test_a_server_and_its_engine_process_take_the_planned_memory() -> None:
     """What both map of files counts once."""
     config = EngineConfig(weights="q8", kv_cache_memory=KV_CACHE_MEMORY, threads=2)
-    settings = Settings(engine=config, server=ServerConfig())
-    spec = read_spec(model_path(None))
-    planned = decide_capacity(config, spec).memory.total_bytes + sum(server_start_bytes(settings, spec).values())
+    plan = plan_serving(Settings(engine=config, server=ServerConfig()), PlanTarget())
+    at_start = sum(plan.server_bytes.values()) + plan.structured_bytes["vocabulary"]
+    planned = plan.capacity.memory.total_bytes + at_start
     flags = (
         "--weights",
         "q8",

@@ -91,7 +91,7 @@ def test_the_pool_takes_what_the_rest_leaves_of_a_given_memory() -> None:
     hybrid = planned(PlanTarget(memory="1GiB"), GOLDENS / "gemma3")
     assert GIB - (1 << 20) < hybrid.total_bytes <= GIB
     with_tokenizer = planned(PlanTarget(memory="2GiB"), BUNDLED_MODEL)
-    assert with_tokenizer.grammar_bytes > 0
+    assert with_tokenizer.structured_bytes["compiled grammars"] > 0
     assert 2 * GIB - (1 << 20) < with_tokenizer.total_bytes <= 2 * GIB
 
 
@@ -145,8 +145,8 @@ def test_users_that_do_not_run_at_once_have_no_prediction(profile: Path) -> None
 
 def test_json_has_every_figure(capsys: pytest.CaptureFixture[str], profile: Path) -> None:
     plan = plan_json(capsys, "--kv-cache-memory", "1GiB", "--profile", str(profile), "--max-num-seqs", "8")
-    parts = (*plan["engine_process"].values(), *plan["api_server_process"].values(), *plan["clients"].values())
-    assert sum(parts) + plan["compiled_grammars"] == plan["total_bytes"]
+    groups = ("engine_process", "api_server_process", "clients", "structured_output")
+    assert sum(size for group in groups for size in plan[group].values()) == plan["total_bytes"]
     assert plan["kv_layers"] == [{"window": 0, "layers": 28, "token_bytes": 114_688}]
     assert (plan["threads"], plan["read_bytes_per_s"]) == (2, 34.5e9)
     first = plan["alternatives"][0]
