@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from io import BufferedReader
 from os import SEEK_END, fsencode
-from os.path import exists, isdir, isfile
+from os.path import abspath, exists, isdir, isfile
 from pathlib import Path
 
 from ..common.errors import CorruptCheckpoint, ModelNotFound
@@ -68,12 +68,12 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def model_name(path: Path) -> str:
-    """Return the name of a model: that of its folder, or that of its GGUF file without the ending.
+    """Return the name of a model: that of its folder, or that of its GGUF file without the ending, as given.
 
     Bytes that are not UTF-8 are replaced: the name is sent to clients.
     """
     part = PART.fullmatch(path.name) if is_gguf(path) else None
-    name = part[1] if part else path.stem if is_gguf(path) else path.resolve().name
+    name = part[1] if part else path.stem if is_gguf(path) else Path(abspath(path)).name
     return fsencode(name).decode(errors="replace")
 
 

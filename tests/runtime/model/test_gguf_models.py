@@ -416,6 +416,14 @@ def test_the_name_of_a_split_file() -> None:
     assert model_name(Path("a/Qwen3-8B-Q4_K_M-00001-of-00003.gguf")) == "Qwen3-8B-Q4_K_M"
 
 
+def test_the_name_of_a_link_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "1f2e3d").mkdir()
+    (tmp_path / "Qwen3-8B").symlink_to(tmp_path / "1f2e3d")
+    assert model_name(tmp_path / "Qwen3-8B") == "Qwen3-8B"
+    monkeypatch.chdir(tmp_path / "1f2e3d")
+    assert model_name(Path()) == "1f2e3d"
+
+
 def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
     path = convert(BUNDLED_MODEL, tmp_path / fsdecode(b"caf\xe9.gguf"))
     assert model_name(path) == "caf\N{REPLACEMENT CHARACTER}"
