@@ -120,6 +120,7 @@ cdef extern from "simd/tiles.h" nogil:
                          float *out) noexcept nogil
         void (*mean_rows)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *out) noexcept nogil
         void (*activate)(int epilogue, float *x, int64_t n) noexcept nogil
+        void (*add_columns)(float *y, int64_t rows, float *out, int64_t stride) noexcept nogil
         void (*soft_cap)(float *x, int64_t n, float cap) noexcept nogil
         void (*head)(const float *x, const quire_head *h, const float *rotary, float *out) noexcept nogil
         void (*store_key)(const float *x, int64_t slot, const quire_page *page) noexcept nogil

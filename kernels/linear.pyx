@@ -20,6 +20,20 @@ from .pool cimport (quire_share_count, quire_share_held, quire_share_hold, quire
 from .step cimport end_item, first_item
 
 
+cdef extern from *:
+    """
+    // In assembly, because compilers make it a plain prefetch unless the build says that the processor has this one.
+    static inline void prefetch_to_write(const void *line) {
+    #if defined __x86_64__
+      __asm__ volatile("prefetchw %0" : : "m"(*(const char *)line));
+    #else
+      __builtin_prefetch(line, 1);
+    #endif
+    }
+    """
+    void prefetch_to_write(const void *line) noexcept nogil
+
+
 cdef struct Scratch:                # of one worker
     float factors[ROWS_IN_CACHE]    # of each row, if the op has any
     float block[ROWS_IN_CACHE * QUIRE_BLOCK]    # the results of an item
@@ -158,8 +172,6 @@ cdef void _compute(const LinearOp *op, const Step *step, const quire_tiles *tile
     if op.has_factors and item.group != scratch.group:
         _compute_factors(op, tiles, &item, scratch.factors)
         scratch.group = item.group
-    if op.epilogue == QUIRE_ADD:
-        _copy(_out(op, &item), op.out.rows.width, item.end - item.row, y, QUIRE_BLOCK)
     if op.epilogue >= QUIRE_SWIGLU:         # a pair of panels holds 16 columns of gate and 16 of up
         _multiply(op, tiles, &item, _pair(&item, 2 * item.block), _pair(&item, 2 * item.block + 1), scratch, y)
         _multiply(op, tiles, &item, _pair(&item, 2 * item.block + 1), after, scratch, y + 16)
@@ -181,16 +193,18 @@ cdef void _compute_factors(const LinearOp *op, const quire_tiles *tiles, const I
         factors[row] = factors[row] * op.scale if op.squares != NULL else op.scale
 
 
-cdef bint _write(const LinearOp *op, const Step *step, const quire_tiles *tiles, int64_t index, const Scratch *scratch,
+cdef bint _write(const LinearOp *op, const Step *step, const quire_tiles *tiles, int64_t index, Scratch *scratch,
                  uint64_t number, quire_share *holder, quire_share *writer) noexcept nogil:
     """Write the results of an item, while they are in cache, unless another worker has; return whether it did so."""
     cdef Item item = _item(op, step, index)
     cdef int64_t rows = item.end - item.row
-    cdef const float *y = scratch.block
+    cdef float *y = scratch.block
     if not quire_share_release(holder, number, index + 1):
         return False
-    if op.out.dtype == QUIRE_F32:
-        _copy(y, QUIRE_BLOCK, rows, _out(op, &item), op.out.rows.width)
+    if op.epilogue == QUIRE_ADD:
+        tiles.add_columns(y, rows, _out(op, &item), op.out.rows.width)
+    elif op.out.dtype == QUIRE_F32:
+        _copy(y, rows, _out(op, &item), op.out.rows.width)
     if op.converts:
         tiles.convert(y, QUIRE_BLOCK, rows, QUIRE_BLOCK, &op.converted, item.row, item.block * QUIRE_BLOCK)
     if op.maxima != NULL:
@@ -200,15 +214,24 @@ cdef bint _write(const LinearOp *op, const Step *step, const quire_tiles *tiles,
     return True
 
 
+cdef void _prefetch_out(const LinearOp *op, const Item *item, int64_t row, int64_t rows) noexcept nogil:
+    """Prefetch the memory of the results of some rows: they lie far apart, and other workers have read them."""
+    cdef const float *out = _out(op, item)
+    cdef int64_t index
+    for index in range(row - item.row, row - item.row + rows):
+        prefetch_to_write(out + index * op.out.rows.width)
+        prefetch_to_write(out + index * op.out.rows.width + 16)
+
+
 cdef float *_out(const LinearOp *op, const Item *item) noexcept nogil:
     return <float *>op.out.rows.data + item.row * op.out.rows.width + item.block * QUIRE_BLOCK
 
 
-cdef void _copy(const float *x, int64_t stride, int64_t rows, float *out, int64_t out_stride) noexcept nogil:
+cdef void _copy(const float *y, int64_t rows, float *out, int64_t stride) noexcept nogil:
     """Copy some rows of one block."""
     cdef int64_t row
     for row in range(rows):
-        memcpy(out + row * out_stride, x + row * stride, QUIRE_BLOCK * sizeof(float))
+        memcpy(out + row * stride, y + row * QUIRE_BLOCK, QUIRE_BLOCK * sizeof(float))
 
 
 cdef Pair _pair(const Item *item, int64_t index) noexcept nogil:
@@ -255,6 +278,8 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
         n = (end - row) // (calls - call)
         tile.next_lines = <int>(lines * (call + 1) // calls - lines * call // calls)
         tile.a.data = <char *>op.input.rows.data + row * width * quire_itemsize(op.input.dtype)
+        if op.out.dtype == QUIRE_F32:
+            _prefetch_out(op, item, row, n)
         if op.input.dtype == QUIRE_Q8:
             tile.a.scales = op.input.rows.scales + row * (width // 32)
             tile.a.sums = op.input.rows.sums + row * (width // 32)

@@ -76,7 +76,6 @@ INLINE void finish(const int rows, vf acc[][2], const quire_linear_tile *t) {
       vf_store(c, gated(t->epilogue, y0, y1));
       continue;
     }
-    if (t->epilogue == QUIRE_ADD) y0 = vf_add(vf_load(c), y0), y1 = vf_add(vf_load(c + 16), y1);
     vf_store(c, y0);
     vf_store(c + 16, y1);
   }

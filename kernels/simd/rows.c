@@ -159,6 +159,14 @@ void ISA(activate)(int epilogue, float *x, int64_t n) {
   }
 }
 
+void ISA(add_columns)(float *y, int64_t rows, float *out, int64_t stride) {
+  for (int64_t i = 0; i < rows; i++, y += 32, out += stride) {
+    const vf a = vf_add(vf_load(out), vf_load(y)), b = vf_add(vf_load(out + 16), vf_load(y + 16));
+    vf_store(y, a), vf_store(y + 16, b);
+    vf_store(out, a), vf_store(out + 16, b);
+  }
+}
+
 void ISA(soft_cap)(float *x, int64_t n, float cap) {
   for (int64_t j = 0; j < n; j += 16) vf_store(x + j, vf_soft_cap(vf_load(x + j), cap));
 }

@@ -24,6 +24,7 @@ const quire_tiles LEVEL(quire_tiles) = {
     .norm_row = ISA(norm_row),
     .mean_rows = ISA(mean_rows),
     .activate = ISA(activate),
+    .add_columns = ISA(add_columns),
     .soft_cap = ISA(soft_cap),
     .head = ISA(head),
     .store_key = ISA(store_key),

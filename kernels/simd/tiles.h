@@ -155,6 +155,8 @@ typedef struct {
   // out[columns] = the mean of the rows, added in order; columns a multiple of 16
   void (*mean_rows)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *out);
   void (*activate)(int epilogue, float *x, int64_t n);            // GELU .. TANH in place; n a multiple of 16
+  // out += y, and y = out: 32 columns of some rows, `stride` floats apart in out
+  void (*add_columns)(float *y, int64_t rows, float *out, int64_t stride);
   void (*soft_cap)(float *x, int64_t n, float cap);               // x = cap * tanh(x / cap); n a multiple of 16
   // One head to `out` (head_dim padded to 32): RMS norm if `norm` is given; rotation by halves of the first rotary_dim
   // elements by `rotary` (cos | sin); scale. Elements from head_dim on become zero.

@@ -40,9 +40,9 @@ MUTANTS = [
         "tests/kernels/test_pack.py",
     ),
     Mutant(
-        "kernels/simd/vec_avx512.h",
-        "vi_shift_right(vi_set1(*sum), 4)",
-        "vi_shift_right(vi_set1(*sum), 3)",
+        "kernels/simd/vec_scalar.h",
+        "vi_set1(sum ? *sum / 16 : 0)",
+        "vi_set1(sum ? *sum / 8 : 0)",
         "4-bit weights are multiplied with another zero than they were stored with",
         "tests/kernels/test_linear.py tests/kernels/test_program.py",
     ),
@@ -251,9 +251,9 @@ MUTANTS = [
         "an overflow in one request's activations gives wrong tokens instead of an error",
     ),
     Mutant(
-        EPILOGUE,
-        "    if (t->epilogue == QUIRE_ADD) y0 = vf_add(vf_load(c), y0), y1 = vf_add(vf_load(c + 16), y1);",
-        "    if (t->epilogue == QUIRE_ADD) y0 = vf_add(vf_load(c), y0);",
+        ROWS,
+        "    const vf a = vf_add(vf_load(out), vf_load(y)), b = vf_add(vf_load(out + 16), vf_load(y + 16));",
+        "    const vf a = vf_add(vf_load(out), vf_load(y)), b = vf_load(y + 16);",
         "half of the residual stream is lost",
     ),
     Mutant(
