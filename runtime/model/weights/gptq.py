@@ -23,14 +23,18 @@ AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the place in a word of each of
 class GPTQMatrix(GroupedMatrix):
     """A matrix in GPTQ's layout: a word of `qweight` has 8 (or 4) inputs of one output.
 
-    `g_idx` has the group of each input; with act-order, inputs of a group are not neighbours. Version 1 of the format
-    stores zero points less one.
+    `g_idx` has the group of each input; with act-order, inputs of a group are not neighbours. Without it, the shapes of
+    scales and zero points say how many inputs a group has, and of how many bits. Version 1 of the format stores zero
+    points less one.
     """
 
     def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantisation) -> None:
         name, order = f"{module}.qweight", f"{module}.g_idx"
         words, outputs = expect(stored, name, ("I32",), None, None)
-        inputs = expect(stored, order, ("I32", "I64"), None)[0] if order in stored else words * 32 // how.bits
+        if order in stored:
+            inputs = expect(stored, order, ("I32", "I64"), None)[0]
+        else:
+            inputs = words * 32 // _bits_of_zeros(stored, f"{module}.qzeros", outputs, how.bits)
         bits = words * 32 // inputs
         if bits not in (4, 8) or words * 32 != bits * inputs:
             raise WrongTensor(
@@ -40,7 +44,10 @@ class GPTQMatrix(GroupedMatrix):
         expect(stored, f"{module}.qzeros", ("I32",), num_groups, -(-outputs * bits // 32))
         self.label = f"GPTQ {bits}-bit"
         self._zero_offset = how.zero_offset
-        groups = partial(read_group_order, stored, order, inputs, num_groups, how.group_size or inputs)
+        size = how.group_size or inputs
+        if order not in stored and inputs % num_groups == 0 and -(-inputs // size) != num_groups:
+            size = inputs // num_groups  # of this module, another one than config.json says
+        groups = partial(read_group_order, stored, order, inputs, num_groups, size)
         super().__init__(stored, module, PARTS, (outputs, inputs), bits, groups)
 
     def _words(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Words]]:
@@ -81,6 +88,12 @@ class AWQMatrix(GroupedMatrix):
     def _zeros(self) -> Octets:
         zeros = unpack_words(self._stored.tensor(self._name("qzeros")), 4)
         return zeros.reshape(len(zeros), -1, 8)[:, :, AWQ_ORDER].reshape(zeros.shape).T
+
+
+def _bits_of_zeros(stored: SafetensorsCheckpoint, name: str, outputs: int, default: int) -> int:
+    """Return the bits of the zero points of `outputs` outputs: `default`, unless only 4 or 8 fit their shape."""
+    words = expect(stored, name, ("I32",), None, None)[1]
+    return next((bits for bits in (default, 4, 8) if words == -(-outputs * bits // 32)), default)
 
 
 def _columns(words: Words, rows: slice, num_rows: int) -> Iterator[tuple[int, Words]]:

@@ -69,6 +69,8 @@ KEPT: dict[str, tuple[dict[str, Any], Make, str]] = {
     "gptq, version 2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(version=2), "q4"),
     "gptq without g_idx": (GPTQ, gptq(g_idx=False), "q4"),
     "gptq without group_size": ({"quant_method": "gptq", "bits": 4}, gptq(group=128, g_idx=False), "q4"),
+    "gptq without g_idx, 8 bits in some modules": (GPTQ, gptq(bits=8, g_idx=False), "q8"),
+    "gptq without g_idx, other groups in some modules": (GPTQ, gptq(group=64, g_idx=False), "q4"),
     "gptq, zero points": (GPTQ | {"sym": False}, gptq(sym=False), "q4_z"),
     "gptq, zero points, version 2": (GPTQ | {"format": "gptq_v2"}, gptq(sym=False, version=2), "q4_z"),
     "gptq, 8 bits": (GPTQ | {"bits": 8}, gptq(bits=8), "q8"),
