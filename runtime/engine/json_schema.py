@@ -2,11 +2,13 @@
 
 A keyword that says nothing, such as `uniqueItems: false`, is left out. Other keywords stay: llguidance enforces or
 refuses them. Dates get a pattern, since its own allows 29 February in every year. References that only lead back to
-themselves are refused: llguidance accepts them, and allows no text there.
+themselves are refused: llguidance accepts them, and allows no text there. Classes of characters in patterns are written
+so that it reads them as ECMAScript does, and the name of a dialect has its own scheme.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -22,6 +24,12 @@ IN_PLACE = ("allOf", "anyOf", "oneOf")  # with a single schema they say what tha
 DATES = ("date", "date-time")  # formats
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 REAL_DATE = f"^(....-(0[13-9]|1[0-2])|....-02-([01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
+
+_DIALECT = re.compile(r"^https?(://json-schema\.org/draft(-0[467]|/2019-09|/2020-12)/schema)")
+# A character behind a backslash, a property of Unicode, or a class of characters.
+_PATTERN_PART = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
+_OPERATOR = re.compile(r"(\\.)|\[|&(?=&)|~(?=~)", re.DOTALL)  # of classes in Rust's syntax
+_FROM_NUL = re.compile(r"(\\\\)|(?:\\x00|\\u0000|\\0|\x00)-(?!$)")
 
 _Schema = Mapping[str, Any]
 
@@ -42,6 +50,10 @@ def enforceable_schema(schema: Any) -> Any:
         for key, value in schema.items()
         if (is_idle := IDLE.get(key)) is None or not is_idle(value, schema)
     }
+    if isinstance(kept.get("$schema"), str):
+        kept["$schema"] = _DIALECT.sub(_with_scheme, kept["$schema"])
+    if isinstance(kept.get("pattern"), str):
+        kept["pattern"] = _as_read(kept["pattern"])
     return _with_real_dates(kept) if schema.get("format") in DATES else kept
 
 
@@ -107,6 +119,33 @@ def _target(root: _Schema, reference: Any) -> Any:
     return None if pointer and not pointer.startswith("/") else at
 
 
+def _with_scheme(dialect: re.Match[str]) -> str:
+    return ("https" if dialect[2].startswith("/") else "http") + dialect[1]
+
+
+def _as_read(pattern: str) -> str:
+    """Return a pattern with classes that llguidance reads as ECMAScript does."""
+    return _PATTERN_PART.sub(_written, pattern)
+
+
+def _written(part: re.Match[str]) -> str:
+    """Return a part of a pattern as llguidance must have it.
+
+    A class with all control characters would also allow quotation marks and backslashes, which a string has behind a
+    backslash too: it gets all but the first. In Rust's syntax, a bracket in a class begins another, and && and ~~ are
+    operators. A class may be empty, or the complement of nothing.
+    """
+    if part[2] is None:
+        return rf"[^\x00\p{part[0][2:]}]" if part[0].startswith(r"\P{") else part[0]
+    if not part[2]:
+        return r"[\s\S]" if part[1] else r"[^\s\S]"
+    body = _OPERATOR.sub(lambda each: each[1] or "\\" + each[0], part[2])
+    if not part[1]:
+        return "[" + _FROM_NUL.sub(lambda each: each[1] or r"\x01-", body) + "]"
+    body = "\\" + body if body.startswith("-") else body
+    return f"[^{body}]" if body.startswith(r"\x00") else rf"[^\x00{body}]"
+
+
 def _with_real_dates(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.setdefault("pattern", REAL_DATE) == REAL_DATE:
         return schema
@@ -129,7 +168,8 @@ def _inside(key: str, value: Any) -> Any:
     if key in DATA:
         return value
     if key in MAPS and isinstance(value, dict):
-        return {name: enforceable_schema(each) for name, each in value.items()}
+        written = _as_read if key == "patternProperties" else str
+        return {written(name): enforceable_schema(each) for name, each in value.items()}
     return enforceable_schema(value)
 
 

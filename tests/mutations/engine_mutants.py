@@ -489,6 +489,27 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/engine/json_schema.py",
+        '        kept["pattern"] = _as_read(kept["pattern"])\n',
+        "        pass\n",
+        "a pattern that forbids quotation marks allows them",
+        "tests/runtime/engine/test_json_schemas.py",
+    ),
+    Mutant(
+        "runtime/engine/json_schema.py",
+        'written = _as_read if key == "patternProperties" else str',
+        "written = str",
+        "a key whose pattern forbids quotation marks may have them",
+        "tests/runtime/engine/test_json_schemas.py",
+    ),
+    Mutant(
+        "runtime/engine/json_schema.py",
+        'body = "\\\\" + body if body.startswith("-") else body',
+        "body = body",
+        "a hyphen at the beginning of a class forbids a range of characters",
+        "tests/runtime/engine/test_json_schemas.py",
+    ),
+    Mutant(
+        "runtime/engine/json_schema.py",
         '"contains" not in schema or (',
         "True or (",
         "a keyword that forbids something is ignored",

@@ -210,6 +210,55 @@ def test_29_february_is_a_date_in_leap_years_only(form: str, time: str, own: dic
     assert found("2023-02-29", "1900-02-29", "2100-02-29", "2022-02-29", "2024-02-30", "2023-04-31", "2023-13-01") == []
 
 
+SOME = 'ab"\\/[]-&~!\n\x1f'
+CLASSES = {  # a pattern for one character -> which of SOME it matches
+    r'[^"\\]': "ab/[]-&~!\n\x1f",
+    '[^"]': "ab\\/[]-&~!\n\x1f",
+    r"[^\\/]": 'ab"[]-&~!\n\x1f',
+    "[^-/]": 'ab"\\[]&~!\n\x1f',
+    r'[^\x00-\x1f"]': "ab\\/[]-&~!",
+    r'[^\]"]': "ab\\/[-&~!\n\x1f",
+    r"\P{P}": "ab~\n\x1f",
+    r"[^\p{P}]": "ab~\n\x1f",
+    r"[\x00-!]": "!\n\x1f",
+    r"[\0-\x1fa]": "a\n\x1f",
+    r"[a\\x00-]": "a\\-",
+    "[[]": "[",
+    r"[[\]]": "[]",
+    "[^[]": 'ab"\\/]-&~!\n\x1f',
+    "[!-/:-@[-`{-~]": '"\\/[]-&~!',
+    "[a&&b]": "ab&",
+    "[~~a]": "a~",
+    "[^]": SOME,
+    "([]|a)": "a",
+    r"\[": "[",
+    r"\\": "\\",
+    r"[^\s\S]|b": "b",
+}
+
+
+@pytest.mark.parametrize("pattern", CLASSES)
+def test_classes_of_characters_are_those_of_ecmascript(pattern: str) -> None:
+    structures = [
+        StructuredOutputs(json={"type": "string", "pattern": f"^({pattern})$"}),
+        StructuredOutputs(
+            json={"type": "object", "patternProperties": {f"^({pattern})$": {}}, "additionalProperties": False}
+        ),
+    ]
+    for structure, instance_of in zip(structures, (str, lambda key: {key: 1}), strict=True):
+        check_structure(structure)
+        matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
+        found = [each for each in SOME if can_be_generated(matcher.deep_copy(), instance_of(each))]
+        assert "".join(found) == "".join(each for each in SOME if each in CLASSES[pattern])
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize("dialect", ["draft-04", "draft-06", "draft-07#", "draft/2019-09", "draft/2020-12#"])
+def test_a_dialect_is_known_with_either_scheme(scheme: str, dialect: str) -> None:
+    uri = f"{scheme}://json-schema.org/{dialect.removesuffix('#')}/schema{'#' if dialect.endswith('#') else ''}"
+    check_structure(StructuredOutputs(json={"$schema": uri, "items": {"$schema": uri, "type": "integer"}}))
+
+
 def test_there_are_enough_schemas() -> None:
     assert len({case[0] for case in SCHEMAS}) == len(SCHEMAS) >= 200
     assert all(case[2] for case in SCHEMAS)
