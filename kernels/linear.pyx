@@ -3,8 +3,8 @@
 
 An item is one block of 32 output columns, with the whole of K, for one group of rows. It is computed by one worker, so
 the bits depend neither on the number of threads nor on the worker. In a mixture of experts each group has the weights
-of its expert. Each worker has a share of the blocks, the same in
-every step, and begins with that; a worker that has finished its share takes items from the end of another share.
+of its expert. Each worker has a share of the blocks, the same in every step, and begins with that; a worker that has
+finished its share takes items from the end of another share.
 
 A worker computes an item in its scratch. If it loses its core meanwhile, another worker that has nothing left computes
 that item again (`help_linear`), and the first of the two writes it, in the dtypes that the next op reads: a block has
@@ -195,7 +195,7 @@ cdef void _compute_factors(const LinearOp *op, const quire_tiles *tiles, const I
 
 cdef bint _write(const LinearOp *op, const Step *step, const quire_tiles *tiles, int64_t index, Scratch *scratch,
                  uint64_t number, quire_share *holder, quire_share *writer) noexcept nogil:
-    """Write the results of an item, while they are in cache, unless another worker has; return whether it did so."""
+    """Write the results of an item, while they are in cache; return False if another worker writes them."""
     cdef Item item = _item(op, step, index)
     cdef int64_t rows = item.end - item.row
     cdef float *y = scratch.block
