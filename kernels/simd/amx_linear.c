@@ -72,25 +72,6 @@ void LEVEL(linear_bf16)(int rows, const quire_linear_tile *t) {
   }
 }
 
-// Rows that do not fill a tile: a function of the avx512 level, with an equal share of the prefetching per call.
-static void multiply_few_rows(void (*linear)(int rows, const quire_linear_tile *t), int rows, quire_linear_tile t) {
-  const int64_t blocks = t.a.width / 32;
-  const int calls = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS, lines = t.next_lines;
-  for (int call = 0; call < calls; call++) {
-    const int n = rows / (calls - call);
-    t.next_lines = lines * (call + 1) / calls - lines * call / calls;
-    linear(n, &t);
-    t.next += t.next_lines * 64 * blocks;
-    t.next_scales = NULL;
-    t.a.data = (char *)t.a.data + n * t.a.width;
-    t.a.scales += n * blocks;
-    t.a.sums += n * blocks;
-    t.c += n * t.ldc;
-    if (t.factors) t.factors += n;
-    rows -= n;
-  }
-}
-
 // The rows that fill tiles share the prefetching; without any, the rows of the avx512 level do.
 void LEVEL(linear_q8)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= AMX_LINEAR_ROWS);
@@ -109,14 +90,10 @@ void LEVEL(linear_q8)(int rows, const quire_linear_tile *t) {
       for (int i = 0; i < TILE_ROWS; i++) c[i][panel] = sums[i];
     }
     finish(TILE_ROWS, c, &part);
-    part.a.data = (char *)part.a.data + TILE_ROWS * t->a.width;
-    part.a.scales += TILE_ROWS * blocks;
-    part.a.sums += TILE_ROWS * blocks;
-    part.c += TILE_ROWS * t->ldc;
-    if (part.factors) part.factors += TILE_ROWS;
+    skip_rows(&part, TILE_ROWS);
   }
   if (passes) part.next_lines = 0;
-  multiply_few_rows(ISA(linear_q8), rows % TILE_ROWS, part);
+  multiply_in_calls(ISA(linear_q8), rows % TILE_ROWS, part);
 }
 
 // Blocks of q4 panels as blocks of q8 panels: w + 8 to w + 128.
@@ -131,7 +108,7 @@ static void widen_q4(const uint8_t *w, int64_t blocks, uint8_t *out) {
 // q4 for rows that fill two tiles: widened to q8 once per call, which computes the same integers, so the same bits.
 void LEVEL(linear_q4)(int rows, const quire_linear_tile *t) {
   if (rows < 2 * TILE_ROWS) {
-    multiply_few_rows(ISA(linear_q4), rows, *t);
+    ISA(linear_q4)(rows, t);
     return;
   }
   quire_linear_tile widened = *t;

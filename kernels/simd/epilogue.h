@@ -12,13 +12,21 @@
 #endif
 
 // dot = a block of 32 in half bytes of the two panels, at u and v, times the rows at a; less 8 for each, if `sums` points at
-// -128 * sum(a) of the first row.
-INLINE void dot_q4(const int rows, const uint8_t *u, const uint8_t *v, const int8_t *a, int64_t width,
-                   const int32_t *sums, vi dot[][2]) {
+// -128 * sum(a) of the first row. With `wide` the block goes there as one of q8 panels, which are `panel_bytes` apart.
+INLINE void dot_and_widen_q4(const int rows, const uint8_t *u, const uint8_t *v, const int8_t *a, int64_t width,
+                             const int32_t *sums, uint8_t *wide, int64_t panel_bytes, vi dot[][2]) {
   vn sum[LINEAR_ROWS][2];
   UNROLL for (int i = 0; i < rows; i++) sum[i][0] = sum[i][1] = vn_start(sums ? sums + i * (width / 32) : NULL);
   UNROLL for (int k = 0; k < 4; k++) {
     const wq4 p = wq4_load(u + k * 64), q = wq4_load(v + k * 64);
+#if defined QUIRE_ISA_AVX512
+    if (wide) {
+      wq4_widen(p, wide + k * 64, wide + k * 64 + 256);
+      wq4_widen(q, wide + panel_bytes + k * 64, wide + panel_bytes + k * 64 + 256);
+    }
+#else
+    (void)wide, (void)panel_bytes;  // only avx512 widens
+#endif
     UNROLL for (int i = 0; i < rows; i++) {
       const int8_t *x = a + i * width + k * 4;
       sum[i][0] = vn_dot4(vn_dot4(sum[i][0], wq4_low(p), x), wq4_high(p), x + 16);
@@ -28,11 +36,38 @@ INLINE void dot_q4(const int rows, const uint8_t *u, const uint8_t *v, const int
   UNROLL for (int i = 0; i < rows; i++)
     UNROLL for (int j = 0; j < 2; j++) dot[i][j] = vn_end(sum[i][j], sums ? sums + i * (width / 32) : NULL);
 }
+INLINE void dot_q4(const int rows, const uint8_t *u, const uint8_t *v, const int8_t *a, int64_t width,
+                   const int32_t *sums, vi dot[][2]) {
+  dot_and_widen_q4(rows, u, v, a, width, sums, NULL, 0, dot);
+}
 
 // Prefetch this call's share of the next weights, so that memory streams evenly for any number of calls per panel.
 INLINE const char *fetch_next(const char *next, int lines) {
   for (int i = 0; i < lines; i++) __builtin_prefetch(next + i * 64, 0, 2);
   return next + lines * 64;
+}
+
+// Leave out the first `rows` rows of q8.
+static inline void skip_rows(quire_linear_tile *t, int rows) {
+  t->a.data = (char *)t->a.data + rows * t->a.width;
+  t->a.scales += rows * (t->a.width / 32);
+  t->a.sums += rows * (t->a.width / 32);
+  t->c += rows * t->ldc;
+  if (t->factors) t->factors += rows;
+}
+
+// Multiply q8 rows in even calls of at most LINEAR_ROWS, each with an equal share of the prefetching.
+static inline void multiply_in_calls(void (*linear)(int rows, const quire_linear_tile *t), int rows, quire_linear_tile t) {
+  const int calls = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS, lines = t.next_lines;
+  for (int call = 0; call < calls; call++) {
+    const int n = rows / (calls - call);
+    t.next_lines = lines * (call + 1) / calls - lines * call / calls;
+    linear(n, &t);
+    skip_rows(&t, n);
+    t.next += t.next_lines * 64 * (t.a.width / 32);
+    t.next_scales = NULL;
+    rows -= n;
+  }
 }
 
 // Few rows read their pair of panels as one stream, which is prefetched `bytes` ahead: the rest of the pair, then the next

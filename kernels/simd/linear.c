@@ -47,8 +47,9 @@ INLINE void load_scales(const uint16_t *first, const uint16_t *second, int rows,
 }
 
 // Blocks of 32 along K, of which each has an exact integer dot and a scale. Those of q4 are the same integers as those of
-// q8: w + 8 is in 0..15, and each dot starts at -8 * sum(a). kquants.c has the dtypes with a minimum per block.
-INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile *t) {
+// q8: w + 8 is in 0..15, and each dot starts at -8 * sum(a). With `wide` the pair of q4 panels goes there as one of q8.
+// kquants.c has the dtypes with a minimum per block.
+INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile *t, uint8_t *wide) {
   const int64_t width = t->a.width, blocks = width / 32, block_bytes = quire_panel_bytes(dtype, 32);
   const uint8_t *w0 = t->w, *w1 = w0 + t->panel_bytes;
   const uint16_t *s0 = t->scales, *s1 = s0 + blocks * 16;
@@ -72,7 +73,8 @@ INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile
         }
       }
     } else {
-      dot_q4(rows, w0, w1, a + b * 32, width, t->a.sums + b, dot);
+      uint8_t *wide_block = wide ? wide + b * quire_panel_bytes(QUIRE_Q8, 32) : NULL;
+      dot_and_widen_q4(rows, w0, w1, a + b * 32, width, t->a.sums + b, wide_block, quire_panel_bytes(QUIRE_Q8, width), dot);
     }
     if (!VS_FIRST) load_scales(s0 + b * 16, s1 + b * 16, rows, s);
     UNROLL for (int i = 0; i < rows; i++) {
@@ -127,11 +129,11 @@ INLINE void body_stream(const int dtype, const int rows, const quire_linear_tile
 }
 INLINE void body_q8(const int rows, const quire_linear_tile *t) {
   if (rows <= STREAM_ROWS_Q8) body_stream(QUIRE_Q8, rows, t);
-  else body_blocks(QUIRE_Q8, rows, t);
+  else body_blocks(QUIRE_Q8, rows, t, NULL);
 }
 INLINE void body_q4(const int rows, const quire_linear_tile *t) {
   if (rows <= STREAM_ROWS_Q4) body_stream(QUIRE_Q4, rows, t);
-  else body_blocks(QUIRE_Q4, rows, t);
+  else body_blocks(QUIRE_Q4, rows, t, NULL);
 }
 
 // q4 with a zero point per block and column: dot - zero * sum(a), an integer below 2^24, is exact in f32, so the bits are
@@ -173,10 +175,40 @@ void ISA(linear_q8)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= LINEAR_ROWS);
   PER_ROW_COUNT(body_q8)
 }
+
+#if defined QUIRE_ISA_AVX512
+static void few_rows_of_q4(int rows, const quire_linear_tile *t) { PER_ROW_COUNT(body_q4) }
+
+// Many rows: the first ones, 5 or 6, widen the pair of panels to q8 in cache beside their dots; the others are
+// multiplied as q8, the same integers, without unpacking.
+static void many_rows_of_q4(int rows, const quire_linear_tile *t) {
+  const int calls = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS, n = rows / calls;
+  quire_linear_tile first = *t, rest = *t;
+  skip_rows(&rest, n);
+  first.next_lines = t->next_lines / calls;
+  if (n == LINEAR_ROWS) body_blocks(QUIRE_Q4, LINEAR_ROWS, &first, t->scratch);
+  else body_blocks(QUIRE_Q4, LINEAR_ROWS - 1, &first, t->scratch);
+  rest.w = t->scratch;
+  rest.panel_bytes = quire_panel_bytes(QUIRE_Q8, t->a.width);
+  rest.next_lines -= first.next_lines;
+  rest.next += first.next_lines * 64 * (t->a.width / 32);
+  rest.next_scales = NULL;
+  multiply_in_calls(ISA(linear_q8), rows - n, rest);
+}
+
 void ISA(linear_q4)(int rows, const quire_linear_tile *t) {
-  assert(rows >= 1 && rows <= LINEAR_ROWS);
+  assert(rows >= 1 && rows <= LINEAR_ROWS_Q4);
+  if (rows <= LINEAR_ROWS) few_rows_of_q4(rows, t);
+  else if (rows < WIDENED_ROWS) multiply_in_calls(few_rows_of_q4, rows, *t);
+  else many_rows_of_q4(rows, t);
+}
+#else
+void ISA(linear_q4)(int rows, const quire_linear_tile *t) {
+  assert(rows >= 1 && rows <= LINEAR_ROWS_Q4);
   PER_ROW_COUNT(body_q4)
 }
+#endif
+
 void ISA(linear_q4_z)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= LINEAR_ROWS);
   PER_ROW_COUNT(body_q4_z)

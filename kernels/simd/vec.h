@@ -35,6 +35,7 @@ static inline vs vs_of(vf p, int rows) { (void)rows; return p; }
 static inline vf vs_mul(const vs *p, const float *z, int rows) { (void)rows; return vf_mul(*p, vf_set1(*z)); }
 
 enum { STREAM_ROWS_Q8 = 1, STREAM_ROWS_Q4 = 1 };  // the most that read one panel after the other
+enum { LINEAR_ROWS_Q4 = LINEAR_ROWS };
 
 // The dots of half bytes for few rows: vh_dot8 takes 4 of K from the low halves and 4 from the high ones.
 typedef vn vh;

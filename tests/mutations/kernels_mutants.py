@@ -275,10 +275,16 @@ MUTANTS = [
         "the last rows of a prompt whose length is no multiple of 16 get the results of other rows",
     ),
     Mutant(
-        AMX_LINEAR,
-        "    if (part.factors) part.factors += TILE_ROWS;\n",
+        EPILOGUE,
+        "  if (t->factors) t->factors += rows;\n",
         "",
-        "with AMX, later rows of a chunk are scaled by the norm of the first 16",
+        "later rows of a chunk are scaled by the norm of the first ones, with AMX or 4-bit weights",
+    ),
+    Mutant(
+        SIMD_LINEAR,
+        "  rest.panel_bytes = quire_panel_bytes(QUIRE_Q8, t->a.width);\n",
+        "",
+        "with 4-bit weights, half of the columns are wrong in prompts of more than 36 tokens",
     ),
     Mutant(
         AMX_ATTENTION,

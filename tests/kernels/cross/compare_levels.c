@@ -151,7 +151,7 @@ static void compare_widened(const char *panels, const uint16_t *scales, quire_ro
     widened[i] = (uint8_t)(w + 128);
   }
   t.w = widened, t.panel_bytes = quire_panel_bytes(QUIRE_Q8, a.width);
-  t.c = got, run_linear(tiles, QUIRE_Q8, rows, rows, t);
+  t.c = got, run_linear(tiles, QUIRE_Q8, 1, rows, t);
   expect_same("linear", QUIRE_Q4, "other bits than as q8", got, want, rows * 32 * (int64_t)sizeof *got);
 }
 
@@ -171,7 +171,7 @@ static void compare_quantise_q4(void) {
   }
 }
 
-// Up to 7 all numbers of rows, as many as a call of any level but amx takes; beyond, those around whole tiles of 16.
+// Up to 7 all numbers of rows, as many as most calls take; beyond, those around whole tiles of 16.
 static int is_tried(int rows) { return rows < 8 || (rows + 1) % 16 < 3; }
 
 // `size` multiplies the scales of q8 rows.
