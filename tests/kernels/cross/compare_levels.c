@@ -133,10 +133,13 @@ static void run_linear(const quire_tiles *level, int dtype, int per_call, int ro
   const quire_rows a = t.a;
   const float *factors = t.factors;
   float *c = t.c;
+  float y[MAX_ROWS * 32];  // as the walker does, which adds when it writes the results
+  const int adds = t.epilogue == QUIRE_ADD;
   for (int row = 0; row < rows; row += per_call) {
-    t.a = from_row(a, input_dtype(dtype), row), t.c = c + row * t.ldc, t.factors = factors ? factors + row : NULL;
+    t.a = from_row(a, input_dtype(dtype), row), t.c = (adds ? y : c) + row * t.ldc, t.factors = factors ? factors + row : NULL;
     level->linear[dtype](per_call, &t);
   }
+  if (adds) level->add_columns(y, rows, c, t.ldc);
 }
 
 // q8 panels of the same weights give the same bits.
