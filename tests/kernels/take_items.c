@@ -1,6 +1,7 @@
 // The pool of kernels/pool.c under adverse conditions: a worker that keeps an item for ever, and random pauses in many short runs;
-// and runs of items that workers take at once.
+// runs of items that workers take at once; and a worker that comes to the core of another one.
 // Prints "ok", or stops at an assertion. Built by test_pool.py, also with the thread sanitizer.
+#define _GNU_SOURCE
 #undef NDEBUG
 #include <assert.h>
 #include <sched.h>
@@ -118,7 +119,42 @@ static void take_all_runs(quire_pool *pool, int items) {
   for (int item = 0; item < RUN_ITEMS; item++) assert(runs.taken[item] == (item < items));
 }
 
+// Two workers on one core: one moves to another core, and may use all of them afterwards.
+static struct {
+  quire_pool *pool;
+  quire_progress progress;
+  cpu_set_t all, last;
+  atomic_int was_seen;
+} cores;
+
+static void come_to_one_core(void *argument, int worker, int workers) {
+  (void)argument, (void)workers;
+  if (worker == 1 && atomic_load(&cores.was_seen)) return;
+  while (worker == 0 && !atomic_load(&cores.was_seen)) sched_yield();
+  assert(!sched_setaffinity(0, sizeof cores.last, &cores.last));
+  assert(!sched_setaffinity(0, sizeof cores.all, &cores.all));
+  quire_pool_await(cores.pool, &cores.progress, worker);
+  if (worker == 1) atomic_store(&cores.was_seen, 1);
+  cpu_set_t allowed;
+  assert(!sched_getaffinity(0, sizeof allowed, &allowed) && CPU_EQUAL(&allowed, &cores.all));
+}
+
+static void move_apart(void) {
+  assert(!sched_getaffinity(0, sizeof cores.all, &cores.all));
+  for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+    if (!CPU_ISSET(cpu, &cores.all)) continue;
+    CPU_ZERO(&cores.last);
+    CPU_SET(cpu, &cores.last);
+  }
+  cores.progress.finished = 1;  // nothing is waited for
+  cores.pool = quire_pool_new(2);
+  assert(cores.pool);
+  quire_pool_run(cores.pool, come_to_one_core, NULL);
+  quire_pool_free(cores.pool);
+}
+
 int main(void) {
+  move_apart();
   const int workers[] = {1, 2, 3, MOST_WORKERS};
   for (int i = 0; i < 4; i++) {
     run.pool = quire_pool_new(workers[i]);

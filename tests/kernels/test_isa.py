@@ -4,11 +4,15 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
-from quire.kernels import Pool, pick_level, supported_levels, unsupported_levels
+from quire.kernels import PackedMatrix, Pool, Program, packed_nbytes, pick_level, supported_levels, unsupported_levels
 from quire.kernels.isa import NAMES
+from quire.kernels.ops import Linear, Region
+from quire.pager import KVLayout, map_memory
 
 
 def test_every_machine_has_scalar_and_levels_are_of_this_build():
@@ -38,9 +42,40 @@ def test_a_processor_that_does_not_report_amx_is_the_obstacle():
         assert "amx" in unsupported_levels()
 
 
+@pytest.mark.skipif("amx" not in NAMES, reason="a level of x86")
+def test_each_obstacle_to_amx_has_its_reason_and_permission_is_asked_for(tmp_path):
+    here = Path(__file__).parent
+    command = ["cc", "-O1", "-w", "-o", "obstacles", "-I", str(here.parents[1] / "kernels"), "-pthread"]
+    subprocess.run([*command, str(here / "obstacles_to_amx.c")], cwd=tmp_path, check=True)
+    done = subprocess.run(["./obstacles"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "ok\n"
+
+
 @pytest.mark.skipif("amx-twin" not in NAMES, reason="needs the build option amx_twin")
 def test_the_twin_for_tests_is_preferred_to_scalar_alone():
     assert NAMES[:2] == ("scalar", "amx-twin")
+
+
+@pytest.mark.skipif("amx-twin" not in supported_levels(), reason="needs the build option amx_twin, and AVX-512")
+def test_a_thread_releases_its_tiles_when_a_step_ends():
+    """The twin has the tiles of 256 threads, and ends the process for one more."""
+    weight = PackedMatrix(32, 32, "bf16", map_memory(packed_nbytes(32, 32, "bf16")))
+    x, out = Region(0, 1, 32, "bf16"), Region(64, 1, 32, "f32")
+    layout, one = KVLayout(1, 1, 32), np.zeros(1, np.int32)
+    limits = {"max_rows": 1, "max_samples": 1, "max_sequences": 1, "vocab_size": 1}
+    pages = np.zeros(layout.page_bytes, np.uint8)
+    program = Program([Linear(x, weight, None, out, "store")], 192, pages, layout, 1, Pool(1), isa="amx-twin", **limits)
+    start, ended = np.array([0, 1], np.int32), []
+
+    def run_a_step():
+        program.run(one, start, one, one, start, one[:0])
+        ended.append(program)
+
+    for _ in range(257):
+        thread = threading.Thread(target=run_a_step)
+        thread.start()
+        thread.join()
+    assert len(ended) == 257
 
 
 @pytest.mark.parametrize("level", supported_levels())

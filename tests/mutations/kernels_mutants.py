@@ -452,4 +452,25 @@ MUTANTS = [
         "a quota of a parent group that is larger than the group's own takes its place",
         "tests/kernels/test_cpus.py",
     ),
+    Mutant(
+        "kernels/pool.c",
+        "  sched_setaffinity(0, sizeof allowed, &allowed);\n",
+        "",
+        "a worker that moves away from another one may not use that core again",
+        "tests/kernels/test_pool.py",
+    ),
+    Mutant(
+        "kernels/simd/dispatch.c",
+        "  if (syscall(SYS_arch_prctl, request_permission, tile_data)) {",
+        "  if (syscall(SYS_arch_prctl, request_permission, tile_data) > 0) {",
+        "`quire info` does not say that the kernel refused permission for AMX",
+        "tests/kernels/test_isa.py",
+    ),
+    Mutant(
+        "kernels/replay.pyx",
+        "    if replay.tiles.end != NULL:\n        replay.tiles.end()\n",
+        "",
+        "the tiles of AMX are not released between steps",
+        "tests/kernels/test_isa.py",
+    ),
 ]
