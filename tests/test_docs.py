@@ -174,7 +174,7 @@ def page(name):
 
 
 def run(*command, cwd=None):
-    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
 
 
 def block_after(line):

@@ -69,16 +69,7 @@ def perplexity(
         weights=compare_weights or EngineConfig().weights,
         kv_cache_dtype=compare_kv_cache_dtype or config.kv_cache_dtype,
     )
-    sized = [_sized(each, plan) for each in ([config] if compare_with is None else [config, base])]
-    measured: Perplexity | Divergence
-    with ExitStack() as stack:
-        with leaving_at_once():
-            runners = [stack.enter_context(closing(load_model(each))) for each in sized]
-        on_window = stack.enter_context(_progress(plan, compare_with is not None))
-        if compare_with is None:
-            measured = measure_perplexity(runners[0], token_ids, plan, bos, on_window)
-        else:
-            measured = measure_divergence(runners[0], runners[1], token_ids, plan, bos, on_window)
+    measured = _measure([config] if compare_with is None else [config, base], token_ids, plan, bos)
     about = {"model": config.model, "weights": _weights(config), "kv_cache_dtype": config.kv_cache_dtype}
     if compare_with is not None:
         about |= {"base": base.model, "base_weights": _weights(base), "base_kv_cache_dtype": base.kv_cache_dtype}
@@ -99,6 +90,20 @@ def _tokens(model: Path, text: Path) -> tuple[Sequence[int], int | None]:
     bos = tokenizer.bos_token_id
     token_ids = tokenizer.encode(content, add_special_tokens=False)
     return token_ids if bos is None else [bos, *token_ids], bos
+
+
+def _measure(
+    configs: Sequence[EngineConfig], token_ids: Sequence[int], windows: Windows, bos: int | None
+) -> Perplexity | Divergence:
+    """Load one model, or a model and its base, and score all windows; show the progress."""
+    sized = [_sized(config, windows) for config in configs]
+    with ExitStack() as stack:
+        with leaving_at_once():
+            runners = [stack.enter_context(closing(load_model(config))) for config in sized]
+        on_window = stack.enter_context(_progress(windows, len(runners) > 1))
+        if len(runners) == 1:
+            return measure_perplexity(runners[0], token_ids, windows, bos, on_window)
+        return measure_divergence(runners[0], runners[1], token_ids, windows, bos, on_window)
 
 
 def _sized(config: EngineConfig, windows: Windows) -> EngineConfig:

@@ -1,6 +1,7 @@
-"""The types of GGML by their number in a file, quantised ones as float32, and those that the kernels do not pack.
+"""The types of GGML by their number in a file, and the conversion of their blocks to float32.
 
-These are Q4_1, Q5_0 and Q5_1: llama.cpp uses them in k-quant files for matrices whose rows are not a multiple of 256.
+The kernels do not pack Q4_1, Q5_0 and Q5_1, which llama.cpp uses in k-quant files for matrices whose rows are not a
+multiple of 256.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class BlockType:
     nbytes: int
 
 
-# Types of GGML by their number in a file. All are listed, so that a tensor's bytes are known where it is not supported;
-# 31 to 33 and 36 to 38 are of llama.cpp of 2024, in the order of its kernels.
+# All types are listed, so that the bytes of a tensor are known even if its type is not supported. llama.cpp of 2024
+# wrote 31 to 33 and 36 to 38, whose blocks are in the order that its kernels read.
 TYPES = {
     number: BlockType(name, block, nbytes)
     for number, name, block, nbytes in [

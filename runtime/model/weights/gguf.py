@@ -42,7 +42,7 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The header entry of a tensor, and the file that contains it. Its bytes lay completely inside the file."""
+    """The header entry of a tensor, and the file that contains it: bytes begin..end, which are inside the file."""
 
     shape: tuple[int, ...]  # as in torch: [rows, columns], [columns]; the last dimension is contiguous
     type: BlockType
@@ -52,7 +52,7 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, of all elements that differ in the last dimension only."""
+        """The bytes of one row: of all elements that differ in the last dimension only."""
         return self.shape[-1] // self.type.block * self.type.nbytes
 
 

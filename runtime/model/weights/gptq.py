@@ -24,8 +24,8 @@ class GPTQMatrix(GroupedMatrix):
     """A matrix in GPTQ's layout: a word of `qweight` has 8 (or 4) inputs of one output.
 
     `g_idx` has the group of each input; with act-order, inputs of a group are not neighbours. Without it, the shapes of
-    scales and zero points say how many inputs a group has, and of how many bits. Version 1 of the format stores zero
-    points less one.
+    scales and zero points say how many inputs a group has, and of how many bits. Version 1 of the format stores each
+    zero point minus 1.
     """
 
     def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantisation) -> None:

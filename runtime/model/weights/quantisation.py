@@ -10,7 +10,7 @@ SORTED = " sorted by group"  # follows the name of a matrix in blocks whose inpu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantisation:
-    """What config.json says of quantised tensors; a matrix is quantised if the folder has the tensors for it."""
+    """What config.json says of quantised tensors. Which matrices are quantised follows from the folder's tensors."""
 
     layout: Literal["gptq", "awq", "compressed-tensors"]  # of integers in int32 words
     bits: int = 4  # of GPTQ's numbers where a matrix has no g_idx

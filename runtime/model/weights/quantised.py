@@ -59,9 +59,9 @@ class QuantisedCheckpoint:
         yield from ((self._stored.dtype(name), self._stored.nbytes(name)) for name in rest)
 
     def sort_by_group(self, names: Collection[str]) -> dict[str, Groups]:
-        """Sort the inputs of those matrices in `names` that are in blocks in this order only; return the orders.
+        """Sort the inputs of the matrices in `names` that are blocks only in this order; return their orders.
 
-        Such a matrix keeps its name, and is a second tensor with SORTED behind its name. Raises CorruptCheckpoint if an
+        The sorted matrix is a tensor of its own, with SORTED behind the name. Raises CorruptCheckpoint if an
         order of groups names a group that does not exist.
         """
         grouped = {name: self._matrices[name] for name in names if name in self._matrices}

@@ -163,8 +163,7 @@ class Api:
         context, tenant = self._context, exchange.tenant
         assert tenant is not None, "authenticated"
         with self._reader.reporting(exchange):
-            if context.leaves_at is not None:
-                raise Unavailable("the server is shutting down; send this request elsewhere")
+            self._check_accepting()
             key = idempotency_key(exchange.headers)
             num_bytes = len(exchange.body)
             fields = await self._reader.fields(exchange, endpoint.known)
@@ -200,8 +199,7 @@ class Api:
         context, tenant = self._context, exchange.tenant
         assert tenant is not None, "authenticated"
         with self._reader.reporting(exchange):
-            if context.leaves_at is not None:
-                raise Unavailable("the server is shutting down; send this request elsewhere")
+            self._check_accepting()
             call = read_call(await self._reader.fields(exchange, known, self._model_names), tenant.name)
         try:
             live = context.requests.embed(tenant, exchange.number, call.request)
@@ -213,6 +211,11 @@ class Api:
         del call  # it holds the texts
         if (failure := await answering) is not None:
             exchange.refuse(failure, known)
+
+    def _check_accepting(self) -> None:
+        """Raise Unavailable while the server drains."""
+        if self._context.leaves_at is not None:
+            raise Unavailable("the server is shutting down; send this request elsewhere")
 
     # What needs no engine
 
