@@ -16,7 +16,7 @@ from .isa cimport (QUIRE_ADD, QUIRE_CLAMPED, QUIRE_GEGLU, QUIRE_GEGLU_EXACT, QUI
 from .linear cimport ROWS_IN_CACHE, LinearOp, Weight
 from .ops import (BIAS_PADDING, BLOCK, GATED, INPUT_DTYPES, AddGiven, AddNorm, Attention, Combine, Convert, Dispatch,
                   Embed, EphemeralAttention, ExpertLinear, Gather, Linear, Normed, NormRows, PoolRows, RouteRows,
-                  ephemeral_pages, max_groups, padded)
+                  ephemeral_pages, has_minimums, max_groups, padded)
 from .pack cimport PackedMatrix, Panels
 from .pool cimport QUIRE_SHARE_ITEMS
 from .replay cimport (ADD_GIVEN, ADD_NORM, ATTENTION, COMBINE, CONVERT, DISPATCH, EMBED, GATHER, LINEAR, NORM, POOL,
@@ -227,6 +227,7 @@ cdef class Binder:
         if linear.converts:
             linear.converted = self.regions.output(op.out, columns, rows)
         linear.num_blocks, linear.epilogue = num_blocks, _EPILOGUES[op.epilogue]
+        linear.has_minimums = has_minimums(weight)
         for index, weight in enumerate(weights):
             memcpy(packed[index].parts, weight.parts, sizeof(weight.parts))
             packed[index].num_parts, packed[index].bias = weight.num_parts, NULL

@@ -46,12 +46,16 @@ cdef extern from "simd/tiles.h" nogil:
         float *squares
         int64_t squares_width
 
+    ctypedef struct quire_block_sums:
+        float unit
+
     ctypedef struct quire_linear_tile:
         const void *w
         void *scratch
         const uint16_t *scales
         int64_t panel_bytes
         quire_rows a
+        const quire_block_sums *block_sums
         const float *factors
         const float *bias
         const char *next
@@ -107,6 +111,7 @@ cdef extern from "simd/tiles.h" nogil:
         const char *name
         int linear_rows[QUIRE_DTYPES]
         void (*linear[QUIRE_DTYPES])(int rows, const quire_linear_tile *t) noexcept nogil
+        void (*sum_blocks)(const quire_rows *a, int64_t rows, quire_block_sums *out) noexcept nogil
         void (*attention[3])(int rows, const quire_attention_tile *t) noexcept nogil
         void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                       float *total_m, float *total_l, float *total_o) noexcept nogil

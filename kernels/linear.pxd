@@ -20,6 +20,7 @@ cdef struct LinearOp:
     float eps
     bint has_factors                # each row's sums are multiplied: by 1 / rms, by `scale`, or by both
     float scale
+    bint has_minimums               # in some columns: weights are q4_k or q5_k
     float softcap                   # of the results; 0: none
     Value out
     bint converts                   # results are also written to `converted`: `out` if not f32, or a `Normed`
@@ -33,7 +34,7 @@ cdef struct LinearOp:
     int epilogue
     bint sampled                    # computes only the rows that sample
 
-cdef int64_t linear_scratch_bytes(int64_t q4_width) noexcept
+cdef int64_t linear_scratch_bytes(int64_t width, bint has_minimums, bint has_q4) noexcept
 cdef int64_t num_items(const LinearOp *op, const Step *step) noexcept nogil
 cdef int64_t run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares,
                         uint64_t number, int worker, int workers) noexcept nogil

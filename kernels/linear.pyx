@@ -13,8 +13,8 @@ its own scale.
 from libc.stdint cimport uint16_t, uint64_t
 from libc.string cimport memcpy
 
-from .isa cimport (QUIRE_ADD, QUIRE_BLOCK, QUIRE_F32, QUIRE_GELU, QUIRE_Q8, QUIRE_SWIGLU, quire_itemsize,
-                   quire_linear_tile, quire_panel_bytes)
+from .isa cimport (QUIRE_ADD, QUIRE_BLOCK, QUIRE_F32, QUIRE_GELU, QUIRE_Q8, QUIRE_SUPER_BLOCK, QUIRE_SWIGLU,
+                   quire_block_sums, quire_itemsize, quire_linear_tile, quire_panel_bytes, quire_rows)
 from .pool cimport (quire_share_count, quire_share_held, quire_share_hold, quire_share_left, quire_share_release,
                     quire_share_take)
 from .step cimport end_item, first_item
@@ -37,7 +37,7 @@ cdef extern from *:
 cdef struct Scratch:                # of one worker
     float factors[ROWS_IN_CACHE]    # of each row, if the op has any
     float block[ROWS_IN_CACHE * QUIRE_BLOCK]    # the results of an item
-    int64_t group                   # whose rows `factors` has, or -1
+    int64_t group                   # whose rows `factors` and the sums of blocks are of, or -1
     int64_t padding[7]              # to a whole cache line: panels may follow
 
 
@@ -53,9 +53,14 @@ cdef struct Pair:                   # of panels
     char *data                      # NULL: no pair
 
 
-cdef int64_t linear_scratch_bytes(int64_t q4_width) noexcept:
-    """Return the bytes of one worker: its `Scratch`, then a pair of q4 panels of up to `q4_width` widened to q8."""
-    return sizeof(Scratch) + 2 * quire_panel_bytes(QUIRE_Q8, q4_width)
+cdef int64_t linear_scratch_bytes(int64_t width, bint has_minimums, bint has_q4) noexcept:
+    """Return the bytes of one worker: its `Scratch`, sums of blocks, then a pair of q4 panels widened to q8."""
+    return (sizeof(Scratch) + (_block_sums_bytes(width) if has_minimums else 0)
+            + (2 * quire_panel_bytes(QUIRE_Q8, width) if has_q4 else 0))
+
+
+cdef int64_t _block_sums_bytes(int64_t width) noexcept nogil:
+    return ROWS_IN_CACHE * (width // QUIRE_SUPER_BLOCK) * <int64_t>sizeof(quire_block_sums)
 
 
 cdef int64_t num_items(const LinearOp *op, const Step *step) noexcept nogil:
@@ -169,9 +174,8 @@ cdef void _compute(const LinearOp *op, const Step *step, const quire_tiles *tile
     if next >= 0:
         next_item = _item(op, step, next)
         after = _pair(&next_item, pairs * next_item.block)
-    if op.has_factors and item.group != scratch.group:
-        _compute_factors(op, tiles, &item, scratch.factors)
-        scratch.group = item.group
+    if item.group != scratch.group:
+        _prepare_group(op, tiles, &item, scratch)
     if op.epilogue >= QUIRE_SWIGLU:         # a pair of panels holds 16 columns of gate and 16 of up
         _multiply(op, tiles, &item, _pair(&item, 2 * item.block), _pair(&item, 2 * item.block + 1), scratch, y)
         _multiply(op, tiles, &item, _pair(&item, 2 * item.block + 1), after, scratch, y + 16)
@@ -181,6 +185,28 @@ cdef void _compute(const LinearOp *op, const Step *step, const quire_tiles *tile
         tiles.activate(op.epilogue, y, (item.end - item.row) * QUIRE_BLOCK)
     if op.softcap > 0:
         tiles.soft_cap(y, (item.end - item.row) * QUIRE_BLOCK, op.softcap)
+
+
+cdef void _prepare_group(const LinearOp *op, const quire_tiles *tiles, const Item *item,
+                         Scratch *scratch) noexcept nogil:
+    """Compute what all items of a group need of its rows."""
+    cdef quire_rows rows
+    if op.has_factors:
+        _compute_factors(op, tiles, item, scratch.factors)
+    if op.has_minimums:
+        rows = _input_rows(op, item.row)
+        tiles.sum_blocks(&rows, item.end - item.row, <quire_block_sums *>(scratch + 1))
+    scratch.group = item.group
+
+
+cdef quire_rows _input_rows(const LinearOp *op, int64_t row) noexcept nogil:
+    """Return the activations from a row on."""
+    cdef quire_rows rows = op.input.rows
+    rows.data = <char *>rows.data + row * rows.width * quire_itemsize(op.input.dtype)
+    if op.input.dtype == QUIRE_Q8:
+        rows.scales += row * (rows.width // 32)
+        rows.sums += row * (rows.width // 32)
+    return rows
 
 
 cdef void _compute_factors(const LinearOp *op, const quire_tiles *tiles, const Item *item,
@@ -265,28 +291,26 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
     tile.panel_bytes, tile.next = part.panel_bytes, next.data
     if next.data != NULL:
         lines = 2 * next.part.panel_bytes // (width // 32) // 64    # of `next`, per 32 of K
-    tile.scratch = scratch + 1
+    tile.block_sums = <quire_block_sums *>(scratch + 1)
+    tile.scratch = <char *>(scratch + 1) + (_block_sums_bytes(width) if op.has_minimums else 0)
     tile.factors = scratch.factors if op.has_factors else NULL
     tile.bias = item.weight.bias + 16 * pair.panel if item.weight.bias != NULL else NULL
     tile.c, tile.ldc = y, QUIRE_BLOCK
     tile.epilogue = op.epilogue
-    tile.a.width = width
     tile.next_scales = NULL
     if next.data != NULL and next.part.scales != NULL:
         tile.next_scales = <char *>_scales(&next, width)
     for call in range(calls):
         n = (end - row) // (calls - call)
         tile.next_lines = <int>(lines * (call + 1) // calls - lines * call // calls)
-        tile.a.data = <char *>op.input.rows.data + row * width * quire_itemsize(op.input.dtype)
+        tile.a = _input_rows(op, row)
         if op.out.dtype == QUIRE_F32:
             _prefetch_out(op, item, row, n)
-        if op.input.dtype == QUIRE_Q8:
-            tile.a.scales = op.input.rows.scales + row * (width // 32)
-            tile.a.sums = op.input.rows.sums + row * (width // 32)
         tiles.linear[part.dtype](<int>n, &tile)
         tile.next += tile.next_lines * 64 * (width // 32)
         tile.next_scales = NULL
         tile.c += n * QUIRE_BLOCK
+        tile.block_sums += n * (width // QUIRE_SUPER_BLOCK)
         if tile.factors != NULL:
             tile.factors += n
         row += n

@@ -340,6 +340,11 @@ class Routing:
     groups: Region  # i32 [1 + max_groups, 3]: the number of groups, then expert, first place and end of each
 
 
+def has_minimums(weight: PackedMatrix) -> bool:
+    """Return whether blocks of any column have minimums beside scales."""
+    return any(dtype in ("q4_k", "q5_k") for _, dtype in weight.ranges)
+
+
 def max_groups(tokens: int, num_experts: int, top_k: int) -> int:
     """Return the largest number of groups of a step."""
     return min(num_experts, tokens * top_k) + tokens * top_k // ROWS_IN_CACHE

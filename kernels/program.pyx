@@ -17,7 +17,7 @@ from .isa cimport QUIRE_MAX_HEAD, QUIRE_TILE, tiles_of
 from .isa import DTYPE_CODES
 from .linear cimport linear_scratch_bytes
 from .ops import (QUERY_DTYPES, Convert, Embed, EphemeralAttention, EphemeralPages, ExpertLinear, Linear, NormRows,
-                  RouteRows, aligned, ephemeral_pages, padded)
+                  RouteRows, aligned, ephemeral_pages, has_minimums, padded)
 from .pool cimport QUIRE_SHARE_OPS, Pool, quire_pool_run, quire_progress, quire_share
 from .regions cimport Regions
 from .regions import aligned_zeros
@@ -34,14 +34,19 @@ def scratch_nbytes(head_dim, workers, ops):
     """Return the bytes of all workers' scratch: each worker's own, which every op uses, and the heads they share."""
     linears = [op.weight if isinstance(op, Linear) else op.weights[0] for op in ops
                if isinstance(op, (Linear, ExpertLinear))]
-    widths = [padded(weight.in_features) for weight in linears if "q4" in [dtype for _, dtype in weight.ranges]]
+    sizes = [linear_scratch_bytes(padded(weight.in_features), has_minimums(weight), _has_q4(weight))
+             for weight in linears]
     rows = [padded(op.out.columns) for op in ops if isinstance(op, Embed)]
     rows += [padded(op.input.columns) for op in ops
              if isinstance(op, NormRows) or isinstance(op, Convert) and op.order is not None]
     num_experts = max((op.routing.num_experts for op in ops if isinstance(op, RouteRows)), default=0)
-    own = aligned(max(attention_scratch_bytes(padded(head_dim)), linear_scratch_bytes(max(widths, default=0)),
+    own = aligned(max(attention_scratch_bytes(padded(head_dim)), max(sizes, default=0),
                       max(rows, default=0) * 4, grouping_scratch_bytes(num_experts)))
     return workers * (own + attention_shared_bytes(padded(head_dim)))
+
+
+def _has_q4(weight):
+    return "q4" in [dtype for _, dtype in weight.ranges]
 
 
 cdef class Program:

@@ -1,6 +1,6 @@
 // Linear layers with GGML's k-quants (Q4_K, Q5_K, Q6_K): super-blocks of 256 along K, whose blocks have integer scales.
-// One body for all: a block's exact integers, then w = d * scale * q - dmin * minimum for their sum. Both products of a
-// super-block's number and a block's integer are exact in f32.
+// One body for all: a block's exact integers times d * scale, then, once per super-block, dmin times the sum of its minimums
+// times the sums of activations. Products of a super-block's number and an integer are exact in f32.
 #include <assert.h>
 #include <stddef.h>
 
@@ -8,21 +8,52 @@
 
 enum { LINE = 64, BLOCKS = 8 };  // bytes with 4 of each column; blocks of 32 in a super-block
 
-// A byte for each scale and column: in Q4_K and Q5_K the scales of blocks, then their minimums; in Q6_K the signed scales of
-// half blocks. The operations are on four bytes at a time.
-INLINE void unpack_scales(const int bits, const uint8_t *super_block, int8_t bytes[16][16]) {
+// The integers of one super-block in a panel. Minimums are pairs of 16-bit numbers: of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7.
+typedef struct {
+  _Alignas(64) int8_t scales[16][16];  // of blocks, 8; in Q6_K of half blocks, signed
+  uint32_t minimums[4][16];
+} block_integers;
+
+// The operations are on four bytes at a time.
+INLINE void unpack_integers(const int bits, const uint8_t *super_block, block_integers *out) {
   const uint32_t *packed = (const uint32_t *)(super_block + LINE);
-  uint32_t *out = (uint32_t *)bytes;
+  uint32_t *scales = (uint32_t *)out->scales;
   if (bits == 6) {
-    for (int i = 0; i < 64; i += 16) vi_store(out + i, vi_load(packed + i));
+    for (int i = 0; i < 64; i += 16) vi_store(scales + i, vi_load(packed + i));
     return;
   }
-  const vi six = vi_set1(0x3f3f3f3f), four = vi_set1(0x0f0f0f0f), two = vi_set1(0x03030303);
+  const vi six = vi_set1(0x3f3f3f3f), four = vi_set1(0x0f0f0f0f), two = vi_set1(0x03030303), even = vi_set1(0x00ff00ff);
   const vi x = vi_load(packed), y = vi_load(packed + 16), z = vi_load(packed + 32);
-  vi_store(out, vi_and(x, six));
-  vi_store(out + 16, vi_or(vi_and(z, four), vi_shift_left(vi_and(vi_shift_right(x, 6), two), 4)));
-  vi_store(out + 32, vi_and(y, six));
-  vi_store(out + 48, vi_or(vi_and(vi_shift_right(z, 4), four), vi_shift_left(vi_and(vi_shift_right(y, 6), two), 4)));
+  vi_store(scales, vi_and(x, six));
+  vi_store(scales + 16, vi_or(vi_and(z, four), vi_shift_left(vi_and(vi_shift_right(x, 6), two), 4)));
+  const vi low = vi_columns(vi_and(y, six));
+  const vi high = vi_columns(vi_or(vi_and(vi_shift_right(z, 4), four), vi_shift_left(vi_and(vi_shift_right(y, 6), two), 4)));
+  vi_store(out->minimums[0], vi_and(low, even));
+  vi_store(out->minimums[1], vi_and(vi_shift_right(low, 8), even));
+  vi_store(out->minimums[2], vi_and(high, even));
+  vi_store(out->minimums[3], vi_and(vi_shift_right(high, 8), even));
+}
+
+// Not inlined: GCC vectorises it only by itself.
+static __attribute__((noinline)) void sum_super_block(const float *scales, const int32_t *sums, quire_block_sums *out) {
+  static const int8_t order[BLOCKS] = {0, 2, 1, 3, 4, 6, 5, 7};
+  union { float number[BLOCKS]; uint32_t bits[BLOCKS]; } x;
+  union { uint32_t bits; float number; } inverse, unit;
+  uint32_t exponent = 14u << 23;  // below that the inverse would overflow
+  for (int j = 0; j < BLOCKS; j++) x.number[j] = scales[j] * ((float)sums[j] * 0x1p-19f);
+  for (int j = 0; j < BLOCKS; j++) exponent = (x.bits[j] & 0x7f800000) > exponent ? x.bits[j] & 0x7f800000 : exponent;
+  inverse.bits = ((127u + 14 + 127) << 23) - exponent;
+  for (int j = 0; j < BLOCKS; j++) x.number[j] = x.number[j] * inverse.number + 0x1.8p23f;  // the low bits are the integer
+  for (int j = 0; j < BLOCKS; j++) out->pairs[j / 2][j % 2] = (int16_t)(x.bits[order[j]] & 0xffff);
+  unit.bits = exponent - (2u << 23);
+  out->unit = unit.number;
+}
+
+// The unit is the smallest power of two with which the largest sum fits into 16 bits. A sum has at most 15 significant bits, so
+// only those are rounded that are far smaller than the largest one, by 2^-16 of it at most.
+void ISA(sum_blocks)(const quire_rows *a, int64_t rows, quire_block_sums *out) {
+  for (int64_t i = 0; i < rows * a->width / QUIRE_SUPER_BLOCK; i++)
+    sum_super_block(a->scales + i * BLOCKS, a->sums + i * BLOCKS, out + i);
 }
 
 // Unsigned weights, 4 of K: of the first 16 of a block or of the other 16.
@@ -55,22 +86,30 @@ INLINE vi sum_of_16(const int8_t *a) {
 
 // The scales of one super-block in the pair of panels.
 typedef struct {
-  vf d[2], least[2];  // least, times the sums of activations, which hold -128 * sum(a), is what minimums subtract
-  _Alignas(64) int8_t bytes[2][16][16];
+  vf d[2], least[2];
+  block_integers of[2];
 } block_scales;
 
 INLINE void load_scales(const int bits, const uint8_t *panel, int i, block_scales *s) {
   s->d[i] = vf_load_f16((const uint16_t *)panel);
-  s->least[i] = vf_mul(vf_load_f16((const uint16_t *)panel + 16), vf_set1(0x1p-7f));
-  unpack_scales(bits, panel, s->bytes[i]);
+  s->least[i] = vf_load_f16((const uint16_t *)panel + 16);
+  unpack_integers(bits, panel, &s->of[i]);
 }
 
-// Add block b of the rows, block j of its super-block, at u and v in the two panels.
+// d * scale of block j in both panels.
+INLINE void block_scales_of(const block_scales *s, int j, int rows, vs out[2]) {
+  UNROLL for (int i = 0; i < 2; i++) out[i] = vs_of(vf_mul(s->d[i], vf_load_i8(s->of[i].scales[j])), rows);
+}
+
+// Add block b of the rows, block j of its super-block, at u and v in the two panels, without its minimums.
 INLINE void add_block(const int rows, const int bits, const quire_linear_tile *t, int64_t b, int j, const uint8_t *u,
                       const uint8_t *v, block_scales *s, vf acc[][2]) {
   const int64_t width = t->a.width, blocks = width / 32;
+  const int few = bits == 4 ? rows : 1;  // the higher bits of q5_k take the units that would compute multiples of scales
   const int8_t *a = (const int8_t *)t->a.data + b * 32;
+  vs scale[2];
   vi dot[LINEAR_ROWS][2];
+  if (VS_FIRST) block_scales_of(s, j, few, scale);
   if (bits == 4) {
     dot_q4(rows, u, v, a, width, NULL, dot);
   } else {
@@ -78,14 +117,27 @@ INLINE void add_block(const int rows, const int bits, const quire_linear_tile *t
     dot_half(rows, bits, 0, u, v, u + 4 * LINE, v + 4 * LINE, a, width, dot);
     dot_half(rows, bits, 1, u, v, u + 4 * LINE, v + 4 * LINE, a, width, dot);
   }
-  const vf p = vf_mul(s->d[0], vf_load_i8(s->bytes[0][j])), q = vf_mul(s->d[1], vf_load_i8(s->bytes[1][j]));
-  const vf m = vf_mul(s->least[0], vf_load_i8(s->bytes[0][BLOCKS + j]));
-  const vf n = vf_mul(s->least[1], vf_load_i8(s->bytes[1][BLOCKS + j]));
+  if (!VS_FIRST) block_scales_of(s, j, few, scale);
   UNROLL for (int i = 0; i < rows; i++) {
-    const vf sum = vf_from(vi_set1(t->a.sums[i * blocks + b])), z = vf_set1(t->a.scales[i * blocks + b]);
-    acc[i][0] = vf_fma(vf_fma(p, vf_from(dot[i][0]), vf_mul(m, sum)), z, acc[i][0]);
-    acc[i][1] = vf_fma(vf_fma(q, vf_from(dot[i][1]), vf_mul(n, sum)), z, acc[i][1]);
+    const float *z = t->a.scales + i * blocks + b;
+    UNROLL for (int p = 0; p < 2; p++) acc[i][p] = vf_fma(vf_from(dot[i][p]), vs_mul(&scale[p], z, few), acc[i][p]);
   }
+}
+
+// Subtract the minimums of super-block k of the rows.
+INLINE void add_minimums(const int rows, const quire_linear_tile *t, int64_t k, const block_scales *s, vf acc[][2]) {
+  const quire_block_sums *sums = t->block_sums + k;
+  const int64_t super_blocks = t->a.width / QUIRE_SUPER_BLOCK;
+  vi dot[LINEAR_ROWS][2];
+  UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_zero();
+  UNROLL for (int j = 0; j < 4; j++)
+    UNROLL for (int p = 0; p < 2; p++) {
+      const vi pairs = vi_load(s->of[p].minimums[j]);
+      UNROLL for (int i = 0; i < rows; i++) dot[i][p] = vi_dot2(dot[i][p], pairs, sums[i * super_blocks].pairs[j]);
+    }
+  UNROLL for (int i = 0; i < rows; i++)
+    UNROLL for (int p = 0; p < 2; p++)
+      acc[i][p] = vf_fma(vf_from(dot[i][p]), vf_mul_pow2(s->least[p], &sums[i * super_blocks].unit), acc[i][p]);
 }
 
 // The dots of one half of a block of Q6_K. q - 32 is in -32..31, so they start at -32 * sum(a) of the half; `first` are
@@ -108,8 +160,8 @@ INLINE void add_halves(const int rows, const quire_linear_tile *t, int64_t b, in
   vf part[LINEAR_ROWS][2];
   vf p[2], q[2];  // of each half
   for (int half = 0; half < 2; half++) {
-    p[half] = vf_mul(s->d[0], vf_load_i8(s->bytes[0][2 * j + half]));
-    q[half] = vf_mul(s->d[1], vf_load_i8(s->bytes[1][2 * j + half]));
+    p[half] = vf_mul(s->d[0], vf_load_i8(s->of[0].scales[2 * j + half]));
+    q[half] = vf_mul(s->d[1], vf_load_i8(s->of[1].scales[2 * j + half]));
   }
   UNROLL for (int i = 0; i < rows; i++) first[i] = sum_of_16((const int8_t *)t->a.data + i * t->a.width + b * 32);
   dot_q6(rows, 0, t, b, u, v, first, dot);
@@ -141,6 +193,7 @@ INLINE void body_k(const int rows, const int bits, const quire_linear_tile *t) {
       if (bits == 6) add_halves(rows, t, k * BLOCKS + j, j, u, v, &scales, acc);
       else add_block(rows, bits, t, k * BLOCKS + j, j, u, v, &scales, acc);
     }
+    if (bits < 6) add_minimums(rows, t, k, &scales, acc);
     for (int i = 0; i < 2; i++) panel[i] += quire_super_block_bytes(bits);
   }
   finish(rows, acc, t);
@@ -174,11 +227,11 @@ INLINE vf row_of_super_blocks(const int bits, const quire_linear_tile *t, const 
   const int64_t head = quire_scale_lines(bits) * LINE;
   vf acc = vf_zero();
   for (int64_t b = 0; b < t->a.width / 32; p += quire_super_block_bytes(bits)) {
-    _Alignas(64) int8_t bytes[16][16];
-    const vf d = vf_load_f16((const uint16_t *)p);
-    const vf least = vf_mul(vf_load_f16((const uint16_t *)p + 16), vf_set1(0x1p-7f));
+    block_integers s;
+    const vf d = vf_load_f16((const uint16_t *)p), least = vf_load_f16((const uint16_t *)p + 16);
+    const quire_block_sums *sums = t->block_sums + b / BLOCKS;
     *ahead = fetch_ahead(*ahead, head, 0, t);
-    unpack_scales(bits, p, bytes);
+    unpack_integers(bits, p, &s);
     for (int j = 0; j < BLOCKS; j++, b++) {
       const uint8_t *w = p + head + j * bits * LINE;
       const int8_t *a = (const int8_t *)t->a.data + b * 32;
@@ -188,12 +241,16 @@ INLINE vf row_of_super_blocks(const int bits, const quire_linear_tile *t, const 
         const vi first = sum_of_16(a);
         vi dot[2] = {vi_sub(vi_zero(), first), vi_add(first, vi_set1(t->a.sums[b] >> 2))};  // -32 * sum(a) of each half
         dot_halves(bits, w, a, dot);
-        const vf part = vf_mul(vf_mul(d, vf_load_i8(bytes[2 * j])), vf_from(dot[0]));
-        acc = vf_fma(vf_fma(vf_mul(d, vf_load_i8(bytes[2 * j + 1])), vf_from(dot[1]), part), z, acc);
+        const vf part = vf_mul(vf_mul(d, vf_load_i8(s.scales[2 * j])), vf_from(dot[0]));
+        acc = vf_fma(vf_fma(vf_mul(d, vf_load_i8(s.scales[2 * j + 1])), vf_from(dot[1]), part), z, acc);
       } else {
-        const vf sum = vf_from(vi_set1(t->a.sums[b])), least_sum = vf_mul(vf_mul(least, vf_load_i8(bytes[BLOCKS + j])), sum);
-        acc = vf_fma(vf_fma(vf_mul(d, vf_load_i8(bytes[j])), vf_from(dot_row(bits, w, a)), least_sum), z, acc);
+        acc = vf_fma(vf_from(dot_row(bits, w, a)), vf_mul(vf_mul(d, vf_load_i8(s.scales[j])), z), acc);
       }
+    }
+    if (bits < 6) {
+      vi dot = vi_zero();
+      UNROLL for (int j = 0; j < 4; j++) dot = vi_dot2(dot, vi_load(s.minimums[j]), sums->pairs[j]);
+      acc = vf_fma(vf_from(dot), vf_mul_pow2(least, &sums->unit), acc);
     }
   }
   return acc;
@@ -240,14 +297,18 @@ static int weight_of(int bits, const uint8_t *lines, int lane, int i) {
 
 void ISA(unpack_k)(const void *panel, int bits, int64_t width, int lane, float *out) {
   for (const uint8_t *p = panel; width; p += quire_super_block_bytes(bits), width -= QUIRE_SUPER_BLOCK) {
-    _Alignas(64) int8_t bytes[16][16];
-    unpack_scales(bits, p, bytes);
+    block_integers s;
+    unpack_integers(bits, p, &s);
     const float d = f16_widen(((const uint16_t *)p)[lane]), least = f16_widen(((const uint16_t *)p)[16 + lane]);
     for (int j = 0; j < BLOCKS; j++)
       for (int i = 0; i < 32; i++) {
         const int q = weight_of(bits, p + (quire_scale_lines(bits) + j * bits) * LINE, lane, i);
-        if (bits == 6) *out++ = d * (float)bytes[2 * j + i / 16][lane] * (float)(q - 32);
-        else *out++ = d * (float)bytes[j][lane] * (float)q - least * (float)bytes[BLOCKS + j][lane];
+        if (bits == 6) {
+          *out++ = d * (float)s.scales[2 * j + i / 16][lane] * (float)(q - 32);
+          continue;
+        }
+        const uint32_t minimum = s.minimums[j / 4 * 2 + j % 2][lane] >> j % 4 / 2 * 16 & 63;
+        *out++ = d * (float)s.scales[j][lane] * (float)q - least * (float)minimum;
       }
   }
 }

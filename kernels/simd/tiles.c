@@ -15,6 +15,7 @@ const quire_tiles LEVEL(quire_tiles) = {
                     LINEAR_ROWS, LINEAR_ROWS, LINEAR_ROWS},
     .linear = {ISA(linear_f32), LEVEL(linear_bf16), LEVEL(linear_q8), LEVEL(linear_q4), ISA(linear_q4_k), ISA(linear_q5_k),
                ISA(linear_q6_k), ISA(linear_mxfp4), ISA(linear_q4_z)},
+    .sum_blocks = ISA(sum_blocks),
     .attention = {ISA(attention_f32), LEVEL(attention_bf16), LEVEL(attention_int8)},
     .merge = ISA(merge),
     .convert = ISA(convert),

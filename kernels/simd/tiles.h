@@ -65,6 +65,12 @@ typedef struct {
   int64_t squares_width;
 } quire_output;
 
+// What minimums of one super-block are multiplied by: -sum(a) * scale of each block of activations, as integers of one unit.
+typedef struct {
+  int16_t pairs[4][2];  // of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7
+  float unit;           // a power of two
+} quire_block_sums;
+
 // `rows` rows times one pair of 16-column panels. `a` points at the first row.
 typedef struct {
   const void *w;           // first panel; the second follows `panel_bytes` later
@@ -72,6 +78,7 @@ typedef struct {
   int64_t panel_bytes;
   void *scratch;           // q4: for the pair of panels widened to q8
   quire_rows a;
+  const quire_block_sums *block_sums;  // q4_k, q5_k: [rows][width / 256]
   const float *factors;    // [rows], multiply each row's sums; or NULL
   const float *bias;       // [32] or NULL
   const char *next;        // prefetched into L2 in the meantime, `next_lines` cache lines per 32 of K; or NULL
@@ -131,6 +138,7 @@ typedef struct {
   const char *name;
   int linear_rows[QUIRE_DTYPES];  // maximum rows of one linear tile, by dtype of the weight; those of q4 and k-quants are q8
   void (*linear[QUIRE_DTYPES])(int rows, const quire_linear_tile *t);
+  void (*sum_blocks)(const quire_rows *a, int64_t rows, quire_block_sums *out);  // of all super-blocks of the rows
   void (*attention[3])(int rows, const quire_attention_tile *t);  // by KV dtype
 
   // total = merge(total, split); the split's state may be reused afterwards. Where total_l is 0, total_m and total_o may

@@ -34,6 +34,8 @@ enum { VS_FIRST = 0 };
 static inline vs vs_of(vf p, int rows) { (void)rows; return p; }
 static inline vf vs_mul(const vs *p, const float *z, int rows) { (void)rows; return vf_mul(*p, vf_set1(*z)); }
 
+static inline vf vf_mul_pow2(vf a, const float *power) { return vf_mul(a, vf_set1(*power)); }
+
 enum { STREAM_ROWS_Q8 = 1, STREAM_ROWS_Q4 = 1 };  // the most that read one panel after the other
 enum { LINEAR_ROWS_Q4 = LINEAR_ROWS };
 

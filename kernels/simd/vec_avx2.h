@@ -156,6 +156,24 @@ static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
   return (vi){dot4_half(acc.lo, w.lo, x), dot4_half(acc.hi, w.hi, x)};
 }
 
+// Lane i: byte i of each 16.
+static inline vi vi_columns(vi x) {
+  const __m128i a = _mm256_castsi256_si128(x.lo), b = _mm256_extracti128_si256(x.lo, 1);
+  const __m128i c = _mm256_castsi256_si128(x.hi), d = _mm256_extracti128_si256(x.hi, 1);
+  const __m128i ab = _mm_unpacklo_epi8(a, b), cd = _mm_unpacklo_epi8(c, d);
+  const __m128i ab2 = _mm_unpackhi_epi8(a, b), cd2 = _mm_unpackhi_epi8(c, d);
+  return (vi){_mm256_set_m128i(_mm_unpackhi_epi16(ab, cd), _mm_unpacklo_epi16(ab, cd)),
+              _mm256_set_m128i(_mm_unpackhi_epi16(ab2, cd2), _mm_unpacklo_epi16(ab2, cd2))};
+}
+// Pairs of 16-bit integers times two numbers at a.
+static inline vi vi_dot2(vi acc, vi pairs, const int16_t *a) {
+  int32_t both;
+  __builtin_memcpy(&both, a, 4);
+  const __m256i x = _mm256_set1_epi32(both);
+  return (vi){_mm256_add_epi32(acc.lo, _mm256_madd_epi16(pairs.lo, x)),
+              _mm256_add_epi32(acc.hi, _mm256_madd_epi16(pairs.hi, x))};
+}
+
 // 64 bytes of a q4 panel: w + 8 of one line in the low halves, of another line in the high halves. vn_start .. vn_end is
 // the dot of these unsigned weights; it begins at *sum / 16, or 0 without a sum, which may be added at either end.
 // maddubs cannot saturate here: 32 products of at most 15 * 128 in two sums each fit into 16 bits.

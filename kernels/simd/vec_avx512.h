@@ -145,6 +145,27 @@ static inline vf vs_mul(const vs *p, const float *z, int rows) {
   return _mm512_scalef_ps(p->times[((const uint8_t *)z)[2] >> 5 & 3], exponent);
 }
 
+// a times a power of two, beside the dots as in vs_mul.
+static inline vf vf_mul_pow2(vf a, const float *power) {
+  vf exponent;
+  __asm__("vgetexpps %1%{1to16%}, %0" : "=v"(exponent) : "m"(*power));
+  return _mm512_scalef_ps(a, exponent);
+}
+
+// Lane i: byte i of each 16.
+static inline vi vi_columns(vi x) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i bytes = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(order, x), bytes);
+}
+// Pairs of 16-bit integers times two numbers at a.
+static inline vi vi_dot2(vi acc, vi pairs, const int16_t *a) {
+  int32_t both;
+  __builtin_memcpy(&both, a, 4);
+  __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(pairs), "v"(_mm512_set1_epi32(both)));
+  return acc;
+}
+
 // 64 bytes of a q4 panel: w + 8 of one line in the low halves, of another line in the high halves. vn_start .. vn_end is
 // the dot of these unsigned weights; it begins at *sum / 16, or 0 without a sum, which may be added at either end.
 typedef __m512i wq4;

@@ -126,6 +126,24 @@ static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
   MAP(vi, vdotq_s32(acc.q[i], w.q[i], quad));
 }
 
+// Lane i: byte i of each 16.
+static inline vi vi_columns(vi x) {
+  int8_t bytes[64];
+  vst4q_s8(bytes, ((int8x16x4_t){{vreinterpretq_s8_s32(x.q[0]), vreinterpretq_s8_s32(x.q[1]), vreinterpretq_s8_s32(x.q[2]),
+                                  vreinterpretq_s8_s32(x.q[3])}}));
+  MAP(vi, vreinterpretq_s32_s8(vld1q_s8(bytes + 16 * i)));
+}
+// Pairs of 16-bit integers times two numbers at a.
+static inline vi vi_dot2(vi acc, vi pairs, const int16_t *a) {
+  const int16x8_t x = vreinterpretq_s16_u32(broadcast4(a));
+  FOR4 {
+    const int16x8_t p = vreinterpretq_s16_s32(pairs.q[i]);
+    const int32x4_t low = vmull_s16(vget_low_s16(p), vget_low_s16(x)), high = vmull_high_s16(p, x);
+    acc.q[i] = vaddq_s32(acc.q[i], vpaddq_s32(low, high));
+  }
+  return acc;
+}
+
 // 64 bytes of a q4 panel: w + 8 of one line in the low halves, of another line in the high halves. vn_start .. vn_end is
 // the dot of these unsigned weights; it begins at *sum / 16, or 0 without a sum, which may be added at either end.
 typedef struct { uint8x16_t q[4]; } wq4;

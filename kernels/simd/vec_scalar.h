@@ -162,6 +162,20 @@ static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
   return acc;
 }
 
+// Lane i: byte i of each 16.
+static inline vi vi_columns(vi x) {
+  int8_t from[64], to[64];
+  memcpy(from, &x, sizeof from);
+  for (int i = 0; i < 64; i++) to[i % 16 * 4 + i / 16] = from[i];
+  memcpy(&x, to, sizeof x);
+  return x;
+}
+// Pairs of 16-bit integers times two numbers at a.
+static inline vi vi_dot2(vi acc, vi pairs, const int16_t *a) {
+  const i32x4 first = {a[0], a[0], a[0], a[0]}, second = {a[1], a[1], a[1], a[1]};
+  MAP(vi, acc.q[i] + (pairs.q[i] & 0xffff) * first + (pairs.q[i] >> 16) * second);
+}
+
 // 64 bytes of a q4 panel: w + 8 of one line in the low halves, of another line in the high halves. vn_start .. vn_end is
 // the dot of these unsigned weights; it begins at *sum / 16, or 0 without a sum, which may be added at either end.
 typedef wq8 wq4;

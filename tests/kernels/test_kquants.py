@@ -82,6 +82,19 @@ def test_every_level_computes_the_same_bits(ggml_type, epilogue):
     assert len({multiply(ROWS, weight, isa, epilogue=epilogue)[0].tobytes() for isa in LEVELS}) == 1
 
 
+@pytest.mark.parametrize("ggml_type", ["Q4_K", "Q5_K"])
+def test_minimums_are_multiplied_by_sums_of_very_different_sizes(ggml_type):
+    """The sums of a super-block share a power of two, so those of small blocks are rounded beside a large one."""
+    blocks = random_blocks(np.random.default_rng(7), ggml_type, 64, 512)
+    sizes = np.exp2(-np.random.default_rng(8).integers(0, 18, (len(ROWS), 16))).repeat(32, axis=1)
+    x = (np.abs(ROWS) * sizes).astype(np.float32)
+    results = [multiply(x, blocks_matrix([(ggml_type, blocks)], 512), isa) for isa in LEVELS]
+    got, want = results[0]
+    assert len({result.tobytes() for result, _ in results}) == 1
+    largest = x.sum(axis=1, keepdims=True) * np.abs(dequantise(blocks, ggml_type)).max()
+    assert (np.abs(got - want) <= 5e-5 * largest).all()
+
+
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("columns", [32, 96, 512])
 def test_zero_points_have_the_bits_of_q8_with_the_same_weights(columns, isa):

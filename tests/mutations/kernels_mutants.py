@@ -55,9 +55,16 @@ MUTANTS = [
     ),
     Mutant(
         K_QUANTS,
-        "vf_load_i8(s->bytes[1][BLOCKS + j])",
-        "vf_load_i8(s->bytes[0][BLOCKS + j])",
+        "vi_load(s->of[p].minimums[j])",
+        "vi_load(s->of[0].minimums[j])",
         "half of the columns of a GGUF file's matrix have the minimums of their neighbours",
+        "tests/kernels/test_kquants.py",
+    ),
+    Mutant(
+        K_QUANTS,
+        "(x.bits[j] & 0x7f800000) > exponent ? x.bits[j] & 0x7f800000 : exponent",
+        "x.bits[j] & 0x7f800000",
+        "sums of activations that are multiplied by minimums overflow if the last block of a super-block is small",
         "tests/kernels/test_kquants.py",
     ),
     Mutant(

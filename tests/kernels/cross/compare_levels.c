@@ -135,7 +135,10 @@ static void run_linear(const quire_tiles *level, int dtype, int per_call, int ro
   float *c = t.c;
   float y[MAX_ROWS * 32];  // as the walker does, which adds when it writes the results
   const int adds = t.epilogue == QUIRE_ADD;
+  static quire_block_sums sums[MAX_ROWS * MAX_WIDTH / QUIRE_SUPER_BLOCK];
+  if (dtype == QUIRE_Q4_K || dtype == QUIRE_Q5_K) level->sum_blocks(&a, rows, sums);
   for (int row = 0; row < rows; row += per_call) {
+    t.block_sums = sums + row * (a.width / QUIRE_SUPER_BLOCK);
     t.a = from_row(a, input_dtype(dtype), row), t.c = (adds ? y : c) + row * t.ldc, t.factors = factors ? factors + row : NULL;
     level->linear[dtype](per_call, &t);
   }
