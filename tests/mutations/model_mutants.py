@@ -360,7 +360,7 @@ MUTANTS = [
         QUANTIZATION_CONFIG,
         "size = table.integer(key, -1, MAX_WIDTH, 128)",
         "size = table.integer(key, -1, MAX_WIDTH, -1)",
-        "folders of GPTQ with neither group_size nor g_idx are refused",
+        "folders of GPTQ with neither group_size nor g_idx have the scales of other groups",
         QUANTISED_TESTS,
     ),
 ]
