@@ -183,3 +183,14 @@ def test_q4_fills_columns_of_any_start_and_from_two_sources():
 def test_sizes_that_do_not_fit_are_refused(call, complaint):
     with pytest.raises(ValueError, match=complaint):
         call()
+
+
+def test_scales_of_q8_between_two_fp16_numbers_are_rounded_to_the_even_one():
+    lower = np.arange(0, 0x7BFE, 13, np.uint16)
+    middle = (lower.view(np.float16).astype(np.float32) + (lower + 1).view(np.float16).astype(np.float32)) / 2
+    weights = np.zeros((len(middle), 32), np.float32)
+    weights[:, 5] = 127 * middle
+    expected = np.where(lower % 2 == 0, lower, lower + 1).view(np.float16).astype(np.float32)
+    packed = matrix(*weights.shape, "q8")
+    packed.fill(weights)
+    assert np.array_equal(packed.unpack()[:, 5], 127 * expected)

@@ -480,4 +480,11 @@ MUTANTS = [
         "the tiles of AMX are not released between steps",
         "tests/kernels/test_isa.py",
     ),
+    Mutant(
+        "kernels/ggml.c",
+        "if (rest + (kept & 1) > 1u << (shift - 1)) kept++;",
+        "if (rest >= 1u << (shift - 1)) kept++;",
+        "scales of q8 between two fp16 numbers are rounded up",
+        "tests/kernels/test_pack.py",
+    ),
 ]
