@@ -31,7 +31,7 @@ from ..common.errors import GenerationFailed, InvalidRequest
 from ..common.types import StructuredOutputs
 from ..model import read_spec
 from ..model.runner import SamplingSpec
-from .compiled_grammars import CompiledGrammars
+from .compiled_grammars import CompiledGrammar, CompiledGrammars
 from .error_mapping import UNMATCHED
 from .job_threads import JobThreads
 from .json_schema import check_references, enforceable_schema
@@ -186,7 +186,7 @@ class Grammars:
             if sampling.params.beam_width:
                 running = self._beam(beams, sampling, tuple(sequence.context[sequence.num_prompt_tokens :]))
             else:
-                running = before.get(sequence.request_id) or RunningGrammar(sampling)
+                running = before.get(sequence.request_id) or self._join(sampling)
                 if running.waits():
                     running = self._wait_on(running)
             self._running[sequence.request_id] = running
@@ -229,6 +229,15 @@ class Grammars:
             together.add(running, drafts)
         return True
 
+    def _join(self, sampling: SamplingSpec) -> RunningGrammar:
+        """Return the grammar of a sequence that joins, with a matcher if one can be copied: that waits for no lexer."""
+        running, structure = RunningGrammar(sampling), sampling.params.structured_outputs
+        assert structure is not None
+        compiled = self._compiled.kept(sampling.tenant, structure)
+        if compiled is not None:
+            _use(compiled, running)
+        return running
+
     def _wait_on(self, running: RunningGrammar) -> RunningGrammar:
         """Return the grammar of a sequence whose masks are late; one that begins again, if they may never come."""
         for threads in (self._compiling, self._apart, self._together):
@@ -260,29 +269,35 @@ class Grammars:
     def _prepare(self, job: MaskJob, running: RunningGrammar, pending: Sequence[int]) -> None:
         """Compile the sequence's grammar, if it is not, and take the generated tokens that are new to it."""
         if running.matcher is None:
-            running.matcher = self._matcher(running)
+            self._compile(running)
+        matcher = running.matcher
+        assert matcher is not None, "its grammar is compiled"
         job.hold_all()
-        if job.parts and not running.take(pending) and not _is_too_complex(running.matcher):
+        if job.parts and not running.take(pending) and not _is_too_complex(matcher):
             raise InvalidRequest(UNMATCHED)
 
-    def _matcher(self, running: RunningGrammar) -> LLMatcher:
-        """Return a new matcher of the sequence's grammar."""
+    def _compile(self, running: RunningGrammar) -> None:
         sampling = running.sampling
         structure = sampling.params.structured_outputs
         assert structure is not None
         compile_it = partial(LLMatcher, self._tables(), log_level=0, limits=_limits(structure))
-        compiled = self._compiled.get(sampling.tenant, structure, grammar_of, compile_it, alone=running.is_alone)
-        running.compiled = compiled
-        if running.num_late == 0 and compiled.first_mask_s < WAIT_S:
-            running.distrust = 0
-        running.may_force = compiled.num_characters <= MAX_FORCING_BYTES and not _may_be_ambiguous(structure)
-        return running.compiled.matcher.deep_copy()
+        _use(self._compiled.get(sampling.tenant, structure, grammar_of, compile_it, alone=running.is_alone), running)
 
     def _tables(self) -> LLTokenizer:
         if self._tokenizer is None:
             self._tokenizer = _load_tables(self._path)
         self._queue.num_words = (self._tokenizer.vocab_size + 31) // 32
         return self._tokenizer
+
+
+def _use(compiled: CompiledGrammar, running: RunningGrammar) -> None:
+    """Give a sequence its copy of a compiled grammar."""
+    structure = running.sampling.params.structured_outputs
+    assert structure is not None
+    running.compiled, running.matcher = compiled, compiled.matcher.deep_copy()
+    if running.num_late == 0 and compiled.first_mask_s < WAIT_S:
+        running.distrust = 0
+    running.may_force = compiled.num_characters <= MAX_FORCING_BYTES and not _may_be_ambiguous(structure)
 
 
 def _load_tables(path: Path) -> LLTokenizer:

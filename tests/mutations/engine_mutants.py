@@ -544,6 +544,20 @@ MUTANTS = [
         MASK_TESTS,
     ),
     Mutant(
+        COMPILED,
+        "self._num_quick % QUICK_USES == 0 or not",
+        "not",
+        "the memory of kept grammars grows with each request, and nothing looks at the heap",
+        MASK_TESTS,
+    ),
+    Mutant(
+        GRAMMARS,
+        "if compiled is not None:\n            _use(compiled, running)",
+        "if False:\n            _use(compiled, running)",
+        "each request with a grammar that is kept waits for a thread",
+        MASK_TESTS,
+    ),
+    Mutant(
         GRAMMARS,
         'if key != "x-guidance"}',
         "if key}",
@@ -559,8 +573,8 @@ MUTANTS = [
     ),
     Mutant(
         GRAMMARS,
-        "return running.compiled.matcher.deep_copy()",
-        "return running.compiled.matcher",
+        "compiled, compiled.matcher.deep_copy()",
+        "compiled, compiled.matcher",
         "requests with the same grammar share one matcher",
         MASK_TESTS,
     ),

@@ -205,13 +205,13 @@ async def test_a_grammar_that_takes_long_to_compile_delays_nobody(
     """While one request's grammar is compiled, other streams go on."""
     go = asyncio.Event()
     loop = asyncio.get_running_loop()
-    compile_it = Grammars._matcher
+    compile_it = Grammars._compile
 
     def slow(self: Grammars, running: Any) -> Any:
         asyncio.run_coroutine_threadsafe(go.wait(), loop).result()
         return compile_it(self, running)
 
-    monkeypatch.setattr(Grammars, "_matcher", slow)
+    monkeypatch.setattr(Grammars, "_compile", slow)
     async with serving() as real, AsyncClient(real.address) as client:
         constrained = asyncio.create_task(client.complete("The", params(regex="[ab]{3}")))
         assert len((await client.complete("The", SamplingParams(max_tokens=50, ignore_eos=True))).token_ids) == 50

@@ -130,6 +130,36 @@ def test_the_first_mask_is_computed_once_for_all_requests_with_the_grammar(masks
     assert [allowed(mask) for mask in found[4]] == [allowed(first), {A, B}], "with draft tokens"
 
 
+def test_a_sequence_whose_grammar_is_kept_joins_without_a_thread(
+    masks: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready(masks.begin([sequence(WORD, [])]))
+    (compiled,) = masks._compiled._kept.values()
+    submitted: list[Any] = []
+    together: list[Any] = []
+    monkeypatch.setattr(masks._compiling, "submit", submitted.append)
+    monkeypatch.setattr(masks._together, "submit", together.append)
+    with compiled.lock:  # as a job holds it while it computes masks of others
+        step = masks.begin([sequence(WORD, [], request_id=number) for number in (2, 3)])
+    (job,) = together
+    job()
+    found = ready(step)
+    assert not submitted
+    assert {A, B} < allowed(found[2][0]) == allowed(found[3][0])
+    assert compiled.num_users == 3
+    masks.begin([sequence(WORD, [], request_id=4, tenant="other")])
+    assert len(submitted) == 1
+
+
+def test_the_heap_is_looked_at_though_all_grammars_are_kept(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready(masks.begin([sequence(WORD, [])]))
+    looks: list[None] = []
+    monkeypatch.setattr(masks._compiled, "_forget_grown", lambda: looks.append(None))
+    for number in range(2 * compiled_grammars.QUICK_USES):
+        ready(masks.begin([sequence(WORD, [], request_id=2 + number)]))
+    assert len(looks) == 2
+
+
 @pytest.mark.parametrize(("first_mask_s", "is_apart"), [(0.0, False), (1.0, True)])
 def test_a_grammar_whose_first_mask_was_quick_is_computed_with_others_at_once(
     masks: Grammars, first_mask_s: float, is_apart: bool
@@ -250,13 +280,13 @@ def test_a_mask_that_is_not_ready_is_said_to_be_and_comes_later(
     monkeypatch.setattr(grammars, "WAIT_S", 0.0)
     monkeypatch.setattr(grammars, "WAIT_ALONE_S", 0.0)
     go = threading.Event()
-    compile_it = Grammars._matcher
+    compile_it = Grammars._compile
 
     def slow(self: Grammars, running: Any) -> Any:
         assert go.wait(60)
         return compile_it(self, running)
 
-    monkeypatch.setattr(Grammars, "_matcher", slow)
+    monkeypatch.setattr(Grammars, "_compile", slow)
     step = masks.begin([sequence(WORD, [])])
     assert step is not None
     assert given(step) == {1: None}
@@ -503,14 +533,14 @@ def test_one_mask_waits_for_no_thread_of_the_executor(masks: Grammars) -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_grammar_that_is_never_compiled_holds_up_no_other(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     guilty = StructuredOutputs(regex="[ab]{2}")
-    go, compile_it = threading.Event(), Grammars._matcher
+    go, compile_it = threading.Event(), Grammars._compile
 
     def stuck(self: Grammars, running: Any) -> Any:
         if running.sampling.params.structured_outputs is guilty:
             assert go.wait(60)
         return compile_it(self, running)
 
-    monkeypatch.setattr(Grammars, "_matcher", stuck)
+    monkeypatch.setattr(Grammars, "_compile", stuck)
     found = step_until_ready(masks, [sequence(guilty, []), sequence(WORD, [A], request_id=2)], 2)
     assert found[1] is None
     assert allowed(found[2][0]) == {A, B}
