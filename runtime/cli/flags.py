@@ -26,6 +26,10 @@ HOST_OPTIONS = (  # of a server that an engine host has, too
     "tls_cert", "tls_key", "prefix_snapshot", "shutdown_timeout", "engine_processes", "log_format", "log_level",
     "stall_timeout_ms", "engine_heartbeat_timeout_ms", "engine_restart_timeout_ms", "secret_file",
 )  # fmt: skip
+SCORING_OPTIONS = (  # those of `quire perplexity`, and those that it refuses because it sets them
+    "weights", "kv_cache_dtype", "page_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "kv_cache_memory", "threads", "isa",
+)  # fmt: skip
 ModelFolder = Annotated[
     str | None,
     Parameter(help="The model: a folder in Hugging Face's format, or a GGUF file. Default: the bundled model."),
@@ -126,9 +130,12 @@ def _as_flag(match: re.Match[str]) -> str:
     return flag_name(name) if name else match[0]
 
 
-def _flags(group: str, others: Collection[str] = ()) -> type:
-    """Return a dataclass with one flag per option of the group and of `others`; None means that it was not given."""
-    named = [option for option in _OPTIONS.values() if option.group == group or option.name in others]
+def _flags(group: str, others: Collection[str] = (), only: Collection[str] = _NAMES) -> type:
+    """Return a dataclass with one flag per option of the group, of those in `only`, and of `others`.
+
+    None means that a flag was not given.
+    """
+    named = [each for each in _OPTIONS.values() if (each.group == group and each.name in only) or each.name in others]
     options = [option for option in named if option.name != "model"]
     fields: list[tuple[str, Any, Any]] = [(option.name, _flag(option), None) for option in options]
     if group == MEMORY:
@@ -148,7 +155,11 @@ if TYPE_CHECKING:
     LimitFlags: TypeAlias = Any
     MachineFlags: TypeAlias = Any
     HostFlags: TypeAlias = Any
+    InfoFlags: TypeAlias = Any
+    ScoringFlags: TypeAlias = Any
 else:
     MemoryFlags, SchedulingFlags, ServerFlags, LimitFlags = map(_flags, (MEMORY, SCHEDULING, SERVER, LIMITS))
     MachineFlags = _flags(MACHINES)
     HostFlags = _flags(HOST, HOST_OPTIONS)
+    InfoFlags = _flags(MEMORY, only=("embedding_model", "threads", "isa"))
+    ScoringFlags = _flags(MEMORY, only=SCORING_OPTIONS)

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from ...kernels import supported_levels, unsupported_levels
 from ..common.errors import ConfigError
 from ..model.runner import pick_cpus, pick_isa
-from .flags import MemoryFlags, settings_from
+from .flags import InfoFlags, settings_from
 
 MEASURE_HELP = (
     "Measure this machine's read bandwidth and arithmetic peaks at each ISA level and number of threads, print them "
@@ -22,7 +22,7 @@ MEASURE_HELP = (
 
 
 def info(
-    *, measure: Annotated[Path | None, Parameter(help=MEASURE_HELP)] = None, memory: MemoryFlags | None = None
+    *, measure: Annotated[Path | None, Parameter(help=MEASURE_HELP)] = None, memory: InfoFlags | None = None
 ) -> None:
     """Print what this machine offers. Raises ConfigError."""
     config = settings_from(None, memory).engine

@@ -27,7 +27,7 @@ from ..tools.perplexity import (
     plan_windows,
     scoring_config,
 )
-from .flags import Json, MemoryFlags, refuse_flags, settings_from, warn_of_ignored
+from .flags import Json, ScoringFlags, refuse_flags, settings_from, warn_of_ignored
 from .interrupts import leaving_at_once
 
 SET_BY_WINDOWS = ("max_model_len", "max_num_seqs", "kv_cache_memory")  # see `scoring_config`
@@ -52,7 +52,7 @@ def perplexity(
         KVCacheDtype | None, Parameter(help="Data type of that model's KV cache. Default: that of --kv-cache-dtype.")
     ] = None,
     json: Json = False,
-    memory: MemoryFlags | None = None,
+    memory: ScoringFlags | None = None,
 ) -> None:
     """Measure and print. Raises ConfigError, ModelError or GenerationFailed."""
     refuse_flags("perplexity", SET_BY_WINDOWS, "windows", memory)

@@ -146,7 +146,13 @@ def _convert(value: object, kind: inspect.Type, option: Option, where: str) -> o
     elif (parsed := _parse(value, kind, option.unit)) is not None:
         return parsed
     shown = "the given value" if option.is_secret else repr(value)
-    raise ConfigError(f"{where} must be {_allowed(kind, option.unit)}, not {shown}")
+    allowed = "below 10^18" if _is_too_large(value, kind) else _allowed(kind, option.unit)
+    raise ConfigError(f"{where} must be {allowed}, not {shown}")
+
+
+def _is_too_large(value: object, kind: inspect.Type) -> bool:
+    """Return whether a whole number has more than 18 digits, which no option takes."""
+    return isinstance(kind, inspect.IntType) and re.match(r"\s*\+?[0-9]{19}", str(value)) is not None
 
 
 def _parse(value: object, kind: inspect.Type, unit: str) -> object:
@@ -171,7 +177,7 @@ def _parse(value: object, kind: inspect.Type, unit: str) -> object:
 
 def _integer(value: object, unit: str) -> int | None:
     if isinstance(value, int) and not isinstance(value, bool):
-        return value
+        return value if abs(value) < 10**18 else None
     if not isinstance(value, str):
         return None
     if unit == "bytes":

@@ -61,7 +61,8 @@ def rope_of(config: ConfigTable, table: ConfigTable, *, theta_key: str = "rope_t
         raise table.refused("rope_theta", "above 1") if "rope_theta" in table else config.refused(theta_key, "above 1")
     dim = _rotated(config, table)
     if dim is not None and not partial:
-        raise config.refused("partial_rotary_factor", "absent or 1: heads are rotated whole")
+        source = table if "partial_rotary_factor" in table else config
+        raise source.refused("partial_rotary_factor", "absent or 1: heads are rotated whole")
     return Rope(theta, _scaling(config, table, dim), dim)
 
 

@@ -8,6 +8,7 @@ roofline is measured before each shape and after the last.
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -86,10 +87,10 @@ def parse_shapes(text: str) -> list[Shape]:
 
 
 def _parse_shape(text: str) -> Shape:
-    batch, _, prompt = text.partition("x")
-    if not (batch.isdecimal() and prompt.isdecimal() and int(batch) > 0 and int(prompt) > 0):
-        raise ConfigError(f"shapes: {text!r} is not a shape; write users x prompt tokens, such as 8x128")
-    return Shape(int(batch), int(prompt))
+    sizes = re.fullmatch(r"0*([1-9][0-9]{0,8})x0*([1-9][0-9]{0,8})", text)
+    if sizes is None:
+        raise ConfigError(f"shapes: {text[:80]!r} is not a shape; write users x prompt tokens, such as 8x128")
+    return Shape(int(sizes[1]), int(sizes[2]))
 
 
 def bench_config(config: EngineConfig, shapes: list[Shape], new_tokens: int) -> EngineConfig:

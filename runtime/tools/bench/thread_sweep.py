@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -36,8 +37,8 @@ def parse_thread_counts(values: Sequence[str], cpus: int) -> list[int]:
 
 
 def _parse_count(text: str, value: str) -> int:
-    if not (text.isdecimal() and 1 <= int(text) <= MAX_THREADS):
-        raise ConfigError(f"threads_sweep: {value!r} is not allowed; write counts from 1 to {MAX_THREADS}: 1,2,4")
+    if not (re.fullmatch(r"[0-9]{1,9}", text) and 1 <= int(text) <= MAX_THREADS):
+        raise ConfigError(f"threads_sweep: {value[:80]!r} is not allowed; write counts from 1 to {MAX_THREADS}: 1,2,4")
     return int(text)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ....pager import KVLayout
 from ....pager.layout import TILE
+from ...common.config import EngineConfig
 from ...common.errors import ConfigError, ModelError
 from ...common.options import parse_size
 from ...common.settings import Settings
@@ -211,6 +212,8 @@ def _capacity(settings: Settings, spec: DecoderSpec, memory: str | None, other_b
         return decide_capacity(settings.engine, spec)
     if settings.engine.kv_cache_memory is not None:
         raise ConfigError("memory cannot be given with --kv-cache-memory")
+    if settings.engine.kv_cache_share != EngineConfig().kv_cache_share:
+        raise ConfigError("memory cannot be given with --kv-cache-share: the KV cache takes what the rest leaves")
     size = parse_size(memory)
     if size is None:
         raise ConfigError(f"memory must be a size in bytes, such as 17179869184 or 16GiB, not {memory!r}")

@@ -81,6 +81,7 @@ def test_any_type_of_the_kv_cache_is_measured(
         ([__file__, "--compare-weights", "q8"], "--compare-weights needs --compare-with"),
         ([__file__, "--compare-kv-cache-dtype", "f32"], "--compare-kv-cache-dtype needs --compare-with"),
         ([__file__, "--compare-with", "/nowhere"], "/nowhere does not exist"),
+        ([__file__, "--embedding-model", "demo_embedding"], "unknown option --embedding-model"),
         ([__file__, "--max-num-seqs", "2"], "--max-num-seqs cannot be given to perplexity, which sets it for its"),
     ],
 )

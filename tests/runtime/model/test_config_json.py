@@ -372,7 +372,8 @@ def test_model_type_decides_where_there_are_no_architectures(read: Read) -> None
         ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 0.5}}, "rope_scaling.beta_fast"),
         ({"rope_scaling": {"type": "yarn", "factor": 4, "truncate": 0}}, "rope_scaling.truncate"),
         ({"rope_scaling": {"type": "yarn", "factor": 4, "attention_factor": 0}}, "rope_scaling.attention_factor"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor is 0.5"),
     ],
 )
 def test_an_invalid_value_is_refused_by_name(read: Read, keys: Any, culprit: str) -> None:

@@ -28,10 +28,15 @@ def test_values_are_separated_by_commas_or_spaces_sorted_and_unique() -> None:
     assert parse_thread_counts(("4,1", "2", "4"), 2) == [1, 2, 4]
 
 
-@pytest.mark.parametrize("value", ["0", "1,", "-2", "two", "1.5", "1025"])
+@pytest.mark.parametrize("value", ["0", "1,", "-2", "two", "1.5", "1025", "٣"])
 def test_other_values_are_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"threads_sweep: {value!r}")):
         parse_thread_counts((value,), 2)
+
+
+def test_a_number_of_any_length_is_refused() -> None:
+    with pytest.raises(ConfigError, match=f"threads_sweep: '{'9' * 80}' is not allowed"):
+        parse_thread_counts(("9" * 5000,), 2)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
