@@ -99,7 +99,8 @@ class ConfigTable:
 
     def refused(self, key: str, allowed: str) -> UnsupportedModel:
         """Return the error to raise for the value under `key`."""
-        got = "missing" if key not in self.values else json.dumps(self.values[key])[:80]
+        absent = key not in self.values or (self.names and self.values[key] is None)  # only JSON has null
+        got = "missing" if absent else json.dumps(self.values[key])[:80]
         full = f"{self.where}{key}"
         return UnsupportedModel(f"{self.source}: {self.names.get(full, full)} is {got}; it must be {allowed}")
 

@@ -266,7 +266,7 @@ def test_the_rotated_part_of_a_head_is_not_rounded(model_folder: Callable[..., P
         ("phi3", {"phi3.rope.dimension_count": 14}, "rope_scaling.short_factor is .* it must be a list of 7"),
         ("phi3", {"phi3.rope.scaling.attn_factor": "a"}, 'phi3.rope.scaling.attn_factor is "a"; it must be'),
         ("mixtral", {"llama.expert_used_count": 6}, "llama.expert_used_count is 6; it must be an integer from 1 to 5"),
-        ("mixtral", {"llama.expert_used_count": None}, "llama.expert_used_count is null; it must be an integer"),
+        ("mixtral", {"llama.expert_used_count": None}, "llama.expert_used_count is missing; it must be an integer"),
         ("mixtral", {"llama.expert_count": 1 << 20}, "llama.expert_count is 1048576; it must be"),
         ("qwen3_moe", {"qwen3moe.expert_count": 0}, "qwen3moe.expert_count is 0; it must be"),
         ("qwen3_moe", {"qwen3moe.expert_gating_func": 2}, "expert_gating_func is 2; it must be absent or 0 or 1"),

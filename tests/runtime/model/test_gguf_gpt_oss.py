@@ -94,7 +94,7 @@ def test_the_logits_are_those_of_the_folder(path: Path, weights: Any, compute_lo
 @pytest.mark.parametrize(
     ("key", "value", "complaint"),
     [
-        ("attention.sliding_window", None, "gpt-oss.attention.sliding_window is null; it must be an integer"),
+        ("attention.sliding_window", None, "gpt-oss.attention.sliding_window is missing; it must be an integer"),
         ("attention.sliding_window_pattern", 3, "sliding_window_pattern is 3; it must be absent or 2"),
         ("attention.sliding_window_pattern", 1, "sliding_window_pattern is 1; it must be absent or 2"),
         ("rope.freq_base_swa", 1e4, "rope.freq_base_swa is 10000.0; it must be absent"),

@@ -329,7 +329,7 @@ def test_an_output_matrix_of_its_own(edited: Callable[..., Path]) -> None:
     ("changed", "error", "message"),
     [
         ({f"{LAYER}ffn_up.weight": None}, MissingTensor, r"tensor blk\.1\.ffn_up\.weight is not in .*a\.gguf"),
-        ({"token_embd.weight": None}, UnsupportedModel, "the number of rows of token_embd.weight is null"),
+        ({"token_embd.weight": None}, UnsupportedModel, "the number of rows of token_embd.weight is missing"),
         (
             {f"{LAYER}ffn_up.weight": zeros(704, 128)},
             WrongTensor,
