@@ -150,6 +150,7 @@ cdef extern from "simd/tiles.h" nogil:
 
     int64_t quire_itemsize(int dtype)
     int64_t quire_panel_bytes(int dtype, int64_t width)
+    int64_t quire_unpacked_bytes(int dtype, int64_t width)
     const char *quire_isa_obstacle(int level)
     const quire_tiles *quire_isa_tiles(int level)
 

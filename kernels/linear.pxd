@@ -34,7 +34,7 @@ cdef struct LinearOp:
     int epilogue
     bint sampled                    # computes only the rows that sample
 
-cdef int64_t linear_scratch_bytes(int64_t width, bint has_minimums, bint has_q4) noexcept
+cdef int64_t linear_scratch_bytes(int64_t width, bint has_minimums, list dtypes)
 cdef int64_t num_items(const LinearOp *op, const Step *step) noexcept nogil
 cdef int64_t run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares,
                         uint64_t number, int worker, int workers) noexcept nogil

@@ -14,7 +14,7 @@ from libc.stdint cimport uint16_t, uint64_t
 from libc.string cimport memcpy
 
 from .isa cimport (QUIRE_ADD, QUIRE_BLOCK, QUIRE_F32, QUIRE_GELU, QUIRE_Q8, QUIRE_SUPER_BLOCK, QUIRE_SWIGLU,
-                   quire_block_sums, quire_itemsize, quire_linear_tile, quire_panel_bytes, quire_rows)
+                   quire_block_sums, quire_itemsize, quire_linear_tile, quire_rows, quire_unpacked_bytes)
 from .pool cimport (quire_share_count, quire_share_held, quire_share_hold, quire_share_left, quire_share_release,
                     quire_share_take)
 from .step cimport end_item, first_item
@@ -53,10 +53,10 @@ cdef struct Pair:                   # of panels
     char *data                      # NULL: no pair
 
 
-cdef int64_t linear_scratch_bytes(int64_t width, bint has_minimums, bint has_q4) noexcept:
-    """Return the bytes of one worker: its `Scratch`, sums of blocks, then a pair of q4 panels widened to q8."""
-    return (sizeof(Scratch) + (_block_sums_bytes(width) if has_minimums else 0)
-            + (2 * quire_panel_bytes(QUIRE_Q8, width) if has_q4 else 0))
+cdef int64_t linear_scratch_bytes(int64_t width, bint has_minimums, list dtypes):
+    """Return the bytes of one worker: `Scratch`, sums of blocks, then an unpacked pair of panels of these dtypes."""
+    return (<int64_t>sizeof(Scratch) + (_block_sums_bytes(width) if has_minimums else 0)
+            + 2 * max([quire_unpacked_bytes(dtype, width) for dtype in dtypes]))
 
 
 cdef int64_t _block_sums_bytes(int64_t width) noexcept nogil:
@@ -291,7 +291,7 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
     tile.panel_bytes, tile.next = part.panel_bytes, next.data
     if next.data != NULL:
         lines = 2 * next.part.panel_bytes // (width // 32) // 64    # of `next`, per 32 of K
-    tile.block_sums = <quire_block_sums *>(scratch + 1)
+    tile.block_sums = <quire_block_sums *>(scratch + 1) if op.has_minimums else NULL
     tile.scratch = <char *>(scratch + 1) + (_block_sums_bytes(width) if op.has_minimums else 0)
     tile.factors = scratch.factors if op.has_factors else NULL
     tile.bias = item.weight.bias + 16 * pair.panel if item.weight.bias != NULL else NULL
@@ -310,7 +310,8 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
         tile.next += tile.next_lines * 64 * (width // 32)
         tile.next_scales = NULL
         tile.c += n * QUIRE_BLOCK
-        tile.block_sums += n * (width // QUIRE_SUPER_BLOCK)
+        if tile.block_sums != NULL:
+            tile.block_sums += n * (width // QUIRE_SUPER_BLOCK)
         if tile.factors != NULL:
             tile.factors += n
         row += n

@@ -14,7 +14,7 @@ from .attention cimport attention_scratch_bytes, attention_shared_bytes, num_uni
 from .bind cimport Binder
 from .experts cimport grouping_scratch_bytes
 from .isa cimport QUIRE_MAX_HEAD, QUIRE_TILE, tiles_of
-from .isa import DTYPE_CODES
+from .isa import DTYPE_CODES, WEIGHT_CODES
 from .linear cimport linear_scratch_bytes
 from .ops import (QUERY_DTYPES, Convert, Embed, EphemeralAttention, EphemeralPages, ExpertLinear, Linear, NormRows,
                   RouteRows, aligned, ephemeral_pages, has_minimums, padded)
@@ -34,7 +34,8 @@ def scratch_nbytes(head_dim, workers, ops):
     """Return the bytes of all workers' scratch: each worker's own, which every op uses, and the heads they share."""
     linears = [op.weight if isinstance(op, Linear) else op.weights[0] for op in ops
                if isinstance(op, (Linear, ExpertLinear))]
-    sizes = [linear_scratch_bytes(padded(weight.in_features), has_minimums(weight), _has_q4(weight))
+    sizes = [linear_scratch_bytes(padded(weight.in_features), has_minimums(weight),
+                                  [WEIGHT_CODES[dtype] for _, dtype in weight.ranges])
              for weight in linears]
     rows = [padded(op.out.columns) for op in ops if isinstance(op, Embed)]
     rows += [padded(op.input.columns) for op in ops
@@ -43,10 +44,6 @@ def scratch_nbytes(head_dim, workers, ops):
     own = aligned(max(attention_scratch_bytes(padded(head_dim)), max(sizes, default=0),
                       max(rows, default=0) * 4, grouping_scratch_bytes(num_experts)))
     return workers * (own + attention_shared_bytes(padded(head_dim)))
-
-
-def _has_q4(weight):
-    return "q4" in [dtype for _, dtype in weight.ranges]
 
 
 cdef class Program:

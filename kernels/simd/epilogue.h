@@ -36,6 +36,19 @@ INLINE void dot_and_widen_q4(const int rows, const uint8_t *u, const uint8_t *v,
   UNROLL for (int i = 0; i < rows; i++)
     UNROLL for (int j = 0; j < 2; j++) dot[i][j] = vn_end(sum[i][j], sums ? sums + i * (width / 32) : NULL);
 }
+// dot = a block of 32 of the two panels, at u and v, times the rows at a; `sums` as above, or NULL if weights are not w + 128.
+INLINE void dot_q8(const int rows, const uint8_t *u, const uint8_t *v, const int8_t *a, int64_t width, const int32_t *sums,
+                   vi dot[][2]) {
+  UNROLL for (int i = 0; i < rows; i++)
+    dot[i][0] = dot[i][1] = sums ? vi_dot4_start(sums[i * (width / 32)]) : vi_zero();
+  UNROLL for (int k = 0; k < 8; k++) {
+    const wq8 p = wq8_load(u + k * 64), q = wq8_load(v + k * 64);
+    UNROLL for (int i = 0; i < rows; i++) {
+      dot[i][0] = vi_dot4(dot[i][0], p, a + i * width + k * 4);
+      dot[i][1] = vi_dot4(dot[i][1], q, a + i * width + k * 4);
+    }
+  }
+}
 INLINE void dot_q4(const int rows, const uint8_t *u, const uint8_t *v, const int8_t *a, int64_t width,
                    const int32_t *sums, vi dot[][2]) {
   dot_and_widen_q4(rows, u, v, a, width, sums, NULL, 0, dot);
@@ -53,6 +66,7 @@ static inline void skip_rows(quire_linear_tile *t, int rows) {
   t->a.scales += rows * (t->a.width / 32);
   t->a.sums += rows * (t->a.width / 32);
   t->c += rows * t->ldc;
+  if (t->block_sums) t->block_sums += rows * (t->a.width / QUIRE_SUPER_BLOCK);
   if (t->factors) t->factors += rows;
 }
 

@@ -3,6 +3,7 @@
 // times the sums of activations. Products of a super-block's number and an integer are exact in f32.
 #include <assert.h>
 #include <stddef.h>
+#include <string.h>
 
 #include "epilogue.h"
 
@@ -125,19 +126,20 @@ INLINE void add_block(const int rows, const int bits, const quire_linear_tile *t
 }
 
 // Subtract the minimums of super-block k of the rows.
-INLINE void add_minimums(const int rows, const quire_linear_tile *t, int64_t k, const block_scales *s, vf acc[][2]) {
+INLINE void add_minimums(const int rows, const quire_linear_tile *t, int64_t k, const vf least[2],
+                         const uint32_t (*minimums[2])[16], vf acc[][2]) {
   const quire_block_sums *sums = t->block_sums + k;
   const int64_t super_blocks = t->a.width / QUIRE_SUPER_BLOCK;
   vi dot[LINEAR_ROWS][2];
   UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_zero();
   UNROLL for (int j = 0; j < 4; j++)
     UNROLL for (int p = 0; p < 2; p++) {
-      const vi pairs = vi_load(s->of[p].minimums[j]);
+      const vi pairs = vi_load(minimums[p][j]);
       UNROLL for (int i = 0; i < rows; i++) dot[i][p] = vi_dot2(dot[i][p], pairs, sums[i * super_blocks].pairs[j]);
     }
   UNROLL for (int i = 0; i < rows; i++)
     UNROLL for (int p = 0; p < 2; p++)
-      acc[i][p] = vf_fma(vf_from(dot[i][p]), vf_mul_pow2(s->least[p], &sums[i * super_blocks].unit), acc[i][p]);
+      acc[i][p] = vf_fma(vf_from(dot[i][p]), vf_mul_pow2(least[p], &sums[i * super_blocks].unit), acc[i][p]);
 }
 
 // The dots of one half of a block of Q6_K. q - 32 is in -32..31, so they start at -32 * sum(a) of the half; `first` are
@@ -193,7 +195,8 @@ INLINE void body_k(const int rows, const int bits, const quire_linear_tile *t) {
       if (bits == 6) add_halves(rows, t, k * BLOCKS + j, j, u, v, &scales, acc);
       else add_block(rows, bits, t, k * BLOCKS + j, j, u, v, &scales, acc);
     }
-    if (bits < 6) add_minimums(rows, t, k, &scales, acc);
+    const uint32_t (*minimums[2])[16] = {scales.of[0].minimums, scales.of[1].minimums};
+    if (bits < 6) add_minimums(rows, t, k, scales.least, minimums, acc);
     for (int i = 0; i < 2; i++) panel[i] += quire_super_block_bytes(bits);
   }
   finish(rows, acc, t);
@@ -272,10 +275,72 @@ INLINE void body_any_k(const int rows, const int bits, const quire_linear_tile *
 #define body_q5_k(rows, t) body_any_k(rows, QUIRE_Q5_K, t)
 #define body_q6_k(rows, t) body_any_k(rows, QUIRE_Q6_K, t)
 
+#if defined QUIRE_ISA_AVX512
+static void few_rows_of_q4_k(int rows, const quire_linear_tile *t) { PER_ROW_COUNT(body_q4_k) }
+
+static void unpack_q4_k(const uint8_t *panel, int64_t super_blocks, quire_unpacked *out) {
+  for (; super_blocks; super_blocks--, panel += quire_super_block_bytes(QUIRE_Q4_K), out++) {
+    const uint8_t *w = panel + quire_scale_lines(QUIRE_Q4_K) * LINE;
+    block_integers integers;
+    unpack_integers(QUIRE_Q4_K, panel, &integers);
+    memcpy(out->minimums, integers.minimums, sizeof out->minimums);
+    vf_store(out->least, vf_load_f16((const uint16_t *)panel + 16));
+    for (int j = 0; j < BLOCKS; j++) {
+      vf_store(out->scales[j], vf_mul(vf_load_f16((const uint16_t *)panel), vf_load_i8(integers.scales[j])));
+      for (int k = 0; k < 4; k++, w += LINE) {
+        vi_store(out->weights[j] + k * LINE, wq4_low(wq4_load(w)));
+        vi_store(out->weights[j] + (k + 4) * LINE, wq4_high(wq4_load(w)));
+      }
+    }
+  }
+}
+
+// As body_k, for unpacked panels.
+INLINE void body_unpacked(const int rows, const quire_linear_tile *t) {
+  const int64_t blocks = t->a.width / 32, super_blocks = t->a.width / QUIRE_SUPER_BLOCK;
+  const quire_unpacked *u = t->w, *v = u + super_blocks;
+  vf acc[LINEAR_ROWS][2];
+  UNROLL for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = vf_zero();
+  const char *next = t->next;
+  for (int64_t k = 0; k < super_blocks; k++, u++, v++) {
+    for (int j = 0; j < BLOCKS; j++) {
+      const int64_t b = k * BLOCKS + j;
+      const vs scale[2] = {vs_of(vf_load(u->scales[j]), rows), vs_of(vf_load(v->scales[j]), rows)};
+      vi dot[LINEAR_ROWS][2];
+      next = fetch_next(next, t->next_lines);
+      dot_q8(rows, u->weights[j], v->weights[j], (const int8_t *)t->a.data + b * 32, t->a.width, NULL, dot);
+      UNROLL for (int i = 0; i < rows; i++) {
+        const float *z = t->a.scales + i * blocks + b;
+        UNROLL for (int p = 0; p < 2; p++) acc[i][p] = vf_fma(vf_from(dot[i][p]), vs_mul(&scale[p], z, rows), acc[i][p]);
+      }
+    }
+    const vf least[2] = {vf_load(u->least), vf_load(v->least)};
+    const uint32_t (*minimums[2])[16] = {u->minimums, v->minimums};
+    add_minimums(rows, t, k, least, minimums, acc);
+  }
+  finish(rows, acc, t);
+}
+static void unpacked_rows(int rows, const quire_linear_tile *t) { PER_ROW_COUNT(body_unpacked) }
+
 void ISA(linear_q4_k)(int rows, const quire_linear_tile *t) {
-  assert(rows >= 1 && rows <= LINEAR_ROWS);
+  assert(rows >= 1 && rows <= LINEAR_ROWS_4_BITS);
+  if (rows < UNPACKED_ROWS) {
+    multiply_in_calls(few_rows_of_q4_k, rows, *t);
+    return;
+  }
+  quire_linear_tile unpacked = *t;
+  const int64_t super_blocks = t->a.width / QUIRE_SUPER_BLOCK;
+  for (int p = 0; p < 2; p++)
+    unpack_q4_k((const uint8_t *)t->w + p * t->panel_bytes, super_blocks, (quire_unpacked *)t->scratch + p * super_blocks);
+  unpacked.w = t->scratch;
+  multiply_in_calls(unpacked_rows, rows, unpacked);
+}
+#else
+void ISA(linear_q4_k)(int rows, const quire_linear_tile *t) {
+  assert(rows >= 1 && rows <= LINEAR_ROWS_4_BITS);
   PER_ROW_COUNT(body_q4_k)
 }
+#endif
 void ISA(linear_q5_k)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= LINEAR_ROWS);
   PER_ROW_COUNT(body_q5_k)

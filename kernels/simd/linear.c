@@ -64,14 +64,7 @@ INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile
     if (VS_FIRST) load_scales(s0 + b * 16, s1 + b * 16, rows, s);
     vi dot[LINEAR_ROWS][2];
     if (dtype == QUIRE_Q8) {
-      UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_dot4_start(t->a.sums[i * blocks + b]);
-      UNROLL for (int k = 0; k < 8; k++) {
-        const wq8 u = wq8_load(w0 + k * 64), v = wq8_load(w1 + k * 64);
-        UNROLL for (int i = 0; i < rows; i++) {
-          dot[i][0] = vi_dot4(dot[i][0], u, a + i * width + b * 32 + k * 4);
-          dot[i][1] = vi_dot4(dot[i][1], v, a + i * width + b * 32 + k * 4);
-        }
-      }
+      dot_q8(rows, w0, w1, a + b * 32, width, t->a.sums + b, dot);
     } else {
       uint8_t *wide_block = wide ? wide + b * quire_panel_bytes(QUIRE_Q8, 32) : NULL;
       dot_and_widen_q4(rows, w0, w1, a + b * 32, width, t->a.sums + b, wide_block, quire_panel_bytes(QUIRE_Q8, width), dot);
@@ -197,14 +190,14 @@ static void many_rows_of_q4(int rows, const quire_linear_tile *t) {
 }
 
 void ISA(linear_q4)(int rows, const quire_linear_tile *t) {
-  assert(rows >= 1 && rows <= LINEAR_ROWS_Q4);
+  assert(rows >= 1 && rows <= LINEAR_ROWS_4_BITS);
   if (rows <= LINEAR_ROWS) few_rows_of_q4(rows, t);
-  else if (rows < WIDENED_ROWS) multiply_in_calls(few_rows_of_q4, rows, *t);
+  else if (rows < UNPACKED_ROWS) multiply_in_calls(few_rows_of_q4, rows, *t);
   else many_rows_of_q4(rows, t);
 }
 #else
 void ISA(linear_q4)(int rows, const quire_linear_tile *t) {
-  assert(rows >= 1 && rows <= LINEAR_ROWS_Q4);
+  assert(rows >= 1 && rows <= LINEAR_ROWS_4_BITS);
   PER_ROW_COUNT(body_q4)
 }
 #endif

@@ -11,8 +11,8 @@
 
 const quire_tiles LEVEL(quire_tiles) = {
     .name = LEVEL_NAME,
-    .linear_rows = {LINEAR_ROWS, LINEAR_ROWS_ON_TILES, LINEAR_ROWS_ON_TILES, LINEAR_ROWS_Q4, LINEAR_ROWS, LINEAR_ROWS,
-                    LINEAR_ROWS, LINEAR_ROWS, LINEAR_ROWS},
+    .linear_rows = {LINEAR_ROWS, LINEAR_ROWS_ON_TILES, LINEAR_ROWS_ON_TILES, LINEAR_ROWS_4_BITS, LINEAR_ROWS_4_BITS,
+                    LINEAR_ROWS, LINEAR_ROWS, LINEAR_ROWS, LINEAR_ROWS},
     .linear = {ISA(linear_f32), LEVEL(linear_bf16), LEVEL(linear_q8), LEVEL(linear_q4), ISA(linear_q4_k), ISA(linear_q5_k),
                ISA(linear_q6_k), ISA(linear_mxfp4), ISA(linear_q4_z)},
     .sum_blocks = ISA(sum_blocks),

@@ -48,6 +48,19 @@ static inline __attribute__((always_inline)) int64_t quire_panel_bytes(const int
   return dtype == QUIRE_Q4 ? width * 8 : width * 16 * quire_itemsize(dtype);
 }
 
+// A super-block of one panel of q4_k, unpacked for many rows; `least` is what its minimums are multiplied by.
+typedef struct {
+  uint8_t weights[8][512];  // of each block of 32, as in q8 but without 128 more
+  float scales[8][16], least[16];
+  uint32_t minimums[4][16];  // pairs of 16 bits: of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7
+} quire_unpacked;
+
+// Of one panel when it is unpacked for many rows: q4 becomes q8.
+static inline int64_t quire_unpacked_bytes(const int dtype, const int64_t width) {
+  if (dtype == QUIRE_Q4) return quire_panel_bytes(QUIRE_Q8, width);
+  return dtype == QUIRE_Q4_K ? width / QUIRE_SUPER_BLOCK * (int64_t)sizeof(quire_unpacked) : 0;
+}
+
 // Activations of one dtype: [rows][width], width a multiple of 32, padding zero.
 typedef struct {
   void *data;       // f32 | bf16 | int8
@@ -76,7 +89,7 @@ typedef struct {
   const void *w;           // first panel; the second follows `panel_bytes` later
   const uint16_t *scales;  // q8, q4: fp16 [width/32][16] of the first panel; the second follows at width/32*16
   int64_t panel_bytes;
-  void *scratch;           // q4: for the pair of panels widened to q8
+  void *scratch;           // q4, q4_k: for the unpacked pair of panels
   quire_rows a;
   const quire_block_sums *block_sums;  // q4_k, q5_k: [rows][width / 256]
   const float *factors;    // [rows], multiply each row's sums; or NULL

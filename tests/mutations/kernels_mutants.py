@@ -47,6 +47,20 @@ MUTANTS = [
         "tests/kernels/test_linear.py tests/kernels/test_program.py",
     ),
     Mutant(
+        EPILOGUE,
+        "  if (t->block_sums) t->block_sums += rows * (t->a.width / QUIRE_SUPER_BLOCK);\n",
+        "",
+        "in a long prefill, rows of a GGUF file's matrix subtract the minimums of other rows",
+        "tests/kernels/test_cross.py",
+    ),
+    Mutant(
+        K_QUANTS,
+        "const uint32_t (*minimums[2])[16] = {u->minimums, v->minimums};",
+        "const uint32_t (*minimums[2])[16] = {u->minimums, u->minimums};",
+        "in a long prefill, half of the columns of a GGUF file's matrix have the minimums of their neighbours",
+        "tests/kernels/test_cross.py",
+    ),
+    Mutant(
         K_QUANTS,
         "vi_add(first[i], vi_set1(t->a.sums[i * blocks + b] >> 2))",
         "vi_sub(vi_zero(), first[i])",
@@ -55,8 +69,8 @@ MUTANTS = [
     ),
     Mutant(
         K_QUANTS,
-        "vi_load(s->of[p].minimums[j])",
-        "vi_load(s->of[0].minimums[j])",
+        "vi_load(minimums[p][j])",
+        "vi_load(minimums[0][j])",
         "half of the columns of a GGUF file's matrix have the minimums of their neighbours",
         "tests/kernels/test_kquants.py",
     ),

@@ -183,7 +183,7 @@ static int is_tried(int rows) { return rows < 8 || (rows + 1) % 16 < 3; }
 // `size` multiplies the scales of q8 rows.
 static void compare_linear_of(const char *op, int dtype, int64_t width, int epilogue, float size) {
   static char panels[2 * 16 * MAX_WIDTH * 4];
-  static uint8_t scratch[2 * 16 * MAX_WIDTH];
+  static _Alignas(64) quire_unpacked scratch[2 * MAX_WIDTH / QUIRE_SUPER_BLOCK];  // which takes as much as any dtype needs
   static uint16_t scales[2 * MAX_WIDTH / 32 * 16];
   static float bias[32], factors[MAX_ROWS], before[MAX_ROWS * 32], want[MAX_ROWS * 32], alone[MAX_ROWS * 32], got[MAX_ROWS * 32];
   quire_rows a = rows_of(input_dtype(dtype), width);
