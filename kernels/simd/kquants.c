@@ -288,8 +288,8 @@ static void unpack_q4_k(const uint8_t *panel, int64_t super_blocks, quire_unpack
     for (int j = 0; j < BLOCKS; j++) {
       vf_store(out->scales[j], vf_mul(vf_load_f16((const uint16_t *)panel), vf_load_i8(integers.scales[j])));
       for (int k = 0; k < 4; k++, w += LINE) {
-        vi_store(out->weights[j] + k * LINE, wq4_low(wq4_load(w)));
-        vi_store(out->weights[j] + (k + 4) * LINE, wq4_high(wq4_load(w)));
+        vi_store((uint32_t *)(out->weights[j] + k * LINE), wq4_low(wq4_load(w)));
+        vi_store((uint32_t *)(out->weights[j] + (k + 4) * LINE), wq4_high(wq4_load(w)));
       }
     }
   }
