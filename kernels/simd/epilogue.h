@@ -36,6 +36,11 @@ INLINE void dot_and_widen_q4(const int rows, const uint8_t *u, const uint8_t *v,
   UNROLL for (int i = 0; i < rows; i++)
     UNROLL for (int j = 0; j < 2; j++) dot[i][j] = vn_end(sum[i][j], sums ? sums + i * (width / 32) : NULL);
 }
+INLINE void dot_q4(const int rows, const uint8_t *u, const uint8_t *v, const int8_t *a, int64_t width,
+                   const int32_t *sums, vi dot[][2]) {
+  dot_and_widen_q4(rows, u, v, a, width, sums, NULL, 0, dot);
+}
+
 // dot = a block of 32 of the two panels, at u and v, times the rows at a; `sums` as above, or NULL if weights are not w + 128.
 INLINE void dot_q8(const int rows, const uint8_t *u, const uint8_t *v, const int8_t *a, int64_t width, const int32_t *sums,
                    vi dot[][2]) {
@@ -48,10 +53,6 @@ INLINE void dot_q8(const int rows, const uint8_t *u, const uint8_t *v, const int
       dot[i][1] = vi_dot4(dot[i][1], q, a + i * width + k * 4);
     }
   }
-}
-INLINE void dot_q4(const int rows, const uint8_t *u, const uint8_t *v, const int8_t *a, int64_t width,
-                   const int32_t *sums, vi dot[][2]) {
-  dot_and_widen_q4(rows, u, v, a, width, sums, NULL, 0, dot);
 }
 
 // Prefetch this call's share of the next weights, so that memory streams evenly for any number of calls per panel.

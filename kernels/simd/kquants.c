@@ -195,8 +195,10 @@ INLINE void body_k(const int rows, const int bits, const quire_linear_tile *t) {
       if (bits == 6) add_halves(rows, t, k * BLOCKS + j, j, u, v, &scales, acc);
       else add_block(rows, bits, t, k * BLOCKS + j, j, u, v, &scales, acc);
     }
-    const uint32_t (*minimums[2])[16] = {scales.of[0].minimums, scales.of[1].minimums};
-    if (bits < 6) add_minimums(rows, t, k, scales.least, minimums, acc);
+    if (bits < 6) {
+      const uint32_t (*minimums[2])[16] = {scales.of[0].minimums, scales.of[1].minimums};
+      add_minimums(rows, t, k, scales.least, minimums, acc);
+    }
     for (int i = 0; i < 2; i++) panel[i] += quire_super_block_bytes(bits);
   }
   finish(rows, acc, t);

@@ -144,15 +144,18 @@ static inline wq8 wq8_load(const uint8_t *p) {
   return (wq8){_mm256_xor_si256(_mm256_loadu_si256((const void *)p), offset),
                _mm256_xor_si256(_mm256_loadu_si256((const void *)(p + 32)), offset)};
 }
+static inline __m256i broadcast4(const void *a) {
+  int32_t quad;
+  __builtin_memcpy(&quad, a, 4);
+  return _mm256_set1_epi32(quad);
+}
 static inline vi vi_dot4_start(int32_t sum) { (void)sum; return vi_zero(); }
 static inline __m256i dot4_half(__m256i acc, __m256i w, __m256i a) {
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
   return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
-  int32_t quad;
-  __builtin_memcpy(&quad, a, 4);
-  const __m256i x = _mm256_set1_epi32(quad);
+  const __m256i x = broadcast4(a);
   return (vi){dot4_half(acc.lo, w.lo, x), dot4_half(acc.hi, w.hi, x)};
 }
 
@@ -167,9 +170,7 @@ static inline vi vi_columns(vi x) {
 }
 // Pairs of 16-bit integers times two numbers at a.
 static inline vi vi_dot2(vi acc, vi pairs, const int16_t *a) {
-  int32_t both;
-  __builtin_memcpy(&both, a, 4);
-  const __m256i x = _mm256_set1_epi32(both);
+  const __m256i x = broadcast4(a);
   return (vi){_mm256_add_epi32(acc.lo, _mm256_madd_epi16(pairs.lo, x)),
               _mm256_add_epi32(acc.hi, _mm256_madd_epi16(pairs.hi, x))};
 }
@@ -191,9 +192,7 @@ static inline wq8 wq4_high(wq4 w) {
 }
 static inline vn vn_start(const int32_t *sum) { (void)sum; return (vn){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 static inline vn vn_dot4(vn acc, wq8 w, const int8_t *a) {
-  int32_t quad;
-  __builtin_memcpy(&quad, a, 4);
-  const __m256i x = _mm256_set1_epi32(quad);
+  const __m256i x = broadcast4(a);
   return (vn){_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(w.lo, x)),
               _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(w.hi, x))};
 }

@@ -110,11 +110,14 @@ static inline void vi_sum4(const vi v[4], int32_t *out) {
 }
 static inline float vf_first(vf x) { return _mm512_cvtss_f32(x); }
 
+static inline __m512i broadcast4(const void *a) {
+  int32_t quad;
+  __builtin_memcpy(&quad, a, 4);
+  return _mm512_set1_epi32(quad);
+}
 static inline wbf wbf_load(const uint16_t *p) { return (wbf)_mm512_loadu_si512(p); }
 static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
-  int32_t pair;
-  __builtin_memcpy(&pair, a, 4);
-  __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(w), "v"(_mm512_set1_epi32(pair)));
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(w), "v"(broadcast4(a)));
   return acc;
 }
 
@@ -122,9 +125,7 @@ static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
 static inline wq8 wq8_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
 static inline vi vi_dot4_start(int32_t sum) { return _mm512_set1_epi32(sum); }
 static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
-  int32_t quad;
-  __builtin_memcpy(&quad, a, 4);
-  __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(_mm512_set1_epi32(quad)));
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(broadcast4(a)));
   return acc;
 }
 
@@ -160,9 +161,7 @@ static inline vi vi_columns(vi x) {
 }
 // Pairs of 16-bit integers times two numbers at a.
 static inline vi vi_dot2(vi acc, vi pairs, const int16_t *a) {
-  int32_t both;
-  __builtin_memcpy(&both, a, 4);
-  __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(pairs), "v"(_mm512_set1_epi32(both)));
+  __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(pairs), "v"(broadcast4(a)));
   return acc;
 }
 
