@@ -44,6 +44,7 @@ from .flags import (
 from .interrupts import leaving_at_once
 
 SET_BY_SHAPES = ("max_model_len", "max_num_seqs", "enable_prefix_caching", "max_num_waiting")  # see `bench_config`
+DEFAULT_SHAPES, DEFAULT_NEW_TOKENS, DEFAULT_REPEATS = "1x128,8x128,32x128", 32, 3
 THREADS_SWEEP = Parameter(
     consume_multiple=True,
     negative="",
@@ -61,9 +62,11 @@ def bench(
     shapes: Annotated[
         str,
         Parameter(help="Users x prompt tokens of each measurement; for embed, texts x tokens."),
-    ] = "1x128,8x128,32x128",
-    new_tokens: Annotated[int, Parameter(help="Tokens to generate per user.")] = 32,
-    repeats: Annotated[int, Parameter(help="Runs of each measurement.")] = 3,
+    ] = DEFAULT_SHAPES,
+    new_tokens: Annotated[
+        int | None, Parameter(help=f"Tokens to generate per user. Default: {DEFAULT_NEW_TOKENS}.")
+    ] = None,
+    repeats: Annotated[int | None, Parameter(help=f"Runs of each measurement. Default: {DEFAULT_REPEATS}.")] = None,
     threads_sweep: Annotated[tuple[str, ...] | None, THREADS_SWEEP] = None,
     json: Json = False,
     kv_cache: Annotated[
@@ -80,11 +83,15 @@ def bench(
     refuse_flags("bench", SET_BY_SHAPES, "shapes", memory, scheduling)
     if threads_sweep is not None:
         _check_sweep(kv_cache, plot, memory)
+    if not kv_cache and (repeats is not None or not (shapes == DEFAULT_SHAPES or _is_one_prompt(shapes))):
+        raise ConfigError("--no-kv-cache compares one run of one prompt: give --shapes 1xTOKENS and no --repeats")
     config = settings_from(model, memory, scheduling).engine
     warn_of_ignored("bench", config, (*SET_BY_SHAPES, *(("threads",) if threads_sweep is not None else ())))
+    if task == "embed" and not (threads_sweep is None and plot is None and kv_cache and new_tokens is None):
+        raise ConfigError("task embed takes shapes, repeats and json; leave out the other flags of bench")
+    new_tokens = DEFAULT_NEW_TOKENS if new_tokens is None else new_tokens
+    repeats = DEFAULT_REPEATS if repeats is None else repeats
     if task == "embed":
-        if threads_sweep is not None or plot is not None or not kv_cache:
-            raise ConfigError("task embed takes shapes, repeats and json; leave out the other flags of bench")
         _bench_embedding(config, _checked_shapes(shapes, new_tokens, repeats), repeats, json)
         return
     if is_encoder(model_path(config.model)):
@@ -106,6 +113,11 @@ def _check_sweep(kv_cache: bool, plot: Path | None, memory: Any) -> None:
         raise ConfigError("threads_sweep cannot be given with --no-kv-cache")
     if plot is not None:
         raise ConfigError("plot cannot be given with --threads-sweep")
+
+
+def _is_one_prompt(shapes: str) -> bool:
+    parsed = parse_shapes(shapes)
+    return len(parsed) == 1 and parsed[0].batch == 1
 
 
 def _checked_shapes(shapes: str, new_tokens: int, repeats: int) -> list[Shape]:

@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..common.config import EngineConfig, KVCacheDtype, WeightDtype
 from ..common.errors import ConfigError
 from ..engine.text import Tokenizer
-from ..model import model_path, read_spec, weights_text
+from ..model import DecoderSpec, model_path, read_spec, weights_text
+from ..model.encoder import is_encoder
 from ..model.runner import load_model
 from ..tools.perplexity import (
     Divergence,
@@ -61,15 +62,21 @@ def perplexity(
             raise ConfigError(f"{flag} needs --compare-with")
     config = settings_from(model, memory).engine
     warn_of_ignored("perplexity", config, SET_BY_WINDOWS)
-    token_ids, bos = _tokens(model_path(config.model), text)
-    plan = plan_windows(len(token_ids), context, stride, windows)
     base = msgspec.structs.replace(
         config,
         model=compare_with,
         weights=compare_weights or EngineConfig().weights,
         kv_cache_dtype=compare_kv_cache_dtype or config.kv_cache_dtype,
     )
-    measured = _measure([config] if compare_with is None else [config, base], token_ids, plan, bos)
+    configs = [config] if compare_with is None else [config, base]
+    specs = [_spec(each) for each in configs]
+    if len({spec.vocab_size for spec in specs}) > 1:
+        sizes = " and ".join(f"{spec.vocab_size:,}" for spec in specs)
+        raise ConfigError(f"--compare-with must have the same vocabulary; the models have {sizes} tokens")
+    token_ids, bos = _tokens(model_path(config.model), text)
+    plan = plan_windows(len(token_ids), context, stride, windows)
+    sized = [scoring_config(each, spec, plan) for each, spec in zip(configs, specs, strict=True)]
+    measured = _measure(sized, token_ids, plan, bos)
     about = {"model": config.model, "weights": _weights(config), "kv_cache_dtype": config.kv_cache_dtype}
     if compare_with is not None:
         about |= {"base": base.model, "base_weights": _weights(base), "base_kv_cache_dtype": base.kv_cache_dtype}
@@ -96,22 +103,24 @@ def _measure(
     configs: Sequence[EngineConfig], token_ids: Sequence[int], windows: Windows, bos: int | None
 ) -> Perplexity | Divergence:
     """Load one model, or a model and its base, and score all windows; show the progress."""
-    sized = [_sized(config, windows) for config in configs]
     with ExitStack() as stack:
         with leaving_at_once():
-            runners = [stack.enter_context(closing(load_model(config))) for config in sized]
+            runners = [stack.enter_context(closing(load_model(config))) for config in configs]
         on_window = stack.enter_context(_progress(windows, len(runners) > 1))
         if len(runners) == 1:
             return measure_perplexity(runners[0], token_ids, windows, bos, on_window)
         return measure_divergence(runners[0], runners[1], token_ids, windows, bos, on_window)
 
 
-def _sized(config: EngineConfig, windows: Windows) -> EngineConfig:
-    return scoring_config(config, read_spec(model_path(config.model)), windows)
+def _spec(config: EngineConfig) -> DecoderSpec:
+    path = model_path(config.model)
+    if is_encoder(path):
+        raise ConfigError(f"{path} is an encoder, which predicts no tokens")
+    return read_spec(path)
 
 
 def _weights(config: EngineConfig) -> str:
-    return weights_text(read_spec(model_path(config.model)), config.weights)
+    return weights_text(_spec(config), config.weights)
 
 
 @contextmanager

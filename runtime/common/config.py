@@ -82,7 +82,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     image_cache_memory: Annotated[
         CountOrZero,
         _memory(
-            "What models that take images have computed of images that were used last. At least one.", unit="bytes"
+            "Rows of images that a vision tower has computed, kept for reuse; always those of the last image.",
+            unit="bytes",
         ),
     ] = 256 << 20
     max_image_tokens: Annotated[

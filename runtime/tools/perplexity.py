@@ -78,12 +78,11 @@ def scoring_config(config: EngineConfig, spec: DecoderSpec, windows: Windows) ->
         raise ConfigError(f"windows of {windows.length} tokens do not fit the {spec.max_position_embeddings} positions")
     layout = kv_layout(spec, config.kv_cache_dtype, config.page_size)
     pages = len(layout.groups) * -(-windows.length // config.page_size)
-    rows = max(1, min(MAX_SCORED_ROWS, LOGITS_BYTES // (4 * spec.vocab_size)))
+    rows = max(1, min(MAX_SCORED_ROWS, config.max_num_batched_tokens, LOGITS_BYTES // (4 * spec.vocab_size)))
     return msgspec.structs.replace(
         config,
         max_model_len=windows.length,
         max_num_seqs=rows,
-        max_num_batched_tokens=max(rows, config.max_num_batched_tokens),
         kv_cache_memory=pages * layout.page_bytes,
         num_speculative_tokens=0,
     )
@@ -183,12 +182,9 @@ def measure_divergence(
 ) -> Divergence:
     """Score all windows with both models, and call `on_window` with the mean KL divergence so far after each.
 
-    Raises ConfigError if the vocabularies differ in size or lack a token id, GenerationFailed if logits are not finite
-    numbers.
+    The vocabularies are of the same size. Raises ConfigError if they lack a token id, GenerationFailed if logits are
+    not finite numbers.
     """
-    if runner.spec.vocab_size != base.spec.vocab_size:
-        sizes = f"{runner.spec.vocab_size} and {base.spec.vocab_size}"
-        raise ConfigError(f"--compare-with must have the same vocabulary; the models have {sizes} tokens")
     _check_ids(runner, token_ids, bos)
     tables, base_tables = page_tables(runner, windows.length), page_tables(base, windows.length)
     rows: list[tuple[float, float, float, bool]] = []

@@ -88,7 +88,8 @@ def _tower_memory(config: EngineConfig, workers: int) -> VisionMemoryPlan | None
 
 def encoder_config(config: EngineConfig) -> EngineConfig:
     """Return the configuration of the encoder beside a decoder, as that of a model that is served alone."""
-    return msgspec.structs.replace(config, model=config.embedding_model, embedding_model=None, max_model_len=None)
+    decoders = {"max_model_len": None, "kv_cache_memory": None}
+    return msgspec.structs.replace(config, model=config.embedding_model, embedding_model=None, **decoders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,8 @@ def decide_encoder_capacity(config: EngineConfig, spec: EncoderSpec) -> EncoderC
 
     `max_model_len` limits the texts of an encoder that is served alone; beside a decoder, it is the decoder's.
     """
+    if config.kv_cache_memory is not None:
+        raise ConfigError("kv_cache_memory cannot be given with an encoder: it has no KV cache")
     wanted = config.max_model_len
     if wanted is not None and wanted > spec.max_model_len:
         raise ConfigError(f"max_model_len {wanted} is more than the {spec.max_model_len} tokens this model takes")

@@ -21,6 +21,7 @@ from ...common.types import SamplingParams
 from ...engine import StepStats
 from ...engine.facade import SilentObserver
 from ...llm import LLM
+from ...model import model_path, read_spec
 from ...model.runner import ModelRunner
 from .roofline import Roofline, RooflineMeter, mean_roofline
 from .work import Contexts, Work, decode_work, prefill_work
@@ -94,13 +95,20 @@ def _parse_shape(text: str) -> Shape:
 
 
 def bench_config(config: EngineConfig, shapes: list[Shape], new_tokens: int) -> EngineConfig:
-    """Return `config` with room for the largest shape, and without prefix caching: runs must not reuse each other."""
+    """Return `config` with room for the largest shape, and without prefix caching: runs must not reuse each other.
+
+    Raises ModelError, or ConfigError if the model has too few positions.
+    """
     users = max(shape.batch for shape in shapes)
     rows = max(config.max_num_batched_tokens, users)
     config = msgspec.structs.replace(config, max_num_seqs=users, max_num_batched_tokens=rows)
+    longest = max(shape.prompt_tokens + new_tokens + _prefill_steps(config, shape) for shape in shapes)
+    positions = read_spec(model_path(config.model)).max_position_embeddings
+    if longest > positions:
+        raise ConfigError(f"--shapes: the longest sequence takes {longest:,} of the model's {positions:,} positions")
     return msgspec.structs.replace(
         config,
-        max_model_len=max(shape.prompt_tokens + new_tokens + _prefill_steps(config, shape) for shape in shapes),
+        max_model_len=longest,
         max_num_waiting=users,
         enable_prefix_caching=False,
     )

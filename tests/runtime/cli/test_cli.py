@@ -184,6 +184,7 @@ def test_bench_of_an_encoder(quire: Quire) -> None:
     for flags, message in (
         ((model,), "measure it with --task embed"),
         ((model, *shapes[:2], "--shapes", "1x1000"), "texts of more than 190 tokens"),
+        ((model, *shapes, "--new-tokens", "4"), "leave out the other flags of bench"),
     ):
         done = quire("bench", *flags)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
@@ -280,7 +281,10 @@ def test_errors_of_a_process(quire: Quire, arguments: list[str], message: str) -
         (["generate", "hi", "--temperature", "nan", *QUICK], "--temperature must be between 0 and 100, not nan"),
         (["bench", "--shapes", "8"], "'8' is not a shape"),
         (["bench", "--shapes", "9" * 5000 + "x1"], f"'{'9' * 80}' is not a shape"),
-        (["bench", "--shapes", "1x4096"], "2048 positions"),
+        (["bench", "--shapes", "1x4096"], "--shapes: the longest sequence takes 4,137 of the model's 2,048 positions"),
+        (["bench", "--no-kv-cache", "--repeats", "2"], "give --shapes 1xTOKENS and no --repeats"),
+        (["bench", "--no-kv-cache", "--shapes", "2x8"], "give --shapes 1xTOKENS"),
+        (["bench", "--no-kv-cache", "--shapes", "1x8,1x9"], "give --shapes 1xTOKENS"),
         (["bench", "--new-tokens", "0"], "at least 1"),
         (["bench", "--plot", "/no/x.png"], "/no is not a folder"),
         (["bench", "--plot", "x.story"], "must end in one of"),

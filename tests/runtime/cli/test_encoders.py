@@ -43,6 +43,8 @@ def test_the_plan_is_what_loading_allocates(capsys: pytest.CaptureFixture[str]) 
 def test_flags_about_decoding_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(FOLDER / "bert"), "--memory", "1GiB"]) == 2
     assert "--memory cannot be given with an encoder" in capsys.readouterr().err
+    assert run(["plan", str(FOLDER / "bert"), "--kv-cache-memory", "1GiB"]) == 2
+    assert "--kv-cache-memory cannot be given with an encoder" in capsys.readouterr().err
     assert run(["plan", str(FOLDER / "bert"), "--max-model-len", "191"]) == 2
     assert "191 is more than the 190 tokens" in capsys.readouterr().err
 

@@ -15,6 +15,7 @@ from quire.runtime.model import BUNDLED_MODEL
 from tests.gguf_files import convert
 from tests.runtime.engine.text.gguf_metadata import byte_level_metadata
 
+GOLDENS = Path(__file__).parents[2] / "goldens"
 QUICK = ("--context", "32", "--windows", "2", "--threads", "1")
 
 
@@ -81,6 +82,8 @@ def test_any_type_of_the_kv_cache_is_measured(
         ([__file__, "--compare-weights", "q8"], "--compare-weights needs --compare-with"),
         ([__file__, "--compare-kv-cache-dtype", "f32"], "--compare-kv-cache-dtype needs --compare-with"),
         ([__file__, "--compare-with", "/nowhere"], "/nowhere does not exist"),
+        (["/no/text", "--compare-with", str(GOLDENS / "llama")], "the models have 4,096 and 320 tokens"),
+        (["/no/text", "--compare-with", str(GOLDENS / "encoders" / "bert")], "is an encoder, which predicts no tokens"),
         ([__file__, "--embedding-model", "demo_embedding"], "unknown option --embedding-model"),
         ([__file__, "--max-num-seqs", "2"], "--max-num-seqs cannot be given to perplexity, which sets it for its"),
     ],

@@ -87,7 +87,7 @@ def test_likelihoods_are_those_of_torch(
     monkeypatch.setattr(perplexity, "MAX_SCORED_ROWS", rows)
     token_ids, logits = golden(family)
     windows = plan_windows(len(token_ids), len(token_ids))
-    runner = load(family, windows, weights="f32", max_num_batched_tokens=7)
+    runner = load(family, windows, weights="f32", max_num_batched_tokens=max(rows, 7))
     assert runner.capacity.max_num_samples == rows
     seen: list[float] = []
     measured = measure_perplexity(runner, token_ids, windows, None, seen.append)
@@ -152,17 +152,15 @@ def test_kl_divergence_of_two_rows() -> None:
     assert same_top is False
 
 
-def test_models_with_other_vocabularies_are_not_compared(load: Callable[..., ModelRunner]) -> None:
-    windows = plan_windows(32, 16)
-    runners = load("llama", windows), load("qwen2", windows)
-    runners[1].spec = type("Spec", (), {"vocab_size": 7})()  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="must have the same vocabulary"):
-        measure_divergence(*runners, [1] * 32, windows, None, lambda value: None)
-
-
 def test_logits_that_are_not_finite_are_an_error() -> None:
     with pytest.raises(GenerationFailed, match="not finite"):
         perplexity._nll(np.array([1, np.nan], np.float32), 0)
+
+
+def test_no_step_is_larger_than_the_configuration_says() -> None:
+    spec, windows = read_spec(GOLDENS / "llama"), plan_windows(32, 16)
+    config = scoring_config(EngineConfig(max_num_batched_tokens=3), spec, windows)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (3, 3)
 
 
 def test_a_window_must_fit_the_model() -> None:
