@@ -5,24 +5,50 @@ A host knows the secret, but it may have a defect: what it reports of one reques
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from ...scheduler import EncodeRequest, QueuedRequest, Request, RequestUpdate, SampledToken, State
 from ..common.errors import ProtocolError
-from ..engine import CoreInfo
-from ..workers.engine_link import AddAnswer
+from ..engine import CoreInfo, Prefilled, StepStats
+from ..workers.engine_link import AddAnswer, StatsReport
 from ..workers.pending_adds import REFUSALS
 
 FLOAT_BYTES = 4
+NO_NUMBER = "a logprob that is no number"
 
 
 def check_answer(answer: AddAnswer) -> None:
-    """Raise ProtocolError for an answer that neither accepts nor refuses."""
-    is_refusal = answer.refusal is not None
-    if is_refusal and (answer.estimate is None or answer.refusal in REFUSALS):
-        return
-    if is_refusal or answer.estimate is None:
+    """Raise ProtocolError for an answer that neither accepts nor refuses, or with a wait that is no number."""
+    is_refusal, estimate = answer.refusal is not None, answer.estimate
+    if estimate is None:
+        is_known = is_refusal
+    else:
+        is_known = not is_refusal or answer.refusal in REFUSALS
+        _check_numbers(estimate.predicted_wait_s or 0.0)
+    if not is_known:
         raise ProtocolError(f"the answer to request {answer.request_id} neither accepts nor refuses it")
+
+
+def check_stats(report: StatsReport) -> None:
+    """Raise ProtocolError for a wait that is no number."""
+    _check_numbers(report.predicted_wait_s)
+
+
+def check_step(step: StepStats | None, prefilled: Iterable[Prefilled]) -> None:
+    """Raise ProtocolError for times that are no numbers, or fewer than no tokens."""
+    if step is not None:
+        _check_numbers(step.duration_s, step.schedule_s, step.commit_s, step.publish_s, step.encoder_s)
+        check_counts(step.prefill_tokens, step.decode_tokens)
+    check_counts(*[each.num_tokens for each in prefilled])
+
+
+def check_counts(*counts: int) -> None:
+    """Raise ProtocolError for a count below 0."""
+    if any(count < 0 for count in counts):
+        raise ProtocolError("the host reports fewer than no tokens")
 
 
 def check_update(update: RequestUpdate, request: QueuedRequest, info: CoreInfo) -> None:
@@ -30,8 +56,11 @@ def check_update(update: RequestUpdate, request: QueuedRequest, info: CoreInfo) 
     counters = update.counters
     if update.ended != (counters is not None) or (update.finish_reason is not None and update.error is not None):
         raise _wrong(update, "an end without its counters, or more than one")
-    if counters is not None and len(counters.seconds_in) != len(State):
-        raise _wrong(update, "counters of other states")
+    if counters is not None:
+        if len(counters.seconds_in) != len(State):
+            raise _wrong(update, "counters of other states")
+        check_counts(counters.cached_tokens, counters.recomputed_tokens)
+        _check_numbers(*counters.seconds_in)
     if isinstance(request, EncodeRequest):
         _check_values(update, request, info)
     elif isinstance(request, Request):
@@ -50,8 +79,21 @@ def _check_tokens(update: RequestUpdate, request: Request, vocab_size: int) -> N
     room = spec.max_tokens - request.num_output_tokens
     if not has_outputs or any(len(tokens) > room for tokens in outputs):
         raise _wrong(update, f"other outputs than it has, or more than {spec.max_tokens} tokens")
-    if any(not 0 <= token.token_id < vocab_size for tokens in outputs for token in tokens):
-        raise _wrong(update, "token ids outside the vocabulary")
+    for tokens in outputs:
+        for token in tokens:
+            if not 0 <= token.token_id < vocab_size:
+                raise _wrong(update, "token ids outside the vocabulary")
+            if token.logprob is not None:
+                _check_logprobs(update, token, vocab_size)
+    if any(math.isnan(each.cumulative_logprob) for each in hypotheses):
+        raise _wrong(update, NO_NUMBER)
+
+
+def _check_logprobs(update: RequestUpdate, token: SampledToken, vocab_size: int) -> None:
+    if not all(0 <= token_id < vocab_size for token_id, _ in token.top_logprobs):
+        raise _wrong(update, "alternatives outside the vocabulary")
+    if math.isnan(token.logprob or 0.0) or any(math.isnan(logprob) for _, logprob in token.top_logprobs):
+        raise _wrong(update, NO_NUMBER)
 
 
 def _check_values(update: RequestUpdate, request: EncodeRequest, info: CoreInfo) -> None:
@@ -60,6 +102,14 @@ def _check_values(update: RequestUpdate, request: EncodeRequest, info: CoreInfo)
     num_texts = len(request.spec.texts) if update.finish_reason == "stop" else 0
     if update.tokens or [len(values) for values in update.values] != [width] * num_texts:
         raise _wrong(update, f"other values than those of {num_texts} texts")
+    if not all(np.isfinite(np.frombuffer(values, "<f4")).all() for values in update.values):
+        raise _wrong(update, "values that are no numbers")
+
+
+def _check_numbers(*values: float) -> None:
+    """Raise ProtocolError for NaN, which would stay in sums, and for infinity."""
+    if not all(map(math.isfinite, values)):
+        raise ProtocolError("the host reports a time that is no number")
 
 
 def _wrong(update: RequestUpdate, what: str) -> ProtocolError:

@@ -23,7 +23,7 @@ from ..common.errors import ConfigError, ProtocolError, QuireError, Unavailable
 from ..engine import CoreInfo, HostState, HostStatus
 from ..protocol.address import TCPAddress
 from ..workers import HealthTimeouts
-from ..workers.engine_link import AddAnswer, DropRequest, EngineReady, SpecT, StatsReport, StepReport
+from ..workers.engine_link import AddAnswer, DropRequest, EngineReady, RequestsBegun, SpecT, StatsReport, StepReport
 from ..workers.supervised_engine import SupervisedEngine
 from ..workers.token_log import MAX_LOST_HOSTS, LoggedRequest
 from .greeting import greet_host
@@ -40,7 +40,7 @@ from .host_link import (
     with_time_left,
 )
 from .members import Member
-from .plausible import check_answer, check_update
+from .plausible import check_answer, check_counts, check_stats, check_step, check_update
 
 CONNECT_TIMEOUT_S = 2.0  # with the greeting
 RETRY_S = 0.1
@@ -316,10 +316,14 @@ class RemoteHost(SupervisedEngine):
                 self._on_failed(request_id, _error_named(error)(text))
             case Heartbeat():
                 pass
-            case StepReport(updates):
+            case StepReport(updates, step=step, prefilled=prefilled):
                 for update in updates:
                     if (entry := self._tokens.sent(update.request_id)) is not None:
                         check_update(update, entry.request, self.info)
+                check_step(step, prefilled)
+                super().receive(message)
+            case RequestsBegun(requests):
+                check_counts(*[each.num_tokens for each in requests])
                 super().receive(message)
             case AddAnswer():
                 check_answer(message)
@@ -327,10 +331,13 @@ class RemoteHost(SupervisedEngine):
             case HostRestarting():
                 self._restarting = message
                 self._listener.interrupted(())
-            case StatsReport() if self._is_failing or self._restarting is not None:
+            case StatsReport():
+                check_stats(message)
+                was_lost = self._is_failing or self._restarting is not None
                 self._is_failing, self._restarting = False, None
                 super().receive(message)
-                self._listener.resumed()
+                if was_lost:
+                    self._listener.resumed()
             case _:
                 super().receive(message)
 

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from quire.runtime.cluster import Cluster, Credentials, Members, remote
 from quire.runtime.cluster.host_link import HostRequestFailed
 from quire.runtime.cluster.members import RESOLVE_INTERVAL_S, Member
 from quire.runtime.cluster.remote import RETRY_S, HostSource, HostTraits
 from quire.runtime.common.errors import ConfigError, Quarantined, Unauthenticated, Unavailable
-from quire.runtime.engine import EncoderInfo, Prefilled
+from quire.runtime.engine import EncoderInfo, Prefilled, StepStats
 from quire.runtime.engine.facade import ImageInfo
 from quire.runtime.protocol.address import TCPAddress
 from quire.runtime.workers.engine_link import (
     AddAnswer,
     CancelRequest,
     DropRequest,
+    FromEngine,
     ReadmitRequest,
     RequestsBegun,
+    StatsReport,
     StepReport,
 )
 from quire.runtime.workers.token_log import MAX_LOST_HOSTS
@@ -37,7 +43,7 @@ from quire.scheduler import (
     State,
 )
 
-from tests.runtime.workers.fakes import ESTIMATE, FakeListener, new_encoding, new_requests, until
+from tests.runtime.workers.fakes import ESTIMATE, FakeListener, engine_stats, new_encoding, new_requests, until
 
 from .fakes import DIGEST, FakeHosts
 
@@ -648,9 +654,11 @@ def tokens(request_id: int, *token_ids: int) -> tuple[SampledToken, ...]:
     return tuple(SampledToken(request_id, token_id) for token_id in token_ids)
 
 
-def counters(num_states: int = len(State), *outputs: tuple[SampledToken, ...]) -> FinalCounters:
-    hypotheses = tuple(Hypothesis(output, -1.0, -1.0, "length") for output in outputs)
-    return FinalCounters((0.0,) * num_states, 0, 0, hypotheses)
+def counters(
+    num_states: int = len(State), *outputs: tuple[SampledToken, ...], logprob: float = -1.0, **other: Any
+) -> FinalCounters:
+    hypotheses = tuple(Hypothesis(output, logprob, logprob, "length") for output in outputs)
+    return FinalCounters((0.0,) * num_states, 0, 0, hypotheses)._replace(**other)
 
 
 # What a host says of request 1, which may have 3 tokens, or of its beam search or texts with the ids 2 and 3.
@@ -658,24 +666,48 @@ LIES = {
     "more tokens than asked for": RequestUpdate(1, tokens(1, 5, 6, 7, 8)),
     "a token outside the vocabulary": RequestUpdate(1, tokens(1, 100)),
     "a negative token": RequestUpdate(1, tokens(1, -1)),
+    "an unknown alternative": RequestUpdate(1, (SampledToken(1, 5, -1.0, ((5, -1.0), (100, -2.0))),)),
+    "a logprob that is no number": RequestUpdate(1, (SampledToken(1, 5, math.nan),)),
+    "an alternative's logprob that is no number": RequestUpdate(1, (SampledToken(1, 5, -1.0, ((5, math.nan),)),)),
     "an end without counters": RequestUpdate(1, (), "length"),
     "counters without an end": RequestUpdate(1, tokens(1, 5), counters=counters()),
     "two ends": RequestUpdate(1, (), "length", "it failed", counters()),
     "counters of other states": RequestUpdate(1, (), "length", None, counters(2)),
+    "fewer than no cached tokens": RequestUpdate(1, (), "length", None, counters(cached_tokens=-1)),
+    "fewer than no tokens again": RequestUpdate(1, (), "length", None, counters(recomputed_tokens=-1)),
+    "a time that is no number": RequestUpdate(1, (), "length", None, counters(seconds_in=(math.nan,) * len(State))),
     "hypotheses without a search": RequestUpdate(1, (), "length", None, counters(len(State), tokens(1, 5))),
     "tokens of a search before its end": RequestUpdate(2, tokens(2, 5)),
     "a search without an output": RequestUpdate(2, (), "length", None, counters()),
     "too many outputs of a search": RequestUpdate(2, (), "stop", None, counters(len(State), *[tokens(2, 5)] * 3)),
     "a search with too many tokens": RequestUpdate(2, (), "stop", None, counters(len(State), tokens(2, 5, 6, 7, 8))),
     "a search with an unknown token": RequestUpdate(2, (), "stop", None, counters(len(State), tokens(2, 100))),
+    "a search whose logprob is no number": RequestUpdate(
+        2, (), "stop", None, counters(len(State), tokens(2, 5), logprob=math.nan)
+    ),
     "values of one of two texts": RequestUpdate(3, (), "stop", None, counters(), (bytes(16),)),
     "values of other sizes": RequestUpdate(3, (), "stop", None, counters(), (bytes(16), bytes(12))),
     "values with an error": RequestUpdate(3, (), None, "it failed", counters(), (bytes(16), bytes(16))),
+    "values that are no numbers": RequestUpdate(
+        3, (), "stop", None, counters(), (bytes(16), array("f", [math.nan] * 4).tobytes())
+    ),
     "tokens of texts": RequestUpdate(3, tokens(3, 5), "stop", None, counters(), (bytes(16), bytes(16))),
 }
 ANSWERS = {
     "an answer that says nothing": AddAnswer(9, None, 0),
     "a refusal of an unknown kind with an estimate": AddAnswer(9, ESTIMATE, 0, "NoSuchRefusal", "no"),
+    "a wait that is no number": AddAnswer(9, replace(ESTIMATE, predicted_wait_s=math.nan), 0),
+    "a refusal with a wait without end": AddAnswer(9, replace(ESTIMATE, predicted_wait_s=math.inf), 0, "QueueFull"),
+}
+STEP = StepStats(
+    duration_s=0.1, prefill_tokens=0, decode_tokens=1, context_tokens=(5,), schedule_s=0.0, commit_s=0.0, publish_s=0.0
+)
+REPORTS = {
+    "a wait that is no number": StatsReport(engine_stats(), math.nan),
+    "fewer than no tokens of a prompt begun": RequestsBegun((Prefilled(1, -1),)),
+    "fewer than no tokens of a prompt": StepReport((), 0, 1, STEP, (Prefilled(1, -1),)),
+    "fewer than no tokens in a step": StepReport((), 0, 1, msgspec.structs.replace(STEP, decode_tokens=-1)),
+    "a duration that is no number": StepReport((), 0, 1, msgspec.structs.replace(STEP, duration_s=math.nan)),
 }
 
 
@@ -706,6 +738,17 @@ async def test_a_host_that_reports_what_cannot_be_is_lost_and_costs_no_request_a
         hosts["a"].finish(5, 5)
         assert len(listener.ends()) == 5
         assert cluster.hosts["a:1"].num_requests == cluster.hosts["b:1"].num_requests == 0
+
+
+@pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
+async def test_what_no_engine_measures_reaches_no_metric(
+    report: FromEngine, cluster: Cluster, hosts: FakeHosts, listener: FakeListener
+) -> None:
+    name = await added(cluster, hosts, 1)
+    hosts[name].reply(report)
+    assert hosts[name].problem is not None
+    await until(lambda: where(cluster, hosts, 1) != name)
+    assert not listener.steps
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
