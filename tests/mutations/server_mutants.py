@@ -745,10 +745,24 @@ MUTANTS = [
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/connection.py",
-        "return _checked_head(event)",
-        "return event",
-        "a head that arrives in one piece may be longer than the limit",
+        "runtime/server/http_input.py",
+        "if len(head) > max_bytes:",
+        "if len(head) > 2 * max_bytes:",
+        "a head whose last piece is beyond the limit is answered",
+        HTTP_API,
+    ),
+    Mutant(
+        "runtime/server/http_input.py",
+        "if _IN_NO_LINE.search(head):",
+        "if False:",
+        "a head with 30,000 blanks stops the event loop for three seconds",
+        HTTP_API,
+    ),
+    Mutant(
+        "runtime/server/http_input.py",
+        "if _IN_NO_LINE.search(data) and _BLANKS.search(data):",
+        "if False:",
+        "blanks behind the last chunk of a body stop the event loop",
         HTTP_API,
     ),
     Mutant(

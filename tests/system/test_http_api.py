@@ -710,7 +710,8 @@ async def test_a_long_body_is_refused_before_it_is_read(serve: Serve) -> None:
         b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"transfer-encoding: chunked\r\n\r\nzz\r\n",
         b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip, chunked\r\n\r\n",
-        b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 40_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 33_000 + b"\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nhost: localhost\r\n" + b"a:\r\n" * 256 + b"\r\n",
     ],
 )
 async def test_bytes_that_are_not_http(system: Any, data: bytes) -> None:
@@ -721,6 +722,36 @@ async def test_bytes_that_are_not_http(system: Any, data: bytes) -> None:
         assert reply.error["message"]
         assert await client.is_closed()
     assert (await ask(system, COMPLETIONS, complete())).status == 200
+
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+CHUNKED += b"transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (CHUNKED + b"1\r\n \r\n" * 1100, "chunks of few bytes"),
+        (CHUNKED + b"0\r\n" + b"a: b\r\n" * 2000, "the last fields, have at most 1024 bytes"),
+        (CHUNKED + b"0\r\nx:" + b" " * 300 + b"\0\r\n\r\n", "neither a line nor JSON"),
+        (CHUNKED + b"0\r\nx:\r\n" + b" \r\n" * 100 + b" \r \r\n\r\n", "neither a line nor JSON"),
+        (b"GET /version HTTP/1.1\r\nhost: localhost\r\nx:" + b" " * 30_000 + b"\0\r\n\r\n", "no line may have"),
+    ],
+)
+async def test_what_takes_h11_long_to_parse_is_refused_before(system: Any, data: bytes, text: str) -> None:
+    async with connection(system) as client:
+        client.writer.write(data)
+        reply = await client.receive()
+        assert reply.status == 400
+        assert text in reply.error["message"]
+
+
+async def test_a_body_may_come_in_many_chunks(system: Any) -> None:
+    body = json.dumps(complete()).encode()
+    text = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"1000\r\n" + b" " * 4096 + b"\r\n" + b"1\r\n\t\r\n" * 500
+    async with connection(system) as client:
+        client.writer.write((CHUNKED + text + b"0\r\nx: y\r\n\r\n") * 2)
+        assert [(await client.receive()).status for _ in range(2)] == [200, 200]
 
 
 async def test_a_length_beside_chunks_does_not_hide_a_request(system: Any) -> None:

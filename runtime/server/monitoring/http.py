@@ -30,6 +30,7 @@ from prometheus_client.core import Metric
 
 from ...common.logs import BoundedLog
 from ..acceptor import AcceptedConnection, Acceptor, ConnectionLimits
+from ..http_input import check_head
 from ..pages import PAGE_HEADERS, read_page
 from ..tenants import Turns
 from .readiness import Readiness
@@ -159,6 +160,7 @@ class OperatorServer:
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 while True:
+                    check_head(connection, MAX_REQUEST_BYTES)
                     event = connection.next_event()
                     if event is h11.NEED_DATA and request is None:
                         data = await reader.read(READ_BYTES)

@@ -17,6 +17,7 @@ from structlog.contextvars import bind_contextvars
 from ...common.errors import QuireError
 from ...common.logs import new_id
 from ..acceptor import AcceptedConnection
+from ..http_input import CHUNK_BYTES, MAX_SMALL_CHUNKS, PIECE_BYTES, check_chunks, check_head, check_kept
 from ..request_handler import AppContext
 from ..request_log import quire_error
 from ..send_buffer import SendBuffer, linger
@@ -49,6 +50,7 @@ class HTTPConnection:
         )
         self._pending_input = PendingInput(context.pending.of(None), self._refuse)
         self._tenant: Tenant | None = None  # of the last request
+        self._ahead = bytearray()  # what the client has sent before its request was answered
         self._num_requests = 0
         self._exchange: Exchange | None = None  # from the request's head to the end of its answer
         self._route: Route | None = None  # of the exchange
@@ -183,16 +185,17 @@ class HTTPConnection:
         head_s = self._config.handshake_timeout_ms / 1000
         is_first = not self._num_requests
         silence_s = head_s if is_first else self._config.idle_timeout_ms / 1000
-        is_begun = bool(self._http.trailing_data[0])
+        is_begun = bool(self._ahead or self._http.trailing_data[0])
         try:
             async with asyncio.timeout(head_s if is_begun else silence_s) as limit:
                 while True:
+                    check_head(self._http, MAX_HEAD_BYTES)
                     event = self._http.next_event()
                     if isinstance(event, h11.Request):
-                        return _checked_head(event)
+                        return event
                     if event is not h11.NEED_DATA:
                         return None
-                    data = await self._reader.read(READ_BYTES)
+                    data = await self._receive(PIECE_BYTES)
                     self._http.receive_data(data)
                     if data and not is_begun and not is_first:
                         is_begun = True
@@ -212,26 +215,49 @@ class HTTPConnection:
         if lengths and int(lengths[0]) > limit:
             raise too_long
         timeout_ms = self._config.frame_timeout_ms
-        body = bytearray()
+        in_chunks = any(name == b"transfer-encoding" for name, _ in head.headers)
+        body, num_chunks = bytearray(), 0
         try:
             async with asyncio.timeout(timeout_ms / 1000):
+                if in_chunks:
+                    check_chunks(self._http)
                 while True:
                     event = self._http.next_event()
                     if isinstance(event, h11.Data):
                         if len(body) + len(event.data) > limit:
                             raise too_long
                         body += event.data
+                        num_chunks += event.chunk_end
+                        if num_chunks > MAX_SMALL_CHUNKS + len(body) // CHUNK_BYTES:
+                            raise BadRequest(f"the body has {num_chunks} chunks of few bytes; send larger ones")
                         self._pending_input.set_frame_bytes(len(body))
                     elif event is h11.NEED_DATA:
                         if self._http.they_are_waiting_for_100_continue:
                             self._send_100_continue()
-                        self._http.receive_data(await self._reader.read(READ_BYTES))
+                        await self._receive_body(in_chunks=in_chunks)
                     else:
                         return bytes(body)
         except TimeoutError:
             raise BadRequest(f"a body must be complete within {timeout_ms} ms", status=408) from None
         finally:
             self._pending_input.set_frame_bytes(0)
+
+    async def _receive_body(self, *, in_chunks: bool) -> None:
+        """Give h11 more of a body. Raises RemoteProtocolError."""
+        if in_chunks:
+            check_kept(self._http)
+            await asyncio.sleep(0)  # other tasks run between two pieces
+        self._http.receive_data(await self._receive(PIECE_BYTES if in_chunks else READ_BYTES))
+        if in_chunks:
+            check_chunks(self._http)
+
+    async def _receive(self, num_bytes: int) -> bytes:
+        """Return at most `num_bytes` of what the client sends, none at the end."""
+        if not self._ahead:
+            return await self._reader.read(num_bytes)
+        data = bytes(self._ahead[:num_bytes])
+        del self._ahead[:num_bytes]
+        return data
 
     def _send_100_continue(self) -> None:
         if data := self._http.send(h11.InformationalResponse(status_code=100, headers=[], reason="Continue")):
@@ -261,18 +287,9 @@ class HTTPConnection:
 
     async def _read_ahead(self, exchange: Exchange) -> None:
         """Keep what the client sends ahead. Leave the exchange when the client has left or sends too much."""
-        num_bytes = 0
         with contextlib.suppress(OSError):
-            while num_bytes <= MAX_AHEAD_BYTES and (data := await self._reader.read(READ_BYTES)):
-                num_bytes += len(data)
-                self._http.receive_data(data)
+            while len(self._ahead) <= MAX_AHEAD_BYTES and (data := await self._reader.read(READ_BYTES)):
+                self._ahead += data
         exchange.leave("disconnect")
         if self._answering is not None and not exchange.lives:
             self._answering.cancel()
-
-
-def _checked_head(head: h11.Request) -> h11.Request:
-    """Return the head. Raises RemoteProtocolError if it is too long: h11 checks that only of incomplete heads."""
-    if sum(len(name) + len(value) for name, value in head.headers) > MAX_HEAD_BYTES:
-        raise h11.RemoteProtocolError(f"a head has at most {MAX_HEAD_BYTES} bytes", error_status_hint=431)
-    return head

@@ -92,6 +92,7 @@ async def test_requests_of_one_connection_are_answered_in_order(port: Port) -> N
         (b"GET /readyz HTTP/1.1\r\n\r\n", 400),
         (b"\x00\xff nonsense\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nhost: x\r\nlong: " + b"x" * 70_000, 431),
+        (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * 256 + b"\r\n", 431),
     ],
 )
 async def test_statuses(port: Port, request_bytes: bytes, status: int) -> None:

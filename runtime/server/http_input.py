@@ -1,0 +1,47 @@
+"""What h11 may parse: it takes 2 µs for a line of a head, 5 µs for a chunk of a body, and for a line of blanks with a
+character that no line has behind them the square of their number, 3 s for 30 KB. Must not import what serves.
+"""
+
+from __future__ import annotations
+
+import re
+
+import h11
+
+MAX_HEAD_LINES = 256
+PIECE_BYTES = 4 << 10  # of a body in chunks, parsed in one turn of the event loop
+MAX_KEPT_BYTES = (
+    1 << 10
+)  # that h11 keeps of such a body: the beginning of a chunk's line, or fields after the last chunk
+MAX_SMALL_CHUNKS = 1024  # of a body; one more for each `CHUNK_BYTES`
+CHUNK_BYTES = 16
+
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+_IN_NO_LINE = re.compile(rb"[\x00\x0b\x0c]|\r(?!\n|\Z)")
+_BLANKS = re.compile(rb"(?<![ \t\r\n])[ \t\r\n]{256}")
+
+
+def check_head(http: h11.Connection, max_bytes: int) -> None:
+    """Raise RemoteProtocolError unless h11 may parse what it has: a head, or the beginning of one."""
+    data = http.trailing_data[0]
+    end = _END_OF_HEAD.search(data, 0, max_bytes)
+    head = data if end is None else data[: end.end()]
+    if len(head) > max_bytes:
+        raise h11.RemoteProtocolError(f"a head has at most {max_bytes} bytes", error_status_hint=431)
+    if head.count(b"\n") > MAX_HEAD_LINES:
+        raise h11.RemoteProtocolError(f"a head has at most {MAX_HEAD_LINES} lines", error_status_hint=431)
+    if _IN_NO_LINE.search(head):
+        raise h11.RemoteProtocolError("a head has characters that no line may have")
+
+
+def check_chunks(http: h11.Connection) -> None:
+    """Raise RemoteProtocolError unless h11 may parse what it has of a body in chunks."""
+    data = http.trailing_data[0]
+    if _IN_NO_LINE.search(data) and _BLANKS.search(data):
+        raise h11.RemoteProtocolError("a body has characters that neither a line nor JSON may have")
+
+
+def check_kept(http: h11.Connection) -> None:
+    """Raise RemoteProtocolError if h11 has parsed what it can of a body in chunks, and keeps a long rest."""
+    if len(http.trailing_data[0]) > MAX_KEPT_BYTES:
+        raise h11.RemoteProtocolError(f"a chunk's line, or the last fields, have at most {MAX_KEPT_BYTES} bytes")
