@@ -3,7 +3,8 @@
 A keyword that says nothing, such as `uniqueItems: false`, is left out. Other keywords stay: llguidance enforces or
 refuses them. Dates get a pattern, since its own allows 29 February in every year. References that only lead back to
 themselves are refused: llguidance accepts them, and allows no text there. Classes of characters in patterns are written
-so that it reads them as ECMAScript does, and the name of a dialect has its own scheme.
+so that it reads them as ECMAScript does, and the name of a dialect has its own scheme. What drafts 4, 6 and 7 ignore
+beside a reference is left out.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties
 BY_REFERENCE = frozenset({"$defs", "definitions"})  # whose schemas apply only where one refers to them
 IN_PLACE = ("allOf", "anyOf", "oneOf")  # with a single schema they say what that one says
 
+BESIDE_REFERENCES = frozenset({"$ref", "$schema", "$id", "id", *BY_REFERENCE})  # kept in drafts that ignore others
+
 DATES = ("date", "date-time")  # formats
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 REAL_DATE = f"^(....-(0[13-9]|1[0-2])|....-02-([01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
 
 _DIALECT = re.compile(r"^https?(://json-schema\.org/draft(-0[467]|/2019-09|/2020-12)/schema)")
+_IGNORES_SIBLINGS = re.compile(r"https?://json-schema\.org/draft-0[467]/schema#?")
 # A character behind a backslash, a property of Unicode, or a class of characters.
 _PATTERN_PART = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
 _OPERATOR = re.compile(r"(\\.)|\[|&(?=&)|~(?=~)", re.DOTALL)  # of classes in Rust's syntax
@@ -40,13 +44,20 @@ def enforceable_schema(schema: Any) -> Any:
     Raises RecursionError for one that is nested too deeply, and InvalidRequest if it needs keys of a map that differ:
     the grammar allows a key to occur twice.
     """
+    dialect = schema.get("$schema") if isinstance(schema, dict) else None
+    return _enforceable(schema, isinstance(dialect, str) and _IGNORES_SIBLINGS.fullmatch(dialect) is not None)
+
+
+def _enforceable(schema: Any, ignores_siblings: bool) -> Any:
     if isinstance(schema, list):
-        return [enforceable_schema(each) for each in schema]
+        return [_enforceable(each, ignores_siblings) for each in schema]
     if not isinstance(schema, dict):
         return schema
+    if ignores_siblings and isinstance(schema.get("$ref"), str):
+        schema = {key: value for key, value in schema.items() if key in BESIDE_REFERENCES}
     _check_distinct_keys(schema)
     kept = {
-        key: _inside(key, value)
+        key: _inside(key, value, ignores_siblings)
         for key, value in schema.items()
         if (is_idle := IDLE.get(key)) is None or not is_idle(value, schema)
     }
@@ -164,13 +175,13 @@ def _check_distinct_keys(schema: _Schema) -> None:
         )
 
 
-def _inside(key: str, value: Any) -> Any:
+def _inside(key: str, value: Any, ignores_siblings: bool) -> Any:
     if key in DATA:
         return value
     if key in MAPS and isinstance(value, dict):
         written = _as_read if key == "patternProperties" else str
-        return {written(name): enforceable_schema(each) for name, each in value.items()}
-    return enforceable_schema(value)
+        return {written(name): _enforceable(each, ignores_siblings) for name, each in value.items()}
+    return _enforceable(value, ignores_siblings)
 
 
 def _allows_all(value: Any) -> bool:

@@ -123,5 +123,7 @@ class ToolCalls:
 
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    schema: dict[str, Any] = enforceable_schema({**ANY_OBJECT, **function.get("parameters", {})})
-    return schema
+    schema: dict[str, Any] = enforceable_schema(function.get("parameters", {}))
+    if "$ref" in schema and "allOf" not in schema:  # some drafts ignore a type beside a reference
+        schema["allOf"] = [{"$ref": schema.pop("$ref")}]
+    return {**ANY_OBJECT, **schema}

@@ -259,6 +259,33 @@ def test_a_dialect_is_known_with_either_scheme(scheme: str, dialect: str) -> Non
     check_structure(StructuredOutputs(json={"$schema": uri, "items": {"$schema": uri, "type": "integer"}}))
 
 
+@pytest.mark.parametrize(
+    "dialect", ["http://json-schema.org/draft-04/schema#", "https://json-schema.org/draft-07/schema"]
+)
+def test_old_dialects_ignore_what_stands_beside_a_reference(dialect: str) -> None:
+    schema: dict[str, Any] = {
+        "$ref": "#/definitions/a~1b",
+        "required": ["c"],
+        "not": {"type": "object"},
+        "definitions": {
+            "a/b": {
+                "properties": {"$ref": {"type": "integer"}, "c": {"$ref": "#/definitions/name", "maxLength": 1}},
+                "additionalProperties": False,
+            },
+            "name": {"type": "string"},
+        },
+    }
+    structure = StructuredOutputs(json={"$schema": dialect, **schema})
+    check_structure(structure)
+    matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
+    assert all(can_be_generated(matcher.deep_copy(), each) for each in ({}, {"$ref": 1, "c": "long"}))
+    assert not any(can_be_generated(matcher.deep_copy(), each) for each in ({"c": 1}, {"$ref": "a"}))
+    del schema["not"]
+    newer = LLMatcher(tables(), grammar_of(StructuredOutputs(json=schema)), log_level=0)
+    assert not any(can_be_generated(newer.deep_copy(), each) for each in ({}, {"c": "long"}))
+    assert can_be_generated(newer, {"c": "l"})
+
+
 def test_there_are_enough_schemas() -> None:
     assert len({case[0] for case in SCHEMAS}) == len(SCHEMAS) >= 200
     assert all(case[2] for case in SCHEMAS)

@@ -164,6 +164,21 @@ def test_parameters_may_refer_to_definitions_of_their_tool() -> None:
         assert (matcher.try_consume_tokens(ids) == len(ids)) is is_allowed
 
 
+def test_arguments_are_an_object_where_the_dialect_ignores_a_type_beside_a_reference() -> None:
+    parameters = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$ref": "#/definitions/a",
+        "definitions": {"a": {}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    structure = ToolCalls(FAMILIES["hermes"], (tool,), ToolChoice(needed="required")).structure("prompt", None)
+    assert structure is not None
+    for arguments, is_allowed in (('{"b": 1}', True), ("1", False)):
+        matcher = LLMatcher(TABLES, grammar_of(structure), log_level=0)
+        ids = VOCABULARY(f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>')
+        assert (matcher.try_consume_tokens(ids) == len(ids)) is is_allowed
+
+
 @pytest.mark.parametrize("family", ["qwen3_coder", "hermes", "openai"])
 @pytest.mark.parametrize(
     "parameters",
