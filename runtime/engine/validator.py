@@ -56,7 +56,7 @@ class Validator:
     def check_options(self, request: GenerateRequest) -> None:
         """Check everything but the prompt: the ranges of all parameters."""
         params = request.sampling_params
-        _integer("max_tokens", params.max_tokens, 0 if request.echo else 1, self._info.max_model_len)
+        self._check_length(params.max_tokens, 0 if request.echo else 1)
         if request.echo and (params.beam_width or params.best_of is not None or params.structured_outputs is not None):
             raise InvalidRequest("echo cannot be used with best_of, beam_width or structured_outputs")
         _integer("min_tokens", params.min_tokens, 0, params.max_tokens)
@@ -203,6 +203,12 @@ class Validator:
         for token, value in bias.items():
             self._check_token("logit_bias", token)
             _number(f"logit_bias of token {token}", value, -100, 100)
+
+    def _check_length(self, max_tokens: int, least: int) -> None:
+        limit = self._info.max_model_len
+        if isinstance(max_tokens, Integral) and max_tokens > limit:
+            raise ContextLengthExceeded(f"max_tokens must be between {least} and {limit}, not {max_tokens}")
+        _integer("max_tokens", max_tokens, least, limit)
 
     def _check_stops(self, params: SamplingParams) -> None:
         if len(params.stop) > MAX_STOP_STRINGS:

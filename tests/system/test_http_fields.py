@@ -198,10 +198,13 @@ async def test_an_error_names_the_field_of_the_body(real: Any, path: str, body: 
         (COMPLETIONS, {"prompt": "a " * 3000}, "prompt", "context_length_exceeded"),
         (CHAT, {"messages": [{"role": "user", "content": "a " * 3000}]}, "messages", "context_length_exceeded"),
         (RESPONSES, {"input": "a " * 3000}, "input", "context_length_exceeded"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 2049}, "max_tokens", "context_length_exceeded"),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 2049}, "max_tokens", "context_length_exceeded"),
+        (RESPONSES, {"input": "a", "max_output_tokens": 2049}, "max_output_tokens", "context_length_exceeded"),
         (f"{RESPONSES}/input_tokens", {"input": []}, "input", None),
     ],
 )
-async def test_an_error_about_the_prompt_names_the_field_that_has_it(
+async def test_an_error_about_lengths_names_the_field_that_has_it(
     real: Any, path: str, body: Any, param: str, code: str | None
 ) -> None:
     reply = await ask(real, path, body)

@@ -100,7 +100,7 @@ def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     elif top_logprobs:
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
     name = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
-    sampling["max_tokens"] = fields.take_between(name, 1, info.max_model_len, info.max_model_len)
+    sampling["max_tokens"] = fields.take_num_tokens(name, info.max_model_len)
     request = with_answer(
         chat_prompt(values, messages, tenant),
         values,

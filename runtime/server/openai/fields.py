@@ -119,6 +119,14 @@ class Fields:
             raise BadRequest(f"{name} must be between {least} and {most}, not {value}", name)
         return value
 
+    def take_num_tokens(self, name: str, limit: int) -> int:
+        """Return the field, a number of tokens to generate, or `limit` without it. Raises BadRequest."""
+        value = self.take(name, int, limit)
+        if not 1 <= value <= limit:
+            code = "context_length_exceeded" if value > limit else None
+            raise BadRequest(f"{name} must be between 1 and {limit}, not {value}", name, error_code=code)
+        return value
+
     def num_unknown(self, known: Set[str]) -> int:
         return len(self.values.keys() - known)
 

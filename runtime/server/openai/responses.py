@@ -66,7 +66,7 @@ def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     has_limit = "max_output_tokens" in fields.values
     _use_text_format(fields)
     sampling = sampling_fields(fields, info)
-    sampling["max_tokens"] = fields.take_between("max_output_tokens", 1, info.max_model_len, info.max_model_len)
+    sampling["max_tokens"] = fields.take_num_tokens("max_output_tokens", info.max_model_len)
     sampling["logprobs"] = _num_logprobs(fields)
     chat = chat_fields(fields.values)
     request = with_answer(

@@ -112,6 +112,11 @@ def test_the_message_names_parameter_value_and_limits() -> None:
         check(SamplingParams(max_tokens=1, top_p=float("nan")))
 
 
+def test_max_tokens_beyond_the_context_do_not_fit() -> None:
+    with pytest.raises(ContextLengthExceeded, match="max_tokens must be between 1 and 50, not 51"):
+        check(SamplingParams(max_tokens=51))
+
+
 def test_token_ids() -> None:
     VALIDATOR.check_token_ids((99,) * 40, max_tokens=10)
     VALIDATOR.check_token_ids((0,) * 50)

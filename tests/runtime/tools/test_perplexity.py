@@ -44,12 +44,12 @@ def test_windows_are_those_of_llama_perplexity(arguments: Any, starts: list[int]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((511, 512), "has 511 tokens; these windows need at least 512, lower --context"),
+        ((511, 512), "has 511 tokens; these windows need at least 512, lower `context`"),
         ((768, 512, 512), "has 768 tokens; these windows need at least 769"),
-        ((99, 3), "--context must be at least 4 tokens, not 3"),
-        ((99, 8, 0), "--stride must be between 1 and --context 8, not 0"),
-        ((99, 8, 9), "--stride must be between 1 and --context 8, not 9"),
-        ((99, 8, None, 0), "--windows must be at least 1, not 0"),
+        ((99, 3), "context must be at least 4 tokens, not 3"),
+        ((99, 8, 0), "stride must be between 1 and `context` 8, not 0"),
+        ((99, 8, 9), "stride must be between 1 and `context` 8, not 9"),
+        ((99, 8, None, 0), "windows must be at least 1, not 0"),
     ],
 )
 def test_windows_that_do_not_fit_are_refused(arguments: Any, message: str) -> None:
