@@ -1,11 +1,12 @@
 """Measure what the HTTP API costs: tokens per second of the same streams over HTTP and over the own protocol, in turns.
 
-usage: http_throughput.py [--model DIR] [--users 32] [--prompt-tokens 64] [--new-tokens 128] [--rounds 9]
-                          [--path /v1/completions] [-- FLAGS OF quire serve]
+usage: python -m tests.bench.http_throughput [--model DIR] [--users 32] [--prompt-tokens 64] [--new-tokens 128]
+                                             [--rounds 9] [--path /v1/completions] [-- FLAGS OF quire serve]
 
 One server answers both. A round sends one request per user over one way, and counts from when the last user has its
 first token until the first user has its last. Both clients read raw bytes and decode no token, so that they cost the
-machine equally little. The figure is the median ratio of neighbouring rounds; at least 0.97 is expected.
+machine equally little. The figure is the median ratio of neighbouring rounds; at least 0.97 is expected. Each token is
+an event or a frame; its cost is all CPU time of the API server process, from the engine's link to the socket.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import uvloop
 from quire import SamplingParams
@@ -26,11 +28,21 @@ from quire.runtime.protocol.address import TCPAddress, parse_address
 from quire.runtime.protocol.codec import encode
 from quire.runtime.protocol.frames import Generate, Hello
 
+from tests.bench.link_cost import cpu_s
+
 READ_BYTES = 1 << 16
+POLL_S = 0.001
 EVENT_END = b"\n\n"
 TOKENS_FRAME = b"\xa6TOKENS"  # how msgpack writes the type of the frame
 
 Reading = Callable[[list[int], int, list[tuple[float, int]]], Awaitable[None]]
+
+
+class Round(NamedTuple):
+    """One way, while all users decode."""
+
+    speed: float  # tokens per second
+    cost: float  # CPU seconds of the API server's process per token
 
 
 async def main() -> None:
@@ -54,37 +66,45 @@ async def main() -> None:
     try:
         words = (await process.stdout.readline()).decode().split()
         api = words[words.index("api") + 1].removeprefix("http://").removesuffix("/v1")
-        await report(over_http(api, arguments.path), over_frames(words[3]), arguments)
+        await report(over_http(api, arguments.path), over_frames(words[3]), process.pid, arguments)
     finally:
         process.terminate()
         await process.wait()
 
 
-async def report(http: Reading, frames: Reading, arguments: argparse.Namespace) -> None:
-    speeds: dict[Reading, list[float]] = {http: [], frames: []}
+async def report(http: Reading, frames: Reading, server: int, arguments: argparse.Namespace) -> None:
+    rounds: dict[Reading, list[Round]] = {http: [], frames: []}
     for number in range(arguments.rounds + 1):
         for reading in (http, frames) if number % 2 else (frames, http):
-            speed = await decode_speed(reading, arguments)
+            measured = await one_round(reading, server, arguments)
             if number:  # the first round warms up
-                speeds[reading].append(speed)
-    ratios = [one / other for one, other in zip(speeds[http], speeds[frames], strict=True)]
-    print(f"own protocol {statistics.median(speeds[frames]):9.1f} tok/s")
-    print(f"HTTP         {statistics.median(speeds[http]):9.1f} tok/s")
+                rounds[reading].append(measured)
+    for name, reading in (("own protocol", frames), ("HTTP", http)):
+        speed, cost = (statistics.median(values) for values in zip(*rounds[reading], strict=True))
+        print(f"{name:<12} {speed:9.1f} tok/s, {1e6 * cost:6.1f} µs of the API server's CPU per token")
+    ratios = [one.speed / other.speed for one, other in zip(rounds[http], rounds[frames], strict=True)]
     print(f"ratio        {statistics.median(ratios):.3f}, round by round {min(ratios):.3f} to {max(ratios):.3f}")
 
 
-async def decode_speed(reading: Reading, arguments: argparse.Namespace) -> float:
+async def one_round(reading: Reading, server: int, arguments: argparse.Namespace) -> Round:
     arrivals: list[list[tuple[float, int]]] = [[] for _ in range(arguments.users)]
     prompts = [[random.randrange(4, 4000) for _ in range(arguments.prompt_tokens)] for _ in arrivals]
     # The extra tokens keep early users running until the last one has started.
     num_tokens = arguments.new_tokens + arguments.users
-    await asyncio.gather(*(reading(prompt, num_tokens, times) for prompt, times in zip(prompts, arrivals, strict=True)))
-    begin = max(times[0][0] for times in arrivals)
-    end = min(times[-1][0] for times in arrivals)
+    users = [
+        asyncio.ensure_future(reading(prompt, num_tokens, times))
+        for prompt, times in zip(prompts, arrivals, strict=True)
+    ]
+    while not all(arrivals) and not any(user.done() for user in users):
+        await asyncio.sleep(POLL_S)
+    begin, cpu_before = time.perf_counter(), cpu_s(server)
+    await asyncio.wait(users, return_when=asyncio.FIRST_COMPLETED)
+    end, cpu_after = time.perf_counter(), cpu_s(server)
+    await asyncio.gather(*users)
     tokens = sum(count for times in arrivals for moment, count in times if begin < moment <= end)
-    if end <= begin:
+    if not tokens:
         raise SystemExit("no moment at which all users decoded: more --new-tokens, or a quieter machine")
-    return tokens / (end - begin)
+    return Round(tokens / (end - begin), (cpu_after - cpu_before) / tokens)
 
 
 def over_http(address: str, path: str) -> Reading:
