@@ -53,17 +53,17 @@ def plan_windows(num_tokens: int, context: int, stride: int | None = None, max_w
     scored. Raises ConfigError if the text is too short, or a size does not fit.
     """
     if context < 4:
-        raise ConfigError(f"--context must be at least 4 tokens, not {context}")
+        raise ConfigError(f"context must be at least 4 tokens, not {context}")
     if stride is not None and not 1 <= stride <= context:
-        raise ConfigError(f"--stride must be between 1 and --context {context}, not {stride}")
+        raise ConfigError(f"stride must be between 1 and `context` {context}, not {stride}")
     if max_windows is not None and max_windows < 1:
-        raise ConfigError(f"--windows must be at least 1, not {max_windows}")
+        raise ConfigError(f"windows must be at least 1, not {max_windows}")
     length = context if stride is None else context + stride // 2
     step = stride or context
     count = num_tokens // context if stride is None else -(-(num_tokens - length) // step)
     if count < 1:
         needed = length if stride is None else length + 1
-        raise ConfigError(f"the text has {num_tokens} tokens; these windows need at least {needed}, lower --context")
+        raise ConfigError(f"the text has {num_tokens} tokens; these windows need at least {needed}, lower `context`")
     count = min(count, max_windows or count)
     first = context // 2 if stride is None else length - stride - 1
     return Windows(range(0, count * step, step), length, first, begins_with_bos=stride is None)
