@@ -36,7 +36,7 @@ static inline vf vs_mul(const vs *p, const float *z, int rows) { (void)rows; ret
 
 static inline vf vf_mul_pow2(vf a, const float *power) { return vf_mul(a, vf_set1(*power)); }
 
-enum { STREAM_ROWS_Q8 = 1, STREAM_ROWS_Q4 = 1 };  // the most that read one panel after the other
+enum { STREAM_ROWS_Q8 = 0, STREAM_ROWS_Q4 = 1 };  // the most that read one panel after the other
 enum { LINEAR_ROWS_4_BITS = LINEAR_ROWS };
 
 // The dots of half bytes for few rows: vh_dot8 takes 4 of K from the low halves and 4 from the high ones.
