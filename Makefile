@@ -69,6 +69,10 @@ check-structured: $(BIN)/quire
 kill-hosts: compiled
 	$(BIN)/python tests/fuzz/kill_hosts.py $(KILLS)
 
+kill-nodes: compiled
+	$(INSTALL) '.[ray]' --quiet
+	$(BIN)/python -m tests.ray.kill_nodes $(KILLS)
+
 fuzz-link: $(BIN)/quire
 	$(BIN)/python tests/fuzz/fuzz_link.py $(FUZZ)
 
@@ -99,4 +103,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers fuzz-files fuzz-images fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan kill-hosts fuzz-link conformance clients
+.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers fuzz-files fuzz-images fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients

@@ -34,9 +34,10 @@ UNUSED = {"include_log_monitor": False, "no_monitor": True}  # processes of 45 M
 MOVED = "requests moved"  # in the log of an API server
 START_TIMEOUT_S = 240.0  # also on a busy machine
 HOST_REQUESTS = re.compile(r'^quire_host_requests\{host="([^"]*)"\} (\S+)$', re.MULTILINE)
+HOST_UP = re.compile(r'^quire_host_up\{host="([^"]*)"\} (\S+)$', re.MULTILINE)
 HOST_PROCESS = re.compile(r"/(\d+)-")  # in the name of a host whose links are over handles
 LISTENING = "0A"  # in /proc/net/tcp
-HOST_REPLICA = f"ray::ServeReplica:quire:{HOSTS}"
+HOST_REPLICA, SERVER_REPLICA = f"ray::ServeReplica:quire:{HOSTS}", f"ray::ServeReplica:quire:{SERVERS}"
 
 
 class RayFleet:
@@ -45,11 +46,18 @@ class RayFleet:
     def __init__(self, num_nodes: int) -> None:
         head = {"num_cpus": 1, "resources": {"server": 2}, "include_dashboard": False, **UNUSED}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.nodes = [self.cluster.add_node(wait=False, num_cpus=1, resources={"host": 1}) for _ in range(num_nodes)]
+        self.cluster.head_node.kill_dashboard()  # without a dashboard its 75 MiB only report usage to Ray's makers
+        self.nodes: list[Any] = []
+        for _ in range(num_nodes):
+            self.add_node()
         self.cluster.wait_for_nodes()
         ray.init(address=self.cluster.address, log_to_driver=False)
         serve.start(proxy_location="Disabled")
         self._deployed: tuple[int, dict[str, Any]] | None = None
+
+    def add_node(self) -> None:
+        """Add a node that has room for one engine host."""
+        self.nodes.append(self.cluster.add_node(wait=False, num_cpus=1, resources={"host": 1}))
 
     def deploy(self, num_hosts: int, **args: Any) -> None:
         """Deploy the example of deploy/, with small replicas, and wait until Serve has as many as it wants."""
@@ -89,30 +97,53 @@ class RayFleet:
 
     def busiest_host(self) -> int:
         """Return the process id of the replica with the engine host that has the most requests; wait for one."""
-        while not (name := self._busiest_name()):
+        while (host := self.busiest_host_now()) is None:
             time.sleep(0.01)
+        return host
+
+    def busiest_host_now(self) -> int | None:
+        """Return the process id of the replica with the engine host that has the most requests; None if none has."""
+        num_requests, name = max((count, name) for name, count in self._of_hosts(HOST_REQUESTS).items())
+        if not num_requests:
+            return None
         if found := HOST_PROCESS.search(name):
             return int(found[1])
         port = int(name.rpartition(":")[2])
         return next(pid for pid in self.hosts() if port in listening_ports(pid))
 
-    def _busiest_name(self) -> str | None:
+    def num_hosts_up(self) -> int:
+        """Return how many hosts take requests of the API server."""
+        return int(sum(self._of_hosts(HOST_UP).values()))
+
+    def _of_hosts(self, metric: re.Pattern[str]) -> dict[str, float]:
+        """Return a metric of the API server by the name of the host."""
         address = serve.get_app_handle("quire").remote().result()["metrics"]
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=START_TIMEOUT_S) as answer:
-            found = HOST_REQUESTS.findall(answer.read().decode())
-        num_requests, name = max((float(count), name) for name, count in found)
-        return name if num_requests else None
+            return {name: float(value) for name, value in metric.findall(answer.read().decode())}
 
     def hosts(self) -> list[int]:
         """Return the ids of the processes that are replicas with an engine host."""
         return [pid for node in self.nodes for pid in self.hosts_at(node)]
 
+    def servers(self) -> list[int]:
+        """Return the ids of the processes that are replicas with an API server."""
+        pids = descendants(raylet_of(self.cluster.head_node))
+        return [pid for pid in pids if command_of(pid).startswith(SERVER_REPLICA)]
+
     def kill_node_of(self, host: int) -> None:
         """Kill every process of the node of an engine host, as the loss of its machine does."""
-        node = next(node for node in self.nodes if host in self.hosts_at(node))
+        node = self.node_of(host)
         self.nodes.remove(node)
-        for pid in [raylet_of(node), *descendants(raylet_of(node))]:
+        for pid in self.processes_of(node):
             os.kill(pid, signal.SIGKILL)
+
+    def node_of(self, host: int) -> Any:
+        """Return the node of an engine host."""
+        return next(node for node in self.nodes if host in self.hosts_at(node))
+
+    def processes_of(self, node: Any) -> list[int]:
+        """Return the ids of all processes of a node."""
+        return [raylet_of(node), *descendants(raylet_of(node))]
 
     def close(self) -> None:
         """End all processes, and check that none of them is left."""

@@ -40,9 +40,10 @@ PROMPTS = ("The module provides", "Colours: ", "def main", "Return a new")
 NUM_STREAMS = 2 * len(KINDS)
 
 
-def streams() -> list[tuple[str, SamplingParams]]:
+def streams(count: int = NUM_STREAMS) -> list[tuple[str, SamplingParams]]:
+    """Return streams of all kinds, each with a prompt of its own."""
     found = []
-    for index in range(NUM_STREAMS):
+    for index in range(count):
         params = {
             "max_tokens": MAX_TOKENS,
             "ignore_eos": True,
