@@ -27,7 +27,7 @@ from ..engine import CoreInfo, EngineStats, HostStatus
 from ..workers import EnginePool, HealthTimeouts
 from ..workers.engine_pool import total_info
 from ..workers.supervised_engine import SupervisedEngine
-from ..workers.token_log import MAX_LOST_HOSTS
+from ..workers.token_log import MAX_UNBEGUN_HOSTS
 from .members import Member, MemberSource
 from .remote import QUARANTINE_REASON, Credentials, HostLost, HostSource, HostTraits, RemoteHost
 
@@ -116,7 +116,7 @@ class Cluster(EnginePool):
                 return await add_to(host)
             except HostLost:
                 num_lost += 1
-                if num_lost >= MAX_LOST_HOSTS:
+                if num_lost >= MAX_UNBEGUN_HOSTS:
                     raise Quarantined(QUARANTINE_REASON) from None
             except (NotAccepting, QueueFull) as refusal:
                 refusals[host] = refusal

@@ -25,7 +25,7 @@ from ..protocol.address import TCPAddress
 from ..workers import HealthTimeouts
 from ..workers.engine_link import AddAnswer, DropRequest, EngineReady, RequestsBegun, SpecT, StatsReport, StepReport
 from ..workers.supervised_engine import SupervisedEngine
-from ..workers.token_log import MAX_LOST_HOSTS, LoggedRequest
+from ..workers.token_log import MAX_LOST_HOSTS, MAX_UNBEGUN_HOSTS, LoggedRequest
 from .greeting import greet_host
 from .host_link import (
     FROM_HOST,
@@ -45,7 +45,10 @@ from .plausible import check_answer, check_counts, check_stats, check_step, chec
 CONNECT_TIMEOUT_S = 2.0  # with the greeting
 RETRY_S = 0.1
 _log = structlog.get_logger("quire.cluster")
-QUARANTINE_REASON = f"{MAX_LOST_HOSTS} engine hosts were lost while they had this request; it is not tried again"
+QUARANTINE_REASON = (
+    f"{MAX_LOST_HOSTS} engine hosts were lost while they computed this request, or {MAX_UNBEGUN_HOSTS} before they did; "
+    "it is not tried again"
+)
 
 
 class Credentials(NamedTuple):

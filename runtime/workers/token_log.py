@@ -23,7 +23,8 @@ from ..engine import Prefilled
 
 MAX_UNPRODUCTIVE_EXITS = 3  # from outside and in a row, before any request gained a token; more count as crashes
 MAX_UNBEGUN_EXITS = 2  # in a row, of processes that had a request and never computed it; then it is suspected, too
-MAX_LOST_HOSTS = 3  # or engine processes, in a row beneath one request, before it gained tokens
+MAX_LOST_HOSTS = 3  # or engine processes, in a row that computed one request, before it gained tokens
+MAX_UNBEGUN_HOSTS = 16  # in a row that had a request and never computed it: all hosts may fall silent at once
 MIN_GAINED_TOKENS = 2  # that clear a suspect: the first comes from the replay's prefill, the second from decoding
 
 
@@ -38,7 +39,7 @@ class LoggedRequest:
     begun_at: float | None = None  # when the current process began to compute it
     num_gained: int = 0  # tokens from the current process
     crash_suspect: bool = False  # it was being computed when a process crashed, and has not gained tokens since
-    num_unbegun_exits: int = 0  # see MAX_UNBEGUN_EXITS
+    num_unbegun_exits: int = 0  # see MAX_UNBEGUN_EXITS, and for hosts MAX_UNBEGUN_HOSTS
     num_lost_hosts: int = 0  # see MAX_LOST_HOSTS
     num_incarnations: int = 0  # earlier processes
     seconds_in: list[float] = field(default_factory=lambda: [0.0] * len(State))  # in earlier processes
@@ -221,15 +222,19 @@ class TokenLog:
     def on_host_lost(self, is_blameless: bool) -> EndedRequests:
         """Prepare every request to be replayed at another host, but for those that are returned.
 
-        Which request was the cause cannot be known: a host isolates its own suspects. One that loses MAX_LOST_HOSTS
-        is quarantined. `is_blameless`: the host had announced that it leaves.
+        Which request was the cause cannot be known: a host isolates its own suspects. One that loses MAX_LOST_HOSTS,
+        or MAX_UNBEGUN_HOSTS before they computed it, is quarantined. `is_blameless`: the host had announced that it
+        leaves.
         """
         now = self._clock()
         self._unsent.clear()
         ended = EndedRequests([], [])
         for request_id, entry in list(self._entries.items()):
-            entry.num_lost_hosts += entry.is_sent and not is_blameless
-            if entry.is_cancelled or entry.num_lost_hosts >= MAX_LOST_HOSTS:
+            has_begun, is_lost = entry.begun_at is not None, entry.is_sent and not is_blameless
+            entry.num_lost_hosts += is_lost and has_begun
+            entry.num_unbegun_exits = 0 if has_begun else entry.num_unbegun_exits + is_lost
+            is_quarantined = entry.num_lost_hosts >= MAX_LOST_HOSTS or entry.num_unbegun_exits >= MAX_UNBEGUN_HOSTS
+            if entry.is_cancelled or is_quarantined:
                 (ended.cancelled if entry.is_cancelled else ended.quarantined).append(request_id)
                 del self._entries[request_id]
                 self._close(entry)

@@ -31,7 +31,7 @@ from quire.runtime.workers.engine_link import (
     StatsReport,
     StepReport,
 )
-from quire.runtime.workers.token_log import MAX_LOST_HOSTS
+from quire.runtime.workers.token_log import MAX_LOST_HOSTS, MAX_UNBEGUN_HOSTS
 from quire.scheduler import (
     BeamSpec,
     FinalCounters,
@@ -185,6 +185,7 @@ async def test_a_request_beneath_which_three_hosts_were_lost_is_quarantined(
         await added(cluster, hosts, 2)
         for _ in range(3):
             name = where(cluster, hosts, 1)
+            hosts[name].reply(RequestsBegun((Prefilled(1, 0),)))
             if 2 in hosts[name].sent_ids():  # it gains tokens, so it is no cause
                 hosts[name].generate(2, 5, 6)
             hosts.errors[f"{name}:1"] = Unavailable("gone")
@@ -195,20 +196,52 @@ async def test_a_request_beneath_which_three_hosts_were_lost_is_quarantined(
         assert listener.ends()[2] == "length"
 
 
-async def test_an_unanswered_request_beneath_which_three_hosts_were_lost_is_quarantined(
-    hosts: FakeHosts, listener: FakeListener
+@pytest.mark.parametrize("is_accepted", [True, False])
+async def test_hosts_that_are_lost_at_once_are_not_the_fault_of_requests(
+    is_accepted: bool, hosts: FakeHosts, listener: FakeListener
 ) -> None:
-    async with connected(listener, "abcd") as cluster:
-        for name in "abcd":
-            hosts[name].answers_adds = False
+    async with connected(listener, "abcdef") as cluster:
+        for name in "abcdef":
+            hosts[name].answers_adds = is_accepted
         adding = asyncio.create_task(cluster.add(new_requests(1)))
-        for _ in range(3):
-            await asyncio.sleep(0.5)
+        for number in range(5):
+            await until(lambda: any(host.num_requests and host.is_ready for host in cluster.hosts.values()))
+            name = where(cluster, hosts, 1)
+            if is_accepted and not number:
+                hosts[name].reply(RequestsBegun((Prefilled(1, 0),)))
+            hosts.errors[f"{name}:1"] = Unavailable("gone")
+            hosts[name].exit(0)
+            await until(lambda name=name: not cluster.hosts[f"{name}:1"].num_requests)
+        last = where(cluster, hosts, 1)
+        if not is_accepted:
+            hosts[last].accept(1)
+        await adding
+        hosts[last].finish(1, 5)
+        assert listener.ends() == {1: "length"}
+
+
+@pytest.mark.parametrize("is_accepted", [True, False])
+async def test_a_request_that_too_many_lost_hosts_had_is_quarantined(
+    is_accepted: bool, hosts: FakeHosts, listener: FakeListener
+) -> None:
+    names = "abcdefghijklmnopq"
+    assert len(names) > MAX_UNBEGUN_HOSTS
+    async with connected(listener, names) as cluster:
+        for name in names:
+            hosts[name].answers_adds = is_accepted
+        adding = asyncio.create_task(cluster.add(new_requests(1)))
+        for _ in range(MAX_UNBEGUN_HOSTS):
+            await until(lambda: any(host.num_requests and host.is_ready for host in cluster.hosts.values()))
             name = where(cluster, hosts, 1)
             hosts.errors[f"{name}:1"] = Unavailable("gone")
             hosts[name].exit(0)
-        with pytest.raises(Quarantined, match="3 engine hosts"):
+            await until(lambda name=name: not cluster.hosts[f"{name}:1"].num_requests)
+        if is_accepted:
             await adding
+            assert listener.ends() == {1: "Quarantined"}
+        else:
+            with pytest.raises(Quarantined, match="engine hosts"):
+                await adding
 
 
 async def test_a_leaving_host_gets_nothing_new_and_is_not_blamed(
