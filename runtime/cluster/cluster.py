@@ -32,6 +32,8 @@ from .members import Member, MemberSource
 from .remote import QUARANTINE_REASON, Credentials, HostLost, HostSource, HostTraits, RemoteHost
 
 CONNECT_POLL_S = 0.02
+RESOLVE_AGAIN_S = 0.25  # while there is no host
+MAX_SHOWN_PROBLEMS = 8
 WHY_NO_IMAGES = "engine hosts take no images"
 
 _log = structlog.get_logger("quire.cluster")
@@ -63,8 +65,7 @@ class Cluster(EnginePool):
         except BaseException as error:
             await cluster.close()
             if isinstance(error, TimeoutError):
-                reasons = "; ".join(str(host.problem) for host in cluster.hosts.values()) or "no name has an address"
-                raise Unavailable(f"no engine host was reached in {restart_timeout_s:g} s: {reasons}") from None
+                raise Unavailable(f"no engine host was reached in {restart_timeout_s:g} s: {cluster._problems()}") from None
             raise
         return cluster
 
@@ -84,6 +85,7 @@ class Cluster(EnginePool):
         self._timeouts = timeouts
         self._restart_timeout_s = restart_timeout_s
         self._updating: asyncio.Task[None] | None = None
+        self._unresolved: str | None = None  # why the members could not be found out last
 
     @property
     def info(self) -> CoreInfo:
@@ -147,7 +149,7 @@ class Cluster(EnginePool):
         """Connect to every host there is. Return when all have been tried and one is ready."""
         while not self.hosts:
             await self._update()
-            await asyncio.sleep(0 if self.hosts else CONNECT_POLL_S)
+            await asyncio.sleep(0 if self.hosts else RESOLVE_AGAIN_S)
         while True:
             hosts = self.hosts.values()
             for host in hosts:
@@ -179,8 +181,11 @@ class Cluster(EnginePool):
         try:
             members = await self._where.resolve()
         except OSError as error:
-            _log.warning("engine hosts cannot be resolved", reason=str(error))
+            if str(error) != self._unresolved:
+                _log.warning("engine hosts cannot be resolved", reason=str(error))
+            self._unresolved = str(error)
             return
+        self._unresolved = None
         addresses = {str(member.address) for member in members}
         for address, host in list(self.hosts.items()):
             if address not in addresses:
@@ -194,6 +199,12 @@ class Cluster(EnginePool):
                 self.hosts[address] = self._connect_to(member)
             self.hosts[address].rejoin(member)
         self._set_members(self.hosts)
+
+    def _problems(self) -> str:
+        """Return why no host was reached."""
+        problems = [str(host.problem or f"{name}: no answer") for name, host in self.hosts.items()]
+        more = [f"and {len(problems) - MAX_SHOWN_PROBLEMS} more"] if len(problems) > MAX_SHOWN_PROBLEMS else []
+        return "; ".join(problems[:MAX_SHOWN_PROBLEMS] + more) or self._unresolved or "no name has an address"
 
     def _connect_to(self, member: Member) -> RemoteHost:
         source = HostSource(member, self._credentials, self._traits)

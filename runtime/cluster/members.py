@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 from ..common.errors import ConfigError
-from ..protocol.address import TCPAddress, parse_address
+from ..protocol.address import TCPAddress, parse_tcp_address
 
 DNS_PREFIX = "dns:"
+FORMS = "host:port, [v6]:port or dns:name:port"
 RESOLVE_INTERVAL_S = 5.0
 
 
@@ -50,15 +51,13 @@ class Members:
         self.fixed: list[Member] = []
         self._names: list[TCPAddress] = []
         for part in filter(None, map(str.strip, text.split(","))):
-            address = parse_address(part.removeprefix(DNS_PREFIX))
-            if not isinstance(address, TCPAddress):
-                raise ConfigError(f"engine_hosts: {part} is not allowed; write host:port or dns:name:port")
+            address = parse_tcp_address("engine_hosts", part.removeprefix(DNS_PREFIX), FORMS)
             if part.startswith(DNS_PREFIX):
                 self._names.append(address)
             else:
                 self.fixed.append(Member(address, address.host))
         if not self.fixed and not self._names:
-            raise ConfigError("engine_hosts has no address; write host:port or dns:name:port, separated by commas")
+            raise ConfigError(f"engine_hosts has no address; write {FORMS}, separated by commas")
 
     @property
     def may_change(self) -> bool:

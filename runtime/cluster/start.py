@@ -7,12 +7,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from ..client.tls import tls_context
-from ..common.errors import ConfigError
 from ..common.server_config import ServerConfig
 from ..common.settings import Settings
 from ..common.tuning import tune_collector
 from ..engine import check_snapshot_path, models_digest
-from ..protocol.address import TCPAddress, parse_address
+from ..protocol.address import TCPAddress, parse_tcp_address
 from ..server.listen import listen_tcp
 from ..server.tls import TLS
 from ..workers import engine_processes
@@ -24,10 +23,7 @@ from .remote import Credentials
 
 def listen_address(server: ServerConfig) -> TCPAddress:
     """Return where an engine host listens; port 0 takes a free one. Raises ConfigError."""
-    address = parse_address(server.listen, lowest_port=0)
-    if not isinstance(address, TCPAddress):
-        raise ConfigError(f"listen {server.listen} is not allowed; write host:port")
-    return address
+    return parse_tcp_address("listen", server.listen, "host:port or [v6]:port", lowest_port=0)
 
 
 @asynccontextmanager

@@ -104,6 +104,9 @@ def build_pager(config: EngineConfig, runner: ModelRunner | None, spill_file: Sp
 def build_kv_events(config: EngineConfig, pager: Pager) -> KVEventPublisher | None:
     """Return what publishes the pages of the prefix cache; None without `kv_events`. Raises ConfigError."""
     if config.kv_events is None:
+        for name in ("kv_events_replay", "kv_events_topic"):
+            if getattr(config, name):
+                raise ConfigError(f"{name} needs kv_events, which is not set")
         return None
     try:
         from .kv_events import KVEventPublisher

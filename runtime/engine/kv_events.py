@@ -19,6 +19,7 @@ import zmq
 
 from ...pager import Content, Pager, root_key
 from ..common.errors import ConfigError
+from ..protocol.address import MAX_PORT
 
 MAX_KEPT_BATCHES = 10_000  # for subscribers that missed some
 MAX_UNSENT_BATCHES = 100_000  # of one subscriber; it loses more than these
@@ -104,6 +105,10 @@ class KVEventPublisher:
         self._context.term()  # ends the thread
 
     def _bound(self, option: str, kind: int, endpoint: str, max_unsent: int) -> zmq.Socket[bytes]:
+        allowed = "an endpoint is tcp://*:5557 or ipc:///run/kv.sock"
+        port = endpoint.rpartition(":")[2]
+        if port.isdecimal() and int(port[:6]) > MAX_PORT:  # of which ZeroMQ would take the low 16 bits
+            raise ConfigError(f"{option}: {endpoint!r} has a port above {MAX_PORT}; {allowed}")
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, max_unsent)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
@@ -111,9 +116,7 @@ class KVEventPublisher:
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            raise ConfigError(
-                f"{option}: cannot listen on {endpoint!r}: {error}; an endpoint is tcp://*:5557 or ipc:///run/kv.sock"
-            ) from error
+            raise ConfigError(f"{option}: cannot listen on {endpoint!r}: {error}; {allowed}") from error
         return socket
 
     # Events of the pager

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from ..common.errors import ConfigError
 
+MAX_PORT = 65535
+
 
 @dataclass(frozen=True, slots=True)
 class TCPAddress:
@@ -34,6 +36,17 @@ class UnixAddress:
 Address = TCPAddress | UnixAddress
 
 
+def parse_tcp_address(option: str, text: str, forms: str, lowest_port: int = 1) -> TCPAddress:
+    """Return the host and port that an option names. Raises ConfigError that names the option and its `forms`."""
+    try:
+        address = parse_address(text, lowest_port)
+    except ConfigError:
+        address = None
+    if not isinstance(address, TCPAddress):
+        raise ConfigError(f"{option}: {text!r} is not allowed; write {forms}, port {lowest_port} to {MAX_PORT}")
+    return address
+
+
 def parse_address(text: str, lowest_port: int = 1) -> Address:
     """Return the address that `text` names. Raises ConfigError if it has none of the three forms."""
     if text.startswith("unix:"):
@@ -46,7 +59,7 @@ def parse_address(text: str, lowest_port: int = 1) -> Address:
         bare_host = host[1:-1] if bracketed else host
         if _is_host(bare_host) and (":" in bare_host) == bracketed and _is_port(port, lowest_port):
             return TCPAddress(bare_host, int(port))
-    allowed = f"host:port, [v6]:port or unix:/path, port {lowest_port} to 65535"
+    allowed = f"host:port, [v6]:port or unix:/path, port {lowest_port} to {MAX_PORT}"
     raise ConfigError(f"address {text!r} is not allowed; write {allowed}")
 
 
@@ -59,4 +72,4 @@ def _is_host(text: str) -> bool:
 
 
 def _is_port(text: str, lowest: int) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 5 and lowest <= int(text) <= 65535
+    return text.isascii() and text.isdigit() and len(text) <= 5 and lowest <= int(text) <= MAX_PORT

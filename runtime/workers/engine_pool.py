@@ -25,6 +25,7 @@ from ..common.errors import ConfigError, SnapshotNotSaved, Unavailable
 from ..common.settings import Settings
 from ..engine import CoreInfo, CoreListener, EngineStats, HostStatus
 from ..model.runner import pick_cpus
+from ..protocol.address import MAX_PORT
 from .engine_link import LogOptions
 from .health import HealthTimeouts
 from .placement import place
@@ -32,8 +33,6 @@ from .router import Router
 from .supervised_engine import SupervisedEngine
 from .supervisor import RESTART_TIMEOUT_S
 from .token_log import LoggedRequest
-
-MAX_PORT = 65535
 
 
 class EnginePool:

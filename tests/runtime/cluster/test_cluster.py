@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import structlog
 from quire.runtime.cluster import Cluster, Credentials, Members, remote
 from quire.runtime.cluster.host_link import HostRequestFailed
 from quire.runtime.cluster.members import RESOLVE_INTERVAL_S, Member
@@ -584,6 +585,32 @@ async def test_a_wrong_secret_ends_the_start_and_no_answer_does_in_time(
     with pytest.raises(Unavailable, match="no engine host was reached in 4 s: a is off; b is off; c is off"):
         async with connected(listener, restart_timeout_s=4.0):
             pass
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"), [("a:1", "in 4 s: a:1: no answer$"), ("dns:a:1", "in 4 s: no such name$")]
+)
+async def test_a_start_without_any_attempt_that_ended_says_why(
+    names: str, problem: str, hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_lookups = 0
+
+    async def resolve(self: Members) -> list[Member]:
+        nonlocal num_lookups
+        num_lookups += 1
+        if self.may_change:
+            raise OSError("no such name")
+        return self.fixed
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Members, "resolve", resolve)
+    monkeypatch.setattr(hosts, "open", never)
+    with structlog.testing.capture_logs() as log, pytest.raises(Unavailable, match=problem):
+        await Cluster.connect(Members(names), SECRET, DIGEST, restart_timeout_s=4.0)
+    assert num_lookups < 20
+    assert len([line for line in log if line["event"] == "engine hosts cannot be resolved"]) == (names != "a:1")
 
 
 async def test_hosts_come_and_go_with_their_name(

@@ -216,3 +216,14 @@ def test_a_model_publishes_its_prompts(endpoint: str, router: Router) -> None:
 def test_endpoints_that_cannot_be_used_are_refused(endpoint: str, option: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{option}: cannot listen on"):
         LLM(**{"kv_events": endpoint, option: text, "kv_cache_memory": "4MiB"})  # type: ignore[arg-type]
+
+
+def test_a_port_that_no_socket_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_events: 'tcp://127.0.0.1:65536' has a port above 65535"):
+        LLM(kv_events="tcp://127.0.0.1:65536", kv_cache_memory="4MiB")
+
+
+@pytest.mark.parametrize("option", ["kv_events_replay", "kv_events_topic"])
+def test_options_without_events_are_refused(endpoint: str, option: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{option} needs kv_events"):
+        LLM(**{option: endpoint, "kv_cache_memory": "4MiB"})  # type: ignore[arg-type]
