@@ -207,8 +207,8 @@ class ReplayStore:
         """
         buffer = None if key is None else self.idempotency_index.find((tenant.name, key), request)
         entry_bytes = ENTRY_BYTES if resumable else 0
-        if buffer is not None and stored is not None and buffer.stored_entry is None:
-            raise InvalidRequest("the output of this idempotency key's request is not stored; take a fresh key")
+        if buffer is not None and stored is not None and not self.stored_index.has(buffer, stored.id_prefix):
+            raise InvalidRequest("the output of this idempotency key's request is not stored here; take a fresh key")
         if buffer is not None:
             with self._requests.reporting_refusals():
                 droppable = self._check_room(tenant.name, entry_bytes, keep=buffer)

@@ -201,6 +201,7 @@ async def test_models_version_and_tokens(system: Any) -> None:
         ("/tokenize", {"content": "llama-server's name of it"}, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "prompt": "b"}, "prompt"),
+        ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
         (
             "/tokenize",
             {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True},

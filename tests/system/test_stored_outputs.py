@@ -269,7 +269,17 @@ async def test_what_was_not_stored_cannot_be_stored_by_a_retry(system: Any) -> N
         for store in (False, False, True)
     ]
     assert [reply.status for reply in replies] == [200, 200, 400]
-    assert "is not stored; take a fresh key" in replies[2].error["message"]
+    assert "is not stored here; take a fresh key" in replies[2].error["message"]
+
+
+async def test_a_chat_that_is_stored_is_no_stored_response_by_its_key(system: Any) -> None:
+    messages = [{"role": "user", "content": "one"}]
+    await ask(system, "POST", CHAT, chat(messages=messages, store=True), Idempotency_Key="a")
+    reply = await ask(system, "POST", RESPONSES, response(messages), Idempotency_Key="a")
+    assert (reply.status, reply.error["message"][:14]) == (400, "the output of ")
+    again = await ask(system, "POST", CHAT, chat(messages=messages, store=True), Idempotency_Key="a")
+    assert (await ask(system, "GET", f"{CHAT}/{again.json['id']}")).status == 200
+    assert len(system.engine.requests) == 1
 
 
 async def test_input_without_text_is_listed(system: Any) -> None:

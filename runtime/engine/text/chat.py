@@ -185,8 +185,8 @@ def _with_arguments(message: dict[str, Any], *, as_text: bool, left: list[int]) 
         return message
     if not isinstance(calls, list) or not all(_is_call(each) for each in calls):
         raise InvalidRequest(
-            'tool_calls must be a list such as [{"id": "…", "type": "function", "function": {"name": "…", "arguments": '
-            '"{…}"}}]'
+            'messages: tool_calls must be a list such as [{"id": "…", "type": "function", "function": {"name": "…", '
+            '"arguments": "{…}"}}]'
         )
     copies = []
     for call in calls:

@@ -427,7 +427,7 @@ def test_arguments_must_be_an_object(arguments: str) -> None:
     with pytest.raises(InvalidRequest, match="arguments of a call of 'weather'"):
         ChatTemplate(CHATML).render([CALLING[0], {**CALLING[1], "tool_calls": [call]}])
     for calls in ("f", [1], [{"function": {"name": 1}}]):
-        with pytest.raises(InvalidRequest, match="tool_calls must be a list"):
+        with pytest.raises(InvalidRequest, match="messages: tool_calls must be a list"):
             ChatTemplate(CHATML).render([{**CALLING[1], "tool_calls": calls}])
 
 
