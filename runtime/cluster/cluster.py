@@ -65,7 +65,8 @@ class Cluster(EnginePool):
         except BaseException as error:
             await cluster.close()
             if isinstance(error, TimeoutError):
-                raise Unavailable(f"no engine host was reached in {restart_timeout_s:g} s: {cluster._problems()}") from None
+                problems = cluster._problems()
+                raise Unavailable(f"no engine host was reached in {restart_timeout_s:g} s: {problems}") from None
             raise
         return cluster
 

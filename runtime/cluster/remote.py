@@ -46,7 +46,7 @@ CONNECT_TIMEOUT_S = 2.0  # with the greeting
 RETRY_S = 0.1
 _log = structlog.get_logger("quire.cluster")
 QUARANTINE_REASON = (
-    f"{MAX_LOST_HOSTS} engine hosts were lost while they computed this request, or {MAX_UNBEGUN_HOSTS} before they did; "
+    f"{MAX_LOST_HOSTS} hosts were lost while they computed this request, or {MAX_UNBEGUN_HOSTS} before they did; "
     "it is not tried again"
 )
 

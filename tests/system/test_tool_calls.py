@@ -151,6 +151,16 @@ async def test_what_tool_choice_asks_for_is_what_comes(client: Client) -> None:
         )
         assert [name for name, _ in calls(only)] == ["time"]
         assert only.choices[0].finish_reason == "tool_calls"
+        stream = await connected.chat.completions.create(
+            model="quire",
+            messages=[{"role": "user", "content": "<|0|>"}],
+            tools=BOUNDED,
+            tool_choice=NAMED,
+            max_tokens=400,
+            stream=True,
+            extra_body={"return_token_ids": True},
+        )
+        assert {chunk.choices[0].delta.content async for chunk in stream} == {None}
         none = await ask(connected, "<|0|>", tools=BOUNDED, tool_choice="none", max_tokens=60)
         assert calls(none) == []
         assert "<tool_call>" not in (none.choices[0].message.content or "")
@@ -291,6 +301,7 @@ async def respond(client: openai.AsyncOpenAI, given: Any, **options: Any) -> Any
     params: Any = {"model": "quire", "input": given, "tools": FLAT, "extra_body": {"seed": 5}, **options}
     whole = await client.responses.create(**params)
     numbers, begun, ended, pieces, last = [], [], [], {}, None
+    logprobs: dict[int, list[Any]] = {}  # by item, those of its deltas
     async for event in await client.responses.create(**params, stream=True):
         check(event)
         numbers.append(event.sequence_number)
@@ -300,8 +311,11 @@ async def respond(client: openai.AsyncOpenAI, given: Any, **options: Any) -> Any
             ended.append(event.item.model_dump())
         elif event.type.endswith(".delta"):
             pieces[event.output_index] = pieces.get(event.output_index, "") + event.delta
+            logprobs.setdefault(event.output_index, []).extend(getattr(event, "logprobs", []))
         elif event.type in ("response.output_text.done", "response.reasoning_text.done"):
             assert pieces.pop(event.output_index) == event.text
+            named = [each.model_dump() for each in logprobs.pop(event.output_index)]
+            assert [each.model_dump() for each in getattr(event, "logprobs", [])] == named
         elif event.type == "response.function_call_arguments.done":
             assert pieces.pop(event.output_index) == event.arguments
         last = event
@@ -322,8 +336,11 @@ def without_names(item: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_responses_have_an_item_for_each_part(client: Client) -> None:
-    scripts = {"<|0|>": f"<think>\nHm.\n</think>\n\nI look.\n{HERMES_CALLS}", "<|1|>": "It rains."}
+    scripts = {"<|0|>": f"<think>\nHm.\n</think>\n\nI look.\n{HERMES_CALLS}", "<|1|>": "It rains.", "<|2|>": "5 < 6"}
     async with client("<tool_call></think>", scripts) as connected:
+        with_logprobs = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+        shown = (await respond(connected, "Hello <|2|>", **with_logprobs)).output[0].content[0]
+        assert (shown.text, "".join(each.token for each in shown.logprobs)) == ("5 < 6", "5 < 6")
         whole = await respond(connected, "Hello <|0|>")
         assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
         assert whole.output[0].content[0].text == "Hm."

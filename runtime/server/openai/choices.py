@@ -18,6 +18,7 @@ class Run:
         self.kind = kind
         self.name = name
         self.texts: list[str] = []  # of a call: its arguments
+        self.columns: list[Columns] = []  # logprobs of its text
 
     @property
     def text(self) -> str:
@@ -46,6 +47,7 @@ class Choice:
         self.finish_reason = ""
         self.stop_reason: int | str | None = None
         self.num_reasoning_tokens = 0
+        self.shown: Sequence[TokenLogprobs] = ()  # of the answer in the chunk that was read last
         self._held: list[TokenLogprobs] = []  # of text that the parser may still show
 
     def read(self, chunk: OutputChunk) -> tuple[Sequence[Delta], Columns | None]:
@@ -56,6 +58,7 @@ class Choice:
         self.finish_reason, self.stop_reason = chunk.finish_reason or "", chunk.stop_reason
         if self.parser is None:
             deltas: Sequence[Delta] = [Delta("content", chunk.text)] if chunk.text else ()
+            self.shown = chunk.logprobs or ()
             return deltas, self._piece(chunk.logprobs)
         before = self.parser.kind
         deltas = self.parser.feed(chunk.text)
@@ -66,7 +69,9 @@ class Choice:
         if "reasoning" in (before, after):
             self.num_reasoning_tokens += len(chunk.token_ids)
         is_answer = after == "content" and (before == "content" or self.parser.holds_text)
-        return deltas, self._piece(self._shown_logprobs(chunk, deltas, is_answer=is_answer))
+        shown = self._shown_logprobs(chunk, deltas, is_answer=is_answer)
+        self.shown = shown or ()
+        return deltas, self._piece(shown)
 
     def add(self, chunk: OutputChunk) -> int:
         """Keep the chunk for the whole answer, and return about how many bytes it takes there."""
@@ -83,7 +88,8 @@ class Choice:
 
     def keep(self, deltas: Sequence[Delta], piece: Columns | None) -> list[int]:
         """Keep what a chunk adds for the whole answer. Return the index of each delta's run."""
-        places = []
+        places: list[int] = []
+        of_answer = None  # the run that the chunk's logprobs belong to
         for kind, text in deltas:
             if kind == "content":
                 self.texts.append(text)
@@ -94,8 +100,11 @@ class Choice:
             if kind != "call":
                 self.runs[-1].texts.append(text)
             places.append(len(self.runs) - 1)
+            of_answer = self.runs[-1] if of_answer is None and kind == "content" else of_answer
         if piece is not None:
             self.columns.append(piece)
+            if of_answer is not None:
+                of_answer.columns.append(piece)
         return places
 
     def _shown_logprobs(

@@ -168,7 +168,10 @@ class ChatFormat(Format):
             return super()._delta_events(index, deltas, piece, token_ids)
         events = []
         call = choice.num_calls - sum(delta.kind == "call" for delta in deltas) - 1
-        for kind, text in deltas or ([Delta("content", "")] if self._returns_token_ids and token_ids else ()):
+        if not deltas and self._returns_token_ids and token_ids:  # without text: the content may stay null
+            shown = self._no_delta() + b',"logprobs":null,"finish_reason":null' + self._token_ids(token_ids)
+            return self._choice_heads[index] + shown + b"}" + self._event_end
+        for kind, text in deltas:
             call += kind == "call"
             if kind == "content":
                 events.append(self._text_event(index, text, piece, token_ids))

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...common.prompts import shown
 from ...common.types import Delta
-from .choices import Choice
+from .choices import Choice, Run
 from .errors import BadRequest
 from .tools import EFFORTS, call_id
 
@@ -94,11 +94,13 @@ def chat_fields(values: dict[str, Any]) -> dict[str, Any]:
 class OutputItems:
     """The items of an output that a parser reads: each run of its choice is one. `event` makes a numbered event."""
 
-    def __init__(self, choice: Choice, name: str, event: Callable[..., bytes], logprobs: Callable[[bool], Any]) -> None:
+    def __init__(
+        self, choice: Choice, name: str, event: Callable[..., bytes], logprobs: Callable[[Run, bool], Any]
+    ) -> None:
         self._choice = choice
         self._name = name  # of the response, in the items' ids
         self._event = event
-        self._logprobs = logprobs  # of the answer's text, with the tokens' bytes or without
+        self._logprobs = logprobs  # of a run's text, with the tokens' bytes or without
         self._num_begun = 0  # items in events; all but the last have ended
 
     def shown(self, status: str) -> list[dict[str, Any]]:
@@ -134,7 +136,7 @@ class OutputItems:
         if run.kind == "call":
             done = self._event("response.function_call_arguments.done", **place, arguments=run.text)
         else:
-            extra = {"logprobs": self._logprobs(False)} if run.kind == "content" else {}
+            extra = {"logprobs": self._logprobs(run, False)} if run.kind == "content" else {}
             done = self._event(f"response.{DELTAS[run.kind]}.done", **place, text=run.text, **extra)
             done += self._event("response.content_part.done", **place, part=item["content"][0])
         return done + self._event("response.output_item.done", output_index=index, item=item)
@@ -170,7 +172,7 @@ class OutputItems:
         text = "" if is_empty else run.text
         if run.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        logprobs = [] if is_empty else self._logprobs(True)
+        logprobs = [] if is_empty else self._logprobs(run, True)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -11,7 +12,7 @@ from ...common.prompts import shown
 from ...common.types import OutputChunk, SamplingParams, Usage
 from ...engine.facade import EngineInfo, NewParser
 from .calls import Call, chat_prompt, checked_messages, with_answer
-from .choices import Choice
+from .choices import Choice, Run
 from .errors import BadRequest
 from .fields import (
     COMMON,
@@ -24,7 +25,7 @@ from .fields import (
     service_tier,
 )
 from .formats import Format
-from .logprobs import ChatLogprobs, Vocabulary, shown_in_delta
+from .logprobs import ChatLogprobs, Columns, Vocabulary, shown_in_delta
 from .response_items import INPUT_IMAGE, OutputItems, chat_fields, input_messages
 from .tools import FIELDS as TOOLS
 
@@ -219,7 +220,7 @@ class ResponseFormat(Format):
         """See `Format.read_with`."""
         super().read_with(new_parser)
         if new_parser is not None:
-            self._items = OutputItems(self.choices[0], self._name, self._event, self._all_logprobs)
+            self._items = OutputItems(self.choices[0], self._name, self._event, self._logprobs_of)
 
     def whole(self, usage: Usage) -> bytes:
         """Return the object of the finished response."""
@@ -255,9 +256,9 @@ class ResponseFormat(Format):
         deltas, piece = choice.read(chunk)
         runs = choice.keep(deltas, piece)
         self.held_bytes += len(chunk.text) + sum(map(len, piece or ()))
-        logprobs = shown_in_delta(chunk.logprobs or (), self._vocabulary)
+        logprobs = shown_in_delta(choice.shown, self._vocabulary)
         if self._items is not None:
-            return self._items.events(deltas, runs, logprobs if piece is not None and any(piece) else [])
+            return self._items.events(deltas, runs, logprobs)
         if not (chunk.text or logprobs):
             return b""
         number = self._num_events
@@ -274,9 +275,10 @@ class ResponseFormat(Format):
             return self._items.close(response["status"]) + self._event(name, response=response)
         place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         text, message = "".join(self.choices[0].texts), response["output"][0]
+        logprobs = _without_bytes(self.choices[0].columns)
         return b"".join(
             (
-                self._event("response.output_text.done", **place, text=text, logprobs=self._shown_logprobs()),
+                self._event("response.output_text.done", **place, text=text, logprobs=logprobs),
                 self._event("response.content_part.done", **place, part=self._part()),
                 self._event("response.output_item.done", output_index=0, item=message),
                 self._event(name, response=response),
@@ -299,22 +301,11 @@ class ResponseFormat(Format):
 
     def _part(self) -> dict[str, Any]:
         """Return the text so far, with its logprobs."""
-        text, logprobs = "".join(self.choices[0].texts), msgspec.Raw(self._logprobs_json())
+        text, logprobs = "".join(self.choices[0].texts), msgspec.Raw(_joined(self.choices[0].columns))
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
-    def _logprobs_json(self) -> bytes:
-        return b"[%b]" % b",".join(piece[0] for piece in self.choices[0].columns if piece[0])
-
-    def _shown_logprobs(self) -> list[Any]:
-        """Return the logprobs of all deltas."""
-        entries = msgspec.json.decode(self._logprobs_json())
-        for entry in entries:
-            for token in (entry, *entry["top_logprobs"]):
-                del token["bytes"]
-        return list(entries)
-
-    def _all_logprobs(self, with_bytes: bool) -> Any:
-        return msgspec.Raw(self._logprobs_json()) if with_bytes else self._shown_logprobs()
+    def _logprobs_of(self, run: Run, with_bytes: bool) -> Any:
+        return msgspec.Raw(_joined(run.columns)) if with_bytes else _without_bytes(run.columns)
 
     def _response(self, usage: Usage | None) -> dict[str, Any]:
         """Return the object, of a response that has ended if it has `usage`."""
@@ -343,3 +334,17 @@ def _usage(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+
+
+def _joined(pieces: Iterable[Columns]) -> bytes:
+    """Return the logprobs of pieces as one list."""
+    return b"[%b]" % b",".join(piece[0] for piece in pieces if piece[0])
+
+
+def _without_bytes(pieces: Iterable[Columns]) -> list[Any]:
+    """Return logprobs as the text events show them."""
+    entries: list[Any] = msgspec.json.decode(_joined(pieces))
+    for entry in entries:
+        for token in (entry, *entry["top_logprobs"]):
+            del token["bytes"]
+    return entries

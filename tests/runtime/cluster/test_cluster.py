@@ -241,7 +241,7 @@ async def test_a_request_that_too_many_lost_hosts_had_is_quarantined(
             await adding
             assert listener.ends() == {1: "Quarantined"}
         else:
-            with pytest.raises(Quarantined, match="engine hosts"):
+            with pytest.raises(Quarantined, match="hosts were lost"):
                 await adding
 
 

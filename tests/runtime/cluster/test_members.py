@@ -15,7 +15,7 @@ from quire.runtime.common.errors import ConfigError
     "text", ["", ",", "a", "a:0", "unix:/tmp/a", "dns:a", "dns:unix:/tmp/a", "a:1,b", "dns:a:99999"]
 )
 def test_addresses_must_have_a_host_and_a_port(text: str) -> None:
-    with pytest.raises(ConfigError, match="^engine_hosts.*write host:port, .* or dns:name:port"):
+    with pytest.raises(ConfigError, match=r"^engine_hosts.*write host:port, .* or dns:name:port"):
         Members(text)
 
 

@@ -219,7 +219,7 @@ def test_endpoints_that_cannot_be_used_are_refused(endpoint: str, option: str, t
 
 
 def test_a_port_that_no_socket_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match="kv_events: 'tcp://127.0.0.1:65536' has a port above 65535"):
+    with pytest.raises(ConfigError, match=r"kv_events: 'tcp://127.0.0.1:65536' has a port above 65535"):
         LLM(kv_events="tcp://127.0.0.1:65536", kv_cache_memory="4MiB")
 
 
