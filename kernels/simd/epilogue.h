@@ -130,3 +130,19 @@ INLINE void finish(const int rows, vf acc[][2], const quire_linear_tile *t) {
     vf_store(c + 16, y1);
   }
 }
+
+// The same for f32. With 16 registers, sums of two rows that outlast the calls of an inlined epilogue would be in memory at
+// each step of K.
+#if defined QUIRE_ISA_AVX2
+static __attribute__((noinline)) void finish_two_rows(vf sums[2][2], const quire_linear_tile *t) { finish(2, sums, t); }
+INLINE void finish_f32(const int rows, vf acc[][2], const quire_linear_tile *t) {
+  if (rows == 1) {
+    finish(1, acc, t);
+  } else {
+    vf sums[2][2] = {{acc[0][0], acc[0][1]}, {acc[1][0], acc[1][1]}};
+    finish_two_rows(sums, t);
+  }
+}
+#else
+INLINE void finish_f32(const int rows, vf acc[][2], const quire_linear_tile *t) { finish(rows, acc, t); }
+#endif

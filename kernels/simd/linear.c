@@ -20,7 +20,7 @@ INLINE void body_f32(const int rows, const quire_linear_tile *t) {
       acc[i][1] = vf_fma(v, x, acc[i][1]);
     }
   }
-  finish(rows, acc, t);
+  finish_f32(rows, acc, t);
 }
 
 INLINE void body_bf16(const int rows, const quire_linear_tile *t) {
