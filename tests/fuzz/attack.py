@@ -31,9 +31,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import uvloop
-from campaign import CampaignReport, check_settled
+from campaign import CampaignReport, attackers, check_settled
 from quire import AsyncClient, RequestOutput, SamplingParams
 from quire.runtime.common.errors import QuireError
 from quire.runtime.protocol.frames import Accepted, Done, Error, Generate, Resume, Tokens
@@ -215,33 +216,25 @@ def _get(url: str) -> None:
         answer.read()
 
 
-async def attackers(kind: str, server: ServerProcess, seconds: float, seed: int) -> dict[str, object]:
+async def attackers_of(kind: str, server: ServerProcess, seconds: float, seed: int) -> dict[str, Any]:
     """Run attackers.py and return its report."""
-    endpoint = server.endpoint
-    command = (sys.executable, HERE / "attackers.py", kind, seconds, seed, endpoint.address, endpoint.metrics_url)
-    process = await asyncio.create_subprocess_exec(
-        *map(str, (*command, TLS / "cert.pem", f"key of {TENANTS[2]}")), stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        output, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-    lines = output.decode().splitlines()
-    return dict(json.loads(lines[-1])) if lines else {"cases": {}, "breaches": ["the attackers crashed"], "cpu_s": 0.0}
+    endpoint, key = server.endpoint, f"key of {TENANTS[2]}"
+    arguments = (kind, seconds, seed, endpoint.address, endpoint.metrics_url, TLS / "cert.pem", key)
+    return await attackers("attackers.py", *arguments)
 
 
 async def campaign(server: ServerProcess, options: argparse.Namespace, report: CampaignReport, snapshot: Path) -> None:
     bystanders = Bystanders(replace(server.endpoint, ca=str(TLS / "cert.pem")))
     await bystanders.learn()
     async with bystanders.during() as quiet:
-        await attackers("calm", server, options.quiet_seconds, options.seed)
+        await attackers_of("calm", server, options.quiet_seconds, options.seed)
     print(f"{'quiet':<9} {quiet}", flush=True)
     before = await server.settled()
     print(f"{'before':<9} {before}", flush=True)
     rss_before, files_before = server.server_rss(), server.open_files()
     async with bystanders.during() as storm:
-        attacking = asyncio.create_task(attackers("storm", server, options.seconds + 2.5 * KILL_PAUSE_S, options.seed))
+        seconds = options.seconds + 2.5 * KILL_PAUSE_S
+        attacking = asyncio.create_task(attackers_of("storm", server, seconds, options.seed))
         peaks = await _watch_vitals(server, options.seconds)
     print(f"{'storm':<9} {storm}", flush=True)
     async with bystanders.during() as kills:
@@ -274,7 +267,7 @@ async def campaign(server: ServerProcess, options: argparse.Namespace, report: C
     for phase in (quiet, storm, kills):
         for problem in dict.fromkeys(phase.problems):
             report.breach(problem)
-    report.breaches += outcome["breaches"]  # type: ignore[operator]
+    report.breaches += outcome["breaches"]
     check_settled(before, after, report)
     await snapshot_is_not_lost(server, report, snapshot)
 

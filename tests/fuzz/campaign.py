@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import uvloop
 from quire import AsyncClient, RequestOutput, SamplingParams
@@ -80,21 +84,25 @@ def run(
     flags: Sequence[str] = (),
     token: str | None = None,
     most_bytes: float = math.inf,
+    program: Sequence[str] = (),
+    judge: Callable[[CampaignReport], None] = lambda _: None,
 ) -> int:
     """Start a server, run `attack` for `--seconds` while bystanders read, print the report, return the exit status.
 
     `flags` are of quire serve; `token` is the bystanders' key. The attack may make the server's processes larger by
-    `most_bytes`, and in the last third of a long run not larger than in the second.
+    `most_bytes`, and in the last third of a long run not larger than in the second. `program` is run instead of
+    `quire`; `judge` adds to the report when it has ended.
     """
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of quire serve, after --")
     options = parser.parse_args()
     report = CampaignReport()
-    with start_server(*flags, *options.flags) as server:
+    with start_server(*flags, *options.flags, program=program) as server:
         uvloop.run(_run(server, attack, report, options, token))
         report.check_log(server)
     _check_memory(report, most_bytes, options.seconds)
+    judge(report)
     return report.print()
 
 
@@ -111,7 +119,11 @@ async def _run(
             if not server.is_alive:
                 report.breach("the server died")
                 return
-            vitals = await asyncio.to_thread(server.vitals)
+            try:
+                vitals: object = await asyncio.to_thread(server.vitals)
+            except KeyError:  # metrics are missing while an engine is being replaced
+                vitals = "an engine process was lost"
+                report.breach(f"{vitals}; the log ends with {server.log()[-2000:]}")
             print(f"{options.seconds * number / NUM_SAMPLES:7.0f} s {vitals}", flush=True)
         attacking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -120,6 +132,19 @@ async def _run(
     after = await server.settled(before.descriptors)
     print(f"{'after':<9} {after}")
     check_settled(before, after, report)
+
+
+async def attackers(script: str, *arguments: object) -> dict[str, Any]:
+    """Run a script of this folder that attacks in a process of its own. Return its report: cases, breaches, cpu_s."""
+    command = (sys.executable, Path(__file__).with_name(script), *arguments)
+    process = await asyncio.create_subprocess_exec(*map(str, command), stdout=asyncio.subprocess.PIPE)
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    lines = output.decode().splitlines()
+    return dict(json.loads(lines[-1])) if lines else {"cases": {}, "breaches": ["the attackers crashed"], "cpu_s": 0.0}
 
 
 def check_settled(before: Vitals, after: Vitals, report: CampaignReport) -> None:

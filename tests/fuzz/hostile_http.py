@@ -1,442 +1,161 @@
 """Attack the HTTP API of a live `quire serve` from every side at once, while bystanders read their streams.
 
-usage: hostile_http.py [--seconds 60] [--seed 1] [--connections 3000] [--keys] [-- FLAGS OF quire serve]
+usage: hostile_http.py [--seconds 60] [--seed 1] [--connections 3000] [--phase-seconds 15] [--keys]
+                       [-- FLAGS OF quire serve]
 
-The clients send heads a byte at a time, bodies that are huge, late, or of another length than they say, broken chunks,
-pipelined requests, deep and duplicated JSON, paths and hosts of other sites, wrong fields, and stored requests without
-end; they leave at any moment, never read, or open thousands of connections. Each answer must be HTTP/1.1 with a JSON
-error of OpenAI's form or a success, and never a 500; otherwise the connection must close. With `--keys`, attackers and
-bystanders are two tenants, and names of hosts are not checked. Exit status 1 on any breach.
+The clients of http_attackers.py read as much output as others do in one phase, and attack in the next one, in turns. A
+stream of another connection is read all the time; a step is the median gap between two of its tokens without an attack.
+A token is late by a step if it waits for a turn of the server's event loop that takes more CPU time than a step. Such
+turns may take 1 % more of the time of an attack than of the phase before it, in the median of all pairs of phases: so
+the p99 of gaps is at most a step longer. By the clock the gaps are only printed, with the time that the hypervisor gave
+to other machines (steal) and the number of threads that wanted a core (load): other programs share the machine. With
+`--keys`, attackers and bystanders are two tenants, and names of hosts are not checked. Exit status 1 on any breach.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import hashlib
 import json
-import resource
+import os
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+import time
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from random import Random
-from typing import Any, NamedTuple
+from statistics import median
 
-import h11
-from campaign import CampaignReport, run
+from campaign import RETRY_S, CampaignReport, attackers, run
+from quire import AsyncClient, SamplingParams
+from quire.runtime.common.errors import Overloaded
+from quire.runtime.tools.percentiles import percentiles
 from server_process import ServerProcess
 
 ATTACKER, BYSTANDER = "attacker", "bystander"  # names of tenants and their keys
-CLIENTS_PER_KIND = 3
-ANSWER_S = 60.0
-CROWD_PAUSE_S = 5.0
-CROWD_AT_ONCE = 100
-SPARE_DESCRIPTORS = 300
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-MESSAGES = [{"role": "user", "content": "What is a queue?"}]
+STREAM = SamplingParams(max_tokens=400, temperature=1.0, seed=1, ignore_eos=True)
+START_S = 3.0  # until the process of the attackers has started
+MORE_LATE = 0.01  # of the time of an attack
+TIMED_SERVER = Path(__file__).with_name("timed_server.py")
 
 
-class WrongAnswer(Exception):
-    """The server answered, but not as its documentation says."""
+@dataclass
+class Phase:
+    """What a bystander saw in a phase."""
+
+    began_s: float = field(default_factory=time.monotonic)
+    ended_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)  # between two chunks of a stream
+    firsts_s: list[float] = field(default_factory=list)  # from a request to its first chunk
+
+    def __str__(self) -> str:
+        p50, p99, longest = (1e3 * value for value in percentiles(self.gaps_s, (50, 99, 100)))
+        first = 1e3 * median(self.firsts_s) if self.firsts_s else float("nan")
+        gaps = f"p50 {p50:.2f} ms, p99 {p99:.2f} ms, longest {longest:.0f} ms"
+        return f"gaps {len(self.gaps_s)}, {gaps}, first token {first:.0f} ms"
+
+    def turns_s(self, turns: list[tuple[float, float]]) -> list[float]:
+        """Return the CPU seconds of the turns of this phase."""
+        return [cpu_s for moment, cpu_s in turns if self.began_s < moment <= self.ended_s]
+
+    def late(self, turns: list[tuple[float, float]], step_s: float) -> float:
+        """Return the share of the phase in turns that are longer than a step."""
+        return sum(each for each in self.turns_s(turns) if each > step_s) / (self.ended_s - self.began_s)
 
 
-class Answer(NamedTuple):
-    """One answer, whose body is complete."""
-
-    status: int
-    headers: dict[bytes, bytes]
-    body: bytes
+Pairs = list[tuple[Phase, Phase]]  # without and with an attack
 
 
-class HostileClient:
-    """One connection that sends any bytes, and checks every answer."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> None:
-        self.writer = writer
-        self.token = token
-        self.limit: asyncio.Timeout | None = None  # until when the server must answer
-        self._reader = reader
-        self._unread = b""
-
-    @classmethod
-    async def open(cls, server: ServerProcess, token: str) -> HostileClient:
-        host, _, port = server.openai_address.rpartition(":")
-        return cls(*await asyncio.open_connection(host, int(port)), token)
-
-    def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> None:
-        lines = {"host": "localhost", "content-type": "application/json", "content-length": str(len(body)), **headers}
-        lines["authorization"] = f"Bearer {self.token}"
-        head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in lines.items())
-        self.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
-
-    def write(self, data: bytes) -> None:
-        if not self.writer.transport.is_closing():
-            self.writer.write(data)
-
-    async def answer(self, method: str = "POST") -> Answer | None:
-        """Return the next answer; None when the connection is closed. Raises WrongAnswer."""
-        parser = h11.Connection(h11.CLIENT)
-        parser.send(h11.Request(method=method, target="/", headers=[("host", "x")]))
-        parser.send(h11.EndOfMessage())
-        parser.receive_data(self._unread) if self._unread else None
-        response, body = None, bytearray()
-        try:
-            while True:
-                event = parser.next_event()
-                if isinstance(event, h11.Response):
-                    response = event
-                elif isinstance(event, h11.Data):
-                    body += event.data
-                elif isinstance(event, h11.EndOfMessage) and response is not None:
-                    self._unread = parser.trailing_data[0]
-                    if self.limit is not None:
-                        self.limit.reschedule(asyncio.get_running_loop().time() + ANSWER_S)
-                    return _checked(Answer(response.status_code, dict(response.headers), bytes(body)))
-                elif event is h11.NEED_DATA:
-                    data = await self._reader.read(1 << 16)
-                    if not data and response is None:
-                        return None
-                    parser.receive_data(data)
-                elif not isinstance(event, h11.InformationalResponse):
-                    return None
-        except ConnectionError:
-            return None
-        except h11.RemoteProtocolError as error:
-            if response is None and not body:
-                raise WrongAnswer(f"not HTTP: {error}") from None
-            return None  # the server closed it in the middle: the client was too slow, or broke the limits
-
-    async def word(self, method: str = "POST") -> str:
-        """Return the status of the next answer, or that there is none."""
-        answer = await self.answer(method)
-        return "closed" if answer is None else str(answer.status)
-
-    def abort(self) -> None:
-        self.writer.transport.abort()
+async def attack(pairs: Pairs, server: ServerProcess, report: CampaignReport, options: argparse.Namespace) -> None:
+    """Run pairs of phases as long as there is time for another one."""
+    for number in range(max(1, int(options.seconds / 2 / (options.phase_seconds + START_S)))):
+        calm = await _phase("calm", server, report, options, number)
+        pairs.append((calm, await _phase("storm", server, report, options, number)))
 
 
-def _checked(answer: Answer) -> Answer:
-    """Return an answer that is as documented. Raises WrongAnswer."""
-    if answer.status == 500:
-        raise WrongAnswer(f"an internal error: {answer.body[:300]!r}")
-    if answer.status >= 400:
-        error = json.loads(answer.body)["error"]
-        if error.keys() != {"message", "type", "param", "code"} or not error["message"]:
-            raise WrongAnswer(f"an error of another form: {answer.body[:300]!r}")
-    if any(name.startswith(b"access-control") for name in answer.headers):
-        raise WrongAnswer("CORS headers")
-    return answer
+def judge(pairs: Pairs, turns_file: Path, report: CampaignReport) -> None:
+    """Compare the turns of the event loop in the phases of each pair."""
+    if not pairs:
+        report.breach("latency: not measured, the run ended before its first pair of phases")
+        return
+    turns = [(moment, cpu_s) for moment, cpu_s in json.loads(turns_file.read_text())]
+    step_s = median(float(percentiles(calm.gaps_s, (50,))[0]) for calm, _ in pairs)
+    for name, phases in zip(("calm", "storm"), zip(*pairs, strict=True), strict=True):
+        found = [each for phase in phases for each in phase.turns_s(turns)]
+        late = median(phase.late(turns, step_s) for phase in phases)
+        print(f"{name:<12} longest turn {1e3 * max(found, default=0):.1f} ms of CPU time, {late:.2%} of the time late")
+    more = median(storm.late(turns, step_s) - calm.late(turns, step_s) for calm, storm in pairs)
+    figure = f"{more:+.2%} of the time in turns that take longer than a step of {1e3 * step_s:.2f} ms"
+    print(f"{'latency':<12} {figure}")
+    if more > MORE_LATE:
+        report.breach(f"latency: {figure}")
 
 
-Kind = Callable[[HostileClient, Random], Awaitable[str]]
+async def _phase(
+    kind: str, server: ServerProcess, report: CampaignReport, options: argparse.Namespace, number: int
+) -> Phase:
+    """Read a stream beside one process of clients."""
+    phase, before = Phase(), _cpu_ticks()
+    reading = asyncio.create_task(_read(server, phase, BYSTANDER if options.keys else None))
+    token = ATTACKER if options.keys else ""
+    arguments = (kind, options.phase_seconds, f"{options.seed}:{number}", server.openai_address, token)
+    try:
+        outcome = await attackers("http_attackers.py", *arguments, options.connections)
+    finally:
+        reading.cancel()
+        await asyncio.wait([reading])
+        phase.ended_s = time.monotonic()
+    if not reading.cancelled() and (error := reading.exception()) is not None:
+        report.breach(f"{kind}: the bystander's stream ended in {error!r}")
+    used, stolen = (now - then for now, then in zip(_cpu_ticks(), before, strict=True))
+    load = os.getloadavg()[0]
+    machine = f"clients {outcome['cpu_s']:.1f} s of CPU, steal {stolen / used:.1%}, load {load:.1f}"
+    print(f"{kind:<9} {phase}; {machine}", flush=True)
+    report.cases.update({name: count for name, count in outcome["cases"].items() if kind == "storm"})
+    report.breaches += outcome["breaches"]
+    return phase
 
 
-def body_of(path: str, rng: Random, **fields: Any) -> dict[str, Any]:
-    """Return a small request that is right."""
-    if path == "/v1/responses":
-        return {"input": "What is a queue?", "max_output_tokens": rng.randrange(1, 20), **fields}
-    own = {"prompt": "This module"} if path == "/v1/completions" else {"messages": MESSAGES}
-    return {**own, "max_tokens": rng.randrange(1, 20), **fields}
-
-
-async def _slow_head(client: HostileClient, rng: Random) -> str:
-    for byte in b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-long: " + b"y" * 50:
-        client.write(bytes([byte]))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.3):
-                return await client.word()
-    return await client.word()
-
-
-async def _slow_body(client: HostileClient, rng: Random) -> str:
-    client.send("POST", rng.choice(GENERATING), b"", content_length="1000")
-    for _ in range(30):
-        client.write(b" ")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.3):
-                return await client.word()
-    return await client.word()
-
-
-async def _huge_body(client: HostileClient, rng: Random) -> str:
-    kind = rng.randrange(3)
-    if kind == 0:
-        client.send("POST", rng.choice(GENERATING), b"", content_length=str(rng.choice((10**8, 10**12, 10**30))))
-    elif kind == 1:
-        client.send("POST", rng.choice(GENERATING), b"x" * 100, transfer_encoding="chunked", content_length="5")
-    else:
-        client.send("POST", rng.choice(GENERATING), json.dumps({"prompt": "ab " * rng.randrange(400_000)}).encode())
-    with contextlib.suppress(ConnectionError):
-        await client.writer.drain()
-    return await client.word()
-
-
-async def _chunked_lies(client: HostileClient, rng: Random) -> str:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    client.write(head + b"transfer-encoding: chunked\r\n\r\n")
-    for _ in range(rng.randrange(1, 20)):
-        size = rng.choice((b"5", b"ffffffffffffffff", b"-1", b"0x5", b"5;" + b"a" * 200, b"", b"00000005", b"zz"))
-        client.write(size + b"\r\n" + b"x" * rng.randrange(8) + rng.choice((b"\r\n", b"\n", b"")))
-    client.write(rng.choice((b"0\r\n\r\n", b"0\r\nx: y\r\n\r\n", b"")))
-    return await client.word()
-
-
-async def _pipelines(client: HostileClient, rng: Random) -> str:
-    count = rng.randrange(2, 200)
-    for index in range(count):
-        path = rng.choice(GENERATING) if not index % 10 else "/v1/models"
-        body = json.dumps(body_of(path, rng)).encode() if not index % 10 else b""
-        client.send("POST" if body else "GET", path, body)
-    num_answers = 0
-    while num_answers < count and await client.answer() is not None:
-        num_answers += 1
-    return "all answered" if num_answers == count else "closed"
-
-
-async def _hostile_json(client: HostileClient, rng: Random) -> str:
-    size = rng.randrange(1, 100_000)
-    body = rng.choice(
-        (
-            b'{"prompt": ' + b"[" * size + b"]" * size + b"}",
-            b'{"a": ' * size + b"1" + b"}" * size,
-            b'{"prompt": "a", "prompt": "b"}',
-            b'{"temperature": NaN, "prompt": "a"}',
-            b'{"seed": ' + b"9" * size + b', "prompt": "a"}',
-            b'{"temperature": 1e' + b"9" * 30 + b', "prompt": "a"}',
-            b'{"prompt": "\\ud800"}',
-            b'{"prompt": "' + rng.randbytes(20) + b'"}',
-            b'{"x": [' + b"[]," * size + b"1]}",
-            b'{"a":"' + rng.choice((b'"', b'\\"', b'"[', b"\\\\")) * size,
-            rng.randbytes(rng.randrange(100)),
-            b"",
-        )
-    )
-    client.send("POST", rng.choice(GENERATING), body)
-    return await client.word()
-
-
-async def _wrong_fields(client: HostileClient, rng: Random) -> str:
-    values = (
-        None,
-        True,
-        -1,
-        10**18,
-        1e308,
-        "",
-        "x" * 5000,
-        [],
-        {},
-        [[]],
-        {"a": None},
-        ["a", 1],
-        [None],
-        "\x00",
-        "🦆" * 9,
-    )
-    names = (
-        "model", "prompt", "messages", "input", "max_tokens", "max_output_tokens", "temperature", "top_p", "top_k",
-        "n", "best_of", "stop", "stop_token_ids", "logprobs", "top_logprobs", "logit_bias", "seed", "stream",
-        "stream_options", "response_format", "structured_outputs", "tools", "tool_choice", "store", "background",
-        "previous_response_id", "include", "metadata", "service_tier", "priority", "cache_salt", "echo", "pin_ms",
-        "deadline_ms", "user", "text", "instructions", "return_token_ids", "return_tokens_as_token_ids",
-        "reasoning_effort", "chat_template_kwargs",
-    )  # fmt: skip
-    path = rng.choice(GENERATING)
-    changed = {rng.choice(names): rng.choice(values) for _ in range(rng.randrange(1, 5))}
-    client.send("POST", path, json.dumps({**body_of(path, rng), **changed}).encode())
-    return await client.word()
-
-
-async def _path_tricks(client: HostileClient, rng: Random) -> str:
-    names = (
-        "..",
-        ".",
-        "",
-        "%2e%2e",
-        "v1",
-        "models",
-        "responses",
-        "resp_0",
-        "cancel",
-        "input_items",
-        "chat",
-        "%00",
-        "a" * 300,
-    )
-    path = "/" + "/".join(rng.choice(names) for _ in range(rng.randrange(1, 8)))
-    path = rng.choice((path, path + "?stream=true&starting_after=" + "9" * rng.randrange(30), "*", "http://x" + path))
-    client.send(rng.choice(("GET", "POST", "DELETE", "OPTIONS", "TRACE", "X")), path, b"")
-    return await client.word()
-
-
-async def _hosts_and_origins(client: HostileClient, rng: Random) -> str:
-    host = rng.choice(
-        ("evil.example", "localhost.evil.example", "127.0.0.1.evil", "[::1", "a" * 500, "localhost:x", "")
-    )
-    path = rng.choice(GENERATING)
-    client.send("POST", path, json.dumps(body_of(path, rng)).encode(), host=host, origin="http://evil.example")
-    answer = await client.answer()
-    if answer is not None and answer.status == 200 and "evil" in host and not client.token:
-        raise WrongAnswer(f"the host {host!r} was answered")
-    return "closed" if answer is None else str(answer.status)
-
-
-async def _broken_heads(client: HostileClient, rng: Random) -> str:
-    client.write(
-        rng.choice(
-            (
-                b"GET / HTTP/9.9\r\nhost: localhost\r\n\r\n",
-                b"GET /v1/models HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
-                b"GET /v1/models HTTP/1.1\r\n" + b"".join(b"h%d: x\r\n" % i for i in range(5000)) + b"\r\n",
-                b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 200_000,
-                b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n x: folded\r\n\r\n",
-                b"POST /v1/models HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
-                b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(200) + b"\n\n",
-                rng.randbytes(rng.randrange(1, 300)) + b"\r\n\r\n",
-                b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-            )
-        )
-    )
-    return await client.word("GET")
-
-
-async def _leaves(client: HostileClient, rng: Random) -> str:
-    path = rng.choice(GENERATING)
-    fields: dict[str, Any] = {"stream": rng.random() < 0.7, "ignore_eos": True}
-    fields["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = 1500
-    key = {"idempotency_key": str(rng.randrange(50))} if rng.random() < 0.3 else {}
-    client.send("POST", path, json.dumps({**body_of(path, rng), **fields}).encode(), **key)
-    await asyncio.sleep(rng.random() * 0.5)
-    return "left"
-
-
-async def _never_reads(client: HostileClient, rng: Random) -> str:
-    body = {"prompt": "This module", "max_tokens": 1500, "ignore_eos": True, "logprobs": 20, "n": 4, "stream": True}
-    for _ in range(20):
-        client.send("POST", "/v1/completions", json.dumps(body).encode())
-    for _ in range(40):
-        await asyncio.sleep(0.5)
-        if client.writer.transport.is_closing():
-            return "closed by the server"
-    return "left"
-
-
-async def _stores(client: HostileClient, rng: Random) -> str:
-    """Store responses, continue, read, cancel and delete them, in any order."""
-    names = ["resp_0"]
-    for _ in range(rng.randrange(2, 20)):
-        name, action = rng.choice(names), rng.randrange(6)
-        if action < 2:
-            fields: dict[str, Any] = {"store": True, "background": rng.random() < 0.5, "metadata": {"a": "b" * 500}}
-            if rng.random() < 0.3:
-                fields["previous_response_id"] = name
-            client.send("POST", "/v1/responses", json.dumps(body_of("/v1/responses", rng, **fields)).encode())
-        elif action == 2:
-            client.send("GET", f"/v1/responses/{name}?stream=true&starting_after={rng.randrange(20)}")
-        elif action == 3:
-            client.send("POST", f"/v1/responses/{name}/cancel")
-        elif action == 4:
-            client.send("GET", f"/v1/responses/{name}{rng.choice(('', '/input_items'))}", last_event_id="1")
-        else:
-            client.send("DELETE", f"/v1/responses/{name}")
-        answer = await client.answer()
-        if answer is None:
-            return "closed"
-        if action < 2 and answer.status == 200:
-            names.append(json.loads(answer.body)["id"])
-    return "answered"
-
-
-KINDS: tuple[Kind, ...] = (
-    _slow_head,
-    _slow_body,
-    _huge_body,
-    _chunked_lies,
-    _pipelines,
-    _hostile_json,
-    _wrong_fields,
-    _path_tricks,
-    _hosts_and_origins,
-    _broken_heads,
-    _leaves,
-    _never_reads,
-    _stores,
-)
-
-
-async def attack(server: ServerProcess, report: CampaignReport, options: argparse.Namespace) -> None:
-    async with asyncio.TaskGroup() as group:
-        for kind in KINDS:
-            for index in range(CLIENTS_PER_KIND):
-                rng = Random(f"{options.seed}:{kind.__name__}:{index}")
-                group.create_task(_repeat(kind, server, report, rng, ATTACKER if options.keys else ""))
-        group.create_task(_crowd(server, report, options.connections))
-
-
-async def _repeat(kind: Kind, server: ServerProcess, report: CampaignReport, rng: Random, token: str) -> None:
-    """Run one client after another. Silence, invalid answers and internal errors are breaches."""
-    name = kind.__name__.strip("_")
-    while True:
-        try:
-            client = await HostileClient.open(server, token)
-        except OSError:
-            report.cases[f"{name}: not connected"] += 1
-            await asyncio.sleep(1)
-            continue
-        try:
-            async with asyncio.timeout(ANSWER_S) as client.limit:
-                report.cases[f"{name}: {await kind(client, rng)}"] += 1
-        except TimeoutError:
-            report.breach(f"{name}: no answer within {ANSWER_S:.0f} s")
-        except (WrongAnswer, ValueError, KeyError) as error:
-            report.breach(f"{name}: {error!r}")
-        except OSError:
-            report.cases[f"{name}: reset"] += 1
-        finally:
-            client.abort()
-        await asyncio.sleep(0.02)
-
-
-async def _crowd(server: ServerProcess, report: CampaignReport, connections: int) -> None:
-    """Open thousands of connections: some send half a head; then all disconnect at once."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    possible = min(connections, hard - SPARE_DESCRIPTORS)
-    gate = asyncio.Semaphore(CROWD_AT_ONCE)
-
-    async def join(index: int) -> HostileClient | None:
-        async with gate:
+async def _read(server: ServerProcess, phase: Phase, token: str | None) -> None:
+    async with AsyncClient(server.address, token) as client:
+        while True:
+            asked, last = time.perf_counter(), 0.0
             try:
-                client = await HostileClient.open(server, "")
-            except OSError:
-                report.cases["crowd: connection refused"] += 1
-                return None
-            client.write(b"GET /v1/mod" if index % 2 else b"")
-            report.cases["crowd: connected"] += 1
-            return client
+                async for _ in client.generate("The", STREAM):
+                    now = time.perf_counter()
+                    (phase.gaps_s if last else phase.firsts_s).append(now - (last or asked))
+                    last = now
+            except Overloaded:
+                await asyncio.sleep(RETRY_S)
 
-    while True:
-        crowd = await asyncio.gather(*map(join, range(possible)))
-        await asyncio.sleep(CROWD_PAUSE_S)
-        for client in filter(None, crowd):
-            client.abort()
+
+def _cpu_ticks() -> tuple[int, int]:
+    """Return the time of all cores so far, and the part of it that the hypervisor gave to other machines."""
+    ticks = [int(each) for each in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    return sum(ticks), ticks[7]
 
 
 def main(parser: argparse.ArgumentParser) -> int:
-    if not parser.parse_known_args()[0].keys:
-        return run(attack, parser)
+    has_keys, pairs = parser.parse_known_args()[0].keys, Pairs()
     with tempfile.TemporaryDirectory(prefix="attack-") as folder:
-        keys = Path(folder, "keys.toml")
+        keys, turns = Path(folder, "keys.toml"), Path(folder, "turns.json")
         digests = {token: hashlib.sha256(token.encode()).hexdigest() for token in (ATTACKER, BYSTANDER)}
         keys.write_text("".join(f'[{token}]\nkeys = ["{digest}"]\n' for token, digest in digests.items()))
         keys.chmod(0o600)
-        return run(attack, parser, flags=("--auth-tokens", str(keys)), token=BYSTANDER)
+        return run(
+            partial(attack, pairs),
+            parser,
+            flags=("--auth-tokens", str(keys)) if has_keys else (),
+            token=BYSTANDER if has_keys else None,
+            program=(sys.executable, str(TIMED_SERVER), str(turns)),
+            judge=partial(judge, pairs, turns),
+        )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connections", type=int, default=3000)
+    parser.add_argument("--phase-seconds", type=float, default=15)
     parser.add_argument("--keys", action="store_true", help="attackers and bystanders are two tenants")
     sys.exit(main(parser))

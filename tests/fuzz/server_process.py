@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -188,13 +188,15 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def start_server(*flags: str, variables: Mapping[str, str] = SHORT_TIMEOUTS) -> Iterator[ServerProcess]:
+def start_server(
+    *flags: str, variables: Mapping[str, str] = SHORT_TIMEOUTS, program: Sequence[str] = ()
+) -> Iterator[ServerProcess]:
     """Serve the bundled model on free ports, unless `flags` say otherwise. `log` returns what it logged.
 
-    Variables of the environment win over `variables`.
+    Variables of the environment win over `variables`. `program` is run instead of `quire`.
     """
     ports = [part for port in PORTS if port not in flags for part in (port, "0")]
-    command = [str(Path(sys.executable).with_name("quire")), "serve", *ports, *flags]
+    command = [*(program or [str(Path(sys.executable).with_name("quire"))]), "serve", *ports, *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, env={**variables, **os.environ}
