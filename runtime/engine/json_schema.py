@@ -1,10 +1,10 @@
 """JSON schemas for llguidance, which refuses some keywords even where they allow everything.
 
 A keyword that says nothing, such as `uniqueItems: false`, is left out. Other keywords stay: llguidance enforces or
-refuses them. Dates get a pattern, since its own allows 29 February in every year. References that only lead back to
-themselves are refused: llguidance accepts them, and allows no text there. Classes of characters in patterns are written
-so that it reads them as ECMAScript does, and the name of a dialect has its own scheme. What drafts 4, 6 and 7 ignore
-beside a reference is left out.
+refuses them. Dates get a pattern, since its own allows 29 February in every year, and host names a greatest length.
+References that only lead back to themselves are refused: llguidance accepts them, and allows no text there. Classes of
+characters in patterns are written so that it reads them as ECMAScript does, and the name of a dialect has its own
+scheme. What drafts 4, 6 and 7 ignore beside a reference is left out.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ IN_PLACE = ("allOf", "anyOf", "oneOf")  # with a single schema they say what tha
 
 BESIDE_REFERENCES = frozenset({"$ref", "$schema", "$id", "id", *BY_REFERENCE})  # kept in drafts that ignore others
 
+MAX_HOSTNAME = 253  # characters (RFC 1123)
 DATES = ("date", "date-time")  # formats
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 REAL_DATE = f"^(....-(0[13-9]|1[0-2])|....-02-([01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
@@ -65,6 +66,8 @@ def _enforceable(schema: Any, ignores_siblings: bool) -> Any:
         kept["$schema"] = _DIALECT.sub(_with_scheme, kept["$schema"])
     if isinstance(kept.get("pattern"), str):
         kept["pattern"] = _as_read(kept["pattern"])
+    if schema.get("format") == "hostname" and isinstance(most := schema.get("maxLength", MAX_HOSTNAME), int | float):
+        kept["maxLength"] = min(most, MAX_HOSTNAME)
     return _with_real_dates(kept) if schema.get("format") in DATES else kept
 
 

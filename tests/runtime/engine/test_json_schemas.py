@@ -286,6 +286,16 @@ def test_old_dialects_ignore_what_stands_beside_a_reference(dialect: str) -> Non
     assert can_be_generated(newer, {"c": "l"})
 
 
+@pytest.mark.parametrize(("own", "most"), [({}, 253), ({"maxLength": 400}, 253), ({"maxLength": 90}, 90)], ids=str)
+def test_host_names_have_at_most_253_characters(own: dict[str, Any], most: int) -> None:
+    structure = StructuredOutputs(json={"type": "string", "format": "hostname", **own})
+    check_structure(structure)
+    matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
+    name = ".".join(["a" * 49] * 6)
+    assert can_be_generated(matcher.deep_copy(), name[:most])
+    assert not can_be_generated(matcher, name[: most + 1])
+
+
 def test_there_are_enough_schemas() -> None:
     assert len({case[0] for case in SCHEMAS}) == len(SCHEMAS) >= 200
     assert all(case[2] for case in SCHEMAS)
