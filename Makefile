@@ -85,10 +85,10 @@ conformance: $(BIN)/quire
 	$(BIN)/python tests/conformance/run.py python
 	$(BIN)/python tests/conformance/run.py node
 
-# The packages go to build/clients and deploy/clients/ai-sdk/node_modules, outside of .venv.
+# The packages go to build/clients, where each client has its own versions, and to deploy/clients/ai-sdk/node_modules.
 clients: $(BIN)/quire
-	python3 -m venv build/clients
-	build/clients/bin/pip install --quiet --disable-pip-version-check -r deploy/clients/langchain/requirements.txt -r deploy/clients/litellm/requirements.txt
+	for name in langchain litellm; do python3 -m venv build/clients/$$name && \
+	  build/clients/$$name/bin/pip install --quiet --disable-pip-version-check -r deploy/clients/$$name/requirements.txt || exit 1; done
 	cd deploy/clients/ai-sdk && npm install --no-audit --no-fund --ignore-scripts --no-package-lock
 	$(BIN)/python -m pytest -q tests/system/test_client_examples.py
 

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = ROOT / "deploy" / "clients"
-PACKAGES = ROOT / "build" / "clients"  # a folder of Python packages
+PACKAGES = ROOT / "build" / "clients"  # with an environment of Python packages for each client
 NODE_PACKAGES = CLIENTS / "ai-sdk" / "node_modules"
 OUTPUT = r"^chat: .*^stream: .*^schema: .*name\W+[^\n]{1,30}size\W+(small|large).*^tool: .*(Paris|Rome)"
 TIMEOUT_S = 240
@@ -43,8 +43,8 @@ async def run(serving: Callable[..., Any], command: str, script: Path, environme
 
 @pytest.mark.parametrize(("name", "package"), [("langchain", "langchain_openai"), ("litellm", "litellm")])
 async def test_a_python_client(serving: Callable[..., Any], name: str, package: str) -> None:
-    python = PACKAGES / "bin" / "python"
-    if not list(PACKAGES.glob(f"lib/*/site-packages/{package}")):
+    python = PACKAGES / name / "bin" / "python"
+    if not list(PACKAGES.glob(f"{name}/lib/*/site-packages/{package}")):
         pytest.skip(f"{package} is not installed; `make clients` installs it")
     offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}
     output = await run(serving, str(python), CLIENTS / name / "chat.py", offline)
