@@ -194,7 +194,9 @@ def _with_arguments(message: dict[str, Any], *, as_text: bool, left: list[int]) 
         if isinstance(arguments, str):
             arguments = _parsed(arguments)
         if not isinstance(arguments, dict):
-            raise InvalidRequest(f"the arguments of a call of {call['function']['name']!r} are not a JSON object")
+            raise InvalidRequest(
+                f"messages: the arguments of a call of {call['function']['name']!r} are not a JSON object"
+            )
         arguments = (
             json.dumps(arguments, ensure_ascii=False) if as_text else _copy(arguments, MAX_SCHEMA_DEPTH, left, "a call")
         )

@@ -424,7 +424,7 @@ def test_arguments_are_as_the_template_reads_them(source: str, arguments: Any) -
 @pytest.mark.parametrize("arguments", ["[1]", "no JSON", "[" * 100_000])
 def test_arguments_must_be_an_object(arguments: str) -> None:
     call = {**CALL, "function": {"name": "weather", "arguments": arguments}}
-    with pytest.raises(InvalidRequest, match="arguments of a call of 'weather'"):
+    with pytest.raises(InvalidRequest, match="messages: the arguments of a call of 'weather'"):
         ChatTemplate(CHATML).render([CALLING[0], {**CALLING[1], "tool_calls": [call]}])
     for calls in ("f", [1], [{"function": {"name": 1}}]):
         with pytest.raises(InvalidRequest, match="messages: tool_calls must be a list"):
