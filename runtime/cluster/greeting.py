@@ -103,9 +103,8 @@ def _mac(secret: bytes, role: bytes, host_hello: bytes, server_hello: bytes) -> 
 
 
 def _refusal(outcome: int) -> QuireError:
-    match outcome:
-        case 1:
-            return ConfigError("the engine host runs another version of Quire; both must be the same")
-        case 2:
-            return Unauthenticated("the engine host refuses the secret in secret_file")
+    if outcome == OTHER_VERSION:
+        return ConfigError("the engine host runs another version of Quire; both must be the same")
+    if outcome == OTHER_SECRET:
+        return Unauthenticated("the engine host refuses the secret in secret_file")
     return ProtocolError(f"the engine host answered the greeting with {outcome}")

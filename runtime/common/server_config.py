@@ -56,7 +56,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             unit="file",
         ),
     ] = None
-    tls_cert: Annotated[str | None, _server("Certificate chain in PEM; with it, clients use TLS.", unit="file")] = None
+    tls_cert: Annotated[
+        str | None,
+        _server("Certificate chain in PEM; with it, clients use TLS. At an engine host: API servers.", unit="file"),
+    ] = None
     tls_key: Annotated[str | None, _server("Private key of the certificate, in PEM.", unit="file")] = None
     allowed_image_hosts: Annotated[
         str | None,
@@ -189,11 +192,19 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _limit("Time without a finished step after which /readyz fails and the engine is restarted.", unit="ms"),
     ] = 30_000
     engine_heartbeat_timeout_ms: Annotated[
-        Count, _limit("Time without a heartbeat after which an engine process is replaced.", unit="ms")
+        Count,
+        _limit(
+            "Time without a heartbeat after which an engine process is replaced, or an engine host counts as lost.",
+            unit="ms",
+        ),
     ] = 1_000
     engine_restart_timeout_ms: Annotated[
         Count,
-        _limit("Time that requests wait for the next engine process while its start fails; then they end.", unit="ms"),
+        _limit(
+            "Time that requests wait for the next engine process while its start fails, or for an engine host; then "
+            "they end.",
+            unit="ms",
+        ),
     ] = 30_000
 
     engine_hosts: Annotated[

@@ -206,7 +206,7 @@ class Supervisor:
             except Exception as error:  # whatever it was, such as too many open files: it may be over at the next start
                 num_failures += 1
                 failing_at = min(failing_at, now() + self._restart_timeout_s)
-                self._log.error(f"{self._source.what} did not start", attempt=num_failures, reason=str(error))
+                self._log.error(f"{self._source.what} not ready", attempt=num_failures, reason=str(error))
                 left_s = failing_at - now()
                 if left_s <= 0:
                     self._owner.on_restarts_failing(f"the engine cannot be restarted: {error}")
