@@ -170,7 +170,7 @@ class Exchange:
         if num_events == self._num_events:
             self._send_data(COMMENT)
         loop = asyncio.get_running_loop()
-        self._keep_alive = loop.call_later(KEEP_ALIVE_S, lambda: self._watch_silence(self._num_events))
+        self._keep_alive = loop.call_later(KEEP_ALIVE_S, self._watch_silence, self._num_events)
 
 
 class HeldAnswer:

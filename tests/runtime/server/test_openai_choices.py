@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
+import h11
 import pytest
-from quire.runtime.common.types import FinishReason, OutputChunk, TokenLogprobs
+from quire.runtime.common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs
+from quire.runtime.engine.facade import GenerateRequest
 from quire.runtime.engine.text import Token
 from quire.runtime.engine.text.markup import FAMILIES, THINK
 from quire.runtime.engine.text.markup_parser import MarkupParser
+from quire.runtime.server.openai.calls import Call
 from quire.runtime.server.openai.choices import Choice
+from quire.runtime.server.openai.exchange import Exchange
+from quire.runtime.server.openai.formats import ChatFormat
 from quire.runtime.server.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from quire.runtime.server.openai.prompt_logprobs import PromptPart
 from quire.runtime.server.openai.response_items import chat_fields, input_messages
-from quire.runtime.server.openai.responses import listed_items
+from quire.runtime.server.openai.responses import ResponseFormat, listed_items
 from quire.runtime.server.openai.structure import structure_of
 from quire.runtime.server.openai.tools import call_id, template_variables
+from quire.runtime.server.send_buffer import SendBuffer
 
 MARKUP = replace(FAMILIES["hermes"], reasoning=THINK)
 
@@ -125,3 +135,60 @@ def test_a_prompt_ends_within_the_second_of_two_chunks() -> None:
         texts.append(part.split(OutputChunk(first_index=0, token_ids=(token,), text=text, logprobs=logprobs)).text)
     assert texts == ["", "x"]
     assert {key: each["rank"] for key, each in json.loads(part.json())[1].items()} == {"1": 2, "0": 1}
+
+
+def vocabulary(token_id: int) -> Token:
+    return Token(bytes([token_id]), is_special=False)
+
+
+CALL = Call((GenerateRequest(prompt="p", sampling_params=SamplingParams(logprobs=0)),), True, returns_token_ids=True)
+CHUNK = OutputChunk(
+    first_index=0,
+    token_ids=(97, 98),
+    text="<think>So</think>Hello",
+    logprobs=(TokenLogprobs(97, -0.5), TokenLogprobs(98, -0.25)),
+)
+
+
+def test_the_token_ids_of_a_chunk_are_shown_once() -> None:
+    form = ChatFormat(CALL, "m", vocabulary)
+    form.read_with(partial(MarkupParser, MARKUP, {}))
+    events = form.events(0, CHUNK).decode().split("\n\n")[:-1]
+    shown = [json.loads(event.removeprefix("data: "))["choices"][0]["token_ids"] for event in events]
+    assert shown == [[97, 98], []], "reasoning, then text"
+
+
+def test_logprobs_count_as_held_until_the_answer_is_whole() -> None:
+    choice = Choice(ChatLogprobs(vocabulary))
+    num_bytes = choice.add(CHUNK)
+    assert num_bytes >= len(CHUNK.text) + sum(len(fragment) for piece in choice.columns for fragment in piece)
+
+
+def test_what_the_end_of_a_streamed_response_repeats_counts_as_held() -> None:
+    form = ResponseFormat(CALL, "m", vocabulary)
+    form.read_with(None)
+    form.events(0, CHUNK)
+    assert form.held_bytes >= len(CHUNK.text) + sum(len(fragment) for fragment in form.choices[0].columns[0])
+
+
+async def test_a_stream_is_kept_alive_by_its_events_or_else_by_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[Callable[[], object]] = []
+
+    def call_later(_: float, callback: Callable[..., object], *args: object) -> Any:
+        timers.append(partial(callback, *args))
+        return SimpleNamespace(cancel=lambda: None)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", call_later)
+    sent: list[bytes] = []
+    http = h11.Connection(h11.SERVER)
+    http.receive_data(b"POST / HTTP/1.1\r\nhost: x\r\n\r\n")
+    request = http.next_event()
+    assert isinstance(request, h11.Request)
+    exchange = Exchange(http, cast(SendBuffer, SimpleNamespace(send_bytes=sent.append)), request, 1)
+    exchange.begin_events()
+    exchange.send_events(b"data: 1\n\n")
+    sent.clear()
+    timers.pop()()
+    assert sent == [], "an event was sent since"
+    timers.pop()()
+    assert sent == [b"2\r\n:\n\r\n"]
