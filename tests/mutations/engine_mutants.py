@@ -688,4 +688,18 @@ MUTANTS = [
         "an image that is nearly a line is an internal error",
         "tests/runtime/engine/test_image_files.py",
     ),
+    Mutant(
+        "runtime/engine/kv_events.py",
+        "        if isinstance(last, BlockRemoved) and last.group_idx == group:",
+        "        if isinstance(last, BlockRemoved):",
+        "removed pages of one layer group are reported for another",
+        "tests/runtime/engine/test_kv_events.py",
+    ),
+    Mutant(
+        "runtime/engine/json_schema.py",
+        'part.replace("~1", "/").replace("~0", "~")',
+        'part.replace("~0", "~").replace("~1", "/")',
+        "a reference with ~01 leads to another definition",
+        "tests/runtime/engine/test_json_schemas.py",
+    ),
 ]

@@ -300,4 +300,32 @@ MUTANTS = [
         "the KL divergence is that of the base from the model",
         "tests/runtime/tools/test_perplexity.py",
     ),
+    Mutant(
+        "runtime/server/monitoring/collector.py",
+        "stats.waiting + stats.encoder_waiting for name",
+        "stats.waiting for name",
+        "texts that wait at a host are not in its metrics",
+        "tests/runtime/server/monitoring/test_metrics.py",
+    ),
+    Mutant(
+        "runtime/server/monitoring/collector.py",
+        'host.state == "up" for',
+        'host.state != "down" for',
+        "a leaving host counts as up",
+        "tests/runtime/server/monitoring/test_metrics.py",
+    ),
+    Mutant(
+        "runtime/tools/simulation/fleet.py",
+        "server.loads = dict(loads)",
+        "server.loads = loads",
+        "simulated API servers see at once what others send",
+        "tests/runtime/tools/simulation/test_fleet.py",
+    ),
+    Mutant(
+        "runtime/tools/simulation/fleet.py",
+        "self._num_chosen = index  #",
+        "self._num_chosen = 0  #",
+        "simulated servers that take turns all begin with the same host",
+        "tests/runtime/tools/simulation/test_fleet.py",
+    ),
 ]

@@ -536,4 +536,18 @@ MUTANTS = [
         "        return MemberLoad(num_reported, self._predicted_wait_s)",
         "a burst goes to one member: what that has not reported does not count",
     ),
+    Mutant(
+        "runtime/workers/engine_pool.py",
+        "max_model_len=min(info.max_model_len for info in infos),",
+        "max_model_len=max(info.max_model_len for info in infos),",
+        "requests are accepted that are too long for some hosts",
+        "tests/runtime/workers/test_engine_pool.py",
+    ),
+    Mutant(
+        "runtime/workers/engine_pool.py",
+        "        reasons.update(stats.waiting_by_reason)",
+        "        reasons = Counter(stats.waiting_by_reason)",
+        "why requests wait is told of one engine only",
+        "tests/runtime/workers/test_engine_pool.py",
+    ),
 ]

@@ -27,6 +27,7 @@ from quire.runtime.workers.engine_link import (
     CancelRequest,
     DropRequest,
     FromEngine,
+    ReadmitEncoding,
     ReadmitRequest,
     RequestsBegun,
     StatsReport,
@@ -380,6 +381,18 @@ async def test_without_another_host_requests_stay_where_the_engine_is_restarted(
         assert cluster.hosts[f"{first}:1"].num_requests == 0
 
 
+async def test_a_host_that_was_lost_while_its_engine_restarted_is_ready_when_it_is_back(
+    hosts: FakeHosts, listener: FakeListener
+) -> None:
+    async with connected(listener, "a") as cluster:
+        first = hosts["a"]
+        first.restart()
+        assert not cluster.hosts["a:1"].is_ready
+        first.exit(0)
+        await until(lambda: hosts["a"] is not first)
+        await until(lambda: cluster.hosts["a:1"].is_ready)
+
+
 async def test_a_host_whose_engine_does_not_start_keeps_no_api_server_from_starting(
     hosts: FakeHosts, listener: FakeListener
 ) -> None:
@@ -465,6 +478,9 @@ async def test_a_host_that_was_never_reached_is_down(hosts: FakeHosts, listener:
     hosts.errors["b:1"] = Unavailable("no answer")
     async with connected(listener, "ab") as cluster:
         (status,) = [each for each in cluster.host_statuses() if each.address == "b:1"]
+        del hosts.errors["b:1"]
+        await until(lambda: cluster.hosts["b:1"].is_ready)
+        assert cluster.hosts["b:1"].status().problem is None
     assert (status.state, status.problem, status.bits, status.engine) == ("down", "no answer", "", None)
 
 
@@ -538,6 +554,16 @@ async def test_deadlines_travel_as_the_time_that_is_left(
     name = await added(cluster, hosts, 1, deadline=1002.5)
     (message,) = hosts[name].sent
     assert message.requests[0].deadline == 2.5  # type: ignore[union-attr]
+    await cluster.hosts[f"{name}:1"].add_encoding(new_encoding(2, deadline=1003.0))
+    hosts[name].exit(0)
+    await until(lambda: cluster.hosts[f"{name}:1"].num_requests == 0)
+    moved = [
+        each.request
+        for other in "abc"
+        for each in hosts[other].sent
+        if isinstance(each, ReadmitRequest | ReadmitEncoding)
+    ]
+    assert {spec.request_id: spec.deadline for spec in moved} == {1: 2.5, 2: 3.0}
 
 
 @pytest.mark.parametrize(

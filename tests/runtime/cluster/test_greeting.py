@@ -77,6 +77,21 @@ async def test_a_host_without_the_secret_is_refused() -> None:
     assert isinstance(server, Unauthenticated)
 
 
+async def test_both_ends_compare_macs_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time that a comparison takes must not tell a stranger how much of a MAC is right."""
+    compared: list[bytes] = []
+
+    def compare(given: bytes, wanted: bytes) -> bool:
+        compared.append(given)
+        return given == wanted
+
+    monkeypatch.setattr("hmac.compare_digest", compare)
+    outcomes, sent = await greet()
+    assert outcomes == [None, None]
+    assert compared[0] == sent[-MAC_BYTES:]
+    assert len(compared) == 2
+
+
 async def test_a_greeting_is_good_for_one_connection() -> None:
     _, recorded = await greet()
     assert isinstance(await as_host(recorded), Unauthenticated)
@@ -132,3 +147,6 @@ def test_a_secret_must_be_there_and_long_enough(tmp_path: Path) -> None:
         read_secret(str(path))
     path.write_bytes(b"  " + SECRET + b"\n")
     assert read_secret(str(path)) == SECRET
+    shortest = b"x" * greeting.MIN_SECRET_BYTES
+    path.write_bytes(shortest)
+    assert read_secret(str(path)) == shortest

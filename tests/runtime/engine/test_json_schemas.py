@@ -102,6 +102,7 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(message: str) -> Non
                 "anyOf": [{}, {"$ref": "#/$defs/a~1b%25"}],
             },
         ),
+        ("#/$defs/a~01b", {"$defs": {"a~1b": {"$ref": "#/$defs/a~01b"}}, "$ref": "#/$defs/a~01b"}),
         ("#/allOf/0", {"allOf": [{"$ref": "#/allOf/0"}, {"type": "string"}]}),
     ],
     ids=str,

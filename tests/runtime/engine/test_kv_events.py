@@ -168,6 +168,22 @@ def test_events_name_groups_windows_and_salts(router: Router, publisher: Callabl
     assert {len(each["extra_keys"]) for each in events[3:] if each["parent_block_hash"] is None} == {1}
 
 
+def test_removed_pages_are_named_with_their_group(router: Router, publisher: Callable[..., KVEventPublisher]) -> None:
+    pager = Pager(PAGE, 8, windows=(0, 2 * PAGE))
+    publishing = publisher(pager)
+    for number in range(6):
+        run(pager, [number] * PAGE + [1])
+    publishing.publish()
+    _, (_, events, _) = router.replay(0)[0]
+    stored_pages, removed_pages = (
+        [(each["group_idx"], key) for each in events if each["type"] == kind for key in each["block_hashes"]]
+        for kind in ("BlockStored", "BlockRemoved")
+    )
+    assert {group for group, _ in removed_pages} == {0, 1}
+    assert len(set(removed_pages)) == len(removed_pages)
+    assert set(removed_pages) <= set(stored_pages)
+
+
 def test_events_name_the_images_of_pages(router: Router, publisher: Callable[..., KVEventPublisher]) -> None:
     pager = Pager(PAGE, 20)
     publishing = publisher(pager)

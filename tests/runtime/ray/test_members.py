@@ -148,6 +148,20 @@ async def test_a_host_says_whether_handles_carry_its_links() -> None:
     assert (calls.num_cancelled, hosts.links.addresses) == (1, frozenset())
 
 
+async def test_a_former_link_that_ends_late_leaves_the_new_one_known() -> None:
+    links = ServerLinks(Calls())
+    _, former = links.open("10.0.0.1/7")
+    await asyncio.sleep(0)  # its calls have begun
+    former.transport.abort()
+    _, newer = links.open("10.0.0.1/7")
+    await asyncio.sleep(0.01)  # the calls of the former one have ended
+    assert links.addresses == {"10.0.0.1/7"}
+    links.cut("10.0.0.1/7")
+    assert newer.is_closing()
+    await asyncio.sleep(0.01)
+    assert links.addresses == frozenset()
+
+
 @pytest.mark.parametrize("comes_back", [True, False])
 async def test_links_to_a_host_that_has_left_are_cut_after_a_while(
     comes_back: bool, monkeypatch: pytest.MonkeyPatch
@@ -177,6 +191,21 @@ async def test_links_to_a_host_that_has_left_are_cut_after_a_while(
         assert hosts.links.addresses == {"10.0.0.1/7"}
     for address in hosts.links.addresses:
         hosts.links.cut(address)
+    await asyncio.sleep(0.01)
+
+
+async def test_reports_about_other_hosts_do_not_put_off_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts, times = ServedHosts("new", ServerLinks(Calls()), leave_timeout_s=5.0), [0.0]
+    later = asyncio.get_running_loop().call_soon_threadsafe
+    monkeypatch.setattr(hosts, "_loop", SimpleNamespace(time=lambda: times[-1], call_soon_threadsafe=later))
+    hosts.links.open("10.0.0.2/7")
+    linked = []
+    for now in (100.0, 104.0, 105.0):
+        times.append(now)
+        hosts.report([metadata("10.0.0.1/7", host_links="handles")])
+        await hosts.wait_for_change()
+        linked.append(len(hosts.links.addresses))
+    assert linked == [1, 1, 0]
     await asyncio.sleep(0.01)
 
 

@@ -18,6 +18,13 @@ def test_arguments_are_options_as_text_or_as_values(monkeypatch: pytest.MonkeyPa
     assert settings_of({"listen": "0.0.0.0:7072", "openai_port": 80}).server.openai_port == 80
 
 
+def test_variables_win_over_the_defaults_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_LISTEN", "10.1.2.3:7072")
+    monkeypatch.setenv("QUIRE_OPENAI_PORT", "8005")
+    found = settings_of({}).server
+    assert (found.listen, found.openai_port) == ("10.1.2.3:7072", 8005)
+
+
 @pytest.mark.parametrize(
     ("args", "problem"),
     [

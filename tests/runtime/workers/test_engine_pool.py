@@ -9,12 +9,14 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from quire.kernels.cpus import CpuBudget
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError, Unavailable
 from quire.runtime.workers import EnginePool, engine_pool, supervisor
 from quire.runtime.workers.engine_link import AddRequests, CancelRequest, DropRequest, ReadmitRequest, StatsReport
+from quire.runtime.workers.engine_pool import total_info
 from quire.runtime.workers.router import MAX_MORE_REQUESTS, MAX_MORE_WAIT_S
 from quire.runtime.workers.supervised_engine import COUNTERS
 from quire.runtime.workers.token_log import MAX_LOST_HOSTS
@@ -380,6 +382,9 @@ async def test_stats_are_sums(pool: EnginePool, processes: FakeSpawner) -> None:
     processes.of("engine-1").tell_stats(step=7, running=2, pages_total=50)
     stats = pool.stats()
     assert (stats.step, stats.running, stats.pages_total) == (12, 3, 100)
+    for name, reasons in (("engine-0", {"pages": 2}), ("engine-1", {"pages": 1, "quota": 4})):
+        processes.of(name).reply(StatsReport(msgspec.structs.replace(engine_stats(), waiting_by_reason=reasons)))
+    assert pool.stats().waiting_by_reason == {"pages": 3, "quota": 4}
 
 
 async def test_counters_do_not_fall_while_one_engine_is_restarted(pool: EnginePool, processes: FakeSpawner) -> None:
@@ -405,6 +410,9 @@ async def test_there_are_no_stats_while_no_engine_computes(pool: EnginePool, pro
 async def test_info_is_of_all_engines(pool: EnginePool) -> None:
     one = core_info()
     assert pool.info == core_info(num_pages=2 * one.num_pages, threads=2 * one.threads, num_processes=2)
+    shorter = core_info(max_model_len=one.max_model_len - 1)
+    for infos in ([one, shorter], [shorter, one]):
+        assert total_info(infos).max_model_len == shorter.max_model_len, "requests must fit every engine"
 
 
 async def test_memory_and_threads_are_for_all_engines_together(processes: FakeSpawner, listener: FakeListener) -> None:

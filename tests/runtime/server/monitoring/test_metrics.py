@@ -173,6 +173,15 @@ def test_hosts_have_series_of_their_own_and_one_that_is_down_those_of_this_serve
     }
 
 
+def test_texts_count_for_their_host_and_a_host_that_leaves_is_not_up() -> None:
+    stats = msgspec.structs.replace(samples.STATS, encoder_running=3, encoder_waiting=6)
+    host = msgspec.structs.replace(samples.HOSTS[0], state="leaving", engine=stats)
+    observer = PrometheusObserver()
+    observer.watch(lambda: STATS, hosts=lambda: [host])
+    shown = exposed(observer)
+    assert [shown[f'quire_host_{what}{{host="a:7072"}}'] for what in ("running", "waiting", "up")] == [5, 7, 0]
+
+
 def test_a_server_without_hosts_has_no_series_of_them(observer: PrometheusObserver) -> None:
     observer.watch(lambda: STATS, hosts=lambda: None)
     assert not any(name.startswith("quire_host_") for name in families(observer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
@@ -103,6 +104,18 @@ def test_taking_turns_gives_every_host_as_many_requests() -> None:
 def test_the_least_loaded_host_is_idle() -> None:
     arrivals = [Arrival(0.01 * number, 10, 100, conversation=number) for number in range(4)]
     assert set(fleet(arrivals, hosts=4, routing="least-loaded").requests_of.values()) == {1}
+
+
+@pytest.mark.parametrize(("routing", "counts"), [("least-loaded", [0, 2]), ("round-robin", [1, 1])])
+def test_an_api_server_does_not_see_at_once_what_another_one_sends(
+    routing: Routing, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both find all hosts idle; those that take turns begin with different hosts."""
+    servers = itertools.cycle(range(2))
+    monkeypatch.setattr("random.Random.choice", lambda self, choices: choices[next(servers)])
+    arrivals = [Arrival(0.01 * number, 10, 100, conversation=number) for number in range(2)]
+    simulated = fleet(arrivals, hosts=2, routing=routing, api_servers=2)
+    assert sorted(simulated.requests_of.values()) == counts
 
 
 def test_the_same_seed_gives_the_same_figures() -> None:
