@@ -144,8 +144,8 @@ MUTANTS = [
     ),
     Mutant(
         REMOTE,
-        "                super().receive(message)\n                self._listener.resumed()\n",
-        "                super().receive(message)\n",
+        "                if was_lost:\n                    self._listener.resumed()\n",
+        "",
         "requests of a lost host wait although the engines of another one compute again",
     ),
     Mutant(
@@ -217,8 +217,8 @@ MUTANTS = [
     ),
     Mutant(
         CLUSTER,
-        "        except OSError as error:\n            _log",
-        "        except ZeroDivisionError as error:\n            _log",
+        "        except OSError as error:\n            if str(error) != self._unresolved",
+        "        except ZeroDivisionError as error:\n            if str(error) != self._unresolved",
         "hosts that come are not found any more after one failure of DNS",
     ),
     Mutant(
@@ -277,8 +277,8 @@ MUTANTS = [
     ),
     Mutant(
         PLAUSIBLE,
-        "if any(not 0 <= token.token_id < vocab_size",
-        "if any(not token.token_id < vocab_size",
+        "if not 0 <= token.token_id < vocab_size:",
+        "if not token.token_id < vocab_size:",
         "a negative token of a host is replayed at others, which close their links",
     ),
     Mutant(
@@ -301,8 +301,8 @@ MUTANTS = [
     ),
     Mutant(
         PLAUSIBLE,
-        "    if is_refusal or answer.estimate is None:",
-        "    if is_refusal:",
+        "        is_known = is_refusal\n",
+        "        is_known = True\n",
         "an answer without an estimate is an assertion, and its request stays in the log",
     ),
     Mutant(

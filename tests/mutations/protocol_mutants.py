@@ -135,8 +135,8 @@ MUTANTS = [
     ),
     Mutant(
         ADDRESS,
-        "lowest <= int(text) <= 65535",
-        "0 <= int(text) <= 65535",
+        "lowest <= int(text) <= MAX_PORT",
+        "0 <= int(text) <= MAX_PORT",
         "port 0 is accepted in a client's address",
     ),
     Mutant(
