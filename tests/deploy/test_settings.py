@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,36 @@ def test_the_application_for_ray_has_known_options_deployments_and_functions() -
     for path in (application["import_path"], policy):
         module, _, name = path.partition(":")
         assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_kuberay_runs_the_application_for_ray_on_pods_that_have_room_for_it() -> None:
+    spec = load("kubernetes/ray/ray-service.yaml")["spec"]
+    application = load("ray/quire.yaml")
+    assert yaml.safe_load(spec["serveConfigV2"]) == application
+    deployments = {each["name"]: each for each in application["applications"][0]["deployments"]}
+    cluster = spec["rayClusterConfig"]
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        (ray,) = tomllib.load(file)["project"]["optional-dependencies"]["ray"]
+    (least,) = re.findall(r">=([\d.]+)", ray)
+    assert cluster["rayVersion"].startswith(f"{least}.")
+    (workers,) = cluster["workerGroupSpecs"]
+    scaling = deployments[HOSTS]["autoscaling_config"]
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (scaling["min_replicas"], scaling["max_replicas"])
+    pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], workers)]
+    (container,) = pods[1]["containers"]
+    num_cpus = sum(each["ray_actor_options"]["num_cpus"] for each in deployments.values())
+    assert int(container["resources"]["requests"]["cpu"]) > num_cpus
+    arguments = application["applications"][0]["args"]
+    for each in pods:
+        mounts = {mount["name"]: mount["mountPath"] for mount in each["containers"][0]["volumeMounts"]}
+        assert mounts.keys() == {volume["name"] for volume in each["volumes"]}
+        assert arguments["model"].startswith(mounts["models"])
+        assert arguments["auth_tokens"].startswith(mounts["tokens"])
+    service = load("kubernetes/ray/service.yaml")
+    assert service["spec"]["selector"] == workers["template"]["metadata"]["labels"]
+    ports = {port["name"] for port in container["ports"]}
+    assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    assert container["readinessProbe"]["httpGet"]["port"] in ports
 
 
 def test_the_demo_server_accepts_the_key_of_the_demo_load_generator() -> None:

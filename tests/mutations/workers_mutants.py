@@ -547,7 +547,7 @@ MUTANTS = [
         "runtime/workers/engine_pool.py",
         "        reasons.update(stats.waiting_by_reason)",
         "        reasons = Counter(stats.waiting_by_reason)",
-        "why requests wait is told of one engine only",
+        "why requests wait is counted at one engine only",
         "tests/runtime/workers/test_engine_pool.py",
     ),
 ]
