@@ -17,11 +17,11 @@ from ..workers.engine_link import AddAnswer, StatsReport
 from ..workers.pending_adds import REFUSALS
 
 FLOAT_BYTES = 4
-NO_NUMBER = "a logprob that is no number"
+NO_NUMBER = "a logprob that is not a number"
 
 
 def check_answer(answer: AddAnswer) -> None:
-    """Raise ProtocolError for an answer that neither accepts nor refuses, or with a wait that is no number."""
+    """Raise ProtocolError for an answer that neither accepts nor refuses, or with a wait that is not finite."""
     is_refusal, estimate = answer.refusal is not None, answer.estimate
     if estimate is None:
         is_known = is_refusal
@@ -33,12 +33,12 @@ def check_answer(answer: AddAnswer) -> None:
 
 
 def check_stats(report: StatsReport) -> None:
-    """Raise ProtocolError for a wait that is no number."""
+    """Raise ProtocolError for a wait that is not a finite number."""
     _check_numbers(report.predicted_wait_s)
 
 
 def check_step(step: StepStats | None, prefilled: Iterable[Prefilled]) -> None:
-    """Raise ProtocolError for times that are no numbers, or fewer than no tokens."""
+    """Raise ProtocolError for times that are not finite numbers, or a negative number of tokens."""
     if step is not None:
         _check_numbers(step.duration_s, step.schedule_s, step.commit_s, step.publish_s, step.encoder_s)
         check_counts(step.prefill_tokens, step.decode_tokens)
@@ -48,7 +48,7 @@ def check_step(step: StepStats | None, prefilled: Iterable[Prefilled]) -> None:
 def check_counts(*counts: int) -> None:
     """Raise ProtocolError for a count below 0."""
     if any(count < 0 for count in counts):
-        raise ProtocolError("the host reports fewer than no tokens")
+        raise ProtocolError("the host reports a negative number of tokens")
 
 
 def check_update(update: RequestUpdate, request: QueuedRequest, info: CoreInfo) -> None:
@@ -103,13 +103,13 @@ def _check_values(update: RequestUpdate, request: EncodeRequest, info: CoreInfo)
     if update.tokens or [len(values) for values in update.values] != [width] * num_texts:
         raise _wrong(update, f"other values than those of {num_texts} texts")
     if not all(np.isfinite(np.frombuffer(values, "<f4")).all() for values in update.values):
-        raise _wrong(update, "values that are no numbers")
+        raise _wrong(update, "values that are not finite numbers")
 
 
 def _check_numbers(*values: float) -> None:
     """Raise ProtocolError for NaN, which would stay in sums, and for infinity."""
     if not all(map(math.isfinite, values)):
-        raise ProtocolError("the host reports a time that is no number")
+        raise ProtocolError("the host reports a time that is not a finite number")
 
 
 def _wrong(update: RequestUpdate, what: str) -> ProtocolError:
