@@ -31,10 +31,19 @@ TYPES = get_type_hints(SamplingParams)
 FLOATS = [name for name, kind in TYPES.items() if kind is float]
 INTEGERS = [name for name, kind in TYPES.items() if kind in (int, int | None)]
 ALLOWED = [("seed", 2**64 - 1)]
+TOO_MANY_TOKENS = [
+    ("max_tokens", 2**64 - 1),
+    ("max_tokens", MODEL_LEN + 1),
+]  # OUT_OF_RANGE, as a prompt that is too long
 
 BAD_PARAMS: list[dict[str, Any]] = [
     *({name: value} for name in FLOATS for value in NOT_NUMBERS),
-    *({name: value} for name in INTEGERS for value in [*NOT_NUMBERS, 1.5] if (name, value) not in ALLOWED),
+    *(
+        {name: value}
+        for name in INTEGERS
+        for value in [*NOT_NUMBERS, 1.5]
+        if (name, value) not in [*ALLOWED, *TOO_MANY_TOKENS]
+    ),
     {"temperature": -0.1},
     {"temperature": 100.1},
     {"top_p": 0},
@@ -117,6 +126,8 @@ async def test_prompts_that_are_too_long(serving: Serving) -> None:
     async with serving() as real, others_unharmed(real):
         answers = await refusals(await real.raw(), [(prompt, {"max_tokens": 1}) for prompt in TOO_LONG])
         all_errors(answers, [len(prompt) for prompt in TOO_LONG], "OUT_OF_RANGE")
+        answers = await refusals(await real.raw(), [("hi", {name: value}) for name, value in TOO_MANY_TOKENS])
+        all_errors(answers, TOO_MANY_TOKENS, "OUT_OF_RANGE")
         just_fits = await refusals(await real.raw(), [([1] * (MODEL_LEN - 1), {"max_tokens": 1})])
         assert just_fits[0][0] == "ACCEPTED"
 
