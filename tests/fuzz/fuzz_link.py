@@ -24,7 +24,7 @@ import msgspec
 import structlog
 import uvloop
 from host_process import SECRET, HostProcess, running_hosts
-from kill_hosts import FLAGS, Campaign, fleet, random_streams, read
+from kill_hosts import FLAGS, Campaign, Progress, fleet, random_streams, read
 from quire.runtime.cluster.greeting import greet_host
 from quire.runtime.cluster.host_link import FROM_HOST, MAX_UNSENT_TO_HOST_BYTES, Heartbeat, HostLink
 from quire.runtime.common.types import SamplingParams
@@ -186,11 +186,11 @@ def num_descriptors(host: HostProcess) -> int:
 async def bystand(campaign: Campaign, until: float, outcomes: Counter[str], seed: int) -> None:
     """Run the same streams again and again."""
     streams = random_streams(8, random.Random(seed))
-    expected = [await read(campaign.engine, stream, []) for stream in streams]
+    expected = [await read(campaign.engine, stream, Progress()) for stream in streams]
     while time.monotonic() < until:
         for stream, wanted in zip(streams, expected, strict=True):
             async with asyncio.timeout(120):
-                found = await read(campaign.engine, stream, [])
+                found = await read(campaign.engine, stream, Progress())
             outcomes["equal" if found == wanted else "CHANGED"] += 1
 
 

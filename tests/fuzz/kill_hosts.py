@@ -3,8 +3,8 @@
 usage: kill_hosts.py [--times 20] [--streams 32] [--hosts 3] [--seed 1]
 
 `--times` rounds each way: SIGKILL of an engine process, SIGKILL of a host, SIGSTOP of a host with its engine processes,
-a link that swallows everything, and one that is cut. The harm is done at a random moment, to the host with the most
-requests.
+a link that swallows everything, and one that is cut. The harm is done when a random share of all chunks has come, to
+the host with the most requests; a round whose streams have all ended by then is repeated.
 
 A pause is the longest time between two chunks of any stream that is no beam search. Exit status 1 if a stream differs
 from its undisturbed run in any bit, logprobs included, or does not end; or if the median of the pauses is above 1 s for
@@ -40,6 +40,7 @@ FLAGS = (
     *("--num-speculative-tokens", "3"),
 )
 ROUND_TIMEOUT_S = 120.0
+MAX_ATTEMPTS = 5  # of a round whose streams have all ended before the harm
 MAX_MEDIAN_S, MAX_SILENT_MEDIAN_S = 1.0, 2.0  # the latter has a second of silence until it is noticed
 COLOURS = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 40}
 KINDS: tuple[dict[str, Any], ...] = (
@@ -65,14 +66,23 @@ def random_streams(count: int, choose: random.Random) -> list[GenerateRequest]:
     return streams
 
 
-async def read(engine: Engine[Cluster], request: GenerateRequest, pauses: list[float]) -> object:
-    """Read a stream to its end, and add the time before each chunk after the first to `pauses`."""
+class Progress:
+    """What one round has received."""
+
+    def __init__(self) -> None:
+        self.num_chunks = 0
+        self.longest_s = 0.0  # between two chunks of one stream
+
+
+async def read(engine: Engine[Cluster], request: GenerateRequest, progress: Progress) -> object:
+    """Read a stream to its end."""
     chunks, last = [], None
     async for chunk in await engine.submit(request):
         now = time.perf_counter()
         if last is not None and not request.sampling_params.beam_width:
-            pauses.append(now - last)
+            progress.longest_s = max(progress.longest_s, now - last)
         last = now
+        progress.num_chunks += 1
         chunks.append(chunk)
     return join_chunks(chunks)
 
@@ -132,26 +142,33 @@ class Campaign:
     async def rounds(
         self, harm: Callable[[HostProcess, LinkProxy], None], times: int, streams: list[GenerateRequest], seed: int
     ) -> None:
-        choose, longest = random.Random(seed), []
+        """Do the harm `times` times; print how long streams paused and how many requests had to move."""
+        choose, undisturbed = random.Random(seed), Progress()
         await self.ready()
-        started = time.perf_counter()
-        expected = await asyncio.gather(*(read(self.engine, stream, []) for stream in streams))
-        undisturbed_s = time.perf_counter() - started
+        expected = await asyncio.gather(*(read(self.engine, stream, undisturbed) for stream in streams))
+        longest, num_requests = [], 0
         for number in range(times):
-            await self.ready()
-            pauses: list[float] = [0.0]
-            running = [asyncio.create_task(read(self.engine, stream, pauses)) for stream in streams]
-            await asyncio.sleep(choose.uniform(0.02, 0.8) * undisturbed_s)
-            hosts = self.engine.core.hosts
-            address = max(hosts, key=lambda each: hosts[each].num_requests)
-            harm(*self._hosts[address])
-            await asyncio.wait(running, timeout=ROUND_TIMEOUT_S)
-            self._compare(running, expected, f"{harm.__name__} {number}")
-            longest.append(max(pauses))
-            await asyncio.to_thread(restore, *self._hosts[address])
+            for _ in range(MAX_ATTEMPTS):
+                await self.ready()
+                progress = Progress()
+                running = [asyncio.create_task(read(self.engine, stream, progress)) for stream in streams]
+                wanted = choose.uniform(0.02, 0.8) * undisturbed.num_chunks
+                while progress.num_chunks < wanted and not all(task.done() for task in running):
+                    await asyncio.sleep(0.002)
+                hosts = self.engine.core.hosts
+                address = max(hosts, key=lambda each: hosts[each].num_requests)
+                harmed = hosts[address].num_requests
+                harm(*self._hosts[address])
+                await asyncio.wait(running, timeout=ROUND_TIMEOUT_S)
+                self._compare(running, expected, f"{harm.__name__} {number}")
+                await asyncio.to_thread(restore, *self._hosts[address])
+                if harmed:
+                    longest.append(progress.longest_s)
+                    num_requests += harmed
+                    break
         print(
-            f"{harm.__name__}: {times} times under {len(streams)} streams; pause median {median(longest):.2f} s, "
-            f"longest {max(longest):.2f} s",
+            f"{harm.__name__}: {len(longest)} times under {len(streams)} streams, {num_requests} requests on the hosts; "
+            f"pause median {median(longest):.2f} s, longest {max(longest):.2f} s",
             flush=True,
         )
         if median(longest) > (MAX_SILENT_MEDIAN_S if harm in SILENT else MAX_MEDIAN_S):
