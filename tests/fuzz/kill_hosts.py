@@ -167,8 +167,8 @@ class Campaign:
                     num_requests += harmed
                     break
         print(
-            f"{harm.__name__}: {len(longest)} times under {len(streams)} streams, {num_requests} requests on the hosts; "
-            f"pause median {median(longest):.2f} s, longest {max(longest):.2f} s",
+            f"{harm.__name__}: {len(longest)} times under {len(streams)} streams, {num_requests} requests on the hosts,"
+            f" pause median {median(longest):.2f} s, longest {max(longest):.2f} s",
             flush=True,
         )
         if median(longest) > (MAX_SILENT_MEDIAN_S if harm in SILENT else MAX_MEDIAN_S):
