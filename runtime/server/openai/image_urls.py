@@ -21,6 +21,7 @@ import h11
 
 from ...common.errors import ConfigError
 from ...common.prompts import shown
+from ..http_input import check_head
 from .errors import BadRequest
 
 HTTPS, PORT = "https://", 443
@@ -140,6 +141,8 @@ async def _get(
     http.send(h11.EndOfMessage())
     content, media_type = bytearray(), ""
     while True:
+        if not media_type:
+            check_head(http, MAX_HEAD)
         event = http.next_event()
         if event is h11.NEED_DATA:
             http.receive_data(await reader.read(READ_BYTES))

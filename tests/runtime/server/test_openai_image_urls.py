@@ -30,6 +30,7 @@ ANSWERS = {  # path -> bytes
     "/packed": PNG + b"content-encoding: gzip\r\ncontent-length: 2\r\n\r\nhi",
     "/cut": PNG + b"content-length: 100\r\n\r\nabc",
     "/head": PNG + b"x: " + b"y" * (20 << 10),
+    "/lines": PNG + b"x: y\r\n" * 300 + b"content-length: 3\r\n\r\nabc",
     "/empty": b"",
     "/junk": b"SSH-2.0-x\r\n\r\n",
 }
@@ -146,6 +147,7 @@ def test_without_a_list_nothing_is_fetched() -> None:
         ("/packed", "127.0.0.1 sent no image: its content encoding is not identity"),
         ("/cut", "127.0.0.1 sent no image: the connection failed"),
         ("/head", "127.0.0.1 sent no image: the connection failed"),
+        ("/lines", "127.0.0.1 sent no image: the connection failed"),
         ("/empty", "127.0.0.1 sent no image: the connection failed"),
         ("/junk", "127.0.0.1 sent no image: the connection failed"),
         ("/endless", "the images of a request may have 8192 bytes in base64"),
