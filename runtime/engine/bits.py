@@ -29,7 +29,8 @@ def bits_id(runner: ModelRunner, config: EngineConfig, model_digest: bytes) -> b
 
 def encoder_bits_id(isa: str, weights: str, model_digest: bytes) -> bytes:
     """Return the bits id, 32 bytes, of a loaded encoder."""
-    return hashlib.sha256(repr((version("quire"), weights, isa)).encode() + model_digest).digest()
+    level = "every level" if weights in ("q8", "f32") else isa
+    return hashlib.sha256(repr((version("quire"), weights, level)).encode() + model_digest).digest()
 
 
 def models_digest(config: EngineConfig) -> str:

@@ -10,7 +10,7 @@ import pytest
 from quire.pager import KVLayout
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.engine import bits
-from quire.runtime.engine.bits import bits_id, models_digest
+from quire.runtime.engine.bits import bits_id, encoder_bits_id, models_digest
 from quire.runtime.model import BUNDLED_MODEL, read_spec
 
 SPEC = read_spec(BUNDLED_MODEL)
@@ -43,6 +43,14 @@ def test_dtypes_pages_and_models_change_it(other: dict[str, Any]) -> None:
 def test_in_bf16_it_depends_on_the_level(bf16: dict[str, Any]) -> None:
     assert id_of(isa="avx2", **bf16) != id_of(**bf16)
     assert id_of(weights="bf16") == id_of(weights="auto"), "which is bf16 for this model"
+
+
+@pytest.mark.parametrize("weights", ["q8", "f32", "bf16", "auto"])
+def test_an_encoder_depends_on_the_level_in_bf16_alone(weights: str) -> None:
+    same = encoder_bits_id("avx2", weights, b"model") == encoder_bits_id("scalar", weights, b"model")
+    assert same == (weights in ("q8", "f32"))
+    assert encoder_bits_id("avx2", weights, b"another") != encoder_bits_id("avx2", weights, b"model")
+    assert encoder_bits_id("avx2", weights, b"model") != encoder_bits_id("avx2", "q4", b"model")
 
 
 def test_a_build_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
