@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
@@ -23,6 +25,7 @@ from ..protocol.framing import next_payload, with_prefix
 
 STATS_INTERVAL_S = 0.25  # each message wakes a process whose CPUs compute
 READ_BYTES = 1 << 16
+TURN_S = 0.002  # of handling messages, before other callbacks of the event loop run
 SHARED_FIELDS = ("prompt_token_ids", "images", "echoed")  # of the specs of one request's samples
 
 SpecT = TypeVar("SpecT", bound=RequestSpec | EncodeSpec)
@@ -187,7 +190,10 @@ FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromE
 
 
 class EngineLink(asyncio.Protocol):
-    """One end of the link. `receive` gets each message, in order; `lost` is called when the other end is closed."""
+    """One end of the link. `receive` gets each message, in order; `lost` is called when the other end is closed.
+
+    Of many messages that came together, one turn of the event loop handles what takes `TURN_S`, the next ones the rest.
+    """
 
     def __init__(
         self,
@@ -202,6 +208,7 @@ class EngineLink(asyncio.Protocol):
         self._decode = decoder.decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._received = bytearray()
+        self._is_behind = False  # the next turn goes on with what is received
         self._transport: asyncio.Transport | None = None
 
     @classmethod
@@ -234,12 +241,29 @@ class EngineLink(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        while (payload := next_payload(self._received)) is not None:
-            self.receive(self._decode(payload))
+        if not self._is_behind:
+            self._handle_received(TURN_S)
 
     def connection_lost(self, error: Exception | None) -> None:
         with contextlib.suppress(OSError):  # a failed write closes the transport before all has been read
             while data := self._end.recv(READ_BYTES):
-                self.data_received(data)
+                self._received += data
+        self._handle_received(math.inf)
         self._end.close()
         self._lost()
+
+    def _handle_received(self, limit_s: float) -> None:
+        """Handle messages for `limit_s`, and have the next turn go on. An error of `receive` ends the link."""
+        self._is_behind = False
+        began_s = time.perf_counter()
+        try:
+            while (payload := next_payload(self._received)) is not None:
+                self.receive(self._decode(payload))
+                if time.perf_counter() - began_s > limit_s:
+                    self._is_behind = True
+                    asyncio.get_running_loop().call_soon(self._handle_received, limit_s)
+                    return
+        except Exception:
+            if self._transport is not None:
+                self._transport.abort()
+            raise

@@ -9,10 +9,13 @@ import socket
 import struct
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.model.runner import SamplingSpec
+from quire.runtime.protocol.framing import with_prefix
+from quire.runtime.workers import engine_link
 from quire.runtime.workers.engine_link import (
     FROM_ENGINE,
     TO_ENGINE,
@@ -117,6 +120,29 @@ async def test_messages_arrive_whole_and_in_order_and_then_the_end() -> None:
     theirs.close()
     await lost.wait()
     assert received == reports
+    link.close()
+
+
+async def test_messages_that_came_together_are_handled_over_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_link, "TURN_S", -1.0)  # one message takes longer
+    ours, theirs = socket.socketpair()
+    loop, seen, lost = asyncio.get_running_loop(), list[object](), asyncio.Event()
+
+    def receive(report: StepReport) -> None:
+        seen.append(report)
+        loop.call_soon(seen.append, "another callback")
+
+    reports = [StepReport((), step, step) for step in range(20)]
+    theirs.sendall(b"".join(with_prefix(ENCODE(report)) for report in reports))
+    link = await EngineLink.open(ours, FROM_ENGINE, receive, lost.set)
+    while len(seen) < 2 * len(reports):
+        await asyncio.sleep(0)
+    assert seen == [each for report in reports for each in (report, "another callback")]
+    seen.clear()
+    theirs.sendall(b"".join(with_prefix(ENCODE(report)) for report in reports))
+    theirs.close()
+    await lost.wait()
+    assert [each for each in seen if each != "another callback"] == reports
     link.close()
 
 
