@@ -10,7 +10,6 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-import msgspec
 import structlog
 
 from ...scheduler import (
@@ -34,7 +33,6 @@ from .remote import QUARANTINE_REASON, Credentials, HostLost, HostSource, HostTr
 CONNECT_POLL_S = 0.02
 RESOLVE_AGAIN_S = 0.25  # while there is no host
 MAX_SHOWN_PROBLEMS = 8
-WHY_NO_IMAGES = "engine hosts take no images"
 
 _log = structlog.get_logger("quire.cluster")
 
@@ -162,9 +160,6 @@ class Cluster(EnginePool):
             await asyncio.sleep(CONNECT_POLL_S)
         ready = [host.info for host in hosts if host.is_ready]
         self._info = total_info(ready)
-        if self._info.images is not None:
-            # Pixels of a few requests may exceed what a link holds unsent; a closed link moves all its requests.
-            self._info = msgspec.structs.replace(self._info, images=None, why_no_images=WHY_NO_IMAGES)
         if self._where.may_change:
             self._updating = asyncio.create_task(self._keep_updating(), name="quire-cluster-members")
 

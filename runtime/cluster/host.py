@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,9 +17,9 @@ import structlog
 from ...scheduler import (
     AdmissionEstimate,
     EncodeRequest,
-    EncodeSpec,
     FinalCounters,
     QueuedRequest,
+    QueueFull,
     Refused,
     Request,
     RequestUpdate,
@@ -43,11 +42,11 @@ from ..workers.engine_link import (
     ReadmitEncoding,
     ReadmitRequest,
     RequestsBegun,
-    SampledRequestSpec,
     StatsReport,
     StepReport,
 )
 from ..workers.token_log import LoggedRequest
+from .arriving import ArrivingPixels, arrived_requests, arrived_texts, check_tokens
 from .greeting import greet_server
 from .host_link import (
     MAX_UNSENT_TO_SERVER_BYTES,
@@ -58,9 +57,9 @@ from .host_link import (
     HostReady,
     HostRequestFailed,
     HostRestarting,
+    ImagePixels,
     LinkConnection,
     ToHost,
-    arrived,
 )
 
 GREETING_TIMEOUT_S = 5.0
@@ -76,11 +75,14 @@ _log = structlog.get_logger("quire.cluster")
 class EngineHost:
     """Serves `pool`, which it starts, to the API servers that know `secret`."""
 
-    def __init__(self, pool: EnginePool, secret: bytes, models_digest: str, max_num_waiting: int) -> None:
+    def __init__(
+        self, pool: EnginePool, secret: bytes, models_digest: str, max_num_waiting: int, max_image_memory: int
+    ) -> None:
         self.pool = pool
         self.address: Address | None = None  # since `listen`; links can come without
         self._secret = secret
         self._ready = HostReady(pool.info, 0, models_digest, max_num_waiting)
+        self._max_image_memory = max_image_memory
         self._sessions: dict[int, ServerSession] = {}
         self._next_number = 0
         self._is_leaving = False
@@ -113,7 +115,7 @@ class EngineHost:
             return
         connection.settle()
         link = HostLink(connection.reader, connection.writer, TO_HOST, MAX_UNSENT_TO_SERVER_BYTES)
-        session = ServerSession(self._next_number, link, self.pool)
+        session = ServerSession(self._next_number, link, self.pool, self._refuse_images)
         self._next_number += 1
         self._sessions[session.number] = session
         _log.info("API server connected", peer=peer, number=session.number)
@@ -179,6 +181,17 @@ class EngineHost:
         for session in self._sessions.values():
             session.interrupt(request_ids)
 
+    def _refuse_images(self, num_bytes: int) -> QueueFull | None:
+        """Return the refusal of a request whose images take `num_bytes`; None if they fit beside all others."""
+        held = sum(session.image_bytes for session in self._sessions.values()) if num_bytes else 0
+        if not held or held + num_bytes <= self._max_image_memory:
+            return None
+        return QueueFull(
+            f"the images of this request take {num_bytes} bytes, those of others {held}, and all may take "
+            f"{self._max_image_memory} (`max_image_memory`)",
+            AdmissionEstimate(self.pool.num_waiting, 0, 0),
+        )
+
     def _session_of(self, request_id: int) -> ServerSession | None:
         return self._sessions.get(request_id // SESSION_IDS)
 
@@ -197,7 +210,9 @@ class EngineHost:
 class ServerSession:
     """One API server. Its requests have the ids `number * SESSION_IDS` + those of the API server."""
 
-    def __init__(self, number: int, link: HostLink, pool: EnginePool) -> None:
+    def __init__(
+        self, number: int, link: HostLink, pool: EnginePool, refuse_images: Callable[[int], QueueFull | None]
+    ) -> None:
         self.number = number
         self.link = link
         self.updates: list[RequestUpdate] = []  # these four are not sent yet
@@ -205,6 +220,8 @@ class ServerSession:
         self.begun: list[Prefilled] = []
         self.failures: list[HostRequestFailed] = []
         self._pool = pool
+        self._refuse_images = refuse_images
+        self._pixels = ArrivingPixels()
         self._first_id = number * SESSION_IDS
         self._requests: dict[int, QueuedRequest] = {}  # by their ids here
         self._adding: dict[int, asyncio.Task[None]] = {}  # by the id here of each request that has no answer yet
@@ -216,24 +233,35 @@ class ServerSession:
     def num_requests(self) -> int:
         return len(self._requests)
 
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of the pixels of all requests."""
+        specs = [request.spec for request in self._requests.values() if isinstance(request, Request)]
+        pixels = [image.pixels for spec in specs for image in spec.images]
+        return sum(map(len, {id(each): each for each in pixels}.values()))  # samples share theirs
+
     def receive(self, message: ToHost) -> None:
         """Handle a message. Raises ProtocolError or ValueError for what no API server sends."""
-        self._silent_s = 0.0
+        self._silent_s, info = 0.0, self._pool.info
         match message:
+            case ImagePixels(pixels):
+                self._pixels.add(pixels)
             case AddRequests(generated=generated):
                 for token_ids in generated:
-                    self._check_tokens(token_ids, self._pool.info.vocab_size)
-                requests = message.as_requests(self._arrived(message.specs()))
-                self._add(requests, self._pool.add(requests))
+                    check_tokens(token_ids, info.vocab_size)
+                specs = arrived_requests(message.specs(), self._pixels, info, self._new_id, time.monotonic())
+                requests = message.as_requests(specs)
+                refusal = self._refuse_images(sum(len(image.pixels) for image in specs[0].images))
+                self._add(requests, self._pool.add(requests) if refusal is None else _refuse(refusal))
             case AddEncoding(texts):
-                encoding = EncodeRequest(self._arrived_texts(texts))
+                encoding = EncodeRequest(arrived_texts(texts, info, self._new_id, time.monotonic()))
                 self._add((encoding,), self._pool.add_encoding(encoding))
             case ReadmitRequest(spec, generated):
-                (here,) = self._arrived((spec,))
-                self._check_tokens(generated, self._pool.info.vocab_size)
+                check_tokens(generated, info.vocab_size)
+                (here,) = arrived_requests((spec,), self._pixels, info, self._new_id, time.monotonic())
                 self._readmit(Request(here, generated))
             case ReadmitEncoding(texts):
-                self._readmit(EncodeRequest(self._arrived_texts(texts)))
+                self._readmit(EncodeRequest(arrived_texts(texts, info, self._new_id, time.monotonic())))
             case CancelRequest(request_id):
                 self._pool.cancel(self._id_here(request_id))
             case DropRequest(request_id, reason, error):
@@ -342,35 +370,6 @@ class ServerSession:
             self._adding.pop(request.request_id, None)
         self.flush()
 
-    def _arrived(self, specs: Sequence[SampledRequestSpec]) -> list[SampledRequestSpec]:
-        """Return specs as this host runs them. Raises ProtocolError for ids, tokens or sizes that cannot be."""
-        info, now = self._pool.info, time.monotonic()
-        if not specs or len({spec.request_id for spec in specs}) < len(specs):
-            raise ProtocolError("a list of requests that is empty or has one twice")
-        for spec in specs:
-            _check_times(spec.deadline, spec.pin_s)
-            if len(spec.prompt_token_ids) + spec.max_tokens > info.max_model_len:
-                raise ProtocolError(f"a request of more than {info.max_model_len} tokens")
-            self._check_tokens(spec.prompt_token_ids, info.vocab_size)
-            self._check_tokens(spec.echoed, info.vocab_size)
-        return [arrived(spec, self._new_id(spec.request_id), now) for spec in specs]
-
-    def _arrived_texts(self, spec: EncodeSpec) -> EncodeSpec:
-        """Return texts as this host runs them. Raises ProtocolError for an id, a token or a size that cannot be."""
-        encoder = self._pool.info.encoder
-        if encoder is None:
-            raise ProtocolError("texts for a host without an encoder")
-        _check_times(spec.deadline)
-        for text in spec.texts:
-            if len(text.token_ids) > encoder.max_model_len:
-                raise ProtocolError(f"a text of more than {encoder.max_model_len} tokens")
-            self._check_tokens(text.token_ids, encoder.vocab_size)
-        return arrived(spec, self._new_id(spec.request_id), time.monotonic())
-
-    def _check_tokens(self, token_ids: Sequence[int], vocab_size: int) -> None:
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-            raise ProtocolError("token ids outside the vocabulary")
-
     def _new_id(self, request_id: int) -> int:
         here = self._id_here(request_id)
         if here in self._requests:
@@ -383,10 +382,8 @@ class ServerSession:
         return self._first_id + request_id
 
 
-def _check_times(*seconds: float | None) -> None:
-    """Raise ProtocolError for NaN, which has no place among deadlines, and for infinity."""
-    if not all(math.isfinite(each) for each in seconds if each is not None):
-        raise ProtocolError("a time that is not a number")
+async def _refuse(refusal: QueueFull) -> AdmissionEstimate:
+    raise refusal
 
 
 def _final_counters(request: QueuedRequest) -> FinalCounters:

@@ -71,7 +71,7 @@ class HostTraits:
     info: CoreInfo | None = None  # of the first host
 
     def check(self, address: str, ready: HostReady) -> None:
-        """Raise ConfigError for a host with another model or other bits, or for one with a shorter context."""
+        """Raise ConfigError for a host with another model or other bits, a shorter context, or smaller images."""
         if ready.models_digest != self.models_digest:
             raise ConfigError(f"engine host {address} has another model than this API server; give both the same")
         if self.info is None:
@@ -86,6 +86,12 @@ class HostTraits:
             raise ConfigError(
                 f"engine host {address} has max_model_len {ready.info.max_model_len}, {self.first} has "
                 f"{self.info.max_model_len}; set the same at both"
+            )
+        here, there = ready.info.images, self.info.images
+        if here is not None and there is not None and here.num_tokens < there.num_tokens:
+            raise ConfigError(
+                f"engine host {address} takes images of {here.num_tokens} tokens, {self.first} of {there.num_tokens}; "
+                "set the same max_image_tokens at both"
             )
 
 

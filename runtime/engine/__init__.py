@@ -27,6 +27,7 @@ from .facade import (
 from .snapshot import check_snapshot_path, prefix_snapshot
 from .text import has_tokenizer
 from .text_processor import TextProcessor
+from .validator import check_images
 
 __all__ = [
     "Core",
@@ -53,6 +54,7 @@ __all__ = [
     "SilentObserver",
     "StepStats",
     "TextProcessor",
+    "check_images",
     "check_snapshot_path",
     "has_tokenizer",
     "load_texts",

@@ -203,7 +203,6 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     encoder: EncoderInfo | None = None
     generates: bool = True  # False: the model is an encoder, which generates no text
     images: ImageInfo | None = None  # None: no images are taken
-    why_no_images: str = "this model takes no images"  # if there are none
 
 
 class EngineInfo(CoreInfo, frozen=True, kw_only=True):

@@ -146,25 +146,10 @@ class Validator:
 
     def check_images(self, token_ids: Sequence[int], images: Sequence[PromptImage]) -> None:
         """Check a prompt's images against what the model takes, and their places in the prompt."""
-        info, end = self._info.images, 0
-        if images and info is None:
-            raise InvalidRequest(f"{self._info.why_no_images}; leave them out")
-        for index, image in enumerate(images):
-            assert info is not None, "checked above"
-            num_tokens = _check_pixels(f"images[{index}]", image.pixels, info)
-            if image.tokens != num_tokens:
-                raise InvalidRequest(f"images[{index}]: tokens must be {num_tokens}, not {image.tokens}")
-            if not end <= image.position <= len(token_ids) - image.tokens:
-                raise InvalidRequest(
-                    f"images[{index}]: position must be from {end} to {len(token_ids) - image.tokens}, after the image "
-                    f"before it and within the prompt, not {image.position}"
-                )
-            end = image.position + image.tokens
-            if any(token != info.token_id for token in token_ids[image.position : end]):
-                raise InvalidRequest(
-                    f"images[{index}]: the prompt must have the token {info.token_id} from position {image.position} "
-                    f"to {end - 1}"
-                )
+        if images and self._info.images is None:
+            raise InvalidRequest("this model takes no images; leave them out")
+        if self._info.images is not None:
+            check_images(token_ids, images, self._info.images)
 
     def check_token_ids(self, token_ids: Sequence[int], max_tokens: int = 0) -> None:
         """Check a prompt's ids, and that they and `max_tokens` generated tokens fit the model."""
@@ -261,6 +246,26 @@ class Validator:
             raise InvalidRequest(f"{name}: token id {token} is outside the vocabulary 0..{self._info.vocab_size - 1}")
 
 
+def check_images(token_ids: Sequence[int], images: Sequence[PromptImage], info: ImageInfo) -> None:
+    """Check a prompt's images against what a tower takes, and their places in the prompt. Raises InvalidRequest."""
+    end = 0
+    for index, image in enumerate(images):
+        num_tokens = _check_pixels(f"images[{index}]", image.pixels, info)
+        if image.tokens != num_tokens:
+            raise InvalidRequest(f"images[{index}]: tokens must be {num_tokens}, not {image.tokens}")
+        if not end <= image.position <= len(token_ids) - image.tokens:
+            raise InvalidRequest(
+                f"images[{index}]: position must be from {end} to {len(token_ids) - image.tokens}, after the image "
+                f"before it and within the prompt, not {image.position}"
+            )
+        end = image.position + image.tokens
+        if any(token != info.token_id for token in token_ids[image.position : end]):
+            raise InvalidRequest(
+                f"images[{index}]: the prompt must have the token {info.token_id} from position {image.position} "
+                f"to {end - 1}"
+            )
+
+
 def _check_pixels(where: str, pixels: npt.NDArray[np.uint8], info: ImageInfo) -> int:
     """Return the number of tokens of an image. Raises InvalidRequest for pixels that the tower does not take."""
     shape, block = pixels.shape, info.block
@@ -281,7 +286,7 @@ def _check_pixels(where: str, pixels: npt.NDArray[np.uint8], info: ImageInfo) ->
 def check_num_images(num_images: int, info: EngineInfo) -> None:
     """Check the number of images in one request. Raises InvalidRequest."""
     if num_images and not info.max_images:
-        raise InvalidRequest(f"messages: {info.why_no_images}; send text parts only")
+        raise InvalidRequest("messages: this model takes no images; send text parts only")
     if num_images > info.max_images:
         raise InvalidRequest(f"messages: {num_images} images; at most {info.max_images} (`max_images_per_request`)")
 

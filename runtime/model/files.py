@@ -80,8 +80,8 @@ def model_name(path: Path) -> str:
 def fingerprint(path: Path) -> bytes:
     """Return a sha256 over names and contents of a model's files; takes about a second per GB.
 
-    They are config.json and all safetensors files of a folder, or all parts of a GGUF file. Models with the same
-    fingerprint compute the same keys and values. Raises CorruptCheckpoint for an unreadable file.
+    They are config.json, all safetensors files and what normalises images in a folder, or all parts of a GGUF file.
+    Models with the same fingerprint compute the same keys and values. Raises CorruptCheckpoint for an unreadable file.
     """
     return _digest(path, lambda file: hashlib.file_digest(file, "sha256"))
 
@@ -106,9 +106,10 @@ def _digest(path: Path, digest_of: Callable[[BufferedReader], hashlib._Hash]) ->
 
 
 def _folder_files(folder: Path) -> list[Path]:
-    """Return the paths of config.json and of all files with weights; what is no file may have such a name too."""
-    weights = (path for path in folder.glob("*.safetensors*") if path.is_file())
-    return [folder / CONFIG_FILE, *sorted(weights)]
+    """Return the paths of config.json, of all files with weights and of what normalises images, if they are files."""
+    patterns = "*.safetensors*", "*processor_config.json"
+    found = (path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+    return [folder / CONFIG_FILE, *sorted(found)]
 
 
 def _sampled(file: BufferedReader) -> hashlib._Hash:

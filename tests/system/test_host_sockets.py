@@ -32,7 +32,7 @@ CERT, KEY = str(CERTIFICATES / "cert.pem"), str(CERTIFICATES / "key.pem")
 @asynccontextmanager
 async def listening_host(tls: TLS | None = None) -> AsyncIterator[tuple[EngineHost, Member]]:
     listening = await listen_tcp("127.0.0.1", 0)
-    host = EngineHost(FakePool(), SECRET, "digest", 8)  # type: ignore[arg-type]
+    host = EngineHost(FakePool(), SECRET, "digest", 8, 0)  # type: ignore[arg-type]
     host.listen(listening, tls)
     assert isinstance(listening.address, TCPAddress)
     try:

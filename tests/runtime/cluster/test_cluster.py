@@ -90,13 +90,6 @@ async def added(cluster: Cluster, hosts: FakeHosts, request_id: int, **options: 
     return where(cluster, hosts, request_id)
 
 
-async def test_engine_hosts_take_no_images(hosts: FakeHosts, listener: FakeListener) -> None:
-    hosts.infos["a:1"] = {"images": ImageInfo(token_id=5, size=64, num_tokens=4)}
-    async with connected(listener, "a") as cluster:
-        assert cluster.info.images is None
-        assert cluster.info.why_no_images == "engine hosts take no images"
-
-
 async def test_a_conversation_has_one_home(cluster: Cluster, hosts: FakeHosts) -> None:
     homes = [await added(cluster, hosts, number, conversation=b"one") for number in range(5)]
     assert len(set(homes)) == 1
@@ -566,12 +559,17 @@ async def test_deadlines_travel_as_the_time_that_is_left(
     assert {spec.request_id: spec.deadline for spec in moved} == {1: 2.5, 2: 3.0}
 
 
+def tower(num_tokens: int) -> dict[str, Any]:
+    return {"images": ImageInfo(token_id=5, num_tokens=num_tokens, block=28)}
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
         ({"infos": {"b:1": {"fingerprint": "other"}}}, "b:1 computes other bits"),
         ({"infos": {"b:1": {"max_model_len": 5}}}, "b:1 has max_model_len 5"),
         ({"digests": {"b:1": "other"}}, "b:1 has another model"),
+        ({"infos": {"a:1": tower(64), "b:1": tower(63), "c:1": tower(65)}}, "b:1 takes images of 63 tokens, a:1 of 64"),
     ],
 )
 async def test_a_host_that_cannot_continue_the_others_requests_ends_the_start(

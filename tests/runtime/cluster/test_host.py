@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 from quire.runtime.cluster import host as host_module
 from quire.runtime.cluster.host import SESSION_IDS, EngineHost, ServerSession
-from quire.runtime.cluster.host_link import Heartbeat, HostRequestFailed, HostRestarting
+from quire.runtime.cluster.host_link import (
+    Heartbeat,
+    HostRequestFailed,
+    HostRestarting,
+    ImagePixels,
+    without_pixels,
+)
 from quire.runtime.common.errors import ProtocolError, Quarantined, Unavailable
 from quire.runtime.engine import CoreListener, EncoderInfo, Prefilled
+from quire.runtime.engine.facade import ImageInfo
 from quire.runtime.workers.engine_link import (
     AddAnswer,
     AddEncoding,
@@ -32,6 +39,7 @@ from quire.scheduler import (
     EncodedText,
     EncodeSpec,
     FinalCounters,
+    PlacedImage,
     QueueFull,
     Request,
     RequestUpdate,
@@ -41,6 +49,7 @@ from quire.scheduler import (
 
 from tests.runtime.workers.fakes import ESTIMATE, STEP_STATS, core_info, engine_stats, new_requests
 
+MAX_IMAGE_MEMORY = 1000
 OTHERS = FinalCounters((9.0,) * len(State), 9, 9, ())
 
 
@@ -107,8 +116,9 @@ class FakeLink:
 @asynccontextmanager
 async def host_of(pool: FakePool, count: int) -> AsyncIterator[tuple[EngineHost, list[ServerSession]]]:
     """Run a host with sessions of `count` API servers."""
-    host = EngineHost(pool, b"secret", "digest", 8)  # type: ignore[arg-type]
-    sessions = [ServerSession(number, FakeLink(), pool) for number in range(count)]  # type: ignore[arg-type]
+    host = EngineHost(pool, b"secret", "digest", 8, MAX_IMAGE_MEMORY)  # type: ignore[arg-type]
+    refuse = host._refuse_images
+    sessions = [ServerSession(number, FakeLink(), pool, refuse) for number in range(count)]  # type: ignore[arg-type]
     host._sessions.update((session.number, session) for session in sessions)
     try:
         yield host, sessions
@@ -295,6 +305,77 @@ async def test_texts_that_cannot_be_end_the_link(
     for message in (AddEncoding(spec), ReadmitEncoding(spec)):
         with pytest.raises(ProtocolError, match=problem):
             sessions[0].receive(message)
+
+
+PIXELS = bytes(range(48)) * 8
+IMAGE = PlacedImage(1, 2, b"a sha256".ljust(32), 8, 16, PIXELS)
+TOWER = ImageInfo(token_id=9, num_tokens=4, block=8)
+
+
+def send_with_image(
+    session: ServerSession, request_id: int, image: PlacedImage = IMAGE, prompt: tuple[int, ...] = (1, 9, 9)
+) -> None:
+    (request,) = new_requests(request_id, prompt=prompt, images=(image,))
+    for begin in range(0, len(image.pixels), 100):
+        session.receive(ImagePixels(memoryview(image.pixels)[begin : begin + 100]))
+    session.receive(AddRequests((without_pixels(as_read(request.spec)),)))
+
+
+async def test_a_request_gets_the_pixels_that_came_before_it(pool: FakePool, sessions: list[ServerSession]) -> None:
+    pool.info = core_info(images=TOWER)
+    send_with_image(sessions[1], 1)
+    (request,) = sessions[1]._requests.values()
+    assert isinstance(request, Request)
+    assert request.spec.images == (IMAGE,)
+    (second,) = new_requests(2, prompt=(1, 9, 9), images=(IMAGE,))
+    sessions[1].receive(ReadmitRequest(without_pixels(as_read(second.spec)), (5,)))
+    ((_, readmitted),) = [call for call in pool.calls if call[0] == "readmit"]
+    assert readmitted.spec.images == (IMAGE,)
+    assert sessions[1].image_bytes == len(PIXELS), "one copy"
+
+
+@pytest.mark.parametrize(
+    ("image", "prompt", "problem"),
+    [
+        (IMAGE._replace(pixels=PIXELS[1:]), (1, 9, 9), "pixels of other images"),
+        (IMAGE._replace(height=-8), (1, 9, 9), "an image without pixels"),
+        (IMAGE._replace(height=16, width=8), (1, 9), "position must be from 0 to 0"),
+        (IMAGE._replace(height=1, width=128), (1, 9, 9), "multiples of 8"),
+        (IMAGE._replace(tokens=3), (1, 9, 9, 9), "tokens must be 2"),
+        (IMAGE._replace(position=-1), (1, 9, 9), "position must be"),
+        (IMAGE, (1, 9, 8), "must have the token 9"),
+        (IMAGE._replace(digest=b"short"), (1, 9, 9), "without its digest"),
+    ],
+)
+async def test_images_that_cannot_be_end_the_link(
+    image: PlacedImage, prompt: tuple[int, ...], problem: str, pool: FakePool, sessions: list[ServerSession]
+) -> None:
+    pool.info = core_info(images=TOWER)
+    with pytest.raises(ProtocolError, match=problem):
+        send_with_image(sessions[0], 1, image, prompt)
+    assert sessions[0].num_requests == 0
+
+
+async def test_images_of_a_model_that_takes_none_end_the_link(sessions: list[ServerSession]) -> None:
+    with pytest.raises(ProtocolError, match="takes none"):
+        send_with_image(sessions[0], 1)
+
+
+async def test_images_of_live_requests_take_limited_memory(pool: FakePool, sessions: list[ServerSession]) -> None:
+    pool.info = core_info(images=TOWER)
+    for number, session in enumerate([*sessions, sessions[0]]):
+        send_with_image(session, number, IMAGE._replace(digest=bytes([number]) * 32))
+    await asyncio.sleep(0.01)
+    (refused,) = sent(sessions[0], AddAnswer)
+    assert (refused.request_id, refused.refusal) == (2, "QueueFull")
+    assert "this request take 384 bytes, those of others 768, and all may take 1000" in refused.message
+    assert sorted(pool.answers) == [0, SESSION_IDS + 1]
+    pool.answers[0].set_result(ESTIMATE)
+    await asyncio.sleep(0.01)
+    sessions[0].receive(DropRequest(0, None, "left"))
+    send_with_image(sessions[0], 3, IMAGE._replace(digest=bytes(32)))
+    await asyncio.sleep(0.01)
+    assert 3 in pool.answers
 
 
 async def test_an_id_that_is_in_use_and_an_empty_list_are_refused(

@@ -8,9 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from quire.runtime.cluster.host_link import FROM_HOST, Heartbeat, HostLink
+from quire.runtime.cluster.arriving import ArrivingPixels
+from quire.runtime.cluster.host_link import FROM_HOST, TO_HOST, Heartbeat, HostLink, ImagePixels
 from quire.runtime.common.errors import ProtocolError
-from quire.runtime.protocol.framing import with_prefix
+from quire.runtime.protocol.framing import next_payload, with_prefix
+from quire.runtime.workers.engine_link import AddRequests, ReadmitRequest, as_read
+from quire.scheduler import PlacedImage
+
+from tests.runtime.workers.fakes import new_requests
 
 
 class FakeTransport:
@@ -18,6 +23,7 @@ class FakeTransport:
 
     def __init__(self) -> None:
         self.num_unsent = 0
+        self.written = bytearray()
         self.is_aborted = False
         self.is_reading = True
 
@@ -26,6 +32,7 @@ class FakeTransport:
 
     def write(self, data: bytes) -> None:
         self.num_unsent += len(data)
+        self.written += data
 
     def get_write_buffer_size(self) -> int:
         return self.num_unsent
@@ -93,3 +100,34 @@ async def test_a_deeply_nested_message_is_an_error_of_the_peer() -> None:
     nested = b"\x92" + msgspec.msgpack.encode("HEARTBEAT") + b"\x91" * 100_000 + b"\xc0"
     with pytest.raises(ProtocolError, match="cannot be read"):
         await link_to(FakeTransport(), with_prefix(nested)).receive_all(lambda message: None)
+
+
+def messages_in(written: bytearray) -> list[Any]:
+    return [TO_HOST.decode(payload) for payload in iter(lambda: next_payload(written, 3 << 19), None)]
+
+
+async def test_pixels_travel_in_pieces_before_their_request_and_once_for_all_samples() -> None:
+    images = (
+        PlacedImage(1, 2, b"a", 700, 800, bytes([1, 2, 3]) * 560_000),
+        PlacedImage(5, 2, b"b", 1, 2, bytes(range(6))),
+    )
+    first, second = (as_read(request.spec) for request in new_requests(1, 2, images=images))
+    (other,) = new_requests(3, images=images[1:])
+    transport, pixels = FakeTransport(), ArrivingPixels()
+    link = link_to(transport, max_unsent_bytes=1 << 30)
+    link.send(AddRequests.of([first, second]))
+    *pieces, added = messages_in(transport.written)
+    assert [len(each.pixels) for each in pieces] == [1 << 20, 1_680_000 - (1 << 20), 6]
+    assert not any(image.pixels for spec in added.requests for image in spec.images)
+    for piece in pieces:
+        pixels.add(piece.pixels)
+    assert pixels.take(added.requests[0].images) == images
+    link.send(ReadmitRequest(second, (7,)))
+    (readmitted,) = messages_in(transport.written)
+    assert pixels.take(readmitted.request.images) == images
+    link.send(ReadmitRequest(as_read(other.spec), ()))
+    piece, readmitted = messages_in(transport.written)
+    assert isinstance(piece, ImagePixels)
+    pixels.add(piece.pixels)
+    assert pixels.take(readmitted.request.images) == images[1:]
+    assert pixels.take(()) == ()

@@ -136,17 +136,16 @@ def test_texts() -> None:
 CHAT = ({"role": "user", "content": "hi"},)
 
 
-def test_a_core_that_takes_no_images_says_why() -> None:
+def test_a_core_without_a_tower_takes_no_images() -> None:
     """Even where the model's folder says how images are prepared."""
-    info = msgspec.structs.replace(INFO, why_no_images="engine hosts take no images")
-    with pytest.raises(InvalidRequest, match="engine hosts take no images; leave them out"):
-        Validator(info, 200).check_images((1,), IMAGES)
+    with pytest.raises(InvalidRequest, match="this model takes no images; leave them out"):
+        VALIDATOR.check_images((1,), IMAGES)
     parts = ({"role": "user", "content": [{"type": "image"}]},)
-    with pytest.raises(InvalidRequest, match="messages: engine hosts take no images; send text parts only"):
-        check_num_images(1, info)
+    with pytest.raises(InvalidRequest, match="messages: this model takes no images; send text parts only"):
+        check_num_images(1, INFO)
     request = GenerateRequest(prompt=None, messages=parts, image_files=(b"file",))
-    with pytest.raises(InvalidRequest, match="engine hosts take no images"):
-        Validator(info, 200).check_prompt(request)
+    with pytest.raises(InvalidRequest, match="this model takes no images"):
+        VALIDATOR.check_prompt(request)
 
 
 @pytest.mark.parametrize(

@@ -412,6 +412,13 @@ def test_a_fingerprint_leaves_out_what_is_no_file(tmp_path: Path) -> None:
     assert fingerprint(tmp_path) == before
 
 
+def test_a_fingerprint_has_what_normalises_images(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    before = fingerprint(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert fingerprint(tmp_path) != before
+
+
 def test_the_name_of_a_split_file() -> None:
     assert model_name(Path("a/Qwen3-8B-Q4_K_M-00001-of-00003.gguf")) == "Qwen3-8B-Q4_K_M"
 

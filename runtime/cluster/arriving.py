@@ -1,0 +1,120 @@
+"""What an API server can ask of an engine host, as the host runs it. Anything else ends the link.
+
+An API server knows the secret, but it may have a defect: what it asks must not cost others their engine process.
+All functions raise ProtocolError.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ...scheduler import EncodeSpec, PlacedImage
+from ..common.errors import InvalidRequest, ProtocolError
+from ..common.prompts import PromptImage
+from ..engine import CoreInfo, check_images
+from ..workers.engine_link import SampledRequestSpec
+from .host_link import MAX_IMAGE_BYTES, arrived
+
+DIGEST_BYTES = 32
+
+
+class ArrivingPixels:
+    """The pixels of one link that have arrived before their request, and those of the last request that had images."""
+
+    def __init__(self) -> None:
+        self._arrived = bytearray()
+        self._last: tuple[PlacedImage, ...] = ()
+
+    def add(self, piece: memoryview) -> None:
+        """Keep a piece."""
+        self._arrived += piece
+        if len(self._arrived) > MAX_IMAGE_BYTES:
+            raise ProtocolError(f"images of more than {MAX_IMAGE_BYTES} bytes")
+
+    def take(self, images: Sequence[PlacedImage]) -> tuple[PlacedImage, ...]:
+        """Return the images of the request that has arrived now, with their pixels."""
+        if not self._arrived and [image.digest for image in images] == [image.digest for image in self._last]:
+            return tuple(image._replace(pixels=last.pixels) for image, last in zip(images, self._last, strict=True))
+        pixels, self._arrived = memoryview(self._arrived), bytearray()
+        whole, end = [], 0
+        for image in images:
+            if min(image.height, image.width) < 1:
+                raise ProtocolError("an image without pixels")
+            begin, end = end, end + image.height * image.width * 3
+            whole.append(image._replace(pixels=bytes(pixels[begin:end])))
+        if end != len(pixels):
+            raise ProtocolError("pixels of other images than those of the request")
+        self._last = tuple(whole) or self._last
+        return tuple(whole)
+
+
+def arrived_requests(
+    specs: Sequence[SampledRequestSpec],
+    pixels: ArrivingPixels,
+    info: CoreInfo,
+    id_here: Callable[[int], int],
+    now: float,
+) -> list[SampledRequestSpec]:
+    """Return the specs of one request's samples. `id_here` returns the id of one that is new."""
+    if not specs or len({spec.request_id for spec in specs}) < len(specs):
+        raise ProtocolError("a list of requests that is empty or has one twice")
+    for spec in specs:
+        _check_times(spec.deadline, spec.pin_s)
+        if len(spec.prompt_token_ids) + spec.max_tokens > info.max_model_len:
+            raise ProtocolError(f"a request of more than {info.max_model_len} tokens")
+        check_tokens(spec.prompt_token_ids, info.vocab_size)
+        check_tokens(spec.echoed, info.vocab_size)
+    images = pixels.take(specs[0].images)
+    _check_images(specs[0].prompt_token_ids, images, info)
+    return [replace(arrived(spec, id_here(spec.request_id), now), images=images) for spec in specs]
+
+
+def arrived_texts(spec: EncodeSpec, info: CoreInfo, id_here: Callable[[int], int], now: float) -> EncodeSpec:
+    """Return texts to encode."""
+    encoder = info.encoder
+    if encoder is None:
+        raise ProtocolError("texts for a host without an encoder")
+    _check_times(spec.deadline)
+    for text in spec.texts:
+        if len(text.token_ids) > encoder.max_model_len:
+            raise ProtocolError(f"a text of more than {encoder.max_model_len} tokens")
+        check_tokens(text.token_ids, encoder.vocab_size)
+    return arrived(spec, id_here(spec.request_id), now)
+
+
+def check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ProtocolError for ids that no model with this vocabulary has."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise ProtocolError("token ids outside the vocabulary")
+
+
+def _check_images(token_ids: Sequence[int], images: Sequence[PlacedImage], info: CoreInfo) -> None:
+    if not images:
+        return
+    if info.images is None:
+        raise ProtocolError("images for a model that takes none")
+    if any(len(image.digest) != DIGEST_BYTES for image in images):
+        raise ProtocolError("an image without its digest")
+    prepared = [
+        PromptImage(
+            image.position,
+            image.tokens,
+            np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3),
+            image.digest,
+        )
+        for image in images
+    ]
+    try:
+        check_images(token_ids, prepared, info.images)
+    except InvalidRequest as error:
+        raise ProtocolError(str(error)) from None
+
+
+def _check_times(*seconds: float | None) -> None:
+    """Raise ProtocolError for NaN, which has no place among deadlines, and for infinity."""
+    if not all(math.isfinite(each) for each in seconds if each is not None):
+        raise ProtocolError("a time that is not a number")
