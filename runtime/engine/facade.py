@@ -233,8 +233,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_spilled: int = 0  # in the spill file
     preemptions_spilled: int = 0  # preemptions that moved pages to the spill file
     recomputed_tokens: int = 0  # lost to preemption and computed again
-    draft_tokens: int = msgspec.field(default=0, name="guessed_tokens")  # verified; the protocol's name for them
-    accepted_draft_tokens: int = msgspec.field(default=0, name="right_guesses")
+    draft_tokens: int = 0  # verified
+    accepted_draft_tokens: int = 0
     restarts: int = 0  # of engine processes
     replayed_requests: int = 0  # that went on in a new engine process
     quarantined_requests: int = 0

@@ -184,7 +184,7 @@ function drawEngine({ info, engine, batch_size }) {
       ["recomputed tokens", count(engine.recomputed_tokens)],
     );
     if (engine.steps_over_itl_target) pairs.push(["steps over the latency target", count(engine.steps_over_itl_target)]);
-    if (engine.guessed_tokens) pairs.push(["draft tokens accepted", percent(engine.right_guesses / engine.guessed_tokens)]);
+    if (engine.draft_tokens) pairs.push(["draft tokens accepted", percent(engine.accepted_draft_tokens / engine.draft_tokens)]);
   }
   counts($("engine"), pairs.length ? pairs : [["the engine does not answer", ""]]);
 }
