@@ -1,8 +1,9 @@
 """`Acceptor`: accepts the connections of one listening socket, within limits that count from the accept on.
 
 A connection is pending until `settle`: during its TLS handshake and until its first complete message. Beyond a limit of
-pending connections the one that is pending longest is closed, so clients that stay silent cannot keep others out. Must
-not import frames, HTTP or requests.
+pending connections the one that is pending longest is closed, so clients that stay silent cannot keep others out. Where
+a port says what a complete message is, a client that has sent none costs neither a task nor a stream. Must not import
+frames, HTTP or requests.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import structlog
@@ -22,6 +24,7 @@ from .tls import TLS
 
 RETRY_S = 0.5  # pause after the system had no descriptor or memory for a connection
 READ_LIMIT = 64 << 10
+FIRST_READ_BYTES = 4 << 10
 LOCAL = "local"  # the address of every client of a unix socket
 IPV6_SITE_BITS = 64  # an IPv6 host can use any address of its /64, so these count as one
 
@@ -39,15 +42,57 @@ class ConnectionLimits(NamedTuple):
     accepts_per_turn: int = 4  # before other tasks of the event loop run
 
 
+class FirstBytes:
+    """What a client sends until `is_complete`, or for `timeout_s`. Then `on_end` is called, with False if it left."""
+
+    def __init__(
+        self,
+        accepted: socket.socket,
+        is_complete: Callable[[bytearray], bool],
+        timeout_s: float,
+        on_end: Callable[[bool], None],
+    ) -> None:
+        self.data = bytearray()
+        self._loop = asyncio.get_running_loop()
+        self._accepted = accepted
+        self._is_complete = is_complete
+        self._on_end = on_end
+        self._timer = self._loop.call_later(timeout_s, self._end, True)
+        self._loop.add_reader(accepted.fileno(), self._read)
+
+    def stop(self) -> None:
+        """Read nothing more."""
+        self._timer.cancel()
+        self._loop.remove_reader(self._accepted.fileno())
+
+    def _read(self) -> None:
+        try:
+            data = self._accepted.recv(FIRST_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        self.data += data
+        if not data or self._is_complete(self.data):
+            self._end(bool(data))
+
+    def _end(self, is_open: bool) -> None:
+        self.stop()
+        self._on_end(is_open)
+
+
 class AcceptedConnection:
     """One accepted connection. `reader` and `writer` are set once TLS is established, before it is served."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    def __init__(self, acceptor: Acceptor, address: str, num_open_at_accept: int) -> None:
+    def __init__(self, acceptor: Acceptor, accepted: socket.socket, address: str, num_open_at_accept: int) -> None:
         self.num_open_at_accept = num_open_at_accept  # connections of the port, this one included
         self.address = address
+        self.socket = accepted  # `transport`'s, once there is one
+        self.first_bytes: FirstBytes | None = None  # until there is a reader
+        self.awaited_since = asyncio.get_running_loop().time()  # the client could send its first message from then on
         self.transport: asyncio.WriteTransport | None = None  # the writer's
         self._acceptor = acceptor
 
@@ -63,7 +108,9 @@ class AcceptedConnection:
 class Acceptor:
     """Accepts until `close`. `serve` runs once per connection, in a task; the connection is closed when it returns.
 
-    `on_refused` is called with the cause for each connection that was closed before `serve` or while pending.
+    `on_refused` is called with the cause for each connection that was closed before `serve` or while pending. With
+    `is_complete`, a connection without TLS is served when that takes its first bytes, or after `handshake_timeout_s`;
+    one that is lost before is not served.
     """
 
     def __init__(
@@ -74,6 +121,7 @@ class Acceptor:
         *,
         tls: TLS | None = None,
         handshake_timeout_s: float = 10.0,
+        is_complete: Callable[[bytearray], bool] | None = None,
         on_refused: Callable[[RefusalCause], None] = lambda _: None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -82,8 +130,9 @@ class Acceptor:
         self._limits = limits
         self._tls = tls
         self._handshake_timeout_s = handshake_timeout_s
+        self._is_complete = is_complete if tls is None else None
         self._on_refused = on_refused
-        self._open: dict[AcceptedConnection, asyncio.Task[None]] = {}
+        self._open: dict[AcceptedConnection, asyncio.Task[None] | None] = {}  # None: until its first bytes
         self._pending: dict[str, dict[AcceptedConnection, None]] = {}  # by address, longest pending first
         self._retry: asyncio.TimerHandle | None = None
         self._warnings = BoundedLog(_log)
@@ -106,10 +155,9 @@ class Acceptor:
     async def close(self) -> None:
         """Stop, and end every connection immediately."""
         self.stop()
-        tasks = list(self._open.values())
-        for task in tasks:
-            task.cancel()
-        if tasks:
+        for connection in list(self._open):
+            self._end(connection)
+        if tasks := list(filter(None, self._open.values())):
             await asyncio.wait(tasks)
 
     # AcceptedConnection
@@ -160,12 +208,27 @@ class Acceptor:
                 logging.WARNING, "connection refused", reason="too many connections", open=len(self._open)
             )
             return
-        connection = AcceptedConnection(self, address, len(self._open) + 1)
-        task = self._open[connection] = self._loop.create_task(self._run(connection, accepted))
-        # Not a `finally` in the task: one that is cancelled before it begins runs nothing.
-        task.add_done_callback(lambda _: self._forget(connection, accepted))
+        connection = AcceptedConnection(self, accepted, address, len(self._open) + 1)
+        self._open[connection] = None
         self._pending.setdefault(address, {})[connection] = None
+        if self._is_complete is None:
+            self._begin(connection)
+        else:
+            after = partial(self._after_first_bytes, connection)
+            connection.first_bytes = FirstBytes(accepted, self._is_complete, self._handshake_timeout_s, after)
         self._limit_pending(address)
+
+    def _begin(self, connection: AcceptedConnection) -> None:
+        """Serve the connection in a task of its own."""
+        task = self._open[connection] = self._loop.create_task(self._run(connection))
+        # Not a `finally` in the task: one that is cancelled before it begins runs nothing.
+        task.add_done_callback(lambda _: self._forget(connection))
+
+    def _after_first_bytes(self, connection: AcceptedConnection, is_open: bool) -> None:
+        if is_open:
+            self._begin(connection)
+        else:
+            self._forget(connection)
 
     def _limit_pending(self, newest: str) -> None:
         """Close the longest pending connection of an address beyond its limit, or of the address with the most."""
@@ -180,41 +243,53 @@ class Acceptor:
         if oldest.transport is not None:
             oldest.transport.abort()
         else:
-            self._open[oldest].cancel()
+            self._end(oldest)
         self._on_refused("pending")
         self._warnings.write(
             logging.WARNING, "pending connection closed for a newer one", peer=address, pending=self.num_pending
         )
 
-    async def _run(self, connection: AcceptedConnection, accepted: socket.socket) -> None:
+    def _end(self, connection: AcceptedConnection) -> None:
+        """Have the connection's task end, or close the connection if it has none yet."""
+        if (task := self._open[connection]) is not None:
+            task.cancel()
+        elif connection.first_bytes is not None:
+            connection.first_bytes.stop()
+            self._forget(connection)
+
+    async def _run(self, connection: AcceptedConnection) -> None:
         try:
-            if await self._establish(connection, accepted):
+            if await self._establish(connection):
                 await self._serve(connection)
         except asyncio.CancelledError:
             pass  # shed, or closed
 
-    def _forget(self, connection: AcceptedConnection, accepted: socket.socket) -> None:
-        """Close a connection whose task has ended."""
+    def _forget(self, connection: AcceptedConnection) -> None:
+        """Close a connection that has no task any more, or never had one."""
         if connection.transport is not None:
             connection.transport.abort()
             if (error := connection.reader.exception()) is not None:
                 error.__traceback__ = None  # whose frames hold the reader
         else:
-            accepted.close()
+            connection.socket.close()
+        connection.first_bytes = None
         self.settle(connection)
         del self._open[connection]
 
-    async def _establish(self, connection: AcceptedConnection, accepted: socket.socket) -> bool:
+    async def _establish(self, connection: AcceptedConnection) -> bool:
         """Set the connection's streams, after the TLS handshake. Return False if the handshake fails."""
         handshake_timeout_s = None if self._tls is None else self._handshake_timeout_s
         try:
             if self._tls is not None:
-                await self._first_byte(accepted)
+                await self._first_byte(connection.socket)
             reader = asyncio.StreamReader(READ_LIMIT)
+            if connection.first_bytes is not None:
+                reader.feed_data(connection.first_bytes.data)
+                connection.first_bytes = None
             protocol = asyncio.StreamReaderProtocol(reader)
             transport, _ = await self._loop.connect_accepted_socket(
                 lambda: protocol,
-                accepted,
+                connection.socket,
                 ssl=None if self._tls is None else self._tls.context,
                 ssl_handshake_timeout=handshake_timeout_s,
             )
@@ -223,6 +298,8 @@ class Acceptor:
             reason = str(error) or "the client ended the handshake"
             self._warnings.write(logging.WARNING, "tls handshake failed", peer=connection.address, reason=reason)
             return False
+        if self._tls is not None:
+            connection.awaited_since = self._loop.time()
         connection.transport, connection.reader = transport, reader
         connection.writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
         return True

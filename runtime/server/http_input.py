@@ -19,6 +19,17 @@ _IN_NO_LINE = re.compile(rb"[\x00\x0b\x0c]|\r(?!\n|\Z)")
 _BLANKS = re.compile(rb"(?<![ \t\r\n])[ \t\r\n]{256}")
 
 
+def can_answer(data: bytearray, max_bytes: int) -> bool:
+    """Return whether the first bytes of a connection are a whole head, or what no head begins with."""
+    return bool(
+        _END_OF_HEAD.search(data)
+        or len(data) > max_bytes
+        or data[0] <= ord(" ")  # no line of a request begins with this
+        or data.count(b"\n") > MAX_HEAD_LINES
+        or _IN_NO_LINE.search(data)
+    )
+
+
 def check_head(http: h11.Connection, max_bytes: int) -> None:
     """Raise RemoteProtocolError unless h11 may parse what it has: a head, or the beginning of one."""
     data = http.trailing_data[0]

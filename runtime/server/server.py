@@ -116,7 +116,12 @@ class Server:
                 api = Api(context, readiness, model, operators if config.openai_metrics else None)
                 opening.callback(api.close)
                 self._serve_clients(
-                    openai_listening, lambda each: HTTPConnection(each, context, api), context, max_connections, opening
+                    openai_listening,
+                    lambda each: HTTPConnection(each, context, api),
+                    context,
+                    max_connections,
+                    opening,
+                    is_complete=HTTPConnection.can_serve,
                 )
             self._serve_clients(listening, lambda each: Connection(each, context), context, max_connections, opening)
             opening.push_async_callback(context.replays.close)
@@ -216,6 +221,7 @@ class Server:
         context: AppContext,
         max_connections: int,
         opening: contextlib.AsyncExitStack,
+        is_complete: Callable[[bytearray], bool] | None = None,
     ) -> None:
         config = context.config
 
@@ -238,6 +244,7 @@ class Server:
             ConnectionLimits(max_connections + MAX_REFUSALS, pending, config.max_pending_connections_per_address),
             tls=self._tls,
             handshake_timeout_s=config.handshake_timeout_ms / 1000,
+            is_complete=is_complete,
             on_refused=self.observer.on_connection_refused,
         )
         self._acceptors.append(acceptor)

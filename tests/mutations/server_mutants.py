@@ -456,9 +456,23 @@ MUTANTS = [
     ),
     Mutant(
         ACCEPTOR,
-        "        else:\n            accepted.close()\n        self.settle(connection)\n        del",
-        "        self.settle(connection)\n        del",
+        "        else:\n            connection.socket.close()\n",
+        "",
         "a connection that gives way in the turn that accepts it stays open",
+        OPERATORS,
+    ),
+    Mutant(
+        ACCEPTOR,
+        "            self._end(bool(data))",
+        "            self._end(True)",
+        "each client that leaves without a request costs tasks and streams",
+        OPERATORS,
+    ),
+    Mutant(
+        ACCEPTOR,
+        "                reader.feed_data(connection.first_bytes.data)",
+        "                pass",
+        "the beginning of a connection's first request is lost",
         OPERATORS,
     ),
     Mutant(

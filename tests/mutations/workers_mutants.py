@@ -381,9 +381,21 @@ MUTANTS = [
     ),
     Mutant(
         LINK,
-        "            while data := self._end.recv(READ_BYTES):\n                self.data_received(data)",
+        "            while data := self._end.recv(READ_BYTES):\n                self._received += data",
         "            pass",
         "the last messages of a process that exits are lost",
+    ),
+    Mutant(
+        LINK,
+        "if time.perf_counter() - began_s > limit_s:",
+        "if False:",
+        "a burst of the engine's messages delays all clients",
+    ),
+    Mutant(
+        LINK,
+        "        self._handle_received(math.inf)\n",
+        "        self._handle_received(TURN_S)\n",
+        "the last messages of a process that exits come after its end",
     ),
     Mutant(
         PLACEMENT,

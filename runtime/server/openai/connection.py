@@ -17,7 +17,15 @@ from structlog.contextvars import bind_contextvars
 from ...common.errors import QuireError
 from ...common.logs import new_id
 from ..acceptor import AcceptedConnection
-from ..http_input import CHUNK_BYTES, MAX_SMALL_CHUNKS, PIECE_BYTES, check_chunks, check_head, check_kept
+from ..http_input import (
+    CHUNK_BYTES,
+    MAX_SMALL_CHUNKS,
+    PIECE_BYTES,
+    can_answer,
+    check_chunks,
+    check_head,
+    check_kept,
+)
 from ..request_handler import AppContext
 from ..request_log import quire_error
 from ..send_buffer import SendBuffer, linger
@@ -56,6 +64,11 @@ class HTTPConnection:
         self._route: Route | None = None  # of the exchange
         self._answering: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
+
+    @staticmethod
+    def can_serve(first_bytes: bytearray) -> bool:
+        """Return whether a client that has sent `first_bytes` gets an answer to them."""
+        return can_answer(first_bytes, MAX_HEAD_BYTES)
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -186,8 +199,9 @@ class HTTPConnection:
         is_first = not self._num_requests
         silence_s = head_s if is_first else self._config.idle_timeout_ms / 1000
         is_begun = bool(self._ahead or self._http.trailing_data[0])
+        awaited_since = self._accepted.awaited_since if is_first else loop.time()
         try:
-            async with asyncio.timeout(head_s if is_begun else silence_s) as limit:
+            async with asyncio.timeout_at(awaited_since + (head_s if is_begun else silence_s)) as limit:
                 while True:
                     check_head(self._http, MAX_HEAD_BYTES)
                     event = self._http.next_event()

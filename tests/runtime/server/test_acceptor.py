@@ -228,6 +228,54 @@ async def test_a_silent_connection_costs_no_tls_state(start: Start, monkeypatch:
     assert len(begun) == 1
 
 
+def is_line(data: bytearray) -> bool:
+    return data.endswith(b"\n")
+
+
+async def test_a_connection_is_served_from_its_first_complete_message_on(start: Start) -> None:
+    port = await start(9, 9, 9, is_complete=is_line)
+    client = await port.connect_silently()
+    await until(lambda: port.acceptor.num_open == 1)
+    loop = asyncio.get_running_loop()
+    for data in (b"a", b"b"):
+        await loop.sock_sendall(client, data)
+        await until(lambda data=data: next(iter(port.acceptor._open)).first_bytes.data.endswith(data))  # type: ignore[misc]
+    assert (port.num_served, port.acceptor.num_pending) == (0, 1)
+    await loop.sock_sendall(client, b"\n")
+    answer = b""
+    async with asyncio.timeout(60):
+        while len(answer) < 4:
+            answer += await loop.sock_recv(client, 9)
+    assert (answer, port.num_served, port.acceptor.num_pending) == (b"1ab\n", 1, 0)
+    assert await send(client, b"c") == b"c"
+
+
+async def test_a_client_that_leaves_before_its_first_message_is_not_served(start: Start) -> None:
+    port = await start(9, 9, 9, is_complete=is_line)
+    for data in (b"", b"a"):
+        client = await port.connect_silently()
+        await asyncio.get_running_loop().sock_sendall(client, data)
+        await until(lambda: port.acceptor.num_open == 1)
+        client.close()
+        await until(lambda: port.acceptor.num_open == 0)
+    assert (port.num_served, port.refusals) == (0, [])
+
+
+async def test_a_connection_is_served_when_its_first_message_is_late(start: Start) -> None:
+    port = await start(9, 9, 9, is_complete=is_line, handshake_timeout_s=0.001)
+    await port.connect(b"1")
+    assert port.acceptor.num_pending == 1
+
+
+async def test_without_a_first_message_the_longest_pending_connection_gives_way(start: Start) -> None:
+    port = await start(9, 2, 9, is_complete=is_line)
+    clients = [await port.connect_silently() for _ in range(3)]
+    await until(lambda: port.refusals == ["pending"])
+    assert await send(clients[0], b"\n") == b""
+    assert (port.num_served, port.acceptor.num_open) == (0, 2)
+    assert (await send(clients[1], b"\n")).startswith(b"2")
+
+
 async def test_without_a_descriptor_it_tries_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection waits in the system's queue meanwhile."""
     monkeypatch.setattr("quire.runtime.server.acceptor.RETRY_S", 0.001)
