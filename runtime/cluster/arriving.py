@@ -16,45 +16,15 @@ from ...scheduler import EncodeSpec, PlacedImage
 from ..common.errors import InvalidRequest, ProtocolError
 from ..common.prompts import PromptImage
 from ..engine import CoreInfo, check_images
-from ..workers.engine_link import SampledRequestSpec
-from .host_link import MAX_IMAGE_BYTES, arrived
+from ..workers.engine_link import PixelReceiver, SampledRequestSpec
+from .host_link import arrived
 
 DIGEST_BYTES = 32
 
 
-class ArrivingPixels:
-    """The pixels of one link that have arrived before their request, and those of the last request that had images."""
-
-    def __init__(self) -> None:
-        self._arrived = bytearray()
-        self._last: tuple[PlacedImage, ...] = ()
-
-    def add(self, piece: memoryview) -> None:
-        """Keep a piece."""
-        self._arrived += piece
-        if len(self._arrived) > MAX_IMAGE_BYTES:
-            raise ProtocolError(f"images of more than {MAX_IMAGE_BYTES} bytes")
-
-    def take(self, images: Sequence[PlacedImage]) -> tuple[PlacedImage, ...]:
-        """Return the images of the request that has arrived now, with their pixels."""
-        if not self._arrived and [image.digest for image in images] == [image.digest for image in self._last]:
-            return tuple(image._replace(pixels=last.pixels) for image, last in zip(images, self._last, strict=True))
-        pixels, self._arrived = memoryview(self._arrived), bytearray()
-        whole, end = [], 0
-        for image in images:
-            if min(image.height, image.width) < 1:
-                raise ProtocolError("an image without pixels")
-            begin, end = end, end + image.height * image.width * 3
-            whole.append(image._replace(pixels=bytes(pixels[begin:end])))
-        if end != len(pixels):
-            raise ProtocolError("pixels of other images than those of the request")
-        self._last = tuple(whole) or self._last
-        return tuple(whole)
-
-
 def arrived_requests(
     specs: Sequence[SampledRequestSpec],
-    pixels: ArrivingPixels,
+    pixels: PixelReceiver,
     info: CoreInfo,
     id_here: Callable[[int], int],
     now: float,

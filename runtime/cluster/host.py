@@ -39,6 +39,8 @@ from ..workers.engine_link import (
     AddRequests,
     CancelRequest,
     DropRequest,
+    ImagePixels,
+    PixelReceiver,
     ReadmitEncoding,
     ReadmitRequest,
     RequestsBegun,
@@ -46,9 +48,10 @@ from ..workers.engine_link import (
     StepReport,
 )
 from ..workers.token_log import LoggedRequest
-from .arriving import ArrivingPixels, arrived_requests, arrived_texts, check_tokens
+from .arriving import arrived_requests, arrived_texts, check_tokens
 from .greeting import greet_server
 from .host_link import (
+    MAX_IMAGE_BYTES,
     MAX_UNSENT_TO_SERVER_BYTES,
     TO_HOST,
     Heartbeat,
@@ -57,7 +60,6 @@ from .host_link import (
     HostReady,
     HostRequestFailed,
     HostRestarting,
-    ImagePixels,
     LinkConnection,
     ToHost,
 )
@@ -221,7 +223,7 @@ class ServerSession:
         self.failures: list[HostRequestFailed] = []
         self._pool = pool
         self._refuse_images = refuse_images
-        self._pixels = ArrivingPixels()
+        self._pixels = PixelReceiver(MAX_IMAGE_BYTES)
         self._first_id = number * SESSION_IDS
         self._requests: dict[int, QueuedRequest] = {}  # by their ids here
         self._adding: dict[int, asyncio.Task[None]] = {}  # by the id here of each request that has no answer yet

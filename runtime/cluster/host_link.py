@@ -7,13 +7,12 @@ the seconds that are left of it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import msgspec
 
-from ...scheduler import PlacedImage
 from ..common.errors import ProtocolError
 from ..protocol.framing import next_payload, with_prefix
 from ..workers.engine_link import (
@@ -23,10 +22,11 @@ from ..workers.engine_link import (
     CancelRequest,
     DropRequest,
     EngineReady,
+    ImagePixels,
+    PixelSender,
     ReadmitEncoding,
     ReadmitRequest,
     RequestsBegun,
-    SampledRequestSpec,
     SpecT,
     StatsReport,
     StepReport,
@@ -35,7 +35,6 @@ from ..workers.engine_link import (
 
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_IMAGE_BYTES = 1 << 30  # pixels of all live requests of an API server
-PIXELS_MESSAGE_BYTES = 1 << 20
 # Unsent bytes beyond which the link to a peer that does not read is closed. A host that takes over the requests of a
 # lost one is sent all of their tokens and images at once.
 MAX_UNSENT_TO_SERVER_BYTES = 64 << 20
@@ -44,15 +43,6 @@ MAX_UNSENT_TO_HOST_BYTES = (1 << 30) + MAX_IMAGE_BYTES
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="HEARTBEAT"):
     """Sent each quarter of a second if nothing else is."""
-
-
-class ImagePixels(msgspec.Struct, frozen=True, array_like=True, tag="PIXELS"):
-    """A piece of the pixels of all images of the next request, which itself comes without pixels.
-
-    There are none before a request with the same images as the last one that had images, such as another sample.
-    """
-
-    pixels: memoryview
 
 
 class HostReady(EngineReady, frozen=True, array_like=True, tag="HOST"):
@@ -123,12 +113,12 @@ class HostLink(asyncio.Protocol):
         self._max_unsent_bytes = max_unsent_bytes
         self._received = bytearray()
         self._receive: Callable[[Any], None] = _ignore
-        self._digests: list[bytes] = []  # of the images that were sent last
+        self._pixels = PixelSender()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send(self, message: FromHost | ToHost | ToEngine) -> None:
         """Write `message` without waiting; drop it on a closed link. A peer that does not read loses the link."""
-        for part in self._parts(message):
+        for part in self._pixels.parts(message):
             if not self._transport.is_closing():
                 self._transport.write(with_prefix(_encode(part)))
                 if self._transport.get_write_buffer_size() > self._max_unsent_bytes:
@@ -155,25 +145,6 @@ class HostLink(asyncio.Protocol):
         """Close this end immediately."""
         self._transport.abort()
 
-    def _parts(self, message: FromHost | ToHost | ToEngine) -> Iterator[FromHost | ToHost | ToEngine]:
-        """Yield the pixels of a request's images in pieces, and then the request without them; other messages alone."""
-        match message:
-            case AddRequests((first, *others), generated) if first.images:
-                yield from self._pieces(first.images)
-                yield AddRequests((without_pixels(first), *others), generated)
-            case ReadmitRequest(request, tokens) if request.images:
-                yield from self._pieces(request.images)
-                yield ReadmitRequest(without_pixels(request), tokens)
-            case _:
-                yield message
-
-    def _pieces(self, images: Sequence[PlacedImage]) -> Iterator[ImagePixels]:
-        former, self._digests = self._digests, [image.digest for image in images]
-        for image in images if self._digests != former else ():
-            pixels = memoryview(image.pixels)
-            for begin in range(0, len(pixels), PIXELS_MESSAGE_BYTES):
-                yield ImagePixels(pixels[begin : begin + PIXELS_MESSAGE_BYTES])
-
     # asyncio.Protocol
 
     def data_received(self, data: bytes) -> None:
@@ -199,11 +170,6 @@ class HostLink(asyncio.Protocol):
 
 def _ignore(message: object) -> None:
     """Receive nothing before `receive_all`."""
-
-
-def without_pixels(spec: SampledRequestSpec) -> SampledRequestSpec:
-    """Return `spec` with its images as they travel."""
-    return replace(spec, images=tuple(image._replace(pixels=b"") for image in spec.images))
 
 
 def with_time_left(spec: SpecT, now: float) -> SpecT:

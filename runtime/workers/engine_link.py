@@ -1,7 +1,7 @@
 """The engine link: the messages between the server and an engine process, and the socket they pass.
 
 Each message is a length prefix and one msgpack array, `[type, field, …]`. Both ends are the same build, so fields may
-change freely. Requests, updates and tokens are the scheduler's own structs.
+change freely. Requests, updates and tokens are the scheduler's own structs. Pixels of images pass before their request.
 """
 
 from __future__ import annotations
@@ -10,25 +10,37 @@ import asyncio
 import contextlib
 import math
 import socket
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
-from ...scheduler import AdmissionEstimate, EncodeSpec, FinishReason, Request, RequestSpec, RequestUpdate
+from ...scheduler import (
+    AdmissionEstimate,
+    EncodeSpec,
+    FinishReason,
+    PlacedImage,
+    Request,
+    RequestSpec,
+    RequestUpdate,
+)
 from ..common.config import EngineConfig
+from ..common.errors import ProtocolError
 from ..engine import CoreInfo, EngineStats, Prefilled, StepStats
 from ..model.runner import SamplingSpec
 from ..protocol.framing import next_payload, with_prefix
 
 STATS_INTERVAL_S = 0.25  # each message wakes a process whose CPUs compute
 READ_BYTES = 1 << 16
+PIXELS_MESSAGE_BYTES = 1 << 20
 TURN_S = 0.002  # of handling messages, before other callbacks of the event loop run
 SHARED_FIELDS = ("prompt_token_ids", "images", "echoed")  # of the specs of one request's samples
 
 SpecT = TypeVar("SpecT", bound=RequestSpec | EncodeSpec)
+MessageT = TypeVar("MessageT")
 LogOptions = tuple[Literal["console", "json"], str]  # format and level
 
 
@@ -57,6 +69,15 @@ class StartEngine(_Message, tag="START", frozen=True):
     snapshot: str | None  # file that keeps the prefix cache
     name: str  # for log lines
     log: LogOptions | None  # None: no logging
+
+
+class ImagePixels(_Message, tag="PIXELS", frozen=True):
+    """A piece of the pixels of all images of the next request, which itself comes without pixels.
+
+    There are none before a request with the same images as the last one that had images, such as another sample.
+    """
+
+    pixels: memoryview
 
 
 class AddRequests(_Message, tag="ADD", frozen=True):
@@ -176,6 +197,7 @@ class StatsReport(_Message, tag="STATS", frozen=True):
 
 ToEngine = (
     StartEngine
+    | ImagePixels
     | AddRequests
     | ReadmitRequest
     | AddEncoding
@@ -187,6 +209,68 @@ ToEngine = (
 FromEngine = EngineReady | EngineFailed | SnapshotProgress | AddAnswer | RequestsBegun | StepReport | StatsReport
 TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+class PixelSender:
+    """Divides the messages with images that are sent over one link."""
+
+    def __init__(self) -> None:
+        self._digests: list[bytes] = []  # of the images that were sent last
+
+    def parts(self, message: MessageT) -> Iterator[MessageT | ImagePixels | AddRequests | ReadmitRequest]:
+        """Yield the pixels of a request's images in pieces, and then the request without them; other messages alone."""
+        match message:
+            case AddRequests((first, *others), generated) if first.images:
+                yield from self._pieces(first.images)
+                yield AddRequests((without_pixels(first), *others), generated)
+            case ReadmitRequest(request, tokens) if request.images:
+                yield from self._pieces(request.images)
+                yield ReadmitRequest(without_pixels(request), tokens)
+            case _:
+                yield message
+
+    def _pieces(self, images: Sequence[PlacedImage]) -> Iterator[ImagePixels]:
+        former, self._digests = self._digests, [image.digest for image in images]
+        for image in images if self._digests != former else ():
+            pixels = memoryview(image.pixels)
+            for begin in range(0, len(pixels), PIXELS_MESSAGE_BYTES):
+                yield ImagePixels(pixels[begin : begin + PIXELS_MESSAGE_BYTES])
+
+
+class PixelReceiver:
+    """The pixels of one link that have arrived before their request, and those of the last request that had images."""
+
+    def __init__(self, max_bytes: int = sys.maxsize) -> None:
+        self._max_bytes = max_bytes
+        self._arrived = bytearray()
+        self._last: tuple[PlacedImage, ...] = ()
+
+    def add(self, piece: memoryview) -> None:
+        """Keep a piece. Raises ProtocolError for pixels beyond `max_bytes`."""
+        self._arrived += piece
+        if len(self._arrived) > self._max_bytes:
+            raise ProtocolError(f"images of more than {self._max_bytes} bytes")
+
+    def take(self, images: Sequence[PlacedImage]) -> tuple[PlacedImage, ...]:
+        """Return the images of the request that has arrived now, with their pixels. Raises ProtocolError."""
+        if not self._arrived and [image.digest for image in images] == [image.digest for image in self._last]:
+            return tuple(image._replace(pixels=last.pixels) for image, last in zip(images, self._last, strict=True))
+        pixels, self._arrived = memoryview(self._arrived), bytearray()
+        whole, end = [], 0
+        for image in images:
+            if min(image.height, image.width) < 1:
+                raise ProtocolError("an image without pixels")
+            begin, end = end, end + image.height * image.width * 3
+            whole.append(image._replace(pixels=bytes(pixels[begin:end])))
+        if end != len(pixels):
+            raise ProtocolError("pixels of other images than those of the request")
+        self._last = tuple(whole) or self._last
+        return tuple(whole)
+
+
+def without_pixels(spec: SampledRequestSpec) -> SampledRequestSpec:
+    """Return `spec` with its images as they travel."""
+    return replace(spec, images=tuple(image._replace(pixels=b"") for image in spec.images))
 
 
 class EngineLink(asyncio.Protocol):
@@ -207,6 +291,7 @@ class EngineLink(asyncio.Protocol):
         self._end = end
         self._decode = decoder.decode
         self._encode = msgspec.msgpack.Encoder().encode
+        self._pixels = PixelSender()
         self._received = bytearray()
         self._is_behind = False  # the next turn goes on with what is received
         self._transport: asyncio.Transport | None = None
@@ -227,7 +312,8 @@ class EngineLink(asyncio.Protocol):
     def send(self, message: ToEngine | FromEngine) -> None:
         """Write `message` without waiting; drop it when the other end is closed."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(with_prefix(self._encode(message)))
+            for part in self._pixels.parts(message):
+                self._transport.write(with_prefix(self._encode(part)))
 
     def close(self) -> None:
         """Close this end after what was sent before has left."""

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -41,6 +42,8 @@ from .engine_link import (
     EngineFailed,
     EngineLink,
     EngineReady,
+    ImagePixels,
+    PixelReceiver,
     ReadmitEncoding,
     ReadmitRequest,
     RequestsBegun,
@@ -124,6 +127,7 @@ class CoreServer:
         self._core = core
         self._link = link
         self._stopping = stopping
+        self._pixels = PixelReceiver()
         self._begun: set[int] = set()  # ids of live requests that have been computed
         self._updates: list[RequestUpdate] = []  # not sent yet
         self._flush_handle: asyncio.Handle | None = None
@@ -143,11 +147,15 @@ class CoreServer:
         loop = self._core.engine_loop
         try:
             match message:
+                case ImagePixels(pixels):
+                    self._pixels.add(pixels)
                 case AddRequests():
-                    requests = message.as_requests(message.specs())
+                    specs = message.specs()
+                    images = self._pixels.take(specs[0].images)
+                    requests = message.as_requests([replace(spec, images=images) for spec in specs])
                     self._add(requests[0].request_id, partial(loop.add, *requests))
                 case ReadmitRequest(spec, generated):
-                    loop.readmit(Request(spec, generated))
+                    loop.readmit(Request(replace(spec, images=self._pixels.take(spec.images)), generated))
                 case AddEncoding(encode_spec):
                     self._add(encode_spec.request_id, partial(loop.add_encoding, EncodeRequest(encode_spec)))
                 case ReadmitEncoding(encode_spec):

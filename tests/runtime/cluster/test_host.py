@@ -15,8 +15,6 @@ from quire.runtime.cluster.host_link import (
     Heartbeat,
     HostRequestFailed,
     HostRestarting,
-    ImagePixels,
-    without_pixels,
 )
 from quire.runtime.common.errors import ProtocolError, Quarantined, Unavailable
 from quire.runtime.engine import CoreListener, EncoderInfo, Prefilled
@@ -27,12 +25,14 @@ from quire.runtime.workers.engine_link import (
     AddRequests,
     CancelRequest,
     DropRequest,
+    ImagePixels,
     ReadmitEncoding,
     ReadmitRequest,
     RequestsBegun,
     StatsReport,
     StepReport,
     as_read,
+    without_pixels,
 )
 from quire.runtime.workers.token_log import LoggedRequest
 from quire.scheduler import (

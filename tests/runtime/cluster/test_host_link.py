@@ -8,11 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from quire.runtime.cluster.arriving import ArrivingPixels
-from quire.runtime.cluster.host_link import FROM_HOST, TO_HOST, Heartbeat, HostLink, ImagePixels
+from quire.runtime.cluster.host_link import FROM_HOST, TO_HOST, Heartbeat, HostLink
 from quire.runtime.common.errors import ProtocolError
 from quire.runtime.protocol.framing import next_payload, with_prefix
-from quire.runtime.workers.engine_link import AddRequests, ReadmitRequest, as_read
+from quire.runtime.workers.engine_link import AddRequests, ImagePixels, PixelReceiver, ReadmitRequest, as_read
 from quire.scheduler import PlacedImage
 
 from tests.runtime.workers.fakes import new_requests
@@ -113,7 +112,7 @@ async def test_pixels_travel_in_pieces_before_their_request_and_once_for_all_sam
     )
     first, second = (as_read(request.spec) for request in new_requests(1, 2, images=images))
     (other,) = new_requests(3, images=images[1:])
-    transport, pixels = FakeTransport(), ArrivingPixels()
+    transport, pixels = FakeTransport(), PixelReceiver()
     link = link_to(transport, max_unsent_bytes=1 << 30)
     link.send(AddRequests.of([first, second]))
     *pieces, added = messages_in(transport.written)
