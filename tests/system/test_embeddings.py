@@ -153,8 +153,10 @@ async def test_rerank_sorts_and_score_keeps_the_order() -> None:
         scored = (await ask(system, "/v1/score", text_1="q", text_2=documents)).json
         single = (await ask(system, "/score", queries="q", documents="b")).json
         objects = await ask(system, "/rerank", query="q", documents=[{"text": "b"}], return_documents=False)
+        cohere = (await ask(system, "/v2/rerank", query="q", documents=documents, top_n=3)).json
     order = sorted(range(4), key=lambda index: -scores[index])[:3]
     assert [each["index"] for each in ranked["results"]] == order
+    assert cohere["results"] == ranked["results"]
     assert [each["document"]["text"] for each in ranked["results"]] == [documents[index] for index in order]
     assert np.array_equal(np.float32([each["relevance_score"] for each in ranked["results"]]), scores[order])
     assert np.array_equal(np.float32([each["score"] for each in scored["data"]]), scores)
@@ -231,7 +233,10 @@ async def test_an_answer_that_other_answers_leave_no_room_for_may_be_tried_again
         assert (reply.status, reply.headers["x-should-retry"]) == (429, "true")
         unsent.add(-60 << 10)
         assert (await ask(system, "/v1/embeddings", input=["a"] * 300)).status == 200
-        assert (await ask(system, "/v1/embeddings", input=["a"] * 2000)).status == 400
+        long = await ask(system, "/v1/embeddings", input=["a"] * 2000)
+        assert (long.status, "or ask for base64" in long.error["message"]) == (400, True)
+        long = await ask(system, "/v1/embeddings", input=["a"] * 2000, encoding_format="base64")
+        assert (long.status, "base64" in long.error["message"]) == (400, False)
 
 
 async def test_an_answer_is_not_counted_as_held_and_as_sent() -> None:

@@ -56,6 +56,7 @@ PAGE = ("chat.html", "chat.css", "chat.js", "api.js", "conversations.js", "view.
 EMBEDDING_CALLS = {
     "/v1/embeddings": (embedding_call, EMBEDDING_FIELDS),
     "/v1/rerank": (rerank_call, RERANK_FIELDS),
+    "/v2/rerank": (rerank_call, RERANK_FIELDS),  # of the client of Cohere
     "/rerank": (rerank_call, RERANK_FIELDS),
     "/v1/score": (score_call, SCORE_FIELDS),
     "/score": (score_call, SCORE_FIELDS),

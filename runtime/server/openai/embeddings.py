@@ -22,6 +22,7 @@ from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange, HeldAnswer
 from .fields import HINTS, Fields
 
+FEWER = "send fewer texts per request, or use a client of Quire's protocol"
 PIECE_BYTES = 64  # of a held piece of an answer, besides its text
 _COMMON = frozenset({"model", "priority", "deadline_ms", "truncate_prompt_tokens"}) | HINTS
 _RANKED = frozenset({"query", "documents", "top_n", "return_documents"})
@@ -39,6 +40,8 @@ class EmbeddingCall(NamedTuple):
 
 class EmbeddingForm(Protocol):
     """The answer of a call, made of the values in the order of the texts."""
+
+    advice: str  # how a client can ask for a shorter answer
 
     def add(self, chunk: EmbeddedTexts) -> int:
         """Hold the next values. Return the bytes that they take."""
@@ -101,7 +104,7 @@ def score_call(fields: Fields, tenant: str) -> EmbeddingCall:
 
 async def answer_embedding(exchange: Exchange, live: LiveEmbedding, form: EmbeddingForm) -> QuireError | None:
     """Answer a submitted call, or return the error that ended it."""
-    held = HeldAnswer(exchange, "send fewer texts per request, or ask for base64")
+    held = HeldAnswer(exchange, form.advice)
     exchange.lives.append(live)
     try:
         async with contextlib.aclosing(live.chunks()) as chunks:
@@ -123,6 +126,7 @@ class _VectorForm:
     def __init__(self, model: str, *, is_base64: bool) -> None:
         self._model = model
         self._is_base64 = is_base64
+        self.advice = FEWER if is_base64 else f"{FEWER}, or ask for base64"
         self._pieces: list[bytes] = []
 
     def add(self, chunk: EmbeddedTexts) -> int:
@@ -141,6 +145,8 @@ class _VectorForm:
 
 class _RankForm:
     """The documents by falling score; of equal scores, the first document first."""
+
+    advice = FEWER
 
     def __init__(self, model: str, top_n: int, documents: tuple[str | tuple[int, ...], ...] | None) -> None:
         self._model = model
@@ -166,6 +172,8 @@ class _RankForm:
 
 class _ScoreForm:
     """vLLM's list of scores."""
+
+    advice = FEWER
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -24,7 +24,7 @@ from ...common.prompts import shown
 from ..http_input import check_head
 from .errors import BadRequest
 
-HTTPS, PORT = "https://", 443
+WEB, PORT = ("https://", "http://"), 443
 MAX_URL = 2048  # characters
 MAX_HEAD = 16 << 10  # bytes of an answer before its body
 READ_BYTES = 64 << 10
@@ -61,7 +61,7 @@ class ImageFetcher:
         self._tls = ssl.create_default_context() if self._sources else None
 
     def remote_images(self, body: Mapping[str, Any]) -> list[RemoteImage]:
-        """Return the https URLs in a body's messages, or in the items of its input; none without a list of hosts."""
+        """Return the web URLs in a body's messages, or in the items of its input; none without a list of hosts."""
         return [*_remote_images(body, "messages"), *_remote_images(body, "input")] if self._sources else []
 
     async def fetch(self, images: list[RemoteImage]) -> int:
@@ -92,6 +92,8 @@ class ImageFetcher:
             raise _refused(
                 image, f"a URL has at most {MAX_URL} printable ASCII characters and no user, unlike {shown(url)}"
             )
+        if parts.scheme != "https":
+            raise _refused(image, "images are fetched by https only")
         if source not in self._sources:
             raise _refused(image, f"images are not fetched from {shown(parts.netloc)}; send a data URL")
         return source, f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
@@ -185,7 +187,7 @@ def _remote_images(body: Mapping[str, Any], field: str) -> Iterator[RemoteImage]
                 continue
             url = part.get("image_url")
             fields, key = (url, "url") if isinstance(url, dict) else (part, "image_url")
-            if isinstance(fields.get(key), str) and fields[key][: len(HTTPS)].lower() == HTTPS:
+            if isinstance(fields.get(key), str) and fields[key][:8].lower().startswith(WEB):
                 yield RemoteImage(field, f"{field}[{number}]: content[{index}]", fields, key)
 
 

@@ -126,7 +126,7 @@ async def test_images_of_a_responses_input_are_found(host: Host) -> None:
         {},
         {"messages": "text", "input": "text"},
         {"messages": [None, "text", {"content": None}, {"content": ["text", {"type": []}, {"type": "image_url"}]}]},
-        body({"url": 5}, None, 7, "http://127.0.0.1/a", "data:image/png;base64,YWJj", {"url": "ftp://a"}),
+        body({"url": 5}, None, 7, "file:///a", "data:image/png;base64,YWJj", {"url": "ftp://a"}),
     ],
 )
 def test_other_forms_are_left_to_be_refused(values: dict[str, Any]) -> None:
@@ -196,6 +196,8 @@ async def test_other_hosts_are_refused(host: Host, url: str) -> None:
     ("url", "reason"),
     [
         ("https://localhost:99999/", "is no URL"),
+        ("http://localhost:{port}/cat.png", "images are fetched by https only"),
+        ("HTTP://169.254.169.254/latest", "images are fetched by https only"),
         ("https://localhost:x/", "is no URL"),
         ("https://[::1/", "is no URL"),
         ("https://user@localhost:{port}/", "a URL has at most 2048 printable ASCII characters and no user"),
