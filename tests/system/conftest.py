@@ -150,7 +150,7 @@ class FakeEngine:
         return (0,) * add_special_tokens + tuple(text.encode())
 
     async def tokenize_chat(self, request: GenerateRequest) -> tuple[int, ...]:
-        return tuple("".join(each["content"] for each in request.messages or ()).encode())
+        return await self.tokenize("".join(each["content"] for each in request.messages or ()), False)
 
     async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "") -> str:
         return bytes(token_ids).decode(errors="replace")

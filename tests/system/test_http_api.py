@@ -209,11 +209,48 @@ async def test_models_version_and_tokens(system: Any) -> None:
         ),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {"tokens": [True]}, "tokens"),
     ],
 )
 async def test_what_is_to_be_tokenized_is_there_once(system: Any, path: str, body: Any, param: str) -> None:
     reply = await ask(system, path, body)
     assert (reply.status, reply.error["param"]) == (400, param)
+
+
+async def test_what_cannot_be_tokenized_keeps_no_text(system: Any) -> None:
+    for body in ({"prompt": ""}, {"messages": [{"role": "user", "content": ""}]}):
+        assert (await ask(system, "/tokenize", body)).status == 400
+    assert system.server._context.requests.texts.num_bytes == 0
+
+
+async def test_a_request_has_at_most_256_prompts(system: Any) -> None:
+    bodies = [complete(["a"] * count, max_tokens=1) for count in (256, 257)]
+    assert [(await ask(system, COMPLETIONS, body)).status for body in bodies] == [200, 400]
+
+
+async def test_a_tenants_requests_take_turns(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = system.server._context.keyring.authenticate(None).frame_turns
+    take, taken = turns.take, []
+
+    async def counted() -> int:
+        taken.append(None)
+        return int(await take())
+
+    monkeypatch.setattr(turns, "take", counted)
+    assert (await ask(system, COMPLETIONS, complete())).status == 200
+    assert len(taken) == 1
+
+
+async def test_a_body_is_no_pending_input_once_it_is_read(system: Any) -> None:
+    async with connection(system) as client:
+        assert (await client.ask("POST", COMPLETIONS, complete("a" * 1000))).status == 200
+        assert system.server._context.pending.num_bytes == 0
+
+
+async def test_operators_see_the_tokens_of_a_request(system: Any, eventually: Eventually) -> None:
+    async with connection(system) as client:
+        client.send("POST", COMPLETIONS, complete("hold"))
+        await eventually(lambda: [each.generated for each in system.server.live_requests()] == [2])
 
 
 async def test_an_answer_has_the_clients_id_of_its_request_or_one_of_its_own(system: Any) -> None:

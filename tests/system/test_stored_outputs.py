@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from quire.runtime.server.openai import calls, stored
+from quire.runtime.server.openai import calls, kept_reader, stored
 
 from tests.scripted_model import write_scripted_model
 
@@ -261,6 +261,24 @@ async def test_a_response_continues_another(system: Any) -> None:
     assert (page["has_more"], page["last_id"]) == (True, items["data"][3]["id"])
     rest = (await ask(system, "GET", f"{path}?after={page['last_id']}")).json
     assert [each["content"][0]["text"] for each in rest["data"]] == ["two", answers[0], "one"]
+
+
+async def test_a_response_that_is_deleted_ends_though_it_is_read(system: Any, eventually: Eventually) -> None:
+    name = await stored_id(system, RESPONSES, response("hold", background=True))
+    async with connection(system) as client:
+        client.send("GET", f"{RESPONSES}/{name}?stream=true")
+        await client.read_until(b"hold:0")
+        assert (await ask(system, "DELETE", f"{RESPONSES}/{name}")).status == 200
+        await eventually(lambda: not system.engine.live)
+
+
+async def test_an_output_has_a_limited_number_of_readers(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_reader, "MAX_SUBSCRIBERS", 1)
+    name = await stored_id(system, RESPONSES, response("hold", background=True))
+    async with connection(system) as client:
+        client.send("GET", f"{RESPONSES}/{name}?stream=true")
+        await client.read_until(b"hold:0")
+        assert (await ask(system, "GET", f"{RESPONSES}/{name}")).status == 429
 
 
 async def test_what_was_not_stored_cannot_be_stored_by_a_retry(system: Any) -> None:
