@@ -52,6 +52,8 @@ from .text import Token
 from .text_processor import TextProcessor
 from .validator import Validator
 
+MAX_KNOWN_TOKENS = 1 << 14  # an answer with 20 logprobs shows 21 entries per token
+
 CoreT = TypeVar("CoreT", bound=Core)
 
 
@@ -78,6 +80,7 @@ class Engine(Generic[CoreT]):
         self._observer: EngineObserver = SilentObserver()
         self._sequences: dict[int, SequenceOutput] = {}  # request id of the core -> its output, until it ends
         self._prompts = PromptPreparer(text_processor, self._validator, self._eos_token_ids)
+        self._tokens: dict[int, Token] = {}  # entries of the vocabulary that answers have shown
         self._image_bytes = 0  # pixels of live requests
         self._next_id = 0
         self._embedder: Embedder | None = None
@@ -144,8 +147,12 @@ class Engine(Generic[CoreT]):
 
     def token(self, token_id: int) -> Token:
         """See `facade.EngineFacade.token`."""
-        self._validator.check_vocabulary((token_id,))
-        return self.text_processor.token(token_id)
+        if (token := self._tokens.get(token_id)) is None:
+            self._validator.check_vocabulary((token_id,))
+            token = self.text_processor.token(token_id)
+            if len(self._tokens) < MAX_KNOWN_TOKENS:
+                self._tokens[token_id] = token
+        return token
 
     def stats(self) -> EngineStats:
         """See `facade.EngineFacade.stats`."""
