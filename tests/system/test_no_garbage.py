@@ -174,7 +174,7 @@ async def operator_requests(site: Site) -> None:
 
 
 async def http_calls(site: Site) -> None:
-    """Make calls that end, are streamed, are refused, are not HTTP, and whose client leaves."""
+    """Make calls that end, are streamed, are refused, are not HTTP, whose client leaves, and which have no route."""
     for fields, expected in (
         ('"max_tokens": 3', b"HTTP/1.1 200"),
         ('"max_tokens": 3, "n": 2, "logprobs": 2, "stream": true', b"HTTP/1.1 200"),
@@ -191,6 +191,10 @@ async def http_calls(site: Site) -> None:
         answer = await client.reader.read(500)
         assert answer.startswith(expected), answer
         client.writer.transport.abort()
+    client = await raw_client(site.server.openai_address, False, ssl=site.trust)
+    client.writer.write(b"GET /no/such/path HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert (await client.reader.read(500)).startswith(b"HTTP/1.1 404")
+    client.writer.transport.abort()
 
 
 SCENES = (

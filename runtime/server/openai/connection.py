@@ -167,7 +167,7 @@ class HTTPConnection:
             error.__traceback__ = None  # a frame of h11 holds the error
             self._refuse_bytes(error)
         except Exception as error:
-            refusal = quire_error(error, "connection")
+            refusal = quire_error(error, "connection").with_traceback(None)  # whose frames hold the refusal
             self._context.connection_log.write(logging.WARNING, "http request refused", code=refusal.code)
             self._answer_error(refusal)
 
