@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from .errors import InvalidRequest
-from .prompts import IMAGE, shown
+from .prompts import IMAGE, PLACE, shown
 
 MAX_IMAGES = 256  # of one request, whatever the model
 DATA_URL = "data:image/png;base64,…"
@@ -20,7 +20,7 @@ DETAILS = ("auto", "low", "high")  # every image gets the resolution that its mo
 IMAGE_PART: dict[str, Any] = {"type": IMAGE}
 
 
-def take_images(messages: object) -> tuple[object, tuple[bytes, ...]]:
+def take_images(messages: object, place: Callable[[int], str] = PLACE) -> tuple[object, tuple[bytes, ...]]:
     """Return the messages with bare image parts, and the encoded images in order.
 
     An image is `{"type": "image", "image": bytes}` or OpenAI's `{"type": "image_url", "image_url": {"url": …}}` with a
@@ -29,7 +29,7 @@ def take_images(messages: object) -> tuple[object, tuple[bytes, ...]]:
     if not isinstance(messages, list | tuple):
         return messages, ()
     images: list[bytes] = []
-    bare = [_take(each, f"messages[{index}]", images) for index, each in enumerate(messages)]
+    bare = [_take(each, place(index), images) for index, each in enumerate(messages)]
     return (bare, tuple(images)) if images else (messages, ())
 
 

@@ -9,7 +9,7 @@ import contextlib
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from hashlib import sha256
 from numbers import Integral
@@ -24,6 +24,7 @@ UNORDERED_OR_TEXT = (str, bytes, bytearray, Mapping, Set)
 TOOL_EXAMPLE = '{"type": "function", "function": {"name": "…", "parameters": {…}}}'
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 EXAMPLE = '{"role": "user", "content": "Hello"}'
+PLACE: Callable[[int], str] = "messages[{}]".format  # what errors call the message with an index
 IMAGE = "image"  # type of a part of a message
 IMAGE_ROLES = ("user", "tool")  # of messages that may have images
 
@@ -78,7 +79,7 @@ def as_documents(query: object, documents: object) -> tuple[str, ...]:
     raise InvalidRequest(f"score takes a text and a list of texts, not {shown(query)} and {shown(documents)}")
 
 
-def chat_messages(messages: object) -> tuple[dict[str, Any], ...]:
+def chat_messages(messages: object, place: Callable[[int], str] = PLACE) -> tuple[dict[str, Any], ...]:
     """Return the messages of a chat as maps whose `content` is text; OpenAI's text parts are joined with line breaks.
 
     The content of a message with images stays a list of parts, `{"type": "text", "text": …}` and `{"type": "image"}`.
@@ -90,7 +91,7 @@ def chat_messages(messages: object) -> tuple[dict[str, Any], ...]:
     )
     if not items or not all(isinstance(item, Mapping) for item in items):
         raise InvalidRequest(f"messages must be a list of at least one map such as {EXAMPLE}, not {shown(messages)}")
-    return tuple(_message(dict(item), f"messages[{index}]") for index, item in enumerate(items))
+    return tuple(_message(dict(item), place(index)) for index, item in enumerate(items))
 
 
 def chat_tools(tools: object) -> tuple[dict[str, Any], ...]:

@@ -373,6 +373,43 @@ async def test_a_wrong_field_of_a_chat_is_named(system: Any, fields: dict[str, A
     assert system.engine.requests == []
 
 
+THOUGHT = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So."}]}
+HELLO = {"role": "user", "content": "Hello"}
+
+
+@pytest.mark.parametrize(
+    ("items", "reason"),
+    [
+        ([HELLO, {"role": "user", "content": 5}], "input[1]: content must be text"),
+        ([THOUGHT, HELLO, {"role": "user"}], "input[2]: content must be text"),
+        ([THOUGHT, {"role": "assistant", "content": 5}], "input[1]: content must be text"),
+        ([HELLO, {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input[1]: content[0]"),
+        ([HELLO, {"type": "reasoning", "summary": "So."}], "input[1]: summary must be a list"),
+        ([{"type": "reasoning", "content": 5, "summary": []}, HELLO], "input[0]: content must be a list"),
+        ([{"type": "reasoning", "content": ["So."]}, HELLO], "input[0]: content[0] must be a part"),
+        ([{"type": "reasoning", "content": [{"type": "reasoning_text"}]}, HELLO], "input[0]: content[0] must be"),
+        ([{"type": "reasoning", "summary": [{"type": "x", "text": "So."}]}, HELLO], "input[0]: summary[0] must be"),
+        ([THOUGHT], "input must have a message"),
+    ],
+)
+async def test_a_wrong_item_of_a_response_is_named_by_its_place(system: Any, items: list[Any], reason: str) -> None:
+    reply = await ask(system, "/v1/responses", {"input": items})
+    assert (reply.status, reply.error["param"]) == (400, "input")
+    assert reply.error["message"].startswith(reason)
+    if len(items) > 1:
+        assert (await ask(system, "/v1/responses", {"input": items, "instructions": "Be brief."})).error == reply.error
+        stored = await ask(system, "/v1/responses", {"input": "Hello", "store": True, "max_output_tokens": 1})
+        next_one = {"input": items, "previous_response_id": stored.json["id"]}
+        assert (await ask(system, "/v1/responses", next_one)).error == reply.error
+
+
+async def test_items_of_reasoning_have_a_content_or_a_summary_or_none(system: Any) -> None:
+    content = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "So."}], "summary": []}
+    for item in (THOUGHT, content, {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "x"}):
+        body = {"input": [HELLO, item, {"role": "assistant", "content": "Hi"}, HELLO], "max_output_tokens": 1}
+        assert (await ask(system, "/v1/responses", body)).status == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import msgspec
 
 from ...common.errors import InvalidRequest
 from ...common.images import take_images
-from ...common.prompts import chat_messages, shown
+from ...common.prompts import PLACE, chat_messages, shown
 from ...common.types import SamplingParams
 from ...engine.facade import EngineInfo, GenerateRequest
 from ...engine.validator import check_num_images
@@ -156,14 +156,19 @@ def _prompt_logprobs(fields: Fields) -> int | None:
     return num_shown
 
 
-def checked_messages(value: object, info: EngineInfo, field: str = "messages") -> dict[str, Any]:
-    """Return the messages and images of a chat, as fields of its request. Raises BadRequest that names the field."""
+def checked_messages(
+    value: object, info: EngineInfo, field: str = "messages", place: Callable[[int], str] = PLACE
+) -> dict[str, Any]:
+    """Return the messages and images of a chat, as fields of its request.
+
+    Raises BadRequest that names the field and, by its index, the `place` of a message in the body.
+    """
     _check_size(value, field)
     if not isinstance(value, list):
         raise BadRequest(f"{field} must be a list, not {shown(value)}", field)
     try:
-        bare, images = take_images(value)
-        messages = chat_messages(bare)
+        bare, images = take_images(value, place)
+        messages = chat_messages(bare, place)
         check_num_images(len(images), info)
     except InvalidRequest as error:
         raise BadRequest(str(error), field) from None

@@ -98,6 +98,7 @@ class Fields:
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.values = {name: value for name, value in body.items() if value is not None}
+        self.num_previous_items = 0  # of `input`, those of the response that it continues
 
     def take(self, name: str, kind: type[T], default: T) -> T:
         """Return the field, or `default` without it. Raises BadRequest for another type."""

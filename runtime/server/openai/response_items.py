@@ -18,20 +18,22 @@ INPUT_IMAGE = "input_image"
 TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
 
-def input_messages(items: list[Any]) -> list[dict[str, Any]]:
+def input_messages(items: list[Any], num_previous: int = 0) -> list[tuple[str, dict[str, Any]]]:
     """Return input items as messages: reasoning and calls are parts of the assistant's message beside them.
 
-    Raises BadRequest.
+    Each message comes with its place in the body, which the first `num_previous` items are not in. Raises BadRequest.
     """
     messages: list[dict[str, Any]] = []
+    places: list[str] = []
     for index, item in enumerate(items):
-        where = f"input[{index}]"
+        where = f"input[{index - num_previous}]" if index >= num_previous else "previous_response_id"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         if kind == "message":
             message = {"role": item.get("role"), "content": _chat_parts(item.get("content"))}
             if last is not None and message["role"] == "assistant" and "content" not in last:
                 last |= message
+                places[-1] = where
             else:
                 messages.append(message)
         elif kind == "function_call_output":
@@ -42,7 +44,7 @@ def input_messages(items: list[Any]) -> list[dict[str, Any]]:
                 last = {"role": "assistant"}
                 messages.append(last)
             if kind == "reasoning":
-                last["reasoning_content"] = _reasoning(item)
+                last["reasoning_content"] = _reasoning(item, where)
             else:
                 function = {name: _text(item, name, where) for name in ("name", "arguments")}
                 call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
@@ -53,7 +55,12 @@ def input_messages(items: list[Any]) -> list[dict[str, Any]]:
                 "other types are not supported",
                 "input",
             )
-    return [each for each in messages if each.keys() & {"content", "tool_calls"} or each["role"] != "assistant"]
+        places += [where] * (len(messages) - len(places))
+    return [
+        (place, each)
+        for place, each in zip(places, messages, strict=True)
+        if each.keys() & {"content", "tool_calls"} or each["role"] != "assistant"
+    ]
 
 
 def chat_fields(values: dict[str, Any]) -> dict[str, Any]:
@@ -204,7 +211,20 @@ def _text(item: dict[str, Any], name: str, where: str, kinds: tuple[type, ...] =
     return value
 
 
-def _reasoning(item: dict[str, Any]) -> str:
-    parts = item.get("content") or item.get("summary") or []
-    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-    return "\n".join(text for text in texts if isinstance(text, str))
+def _reasoning(item: dict[str, Any], where: str) -> str:
+    """Return the text of a reasoning item: its content, or its summary if it has none. Raises BadRequest."""
+    texts = {name: _part_texts(item.get(name), f"{where}: {name}") for name in ("content", "summary")}
+    return "\n".join(texts["content"] or texts["summary"])
+
+
+def _part_texts(parts: Any, where: str) -> list[str]:
+    """Return the texts of a list of parts, which may be missing. Raises BadRequest."""
+    if parts is None:
+        return []
+    if not isinstance(parts, list):
+        raise BadRequest(f"{where} must be a list of parts, not {shown(parts)}", "input")
+    for index, part in enumerate(parts):
+        if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            example = '{"type": "reasoning_text", "text": "…"}'
+            raise BadRequest(f"{where}[{index}] must be a part such as {example}, not {shown(part)}", "input")
+    return [part["text"] for part in parts]

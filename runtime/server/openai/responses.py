@@ -63,7 +63,8 @@ def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     store = fields.take("store", bool, background)
     if background and not store:
         raise BadRequest("background needs store: true", "background")
-    messages = checked_messages(_messages(fields), info, "input")
+    placed = _messages(fields)
+    messages = checked_messages([each for _, each in placed], info, "input", lambda index: placed[index][0])
     has_limit = "max_output_tokens" in fields.values
     _use_text_format(fields)
     sampling = sampling_fields(fields, info)
@@ -154,16 +155,19 @@ def _use_text_format(fields: Fields) -> None:
             )
 
 
-def _messages(fields: Fields) -> list[Any]:
-    """Return instructions and input as the messages of a chat."""
+def _messages(fields: Fields) -> list[tuple[str, dict[str, Any]]]:
+    """Return instructions and input as the messages of a chat, each after its place in the body. Raises BadRequest."""
     instructions = fields.take("instructions", str, "")
-    messages: list[Any] = [{"role": "system", "content": instructions}] if instructions else []
+    first = [("instructions", {"role": "system", "content": instructions})] if instructions else []
     given = fields.values.get("input")
     if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
+        return [*first, ("input", {"role": "user", "content": given})]
     if not isinstance(given, list) or not given:
         raise BadRequest(f"input must be text or a list of messages, not {shown(given)}", "input")
-    return messages + input_messages(given)
+    messages = first + input_messages(given, fields.num_previous_items)
+    if not messages:
+        raise BadRequest("input must have a message: reasoning alone is none", "input")
+    return messages
 
 
 def _repeated(fields: Fields) -> dict[str, Any]:

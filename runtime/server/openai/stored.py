@@ -220,6 +220,7 @@ class KeptRequests:
             output = json.loads(form.whole(usage))["output"]
             earlier = await self._read(entry, lambda values: input_items(values["input"]))
             fields.values["input"] = [*earlier, *map(_without_logprobs, output), *own]
+            fields.num_previous_items = len(earlier) + len(output)
         return len(entry.fields)
 
     def _find(self, exchange: Exchange, endpoint: Endpoint, stored_id: str) -> tuple[StoredEntry, Tenant]:

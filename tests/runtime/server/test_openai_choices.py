@@ -95,7 +95,9 @@ def test_reasoning_after_a_call_or_a_text_begins_a_message() -> None:
         return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
 
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
-    messages = input_messages([thought("a"), call, thought("b"), {"role": "assistant", "content": "c"}])
+    placed = input_messages([thought("a"), call, thought("b"), {"role": "assistant", "content": "c"}])
+    assert [place for place, _ in placed] == ["input[0]", "input[3]"]
+    messages = [message for _, message in placed]
     assert [(each["reasoning_content"], each.get("content")) for each in messages] == [("a", None), ("b", "c")]
     assert [len(each.get("tool_calls", ())) for each in messages] == [1, 0]
 
