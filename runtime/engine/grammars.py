@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,7 @@ MAX_AMBIGUOUS_ITEMS = 1_000  # of a grammar in which they may be ways to read th
 # Tokens that are looked at as one, where a grammar allows all of them: masks of words and names take a quarter of the
 # time. The library's own slices are those of JSON strings.
 SLICES = (r"[a-z ]{1,30}", r"[a-zA-Z0-9_]{1,30}")
+_SCHEMA_INSIDE = re.compile(r"%json\s*")  # a grammar in Lark's notation
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"  # at most once in each place: no model fills its output with spaces
 
 
@@ -98,6 +100,7 @@ def grammar_of(structure: StructuredOutputs) -> str:
         if structure.choice is not None:
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in structure.choice)
             return LLMatcher.grammar_from_lark(f"start: {texts}")
+        _check_schemas_inside(structure.lark or "")
         return llguidance.grammar_from("lark" if structure.lark else "gbnf", structure.lark or structure.gbnf or "")
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"structured_outputs: {error}") from error
@@ -124,6 +127,19 @@ def _json_grammar(schema: dict[str, Any] | bool | str) -> str:
     # "x-guidance" holds options of the library: a client's own would switch off limits.
     checked = {key: value for key, value in enforceable_schema(parsed).items() if key != "x-guidance"}
     return LLMatcher.grammar_from_json_schema(checked, overrides={"whitespace_pattern": JSON_WHITESPACE})
+
+
+def _check_schemas_inside(grammar: str) -> None:
+    """Raise InvalidRequest if the grammar contains a JSON schema that cannot be enforced. It is compiled as it is."""
+    for found in _SCHEMA_INSIDE.finditer(grammar):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+        except ValueError:
+            continue  # it is part of a literal, or llguidance says what is wrong
+        if isinstance(schema, dict):
+            _json_grammar(schema)
+            if "x-guidance" in schema and schema["x-guidance"] != {"whitespace_pattern": JSON_WHITESPACE}:
+                raise InvalidRequest("structured_outputs: x-guidance in a JSON schema would switch off limits")
 
 
 def _limits(structure: StructuredOutputs) -> LLParserLimits:

@@ -4,7 +4,7 @@ A keyword that says nothing, such as `uniqueItems: false`, is left out. Other ke
 refuses them. Dates get a pattern, since its own allows 29 February in every year, and host names a greatest length.
 References that only lead back to themselves are refused: llguidance accepts them, and allows no text there. Classes of
 characters in patterns are written so that it reads them as ECMAScript does, and the name of a dialect has its own
-scheme. What drafts 4, 6 and 7 ignore beside a reference is left out.
+scheme. What drafts 4, 6 and 7 ignore beside a reference is left out. `json_numbers.py` is about numbers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ..common.errors import InvalidRequest
+from .json_numbers import check_numbers, with_left_out
 
 DATA = frozenset({"const", "default", "enum", "example", "examples"})  # their values are no schemas
 MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # of schemas, by name
@@ -42,8 +43,8 @@ _Schema = Mapping[str, Any]
 def enforceable_schema(schema: Any) -> Any:
     """Return a schema, or a list of schemas, as llguidance enforces it.
 
-    Raises RecursionError for one that is nested too deeply, and InvalidRequest if it needs keys of a map that differ:
-    the grammar allows a key to occur twice.
+    Raises RecursionError for one that is nested too deeply. Raises InvalidRequest if it needs keys of a map that
+    differ, since the grammar allows a key to occur twice, or numbers that `check_numbers` refuses.
     """
     dialect = schema.get("$schema") if isinstance(schema, dict) else None
     return _enforceable(schema, isinstance(dialect, str) and _IGNORES_SIBLINGS.fullmatch(dialect) is not None)
@@ -57,6 +58,7 @@ def _enforceable(schema: Any, ignores_siblings: bool) -> Any:
     if ignores_siblings and isinstance(schema.get("$ref"), str):
         schema = {key: value for key, value in schema.items() if key in BESIDE_REFERENCES}
     _check_distinct_keys(schema)
+    check_numbers(schema)
     kept = {
         key: _inside(key, value, ignores_siblings)
         for key, value in schema.items()
@@ -68,6 +70,7 @@ def _enforceable(schema: Any, ignores_siblings: bool) -> Any:
         kept["pattern"] = _as_read(kept["pattern"])
     if schema.get("format") == "hostname" and isinstance(most := schema.get("maxLength", MAX_HOSTNAME), int | float):
         kept["maxLength"] = min(most, MAX_HOSTNAME)
+    kept = with_left_out(kept)
     return _with_real_dates(kept) if schema.get("format") in DATES else kept
 
 

@@ -67,9 +67,9 @@ class ToolCalls:
             return answer
         if answer is not None:
             self._check(answer)
-        schemas = {name: _schema(function) for name, function in self._functions.items()}
-        structure = self._grammar(schemas, prompt, answer)
         try:
+            schemas = {name: _schema(function) for name, function in self._functions.items()}
+            structure = self._grammar(schemas, prompt, answer)
             self._check(structure)
         except InvalidRequest:
             # A schema that is not strict, and that no grammar can have, is left to the model.
@@ -79,7 +79,7 @@ class ToolCalls:
 
     def new_parser(self, prompt: str, answer: StructuredOutputs | None) -> NewParser | None:
         """Return what makes a parser of each output; None if every output is an answer and nothing else."""
-        schemas = {name: _schema(function) for name, function in self._functions.items()}
+        schemas = {name: _types(function) for name, function in self._functions.items()}
         if self.markup.channels:
             return partial(ChannelParser, self.markup, schemas)
         if self.markup.calls is None and self.markup.reasoning is None:
@@ -105,8 +105,8 @@ class ToolCalls:
 
         Raises InvalidRequest for a strict tool.
         """
-        schema = _schema(function)
         try:
+            schema = _schema(function)
             self._check(StructuredOutputs(json=schema))
         except InvalidRequest as error:
             reason = str(error).removeprefix("structured_outputs: ")
@@ -123,7 +123,16 @@ class ToolCalls:
 
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool's arguments. Raises InvalidRequest, as `enforceable_schema` does."""
     schema: dict[str, Any] = enforceable_schema(function.get("parameters", {}))
     if "$ref" in schema and "allOf" not in schema:  # some drafts ignore a type beside a reference
         schema["allOf"] = [{"$ref": schema.pop("$ref")}]
     return {**ANY_OBJECT, **schema}
+
+
+def _types(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema that says of which types the arguments are, also if it cannot be enforced."""
+    try:
+        return _schema(function)
+    except InvalidRequest:
+        return {**ANY_OBJECT, **function["parameters"]}

@@ -190,7 +190,7 @@ async def _send(server: ServerProcess, report: CampaignReport, chance: random.Ra
                 outcome = "overloaded"
             except TimeoutError:
                 outcome = "no answer"
-                report.breach(f"{kind.__name__}: no answer for {GIVE_UP_S:.0f} s")
+                report.breach(f"{kind.__name__}: no answer for {GIVE_UP_S:.0f} s: {params!r:.1000}")
             except QuireError as error:
                 outcome = type(error).__name__
                 report.breach(f"{kind.__name__}: {error!r}")

@@ -1024,3 +1024,16 @@ def test_a_client_cannot_switch_off_the_bound_on_whitespace() -> None:
         check_structure(StructuredOutputs(json=schema))
     assert ".*" not in grammar_of(StructuredOutputs(json=schema))
     assert "x-guidance" in schema, "the request's own schema is not changed"
+    with pytest.raises(InvalidRequest, match="switch off limits"):
+        check_structure(StructuredOutputs(lark=f"start: %json {json.dumps(schema)}"))
+
+
+def test_a_schema_in_a_grammar_is_checked_as_any_other() -> None:
+    endless = {"type": "integer", "const": -1e300}  # llguidance would recurse until the process crashes
+    for grammar in (
+        f"start: %json{json.dumps(endless)}",
+        f'start: "a" x\nx: %json \n {json.dumps({"items": endless})}',
+    ):
+        with pytest.raises(InvalidRequest, match="in const cannot be enforced"):
+            check_structure(StructuredOutputs(lark=grammar))
+    check_structure(StructuredOutputs(lark='start: "%json" /%json x/ %json {"type": "integer"}'))

@@ -200,6 +200,20 @@ def test_a_schema_of_wrong_types_is_no_internal_error(family: str, parameters: A
             assert calls.structure("prompt", None) is not None
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_that_cannot_be_enforced_leave_the_arguments_to_the_model(family: str) -> None:
+    parameters = {"type": "object", "properties": {"id": {"type": "integer", "minimum": 2**60 + 1}}}
+    for is_strict in (True, False):
+        function = {"name": "f", "parameters": parameters, "strict": is_strict}
+        calls = ToolCalls(FAMILIES[family], ({"type": "function", "function": function},), ToolChoice())
+        if is_strict:
+            with pytest.raises(InvalidRequest, match="'f': a JSON schema with minimum: 1152921504606846977"):
+                calls.structure("prompt", None)
+        else:
+            assert calls.structure("prompt", None) is not None
+            assert calls.new_parser("prompt", None) is not None
+
+
 @pytest.mark.parametrize("prompt", ["<think>", "a <think>\n", "<think> \n\n"])
 def test_reasoning_that_the_prompt_has_begun(prompt: str) -> None:
     new_parser = ToolCalls(replace(FAMILIES["hermes"], reasoning=THINK), (), ToolChoice()).new_parser(prompt, None)
