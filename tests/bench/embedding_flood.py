@@ -28,7 +28,8 @@ from quire.runtime.tools.percentiles import percentile
 PROMPT_TOKENS = 128
 REQUEST_TEXTS = 256
 FLOOD_REQUESTS = 2  # at the same time
-WARM_S = 1.0  # of each run, not counted
+WARM_S = 1.0  # of each run at least, not counted
+POLL_S = 0.05
 
 
 @dataclass
@@ -59,6 +60,8 @@ class Load:
         tasks = [asyncio.create_task(self._read()) for _ in range(users)]
         tasks += [asyncio.create_task(self._flood()) for _ in range(requests)]
         await asyncio.sleep(WARM_S)
+        while not all(self._readings):  # until each user has a token
+            await asyncio.sleep(POLL_S)
         begin = time.perf_counter()
         await asyncio.sleep(self._arguments.seconds)
         end = time.perf_counter()
