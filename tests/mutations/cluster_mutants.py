@@ -4,9 +4,11 @@ from mutant import Mutant
 
 TESTS = "tests/runtime/cluster"
 SOCKETS = "tests/system/test_host_sockets.py"
-GREETING, HOST, LINK, REMOTE, CLUSTER, PLAUSIBLE = (
-    f"runtime/cluster/{name}.py" for name in ("greeting", "host", "host_link", "remote", "cluster", "plausible")
+GREETING, HOST, LINK, REMOTE, CLUSTER, PLAUSIBLE, ARRIVING = (
+    f"runtime/cluster/{name}.py"
+    for name in ("greeting", "host", "host_link", "remote", "cluster", "plausible", "arriving")
 )
+ENGINE_LINK = "runtime/workers/engine_link.py"
 
 MUTANTS = [
     Mutant(
@@ -35,25 +37,25 @@ MUTANTS = [
     ),
     Mutant(
         HOST,
-        "                self._check_tokens(generated, self._pool.info.vocab_size)\n                self._readmit",
-        "                self._readmit",
+        "                check_tokens(generated, info.vocab_size)\n                (here,)",
+        "                (here,)",
         "a wrong token id in a moved request is out of the bounds of the embedding",
     ),
     Mutant(
         HOST,
-        "                for token_ids in generated:\n                    self._check_tokens(token_ids, self._pool.info.vocab_size)\n",
+        "                for token_ids in generated:\n                    check_tokens(token_ids, info.vocab_size)\n",
         "",
         "a wrong token id after which a new request goes on is out of the bounds of the embedding",
     ),
     Mutant(
-        HOST,
-        "            if len(text.token_ids) > encoder.max_model_len:\n",
-        "            if False:\n",
+        ARRIVING,
+        "        if len(text.token_ids) > encoder.max_model_len:\n",
+        "        if False:\n",
         "a text that is too long for the encoder ends the step of all API servers",
     ),
     Mutant(
-        HOST,
-        "            self._check_tokens(text.token_ids, encoder.vocab_size)\n",
+        ARRIVING,
+        "        check_tokens(text.token_ids, encoder.vocab_size)\n",
         "",
         "an unknown token of a text ends the step of all API servers",
     ),
@@ -90,7 +92,7 @@ MUTANTS = [
     ),
     Mutant(
         LINK,
-        "            if self._transport.get_write_buffer_size() > self._max_unsent_bytes:\n                self._transport.abort()\n",
+        "                if self._transport.get_write_buffer_size() > self._max_unsent_bytes:\n                    self._transport.abort()\n",
         "",
         "messages to an API server that does not read fill the memory of a host",
     ),
@@ -326,20 +328,20 @@ MUTANTS = [
         SOCKETS,
     ),
     Mutant(
-        HOST,
-        "        if not specs or len({spec.request_id for spec in specs}) < len(specs):",
-        "        if not specs:",
+        ARRIVING,
+        "    if not specs or len({spec.request_id for spec in specs}) < len(specs):",
+        "    if not specs:",
         "two requests with one id break the step of all API servers",
     ),
     Mutant(
-        HOST,
-        "            _check_times(spec.deadline, spec.pin_s)\n",
+        ARRIVING,
+        "        _check_times(spec.deadline, spec.pin_s)\n",
         "",
         "a deadline that is not a number keeps all later ones from ending requests",
     ),
     Mutant(
-        HOST,
-        "        _check_times(spec.deadline)\n",
+        ARRIVING,
+        "    _check_times(spec.deadline)\n",
         "",
         "a deadline of texts that is not a number keeps all later ones from ending requests",
     ),
@@ -444,6 +446,48 @@ MUTANTS = [
         "cut_at for address in gone",
         "a leaving host is cut later with each change of another host",
         "tests/runtime/ray/test_members.py tests/runtime/ray/test_settings.py",
+    ),
+    Mutant(
+        ARRIVING,
+        "    _check_images(specs[0].prompt_token_ids, images, info)\n",
+        "",
+        "an image that the tower does not take ends the step of all API servers",
+    ),
+    Mutant(
+        HOST,
+        "        if not held or held + num_bytes <= self._max_image_memory:\n            return None\n",
+        "        return None\n",
+        "the images of many API servers fill the memory of a host",
+    ),
+    Mutant(
+        REMOTE,
+        "here.num_tokens < there.num_tokens",
+        "False",
+        "a host that takes smaller images ends the links of API servers that send larger ones",
+    ),
+    Mutant(
+        ENGINE_LINK,
+        "for image in images if self._digests != former else ():",
+        "for image in images:",
+        "each sample of a request sends the images again",
+    ),
+    Mutant(
+        ENGINE_LINK,
+        "former, self._digests = self._digests, [image.digest for image in images]",
+        "former = self._digests",
+        "each sample of a request sends the images again",
+    ),
+    Mutant(
+        ENGINE_LINK,
+        "        self._last = tuple(whole) or self._last\n",
+        "        self._last = tuple(whole)\n",
+        "samples that go on after a crash lose their images if another request came between them",
+    ),
+    Mutant(
+        ENGINE_LINK,
+        "        pixels, self._arrived = memoryview(self._arrived), bytearray()\n",
+        "        pixels = memoryview(self._arrived)\n",
+        "the second request with images gets those of the first",
     ),
     Mutant(
         "runtime/ray/settings.py",
