@@ -29,6 +29,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from ...scheduler.plan import ScheduledSequence
 from ..common.errors import GenerationFailed, InvalidRequest
+from ..common.heap import UnusedMemory
 from ..common.types import StructuredOutputs
 from ..model import read_spec
 from ..model.runner import SamplingSpec
@@ -72,6 +73,7 @@ class CheckedStructures:
 
     def __init__(self) -> None:
         self._digests: OrderedDict[bytes, None] = OrderedDict()  # the one that was used last is at the end
+        self._unused = UnusedMemory()
         self._lock = threading.Lock()
 
     def check(self, tenant: str, structure: StructuredOutputs) -> None:
@@ -81,6 +83,7 @@ class CheckedStructures:
             if digest in self._digests:
                 self._digests.move_to_end(digest)
                 return
+            self._unused.return_excess()
         check_structure(structure)
         with self._lock:
             self._digests[digest] = None
