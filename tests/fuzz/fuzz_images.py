@@ -31,7 +31,7 @@ GOLDENS = Path(__file__).parents[1] / "goldens" / "images"
 FAMILIES = ("smolvlm", "qwen3_vl", "gemma3")
 MAX_PIXELS = 1 << 22
 MAX_GROWTH = 24 * MAX_PIXELS  # bytes of memory beyond what the process has before the first case
-MAX_SECONDS = 10.0  # of a case, beside busy processes
+MAX_SECONDS = 2.0  # of CPU time, of a case
 ADDRESS_SPACE = 4 << 30  # more than this process needs, less than a file can claim
 REPORTED_BREACHES = 5
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -51,7 +51,7 @@ def main() -> int:
     before = max_rss()
     for case in range(options.cases):
         data = mutated(random, files)
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             image = decode_image(data, MAX_PIXELS)
             random.choice(processors).process(image)
@@ -62,10 +62,12 @@ def main() -> int:
             results["breach"] += 1
             if results["breach"] <= REPORTED_BREACHES:
                 print(f"case {case}: {traceback.format_exc()}", file=sys.stderr)
-        slowest = max(slowest, time.perf_counter() - started)
+        slowest = max(slowest, time.process_time() - started)
     growth = max_rss() - before
     print(", ".join(f"{name} {count}" for name, count in results.most_common()))
-    print(f"slowest case {slowest:.2f} s, memory grew by {growth >> 20} MiB, at most {MAX_GROWTH >> 20} allowed")
+    print(
+        f"slowest case {slowest:.2f} s of CPU time, memory grew by {growth >> 20} MiB, at most {MAX_GROWTH >> 20} allowed"
+    )
     return 1 if results["breach"] or slowest > MAX_SECONDS or growth > MAX_GROWTH else 0
 
 

@@ -130,3 +130,6 @@ async def test_pixels_travel_in_pieces_before_their_request_and_once_for_all_sam
     pixels.add(piece.pixels)
     assert pixels.take(readmitted.request.images) == images[1:]
     assert pixels.take(()) == ()
+    link.send(ReadmitRequest(as_read(other.spec), ()))
+    (readmitted,) = messages_in(transport.written)
+    assert pixels.take(readmitted.request.images) == images[1:], "a request without images came between"

@@ -49,6 +49,8 @@ def test_logits_are_those_of_transformers(
     with LLM(FOLDER, **{**OPTIONS, "weights": weights}, **options) as llm:
         logits = llm.logits(prompt, images)
         assert np.abs(logits - GOLDEN.logits).max() <= tolerance * np.ptp(GOLDEN.logits)
+        cosine = (logits * GOLDEN.logits).sum() / np.linalg.norm(logits) / np.linalg.norm(GOLDEN.logits)
+        assert cosine >= 0.999
 
 
 @pytest.mark.parametrize(
