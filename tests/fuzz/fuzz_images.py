@@ -65,9 +65,7 @@ def main() -> int:
         slowest = max(slowest, time.process_time() - started)
     growth = max_rss() - before
     print(", ".join(f"{name} {count}" for name, count in results.most_common()))
-    print(
-        f"slowest case {slowest:.2f} s of CPU time, memory grew by {growth >> 20} MiB, at most {MAX_GROWTH >> 20} allowed"
-    )
+    print(f"slowest case {slowest:.2f} s of CPU; memory grew by {growth >> 20} of {MAX_GROWTH >> 20} MiB allowed")
     return 1 if results["breach"] or slowest > MAX_SECONDS or growth > MAX_GROWTH else 0
 
 
