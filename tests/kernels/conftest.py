@@ -206,7 +206,8 @@ class Toy:
         heads, kv_heads, d = self.heads, self.kv_heads, self.head_dim
         hidden, h2 = self.hidden, self._normed(self.max_rows)
         a_converted = self._region(self.max_rows, heads * d, INPUT_DTYPES[self.weights])
-        a = self._region(self.max_rows, heads * d, "f32") if heads // kv_heads * d % BLOCK else a_converted
+        is_converted = heads // kv_heads * d % BLOCK and a_converted.dtype != "f32"
+        a = self._region(self.max_rows, heads * d, "f32") if is_converted else a_converted
         mlp = self._expert_ops(x, h2, after) if self.experts else self._mlp_ops(x, h2, after)
         heads_of_norms = (heads, kv_heads) if self.unusual else (1, 1)
         q_norm, k_norm = (self._norm(d * n) for n in heads_of_norms) if self.qk_norm else (None, None)

@@ -185,6 +185,12 @@ def test_clamped_swiglu(isa):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("epilogue", ["swiglu", "geglu", "geglu_exact", "swiglu_clamped"])
+def test_a_gate_and_a_value_that_are_not_finite_stay_so(epilogue, isa):
+    assert np.isnan(gated(epilogue, [np.nan, 1], [1, np.nan], isa)).all()
+
+
+@pytest.mark.parametrize("isa", LEVELS)
 def test_results_are_scaled_then_capped(isa):
     """2 tanh((2 * 1 + 2) / 2 / 2) = 2 tanh(1); an embedding of 1 has the scale 2."""
     arena = Arena()

@@ -102,6 +102,15 @@ def test_a_row_of_zeros_gives_the_bias():
 
 
 @pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("dtype", ["q8", "q4"])
+def test_a_row_of_denormal_numbers_counts_as_zeros(dtype, isa):
+    x = np.zeros((2, COLUMNS), np.float32)
+    x[:, ::2] = 1e-40
+    got, *_ = norm_then_linear(x, dtype, isa, norm=False)
+    assert not got.any()
+
+
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_padding_is_left_out_of_maxima(dtype, isa):
     """41 columns are a block of 32 and one of 9; its zero padding would be the maximum of negative columns."""

@@ -501,4 +501,32 @@ MUTANTS = [
         "scales of q8 between two fp16 numbers are rounded up",
         "tests/kernels/test_pack.py",
     ),
+    Mutant(
+        ROWS,
+        "bits = x < FLT_MIN ? 0 : (bits + 0x1fffff)",
+        "bits = (bits + 0x1fffff)",
+        "rows of denormal numbers have results that differ by level",
+        "tests/kernels/test_linear.py",
+    ),
+    Mutant(
+        "kernels/simd/amx.c",
+        "(dtype == QUIRE_BF16 ? 32 : 64) * 2;",
+        "(dtype == QUIRE_BF16 ? 32 : 64);",
+        "the share of the AMX peak that kernels reach is twice as high as it is",
+        "tests/kernels/test_cross.py",
+    ),
+    Mutant(
+        EPILOGUE,
+        "    gate = vf_min(limit, gate);",
+        "    gate = vf_min(gate, limit);",
+        "a gate of gpt-oss that is not a number counts as 7, and its request ends with any text",
+        "tests/kernels/test_known_values.py",
+    ),
+    Mutant(
+        ATTENTION,
+        "                memset(row + (head + 1) * columns, 0, (op.out.rows.width - (head + 1) * columns) * sizeof(float))",
+        "                pass",
+        "f32 weights of heads that do not fill blocks multiply what an earlier op left",
+        "tests/kernels/test_program.py",
+    ),
 ]
