@@ -16,6 +16,10 @@ TOWER, VISION, IMAGES, IMAGE_RUNNER, VISION_TESTS = (
     "tests/runtime/model/test_vision.py",
 )
 IMAGE_TESTS = "tests/runtime/engine/test_image_files.py"
+ENCODER_TEXT, ENCODER_TEXT_TESTS = (
+    "runtime/engine/text/encoder_text.py",
+    "tests/runtime/engine/text/test_encoder_text.py",
+)
 EMBEDDING, EMBEDDING_TESTS = "runtime/engine/embedding.py", "tests/runtime/engine/test_embedding.py"
 PLANNER, PLANNER_TESTS = "scheduler/encoding.py", "tests/scheduler/test_encoding.py tests/sim/test_embedding_flood.py"
 LIVE, VECTORS, HTTP = (f"runtime/server/{name}.py" for name in ("live_embedding", "vector_stream", "openai/embeddings"))
@@ -130,7 +134,7 @@ MUTANTS = [
         'return TextLimits(config.integer("max_seq_length", 1, MAX_POSITIONS), config.flag("do_lower_case", False))',
         'return TextLimits(config.integer("max_seq_length", 1, MAX_POSITIONS), False)',
         "texts are not lower-cased where the folder says so",
-        "tests/runtime/engine/text/test_encoder_text.py",
+        ENCODER_TEXT_TESTS,
     ),
     Mutant(
         MODULES,
@@ -284,5 +288,102 @@ MUTANTS = [
         "self._tenant.leave(None)",
         "tokens of texts are missing in the totals of their tenant",
         STREAM_TESTS,
+    ),
+    Mutant(
+        EMBEDDING,
+        "rows = shortened(rows, request.dimensions, info.normalise)",
+        "rows = shortened(rows, request.dimensions, True)",
+        "shortened vectors of a model that does not normalise have length 1",
+        EMBEDDING_TESTS,
+    ),
+    Mutant(
+        EMBEDDING,
+        "        self.prompt_tokens += num_tokens\n",
+        "        self.prompt_tokens = num_tokens\n",
+        "the usage of many texts is that of the last chunk",
+        EMBEDDING_TESTS,
+    ),
+    Mutant(
+        "runtime/engine/encoder.py",
+        "finite = np.logical_and.reduce(np.isfinite(rows), axis=1)",
+        "finite = np.full(len(rows), np.isfinite(rows).all())",
+        "a text with values that are not finite ends all requests of its batch",
+        EMBEDDING_TESTS,
+    ),
+    Mutant(
+        ENCODER_TEXT,
+        "return EncodedText(cut(text.token_ids), None if text.type_ids is None else cut(text.type_ids))",
+        "return EncodedText(cut(text.token_ids), None if text.type_ids is None else text.type_ids[:max_tokens])",
+        "the last token of a truncated pair has the type of the query",
+        ENCODER_TEXT_TESTS,
+    ),
+    Mutant(
+        ENCODER_TEXT,
+        "query, document = self._cased(query), self._cased(document)",
+        "document = self._cased(document)",
+        "queries of a reranker that lower-cases keep their case",
+        ENCODER_TEXT_TESTS,
+    ),
+    Mutant(
+        MODULES,
+        'return TextLimits(limit if known else None, config.flag("do_lower_case", False))',
+        "return TextLimits(limit if known else None, False)",
+        "texts of a folder without max_seq_length are not lower-cased",
+        ENCODER_TEXT_TESTS,
+    ),
+    Mutant(
+        MODULES,
+        "1 <= limit <= MAX_POSITIONS",
+        "limit <= MAX_POSITIONS",
+        "a folder whose tokenizer has the limit -1 takes no text",
+    ),
+    Mutant(
+        HTTP,
+        "enumerate(chunk.values, chunk.first_index)",
+        "enumerate(chunk.values)",
+        "the index of vectors begins again with each chunk",
+        DOOR_TESTS,
+    ),
+    Mutant(
+        f"{IMAGES}/processors.py",
+        "if max(width, height) / min(width, height) > MAX_RATIO:",
+        "if max(width, height) / min(width, height) >= MAX_RATIO:",
+        "an image that is 200 times as long as high is refused",
+        "tests/runtime/model/test_dynamic_vision.py",
+    ),
+    Mutant(
+        "runtime/common/prompts.py",
+        "return sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()",
+        "return sha256(pixels.tobytes()).digest()",
+        "two images of one colour and of different shapes are one in the caches",
+        IMAGE_TESTS,
+    ),
+    Mutant(
+        IMAGE_RUNNER,
+        "rows = self._rows((sequence.salt, image.digest), image)",
+        'rows = self._rows((b"", image.digest), image)',
+        "a step computes the images of a tenant with a salt once more, without a limit of time",
+        VISION_TESTS,
+    ),
+    Mutant(
+        "runtime/server/openai/image_urls.py",
+        "        allowed = [self._allowed(image) for image in images]  # all, before one is fetched\n",
+        "        allowed = (self._allowed(image) for image in images)\n",
+        "images are fetched for a request that is refused",
+        "tests/runtime/server/test_openai_image_urls.py",
+    ),
+    Mutant(
+        f"{IMAGES}/decoding.py",
+        "    if max(width, height) > MAX_EDGE:",
+        "    if max(width, height) >= MAX_EDGE:",
+        "an image with an edge of 65,535 pixels, the most that JPEG allows, is refused",
+        IMAGE_TESTS,
+    ),
+    Mutant(
+        f"{IMAGES}/decoding.py",
+        '    if image.format in ("JPEG", "MPO"):',
+        '    if image.format == "JPEG":',
+        "photographs of telephones that have a second picture are refused as animated",
+        IMAGE_TESTS,
     ),
 ]

@@ -116,6 +116,8 @@ async def test_thousands_of_texts_pass_in_chunks_of_which_few_are_in_the_core() 
             seen.append(chunk.values)
         assert np.array_equal(np.concatenate(seen), np.stack([vector(ids(text)) for text in texts]))
         assert max(map(len, seen)) == CHUNK_TEXTS
+        (ended,) = engine._observer.ended  # type: ignore[attr-defined]
+        assert (ended.num_texts, ended.prompt_tokens) == (2000, sum(map(len, texts)))
 
 
 async def test_a_reader_that_pauses_pauses_the_work() -> None:
@@ -160,8 +162,13 @@ async def test_dimensions_cut_and_normalise_again() -> None:
     assert short.shape == (2,)
     assert math.isclose(float(np.linalg.norm(short)), 1.0, rel_tol=1e-6)
     assert np.allclose(short / short[1], whole[:2] / whole[1], rtol=1e-6)
-    assert np.array_equal(shortened(whole[None], 2, normalise=False)[0], whole[:2])
     assert not np.isnan(shortened(np.zeros((1, 4), np.float32), 2, normalise=True)).any()
+
+
+async def test_shortened_vectors_of_a_model_that_does_not_normalise_keep_their_values() -> None:
+    async with running(FakeEncoder(msgspec.structs.replace(ENCODER_INFO, normalise=False))) as engine:
+        (short,) = await values_of(engine, embed("abc", dimensions=2))
+    assert np.array_equal(short, vector(ids("abc"))[:2])
 
 
 async def test_prompts_go_before_texts_and_not_before_ids() -> None:
@@ -388,6 +395,20 @@ async def test_values_that_are_not_finite_and_a_failing_batch_end_only_their_req
         assert [len(results[0]), len(results[3])] == [1, 1]  # type: ignore[arg-type]
         codes = [each.error and each.error.code for each in engine._observer.ended]  # type: ignore[attr-defined]
         assert sorted(map(str, codes)) == ["INTERNAL", "INTERNAL", "None", "None"]
+
+
+async def test_values_that_are_not_finite_leave_the_other_texts_of_their_batch() -> None:
+    encoder = FakeEncoder()
+    async with running(encoder) as engine:
+        encoder.gate.clear()
+        await engine.embed(embed("first"))
+        await until(lambda: bool(encoder.batches))
+        failing, other = await engine.embed(embed((NAN_TOKEN,))), await engine.embed(embed("ok"))
+        encoder.gate.set()
+        assert [len(chunk.values) async for chunk in other] == [1]
+        with pytest.raises(GenerationFailed, match="not finite"):
+            [chunk async for chunk in failing]
+    assert [text.token_ids for text in encoder.batches[1]] == [(NAN_TOKEN,), ids("ok")]
 
 
 async def test_a_full_queue_refuses_a_request_and_no_later_chunk_of_one() -> None:

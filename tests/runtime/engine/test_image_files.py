@@ -13,10 +13,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import CorruptCheckpoint, InvalidRequest, QuotaExceeded, UnsupportedModel
+from quire.runtime.common.prompts import image_digest
 from quire.runtime.engine.images import ImageReader, read_image_processor
 from quire.runtime.engine.images.decoding import MAX_SCANNED_PIXELS, decode_image
 from quire.runtime.engine.text import ChatTemplate, Tokenizer
@@ -85,6 +87,7 @@ def test_a_digest_is_of_pixels_and_shape() -> None:
     assert first.digest == same.digest != other.digest
     assert first.position == 0, "the lengths of runs that touch separate them"
     assert same.position == first.tokens
+    assert image_digest(np.zeros((2, 8, 3), np.uint8)) != image_digest(np.zeros((4, 4, 3), np.uint8))
 
 
 @pytest.mark.parametrize("family", PLACEHOLDERS)
@@ -190,6 +193,18 @@ def test_the_pixels_of_an_image_are_limited() -> None:
     assert decode_image(FILES["square.png"], 64 * 64).size == (64, 64)
     with pytest.raises(InvalidRequest, match="64 x 64 pixels; at most 4095"):
         decode_image(FILES["square.png"], 64 * 64 - 1)
+    assert decode_image(png(65_535, 1, zlib.compress(bytes(1 + 3 * 65_535))), MANY).size == (65_535, 1)
+    with pytest.raises(InvalidRequest, match="65536 x 1 pixels; at most 65535 along an edge"):
+        decode_image(png(65_536, 1), MANY)
+
+
+def test_of_the_pictures_in_a_photograph_the_first_is_read() -> None:
+    """Telephones write JPEG files with several pictures. Such a file is no animation."""
+    out = io.BytesIO()
+    first, second = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")
+    first.save(out, "MPO", save_all=True, append_images=[second])
+    red, green, blue = np.asarray(decode_image(out.getvalue(), MANY))[4, 4].tolist()
+    assert red > 200 > 50 > max(green, blue)
 
 
 def test_damaged_metadata_gives_an_image_or_a_typed_error() -> None:

@@ -192,6 +192,13 @@ async def test_other_hosts_are_refused(host: Host, url: str) -> None:
     assert host.requests == []
 
 
+async def test_nothing_is_fetched_for_a_request_with_an_image_of_another_host(host: Host) -> None:
+    values = body(f"https://127.0.0.1:{host.port}/cat.png", "https://other.example/a.png")
+    with pytest.raises(BadRequest, match=r"content\[2\]: image_url: images are not fetched from 'other.example'"):
+        await fetched(fetcher_of(host), values)
+    assert host.requests == []
+
+
 @pytest.mark.parametrize(
     ("url", "reason"),
     [

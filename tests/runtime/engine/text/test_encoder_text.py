@@ -38,11 +38,13 @@ def test_truncated_texts_keep_what_closes_them(name: str) -> None:
     whole = texts.encode_pair("owners", "the pool owns") if is_pair else texts.encode("the pool owns the pages")
     count = len(whole.token_ids)
     assert texts.truncated(whole, count) == whole
-    cut = texts.truncated(whole, count - 2)
-    assert len(cut.token_ids) == count - 2
     closing = 0 if name == "qwen3_scores" else 1
-    assert cut.token_ids == whole.token_ids[: count - 2 - closing] + whole.token_ids[count - closing :]
-    assert cut.type_ids is None or len(cut.type_ids) == count - 2
+    for left in (count - 2, 3):
+        kept = [*range(left - closing), *range(count - closing, count)]
+        cut = texts.truncated(whole, left)
+        assert cut.token_ids == tuple(whole.token_ids[index] for index in kept)
+        types = whole.type_ids
+        assert cut.type_ids == (None if types is None else tuple(types[index] for index in kept))
     assert len(texts.truncated(whole, 0).token_ids) == 0
 
 
@@ -60,11 +62,14 @@ def test_a_file_that_truncates_and_pads_does_neither(tmp_path: Path) -> None:
         assert open_text(folder).encode(text) == open_text(FOLDER / "bert").encode(text)
 
 
-def test_texts_are_lower_cased_where_the_folder_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [{"max_seq_length": 64}, {}], ids=str)
+def test_texts_are_lower_cased_where_the_folder_says_so(tmp_path: Path, limit: dict[str, int]) -> None:
     folder = tmp_path / "roberta"
     shutil.copytree(FOLDER / "roberta", folder)
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64, "do_lower_case": True}))
-    assert open_text(folder).encode("THE POOL") == open_text(FOLDER / "roberta").encode("the pool")
+    (folder / "sentence_bert_config.json").write_text(json.dumps({**limit, "do_lower_case": True}))
+    texts, plain = open_text(folder), open_text(FOLDER / "roberta")
+    assert texts.encode("THE POOL") == plain.encode("the pool")
+    assert texts.encode_pair("THE POOL", "OWNS PAGES") == plain.encode_pair("the pool", "owns pages")
 
 
 def test_qwen3_rerankers_without_a_template_for_pairs(tmp_path: Path) -> None:

@@ -56,6 +56,14 @@ def test_texts_are_never_longer_than_the_positions(encoder_folder: Copy) -> None
     assert read_encoder(folder).max_model_len == 200  # positions of config.json
 
 
+@pytest.mark.parametrize("limit", [-1, 0, 10**30, True, "40", None], ids=str)
+def test_a_tokenizer_without_a_usable_limit_allows_texts_as_long_as_the_positions(
+    encoder_folder: Copy, limit: Any
+) -> None:
+    folder = encoder_folder("bert", edited(model_max_length=limit), "tokenizer_config.json")
+    assert read_encoder(folder).max_model_len == 200
+
+
 def test_heads_for_scores() -> None:
     found = {name: read_encoder(FOLDER / name) for name in NAMES if name.endswith(("scores", "answer"))}
     assert {name: (spec.num_labels, spec.score_activation) for name, spec in found.items()} == {
