@@ -34,7 +34,7 @@ MUTANTS = [
         "tests/runtime/engine/test_grammars.py",
     ),
     Mutant(
-        "runtime/engine/grammars.py",
+        GRAMMARS,
         "compiled.num_characters <= MAX_FORCING_BYTES and not _may_be_ambiguous(structure)",
         "not _may_be_ambiguous(structure)",
         "the first step of a long grammar takes seconds: its forced text is looked for",
@@ -701,5 +701,19 @@ MUTANTS = [
         'part.replace("~0", "~").replace("~1", "/")',
         "a reference with ~01 leads to another definition",
         "tests/runtime/engine/test_json_schemas.py",
+    ),
+    Mutant(
+        GRAMMARS,
+        "self._digests.popitem(last=False)",
+        "self._digests.popitem()",
+        "beside many others a grammar is checked with each request",
+        "tests/runtime/engine/test_grammars.py",
+    ),
+    Mutant(
+        GRAMMARS,
+        "        if running.waits():\n            running = self._wait_on(running)\n        self._beams",
+        "        self._beams",
+        "beams whose grammar others took to a limit wait for ever",
+        "tests/runtime/engine/test_grammars.py",
     ),
 ]

@@ -129,6 +129,7 @@ class FakeEngine:
     steps: int = 0
     text_bytes: int = 0  # of each chunk's text; 0: a readable one
     fingerprint: str = ""
+    default_sampling: dict[str, float] = field(default_factory=dict)
     submitting: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -172,6 +173,7 @@ class FakeEngine:
             has_tokenizer=True,
             has_chat_template=False,
             fingerprint=self.fingerprint,
+            default_sampling=self.default_sampling,
         )
 
     async def step(self) -> None:

@@ -14,6 +14,8 @@ from quire.runtime.client import AsyncClient
 from quire.runtime.common.errors import Unavailable
 from quire.runtime.common.types import SamplingParams
 
+from .http_client import connection
+
 Serve = Callable[..., Awaitable[Any]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
@@ -145,6 +147,14 @@ async def test_a_draining_server_is_not_ready(system: Any) -> None:
         return refusal.value.code
 
     assert await asyncio.to_thread(status) == 503
+
+
+async def test_an_http_connection_ends_with_its_answer_while_draining(system: Any) -> None:
+    async with connection(system) as client:
+        assert (await client.ask("GET", "/version")).status == 200
+        await system.server.drain(0)
+        assert (await client.ask("GET", "/version")).headers["connection"] == "close"
+        assert await client.is_closed()
 
 
 async def test_a_client_opens_another_connection_after_goaway(system: Any) -> None:

@@ -141,6 +141,8 @@ async def test_thousands_of_texts_are_one_answer() -> None:
     async with embedding_system() as system:
         reply = await ask(system, "/v1/embeddings", input=texts)
         assert np.array_equal(np.float32([each["embedding"] for each in reply.json["data"]]), rows(*texts))
+        assert [each["index"] for each in reply.json["data"]] == list(range(1500))
+        assert reply.json["usage"]["prompt_tokens"] == sum(map(len, texts))
         assert 'quire_embed_requests_total{kind="embed"} 1.0' in system.metrics()
         assert "quire_encoded_texts_total 1500.0" in system.metrics()
 
@@ -247,6 +249,13 @@ async def test_an_answer_is_not_counted_as_held_and_as_sent() -> None:
         for _ in range(2):
             reply = await client.ask("POST", "/v1/embeddings", body)
             assert (reply.status, len(reply.json["data"])) == (200, 2000)
+
+
+async def test_a_draining_server_embeds_no_more_texts() -> None:
+    async with embedding_system() as system:
+        await system.server.drain(0)
+        reply = await ask(system, "/v1/embeddings", input="a")
+        assert (reply.status, reply.error["message"][:27]) == (503, "the server is shutting down")
 
 
 async def test_a_lost_http_connection_cancels_its_texts() -> None:

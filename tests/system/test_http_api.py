@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.common.errors import ConfigError
+from quire.runtime.common.errors import ConfigError, Overloaded
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.types import Usage
 from quire.runtime.server import Server
@@ -81,10 +81,10 @@ async def test_usage_has_the_times_of_the_phases_only_if_asked(system: Any) -> N
 def test_the_times_of_several_prompts_are_the_longest_of_each_phase() -> None:
     usages = [
         Usage(prompt_tokens=2, completion_tokens=3, cached_tokens=1, queue_ms=5, prefill_ms=1, decode_ms=9),
-        Usage(prompt_tokens=4, completion_tokens=5, queue_ms=4, prefill_ms=7, stall_ms=2),
+        Usage(prompt_tokens=4, completion_tokens=5, cached_tokens=2, queue_ms=4, prefill_ms=7, stall_ms=2),
     ]
     assert total_usage(usages) == Usage(
-        prompt_tokens=6, completion_tokens=8, cached_tokens=1, queue_ms=5, prefill_ms=7, decode_ms=9, stall_ms=2
+        prompt_tokens=6, completion_tokens=8, cached_tokens=3, queue_ms=5, prefill_ms=7, decode_ms=9, stall_ms=2
     )
 
 
@@ -132,6 +132,8 @@ async def test_the_text_of_a_prompt_is_echoed(system: Any) -> None:
         assert reply.json["choices"][0]["text"].startswith(text + " ")
         events = (await ask(system, COMPLETIONS, complete(prompt, echo=True, stream=True))).events
         assert "".join(each["choices"][0]["text"] for each in events) == reply.json["choices"][0]["text"]
+    several = (await ask(system, COMPLETIONS, complete(["a", "b"], n=2, echo=True))).json["choices"]
+    assert [each["text"][:8] for each in several] == ["a a:0é日 ", "achoice ", "b b:0é日 ", "bchoice "]
     assert not any(each.echo for each in system.engine.requests)
     await ask(system, COMPLETIONS, complete([97, 98], echo=True, logprobs=0))
     assert system.engine.requests[-1].echo
@@ -155,6 +157,14 @@ async def test_parameters_arrive_and_defaults_are_openais(system: Any) -> None:
     assert (given.frequency_penalty, given.presence_penalty, given.repetition_penalty) == (0.25, 0.5, 1.5)
     assert (given.n, given.min_tokens, given.include_stop_str_in_output) == (2, 1, True)
     assert system.engine.requests[1].priority == 3
+
+
+async def test_defaults_are_those_of_generation_config(system: Any) -> None:
+    system.engine.default_sampling = {"temperature": 0.6, "top_k": 20}
+    await ask(system, COMPLETIONS, complete())
+    await ask(system, COMPLETIONS, complete(temperature=0.2))
+    default, given = [each.sampling_params for each in system.engine.requests]
+    assert (default.temperature, default.top_k, given.temperature, given.top_k) == (0.6, 20, 0.2, 20)
 
 
 async def test_a_chat_fills_the_context_unless_limited(system: Any) -> None:
@@ -584,6 +594,21 @@ async def test_one_refused_prompt_refuses_all(system: Any) -> None:
     assert system.engine.live == []
 
 
+async def test_prompts_after_a_refused_one_are_not_submitted(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, submitted = system.server._context.requests, []
+    submit = requests.submit
+
+    def submit_first(tenant: Any, request_id: int, request: Any) -> Any:
+        submitted.append(request.prompt)
+        if request.prompt == "b":
+            raise Overloaded("the queue is full", 250)
+        return submit(tenant, request_id, request)
+
+    monkeypatch.setattr(requests, "submit", submit_first)
+    assert (await ask(system, COMPLETIONS, complete(["a", "b", "c"]))).status == 429
+    assert submitted == ["a", "b"]
+
+
 async def test_an_error_in_a_stream_is_its_last_event(system: Any) -> None:
     *events, last = (await ask(system, COMPLETIONS, complete("fail", stream=True))).data
     assert events
@@ -764,8 +789,7 @@ async def test_a_long_body_is_refused_before_it_is_read(serve: Serve) -> None:
         assert await client.is_closed()
     async with connection(system) as client:
         client.writer.write(head.replace(b"host: x", b"host: localhost") + b"transfer-encoding: chunked\r\n\r\n")
-        for _ in range(8):
-            client.writer.write(b"4000\r\n" + b" " * 0x4000 + b"\r\n")
+        client.writer.write(b"10000\r\n" + b" " * 0x10000 + b"\r\n1\r\n \r\n0\r\n\r\n")  # one byte too many
         assert (await client.receive()).status == 413
     async with connection(system) as client:
         client.writer.write(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\ncontent-length: 3\r\n\r\nabc")

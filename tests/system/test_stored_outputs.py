@@ -281,6 +281,16 @@ async def test_an_output_has_a_limited_number_of_readers(system: Any, monkeypatc
         assert (await ask(system, "GET", f"{RESPONSES}/{name}")).status == 429
 
 
+async def test_logprobs_of_a_response_count_for_nothing_in_those_that_continue_it(
+    system: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "MAX_VALUES", 30)  # logprobs of six tokens have more
+    first = await stored_id(system, RESPONSES, response("one", include=["message.output_text.logprobs"]))
+    reply = await ask(system, "POST", RESPONSES, response("two", previous_response_id=first))
+    assert reply.status == 200, reply
+    assert [each["role"] for each in system.engine.requests[-1].messages] == ["user", "assistant", "user"]
+
+
 async def test_what_was_not_stored_cannot_be_stored_by_a_retry(system: Any) -> None:
     replies = [
         await ask(system, "POST", RESPONSES, response(store=store), Idempotency_Key="a")

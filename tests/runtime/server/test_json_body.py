@@ -24,6 +24,7 @@ LONG = b" " * PARSED_AT_ONCE
         (b'{"a": 1e999}', "too large"),
         (b'{"a": 123456789012345678901}', "too large"),
         (b'{"a": "\\ud800"}', "lone surrogate"),
+        (b'{"a": "\\uD800"}', "lone surrogate"),
         (b'{"\\udfff": 1}', "lone surrogate"),
         (b'{"a": "\xff"}', "not UTF-8"),
         (b'{"a": 1', "not JSON"),
