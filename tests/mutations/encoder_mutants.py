@@ -386,4 +386,11 @@ MUTANTS = [
         "photographs of telephones that have a second picture are refused as animated",
         IMAGE_TESTS,
     ),
+    Mutant(
+        EMBEDDING,
+        '("document", "passage")',
+        '("passage", "document")',
+        "documents have the prompt for passages although the model has one for documents",
+        EMBEDDING_TESTS,
+    ),
 ]

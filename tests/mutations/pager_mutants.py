@@ -259,4 +259,10 @@ MUTANTS = [
         "",
         "pages that were restored count as spilled for ever",
     ),
+    Mutant(
+        PREFIX,
+        "_SPAN.pack(image.position - start, image.tokens) + image.digest",
+        "_SPAN.pack(image.position, image.tokens) + image.digest",
+        "the keys of pages with images are not those that other processes compute",
+    ),
 ]

@@ -287,6 +287,16 @@ def test_only_keys_of_pages_with_tokens_of_an_image_depend_on_it() -> None:
     assert not {key for key, _, _ in plain} & {key for key, _, _ in other}
 
 
+def test_keys_of_pages_with_images_are_those_that_other_processes_compute() -> None:
+    """The image begins in the second page and ends in the third: its place is counted from the first token of each."""
+    cat = Image(6, 3, b"cat" * 10)
+    (first, *_), (second, _, images), (_, _, rest) = prefix.page_keys(b"root", [*PROMPT, 1, 2, 3], 4, 0, 3, (cat,))
+    assert images == sha256((2).to_bytes(8, "little") + (3).to_bytes(8, "little") + cat.digest).digest()
+    tokens = b"".join(token.to_bytes(4, "little") for token in PROMPT[4:8])
+    assert second == sha256(first + tokens + images).digest()
+    assert rest == sha256((-2).to_bytes(8, "little", signed=True) + (3).to_bytes(8, "little") + cat.digest).digest()
+
+
 def test_restored_pages_are_found_by_their_images_only(make_harness: MakeHarness) -> None:
     harness, image = make_harness(12, store_pages=12), Image(2, 4, b"cat" * 10)
     table = harness.pager.open(PROMPT, images=(image,))

@@ -196,6 +196,18 @@ async def test_a_vector_model_scores_by_the_cosine_of_query_and_document() -> No
     assert np.allclose(scores[:, 0], rows @ query, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "used"), [({"passage": "p: "}, "p: "), ({"passage": "p: ", "document": "d: "}, "d: ")]
+)
+async def test_documents_of_scores_have_the_prompt_for_documents_or_else_for_passages(
+    prompts: dict[str, str], used: str
+) -> None:
+    encoder = FakeEncoder(msgspec.structs.replace(ENCODER_INFO, prompts=prompts))
+    async with running(encoder) as engine:
+        await values_of(engine, embed("a", query="b"))
+    assert [text.token_ids for text in encoder.batches[0]] == [ids("b"), ids(f"{used}a")]
+
+
 async def test_a_model_with_one_label_scores_pairs() -> None:
     encoder = FakeEncoder(LABELS)
     async with running(encoder) as engine:
