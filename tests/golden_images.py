@@ -26,6 +26,12 @@ class GoldenImages:
     rows: list[Floats]  # of each image, [tokens, hidden]
     logits: Floats  # [tokens of the prompt, vocab]
 
+    def check_logits(self, logits: Floats, tolerance: float) -> None:
+        """Assert that logits differ from those of transformers by `tolerance` of their range at most, and in cosine."""
+        assert np.abs(logits - self.logits).max() <= tolerance * np.ptp(self.logits)
+        cosine = (logits * self.logits).sum() / np.linalg.norm(logits) / np.linalg.norm(self.logits)
+        assert cosine >= 0.999
+
 
 def golden_images(family: str) -> GoldenImages:
     """Return the golden prompt of a family."""

@@ -76,8 +76,8 @@ async def main(options: argparse.Namespace, host: HostProcess) -> None:
     costs: dict[str, list[float]] = {name: [] for name in engines}
     firsts: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(options.rounds + 1):
-        for name, engine in list(engines.items())[:: 1 if turn % 2 else -1]:
-            speed, cost = await tokens_per_second(engine, options, lambda name=name: sum(map(cpu_s, pids[name])))
+        for name in engines if turn % 2 else reversed(engines):
+            speed, cost = await tokens_per_second(engines[name], options, lambda name=name: sum(map(cpu_s, pids[name])))
             if turn:  # the first one warms up
                 speeds[name].append(speed)
                 costs[name].append(cost)
