@@ -337,8 +337,11 @@ def write_case(folder: Path, case: Case) -> None:
     write_golden(folder)
 
 
-def randomise(model: torch.nn.Module, norm_mean: float) -> None:
-    """Set weights larger than an initialisation, so that attention is not uniform and every part changes the logits."""
+def randomise(model: torch.nn.Module, norm_mean: float, attention: float = 1.5) -> None:
+    """Set weights larger than an initialisation, so that attention is not uniform and every part changes the logits.
+
+    Queries and keys have a scale of about `attention`: scores that it squares amplify what is rounded.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)
@@ -351,7 +354,7 @@ def randomise(model: torch.nn.Module, norm_mean: float) -> None:
             elif parameter.ndim == 1:
                 parameter.copy_(0.3 * noise)
             elif "q_proj" in name or "k_proj" in name:
-                parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
+                parameter.copy_(noise * attention / parameter.shape[-1] ** 0.5)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
 

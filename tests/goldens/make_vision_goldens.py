@@ -12,6 +12,8 @@ images.npz with
     rows       float32 [images, placeholders, hidden]: what takes the place of embeddings, from transformers in f32
     logits     float32 [tokens, vocab]
 of a family whose images have any size, pixels_0, rows_0, pixels_1, … instead of pixels and rows.
+
+smolvlm is a whole chat instead, with files of images/, which must be there: tiles.npz has rows and logits alone.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ import numpy as np
 import torch
 import transformers
 from make_goldens import as_transformers_4, randomise
+from make_image_goldens import CHATS, FOLDER, chat, processor_of
+from transformers.image_utils import load_image
+from transformers.processing_utils import ProcessorMixin
 
 SEED = 20261124
 MEAN, STD = (0.4, 0.5, 0.6), (0.3, 0.25, 0.2)
@@ -181,6 +186,22 @@ CASES = {
     ),
 }
 
+SMOLVLM: dict[str, Any] = {  # beside what images/smolvlm/config.json has
+    "text_config": {
+        "model_type": "llama",
+        "vocab_size": 288,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    },
+    "vision_config": {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 72},
+    "pad_token_id": 0,
+}
+
 
 def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
@@ -188,6 +209,9 @@ def main() -> None:
         if name in (sys.argv[2:] or CASES):
             torch.manual_seed(SEED + case.seed)
             write_case(out / name, case)
+    if "smolvlm" in (sys.argv[2:] or ["smolvlm"]):
+        torch.manual_seed(SEED)
+        write_chat(out / "smolvlm", "two")
 
 
 def write_case(folder: Path, case: Case) -> None:
@@ -281,6 +305,34 @@ def write_shapes_golden(folder: Path, case: Case, model: torch.nn.Module, token_
     kinds = (token_ids == case.config["image_token_id"]).int()
     logits = model(input_ids=token_ids, pixel_values=values, image_grid_thw=grid, mm_token_type_ids=kinds).logits[0]
     np.savez_compressed(folder / "images.npz", token_ids=token_ids[0].numpy(), logits=logits.numpy(), **arrays)
+
+
+def write_chat(folder: Path, name: str) -> None:
+    """Write SmolVLM and its answer to a chat of `CHATS`: from files of images to logits, by transformers alone."""
+    shutil.rmtree(folder, ignore_errors=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER / "smolvlm")
+    own = json.loads((FOLDER / "smolvlm" / "config.json").read_text())
+    vision = own["vision_config"] | SMOLVLM["vision_config"]
+    image_token = tokenizer.convert_tokens_to_ids("<image>")
+    config = transformers.SmolVLMConfig(**{**own, **SMOLVLM, "vision_config": vision, "image_token_id": image_token})
+    model = transformers.SmolVLMForConditionalGeneration(config)
+    randomise(model, 1.0, attention=0.7)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    kwargs: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = transformers.SmolVLMForConditionalGeneration.from_pretrained(folder, **kwargs).eval()
+    ProcessorMixin.check_argument_for_proper_class = lambda *_: None  # videos need torchvision
+    processor = processor_of("smolvlm", tokenizer)
+    processor.image_processor.do_rescale = processor.image_processor.do_normalize = True
+    parts, files = CHATS[name]
+    text = tokenizer.apply_chat_template(chat(*parts), tokenize=False, add_generation_prompt=True)
+    images = [load_image(str(FOLDER / "files" / file)) for file in files]
+    inputs = processor(images=images, text=[text], add_special_tokens=False, return_tensors="pt")
+    with torch.no_grad():
+        rows = model.model.get_image_features(inputs["pixel_values"], inputs["pixel_attention_mask"])
+        rows = rows if isinstance(rows, torch.Tensor) else rows.pooler_output
+        logits = model(**inputs).logits[0]
+    np.savez_compressed(folder / "tiles.npz", rows=rows.numpy(), logits=logits.numpy())
 
 
 if __name__ == "__main__":

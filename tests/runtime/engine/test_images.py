@@ -17,6 +17,7 @@ from quire.runtime.engine import input as engine_input
 from quire.runtime.engine.facade import SilentObserver
 from quire.runtime.model import read_spec
 from quire.runtime.model.runner import SamplingSpec
+from quire.runtime.model.vision import packed
 from quire.runtime.workers.engine_link import TO_ENGINE, AddRequests, as_read
 from quire.scheduler import RequestSpec, planning
 
@@ -75,6 +76,19 @@ def test_logits_are_those_of_transformers(
         golden.check_logits(llm.logits(prompt, images), tolerance)
         without = llm.logits(prompt)
         assert np.abs(without - golden.logits).max() > 0.1 * np.ptp(golden.logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_in_q8_changes_no_row_of_logits_much(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text model is in f32: in q8, its own random weights change rows of text alone down to a cosine of 0.994."""
+    monkeypatch.setitem(packed.TOWER_DTYPES, "f32", "q8")
+    monkeypatch.setitem(packed.KEYS_VALUES, "f32", "int8")
+    golden = golden_images(family)
+    with LLM(golden.folder, **OPTIONS) as llm:
+        logits = llm.logits(golden.prompt, golden.images)
+    cosines = (logits * golden.logits).sum(axis=1) / np.linalg.norm(logits, axis=1)
+    cosines /= np.linalg.norm(golden.logits, axis=1)
+    assert 0.999 <= cosines.min() < 0.99999
 
 
 def test_what_follows_images_has_the_logits_of_the_whole_prompt(
