@@ -36,6 +36,7 @@ from .errors import STRUCTURE, BadRequest, HTTPAnswer
 from .exchange import Exchange
 from .fields import KNOWN, Fields, check_model
 from .formats import ChatFormat, CompletionFormat
+from .logprobs import Vocabulary
 from .request_reader import RequestReader
 from .responses import RESPONSE_KNOWN, ResponseFormat, response_call
 from .running import CallRunner, StreamedOutput, WholeOutput
@@ -83,7 +84,8 @@ class Api:
         self._model = model
         self._started = int(time.time())
         self._reader = RequestReader(context, model)
-        self._kept = KeptRequests(context, model, self._reader.bodies)
+        self._vocabulary = Vocabulary(context.engine.token)
+        self._kept = KeptRequests(context, model, self._reader.bodies, self._vocabulary)
         tokens = TokenAnswers(context, self._reader, self._kept)
         self._routes: dict[str, dict[str, Route]] = {
             "/health": {"GET": Route(self._health, needs_key=False)},
@@ -191,7 +193,7 @@ class Api:
         runner = CallRunner(exchange, call, self._context.engine)
         runner.submit(self._context.requests)
         # The engine has checked the number of choices.
-        form = endpoint.form_class(call, self._model, self._context.engine.token)
+        form = endpoint.form_class(call, self._model, self._vocabulary)
         return runner.run(StreamedOutput(exchange, form) if call.stream else WholeOutput(exchange, form))
 
     async def _embed(

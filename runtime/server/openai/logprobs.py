@@ -7,7 +7,7 @@ have no entry; a completion has one entry per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,8 +16,37 @@ from ...engine.text import Token
 
 LEAST = -9999.0  # instead of minus infinity, which JSON does not have
 
-Vocabulary = Callable[[int], Token]
+MAX_KNOWN_TOKENS = 1 << 14
+
+NewT = TypeVar("NewT")
 Columns = Sequence[bytes]
+
+
+class _Known(dict[int, NewT]):
+    """What `make` returns for a token id, made once for the first `limit` ids."""
+
+    def __init__(self, make: Callable[[int], NewT], limit: int = MAX_KNOWN_TOKENS) -> None:
+        super().__init__()
+        self._make = make
+        self._limit = limit
+
+    def __missing__(self, token_id: int) -> NewT:
+        made = self._make(token_id)
+        if len(self) < self._limit:
+            self[token_id] = made
+        return made
+
+
+class Vocabulary:
+    """The tokens of a model, and how answers show them: 21 for each token of an answer with 20 logprobs."""
+
+    def __init__(self, token: Callable[[int], Token]) -> None:
+        self._token = token
+        self.texts = _Known(lambda token_id: _unique_text(token(token_id)))
+        self.entries = _Known(lambda token_id: _entry(token(token_id).data))  # of chats, around the logprob
+
+    def __call__(self, token_id: int) -> Token:
+        return self._token(token_id)
 
 
 class ChatLogprobs:
@@ -26,20 +55,19 @@ class ChatLogprobs:
     def __init__(self, vocabulary: Vocabulary, *, as_ids: bool = False) -> None:
         """With `as_ids`, tokens are named by their ids."""
         self._vocabulary = vocabulary
-        self._as_ids = as_ids
+        self._entries = _ENTRIES_OF_IDS if as_ids else vocabulary.entries
 
     def piece(self, tokens: Iterable[TokenLogprobs]) -> Columns:
         """Return the next tokens of the choice."""
         entries = []
         for each in tokens:
             if not self._vocabulary(each.token_id).is_special:
-                top = [self._entry(other, logprob) for other, logprob in each.top]
-                entries.append(self._entry(each.token_id, each.logprob) | {"top_logprobs": top})
-        return (_fragment(entries),)
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = _id_text(token_id).encode() if self._as_ids else self._vocabulary(token_id).data
-        return {"token": data.decode(errors="replace"), "logprob": max(logprob, LEAST), "bytes": list(data)}
+                shown = [(each.token_id, each.logprob), *each.top]
+                numbers = _fragment([LEAST if logprob < LEAST else logprob for _, logprob in shown]).split(b",")
+                known = [self._entries[token_id] for token_id, _ in shown]
+                own, *top = [begin + number + end for (begin, end), number in zip(known, numbers, strict=True)]
+                entries.append(b'%b,"top_logprobs":[%b]}' % (own[:-1], b",".join(top)))
+        return (b",".join(entries),)
 
     def join(self, pieces: Iterable[Columns]) -> bytes:
         """Return the JSON of the pieces: null without an entry, as in a stream, whose chunks have none then."""
@@ -53,29 +81,27 @@ class CompletionLogprobs:
     def __init__(self, vocabulary: Vocabulary, *, as_ids: bool = False) -> None:
         """With `as_ids`, tokens are named by their ids."""
         self._vocabulary = vocabulary
-        self._as_ids = as_ids
+        self._texts = _TEXTS_OF_IDS if as_ids else vocabulary.texts
         self._num_characters = 0  # that begin in the tokens so far
 
     def first(self, token_id: int) -> Columns:
         """Return the first token of an echoed prompt, which has no probability."""
         self._count(self._vocabulary(token_id))
-        return tuple(map(_fragment, ([self._text(token_id)], [None], [None], [0])))
+        return tuple(map(_fragment, ([self._texts[token_id]], [None], [None], [0])))
 
     def piece(self, tokens: Iterable[TokenLogprobs]) -> Columns:
         """Return the next tokens of the choice."""
+        known = self._texts
         texts, logprobs, tops, offsets = [], [], [], []
         for each in tokens:
-            text = self._text(each.token_id)
+            text = known[each.token_id]
             texts.append(text)
             logprobs.append(max(each.logprob, LEAST))
-            others = {self._text(other): max(logprob, LEAST) for other, logprob in each.top}
+            others = {known[other]: LEAST if logprob < LEAST else logprob for other, logprob in each.top}
             tops.append({text: logprobs[-1]} | others)
             offsets.append(self._num_characters)
             self._count(self._vocabulary(each.token_id))
         return tuple(map(_fragment, (texts, logprobs, tops, offsets)))
-
-    def _text(self, token_id: int) -> str:
-        return _id_text(token_id) if self._as_ids else _unique_text(self._vocabulary(token_id))
 
     def _count(self, token: Token) -> None:
         """Add the characters that begin in the token."""
@@ -91,6 +117,16 @@ class CompletionLogprobs:
 
 def _id_text(token_id: int) -> str:
     return f"token_id:{token_id}"
+
+
+def _entry(data: bytes) -> tuple[bytes, bytes]:
+    """Return what stands before and behind the logprob of a token of a chat."""
+    text, values = (msgspec.json.encode(each) for each in (data.decode(errors="replace"), list(data)))
+    return b'{"token":%b,"logprob":' % text, b',"bytes":%b}' % values
+
+
+_TEXTS_OF_IDS = _Known(_id_text, limit=0)
+_ENTRIES_OF_IDS = _Known(lambda token_id: _entry(_id_text(token_id).encode()), limit=0)
 
 
 def _unique_text(token: Token) -> str:
@@ -120,9 +156,5 @@ def _fragment(values: object) -> bytes:
 
 
 def _joined(pieces: Iterable[Columns], num_columns: int) -> list[bytes]:
-    columns: list[list[bytes]] = [[] for _ in range(num_columns)]
-    for piece in pieces:
-        for column, fragment in zip(columns, piece, strict=True):
-            if fragment:
-                column.append(fragment)
-    return [b",".join(column) for column in columns]
+    columns = [b",".join(filter(None, column)) for column in zip(*pieces, strict=True)]
+    return columns or [b""] * num_columns

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from encodings.utf_8 import IncrementalDecoder
 from typing import Any
 
 import msgspec
 
 from ...common.types import OutputChunk, TokenLogprobs
-from .logprobs import LEAST, Vocabulary
+from ...engine.text import Token
+from .logprobs import LEAST
 
 _encode = msgspec.json.encode
 
@@ -18,7 +19,7 @@ class PromptPart:
     """The prompt at the start of one output: its logprobs in vLLM's form, and what follows it."""
 
     def __init__(
-        self, token_ids: Sequence[int], vocabulary: Vocabulary, num_shown: int, num_logprobs: int | None
+        self, token_ids: Sequence[int], vocabulary: Callable[[int], Token], num_shown: int, num_logprobs: int | None
     ) -> None:
         """Show `num_shown` alternatives of each prompt token, `num_logprobs` of each output token (None: nothing)."""
         self.num_logprobs = num_logprobs

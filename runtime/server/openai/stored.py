@@ -31,6 +31,7 @@ from .fields import Fields
 from .formats import Format
 from .json_body import BodyReader
 from .kept_reader import KeptReader
+from .logprobs import Vocabulary
 from .responses import ResponseFormat, Status, input_items, listed_items
 from .running import CallOutput, StreamedOutput, WholeOutput
 
@@ -70,12 +71,13 @@ class Endpoint(NamedTuple):
 class KeptRequests:
     """Answers requests whose output is kept, and those that ask for it again."""
 
-    def __init__(self, context: AppContext, model: str, bodies: BodyReader) -> None:
+    def __init__(self, context: AppContext, model: str, bodies: BodyReader, vocabulary: Vocabulary) -> None:
         self._bodies = bodies
         self._replays = context.replays
         self._log = context.requests.log
         self._engine = context.engine
         self._model = model
+        self._vocabulary = vocabulary
 
     def submit(
         self, exchange: Exchange, endpoint: Endpoint, call: Call, key: str | None, stored: ToStore | None
@@ -243,7 +245,7 @@ class KeptRequests:
 
     def _form(self, endpoint: Endpoint, call: Call, buffer: ReplayBuffer) -> Format:
         named = replace(call, name=buffer.name, created_s=buffer.created_s)
-        return endpoint.form_class(named, self._model, self._engine.token)
+        return endpoint.form_class(named, self._model, self._vocabulary)
 
 
 def idempotency_key(headers: Mapping[str, bytes]) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from quire.runtime.server.openai.calls import Call
 from quire.runtime.server.openai.choices import Choice
 from quire.runtime.server.openai.exchange import Exchange
 from quire.runtime.server.openai.formats import ChatFormat
-from quire.runtime.server.openai.logprobs import ChatLogprobs, CompletionLogprobs
+from quire.runtime.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, Vocabulary
 from quire.runtime.server.openai.prompt_logprobs import PromptPart
 from quire.runtime.server.openai.response_items import chat_fields, input_messages
 from quire.runtime.server.openai.responses import ResponseFormat, listed_items
@@ -32,9 +33,13 @@ from quire.runtime.server.send_buffer import SendBuffer
 MARKUP = replace(FAMILIES["hermes"], reasoning=THINK)
 
 
+def vocabulary_of(texts: Sequence[str]) -> Vocabulary:
+    return Vocabulary(lambda token_id: Token(texts[token_id].encode(), is_special=False))
+
+
 def choice_of(*texts: str, end: FinishReason = "stop") -> Choice:
     """Return a choice that has read a token for each text, and then the end."""
-    choice = Choice(ChatLogprobs(lambda token_id: Token(texts[token_id].encode(), is_special=False)))
+    choice = Choice(ChatLogprobs(vocabulary_of(texts)))
     choice.parser = MarkupParser(MARKUP, {})
     for index, text in enumerate(texts):
         logprobs = (TokenLogprobs(index, -float(index)),)
@@ -118,9 +123,32 @@ def test_items_are_listed_in_the_form_of_responses() -> None:
 
 def test_offsets_of_completions_count_characters() -> None:
     texts = ["é", "日", "a"]
-    form = CompletionLogprobs(lambda token_id: Token(texts[token_id].encode(), is_special=False))
+    form = CompletionLogprobs(vocabulary_of(texts))
     shown = json.loads(form.join([form.piece([TokenLogprobs(index, -1.0) for index in range(3)])]))
     assert (shown["tokens"], shown["text_offset"]) == (texts, [0, 1, 2])
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_logprobs_are_the_same_from_known_tokens(as_ids: bool) -> None:
+    texts = [b'"a"\n', b"\xc3", b"\xe6\x97\xa5", b""]
+    known = Vocabulary(lambda token_id: Token(texts[token_id], is_special=False))
+    top = ((0, -0.5), (1, -math.inf), (2, -1e-30), (3, -3.0))
+    tokens = [TokenLogprobs(token_id, -math.inf, top) for token_id in range(4)]
+    names = [f"token_id:{index}".encode() if as_ids else text for index, text in enumerate(texts)]
+    numbers = [-0.5, -9999.0, -1e-30, -3.0]
+    entries = [
+        {"token": name.decode(errors="replace"), "logprob": number, "bytes": list(name)}
+        for name, number in zip(names, numbers, strict=True)
+    ]
+    unique = ["bytes:\\xc3" if name == b"\xc3" else name.decode() for name in names]
+    for _ in range(2):  # then the tokens are known
+        chat = ChatLogprobs(known, as_ids=as_ids)
+        shown = json.loads(chat.join([chat.piece(tokens[:1]), chat.piece(tokens[1:])]))["content"]
+        assert shown == [{**each, "logprob": -9999.0, "top_logprobs": entries} for each in entries]
+        completion = CompletionLogprobs(known, as_ids=as_ids)
+        columns = json.loads(completion.join([completion.piece(tokens[:1]), completion.piece(tokens[1:])]))
+        assert columns["tokens"] == unique
+        assert columns["top_logprobs"] == [{each: -9999.0} | dict(zip(unique, numbers, strict=True)) for each in unique]
 
 
 def test_only_a_rule_named_start_makes_a_grammar_larks() -> None:
@@ -139,10 +167,7 @@ def test_a_prompt_ends_within_the_second_of_two_chunks() -> None:
     assert {key: each["rank"] for key, each in json.loads(part.json())[1].items()} == {"1": 2, "0": 1}
 
 
-def vocabulary(token_id: int) -> Token:
-    return Token(bytes([token_id]), is_special=False)
-
-
+vocabulary = Vocabulary(lambda token_id: Token(bytes([token_id]), is_special=False))
 CALL = Call((GenerateRequest(prompt="p", sampling_params=SamplingParams(logprobs=0)),), True, returns_token_ids=True)
 CHUNK = OutputChunk(
     first_index=0,
