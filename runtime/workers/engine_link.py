@@ -12,6 +12,7 @@ import math
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
@@ -36,7 +37,9 @@ from ..protocol.framing import next_payload, with_prefix
 STATS_INTERVAL_S = 0.25  # each message wakes a process whose CPUs compute
 READ_BYTES = 1 << 16
 PIXELS_MESSAGE_BYTES = 1 << 20
-TURN_S = 0.002  # of handling messages, before other callbacks of the event loop run
+TURN_S = 0.001  # of handling messages, before other callbacks of the event loop run
+PART_S = 0.0005  # of handling a part of a report
+UPDATE_SMOOTHING = 8
 SHARED_FIELDS = ("prompt_token_ids", "images", "echoed")  # of the specs of one request's samples
 
 SpecT = TypeVar("SpecT", bound=RequestSpec | EncodeSpec)
@@ -187,6 +190,15 @@ class StepReport(_Message, tag="REPORT", frozen=True):
     step: StepStats | None = None
     prefilled: tuple[Prefilled, ...] = ()
 
+    def parts(self, num_updates: int) -> list[StepReport]:
+        """Return the report in parts that have at most `num_updates`; what concerns the whole step is in the last."""
+        last = max(0, len(self.updates) - 1) // num_updates * num_updates
+        parts = [
+            StepReport(self.updates[begin : begin + num_updates], self.num_waiting, self.num_steps)
+            for begin in range(0, last, num_updates)
+        ]
+        return [*parts, msgspec.structs.replace(self, updates=self.updates[last:])]
+
 
 class StatsReport(_Message, tag="STATS", frozen=True):
     """Sent every STATS_INTERVAL_S."""
@@ -277,6 +289,7 @@ class EngineLink(asyncio.Protocol):
     """One end of the link. `receive` gets each message, in order; `lost` is called when the other end is closed.
 
     Of many messages that came together, one turn of the event loop handles what takes `TURN_S`, the next ones the rest.
+    So it is with the updates of one report: outputs with many logprobs take 10 times as long as others.
     """
 
     def __init__(
@@ -293,6 +306,8 @@ class EngineLink(asyncio.Protocol):
         self._encode = msgspec.msgpack.Encoder().encode
         self._pixels = PixelSender()
         self._received = bytearray()
+        self._parts: deque[StepReport] = deque()  # of the last message, received but not handled
+        self._update_s = 0.0  # how long an update takes, a moving average
         self._is_behind = False  # the next turn goes on with what is received
         self._transport: asyncio.Transport | None = None
 
@@ -341,11 +356,14 @@ class EngineLink(asyncio.Protocol):
     def _handle_received(self, limit_s: float) -> None:
         """Handle messages for `limit_s`, and have the next turn go on. An error of `receive` ends the link."""
         self._is_behind = False
-        began_s = time.perf_counter()
+        began_s = now_s = time.perf_counter()
         try:
-            while (payload := next_payload(self._received)) is not None:
-                self.receive(self._decode(payload))
-                if time.perf_counter() - began_s > limit_s:
+            while (message := self._next_message()) is not None:
+                self.receive(message)
+                before_s, now_s = now_s, time.perf_counter()
+                if isinstance(message, StepReport) and message.updates:
+                    self._update_s += ((now_s - before_s) / len(message.updates) - self._update_s) / UPDATE_SMOOTHING
+                if now_s - began_s > limit_s:
                     self._is_behind = True
                     asyncio.get_running_loop().call_soon(self._handle_received, limit_s)
                     return
@@ -353,3 +371,17 @@ class EngineLink(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.abort()
             raise
+
+    def _next_message(self) -> ToEngine | FromEngine | None:
+        """Return the next message or part of one; None if the rest is not complete."""
+        if self._parts:
+            return self._parts.popleft()
+        payload = next_payload(self._received)
+        if payload is None:
+            return None
+        message = self._decode(payload)
+        if isinstance(message, StepReport) and len(message.updates) * self._update_s > PART_S:
+            first, *others = message.parts(max(1, int(PART_S / self._update_s)))
+            self._parts.extend(others)
+            return first
+        return message

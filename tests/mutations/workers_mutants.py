@@ -393,6 +393,12 @@ MUTANTS = [
     ),
     Mutant(
         LINK,
+        "            self._parts.extend(others)\n            return first",
+        "            return message",
+        "an engine's report of many logprobs delays all clients",
+    ),
+    Mutant(
+        LINK,
         "        self._handle_received(math.inf)\n",
         "        self._handle_received(TURN_S)\n",
         "the last messages of a process that exits come after its end",

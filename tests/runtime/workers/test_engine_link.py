@@ -12,7 +12,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from quire.runtime.common.types import SamplingParams
+from quire.runtime.engine import Prefilled
 from quire.runtime.model.runner import SamplingSpec
 from quire.runtime.protocol.framing import with_prefix
 from quire.runtime.workers import engine_link
@@ -144,6 +146,43 @@ async def test_messages_that_came_together_are_handled_over_several_turns(monkey
     await lost.wait()
     assert [each for each in seen if each != "another callback"] == reports
     link.close()
+
+
+async def test_a_report_that_takes_long_is_handled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_link, "TURN_S", -1.0)
+    monkeypatch.setattr(engine_link, "PART_S", 0.0)  # one update takes longer
+    ours, theirs = socket.socketpair()
+    loop, seen, lost = asyncio.get_running_loop(), list[object](), asyncio.Event()
+
+    def receive(report: StepReport) -> None:
+        seen.append(report)
+        loop.call_soon(seen.append, "another callback")
+
+    updates = [RequestUpdate(number, (SampledToken(0, number),)) for number in range(4)]
+    first, report = StepReport((updates[0],), 1, 1), StepReport(tuple(updates[1:]), 5, 2, None, (Prefilled(9, 8),))
+    theirs.sendall(b"".join(with_prefix(ENCODE(each)) for each in (first, report)))
+    link = await EngineLink.open(ours, FROM_ENGINE, receive, lost.set)
+    while len(seen) < 2 * len(updates):
+        await asyncio.sleep(0)
+    parts = [first, *[StepReport((each,), 5, 2) for each in updates[1:3]], replace(report, updates=(updates[3],))]
+    assert seen == [each for part in parts for each in (part, "another callback")]
+    seen.clear()
+    theirs.sendall(with_prefix(ENCODE(report)))
+    theirs.close()
+    await lost.wait()
+    assert [each for each in seen if isinstance(each, StepReport)] == parts[1:], "before the end"
+    link.close()
+
+
+@pytest.mark.parametrize(
+    ("num_updates", "sizes"), [(1, [1, 1, 1, 1, 1]), (2, [2, 2, 1]), (4, [4, 1]), (5, [5]), (9, [5])]
+)
+def test_parts_of_a_report_have_every_update_once(num_updates: int, sizes: list[int]) -> None:
+    report = StepReport(tuple(map(RequestUpdate, range(5))), 1, 2, None, (Prefilled(9, 8),))
+    parts = report.parts(num_updates)
+    assert [len(part.updates) for part in parts] == sizes
+    assert [update for part in parts for update in part.updates] == list(report.updates)
+    assert [part.prefilled for part in parts] == [*[()] * (len(parts) - 1), report.prefilled]
 
 
 async def test_what_was_sent_before_a_close_is_received_although_a_write_fails_first() -> None:
