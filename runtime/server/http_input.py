@@ -21,26 +21,28 @@ _BLANKS = re.compile(rb"(?<![ \t\r\n])[ \t\r\n]{256}")
 
 def can_answer(data: bytearray, max_bytes: int) -> bool:
     """Return whether the first bytes of a connection are a whole head, or what no head begins with."""
-    return bool(
-        _END_OF_HEAD.search(data)
-        or len(data) > max_bytes
-        or data[0] <= ord(" ")  # no line of a request begins with this
-        or data.count(b"\n") > MAX_HEAD_LINES
-        or _IN_NO_LINE.search(data)
-    )
+    no_request = data[0] <= ord(" ")  # no line of one begins with this
+    return no_request or _END_OF_HEAD.search(data) is not None or _fault(data, max_bytes) is not None
 
 
 def check_head(http: h11.Connection, max_bytes: int) -> None:
     """Raise RemoteProtocolError unless h11 may parse what it has: a head, or the beginning of one."""
     data = http.trailing_data[0]
     end = _END_OF_HEAD.search(data, 0, max_bytes)
-    head = data if end is None else data[: end.end()]
+    fault = _fault(data if end is None else data[: end.end()], max_bytes)
+    if fault is not None:
+        raise h11.RemoteProtocolError(*fault)
+
+
+def _fault(head: bytes | bytearray, max_bytes: int) -> tuple[str, int] | None:
+    """Return why h11 may not parse a head, or the beginning of one, and the status of the answer."""
     if len(head) > max_bytes:
-        raise h11.RemoteProtocolError(f"a head has at most {max_bytes} bytes", error_status_hint=431)
+        return f"a head has at most {max_bytes} bytes", 431
     if head.count(b"\n") > MAX_HEAD_LINES:
-        raise h11.RemoteProtocolError(f"a head has at most {MAX_HEAD_LINES} lines", error_status_hint=431)
+        return f"a head has at most {MAX_HEAD_LINES} lines", 431
     if _IN_NO_LINE.search(head):
-        raise h11.RemoteProtocolError("a head has characters that no line may have")
+        return "a head has characters that no line may have", 400
+    return None
 
 
 def check_chunks(http: h11.Connection) -> None:

@@ -184,7 +184,7 @@ class SendBuffer:
             if self._writer.is_closing():
                 self._block()
                 break
-            piece = bytes(self._unsent[:WRITE_BYTES])
+            piece = bytes(self._unsent if len(self._unsent) <= WRITE_BYTES else self._unsent[:WRITE_BYTES])
             del self._unsent[: len(piece)]
             self._writer.write(piece)
             if self._writer.transport.get_write_buffer_size():

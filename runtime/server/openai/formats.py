@@ -5,7 +5,7 @@ An event is bytes that are made once per request, around the text of the chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +30,9 @@ class Format:
     id_prefix: bytes
     object_name: bytes
     chunk_name: bytes
+    text_begin: bytes  # around the text of a chunk
+    text_end: bytes
+    no_text: bytes  # of a chunk without any
     held_bytes = 0  # of earlier events that the last ones of a stream repeat
 
     def __init__(self, call: Call, model: str, vocabulary: Vocabulary) -> None:
@@ -46,6 +49,9 @@ class Format:
         self._returns_timings = call.returns_timings
         self._event_end = (b'],"usage":null}' if call.include_usage else b"]}") + END_OF_EVENT
         self._choice_heads = [self._event_head + b'{"index":%d,' % index for index in range(call.num_choices)]
+        self._text_heads = [head + self.text_begin for head in self._choice_heads]
+        self._text_end = self.text_end + b',"logprobs":'
+        self._choice_end = b',"finish_reason":null}' + self._event_end
         self._returns_token_ids, self._shows_stop_reason = call.returns_token_ids, call.shows_stop_reason
         has_logprobs, as_ids = call.params.logprobs is not None, call.shows_tokens_as_ids
         self.choices = [
@@ -62,7 +68,7 @@ class Format:
         choices = b",".join(
             self._whole_choice(index, choice)
             + (b"" if choice.prompt is None else b',"prompt_logprobs":' + choice.prompt.json())
-            + self._token_ids(choice.token_ids)
+            + self._token_ids(list(choice.token_ids))
             + self._stop_reason(choice)
             + b"}"
             for index, choice in enumerate(self.choices)
@@ -79,7 +85,7 @@ class Format:
         deltas, piece = choice.read(chunk)
         events = self._delta_events(index, deltas, piece, chunk.token_ids)
         if chunk.finish_reason is not None:
-            end = self._no_delta() + b',"logprobs":null,"finish_reason":"%b"' % self._finish_reason(choice)
+            end = self.no_text + b',"logprobs":null,"finish_reason":"%b"' % self._finish_reason(choice)
             events += self._choice_heads[index] + end + self._stop_reason(chunk) + b"}" + self._event_end
         return events
 
@@ -112,21 +118,21 @@ class Format:
     ) -> bytes:
         """Return the events of what a chunk adds to a choice."""
         if deltas or (piece is not None and any(piece)) or (self._returns_token_ids and token_ids):
-            return self._text_event(index, "".join(delta.text for delta in deltas), piece, token_ids)
+            return self._text_event(index, "".join([delta.text for delta in deltas]), piece, token_ids)
         return b""
 
     def _finish_reason(self, choice: Choice) -> bytes:
         return choice.finish_reason.encode()
 
-    def _text_event(self, index: int, text: str, piece: Columns | None, token_ids: Iterable[int] = ()) -> bytes:
+    def _text_event(self, index: int, text: str, piece: Columns | None, token_ids: Sequence[int] = ()) -> bytes:
         form = self.choices[index].logprobs
         logprobs = b"null" if piece is None or form is None else form.join((piece,))
-        shown = self._delta(_encode(text)) + b',"logprobs":' + logprobs + b',"finish_reason":null'
-        return self._choice_heads[index] + shown + self._token_ids(token_ids) + b"}" + self._event_end
+        ids = self._token_ids(token_ids) if self._returns_token_ids else b""
+        return b"".join((self._text_heads[index], _encode(text), self._text_end, logprobs, ids, self._choice_end))
 
-    def _token_ids(self, token_ids: Iterable[int]) -> bytes:
+    def _token_ids(self, token_ids: Sequence[int]) -> bytes:
         """Return vLLM's field of a choice, if the request asks for it."""
-        return b',"token_ids":' + _encode(list(token_ids)) if self._returns_token_ids else b""
+        return b',"token_ids":' + _encode(token_ids) if self._returns_token_ids else b""
 
     def _stop_reason(self, ended: Choice | OutputChunk) -> bytes:
         """Return vLLM's field of a choice that has ended, if the request has fields that OpenAI does not have."""
@@ -139,12 +145,6 @@ class Format:
         """Return the fields of a choice, without the last bracket."""
         raise NotImplementedError
 
-    def _delta(self, text: bytes) -> bytes:
-        raise NotImplementedError
-
-    def _no_delta(self) -> bytes:
-        raise NotImplementedError
-
 
 class ChatFormat(Format):
     """`chat.completion` and `chat.completion.chunk`."""
@@ -152,6 +152,7 @@ class ChatFormat(Format):
     id_prefix = b"chatcmpl-"
     object_name = b"chat.completion"
     chunk_name = b"chat.completion.chunk"
+    text_begin, text_end, no_text = b'"delta":{"content":', b"}", b'"delta":{}'
 
     def opening(self) -> bytes:
         """Return the role of every choice, in order: openai-python appends to its list of choices."""
@@ -169,7 +170,7 @@ class ChatFormat(Format):
         events = []
         call = choice.num_calls - sum(delta.kind == "call" for delta in deltas) - 1
         if not deltas and self._returns_token_ids and token_ids:  # without text: the content may stay null
-            shown = self._no_delta() + b',"logprobs":null,"finish_reason":null' + self._token_ids(token_ids)
+            shown = self.no_text + b',"logprobs":null,"finish_reason":null' + self._token_ids(token_ids)
             return self._choice_heads[index] + shown + b"}" + self._event_end
         for kind, text in deltas:
             call += kind == "call"
@@ -217,18 +218,13 @@ class ChatFormat(Format):
         form = b'{"index":%d,"message":%b,"logprobs":%b,"finish_reason":"%b"'
         return form % (index, _encode(message), choice.whole_logprobs(), self._finish_reason(choice))
 
-    def _delta(self, text: bytes) -> bytes:
-        return b'"delta":{"content":' + text + b"}"
-
-    def _no_delta(self) -> bytes:
-        return b'"delta":{}'
-
 
 class CompletionFormat(Format):
     """`text_completion`, whole and as a chunk."""
 
     id_prefix = b"cmpl-"
     object_name = chunk_name = b"text_completion"
+    text_begin, text_end, no_text = b'"text":', b"", b'"text":""'
 
     def _logprobs(self, vocabulary: Vocabulary, as_ids: bool) -> CompletionLogprobs:
         return CompletionLogprobs(vocabulary, as_ids=as_ids)
@@ -237,12 +233,6 @@ class CompletionFormat(Format):
         form = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":"%b"'
         text = _encode("".join(choice.texts))
         return form % (index, text, choice.whole_logprobs(), choice.finish_reason.encode())
-
-    def _delta(self, text: bytes) -> bytes:
-        return b'"text":' + text
-
-    def _no_delta(self) -> bytes:
-        return b'"text":""'
 
 
 def _reasoning(text: str) -> dict[str, str]:
