@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..config_json import ConfigTable
-from .spec import BertSpec, Pooling, Projection
+from .spec import BertSpec, MlpActivation, Pooling, Projection
 
 Name = TypeVar("Name", bound=str)
+
+GATED_ACTIVATIONS: dict[str, MlpActivation] = {  # of an MLP with a gate
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from ..config_json import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable, num_layers, read_head_dim
 from ..config_rope import rope_of
 from ..spec import Rope
-from .bert import ACTIVATIONS
-from .family import EncoderFamily, read_named
+from .family import GATED_ACTIVATIONS, EncoderFamily, read_named
 from .spec import Activation, BertSpec, EncoderNames, Pooling, Projection
 
 KINDS = ("full_attention", "sliding_attention")
@@ -34,7 +33,7 @@ def read_modernbert(config: ConfigTable) -> BertSpec:
     kinds = _kinds(config, layers)
     thetas = {kind: _rope(config, kind) for kind in KINDS}
     window = config.integer("local_attention", 2, MAX_POSITIONS, 128) // 2
-    attention_bias = config.flag("attention_bias", False)
+    attention_bias, mlp_bias = config.flag("attention_bias", False), config.flag("mlp_bias", False)
     return BertSpec(
         family="modernbert",
         vocab_size=config.integer("vocab_size", 1, MAX_VOCAB),
@@ -45,14 +44,15 @@ def read_modernbert(config: ConfigTable) -> BertSpec:
         intermediate_size=config.integer("intermediate_size", 1, MAX_WIDTH),
         norm_eps=config.positive("norm_eps", 1e-5),
         max_position_embeddings=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
-        activation=read_named(config, "hidden_activation", ACTIVATIONS, "gelu"),
+        activation=read_named(config, "hidden_activation", GATED_ACTIVATIONS, "gelu"),
         gated=True,
         ropes=tuple(thetas[kind] for kind in kinds),
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
         pre_norms=True,
         qkv_bias=attention_bias,
         o_bias=attention_bias,
-        mlp_bias=config.flag("mlp_bias", False),
+        up_bias=mlp_bias,
+        down_bias=mlp_bias,
         norm_bias=config.flag("norm_bias", False),
         names=NAMES,
     )

@@ -64,7 +64,8 @@ def read_nomic_bert(config: ConfigTable) -> BertSpec:
         windows=(0,) * layers,
         qkv_bias=False,
         o_bias=False,
-        mlp_bias=False,
+        up_bias=False,
+        down_bias=False,
         names=NAMES,
     )
 

@@ -16,6 +16,7 @@ from ..weights.tensors import check_built
 from .bert import BERT, CAMEMBERT, ROBERTA, XLM_ROBERTA
 from .distilbert import DISTILBERT
 from .family import EncoderFamily
+from .gte import GTE, SNOWFLAKE_GTE
 from .modernbert import MODERNBERT
 from .mpnet import MPNET
 from .nomic_bert import NOMIC_BERT
@@ -33,7 +34,7 @@ from .spec import ANSWER, AnswerRows, BertSpec, EncoderSpec, Pooling, Projection
 from .tensors import EncoderTensors
 from .weights import build_encoder_weights
 
-ENCODERS = (BERT, DISTILBERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, MODERNBERT, MPNET, NOMIC_BERT)
+ENCODERS = (BERT, DISTILBERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, MODERNBERT, MPNET, NOMIC_BERT, GTE, SNOWFLAKE_GTE)
 CLASSIFIER = "ForSequenceClassification"
 CAUSAL = "ForCausalLM"
 BIDIRECTIONAL = "use_bidirectional_attention"  # of EmbeddingGemma

@@ -55,6 +55,7 @@ class BertSpec:
     max_position_embeddings: int  # tokens of the longest text
     activation: MlpActivation
     gated: bool = False  # the MLP is down(activation(gate(x)) * up(x)), not down(activation(up(x)))
+    up_first: bool = False  # a tensor with gate and up has up above
     num_positions: int = 0  # rows of the table of learned positions; 0: none
     first_position: int = 0  # the row of a text's first token
     num_types: int = 0  # rows of the table of token types; 0: none
@@ -65,7 +66,8 @@ class BertSpec:
     pre_norms: bool = False  # norms are before attention and MLP, and at the end; not after the residual additions
     qkv_bias: bool = True
     o_bias: bool = True
-    mlp_bias: bool = True
+    up_bias: bool = True
+    down_bias: bool = True
     norm_bias: bool = True
     names: EncoderNames = EncoderNames()
 

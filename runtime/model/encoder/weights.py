@@ -128,7 +128,7 @@ def build_layer(spec: BertSpec, layer: int, dtype: PackedDtype, factory: WeightF
         next_norm = f"{names.layer.format(layer + 1)}{names.attention_norm}"
         after_attention, after_mlp = after_mlp, names.final_norm if is_last else next_norm
     qkv, o, down = stacked(names.qkv, (heads,) * 3), stacked((names.o,), (hidden,)), stacked((names.down,), (hidden,))
-    up = interleaved(names.up, intermediate) if spec.gated else stacked(names.up, (intermediate,))
+    up = interleaved(names.up, intermediate, spec.up_first) if spec.gated else stacked(names.up, (intermediate,))
     up_size = 2 * padded(intermediate) if spec.gated else intermediate
     return BertLayerWeights(
         qkv=matrix(3 * heads, hidden, qkv),
@@ -137,9 +137,9 @@ def build_layer(spec: BertSpec, layer: int, dtype: PackedDtype, factory: WeightF
         o_bias=bias(spec.o_bias, hidden, o),
         attention_norm=norm(after_attention),
         up=matrix(up_size, hidden, up),
-        up_bias=bias(spec.mlp_bias, up_size, up),
+        up_bias=bias(spec.up_bias, up_size, up),
         down=matrix(hidden, intermediate, down),
-        down_bias=bias(spec.mlp_bias, hidden, down),
+        down_bias=bias(spec.down_bias, hidden, down),
         mlp_norm=norm(after_mlp),
     )
 

@@ -112,10 +112,13 @@ def stacked(names: Sequence[str], sizes: Sequence[int]) -> list[Part]:
     return [Part(name, (size,), start=start) for name, size, start in zip(names, sizes, starts, strict=True)]
 
 
-def interleaved(names: Sequence[str], size: int) -> list[Part]:
-    """Return the parts of a matrix of gate and up, `size` columns each, 16 of one and 16 of the other in turn."""
+def interleaved(names: Sequence[str], size: int, up_first: bool = False) -> list[Part]:
+    """Return the parts of a matrix of gate and up, `size` columns each, 16 of one and 16 of the other in turn.
+
+    With `up_first`, a tensor that has both has up above.
+    """
     if len(names) == 1:
-        return [Part(names[0], (2 * size,), phase * size, size, interleave=phase) for phase in (0, 1)]
+        return [Part(names[0], (2 * size,), (phase ^ up_first) * size, size, interleave=phase) for phase in (0, 1)]
     return [Part(name, (size,), interleave=phase) for phase, name in enumerate(names)]
 
 

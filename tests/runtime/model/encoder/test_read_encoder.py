@@ -69,6 +69,7 @@ def test_heads_for_scores() -> None:
     assert {name: (spec.num_labels, spec.score_activation) for name, spec in found.items()} == {
         "bert_scores": (1, "identity"),
         "distilbert_scores": (2, "identity"),
+        "gte_scores": (3, "identity"),
         "modernbert_scores": (3, "identity"),
         "qwen3_answer": (1, "sigmoid"),
         "qwen3_scores": (2, "identity"),
@@ -143,6 +144,16 @@ def test_nomics_own_config(encoder_folder: Copy) -> None:
         read_encoder(folder)
 
 
+def test_snowflakes_copy_of_gte(encoder_folder: Copy) -> None:
+    expected = bert_of(FOLDER / "gte")
+    copy = encoder_folder("gte", edited(architectures=["GteModel"], model_type="gte"))
+    assert bert_of(copy) == expected
+    config = json.loads((copy / "config.json").read_text())
+    del config["architectures"]
+    (copy / "config.json").write_text(json.dumps({**config, "rope_scaling": None}))
+    assert [rope and rope.theta for rope in bert_of(copy).ropes] == [500_000.0] * 2
+
+
 def test_the_pooling_of_older_versions(encoder_folder: Copy) -> None:
     def edit(config: Any) -> None:
         config.clear()
@@ -175,6 +186,7 @@ def test_without_modules_rows_are_averaged(encoder_folder: Copy) -> None:
         ("bert", "config.json", edited(matryoshka_dimensions=[0]), "matryoshka_dimensions"),
         ("roberta", "config.json", edited(pad_token_id=400), "max_position_embeddings"),
         ("modernbert", "config.json", edited(layer_types=["full_attention"]), "layer_types"),
+        ("modernbert", "config.json", edited(hidden_activation="relu"), "hidden_activation"),
         ("modernbert_scores", "config.json", edited(classifier_pooling="max"), "classifier_pooling"),
         ("modernbert_scores", "config.json", edited(id2label=[1]), "id2label"),
         ("bert", "1_Pooling/config.json", edited(pooling_mode="max"), "pooling_mode"),
@@ -204,6 +216,15 @@ def test_without_modules_rows_are_averaged(encoder_folder: Copy) -> None:
         ("gemma3", "config.json", edited(use_bidirectional_attention="yes"), "use_bidirectional_attention"),
         ("mpnet", "config.json", edited(relative_attention_num_buckets=16), "relative_attention_num_buckets"),
         ("mpnet", "config.json", edited(max_position_embeddings=2), "max_position_embeddings"),
+        ("gte", "config.json", edited(position_embedding_type="absolute"), "position_embedding_type"),
+        ("gte", "config.json", edited(layer_norm_type="rms_norm"), "layer_norm_type"),
+        ("gte", "config.json", edited(logn_attention_scale=True), "logn_attention_scale is true; it must be false"),
+        ("gte", "config.json", edited(pack_qkv=False), "pack_qkv is false; it must be true"),
+        ("gte", "config.json", edited(hidden_act="relu"), "hidden_act"),
+        ("gte", "config.json", edited(rope_scaling={"type": "ntk"}), "rope_scaling.factor is missing"),
+        ("gte", "config.json", edited(rope_scaling={"type": "ntk", "factor": 0.5}), "rope_scaling.factor is 0.5"),
+        ("gte", "config.json", edited(rope_scaling={"type": "ntk", "factor": 2, "mixed_b": 0.6}), "mixed_b"),
+        ("gte", "config.json", edited(rope_scaling={"type": "dynamic", "factor": 2}), "rope_scaling.type"),
         ("distilbert", "config.json", edited(dim=0), "dim is 0"),
         ("distilbert", "config.json", edited(n_heads=3), "dim is 40"),
         ("distilbert", "config.json", edited(activation="tanh"), "activation"),

@@ -1,0 +1,85 @@
+"""GTE 1.5 and multilingual GTE: BERT with rotary embeddings, gated GELU and packed matrices.
+
+Alibaba's own code calls the model `New`, and Snowflake's copy of it `Gte`.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from ..config_json import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable, num_layers, read_head_dim
+from ..config_rope import rope_of
+from ..spec import LinearScaling, Rope
+from .bert import MAX_TYPES
+from .family import GATED_ACTIVATIONS, EncoderFamily, read_named
+from .spec import BertSpec, EncoderNames, Projection
+
+MAX_FACTOR = 1e6
+TEXTS = {"position_embedding_type": "rope", "layer_norm_type": "layer_norm"}  # key -> the only supported value
+FLAGS = {"pack_qkv": True, "logn_attention_scale": False}  # which is the default, too
+NAMES = EncoderNames(
+    qkv=("attention.qkv_proj",),
+    o="attention.o_proj",
+    attention_norm="attn_ln",
+    up=("mlp.up_gate_proj",),
+    down="mlp.down_proj",
+    mlp_norm="mlp_ln",
+)
+
+
+def read_gte(config: ConfigTable) -> BertSpec:
+    """Read a `NewModel`."""
+    for key, text in TEXTS.items():
+        if config.text(key, text) != text:
+            raise config.refused(key, f'"{text}" or absent')
+    for key, flag in FLAGS.items():
+        if config.flag(key, flag) != flag:
+            raise config.refused(key, f"{str(flag).lower()} or absent")
+    layers = num_layers(config)
+    return BertSpec(
+        family="gte",
+        vocab_size=config.integer("vocab_size", 1, MAX_VOCAB),
+        hidden_size=config.integer("hidden_size", 1, MAX_WIDTH),
+        num_layers=layers,
+        num_heads=config.integer("num_attention_heads", 1, MAX_HEADS),
+        head_dim=read_head_dim(config),
+        intermediate_size=config.integer("intermediate_size", 1, MAX_WIDTH),
+        norm_eps=config.positive("layer_norm_eps", 1e-12),
+        max_position_embeddings=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        activation=read_named(config, "hidden_act", GATED_ACTIVATIONS, "gelu"),
+        gated=True,
+        up_first=True,
+        num_types=config.integer("type_vocab_size", 0, MAX_TYPES, 1),
+        ropes=(_rope(config),) * layers,
+        windows=(0,) * layers,
+        up_bias=False,
+        names=NAMES,
+    )
+
+
+def _rope(config: ConfigTable) -> Rope:
+    """Return the rotary embedding. The scaling `ntk` has a larger base and divides all frequencies, at any length."""
+    scaling = config.table("rope_scaling")
+    if scaling.text("type", scaling.text("rope_type", "default")) != "ntk":
+        return rope_of(config, scaling)
+    if scaling.values.get("mixed_b") is not None:
+        raise scaling.refused("mixed_b", "null or absent")
+    factor = scaling.positive("factor")
+    if not 1 <= factor <= MAX_FACTOR:
+        raise scaling.refused("factor", f"from 1 to {MAX_FACTOR:g}")
+    plain = rope_of(config, ConfigTable({}))
+    divisor = Decimal(factor) ** (Decimal(2) / read_head_dim(config))
+    return Rope(plain.theta * factor, LinearScaling(float(divisor)))
+
+
+def read_gte_head(config: ConfigTable, labels: int) -> tuple[Projection, ...]:
+    """Return the layers of a `NewForSequenceClassification`."""
+    hidden = config.integer("hidden_size", 1, MAX_WIDTH)
+    return (
+        Projection(tensor="new.pooler.dense", in_features=hidden, out_features=hidden, activation="tanh"),
+        Projection(tensor="classifier", in_features=hidden, out_features=labels),
+    )
+
+
+GTE = EncoderFamily("New", ("new",), read_gte, read_gte_head, prefix="new.")
+SNOWFLAKE_GTE = EncoderFamily("Gte", ("gte",), read_gte)
