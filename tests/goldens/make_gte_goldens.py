@@ -37,7 +37,8 @@ def main() -> None:
     base = {"architectures": ["NewModel"], "model_type": "new", "type_vocab_size": 0, "rope_theta": 500000}
     base |= {"rope_scaling": {"factor": 2.0, "type": "ntk"}}  # gte-base-en-v1.5
     folder = out / "gte"
-    config, tensors = write_model(folder, base, word_piece(), WORD_PIECE, "")
+    words = word_piece()
+    config, tensors = write_model(folder, base, words, WORD_PIECE, "")
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
     write(
         folder / "modules.json",
@@ -45,19 +46,20 @@ def main() -> None:
     )
     write(folder / "1_Pooling" / "config.json", POOLING)
     write(folder / "sentence_bert_config.json", {"max_seq_length": 280, "do_lower_case": False})
-    write_golden(folder, word_piece(), TEXTS, lambda ids, types: normalize(rows(config, tensors, ids, types)[0], dim=0))
+    write_golden(folder, words, TEXTS, lambda ids, types: normalize(rows(config, tensors, ids, types)[0], dim=0))
 
     scores = {"architectures": ["NewForSequenceClassification"], "model_type": "new", "type_vocab_size": 1}
     scores |= {"rope_theta": 20000, "rope_scaling": {"factor": 8.0, "type": "ntk"}, "num_labels": 3}  # multilingual
     folder = out / "gte_scores"
-    config, tensors = write_model(folder, scores, unigram(), UNIGRAM, "new.")
+    pieces = unigram()
+    config, tensors = write_model(folder, scores, pieces, UNIGRAM, "new.")
 
     def score(ids: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
         first = rows(config, {key.removeprefix("new."): value for key, value in tensors.items()}, ids, types)[0]
         pooled = linear(first, tensors["new.pooler.dense.weight"], tensors["new.pooler.dense.bias"]).tanh()
         return linear(pooled, tensors["classifier.weight"], tensors["classifier.bias"])
 
-    write_golden(folder, unigram(), PAIRS, score)
+    write_golden(folder, pieces, PAIRS, score)
 
 
 def rows(config: dict[str, Any], tensors: Tensors, ids: torch.Tensor, types: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,8 @@ Its config.json is that of transformers 5, or that of the model's own code, whic
 
 from __future__ import annotations
 
+import json
+
 from ..config_json import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable, num_layers, read_head_dim
 from ..config_rope import read_rope
 from .bert import MAX_TYPES
@@ -43,7 +45,7 @@ def read_nomic_bert(config: ConfigTable) -> BertSpec:
     """Read a `NomicBertModel`."""
     for key, value in OWN_VALUES.items():
         if key in config and config.values[key] != value:
-            raise config.refused(key, f"{str(value).lower()} or absent")
+            raise config.refused(key, f"{json.dumps(value)} or absent")
     renamed = {key: config.values[own] for key, own in OWN_NAMES.items() if config.values.get(own) is not None}
     config = ConfigTable({"rope_theta": 1000.0, **renamed, **config.values}, names=_shown(config))
     layers = num_layers(config)

@@ -49,7 +49,8 @@ def is_encoder(path: str | Path) -> bool:
     if is_gguf(path):
         return False
     name = _architecture(read_config(path))
-    return name in _by_architecture() or has_modules(Path(path)) or _decoder(name) is not None
+    is_known = name in _by_architecture() or _decoder(name) is not None
+    return is_known or name.endswith(CLASSIFIER) or has_modules(Path(path))
 
 
 def read_encoder(path: str | Path) -> EncoderSpec:

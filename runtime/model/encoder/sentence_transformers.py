@@ -194,6 +194,8 @@ def read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     config = _read(folder, SETTINGS_FILE)
     if config is None:
         return {}, None
+    if config.values.get("truncate_dim") is not None:
+        raise config.refused("truncate_dim", "null or absent; requests ask for `dimensions`")
     given = config.table("prompts")
     if len(given.values) > MAX_PROMPTS:
         raise UnsupportedModel(f"{SETTINGS_FILE}: prompts has {len(given.values)} entries; at most {MAX_PROMPTS}")

@@ -42,6 +42,10 @@ def test_all_goldens_are_encoders_and_decoders_are_not() -> None:
     assert not is_encoder(FOLDER.parent / "qwen3")
 
 
+def test_an_unknown_classifier_is_refused_as_an_encoder(encoder_folder: Copy) -> None:
+    assert is_encoder(encoder_folder("bert_scores", edited(architectures=["DebertaV2ForSequenceClassification"])))
+
+
 def test_what_a_folder_of_sentence_transformers_means() -> None:
     spec = read_encoder(FOLDER / "bert_dense")
     assert (spec.pooling, spec.normalise, spec.dimensions, spec.hidden_size) == ("first", True, 24, 40)
@@ -206,6 +210,9 @@ def test_without_modules_rows_are_averaged(encoder_folder: Copy) -> None:
         ("bert", "modules.json", lambda modules: modules.clear(), "modules.json must be a list"),
         ("bert", "config_sentence_transformers.json", edited(prompts=[1]), "prompts"),
         ("bert", "config_sentence_transformers.json", edited(default_prompt_name="x"), "default_prompt_name"),
+        ("bert", "config_sentence_transformers.json", edited(truncate_dim=16), "truncate_dim is 16"),
+        ("nomic_bert", "config.json", edited(rotary_scaling_factor=2), "rotary_scaling_factor is 2; it must be null"),
+        ("bert_scores", "config.json", edited(architectures=["DebertaV2ForSequenceClassification"]), "BertModel"),
         ("bert_scores", "config_sentence_transformers.json", edited(activation_fn="os.system"), "activation_fn"),
         ("bert", "sentence_bert_config.json", edited(max_seq_length=0), "max_seq_length"),
         ("qwen3", "config.json", edited(is_causal=False), "is_causal"),
