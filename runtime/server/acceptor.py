@@ -13,6 +13,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Literal, NamedTuple
@@ -23,6 +24,7 @@ from ..common.logs import BoundedLog
 from .tls import TLS
 
 RETRY_S = 0.5  # pause after the system had no descriptor or memory for a connection
+ACCEPTS_S = 0.0002  # in one turn of the event loop; then the next one goes on
 READ_LIMIT = 64 << 10
 FIRST_READ_BYTES = 4 << 10
 LOCAL = "local"  # the address of every client of a unix socket
@@ -180,6 +182,7 @@ class Acceptor:
         self._loop.add_reader(self._listening.fileno(), self._accept)
 
     def _accept(self) -> None:
+        began_s = time.perf_counter()
         for _ in range(self._limits.accepts_per_turn):
             try:
                 accepted, peer = self._listening.accept()
@@ -192,6 +195,8 @@ class Acceptor:
                 return
             accepted.setblocking(False)
             self._admit(accepted, _address(peer))
+            if time.perf_counter() - began_s > ACCEPTS_S:
+                return
 
     def _pause(self, error: OSError) -> None:
         """Leave connections in the system's queue for a while: there is no descriptor or memory for them."""

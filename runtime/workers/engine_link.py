@@ -37,9 +37,8 @@ from ..protocol.framing import next_payload, with_prefix
 STATS_INTERVAL_S = 0.25  # each message wakes a process whose CPUs compute
 READ_BYTES = 1 << 16
 PIXELS_MESSAGE_BYTES = 1 << 20
-TURN_S = 0.001  # of handling messages, before other callbacks of the event loop run
-PART_S = 0.0005  # of handling a part of a report
-UPDATE_SMOOTHING = 8
+TURN_S = 0.001  # of CPU time for messages, before other callbacks of the event loop run
+SMOOTHING = 8  # reports that the mean time of an update follows
 SHARED_FIELDS = ("prompt_token_ids", "images", "echoed")  # of the specs of one request's samples
 
 SpecT = TypeVar("SpecT", bound=RequestSpec | EncodeSpec)
@@ -289,7 +288,7 @@ class EngineLink(asyncio.Protocol):
     """One end of the link. `receive` gets each message, in order; `lost` is called when the other end is closed.
 
     Of many messages that came together, one turn of the event loop handles what takes `TURN_S`, the next ones the rest.
-    So it is with the updates of one report: outputs with many logprobs take 10 times as long as others.
+    A report that takes longer is divided: an update with many logprobs takes several times as long as another.
     """
 
     def __init__(
@@ -306,8 +305,8 @@ class EngineLink(asyncio.Protocol):
         self._encode = msgspec.msgpack.Encoder().encode
         self._pixels = PixelSender()
         self._received = bytearray()
-        self._parts: deque[StepReport] = deque()  # of the last message, received but not handled
-        self._update_s = 0.0  # how long an update takes, a moving average
+        self._waiting: deque[ToEngine | FromEngine] = deque()  # parts of the last message, or that message
+        self._update_s = 0.0  # CPU time that an update takes, a moving average
         self._is_behind = False  # the next turn goes on with what is received
         self._transport: asyncio.Transport | None = None
 
@@ -356,32 +355,36 @@ class EngineLink(asyncio.Protocol):
     def _handle_received(self, limit_s: float) -> None:
         """Handle messages for `limit_s`, and have the next turn go on. An error of `receive` ends the link."""
         self._is_behind = False
-        began_s = now_s = time.perf_counter()
+        began_s = now_s = time.thread_time()
         try:
             while (message := self._next_message()) is not None:
-                self.receive(message)
-                before_s, now_s = now_s, time.perf_counter()
-                if isinstance(message, StepReport) and message.updates:
-                    self._update_s += ((now_s - before_s) / len(message.updates) - self._update_s) / UPDATE_SMOOTHING
-                if now_s - began_s > limit_s:
+                if now_s > began_s and now_s - began_s + self._expected_s(message) > limit_s:
+                    self._waiting.appendleft(message)
                     self._is_behind = True
                     asyncio.get_running_loop().call_soon(self._handle_received, limit_s)
                     return
+                self.receive(message)
+                before_s, now_s = now_s, time.thread_time()
+                if isinstance(message, StepReport) and message.updates:
+                    self._update_s += ((now_s - before_s) / len(message.updates) - self._update_s) / SMOOTHING
         except Exception:
             if self._transport is not None:
                 self._transport.abort()
             raise
 
     def _next_message(self) -> ToEngine | FromEngine | None:
-        """Return the next message or part of one; None if the rest is not complete."""
-        if self._parts:
-            return self._parts.popleft()
+        """Return the next message, or the first part of one that takes long; None if the rest is not complete."""
+        if self._waiting:
+            return self._waiting.popleft()
         payload = next_payload(self._received)
         if payload is None:
             return None
         message = self._decode(payload)
-        if isinstance(message, StepReport) and len(message.updates) * self._update_s > PART_S:
-            first, *others = message.parts(max(1, int(PART_S / self._update_s)))
-            self._parts.extend(others)
+        if isinstance(message, StepReport) and self._expected_s(message) > TURN_S:
+            first, *others = message.parts(max(1, int(TURN_S / self._update_s)))
+            self._waiting.extend(others)
             return first
         return message
+
+    def _expected_s(self, message: ToEngine | FromEngine) -> float:
+        return len(message.updates) * self._update_s if isinstance(message, StepReport) else 0.0

@@ -1075,6 +1075,13 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/server/openai/connection.py",
+        "                        await self._api.turns.take()\n",
+        "                        pass\n",
+        "heads that come together are all parsed in one turn of the event loop",
+        "tests/runtime/server/test_openai_connection.py",
+    ),
+    Mutant(
+        "runtime/server/openai/connection.py",
         "        finally:\n            self._pending_input.set_frame_bytes(0)\n",
         "",
         "a body counts as pending input as long as its connection is open",

@@ -387,13 +387,13 @@ MUTANTS = [
     ),
     Mutant(
         LINK,
-        "if time.perf_counter() - began_s > limit_s:",
+        "if now_s > began_s and now_s - began_s + self._expected_s(message) > limit_s:",
         "if False:",
         "a burst of the engine's messages delays all clients",
     ),
     Mutant(
         LINK,
-        "            self._parts.extend(others)\n            return first",
+        "            self._waiting.extend(others)\n            return first",
         "            return message",
         "an engine's report of many logprobs delays all clients",
     ),

@@ -21,6 +21,7 @@ from ..pages import PAGE_HEADERS, PageFile, read_page
 from ..request_handler import AppContext
 from ..request_log import quire_error
 from ..stored_index import ToStore
+from ..tenants import Turns
 from .calls import Call, chat_call, completion_call
 from .embeddings import (
     EMBEDDING_FIELDS,
@@ -83,6 +84,7 @@ class Api:
         self._readiness = readiness
         self._model = model
         self._started = int(time.time())
+        self.turns = Turns()  # of connections, each of which begins a request
         self._reader = RequestReader(context, model)
         self._vocabulary = Vocabulary(context.engine.token)
         self._kept = KeptRequests(context, model, self._reader.bodies, self._vocabulary)

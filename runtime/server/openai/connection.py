@@ -203,6 +203,8 @@ class HTTPConnection:
         try:
             async with asyncio.timeout_at(awaited_since + (head_s if is_begun else silence_s)) as limit:
                 while True:
+                    if self._http.trailing_data[0]:
+                        await self._api.turns.take()
                     check_head(self._http, MAX_HEAD_BYTES)
                     event = self._http.next_event()
                     if isinstance(event, h11.Request):

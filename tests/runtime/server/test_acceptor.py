@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from quire.runtime.common.logs import MAX_LINES
+from quire.runtime.server import acceptor
 from quire.runtime.server.acceptor import AcceptedConnection, Acceptor, ConnectionLimits, _address
 from quire.runtime.server.listen import ListeningSocket, listen_tcp, listen_unix
 from quire.runtime.server.tls import TLS
@@ -180,6 +181,19 @@ async def test_few_connections_are_accepted_per_turn_of_the_event_loop(start: St
         await asyncio.sleep(0)
         num_open.append(port.acceptor.num_open)
     assert max(after - before for before, after in itertools.pairwise(num_open)) == 2
+
+
+async def test_accepts_that_take_long_leave_the_rest_to_the_next_turn(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acceptor, "ACCEPTS_S", -1.0)  # one takes longer
+    port = await start(50, 50, 50, 4)
+    port.clients = [socket.create_connection(port.address) for _ in range(6)]  # without a turn of the event loop
+    num_open = [0]
+    while num_open[-1] < 6:
+        await asyncio.sleep(0)
+        num_open.append(port.acceptor.num_open)
+    assert max(after - before for before, after in itertools.pairwise(num_open)) == 1
 
 
 async def test_a_failed_tls_handshake_is_counted(start: Start) -> None:

@@ -126,7 +126,7 @@ async def test_messages_arrive_whole_and_in_order_and_then_the_end() -> None:
 
 
 async def test_messages_that_came_together_are_handled_over_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_link, "TURN_S", -1.0)  # one message takes longer
+    monkeypatch.setattr(engine_link, "TURN_S", 0.0)  # one message takes longer
     ours, theirs = socket.socketpair()
     loop, seen, lost = asyncio.get_running_loop(), list[object](), asyncio.Event()
 
@@ -149,8 +149,7 @@ async def test_messages_that_came_together_are_handled_over_several_turns(monkey
 
 
 async def test_a_report_that_takes_long_is_handled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_link, "TURN_S", -1.0)
-    monkeypatch.setattr(engine_link, "PART_S", 0.0)  # one update takes longer
+    monkeypatch.setattr(engine_link, "TURN_S", 0.0)  # one update takes longer
     ours, theirs = socket.socketpair()
     loop, seen, lost = asyncio.get_running_loop(), list[object](), asyncio.Event()
 
