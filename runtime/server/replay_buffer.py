@@ -178,7 +178,8 @@ class ReplayBuffer:
             return decode_chunk(self._chunks[position])
         if self.finish_reason is None:
             return None
-        return msgspec.structs.replace(decode_chunk(self._chunks[-1]), token_ids=(), text="", logprobs=None)
+        last = decode_chunk(self._chunks[-1])
+        return msgspec.structs.replace(last, token_ids=(), text="", logprobs=None, deltas=None)
 
     def fail(self, error: QuireError) -> None:
         """End with `error` now, whatever the engine does."""

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from quire.runtime.common.errors import Overloaded, Unavailable
-from quire.runtime.common.types import SamplingParams
+from quire.runtime.common.types import Delta, SamplingParams
 from quire.runtime.protocol.frames import Cancel, Credit, Done, Error, Frame, Generate, Resume, Tokens
 from quire.runtime.server.request_handler import MAX_SUBSCRIBERS
 from quire.runtime.server.tenants import Tenant, TenantLimits
@@ -80,6 +80,17 @@ async def test_a_stream_resumed_after_its_last_token_still_ends(server: FakeServ
     assert names(frames) == ["Accepted", "Done"]
     assert is_error(await again.ask(Resume(1, 1)), "INVALID_ARGUMENT")
     assert names(await again.ask(Resume(1, 2))) == ["Accepted", "Tokens", "Done"]
+
+
+async def test_a_chat_resumed_after_its_last_token_does_not_get_its_last_deltas_again(server: FakeServer) -> None:
+    peer = await server.connect()
+    await peer.ask(resumable())
+    last = msgspec.structs.replace(chunk(0, last=True), deltas=(Delta("arguments", "}"),))
+    await server.engine.last.put(last)
+    assert [frame.deltas for frame in await peer.received() if isinstance(frame, Tokens)] == [last.deltas]
+    await peer.leave()
+    _, frames = await resume(server, peer, next_index=1)
+    assert names(frames) == ["Accepted", "Done"]
 
 
 async def test_a_bug_is_logged_once_and_reported_as_an_internal_error(
