@@ -171,6 +171,15 @@ async def test_a_bad_image_is_a_400_that_names_the_field(real: Any, image: Any, 
     assert reason in reply.error["message"]
 
 
+async def test_a_bad_image_in_a_response_names_its_own_field(real: Any) -> None:
+    items = [{"type": "input_image", "image_url": url(b"hello")}]
+    body = {"input": [{"role": "user", "content": items}]}
+    for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
+        reply = await ask(real, path, **body)
+        assert (reply.status, reply.error["param"]) == (400, "input")
+        assert reply.error["message"].startswith("input: image 1: it is not a PNG")
+
+
 async def test_images_of_listed_hosts_are_fetched(
     serving: Callable[..., Any], folder: Path, wanted: dict[bytes, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,7 +107,7 @@ def _body(error: QuireError, fields: Collection[str], names: Mapping[str, str]) 
     else:  # the engine's messages about a parameter begin with its name
         first = message.removeprefix("the " if message.startswith("the prompt ") else "")
         first = first.partition(" ")[0].rstrip(":").partition("[")[0]
-        if first in fields or first == STRUCTURE:
+        if first in fields or first in names or first == STRUCTURE:
             param = names.get(first, first)
         if param is not None and first != "prompt":  # which is what the engine makes of messages, too
             message = param + message.removeprefix(first)
