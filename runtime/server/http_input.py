@@ -11,8 +11,8 @@ import h11
 MAX_HEAD_LINES = 256
 PIECE_BYTES = 4 << 10  # of a body in chunks, parsed in one turn of the event loop
 MAX_KEPT_BYTES = 1 << 10  # that h11 keeps of such a body: the beginning of a chunk's line, or the last fields
-MAX_SMALL_CHUNKS = 1024  # of a body; one more for each `CHUNK_BYTES`
-CHUNK_BYTES = 16
+MAX_SMALL_CHUNKS = 1024  # of a body; one more for each `BYTES_PER_CHUNK`
+BYTES_PER_CHUNK = 16
 
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 _IN_NO_LINE = re.compile(rb"[\x00\x0b\x0c]|\r(?!\n|\Z)")

@@ -284,7 +284,7 @@ async def test_an_output_has_a_limited_number_of_readers(system: Any, monkeypatc
 async def test_logprobs_of_a_response_count_for_nothing_in_those_that_continue_it(
     system: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "MAX_VALUES", 30)  # logprobs of six tokens have more
+    monkeypatch.setattr(calls, "MAX_MESSAGE_VALUES", 30)  # logprobs of six tokens have more
     first = await stored_id(system, RESPONSES, response("one", include=["message.output_text.logprobs"]))
     reply = await ask(system, "POST", RESPONSES, response("two", previous_response_id=first))
     assert reply.status == 200, reply

@@ -21,7 +21,7 @@ from ...model.config_json import ConfigTable
 from ...model.vision import MAX_RATIO, read_processor, read_sizes
 from ..text.tokenizer import read_json
 
-MAX_EDGE = 1 << 14  # of an image or a tile, in pixels
+MAX_RESIZED_EDGE = 1 << 14  # of a resized image, in pixels
 MAX_TOKENS = 1 << 16  # of an image
 MAX_SPLIT_EDGE = 4096  # an image that is to be split is not made larger
 
@@ -223,7 +223,7 @@ def _read_tiled(files: ProcessorFiles) -> ImageProcessor:
         image_token=image_token,
         border_token=files.token("fake_image_token", "<fake_token_around_image>"),
         global_token=files.token("global_image_token", "<global-img>"),
-        longest_edge=images.table("size").integer("longest_edge", 1, MAX_EDGE, 4 * 364),
+        longest_edge=images.table("size").integer("longest_edge", 1, MAX_RESIZED_EDGE, 4 * 364),
         tile_edge=tile_edge,
         splits=images.flag("do_image_splitting", True),
         tokens=files.tokens("image_seq_len", 169, (tile_edge // patch) ** 2 // factor**2),
@@ -252,8 +252,8 @@ def _read_fixed(files: ProcessorFiles) -> ImageProcessor:
         placeholder=files.token("boi_token", "<start_of_image>"),
         image_token=files.token("image_token", "<image_soft_token>"),
         end_token=files.token("eoi_token", "<end_of_image>"),
-        width=size.integer("width", 1, MAX_EDGE, 224),
-        height=size.integer("height", 1, MAX_EDGE, 224),
+        width=size.integer("width", 1, MAX_RESIZED_EDGE, 224),
+        height=size.integer("height", 1, MAX_RESIZED_EDGE, 224),
         tokens=files.tokens("image_seq_length", 256, files.config.integer("mm_tokens_per_image", 1, MAX_TOKENS, 256)),
         filter=files.filter(Image.Resampling.BILINEAR),
     )

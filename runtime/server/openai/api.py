@@ -33,7 +33,7 @@ from .embeddings import (
     rerank_call,
     score_call,
 )
-from .errors import STRUCTURE, BadRequest, HTTPAnswer
+from .errors import STRUCTURED_OUTPUTS, BadRequest, HTTPAnswer
 from .exchange import Exchange
 from .fields import KNOWN, Fields, check_model
 from .formats import ChatFormat, CompletionFormat
@@ -175,7 +175,7 @@ class Api:
             num_bytes += await self._reader.fetch_images(fields, tenant.name)
             if endpoint is RESPONSE_ENDPOINT and "previous_response_id" in fields.values:
                 num_bytes += await self._kept.add_previous(endpoint, fields, exchange)
-            exchange.field_names = {**endpoint.field_names, STRUCTURE: structure_field(fields.values.keys())}
+            exchange.field_names = {**endpoint.field_names, STRUCTURED_OUTPUTS: structure_field(fields.values.keys())}
             read = partial(_read_call, endpoint, fields, context.engine.info, tenant.name)
             to_store, call = await self._reader.bodies.read(tenant.name, num_bytes, read)
         try:

@@ -30,7 +30,7 @@ from .fields import (
 from .tools import is_named, request_tools, template_variables, tool_choice
 
 MAX_PROMPTS = 256  # of one completion request
-MAX_VALUES = 1 << 16  # in all messages together
+MAX_MESSAGE_VALUES = 1 << 16  # in all messages together
 COMPLETION_MAX_TOKENS = 16
 
 
@@ -186,8 +186,8 @@ def _check_size(value: object, field: str) -> None:
         elif isinstance(each, list):
             unseen.extend(each)
         num_values += 1
-        if num_values + len(unseen) > MAX_VALUES:
-            raise BadRequest(f"{field} holds more than {MAX_VALUES} values", field)
+        if num_values + len(unseen) > MAX_MESSAGE_VALUES:
+            raise BadRequest(f"{field} holds more than {MAX_MESSAGE_VALUES} values", field)
 
 
 def _prompts(value: object) -> list[str | tuple[int, ...]]:

@@ -18,7 +18,7 @@ from ...common.errors import QuireError
 from ...common.logs import new_id
 from ..acceptor import AcceptedConnection
 from ..http_input import (
-    CHUNK_BYTES,
+    BYTES_PER_CHUNK,
     MAX_SMALL_CHUNKS,
     PIECE_BYTES,
     can_answer,
@@ -244,7 +244,7 @@ class HTTPConnection:
                             raise too_long
                         body += event.data
                         num_chunks += event.chunk_end
-                        if num_chunks > MAX_SMALL_CHUNKS + len(body) // CHUNK_BYTES:
+                        if num_chunks > MAX_SMALL_CHUNKS + len(body) // BYTES_PER_CHUNK:
                             raise BadRequest(f"the body has {num_chunks} chunks of few bytes; send larger ones")
                         self._pending_input.set_frame_bytes(len(body))
                     elif event is h11.NEED_DATA:

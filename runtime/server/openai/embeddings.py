@@ -23,7 +23,7 @@ from .exchange import Exchange, HeldAnswer
 from .fields import HINTS, Fields
 
 FEWER = "send fewer texts per request, or use a client of Quire's protocol"
-PIECE_BYTES = 64  # of a held piece of an answer, besides its text
+PIECE_OVERHEAD_BYTES = 64  # of a held piece of an answer, besides its text
 _COMMON = frozenset({"model", "priority", "deadline_ms", "truncate_prompt_tokens"}) | HINTS
 _RANKED = frozenset({"query", "documents", "top_n", "return_documents"})
 _SCORED = frozenset({"text_1", "text_2", "queries", "documents"})
@@ -135,7 +135,7 @@ class _VectorForm:
             vector = base64.b64encode(row.astype("<f4").tobytes()).decode() if self._is_base64 else row.tolist()
             piece = msgspec.json.encode({"object": "embedding", "index": index, "embedding": vector})
             self._pieces.append(piece)
-            num_bytes += len(piece) + PIECE_BYTES
+            num_bytes += len(piece) + PIECE_OVERHEAD_BYTES
         return num_bytes
 
     def whole(self, prompt_tokens: int) -> bytes:
@@ -156,7 +156,7 @@ class _RankForm:
 
     def add(self, chunk: EmbeddedTexts) -> int:
         self._scores += chunk.values[:, 0].tolist()
-        return PIECE_BYTES * len(chunk.values)
+        return PIECE_OVERHEAD_BYTES * len(chunk.values)
 
     def whole(self, prompt_tokens: int) -> bytes:
         scores, documents = self._scores, self._documents
@@ -181,7 +181,7 @@ class _ScoreForm:
 
     def add(self, chunk: EmbeddedTexts) -> int:
         self._scores += chunk.values[:, 0].tolist()
-        return PIECE_BYTES * len(chunk.values)
+        return PIECE_OVERHEAD_BYTES * len(chunk.values)
 
     def whole(self, prompt_tokens: int) -> bytes:
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(self._scores)]

@@ -22,7 +22,7 @@ from ...common.errors import (
 )
 
 JSON = "application/json"
-STRUCTURE = "structured_outputs"  # the engine's name of the field with a grammar
+STRUCTURED_OUTPUTS = "structured_outputs"  # the engine's name of the field with a grammar
 RETRY_UNAVAILABLE_MS = 1000  # for Unavailable, which says nothing of when it ends
 
 
@@ -107,7 +107,7 @@ def _body(error: QuireError, fields: Collection[str], names: Mapping[str, str]) 
     else:  # the engine's messages about a parameter begin with its name
         first = message.removeprefix("the " if message.startswith("the prompt ") else "")
         first = first.partition(" ")[0].rstrip(":").partition("[")[0]
-        if first in fields or first in names or first == STRUCTURE:
+        if first in fields or first in names or first == STRUCTURED_OUTPUTS:
             param = names.get(first, first)
         if param is not None and first != "prompt":  # which is what the engine makes of messages, too
             message = param + message.removeprefix(first)

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 from ...common.prompts import shown
 from ...engine.facade import EngineInfo
 from .errors import BadRequest
-from .structure import FIELDS as STRUCTURE
-from .structure import structure_of
-from .tools import FIELDS as TOOLS
+from .structure import STRUCTURE_FIELDS, structure_of
+from .tools import TOOL_FIELDS
 
 T = TypeVar("T")
 
@@ -42,13 +41,13 @@ COMMON = (
     SAMPLING
     | REQUEST
     | HINTS
-    | STRUCTURE
+    | STRUCTURE_FIELDS
     | {"model", "max_tokens", "seed", "logit_bias", "logprobs", "stream", "stream_options"}
 )
-CHAT = COMMON | TOKEN_IDS | TOOLS | {"messages", "max_completion_tokens", "top_logprobs", "store", "service_tier"}
+CHAT = COMMON | TOKEN_IDS | TOOL_FIELDS | {"messages", "max_completion_tokens", "top_logprobs", "store", "service_tier"}
 CHAT |= {"return_timings"}
 COMPLETION = COMMON | TOKEN_IDS | {"prompt", "best_of", "echo", "return_timings", "prompt_logprobs"}
-TOKENIZE = TOOLS | {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"}
+TOKENIZE = TOOL_FIELDS | {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"}
 
 # Fields that are known and not supported, with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {

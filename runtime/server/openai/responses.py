@@ -27,11 +27,11 @@ from .fields import (
 from .formats import Format
 from .logprobs import ChatLogprobs, Columns, Vocabulary, shown_in_delta
 from .response_items import INPUT_IMAGE, OutputItems, chat_fields, input_messages
-from .tools import FIELDS as TOOLS
+from .tools import TOOL_FIELDS
 
-FIELDS = COMMON - {"n", "max_tokens", "logprobs", "logit_bias", "response_format", "stream_options"} | HINTS
-FIELDS |= {"input", "instructions", "max_output_tokens", "text", "store", "background", "previous_response_id"}
-FIELDS |= {"include", "top_logprobs", "service_tier", "reasoning"} | TOOLS - {"reasoning_effort"}
+RESPONSE_FIELDS = COMMON - {"n", "max_tokens", "logprobs", "logit_bias", "response_format", "stream_options"} | HINTS
+RESPONSE_FIELDS |= {"input", "instructions", "max_output_tokens", "text", "store", "background", "previous_response_id"}
+RESPONSE_FIELDS |= {"include", "top_logprobs", "service_tier", "reasoning"} | TOOL_FIELDS - {"reasoning_effort"}
 TEXT_FORMAT = {"type": "text"}
 TEXT_DEFAULTS = {"verbosity": "medium"}  # besides its format
 FORMAT_OPTIONS: dict[str, type] = {"description": str, "strict": bool}  # of a JSON schema, besides its name
@@ -48,7 +48,7 @@ UNSUPPORTED_HERE: dict[str, tuple[object, ...]] = {
     "prompt": (),
     "truncation": ("disabled",),
 }
-RESPONSE_KNOWN = FIELDS | UNSUPPORTED_HERE.keys()
+RESPONSE_KNOWN = RESPONSE_FIELDS | UNSUPPORTED_HERE.keys()
 WITH_LOGPROBS = "message.output_text.logprobs"  # the only value that `include` supports
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -58,7 +58,7 @@ _encode = msgspec.json.encode
 
 def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     """Return the call of a response, whose input includes that of the previous one. Raises InvalidRequest."""
-    fields.check_supported(FIELDS, UNSUPPORTED_HERE)
+    fields.check_supported(RESPONSE_FIELDS, UNSUPPORTED_HERE)
     background = fields.take("background", bool, False)
     store = fields.take("store", bool, background)
     if background and not store:

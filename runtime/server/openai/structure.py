@@ -22,7 +22,7 @@ ALIASES = {
     "grammar": "grammar",
 }
 KINDS = ("json", "json_object", "regex", "choice", "grammar")  # in vLLM's `structured_outputs`
-FIELDS = frozenset({"response_format", "structured_outputs", *ALIASES})
+STRUCTURE_FIELDS = frozenset({"response_format", "structured_outputs", *ALIASES})
 
 
 def structure_of(values: dict[str, Any]) -> StructuredOutputs | None:

@@ -18,7 +18,7 @@ from .fields import TOKENIZE, Fields
 from .request_reader import RequestReader
 from .responses import response_call
 from .stored import Endpoint, KeptRequests
-from .tools import FIELDS as CHAT_TOOLS
+from .tools import TOOL_FIELDS
 
 
 class TokenAnswers:
@@ -44,7 +44,7 @@ class TokenAnswers:
                 tokens = await self._tokens_of(await self._reader.bodies.read(tenant.name, num_bytes, read))
             else:
                 fields.required("prompt")
-                for name in sorted(CHAT_TOOLS & fields.values.keys()):
+                for name in sorted(TOOL_FIELDS & fields.values.keys()):
                     raise BadRequest(f"{name} cannot be used with prompt; send messages", name)
                 text = fields.take("prompt", str, "")
                 adds_special = fields.take("add_special_tokens", bool, True)

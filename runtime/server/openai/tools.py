@@ -13,7 +13,7 @@ from ...common.prompts import chat_tools, shown
 from ...common.types import ToolChoice
 from .errors import BadRequest
 
-FIELDS = frozenset(
+TOOL_FIELDS = frozenset(
     {"tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "enable_thinking", "reasoning_effort"}
 )
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
