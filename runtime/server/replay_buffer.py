@@ -33,6 +33,8 @@ TOKEN_BYTES = CHUNK_BYTES + 40  # its encoding, with 16 bytes of text
 LOGPROB_BYTES = 20  # the token's own log probability
 TOP_LOGPROB_BYTES = 16  # an alternative
 
+MAX_SUBSCRIBERS = 16  # of one buffer: requests with its idempotency key, and connections that read stored output
+
 Session = tuple[str, str]  # tenant, name
 IdempotencyKey = tuple[str, str]  # tenant, key
 

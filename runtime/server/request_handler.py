@@ -44,7 +44,7 @@ from .convert import duplicate_frame, embed_request, engine_request, models_fram
 from .live_requests import LiveRequests
 from .monitoring import CancelCause, PrometheusObserver
 from .output_stream import Delivery, OutputStream
-from .replay_buffer import Subscriber
+from .replay_buffer import MAX_SUBSCRIBERS, Subscriber
 from .request_log import quire_error
 from .resume import ReplayStore
 from .send_buffer import SendBuffer
@@ -55,7 +55,6 @@ from .vector_stream import VectorStream
 _log = structlog.get_logger("quire.server")
 
 MAX_TEXTS = 32  # of one connection that are being tokenized
-MAX_SUBSCRIBERS = 16  # of one replay buffer that further requests with its idempotency key may add
 
 
 @dataclass(slots=True)
@@ -195,39 +194,44 @@ class RequestHandler:
 
     def _generate(self, frame: Generate) -> None:
         """Start the request. One that is refused immediately never becomes a task: under overload most are."""
-        if not self._accepts_id(frame.request_id):
+        request_id = frame.request_id
+        if not self._accepts_new_work(request_id):
             return
-        if self._context.leaves_at is not None:
-            self._refuse(frame.request_id, Unavailable("the server is shutting down; send this request elsewhere"))
-            return
-        context, request_id = self._context, frame.request_id
-        stream: OutputStream
         try:
-            if frame.chat is not None and "tools" not in self._features:
-                raise InvalidRequest("chat belongs to the feature `tools`, which HELLO did not request")
-            if (frame.generated is not None or frame.ended) and "continue" not in self._features:
-                raise InvalidRequest("generated belongs to the feature `continue`, which HELLO did not request")
-            if frame.prompt_cache_key and "cache_key" not in self._features:
-                raise InvalidRequest("prompt_cache_key belongs to the feature `cache_key`, which HELLO did not request")
-            if frame.images and "images" not in self._features:
-                raise InvalidRequest("images belong to the feature `images`, which HELLO did not request")
-            request, delivery = engine_request(frame, self.tenant.name), self._delivery(frame)
-            if frame.resumable or frame.idempotency_key is not None:
-                buffer = context.replays.open(
-                    self.tenant, request_id, request, frame.idempotency_key, resumable=frame.resumable
-                )
-                if len(buffer.subscribers) >= MAX_SUBSCRIBERS:
-                    raise Overloaded(f"{MAX_SUBSCRIBERS} requests with this idempotency key are being answered")
-                stream = subscriber = Subscriber(buffer, delivery)
-                if frame.resumable:
-                    context.replays.resume_index.add(self._session, request_id, subscriber)
-            else:
-                stream = OutputStream(context.requests.submit(self.tenant, request_id, request), delivery)
+            self._check_features(frame)
+            stream = self._submit(frame)
         except Exception as error:
             self._send_refusal(request_id, quire_error(error, client_id=request_id))
             return
         self._last_accepted_id = request_id
         self._start(request_id, stream.run, stream)
+
+    def _check_features(self, frame: Generate) -> None:
+        """Raise InvalidRequest for a field of a feature that was not negotiated."""
+        for field_belongs, feature, is_given in (
+            ("chat belongs", "tools", frame.chat is not None),
+            ("generated belongs", "continue", frame.generated is not None or frame.ended),
+            ("prompt_cache_key belongs", "cache_key", frame.prompt_cache_key),
+            ("images belong", "images", frame.images),
+        ):
+            if is_given and feature not in self._features:
+                raise InvalidRequest(f"{field_belongs} to the feature `{feature}`, which HELLO did not request")
+
+    def _submit(self, frame: Generate) -> OutputStream:
+        """Submit the request, or find the earlier one with its key. Return its stream. Raises a refusal."""
+        context, request_id = self._context, frame.request_id
+        request, delivery = engine_request(frame, self.tenant.name), self._delivery(frame)
+        if not frame.resumable and frame.idempotency_key is None:
+            return OutputStream(context.requests.submit(self.tenant, request_id, request), delivery)
+        buffer = context.replays.open(
+            self.tenant, request_id, request, frame.idempotency_key, resumable=frame.resumable
+        )
+        if len(buffer.subscribers) >= MAX_SUBSCRIBERS:
+            raise Overloaded(f"{MAX_SUBSCRIBERS} requests with this idempotency key are being answered")
+        subscriber = Subscriber(buffer, delivery)
+        if frame.resumable:
+            context.replays.resume_index.add(self._session, request_id, subscriber)
+        return subscriber
 
     def _resume(self, frame: Resume) -> None:
         if not self._accepts_id(frame.request_id):
@@ -246,10 +250,7 @@ class RequestHandler:
     def _embed(self, frame: AskVectors | AskScores) -> None:
         if "embeddings" not in self._features:
             raise ProtocolError("EMBED and SCORE need the feature `embeddings` in HELLO")
-        if not self._accepts_id(frame.request_id):
-            return
-        if self._context.leaves_at is not None:
-            self._refuse(frame.request_id, Unavailable("the server is shutting down; send this request elsewhere"))
+        if not self._accepts_new_work(frame.request_id):
             return
         request = embed_request(frame, self.tenant.name)
         try:
@@ -322,6 +323,15 @@ class RequestHandler:
         else:
             return True
         return False
+
+    def _accepts_new_work(self, request_id: int) -> bool:
+        """Return whether the engine may get a request under this id; send the refusal otherwise."""
+        if not self._accepts_id(request_id):
+            return False
+        if self._context.leaves_at is not None:
+            self._refuse(request_id, Unavailable("the server is shutting down; send this request elsewhere"))
+            return False
+        return True
 
     def _refuse(self, request_id: int, error: QuireError) -> None:
         """End a request that never reached the engine."""

@@ -7,8 +7,7 @@ import asyncio
 from ...common.errors import Cancelled, Overloaded, QuireError
 from ...common.types import OutputChunk, Usage
 from ..monitoring import CancelCause
-from ..replay_buffer import ReplayBuffer
-from ..request_handler import MAX_SUBSCRIBERS
+from ..replay_buffer import MAX_SUBSCRIBERS, ReplayBuffer
 from ..tenants import Tenant
 from .exchange import Exchange
 from .formats import Format

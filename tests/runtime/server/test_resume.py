@@ -10,7 +10,7 @@ import pytest
 from quire.runtime.common.errors import Overloaded, Unavailable
 from quire.runtime.common.types import Delta, SamplingParams
 from quire.runtime.protocol.frames import Cancel, Credit, Done, Error, Frame, Generate, Resume, Tokens
-from quire.runtime.server.request_handler import MAX_SUBSCRIBERS
+from quire.runtime.server.replay_buffer import MAX_SUBSCRIBERS
 from quire.runtime.server.tenants import Tenant, TenantLimits
 
 from .fakes import FakeClock, FakePeer, FakeServer, chunk, generate, names, settle
