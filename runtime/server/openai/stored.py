@@ -180,23 +180,9 @@ class KeptRequests:
         """Answer with the items that a response was made from, the last one first unless asked otherwise."""
         entry, _ = self._find(exchange, endpoint, stored_id)
         query = _query(exchange)
-        limit = _number("limit", query.get("limit", str(DEFAULT_LISTED)), 1, MAX_LISTED)
         name = entry.buffer.name
         items = await self._read(entry, lambda values: listed_items(input_items(values["input"]), name))
-        order = query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise BadRequest(f"order must be asc or desc, not {shown(order)}", "order")
-        if order == "desc":
-            items.reverse()
-        if "after" in query:
-            ids = [item["id"] for item in items]
-            if query["after"] not in ids:
-                raise BadRequest(f"after is not the id of an item: {shown(query['after'])}", "after")
-            items = items[ids.index(query["after"]) + 1 :]
-        page = items[:limit]
-        first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")
-        more = len(items) > len(page)
-        exchange.respond(_json({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more}))
+        exchange.respond(_json(_page(items, query)))
 
     async def add_previous(self, endpoint: Endpoint, fields: Fields, exchange: Exchange) -> int:
         """Put the input and output of the previous response before the fields' input. Raises BadRequest.
@@ -256,6 +242,24 @@ def idempotency_key(headers: Mapping[str, bytes]) -> str | None:
     if not (0 < len(key) <= MAX_KEY_CHARACTERS and key.isascii()):
         raise BadRequest(f"{KEY_HEADER} must have 1 to {MAX_KEY_CHARACTERS} ASCII characters", KEY_HEADER)
     return key
+
+
+def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the page of items that a query asks for, as OpenAI lists them. Raises BadRequest."""
+    limit = _number("limit", query.get("limit", str(DEFAULT_LISTED)), 1, MAX_LISTED)
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise BadRequest(f"order must be asc or desc, not {shown(order)}", "order")
+    if order == "desc":
+        items = items[::-1]
+    if "after" in query:
+        ids = [item["id"] for item in items]
+        if query["after"] not in ids:
+            raise BadRequest(f"after is not the id of an item: {shown(query['after'])}", "after")
+        items = items[ids.index(query["after"]) + 1 :]
+    page = items[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")
+    return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(items) > limit}
 
 
 async def _snapshot(form: ResponseFormat, reader: KeptReader) -> bytes:

@@ -43,16 +43,7 @@ class TokenAnswers:
                 read = partial(_chat_to_tokenize, fields, engine.info, tenant.name)
                 tokens = await self._tokens_of(await self._reader.bodies.read(tenant.name, num_bytes, read))
             else:
-                fields.required("prompt")
-                for name in sorted(TOOL_FIELDS & fields.values.keys()):
-                    raise BadRequest(f"{name} cannot be used with prompt; send messages", name)
-                text = fields.take("prompt", str, "")
-                adds_special = fields.take("add_special_tokens", bool, True)
-                release = self._context.requests.texts.of(tenant.name).reserve(sys.getsizeof(text))
-                try:
-                    tokens = await engine.tokenize(text, adds_special, tenant=tenant.name)
-                finally:
-                    release()
+                tokens = await self._tokens_of_prompt(fields, tenant.name)
             texts_of_tokens = None
             if fields.take("return_token_strs", bool, False):
                 texts_of_tokens = [engine.token(token).data.decode(errors="replace") for token in tokens]
@@ -87,6 +78,19 @@ class TokenAnswers:
             call = await self._reader.bodies.read(tenant.name, num_bytes, read)
             tokens = await self._tokens_of(call.requests[0])
         _answer(exchange, {"object": "response.input_tokens", "input_tokens": len(tokens)})
+
+    async def _tokens_of_prompt(self, fields: Fields, tenant: str) -> tuple[int, ...]:
+        """Return the token ids of the text in `prompt`. Raises BadRequest or a refusal."""
+        fields.required("prompt")
+        if chat_fields := sorted(TOOL_FIELDS & fields.values.keys()):
+            raise BadRequest(f"{chat_fields[0]} cannot be used with prompt; send messages", chat_fields[0])
+        text = fields.take("prompt", str, "")
+        adds_special = fields.take("add_special_tokens", bool, True)
+        release = self._context.requests.texts.of(tenant).reserve(sys.getsizeof(text))
+        try:
+            return await self._context.engine.tokenize(text, adds_special, tenant=tenant)
+        finally:
+            release()
 
     async def _tokens_of(self, chat: GenerateRequest) -> tuple[int, ...]:
         """Return the token ids of a chat. Raises a refusal."""
