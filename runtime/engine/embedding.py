@@ -185,6 +185,7 @@ class Embedder:
             )
 
     def _leave(self, stream: EmbeddingStream) -> bool:
+        """Remove a stream from the live ones. Return whether it was one."""
         is_live = stream in self._live
         self._live.discard(stream)
         if not self._live:

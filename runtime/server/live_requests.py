@@ -60,7 +60,7 @@ class LiveRequests:
     def _enter(
         self, tenant: Tenant, request: R, submit: Callable[[R], Awaitable[T]]
     ) -> tuple[Awaitable[T], Callable[[], None]]:
-        """Count the request and its text for `tenant`, and submit it. Return what releases the text, too."""
+        """Count the request and its text for `tenant`. Return the submission, and what releases the text."""
         with self.reporting_refusals():
             release_text = self.texts.of(tenant.name).reserve(request.text_bytes())
             try:

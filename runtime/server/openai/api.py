@@ -66,7 +66,7 @@ EMBEDDING_CALLS = {
 
 
 class Route(NamedTuple):
-    """What answers one method of a path."""
+    """The handler of one method of a path, and what the request must have."""
 
     answer: Callable[[Exchange], Awaitable[None]]
     takes_body: bool = False
@@ -109,17 +109,20 @@ class Api:
 
     @property
     def _model_names(self) -> tuple[str, ...]:
-        """The names of the served model and of an embedding model beside it, which both embed."""
+        """The names of the served model and of an embedding model beside it. Requests to embed may use either."""
         info = self._context.engine.info
         beside = info.encoder is not None and info.generates and info.encoder.name
         return (self._model, beside) if beside and beside != self._model else (self._model,)
 
     def close(self) -> None:
         """Read no long body any more. Idempotent."""
-        self._reader.close()
+        self._reader.bodies.close()
 
     def route(self, exchange: Exchange) -> Route:
-        """Return what answers the request, whose tenant is set. Raises BadRequest or Unauthenticated."""
+        """Return the route of the request; set its tenant if the route needs a key.
+
+        Raises BadRequest or Unauthenticated.
+        """
         self._check_host(exchange.headers)
         path = exchange.target.partition("?")[0]
         methods = self._routes.get(path) or self._page.get(path) or self._routes_below(path)

@@ -99,10 +99,10 @@ def _kind(error: QuireError) -> _Kind:
 
 def _body(error: QuireError, fields: Collection[str], names: Mapping[str, str]) -> bytes:
     kind = _kind(error)
-    message = str(error).encode("utf-8", "replace").decode()  # it may quote a lone surrogate
+    message = str(error).encode("utf-8", "replace").decode()  # a lone surrogate that it quotes becomes "?"
     param, code = None, kind.code
     if isinstance(error, BadRequest):
-        param = error.param and error.param.encode("utf-8", "replace").decode()  # or be one
+        param = error.param and error.param.encode("utf-8", "replace").decode()  # likewise
         code = error.error_code
     else:  # the engine's messages about a parameter begin with its name
         first = message.removeprefix("the " if message.startswith("the prompt ") else "")

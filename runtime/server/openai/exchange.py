@@ -82,7 +82,7 @@ class Exchange:
         self.log_id = new_id()
         given = self.headers.get("x-request-id", b"")
         self._request_id = given.decode() if _REQUEST_ID.fullmatch(given) else self.log_id
-        self._has_begun = False
+        self._has_begun_events = False
         self._num_events = 0
         self._numbers: EventNumbers | None = None  # None: the events have no numbers
         self._keep_alive: asyncio.TimerHandle | None = None
@@ -107,7 +107,7 @@ class Exchange:
         if self.is_over:
             return
         self._begin(200, EVENT_HEADERS)
-        self._has_begun = True
+        self._has_begun_events = True
         self._watch_silence(-1)
 
     def send_events(self, events: bytes) -> None:
@@ -122,7 +122,7 @@ class Exchange:
 
     def refuse(self, error: QuireError, fields: Collection[str] = ()) -> None:
         """End in `error`: an answer of its own, or the last event of a stream, which `[DONE]` then does not follow."""
-        if self._has_begun:
+        if self._has_begun_events:
             self._send_data(error_event(error))
             self.end_events()
         else:

@@ -99,7 +99,7 @@ class ImageFetcher:
         return source, f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
 
     async def _data_url(self, image: RemoteImage, source: Source, target: str, max_bytes: int) -> str:
-        """Return an image, or its begin if it has more than `max_bytes`. Raises BadRequest or TimeoutError."""
+        """Return an image as a data URL, at least `max_bytes` of a longer one. Raises BadRequest or TimeoutError."""
         writer = None
         try:
             address = await self._address(image, source)

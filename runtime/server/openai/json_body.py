@@ -39,9 +39,9 @@ class BodyReader:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Return the object in `body`; one of more than `PARSED_AT_ONCE` bytes in one thread only.
+    """Return the object in `body`. Raises BadRequest that names the fault.
 
-    Raises BadRequest that names the fault.
+    Only one thread may parse bodies of more than `PARSED_AT_ONCE` bytes: their scanner keeps the keys that it has read.
     """
     if not body:
         raise BadRequest('the body is empty; it must be a JSON object such as {"model": "…"}')

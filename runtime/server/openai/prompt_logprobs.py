@@ -19,15 +19,15 @@ class PromptPart:
     """The prompt at the start of one output: its logprobs in vLLM's form, and what follows it."""
 
     def __init__(
-        self, token_ids: Sequence[int], vocabulary: Callable[[int], Token], num_shown: int, num_logprobs: int | None
+        self, token_ids: Sequence[int], token_of: Callable[[int], Token], num_shown: int, num_logprobs: int | None
     ) -> None:
         """Show `num_shown` alternatives of each prompt token, `num_logprobs` of each output token (None: nothing)."""
         self.num_logprobs = num_logprobs
-        self._vocabulary = vocabulary
+        self._token_of = token_of
         self._num_shown = num_shown
         self.num_bytes = 0  # of the entries
         self._entries = [b"null"]  # the first token has no probability
-        echoed = [vocabulary(token_id) for token_id in token_ids[1:]]
+        echoed = [token_of(token_id) for token_id in token_ids[1:]]
         self._tokens_left = len(echoed)
         # A character that the prompt begins and the output completes belongs to the output.
         text = IncrementalDecoder("replace").decode(b"".join(token.data for token in echoed if not token.is_special))
@@ -64,7 +64,7 @@ class PromptPart:
             str(token_id): {
                 "logprob": max(logprob, LEAST),
                 "rank": ranked.get(token_id),
-                "decoded_token": self._vocabulary(token_id).data.decode(errors="replace"),
+                "decoded_token": self._token_of(token_id).data.decode(errors="replace"),
             }
             for token_id, logprob in shown.items()
         }

@@ -27,10 +27,6 @@ class RequestReader:
         self._model = model
         self._images = ImageFetcher(context.config.allowed_image_hosts, context.config.max_frame_bytes)
 
-    def close(self) -> None:
-        """Read no long body any more. Idempotent."""
-        self.bodies.close()
-
     async def fields(self, exchange: Exchange, known: Set[str] = KNOWN, models: Sequence[str] = ()) -> Fields:
         """Return the body's fields, once its model is checked. Raises BadRequest, or the refusal of a long body."""
         tenant, body = exchange.tenant, exchange.body

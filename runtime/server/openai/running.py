@@ -25,21 +25,22 @@ Echo = tuple[str, int | None]  # a text, and the id of the token that it is, if 
 
 
 class CallOutput(Protocol):
-    """How a call's output is answered."""
+    """How a call's output becomes its answer: `begin`, `take` for each chunk, `end` unless it fails, `close`."""
 
     form: Format
 
     def begin(self, echoes: Sequence[Echo], new_parser: NewParser | None) -> None:
-        """Every request of the call is accepted; each choice begins with its echo, if there are some.
+        """Begin the answer: the engine has accepted every request of the call.
 
-        `new_parser` makes what reads each choice's text, if it is not the answer alone.
+        Each choice begins with its echo, if there are echoes. `new_parser` makes the parser of each choice's text, if
+        that text may have reasoning or tool calls.
         """
 
     def take(self, index: int, chunk: OutputChunk) -> None:
         """Take the next chunk of a choice."""
 
     def end(self, usage: Usage) -> None:
-        """Every request has ended."""
+        """End the answer: every request has ended."""
 
     def close(self) -> None:
         """Release what is held. Idempotent."""
@@ -168,7 +169,7 @@ class CallRunner:
             return None
         finally:
             output.close()
-            self._cancel_all()  # has an effect only if this was interrupted
+            self._cancel_all()  # those that live on if this task was cancelled
             self._exchange.lives.clear()
             for prompt in self._prompts:
                 prompt.end()

@@ -39,9 +39,9 @@ def structure_of(values: dict[str, Any]) -> StructuredOutputs | None:
 
 
 def structure_field(values: Set[str]) -> str:
-    """Return which of a body's fields has the grammar, by its name in the body."""
+    """Return the name of the field of a body that has the grammar; `text.format` is that of `/v1/responses`."""
     given = (name for name in ("response_format", "structured_outputs", *ALIASES) if name in values)
-    return next(given, "text.format" if "text" in values else "structured_outputs")  # the former of a response
+    return next(given, "text.format" if "text" in values else "structured_outputs")
 
 
 def _response_format(value: object) -> StructuredOutputs | None:
