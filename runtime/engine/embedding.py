@@ -2,22 +2,18 @@
 
 A request's texts pass in chunks. At most `CHUNKS_IN_CORE` of them are tokenized, computed or unread at once, so a
 request of thousands of texts holds little memory besides its texts, and a reader that pauses pauses the work.
-
-A text's vector and score have the same bits in every request: what is computed here rounds once, in a fixed order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from ...scheduler import AdmissionEstimate, EncodedText, EncodeRequest, EncodeSpec, RequestUpdate, SchedulerError
 from ..common.errors import ContextLengthExceeded, GenerationFailed, InvalidRequest, QuireError, Unavailable
@@ -26,6 +22,7 @@ from .error_mapping import failure_error, refusal_error
 from .facade import EmbeddedTexts, EmbedRequest, EmbedStats, EncoderInfo, EngineObserver
 from .fair_executor import FairExecutor
 from .validator import check_embed_options
+from .vectors import Floats, activated, cosines, shortened
 
 CHUNK_TEXTS = 64
 CHUNK_CHARACTERS = 1 << 16  # or token ids; a longer text is a chunk of its own
@@ -33,7 +30,6 @@ CHUNKS_IN_CORE = 2
 CHARACTERS_PER_TOKEN = 128  # of the longest text: a longer one is not tokenized, although spaces may be no tokens
 QUERY_PROMPT, DOCUMENT_PROMPTS = "query", ("document", "passage")  # names of prompts, where a vector model scores
 
-Floats = npt.NDArray[np.float32]
 Input = str | tuple[int, ...]
 
 
@@ -334,7 +330,7 @@ class EmbeddingStream:
         if request.query is None:
             rows = shortened(rows, request.dimensions, info.normalise)
         elif info.num_labels:
-            rows = _activated(rows, info.score_activation)
+            rows = activated(rows, info.score_activation)
         else:
             if self._query is None:
                 self._query, rows = rows[0], rows[1:]
@@ -356,37 +352,6 @@ async def _result(first: int, texts: Sequence[EncodedText], values: asyncio.Futu
     """Wait for the values of a chunk."""
     rows = np.frombuffer(b"".join(await values), np.float32).reshape(len(texts), -1)
     return _Values(first, sum(len(text.token_ids) for text in texts), rows)
-
-
-def shortened(rows: Floats, dimensions: int | None, normalise: bool) -> Floats:
-    """Return the first `dimensions` elements of each row [n, all], with length 1 again if they are normalised."""
-    if dimensions is None or dimensions == rows.shape[1]:
-        return rows
-    cut = rows[:, :dimensions].astype(np.float64)
-    if normalise:
-        cut /= np.maximum(np.sqrt(_row_sums(cut * cut)), 1e-12)
-    short: Floats = cut.astype(np.float32)
-    return short
-
-
-def cosines(query: Floats, rows: Floats) -> Floats:
-    """Return the cosine [n, 1] between a query [d] and each of the rows [n, d]."""
-    one, many = query.astype(np.float64)[None], rows.astype(np.float64)
-    lengths = np.sqrt(_row_sums(one * one)) * np.sqrt(_row_sums(many * many))
-    similarity: Floats = (_row_sums(many * one) / np.maximum(lengths, 1e-12)).astype(np.float32)
-    return similarity
-
-
-def _row_sums(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the sum [n, 1] of each row [n, d], added in order: numpy's `sum` depends on the processor."""
-    return np.cumsum(values, axis=1)[:, -1:]
-
-
-def _activated(rows: Floats, activation: str) -> Floats:
-    """Return the scores [n, 1] of labels' values."""
-    if activation == "identity":
-        return rows
-    return np.array([[1 / (1 + math.exp(-min(max(value, -500), 500)))] for value in rows[:, 0].tolist()], np.float32)
 
 
 def _chunks(inputs: Sequence[Input], pair_characters: int) -> Iterator[tuple[int, Sequence[Input]]]:

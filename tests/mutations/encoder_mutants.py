@@ -20,6 +20,7 @@ ENCODER_TEXT, ENCODER_TEXT_TESTS = (
     "runtime/engine/text/encoder_text.py",
     "tests/runtime/engine/text/test_encoder_text.py",
 )
+VECTOR_MATH = "runtime/engine/vectors.py"
 EMBEDDING, EMBEDDING_TESTS = "runtime/engine/embedding.py", "tests/runtime/engine/test_embedding.py"
 PLANNER, PLANNER_TESTS = "scheduler/encoding.py", "tests/scheduler/test_encoding.py tests/sim/test_embedding_flood.py"
 LIVE, VECTORS, HTTP = (f"runtime/server/{name}.py" for name in ("live_embedding", "vector_stream", "openai/embeddings"))
@@ -199,14 +200,14 @@ MUTANTS = [
         IMAGE_TESTS,
     ),
     Mutant(
-        EMBEDDING,
+        VECTOR_MATH,
         "-min(max(value, -500), 500)",
         "-value",
         "a pair with a very low logit ends its request",
         EMBEDDING_TESTS,
     ),
     Mutant(
-        EMBEDDING,
+        VECTOR_MATH,
         "np.maximum(lengths, 1e-12)).astype",
         "lengths).astype",
         "the score of a document whose vector is zero is NaN",

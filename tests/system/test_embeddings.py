@@ -17,7 +17,8 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ContextLengthExceeded, InvalidRequest
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.engine import EmbedRequest, Engine, EngineCore, TextProcessor
-from quire.runtime.engine.embedding import CHUNK_TEXTS, cosines
+from quire.runtime.engine.embedding import CHUNK_TEXTS
+from quire.runtime.engine.vectors import cosines
 from quire.runtime.model.runner import ModelRunner, load_model
 from quire.runtime.server import Server
 

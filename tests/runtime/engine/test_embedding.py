@@ -37,12 +37,10 @@ from quire.runtime.engine.embedding import (
     CHARACTERS_PER_TOKEN,
     CHUNK_CHARACTERS,
     CHUNK_TEXTS,
-    _activated,
-    cosines,
-    shortened,
 )
 from quire.runtime.engine.fair_executor import FairExecutor
 from quire.runtime.engine.validator import MAX_INPUTS
+from quire.runtime.engine.vectors import activated, cosines, shortened
 from quire.runtime.model.runner import ModelRunner, load_model
 
 from .fake_encoder import ENCODER_INFO, FAILING_TOKEN, MAX_MODEL_LEN, NAN_TOKEN, FakeEncoder, FakeTexts, vector
@@ -220,7 +218,7 @@ async def test_a_model_with_one_label_scores_pairs() -> None:
 
 
 def test_extreme_values_have_scores() -> None:
-    assert _activated(np.float32([[-1e30], [0], [1e30]]), "sigmoid").tolist() == [[pytest.approx(0.0)], [0.5], [1.0]]
+    assert activated(np.float32([[-1e30], [0], [1e30]]), "sigmoid").tolist() == [[pytest.approx(0.0)], [0.5], [1.0]]
     assert cosines(np.ones(2, np.float32), np.zeros((1, 2), np.float32)).tolist() == [[0.0]]
 
 
