@@ -101,16 +101,7 @@ class Server:
             readiness = Readiness(engine.stats, config.stall_timeout_ms / 1000)
             opening.push_async_callback(_stop, asyncio.create_task(readiness.watch()))
             operators = self._serve_operators(context, readiness, operator_listening, opening)
-            num_ports = 1 if openai_listening is None else 2
-            reserved = num_ports * MAX_REFUSALS + RESERVED_FILES
-            max_connections = fit_connections(num_ports * config.max_connections, reserved) // num_ports
-            if max_connections < config.max_connections:
-                _log.warning(
-                    "fewer connections than configured: the limit of open files is too low",
-                    max_connections=max_connections,
-                    configured=config.max_connections,
-                    needed_open_files=num_ports * config.max_connections + reserved,
-                )
+            max_connections = _connections_per_port(config, num_ports=1 if openai_listening is None else 2)
             if openai_listening is not None:
                 model = config.served_model_name or DEFAULT_MODEL_NAME
                 api = Api(context, readiness, model, operators if config.openai_metrics else None)
@@ -300,6 +291,23 @@ async def check_config(config: ServerConfig) -> tuple[Keyring, TLS | None]:
                 "set one, or listen on 127.0.0.1 or a unix socket (`uds`)"
             )
     return keyring, tls
+
+
+def _connections_per_port(config: ServerConfig, num_ports: int) -> int:
+    """Return how many clients may be connected to each port; log a warning if that is fewer than configured.
+
+    Raises ConfigError if the limit of open files leaves none.
+    """
+    reserved = num_ports * MAX_REFUSALS + RESERVED_FILES
+    max_connections = fit_connections(num_ports * config.max_connections, reserved) // num_ports
+    if max_connections < config.max_connections:
+        _log.warning(
+            "fewer connections than configured: the limit of open files is too low",
+            max_connections=max_connections,
+            configured=config.max_connections,
+            needed_open_files=num_ports * config.max_connections + reserved,
+        )
+    return max_connections
 
 
 async def _listen(config: ServerConfig) -> ListeningSocket:
