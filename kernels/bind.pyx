@@ -226,6 +226,7 @@ cdef class Binder:
         linear.converts = op.out.dtype != "f32"
         if linear.converts:
             linear.converted = self.regions.output(op.out, columns, rows)
+        linear.span, linear.num_spans = op.out.group, -(-num_blocks // op.out.group)
         linear.num_blocks, linear.epilogue = num_blocks, _EPILOGUES[op.epilogue]
         linear.has_minimums = has_minimums(weight)
         for index, weight in enumerate(weights):
@@ -280,6 +281,8 @@ cdef class Binder:
             linear.squares, linear.squares_width = <float *>squares.rows.data, squares.rows.width
             linear.eps, source = source.eps, source.data
         linear.input = self.regions.value(source, weight.in_features, INPUT_DTYPES[weight.dtype], rows)
+        if source.group != weight.group:
+            raise ValueError(f"{source!r} does not have the weight's groups of {weight.group} blocks")
 
     cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows):
         rotary_dim = self._add_rotary(heads, op)
@@ -369,6 +372,8 @@ cdef class Binder:
         if op.out.dtype != "f32" and group * op.head_dim % BLOCK:
             raise ValueError(f"{group} heads of {op.head_dim} do not fill blocks of {BLOCK}: out must be f32")
         self._add_heads(&attention.heads, op, group, norms_rows)
+        if op.out.group > 1:
+            raise ValueError(f"attention writes a scale for each block, not {op.out!r}")
         attention.out = self.regions.output(op.out, op.num_heads * op.head_dim, self.max_rows)
         attention.window, attention.sinks, attention.bias = op.window, NULL, NULL
         self.query_tile = min(self.query_tile, QUIRE_TILE // group)

@@ -134,11 +134,21 @@ static uint16_t round_f16(float x) {
   return (uint16_t)(exponent >= -14 ? kept + ((uint32_t)(exponent + 14) << 10) : kept);
 }
 
-void quire_quantise_q8(const float *w, int64_t n, uint8_t *at, uint16_t *scale) {
+float quire_top(const float *w, int64_t n) {
+  vf top = vf_zero();
+  for (int64_t i = 0; i < n; i += 16) {
+    float x[16] = {0};
+    memcpy(x, w + i, (size_t)(n - i < 16 ? n - i : 16) * sizeof *w);
+    top = vf_max(vf_abs(vf_load(x)), top);
+  }
+  return vf_reduce_max(top);
+}
+
+void quire_quantise_q8(const float *w, int64_t n, float top, uint8_t *at, uint16_t *scale) {
   float x[32] = {0};
   memcpy(x, w, (size_t)n * sizeof *w);
   const vf half[2] = {vf_load(x), vf_load(x + 16)};
-  const float step = vf_reduce_max(vf_max(vf_abs(half[0]), vf_max(vf_abs(half[1]), vf_zero()))) / 127.f;
+  const float step = top / 127.f;
   const float exact = step < 65504.f ? step : 65504.f;
   *scale = round_f16(exact);
   const vf inverse = vf_set1(exact > 0.f ? 1.f / exact : 0.f);

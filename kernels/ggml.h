@@ -15,10 +15,14 @@ void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out);
 // Widen `n` numbers of fp16 to f32, exactly.
 void quire_widen_f16(const uint16_t *h, int64_t n, float *out);
 
-// Quantise n <= 32 weights of one column to the bits that llama.cpp gives them in Q8_0: the numbers are rounded with the exact
-// scale max|w| / 127, halves away from zero, and the scale is stored in fp16. A NaN becomes the least number.
+// max|w| of n weights; a NaN counts as 0.
+float quire_top(const float *w, int64_t n);
+
+// Quantise n <= 32 weights of one column; with `top` their max|w|, to the bits that llama.cpp gives them in Q8_0: the numbers
+// are rounded with the exact scale top / 127, halves away from zero, and the scale is stored in fp16. A NaN becomes the least
+// number.
 // Writes 4 bytes of each of 8 lines of 64 bytes from `at` on; weights from n on are zero.
-void quire_quantise_q8(const float *w, int64_t n, uint8_t *at, uint16_t *scale);
+void quire_quantise_q8(const float *w, int64_t n, float top, uint8_t *at, uint16_t *scale);
 
 // Write `rows` rows of `n` blocks, `stride` bytes apart, as columns [lane, lane + rows) of one panel of the dtype with the
 // same numbers. `scales` are those of the panel in q8 and q4; dtypes of super-blocks have theirs in the panel.

@@ -38,6 +38,7 @@ cdef extern from "simd/tiles.h" nogil:
         float *scales
         int32_t *sums
         int64_t width
+        int64_t group
 
     ctypedef struct quire_output:
         int dtype

@@ -31,10 +31,12 @@ cdef struct LinearOp:
     int64_t groups_width
     const Weight *weights           # of each expert, else of one matrix
     int64_t num_blocks              # of 32 columns of out
+    int64_t span                    # blocks of one item: those that share a scale in out
+    int64_t num_spans
     int epilogue
     bint sampled                    # computes only the rows that sample
 
-cdef int64_t linear_scratch_bytes(int64_t width, bint has_minimums, list dtypes)
+cdef int64_t linear_scratch_bytes(int64_t width, bint has_minimums, list dtypes, int64_t span)
 cdef int64_t num_items(const LinearOp *op, const Step *step) noexcept nogil
 cdef int64_t run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares,
                         uint64_t number, int worker, int workers) noexcept nogil

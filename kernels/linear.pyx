@@ -1,10 +1,11 @@
 # cython: language_level=3
 """Linear layers: workers take blocks of output columns dynamically. The tile is simd/linear.c.
 
-An item is one block of 32 output columns, with the whole of K, for one group of rows. It is computed by one worker, so
-the bits depend neither on the number of threads nor on the worker. In a mixture of experts each group has the weights
-of its expert. Each worker has a share of the blocks, the same in every step, and begins with that; a worker that has
-finished its share takes items from the end of another share.
+An item is one span of output columns, with the whole of K, for one group of rows. A span is a block of 32 columns,
+or the blocks that share a scale where `out` is q8 in groups. An item is computed by one worker, so the bits depend
+neither on the number of threads nor on the worker. In a mixture of experts each group has the weights of its expert.
+Each worker has a share of the spans, the same in every step, and begins with that; a worker that has finished its
+share takes items from the end of another share.
 
 A worker computes an item in its scratch. If it loses its core meanwhile, another worker that has nothing left computes
 that item again (`help_linear`), and the first of the two writes it, in the dtypes that the next op reads: a block has
@@ -36,14 +37,14 @@ cdef extern from *:
 
 cdef struct Scratch:                # of one worker
     float factors[ROWS_IN_CACHE]    # of each row, if the op has any
-    float block[ROWS_IN_CACHE * QUIRE_BLOCK]    # the results of an item
     int64_t group                   # whose rows `factors` and the sums of blocks are of, or -1
-    int64_t padding[7]              # to a whole cache line: panels may follow
+    int64_t padding[7]              # to a whole cache line
+    float results[ROWS_IN_CACHE * QUIRE_BLOCK]  # of an item's first block; those of the others follow
 
 
 cdef struct Item:
     int64_t group, row, end         # rows [row, end)
-    int64_t block
+    int64_t block, blocks           # of the span: the first one, and their number
     const Weight *weight
 
 
@@ -53,10 +54,21 @@ cdef struct Pair:                   # of panels
     char *data                      # NULL: no pair
 
 
-cdef int64_t linear_scratch_bytes(int64_t width, bint has_minimums, list dtypes):
-    """Return the bytes of one worker: `Scratch`, sums of blocks, then an unpacked pair of panels of these dtypes."""
-    return (<int64_t>sizeof(Scratch) + (_block_sums_bytes(width) if has_minimums else 0)
+cdef int64_t linear_scratch_bytes(int64_t width, bint has_minimums, list dtypes, int64_t span):
+    """Return the bytes of one worker: `Scratch`, results of the other blocks of a span, sums of blocks, then an
+    unpacked pair of panels of these dtypes.
+    """
+    return (_results_end(span) + (_block_sums_bytes(width) if has_minimums else 0)
             + 2 * max([quire_unpacked_bytes(dtype, width) for dtype in dtypes]))
+
+
+cdef int64_t _results_end(int64_t span) noexcept nogil:
+    """Return where the results of an item end in a worker's scratch."""
+    return <int64_t>sizeof(Scratch) + (span - 1) * ROWS_IN_CACHE * QUIRE_BLOCK * <int64_t>sizeof(float)
+
+
+cdef quire_block_sums *_block_sums(const LinearOp *op, Scratch *scratch) noexcept nogil:
+    return <quire_block_sums *>(<char *>scratch + _results_end(op.span))
 
 
 cdef int64_t _block_sums_bytes(int64_t width) noexcept nogil:
@@ -64,7 +76,7 @@ cdef int64_t _block_sums_bytes(int64_t width) noexcept nogil:
 
 
 cdef int64_t num_items(const LinearOp *op, const Step *step) noexcept nogil:
-    return _num_groups(op, step) * op.num_blocks
+    return _num_groups(op, step) * op.num_spans
 
 
 cdef int64_t run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares,
@@ -74,19 +86,19 @@ cdef int64_t run_linear(const LinearOp *op, const Step *step, const quire_tiles 
     `number` is that of the op in `shares`.
     """
     cdef Scratch *scratch = _scratch(step, worker)
-    cdef int64_t groups = _num_groups(op, step), first, blocks, taken, index, next, computed = 0
+    cdef int64_t groups = _num_groups(op, step), first, spans, taken, index, next, computed = 0
     cdef int owner = worker
     while owner >= 0:
-        first = _first_block(op, owner, workers)
-        blocks = _first_block(op, owner + 1, workers) - first
-        taken = quire_share_take(&shares[owner], number, groups * blocks, owner != worker)
+        first = _first_span(op, owner, workers)
+        spans = _first_span(op, owner + 1, workers) - first
+        taken = quire_share_take(&shares[owner], number, groups * spans, owner != worker)
         if taken < 0:
             owner = _latest(op, shares, number, groups, workers)
             continue
         next = -1
-        if quire_share_left(&shares[owner], number, groups * blocks):
-            next = _index(op, first, blocks, taken + 1 if owner == worker else taken - 1)
-        index = _index(op, first, blocks, taken)
+        if quire_share_left(&shares[owner], number, groups * spans):
+            next = _index(op, first, spans, taken + 1 if owner == worker else taken - 1)
+        index = _index(op, first, spans, taken)
         quire_share_hold(&shares[worker], number, index + 1)
         _compute(op, step, tiles, index, next, scratch)
         computed += _write(op, step, tiles, index, scratch, number, &shares[worker], &shares[worker])
@@ -127,16 +139,17 @@ cdef int64_t _num_groups(const LinearOp *op, const Step *step) noexcept nogil:
     return (_num_rows(op, step) + ROWS_IN_CACHE - 1) // ROWS_IN_CACHE
 
 
-cdef int64_t _index(const LinearOp *op, int64_t first, int64_t blocks, int64_t taken) noexcept nogil:
-    """Return the index of an item of a share, which has `blocks` blocks of each group from block `first` on."""
-    return taken // blocks * op.num_blocks + first + taken % blocks
+cdef int64_t _index(const LinearOp *op, int64_t first, int64_t spans, int64_t taken) noexcept nogil:
+    """Return the index of an item of a share, which has `spans` spans of each group from span `first` on."""
+    return taken // spans * op.num_spans + first + taken % spans
 
 
 cdef Item _item(const LinearOp *op, const Step *step, int64_t index) noexcept nogil:
     cdef Item item
     cdef int64_t rows = _num_rows(op, step), groups = _num_groups(op, step), first = _first_row(op, step)
     cdef const int32_t *group
-    item.group, item.block, item.weight = index // op.num_blocks, index % op.num_blocks, op.weights
+    item.group, item.block, item.weight = index // op.num_spans, index % op.num_spans * op.span, op.weights
+    item.blocks = min(op.span, op.num_blocks - item.block)
     if op.groups == NULL:
         item.row, item.end = first + rows * item.group // groups, first + rows * (item.group + 1) // groups
     else:
@@ -145,19 +158,19 @@ cdef Item _item(const LinearOp *op, const Step *step, int64_t index) noexcept no
     return item
 
 
-cdef int64_t _first_block(const LinearOp *op, int worker, int workers) noexcept nogil:
-    """Return where a worker's share of the blocks begins."""
-    return op.num_blocks * worker // workers
+cdef int64_t _first_span(const LinearOp *op, int worker, int workers) noexcept nogil:
+    """Return where a worker's share of the spans begins."""
+    return op.num_spans * worker // workers
 
 
 cdef int _latest(const LinearOp *op, const quire_share *shares, uint64_t number, int64_t groups,
                  int workers) noexcept nogil:
     """Return the worker whose share has the most items left; -1 if none has any."""
     cdef int worker, latest = -1
-    cdef int64_t blocks, left, most = 0
+    cdef int64_t spans, left, most = 0
     for worker in range(workers):
-        blocks = _first_block(op, worker + 1, workers) - _first_block(op, worker, workers)
-        left = quire_share_left(&shares[worker], number, groups * blocks)
+        spans = _first_span(op, worker + 1, workers) - _first_span(op, worker, workers)
+        left = quire_share_left(&shares[worker], number, groups * spans)
         if left > most:
             latest, most = worker, left
     return latest
@@ -167,24 +180,26 @@ cdef void _compute(const LinearOp *op, const Step *step, const quire_tiles *tile
                    Scratch *scratch) noexcept nogil:
     """Compute an item in scratch, and prefetch the panels of item `next` unless it is -1."""
     cdef Item item = _item(op, step, index), next_item
-    cdef Pair after
-    cdef int64_t pairs = 2 if op.epilogue >= QUIRE_SWIGLU else 1    # of panels, of a block
-    cdef float *y = scratch.block
+    cdef Pair pair, next_pair, after
+    cdef int64_t per_block = 2 if op.epilogue >= QUIRE_SWIGLU else 1    # pairs of panels of a block: of gate and up
+    cdef int64_t first = per_block * item.block, pairs = per_block * item.blocks, i
+    cdef int64_t size = (item.end - item.row) * item.blocks * QUIRE_BLOCK
+    cdef float *y = scratch.results
     after.data = NULL
     if next >= 0:
         next_item = _item(op, step, next)
-        after = _pair(&next_item, pairs * next_item.block)
+        after = _pair(&next_item, per_block * next_item.block)
     if item.group != scratch.group:
         _prepare_group(op, tiles, &item, scratch)
-    if op.epilogue >= QUIRE_SWIGLU:         # a pair of panels holds 16 columns of gate and 16 of up
-        _multiply(op, tiles, &item, _pair(&item, 2 * item.block), _pair(&item, 2 * item.block + 1), scratch, y)
-        _multiply(op, tiles, &item, _pair(&item, 2 * item.block + 1), after, scratch, y + 16)
-    else:
-        _multiply(op, tiles, &item, _pair(&item, item.block), after, scratch, y)
+    pair = _pair(&item, first)
+    for i in range(pairs):          # with a gate, a pair holds 16 columns of gate and 16 of up
+        next_pair = _pair(&item, first + i + 1) if i + 1 < pairs else after
+        _multiply(op, tiles, &item, pair, next_pair, scratch, y + i * QUIRE_BLOCK // per_block)
+        pair = next_pair
     if QUIRE_GELU <= op.epilogue < QUIRE_SWIGLU:
-        tiles.activate(op.epilogue, y, (item.end - item.row) * QUIRE_BLOCK)
+        tiles.activate(op.epilogue, y, size)
     if op.softcap > 0:
-        tiles.soft_cap(y, (item.end - item.row) * QUIRE_BLOCK, op.softcap)
+        tiles.soft_cap(y, size, op.softcap)
 
 
 cdef void _prepare_group(const LinearOp *op, const quire_tiles *tiles, const Item *item,
@@ -195,7 +210,7 @@ cdef void _prepare_group(const LinearOp *op, const quire_tiles *tiles, const Ite
         _compute_factors(op, tiles, item, scratch.factors)
     if op.has_minimums:
         rows = _input_rows(op, item.row)
-        tiles.sum_blocks(&rows, item.end - item.row, <quire_block_sums *>(scratch + 1))
+        tiles.sum_blocks(&rows, item.end - item.row, _block_sums(op, scratch))
     scratch.group = item.group
 
 
@@ -223,8 +238,8 @@ cdef bint _write(const LinearOp *op, const Step *step, const quire_tiles *tiles,
                  uint64_t number, quire_share *holder, quire_share *writer) noexcept nogil:
     """Write the results of an item, while they are in cache; return False if another worker writes them."""
     cdef Item item = _item(op, step, index)
-    cdef int64_t rows = item.end - item.row
-    cdef float *y = scratch.block
+    cdef int64_t rows = item.end - item.row, columns = item.blocks * QUIRE_BLOCK
+    cdef float *y = scratch.results
     if not quire_share_release(holder, number, index + 1):
         return False
     if op.epilogue == QUIRE_ADD:
@@ -232,7 +247,7 @@ cdef bint _write(const LinearOp *op, const Step *step, const quire_tiles *tiles,
     elif op.out.dtype == QUIRE_F32:
         _copy(y, rows, _out(op, &item), op.out.rows.width)
     if op.converts:
-        tiles.convert(y, QUIRE_BLOCK, rows, QUIRE_BLOCK, &op.converted, item.row, item.block * QUIRE_BLOCK)
+        tiles.convert(y, columns, rows, columns, &op.converted, item.row, item.block * QUIRE_BLOCK)
     if op.maxima != NULL:
         tiles.block_maxima(y, QUIRE_BLOCK, rows, min(QUIRE_BLOCK, op.out.columns - item.block * QUIRE_BLOCK),
                            op.maxima + item.row * op.maxima_width + item.block, op.maxima_width)
@@ -291,11 +306,11 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
     tile.panel_bytes, tile.next = part.panel_bytes, next.data
     if next.data != NULL:
         lines = 2 * next.part.panel_bytes // (width // 32) // 64    # of `next`, per 32 of K
-    tile.block_sums = <quire_block_sums *>(scratch + 1) if op.has_minimums else NULL
-    tile.scratch = <char *>(scratch + 1) + (_block_sums_bytes(width) if op.has_minimums else 0)
+    tile.block_sums = _block_sums(op, scratch) if op.has_minimums else NULL
+    tile.scratch = <char *>scratch + _results_end(op.span) + (_block_sums_bytes(width) if op.has_minimums else 0)
     tile.factors = scratch.factors if op.has_factors else NULL
     tile.bias = item.weight.bias + 16 * pair.panel if item.weight.bias != NULL else NULL
-    tile.c, tile.ldc = y, QUIRE_BLOCK
+    tile.c, tile.ldc = y, item.blocks * QUIRE_BLOCK
     tile.epilogue = op.epilogue
     tile.next_scales = NULL
     if next.data != NULL and next.part.scales != NULL:
@@ -309,7 +324,7 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
         tiles.linear[part.dtype](<int>n, &tile)
         tile.next += tile.next_lines * 64 * (width // 32)
         tile.next_scales = NULL
-        tile.c += n * QUIRE_BLOCK
+        tile.c += n * tile.ldc
         if tile.block_sums != NULL:
             tile.block_sums += n * (width // QUIRE_SUPER_BLOCK)
         if tile.factors != NULL:

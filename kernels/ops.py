@@ -66,13 +66,15 @@ class Region:
     """A [rows, columns] value at `offset` bytes in the arena. `rows` is the capacity; a step uses the first rows of it.
 
     f32, bf16, i32: [rows, padded(columns)]. q8: three planes, each aligned: int8 [rows, padded], f32 scales
-    [rows, padded / 32], int32 sums [rows, padded / 32] holding `-128 * sum(block)`.
+    [rows, padded / 32], int32 sums [rows, padded / 32] holding `-128 * sum(block)`. From 2 on, `group` blocks share a
+    scale and a sum, which stand at the first of them.
     """
 
     offset: int
     rows: int
     columns: int
     dtype: StoredDtype
+    group: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -176,7 +178,7 @@ class AddGiven:
 
 @dataclass(frozen=True, slots=True)
 class Convert:
-    """out = input in another dtype; a q8 scale depends on 32 columns of one row only.
+    """out = input in another dtype; a q8 scale depends on 32 columns of one row only, or on those of a group.
 
     With an `order`, column i of `out` is column order[i] of `input`.
     """

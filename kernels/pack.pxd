@@ -21,6 +21,7 @@ cdef class PackedMatrix:
     cdef readonly tuple ranges
     cdef readonly int64_t nbytes
     cdef readonly object input_order
+    cdef readonly int64_t group     # blocks of 32 that share a scale
     cdef Panels parts[MOST_RANGES]
     cdef int num_parts
     cdef int64_t width              # in_features padded to 32

@@ -49,6 +49,7 @@ class PackedMatrix:
     ranges: tuple[tuple[int, WeightDtype], ...]  # (columns, dtype)
     nbytes: int
     input_order: npt.NDArray[np.int32] | None  # [in_features], the input that each column of `source` belongs to
+    group: int  # blocks of 32 along K that share a scale
     def __init__(
         self,
         out_features: int,
@@ -56,14 +57,15 @@ class PackedMatrix:
         dtype: WeightDtypes,
         memory: npt.NDArray[np.uint8],
         input_order: npt.NDArray[np.int32] | None = None,
+        group: int = 1,
     ) -> None: ...
     def fill(self, source: npt.NDArray[np.generic], start: int = 0, interleave: int | None = None) -> None:
         """Pack `source` [n, in_features] (float32, float16, or bf16 bits as uint16) into output columns from `start`.
 
         With `interleave` 0 or 1, row r goes to column `start + r // 16 * 32 + 16 * interleave + r % 16`: gate and up of
         one SwiGLU layer. q8 and q4 quantise by blocks of 32 along K with a scale in fp16. For q8 the scale is
-        max|w| / 127; for q4, whose values are -8 to 7, it is the best of 33 of either sign by squared error. The
-        others are filled by `fill_blocks` only.
+        max|w| / 127 of a block, or of each `group` blocks; for q4, whose values are -8 to 7, it is the best of 33 of
+        either sign by squared error. The others are filled by `fill_blocks` only.
         """
     def fill_blocks(
         self, blocks: npt.NDArray[np.uint8], ggml_type: str, start: int = 0, interleave: int | None = None

@@ -25,7 +25,8 @@ cdef extern from "ggml.h" nogil:
     int64_t quire_ggml_bytes(int type)
     void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out)
     void quire_widen_f16(const uint16_t *h, int64_t n, float *out)
-    void quire_quantise_q8(const float *w, int64_t n, uint8_t *at, uint16_t *scale)
+    float quire_top(const float *w, int64_t n)
+    void quire_quantise_q8(const float *w, int64_t n, float top, uint8_t *at, uint16_t *scale)
     void quire_ggml_pack(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane,
                          uint8_t *panel, uint16_t *scales)
 
@@ -102,7 +103,10 @@ def _ggml_code(ggml_type):
 
 
 cdef class PackedMatrix:
-    def __init__(self, out_features, in_features, dtype, memory, input_order=None):
+    def __init__(self, out_features, in_features, dtype, memory, input_order=None, group=1):
+        if group < 1 or group > 1 and dtype != "q8":
+            raise ValueError(f"only a matrix in q8 has groups of blocks, not {group} in {dtype!r}")
+        self.group = group
         self.nbytes = packed_nbytes(out_features, in_features, dtype)
         cdef uint8_t[::1] view = memory
         if view.shape[0] < self.nbytes:
@@ -156,7 +160,7 @@ cdef class PackedMatrix:
             while row < blocks.shape[0]:
                 column, count = _column(first, row, phase), _columns_in_panel(first, row, phase, blocks.shape[0])
                 part = self._part(column // 16)
-                if part.dtype == native:
+                if part.dtype == native and self.group == 1:
                     quire_ggml_pack(code, &blocks[row, 0], blocks.shape[1], count, num_blocks, <int>(column % 16),
                                     <uint8_t *>_panel(part, column), _scales(part, column, self.width))
                 else:
@@ -207,13 +211,16 @@ cdef class PackedMatrix:
     cdef void _fill_column(self, const Panels *part, const float *row, int64_t column) noexcept nogil:
         cdef char *panel = _panel(part, column)
         cdef uint16_t *scales = _scales(part, column, self.width)
-        cdef int64_t lane = column % 16, k
+        cdef int64_t lane = column % 16, k, columns = 32 * self.group
+        cdef float top = 0
         if part.dtype == QUIRE_F32:
             for k in range(self.in_features):
                 (<float *>panel)[k * 16 + lane] = row[k]
         else:
             for k in range(0, self.in_features, 32):
-                quire_quantise_q8(row + k, min(32, self.in_features - k), <uint8_t *>panel + k * 16 + lane * 4,
+                if k % columns == 0:
+                    top = quire_top(row + k, min(columns, self.in_features - k))
+                quire_quantise_q8(row + k, min(32, self.in_features - k), top, <uint8_t *>panel + k * 16 + lane * 4,
                                   scales + k // 2 + lane)
 
     cdef void _fill_bf16(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil:

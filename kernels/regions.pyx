@@ -33,9 +33,11 @@ cdef class Regions:
         if region.offset < 0 or region.offset % 64 or region.offset + region.nbytes > self.nbytes:
             raise ValueError(f"{region!r} is not aligned or not inside an arena of {self.nbytes} bytes")
         width = padded(columns)
+        if region.group < 1 or region.group > 1 and dtype != "q8":
+            raise ValueError(f"only q8 has groups of blocks, not {region!r}")
         planes = region.offset + aligned(region.rows * width * quire_itemsize(_CODES[dtype]))
         value.dtype, value.columns, value.rows.width = _CODES[dtype], columns, width
-        value.rows.data = self.data + <int64_t>region.offset
+        value.rows.data, value.rows.group = self.data + <int64_t>region.offset, region.group
         value.rows.scales, value.rows.sums = NULL, NULL
         if dtype == "q8":
             value.rows.scales = <float *>(self.data + <int64_t>planes)
@@ -56,6 +58,8 @@ cdef class Regions:
             return False
         if op.out.dtype != "f32":
             raise ValueError(f"a norm needs f32, not {op.out!r}")
+        if op.normed.data.group > 1:
+            raise ValueError(f"a norm that another op writes has a scale for each block, not {op.normed.data!r}")
         columns = op.out.columns
         squares = self.value(op.normed.squares, padded(columns) // BLOCK, "f32", rows)
         output[0] = self.output(op.normed.data, columns, rows)

@@ -51,22 +51,27 @@ INLINE void use_tiles_of_blocks(void) {
   if (LEVEL(tile_shape) != BLOCKS_OF_32) LEVEL(configure)(BLOCKS_OF_32);
 }
 
-// sums[16] = the 16 rows at `a` times one panel of unsigned int8, in tiles of blocks: for each 32 of K an exact integer dot,
-// then the operations of body_blocks in their order, so that the bits are those of all levels. Two blocks have their own
-// memory, so that the product of one can overlap the scaling of the other.
-INLINE void multiply_int8(const quire_rows *a, const uint8_t *panel, const uint16_t *scales, const char *next, int lines,
+// sums[16] = the 16 rows at `a` times one panel of unsigned int8: for each group of blocks an exact integer dot, in tiles of
+// `step` blocks, which divides the group, then the operations of body_blocks or body_groups in their order, so that the bits
+// are those of all levels. Two groups have their own memory, so that the product of one can overlap the scaling of the other.
+INLINE void multiply_int8(const int64_t group, const int step, const quire_rows *a, const uint8_t *panel, const uint16_t *scales, const char *next, int lines,
                           vf sums[TILE_ROWS]) {
   const int64_t blocks = a->width / 32;
   _Alignas(64) uint32_t dots[2][TILE_ROWS][16];
   vf s[TILE_ROWS];
   UNROLL_TILE for (int i = 0; i < TILE_ROWS; i++) s[i] = vf_zero();
-  for (int64_t b = 0; b < blocks; b++) {
-    uint32_t (*dot)[16] = dots[b & 1];
-    for (int i = 0; i < lines; i++) __builtin_prefetch(next + (b * lines + i) * 64, 0, 2);
+  int turn = 0;
+  for (int64_t b = 0; b < blocks; b += group) {
+    uint32_t (*dot)[16] = dots[turn];
+    turn = !turn;
+    const int64_t end = b + group < blocks ? b + group : blocks;
     tile_zero(0);
-    tile_load(4, (const char *)a->data + b * 32, a->width);
-    tile_load(6, panel + b * 512, TILE_BYTES);
-    tile_dot_s8u8(0, 4, 6);
+    for (int64_t j = b; j < end; j += step) {
+      for (int i = 0; i < step * lines; i++) __builtin_prefetch(next + (j * lines + i) * 64, 0, 2);
+      tile_load(4, (const char *)a->data + j * 32, a->width);
+      tile_load(6, panel + j * 512, TILE_BYTES);
+      tile_dot_s8u8(0, 4, 6);
+    }
     tile_store(0, dot, TILE_BYTES);
     const vf p = vf_load_f16(scales + b * 16);
     int64_t at = b;

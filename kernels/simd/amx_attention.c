@@ -138,7 +138,7 @@ static void scores_int8(const quire_attention_tile *t, int row) {
   vf s[TILE_ROWS];
   for (int j = 0; j < 4; j++) {
     if (row == 0) fetch_pages(t, j, j + 1, 8);
-    multiply_int8(&q, t->k[j], t->k_scales[j], NULL, 0, s);
+    multiply_int8(1, 1, &q, t->k[j], t->k_scales[j], NULL, 0, s);
     for (int i = 0; i < TILE_ROWS; i++) vf_store(t->s + (row + i) * QUIRE_TILE + 16 * j, s[i]);
   }
 }

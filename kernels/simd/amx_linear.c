@@ -72,20 +72,29 @@ void LEVEL(linear_bf16)(int rows, const quire_linear_tile *t) {
   }
 }
 
+// Rows of one tile times one panel. A group of an even number of blocks fills tiles of 64 bytes.
+static void multiply_panel(const int step, const quire_linear_tile *t, int panel, int lines, vf sums[TILE_ROWS]) {
+  const uint8_t *w = (const uint8_t *)t->w + panel * t->panel_bytes;
+  const uint16_t *scales = t->scales + panel * (t->a.width / 2);
+  if (t->a.group <= 1) multiply_int8(1, 1, &t->a, w, scales, t->next, lines, sums);
+  else if (step == 1) multiply_int8(t->a.group, 1, &t->a, w, scales, t->next, lines, sums);
+  else multiply_int8(t->a.group, 2, &t->a, w, scales, t->next, lines, sums);
+}
+
 // The rows that fill tiles share the prefetching; without any, the rows of the avx512 level do.
 void LEVEL(linear_q8)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= AMX_LINEAR_ROWS);
   const int64_t blocks = t->a.width / 32;
-  const int passes = rows / TILE_ROWS * 2;
+  const int passes = rows / TILE_ROWS * 2, step = t->a.group > 1 && t->a.group % 2 == 0 && blocks % 2 == 0 ? 2 : 1;
   quire_linear_tile part = *t;
-  if (passes) use_tiles_of_blocks();
+  if (passes && step == 1) use_tiles_of_blocks();
+  if (passes && step == 2) use_tiles_of_rows(TILE_ROWS);
   for (int pass = 0; pass < passes; pass += 2) {
     vf c[TILE_ROWS][2];
     for (int panel = 0; panel < 2; panel++) {
       vf sums[TILE_ROWS];
       const int lines = t->next_lines * (pass + panel + 1) / passes - t->next_lines * (pass + panel) / passes;
-      multiply_int8(&part.a, (const uint8_t *)t->w + panel * t->panel_bytes, t->scales + panel * blocks * 16, part.next,
-                    lines, sums);
+      multiply_panel(step, &part, panel, lines, sums);
       part.next += lines * 64 * blocks;
       for (int i = 0; i < TILE_ROWS; i++) c[i][panel] = sums[i];
     }

@@ -41,11 +41,8 @@ INLINE void dot_q4(const int rows, const uint8_t *u, const uint8_t *v, const int
   dot_and_widen_q4(rows, u, v, a, width, sums, NULL, 0, dot);
 }
 
-// dot = a block of 32 of the two panels, at u and v, times the rows at a; `sums` as above, or NULL if weights are not w + 128.
-INLINE void dot_q8(const int rows, const uint8_t *u, const uint8_t *v, const int8_t *a, int64_t width, const int32_t *sums,
-                   vi dot[][2]) {
-  UNROLL for (int i = 0; i < rows; i++)
-    dot[i][0] = dot[i][1] = sums ? vi_dot4_start(sums[i * (width / 32)]) : vi_zero();
+// dot += a block of 32 of the two panels, at u and v, times the rows at a.
+INLINE void add_dot_q8(const int rows, const uint8_t *u, const uint8_t *v, const int8_t *a, int64_t width, vi dot[][2]) {
   UNROLL for (int k = 0; k < 8; k++) {
     const wq8 p = wq8_load(u + k * 64), q = wq8_load(v + k * 64);
     UNROLL for (int i = 0; i < rows; i++) {
@@ -53,6 +50,14 @@ INLINE void dot_q8(const int rows, const uint8_t *u, const uint8_t *v, const int
       dot[i][1] = vi_dot4(dot[i][1], q, a + i * width + k * 4);
     }
   }
+}
+
+// dot = the same product; `sums` as above, or NULL if weights are not w + 128.
+INLINE void dot_q8(const int rows, const uint8_t *u, const uint8_t *v, const int8_t *a, int64_t width, const int32_t *sums,
+                   vi dot[][2]) {
+  UNROLL for (int i = 0; i < rows; i++)
+    dot[i][0] = dot[i][1] = sums ? vi_dot4_start(sums[i * (width / 32)]) : vi_zero();
+  add_dot_q8(rows, u, v, a, width, dot);
 }
 
 // Prefetch this call's share of the next weights, so that memory streams evenly for any number of calls per panel.

@@ -79,7 +79,39 @@ INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile
   finish(rows, acc, t);
 }
 
-// The same for one panel. `ahead` is prefetched meanwhile, as many bytes as are read.
+// q8 with a scale for a group of blocks, whose integers are summed before they are scaled. Conversions and products of
+// scales take few of the units' cycles, so neither side's scales are rounded.
+INLINE void body_groups(const int rows, const quire_linear_tile *t) {
+  const int64_t width = t->a.width, blocks = width / 32, group = t->a.group;
+  const uint8_t *w0 = t->w, *w1 = w0 + t->panel_bytes;
+  const uint16_t *s0 = t->scales, *s1 = s0 + blocks * 16;
+  const int8_t *a = t->a.data;
+  vf acc[LINEAR_ROWS][2];
+  UNROLL for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = vf_zero();
+  const char *next = t->next;
+  for (int64_t b = 0; b < blocks; b += group) {
+    if (t->next_scales) {
+      __builtin_prefetch(t->next_scales + b * 32, 0, 2);
+      __builtin_prefetch(t->next_scales + (blocks + b) * 32, 0, 2);
+    }
+    vi dot[LINEAR_ROWS][2];
+    UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_dot4_start(t->a.sums[i * blocks + b]);
+    const int64_t last = b + group < blocks ? b + group : blocks;
+    for (int64_t j = b; j < last; j++, w0 += 512, w1 += 512, a += 32) {
+      next = fetch_next(next, t->next_lines);
+      add_dot_q8(rows, w0, w1, a, width, dot);
+    }
+    const vf x = vf_load_f16(s0 + b * 16), y = vf_load_f16(s1 + b * 16);
+    UNROLL for (int i = 0; i < rows; i++) {
+      const vf z = vf_set1(t->a.scales[i * blocks + b]);
+      acc[i][0] = vf_fma(vf_from(dot[i][0]), vf_mul(x, z), acc[i][0]);
+      acc[i][1] = vf_fma(vf_from(dot[i][1]), vf_mul(y, z), acc[i][1]);
+    }
+  }
+  finish(rows, acc, t);
+}
+
+// The same as body_blocks for one panel. `ahead` is prefetched meanwhile, as many bytes as are read.
 INLINE void panel_of_blocks(const int dtype, const int rows, const quire_linear_tile *t, const int panel,
                             const char **ahead, vf sums[][2]) {
   const int64_t width = t->a.width, blocks = width / 32, block_bytes = quire_panel_bytes(dtype, 32);
@@ -166,7 +198,11 @@ void ISA(linear_bf16)(int rows, const quire_linear_tile *t) {
 }
 void ISA(linear_q8)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= LINEAR_ROWS);
-  PER_ROW_COUNT(body_q8)
+  if (t->a.group > 1) {
+    PER_ROW_COUNT(body_groups)
+  } else {
+    PER_ROW_COUNT(body_q8)
+  }
 }
 
 #if defined QUIRE_ISA_AVX512

@@ -22,6 +22,59 @@ typedef struct {
   int64_t row[AT_ONCE], column[AT_ONCE];
 } some_blocks;
 
+// Columns of one row that share a scale.
+typedef struct {
+  const float *x;
+  int64_t columns;  // padding follows up to the next multiple of 32
+  int64_t at;       // of the first one in the rows
+} column_group;
+
+// Quantise n groups to q8; NaN as in `quantise`.
+INLINE void quantise_groups(const int n, const column_group *g, const quire_rows *out) {
+  vf tops[AT_ONCE];
+  vi sums[AT_ONCE];
+  float top[AT_ONCE];
+  int32_t sum[AT_ONCE];
+  int finite[AT_ONCE];
+  UNROLL for (int i = 0; i < n; i++) {
+    vf odd = vf_zero();  // NaN in lanes with a column that is not finite
+    tops[i] = vf_zero();
+    for (int64_t j = 0; j < g[i].columns; j += 16) {
+      const vf y = columns_of(g[i].x, j, g[i].columns, vf_zero());
+      tops[i] = vf_max(vf_abs(y), tops[i]);
+      odd = vf_fma(y, vf_zero(), odd);
+    }
+    finite[i] = !vf_any_nan(odd);
+  }
+  REDUCE(vf_max4, vf_reduce_max, n, tops, top)
+  UNROLL for (int i = 0; i < n; i++) {
+    const float exact = finite[i] ? top[i] / 127.f : 0.f, scale = exact < FLT_MIN ? 0.f : exact;
+    const vf factor = vf_set1(scale > 0.f ? 1.f / scale : 0.f);
+    sums[i] = vi_zero();
+    for (int64_t j = 0; j < (g[i].columns + 31) / 32 * 32; j += 16) {
+      const vf y = columns_of(g[i].x, j, g[i].columns, vf_zero());
+      const vi q = finite[i] ? vi_from(vf_mul(y, factor)) : vi_zero();
+      vi_store_i8((int8_t *)out->data + g[i].at + j, q);
+      sums[i] = vi_add(sums[i], q);
+    }
+    out->scales[g[i].at / 32] = finite[i] ? scale : NAN;
+  }
+  REDUCE(vi_sum4, vi_sum, n, sums, sum)
+  UNROLL for (int i = 0; i < n; i++) out->sums[g[i].at / 32] = -128 * sum[i];
+}
+
+static void convert_groups(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_rows *out, int64_t at) {
+  column_group groups[AT_ONCE];
+  const int64_t most = out->group * 32;
+  int n = 0;
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t j = 0; j < columns; j += most) {
+      groups[n++] = (column_group){x + i * stride + j, columns - j < most ? columns - j : most, at + i * out->width + j};
+      if (n == AT_ONCE) quantise_groups(AT_ONCE, groups, out), n = 0;
+    }
+  for (int i = 0; i < n; i++) quantise_groups(1, groups + i, out);
+}
+
 // Quantise n blocks to q8; a block's scale depends on its columns only. A column that is not finite makes its block's scale
 // NaN, which reaches the logits of this row and ends this request only.
 INLINE void quantise(const int n, some_blocks *b, const quire_rows *out) {
@@ -77,6 +130,11 @@ INLINE void convert_blocks(const int n, some_blocks *b, const quire_output *out)
 
 void ISA(convert)(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_output *out, int64_t row,
                   int64_t column) {
+  if (out->rows.group > 1) {
+    assert(out->dtype == QUIRE_Q8 && !out->norm && column % (32 * out->rows.group) == 0);
+    convert_groups(x, stride, rows, columns, &out->rows, row * out->rows.width + column);
+    return;
+  }
   int64_t i = 0, j = 0;  // the next block
   some_blocks blocks;
 #define CONVERT(N) { \

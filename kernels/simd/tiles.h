@@ -67,6 +67,7 @@ typedef struct {
   float *scales;    // q8: [rows][width/32], numbers with two bits of mantissa, 0 or NaN
   int32_t *sums;    // q8: [rows][width/32], -128 * sum of the block
   int64_t width;
+  int64_t group;    // q8: from 2 on, `group` blocks share a scale, any number, and a sum; both stand at the first of them
 } quire_rows;
 
 // The destination of f32 results: converted to `dtype`; with `norm`, prepared for the linear layer after an RMS norm.
@@ -159,7 +160,8 @@ typedef struct {
   void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                 float *total_m, float *total_l, float *total_o);
   // Convert x[rows][columns], rows `stride` floats apart, into `out` from (row, column) on; column is a multiple of 32.
-  // Columns up to the next multiple of 32 become zero.
+  // Columns up to the next multiple of 32 become zero. With groups of blocks, `column` is a multiple of a group's columns,
+  // and there is no norm.
   void (*convert)(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_output *out, int64_t row,
                   int64_t column);
   // factors[rows] = 1 / sqrt(sum(squares) / columns + eps); squares [rows][width] has one sum per block of 32 columns.

@@ -34,7 +34,10 @@ MAX_ROWS, MAX_TEXTS = 800, 40
 
 @dataclass
 class Encoder:
-    """Layers with norms after (`post_norm`, as BERT) or before each branch; `windows` has one per layer."""
+    """Layers with norms after (`post_norm`, as BERT) or before each branch; `windows` has one per layer.
+
+    In q8, `group` blocks share a scale, but for what attention and pooling write.
+    """
 
     weights: str = "f32"
     kv: str = "f32"
@@ -51,6 +54,7 @@ class Encoder:
     biased: bool = False
     epilogue: str = "gelu"
     pooling: str = "mean"
+    group: int = 1
     isa: str | None = None
     threads: int = 2
     seed: int = 11
@@ -84,23 +88,23 @@ class Encoder:
         counts = [len(text) for text in texts]
         return np.concatenate(texts).astype(np.int32), np.cumsum([0, *counts]).astype(np.int32)
 
-    def region(self, rows: int, columns: int, dtype: str = "f32") -> Region:
-        region = Region(self.offset, rows, columns, dtype)
+    def region(self, rows: int, columns: int, dtype: str = "f32", group: int = 1) -> Region:
+        region = Region(self.offset, rows, columns, dtype, group)
         self.offset += region_nbytes(rows, columns, dtype)
         return region
 
     def random(self, *shape: int) -> np.ndarray:
         return (self.rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
 
-    def packed(self, n: int, k: int, size: float = 1.0, dtype: str | None = None) -> PackedMatrix:
+    def packed(self, n: int, k: int, size: float = 1.0, dtype: str | None = None, group: int = 1) -> PackedMatrix:
         dtype = dtype or self.weights
-        matrix = PackedMatrix(n, k, dtype, self.memory(packed_nbytes(n, k, dtype)))
+        matrix = PackedMatrix(n, k, dtype, self.memory(packed_nbytes(n, k, dtype)), group=group)
         matrix.fill(self.random(n, k) * np.float32(size))
         return matrix
 
     def linear(self, source: Region, out: Region, epilogue: str = "store") -> Linear:
         columns = 2 * padded(out.columns) if epilogue in GATED else out.columns
-        weight = self.packed(columns, source.columns, 2)
+        weight = self.packed(columns, source.columns, 2, group=source.group)
         return Linear(source, weight, self.random(columns), out, epilogue)
 
     def norm(self, source: Region, out: Region | None, converted: Region | None) -> NormRows:
@@ -113,7 +117,7 @@ class Encoder:
             self.offset, ephemeral_pages(MAX_ROWS, MAX_TEXTS), self.kv_heads, self.head_dim, self.kv
         )
         self.offset += self.pages.nbytes
-        x, h = self.region(MAX_ROWS, self.hidden), self.region(MAX_ROWS, self.hidden, dtype)
+        x, h = self.region(MAX_ROWS, self.hidden), self.region(MAX_ROWS, self.hidden, dtype, self.group)
         embeddings = [self.packed(n, self.hidden, 8) for n in (VOCAB, TYPES, POSITIONS)]
         self.ops += [Embed(embeddings[0], x, None, 1.0, embeddings[1], embeddings[2])]
         self.ops += [self.norm(x, x, h)]
@@ -140,7 +144,7 @@ class Encoder:
             qkv, a, self.pages, self.heads, self.kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, self.causal,
             window, bias,
         )  # fmt: skip
-        inner = self.region(MAX_ROWS, self.intermediate, dtype)
+        inner = self.region(MAX_ROWS, self.intermediate, dtype, self.group)
         after = self.norm(x, x if self.post_norm else None, h)
         self.ops += [self.linear(h, qkv), attention, *([] if converted is a else [Convert(a, converted)])]
         self.ops += [self.linear(converted, x, "add"), after]

@@ -51,25 +51,25 @@ def round_bf16(x: Array) -> Array:
     return rounded.astype(np.uint32).view(np.float32).astype(np.float64)
 
 
-def quantise_q8(x: Array) -> Array:
-    """Quantise each row's blocks of 32 columns to int8, and widen them again.
+def quantise_q8(x: Array, group: int = 1) -> Array:
+    """Quantise each row's blocks of 32 columns, or groups of them, to int8, and widen them again.
 
-    The scale is max|x| / 127 in float32, rounded up to two bits of mantissa.
+    The scale is max|x| / 127 in float32, that of a block rounded up to two bits of mantissa.
     """
-    stored = np.zeros((x.shape[0], padded(x.shape[1])))
+    stored = np.zeros((x.shape[0], -(-x.shape[1] // (BLOCK * group)) * BLOCK * group))
     stored[:, : x.shape[1]] = x
-    blocks = stored.reshape(x.shape[0], -1, BLOCK)
+    blocks = stored.reshape(x.shape[0], -1, BLOCK * group)
     top = np.abs(blocks).max(axis=2, keepdims=True)
     exact = np.where(top > 0, top.astype(np.float32) / np.float32(127), np.float32(1))
     step = np.exp2(np.floor(np.log2(exact.astype(np.float64)))) / 4
-    scale = np.ceil(exact / step) * step
+    scale = np.ceil(exact / step) * step if group == 1 else exact
     return (np.rint(blocks / scale) * scale).reshape(x.shape[0], -1)[:, : x.shape[1]]
 
 
-def as_dtype(x: Array, dtype: StoredDtype) -> Array:
+def as_dtype(x: Array, dtype: StoredDtype, group: int = 1) -> Array:
     if dtype == "bf16":
         return round_bf16(x)
-    return quantise_q8(x) if dtype == "q8" else x.astype(np.float32).astype(np.float64)
+    return quantise_q8(x, group) if dtype == "q8" else x.astype(np.float32).astype(np.float64)
 
 
 def as_key(x: Array, kv_dtype: str) -> Array:
@@ -273,7 +273,7 @@ class ReferenceProgram:
                 self._combine(op)
 
     def _write(self, out: Region, x: Array, normed: Normed | None = None) -> None:
-        self.regions[out] = as_dtype(x, out.dtype)
+        self.regions[out] = as_dtype(x, out.dtype, out.group)
         if normed is not None:
             self.regions[normed.data] = as_dtype(x * normed.weight, normed.data.dtype)
             self.regions[normed.squares] = np.add.reduceat(x**2, np.arange(0, x.shape[1], BLOCK), axis=1)

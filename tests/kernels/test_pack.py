@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire.kernels import PackedMatrix, packed_nbytes
+from quire.kernels.pack import widen_blocks
 
 from tests.kernels.reference import round_bf16
 
@@ -15,20 +16,20 @@ def memory(nbytes: int) -> np.ndarray:
     return raw[start : start + nbytes]
 
 
-def matrix(n: int, k: int, dtype: str) -> PackedMatrix:
-    return PackedMatrix(n, k, dtype, memory(packed_nbytes(n, k, dtype)))
+def matrix(n: int, k: int, dtype: str, group: int = 1) -> PackedMatrix:
+    return PackedMatrix(n, k, dtype, memory(packed_nbytes(n, k, dtype)), group=group)
 
 
-def q8_by_numpy(w: np.ndarray) -> np.ndarray:
+def q8_by_numpy(w: np.ndarray, size: int = 32) -> np.ndarray:
     """Quantise and widen as Q8_0 does: blocks of 32 along K, numbers of scale max|w| / 127, which is stored in fp16."""
     n, k = w.shape
-    blocks = np.zeros((n, -(-k // 32) * 32), np.float32)
+    blocks = np.zeros((n, -(-k // size) * size), np.float32)
     blocks[:, :k] = w
-    blocks = blocks.reshape(n, -1, 32)
+    blocks = blocks.reshape(n, -1, size)
     scale = np.abs(blocks).max(axis=2, keepdims=True) / np.float32(127)
     inverse = np.divide(np.float32(1), scale, where=scale > 0, out=np.zeros_like(scale))
-    size = np.abs(blocks * inverse)
-    q = np.copysign(np.floor(size) + np.floor(2 * (size - np.floor(size))), blocks)
+    steps = np.abs(blocks * inverse)
+    q = np.copysign(np.floor(steps) + np.floor(2 * (steps - np.floor(steps))), blocks)
     return (q * scale.astype(np.float16).astype(np.float32)).reshape(n, -1)[:, :k]
 
 
@@ -183,6 +184,25 @@ def test_q4_fills_columns_of_any_start_and_from_two_sources():
 def test_sizes_that_do_not_fit_are_refused(call, complaint):
     with pytest.raises(ValueError, match=complaint):
         call()
+
+
+@pytest.mark.parametrize(("k", "group"), [(40, 2), (256, 4), (300, 4), (300, 100)])
+def test_blocks_of_a_group_share_a_scale(k, group):
+    weights = np.random.default_rng(k).standard_normal((50, k)).astype(np.float32)
+    weights[:, k // 3] *= 30
+    packed = matrix(50, k, "q8", group)
+    packed.fill(weights)
+    np.testing.assert_array_equal(packed.unpack(), q8_by_numpy(weights, 32 * group))
+    if k % 32 == 0:  # rows of GGML's type are quantised again
+        blocks = np.random.default_rng(k).integers(0, 40, (50, k // 32 * 34), np.uint8)
+        packed.fill_blocks(blocks, "Q8_0")
+        np.testing.assert_array_equal(packed.unpack(), q8_by_numpy(widen_blocks(blocks, "Q8_0"), 32 * group))
+
+
+def test_only_q8_has_groups():
+    for dtype, group in (("q4", 4), ("f32", 2), ("q8", 0)):
+        with pytest.raises(ValueError, match="only a matrix in q8 has groups"):
+            matrix(32, 64, dtype, group)
 
 
 def test_scales_of_q8_between_two_fp16_numbers_are_rounded_to_the_even_one():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from quire.kernels import Pool, Program, supported_levels
-from quire.kernels.ops import EphemeralAttention, NormRows, Region, region_nbytes
+from quire.kernels.ops import EphemeralAttention, Linear, NormRows, Region, region_nbytes
 
 from tests.kernels.encoder import MAX_TEXTS, POSITIONS, TYPES, VOCAB, Encoder
 
@@ -24,6 +24,7 @@ def close(encoder: Encoder, *texts: np.ndarray) -> bool:
 
 
 PRE_NORM = {"post_norm": False, "rotates": True, "epilogue": "geglu_exact", "windows": (0, 9), "pooling": "first"}
+GROUPED = {"group": 4, "hidden": 272, "intermediate": 400}
 CAUSAL = {"causal": True, "kv_heads": 2, "qk_norm": True, "rotates": True, "windows": (0, 40), "pooling": "last"}
 
 
@@ -40,6 +41,8 @@ CAUSAL = {"causal": True, "kv_heads": 2, "qk_norm": True, "rotates": True, "wind
         ("q8", "int8", {"epilogue": "relu", "head_dim": 32}),
         ("f32", "f32", {"biased": True, "kv_heads": 2}),
         ("q8", "int8", {"biased": True, "windows": (0, 20)}),
+        ("q8", "int8", GROUPED),
+        ("q8", "int8", {**GROUPED, "epilogue": "geglu_exact", "hidden": 160, "intermediate": 288, "group": 3}),
         ("bf16", "bf16", {"biased": True, "head_dim": 32}),
         ("f32", "f32", {"epilogue": "gelu_tanh", "head_dim": 10, "hidden": 33, "intermediate": 50}),
     ],
@@ -57,9 +60,11 @@ def test_long_texts_see_both_sides_of_their_window(window, kv):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "int8")])
-def test_a_text_has_the_same_bits_among_any_others_and_on_any_number_of_threads(weights, kv, isa):
-    options = {"weights": weights, "kv": kv, "windows": (0, 20), "isa": isa}
+@pytest.mark.parametrize(
+    ("weights", "kv", "more"), [("f32", "f32", {}), ("bf16", "bf16", {}), ("q8", "int8", {}), ("q8", "int8", GROUPED)]
+)
+def test_a_text_has_the_same_bits_among_any_others_and_on_any_number_of_threads(weights, kv, more, isa):
+    options = {"weights": weights, "kv": kv, "windows": (0, 20), "isa": isa, **more}
     encoder, one_thread = Encoder(**options), Encoder(**options, threads=1)
     mine = text(130, 1)
     alone = encoder.run(mine)[0].tobytes()
@@ -70,11 +75,11 @@ def test_a_text_has_the_same_bits_among_any_others_and_on_any_number_of_threads(
         assert one_thread.run(mine, *before)[0].tobytes() == alone
 
 
-@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("q8", "int8")])
+@pytest.mark.parametrize(("weights", "kv", "more"), [("f32", "f32", {}), ("q8", "int8", {}), ("q8", "int8", GROUPED)])
 @pytest.mark.parametrize("epilogue", ["gelu", "geglu_exact"])
-def test_an_encoder_has_the_same_bits_at_every_level(epilogue, weights, kv):
+def test_an_encoder_has_the_same_bits_at_every_level(epilogue, weights, kv, more):
     texts = [text(90, 1), text(3, 2)]
-    options = {"weights": weights, "kv": kv, "epilogue": epilogue, "biased": epilogue == "gelu"}
+    options = {"weights": weights, "kv": kv, "epilogue": epilogue, "biased": epilogue == "gelu", **more}
     vectors = {Encoder(**options, isa=isa).run(*texts).tobytes() for isa in LEVELS}
     assert len(vectors) == 1
 
@@ -267,6 +272,23 @@ def test_norms_that_do_not_fit_are_refused(changes, message):
     encoder = Encoder()
     index = next(i for i, op in enumerate(encoder.ops) if isinstance(op, NormRows))
     encoder.ops[index] = replace(encoder.ops[index], **changes)
+    with pytest.raises(ValueError, match=message):
+        encoder.bind()
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "message"),
+    [
+        (Linear, "input", "does not have the weight's groups of 4 blocks"),
+        (EphemeralAttention, "out", "attention writes a scale for each block"),
+        (EphemeralAttention, "qkv", "only q8 has groups"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(kind, field, message):
+    encoder = Encoder(weights="q8", kv="int8", group=4, head_dim=32)
+    index = next(i for i, op in enumerate(encoder.ops) if isinstance(op, kind))
+    region = getattr(encoder.ops[index], field)
+    encoder.ops[index] = replace(encoder.ops[index], **{field: replace(region, group=3)})
     with pytest.raises(ValueError, match=message):
         encoder.bind()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ....kernels.ops import INPUT_DTYPES, DType, Epilogue
+from ....kernels.ops import INPUT_DTYPES, DType, Epilogue, NormKind
+from ....kernels.pack import PackedMatrix
 from ..decoder import emit_layers
 from ..program import Heads, ProgramBuilder, Value
 from ..rope import Table
@@ -48,7 +49,7 @@ def _emit_bert(
     """Emit the layers; return the rows of the last one, normed, f32."""
     bias = None if weights.distances is None else distance_bias(weights.distances, spec.num_heads, max_positions)
     x = builder.embed(weights.words, types=weights.types, positions=weights.positions)
-    normed = _norm_in_place(builder, spec, weights.embedding_norm, x, INPUT_DTYPES[weights.layers[0].qkv.dtype])
+    normed = _norm_in_place(builder, spec, weights.embedding_norm, x, weights.layers[0].qkv)
     return emit_blocks(builder, spec, weights.layers, x, normed, rotary, bias)
 
 
@@ -66,11 +67,11 @@ def emit_blocks(
 
     With a `rotary_dim`, every step gives the cosines and sines of its rows, and `rotary` has no tables.
     """
-    dtypes: list[DType] = [*(INPUT_DTYPES[layer.qkv.dtype] for layer in layers[1:]), "f32"]
+    readers = [*(layer.qkv for layer in layers[1:]), None]
     for index, layer in enumerate(layers):
         attended = _attend(builder, spec, layer, index, normed, rotary[index], bias, rotary_dim)
         builder.linear_add(attended, layer.o, layer.o_bias, x)
-        normed = _norm(builder, spec, layer.attention_norm, x, INPUT_DTYPES[layer.up.dtype])
+        normed = _norm(builder, spec, layer.attention_norm, x, layer.up)
         activated = builder.activated(
             normed,
             layer.up,
@@ -78,9 +79,10 @@ def emit_blocks(
             spec.intermediate_size,
             GATED[spec.activation] if spec.gated else PLAIN[spec.activation],
             INPUT_DTYPES[layer.down.dtype],
+            layer.down.group,
         )
         builder.linear_add(activated, layer.down, layer.down_bias, x)
-        normed = _norm(builder, spec, layer.mlp_norm, x, dtypes[index])
+        normed = _norm(builder, spec, layer.mlp_norm, x, readers[index])
     return normed
 
 
@@ -100,15 +102,29 @@ def _attend(
     return builder.attention(qkv, heads, None, None, spec.norm_eps, rotary, None, INPUT_DTYPES[layer.o.dtype])
 
 
-def _norm(builder: ProgramBuilder, spec: BertSpec, norm: NormWeights, x: Value, dtype: DType) -> Value:
-    """Norm the residual stream for the next linear layer; with norms after the additions, in place."""
+def _norm(builder: ProgramBuilder, spec: BertSpec, norm: NormWeights, x: Value, reader: PackedMatrix | None) -> Value:
+    """Norm the residual stream for the layer that reads it, f32 for none; with norms after the additions, in place."""
     if not spec.pre_norms:
-        return _norm_in_place(builder, spec, norm, x, dtype)
-    return builder.norm_rows(x, spec.norm_kind, norm.weight, norm.bias, spec.norm_eps, dtype)
+        return _norm_in_place(builder, spec, norm, x, reader)
+    return norm_for(builder, x, spec.norm_kind, norm, spec.norm_eps, reader)
 
 
-def _norm_in_place(builder: ProgramBuilder, spec: BertSpec, norm: NormWeights, x: Value, dtype: DType) -> Value:
-    return builder.norm_in_place(x, "layer", norm.weight, norm.bias, spec.norm_eps, dtype)
+def norm_for(
+    builder: ProgramBuilder, x: Value, kind: NormKind, norm: NormWeights, eps: float, reader: PackedMatrix | None
+) -> Value:
+    """Norm each row of `x` as the layer that reads it takes its input."""
+    return builder.norm_rows(x, kind, norm.weight, norm.bias, eps, *_form(reader))
+
+
+def _norm_in_place(
+    builder: ProgramBuilder, spec: BertSpec, norm: NormWeights, x: Value, reader: PackedMatrix | None
+) -> Value:
+    return builder.norm_in_place(x, "layer", norm.weight, norm.bias, spec.norm_eps, *_form(reader))
+
+
+def _form(reader: PackedMatrix | None) -> tuple[DType, int]:
+    """Return the dtype of the rows that a layer reads, and the number of blocks that share a scale."""
+    return ("f32", 1) if reader is None else (INPUT_DTYPES[reader.dtype], reader.group)
 
 
 def _project(builder: ProgramBuilder, spec: Projection, weights: ProjectionWeights, x: Value) -> Value:

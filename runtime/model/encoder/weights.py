@@ -15,6 +15,8 @@ from ..weights.decoder_weights import DecoderWeights, build_weights
 from ..weights.packing import Part, Vector, WeightFactory, WeightPlanner, interleaved, named, stacked
 from .spec import BertSpec, EncoderSpec, Projection
 
+GROUP = 4  # blocks of 32 that share a scale in q8: more are faster, and less exact where some columns are far larger
+
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
@@ -108,13 +110,17 @@ def _build_bert(spec: BertSpec, dtype: PackedDtype, max_positions: int, factory:
 
 
 def build_layer(spec: BertSpec, layer: int, dtype: PackedDtype, factory: WeightFactory) -> BertLayerWeights:
-    """Make the weights of one layer."""
+    """Make the weights of one layer.
+
+    In q8, `GROUP` blocks share a scale, but for `o`: attention writes its input a few heads at a time.
+    """
     names, hidden, intermediate = spec.names, spec.hidden_size, spec.intermediate_size
     prefix = names.layer.format(layer)
     heads = spec.num_heads * spec.head_dim
 
-    def matrix(out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
-        return factory.matrix(out_features, in_features, dtype, named(parts, prefix, "weight", in_features))
+    def matrix(out_features: int, in_features: int, parts: Sequence[Part], group: int = 1) -> PackedMatrix:
+        tensors = named(parts, prefix, "weight", in_features)
+        return factory.matrix(out_features, in_features, dtype, tensors, group=group if dtype == "q8" else 1)
 
     def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
         return factory.vector(size, named(parts, prefix, "bias")) if present else None
@@ -131,14 +137,14 @@ def build_layer(spec: BertSpec, layer: int, dtype: PackedDtype, factory: WeightF
     up = interleaved(names.up, intermediate, spec.up_first) if spec.gated else stacked(names.up, (intermediate,))
     up_size = 2 * padded(intermediate) if spec.gated else intermediate
     return BertLayerWeights(
-        qkv=matrix(3 * heads, hidden, qkv),
+        qkv=matrix(3 * heads, hidden, qkv, GROUP),
         qkv_bias=bias(spec.qkv_bias, 3 * heads, qkv),
         o=matrix(hidden, heads, o),
         o_bias=bias(spec.o_bias, hidden, o),
         attention_norm=norm(after_attention),
-        up=matrix(up_size, hidden, up),
+        up=matrix(up_size, hidden, up, GROUP),
         up_bias=bias(spec.up_bias, up_size, up),
-        down=matrix(hidden, intermediate, down),
+        down=matrix(hidden, intermediate, down, GROUP),
         down_bias=bias(spec.down_bias, hidden, down),
         mlp_norm=norm(after_mlp),
     )

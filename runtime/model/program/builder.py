@@ -107,10 +107,17 @@ class ProgramBuilder(OpRecorder):
         return out
 
     def norm_rows(
-        self, x: Value, kind: NormKind, weight: Vector | None, bias: Vector | None, eps: float, dtype: DType
+        self,
+        x: Value,
+        kind: NormKind,
+        weight: Vector | None,
+        bias: Vector | None,
+        eps: float,
+        dtype: DType,
+        group: int = 1,
     ) -> Value:
-        """Return each row of `x` normed, in `dtype`."""
-        out = self._value("normed", x.rows, x.columns, dtype)
+        """Return each row of `x` normed, in `dtype`, in q8 with a scale for each `group` blocks."""
+        out = self._value("normed", x.rows, x.columns, dtype, group=group)
         self._add(
             [x, out],
             lambda at: NormRows(
@@ -126,11 +133,18 @@ class ProgramBuilder(OpRecorder):
         return out
 
     def norm_in_place(
-        self, x: Value, kind: NormKind, weight: Vector | None, bias: Vector | None, eps: float, dtype: DType
+        self,
+        x: Value,
+        kind: NormKind,
+        weight: Vector | None,
+        bias: Vector | None,
+        eps: float,
+        dtype: DType,
+        group: int = 1,
     ) -> Value:
-        """Norm each row of `x` in place, and return it in `dtype`; `x` itself if that is its dtype."""
+        """Norm each row of `x` in place, and return it as `norm_rows` does; `x` itself if that is its dtype."""
         self._norm_writers.pop(x.index, None)
-        converted = None if dtype == x.dtype else self._value("normed", x.rows, x.columns, dtype)
+        converted = None if dtype == x.dtype else self._value("normed", x.rows, x.columns, dtype, group=group)
         self._add(
             [x] if converted is None else [x, converted],
             lambda at: NormRows(
@@ -193,13 +207,15 @@ class ProgramBuilder(OpRecorder):
         columns: int,
         epilogue: Epilogue,
         dtype: DType,
+        group: int = 1,
     ) -> Value:
         """Compute the activation of x @ weight.T + bias that `epilogue` names, [rows, columns] in `dtype`.
 
-        With a gated epilogue the weight's columns are 16 of gate and 16 of up in turn, and the result is their product.
+        In q8, `group` blocks share a scale. With a gated epilogue the weight's columns are 16 of gate and 16 of up in
+        turn, and the result is their product.
         """
         x = self._in_order(x, weight)
-        out = self._value("activated", x.rows, columns, dtype)
+        out = self._value("activated", x.rows, columns, dtype, group=group)
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), epilogue))
         return out
 

@@ -31,7 +31,7 @@ class OpRecorder:
             self._last[kept.index] = len(self._emit)
         layout = self._lay_out()
         regions = [
-            Region(offset, value.rows, value.columns, value.dtype)
+            Region(offset, value.rows, value.columns, value.dtype, value.group)
             for offset, value in zip(layout.offsets, self._values, strict=True)
         ]
         return ProgramPlan(
@@ -45,9 +45,11 @@ class OpRecorder:
             ),
         )
 
-    def _value(self, name: str, rows: int, columns: int, dtype: StoredDtype, writer: int | None = None) -> Value:
+    def _value(
+        self, name: str, rows: int, columns: int, dtype: StoredDtype, writer: int | None = None, group: int = 1
+    ) -> Value:
         """Return a new value, written by op `writer` or else by the next op added."""
-        value = Value(len(self._values), name, rows, columns, dtype)
+        value = Value(len(self._values), name, rows, columns, dtype, group)
         self._values.append(value)
         self._first.append(len(self._emit) if writer is None else writer)
         self._last.append(len(self._emit) if writer is None else writer)

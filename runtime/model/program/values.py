@@ -25,6 +25,7 @@ class Value:
     rows: int
     columns: int
     dtype: StoredDtype
+    group: int = 1  # of q8: blocks of 32 columns that share a scale
 
     @property
     def parts(self) -> tuple[Value, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ....kernels.ops import INPUT_DTYPES, KVDtype
 from ....kernels.ops import WeightDtype as PackedDtype
 from ....kernels.pack import PackedMatrix
-from ..encoder.emit import emit_blocks
+from ..encoder.emit import emit_blocks, norm_for
 from ..encoder.weights import BertLayerWeights, NormWeights, build_layer, build_norm
 from ..program import ProgramBuilder, ProgramPlan
 from ..weights.packing import Part, Vector, WeightFactory
@@ -73,7 +73,7 @@ def emit_dynamic_patches(spec: DynamicVisionSpec, weights: DynamicVisionWeights,
 
     The second result is the residual stream, which mergers may read after any layer.
     """
-    body, norm = spec.body, weights.first_norm
+    body = spec.body
     builder = ProgramBuilder(spec.num_patches, spec.num_windows, keys_values)
     patches = builder.input("patches", spec.patch_columns)
     patches = builder.convert(patches, INPUT_DTYPES[weights.patches.dtype])
@@ -82,8 +82,7 @@ def emit_dynamic_patches(spec: DynamicVisionSpec, weights: DynamicVisionWeights,
         builder.linear_add(patches, weights.patches, weights.patch_bias, x)
     else:
         x = builder.linear(patches, weights.patches, weights.patch_bias, "residual")
-    dtype = INPUT_DTYPES[weights.layers[0].qkv.dtype]
-    normed = builder.norm_rows(x, body.norm_kind, norm.weight, norm.bias, body.norm_eps, dtype)
+    normed = norm_for(builder, x, body.norm_kind, weights.first_norm, body.norm_eps, weights.layers[0].qkv)
     no_tables = (None,) * body.num_layers
     return builder.build(emit_blocks(builder, body, weights.layers, x, normed, no_tables, rotary_dim=body.head_dim), x)
 

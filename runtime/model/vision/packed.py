@@ -22,7 +22,7 @@ from ....kernels.ops import INPUT_DTYPES, KVDtype
 from ....kernels.ops import WeightDtype as PackedDtype
 from ....kernels.pack import PackedMatrix
 from ...common.config import WeightDtype
-from ..encoder.emit import emit_blocks
+from ..encoder.emit import emit_blocks, norm_for
 from ..encoder.packed import KEYS_VALUES
 from ..encoder.weights import BertLayerWeights, NormWeights, build_layer, build_norm
 from ..program import ProgramBuilder, ProgramPlan
@@ -211,8 +211,7 @@ def _emit_patches(spec: VisionSpec, weights: VisionWeights, keys_values: KVDtype
     x = builder.embed(weights.positions)
     patches = builder.convert(patches, INPUT_DTYPES[weights.patches.dtype])
     builder.linear_add(patches, weights.patches, weights.patch_bias, x)
-    norm, qkv_dtype = weights.first_norm, INPUT_DTYPES[weights.layers[0].qkv.dtype]
-    normed = builder.norm_rows(x, "layer", norm.weight, norm.bias, spec.body.norm_eps, qkv_dtype)
+    normed = norm_for(builder, x, "layer", weights.first_norm, spec.body.norm_eps, weights.layers[0].qkv)
     return builder.build(emit_blocks(builder, spec.body, weights.layers, x, normed, spec.body.num_layers * (None,)))
 
 

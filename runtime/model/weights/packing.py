@@ -60,10 +60,12 @@ class WeightFactory(Protocol):
         parts: Sequence[Part],
         factors: Vector | None = None,
         input_order: InputOrder | None = None,
+        group: int = 1,
     ) -> PackedMatrix:
         """Return a matrix whose columns, in the order of in_features, are multiplied by `factors`.
 
-        With an `input_order`, the tensors have their inputs in this order, and so has the matrix.
+        With an `input_order`, the tensors have their inputs in this order, and so has the matrix. In q8, each `group`
+        blocks share a scale.
         """
 
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector: ...
@@ -152,10 +154,11 @@ class _Packer:
         parts: Sequence[Part],
         factors: Vector | None = None,
         input_order: InputOrder | None = None,
+        group: int = 1,
     ) -> PackedMatrix:
         nbytes = packed_nbytes(out_features, in_features, dtype)
         memory, self._unused = self._unused[:nbytes], self._unused[nbytes:]
-        matrix = PackedMatrix(out_features, in_features, dtype, memory, input_order)
+        matrix = PackedMatrix(out_features, in_features, dtype, memory, input_order, group)
         self._filling.append(self._threads.submit(self._fill, matrix, parts, factors))
         return matrix
 
@@ -217,6 +220,7 @@ class _MatrixShape:
     dtype: PackedDtype
     ranges: tuple[tuple[int, PackedDtype], ...]
     input_order: InputOrder | None
+    group: int
 
 
 class WeightPlanner:
@@ -234,12 +238,13 @@ class WeightPlanner:
         parts: Sequence[Part],
         factors: Vector | None = None,
         input_order: InputOrder | None = None,
+        group: int = 1,
     ) -> PackedMatrix:
         ranges = column_ranges(out_features, dtype)
         for columns, one in ranges:
             self.nbytes[one] += packed_nbytes(columns, in_features, one)
         self.tensors |= {part.tensor: part.shape for part in parts}
-        return cast(PackedMatrix, _MatrixShape(out_features, in_features, ranges[0][1], ranges, input_order))
+        return cast(PackedMatrix, _MatrixShape(out_features, in_features, ranges[0][1], ranges, input_order, group))
 
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
         self.tensors |= {part.tensor: part.shape for part in parts}

@@ -53,9 +53,10 @@ class _Checker(WeightPlanner):
         parts: Sequence[Part],
         factors: Vector | None = None,
         input_order: InputOrder | None = None,
+        group: int = 1,
     ) -> PackedMatrix:
         self._check(parts, self._checkpoint.matrix_dtypes)
-        return super().matrix(out_features, in_features, dtype, parts, factors, input_order)
+        return super().matrix(out_features, in_features, dtype, parts, factors, input_order, group)
 
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
         self._check(parts, READABLE)

@@ -180,14 +180,27 @@ static void compare_quantise_q4(void) {
 // Up to 7 all numbers of rows, as many as most calls take; beyond, those around whole tiles of 16.
 static int is_tried(int rows) { return rows < 8 || (rows + 1) % 16 < 3; }
 
+// Give each group of blocks a scale of any number of bits, and its sum. What stands at its other blocks is not read.
+static void group_blocks(quire_rows *a, int64_t rows, int64_t group) {
+  const int64_t blocks = a->width / 32;
+  a->group = group;
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t b = 0; b < blocks; b++) {
+      const int64_t at = row * blocks + b, first = at - b % group;
+      if (at == first) a->scales[at] = fabsf(next_float()) * 0x1p-7f;
+      else a->sums[first] += a->sums[at], a->sums[at] = 12345, a->scales[at] = NAN;
+    }
+}
+
 // `size` multiplies the scales of q8 rows.
-static void compare_linear_of(const char *op, int dtype, int64_t width, int epilogue, float size) {
+static void compare_linear_of(const char *op, int dtype, int64_t width, int epilogue, float size, int64_t group) {
   static char panels[2 * 16 * MAX_WIDTH * 4];
   static _Alignas(64) quire_unpacked scratch[2 * MAX_WIDTH / QUIRE_SUPER_BLOCK];  // which takes as much as any dtype needs
   static uint16_t scales[2 * MAX_WIDTH / 32 * 16];
   static float bias[32], factors[MAX_ROWS], before[MAX_ROWS * 32], want[MAX_ROWS * 32], alone[MAX_ROWS * 32], got[MAX_ROWS * 32];
   quire_rows a = rows_of(input_dtype(dtype), width);
   for (int64_t i = 0; i < MAX_ROWS * width / 32; i++) a.scales[i] *= size;
+  if (group > 1) group_blocks(&a, MAX_ROWS, group);
   fill_panels(panels, dtype, width, 2);
   for (int64_t i = 0; i < 2 * width / 32 * 16; i++) scales[i] = next_scale();
   fill(bias, 32), fill(factors, MAX_ROWS), fill(before, MAX_ROWS * 32);
@@ -209,7 +222,7 @@ static void compare_linear_of(const char *op, int dtype, int64_t width, int epil
 }
 
 static void compare_linear(const char *op, int dtype, int64_t width, int epilogue) {
-  compare_linear_of(op, dtype, width, epilogue, 1.f);
+  compare_linear_of(op, dtype, width, epilogue, 1.f, 1);
 }
 
 static void compare_epilogues(int dtype, int64_t width) {
@@ -320,6 +333,32 @@ static void compare_convert(int dtype, int64_t columns, int64_t width, const flo
     expect_scalar("1 / rms", QUIRE_F32, factors[0], factors[1], 3, 0);
     digest("1 / rms", QUIRE_F32, factors[0], sizeof factors[0]);
   }
+  free_rows(&got.rows), free_rows(&want.rows);
+}
+
+// Groups of blocks; the last one of a row may be shorter. One group is zero, one has a NaN, one an infinite number.
+static void compare_convert_groups(int64_t columns, int64_t width, int64_t group) {
+  static float x[3 * MAX_WIDTH];
+  quire_output got = {.dtype = QUIRE_Q8, .rows = rows_of(QUIRE_Q8, width)}, want = {.dtype = QUIRE_Q8, .rows = rows_of(QUIRE_Q8, width)};
+  got.rows.group = want.rows.group = group;
+  fill(x, 3 * MAX_WIDTH);
+  for (int64_t i = 0; i < columns && i < 32 * group; i++) x[MAX_WIDTH + i] = 0.f;
+  x[columns - 1] = NAN, x[2 * MAX_WIDTH + columns / 2] = -INFINITY;
+  tiles->convert(x, MAX_WIDTH, 3, columns, &got, 1, 0);
+  scalar->convert(x, MAX_WIDTH, 3, columns, &want, 1, 0);
+  const quire_rows a = from_row(got.rows, QUIRE_Q8, 1), b = from_row(want.rows, QUIRE_Q8, 1);
+  expect_same("convert in groups", QUIRE_Q8, "other bits than scalar", a.data, b.data, 3 * width);
+  digest("convert in groups", QUIRE_Q8, a.data, 3 * width);
+  for (int64_t row = 0; row < 3; row++)
+    for (int64_t first = 0; first < width / 32; first += group) {
+      const int64_t at = row * (width / 32) + first, end = first + group < width / 32 ? first + group : width / 32;
+      int32_t sum = 0;
+      for (int64_t k = first * 32; k < end * 32; k++) sum -= 128 * ((int8_t *)a.data)[row * width + k];
+      if (a.sums[at] != sum) verdict("sums in groups", QUIRE_Q8, "not the sum of the group", a.sums[at] - sum, 0);
+      if (isnan(b.scales[at]) ? !isnan(a.scales[at]) : a.scales[at] != b.scales[at])
+        verdict("scales in groups", QUIRE_Q8, "other bits than scalar", 1, 0);
+      if (!isnan(b.scales[at])) digest("convert in groups", QUIRE_Q8, a.scales + at, sizeof *a.scales);
+    }
   free_rows(&got.rows), free_rows(&want.rows);
 }
 
@@ -527,7 +566,14 @@ static void compare_level(void) {
   for (int64_t columns = 45; columns < MAX_WIDTH; columns += 100) compare_norm_row(columns);
   compare_activate();
   // Where products of scales are not normal numbers.
-  for (int dtype = QUIRE_Q8; dtype < QUIRE_DTYPES; dtype++) compare_linear_of("tiny linear", dtype, 256, QUIRE_STORE, 0x1p-115f);
+  for (int dtype = QUIRE_Q8; dtype < QUIRE_DTYPES; dtype++) compare_linear_of("tiny linear", dtype, 256, QUIRE_STORE, 0x1p-115f, 1);
+  for (int64_t group = 2; group <= 4; group++) {
+    for (int64_t width = 96; width <= MAX_WIDTH; width += 160) {
+      compare_linear_of("linear in groups", QUIRE_Q8, width, QUIRE_STORE, 1.f, group);
+      compare_convert_groups(width - 5, width, group);
+    }
+    compare_linear_of("linear in groups", QUIRE_Q8, 512, QUIRE_SWIGLU, 1.f, group);
+  }
 }
 
 // Fail where the digests of the last level are not those of the file, or print them if there is none.
