@@ -2,9 +2,10 @@
 
 usage: timed_server.py FILE ARGUMENTS OF quire
 
-CPU time does not depend on the other programs of the machine. What takes more than `LEAST_S` in one turn, in which no
-other client is answered, is written to the file at the end, as JSON: pairs of a moment of the monotonic clock and CPU
-seconds. The event loop is asyncio's own, which takes more CPU time than uvloop.
+CPU time does not depend on the other programs of the machine. What takes more than `LEAST_S` is written to the file at
+the end, as JSON: pairs of a moment of the monotonic clock and CPU seconds, of turns, in which no other client is
+answered, and of runs of turns between which the loop did not wait. The event loop is asyncio's own, which takes more
+CPU time than uvloop.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import uvloop
 from quire.runtime.cli.main import main
 
 LEAST_S = 0.0002
+WAITED_S = 0.00005  # in a call that did not find events at once
 
 
 class TimedSelector(selectors.EpollSelector):
@@ -30,14 +32,21 @@ class TimedSelector(selectors.EpollSelector):
     def __init__(self) -> None:
         super().__init__()
         self.turns: list[tuple[float, float]] = []  # end, CPU seconds
+        self.runs: list[tuple[float, float]] = []
+        self._run_s = 0.0  # CPU time since the loop waited
         self._began_s = time.thread_time()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for events, and note the turn before."""
-        turn_s = time.thread_time() - self._began_s
+        turn_s, now = time.thread_time() - self._began_s, time.monotonic()
         if turn_s > LEAST_S:
-            self.turns.append((time.monotonic(), turn_s))
+            self.turns.append((now, turn_s))
+        self._run_s += turn_s
         found = super().select(timeout)
+        if time.monotonic() - now > WAITED_S:
+            if self._run_s > LEAST_S:
+                self.runs.append((now, self._run_s))
+            self._run_s = 0.0
         self._began_s = time.thread_time()
         return found
 
@@ -49,7 +58,7 @@ def run(file: Path, command: Coroutine[Any, Any, Any]) -> Any:
         with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
             return runner.run(command)
     finally:
-        file.write_text(json.dumps(selector.turns))
+        file.write_text(json.dumps({"turns": selector.turns, "runs": selector.runs}))
 
 
 if __name__ == "__main__":

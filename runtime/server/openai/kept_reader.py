@@ -13,6 +13,8 @@ from .exchange import Exchange
 from .formats import Format
 from .running import CallOutput
 
+CHUNKS_PER_TURN = 8  # of one stream of a tenant; each is read and rendered again
+
 
 class KeptReader:
     """Reads a replay buffer for one exchange, from the first chunk. Implements `replay_buffer.BufferReader`."""
@@ -54,7 +56,8 @@ class KeptReader:
         usage = None
         form.read_with(self.buffer.new_parser)
         while self._position < self.buffer.num_chunks and self._stopped is None:
-            for _ in range(await self._turns.take()):
+            await self._turns.take()
+            for _ in range(CHUNKS_PER_TURN):
                 if (chunk := self._next_chunk()) is not None:
                     form.choices[chunk.choice].add(chunk)
                     usage = chunk.usage
@@ -94,7 +97,8 @@ class KeptReader:
         granted = 0  # chunks that may be sent before it is the turn of the tenant's other streams
         while self._stopped is None:
             if granted <= 0 and self.buffer.num_chunks > self._position + 1:  # a replay
-                granted = await self._turns.take()
+                await self._turns.take()
+                granted = CHUNKS_PER_TURN
             elif self.exchange.send_buffer.is_long:
                 await self.exchange.send_buffer.wait_until_short()
             elif (chunk := self._next_chunk()) is not None:
