@@ -161,6 +161,14 @@ class LLM:
         )
         return self._thread.run(_embed(self._open_engine(), request))[:, 0]
 
+    def classify(
+        self, inputs: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Return the probability of each of a classifier's labels, f32 [inputs, labels]. Raises as `embed`."""
+        texts = tuple(as_prompts(inputs))
+        request = EmbedRequest(inputs=texts, classify=True, truncate_prompt_tokens=truncate_prompt_tokens)
+        return self._thread.run(_embed(self._open_engine(), request))
+
     def logits(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
         """Return the raw logits [len(token_ids), vocab] after each token, for evaluation, without the prefix cache."""
         return self._thread.run(self._open_engine().logits(as_token_ids(token_ids), images))

@@ -86,8 +86,10 @@ def _encoder(spec: EncoderSpec) -> Iterator[Row]:
     yield "family", spec.family
     yield "shape", _sizes(spec.body)
     rows = {"mean": "the mean of its rows", "first": "its first row", "last": "its last row"}[spec.pooling]
-    if spec.num_labels:
-        yield "makes", f"{spec.num_labels} score{'s' if spec.num_labels > 1 else ''} of a pair of texts, from {rows}"
+    if spec.num_labels > 1:
+        yield "makes", f"probabilities of {spec.num_labels} labels of a text, from {rows}"
+    elif spec.num_labels:
+        yield "makes", f"1 score of a pair of texts, from {rows}"
     else:
         yield (
             "makes",

@@ -1,4 +1,4 @@
-"""Requests to embed texts or to score them: from texts to the core's encode requests, and from values to vectors.
+"""Requests to embed, score or classify texts: from texts to the core's encode requests, and from values to vectors.
 
 A request's texts pass in chunks. At most `CHUNKS_IN_CORE` of them are tokenized, computed or unread at once, so a
 request of thousands of texts holds little memory besides its texts, and a reader that pauses pauses the work.
@@ -22,7 +22,7 @@ from .error_mapping import failure_error, refusal_error
 from .facade import EmbeddedTexts, EmbedRequest, EmbedStats, EncoderInfo, EngineObserver
 from .fair_executor import FairExecutor
 from .validator import check_embed_options
-from .vectors import Floats, activated, cosines, shortened
+from .vectors import Floats, activated, cosines, probabilities, shortened
 
 CHUNK_TEXTS = 64
 CHUNK_CHARACTERS = 1 << 16  # or token ids; a longer text is a chunk of its own
@@ -172,7 +172,7 @@ class Embedder:
             self.observer.on_embedded(
                 EmbedStats(
                     tenant=request.tenant,
-                    kind="embed" if request.query is None else "score",
+                    kind="classify" if request.classify else "embed" if request.query is None else "score",
                     error=copy.copy(error),
                     num_texts=stream.num_done,
                     prompt_tokens=stream.prompt_tokens,
@@ -324,10 +324,12 @@ class EmbeddingStream:
             self._embedder.drop(request_id)
 
     def _embedded(self, values: _Values) -> EmbeddedTexts:
-        """Return the values of a chunk as vectors or scores."""
+        """Return the values of a chunk as vectors, scores or probabilities."""
         first, num_tokens, rows = values
         info, request = self._embedder.info, self.request
-        if request.query is None:
+        if request.classify:
+            rows = probabilities(rows, info)
+        elif request.query is None:
             rows = shortened(rows, request.dimensions, info.normalise)
         elif info.num_labels:
             rows = activated(rows, info.score_activation)

@@ -54,6 +54,8 @@ def describe_encoder(encoder: EncoderRunner) -> EncoderInfo:
         prompts=dict(spec.prompts),
         default_prompt=spec.default_prompt,
         name=model_name(encoder.path),
+        labels=spec.labels,
+        is_multi_label=spec.is_multi_label,
     )
 
 

@@ -77,10 +77,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Texts to embed, or documents to score against a query."""
+    """Texts to embed or to classify, or documents to score against a query."""
 
     inputs: tuple[str | tuple[int, ...], ...]  # texts, or token ids with the model's special tokens
     query: str | None = None  # score each of `inputs` for this query, instead of embedding it
+    classify: bool = False  # return the probability of each label of each of `inputs`
     dimensions: int | None = None  # leading elements of each vector; None: all
     prompt_name: str | None = None  # of the model's prompts, which goes before each text; None: the model's default
     truncate_prompt_tokens: int | None = None  # keep this many tokens of a text, -1: as many as the model takes
@@ -102,7 +103,7 @@ class EmbeddedTexts(msgspec.Struct, frozen=True, kw_only=True):
     """The vectors, or the scores, of consecutive inputs of a request."""
 
     first_index: int  # of the first one among the request's inputs
-    values: npt.NDArray[np.float32]  # [texts, dimensions], or [texts, 1] of scores
+    values: npt.NDArray[np.float32]  # [texts, dimensions], [texts, labels], or [texts, 1] of scores
     prompt_tokens: int  # of these texts
 
 
@@ -175,6 +176,8 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     prompts: dict[str, str] = {}  # name -> text that goes before an input
     default_prompt: str | None = None  # name of the prompt of inputs without one
     name: str = ""  # of the model
+    labels: tuple[str, ...] = ()  # names of a classifier's labels; (): it has none
+    is_multi_label: bool = False  # any number of labels may be right for a text
 
 
 class ImageInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -291,7 +294,7 @@ class EmbedStats(msgspec.Struct, frozen=True, kw_only=True):
     """One ended `EmbedRequest`."""
 
     tenant: str
-    kind: Literal["embed", "score"]
+    kind: Literal["embed", "score", "classify"]
     error: QuireError | None  # None also if it was cancelled
     num_texts: int  # whose values were read
     prompt_tokens: int  # of these

@@ -296,7 +296,9 @@ def check_embed_options(request: EmbedRequest, info: EncoderInfo) -> None:
     is_score = request.query is not None
     if is_score and info.num_labels > 1:
         raise InvalidRequest(f"this model has {info.num_labels} labels; scores need a model with one, or with vectors")
-    if not is_score and info.num_labels:
+    if request.classify and not info.labels:
+        raise InvalidRequest("this model has no labels; a classifier has")
+    if not is_score and not request.classify and info.num_labels:
         raise InvalidRequest("this model scores pairs of texts; it makes no embeddings")
     if not 1 <= len(request.inputs) <= MAX_INPUTS:
         name = request.input_name.removesuffix("[{}]")

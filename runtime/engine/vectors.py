@@ -1,4 +1,4 @@
-"""What an encoder's rows become: shorter vectors, cosines and scores.
+"""What an encoder's rows become: shorter vectors, cosines, scores and probabilities.
 
 A text's vector and score have the same bits in every request: each result is rounded once, from sums in a fixed order.
 """
@@ -9,6 +9,8 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+
+from .facade import EncoderInfo
 
 Floats = npt.NDArray[np.float32]
 
@@ -33,13 +35,34 @@ def cosines(query: Floats, rows: Floats) -> Floats:
 
 
 def activated(rows: Floats, activation: str) -> Floats:
-    """Return the scores [n, 1] of labels' values [n, 1]: these, or their sigmoid.
-
-    Values beyond 500 are cut for the sigmoid: their exponential would overflow.
-    """
+    """Return the scores [n, 1] of labels' values [n, 1]: these, or their sigmoid."""
     if activation == "identity":
         return rows
-    return np.array([[1 / (1 + math.exp(-min(max(value, -500), 500)))] for value in rows[:, 0].tolist()], np.float32)
+    return np.array([[_sigmoid(value)] for value in rows[:, 0].tolist()], np.float32)
+
+
+def probabilities(rows: Floats, info: EncoderInfo) -> Floats:
+    """Return the probabilities [n, labels] of labels' values; a single label's is its score."""
+    if len(info.labels) == 1:
+        return activated(rows, info.score_activation)
+    to_probabilities = _sigmoids if info.is_multi_label else _softmax
+    return np.array([to_probabilities(row) for row in rows.tolist()], np.float32)
+
+
+def _sigmoids(row: list[float]) -> list[float]:
+    return list(map(_sigmoid, row))
+
+
+def _sigmoid(value: float) -> float:
+    """Return the sigmoid of a value, which is cut beyond 500: its exponential would overflow."""
+    return 1 / (1 + math.exp(-min(max(value, -500), 500)))
+
+
+def _softmax(row: list[float]) -> list[float]:
+    largest = max(row)
+    weights = [math.exp(value - largest) for value in row]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
 
 
 def _row_sums(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -340,8 +340,8 @@ MUTANTS = [
     ),
     Mutant(
         HTTP,
-        "enumerate(chunk.values, chunk.first_index)",
-        "enumerate(chunk.values)",
+        "for index, row in enumerate(chunk.values, chunk.first_index):\n            vector",
+        "for index, row in enumerate(chunk.values):\n            vector",
         "the index of vectors begins again with each chunk",
         DOOR_TESTS,
     ),

@@ -30,7 +30,7 @@ def golden(name: str) -> tuple[str, dict[str, Any]]:
     return str(GOLDENS / name), json.loads((GOLDENS / name / "golden.json").read_text("utf-8"))
 
 
-@pytest.mark.parametrize("name", ["bert", "xlm_roberta", "qwen3"])
+@pytest.mark.parametrize("name", ["bert", "xlm_roberta", "qwen3", "gte"])
 def test_vectors_are_those_of_the_reference(name: str) -> None:
     path, expected = golden(name)
     with LLM(path, **OPTIONS) as llm:
@@ -41,6 +41,18 @@ def test_vectors_are_those_of_the_reference(name: str) -> None:
             llm.generate("a")
     assert np.allclose(together, np.float32(expected["values"]), atol=2e-4)
     assert np.array_equal(together, alone)
+
+
+@pytest.mark.parametrize("name", ["distilbert_scores", "gte_scores"])
+def test_probabilities_are_those_of_the_reference(name: str) -> None:
+    """Token ids, because the reference has values of pairs."""
+    path, expected = golden(name)
+    with LLM(path, **OPTIONS) as llm:
+        found = llm.classify(expected["token_ids"])
+        with pytest.raises(InvalidRequest, match="makes no embeddings"):
+            llm.embed("a")
+    weights = np.exp(np.array(expected["values"]))
+    assert np.allclose(found, weights / weights.sum(axis=1, keepdims=True), atol=2e-4)
 
 
 HOSTILE = {

@@ -167,9 +167,28 @@ async def test_rerank_sorts_and_score_keeps_the_order() -> None:
     assert "document" not in objects.json["results"][0]
 
 
+async def test_classes_have_vllms_form() -> None:
+    info = msgspec.structs.replace(ENCODER_INFO, num_labels=2, labels=("bad", "good"), prompts={})
+    async with embedding_system(FakeEncoder(info)) as system:
+        reply = await ask(system, "/classify", input=["ab", "c"])
+        assert 'quire_embed_requests_total{kind="classify"} 1.0' in system.metrics()
+        alone = await ask(system, "/classify", input="ab", truncate_prompt_tokens=1)
+        odd = await ask(system, "/classify", input="ab", dimensions=2)
+    assert reply.json["object"] == "list"
+    assert reply.json["id"].startswith("classify-")
+    for index, each in enumerate(reply.json["data"]):
+        assert (each["index"], each["num_classes"], sum(each["probs"])) == (index, 2, pytest.approx(1))
+        assert each["label"] == ("bad", "good")[int(np.argmax(each["probs"]))]
+    assert reply.json["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    assert alone.json["usage"]["prompt_tokens"] == 1
+    assert (odd.status, "dimensions" in odd.error["message"]) == (400, True)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "text", "param"),
     [
+        ("/classify", {"input": "a"}, "this model has no labels", None),
+        ("/classify", {}, "input is missing", "input"),
         ("/v1/embeddings", {}, "input is missing", "input"),
         ("/v1/embeddings", {"input": 5}, "input must be text, token ids or a list", "input"),
         ("/v1/embeddings", {"input": ["a", [True]]}, "input must be", "input"),

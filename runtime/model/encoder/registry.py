@@ -39,6 +39,7 @@ CLASSIFIER = "ForSequenceClassification"
 CAUSAL = "ForCausalLM"
 BIDIRECTIONAL = "use_bidirectional_attention"  # of EmbeddingGemma
 MAX_LABELS = 1 << 16
+MULTI_LABEL = "multi_label_classification"
 
 
 def is_encoder(path: str | Path) -> bool:
@@ -70,6 +71,8 @@ def read_encoder(path: str | Path) -> EncoderSpec:
         normalise=modules.normalise,
         num_labels=labels,
         score_activation=read_score_activation(folder, config, labels) if labels else "identity",
+        labels=_labels(config, labels) if _architecture(config).endswith(CLASSIFIER) else (),
+        is_multi_label=config.text("problem_type", "") == MULTI_LABEL,
         max_model_len=min(body.max_position_embeddings, limits.max_length or body.max_position_embeddings),
         lower_case=limits.lower_case,
         prompts=prompts,
@@ -183,6 +186,12 @@ def _num_labels(config: ConfigTable) -> int:
     if len(labels) > MAX_LABELS:
         raise UnsupportedModel(f"{CONFIG_FILE}: id2label has {len(labels)} labels; at most {MAX_LABELS}")
     return len(labels) or 2
+
+
+def _labels(config: ConfigTable, count: int) -> tuple[str, ...]:
+    """Return the names of labels, LABEL_0 and so on where `id2label` has none."""
+    names = config.table("id2label")
+    return tuple(names.text(str(index), f"LABEL_{index}") for index in range(count))
 
 
 def _matryoshka(config: ConfigTable) -> tuple[int, ...]:

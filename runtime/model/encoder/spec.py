@@ -110,6 +110,8 @@ class EncoderSpec:
     normalise: bool = False  # vectors have length 1
     num_labels: int = 0  # scores of a text; 0: the result is a vector
     score_activation: ScoreActivation = "identity"  # what makes a score of a label's value
+    labels: tuple[str, ...] = ()  # names of a classifier's labels; (): it has none
+    is_multi_label: bool = False  # any number of labels may be right for a text
     max_model_len: int  # tokens of the longest text
     lower_case: bool = False  # texts are lower-cased before they are tokenized
     prompts: Mapping[str, str] = field(default_factory=dict)  # name -> text that goes before an input

@@ -159,9 +159,9 @@ class PrometheusObserver:
         )
         self.embed_requests = LabelledCounter(
             "embed_requests",
-            "Ended requests to embed or score texts, also failed and cancelled ones.",
+            "Ended requests to embed, score or classify texts, also failed and cancelled ones.",
             "kind",
-            ("embed", "score"),
+            ("embed", "score", "classify"),
         )
         self.cancelled = LabelledCounter(
             "cancelled", "Requests cancelled by the server, by cause.", "cause", get_args(CancelCause)

@@ -24,11 +24,13 @@ from ..stored_index import ToStore
 from ..tenants import Turns
 from .calls import Call, chat_call, completion_call
 from .embeddings import (
+    CLASSIFY_FIELDS,
     EMBEDDING_FIELDS,
     RERANK_FIELDS,
     SCORE_FIELDS,
     EmbeddingCall,
     answer_embedding,
+    classify_call,
     embedding_call,
     rerank_call,
     score_call,
@@ -62,6 +64,7 @@ EMBEDDING_CALLS = {
     "/rerank": (rerank_call, RERANK_FIELDS),
     "/v1/score": (score_call, SCORE_FIELDS),
     "/score": (score_call, SCORE_FIELDS),
+    "/classify": (classify_call, CLASSIFY_FIELDS),
 }
 
 
@@ -215,7 +218,9 @@ class Api:
             context.requests.log.refused(tenant.name, exchange.number, error.code, error.retry_after_ms)
             exchange.refuse(error, known)
             return
-        answering = answer_embedding(exchange, live, call.new_form(self._model_names[-1]))
+        encoder = context.engine.info.encoder
+        labels = encoder.labels if encoder is not None else ()
+        answering = answer_embedding(exchange, live, call.new_form(self._model_names[-1], labels))
         del call  # it holds the texts
         if (failure := await answering) is not None:
             exchange.refuse(failure, known)

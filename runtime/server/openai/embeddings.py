@@ -1,6 +1,6 @@
-"""`/v1/embeddings`, and `/v1/rerank` and `/v1/score`: their fields, and the form of their answers.
+"""`/v1/embeddings`, `/v1/rerank`, `/v1/score` and `/classify`: their fields, and the form of their answers.
 
-The answer of embeddings is OpenAI's, that of rerank Jina's and Cohere's, that of score vLLM's. Must not import routes.
+The answer of embeddings is OpenAI's, that of rerank Jina's and Cohere's, the others are vLLM's. Must not import routes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ PIECE_OVERHEAD_BYTES = 64  # of a held piece of an answer, besides its text
 _COMMON = frozenset({"model", "priority", "deadline_ms", "truncate_prompt_tokens"}) | HINTS
 _RANKED = frozenset({"query", "documents", "top_n", "return_documents"})
 _SCORED = frozenset({"text_1", "text_2", "queries", "documents"})
+CLASSIFY_FIELDS = _COMMON | {"input"}
 EMBEDDING_FIELDS = _COMMON | {"input", "encoding_format", "dimensions", "prompt_name"}
 RERANK_FIELDS, SCORE_FIELDS = _COMMON | _RANKED, _COMMON | _SCORED
 
@@ -35,7 +36,7 @@ class EmbeddingCall(NamedTuple):
     """What one HTTP request asks for."""
 
     request: EmbedRequest
-    new_form: Callable[[str], EmbeddingForm]  # of the answer, from the served model's name
+    new_form: Callable[[str, tuple[str, ...]], EmbeddingForm]  # of the answer, from the model's name and labels
 
 
 class EmbeddingForm(Protocol):
@@ -61,11 +62,17 @@ def embedding_call(fields: Fields, tenant: str) -> EmbeddingCall:
         options["dimensions"] = fields.take("dimensions", int, 0)
     if "prompt_name" in fields.values:
         options["prompt_name"] = fields.take("prompt_name", str, "")
-    given = fields.required("input")
-    inputs = _inputs(given)
-    is_one = isinstance(given, str) or type(next(iter(given), None)) is int
-    request = EmbedRequest(inputs=inputs, input_name="input" if is_one else "input[{}]", **options)
-    return EmbeddingCall(request, lambda model: _VectorForm(model, is_base64=encoding == "base64"))
+    name, inputs = _named_inputs(fields)
+    request = EmbedRequest(inputs=inputs, input_name=name, **options)
+    return EmbeddingCall(request, lambda model, _: _VectorForm(model, is_base64=encoding == "base64"))
+
+
+def classify_call(fields: Fields, tenant: str) -> EmbeddingCall:
+    """Return the call of `/classify`. Raises BadRequest."""
+    _check_known(fields, CLASSIFY_FIELDS)
+    name, inputs = _named_inputs(fields)
+    request = EmbedRequest(inputs=inputs, classify=True, input_name=name, **_options(fields, tenant))
+    return EmbeddingCall(request, _LabelForm)
 
 
 def rerank_call(fields: Fields, tenant: str) -> EmbeddingCall:
@@ -77,7 +84,7 @@ def rerank_call(fields: Fields, tenant: str) -> EmbeddingCall:
     shows_documents = fields.take("return_documents", bool, True)
     return EmbeddingCall(
         EmbedRequest(inputs=documents, query=query, input_name="documents[{}]", **_options(fields, tenant)),
-        lambda model: _RankForm(model, top_n, documents if shows_documents else None),
+        lambda model, _: _RankForm(model, top_n, documents if shows_documents else None),
     )
 
 
@@ -99,7 +106,7 @@ def score_call(fields: Fields, tenant: str) -> EmbeddingCall:
         query_name=query_name,
         **_options(fields, tenant),
     )
-    return EmbeddingCall(request, _ScoreForm)
+    return EmbeddingCall(request, lambda model, _: _ScoreForm(model))
 
 
 async def answer_embedding(exchange: Exchange, live: LiveEmbedding, form: EmbeddingForm) -> QuireError | None:
@@ -189,6 +196,31 @@ class _ScoreForm:
         return msgspec.json.encode({**body, "usage": _usage(prompt_tokens)})
 
 
+class _LabelForm:
+    """vLLM's list of labels with their probabilities."""
+
+    advice = FEWER
+
+    def __init__(self, model: str, labels: tuple[str, ...]) -> None:
+        self._model = model
+        self._labels = labels
+        self._pieces: list[bytes] = []
+
+    def add(self, chunk: EmbeddedTexts) -> int:
+        num_bytes = 0
+        for index, row in enumerate(chunk.values, chunk.first_index):
+            likeliest = self._labels[int(row.argmax())]
+            each = {"index": index, "label": likeliest, "probs": row.tolist(), "num_classes": len(self._labels)}
+            self._pieces.append(msgspec.json.encode(each))
+            num_bytes += len(self._pieces[-1]) + PIECE_OVERHEAD_BYTES
+        return num_bytes
+
+    def whole(self, prompt_tokens: int) -> bytes:
+        body = {"id": _id("classify"), "object": "list", "created": int(time.time()), "model": self._model}
+        body |= {"data": [msgspec.Raw(piece) for piece in self._pieces], "usage": _usage(prompt_tokens)}
+        return msgspec.json.encode(body)
+
+
 def _usage(prompt_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
 
@@ -212,6 +244,14 @@ def _one_of(fields: Fields, name: str, other_name: str) -> str:
     if name in fields.values:
         raise BadRequest(f"{name} and {other_name} are two names of one field; give one of them", name)
     return other_name
+
+
+def _named_inputs(fields: Fields) -> tuple[str, tuple[str | tuple[int, ...], ...]]:
+    """Return what messages call one of the inputs, and the inputs."""
+    given = fields.required("input")
+    inputs = _inputs(given)
+    is_one = isinstance(given, str) or type(next(iter(given), None)) is int
+    return "input" if is_one else "input[{}]", inputs
 
 
 def _inputs(value: object) -> tuple[str | tuple[int, ...], ...]:

@@ -40,7 +40,7 @@ from quire.runtime.engine.embedding import (
 )
 from quire.runtime.engine.fair_executor import FairExecutor
 from quire.runtime.engine.validator import MAX_INPUTS
-from quire.runtime.engine.vectors import activated, cosines, shortened
+from quire.runtime.engine.vectors import activated, cosines, probabilities, shortened
 from quire.runtime.model.runner import ModelRunner, load_model
 
 from .fake_encoder import ENCODER_INFO, FAILING_TOKEN, MAX_MODEL_LEN, NAN_TOKEN, FakeEncoder, FakeTexts, vector
@@ -206,6 +206,28 @@ async def test_documents_of_scores_have_the_prompt_for_documents_or_else_for_pas
     assert [text.token_ids for text in encoder.batches[0]] == [ids("b"), ids(f"{used}a")]
 
 
+@pytest.mark.parametrize("is_multi_label", [False, True])
+async def test_a_classifier_gives_the_probability_of_each_label(is_multi_label: bool) -> None:
+    info = msgspec.structs.replace(
+        ENCODER_INFO, num_labels=3, labels=("a", "b", "c"), is_multi_label=is_multi_label, prompts={}
+    )
+    async with running(FakeEncoder(info)) as engine:
+        found = await values_of(engine, embed("yes", (5, 6), classify=True))
+    logits = np.stack([vector(ids("yes")), vector((5, 6))])[:, :3].astype(np.float64) * 8
+    expected = 1 / (1 + np.exp(-logits)) if is_multi_label else np.exp(logits)
+    assert np.allclose(found, expected if is_multi_label else expected / expected.sum(1, keepdims=True), atol=1e-6)
+
+
+async def test_what_a_model_without_labels_cannot_do() -> None:
+    async with running() as engine:
+        with pytest.raises(InvalidRequest, match="has no labels"):
+            engine.embed(embed("a", classify=True))
+    one = msgspec.structs.replace(LABELS, labels=("LABEL_0",))
+    async with running(FakeEncoder(one)) as engine:
+        ((score,),) = await values_of(engine, embed((9,), classify=True))
+    assert score == pytest.approx(1 / (1 + math.exp(-8 * vector((9,))[0])))
+
+
 async def test_a_model_with_one_label_scores_pairs() -> None:
     encoder = FakeEncoder(LABELS)
     async with running(encoder) as engine:
@@ -218,6 +240,8 @@ async def test_a_model_with_one_label_scores_pairs() -> None:
 
 
 def test_extreme_values_have_scores() -> None:
+    three = msgspec.structs.replace(ENCODER_INFO, labels=("a", "b", "c"))
+    assert probabilities(np.float32([[1e30, 0, -1e30]]), three).tolist() == [[1.0, 0.0, 0.0]]
     assert activated(np.float32([[-1e30], [0], [1e30]]), "sigmoid").tolist() == [[pytest.approx(0.0)], [0.5], [1.0]]
     assert cosines(np.ones(2, np.float32), np.zeros((1, 2), np.float32)).tolist() == [[0.0]]
 

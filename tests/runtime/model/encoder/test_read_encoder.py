@@ -42,6 +42,20 @@ def test_all_goldens_are_encoders_and_decoders_are_not() -> None:
     assert not is_encoder(FOLDER.parent / "qwen3")
 
 
+def test_the_labels_of_classifiers(encoder_folder: Copy) -> None:
+    assert read_encoder(FOLDER / "bert").labels == ()
+    assert read_encoder(FOLDER / "modernbert_scores").labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    folder = encoder_folder(
+        "distilbert_scores",
+        edited(id2label={"1": "good", "0": "bad"}, num_labels=2, problem_type="multi_label_classification"),
+    )
+    spec = read_encoder(folder)
+    assert (spec.labels, spec.is_multi_label) == (("bad", "good"), True)
+    (folder / "config.json").write_text((folder / "config.json").read_text().replace('"good"', "[1]"))
+    with pytest.raises(UnsupportedModel, match=r"id2label\.1 is \[1\]; it must be"):
+        read_encoder(folder)
+
+
 def test_an_unknown_classifier_is_refused_as_an_encoder(encoder_folder: Copy) -> None:
     assert is_encoder(encoder_folder("bert_scores", edited(architectures=["DebertaV2ForSequenceClassification"])))
 
