@@ -17,6 +17,7 @@ from PIL import Image
 from quire import LLM, ContextLengthExceeded, InvalidRequest, Overloaded, QuotaExceeded, SamplingParams
 from quire.runtime.client import AsyncClient
 from quire.runtime.common.images import take_images
+from quire.runtime.server.openai.json_body import BodyReader
 
 from tests.image_folder import TOKENS, write_image_folder, write_qwen_folder
 
@@ -52,6 +53,19 @@ def url(file: bytes) -> str:
 def openai_messages(*files: bytes) -> Any:
     images = [{"type": "image_url", "image_url": {"url": url(file), "detail": "auto"}} for file in files]
     return [{"role": "user", "content": [*images, {"type": "text", "text": "What is this?"}]}]
+
+
+def watch_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by the number of bytes of each read of a body."""
+    sizes: list[int] = []
+    read = BodyReader.read
+
+    async def watched(self: BodyReader, tenant: str, num_bytes: int, function: Callable[[], Any]) -> Any:
+        sizes.append(num_bytes)
+        return await read(self, tenant, num_bytes, function)
+
+    monkeypatch.setattr(BodyReader, "read", watched)
+    return sizes
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +215,10 @@ async def test_images_of_listed_hosts_are_fetched(
         messages = [{"role": "user", "content": content}]
         reply = await ask(real, CHAT, messages=messages, max_tokens=6, **PLAIN)
         assert reply.json["choices"][0]["message"]["content"] == wanted[STRIPES]
+        sizes = watch_reads(monkeypatch)
         assert (await ask(real, "/tokenize", messages=messages)).json["tokens"].count(159) == 3 * TOKENS
+        body, with_image = sizes
+        assert with_image - body == len(url(STRIPES)), "a long image is not read in the event loop"
         items = [{"type": "input_image", "image_url": image["url"]}, {"type": "input_text", "text": text}]
         reply = await ask(real, RESPONSES, input=[{"role": "user", "content": items}], max_output_tokens=6, **PLAIN)
         assert reply.json["output"][0]["content"][0]["text"] == wanted[STRIPES]

@@ -37,7 +37,7 @@ class TokenAnswers:
         with self._reader.reporting(exchange):
             fields = await self._reader.fields(exchange)
             fields.check_supported(TOKENIZE)
-            await self._reader.fetch_images(fields, tenant.name)
+            num_bytes += await self._reader.fetch_images(fields, tenant.name)
             if "messages" in fields.values:
                 exchange.field_names = {"prompt": "messages"}
                 read = partial(_chat_to_tokenize, fields, engine.info, tenant.name)
