@@ -32,8 +32,9 @@ from ..protocol.frames import (
 )
 from ..protocol.wire_errors import error_frame
 from .acceptor import AcceptedConnection
+from .app_context import AppContext
 from .convert import check_hello
-from .request_handler import AppContext, RequestHandler
+from .request_handler import RequestHandler
 from .request_log import quire_error
 from .send_buffer import SendBuffer, linger
 from .tenant_bytes import PendingInput

@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Collection, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
-import structlog
 from structlog.contextvars import bound_contextvars
 
 from ..common.errors import InvalidRequest, Overloaded, ProtocolError, QuireError, Unauthenticated, Unavailable
-from ..common.logs import BoundedLog, new_id
-from ..common.server_config import ServerConfig
-from ..engine.facade import EngineFacade, EngineStats
+from ..common.logs import new_id
+from ..engine.facade import EngineStats
 from ..protocol.codec import MAX_ARRAY_LENGTH, Malformed
 from ..protocol.frames import (
     AskScores,
@@ -39,56 +36,17 @@ from ..protocol.frames import (
     Tokenized,
 )
 from ..protocol.wire_errors import error_frame
-from .auth import Keyring
+from .app_context import AppContext
 from .convert import duplicate_frame, embed_request, engine_request, models_frame, stats_frame
-from .live_requests import LiveRequests
-from .monitoring import CancelCause, PrometheusObserver
+from .monitoring import CancelCause
 from .output_stream import Delivery, OutputStream
 from .replay_buffer import MAX_SUBSCRIBERS, Subscriber
 from .request_log import quire_error
-from .resume import ReplayStore
 from .send_buffer import SendBuffer
-from .tenant_bytes import EqualShares
 from .tenants import Tenant, TenantTotals
 from .vector_stream import VectorStream
 
-_log = structlog.get_logger("quire.server")
-
 MAX_TEXTS = 32  # of one connection that are being tokenized
-
-
-@dataclass(slots=True)
-class AppContext:
-    """What all connections of one server share. Made once by `Server.start`."""
-
-    engine: EngineFacade
-    config: ServerConfig
-    observer: PrometheusObserver
-    keyring: Keyring
-    requests: LiveRequests
-    replays: ReplayStore
-    operator_address: str  # of the operator port
-    openai_address: str  # of OpenAI's HTTP API; empty without one
-    unsent: EqualShares = field(init=False)
-    pending: EqualShares = field(init=False)
-    connection_log: BoundedLog = field(default_factory=lambda: BoundedLog(_log))
-    leaves_at: float | None = None  # the loop's time at which live requests end; None: the server is not draining
-
-    def __post_init__(self) -> None:
-        config, keyring = self.config, self.keyring
-        self.unsent = EqualShares("output", "max_unsent_bytes", lambda: config.max_unsent_bytes // keyring.num_tenants)
-        self.pending = EqualShares(
-            "pending input", "max_pending_bytes", lambda: config.max_pending_bytes // (keyring.num_tenants + 1)
-        )
-
-    def held_bytes(self) -> dict[str, int]:
-        """Return the bytes held for clients now, by purpose."""
-        return {
-            "kept_output": self.replays.num_bytes,
-            "unsent_output": self.unsent.num_bytes,
-            "pending_input": self.pending.num_bytes,
-            "texts": self.requests.texts.num_bytes,
-        }
 
 
 class RequestHandler:

@@ -18,6 +18,7 @@ from ..common.errors import ConfigError, Overloaded, QuireError, Unavailable
 from ..common.server_config import ServerConfig
 from ..engine.facade import EngineFacade
 from .acceptor import AcceptedConnection, Acceptor, ConnectionLimits
+from .app_context import AppContext
 from .auth import Keyring
 from .connection import Connection
 from .listen import ListeningSocket, fit_connections, is_loopback, listen_tcp, listen_unix
@@ -33,7 +34,6 @@ from .monitoring import (
     VllmNames,
 )
 from .openai import Api, HTTPConnection
-from .request_handler import AppContext
 from .resume import ReplayStore
 from .tenant_bytes import EqualShares
 from .tls import TLS

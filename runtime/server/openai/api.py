@@ -16,9 +16,9 @@ from structlog.contextvars import bound_contextvars
 
 from ...common.errors import QuireError, Unavailable
 from ...engine.facade import EngineInfo
+from ..app_context import AppContext
 from ..monitoring import OperatorServer, Readiness
 from ..pages import PAGE_HEADERS, PageFile, read_page
-from ..request_handler import AppContext
 from ..request_log import quire_error
 from ..stored_index import ToStore
 from ..tenants import Turns

@@ -17,6 +17,7 @@ from structlog.contextvars import bind_contextvars
 from ...common.errors import QuireError
 from ...common.logs import new_id
 from ..acceptor import AcceptedConnection
+from ..app_context import AppContext
 from ..http_input import (
     BYTES_PER_CHUNK,
     MAX_SMALL_CHUNKS,
@@ -26,7 +27,6 @@ from ..http_input import (
     check_head,
     check_kept,
 )
-from ..request_handler import AppContext
 from ..request_log import quire_error
 from ..send_buffer import SendBuffer, linger
 from ..tenant_bytes import PendingInput

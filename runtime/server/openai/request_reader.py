@@ -11,7 +11,7 @@ from functools import partial
 
 from ...common.errors import QuireError
 from ...engine.validator import check_num_images
-from ..request_handler import AppContext
+from ..app_context import AppContext
 from .exchange import Exchange
 from .fields import KNOWN, Fields, check_model
 from .image_urls import ImageFetcher

@@ -20,8 +20,8 @@ import msgspec
 from ...common.errors import QuireError, RequestNotFound
 from ...common.prompts import shown
 from ...engine.facade import EngineInfo
+from ..app_context import AppContext
 from ..replay_buffer import ReplayBuffer, StoredEntry
-from ..request_handler import AppContext
 from ..stored_index import ToStore
 from ..tenants import Tenant
 from .calls import Call

@@ -10,7 +10,7 @@ import msgspec
 
 from ...common.prompts import shown
 from ...engine.facade import EngineInfo, GenerateRequest
-from ..request_handler import AppContext
+from ..app_context import AppContext
 from .calls import chat_prompt, checked_messages
 from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange
