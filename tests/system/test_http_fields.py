@@ -227,6 +227,24 @@ async def test_a_biased_token_is_a_plain_number(system: Any, token: str) -> None
     assert (reply.status, reply.error["param"]) == (400, "logit_bias")
 
 
+@pytest.mark.parametrize(
+    ("name", "neutral", "value"),
+    [
+        ("logits_processors", [], ["a.processor"]),
+        ("mm_processor_kwargs", {}, {"num_crops": 4}),
+        ("guided_whitespace_pattern", None, r"\s*"),
+    ],
+)
+async def test_fields_of_vllm_that_would_change_the_answer_are_refused(
+    system: Any, name: str, neutral: Any, value: Any
+) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 1}
+    refused = await ask(system, CHAT, {**body, name: value})
+    assert (refused.status, refused.error["param"]) == (400, name)
+    assert refused.error["code"] == "unsupported_parameter"
+    assert (await ask(system, CHAT, {**body, name: neutral})).status == 200
+
+
 async def test_medium_verbosity_asks_for_nothing(system: Any) -> None:
     assert (await ask(system, CHAT, {"messages": MESSAGES, "verbosity": "medium"})).status == 200
     assert (await ask(system, RESPONSES, {"input": "a", "text": {"verbosity": "medium"}})).status == 200
