@@ -91,7 +91,7 @@ class EqualShares:
 
 
 class PendingInput:
-    """What one connection sent and the server cannot handle yet: an incomplete frame."""
+    """What one connection sent and the server cannot handle yet: an incomplete frame, or body of an HTTP request."""
 
     def __init__(self, tenant_bytes: TenantBytes, refuse: Callable[[Overloaded], None]) -> None:
         """Count for `tenant_bytes`; `refuse` ends the connection in an error."""
@@ -120,7 +120,7 @@ class PendingInput:
             self._tenant_bytes = None
 
     def set_frame_bytes(self, num_bytes: int) -> None:
-        """Count the received part of a frame."""
+        """Count the received part of a frame or body."""
         added, self.num_bytes = num_bytes - self.num_bytes, num_bytes
         if added and self._tenant_bytes is not None:
             self._tenant_bytes.add(added)
@@ -129,7 +129,7 @@ class PendingInput:
         """End the connection."""
         refuse = self._refuse
         self.leave()
-        refuse(Overloaded(f"{self.num_bytes} bytes of this connection are an incomplete frame, and {limit}"))
+        refuse(Overloaded(f"{self.num_bytes} bytes of this connection are an incomplete frame or body, and {limit}"))
 
 
 def _ignore(error: Overloaded) -> None:

@@ -23,7 +23,8 @@ from .exchange import Exchange, HeldAnswer
 from .fields import HINTS, Fields
 
 FEWER = "send fewer texts per request, or use a client of Quire's protocol"
-PIECE_OVERHEAD_BYTES = 64  # of a held piece of an answer, besides its text
+HELD_VECTOR_BYTES = 64  # of a vector that an answer holds, besides its JSON
+HELD_SCORE_BYTES = 64  # of a score that an answer holds, about
 _COMMON = frozenset({"model", "priority", "deadline_ms", "truncate_prompt_tokens"}) | HINTS
 _RANKED = frozenset({"query", "documents", "top_n", "return_documents"})
 _SCORED = frozenset({"text_1", "text_2", "queries", "documents"})
@@ -142,7 +143,7 @@ class _VectorForm:
             vector = base64.b64encode(row.astype("<f4").tobytes()).decode() if self._is_base64 else row.tolist()
             piece = msgspec.json.encode({"object": "embedding", "index": index, "embedding": vector})
             self._pieces.append(piece)
-            num_bytes += len(piece) + PIECE_OVERHEAD_BYTES
+            num_bytes += len(piece) + HELD_VECTOR_BYTES
         return num_bytes
 
     def whole(self, prompt_tokens: int) -> bytes:
@@ -150,20 +151,27 @@ class _VectorForm:
         return b'{"object":"list","data":[' + b",".join(self._pieces) + b"]," + tail[1:]
 
 
-class _RankForm:
-    """The documents by falling score; of equal scores, the first document first."""
+class _Scores:
+    """The scores of a call, in the order of the documents."""
 
     advice = FEWER
 
-    def __init__(self, model: str, top_n: int, documents: tuple[str | tuple[int, ...], ...] | None) -> None:
+    def __init__(self, model: str) -> None:
         self._model = model
-        self._top_n = top_n
-        self._documents = documents
         self._scores: list[float] = []
 
     def add(self, chunk: EmbeddedTexts) -> int:
         self._scores += chunk.values[:, 0].tolist()
-        return PIECE_OVERHEAD_BYTES * len(chunk.values)
+        return HELD_SCORE_BYTES * len(chunk.values)
+
+
+class _RankForm(_Scores):
+    """The documents by falling score; of equal scores, the first document first."""
+
+    def __init__(self, model: str, top_n: int, documents: tuple[str | tuple[int, ...], ...] | None) -> None:
+        super().__init__(model)
+        self._top_n = top_n
+        self._documents = documents
 
     def whole(self, prompt_tokens: int) -> bytes:
         scores, documents = self._scores, self._documents
@@ -177,18 +185,8 @@ class _RankForm:
         return msgspec.json.encode(body)
 
 
-class _ScoreForm:
+class _ScoreForm(_Scores):
     """vLLM's list of scores."""
-
-    advice = FEWER
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self._scores: list[float] = []
-
-    def add(self, chunk: EmbeddedTexts) -> int:
-        self._scores += chunk.values[:, 0].tolist()
-        return PIECE_OVERHEAD_BYTES * len(chunk.values)
 
     def whole(self, prompt_tokens: int) -> bytes:
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(self._scores)]
