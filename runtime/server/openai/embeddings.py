@@ -23,7 +23,7 @@ from .exchange import Exchange, HeldAnswer
 from .fields import HINTS, Fields
 
 FEWER = "send fewer texts per request, or use a client of Quire's protocol"
-HELD_VECTOR_BYTES = 64  # of a vector that an answer holds, besides its JSON
+HELD_VECTOR_BYTES = HELD_CLASSES_BYTES = 64  # of a text's vector or classes that an answer holds, besides the JSON
 HELD_SCORE_BYTES = 64  # of a score that an answer holds, about
 _COMMON = frozenset({"model", "priority", "deadline_ms", "truncate_prompt_tokens"}) | HINTS
 _RANKED = frozenset({"query", "documents", "top_n", "return_documents"})
@@ -210,7 +210,7 @@ class _LabelForm:
             likeliest = self._labels[int(row.argmax())]
             each = {"index": index, "label": likeliest, "probs": row.tolist(), "num_classes": len(self._labels)}
             self._pieces.append(msgspec.json.encode(each))
-            num_bytes += len(self._pieces[-1]) + PIECE_OVERHEAD_BYTES
+            num_bytes += len(self._pieces[-1]) + HELD_CLASSES_BYTES
         return num_bytes
 
     def whole(self, prompt_tokens: int) -> bytes:
