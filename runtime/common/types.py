@@ -65,13 +65,28 @@ class StructuredOutputs(
             names, found = ", ".join(self.__struct_fields__), " and ".join(given) or "none"
             raise InvalidRequest(f"structured_outputs must have exactly one of {names}, not {found}")
         for name, value in given.items():
-            if value in ("", ()):
+            if value in ("", (), []):
                 raise InvalidRequest(f"structured_outputs: {name} must not be empty")
+            if name != "json":
+                msgspec.structs.force_setattr(self, name, _converted(name, value))
         if isinstance(self.json, dict):  # as text: maps of a frame nest a few levels only
             msgspec.structs.force_setattr(self, "json", _json(self.json, "structured_outputs: the schema"))
 
     def _is_default(self, name: str) -> bool:
         return getattr(self, name) is (False if name == "json_object" else None)
+
+
+def _converted(name: str, value: object) -> object:
+    """Return the value of a field of `StructuredOutputs` in the field's type: a list of texts becomes a tuple."""
+    kinds: dict[str, tuple[Any, str]] = {
+        "json_object": (bool, "true or false"),
+        "choice": (tuple[str, ...], "a list of texts"),
+    }
+    kind, allowed = kinds.get(name, (str, "a text"))
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        raise InvalidRequest(f"structured_outputs: {name} must be {allowed}, not {shown(value)}") from None
 
 
 def _json(value: object, what: str) -> str:

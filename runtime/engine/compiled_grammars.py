@@ -65,12 +65,14 @@ class CompiledGrammars:
         self._num_quick += 1
         if self._num_quick % QUICK_USES == 0 or not self._lock.acquire(blocking=False):
             return None
-        compiled = self._kept.get((tenant, structure))
-        if compiled is not None:
-            compiled.num_users += 1
-            self._kept.move_to_end((tenant, structure))
-        self._lock.release()
-        return compiled
+        try:
+            compiled = self._kept.get((tenant, structure))
+            if compiled is not None:
+                compiled.num_users += 1
+                self._kept.move_to_end((tenant, structure))
+            return compiled
+        finally:
+            self._lock.release()
 
     def get(
         self,

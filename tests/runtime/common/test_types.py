@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from quire import SamplingParams
+from quire import SamplingParams, StructuredOutputs
 from quire.runtime.common.errors import InvalidRequest
 
 
@@ -62,3 +62,25 @@ def test_replacing_a_field_checks_it() -> None:
 def test_an_unknown_name_is_a_type_error_that_names_the_right_one(name: str, right: str) -> None:
     with pytest.raises(TypeError, match=rf"no field '{name}' \(did you mean '{right}'\?\); the fields are max_tokens,"):
         SamplingParams(**{name: 3})  # type: ignore[arg-type]
+
+
+def test_a_list_of_choices_is_kept_as_a_tuple() -> None:
+    """Structures are keys of compiled grammars."""
+    assert len({StructuredOutputs(choice=["a", "b"]), StructuredOutputs(choice=("a", "b"))}) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"choice": "ab"}, "choice must be a list of texts, not 'ab'"),
+        ({"choice": (1,)}, r"choice must be a list of texts, not \(1,\)"),
+        ({"choice": []}, "choice must not be empty"),
+        ({"regex": 5}, "regex must be a text, not 5"),
+        ({"lark": ["start: A"]}, "lark must be a text, not "),
+        ({"gbnf": b"root"}, "gbnf must be a text, not "),
+        ({"json_object": 1}, "json_object must be true or false, not 1"),
+    ],
+)
+def test_a_structure_of_another_type_is_refused(fields: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        StructuredOutputs(**fields)
