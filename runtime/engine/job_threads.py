@@ -15,7 +15,7 @@ SLOW_S = 10.0  # a job that takes longer holds up no others
 MAX_SLOW = 2  # slow jobs that run beside others: each takes memory, and time of a core
 STUCK_S = 60.0  # a job that takes longer is not counted: it may never end
 PATIENCE_S = 0.002  # that a call waits for what the thread of the last one does then
-WORTHWHILE_S = 0.0005  # of waiting, or a twentieth of the time that the call then takes: else the next ones do not wait
+WORTHWHILE_S = 0.00025  # of waiting, or a twentieth of what the call then takes; after more, the next ones do not
 MAX_IMPATIENT = 256  # calls that do not wait after one that waited too long: 2, and twice as many each time in a row
 
 Job = Callable[[], "Job | None"]  # returns what its thread runs next, if that is known
