@@ -233,6 +233,8 @@ async def test_a_biased_token_is_a_plain_number(system: Any, token: str) -> None
         ("logits_processors", [], ["a.processor"]),
         ("mm_processor_kwargs", {}, {"num_crops": 4}),
         ("guided_whitespace_pattern", None, r"\s*"),
+        ("vllm_xargs", {}, {"key": 1}),
+        ("kv_transfer_params", None, {"do_remote_decode": True}),
     ],
 )
 async def test_fields_of_vllm_that_would_change_the_answer_are_refused(

@@ -78,6 +78,8 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
     "guided_whitespace_pattern": (),
+    "vllm_xargs": ({},),
+    "kv_transfer_params": (),
     "bad_words": ([],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
