@@ -297,9 +297,7 @@ class EngineCore:
         try:
             masks = self.grammars.begin(plan.sequences)
             compute = partial(self._compute, plan, masks)
-            if masks is None:
-                return await self._step_threads.call(compute)
-            return await self._step_threads.call(compute, masks.compute_next, masks.note_waited)
+            return await self._step_threads.call(compute, None if masks is None else masks.compute_next)
         except Exception:
             _log.exception("step failed", step=plan.step_id, sequences=len(plan.sequences))
             raise

@@ -322,10 +322,6 @@ class StepMasks:
                 first[sequence.request_id] = offset + running.row
         return AllowedTokens(masks[0] if len(masks) == 1 else np.concatenate(masks) if masks else None, first, missing)
 
-    def note_waited(self) -> None:
-        """Note that the step has waited before its rows: other sequences wait no longer for masks."""
-        self.wait_s = 0.0
-
     def advance(self, result: StepResult, max_forced: int) -> StepResult:
         """Let the matchers take the accepted samples, and prepare the job of the masks after these.
 

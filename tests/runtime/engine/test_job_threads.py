@@ -102,39 +102,6 @@ async def test_a_call_does_not_wait_for_what_follows_the_others(threads: JobThre
     go.set()
 
 
-async def test_a_thread_runs_the_next_call_after_what_follows_the_last(
-    threads: JobThreads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(job_threads, "PATIENCE_S", 60.0)
-    go, ran = threading.Event(), list[object]()
-
-    def then() -> None:
-        assert go.wait(60)
-        ran.append("then")
-
-    first = await threads.call(threading.current_thread, then)
-    second = asyncio.create_task(threads.call(lambda: (threading.current_thread(), ran.append("call"))[0]))
-    await asyncio.sleep(0)
-    go.set()
-    assert await second is first
-    assert ran == ["then", "call"]
-
-
-async def test_a_call_that_waited_in_vain_runs_in_another_thread_and_the_next_ones_do_not_wait(
-    threads: JobThreads,
-) -> None:
-    go, waited, found = threading.Event(), list[int](), set[threading.Thread]()
-
-    def then() -> None:
-        assert go.wait(60)
-
-    for number in range(3):
-        found.add(await threads.call(threading.current_thread, then, partial(waited.append, number)))
-    assert len(found) == 3
-    assert waited == [1], "the first call had nothing to wait for, the third does not wait"
-    go.set()
-
-
 async def test_an_exception_is_the_callers(threads: JobThreads) -> None:
     with pytest.raises(ZeroDivisionError):
         await threads.call(lambda: 1 // 0, lambda: None)
