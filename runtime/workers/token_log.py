@@ -169,16 +169,16 @@ class TokenLog:
 
     def record(self, update: RequestUpdate) -> bool:
         """Record tokens and end of a request. Return False if the process has no such request."""
-        entry = self.sent(update.request_id)
-        if entry is None:
+        entry = self._entries.get(update.request_id)
+        if entry is None or not entry.is_sent:
             return False
-        request = entry.request
-        if update.tokens and isinstance(request, Request):
+        request, tokens = entry.request, update.tokens
+        if tokens and isinstance(request, Request):
             if request.first_token_time is None:
                 request.first_token_time = self._clock()
-            request.token_ids.extend([token.token_id for token in update.tokens])
+            request.token_ids += [token.token_id for token in tokens]
             self._has_gained = True
-            entry.num_gained += len(update.tokens)
+            entry.num_gained += len(tokens)
             if entry.num_gained >= MIN_GAINED_TOKENS:
                 entry.num_lost_hosts = 0
                 self._clear_suspicion(entry)

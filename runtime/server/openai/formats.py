@@ -116,9 +116,9 @@ class Format:
     def _delta_events(
         self, index: int, deltas: Sequence[Delta], piece: Columns | None, token_ids: Sequence[int]
     ) -> bytes:
-        """Return the events of what a chunk adds to a choice."""
+        """Return the events of what a chunk adds to a choice, whose text without a parser is one delta."""
         if deltas or (piece is not None and any(piece)) or (self._returns_token_ids and token_ids):
-            return self._text_event(index, "".join([delta.text for delta in deltas]), piece, token_ids)
+            return self._text_event(index, deltas[0].text if deltas else "", piece, token_ids)
         return b""
 
     def _finish_reason(self, choice: Choice) -> bytes:
