@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +66,28 @@ def fault(schema: Any, output: CompletionOutput, begins: bool) -> str | None:
 
 
 def json_fault(schema: Any, text: str) -> str | None:
-    """Return why a text is not JSON that the schema allows, None if it is."""
+    """Return why a text is not JSON that the schema allows, None if it is.
+
+    Numbers are compared exactly: 19.13 is a multiple of 0.01, and the floats nearest to both are not.
+    """
+    schema = json.loads(json.dumps(schema), parse_float=_exact)
     try:
         validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
-        validator(schema, format_checker=validator.FORMAT_CHECKER).validate(json.loads(text))
+        validator(schema, format_checker=validator.FORMAT_CHECKER).validate(json.loads(text, parse_float=_exact))
     except ValueError as error:
         return str(error)
     except jsonschema.ValidationError as error:
         is_year_0 = error.validator == "format" and str(error.instance).startswith("0000-")
         return None if is_year_0 else error.message  # Python has no year 0, RFC 3339 has
     return None
+
+
+def _exact(text: str) -> int | float | Fraction:
+    """Return a number as jsonschema compares it exactly, but one with a long exponent as a float."""
+    if not 1e-300 < abs(float(text)) < 1e300:
+        return float(text)
+    number = Fraction(text)
+    return int(number) if number.denominator == 1 else number
 
 
 def required_calls(folder: Path, count: int, num_tokens: int, chance: random.Random) -> tuple[Counter[str], list[str]]:
