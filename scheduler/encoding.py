@@ -41,8 +41,8 @@ class EncoderLimits(Protocol):
     max_texts: int  # of a batch
     num_stages: int  # of a batch
 
-    def stage_seconds(self, lengths: Sequence[int]) -> float:
-        """Return the predicted seconds of one stage of a batch with texts of these numbers of tokens."""
+    def stage_seconds(self, tokens: int, pairs: int) -> float:
+        """Return the predicted seconds of one stage of a batch: its tokens, and its pairs of a query and a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +188,7 @@ class EncoderPlanner:
         if self._batch is not None and not self._batch.is_wanted:
             self._batch = None
         if self._batch is None and len(self._policy):
-            places = self._fill_batch(seconds, now)
-            stage_s = self._limits.stage_seconds([len(place.text.token_ids) for place in places])
-            self._batch = _Batch(places, self._limits.num_stages, stage_s)
+            self._batch = self._fill_batch(seconds, now)
         return self._batch
 
     def _advance(self, batch: _Batch, num_stages: int) -> EncoderStep:
@@ -202,35 +200,32 @@ class EncoderPlanner:
         ids = tuple(dict.fromkeys(place.request.request_id for place in batch.places))
         return EncoderStep(texts, num_stages, batch.num_stages_left == 0, ids)
 
-    def _fill_batch(self, seconds: float, now: float) -> list[_Place]:
+    def _fill_batch(self, seconds: float, now: float) -> _Batch:
         """Take texts in the policy's order, within the rows, and so few that whole stages fit the seconds of a step."""
         limit_s: float | None = None  # of one stage; a text alone needs none
-        rows = next_check = 0
+        tokens = pairs = 0
         places: list[_Place] = []
-        lengths: list[int] = []
         while (request := self._policy.head()) is not None:
             text = request.spec.texts[request.num_taken]
-            num_tokens = len(text.token_ids)
-            if lengths and (rows + num_tokens > self._limits.max_rows or len(lengths) == self._limits.max_texts):
-                break
-            if lengths and rows >= next_check:
-                limit_s = self._stage_limit(seconds, lengths[0]) if limit_s is None else limit_s
-                if self._stage_s([*lengths, num_tokens]) > limit_s:
+            length = len(text.token_ids)
+            if places:
+                if tokens + length > self._limits.max_rows or len(places) == self._limits.max_texts:
                     break
-                if self._stage_s([*lengths, num_tokens + rows // 8]) <= limit_s:
-                    next_check = rows + rows // 8 + 1  # predicting takes a pass over all lengths
-            rows += num_tokens
-            lengths.append(num_tokens)
+                limit_s = self._stage_limit(seconds, tokens) if limit_s is None else limit_s
+                if self._stage_s(tokens + length, pairs + length * length) > limit_s:
+                    break
+            tokens += length
+            pairs += length * length
             places.append(_Place(request, text))
-            self._take(request, num_tokens, now)
-        return places
+            self._take(request, length, now)
+        return _Batch(places, self._limits.num_stages, self._limits.stage_seconds(tokens, pairs))
 
     def _stage_limit(self, seconds: float, length: int) -> float:
         """Return the seconds that a stage of a batch may take, so that whole stages fill these of a step.
 
         Where all texts are as long as its first one, `length`, the stages of a step then compute the most texts.
         """
-        one_s, two_s = (self._stage_s([length] * count) for count in (1, 2))
+        one_s, two_s = (self._stage_s(count * length, count * length * length) for count in (1, 2))
         most = min(self._limits.max_texts, max(1, self._limits.max_rows // length))
         fitting = {
             stages: min(most, 1 + int((seconds / stages - one_s) / (two_s - one_s)))
@@ -241,9 +236,9 @@ class EncoderPlanner:
             return seconds
         return seconds / max(fitting, key=lambda stages: stages * fitting[stages])
 
-    def _stage_s(self, lengths: Sequence[int]) -> float:
+    def _stage_s(self, tokens: int, pairs: int) -> float:
         """Return the predicted seconds of one stage, corrected by what was measured."""
-        return self._limits.stage_seconds(lengths) * self._ratio
+        return self._limits.stage_seconds(tokens, pairs) * self._ratio
 
     def _take(self, request: EncodeRequest, num_tokens: int, now: float) -> None:
         """Note that the request's next text is in a batch."""

@@ -54,8 +54,8 @@ MUTANTS = [
     ),
     Mutant(
         RUNNER,
-        "return self._base_s + self._row_s * sum(lengths) + self._pair_s * pairs",
-        "return self._base_s + self._row_s * sum(lengths)",
+        "return self._base_s + self._row_s * tokens + self._pair_s * pairs",
+        "return self._base_s + self._row_s * tokens",
         "long texts take far longer than predicted, and sequences beside them stall",
     ),
     Mutant(
@@ -250,8 +250,8 @@ MUTANTS = [
     ),
     Mutant(
         PLANNER,
-        "or len(lengths) == self._limits.max_texts):",
-        "or len(lengths) > self._limits.max_texts):",
+        "or len(places) == self._limits.max_texts:",
+        "or len(places) > self._limits.max_texts:",
         "batches of many short texts fail",
         PLANNER_TESTS,
     ),

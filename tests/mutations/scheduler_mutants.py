@@ -585,8 +585,8 @@ MUTANTS = [
     ),
     Mutant(
         ENCODING,
-        "        return self._limits.stage_seconds(lengths) * self._ratio\n",
-        "        return self._limits.stage_seconds(lengths)\n",
+        "        return self._limits.stage_seconds(tokens, pairs) * self._ratio\n",
+        "        return self._limits.stage_seconds(tokens, pairs)\n",
         "batches beside sequences are too long on a machine that is slower than predicted",
     ),
 ]

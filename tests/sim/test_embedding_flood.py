@@ -41,13 +41,13 @@ class SimulatedEncoder:
         self._row_s = row_s
         self._error = error
 
-    def stage_seconds(self, lengths: Sequence[int]) -> float:
-        return 20 * self._row_s + self._row_s * sum(lengths)
+    def stage_seconds(self, tokens: int, pairs: int) -> float:
+        return 20 * self._row_s + self._row_s * tokens
 
     def true_seconds(self, lengths: Sequence[int], first: int, end: int) -> float:
         """Return the seconds of the stages [first, end): the first and the last one do more."""
         extra = 0.1 * ((first == 0) + (end == self.num_stages))
-        return self._error * self.stage_seconds(lengths) * (end - first + extra)
+        return self._error * self.stage_seconds(sum(lengths), 0) * (end - first + extra)
 
 
 class Flood:

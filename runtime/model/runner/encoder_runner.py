@@ -102,13 +102,12 @@ class EncoderRunner:
         """Return a copy of the vectors, or of the labels' values before any activation, f32 [texts, dimensions]."""
         return self._values[: self._num_texts, : self.spec.dimensions].copy()
 
-    def stage_seconds(self, lengths: Sequence[int]) -> float:
-        """Return the predicted seconds of one stage of a batch with texts of these numbers of tokens.
+    def stage_seconds(self, tokens: int, pairs: int) -> float:
+        """Return the predicted seconds of one stage of a batch: its tokens, and its pairs of a query and a key.
 
-        It costs what rows, and pairs of a query and a key, cost in the first layer when the runner was built.
+        They cost what they cost in the first layer when the runner was built.
         """
-        pairs = sum(length * length for length in lengths)
-        return self._base_s + self._row_s * sum(lengths) + self._pair_s * pairs
+        return self._base_s + self._row_s * tokens + self._pair_s * pairs
 
     def close(self) -> None:
         """Release weights, memory and threads now, not at the next garbage collection. Idempotent."""

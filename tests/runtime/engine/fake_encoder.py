@@ -62,7 +62,7 @@ class FakeEncoder:
         self._stage_s = stage_s
         self._num_left = 0
 
-    def stage_seconds(self, lengths: Sequence[int]) -> float:
+    def stage_seconds(self, tokens: int, pairs: int) -> float:
         return self._stage_s
 
     def begin(self, texts: Sequence[EncodedText]) -> None:

@@ -109,7 +109,7 @@ def test_texts_without_types_are_of_type_0_beside_others() -> None:
 def test_the_cost_of_a_stage_grows_with_rows_and_with_pairs_of_a_text() -> None:
     runner = load(FOLDER / "bert")
     runner._base_s, runner._row_s, runner._pair_s = 1.0, 2.0, 3.0
-    assert runner.stage_seconds([2, 3]) == 1 + 2 * 5 + 3 * (4 + 9)
+    assert runner.stage_seconds(5, 4 + 9) == 1 + 2 * 5 + 3 * (4 + 9)
 
 
 def test_batches_that_do_not_fit_are_refused() -> None:
@@ -131,4 +131,4 @@ def test_batches_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             runner.begin(texts)
         assert runner.advance(1), "nothing to do"
-    assert runner.stage_seconds([16, 16]) > runner.stage_seconds([16]) > 0
+    assert runner.stage_seconds(32, 2 * 16**2) > runner.stage_seconds(16, 16**2) > 0
