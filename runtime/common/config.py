@@ -27,6 +27,7 @@ SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 CountOrZero = Annotated[int, msgspec.Meta(ge=0)]
 DraftTokens = Annotated[int, msgspec.Meta(ge=0, le=16)]
 Images = Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGES)]
+Pixels = Annotated[int, msgspec.Meta(ge=1, le=178_956_970)]  # the most that Pillow decodes
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -136,7 +137,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"
     max_images_per_request: Annotated[Images, _memory("Images of one request.", unit="images")] = 16
     max_image_pixels: Annotated[
-        Count,
+        Pixels,
         _memory(
             "Pixels of an image before it is resized. One image at a time is decoded, which takes about 16 bytes per "
             "pixel.",

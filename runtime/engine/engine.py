@@ -99,7 +99,7 @@ class Engine(Generic[CoreT]):
         submitted = time.monotonic()
         try:
             if not self.info.generates:
-                raise InvalidRequest("this model is an encoder: it makes embeddings or scores, and generates no text")
+                raise InvalidRequest("this model is an encoder, which generates no text: it makes embeddings or scores")
             self._validator.check_options(request)
             # Count requests that are still being tokenized as queued; otherwise more are tokenized than can be queued.
             num_queued = num_sequences(request.sampling_params)
@@ -116,7 +116,9 @@ class Engine(Generic[CoreT]):
     def embed(self, request: EmbedRequest) -> Coroutine[Any, Any, EmbeddingStream]:
         """See `facade.EngineFacade.embed`."""
         if self._embedder is None:
-            raise self._rejected(InvalidRequest("this server has no embedding model; it generates text"))
+            raise self._rejected(
+                InvalidRequest("this server has no embedding model; `quire serve --embedding-model FOLDER` adds one")
+            )
         try:
             self._embedder.check(request)
         except QuireError as error:

@@ -38,6 +38,7 @@ def refusal_error(error: SchedulerError) -> errors.QuireError:
     raise error
 
 
+GRAMMAR_FAULT = "structured_outputs: "  # begins errors about a request's grammar, which may reach a limit at any token
 UNMATCHED = "generated: the ids do not match structured_outputs"  # error of a request that another server began
 
 
@@ -45,7 +46,8 @@ def failure_error(reason: str, deadline_ms: int | None) -> errors.QuireError:
     """Return the error to raise for a request that the scheduler ended with the error `reason`."""
     if reason == DEADLINE_PASSED:
         return errors.DeadlineExceeded(f"the request's deadline of {deadline_ms} ms passed")
-    return errors.InvalidRequest(reason) if reason == UNMATCHED else errors.GenerationFailed(reason)
+    is_invalid = reason == UNMATCHED or reason.startswith(GRAMMAR_FAULT)
+    return errors.InvalidRequest(reason) if is_invalid else errors.GenerationFailed(reason)
 
 
 def _estimate_text(estimate: AdmissionEstimate) -> str:

@@ -57,6 +57,7 @@ MAX_AMBIGUOUS_ITEMS = 1_000  # of a grammar in which they may be ways to read th
 # Tokens that are looked at as one, where a grammar allows all of them: masks of words and names take a quarter of the
 # time. The library's own slices are those of JSON strings.
 SLICES = (r"[a-z ]{1,30}", r"[a-zA-Z0-9_]{1,30}")
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")  # in llguidance's message
 _SCHEMA_INSIDE = re.compile(r"%json\s*")  # a grammar in Lark's notation
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"  # at most once in each place: no model fills its output with spaces
 
@@ -64,6 +65,8 @@ JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"  # at most once in each place: no m
 def check_structure(structure: StructuredOutputs) -> None:
     """Raise InvalidRequest if the grammar cannot be compiled within the limits. It takes milliseconds: use a thread."""
     message = LLMatcher.validate_grammar(grammar_of(structure), limits=_limits(structure))
+    if found := _UNIMPLEMENTED.search(message):
+        raise InvalidRequest(f"structured_outputs: keywords of a JSON schema cannot be enforced: {found[1]}")
     if message and not message.startswith("WARNING"):
         raise InvalidRequest(f"structured_outputs: {message}")
 
@@ -101,12 +104,16 @@ def grammar_of(structure: StructuredOutputs) -> str:
         if structure.regex is not None:
             return LLMatcher.grammar_from_regex(structure.regex)
         if structure.choice is not None:
-            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in structure.choice)
-            return LLMatcher.grammar_from_lark(f"start: {texts}")
+            return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(_lark_text, structure.choice))}")
         _check_schemas_inside(structure.lark or "")
         return llguidance.grammar_from("lark" if structure.lark else "gbnf", structure.lark or structure.gbnf or "")
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"structured_outputs: {error}") from error
+
+
+def _lark_text(text: str) -> str:
+    """Return a text in Lark's notation, which has no DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def lark_rule(structure: StructuredOutputs) -> str:
@@ -126,9 +133,13 @@ def _json_grammar(schema: dict[str, Any] | bool | str) -> str:
         parsed = {} if parsed else {"enum": []}
     if not isinstance(parsed, dict):
         raise ValueError(f"a JSON schema is an object, true or false, not {type(parsed).__name__}")
-    check_references(parsed)
+    try:
+        check_references(parsed)
+        enforceable = enforceable_schema(parsed)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"structured_outputs: {error}") from None
     # "x-guidance" holds options of the library: a client's own would switch off limits.
-    checked = {key: value for key, value in enforceable_schema(parsed).items() if key != "x-guidance"}
+    checked = {key: value for key, value in enforceable.items() if key != "x-guidance"}
     return LLMatcher.grammar_from_json_schema(checked, overrides={"whitespace_pattern": JSON_WHITESPACE})
 
 

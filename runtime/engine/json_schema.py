@@ -91,35 +91,7 @@ def check_references(root: _Schema) -> None:
         grounded.update(path)
 
 
-def _schemas_in_use(root: _Schema) -> Iterator[_Schema]:
-    """Yield the schemas in `root`, but of its definitions only those that others refer to."""
-    seen: set[int] = set()
-    pending: list[Any] = [root]
-    while pending:
-        schema = pending.pop()
-        if isinstance(schema, list):
-            pending.extend(schema)
-        elif isinstance(schema, dict) and id(schema) not in seen:
-            seen.add(id(schema))
-            yield schema
-            pending.append(_target(root, schema.get("$ref")))
-            for key, value in schema.items():
-                if key not in DATA and key not in BY_REFERENCE:
-                    pending.extend(value.values() if key in MAPS and isinstance(value, dict) else [value])
-
-
-def _same_schema(root: _Schema, schema: _Schema, reference: str) -> tuple[str, Any]:
-    """Return the schema that decides instead of this one, and the last reference to it; None if this one decides."""
-    if "$ref" in schema:
-        return str(schema["$ref"]), _target(root, schema["$ref"])
-    for key in IN_PLACE:
-        inside = schema.get(key)
-        if isinstance(inside, list) and len(inside) == 1:
-            return reference, inside[0]
-    return reference, None
-
-
-def _target(root: _Schema, reference: Any) -> Any:
+def referred(root: _Schema, reference: Any) -> Any:
     """Return what a reference to a place in `root` refers to; None for other references, which llguidance resolves."""
     if not isinstance(reference, str):
         return None
@@ -134,6 +106,34 @@ def _target(root: _Schema, reference: Any) -> Any:
         else:
             at = at.get(name) if isinstance(at, dict) else None
     return None if pointer and not pointer.startswith("/") else at
+
+
+def _schemas_in_use(root: _Schema) -> Iterator[_Schema]:
+    """Yield the schemas in `root`, but of its definitions only those that others refer to."""
+    seen: set[int] = set()
+    pending: list[Any] = [root]
+    while pending:
+        schema = pending.pop()
+        if isinstance(schema, list):
+            pending.extend(schema)
+        elif isinstance(schema, dict) and id(schema) not in seen:
+            seen.add(id(schema))
+            yield schema
+            pending.append(referred(root, schema.get("$ref")))
+            for key, value in schema.items():
+                if key not in DATA and key not in BY_REFERENCE:
+                    pending.extend(value.values() if key in MAPS and isinstance(value, dict) else [value])
+
+
+def _same_schema(root: _Schema, schema: _Schema, reference: str) -> tuple[str, Any]:
+    """Return the schema that decides instead of this one, and the last reference to it; None if this one decides."""
+    if "$ref" in schema:
+        return str(schema["$ref"]), referred(root, schema["$ref"])
+    for key in IN_PLACE:
+        inside = schema.get(key)
+        if isinstance(inside, list) and len(inside) == 1:
+            return reference, inside[0]
+    return reference, None
 
 
 def _with_scheme(dialect: re.Match[str]) -> str:

@@ -246,7 +246,7 @@ class MaskQueue:
                 job.parts.clear()
                 return
             for running, _, _ in job.parts:
-                running.error = str(error) if is_known else f"structured_outputs: {error!r}"
+                running.error = str(error) if is_known else f"computing the masks failed: {error!r}"
         finally:
             job.release()
         job.parts.clear()  # they refer to the job: matchers of ended sequences would wait for the garbage collector

@@ -315,8 +315,13 @@ def check_embed_options(request: EmbedRequest, info: EncoderInfo) -> None:
     if prompt_name is not None and not (isinstance(prompt_name, str) and prompt_name in info.prompts):
         names = ", ".join(sorted(info.prompts)) or "none"
         raise InvalidRequest(f"prompt_name {shown(prompt_name)} is not one of this model's prompts: {names}")
-    if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens != -1:
-        _integer("truncate_prompt_tokens", request.truncate_prompt_tokens, 1, info.max_model_len)
+    truncation = request.truncate_prompt_tokens
+    if truncation is not None and truncation != -1:
+        if truncation == 0:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be -1, for as many as fit, or 1 to {info.max_model_len}, not 0"
+            )
+        _integer("truncate_prompt_tokens", truncation, 1, info.max_model_len)
     _integer("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if request.deadline_ms is not None:
         _integer("deadline_ms", request.deadline_ms, 1, MAX_DEADLINE_MS)
@@ -333,7 +338,8 @@ def _check_input(name: str, value: str | tuple[int, ...], info: EncoderInfo, *, 
     elif not takes_ids:
         raise InvalidRequest(f"{name} must be text, not token ids: the model's own form of a pair is around it")
     elif not 0 <= min(value) <= max(value) < info.vocab_size:
-        raise InvalidRequest(f"{name}: a token id is outside the vocabulary 0..{info.vocab_size - 1}")
+        outside = min(value) if min(value) < 0 else max(value)
+        raise InvalidRequest(f"{name}: the token id {outside} is outside the vocabulary 0..{info.vocab_size - 1}")
 
 
 def _check_dimensions(dimensions: int, info: EncoderInfo) -> None:

@@ -183,9 +183,8 @@ async def _send(server: ServerProcess, report: CampaignReport, chance: random.Ra
             except InvalidRequest:
                 outcome = "refused"
             except GenerationFailed as error:
-                outcome = "limit"
-                if not str(error).startswith("structured_outputs:"):
-                    report.breach(f"{kind.__name__}: {error}")
+                outcome = "failed"
+                report.breach(f"{kind.__name__}: {error}")
             except Overloaded:
                 outcome = "overloaded"
             except TimeoutError:

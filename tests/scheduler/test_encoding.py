@@ -200,6 +200,13 @@ def _target_harness(target_s: float, **encoder: Any) -> EncoderHarness:
     return EncoderHarness(FakeEncoder(**encoder), budget=budget, cost=cost, num_pages=64)
 
 
+def test_the_predicted_wait_is_that_of_tokens_not_of_texts():
+    harness = EncoderHarness(FakeEncoder(max_rows=4))
+    harness.encode(1, [1, 2, 3, 4])
+    harness.run()  # 4 tokens in 4 stages of a millisecond
+    assert harness.encode(2, [1] * 4, [1] * 2).predicted_wait_s == pytest.approx(0.006)
+
+
 def test_beside_decoding_the_encoder_gets_what_is_left_under_the_target():
     harness = _target_harness(0.04, num_stages=100, stage_s=STAGE_S)
     _decoding(harness, 4)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import signal
+from collections.abc import Callable
 from os import kill
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,46 @@ def test_probabilities_are_those_of_the_reference(name: str) -> None:
             llm.embed("a")
     weights = np.exp(np.array(expected["values"]))
     assert np.allclose(found, weights / weights.sum(axis=1, keepdims=True), atol=2e-4)
+
+
+def copy_of(name: str, folder: Path, file: str, **values: Any) -> str:
+    """Copy a golden folder, and set values in one of its JSON files."""
+    shutil.copytree(GOLDENS / name, folder)
+    content = json.loads((folder / file).read_text("utf-8"))
+    (folder / file).write_text(json.dumps({**content, **values}), "utf-8")
+    return str(folder)
+
+
+def test_labels_that_may_all_be_right_have_probabilities_of_their_own(tmp_path: Path) -> None:
+    path = copy_of("distilbert_scores", tmp_path / "labels", "config.json", problem_type="multi_label_classification")
+    expected = golden("distilbert_scores")[1]
+    with LLM(path, **OPTIONS) as llm:
+        found = llm.classify(expected["token_ids"])
+    assert np.allclose(found, 1 / (1 + np.exp(-np.array(expected["values"]))), atol=2e-4)
+
+
+def test_texts_without_a_prompt_have_the_folders_default_one(tmp_path: Path) -> None:
+    settings = "config_sentence_transformers.json"
+    path = copy_of("bert_dense", tmp_path / "prompts", settings, default_prompt_name="query")
+    expected = golden("bert_dense")[1]  # with this prompt
+    with LLM(path, **OPTIONS) as llm:
+        assert np.allclose(llm.embed(expected["texts"]), np.float32(expected["values"]), atol=2e-4)
+
+
+def score(llm: LLM, text: str, **options: Any) -> Any:
+    return llm.score("the owner", [text], **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("bert", LLM.embed), ("bert", score), ("bert_scores", score), ("distilbert_scores", LLM.classify)],
+)
+def test_a_text_that_is_too_long_may_be_truncated(name: str, call: Callable[..., Any]) -> None:
+    with LLM(golden(name)[0], **OPTIONS) as llm:
+        with pytest.raises(ContextLengthExceeded, match="the limit of this model is"):
+            call(llm, "pool " * 999)
+        cut = call(llm, "pool " * 999, truncate_prompt_tokens=16)
+        assert np.array_equal(cut, call(llm, "pool " * 99, truncate_prompt_tokens=16))
 
 
 HOSTILE = {

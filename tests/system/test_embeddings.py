@@ -137,6 +137,13 @@ async def test_base64_has_the_bits_of_the_floats() -> None:
     assert list(values) == whole.json["data"][0]["embedding"]
 
 
+async def test_a_prompt_goes_before_each_text() -> None:
+    async with embedding_system() as system, AsyncClient(str(system.server.address)) as client:
+        reply = await ask(system, "/v1/embeddings", input=["a", "b"], prompt_name="query")
+        assert np.array_equal(np.float32([each["embedding"] for each in reply.json["data"]]), rows("q: a", "q: b"))
+        assert np.array_equal(await client.embed(["a", "b"], prompt_name="document"), rows("d: a", "d: b"))
+
+
 async def test_thousands_of_texts_are_one_answer() -> None:
     texts = [chr(65 + index % 50) * (1 + index % 7) for index in range(1500)]
     async with embedding_system() as system:
@@ -184,6 +191,13 @@ async def test_classes_have_vllms_form() -> None:
     assert (odd.status, "dimensions" in odd.error["message"]) == (400, True)
 
 
+async def test_classes_of_many_texts_have_the_index_of_their_text() -> None:
+    info = msgspec.structs.replace(ENCODER_INFO, num_labels=2, labels=("bad", "good"), prompts={})
+    async with embedding_system(FakeEncoder(info)) as system:
+        reply = await ask(system, "/classify", input=["a"] * (CHUNK_TEXTS + 2))
+    assert [each["index"] for each in reply.json["data"]] == list(range(CHUNK_TEXTS + 2))
+
+
 @pytest.mark.parametrize(
     ("path", "body", "text", "param"),
     [
@@ -194,8 +208,8 @@ async def test_classes_have_vllms_form() -> None:
         ("/v1/embeddings", {"input": ["a", [True]]}, "input must be", "input"),
         ("/v1/embeddings", {"input": []}, "input has 0 entries", "input"),
         ("/v1/embeddings", {"input": ["a", ""]}, "input[1] is empty", "input"),
-        ("/v1/embeddings", {"input": ["a", [10**6]]}, "input[1]: a token id is outside", "input"),
-        ("/v1/embeddings", {"input": [10**6]}, "input: a token id is outside", "input"),
+        ("/v1/embeddings", {"input": ["a", [10**6]]}, "input[1]: the token id ", "input"),
+        ("/v1/embeddings", {"input": [10**6]}, "input: the token id ", "input"),
         ("/v1/embeddings", {"input": "x" * 33}, "input has 33 tokens", "input"),
         ("/v1/embeddings", {"input": "a", "dimensions": 9}, "between 1 and 4, not 9", "dimensions"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "float or base64", "encoding_format"),

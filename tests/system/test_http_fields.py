@@ -159,7 +159,7 @@ async def test_logprobs_of_a_response(real: Any) -> None:
 async def test_a_field_that_nests_deeply_is_refused(system: Any, field: str, depth: int) -> None:
     body = b'{"messages":[{"role":"user","content":"a"}],"%b":%b}' % (field.encode(), b"[" * depth + b"]" * depth)
     reply = await ask(system, CHAT, body)
-    assert (reply.status, field in reply.error["message"] or "too deeply" in reply.error["message"]) == (400, True)
+    assert (reply.status, field in reply.error["message"] or "nests deeper" in reply.error["message"]) == (400, True)
 
 
 REFUSED: Any = {"type": "object", "not": {"type": "string"}}
@@ -170,7 +170,7 @@ MESSAGES = [{"role": "user", "content": "a"}]
     ("path", "body", "param"),
     [
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": REFUSED}}}, "response_format"),
-        (CHAT, {"response_format": {"type": "json_object", "schema": REFUSED}, "text": 1}, "response_format"),
+        (CHAT, {"response_format": {"type": "json_object", "schema": REFUSED}}, "response_format"),
         (CHAT, {"structured_outputs": {"json": REFUSED}}, "structured_outputs"),
         (CHAT, {"guided_json": REFUSED, "stream": True}, "guided_json"),
         (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": REFUSED}}}, "text.format"),

@@ -251,7 +251,7 @@ async def test_errors_are_of_the_right_class(client: openai.AsyncOpenAI) -> None
         await client.completions.create(model="quire", prompt=PROMPT, temperature=-1)
     assert out_of_range.value.param == "temperature"
     schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
-    with pytest.raises(openai.BadRequestError, match="Unimplemented keys") as unsupported:
+    with pytest.raises(openai.BadRequestError, match="cannot be enforced") as unsupported:
         await client.chat.completions.create(model="quire", messages=MESSAGES, response_format=schema, max_tokens=3)
     assert unsupported.value.param == "response_format"
     with pytest.raises(openai.BadRequestError, match="no embedding model"):

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
+from ..json_schema import referred
+
 SPACE = " \t\r\n"
 PARAMETER = "<parameter="
 END_OF_PARAMETER = "</parameter>"
@@ -155,13 +157,10 @@ def property_schema(schema: Mapping[str, Any], key: str) -> Any:
     """Return the schema of one argument; that of a reference within the schema is looked up."""
     properties = schema.get("properties")
     found = properties.get(key, True) if isinstance(properties, dict) else True
-    reference = found.get("$ref") if isinstance(found, dict) and found.keys() - ANNOTATIONS == {"$ref"} else None
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target: Any = schema
-        for part in reference[2:].split("/"):
-            target = target.get(part) if isinstance(target, dict) else None
-        return found if target is None else target
-    return found
+    if not isinstance(found, dict) or found.keys() - ANNOTATIONS != {"$ref"}:
+        return found
+    target = referred(schema, found["$ref"])
+    return found if target is None else target
 
 
 def value_form(schema: Any) -> ValueForm:

@@ -24,7 +24,7 @@ MAX_MESSAGES = 4096
 MAX_VALUES = 1 << 16  # texts, numbers, lists and maps in all messages together
 MAX_DEPTH = 8  # nested lists and maps in one message
 MAX_SCHEMA_DEPTH = 64  # in a tool, in the arguments of a call and in a variable
-MESSAGE = "a message"
+MESSAGE = "messages: a message"
 MAX_SOURCE_CHARACTERS = 1 << 20
 MAX_ERROR_CHARACTERS = 500  # a template's error may quote the messages
 MAX_INDENT = 16  # of JSON
@@ -111,7 +111,7 @@ class ChatTemplate:
         """
         left = [MAX_VALUES]
         given = {
-            key: _copy(value, MAX_SCHEMA_DEPTH, left, "a variable of the template")
+            key: _copy(value, MAX_SCHEMA_DEPTH, left, "chat_template_kwargs: a variable")
             for key, value in (variables or {}).items()
         }
         if refused := sorted(RESERVED & given.keys()):
@@ -120,7 +120,7 @@ class ChatTemplate:
         if any(each.get("tool_calls") for each in chat):
             chat = [_with_arguments(each, as_text=self._takes_argument_text, left=left) for each in chat]
         chat = [_with_reasoning(each) for each in chat]
-        offered = [_offered(_copy(each, MAX_SCHEMA_DEPTH, left, "a tool")) for each in tools]
+        offered = [_offered(_copy(each, MAX_SCHEMA_DEPTH, left, "tools: a tool")) for each in tools]
         if offered and self._tools_place != "variable":
             chat = _with_tools_in_system(chat, offered, self._tools_place)
         if self._takes_parts:
@@ -259,7 +259,7 @@ def _checked_copy(messages: Sequence[Mapping[str, Any]], left: list[int]) -> lis
     ):
         raise InvalidRequest('messages must be a list of at least one map, such as {"role": "user", "content": "…"}')
     if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest(f"{len(messages)} messages; at most {MAX_MESSAGES}")
+        raise InvalidRequest(f"messages: there are {len(messages)}; at most {MAX_MESSAGES} are allowed")
     return [_copy(each, MAX_DEPTH, left, MESSAGE) for each in messages]
 
 

@@ -242,6 +242,9 @@ class ChannelParser:
     def finish(self, is_cut: bool) -> list[Delta]:
         """See `OutputParser.finish`."""
         deltas: list[Delta] = []
+        text = self._buffer.lstrip(SPACE)
+        if text and not self._in_body and not any(map(text.startswith, self._first)):  # it only begins like a header
+            self._begin("content", deltas)
         rest, self._buffer = self._buffer, ""
         if self._in_body and not is_cut:
             self._take(rest, deltas)

@@ -99,14 +99,13 @@ def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
         sampling["logprobs"] = top_logprobs
     elif top_logprobs:
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
-    name = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
-    sampling["max_tokens"] = fields.take_num_tokens(name, info.max_model_len)
+    sampling["max_tokens"], fit_max_tokens = _max_tokens_of_chat(fields, info.max_model_len)
     request = with_answer(
         chat_prompt(values, messages, tenant),
         values,
         fields,
         sampling_params=SamplingParams(**sampling),
-        fit_max_tokens=name not in values,
+        fit_max_tokens=fit_max_tokens,
     )
     return Call(
         (request,),
@@ -115,6 +114,13 @@ def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
         store=fields.take("store", bool, False),
         **answer_fields(fields, info),
     )
+
+
+def _max_tokens_of_chat(fields: Fields, limit: int) -> tuple[int, bool]:
+    """Return how many tokens to generate, and whether fewer will do where they do not fit. Raises BadRequest."""
+    names = [name for name in ("max_completion_tokens", "max_tokens") if name in fields.values]  # the new name decides
+    given = [fields.take_num_tokens(name, limit) for name in names]
+    return (given[0], False) if given else (limit, True)
 
 
 def completion_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
@@ -150,8 +156,9 @@ def _prompt_logprobs(fields: Fields) -> int | None:
     if "prompt_logprobs" not in fields.values:
         return None
     num_shown = fields.take_between("prompt_logprobs", 0, MAX_ALTERNATIVES, 0)
-    for name in ("stream", "echo", "best_of"):
-        if fields.values.get(name):
+    values = fields.values
+    for name, neutral in (("stream", False), ("echo", False), ("best_of", values.get("n", 1))):
+        if values.get(name, neutral) != neutral:
             raise BadRequest(f"prompt_logprobs cannot be used with {name}", "prompt_logprobs")
     return num_shown
 

@@ -184,7 +184,7 @@ class HTTPConnection:
             return False
         self._num_requests += 1
         exchange = self._exchange = Exchange(self._http, self._send_buffer, head, self._num_requests)
-        exchange.is_last = self._context.leaves_at is not None
+        exchange.is_last = self._context.leaves_at is not None or _has_two_lengths(head)
         self._route = route = self._api.route(exchange)
         if exchange.tenant is not None:
             self._accepted.settle()
@@ -231,7 +231,7 @@ class HTTPConnection:
         if lengths and int(lengths[0]) > limit:
             raise too_long
         timeout_ms = self._config.frame_timeout_ms
-        in_chunks = any(name == b"transfer-encoding" for name, _ in head.headers)
+        in_chunks = _has(head, b"transfer-encoding")
         body, num_chunks = bytearray(), 0
         try:
             async with asyncio.timeout(timeout_ms / 1000):
@@ -309,3 +309,12 @@ class HTTPConnection:
         exchange.leave("disconnect")
         if self._answering is not None and not exchange.lives:
             self._answering.cancel()
+
+
+def _has(head: h11.Request, header: bytes) -> bool:
+    return any(name == header for name, _ in head.headers)
+
+
+def _has_two_lengths(head: h11.Request) -> bool:
+    """Return whether another reader of the head may see another end of its body (RFC 9112, section 6.1)."""
+    return _has(head, b"transfer-encoding") and _has(head, b"content-length")

@@ -31,6 +31,22 @@ _SCORED = frozenset({"text_1", "text_2", "queries", "documents"})
 CLASSIFY_FIELDS = _COMMON | {"input"}
 EMBEDDING_FIELDS = _COMMON | {"input", "encoding_format", "dimensions", "prompt_name"}
 RERANK_FIELDS, SCORE_FIELDS = _COMMON | _RANKED, _COMMON | _SCORED
+# Fields of these paths elsewhere, with the values that ask for nothing; and what to use instead.
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "encoding_format": ("float",),
+    "dimensions": (),
+    "prompt_name": (),
+    "input_type": (),
+    "normalize": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "truncation_side": ("right",),
+    "use_activation": (True,),
+    "activation": (True,),
+    "softmax": (True,),
+    "max_tokens_per_doc": (),
+}
+_INSTEAD = {"input_type": "use prompt_name", "max_tokens_per_doc": "use truncate_prompt_tokens"}
 
 
 class EmbeddingCall(NamedTuple):
@@ -286,4 +302,4 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 
 def _check_known(fields: Fields, known: frozenset[str]) -> None:
     """Raise BadRequest for a field that other paths know and this one does not."""
-    fields.check_supported(known, {"encoding_format": ("float",), "dimensions": ()})
+    fields.check_supported(known, _UNSUPPORTED, _INSTEAD)

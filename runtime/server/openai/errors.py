@@ -88,9 +88,9 @@ def error_answer(
     return HTTPAnswer(_kind(error).status, content, JSON, _retry_headers(error))
 
 
-def error_event(error: QuireError) -> bytes:
-    """Return `error` as the last event of a stream."""
-    return b"data: " + _body(error, (), {}) + b"\n\n"
+def error_event(error: QuireError, names: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    """Return `error` as the last event of a stream. `names` are as in `error_answer`."""
+    return b"data: " + _body(error, (), names) + b"\n\n"
 
 
 def _kind(error: QuireError) -> _Kind:

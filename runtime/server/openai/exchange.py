@@ -123,7 +123,7 @@ class Exchange:
     def refuse(self, error: QuireError, fields: Collection[str] = ()) -> None:
         """End in `error`: an answer of its own, or the last event of a stream, which `[DONE]` then does not follow."""
         if self._has_begun_events:
-            self._send_data(error_event(error))
+            self._send_data(error_event(error, self.field_names))
             self.end_events()
         else:
             self.respond(error_answer(error, fields, self.field_names))

@@ -48,6 +48,7 @@ CHAT = COMMON | TOKEN_IDS | TOOL_FIELDS | {"messages", "max_completion_tokens", 
 CHAT |= {"return_timings"}
 COMPLETION = COMMON | TOKEN_IDS | {"prompt", "best_of", "echo", "return_timings", "prompt_logprobs"}
 TOKENIZE = TOOL_FIELDS | {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"}
+DETOKENIZE = frozenset({"model", "tokens"})
 
 # Fields that are known and not supported, with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -93,8 +94,41 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "thinking_token_budget": (),
     "include_reasoning": (True,),
+    "beam_width": (),
+    "n_predict": (),
+    "max_new_tokens": (),
+    "repeat_penalty": (1, 1.0),
+    "typical_p": (1, 1.0),
+    "mirostat": (0,),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "request_id": (),
+    "max_output_tokens": (),
+    "previous_response_id": (),
+    "instructions": (),
+    "input": (),
+    "conversation": (),
+    "truncation": ("disabled",),
+    "reasoning": ({},),
+    "max_tool_calls": (),
+    "text": ({},),
+    "include": ([],),
+    "background": (False,),
 }
-KNOWN = CHAT | COMPLETION | TOKENIZE | {"tokens"} | UNSUPPORTED.keys()
+# What to use instead of fields of other paths, Quire's own protocol, llama.cpp and transformers.
+INSTEAD = {
+    "max_tokens": "use max_output_tokens",
+    "max_completion_tokens": "use max_output_tokens",
+    "max_output_tokens": "use max_tokens",
+    "response_format": "use text.format",
+    "messages": "chats go to /v1/chat/completions",
+    "request_id": "use the header x-request-id",
+    "beam_width": "Quire's own protocol has beams",
+    "n_predict": "use max_tokens",
+    "max_new_tokens": "use max_tokens",
+    "repeat_penalty": "use repetition_penalty",
+}
+KNOWN = CHAT | COMPLETION | TOKENIZE | DETOKENIZE | UNSUPPORTED.keys()
 
 
 class Fields:
@@ -135,13 +169,22 @@ class Fields:
     def num_unknown(self, known: Set[str]) -> int:
         return len(self.values.keys() - known)
 
-    def check_supported(self, supported: Set[str], unsupported: Mapping[str, tuple[object, ...]] = UNSUPPORTED) -> None:
-        """Raise BadRequest for a field that is known, not `supported`, and not neutral by `unsupported`."""
+    def check_supported(
+        self,
+        supported: Set[str],
+        unsupported: Mapping[str, tuple[object, ...]] = UNSUPPORTED,
+        instead: Mapping[str, str] = INSTEAD,
+    ) -> None:
+        """Raise BadRequest for a field that is known, not `supported`, and not neutral by `unsupported`.
+
+        The error says what `instead` says about a field, or to leave it out.
+        """
         for name, value in self.values.items():
-            if name in supported or value in unsupported.get(name, ()):
+            neutral = unsupported.get(name, ())
+            if name in supported or any(type(each) is type(value) and each == value for each in neutral):
                 continue
             if name in KNOWN or name in unsupported:
-                text = f"{name} is not supported here; leave it out"
+                text = f"{name} is not supported here; {instead.get(name, 'leave it out')}"
                 raise BadRequest(text, name, error_code="unsupported_parameter")
 
 

@@ -38,7 +38,7 @@ _HOST = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9
 class Source(NamedTuple):
     """A host and a port: an entry of the list, or what a URL names."""
 
-    host: str  # in lower case; an IPv6 address without brackets
+    host: str  # in lower case; an IPv6 address in its shortest form, without brackets
     port: int
 
 
@@ -85,7 +85,7 @@ class ImageFetcher:
         url = image.fields[image.key]
         try:
             parts = urlsplit(url)
-            source = Source((parts.hostname or "").rstrip("."), PORT if parts.port is None else parts.port)
+            source = Source(_host(parts.hostname or ""), PORT if parts.port is None else parts.port)
         except ValueError:
             raise _refused(image, f"{shown(url)} is no URL") from None
         if len(url) > MAX_URL or not url.isascii() or not url.isprintable() or " " in url or "@" in parts.netloc:
@@ -179,16 +179,18 @@ def _media_type(image: RemoteImage, source: Source, answer: h11.Response) -> str
 
 
 def _remote_images(body: Mapping[str, Any], field: str) -> Iterator[RemoteImage]:
+    """Yield the web URLs in the parts of messages and of outputs of calls."""
     messages = body.get(field)
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
-        content = message.get("content") if isinstance(message, dict) else None
-        for index, part in enumerate(content if isinstance(content, list) else ()):
-            if not isinstance(part, dict) or part.get("type") not in _KINDS:
-                continue
-            url = part.get("image_url")
-            fields, key = (url, "url") if isinstance(url, dict) else (part, "image_url")
-            if isinstance(fields.get(key), str) and fields[key][:8].lower().startswith(WEB):
-                yield RemoteImage(field, f"{field}[{number}]: content[{index}]", fields, key)
+        for name in ("content", "output"):
+            parts = message.get(name) if isinstance(message, dict) else None
+            for index, part in enumerate(parts if isinstance(parts, list) else ()):
+                if not isinstance(part, dict) or part.get("type") not in _KINDS:
+                    continue
+                url = part.get("image_url")
+                fields, key = (url, "url") if isinstance(url, dict) else (part, "image_url")
+                if isinstance(fields.get(key), str) and fields[key][:8].lower().startswith(WEB):
+                    yield RemoteImage(field, f"{field}[{number}]: {name}[{index}]", fields, key)
 
 
 def _listed(entry: str) -> Source:
@@ -200,7 +202,15 @@ def _listed(entry: str) -> Source:
             f"allowed_image_hosts: {entry!r} is no host; hosts are such as images.example.com, example.com:8443, "
             "10.0.0.5 or [fd00::5], separated by commas"
         )
-    return Source(found["host"].strip("[]").lower().rstrip("."), port)
+    return Source(_host(found["host"].strip("[]")), port)
+
+
+def _host(name: str) -> str:
+    """Return a host as `Source` has it; an address in the form in which a resolver returns it."""
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        return name.lower().rstrip(".")
 
 
 def _is_public(address: str) -> bool:

@@ -10,6 +10,7 @@ import json
 import json.scanner
 import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NoReturn, TypeVar
 
 from ...engine.fair_executor import FairExecutor
@@ -20,7 +21,11 @@ T = TypeVar("T")
 PARSED_AT_ONCE = 64 << 10  # bytes of a body, which takes about a millisecond
 MAX_CONTAINERS = 1 << 16  # lists, objects and keys of one body, of which each costs as much as several numbers
 MAX_VALUES = 1 << 18  # such as token ids
+MAX_LEVELS = 500  # of lists and objects: what reads a body later calls itself for each, up to twice
 MAX_DIGITS = 20  # of an integer: converting a long one takes quadratic time
+
+
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class BodyReader:
@@ -75,11 +80,19 @@ def _check_size(body: bytes) -> None:
     """Raise BadRequest for more values than the reader may take time for."""
     if _exceeds(body) and _exceeds(_without_texts(body)):
         raise BadRequest(f"the body has more than {MAX_CONTAINERS} lists, objects and keys, or {MAX_VALUES} values")
+    if body.count(b"[") + body.count(b"{") > MAX_LEVELS and _num_levels(_without_texts(body)) > MAX_LEVELS:
+        raise BadRequest(f"the body nests deeper than {MAX_LEVELS} levels")
 
 
 def _without_texts(body: bytes) -> bytes:
     """Return the body without what is between quotes."""
     return b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+
+
+def _num_levels(data: bytes) -> int:
+    """Return how deep lists and objects nest in a body without texts."""
+    changes = (1 if byte in b"[{" else -1 for byte in data.translate(None, _NO_BRACKETS))
+    return max(accumulate(changes), default=0)
 
 
 def _exceeds(data: bytes) -> bool:
@@ -99,7 +112,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise BadRequest(f"the number {digits[:40]} is too large")
+        raise BadRequest(f"the number {digits[:40]} has more than {MAX_DIGITS} digits")
     return int(digits)
 
 

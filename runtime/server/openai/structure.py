@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+import re
+from collections.abc import Mapping, Set
 from typing import Any
 
 from ...common.errors import InvalidRequest
@@ -23,6 +24,7 @@ ALIASES = {
 }
 KINDS = ("json", "json_object", "regex", "choice", "grammar")  # in vLLM's `structured_outputs`
 STRUCTURE_FIELDS = frozenset({"response_format", "structured_outputs", *ALIASES})
+_LARK_START = re.compile(r"^[ \t]*[?!]*start(\.\d+)?[ \t]*:(?!:=)", re.MULTILINE)  # GBNF has "::="
 
 
 def structure_of(values: dict[str, Any]) -> StructuredOutputs | None:
@@ -41,7 +43,7 @@ def structure_of(values: dict[str, Any]) -> StructuredOutputs | None:
 def structure_field(values: Set[str]) -> str:
     """Return the name of the field of a body that has the grammar; `text.format` is that of `/v1/responses`."""
     given = (name for name in ("response_format", "structured_outputs", *ALIASES) if name in values)
-    return next(given, "text.format" if "text" in values else "structured_outputs")
+    return next(given, "text.format" if "text" in values else "tools")
 
 
 def _response_format(value: object) -> StructuredOutputs | None:
@@ -52,7 +54,8 @@ def _response_format(value: object) -> StructuredOutputs | None:
             return StructuredOutputs(json_object=True)
         case {"type": "json_object", "schema": schema, **rest} if not rest:  # llama.cpp's
             return _of_kind("response_format", "json", schema)
-        case {"type": "json_schema", "json_schema": {"schema": schema}, **rest} if not rest:
+        case {"type": "json_schema", "json_schema": {"schema": schema} as given, **rest} if not rest:
+            _check_labels(given)
             return _of_kind("response_format", "json", schema)
     raise BadRequest(
         'response_format must be {"type": "text"}, {"type": "json_object"} or '
@@ -61,12 +64,23 @@ def _response_format(value: object) -> StructuredOutputs | None:
     )
 
 
+def _check_labels(given: Mapping[Any, Any]) -> None:
+    """Raise BadRequest for what stands beside a schema, which changes nothing, in another type."""
+    for name, kind, allowed in (("name", str, "text"), ("description", str, "text"), ("strict", bool, "true or false")):
+        value = given.get(name)
+        if value is not None and type(value) is not kind:
+            raise BadRequest(
+                f"response_format: json_schema.{name} must be {allowed}, not {shown(value)}", "response_format"
+            )
+
+
 def _structured_outputs(value: object) -> StructuredOutputs:
     given = {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else {}
     if len(given) == 1 and (kind := next(iter(given))) in KINDS:
         return _of_kind("structured_outputs", kind, given[kind])
     raise BadRequest(
-        f"structured_outputs must be an object with one of {', '.join(KINDS)}, not {shown(value)}", "structured_outputs"
+        f"structured_outputs must be an object with exactly one of {', '.join(KINDS)}, not {shown(value)}",
+        "structured_outputs",
     )
 
 
@@ -76,14 +90,15 @@ def _of_kind(name: str, kind: str, value: Any) -> StructuredOutputs:
         if kind == "grammar":
             if not isinstance(value, str):
                 raise InvalidRequest(f"a grammar must be text, not {shown(value)}")
-            is_lark = any(line.partition(":")[0].strip() == "start" for line in value.splitlines())
-            return StructuredOutputs(lark=value) if is_lark else StructuredOutputs(gbnf=value)
+            return StructuredOutputs(lark=value) if _LARK_START.search(value) else StructuredOutputs(gbnf=value)
         if type(value) not in _TYPES[kind] or (kind == "choice" and not all(isinstance(text, str) for text in value)):
             raise InvalidRequest(f"{kind} must be {_NAMES[kind]}, not {shown(value)}")
+        if kind == "json_object" and value is False:
+            raise InvalidRequest("json_object must be true")
         field: dict[str, Any] = {kind: tuple(value) if kind == "choice" else value}
         return StructuredOutputs(**field)
     except InvalidRequest as error:
-        raise BadRequest(f"{name}: {error}", name) from None
+        raise BadRequest(f"{name}: {str(error).removeprefix('structured_outputs').lstrip(': ')}", name) from None
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

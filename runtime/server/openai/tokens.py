@@ -14,7 +14,7 @@ from ..app_context import AppContext
 from .calls import chat_prompt, checked_messages
 from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange
-from .fields import TOKENIZE, Fields
+from .fields import DETOKENIZE, TOKENIZE, Fields
 from .request_reader import RequestReader
 from .responses import response_call
 from .stored import Endpoint, KeptRequests
@@ -56,6 +56,7 @@ class TokenAnswers:
         assert tenant is not None, "authenticated"
         with self._reader.reporting(exchange):
             fields = await self._reader.fields(exchange)
+            fields.check_supported(DETOKENIZE)
             fields.required("tokens")
             tokens = fields.take("tokens", list, [])
             if set(map(type, tokens)) - {int}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,15 @@ def test_the_plan_is_what_loading_allocates(capsys: pytest.CaptureFixture[str]) 
     assert plan["total_bytes"] == sum(plan["parts"].values())
     assert run(["plan", model, *flags, "--arena"]) == 0
     assert "keys, values" in capsys.readouterr().out
+
+
+def test_texts_of_a_model_for_very_long_ones_are_shorter_unless_asked_for() -> None:
+    spec = replace(read_encoder(FOLDER / "modernbert"), max_model_len=32_768)
+    model = str(FOLDER / "modernbert")
+    usual = capacity.decide_encoder_capacity(EngineConfig(model=model, threads=1), spec)
+    assert (usual.max_model_len, usual.max_rows) == (8192, 8192)
+    longer = capacity.decide_encoder_capacity(EngineConfig(model=model, threads=1, max_model_len=10_000), spec)
+    assert (longer.max_model_len, longer.max_rows) == (10_000, 10_000)
 
 
 def test_flags_about_decoding_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,11 @@ def test_images_are_taken_in_order() -> None:
     assert messages[0]["content"][2] == {"type": "image", "image": b"x"}, "the caller's messages stay as they are"
 
 
+def test_the_header_of_a_data_url_has_any_case() -> None:
+    url = URL.replace("data:image/png;base64", "DATA:Image/PNG;Base64")
+    assert take_images(user({"type": "image_url", "image_url": url}))[1] == (b"abc",)
+
+
 @pytest.mark.parametrize(
     "messages", [None, "x", 5, [], [5], [{"role": "user"}], [{"content": 5}], user("x", 5, {"type": 5}, {"type": [1]})]
 )

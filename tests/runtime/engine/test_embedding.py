@@ -218,6 +218,13 @@ async def test_a_classifier_gives_the_probability_of_each_label(is_multi_label: 
     assert np.allclose(found, expected if is_multi_label else expected / expected.sum(1, keepdims=True), atol=1e-6)
 
 
+async def test_requests_are_counted_by_their_kind() -> None:
+    async with running(FakeEncoder(msgspec.structs.replace(LABELS, labels=("LABEL_0",)))) as engine:
+        await values_of(engine, embed("a", query="b"))
+        await values_of(engine, embed("a", classify=True))
+        assert [each.kind for each in engine._observer.ended] == ["score", "classify"]  # type: ignore[attr-defined]
+
+
 async def test_what_a_model_without_labels_cannot_do() -> None:
     async with running() as engine:
         with pytest.raises(InvalidRequest, match="has no labels"):
@@ -262,6 +269,20 @@ async def test_all_chunks_of_a_request_have_its_deadline(monkeypatch: pytest.Mon
     assert len(set(deadlines)) == 1
 
 
+async def test_all_chunks_of_a_request_have_its_tenant_and_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[Any] = []
+    async with running() as engine:
+        add = engine.core.add_encoding
+
+        async def note(request: Any) -> Any:
+            added.append((request.spec.tenant, request.spec.priority, request.spec.is_continuation))
+            return await add(request)
+
+        monkeypatch.setattr(engine.core, "add_encoding", note)
+        await values_of(engine, embed(*["a"] * 2 * CHUNK_TEXTS, tenant="one", priority=7))
+    assert added == [("one", 7, False), ("one", 7, True)]
+
+
 async def test_a_cancelled_request_is_counted_once() -> None:
     async with running() as engine:
         stream = await engine.embed(embed("a"))
@@ -277,13 +298,16 @@ async def test_a_cancelled_request_is_counted_once() -> None:
         (embed(*["a"] * (MAX_INPUTS + 1)), f"1 to {MAX_INPUTS} are allowed"),
         (embed("a", ""), r"inputs\[1\] is empty"),
         (embed("a", ()), r"inputs\[1\] is empty"),
-        (embed((5, 2000)), r"inputs\[0\]: a token id is outside the vocabulary 0..1999"),
+        (embed((5, 2000)), r"inputs\[0\]: the token id 2000 is outside the vocabulary 0..1999"),
         (embed((-1,)), "outside the vocabulary"),
         (embed("\ud800"), "lone surrogate"),
         (embed("a", dimensions=5), "dimensions must be between 1 and 4, not 5"),
         (embed("a", dimensions=0), "dimensions must be between 1 and 4, not 0"),
         (embed("a", truncate_prompt_tokens=33), "truncate_prompt_tokens must be between 1 and 32"),
-        (embed("a", truncate_prompt_tokens=0), "truncate_prompt_tokens must be between 1 and 32"),
+        (
+            embed("a", truncate_prompt_tokens=0),
+            "truncate_prompt_tokens must be -1, for as many as fit, or 1 to 32, not 0",
+        ),
         (embed("a", deadline_ms=0), "deadline_ms"),
         (embed("a", query=""), "query is empty"),
         (embed((1,), query="a", input_name="documents[{}]"), r"documents\[0\] must be text"),
@@ -327,6 +351,13 @@ async def test_long_texts_are_chunks_of_their_own() -> None:
             len(chunk.values) async for chunk in await engine.embed(embed("a", text, "b", truncate_prompt_tokens=-1))
         ]
     assert chunks == [1, 1, 1]
+
+
+async def test_each_chunk_has_as_many_characters_as_the_first_one() -> None:
+    text = "x" * (CHUNK_CHARACTERS // 4)
+    async with running() as engine:
+        request = embed(*[text] * 10, truncate_prompt_tokens=-1)
+        assert [len(chunk.values) async for chunk in await engine.embed(request)] == [4, 4, 2]
 
 
 async def test_a_long_query_counts_in_the_length_of_each_chunk() -> None:
@@ -399,6 +430,8 @@ async def test_a_token_id_of_the_tokenizer_that_the_model_lacks_is_refused_by_na
     async with running() as engine:
         with pytest.raises(InvalidRequest, match=r"inputs\[1\]: the tokenizer makes token id 9731 .* 0\.\.1999"):
             await values_of(engine, embed("a", "b\u2603"))
+        with pytest.raises(InvalidRequest, match=r"inputs\[0\]: the tokenizer makes token id 2000 .* 0\.\.1999"):
+            await values_of(engine, embed(chr(2000)))
 
 
 @pytest.mark.parametrize(

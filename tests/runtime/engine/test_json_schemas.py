@@ -23,14 +23,27 @@ SCHEMAS: list[list[Any]] = json.loads((Path(__file__).parents[2] / "data" / "jso
 TEXT = TextProcessor.load(BUNDLED_MODEL)
 REFUSED: dict[str, Any] = {
     "minProperties: 2 cannot be enforced": {"type": "object", "minProperties": 2, "required": []},
-    'Unimplemented keys: ["not"]': {"not": {"type": "string"}},
-    'Unimplemented keys: ["if", "then"]': {"type": "integer", "if": {"minimum": 3}, "then": {"multipleOf": 2}},
-    'Unimplemented keys: ["uniqueItems"]': {"type": "array", "uniqueItems": True},
-    'Unimplemented keys: ["contains"]': {"type": "array", "contains": {"type": "integer"}},
-    'Unimplemented keys: ["dependentRequired"]': {"type": "object", "dependentRequired": {"a": ["b"]}},
-    'Unimplemented keys: ["propertyNames"]': {"type": "object", "propertyNames": {"pattern": "^a"}},
-    'Unimplemented keys: ["unevaluatedProperties"]': {"type": "object", "unevaluatedProperties": False},
-    'Unimplemented keys: ["$dynamicRef"]': {"$dynamicRef": "#x"},
+    'keywords of a JSON schema cannot be enforced: "not"': {"not": {"type": "string"}},
+    'keywords of a JSON schema cannot be enforced: "if", "then"': {
+        "type": "integer",
+        "if": {"minimum": 3},
+        "then": {"multipleOf": 2},
+    },
+    'keywords of a JSON schema cannot be enforced: "uniqueItems"': {"type": "array", "uniqueItems": True},
+    'keywords of a JSON schema cannot be enforced: "contains"': {"type": "array", "contains": {"type": "integer"}},
+    'keywords of a JSON schema cannot be enforced: "dependentRequired"': {
+        "type": "object",
+        "dependentRequired": {"a": ["b"]},
+    },
+    'keywords of a JSON schema cannot be enforced: "propertyNames"': {
+        "type": "object",
+        "propertyNames": {"pattern": "^a"},
+    },
+    'keywords of a JSON schema cannot be enforced: "unevaluatedProperties"': {
+        "type": "object",
+        "unevaluatedProperties": False,
+    },
+    'keywords of a JSON schema cannot be enforced: "$dynamicRef"': {"$dynamicRef": "#x"},
     "oneOf constraints are not supported": {"oneOf": [{"type": "integer"}, {"minimum": 3}]},
     "Resource 'https://example.org/x' is not present": {"$ref": "https://example.org/x"},
     "Pointer '/$defs/x' does not exist": {"$ref": "#/$defs/x"},
@@ -190,7 +203,7 @@ def test_keywords_that_allow_everything_are_accepted_wherever_a_schema_may_stand
     ids=str,
 )
 def test_keywords_that_may_forbid_something_are_still_refused(keywords: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="Unimplemented keys"):
+    with pytest.raises(InvalidRequest, match="keywords of a JSON schema cannot be enforced"):
         check_structure(StructuredOutputs(json={"type": "array", **keywords}))
 
 

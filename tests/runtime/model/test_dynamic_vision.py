@@ -14,7 +14,8 @@ from PIL import Image
 from quire.runtime.common.errors import MissingTensor, ModelError, UnsupportedModel, WrongTensor
 from quire.runtime.engine.images import read_image_processor
 from quire.runtime.model import read_spec
-from quire.runtime.model.vision import DynamicVisionSpec, VisionSpec, pack_tower, read_vision
+from quire.runtime.model.config_json import ConfigTable
+from quire.runtime.model.vision import DynamicVisionSpec, VisionSpec, pack_tower, read_sizes, read_vision
 from quire.runtime.model.vision.dynamic import ImageSizes
 
 FAMILY = "qwen2_5_vl"
@@ -89,6 +90,15 @@ def test_sizes_have_room_for_long_images() -> None:
     assert ImageSizes(14, 2, 56 * 56, 28 * 28 * 1280).max_tokens == 1280
     assert ImageSizes(14, 2, 1, 28 * 28).max_tokens == 18
     assert ImageSizes(14, 2, 28 * 28 * 100, 28 * 28 * 100).max_tokens == 101 + 142 + 10 + 2
+
+
+def test_numbers_of_pixels_have_precedence_over_those_of_the_size() -> None:
+    """As in transformers, where both are in a processor's file."""
+    size = {"size": {"shortest_edge": 100, "longest_edge": 2000}}
+    sizes = read_sizes(ConfigTable(size), 4096)
+    assert (sizes.min_pixels, sizes.max_pixels) == (100, 2000)
+    sizes = read_sizes(ConfigTable({**size, "min_pixels": 300, "max_pixels": 9000}), 4096)
+    assert (sizes.min_pixels, sizes.max_pixels) == (300, 9000)
 
 
 @pytest.mark.parametrize(

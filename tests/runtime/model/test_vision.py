@@ -289,6 +289,20 @@ def test_images_that_take_turns_are_done(square: tuple[Path, Any]) -> None:
     assert both[1].tobytes() == np.concatenate(alone).tobytes()
 
 
+def test_an_image_that_is_begun_is_not_taken_for_one_that_is_computed_meanwhile(square: tuple[Path, Any]) -> None:
+    """Logits of a prompt are computed with all of its images at once."""
+    folder, data = square
+    runner = runner_of(folder, cache=1 << 20)
+    a, b = (sequence(0, 9, placed(pixels, 0, bytes([n]))) for n, pixels in enumerate(data["pixels"]))
+    assert runner.prepare([a], 0.0)
+    assert runner.embeddings([b]) is not None
+    while runner.prepare([a], math.inf):
+        pass
+    found = runner.embeddings([a])
+    assert found is not None
+    assert found[1].tobytes() == runner.encode(placed(data["pixels"][0]))[:9].tobytes()
+
+
 # Reading
 
 

@@ -1,12 +1,23 @@
-"""Frames from the engine's structs."""
+"""Frames from the engine's structs, and back."""
 
 from __future__ import annotations
 
-from quire.runtime.protocol.frames import Accepted
-from quire.runtime.server.convert import accepted_frame, stats_frame
+from quire.runtime.engine.facade import EmbedRequest
+from quire.runtime.protocol.frames import Accepted, AskScores, AskVectors
+from quire.runtime.server.convert import accepted_frame, embed_request, stats_frame
 from quire.scheduler import AdmissionEstimate
 
 from .monitoring.samples import STATS
+
+
+def test_the_options_of_texts_reach_the_engine() -> None:
+    options = {"truncate_prompt_tokens": 5, "priority": 7, "deadline_ms": 900}
+    assert embed_request(AskVectors(9, ("a", (5, 6)), 2, "query", **options), "tenant") == EmbedRequest(
+        inputs=("a", (5, 6)), dimensions=2, prompt_name="query", tenant="tenant", **options
+    )
+    assert embed_request(AskScores(9, "q", ("a", "b"), **options), "tenant") == EmbedRequest(
+        inputs=("a", "b"), query="q", input_name="documents[{}]", tenant="tenant", **options
+    )
 
 
 def test_accepted_frame_gives_the_predicted_wait_in_milliseconds() -> None:

@@ -252,7 +252,7 @@ def nested_maps(levels: int) -> Any:
         ([nested_maps(9)], "nests deeper than 8 levels"),
         ([nested_maps(10_000)], "nests deeper than 8 levels"),
         ([{"content": [nested_maps(3), [nested_maps(6)]]}], "nests deeper than 8 levels"),
-        ([{"role": "user"}] * 4097, "4097 messages; at most 4096"),
+        ([{"role": "user"}] * 4097, "messages: there are 4097; at most 4096 are allowed"),
         ([{"content": ["x"] * 70_000}], "more than 65536 values"),
     ],
 )

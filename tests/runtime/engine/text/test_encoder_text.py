@@ -69,6 +69,7 @@ def test_texts_are_lower_cased_where_the_folder_says_so(tmp_path: Path, limit: d
     (folder / "sentence_bert_config.json").write_text(json.dumps({**limit, "do_lower_case": True}))
     texts, plain = open_text(folder), open_text(FOLDER / "roberta")
     assert texts.encode("THE POOL") == plain.encode("the pool")
+    assert texts.encode("THE POOL", "FIND: ") == plain.encode("find: the pool")
     assert texts.encode_pair("THE POOL", "OWNS PAGES") == plain.encode_pair("the pool", "owns pages")
 
 

@@ -60,6 +60,12 @@ def test_an_unknown_classifier_is_refused_as_an_encoder(encoder_folder: Copy) ->
     assert is_encoder(encoder_folder("bert_scores", edited(architectures=["DebertaV2ForSequenceClassification"])))
 
 
+@pytest.mark.parametrize(("name", "family"), [("bert", "Bert"), ("modernbert", "ModernBert"), ("mpnet", "MPNet")])
+def test_the_body_of_a_masked_language_model_makes_vectors(encoder_folder: Copy, name: str, family: str) -> None:
+    folder = encoder_folder(name, edited(architectures=[f"{family}ForMaskedLM"]))
+    assert bert_of(folder) == bert_of(FOLDER / name)
+
+
 def test_what_a_folder_of_sentence_transformers_means() -> None:
     spec = read_encoder(FOLDER / "bert_dense")
     assert (spec.pooling, spec.normalise, spec.dimensions, spec.hidden_size) == ("first", True, 24, 40)
@@ -99,6 +105,17 @@ def test_one_label_is_a_probability_unless_a_file_says_otherwise(tmp_path: Path)
     assert [read_score_activation(tmp_path, ConfigTable({}), labels) for labels in (1, 2)] == ["sigmoid", "identity"]
 
 
+def test_newer_files_say_first_what_makes_a_score(tmp_path: Path) -> None:
+    """Each of these has precedence over those before it."""
+    own: dict[str, Any] = {"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}
+    assert read_score_activation(tmp_path, ConfigTable(own), 2) == "sigmoid"
+    own["sentence_transformers"] = {"activation_fn": "torch.nn.modules.linear.Identity"}
+    assert read_score_activation(tmp_path, ConfigTable(own), 1) == "identity"
+    settings = {"activation_fn": "torch.nn.modules.activation.Sigmoid"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    assert read_score_activation(tmp_path, ConfigTable(own), 2) == "sigmoid"
+
+
 def test_a_projection_reads_what_the_one_before_it_makes(encoder_folder: Copy) -> None:
     def add_module(modules: Any) -> None:
         modules.insert(3, modules[2] | {"path": "4_Dense"})
@@ -107,11 +124,28 @@ def test_a_projection_reads_what_the_one_before_it_makes(encoder_folder: Copy) -
     (folder / "4_Dense").mkdir()
     (folder / "4_Dense" / "config.json").write_text('{"in_features": 24, "out_features": 7}')
     assert read_encoder(folder).dimensions == 7
+    last = read_encoder(folder).projections[-1]
+    assert (last.bias, last.activation) == (True, "tanh")  # the defaults
 
 
 def test_positions_of_roberta_begin_after_that_of_padding(encoder_folder: Copy) -> None:
     body = bert_of(encoder_folder("roberta"))
     assert (body.first_position, body.max_position_embeddings, body.num_positions) == (2, 256, 258)
+
+
+def test_what_config_json_need_not_say(encoder_folder: Copy) -> None:
+    """The defaults are those of transformers, or of the model's own code."""
+
+    def without(*keys: str) -> Callable[[Any], object]:
+        return lambda config: [config.pop(key) for key in keys]
+
+    assert bert_of(encoder_folder("roberta", without("pad_token_id"))).first_position == 2
+    nomic = encoder_folder("nomic_bert", without("rope_parameters"))
+    assert [rope and rope.theta for rope in bert_of(nomic).ropes] == [1000.0] * 2
+    assert read_encoder(encoder_folder("modernbert_scores", without("classifier_pooling"))).pooling == "first"
+    answer = read_encoder(encoder_folder("qwen3_answer", without("tie_word_embeddings"))).answer
+    assert answer is not None
+    assert answer.matrix == "lm_head.weight"
 
 
 def test_half_of_embedding_gemmas_window_is_on_each_side() -> None:
