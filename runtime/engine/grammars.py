@@ -36,7 +36,7 @@ from ..model.runner import SamplingSpec
 from .compiled_grammars import CompiledGrammar, CompiledGrammars
 from .error_mapping import UNMATCHED
 from .job_threads import JobThreads
-from .json_schema import check_references, enforceable_schema
+from .json_schema import check_references, enforceable_schema, library_options
 from .masks import LEXER_ERROR, MaskJob, MaskQueue, RunningGrammar, StepMasks
 from .text import Tokenizer, has_tokenizer
 from .text_processor import TextProcessor
@@ -59,7 +59,6 @@ MAX_AMBIGUOUS_ITEMS = 1_000  # of a grammar in which they may be ways to read th
 SLICES = (r"[a-z ]{1,30}", r"[a-zA-Z0-9_]{1,30}")
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")  # in llguidance's message
 _SCHEMA_INSIDE = re.compile(r"%json\s*")  # a grammar in Lark's notation
-JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"  # at most once in each place: no model fills its output with spaces
 
 
 def check_structure(structure: StructuredOutputs) -> None:
@@ -105,6 +104,8 @@ def grammar_of(structure: StructuredOutputs) -> str:
             return LLMatcher.grammar_from_regex(structure.regex)
         if structure.choice is not None:
             return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(_lark_text, structure.choice))}")
+        if (structure.lark or "").lstrip().startswith("{"):  # which llguidance reads as its own form, unchecked
+            raise ValueError("a grammar in Lark's notation begins with a rule, not with {")
         _check_schemas_inside(structure.lark or "")
         return llguidance.grammar_from("lark" if structure.lark else "gbnf", structure.lark or structure.gbnf or "")
     except (ValueError, RecursionError) as error:
@@ -140,7 +141,7 @@ def _json_grammar(schema: dict[str, Any] | bool | str) -> str:
         raise InvalidRequest(f"structured_outputs: {error}") from None
     # "x-guidance" holds options of the library: a client's own would switch off limits.
     checked = {key: value for key, value in enforceable.items() if key != "x-guidance"}
-    return LLMatcher.grammar_from_json_schema(checked, overrides={"whitespace_pattern": JSON_WHITESPACE})
+    return LLMatcher.grammar_from_json_schema(checked, overrides=library_options(checked))
 
 
 def _check_schemas_inside(grammar: str) -> None:
@@ -152,7 +153,8 @@ def _check_schemas_inside(grammar: str) -> None:
             continue  # it is part of a literal, or llguidance says what is wrong
         if isinstance(schema, dict):
             _json_grammar(schema)
-            if "x-guidance" in schema and schema["x-guidance"] != {"whitespace_pattern": JSON_WHITESPACE}:
+            options = schema.pop("x-guidance", None)
+            if options is not None and options != library_options(schema):
                 raise InvalidRequest("structured_outputs: x-guidance in a JSON schema would switch off limits")
 
 

@@ -37,7 +37,37 @@ _PATTERN_PART = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(\^?)((?:\\.|[^\]\\])*)\]", r
 _OPERATOR = re.compile(r"(\\.)|\[|&(?=&)|~(?=~)", re.DOTALL)  # of classes in Rust's syntax
 _FROM_NUL = re.compile(r"(\\\\)|(?:\\x00|\\u0000|\\0|\x00)-(?!$)")
 
+# Whitespace at most once in each place: no model fills its output with spaces.
+JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"
+# Behind a backslash, without u: as the name of a property that is free, llguidance takes escapes of known names.
+ESCAPES = 'nrbtf\\"'
+
 _Schema = Mapping[str, Any]
+
+
+def library_options(schema: Any) -> dict[str, str]:
+    """Return the options with which llguidance must read an enforceable schema, its `x-guidance`."""
+    options = {"whitespace_pattern": JSON_WHITESPACE}
+    return options | {"json_allowed_escapes": ESCAPES} if any(map(_has_free_names, _schemas_inside(schema))) else options
+
+
+def _schemas_inside(schema: Any) -> Iterator[_Schema]:
+    pending: list[Any] = [schema]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, list):
+            pending.extend(each)
+        elif isinstance(each, dict):
+            yield each
+            for key, value in each.items():
+                if key not in DATA:
+                    pending.extend(value.values() if key in MAPS and isinstance(value, dict) else [value])
+
+
+def _has_free_names(schema: _Schema) -> bool:
+    """Return whether properties may have other names beside those that the schema knows."""
+    is_known = any(schema.get(key) for key in ("properties", "patternProperties", "required"))
+    return is_known and schema.get("additionalProperties") is not False
 
 
 def enforceable_schema(schema: Any) -> Any:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ..json_schema import library_options
 from .argument_streams import property_schema, text_values, value_form
 from .markup import MARK, CallSyntax, Markup
 
@@ -20,7 +21,6 @@ ANY: /[^\\uFDD0]*/
 SPACES: /[ \\t\\r\\n]*/
 ws: /[ \\t\\r\\n]{1,8}/
 """
-JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"  # at most once in each place: no model fills its output with spaces
 
 
 class MarkupGrammar:
@@ -183,7 +183,7 @@ def json_rule(schema: Any) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     kept = {key: value for key, value in schema.items() if key != "x-guidance"}
-    return f"%json {json.dumps(kept | {'x-guidance': {'whitespace_pattern': JSON_WHITESPACE}})}"
+    return f"%json {json.dumps(kept | {'x-guidance': library_options(kept)})}"
 
 
 def _quoted(text: str) -> str:
