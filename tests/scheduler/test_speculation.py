@@ -270,6 +270,26 @@ def test_forced_tokens_are_drafts_without_prompt_lookup(
     assert harness.outputs[1] == tokens
 
 
+def test_tokens_that_were_forced_once_are_no_drafts_later(make_harness: MakeHarness, expected: Expected) -> None:
+    prompt = [1, 0, 1, 1]
+    tokens = expected(prompt, 20, 2)
+    harness = speculative(make_harness, num_speculative_tokens=0)
+    execute = harness.execute
+
+    def forcing_first(plan: StepPlan) -> StepResult:
+        result = execute(plan)
+        if harness.outputs[1]:
+            return result
+        (sample,) = result.sampled
+        return StepResult(result.step_id, (sample._replace(forced=tuple(tokens[1:4])),), result.duration_s)
+
+    harness.execute = forcing_first
+    harness.add(1, prompt, 20)
+    harness.run()
+    assert harness.outputs[1] == tokens
+    assert harness.scheduler.stats().draft_tokens == 3
+
+
 @pytest.mark.parametrize(
     ("coefficients", "max_num_seqs", "users", "most"),
     [(CHEAP_ROWS, 8, 1, 7), (CHEAP_ROWS, 8, 7, 1), (CHEAP_ROWS, 8, 8, 0), (DEAR_ROWS, 8, 1, 0)],

@@ -26,7 +26,7 @@ FLAGS = (
     "--no-first-run",
     "--remote-debugging-port=0",
 )
-ALT = 1  # of the protocol's modifiers
+ALT, SHIFT = 1, 8  # of the protocol's modifiers
 KEYS = {  # name -> code, number on Windows, text
     "Enter": ("Enter", 13, "\r"),
     "Escape": ("Escape", 27, ""),

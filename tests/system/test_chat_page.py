@@ -12,12 +12,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from quire.runtime.common.types import StructuredOutputs
 from quire.runtime.server.openai.api import PAGE
 
 from tests.image_folder import write_image_folder
 from tests.scripted_model import write_scripted_model
 
-from .chromium import ALT, Browser, Tab
+from .chromium import ALT, SHIFT, Browser, Tab
 from .http_client import HTTPClient, Reply
 
 needs_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium on PATH")
@@ -222,7 +223,8 @@ async def test_settings_reach_the_request_of_their_conversation(system: Any, ope
     tab = await open_tab(system.server.openai_address)
     await tab.press("s", ALT)
     assert await tab.until("!document.getElementById('settings').hidden")
-    given = {"system": "Be short.", "temperature": "0.5", "top_k": "7", "seed": "3", "max_tokens": "4", "stop": "a\nb"}
+    given = {"system": "Be short.", "temperature": "0.5", "top_k": "7", "seed": "3", "max_tokens": "4"}
+    given["stop"] = "a\n\nb\n"
     for name, value in {**given, "logprobs": False}.items():
         await set_field(tab, name, value)
     await ask(tab, "one")
@@ -246,6 +248,51 @@ async def test_settings_reach_the_request_of_their_conversation(system: Any, ope
     assert system.engine.requests[2].sampling_params.max_tokens == 200
     await tab.press("ArrowDown", ALT)
     assert await tab.until("document.querySelector('#fields [name=mode]').value") == "chat"
+
+
+@needs_chromium
+async def test_an_answer_may_have_to_be_a_json_object(system: Any, open_tab: OpenTab) -> None:
+    tab = await open_tab(system.server.openai_address)
+    await set_field(tab, "format", "JSON object")
+    await ask(tab, "one")
+    await tab.until(IS_DONE)
+    assert system.engine.requests[0].sampling_params.structured_outputs == StructuredOutputs(json_object=True)
+
+
+@needs_chromium
+async def test_an_answer_says_that_it_is_cut(system: Any, open_tab: OpenTab) -> None:
+    tab = await open_tab(system.server.openai_address)
+    await set_field(tab, "max_tokens", "4")
+    await ask(tab, "one")
+    await tab.until(IS_DONE)
+    assert (await tab.text("article .facts")).startswith("cut at the maximum of tokens · 4 tokens")
+
+
+@needs_chromium
+async def test_the_time_of_the_first_text_stays(system: Any, open_tab: OpenTab) -> None:
+    tab = await open_tab(system.server.openai_address)
+    script = """import("./conversations.js").then(({ Answer }) => {
+      let now = 0;
+      performance.now = () => (now += 1);
+      const answer = new Answer();
+      for (const text of ["", "a", "b"]) answer.take({ choices: [{ text, logprobs: null }] });
+      return [answer.firstMs, answer.pieces, answer.text];
+    })"""
+    assert await tab.evaluate(script) == [1, 2, "ab"]
+
+
+@needs_chromium
+async def test_shift_enter_begins_a_new_line(system: Any, open_tab: OpenTab) -> None:
+    tab = await open_tab(system.server.openai_address)
+    await tab.until("!document.getElementById('send').disabled")
+    await tab.evaluate("document.getElementById('question').focus()")
+    await tab.type("one")
+    await tab.press("Enter", SHIFT)
+    await tab.type("two")
+    assert await tab.evaluate("document.getElementById('question').value") == "one\ntwo"
+    await tab.press("Enter")
+    await tab.until(IS_DONE)
+    assert [request.messages[0]["content"] for request in system.engine.requests] == ["one\ntwo"]
 
 
 @needs_chromium

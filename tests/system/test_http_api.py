@@ -10,10 +10,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from quire.runtime.common.errors import ConfigError, Overloaded
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.types import Usage
+from quire.runtime.engine.facade import EncoderInfo
 from quire.runtime.server import Server
 from quire.runtime.server.openai import exchange as exchange_module
 from quire.runtime.server.openai.formats import total_usage
@@ -66,6 +68,19 @@ async def test_a_stream_has_the_same_text_and_usage_only_if_asked(system: Any) -
     assert all(each["usage"] is None for each in others)
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == 7
+
+
+async def test_proxies_pass_on_each_event_of_a_stream(system: Any) -> None:
+    headers = (await ask(system, COMPLETIONS, complete(stream=True))).headers
+    assert headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert (headers["x-accel-buffering"], headers["cache-control"]) == ("no", "no-store")
+
+
+@pytest.mark.parametrize(("n", "best_of"), [(1, 1), (2, 2)])
+async def test_a_stream_may_name_as_many_candidates_as_choices(system: Any, n: int, best_of: int) -> None:
+    events = (await ask(system, COMPLETIONS, complete(stream=True, n=n, best_of=best_of))).events
+    assert {each["choices"][0]["index"] for each in events} == set(range(n))
+    assert system.engine.requests[0].sampling_params.best_of is None
 
 
 async def test_usage_has_the_times_of_the_phases_only_if_asked(system: Any) -> None:
@@ -204,6 +219,26 @@ async def test_models_version_and_tokens(system: Any) -> None:
     assert (await ask(system, "/detokenize", {"tokens": [97, 98]})).json == {"prompt": "ab"}
 
 
+async def test_a_model_whose_name_has_a_slash_is_found(serve: Serve) -> None:
+    system = await serve(served_model_name="org/model")
+    card = (await ask(system, "/v1/models/org%2Fmodel", method="GET")).json
+    assert card == (await ask(system, "/v1/models/org/model", method="GET")).json
+    assert card["id"] == "org/model"
+
+
+async def test_an_embedding_model_beside_one_with_images_takes_none(
+    system: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = EncoderInfo(vocab_size=256, max_model_len=100, dimensions=4, name="encoder")
+    info = msgspec.structs.replace(system.engine.info, max_images=1, encoder=encoder)
+    monkeypatch.setattr(type(system.engine), "info", info)
+    cards = (await ask(system, "/v1/models", method="GET")).json["data"]
+    assert [(each["id"], each.get("input_modalities")) for each in cards] == [
+        ("quire", ["text", "image"]),
+        ("encoder", None),
+    ]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -255,6 +290,15 @@ async def test_a_body_is_no_pending_input_once_it_is_read(system: Any) -> None:
     async with connection(system) as client:
         assert (await client.ask("POST", COMPLETIONS, complete("a" * 1000))).status == 200
         assert system.server._context.pending.num_bytes == 0
+
+
+async def test_a_body_counts_for_the_tenant_of_its_request(serve: Serve, eventually: Eventually) -> None:
+    system = await serve(token="secret")
+    pending = system.server._context.pending
+    async with connection(system) as client:
+        client.send("POST", COMPLETIONS, b"{", {"authorization": "Bearer secret", "content-length": "1000"})
+        await eventually(lambda: pending.num_bytes == 1)
+        assert {tenant: each.num_bytes for tenant, each in pending.tenants.items() if each.num_bytes} == {"": 1}
 
 
 async def test_operators_see_the_tokens_of_a_request(system: Any, eventually: Eventually) -> None:
@@ -587,6 +631,12 @@ async def test_a_refusal_says_when_to_retry(system: Any) -> None:
     assert reply.headers["x-should-retry"] == "true"
     streamed = await ask(system, COMPLETIONS, complete("full", stream=True))
     assert (streamed.status, streamed.error) == (429, reply.error)
+
+
+async def test_requests_that_the_engine_never_sees_are_counted_as_rejected(system: Any) -> None:
+    assert (await ask(system, COMPLETIONS, complete(temperature="hot"))).status == 400
+    assert (await ask(system, "/tokenize", {"prompt": 3})).status == 400
+    assert 'quire_admission_rejections_total{reason="invalid_argument"} 2.0' in system.metrics()
 
 
 async def test_one_refused_prompt_refuses_all(system: Any) -> None:

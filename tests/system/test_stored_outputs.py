@@ -118,6 +118,71 @@ async def test_tool_calls_are_read_again_with_the_same_bytes(serving: Callable[.
         assert events(retried) == events(streamed)[3:]
 
 
+async def test_a_client_that_accepts_events_gets_those_of_a_stored_response(system: Any) -> None:
+    whole = await ask(system, "POST", RESPONSES, response(stream=True))
+    name = json.loads(events(whole)[0].split(b"data: ")[1])["response"]["id"]
+    reply = await ask(system, "GET", f"{RESPONSES}/{name}", accept="text/event-stream")
+    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert events(reply) == events(whole)
+
+
+async def test_the_head_of_a_stored_stream_has_no_events(system: Any) -> None:
+    name = await stored_id(system, RESPONSES, response())
+    async with connection(system) as client:
+        head = await client.ask("HEAD", f"{RESPONSES}/{name}?stream=true")
+        assert (head.status, head.headers["content-type"], head.content) == (200, "application/json", b"")
+        assert (await client.ask("GET", f"{RESPONSES}/{name}")).json["id"] == name
+
+
+async def test_a_stored_stream_waits_for_its_reader(serve: Serve) -> None:
+    """Without waiting, eight chunks at a time would exceed the limit."""
+    system = await serve(max_frame_bytes=65_536, max_outgoing_bytes=200_000)
+    system.engine.text_bytes = 30_000
+
+    async def stream(method: str, path: str, body: object = None) -> bytes:
+        received = b""
+        async with connection(system) as client:
+            client.send(method, path, body)
+            while b"data: [DONE]" not in received[-100:]:
+                data = await client.reader.read(1 << 16)
+                assert data, "the connection was closed"
+                received += data
+        return received
+
+    first = await stream("POST", CHAT, chat(store=True, stream=True, max_tokens=60))
+    name = first.partition(b'"id":"')[2].partition(b'"')[0].decode()
+    again = await stream("GET", f"{CHAT}/{name}?stream=true")
+    assert again.count(b"x" * 30_000) == 30
+
+
+async def test_a_stored_stream_is_read_in_turns(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = await stored_id(system, RESPONSES, response(max_output_tokens=60))
+    output_turns = system.server._context.keyring.authenticate(None).output_turns
+    num_taken = 0
+    take = output_turns.take
+
+    async def taking() -> int:
+        nonlocal num_taken
+        num_taken += 1
+        granted: int = await take()
+        return granted
+
+    monkeypatch.setattr(output_turns, "take", taking)
+    assert len(events(await ask(system, "GET", f"{RESPONSES}/{name}?stream=true"))) == 38
+    assert num_taken == 4, "31 chunks, 8 per turn"
+
+
+async def test_a_stream_of_a_response_that_is_cancelled_ends_in_an_error(system: Any) -> None:
+    name = await stored_id(system, RESPONSES, response("hold", background=True))
+    async with connection(system) as client:
+        client.send("GET", f"{RESPONSES}/{name}?stream=true")
+        await client.read_until(b"hold:0")
+        assert (await ask(system, "POST", f"{RESPONSES}/{name}/cancel")).json["status"] == "cancelled"
+        rest = await client.read_until(b"0\r\n\r\n")
+    assert b'"code":"cancelled"' in rest
+    assert b"response.completed" not in rest
+
+
 async def test_a_stored_response_with_calls_is_continued_by_their_results(
     serving: Callable[..., Any], tmp_path: Any
 ) -> None:
@@ -160,6 +225,15 @@ async def test_a_stored_response_is_retrieved_and_deleted(system: Any) -> None:
         reply = await ask(system, method, path + suffix)
         assert (reply.status, reply.error["code"]) == (404, "not_found"), (method, suffix)
     assert system.server._context.replays.num_bytes == 0
+
+
+async def test_a_response_repeats_the_form_of_its_text(system: Any) -> None:
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "integer"}, "strict": True}
+    body = {**response(), "text": {"format": form, "verbosity": "medium"}}
+    created = (await ask(system, "POST", RESPONSES, body)).json
+    assert created["text"] == {"format": form}
+    assert (await ask(system, "GET", f"{RESPONSES}/{created['id']}")).json["text"] == {"format": form}
+    assert (await ask(system, "POST", RESPONSES, response())).json["text"] == {"format": {"type": "text"}}
 
 
 async def test_a_stored_chat_is_retrieved_and_deleted(system: Any) -> None:
@@ -261,6 +335,13 @@ async def test_a_response_continues_another(system: Any) -> None:
     assert (page["has_more"], page["last_id"]) == (True, items["data"][3]["id"])
     rest = (await ask(system, "GET", f"{path}?after={page['last_id']}")).json
     assert [each["content"][0]["text"] for each in rest["data"]] == ["two", answers[0], "one"]
+
+
+async def test_a_page_with_all_items_has_no_next_one(system: Any) -> None:
+    name = await stored_id(system, RESPONSES, response([{"role": "user", "content": each} for each in "ab"]))
+    path = f"{RESPONSES}/{name}/input_items"
+    found = [(await ask(system, "GET", f"{path}?limit={limit}")).json["has_more"] for limit in (1, 2, 3)]
+    assert found == [True, False, False]
 
 
 async def test_a_response_that_is_deleted_ends_though_it_is_read(system: Any, eventually: Eventually) -> None:
@@ -450,6 +531,17 @@ async def test_stored_output_takes_a_bounded_share(serve: Serve) -> None:
     assert found[-1] == 200
     reply = await ask(system, "POST", RESPONSES, response("a" * 40_000))
     assert (reply.status, reply.error["code"]) == (429, "insufficient_quota")
+
+
+async def test_a_stored_response_with_a_key_is_not_found_once_its_output_is_dropped(serve: Serve) -> None:
+    system = await serve(max_kept_bytes=30_000)
+    first = await ask(system, "POST", RESPONSES, response("a" * 3000), idempotency_key="k")
+    path = f"{RESPONSES}/{first.json['id']}"
+    assert (await ask(system, "GET", path)).status == 200
+    for _ in range(8):
+        await stored_id(system, RESPONSES, response("a" * 3000))
+    reply = await ask(system, "GET", path)
+    assert (reply.status, reply.error["code"]) == (404, "not_found")
 
 
 async def test_long_requests_are_read_beside_the_event_loop(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:

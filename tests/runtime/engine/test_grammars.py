@@ -115,6 +115,12 @@ def test_masks_follow_the_generated_tokens(masks: Grammars) -> None:
         assert allowed(mask) == expected
 
 
+def test_a_json_object_is_no_other_json(masks: Grammars) -> None:
+    (mask,) = ready(masks.begin([sequence(StructuredOutputs(json_object=True), [])]))[1]
+    first = {(TOKENIZER.token_bytes(token) or b"").lstrip()[:1] for token in allowed(mask)}
+    assert first - {b""} == {b"{"}
+
+
 def test_the_first_mask_is_computed_once_for_all_requests_with_the_grammar(masks: Grammars) -> None:
     (first,) = ready(masks.begin([sequence(WORD, [])]))[1]
     (compiled,) = masks._compiled._kept.values()
@@ -1031,6 +1037,15 @@ def test_a_model_without_an_end_token_is_an_error_of_the_request(
     monkeypatch.setattr(TextProcessor, "load", lambda path: endless)
     monkeypatch.setattr(grammars, "read_spec", lambda path: spec)
     assert "a token that ends the output" in ready(masks.begin([sequence(WORD, [])]))[1]
+
+
+def test_each_token_that_ends_an_output_is_allowed_at_the_end(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = TextProcessor.load(BUNDLED_MODEL)
+    assert several.tokenizer is not None
+    several.tokenizer.eos_token_ids = frozenset({EOS, C})
+    monkeypatch.setattr(TextProcessor, "load", lambda path: several)
+    (mask,) = ready(masks.begin([sequence(WORD, [A, B])]))[1]
+    assert allowed(mask) == {EOS, C}
 
 
 def test_a_client_cannot_switch_off_the_bound_on_whitespace() -> None:

@@ -229,6 +229,17 @@ def test_an_answer_of_a_form_is_no_call_that_nothing_announces() -> None:
         assert new_parser().feed(text)[0].kind == kind
 
 
+@pytest.mark.parametrize("needed", ["auto", "required"])
+@pytest.mark.parametrize("announced", ["", "<|python_tag|>"])
+def test_nothing_must_announce_a_call_of_llama(needed: Any, announced: str) -> None:
+    structure = ToolCalls(FAMILIES["llama3_json"], TOOLS, ToolChoice(needed=needed)).structure("prompt", None)
+    assert structure is not None
+    matcher = LLMatcher(TABLES, grammar_of(structure), log_level=0)
+    ids = VOCABULARY(announced + '{"name": "time", "parameters": {}}')
+    assert matcher.try_consume_tokens(ids) == len(ids)
+    assert matcher.is_accepting()
+
+
 def test_without_markup_nothing_is_constrained_or_parsed() -> None:
     calls = ToolCalls(Markup(), (), ToolChoice())
     assert calls.structure("prompt", None) is None

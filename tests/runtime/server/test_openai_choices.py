@@ -13,13 +13,23 @@ from typing import Any, cast
 
 import h11
 import pytest
-from quire.runtime.common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs
+from quire.runtime.common.errors import (
+    Cancelled,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    QuireError,
+    RequestNotFound,
+)
+from quire.runtime.common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
 from quire.runtime.engine.facade import GenerateRequest
 from quire.runtime.engine.text import Token
 from quire.runtime.engine.text.markup import FAMILIES, THINK
 from quire.runtime.engine.text.markup_parser import MarkupParser
 from quire.runtime.server.openai.calls import Call
 from quire.runtime.server.openai.choices import Choice
+from quire.runtime.server.openai.errors import error_answer
 from quire.runtime.server.openai.exchange import Exchange
 from quire.runtime.server.openai.formats import ChatFormat
 from quire.runtime.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, Vocabulary
@@ -76,7 +86,10 @@ def test_an_output_that_is_cut_within_markup(end: FinishReason, text: str) -> No
     ("body", "expected"),
     [
         ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
-        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+        *(
+            ({"reasoning_effort": effort}, {"reasoning_effort": effort, "enable_thinking": True})
+            for effort in ("minimal", "low", "medium", "high", "xhigh")
+        ),
         ({"reasoning_effort": "none", "enable_thinking": True}, {"reasoning_effort": "none", "enable_thinking": True}),
         ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
     ],
@@ -93,6 +106,11 @@ def test_allowed_tools_of_a_response_have_the_form_of_chats() -> None:
     tools = [{"type": "function", "name": "f"}]
     fields = chat_fields({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": tools}})
     assert fields == {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}}
+
+
+def test_options_of_tools_and_templates_are_the_same_in_responses_and_chats() -> None:
+    values = {"parallel_tool_calls": False, "chat_template_kwargs": {"a": 1}, "enable_thinking": False}
+    assert chat_fields({**values, "input": "a"}) == values
 
 
 def test_reasoning_after_a_call_or_a_text_begins_a_message() -> None:
@@ -126,6 +144,13 @@ def test_offsets_of_completions_count_characters() -> None:
     form = CompletionLogprobs(vocabulary_of(texts))
     shown = json.loads(form.join([form.piece([TokenLogprobs(index, -1.0) for index in range(3)])]))
     assert (shown["tokens"], shown["text_offset"]) == (texts, [0, 1, 2])
+
+
+def test_special_tokens_move_no_offset() -> None:
+    tokens = [Token(b"ab", is_special=False), Token(b"<s>", is_special=True)]
+    form = CompletionLogprobs(Vocabulary(tokens.__getitem__))
+    shown = json.loads(form.join([form.piece([TokenLogprobs(token_id, -1.0) for token_id in (0, 1, 0)])]))
+    assert (shown["tokens"], shown["text_offset"]) == (["ab", "<s>", "ab"], [0, 2, 2])
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -167,6 +192,16 @@ def test_a_prompt_ends_within_the_second_of_two_chunks() -> None:
     assert {key: each["rank"] for key, each in json.loads(part.json())[1].items()} == {"1": 2, "0": 1}
 
 
+def test_special_tokens_of_a_prompt_take_no_text_from_the_output() -> None:
+    tokens = [Token(b"a", is_special=False), Token(b"<s>", is_special=True), Token(b"b", is_special=False)]
+    part = PromptPart([0, 1, 2], tokens.__getitem__, 0, None)
+    logprobs = tuple(TokenLogprobs(token, -1.0) for token in (1, 2, 0))
+    chunk = OutputChunk(first_index=0, token_ids=(1, 2, 0), text="ba or not", logprobs=logprobs)
+    left = part.split(chunk)
+    assert (left.token_ids, left.text) == ((0,), "a or not")
+    assert len(json.loads(part.json())) == 3
+
+
 vocabulary = Vocabulary(lambda token_id: Token(bytes([token_id]), is_special=False))
 CALL = Call((GenerateRequest(prompt="p", sampling_params=SamplingParams(logprobs=0)),), True, returns_token_ids=True)
 CHUNK = OutputChunk(
@@ -196,6 +231,39 @@ def test_what_the_end_of_a_streamed_response_repeats_counts_as_held() -> None:
     form.read_with(None)
     form.events(0, CHUNK)
     assert form.held_bytes >= len(CHUNK.text) + sum(len(fragment) for fragment in form.choices[0].columns[0])
+
+
+def test_the_usage_of_a_response_has_its_cached_tokens() -> None:
+    form = ResponseFormat(CALL, "m", vocabulary)
+    form.read_with(None)
+    form.choices[0].add(CHUNK)
+    usage = json.loads(form.whole(Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=3)))["usage"]
+    assert usage == {
+        "input_tokens": 5,
+        "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
+        "output_tokens": 2,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 7,
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (InvalidRequest("a"), 400, "invalid_request_error", None),
+        (ContextLengthExceeded("a"), 400, "invalid_request_error", "context_length_exceeded"),
+        (RequestNotFound("a"), 404, "invalid_request_error", "not_found"),
+        (Cancelled("a"), 499, "invalid_request_error", "cancelled"),
+        (GenerationFailed("a"), 500, "server_error", "server_error"),
+        (DeadlineExceeded("a"), 504, "timeout_error", "timeout"),
+    ],
+)
+def test_errors_that_no_retry_helps_have_statuses_of_their_own(
+    error: QuireError, status: int, kind: str, code: str | None
+) -> None:
+    answer = error_answer(error)
+    assert (answer.status, dict(answer.headers)) == (status, {"x-should-retry": "false"})
+    assert json.loads(answer.content)["error"] == {"message": "a", "type": kind, "param": None, "code": code}
 
 
 async def test_a_stream_is_kept_alive_by_its_events_or_else_by_comments(monkeypatch: pytest.MonkeyPatch) -> None:

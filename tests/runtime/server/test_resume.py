@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from quire.runtime.common.errors import Overloaded, Unavailable
 from quire.runtime.common.types import Delta, SamplingParams
 from quire.runtime.protocol.frames import Cancel, Credit, Done, Error, Frame, Generate, Resume, Tokens
 from quire.runtime.server.replay_buffer import MAX_SUBSCRIBERS
+from quire.runtime.server.stored_index import StoredIndex, ToStore
 from quire.runtime.server.tenants import Tenant, TenantLimits
 
 from .fakes import FakeClock, FakePeer, FakeServer, chunk, generate, names, settle
@@ -497,3 +499,17 @@ async def test_a_key_answers_a_limited_number_of_requests_at_a_time(server: Fake
     assert (refusal.request_id, refusal.code, refusal.retryable) == (100, "RESOURCE_EXHAUSTED", True)
     await server.engine.last.put(chunk(0, last=True))
     assert names(await peer.received()).count("Done") == MAX_SUBSCRIBERS
+
+
+# Stored requests
+
+
+async def test_a_stored_request_that_is_deleted_does_not_expire_later() -> None:
+    index = StoredIndex(3600.0, lambda _: None)
+    buffer: Any = SimpleNamespace(tenant="ann", name="1", stored_entry=None)
+    index.add(buffer, ToStore("resp_", b"{}"))
+    entry = index.find("ann", "resp_1")
+    index.on_end(entry)
+    index.remove(entry)
+    assert entry.expiry is not None
+    assert entry.expiry.cancelled(), "the timer would keep the output in memory"

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.engine.text.detokenizer import IncrementalDetokenizer
+from quire.runtime.engine.text.markup import MARK
 from quire.runtime.engine.text.tokenizer import Tokenizer
 
 CHARACTERS = st.sampled_from("abcEND \n\t é中文字👩👧🇩🇪\u200d") | st.characters(exclude_categories=["Cs"])
@@ -200,3 +201,12 @@ def test_a_stop_string_may_overlap_one_before_min_tokens(
 def test_an_empty_stop_string_is_refused(byte_level: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="must not be empty"):
         IncrementalDetokenizer(byte_level, [""])
+
+
+def test_an_unfinished_character_ends_before_a_marker(byte_level: Tokenizer) -> None:
+    first, *_ = byte_level.encode("é")
+    (marker,) = byte_level.encode("a")
+    ids = [first, marker, *byte_level.encode("b")]
+    assert len(byte_level.encode("é")) == 2
+    detokenizer = IncrementalDetokenizer(byte_level, markup={marker})
+    assert "".join(stream(detokenizer, ids)) == f"\ufffd{MARK}ab"

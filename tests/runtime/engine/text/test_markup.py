@@ -213,6 +213,7 @@ def test_reasoning_may_begin_in_the_prompt() -> None:
     text = "\nSo.\n</think>\n\nHello"
     assert read(parser(THINKING, in_reasoning=True), text) == [("reasoning", "So."), ("content", "Hello")]
     assert read(parser(THINKING, in_reasoning=True), "\nSo. </thi", is_cut=True) == [("reasoning", "So.")]
+    assert read(parser(THINKING, in_reasoning=True), "\nSo.\n") == [("reasoning", "So.")], "the model ended it there"
 
 
 def test_without_tools_no_text_is_a_call() -> None:
@@ -275,6 +276,8 @@ PARAMETERS: dict[str, Any] = {
         "short": {"type": "string", "maxLength": 3},
         "list": {"type": "array"},
         "reference": {"$ref": "#/$defs/text"},
+        "described": {"$ref": "#/$defs/text", "description": "any"},
+        "constant": {"const": "5"},
         "count": {"type": ["integer", "string"]},
         "missing": {"$ref": "#/$defs/missing"},
     },
@@ -301,6 +304,8 @@ PARAMETERS: dict[str, Any] = {
         ("list", "[1, 2]", [1, 2]),
         ("list", "[1, 2", "[1, 2"),
         ("reference", "true", "true"),
+        ("described", "true", "true"),
+        ("constant", "5", "5"),
         ("unknown", "true", True),
         ("count", "true", "true"),
         ("count", "5.0", "5.0"),
