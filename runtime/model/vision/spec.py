@@ -94,7 +94,7 @@ class VisionSpec:
 
     @property
     def patch_columns(self) -> int:
-        """Numbers of a patch."""
+        """Values per patch."""
         return CHANNELS * self.patch_size**2
 
     @property
