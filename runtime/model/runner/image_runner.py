@@ -147,7 +147,7 @@ class ImageRunner:
     def _pieces(self, given: TowerInput) -> Iterator[WorkPiece]:
         """Yield all work of an image, in order."""
         yield self._write(given)
-        read_layers = self._tower.read_layers
+        read_layers = self.spec.read_layers
         for layer, row_start in enumerate(given.row_starts):
             yield from self._patches.stage(layer, row_start)
             if layer in read_layers:

@@ -114,8 +114,13 @@ class DynamicVisionSpec:
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of the learned positions."""
+        """Bytes of the learned positions, which are not a packed matrix."""
         return 4 * self.grid**2 * self.body.hidden_size
+
+    @property
+    def read_layers(self) -> tuple[int, ...]:
+        """Layers whose rows the mergers after the first one take, in this order."""
+        return tuple(merger.layer for merger in self.mergers[1:])
 
     @property
     def num_tokens(self) -> int:
