@@ -55,8 +55,8 @@ class EncoderStats:
     tokens: int = 0  # of them
 
 
-class _Place(NamedTuple):
-    """A text of the batch in progress."""
+class _BatchText(NamedTuple):
+    """A text of a batch, and its request."""
 
     request: EncodeRequest
     text: EncodedText
@@ -66,17 +66,17 @@ class _Place(NamedTuple):
 class _Batch:
     """Texts that are computed together."""
 
-    places: list[_Place]
+    texts: list[_BatchText]
     num_stages_left: int
     stage_s: float  # predicted, before it is corrected by what was measured
     has_begun: bool = False
-    planned_s: float = 0.0  # predicted for its part of the step in flight
-    measured_s: float = 0.0  # of all its parts
+    planned_s: float = 0.0  # predicted for its stages in the step in flight
+    measured_s: float = 0.0  # of all its stages so far
 
     @property
     def is_wanted(self) -> bool:
         """Whether any of its requests has not ended."""
-        return any(place.request.state is not State.ENDED for place in self.places)
+        return any(each.request.state is not State.ENDED for each in self.texts)
 
 
 class EncoderPlanner:
@@ -192,33 +192,33 @@ class EncoderPlanner:
         return self._batch
 
     def _advance(self, batch: _Batch, num_stages: int) -> EncoderStep:
-        texts = () if batch.has_begun else tuple([place.text for place in batch.places])
+        texts = () if batch.has_begun else tuple([each.text for each in batch.texts])
         batch.has_begun = True
         batch.num_stages_left -= num_stages
         batch.planned_s = num_stages * batch.stage_s
         self._in_flight.append(batch)
-        ids = tuple(dict.fromkeys(place.request.request_id for place in batch.places))
+        ids = tuple(dict.fromkeys(each.request.request_id for each in batch.texts))
         return EncoderStep(texts, num_stages, batch.num_stages_left == 0, ids)
 
     def _fill_batch(self, seconds: float, now: float) -> _Batch:
         """Take texts in the policy's order, within the rows, and so few that whole stages fit the seconds of a step."""
         limit_s: float | None = None  # of one stage; a text alone needs none
         tokens = pairs = 0
-        places: list[_Place] = []
+        texts: list[_BatchText] = []
         while (request := self._policy.head()) is not None:
             text = request.spec.texts[request.num_taken]
             length = len(text.token_ids)
-            if places:
-                if tokens + length > self._limits.max_rows or len(places) == self._limits.max_texts:
+            if texts:
+                if tokens + length > self._limits.max_rows or len(texts) == self._limits.max_texts:
                     break
                 limit_s = self._stage_limit(seconds, tokens) if limit_s is None else limit_s
                 if self._stage_s(tokens + length, pairs + length * length) > limit_s:
                     break
             tokens += length
             pairs += length * length
-            places.append(_Place(request, text))
+            texts.append(_BatchText(request, text))
             self._take(request, length, now)
-        return _Batch(places, self._limits.num_stages, self._limits.stage_seconds(tokens, pairs))
+        return _Batch(texts, self._limits.num_stages, self._limits.stage_seconds(tokens, pairs))
 
     def _stage_limit(self, seconds: float, length: int) -> float:
         """Return the seconds that a stage of a batch may take, so that whole stages fill these of a step.
@@ -254,16 +254,15 @@ class EncoderPlanner:
         """Give the texts of a batch their values. Return the last updates of the requests that ended."""
         self._note_rate(batch)
         updates = []
-        for place, each in zip(batch.places, values, strict=True):
-            request = place.request
+        for (request, text), value in zip(batch.texts, values, strict=True):
             if request.state is State.ENDED:
                 continue
-            if each is None:
+            if value is None:
                 updates.append(self.end(request, Ending(error=NOT_FINITE), now))
                 continue
             self._num_texts += 1
-            self._num_tokens += len(place.text.token_ids)
-            request.values.append(each)
+            self._num_tokens += len(text.token_ids)
+            request.values.append(value)
             if len(request.values) == len(request.spec.texts):
                 updates.append(self.end(request, Ending("stop"), now))
         return updates
@@ -272,7 +271,7 @@ class EncoderPlanner:
         """End all requests of a batch with `error`."""
         if batch is self._batch:
             self._batch = None
-        requests = dict.fromkeys(place.request for place in batch.places if place.request.state is not State.ENDED)
+        requests = dict.fromkeys(each.request for each in batch.texts if each.request.state is not State.ENDED)
         return [self.end(request, Ending(error=error), now) for request in requests]
 
     def _leave_queue(self, request: EncodeRequest) -> None:
@@ -287,7 +286,7 @@ class EncoderPlanner:
 
     def _note_rate(self, batch: _Batch) -> None:
         if batch.measured_s > 0:
-            rate = sum(len(place.text.token_ids) for place in batch.places) / batch.measured_s
+            rate = sum(len(each.text.token_ids) for each in batch.texts) / batch.measured_s
             self._rate = rate if self._rate is None else RATIO_MEMORY * self._rate + (1 - RATIO_MEMORY) * rate
 
 

@@ -20,7 +20,7 @@ MAX_GROWTH = 128 << 20  # of the process's heap, after which no grammar is kept:
 MAX_LIVE = 512 << 20  # bytes of the grammars that are kept or used by running requests
 MAX_LIVE_PER_TENANT = 192 << 20
 BYTES_PER_CHARACTER = 150  # that a grammar takes, about; text that it forces takes 500 per byte
-QUICK_USES = 16  # of kept grammars, after which the heap is looked at
+LOOKUPS_PER_HEAP_CHECK = 16  # one of 16 look-ups of kept grammars goes to `get`, which checks the heap
 MIN_BYTES = 512 << 10  # for which each grammar counts, however short: it grows while it is used
 
 
@@ -57,13 +57,13 @@ class CompiledGrammars:
         self._live: WeakSet[CompiledGrammar] = WeakSet()
         self._least_heap = allocated_bytes()  # since the kept grammars were last forgotten for their growth
         self._unused = UnusedMemory()
-        self._num_quick = 0  # calls of `kept`
+        self._num_lookups = 0  # calls of `kept`
         self._lock = threading.Lock()
 
     def kept(self, tenant: str, structure: StructuredOutputs) -> CompiledGrammar | None:
-        """Return the compiled grammar if it is known at once, for one more sequence; else `get` takes its time."""
-        self._num_quick += 1
-        if self._num_quick % QUICK_USES == 0 or not self._lock.acquire(blocking=False):
+        """Return the compiled grammar for one more sequence, without waiting; None if the caller must use `get`."""
+        self._num_lookups += 1
+        if self._num_lookups % LOOKUPS_PER_HEAP_CHECK == 0 or not self._lock.acquire(blocking=False):
             return None
         try:
             compiled = self._kept.get((tenant, structure))

@@ -215,7 +215,7 @@ class Embedder:
             raise GenerationFailed(f"the text could not be tokenized: {error}") from error
 
     def _beginning(self, request: EmbedRequest, name: str, text: str) -> str:
-        """Return what is tokenized of a text: its beginning, if it is far too long and may be truncated."""
+        """Return the part of `text` to tokenize. Raises if it is too long and truncation is off."""
         most = self.info.max_model_len * CHARACTERS_PER_TOKEN
         if len(text) > most and request.truncate_prompt_tokens is None:
             raise ContextLengthExceeded(
@@ -302,7 +302,7 @@ class EmbeddingStream:
         finally:
             for task in self._running:
                 task.cancel()
-                task.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
+                task.add_done_callback(_retrieve_exception)
             self._running.clear()
             self._embedder.note_end(self, error)
 
@@ -354,6 +354,12 @@ async def _result(first: int, texts: Sequence[EncodedText], values: asyncio.Futu
     """Wait for the values of a chunk."""
     rows = np.frombuffer(b"".join(await values), np.float32).reshape(len(texts), -1)
     return _Values(first, sum(len(text.token_ids) for text in texts), rows)
+
+
+def _retrieve_exception(task: asyncio.Task[_Values]) -> None:
+    """Retrieve the exception, so that asyncio does not log it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _chunks(inputs: Sequence[Input], pair_characters: int) -> Iterator[tuple[int, Sequence[Input]]]:

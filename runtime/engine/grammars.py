@@ -3,11 +3,12 @@
 A mask is a pure function of the grammar and the tokens that the request has generated, so preemption, replay after a
 crash and draft tokens do not change what a request generates. Must not import the scheduler's state or frames.
 
-After a step's samples, one call of llguidance computes the next masks of all sequences, while the event loop commits
-the samples and plans. What that call cannot compute begins with the next step, beside its rows: masks after draft
-tokens that no grammar forces, and those of new sequences, whose grammar is compiled first. A sample whose mask comes
-too late is deferred: its row is computed again in the next step. A sequence whose mask came late computes its next ones
-apart, so that it delays no others. If a call may never end, its sequences begin again, apart.
+1. After sampling, one llguidance call, the shared job, computes the next masks of all sequences, while the event loop
+   commits the samples and plans.
+2. New grammars and late sequences get jobs of their own, which run beside the rows of the next step. Masks after draft
+   tokens that no grammar forces are computed beside the rows, too.
+3. A sample without a mask is deferred: its row is computed again in the next step.
+4. A job that exceeds its time limit is abandoned. Its sequences restart, each in a job of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import takewhile
@@ -62,7 +63,7 @@ _SCHEMA_INSIDE = re.compile(r"%json\s*")  # a grammar in Lark's notation
 
 
 def check_structure(structure: StructuredOutputs) -> None:
-    """Raise InvalidRequest if the grammar cannot be compiled within the limits. It takes milliseconds: use a thread."""
+    """Raise InvalidRequest if the grammar cannot be compiled within the limits. Takes milliseconds: use a thread."""
     message = LLMatcher.validate_grammar(grammar_of(structure), limits=_limits(structure))
     if found := _UNIMPLEMENTED.search(message):
         raise InvalidRequest(f"structured_outputs: keywords of a JSON schema cannot be enforced: {found[1]}")
@@ -145,12 +146,15 @@ def _json_grammar(schema: dict[str, Any] | bool | str) -> str:
 
 
 def _check_schemas_inside(grammar: str) -> None:
-    """Raise InvalidRequest if the grammar contains a JSON schema that cannot be enforced. It is compiled as it is."""
+    """Raise InvalidRequest if the grammar contains a JSON schema that cannot be enforced.
+
+    The schema is only checked; the client's text is compiled unchanged.
+    """
     for found in _SCHEMA_INSIDE.finditer(grammar):
         try:
             schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
         except ValueError:
-            continue  # it is part of a literal, or llguidance says what is wrong
+            continue  # part of a literal, or malformed: then llguidance names the error
         if isinstance(schema, dict):
             _json_grammar(schema)
             options = schema.pop("x-guidance", None)
@@ -190,8 +194,8 @@ class Grammars:
         self._beams: dict[tuple[int, tuple[int, ...]], RunningGrammar] = {}  # by search and generated tokens, likewise
         self._compiled = CompiledGrammars()
         self._compiling = JobThreads(1, "quire-compile")
-        self._apart = JobThreads(NUM_THREADS, "quire-masks-apart")
-        self._together = JobThreads(1, "quire-masks")
+        self._isolated = JobThreads(NUM_THREADS, "quire-masks-apart")
+        self._shared = JobThreads(1, "quire-masks")
         self._queue = MaskQueue(max(1, len(os.sched_getaffinity(0)) // 2))
         self._tokenizer: LLTokenizer | None = None
 
@@ -205,41 +209,54 @@ class Grammars:
 
     def begin(self, sequences: Sequence[ScheduledSequence]) -> StepMasks | None:
         """Begin to compute the masks that a step lacks, before its rows; None if it samples nothing with a grammar."""
-        before, self._running = self._running, {}
-        beams, self._beams = self._beams, {}
-        step = StepMasks(self._queue, WAIT_S, WAIT_ALONE_S)
-        together, num_samples = MaskJob(), 0
-        for sequence in sequences:
-            sampling, first = cast(SamplingSpec, sequence.sampling), num_samples
-            num_samples += sequence.num_samples
-            if sampling.params.structured_outputs is None:
+        step, shared = StepMasks(self._queue, WAIT_S, WAIT_ALONE_S), MaskJob()
+        for running, sequence, first in self._grammars_of(sequences):
+            if running is None:
                 step.others_sample |= sequence.num_samples > 0
                 continue
-            if sampling.params.beam_width:
-                running = self._beam(beams, sampling, tuple(sequence.context[sequence.num_prompt_tokens :]))
-            else:
-                running = before.get(sequence.request_id) or self._join(sampling)
-                if running.waits():
-                    running = self._wait_on(running)
-            self._running[sequence.request_id] = running
-            is_begun = running.job is not None and running.end == len(sequence.context) and sequence.num_samples == 1
-            if not is_begun and not self._begin_masks(running, sequence, together):
+            has_next_mask = running.job is not None and running.end == len(sequence.context)
+            is_begun = has_next_mask and sequence.num_samples == 1
+            if not is_begun and not self._begin_masks(running, sequence, shared):
                 step.busy.add(sequence.request_id)
             if sequence.num_samples:
                 step.sampling.append((running, sequence, first))
-        if together.parts:
-            self._together.submit(partial(self._queue.run, together))
+        if shared.parts:
+            self._shared.submit(partial(self._queue.run, shared))
         return step if step.sampling else None
 
     def close(self) -> None:
         """End the threads when what they run has ended."""
-        for threads in (self._compiling, self._apart, self._together):
+        for threads in (self._compiling, self._isolated, self._shared):
             threads.close()
 
-    def _begin_masks(self, running: RunningGrammar, sequence: ScheduledSequence, together: MaskJob) -> bool:
-        """Begin to compute the sequence's masks unless they are, or add it to `together`.
+    def _grammars_of(
+        self, sequences: Sequence[ScheduledSequence]
+    ) -> Iterator[tuple[RunningGrammar | None, ScheduledSequence, int]]:
+        """Yield each sequence with its grammar, or None, and the index of its first sample.
 
-        Returns False if that must wait for masks for other tokens, which are being computed.
+        The grammar is that of the last step, unless it must be restarted or the sequence is new.
+        """
+        before, self._running = self._running, {}
+        beams, self._beams = self._beams, {}
+        first = 0
+        for sequence in sequences:
+            sampling = cast(SamplingSpec, sequence.sampling)
+            running: RunningGrammar | None = None
+            if sampling.params.structured_outputs is not None:
+                if sampling.params.beam_width:
+                    running = self._beam(beams, sampling, tuple(sequence.context[sequence.num_prompt_tokens :]))
+                else:
+                    running = before.get(sequence.request_id) or self._join(sampling)
+                    if running.is_overdue():
+                        running = self._handle_overdue(running)
+                self._running[sequence.request_id] = running
+            yield running, sequence, first
+            first += sequence.num_samples
+
+    def _begin_masks(self, running: RunningGrammar, sequence: ScheduledSequence, shared: MaskJob) -> bool:
+        """Compute the sequence's masks in a job of their own, or add them to `shared`, unless it has these masks.
+
+        Returns False if its job still computes masks for other tokens, which must end first.
         """
         context = sequence.context
         end = len(context) - max(0, sequence.num_samples - 1)
@@ -247,22 +264,22 @@ class Grammars:
         if running.has_masks(end, drafts):
             return True
         pending = context[sequence.num_prompt_tokens + running.num_consumed : end]
-        is_apart = running.matcher is None or bool(pending) or running.distrust > 0
+        is_isolated = running.matcher is None or bool(pending) or running.isolated_masks_left > 0
         job = running.job
-        if job is not None and not job.is_done and (is_apart or job.is_late):
+        if job is not None and not job.is_done and (is_isolated or job.is_late):
             return False  # else the two jobs follow each other in one thread
         running.end = end
-        if is_apart:
-            apart = MaskJob()
-            apart.add(running, drafts)
-            threads = self._compiling if running.matcher is None else self._apart
-            threads.submit(partial(self._queue.compute, apart, partial(self._prepare, apart, running, pending)))
+        if is_isolated:
+            own = MaskJob()
+            own.add(running, drafts)
+            threads = self._compiling if running.matcher is None else self._isolated
+            threads.submit(partial(self._queue.compute, own, partial(self._prepare, own, running, pending)))
         else:
-            together.add(running, drafts)
+            shared.add(running, drafts)
         return True
 
     def _join(self, sampling: SamplingSpec) -> RunningGrammar:
-        """Return the grammar of a sequence that joins, with a matcher if one can be copied: that waits for no lexer."""
+        """Return the grammar of a new sequence, with a matcher if one can be copied: that waits for no lexer."""
         running, structure = RunningGrammar(sampling), sampling.params.structured_outputs
         assert structure is not None
         compiled = self._compiled.kept(sampling.tenant, structure)
@@ -270,13 +287,13 @@ class Grammars:
             _use(compiled, running)
         return running
 
-    def _wait_on(self, running: RunningGrammar) -> RunningGrammar:
-        """Return the grammar of a sequence whose masks are late; one that begins again, if they may never come."""
-        for threads in (self._compiling, self._apart, self._together):
+    def _handle_overdue(self, running: RunningGrammar) -> RunningGrammar:
+        """Abandon jobs that take too long. Return the sequence's grammar; a restarted one if its matcher is lost."""
+        for threads in (self._compiling, self._isolated, self._shared):
             threads.replace_slow()
         self._queue.abandon_slow()
-        is_lost = running.is_worn_out or (running.job is not None and running.job.is_abandoned)
-        return running.begin_again() if is_lost else running
+        is_lost = running.needs_restart or (running.job is not None and running.job.is_abandoned)
+        return running.restarted() if is_lost else running
 
     def _beam(
         self,
@@ -284,15 +301,15 @@ class Grammars:
         sampling: SamplingSpec,
         generated: tuple[int, ...],
     ) -> RunningGrammar:
-        """Return the beam's grammar: that of the last step if it is computed again, or a fork of its parent's."""
+        """Return the beam's grammar: that of the last step if its sample was deferred, or a fork of its parent's."""
         running = beams.get((id(sampling), generated))
         if running is None:
             running = RunningGrammar(sampling, is_beam=True)
             parent = beams.get((id(sampling), generated[:-1]))
             if parent is not None:
                 running.fork(parent, generated)
-        if running.waits():
-            running = self._wait_on(running)
+        if running.is_overdue():
+            running = self._handle_overdue(running)
         self._beams[id(sampling), generated] = running
         return running
 
@@ -328,7 +345,7 @@ def _use(compiled: CompiledGrammar, running: RunningGrammar) -> None:
     assert structure is not None
     running.compiled, running.matcher = compiled, compiled.matcher.deep_copy()
     if running.num_late == 0 and compiled.first_mask_s < WAIT_S:
-        running.distrust = 0
+        running.isolated_masks_left = 0
     running.may_force = compiled.num_characters <= MAX_FORCING_BYTES and not _may_be_ambiguous(structure)
 
 

@@ -1,7 +1,7 @@
 """Masks of a step's samples: the jobs that compute them, what waits for these, and the masks of the next step.
 
 Must not import what compiles grammars. One thread at a time uses a matcher: that of its job until the job is done, else
-the event loop between steps and the step's thread in a step. If a job may never end, its matchers are given up.
+the event loop between steps and the step's thread in a step. If a job may never end, its matchers are abandoned.
 Matchers of one compiled grammar share a lexer with a mutex, for which some calls of llguidance wait with the GIL, and
 with it the whole process. So a thread that uses one holds the lock of the compiled grammar.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,19 +24,19 @@ from ..common.errors import QuireError
 from ..model.runner import AllowedTokens, SamplingSpec
 from .compiled_grammars import CompiledGrammar
 
-DISTRUST = 4  # masks that a sequence computes apart, in time, after it was late; doubled each time
-MAX_DOUBLINGS = 8
+ISOLATED_MASKS = 4  # that a sequence computes in jobs of its own after its masks were late; doubled each time
+MAX_DOUBLINGS = 8  # of ISOLATED_MASKS
 LIMIT_S = 10.0  # for the masks of one job: some ambiguous grammars never end
-ABANDON_S = LIMIT_S / 2  # for those of several sequences, before each begins again, apart
+ABANDON_S = LIMIT_S / 2  # for those of a shared job; then each of its sequences restarts in a job of its own
 LEXER_ERROR = "lexer error: too many"  # in llguidance's message about limits of what the copies of a matcher share
-HOLD_S = 0.0005  # that a job waits for a compiled grammar which another one uses
+HOLD_S = 0.0005  # that a job waits for a compiled grammar that another job uses
 MAX_FORCED = 64  # tokens; after more, forced tokens are not looked for: a text of 250,000 characters takes a second
 
 _log = structlog.get_logger("quire.engine")
 
 
 class MaskJob:
-    """The computation of masks of some sequences by one thread. Those of one sequence follow each other."""
+    """The computation of masks of some sequences by one thread. The masks of one sequence are consecutive."""
 
     __slots__ = ("held", "is_abandoned", "is_done", "is_late", "masks", "num_masks", "parts", "started")
 
@@ -45,13 +45,13 @@ class MaskJob:
         self.masks: Any = None  # int32 [num_masks, words]
         self.num_masks = 0
         self.is_done = False
-        self.is_late = False  # a step has waited for it in vain
-        self.is_abandoned = False  # its matchers are lost: the sequences begin again
+        self.is_late = False  # its masks missed their step
+        self.is_abandoned = False  # its matchers are lost: its sequences restart
         self.started = 0.0  # time.monotonic() when its computation began; 0 before
-        self.held: list[CompiledGrammar] = []  # that no other job uses meanwhile
+        self.held: list[CompiledGrammar] = []  # whose locks it holds
 
     def runs_longer_than(self, limit_s: float) -> bool:
-        """Return whether its computation began longer ago and is not done."""
+        """Return whether its computation began more than `limit_s` ago and is not done."""
         return not self.is_done and 0 < self.started < time.monotonic() - limit_s
 
     def add(self, running: RunningGrammar, drafts: tuple[int, ...]) -> None:
@@ -61,7 +61,7 @@ class MaskJob:
         self.num_masks += 1 + len(drafts)
 
     def hold(self, compiled: CompiledGrammar | None, timeout_s: float = HOLD_S) -> bool:
-        """Keep other jobs from the copies of a compiled grammar until this one ends. Return False if one has them."""
+        """Lock a compiled grammar until `release`. Return False if another job holds it for longer than `timeout_s`."""
         assert compiled is not None, "a grammar is compiled before its masks are computed"
         if compiled in self.held:
             return True
@@ -71,14 +71,14 @@ class MaskJob:
         return True
 
     def hold_all(self) -> None:
-        """Hold the compiled grammars of all sequences; those with one that is in use begin again with the next step."""
+        """Hold the compiled grammars of all sequences, and remove those whose grammar another job holds."""
         for part in self.parts.copy():
             if not self.hold(part[0].compiled):
                 part[0].note_blocked()
                 self.parts.remove(part)
 
     def release(self) -> None:
-        """Let other jobs use what this one holds."""
+        """Unlock all compiled grammars that the job holds."""
         while self.held:
             self.held.pop().lock.release()
 
@@ -96,13 +96,13 @@ class RunningGrammar:
     end: int = 0  # the masks are those after the first `end` tokens of the context, and after each draft token
     drafts: tuple[int, ...] = ()
     error: str | None = None  # why there are no masks
-    distrust: int = 1  # masks that it must compute apart, in time, before it is computed together with others
-    num_late: int = 0
+    isolated_masks_left: int = 1  # masks still to compute in jobs of its own, before it joins the shared job again
+    num_late: int = 0  # times that its masks missed their step, up to MAX_DOUBLINGS
     is_beam: bool = False
     may_force: bool = True  # its forced tokens are looked for, in the step's thread
     is_alone: bool = False  # it shares no compiled grammar
-    is_worn_out: bool = False  # it must begin again: texts of others took the compiled grammar to a limit, or block it
-    blocked_since: float = 0.0  # time.monotonic() since when jobs of others use its compiled grammar; 0: they do not
+    needs_restart: bool = False  # the matcher must be rebuilt: others exhausted or blocked the compiled grammar
+    blocked_since: float = 0.0  # time.monotonic() since which jobs of others use its compiled grammar; 0: none does
 
     def has_masks(self, end: int, drafts: tuple[int, ...]) -> bool:
         """Return whether its job, done or not, is for the first `end` tokens of the context and these draft tokens."""
@@ -113,43 +113,48 @@ class RunningGrammar:
         if self.job is not None and self.job.runs_longer_than(LIMIT_S):
             self.error = f"structured_outputs: the tokens that may follow were not known after {LIMIT_S:.0f} s"
 
-    def waits(self) -> bool:
-        """Return whether a step has waited in vain for its masks, and they are not ready, or will never be."""
-        return self.is_worn_out or (self.job is not None and self.job.is_late and not self.job.is_done)
+    def is_overdue(self) -> bool:
+        """Return whether the masks missed their step and are still not computed, or the matcher needs a restart."""
+        return self.needs_restart or (self.job is not None and self.job.is_late and not self.job.is_done)
 
-    def begin_again(self) -> RunningGrammar:
-        """Return a grammar for the same sequence, without the matcher, that shares nothing with those of others."""
-        distrust, num_late = DISTRUST << self.num_late, min(self.num_late + 1, MAX_DOUBLINGS)
-        return RunningGrammar(self.sampling, distrust=distrust, num_late=num_late, is_beam=self.is_beam, is_alone=True)
+    def restarted(self) -> RunningGrammar:
+        """Return a grammar for the same sequence, without the matcher, that shares nothing with other sequences."""
+        return RunningGrammar(
+            self.sampling,
+            isolated_masks_left=ISOLATED_MASKS << self.num_late,
+            num_late=min(self.num_late + 1, MAX_DOUBLINGS),
+            is_beam=self.is_beam,
+            is_alone=True,
+        )
 
     def note_blocked(self) -> None:
-        """Begin the masks again with the next step, since a job of others uses the compiled grammar."""
+        """Discard the job, so that the next step submits a new one: a job of others uses the compiled grammar."""
         now = time.monotonic()
         self.job, self.blocked_since = None, self.blocked_since or now
-        self.is_worn_out = now - self.blocked_since > ABANDON_S
+        self.needs_restart = now - self.blocked_since > ABANDON_S
 
     def note_limit(self) -> None:
-        """Note an error if the matcher has reached a limit, unless other sequences may have had a part in it."""
+        """Note an error if the matcher has reached a limit, or a restart if other sequences may have exhausted it."""
         matcher, compiled = self.matcher, self.compiled
         if matcher is None or not matcher.is_error():
             return
         error = matcher.get_error()
         if LEXER_ERROR in error and compiled is not None and compiled.num_users > 1:
-            self.is_worn_out = True
+            self.needs_restart = True
         else:
             self.error = f"structured_outputs: {error}"
 
     def note_late(self) -> None:
-        """Compute the next masks apart: a step has waited for the last ones in vain."""
+        """Isolate the next masks: the last ones missed their step."""
         if self.matcher is not None:  # else its grammar is being compiled, which says nothing about its masks
-            self.distrust = DISTRUST << self.num_late
+            self.isolated_masks_left = ISOLATED_MASKS << self.num_late
             self.num_late = min(self.num_late + 1, MAX_DOUBLINGS)
 
-    def stays_apart(self) -> bool:
-        """Note that a token was sampled. Return whether the next mask must be computed apart as well."""
+    def stays_isolated(self) -> bool:
+        """Count a mask that a token was sampled with. Return whether the next one needs a job of its own as well."""
         if self.job is not None and not self.job.is_late:
-            self.distrust -= 1
-        return self.distrust > 0
+            self.isolated_masks_left -= 1
+        return self.isolated_masks_left > 0
 
     def first_mask(self) -> bytes | None:
         """Return the next mask if it is known since the grammar was compiled: before the first token."""
@@ -163,7 +168,7 @@ class RunningGrammar:
         return all(map(matcher.consume_token, token_ids))  # one by one: a call holds the GIL
 
     def fork(self, parent: RunningGrammar, generated: Sequence[int]) -> None:
-        """Go on from the matcher of the beam before the last token, if it is free; else the text is read again."""
+        """Copy the matcher of the beam before the last token. Does nothing while a job uses that matcher."""
         matcher, compiled, job = parent.matcher, parent.compiled, parent.job
         if matcher is None or compiled is None or job is None or not job.is_done:
             return
@@ -173,7 +178,7 @@ class RunningGrammar:
         self.matcher.consume_token(generated[-1])
         compiled.lock.release()
         self.num_consumed = len(generated)
-        self.distrust = parent.distrust if job.is_late else 0
+        self.isolated_masks_left = parent.isolated_masks_left if job.is_late else 0
 
     def forced(self, limit: int) -> tuple[int, ...]:
         """Return up to `limit` of the tokens that the grammar forces next.
@@ -201,7 +206,7 @@ class MaskQueue:
         self._jobs: deque[MaskJob] = deque()  # the first is being computed
 
     def run(self, job: MaskJob) -> None:
-        """Compute a job in the calling thread, and those that come meanwhile. If one is computed, leave it to it."""
+        """Compute `job` and all jobs queued meanwhile in this thread. If another one is computing, only queue `job`."""
         with self._lock:
             jobs = self._jobs
             jobs.append(job)
@@ -226,7 +231,7 @@ class MaskQueue:
                     slow.pop()
 
     def compute(self, job: MaskJob, prepare: Callable[[], None] | None = None) -> None:
-        """Compute a job in the calling thread. An error ends its sequence; if it has several, they begin again."""
+        """Compute a job in this thread. After an error its only sequence ends, or its several sequences restart."""
         job.started = time.monotonic()
         try:
             if prepare is not None:
@@ -301,26 +306,8 @@ class StepMasks:
         pending = [job for job in jobs if job is not None and not job.is_done]
         if pending:
             self._wait_for(pending, self.others_sample or len(pending) < len(jobs))
-        masks: list[Any] = []
-        offsets: dict[MaskJob | None, int] = {}  # of each job's masks, in those of the step
-        num_masks = 0
-        for job in jobs:
-            if job is not None and job.is_done and job.masks is not None:
-                offsets[job] = num_masks
-                num_masks += job.num_masks
-                masks.append(job.masks)
-        first: dict[int, int] = {}
-        missing: dict[int, str | None] = {}
-        for running, sequence, _ in self.sampling:
-            offset = offsets.get(running.job)
-            if offset is None:
-                running.check_limit()
-            is_busy = sequence.request_id in self.busy
-            if running.error is not None or offset is None or running.is_worn_out or is_busy:
-                missing[sequence.request_id] = running.error
-            else:
-                first[sequence.request_id] = offset + running.row
-        return AllowedTokens(masks[0] if len(masks) == 1 else np.concatenate(masks) if masks else None, first, missing)
+        masks, offsets = _stacked(jobs)
+        return AllowedTokens(masks, *self._rows(offsets))
 
     def advance(self, result: StepResult, max_forced: int) -> StepResult:
         """Let the matchers take the accepted samples, and prepare the job of the masks after these.
@@ -336,7 +323,7 @@ class StepMasks:
             token = sampled[at]
             if running.is_beam or token.error is not None or token.is_deferred:
                 continue
-            if running.distrust and running.stays_apart():
+            if running.isolated_masks_left and running.stays_isolated():
                 continue
             if running.compiled is not held:
                 if not job.hold(running.compiled, max(0.0, deadline - time.monotonic())):
@@ -361,7 +348,22 @@ class StepMasks:
         if self.next.parts:
             self.queue.run(self.next)
 
+    def _rows(self, offsets: dict[MaskJob | None, int]) -> tuple[dict[int, int], dict[int, str | None]]:
+        """Return the first mask of each request, and the errors of those without masks: None if these are late."""
+        first: dict[int, int] = {}
+        missing: dict[int, str | None] = {}
+        for running, sequence, _ in self.sampling:
+            request_id, offset = sequence.request_id, offsets.get(running.job)
+            if offset is None:
+                running.check_limit()
+            if offset is None or running.error is not None or running.needs_restart or request_id in self.busy:
+                missing[request_id] = running.error
+            else:
+                first[request_id] = offset + running.row
+        return first, missing
+
     def _wait_for(self, pending: list[MaskJob], others_sample: bool) -> None:
+        """Wait until one of the jobs is done, unless `others_sample`; then until all are that were not late before."""
         changed, new = self.queue.changed, [job for job in pending if not job.is_late]
         with changed:
             if not others_sample:
@@ -373,6 +375,19 @@ class StepMasks:
                 running.note_late()
         for job in late:
             job.is_late = True
+
+
+def _stacked(jobs: Iterable[MaskJob | None]) -> tuple[Any, dict[MaskJob | None, int]]:
+    """Return the masks of all jobs that are done, int32 [masks, words] or None, and each job's first row in them."""
+    masks: list[Any] = []
+    offsets: dict[MaskJob | None, int] = {}
+    num_masks = 0
+    for job in jobs:
+        if job is not None and job.is_done and job.masks is not None:
+            offsets[job] = num_masks
+            num_masks += job.num_masks
+            masks.append(job.masks)
+    return masks[0] if len(masks) == 1 else np.concatenate(masks) if masks else None, offsets
 
 
 def _accepted(sequence: ScheduledSequence, sampled: Sequence[SampledToken], at: int) -> Sequence[int]:

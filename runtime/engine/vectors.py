@@ -54,7 +54,7 @@ def _sigmoids(row: list[float]) -> list[float]:
 
 
 def _sigmoid(value: float) -> float:
-    """Return the sigmoid of a value, which is cut beyond 500: its exponential would overflow."""
+    """Return the sigmoid of a value, which is clamped to ±500 so that exp cannot overflow."""
     return 1 / (1 + math.exp(-min(max(value, -500), 500)))
 
 

@@ -250,8 +250,8 @@ MUTANTS = [
     ),
     Mutant(
         PLANNER,
-        "or len(places) == self._limits.max_texts:",
-        "or len(places) > self._limits.max_texts:",
+        "or len(texts) == self._limits.max_texts:",
+        "or len(texts) > self._limits.max_texts:",
         "batches of many short texts fail",
         PLANNER_TESTS,
     ),

@@ -447,7 +447,7 @@ MUTANTS = [
     ),
     Mutant(
         MASKS,
-        "            self.distrust = DISTRUST << self.num_late\n",
+        "            self.isolated_masks_left = ISOLATED_MASKS << self.num_late\n",
         "",
         "a grammar whose masks take long delays the masks of all others in every step",
         MASK_TESTS,
@@ -545,7 +545,7 @@ MUTANTS = [
     ),
     Mutant(
         COMPILED,
-        "self._num_quick % QUICK_USES == 0 or not",
+        "self._num_lookups % LOOKUPS_PER_HEAP_CHECK == 0 or not",
         "not",
         "the memory of kept grammars grows with each request, and nothing looks at the heap",
         MASK_TESTS,
@@ -643,8 +643,8 @@ MUTANTS = [
     ),
     Mutant(
         MASKS,
-        "self.distrust = parent.distrust if job.is_late else 0",
-        "self.distrust = 0",
+        "self.isolated_masks_left = parent.isolated_masks_left if job.is_late else 0",
+        "self.isolated_masks_left = 0",
         "beams of a slow grammar delay the masks of all others",
         MASK_TESTS,
     ),
@@ -711,7 +711,7 @@ MUTANTS = [
     ),
     Mutant(
         GRAMMARS,
-        "        if running.waits():\n            running = self._wait_on(running)\n        self._beams",
+        "        if running.is_overdue():\n            running = self._handle_overdue(running)\n        self._beams",
         "        self._beams",
         "beams whose grammar others took to a limit wait for ever",
         "tests/runtime/engine/test_grammars.py",

@@ -567,8 +567,8 @@ MUTANTS = [
     ),
     Mutant(
         ENCODING,
-        "            if request.state is State.ENDED:\n                continue\n            if each is None",
-        "            if each is None",
+        "            if request.state is State.ENDED:\n                continue\n            if value is None",
+        "            if value is None",
         "requests that were cancelled in a batch end twice",
     ),
     Mutant(

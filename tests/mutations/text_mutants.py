@@ -130,14 +130,14 @@ MUTANTS = [
     ),
     Mutant(
         SANDBOX,
-        "        self._run.made += num_bytes\n",
-        "        self._run.made = num_bytes\n",
+        "        self._run.charged_bytes += num_bytes\n",
+        "        self._run.charged_bytes = num_bytes\n",
         "a template may make any amount of text in pieces",
     ),
     Mutant(
         SANDBOX,
-        "            self.charge(len(left) * right * _size_of_items(left))",
-        "            self.charge((len(left) + right) * _size_of_items(left))",
+        "            self._charge_size(len(left) * right * _size_of_items(left))",
+        "            self._charge_size((len(left) + right) * _size_of_items(left))",
         "a template may repeat a text a billion times",
     ),
     Mutant(

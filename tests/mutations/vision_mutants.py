@@ -114,8 +114,8 @@ MUTANTS = [
     ),
     Mutant(
         RUNNER,
-        "self._rows_begun[places[first + begin : first + end], columns]",
-        "self._rows_begun[first + begin : first + end, columns]",
+        "self._rows_in_progress[places[first + begin : first + end], columns]",
+        "self._rows_in_progress[first + begin : first + end, columns]",
         "rows of an image are in the order of the tower's windows",
     ),
     Mutant(
@@ -132,13 +132,13 @@ MUTANTS = [
     ),
     Mutant(
         RUNNER,
-        "            begun = self._begun\n            if begun is None:",
-        "            begun = self._begun\n            if begun is None or begun != key:",
+        "            current = self._in_progress\n            if current is None:",
+        "            current = self._in_progress\n            if current is None or current != key:",
         "images of two requests begin again in turns, and none is done",
     ),
     Mutant(
         RUNNER,
-        "                elif key != self._awaited:",
+        "                elif key != self._finished_unused:",
         "                elif key:",
         "each image that is computed counts as a hit of the cache",
     ),
@@ -162,8 +162,8 @@ MUTANTS = [
     ),
     Mutant(
         PACED,
-        "return int(seconds / item_s) // work.least * work.least",
-        "return (int(seconds / item_s) // work.least + 1) * work.least",
+        "return int(seconds / item_s) // piece.part_items * piece.part_items",
+        "return (int(seconds / item_s) // piece.part_items + 1) * piece.part_items",
         "each step takes longer than its latency target by a part of an image",
         PACED_TESTS,
     ),
@@ -176,7 +176,7 @@ MUTANTS = [
     ),
     Mutant(
         PACED,
-        "pace = (self._clock() - start) / (num_items * work.size)",
+        "pace = (self._clock() - start) / (num_items * piece.size)",
         "pace = (self._clock() - start) / num_items",
         "parts of wide layers take longer than a step may",
         PACED_TESTS,

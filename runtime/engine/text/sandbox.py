@@ -27,7 +27,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_SIZE = 16 << 20  # characters of a text, items of a list
-MAX_WORK = 256 << 20  # bytes, about, that one run makes in total
+MAX_BYTES_PER_RUN = 256 << 20  # bytes, about, of all that one run makes
 ITEM_BYTES, REFERENCE_BYTES = 64, 8  # of a list: an item with its object, a reference to an object that exists
 WIDE_CHARACTER_BYTES = 4  # of a text that is not ASCII, at most
 MANY_ITEMS = 32  # of a literal: shorter ones are not charged
@@ -60,12 +60,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols"],
             optimized=False,  # compute nothing while compiling
-            finalize=self._charged,
+            finalize=self._charge_text,
         )
         self.code_generator_class = _CodeGenerator
-        self.filters = {name: self._guarded(name, function) for name, function in {**self.filters, **filters}.items()}
+        self.filters = {name: self._charging(name, function) for name, function in {**self.filters, **filters}.items()}
         del self.globals["lipsum"]
-        self._run = threading.local()
+        self._run = threading.local()  # charged_bytes: those of the run in this thread
 
     def run(self, work: Callable[[], T], timeout_s: float) -> T:
         """Run `work` in a new thread and return its result. After `timeout_s`, interrupt it and raise TimeoutError."""
@@ -73,7 +73,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         failure: list[Exception] = []
 
         def target() -> None:
-            self._run.made = 0
+            self._run.charged_bytes = 0
             try:
                 outcome.append(work())
             except Exception as error:
@@ -93,51 +93,57 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     # Charges
 
-    def charge(self, size: int) -> None:
-        """Account for a text or list of `size` that is about to be made. Raises SecurityError beyond a limit."""
-        if size > MAX_SIZE:
-            raise SecurityError("its output is larger than is allowed")
-        self._work(size)
-
-    def _work(self, num_bytes: int) -> None:
-        self._run.made += num_bytes
-        if self._run.made > MAX_WORK:
-            raise SecurityError("its output is larger than is allowed")
-
-    def made(self, value: T, item_bytes: int = ITEM_BYTES) -> T:
+    def charge_value(self, value: T, item_bytes: int = ITEM_BYTES) -> T:
         """Charge for `value`, which a template can keep, and return it."""
         if isinstance(value, str):
-            self._work(len(value) * (1 if value.isascii() else WIDE_CHARACTER_BYTES))
+            self._charge_bytes(len(value) * (1 if value.isascii() else WIDE_CHARACTER_BYTES))
         elif isinstance(value, bytes):
-            self._work(len(value))
+            self._charge_bytes(len(value))
         elif isinstance(value, list | tuple | dict):
-            self._work(len(value) * item_bytes)
+            self._charge_bytes(len(value) * item_bytes)
         return value
 
-    def sliced(self, value: T) -> T:
+    def charge_slice(self, value: T) -> T:
         """Charge for a slice, whose items exist already, and return it."""
-        return self.made(value, REFERENCE_BYTES)
+        return self.charge_value(value, REFERENCE_BYTES)
+
+    def _charge_text(self, value: T) -> T:
+        """Charge for the text that `value` is about to become, and return `value`."""
+        self._charge_size(_weight(value))
+        return value
+
+    def _charge_size(self, size: int) -> None:
+        """Charge for a text or list of `size` that is about to be made. Raises SecurityError beyond a limit."""
+        if size > MAX_SIZE:
+            raise SecurityError("its output is larger than is allowed")
+        self._charge_bytes(size)
+
+    def _charge_bytes(self, num_bytes: int) -> None:
+        """Add to the bytes of the run. Raises SecurityError beyond MAX_BYTES_PER_RUN."""
+        self._run.charged_bytes += num_bytes
+        if self._run.charged_bytes > MAX_BYTES_PER_RUN:
+            raise SecurityError("its output is larger than is allowed")
 
     def concat(self, pieces: Iterable[Any], /) -> str:
         """Join the pieces of a block, a macro, `~` or the whole template."""
         size, texts = 0, []
         for piece in pieces:
-            texts.append(piece if isinstance(piece, str) else str(self._charged(piece)))
+            texts.append(piece if isinstance(piece, str) else str(self._charge_text(piece)))
             size += len(texts[-1]) + 16  # empty texts take memory too
             if size > MAX_SIZE:
                 break
-        self.charge(size)
+        self._charge_size(size)
         return "".join(texts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "%":
             self._charge_call("%", left, (right,))
         elif operator == "+" and _is_sequence(left) and _is_sequence(right):
-            self.charge((len(left) + len(right)) * _size_of_items(left))
+            self._charge_size((len(left) + len(right)) * _size_of_items(left))
         elif operator == "*" and _is_sequence(left) and isinstance(right, int):
-            self.charge(len(left) * right * _size_of_items(left))
+            self._charge_size(len(left) * right * _size_of_items(left))
         elif operator == "*" and _is_sequence(right) and isinstance(left, int):
-            self.charge(len(right) * left * _size_of_items(right))
+            self._charge_size(len(right) * left * _size_of_items(right))
         elif isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             if bits > MAX_NUMBER_BITS:
@@ -149,49 +155,44 @@ class Sandbox(ImmutableSandboxedEnvironment):
         value = getattr(method, "__self__", None)
         if isinstance(method, types.BuiltinMethodType | types.MethodType) and isinstance(value, str | bytes | int):
             __self._charge_call(method.__name__, value, (*args, *kwargs.values()))
-        return __self.made(super().call(__context, __obj, *args, **kwargs))
+        return __self.charge_value(super().call(__context, __obj, *args, **kwargs))
 
-    def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter that charges before it runs."""
+    def _charging(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a filter that charges for its call before it runs, and for its result."""
         first = int(hasattr(function, "jinja_pass_arg"))  # index of the value: some filters get a context before it
 
         @wraps(function)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
+        def charging(*args: Any, **kwargs: Any) -> Any:
             value, rest = args[first], args[first + 1 :]
             if name == "join" and not isinstance(value, str | list | tuple | dict):
                 value = list(value)
             self._charge_call(name, value, (*rest, *kwargs.values()))
-            return self.made(function(*args[:first], value, *rest, **kwargs))
+            return self.charge_value(function(*args[:first], value, *rest, **kwargs))
 
-        return guarded
+        return charging
 
     def _charge_call(self, name: str, value: Any, args: tuple[Any, ...]) -> None:
-        """Charge for a filter, or a method of a text or number: for its value, its arguments and their widths."""
+        """Charge for a call of a filter, or a method of a text or number: for value, arguments and their widths."""
         if name in _REFUSED:
             raise SecurityError(f"it calls {name}")
         if name not in _TAKES_ANY_NUMBER:
             lines = value.count("\n") + 1 if isinstance(value, str) else 1
             item_bytes = ITEM_BYTES if name in _MAKES_LISTS else 1
-            self.charge(lines * item_bytes * sum(arg for arg in args if isinstance(arg, int) and arg > 0))
+            self._charge_size(lines * item_bytes * sum(arg for arg in args if isinstance(arg, int) and arg > 0))
         if name in _REPEATS_TEXTS:
-            self.charge(len(str(value)) * sum(len(arg) for arg in args if isinstance(arg, str)))
+            self._charge_size(len(str(value)) * sum(len(arg) for arg in args if isinstance(arg, str)))
         if name in _FORMATS and isinstance(value, str):
             if _WIDE_PERCENT.search(value) or (name != "%" and _WIDE_BRACES.search(value)):
                 raise SecurityError("it formats with a width that is too large or an argument")
-            self.charge(_weight((value, args)))
+            self._charge_size(_weight((value, args)))
         elif name == "join" and args:
             texts, separator = (args[0], value) if isinstance(value, str) else (value, args[0])
-            self.charge(_weight(texts) + len(texts) * len(separator))
+            self._charge_size(_weight(texts) + len(texts) * len(separator))
         elif name == "replace" and len(args) > 1:
             old, new = str(args[0]), str(args[1])
-            self.charge(_weight(value) + (str(value).count(old) + 1) * len(new))
+            self._charge_size(_weight(value) + (str(value).count(old) + 1) * len(new))
         elif name in _MAKES_TEXT:
-            self.charge(_weight(value))
-
-    def _charged(self, value: T) -> T:
-        """Charge for `value`, which is about to become text, and return it."""
-        self.charge(_weight(value))
-        return value
+            self._charge_size(_weight(value))
 
 
 class _CodeGenerator(CodeGenerator):
@@ -206,7 +207,7 @@ class _CodeGenerator(CodeGenerator):
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
         """Compile a slice so that it is charged; the environment does not see it."""
         if isinstance(node.arg, nodes.Slice):
-            self._wrap("sliced", super().visit_Getitem, node, frame)
+            self._wrap("charge_slice", super().visit_Getitem, node, frame)
         else:
             super().visit_Getitem(node, frame)
 
@@ -222,7 +223,7 @@ class _CodeGenerator(CodeGenerator):
     def _literal(self, visit: Callable[[Any, Frame], None], node: nodes.Literal, frame: Frame) -> None:
         """Compile a long literal so that each of its evaluations is charged."""
         if len(node.items) > MANY_ITEMS and getattr(node, "ctx", "load") == "load":  # type: ignore[attr-defined]
-            self._wrap("made", visit, node, frame)
+            self._wrap("charge_value", visit, node, frame)
         else:
             visit(node, frame)
 

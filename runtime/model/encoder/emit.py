@@ -103,7 +103,7 @@ def _attend(
 
 
 def _norm(builder: ProgramBuilder, spec: BertSpec, norm: NormWeights, x: Value, reader: PackedMatrix | None) -> Value:
-    """Norm the residual stream for the layer that reads it, f32 for none; with norms after the additions, in place."""
+    """Norm the residual stream for `reader`, f32 for none; in place if the family norms after the additions."""
     if not spec.pre_norms:
         return _norm_in_place(builder, spec, norm, x, reader)
     return norm_for(builder, x, spec.norm_kind, norm, spec.norm_eps, reader)
@@ -123,7 +123,7 @@ def _norm_in_place(
 
 
 def _form(reader: PackedMatrix | None) -> tuple[DType, int]:
-    """Return the dtype of the rows that a layer reads, and the number of blocks that share a scale."""
+    """Return the dtype of the rows that `reader` takes, and the number of blocks that share a scale."""
     return ("f32", 1) if reader is None else (INPUT_DTYPES[reader.dtype], reader.group)
 
 

@@ -22,7 +22,7 @@ ScoreActivation = Literal["sigmoid", "identity"]
 class EncoderNames:
     """The names of a checkpoint's tensors, without `.weight` and `.bias`; those of a layer follow `layer`.
 
-    `qkv` and `gate_up` have one name where the checkpoint has these matrices in one tensor, one above the other.
+    `qkv` and `up` have one name where the checkpoint stores these matrices stacked in one tensor.
     """
 
     words: str = "embeddings.word_embeddings"

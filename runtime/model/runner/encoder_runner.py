@@ -125,14 +125,15 @@ class EncoderRunner:
 
     def _measure(self) -> tuple[float, float, float]:
         """Return the seconds of a stage without rows, those of a row, and those of a pair of a query and a key."""
-        batches = [self._fitting(lengths) for lengths in MEASURED]
+        batches = [self._clamped_lengths(lengths) for lengths in MEASURED]
         base_s, short_s, long_s = (min(self._first_stage_seconds(each) for _ in range(2)) for each in batches)
-        (_, short, long), pairs = map(sum, batches), sum(length * length for length in batches[2])
-        row_s = max(short_s - base_s, 1e-9) / short
-        return base_s, row_s, max(long_s - base_s - row_s * long, 0.0) / pairs
+        _, short, long = batches
+        row_s = max(short_s - base_s, 1e-9) / sum(short)
+        pair_s = max(long_s - base_s - row_s * sum(long), 0.0) / sum(length * length for length in long)
+        return base_s, row_s, pair_s
 
-    def _fitting(self, lengths: Sequence[int]) -> list[int]:
-        """Return as many texts of at most these lengths as a batch takes."""
+    def _clamped_lengths(self, lengths: Sequence[int]) -> list[int]:
+        """Return `lengths` shortened to what one batch can hold."""
         longest = min(self.spec.max_model_len, max(1, self.max_rows // len(lengths)))
         return [min(length, longest) for length in lengths[: self.max_rows]]
 

@@ -84,7 +84,7 @@ class ImageProgram:
         yield self._part("attend", number, row_start, (stored, items), items, 2 * tile * seen, self._workers)
 
     def _part(
-        self, kind: str, number: int, row_start: Ints, among: tuple[int, int], items: int, size: float, least: int
+        self, kind: str, number: int, row_start: Ints, among: tuple[int, int], items: int, size: float, part_items: int
     ) -> WorkPiece:
         """Return some of the items of an op as work."""
 
@@ -92,7 +92,7 @@ class ImageProgram:
             part = (among[0] + first, among[0] + end, items)
             self._program.run_texts(self._token_ids, row_start, None, number, number + 1, self._rotary, part)
 
-        return WorkPiece(kind, among[1] - among[0], size, least, do)
+        return WorkPiece(kind, among[1] - among[0], size, part_items, do)
 
 
 def _row_size(op: Op) -> float:

@@ -42,10 +42,10 @@ class ImageRunner:
         self._max_cache_bytes = max_cache_bytes
         self._cache: OrderedDict[Key, Floats] = OrderedDict()  # least recently used first
         self._cache_bytes = 0
-        self._begun: Key | None = None  # image that is not done
-        self._awaited: Key | None = None  # the last one that is, which no step has used yet
-        self._rows_begun = np.zeros((0, spec.out_size), np.float32)  # of this image
+        self._in_progress: Key | None = None  # the image that is being computed
+        self._rows_in_progress = np.zeros((0, spec.out_size), np.float32)  # of this image
         self._work = PacedWork(clock)  # of this image
+        self._finished_unused: Key | None = None  # the image that was finished last, if no step has used it yet
         self._clock = clock
         self._tower = tower
         programs, vocab_size = tower.programs, spec.body.vocab_size
@@ -69,10 +69,10 @@ class ImageRunner:
                 if key not in self._cache:
                     wanted.append((key, image))
                     deferred.add(sequence.request_id)
-                elif key != self._awaited:
+                elif key != self._finished_unused:
                     self.num_cache_hits += 1
                 else:
-                    self._awaited = None
+                    self._finished_unused = None
         for key, image in wanted:
             self._compute(key, image, end)
         return frozenset(deferred)
@@ -112,22 +112,22 @@ class ImageRunner:
 
     def encode(self, image: PlacedImage) -> Floats:
         """Return the rows of an image, f32 [tokens, out_size], without the cache."""
-        self._begun = None
+        self._in_progress = None
         self._begin(image)
         self._work.advance(math.inf)
-        return self._rows_begun
+        return self._rows_in_progress
 
     def _compute(self, key: Key, image: PlacedImage, end: float) -> None:
-        """Go on with the image that is begun, then with this one, until `end`."""
+        """Go on with the image in progress, then with this one, until `end`."""
         while key not in self._cache:
-            begun = self._begun
-            if begun is None:
+            current = self._in_progress
+            if current is None:
                 self._begin(image)
-                begun = self._begun = key
+                current = self._in_progress = key
             if not self._work.advance(end - self._clock()):
                 return
-            self._keep(begun, self._rows_begun)
-            self._begun, self._awaited = None, begun
+            self._keep(current, self._rows_in_progress)
+            self._in_progress, self._finished_unused = None, current
             if self._clock() >= end:
                 return
 
@@ -138,16 +138,16 @@ class ImageRunner:
         return self._cache[key]
 
     def _begin(self, image: PlacedImage) -> None:
-        """Take an image, in place of one that is not done."""
+        """Take an image, in place of the one in progress."""
         pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, -1)
         given = self._tower.input(pixels)
-        self._rows_begun = np.empty((len(given.places), self.spec.out_size), np.float32)
-        self._work.begin(self._works(given))
+        self._rows_in_progress = np.empty((len(given.places), self.spec.out_size), np.float32)
+        self._work.begin(self._pieces(given))
 
-    def _works(self, given: TowerInput) -> Iterator[WorkPiece]:
+    def _pieces(self, given: TowerInput) -> Iterator[WorkPiece]:
         """Yield all work of an image, in order."""
         yield self._write(given)
-        read_layers = self._tower.read_layers
+        read_layers = self.spec.read_layers
         for layer, row_start in enumerate(given.row_starts):
             yield from self._patches.stage(layer, row_start)
             if layer in read_layers:
@@ -185,7 +185,7 @@ class ImageRunner:
                 program.write(begin * spec.square_rows, rows.reshape(-1, spec.square_columns))
 
             def keep(begin: int, end: int, first: int = first) -> None:
-                self._rows_begun[places[first + begin : first + end], columns] = program.result()[begin:end]
+                self._rows_in_progress[places[first + begin : first + end], columns] = program.result()[begin:end]
 
             yield WorkPiece("copy", squares, float(spec.square_rows * spec.square_columns), SQUARES_WRITTEN, copy)
             yield from program.stage(0, row_start)

@@ -20,7 +20,7 @@ class WorkPiece:
     kind: str  # items of one kind take about as long in proportion to their size
     num_items: int
     size: float  # of an item
-    least: int  # items of a part, which also is a multiple of it, but at the end
+    part_items: int  # each part is a multiple of this number of items, except the last
     do: Callable[[int, int], None]  # does the items [first, end)
 
 
@@ -29,47 +29,47 @@ class PacedWork:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._works: Iterator[WorkPiece] = iter(())
-        self._work: WorkPiece | None = None  # that the next part belongs to
+        self._pieces: Iterator[WorkPiece] = iter(())  # after `_piece`
+        self._piece: WorkPiece | None = None  # that the next part belongs to
         self._num_done = 0  # of its items
         self._pace: dict[str, float] = {}  # kind -> seconds of an item of size 1
 
-    def begin(self, works: Iterable[WorkPiece]) -> None:
-        """Take the next work, in place of what is not done. `works` yields a piece when those before it are done."""
-        self._works = iter(works)
+    def begin(self, pieces: Iterable[WorkPiece]) -> None:
+        """Take the next work, in place of what is not done. `pieces` yields a piece when those before it are done."""
+        self._pieces = iter(pieces)
         self._take_next()
 
     def advance(self, seconds: float) -> bool:
         """Do at least one part, then others that are predicted to end within `seconds`. Return whether all is done."""
         end, has_begun = self._clock() + seconds, False
-        while (work := self._work) is not None:
-            num_items = self._num_fitting(work, end - self._clock())
+        while (piece := self._piece) is not None:
+            num_items = self._num_fitting(piece, end - self._clock())
             if not num_items and has_begun:
                 return False
-            self._do(work, num_items or min(work.least, work.num_items - self._num_done))
+            self._do(piece, num_items or min(piece.part_items, piece.num_items - self._num_done))
             has_begun = True
         return True
 
-    def _num_fitting(self, work: WorkPiece, seconds: float) -> int:
+    def _num_fitting(self, piece: WorkPiece, seconds: float) -> int:
         """Return how many of the next items are predicted to take at most `seconds`: whole parts, or all."""
-        num_left = work.num_items - self._num_done
+        num_left = piece.num_items - self._num_done
         if seconds <= 0:
             return 0
-        if work.kind not in self._pace:
-            return min(work.least, num_left)
-        item_s = self._pace[work.kind] * work.size
+        if piece.kind not in self._pace:
+            return min(piece.part_items, num_left)
+        item_s = self._pace[piece.kind] * piece.size
         if item_s * num_left <= seconds:
             return num_left
-        return int(seconds / item_s) // work.least * work.least
+        return int(seconds / item_s) // piece.part_items * piece.part_items
 
-    def _do(self, work: WorkPiece, num_items: int) -> None:
+    def _do(self, piece: WorkPiece, num_items: int) -> None:
         start = self._clock()
-        work.do(self._num_done, self._num_done + num_items)
-        pace = (self._clock() - start) / (num_items * work.size)
-        self._pace[work.kind] = MEMORY * self._pace.get(work.kind, pace) + (1 - MEMORY) * pace
+        piece.do(self._num_done, self._num_done + num_items)
+        pace = (self._clock() - start) / (num_items * piece.size)
+        self._pace[piece.kind] = MEMORY * self._pace.get(piece.kind, pace) + (1 - MEMORY) * pace
         self._num_done += num_items
-        if self._num_done == work.num_items:
+        if self._num_done == piece.num_items:
             self._take_next()
 
     def _take_next(self) -> None:
-        self._work, self._num_done = next(self._works, None), 0
+        self._piece, self._num_done = next(self._pieces, None), 0

@@ -40,7 +40,10 @@ class ImageSizes:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of an image: no side has less than one, so long images may exceed `max_pixels`."""
+        """Upper bound of tokens per image.
+
+        Each side has at least one block, so very long images may exceed `max_pixels`.
+        """
         least, most = self.min_pixels // self.block**2 + 1, self.max_pixels // self.block**2
         enlarged = least + math.isqrt(MAX_RATIO * least) + math.isqrt(least) + 2  # each side up to one more
         return max(most, enlarged, math.isqrt(MAX_RATIO * self.max_pixels) // self.block + 1)
@@ -82,7 +85,7 @@ class DynamicVisionSpec:
 
     body: BertSpec
     sizes: ImageSizes
-    frames: int  # of a video that a patch has: those of an image are equal
+    frames: int  # of a video, per patch; an image repeats one frame
     window: int  # squares of each side of a window; 0: all layers see the whole image
     sees_all: tuple[bool, ...]  # one per layer
     hidden_out: int  # columns of the text model's embedding
@@ -111,8 +114,13 @@ class DynamicVisionSpec:
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of the learned positions."""
+        """Bytes of the learned positions, which are not a packed matrix."""
         return 4 * self.grid**2 * self.body.hidden_size
+
+    @property
+    def read_layers(self) -> tuple[int, ...]:
+        """Layers whose rows the mergers after the first one take, in this order."""
+        return tuple(merger.layer for merger in self.mergers[1:])
 
     @property
     def num_tokens(self) -> int:
@@ -136,7 +144,7 @@ class DynamicVisionSpec:
 
     @property
     def patch_columns(self) -> int:
-        """Numbers of a patch."""
+        """Values per patch."""
         return CHANNELS * self.frames * self.sizes.patch_size**2
 
     @property

@@ -73,12 +73,6 @@ class PackedTower:
     weights: VisionWeights | DynamicVisionWeights
     programs: TowerPrograms
 
-    @property
-    def read_layers(self) -> tuple[int, ...]:
-        """Layers whose rows the programs after the first of `squares` take, in this order."""
-        mergers = self.spec.mergers[1:] if isinstance(self.spec, DynamicVisionSpec) else ()
-        return tuple(merger.layer for merger in mergers)
-
     def input(self, pixels: npt.NDArray[np.uint8]) -> TowerInput:
         """Return an image [height, width, 3] as the first program takes it."""
         if isinstance(self.spec, DynamicVisionSpec):
@@ -127,9 +121,8 @@ def plan_tower_memory(
     scratch += sum(scratch_nbytes(2, workers, plan.ops) for plan in programs.squares)
     scratch += spec.input_bytes + spec.num_tokens * spec.out_size * 4  # and the rows of the image that is computed
     scratch += HEAP_BYTES
-    positions = spec.position_bytes if isinstance(spec, DynamicVisionSpec) else 0
     return VisionMemoryPlan(
-        weights_bytes=planner.nbytes.total() + positions,
+        weights_bytes=planner.nbytes.total() + spec.position_bytes,
         buffers_bytes=programs.patches.arena_bytes + sum(plan.arena_bytes for plan in programs.squares) + scratch,
         cache_bytes=max(max_cache_bytes, spec.num_tokens * spec.out_size * 4),
     )

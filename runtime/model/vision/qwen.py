@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from ..config_json import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, ConfigTable
 from ..encoder.bert import ACTIVATIONS
@@ -60,7 +58,16 @@ def read_qwen2_5_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int
     if not window:
         raise vision.refused("window_size", f"at least the {sizes.block} pixels of a square of patches")
     return DynamicVisionSpec(
-        body=_read_body(vision, layers, GATED),
+        body=_read_body(
+            vision,
+            layers,
+            "qwen2_5_vl",
+            gated=True,
+            norm_kind="rms",
+            up=("mlp.gate_proj", "mlp.up_proj"),
+            down="mlp.down_proj",
+            final_norm="visual.merger.ln_q",
+        ),
         sizes=sizes,
         frames=vision.integer("temporal_patch_size", 1, MAX_FRAMES),
         window=window,
@@ -84,15 +91,16 @@ def read_qwen3_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int) 
     if math.isqrt(num_positions) ** 2 != num_positions:
         raise vision.refused("num_position_embeddings", "the square of an integer")
     rescale, mean, std = read_normalisation(processor, MEAN, STD)
-    body = _read_body(vision, layers, ACTIVATIONS)
     return DynamicVisionSpec(
-        body=replace(
-            body,
-            family="qwen3_vl",
+        body=_read_body(
+            vision,
+            layers,
+            "qwen3_vl",
             gated=False,
             norm_kind="layer",
-            norm_bias=True,
-            names=replace(body.names, up=("mlp.linear_fc1",), down="mlp.linear_fc2", final_norm="visual.merger.norm"),
+            up=("mlp.linear_fc1",),
+            down="mlp.linear_fc2",
+            final_norm="visual.merger.norm",
         ),
         sizes=sizes,
         frames=vision.integer("temporal_patch_size", 1, MAX_FRAMES),
@@ -151,14 +159,25 @@ def _read_sizes(vision: ConfigTable, processor: ConfigTable, max_tokens: int) ->
     return sizes
 
 
-def _read_body(vision: ConfigTable, layers: int, activations: Mapping[str, MlpActivation]) -> BertSpec:
+def _read_body(
+    vision: ConfigTable,
+    layers: int,
+    family: str,
+    *,
+    gated: bool,
+    norm_kind: Literal["layer", "rms"],
+    up: tuple[str, ...],
+    down: str,
+    final_norm: str,
+) -> BertSpec:
+    """Read the transformer. `up`, `down` and `final_norm` are names of tensors. Only layer norms have a bias."""
     hidden = vision.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = vision.integer("num_heads", 1, MAX_HEADS)
     if hidden % (4 * num_heads) or hidden // num_heads > MAX_HEAD_DIM:
         allowed = f"a multiple of 4 num_heads ({4 * num_heads}), at most {MAX_HEAD_DIM} elements per head"
         raise vision.refused("hidden_size", allowed)
     return BertSpec(
-        family="qwen2_5_vl",
+        family=family,
         vocab_size=1,
         hidden_size=hidden,
         num_layers=layers,
@@ -167,22 +186,22 @@ def _read_body(vision: ConfigTable, layers: int, activations: Mapping[str, MlpAc
         intermediate_size=vision.integer("intermediate_size", 1, MAX_WIDTH),
         norm_eps=NORM_EPS,
         max_position_embeddings=1,
-        activation=read_named(vision, "hidden_act", activations),
-        gated=True,
+        activation=read_named(vision, "hidden_act", GATED if gated else ACTIVATIONS),
+        gated=gated,
         ropes=(None,) * layers,
         windows=(0,) * layers,
-        norm_kind="rms",
+        norm_kind=norm_kind,
         pre_norms=True,
-        norm_bias=False,
+        norm_bias=norm_kind == "layer",
         names=EncoderNames(
             layer="visual.blocks.{}.",
             qkv=("attn.qkv",),
             o="attn.proj",
             attention_norm="norm1",
-            up=("mlp.gate_proj", "mlp.up_proj"),
-            down="mlp.down_proj",
+            up=up,
+            down=down,
             mlp_norm="norm2",
-            final_norm="visual.merger.ln_q",
+            final_norm=final_norm,
         ),
     )
 

@@ -83,6 +83,16 @@ class VisionSpec:
         return 4 * SQUARES_WRITTEN * self.scale**2 * 2 * self.patch_columns
 
     @property
+    def position_bytes(self) -> int:
+        """Bytes of learned positions that are not a packed matrix: none."""
+        return 0
+
+    @property
+    def read_layers(self) -> tuple[int, ...]:
+        """Layers before the last whose rows become rows of the image, too: none."""
+        return ()
+
+    @property
     def squares_at_once(self) -> int:
         """Squares of patches that become rows in one step: all."""
         return self.num_tokens
@@ -94,7 +104,7 @@ class VisionSpec:
 
     @property
     def patch_columns(self) -> int:
-        """Numbers of a patch."""
+        """Values per patch."""
         return CHANNELS * self.patch_size**2
 
     @property

@@ -142,12 +142,12 @@ def test_a_sequence_whose_grammar_is_kept_joins_without_a_thread(
     ready(masks.begin([sequence(WORD, [])]))
     (compiled,) = masks._compiled._kept.values()
     submitted: list[Any] = []
-    together: list[Any] = []
+    shared: list[Any] = []
     monkeypatch.setattr(masks._compiling, "submit", submitted.append)
-    monkeypatch.setattr(masks._together, "submit", together.append)
+    monkeypatch.setattr(masks._shared, "submit", shared.append)
     with compiled.lock:  # as a job holds it while it computes masks of others
         step = masks.begin([sequence(WORD, [], request_id=number) for number in (2, 3)])
-    (job,) = together
+    (job,) = shared
     job()
     found = ready(step)
     assert not submitted
@@ -161,20 +161,20 @@ def test_the_heap_is_looked_at_though_all_grammars_are_kept(masks: Grammars, mon
     ready(masks.begin([sequence(WORD, [])]))
     looks: list[None] = []
     monkeypatch.setattr(masks._compiled, "_forget_grown", lambda: looks.append(None))
-    for number in range(2 * compiled_grammars.QUICK_USES):
+    for number in range(2 * compiled_grammars.LOOKUPS_PER_HEAP_CHECK):
         ready(masks.begin([sequence(WORD, [], request_id=2 + number)]))
     assert len(looks) == 2
 
 
-@pytest.mark.parametrize(("first_mask_s", "is_apart"), [(0.0, False), (1.0, True)])
+@pytest.mark.parametrize(("first_mask_s", "is_isolated"), [(0.0, False), (1.0, True)])
 def test_a_grammar_whose_first_mask_was_quick_is_computed_with_others_at_once(
-    masks: Grammars, first_mask_s: float, is_apart: bool
+    masks: Grammars, first_mask_s: float, is_isolated: bool
 ) -> None:
     ready(masks.begin([sequence(WORD, [])]))
     (compiled,) = masks._compiled._kept.values()
     compiled.first_mask_s = first_mask_s
     ready(masks.begin([sequence(WORD, [], request_id=2)]))
-    assert (masks._running[2].distrust > 0) is is_apart
+    assert (masks._running[2].isolated_masks_left > 0) is is_isolated
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB + 100, VOCAB - 100])
@@ -412,7 +412,7 @@ def test_draft_tokens_may_come_before_the_job_without_them_runs(
     assert [allowed(mask) for mask in (*found[1], *found[2])] == [{A, B}, {EOS}, {A, B}]
 
 
-def test_a_sequence_whose_mask_was_late_computes_the_next_ones_apart(
+def test_a_sequence_whose_mask_was_late_computes_the_next_ones_in_jobs_of_its_own(
     masks: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars, "WAIT_S", 0.0)
@@ -432,14 +432,14 @@ def test_a_sequence_whose_mask_was_late_computes_the_next_ones_apart(
     assert given(late) == {1: None}
     go.set()
     ready(late)
-    apart = []
-    for _ in range(masks_module.DISTRUST + 2):
+    isolated = []
+    for _ in range(masks_module.ISOLATED_MASKS + 2):
         step = masks.begin([sequence(structure, generated)])
         ready(step)
-        apart.append(masks._running[1].distrust > 0)
+        isolated.append(masks._running[1].isolated_masks_left > 0)
         advance(step, SampledToken(1, A))
         generated.append(A)
-    assert apart == [True] * (masks_module.DISTRUST + 1) + [False]
+    assert isolated == [True] * (masks_module.ISOLATED_MASKS + 1) + [False]
 
 
 @pytest.fixture
@@ -507,7 +507,7 @@ def test_a_beam_begins_again_where_others_took_its_grammar_to_a_limit(masks: Gra
     first = allowed(ready(step)[1][0])
     assert step is not None
     ((running, _, _),) = step.sampling
-    running.is_worn_out = True
+    running.needs_restart = True
     step = masks.begin([beam])
     assert allowed(ready(step)[1][0]) == first
     assert step is not None
@@ -598,7 +598,7 @@ def test_a_panic_ends_no_other_sequence_of_the_call(masks: Grammars, monkeypatch
     assert "out of bounds" in step_until_ready(masks, both, 1)[1]
 
 
-def test_a_sequence_that_is_late_again_is_trusted_later_up_to_a_limit(masks: Grammars) -> None:
+def test_a_sequence_that_is_late_again_is_isolated_for_longer_up_to_a_limit(masks: Grammars) -> None:
     step = masks.begin([sequence(WORD, [])])
     ready(step)
     assert step is not None
@@ -607,11 +607,11 @@ def test_a_sequence_that_is_late_again_is_trusted_later_up_to_a_limit(masks: Gra
     found = []
     for _ in range(20):
         running.note_late()
-        found.append(running.distrust)
-    assert found[:2] == [masks_module.DISTRUST, 2 * masks_module.DISTRUST]
-    assert found[-1] == masks_module.DISTRUST << masks_module.MAX_DOUBLINGS
-    again = running.begin_again()
-    assert (again.is_beam, again.distrust, again.num_late) == (True, found[-1], masks_module.MAX_DOUBLINGS)
+        found.append(running.isolated_masks_left)
+    assert found[:2] == [masks_module.ISOLATED_MASKS, 2 * masks_module.ISOLATED_MASKS]
+    assert found[-1] == masks_module.ISOLATED_MASKS << masks_module.MAX_DOUBLINGS
+    again = running.restarted()
+    assert (again.is_beam, again.isolated_masks_left, again.num_late) == (True, found[-1], masks_module.MAX_DOUBLINGS)
 
 
 def test_a_step_waits_longer_only_if_no_mask_is_ready(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -677,9 +677,9 @@ def test_a_step_of_late_masks_alone_waits_20_ms(masks: Grammars, monkeypatch: py
         assert clock.waited_s == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("is_late", "distrust"), [(True, 7), (False, 0)])
+@pytest.mark.parametrize(("is_late", "isolated_masks_left"), [(True, 7), (False, 0)])
 def test_a_beam_is_computed_apart_if_the_masks_of_its_parent_were_late(
-    masks: Grammars, is_late: bool, distrust: int
+    masks: Grammars, is_late: bool, isolated_masks_left: int
 ) -> None:
     sampling = SamplingSpec(SamplingParams(structured_outputs=WORD, beam_width=2), 1, frozenset({EOS}), "")
 
@@ -692,9 +692,9 @@ def test_a_beam_is_computed_apart_if_the_masks_of_its_parent_were_late(
 
     parent = begin()
     assert parent.job is not None
-    parent.job.is_late, parent.distrust = is_late, 7
+    parent.job.is_late, parent.isolated_masks_left = is_late, 7
     child = begin(A)
-    assert child.distrust == distrust
+    assert child.isolated_masks_left == isolated_masks_left
     assert child.job is not parent.job
 
 

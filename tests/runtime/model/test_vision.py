@@ -231,18 +231,18 @@ class WorkClock:
 
     def watch(self, runner: ImageRunner) -> None:
         """Let all work of the runner advance this clock by a nanosecond per unit of its size."""
-        works = runner._works
+        pieces = runner._pieces
 
         def timed(given: Any) -> Any:
-            for work in works(given):
-                yield replace(work, do=self._timed(work))
+            for piece in pieces(given):
+                yield replace(piece, do=self._timed(piece))
 
-        runner._works = timed  # type: ignore[method-assign]
+        runner._pieces = timed  # type: ignore[method-assign]
 
-    def _timed(self, work: Any) -> Callable[[int, int], None]:
+    def _timed(self, piece: Any) -> Callable[[int, int], None]:
         def do(first: int, end: int) -> None:
-            work.do(first, end)
-            self.parts.append((end - first) * work.size * 1e-9)
+            piece.do(first, end)
+            self.parts.append((end - first) * piece.size * 1e-9)
             self.now += self.parts[-1]
 
         return do

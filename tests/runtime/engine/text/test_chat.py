@@ -305,7 +305,7 @@ KEEP = "{%% set ns = namespace(kept=[], b='x' * 2000, l=range(300) | list) %%}{%
     ],
 )
 def test_everything_that_a_template_can_keep_is_charged(made: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MAX_WORK", 1 << 20)
+    monkeypatch.setattr(sandbox, "MAX_BYTES_PER_RUN", 1 << 20)
     with pytest.raises(InvalidRequest, match="larger than is allowed"):
         ChatTemplate(KEEP % made).render(MESSAGES)
 

@@ -16,12 +16,12 @@ class Ledger:
         self.parts: list[tuple[str, int, int]] = []  # in the order in which they were done
         self.paced = PacedWork(lambda: self.now)
 
-    def work(self, kind: str, num_items: int, size: float = 1.0, least: int = 1) -> WorkPiece:
+    def work(self, kind: str, num_items: int, size: float = 1.0, part_items: int = 1) -> WorkPiece:
         def do(first: int, end: int) -> None:
             self.parts.append((kind, first, end))
             self.now += self.seconds * size * (end - first)
 
-        return WorkPiece(kind, num_items, size, least, do)
+        return WorkPiece(kind, num_items, size, part_items, do)
 
     def steps(self, seconds: float) -> list[list[tuple[str, int, int]]]:
         """Return the parts of each step until all work is done."""
@@ -87,12 +87,12 @@ def test_the_pace_follows_a_machine_that_becomes_slower() -> None:
 def test_all_is_done_without_a_limit_and_work_is_made_when_it_is_reached() -> None:
     ledger = Ledger()
 
-    def works() -> Iterator[WorkPiece]:
+    def pieces() -> Iterator[WorkPiece]:
         yield ledger.work("a", 5)
         assert ledger.parts[-1][2] == 5, "the piece before is done"
         yield ledger.work("b", 2)
 
-    ledger.paced.begin(works())
+    ledger.paced.begin(pieces())
     assert ledger.paced.advance(float("inf"))
     assert ledger.parts == [("a", 0, 1), ("a", 1, 5), ("b", 0, 1), ("b", 1, 2)]
     assert ledger.paced.advance(0.0), "there is no more work"
