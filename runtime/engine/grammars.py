@@ -18,12 +18,13 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -46,6 +47,9 @@ WAIT_S = 0.002  # for masks, after a step's rows are computed, if other sequence
 WAIT_ALONE_S = 0.02  # if none does
 NUM_THREADS = 2  # that compute masks of one sequence each
 MAX_FORCING_BYTES = 16 << 10  # of a grammar whose forced tokens are looked for: that takes long for long texts
+SHALLOW_CHARACTERS = 4096  # of a grammar that any thread may read
+DEEP_STACK_BYTES = 256 << 20  # 256 KiB of references, the longest grammar, take 70 MB
+MAX_GBNF_CHARACTERS = 32 << 10  # the time that the library takes to translate a grammar grows with the square
 MAX_CHECKED = 4096  # structures that are known to be correct
 MAX_KNOWN_TEXTS = 2000  # forced texts whose tokens are kept
 MAX_KNOWN_CHARACTERS = 100  # of such a text
@@ -58,17 +62,48 @@ MAX_AMBIGUOUS_ITEMS = 1_000  # of a grammar in which they may be ways to read th
 # Tokens that are looked at as one, where a grammar allows all of them: masks of words and names take a quarter of the
 # time. The library's own slices are those of JSON strings.
 SLICES = (r"[a-z ]{1,30}", r"[a-zA-Z0-9_]{1,30}")
+Result = TypeVar("Result")
+
+_stack_size = threading.Lock()  # held while threads get another stack than usual
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")  # in llguidance's message
 _SCHEMA_INSIDE = re.compile(r"%json\s*")  # a grammar in Lark's notation
 
 
 def check_structure(structure: StructuredOutputs) -> None:
     """Raise InvalidRequest if the grammar cannot be compiled within the limits. Takes milliseconds: use a thread."""
-    message = LLMatcher.validate_grammar(grammar_of(structure), limits=_limits(structure))
+    grammar = grammar_of(structure)
+    message = _call_with_deep_stack(
+        len(grammar), partial(LLMatcher.validate_grammar, grammar, limits=_limits(structure))
+    )
     if found := _UNIMPLEMENTED.search(message):
         raise InvalidRequest(f"structured_outputs: keywords of a JSON schema cannot be enforced: {found[1]}")
     if message and not message.startswith("WARNING"):
         raise InvalidRequest(f"structured_outputs: {message}")
+
+
+def _call_with_deep_stack(num_characters: int, read: Callable[[], Result]) -> Result:
+    """Return the result of `read`, which lets llguidance read a grammar of this length.
+
+    The library calls itself for each reference that leads to another one: 18 KB of them overflow 8 MiB, the usual
+    stack. A thread with a deep stack takes a tenth of a millisecond, and memory only as far as its stack is used.
+    """
+    if num_characters <= SHALLOW_CHARACTERS:
+        return read()
+    done: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(read())
+        except BaseException as error:  # a panic of llguidance, too
+            done.set_exception(error)
+
+    with _stack_size:
+        usual_bytes = threading.stack_size(DEEP_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="quire-deep-stack", daemon=True).start()
+        finally:
+            threading.stack_size(usual_bytes)
+    return done.result()
 
 
 class CheckedStructures:
@@ -105,6 +140,8 @@ def grammar_of(structure: StructuredOutputs) -> str:
             return LLMatcher.grammar_from_regex(structure.regex)
         if structure.choice is not None:
             return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(_lark_text, structure.choice))}")
+        if len(structure.gbnf or "") > MAX_GBNF_CHARACTERS:
+            raise ValueError(f"a grammar in llama.cpp's notation has at most {MAX_GBNF_CHARACTERS} characters")
         if (structure.lark or "").lstrip().startswith("{"):  # which llguidance reads as its own form, unchecked
             raise ValueError("a grammar in Lark's notation begins with a rule, not with {")
         _check_schemas_inside(structure.lark or "")
@@ -329,7 +366,12 @@ class Grammars:
         sampling = running.sampling
         structure = sampling.params.structured_outputs
         assert structure is not None
-        compile_it = partial(LLMatcher, self._tables(), log_level=0, limits=_limits(structure))
+        tables, limits = self._tables(), _limits(structure)
+
+        def compile_it(grammar: str) -> LLMatcher:
+            read = partial(LLMatcher, tables, grammar, log_level=0, limits=limits)
+            return _call_with_deep_stack(len(grammar), read)
+
         _use(self._compiled.get(sampling.tenant, structure, grammar_of, compile_it, alone=running.is_alone), running)
 
     def _tables(self) -> LLTokenizer:
