@@ -36,7 +36,10 @@ COMMANDS = {  # each is the function of that name in the file of that name, with
 
 
 class _HelpFormatter(DefaultFormatter):
-    """The library's tables with a column of flags that is wide enough for each flag: a broken flag cannot be copied."""
+    """The library's tables with a column of flags that is wide enough for each flag: a broken flag cannot be copied.
+
+    Help texts have at least half of the terminal.
+    """
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
         self.column_specs = None if panel.format == "command" else _columns
@@ -47,9 +50,11 @@ def _columns(console: Console, options: ConsoleOptions, entries: list[HelpEntry]
     columns = get_default_parameter_columns(console, options, entries)
     words = (word for entry in entries for label in entry.display_labels_with_metavar for word in label.split())
     longest = max(map(len, words)) + 2  # the indent of a continued line
-    width = max(longest, math.ceil(console.width * 0.35))
+    width = min(max(longest, math.ceil(console.width * 0.35)), console.width // 2)
     return tuple(
-        column.copy(renderer=NameRenderer(width), min_width=width, max_width=width)
+        # The renderer has wrapped the text. A column that may wrap counts as one that may shrink: the table would give
+        # the help texts more room than there is, and cut them.
+        column.copy(renderer=NameRenderer(width), min_width=width, max_width=width, no_wrap=True)
         if column.header == "Option"
         else column
         for column in columns

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 
 import pytest
 from cyclopts import App
@@ -202,6 +203,22 @@ def test_no_flag_is_broken_in_help(
     arguments = app[command].assemble_argument_collection(parse_docstring=False)
     names = {name for argument in arguments for name in (*argument.names, *argument.negatives)}
     assert shown <= names | {"--help", "--version"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_80_columns_has_every_word(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words: dict[int, Counter[str]] = {}
+    for columns in (80, 1000):  # with 1000, each flag and its help text are one line
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert run([command, "--help"]) == 0
+        shown = re.sub("[│─╭╮╰╯]", " ", capsys.readouterr().out)
+        words[columns] = Counter(shown.split())
+    assert words[80] == words[1000]
+    arguments = app[command].assemble_argument_collection(parse_docstring=True)
+    texts = " ".join(argument.parameter.help or "" for argument in arguments if argument.show)
+    assert Counter(texts.split()) <= words[80]
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "bench"])
