@@ -192,6 +192,15 @@ def test_errors_name_flags(message: str, shown: str) -> None:
     assert with_flags(message, NAMES) == shown
 
 
+def test_help_about_hosts_of_images_names_no_flag() -> None:
+    arguments = app["serve"].assemble_argument_collection(parse_docstring=False)
+    (option,) = (argument for argument in arguments if "--allowed-image-hosts" in argument.names)
+    assert option.parameter.help == (
+        "Hosts from which images of the HTTP API are fetched over https, separated by commas: a name, a name with a "
+        "port (`name:port`) or an address; addresses that are not public must be in the list themselves."
+    )
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("command", ["serve", "generate", "loadtest"])
 def test_no_flag_is_broken_in_help(
