@@ -33,6 +33,7 @@ COMMANDS = {  # each is the function of that name in the file of that name, with
     "token": "Make a key for TENANT; print it and the lines that admit it in the file of `quire serve --auth-tokens`.",
     "info": "Print versions, the instruction set level and the number of threads.",
 }
+VALUES = {"INT": "N", "FLOAT": "N", "STR": "TEXT"}  # the library's name of a flag's value -> ours
 
 
 class _HelpFormatter(DefaultFormatter):
@@ -43,7 +44,13 @@ class _HelpFormatter(DefaultFormatter):
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
         self.column_specs = None if panel.format == "command" else _columns
-        super().__call__(console, options, panel)
+        super().__call__(console, options, panel.copy(entries=[_with_our_value(entry) for entry in panel.entries]))
+
+
+def _with_our_value(entry: HelpEntry) -> HelpEntry:
+    """Return an entry whose value has the name that values of options have, not that of a Python type."""
+    name = (entry.metavar or "").removesuffix("...")
+    return entry.copy(metavar=entry.metavar.replace(name, VALUES[name])) if entry.metavar and name in VALUES else entry
 
 
 def _columns(console: Console, options: ConsoleOptions, entries: list[HelpEntry]) -> tuple[ColumnSpec, ...]:

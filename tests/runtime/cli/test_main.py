@@ -213,6 +213,37 @@ def test_errors_name_flags(message: str, shown: str) -> None:
     assert with_flags(message, NAMES) == shown
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_values_in_help_have_one_name_per_kind(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert run([command, "--help"]) == 0
+    values = set(re.findall(r" --[a-z0-9-]+ ([A-Z]+)", capsys.readouterr().out))
+    assert values <= {
+        "ADDRESS", "ADDRESSES", "CHOICE", "ENDPOINT", "FILE", "FOLDER", "HOSTS", "LEVEL", "N", "NAME", "PATH", "SIZE",
+        "TEXT",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_argument_has_a_help_text(command: str) -> None:
+    arguments = app[command].assemble_argument_collection(parse_docstring=False)
+    assert all(argument.parameter.help for argument in arguments if argument.name.isupper())
+
+
+def test_the_help_of_generate_says_what_its_arguments_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert run(["generate", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\*  PROMPT +The text to continue\. \[required\]", shown)
+    assert re.search("--model PATH +The model: a folder", shown)
+    assert re.search("--max-tokens N +Maximum number of tokens to generate", shown)
+    assert re.search(r"--stop TEXT\.\.\. --empty-stop +Texts at which", shown)
+
+
 def test_help_about_hosts_of_images_names_no_flag() -> None:
     arguments = app["serve"].assemble_argument_collection(parse_docstring=False)
     (option,) = (argument for argument in arguments if "--allowed-image-hosts" in argument.names)
