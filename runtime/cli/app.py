@@ -33,23 +33,35 @@ COMMANDS = {  # each is the function of that name in the file of that name, with
     "token": "Make a key for TENANT; print it and the lines that admit it in the file of `quire serve --auth-tokens`.",
     "info": "Print versions, the instruction set level and the number of threads.",
 }
+VALUES = {"INT": "N", "FLOAT": "N", "STR": "TEXT"}  # the library's name of a flag's value -> ours
 
 
 class _HelpFormatter(DefaultFormatter):
-    """The library's tables with a column of flags that is wide enough for each flag: a broken flag cannot be copied."""
+    """The library's tables with a column of flags that is wide enough for each flag: a broken flag cannot be copied.
+
+    Help texts have at least half of the terminal.
+    """
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
         self.column_specs = None if panel.format == "command" else _columns
-        super().__call__(console, options, panel)
+        super().__call__(console, options, panel.copy(entries=[_with_our_value(entry) for entry in panel.entries]))
+
+
+def _with_our_value(entry: HelpEntry) -> HelpEntry:
+    """Return an entry whose value has the name that values of options have, not that of a Python type."""
+    name = (entry.metavar or "").removesuffix("...")
+    return entry.copy(metavar=entry.metavar.replace(name, VALUES[name])) if entry.metavar and name in VALUES else entry
 
 
 def _columns(console: Console, options: ConsoleOptions, entries: list[HelpEntry]) -> tuple[ColumnSpec, ...]:
     columns = get_default_parameter_columns(console, options, entries)
     words = (word for entry in entries for label in entry.display_labels_with_metavar for word in label.split())
     longest = max(map(len, words)) + 2  # the indent of a continued line
-    width = max(longest, math.ceil(console.width * 0.35))
+    width = min(max(longest, math.ceil(console.width * 0.35)), console.width // 2)
     return tuple(
-        column.copy(renderer=NameRenderer(width), min_width=width, max_width=width)
+        # The renderer has wrapped the text. A column that may wrap counts as one that may shrink: the table would give
+        # the help texts more room than there is, and cut them.
+        column.copy(renderer=NameRenderer(width), min_width=width, max_width=width, no_wrap=True)
         if column.header == "Option"
         else column
         for column in columns

@@ -32,7 +32,9 @@ SCORING_OPTIONS = (  # those of `quire perplexity`, and those that it refuses be
 )  # fmt: skip
 ModelFolder = Annotated[
     str | None,
-    Parameter(help="The model: a folder in Hugging Face's format, or a GGUF file. Default: the bundled model."),
+    Parameter(
+        help="The model: a folder in Hugging Face's format, or a GGUF file. Default: the bundled model.", metavar="PATH"
+    ),
 ]
 Json = Annotated[bool, Parameter(help="Print the results as JSON.")]
 MAX_CHOICES_SHOWN = 30  # characters beside a flag; its column takes the longest word of all flags from the help texts

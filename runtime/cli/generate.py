@@ -9,7 +9,9 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from cyclopts import Parameter
 
 from ..common.config import EngineConfig
 from ..common.errors import ModelNotFound
@@ -28,7 +30,7 @@ else:
 
 
 def generate(
-    prompt: str,
+    prompt: Annotated[str, Parameter(help="The text to continue.")],
     /,
     *,
     model: ModelFolder = None,

@@ -20,11 +20,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import TextIO
 
-    from cyclopts import CycloptsError
+    from cyclopts import ArgumentCollection, CycloptsError
 
     from ..common.errors import QuireError
 
 PIPE_CLOSED = 141
+LEAST_SIMILARITY = 0.75  # of an unknown flag and the one that is suggested; flags have many parts in common
+FLAGS_ELSEWHERE = {  # a flag of vLLM or llama-server -> those here
+    "--api-key": ("--token",),
+    "--ctx-size": ("--max-model-len",),
+    "-c": ("--max-model-len",),
+    "--gpu-memory-utilization": ("--kv-cache-share", "--kv-cache-memory"),
+    "--tensor-parallel-size": ("--threads", "--engine-processes"),
+}
 
 
 def main() -> None:
@@ -112,8 +120,7 @@ def _in_our_words(error: CycloptsError) -> str:
             return f"unknown command {name!r}; {f'did you mean {nearest!r}?' if nearest else 'see `quire --help`'}"
         case UnknownOptionError(token=token):
             given = (token.keyword or token.value).partition("=")[0]
-            nearest = nearest_name(given, (name for argument in error.argument_collection for name in argument.names))
-            return f"unknown option {given}; {f'did you mean {nearest}?' if nearest else _see_help(error)}"
+            return f"unknown option {given}; {_advice(given, error.argument_collection) or _see_help(error)}"
         case UnusedCliTokensError(unused_tokens=[first, *_]):
             if tuple(error.command_chain or ()) == ("generate",):
                 return "generate takes one PROMPT; name the model with --model"
@@ -126,6 +133,21 @@ def _in_our_words(error: CycloptsError) -> str:
         case RepeatArgumentError(token=token):
             return f"{token.keyword} is given twice"
     return str(error)
+
+
+def _advice(flag: str, arguments: ArgumentCollection) -> str | None:
+    """Return what to write instead of an unknown flag, None if nothing is close to it."""
+    from ..common.options import flag_name, nearest_name
+
+    names = [name for argument in arguments for name in argument.names]
+    if flag in ("--model", "-m") and "MODEL" in names:
+        return "the model is the first argument"
+    meant = [name for name in FLAGS_ELSEWHERE.get(flag, ()) if name in names]
+    if not meant:
+        plain = [name.removeprefix("--").replace("-", "_") for name in names if name.startswith("--")]
+        nearest = nearest_name(flag.lstrip("-").replace("-", "_"), plain, LEAST_SIMILARITY)
+        meant = [flag_name(nearest)] if nearest else []
+    return f"did you mean {' or '.join(meant)}?" if meant else None
 
 
 def _see_help(error: CycloptsError) -> str:

@@ -6,13 +6,16 @@ The key is written to standard output only; the server's file holds its hash.
 from __future__ import annotations
 
 import secrets
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from ..server import check_tenant_name, hash_key
 
 KEY_BYTES = 32  # of randomness: too much to try all keys, so the hash need not be slow
 
 
-def token(tenant: str, /) -> None:
+def token(tenant: Annotated[str, Parameter(help="Name of the tenant.")], /) -> None:
     """Print a new key. Raises ConfigError if `tenant` is not allowed as a name."""
     print(token_text(tenant))
 

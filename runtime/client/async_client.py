@@ -235,7 +235,7 @@ class AsyncClient:
 
     def _entered(self) -> ConnectionPool:
         if self._pool is None:
-            raise Unavailable("this client is not connected; enter the client's context first")
+            raise Unavailable("this client is not connected; use `async with AsyncClient(…) as client:`")
         return self._pool
 
 

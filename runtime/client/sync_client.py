@@ -42,6 +42,7 @@ class Client:
             self._await(self._client.__aenter__())
         except BaseException:
             self.close()
+            self._thread = None
             raise
         return self
 
@@ -65,6 +66,7 @@ class Client:
 
         Leaving the loop early or closing the generator cancels the request. Callbacks run on the client's thread.
         """
+        self._entered()
         return self._read(self._client.generate(prompt, sampling_params, **options))
 
     def _read(self, chunks: AsyncGenerator[OutputChunk, None]) -> Iterator[OutputChunk]:
@@ -131,8 +133,12 @@ class Client:
         """Run `work` on the client's event loop and return its result; interrupting the wait cancels `work`."""
         if self._thread is None:
             work.close()
-            raise Unavailable("this client is not connected; enter the client's context first")
-        return self._thread.run(work)
+        return self._entered().run(work)
+
+    def _entered(self) -> LoopThread:
+        if self._thread is None:
+            raise Unavailable("this client is not connected; use `with Client(…) as client:`")
+        return self._thread
 
 
 async def _next(chunks: AsyncGenerator[OutputChunk, None]) -> OutputChunk | None:

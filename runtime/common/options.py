@@ -111,11 +111,11 @@ def suggestion(name: str, options: Iterable[str]) -> str:
     return f" (did you mean {nearest!r}?)" if nearest else ""
 
 
-def nearest_name(name: str, options: Iterable[str]) -> str | None:
-    """Return the option that an unknown name is close to, None if there is none."""
+def nearest_name(name: str, options: Iterable[str], least_similarity: float = 0.6) -> str | None:
+    """Return the option that an unknown name is close to, None if there is none. Similarities are 0 to 1."""
     options = list(options)
     known = NAMES_ELSEWHERE.get(name)
-    return known if known in options else next(iter(get_close_matches(name, options, n=1)), None)
+    return known if known in options else next(iter(get_close_matches(name, options, 1, least_similarity)), None)
 
 
 def _option_of(field: inspect.Field) -> Option:

@@ -64,8 +64,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     allowed_image_hosts: Annotated[
         str | None,
         _server(
-            "Hosts from which images of the HTTP API are fetched over https, separated by commas: `host`, `host:port` "
-            "or an address; addresses that are not public must be in the list themselves.",
+            "Hosts from which images of the HTTP API are fetched over https, separated by commas: a name, a name with "
+            "a port (`name:port`) or an address; addresses that are not public must be in the list themselves.",
             unit="hosts",
             default="images are not fetched",
         ),

@@ -113,7 +113,7 @@ def read_config(folder: str | Path) -> ConfigTable:
     """Read a folder's config.json. Raises ModelNotFound without one, CorruptCheckpoint if it is not a JSON object."""
     path = Path(folder) / CONFIG_FILE
     if not isfile(path):
-        raise ModelNotFound(f"{folder} has no {CONFIG_FILE}; a Hugging Face model folder is needed")
+        raise ModelNotFound(f"{folder} has no {CONFIG_FILE}; a Hugging Face model folder or a .gguf file is needed")
     return ConfigTable(read_object(path))
 
 

@@ -9,6 +9,7 @@ from io import BufferedReader
 from os import SEEK_END, fsencode
 from os.path import abspath, exists, isdir, isfile
 from pathlib import Path
+from shlex import quote
 
 from ..common.errors import CorruptCheckpoint, ModelNotFound
 from .config_json import CONFIG_FILE
@@ -35,10 +36,11 @@ def model_path(model: str | Path | None) -> Path:
         for bundled in (BUNDLED_MODEL, BUNDLED_EMBEDDING_MODEL):
             if str(model) == bundled.name:
                 return bundled
-    if not exists(model) and not is_gguf(model) and _REPOSITORY.fullmatch(str(model)):
+    if not exists(model) and not is_gguf(model):
+        is_repository = _REPOSITORY.fullmatch(str(model)) is not None
+        what = f"{model} --local-dir DIR" if is_repository else f"ORGANISATION/NAME --local-dir {quote(str(model))}"
         raise ModelNotFound(
-            f"{model} does not exist; download it first, for example with "
-            f"`hf download {model} --local-dir DIR`, and give the folder"
+            f"{model} does not exist; download it first, for example with `hf download {what}`, and give the folder"
         )
     if not isdir(model):
         if isfile(model) and is_gguf(model):

@@ -59,6 +59,12 @@ async def test_the_ai_sdk(serving: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["langchain/chat.py", "litellm/chat.py", "ai-sdk/chat.mjs"])
+def test_an_example_names_the_command_that_serves_it(name: str) -> None:
+    command = "server: quire serve --served-model-name quire --tool-call-parser hermes  # the parser is for the bundled"
+    assert command in (CLIENTS / name).read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", ["langchain/chat.py", "litellm/chat.py", "ai-sdk/chat.mjs"])
 def test_the_documentation_shows_the_example(name: str) -> None:
     page = (ROOT / "docs" / "use-it-with.md").read_text("utf-8")
     assert (CLIENTS / name).read_text("utf-8") in page

@@ -525,10 +525,20 @@ async def test_text_parts_are_sent_as_text(system: Any, client: AsyncClient) -> 
 
 
 async def test_a_client_must_be_entered(system: Any) -> None:
-    with pytest.raises(Unavailable, match="not connected; enter the client's context first"):
-        await AsyncClient(system.address).ping()
+    for start in (AsyncClient(system.address).ping(), AsyncClient(system.address).complete("hi")):
+        with pytest.raises(Unavailable, match=r"not connected; use `async with AsyncClient\(…\) as client:`$"):
+            await start
     for use in (Client(system.address).ping, lambda: Client(system.address).generate("hi")):
-        with pytest.raises(Unavailable, match="not connected; enter the client's context first"):
+        with pytest.raises(Unavailable, match=r"not connected; use `with Client\(…\) as client:`$"):
+            use()
+
+
+def test_a_client_that_could_not_connect_is_not_connected() -> None:
+    client = Client("unix:/nowhere")
+    with pytest.raises(Unavailable, match="cannot connect to unix:/nowhere"), client:
+        pass
+    for use in (client.ping, lambda: client.generate("hi")):
+        with pytest.raises(Unavailable, match=r"not connected; use `with Client\(…\) as client:`$"):
             use()
 
 

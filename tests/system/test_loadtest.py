@@ -141,6 +141,7 @@ async def test_an_error_is_raised_if_every_request_fails(serving: Callable[..., 
     ("arguments", "message"),
     [
         (("--base-url", "x:1", "--port", "5"), "leave out --host and --port"),
+        (("--base-url", "http://x:1"), "or unix:/path, or use --backend openai for an http URL"),
         (("--backend", "openai", "--deadline-ms", "5"), "--deadline-ms is for --backend quire"),
         (("--backend", "openai", "--tls"), "--tls is for --backend quire"),
         (("--percentile-metrics", "ttft,speed"), "--percentile-metrics: 'speed' is not allowed"),

@@ -1,6 +1,7 @@
 // The Vercel AI SDK with a Quire server: a chat, a stream, an answer that matches a schema, and a tool call.
 //
-// usage: node chat.mjs [URL]    npm install; quire serve --served-model-name quire
+// usage: node chat.mjs [URL]    npm install
+// server: quire serve --served-model-name quire --tool-call-parser hermes  # the parser is for the bundled model only
 
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, Output, streamText, tool } from "ai";

@@ -1,6 +1,7 @@
 """LiteLLM with a Quire server: a chat, a stream, an answer that matches a schema, and a tool call.
 
-usage: chat.py [URL]    pip install -r requirements.txt; quire serve --served-model-name quire
+usage: chat.py [URL]    pip install -r requirements.txt
+server: quire serve --served-model-name quire --tool-call-parser hermes  # the parser is for the bundled model only
 """
 
 import sys

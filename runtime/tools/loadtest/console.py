@@ -39,7 +39,7 @@ def print_result(result: Mapping[str, Any], metrics: Sequence[str], percentiles:
     """Print the result as tables."""
     console = Console(width=72, highlight=False)
     console.print(_totals(result))
-    for metric in metrics:
+    for metric in _measured(metrics, result):
         if f"mean_{metric}_ms" in result:
             console.print(_latencies(result, metric, percentiles))
     console.print("\n".join(_notes(result, percentiles)), soft_wrap=True, markup=False)
@@ -48,7 +48,7 @@ def print_result(result: Mapping[str, Any], metrics: Sequence[str], percentiles:
 def print_sweep(runs: Sequence[LoadTestRun], metrics: Sequence[str], percentiles: Sequence[float]) -> None:
     """Print one table with a row per load: requests, throughput, and the median and highest percentile of latencies."""
     highest = percentile_key(max(percentiles)) if percentiles else "mean"
-    shown = [metric for metric in metrics if metric in METRIC_NAMES]
+    shown = [metric for metric in _measured(metrics, runs[0].summary) if metric in METRIC_NAMES]
     table = Table(box=box.SIMPLE_HEAD, title="Sweep", title_justify="left", title_style="bold", pad_edge=False)
     table.add_column("load")
     for column in ("ok", "failed", "tokens/s", *(f"{METRIC_NAMES[metric][1]} p50 / {highest} ms" for metric in shown)):
@@ -59,6 +59,17 @@ def print_sweep(runs: Sequence[LoadTestRun], metrics: Sequence[str], percentiles
         counts = f"{result['completed']:,}", f"{result['failed']:,}", f"{result['output_throughput']:,.1f}"
         table.add_row(run.label, *counts, *latencies)
     Console(width=SWEEP_WIDTH, highlight=False).print(table)
+
+
+def _measured(metrics: Sequence[str], result: Mapping[str, Any]) -> Sequence[str]:
+    """Return the metrics without those of tokens after the first, which a request for vectors does not have."""
+    if _embeds(result):
+        return [metric for metric in metrics if metric not in ("tpot", "itl")]
+    return metrics
+
+
+def _embeds(result: Mapping[str, Any]) -> bool:
+    return bool(result["x_quire"].get("task") == "embed")
 
 
 def _pair(median: float | None, highest: float | None) -> str:
@@ -89,11 +100,11 @@ def _totals(result: Mapping[str, Any]) -> Table:
         ("Request rate configured (RPS):", None if result["request_rate"] == "inf" else float(result["request_rate"])),
         ("Benchmark duration (s):", result["duration"]),
         ("Total input tokens:", result["total_input_tokens"]),
-        ("Embedded texts:" if own.get("task") == "embed" else "Total generated tokens:", result["total_output_tokens"]),
+        ("Embedded texts:" if _embeds(result) else "Total generated tokens:", result["total_output_tokens"]),
         ("Request throughput (req/s):", result["request_throughput"]),
         ("Request goodput (req/s):", result["request_goodput"]),
         (
-            "Text throughput (texts/s):" if own.get("task") == "embed" else "Output token throughput (tok/s):",
+            "Text throughput (texts/s):" if _embeds(result) else "Output token throughput (tok/s):",
             result["output_throughput"],
         ),
         ("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"]),

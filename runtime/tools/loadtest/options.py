@@ -198,6 +198,11 @@ def length_bounds(length: int, ratio: float, least: int) -> tuple[int, int]:
 def check_target(options: TargetOptions) -> None:
     if options.base_url is not None and (options.host is not None or options.port is not None):
         raise ConfigError("base_url names the whole address: leave out `host` and `port`")
+    if options.backend == "quire" and options.base_url is not None and "://" in options.base_url:
+        raise ConfigError(
+            f"base_url: {options.base_url!r} is not allowed; write host:port, [v6]:port or unix:/path, or use "
+            "`backend` openai for an http URL"
+        )
     if options.backend != "quire" and options.deadline_ms is not None:
         raise ConfigError("deadline_ms is for `backend` quire: OpenAI's API has no deadlines")
     if options.backend != "quire" and (options.tls or options.tls_ca):

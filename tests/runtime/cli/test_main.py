@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 
 import pytest
 from cyclopts import App
@@ -92,6 +93,27 @@ def test_an_interrupt_of_a_command_exits_with_130(
         (["demo", "--users", "2.5"], "--users must be a whole number, not '2.5'"),
         (["plan", "--weights", "q8", "--weights", "f32"], "--weights is given twice"),
         (["plan", "--weigths", "q8"], "unknown option --weigths; did you mean --weights?"),
+        (["serve", "--model", "a"], "unknown option --model; the model is the first argument"),
+        (["plan", "-m", "a"], "unknown option -m; the model is the first argument"),
+        (["demo", "--model", "a"], "unknown option --model; see `quire demo --help`"),
+        (["serve", "--dtype=bfloat16"], "unknown option --dtype; did you mean --weights?"),
+        (["serve", "--api-key", "a"], "unknown option --api-key; did you mean --token?"),
+        (["bench", "--api-key", "a"], "unknown option --api-key; see `quire bench --help`"),
+        (["serve", "--ctx-size", "4096"], "unknown option --ctx-size; did you mean --max-model-len?"),
+        (["serve", "-c", "4096"], "unknown option -c; did you mean --max-model-len?"),
+        (
+            ["serve", "--tensor-parallel-size", "2"],
+            "unknown option --tensor-parallel-size; did you mean --threads or --engine-processes?",
+        ),
+        (["bench", "--tensor-parallel-size", "2"], "unknown option --tensor-parallel-size; did you mean --threads?"),
+        (
+            ["serve", "--gpu-memory-utilization", "0.5"],
+            "unknown option --gpu-memory-utilization; did you mean --kv-cache-share or --kv-cache-memory?",
+        ),
+        (["generate", "a", "--max-new-tokens", "9"], "unknown option --max-new-tokens; did you mean --max-tokens?"),
+        (["serve", "--max-seq-len", "9"], "unknown option --max-seq-len; did you mean --max-model-len?"),
+        (["serve", "--tokenizer", "a"], "unknown option --tokenizer; see `quire serve --help`"),
+        (["serve", "--batch-size", "9"], "unknown option --batch-size; see `quire serve --help`"),
         (["srve"], "unknown command 'srve'; did you mean 'serve'?"),
         (["fly"], "unknown command 'fly'; see `quire --help`"),
     ],
@@ -191,6 +213,46 @@ def test_errors_name_flags(message: str, shown: str) -> None:
     assert with_flags(message, NAMES) == shown
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_values_in_help_have_one_name_per_kind(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert run([command, "--help"]) == 0
+    values = set(re.findall(r" --[a-z0-9-]+ ([A-Z]+)", capsys.readouterr().out))
+    assert values <= {
+        "ADDRESS", "ADDRESSES", "CHOICE", "ENDPOINT", "FILE", "FOLDER", "HOSTS", "LEVEL", "N", "NAME", "PATH", "SIZE",
+        "TEXT",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_argument_has_a_help_text(command: str) -> None:
+    arguments = app[command].assemble_argument_collection(parse_docstring=False)
+    assert all(argument.parameter.help for argument in arguments if argument.name.isupper())
+
+
+def test_the_help_of_generate_says_what_its_arguments_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert run(["generate", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\*  PROMPT +The text to continue\. \[required\]", shown)
+    assert re.search("--model PATH +The model: a folder", shown)
+    assert re.search("--max-tokens N +Maximum number of tokens to generate", shown)
+    assert re.search(r"--stop TEXT\.\.\. --empty-stop +Texts at which", shown)
+
+
+def test_help_about_hosts_of_images_names_no_flag() -> None:
+    arguments = app["serve"].assemble_argument_collection(parse_docstring=False)
+    (option,) = (argument for argument in arguments if "--allowed-image-hosts" in argument.names)
+    assert option.parameter.help == (
+        "Hosts from which images of the HTTP API are fetched over https, separated by commas: a name, a name with a "
+        "port (`name:port`) or an address; addresses that are not public must be in the list themselves."
+    )
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("command", ["serve", "generate", "loadtest"])
 def test_no_flag_is_broken_in_help(
@@ -202,6 +264,22 @@ def test_no_flag_is_broken_in_help(
     arguments = app[command].assemble_argument_collection(parse_docstring=False)
     names = {name for argument in arguments for name in (*argument.names, *argument.negatives)}
     assert shown <= names | {"--help", "--version"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_80_columns_has_every_word(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words: dict[int, Counter[str]] = {}
+    for columns in (80, 1000):  # with 1000, each flag and its help text are one line
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert run([command, "--help"]) == 0
+        shown = re.sub("[│─╭╮╰╯]", " ", capsys.readouterr().out)
+        words[columns] = Counter(shown.split())
+    assert words[80] == words[1000]
+    arguments = app[command].assemble_argument_collection(parse_docstring=True)
+    texts = " ".join(argument.parameter.help or "" for argument in arguments if argument.show)
+    assert Counter(texts.split()) <= words[80]
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "bench"])

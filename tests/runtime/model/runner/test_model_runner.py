@@ -27,7 +27,19 @@ def test_a_pool_too_large_for_the_system_is_refused() -> None:
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
-        ("/nowhere", ModelNotFound, "/nowhere does not exist"),
+        (
+            "/nowhere",
+            ModelNotFound,
+            "^/nowhere does not exist; download it first, for example with "
+            "`hf download ORGANISATION/NAME --local-dir /nowhere`, and give the folder$",
+        ),
+        (
+            "a/b",
+            ModelNotFound,
+            "^a/b does not exist; download it first, for example with `hf download a/b --local-dir DIR`, and give the "
+            "folder$",
+        ),
+        ("/", ModelNotFound, "^/ has no config.json; a Hugging Face model folder or a .gguf file is needed$"),
         (__file__, ModelNotFound, "is neither a folder nor a .gguf file"),
         ("a/b.gguf", ModelNotFound, "a/b.gguf does not exist$"),
     ],

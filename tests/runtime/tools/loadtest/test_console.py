@@ -35,6 +35,17 @@ def test_the_result_has_vllms_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any("late" in line or "Cancelled" in line or "Error" in line for line in lines)
 
 
+def test_vectors_have_no_latencies_of_further_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    vectors = RequestRecord(0, 10, 1, 1.0, 1.0, [1.75], [1], 1.75, "stop")
+    lines = printed(capsys, vectors, extra={"task": "embed"})
+    assert {"Embedded texts: 1", "Median TTFT (ms): 750.00", "P99 E2EL (ms): 750.00"} <= set(lines)
+    assert not any("TPOT" in line or "ITL" in line for line in lines)
+    summary = summarize([vectors], RunOptions(backend="quire", duration_s=2.0, extra={"task": "embed"}))
+    assert summary["median_tpot_ms"] == 0.0
+    print_sweep([LoadTestRun(label="1", started_s=0.0, summary=summary, records=[vectors])], ("ttft", "itl"), (99,))
+    assert "load ok failed tokens/s TTFT p50 / p99 ms" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_late_generator_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, served(delay_s=0.25), generator_delays_s=[0.25])
     assert any(
