@@ -399,6 +399,7 @@ def _load_tables(path: Path) -> LLTokenizer:
     ends = sorted(token_id for token_id in known if token_id < spec.vocab_size)
     if not ends:
         raise GenerationFailed("structured_outputs need a token that ends the output; this model has none")
+    tokenizer.encode_special_as_text()  # forced text is what the output says, and ends nothing
     wrapper = TokenizerWrapper(_Vocabulary(tokenizer, spec.vocab_size, ends[0]))
     return LLTokenizer(wrapper, eos_token=ends, slices=[*SLICES, *LLTokenizer.general_slices()])
 

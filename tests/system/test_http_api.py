@@ -913,6 +913,16 @@ async def test_a_length_beside_chunks_does_not_hide_a_request(system: Any) -> No
         assert (await client.receive()).status == 400
 
 
+async def test_a_connection_with_a_length_beside_chunks_ends_after_the_answer(system: Any) -> None:
+    body = json.dumps(complete()).encode()
+    async with connection(system) as client:
+        head = CHUNKED.removesuffix(b"\r\n") + b"content-length: 4\r\n\r\n"
+        client.writer.write(head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) + CHUNKED + b"0\r\n\r\n")
+        reply = await client.receive()
+        assert (reply.status, reply.headers["connection"]) == (200, "close")
+        assert await client.is_closed()
+
+
 async def test_slow_requests_time_out(serve: Serve) -> None:
     system = await serve(handshake_timeout_ms=50, frame_timeout_ms=50)
     async with connection(system) as client:

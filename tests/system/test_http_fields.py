@@ -256,3 +256,110 @@ async def test_medium_verbosity_asks_for_nothing(system: Any) -> None:
 
 def _without_bytes(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name != "bytes"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "advice"),
+    [
+        (CHAT, {"max_output_tokens": 5}, "use max_tokens"),
+        (CHAT, {"n_predict": 5}, "use max_tokens"),
+        (CHAT, {"repeat_penalty": 1.1}, "use repetition_penalty"),
+        (CHAT, {"beam_width": 2}, "Quire's own protocol has beams"),
+        (CHAT, {"previous_response_id": "resp_1"}, "leave it out"),
+        (CHAT, {"instructions": "a"}, "leave it out"),
+        (CHAT, {"best_of": True}, "leave it out"),
+        (COMPLETIONS, {"prompt": "a", "messages": []}, "chats go to /v1/chat/completions"),
+        (COMPLETIONS, {"prompt": "a", "store": 0}, "leave it out"),
+        (COMPLETIONS, {"prompt": "a", "prompt_embeds": "x"}, "leave it out"),
+        (RESPONSES, {"input": "a", "max_tokens": 5}, "use max_output_tokens"),
+        (RESPONSES, {"input": "a", "response_format": {"type": "json_object"}}, "use text.format"),
+        ("/detokenize", {"tokens": [5], "temperature": 1}, "leave it out"),
+    ],
+)
+async def test_fields_of_other_paths_and_servers_are_refused_with_advice(
+    system: Any, path: str, fields: dict[str, Any], advice: str
+) -> None:
+    name = list(fields)[-1]
+    reply = await ask(system, path, {"messages": MESSAGES, **fields} if path == CHAT else fields)
+    assert (reply.status, reply.error["param"], reply.error["code"]) == (400, name, "unsupported_parameter")
+    assert reply.error["message"] == f"{name} is not supported here; {advice}"
+
+
+async def test_fields_of_other_servers_may_ask_for_nothing(system: Any) -> None:
+    fields = {"repeat_penalty": 1.0, "typical_p": 1, "mirostat": 0, "truncation": "disabled", "background": False}
+    assert (await ask(system, CHAT, {"messages": MESSAGES, "max_tokens": 2, **fields})).status == 200
+
+
+@pytest.mark.parametrize("value", ["abc", -5, 1.0, True])
+async def test_both_names_of_a_chats_maximum_are_checked(system: Any, value: object) -> None:
+    reply = await ask(system, CHAT, {"messages": MESSAGES, "max_completion_tokens": 2, "max_tokens": value})
+    assert (reply.status, reply.error["param"]) == (400, "max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "kind"),
+    [
+        ('root ::= start\nstart ::= "abc"', "gbnf"),
+        ('start: "abc"', "lark"),
+        ('x: "a"\n  ?start.2 : x "bc"', "lark"),
+        ('root ::= "start:"', "gbnf"),
+    ],
+)
+async def test_a_grammar_with_a_rule_start_is_larks(system: Any, grammar: str, kind: str) -> None:
+    assert (await ask(system, COMPLETIONS, {"prompt": "a", "max_tokens": 2, "grammar": grammar})).status == 200
+    structure = system.engine.requests[0].sampling_params.structured_outputs
+    assert getattr(structure, kind) == grammar
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"choice": []}, "structured_outputs: choice must not be empty"),
+        ({"json_object": False}, "structured_outputs: json_object must be true"),
+        ({"json": {}, "regex": "a"}, "structured_outputs must be an object with exactly one of json, json_object, "),
+    ],
+)
+async def test_a_structure_that_says_nothing_is_refused(system: Any, given: Any, message: str) -> None:
+    reply = await ask(system, COMPLETIONS, {"prompt": "a", "structured_outputs": given})
+    assert (reply.status, reply.error["param"]) == (400, "structured_outputs")
+    assert reply.error["message"].startswith(message)
+
+
+@pytest.mark.parametrize("labels", [{"strict": "yes"}, {"name": 5}, {"description": []}])
+async def test_what_stands_beside_a_schema_has_its_type(system: Any, labels: dict[str, Any]) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, **labels}}
+    reply = await ask(system, CHAT, {"messages": MESSAGES, "response_format": form})
+    assert (reply.status, reply.error["param"]) == (400, "response_format")
+
+
+async def test_prompt_logprobs_go_with_as_many_candidates_as_choices(real: Any) -> None:
+    body = {"prompt": "a b", "max_tokens": 1, "prompt_logprobs": 0}
+    assert (await ask(real, COMPLETIONS, {**body, "best_of": 1})).status == 200
+    assert (await ask(real, COMPLETIONS, {**body, "best_of": 2})).error["param"] == "prompt_logprobs"
+
+
+ENDLESS = {"structured_outputs": {"regex": "((a{1,999}){1,999}){1,999}"}, "max_tokens": 300}
+
+
+async def test_a_grammar_that_reaches_a_limit_is_the_requests_fault(real: Any) -> None:
+    reply = await ask(real, COMPLETIONS, {"prompt": "a", **ENDLESS})
+    assert (reply.status, reply.error["param"]) == (400, "structured_outputs")
+    stream = await ask(real, COMPLETIONS, {"prompt": "a", "stream": True, **ENDLESS})
+    error = json.loads(stream.content.split(b"data: ")[-1])["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "structured_outputs")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{"role": "user", "content": "a", "x": [[[[[[[[[1]]]]]]]]]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}] * 4097}, "messages"),
+        ({"chat_template_kwargs": {"a": json.loads("[" * 70 + "]" * 70)}}, "chat_template_kwargs"),
+        ({"response_format": {"type": "json_object", "schema": {"const": 1e300}}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": {"$ref": "#"}}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": {"minProperties": 3}}}, "response_format"),
+    ],
+)
+async def test_an_error_of_the_engine_names_the_field(real: Any, fields: dict[str, Any], param: str) -> None:
+    reply = await ask(real, CHAT, {"messages": MESSAGES, "max_tokens": 2, **fields})
+    assert (reply.status, reply.error["param"]) == (400, param)

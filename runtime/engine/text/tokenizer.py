@@ -68,6 +68,10 @@ class Tokenizer:
         plain, special = self.encode("a", add_special_tokens=False), self.encode("a")
         return special[0] if special[:1] != plain[:1] else None
 
+    def encode_special_as_text(self) -> None:
+        """From now on, encode the names of special tokens in a text as any other text."""
+        self._fast.encode_special_tokens = True
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`, the same as transformers returns.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from quire import LLM
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.heap import allocated_bytes, resident_bytes
 from quire.runtime.common.types import SamplingParams, StructuredOutputs
@@ -1067,3 +1068,44 @@ def test_a_schema_in_a_grammar_is_checked_as_any_other() -> None:
         with pytest.raises(InvalidRequest, match="in const cannot be enforced"):
             check_structure(StructuredOutputs(lark=grammar))
     check_structure(StructuredOutputs(lark='start: "%json" /%json x/ %json {"type": "integer"}'))
+
+
+def test_forced_text_that_spells_a_special_token_ends_no_output() -> None:
+    with LLM(threads=1) as llm:
+        structure = StructuredOutputs(json={"const": "x<|endoftext|>y"})
+        (output,) = llm.generate(["a"], SamplingParams(max_tokens=60, structured_outputs=structure))
+    assert (output.text, output.finish_reason) == ('"x<|endoftext|>y"', "stop")
+
+
+def references(count: int) -> StructuredOutputs:
+    definitions = {str(index): {"$ref": f"#/$defs/{index + 1}"} for index in range(count)}
+    return StructuredOutputs(json={"$ref": "#/$defs/0", "$defs": {**definitions, str(count): {"const": 7}}})
+
+
+def rules(count: int) -> StructuredOutputs:
+    chain = "".join(f"r{index}: r{index + 1}\n" for index in range(count))
+    return StructuredOutputs(lark=f'start: r0\n{chain}r{count}: "7"')
+
+
+@pytest.mark.parametrize("structure", [references(6000), rules(12_000)])
+def test_long_chains_of_references_do_not_overflow_the_stack(structure: StructuredOutputs) -> None:
+    check_structure(structure)
+    with LLM(threads=1) as llm:
+        (output,) = llm.generate(["a"], SamplingParams(max_tokens=9, structured_outputs=structure))
+    assert (output.text, output.finish_reason) == ("7", "stop")
+
+
+@pytest.mark.parametrize("begin", ["", " \n"])
+def test_llguidances_own_form_is_no_grammar_in_larks_notation(begin: str) -> None:
+    grammar = begin + json.dumps({"grammars": [{"json_schema": {"x-guidance": {"lenient": True}}}]})
+    with pytest.raises(InvalidRequest, match="begins with a rule"):
+        check_structure(StructuredOutputs(lark=grammar))
+
+
+def test_a_grammar_in_llama_cpps_notation_has_a_limit_of_its_own() -> None:
+    with pytest.raises(InvalidRequest, match="at most 32768 characters"):
+        check_structure(StructuredOutputs(gbnf=f'root ::= "{"a" * 32_768}"'))
+
+
+def test_a_choice_may_contain_any_ascii_character() -> None:
+    check_structure(StructuredOutputs(choice=["".join(map(chr, range(1, 128)))]))

@@ -120,6 +120,20 @@ async def test_images_of_a_responses_input_are_found(host: Host) -> None:
     assert values["input"][0]["content"][1]["image_url"] == "data:image/png;base64,YWJj"
 
 
+def test_images_in_the_output_of_a_call_are_found() -> None:
+    output = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "https://a.example/b"}]
+    item = {"type": "function_call_output", "call_id": "1", "output": output}
+    (image,) = ImageFetcher("a.example", 1).remote_images({"input": [item]})
+    assert (image.where, image.fields, image.key) == ("input[0]: output[1]", output[1], "image_url")
+
+
+@pytest.mark.parametrize("listed", ["[FD00::0005]:8443", "[fd00:0:0:0:0:0:0:5]:8443"])
+def test_an_address_may_be_listed_in_any_form(listed: str) -> None:
+    fetcher = ImageFetcher(listed, 1)
+    (image,) = fetcher.remote_images(body("https://[fd00::5]:8443/a"))
+    assert fetcher._allowed(image)[0].host == "fd00::5"
+
+
 @pytest.mark.parametrize(
     "values",
     [

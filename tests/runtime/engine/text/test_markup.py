@@ -266,6 +266,12 @@ def test_much_white_space_is_shown_before_it_ends() -> None:
     assert read(parser(THINKING), ["a", *[" " * 100] * 10, "b"]) == [("content", "a" + " " * 1000 + "b")]
 
 
+def test_a_short_answer_that_begins_like_a_header_is_the_answer() -> None:
+    for text in ("t", "to", "to=func", "total"):
+        assert read(parser(FAMILIES["openai"]), text) == [("content", text)]
+    assert read(parser(FAMILIES["openai"]), "<|channel|>analysis") == [], "a header is no answer"
+
+
 PARAMETERS: dict[str, Any] = {
     "properties": {
         "text": {"type": "string", "description": "any"},
@@ -280,8 +286,9 @@ PARAMETERS: dict[str, Any] = {
         "constant": {"const": "5"},
         "count": {"type": ["integer", "string"]},
         "missing": {"$ref": "#/$defs/missing"},
+        "escaped": {"$ref": "#/$defs/a~1b%20~0c"},
     },
-    "$defs": {"text": {"type": "string"}},
+    "$defs": {"text": {"type": "string"}, "a/b ~c": {"type": "string"}},
 }
 
 
@@ -310,6 +317,7 @@ PARAMETERS: dict[str, Any] = {
         ("count", "true", "true"),
         ("count", "5.0", "5.0"),
         ("missing", "[1]", [1]),
+        ("escaped", "true", "true"),
     ],
 )
 def test_values_of_parameters_have_the_types_of_the_schema(key: str, value: str, expected: object) -> None:
