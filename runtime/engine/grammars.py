@@ -179,7 +179,8 @@ def _json_grammar(schema: dict[str, Any] | bool | str) -> str:
         raise InvalidRequest(f"structured_outputs: {error}") from None
     # "x-guidance" holds options of the library: a client's own would switch off limits.
     checked = {key: value for key, value in enforceable.items() if key != "x-guidance"}
-    return LLMatcher.grammar_from_json_schema(checked, overrides=library_options(checked))
+    options: Any = library_options(checked)
+    return LLMatcher.grammar_from_json_schema(checked, overrides=options)
 
 
 def _check_schemas_inside(grammar: str) -> None:

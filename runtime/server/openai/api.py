@@ -114,7 +114,7 @@ class Api:
     def _model_names(self) -> tuple[str, ...]:
         """The names of the served model and of an embedding model beside it. Requests to embed may use either."""
         info = self._context.engine.info
-        beside = info.encoder is not None and info.generates and info.encoder.name
+        beside = info.encoder.name if info.encoder is not None and info.generates else None
         return (self._model, beside) if beside and beside != self._model else (self._model,)
 
     def close(self) -> None:
@@ -283,7 +283,8 @@ class Api:
             ipaddress.ip_address(name.strip("[]"))
         except ValueError:
             raise BadRequest(
-                f"the host {host[:200]!r} is not this machine's address; use its address, or set up keys (`token`)",
+                f"the host {host[:200]!r} is not this machine's address; use its address, or set up keys (--token or "
+                "--auth-tokens)",
                 status=403,
             ) from None
 

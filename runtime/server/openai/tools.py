@@ -42,7 +42,7 @@ def tool_choice(values: dict[str, Any], tools: tuple[dict[str, Any], ...]) -> To
         raise BadRequest(f"parallel_tool_calls must be true or false, not {shown(parallel)}", "parallel_tool_calls")
     needed, names = _choice(values.get("tool_choice", "auto"))
     offered = {tool["function"]["name"] for tool in tools}
-    if needed != "none" and ("tool_choice" in values and (names is not None or needed == "required")) and not offered:
+    if (names is not None or needed == "required") and not offered:
         raise BadRequest("tool_choice needs tools", "tool_choice")
     if unknown := [name for name in names or () if name not in offered]:
         raise BadRequest(f"tool_choice: there is no tool {unknown[0]!r} in tools", "tool_choice")
