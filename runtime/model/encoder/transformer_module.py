@@ -104,9 +104,8 @@ def read_transformer_settings(folder: Path, task: Task) -> TransformerSettings:
     found = next(((name, config) for name, config in configs if config is not None), None)
     config = found[1] if found else ConfigTable({}, source=TRANSFORMER_FILES[0])
     _check(config, KEYS)
-    if (own := config.text("transformer_task", "feature-extraction")) != task:
-        shown = ConfigTable({"transformer_task": own}, source=config.source)
-        raise shown.refused("transformer_task", f'"{task}" for this architecture with these modules')
+    if config.text("transformer_task", task) != task:
+        raise config.refused("transformer_task", f'"{task}" for this architecture with these modules')
     for keys, allowed in (
         (("config_args", "config_kwargs"), CONFIG_KEYS),
         (("model_args", "model_kwargs"), MODEL_KEYS),
@@ -161,6 +160,8 @@ def _messages(config: ConfigTable, task: Task) -> MessageFormat | None:
     if config.text("module_output_name", name) != name:
         raise config.refused("module_output_name", f'"{name}" or absent')
     modalities = config.table("modality_config")
+    if not {"transformer_task", "modality_config"} & config.values.keys() and task != "feature-extraction":
+        return "auto"  # sentence-transformers does not load such a folder
     if "modality_config" in config and not {"text", "message"} & modalities.values.keys():
         raise config.refused("modality_config", 'an object with "text" or "message"')
     for modality in sorted({"text", "message"} & modalities.values.keys()):

@@ -295,6 +295,7 @@ def test_qwen3_rerankers_without_a_template_for_pairs(tmp_path: Path) -> None:
     shutil.copytree(FOLDER / "qwen3_answer", folder)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")  # has no place for the document
     tokenizer: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "sentence_bert_config.json").unlink()
     mark = {**tokenizer["added_tokens"][0], "id": 340, "content": "<|im_start|>"}
     tokenizer["added_tokens"].append(mark)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

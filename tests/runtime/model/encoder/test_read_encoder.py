@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -295,11 +296,7 @@ def forwarded(output: Any, method: str = "forward") -> dict[str, Any]:
             "add_generation_prompt",
         ),
         ("bert", {"transformer_task": "fill-mask"}, "transformer_task is .fill-mask.; it must be .feature-extraction."),
-        (
-            "bert_scores",
-            {"transformer_task": None},
-            "transformer_task is .feature-extraction.; it must be .sequence-cl",
-        ),
+        ("bert_scores", {"transformer_task": "feature-extraction"}, "it must be .sequence-classification. for"),
         ("qwen3_answer", {"transformer_task": "any-to-any"}, "transformer_task is .any-to-any.; it must be .text-gen"),
         ("bert", {"module_output_name": "sentence_embedding"}, "module_output_name"),
         ("bert", forwarded(["hidden_states", -2]), r"modality_config.text.method_output_name is \[\"hidden_states"),
@@ -392,7 +389,10 @@ def test_the_least_files_of_a_reranker_that_answers(encoder_folder: Copy) -> Non
     folder = encoder_folder("qwen3_answer", edit, "modules.json")
     (folder / "1_LogitScore" / "config.json").write_text('{"true_token_id": 60, "false_token_id": 61}')
     (folder / "config_sentence_transformers.json").unlink()
-    assert read_encoder(folder) == read_encoder(FOLDER / "qwen3_answer")
+    spec = read_encoder(folder)
+    assert spec == read_encoder(FOLDER / "qwen3_answer")
+    (folder / "sentence_bert_config.json").unlink()
+    assert read_encoder(folder) == replace(spec, messages="auto")
 
 
 @pytest.mark.parametrize("rows", [60, 61])
