@@ -22,7 +22,7 @@ from random import Random
 from typing import Any
 
 from quire.runtime.common.config import EngineConfig
-from quire.runtime.common.errors import ConfigError, ModelError
+from quire.runtime.common.errors import ConfigError, InvalidRequest, ModelError
 from quire.runtime.engine.text.encoder_text import EncoderText
 from quire.runtime.model.encoder import is_encoder
 from quire.runtime.model.runner.encoder_runner import load_encoder
@@ -79,7 +79,7 @@ def open_folder(folder: Path) -> str:
         if text.token_ids and max(text.token_ids) < runner.spec.body.vocab_size:
             runner.begin([text])
             runner.advance(runner.num_stages)
-    except (ModelError, ConfigError) as error:
+    except (ModelError, ConfigError, InvalidRequest) as error:  # InvalidRequest: of the text, such as padding in it
         return type(error).__name__
     return "loaded"
 

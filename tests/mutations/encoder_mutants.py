@@ -4,6 +4,7 @@ from mutant import Mutant
 
 TESTS = "tests/runtime/model/encoder"
 RUNNER = "runtime/model/runner/encoder_runner.py"
+TRANSFORMER_MODULE = "runtime/model/encoder/transformer_module.py"
 EMIT, MODULES, REGISTRY, MODERNBERT, TENSORS, WEIGHTS = (
     f"runtime/model/encoder/{name}.py"
     for name in ("emit", "sentence_transformers", "registry", "modernbert", "tensors", "weights")
@@ -120,8 +121,8 @@ MUTANTS = [
     ),
     Mutant(
         REGISTRY,
-        "max_model_len=min(body.max_position_embeddings, limits.max_length or body.max_position_embeddings),",
-        "max_model_len=limits.max_length or body.max_position_embeddings,",
+        "max_model_len=min(body.max_position_embeddings, settings.max_length or body.max_position_embeddings),",
+        "max_model_len=settings.max_length or body.max_position_embeddings,",
         "a folder whose longest text has more tokens than the model has positions is loaded",
     ),
     Mutant(
@@ -131,9 +132,9 @@ MUTANTS = [
         "a head without the row of the token for false ends loading with an error without a type",
     ),
     Mutant(
-        MODULES,
-        'return TextLimits(config.integer("max_seq_length", 1, MAX_POSITIONS), config.flag("do_lower_case", False))',
-        'return TextLimits(config.integer("max_seq_length", 1, MAX_POSITIONS), False)',
+        TRANSFORMER_MODULE,
+        'lower_case=config.flag("do_lower_case", False),',
+        "lower_case=False,",
         "texts are not lower-cased where the folder says so",
         ENCODER_TEXT_TESTS,
     ),
@@ -313,27 +314,47 @@ MUTANTS = [
     ),
     Mutant(
         ENCODER_TEXT,
-        "return EncodedText(cut(text.token_ids), None if text.type_ids is None else cut(text.type_ids))",
-        "return EncodedText(cut(text.token_ids), None if text.type_ids is None else text.type_ids[:max_tokens])",
+        "EncodedText(cut(text.token_ids), None if text.type_ids is None else cut(text.type_ids))",
+        "EncodedText(cut(text.token_ids), None if text.type_ids is None else text.type_ids[:max_tokens])",
         "the last token of a truncated pair has the type of the query",
         ENCODER_TEXT_TESTS,
     ),
     Mutant(
         ENCODER_TEXT,
-        "query, document = self._cased(query), self._cased(document)",
-        "document = self._cased(document)",
-        "queries of a reranker that lower-cases keep their case",
+        "encode_typed(self._prompt + query, document)",
+        "encode_typed(query, document)",
+        "the default prompt of a reranker without a template is not used",
         ENCODER_TEXT_TESTS,
     ),
     Mutant(
-        MODULES,
-        'return TextLimits(limit if known else None, config.flag("do_lower_case", False))',
-        "return TextLimits(limit if known else None, False)",
-        "texts of a folder without max_seq_length are not lower-cased",
+        ENCODER_TEXT,
+        "while count > 1 and ids[count - 1] == padding:",
+        "if count > 1 and ids[count - 1] == padding:",
+        "a classifier that is a decoder pools a padding token where a text ends with two",
         ENCODER_TEXT_TESTS,
     ),
     Mutant(
-        MODULES,
+        ENCODER_TEXT,
+        'return "token_type_ids" in names',
+        "return True",
+        "the document of a pair has type 1 although the tokenizer gives the model no types",
+        ENCODER_TEXT_TESTS,
+    ),
+    Mutant(
+        ENCODER_TEXT,
+        "and body.first_position - 1 in ids",
+        "and body.first_position in ids",
+        "a text with RoBERTa's padding token has other positions than in transformers",
+        ENCODER_TEXT_TESTS,
+    ),
+    Mutant(
+        TRANSFORMER_MODULE,
+        "if value is not None and not allowed[key](value):",
+        "if value is not None and not allowed[key]:",
+        "a folder whose texts have no special tokens gets them",
+    ),
+    Mutant(
+        TRANSFORMER_MODULE,
         "1 <= limit <= MAX_POSITIONS",
         "limit <= MAX_POSITIONS",
         "a folder whose tokenizer has the limit -1 takes no text",

@@ -105,6 +105,25 @@ MUTANTS = [
         "templates of models that declare tokens as objects lack bos_token",
     ),
     Mutant(
+        CHAT,
+        "if not self._takes_null:",
+        "if False:",
+        "a message with calls and no text is refused by templates that read a list of parts",
+    ),
+    Mutant(
+        CHAT,
+        '.count("None") <= with_text.count("None")',
+        ' != ""',
+        "a template writes the word None where a message has calls and no text",
+    ),
+    Mutant(
+        CHAT,
+        '{"add_generation_prompt": False, **variables}',
+        "variables",
+        "a reranker's template begins an answer that its training did not have",
+        "tests/runtime/engine/text/test_encoder_text.py",
+    ),
+    Mutant(
         TOKENIZER,
         "    fast.no_truncation()\n",
         "",

@@ -18,6 +18,20 @@ ENGINE_TESTS = "tests/runtime/engine/test_images.py"
 
 MUTANTS = [
     Mutant(
+        PACKED,
+        r"(?:(?<=vision_tower\.)vision_model\.)?",
+        "",
+        "a Gemma 3 that transformers before 5.24 saved is not loaded",
+        TESTS,
+    ),
+    Mutant(
+        REGISTRY,
+        'tile.values["longest_edge"] != size',
+        'tile.values["longest_edge"] > size',
+        "a model whose tiles are smaller than its tower takes is loaded, and every image fails",
+        TESTS,
+    ),
+    Mutant(
         POSITIONS,
         "shift += max(rows, columns) - image.tokens",
         "shift += rows - image.tokens",

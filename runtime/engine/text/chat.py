@@ -119,6 +119,8 @@ class ChatTemplate:
         chat = _checked_copy(messages, left)
         if any(each.get("tool_calls") for each in chat):
             chat = [_with_arguments(each, as_text=self._takes_argument_text, left=left) for each in chat]
+            if not self._takes_null:
+                chat = [_without_null(each) for each in chat]
         chat = [_with_reasoning(each) for each in chat]
         offered = [_offered(_copy(each, MAX_SCHEMA_DEPTH, left, "tools: a tool")) for each in tools]
         if offered and self._tools_place != "variable":
@@ -126,6 +128,14 @@ class ChatTemplate:
         if self._takes_parts:
             chat = [_with_parts(each) for each in chat]
         return self._run(chat, offered or None, given)
+
+    def render_unchanged(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        """Return the prompt text of messages as they are, as sentence-transformers renders them.
+
+        No reply follows unless `add_generation_prompt` is true in `variables`. Raises InvalidRequest.
+        """
+        chat = _checked_copy(messages, [MAX_VALUES])
+        return self._run(chat, None, {"add_generation_prompt": False, **variables})
 
     def uses(self, variable: str) -> bool:
         """Return whether the template mentions a variable of this name."""
@@ -171,11 +181,40 @@ class ChatTemplate:
         """Whether the template joins the arguments of a call to texts, instead of writing a map as JSON."""
 
         def shows(arguments: object) -> bool:
-            call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
-            chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-            return self._shows(f'"{PROBE}"', chat, None)
+            return self._shows(f'"{PROBE}"', _calling_chat("", arguments), None)
 
         return not shows({PROBE: "a"}) and shows(json.dumps({PROBE: "a"}))
+
+    @cached_property
+    def _takes_null(self) -> bool:
+        """Whether the template knows that a message with calls may have null instead of a text.
+
+        Others fail where they read the content as a text or a list, or write the word None.
+        """
+        arguments: Any = json.dumps({PROBE: "a"}) if self._takes_argument_text else {PROBE: "a"}
+        empty, null = _calling_chat("", arguments), _calling_chat(None, arguments)
+        if self._takes_parts:
+            empty = [_with_parts(each) for each in empty]
+            null = [_with_parts(each) for each in null]
+        try:
+            with_text = self._run(empty, None, {})
+        except InvalidRequest:
+            return True  # this says nothing of null
+        try:
+            return self._run(null, None, {}).count("None") <= with_text.count("None")
+        except InvalidRequest:
+            return False
+
+
+def _calling_chat(content: str | None, arguments: object) -> list[Any]:
+    """Return a trial chat whose last message has a call."""
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+
+
+def _without_null(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is an empty text if it was null beside calls."""
+    return {**message, "content": ""} if message.get("tool_calls") and message["content"] is None else message
 
 
 def _with_arguments(message: dict[str, Any], *, as_text: bool, left: list[int]) -> dict[str, Any]:
@@ -337,7 +376,7 @@ def _config_source(config: Mapping[str, Any], name: str) -> str | None:
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     tokens: dict[str, str] = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"):
         declared = config.get(name)
         text = declared.get("content") if isinstance(declared, dict) else declared
         if isinstance(text, str):

@@ -6,7 +6,7 @@ After loading, only a cache of token bytes changes, so any number of threads may
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -34,11 +34,13 @@ class Tokenizer:
 
     A GGUF file without a vocabulary has that of the folder it lies in. Raises ModelNotFound if the folder or file is
     missing, CorruptCheckpoint if it cannot be read, UnsupportedModel for a vocabulary of an unknown kind.
+    `adapt` changes the library's tokenizer before its first use.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, adapt: Callable[[FastTokenizer], None] = lambda fast: None) -> None:
         self.eos_token_ids: frozenset[int]
         self._fast, self.eos_token_ids = _load(Path(path))
+        adapt(self._fast)
         self.special_token_ids: frozenset[int] = frozenset(
             token_id for token_id, token in self._fast.get_added_tokens_decoder().items() if token.special
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..config_json import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable, num_layers, read_head_dim
-from .family import EncoderFamily, read_named
+from ..config_json import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable, num_layers
+from .family import EncoderFamily, read_named, read_plain_head_dim
 from .spec import BertSpec, MlpActivation, Projection
 
 MAX_TYPES = 1 << 16
@@ -38,7 +38,7 @@ def read_bert_from(config: ConfigTable, family: str, first_position: int) -> Ber
         hidden_size=config.integer("hidden_size", 1, MAX_WIDTH),
         num_layers=layers,
         num_heads=config.integer("num_attention_heads", 1, MAX_HEADS),
-        head_dim=read_head_dim(config),
+        head_dim=read_plain_head_dim(config),
         intermediate_size=config.integer("intermediate_size", 1, MAX_WIDTH),
         norm_eps=config.positive("layer_norm_eps", 1e-12),
         max_position_embeddings=num_positions - first_position,

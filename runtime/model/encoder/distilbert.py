@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..config_json import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable, num_layers, read_head_dim
+from ..config_json import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable, num_layers
 from .bert import ACTIVATIONS
-from .family import EncoderFamily, read_named
+from .family import EncoderFamily, read_named, read_plain_head_dim
 from .spec import BertSpec, EncoderNames, Projection
 
 OWN_NAMES = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
@@ -31,7 +31,7 @@ def read_distilbert(config: ConfigTable) -> BertSpec:
         hidden_size=config.integer("hidden_size", 1, MAX_WIDTH),
         num_layers=layers,
         num_heads=config.integer("num_attention_heads", 1, MAX_HEADS),
-        head_dim=read_head_dim(config),
+        head_dim=read_plain_head_dim(config),
         intermediate_size=config.integer("hidden_dim", 1, MAX_WIDTH),
         norm_eps=NORM_EPS,
         max_position_embeddings=positions,

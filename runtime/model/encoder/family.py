@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..config_json import ConfigTable
+from ..config_json import MAX_HEADS, MAX_WIDTH, ConfigTable, read_head_dim
 from .spec import BertSpec, MlpActivation, Pooling, Projection
 
 Name = TypeVar("Name", bound=str)
@@ -40,3 +40,18 @@ def read_named(config: ConfigTable, key: str, names: Mapping[str, Name], default
     if found is None:
         raise config.refused(key, f"one of {', '.join(names)}")
     return found
+
+
+def read_plain_head_dim(config: ConfigTable) -> int:
+    """Return the elements of a head that no rotary embedding turns."""
+    hidden_size, num_heads = (
+        config.integer("hidden_size", 1, MAX_WIDTH),
+        config.integer("num_attention_heads", 1, MAX_HEADS),
+    )
+    head_dim = config.integer("head_dim", 1, MAX_WIDTH, hidden_size // num_heads)
+    if head_dim % 2 and (hidden_size % num_heads == 0 or "head_dim" in config):
+        raise config.refused(
+            "head_dim" if "head_dim" in config else "num_attention_heads",
+            f"such that a head has an even number of elements, as attention needs (here it has {head_dim})",
+        )
+    return read_head_dim(config)

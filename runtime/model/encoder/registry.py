@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...common.errors import UnsupportedModel
-from ..config_json import CONFIG_FILE, MAX_WIDTH, ConfigTable, read_config
+from ..config_json import CONFIG_FILE, MAX_VOCAB, MAX_WIDTH, ConfigTable, read_config
 from ..families.family import Family
 from ..families.gemma3 import GEMMA3
 from ..families.registry import FAMILIES
@@ -28,10 +28,10 @@ from .sentence_transformers import (
     read_modules,
     read_prompts,
     read_score_activation,
-    read_text_limits,
 )
 from .spec import ANSWER, AnswerRows, BertSpec, EncoderSpec, Pooling, Projection
 from .tensors import EncoderTensors
+from .transformer_module import Task, read_transformer_settings
 from .weights import build_encoder_weights
 
 ENCODERS = (BERT, DISTILBERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, MODERNBERT, MPNET, NOMIC_BERT, GTE, SNOWFLAKE_GTE)
@@ -39,6 +39,7 @@ CLASSIFIER = "ForSequenceClassification"
 CAUSAL = "ForCausalLM"
 BIDIRECTIONAL = "use_bidirectional_attention"  # of EmbeddingGemma
 MAX_LABELS = 1 << 16
+PAD_TOKENS = {"gemma2": 0, "gemma3": 0, "olmo2": 1, "phi3": 32_000, "smollm3": 128_004}  # of transformers' configs
 MULTI_LABEL = "multi_label_classification"
 
 
@@ -61,7 +62,7 @@ def read_encoder(path: str | Path) -> EncoderSpec:
     modules = read_modules(folder, body.hidden_size) if has_modules(folder) else Modules()
     pooling, projections = _after_body(config, family, body, modules)
     labels = projections[-1].out_features if _scores(config, modules) else 0
-    limits = read_text_limits(folder)
+    settings = read_transformer_settings(folder, _task(config, modules))
     prompts, default_prompt = read_prompts(folder)
     return EncoderSpec(
         body=body,
@@ -73,8 +74,11 @@ def read_encoder(path: str | Path) -> EncoderSpec:
         score_activation=read_score_activation(folder, config, labels) if labels else "identity",
         labels=_labels(config, labels) if _architecture(config).endswith(CLASSIFIER) else (),
         is_multi_label=config.text("problem_type", "") == MULTI_LABEL,
-        max_model_len=min(body.max_position_embeddings, limits.max_length or body.max_position_embeddings),
-        lower_case=limits.lower_case,
+        max_model_len=min(body.max_position_embeddings, settings.max_length or body.max_position_embeddings),
+        lower_case=settings.lower_case,
+        messages=settings.messages,
+        template_variables=settings.template_variables,
+        pad_token_id=_pad_token_id(config, body, modules),
         prompts=prompts,
         default_prompt=default_prompt,
         matryoshka=_matryoshka(config),
@@ -165,6 +169,8 @@ def _after_body(
             assert family.head is not None, "an architecture with a head is that of a family with one"
             return family.head_pooling(config), family.head(config, labels)
         return "last", (Projection(tensor="score", in_features=body.hidden_size, out_features=labels, bias=False),)
+    if modules.is_declared:
+        raise UnsupportedModel(f"{MODULES_FILE} has no module Pooling, and {CONFIG_FILE} names no classifier")
     if isinstance(body, DecoderSpec):
         raise UnsupportedModel(
             f"a decoder makes vectors or scores only if {MODULES_FILE} of sentence-transformers says how; the folder "
@@ -177,6 +183,25 @@ def _scores(config: ConfigTable, modules: Modules) -> bool:
     if modules.pooling is not None:
         return modules.scores
     return modules.answer is not None or _architecture(config).endswith(CLASSIFIER)
+
+
+def _task(config: ConfigTable, modules: Modules) -> Task:
+    if modules.answer is not None:
+        return "text-generation"
+    return "sequence-classification" if _scores(config, modules) and modules.pooling is None else "feature-extraction"
+
+
+def _pad_token_id(config: ConfigTable, body: BertSpec | DecoderSpec, modules: Modules) -> int | None:
+    """Return the token after whose last run a decoder's classifier does not pool; None of other models."""
+    if (
+        isinstance(body, BertSpec)
+        or modules.pooling
+        or modules.answer
+        or not _architecture(config).endswith(CLASSIFIER)
+    ):
+        return None
+    token = config.values.get("pad_token_id", PAD_TOKENS.get(body.family))
+    return None if token is None else ConfigTable({"pad_token_id": token}).integer("pad_token_id", -1, MAX_VOCAB)
 
 
 def _num_labels(config: ConfigTable) -> int:

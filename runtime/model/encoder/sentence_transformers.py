@@ -1,4 +1,4 @@
-"""The files of a sentence-transformers folder: what follows the transformer, its longest text, prompts.
+"""The files of a sentence-transformers folder: what follows the transformer, and prompts.
 
 `modules.json` lists the modules, each with a config.json in a folder of its own.
 """
@@ -13,15 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import CorruptCheckpoint, UnsupportedModel
-from ..config_json import CONFIG_FILE, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable
+from ..config_json import CONFIG_FILE, MAX_VOCAB, MAX_WIDTH, ConfigTable
 from .family import read_named
 from .spec import Activation, Pooling, Projection, ScoreActivation
 
 MODULES_FILE = "modules.json"
 SETTINGS_FILE = "config_sentence_transformers.json"
-TRANSFORMER_FILES = tuple(  # of the first module; the name depends on the version that wrote it
-    f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta")
-)
 MAX_FILE_BYTES = 1 << 24
 MAX_MODULES = 16
 MAX_PROMPTS = 256
@@ -62,6 +59,7 @@ class AnswerTokens:
 class Modules:
     """What follows the transformer. The tensors of a projection have the prefix of its folder, as in `files`."""
 
+    is_declared: bool = False  # there is a modules.json
     pooling: Pooling | None = None  # None: no module pools
     projections: tuple[Projection, ...] = ()
     normalise: bool = False
@@ -89,7 +87,7 @@ def read_modules(folder: Path, hidden_size: int) -> Modules:
         previous = "Normalize" if normalise else "Dense" if projections else "Pooling" if pooling else "Transformer"
         if kind == "Transformer" and index == 0 and path == "":
             continue
-        config = _read(folder, where) or ConfigTable({}, source=where)
+        config = read_table(folder, where) or ConfigTable({}, source=where)
         if kind == "Pooling" and index == 1:
             pooling = _pooling(config, hidden_size)
         elif kind == "LogitScore" and index == 1:
@@ -108,6 +106,7 @@ def read_modules(folder: Path, hidden_size: int) -> Modules:
                 "itself, then Pooling, then any Dense and Normalize, or LogitScore"
             )
     return Modules(
+        is_declared=True,
         pooling=pooling,
         projections=tuple(projections),
         normalise=normalise,
@@ -169,29 +168,9 @@ def _answer(config: ConfigTable) -> AnswerTokens:
     return AnswerTokens(config.integer("true_token_id", 0, MAX_VOCAB), false)
 
 
-@dataclass(frozen=True, slots=True)
-class TextLimits:
-    """How texts are made for the transformer."""
-
-    max_length: int | None  # tokens; None: as many as the transformer has positions for
-    lower_case: bool
-
-
-def read_text_limits(folder: Path) -> TextLimits:
-    """Read the longest text that the folder's files allow, and whether texts are lower-cased."""
-    configs = (_read(folder, name) for name in TRANSFORMER_FILES)
-    config = next((config for config in configs if config is not None), ConfigTable({}))
-    if "max_seq_length" in config:
-        return TextLimits(config.integer("max_seq_length", 1, MAX_POSITIONS), config.flag("do_lower_case", False))
-    tokenizer = _read(folder, "tokenizer_config.json") or ConfigTable({})
-    limit = tokenizer.values.get("model_max_length")
-    known = isinstance(limit, int) and not isinstance(limit, bool) and 1 <= limit <= MAX_POSITIONS
-    return TextLimits(limit if known else None, config.flag("do_lower_case", False))
-
-
 def read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     """Return the prompts by name, and the name of the default one."""
-    config = _read(folder, SETTINGS_FILE)
+    config = read_table(folder, SETTINGS_FILE)
     if config is None:
         return {}, None
     if config.values.get("truncate_dim") is not None:
@@ -210,7 +189,7 @@ def read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
 
 def read_score_activation(folder: Path, config: ConfigTable, labels: int) -> ScoreActivation:
     """Return what makes scores of the values of `labels`: what the files say, or a sigmoid of a single one."""
-    settings = _read(folder, SETTINGS_FILE) or ConfigTable({}, source=SETTINGS_FILE)
+    settings = read_table(folder, SETTINGS_FILE) or ConfigTable({}, source=SETTINGS_FILE)
     for table, key in (
         (settings, "activation_fn"),
         (config.table("sentence_transformers"), "activation_fn"),
@@ -221,7 +200,7 @@ def read_score_activation(folder: Path, config: ConfigTable, labels: int) -> Sco
     return "sigmoid" if labels == 1 else "identity"
 
 
-def _read(folder: Path, name: str) -> ConfigTable | None:
+def read_table(folder: Path, name: str) -> ConfigTable | None:
     """Return the object in a JSON file; None if there is no such file."""
     if not isfile(folder / name):
         return None

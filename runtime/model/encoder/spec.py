@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ..spec import DecoderSpec, Rope
 
@@ -16,6 +16,9 @@ Pooling = Literal["mean", "first", "last"]
 MlpActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]  # gelu: with erf; gelu_tanh: its approximation
 Activation = Literal["none", "tanh", "gelu", "gelu_tanh", "relu"]  # after pooling
 ScoreActivation = Literal["sigmoid", "identity"]
+MessageFormat = Literal[
+    "auto", "flat", "structured"
+]  # contents are texts, or lists of parts; auto: as a template needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +117,10 @@ class EncoderSpec:
     is_multi_label: bool = False  # any number of labels may be right for a text
     max_model_len: int  # tokens of the longest text
     lower_case: bool = False  # texts are lower-cased before they are tokenized
+    messages: MessageFormat | None = None  # of a pair, for the chat template; None: the tokenizer joins pairs
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # for the chat template
+    # The token that is not pooled where a text ends with it, however often; None: the last token is pooled.
+    pad_token_id: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)  # name -> text that goes before an input
     default_prompt: str | None = None  # the name of the prompt of inputs without one
     matryoshka: tuple[int, ...] = ()  # smaller numbers of dimensions that the model was trained for; (): not known

@@ -33,7 +33,8 @@ from .dynamic import DynamicVisionSpec
 from .dynamic_packed import DynamicVisionWeights, build_dynamic, emit_dynamic_patches, emit_merger
 from .spec import TowerInput, VisionSpec
 
-_TOWER = re.compile(r"^model\.(?=(visual|vision_tower|multi_modal_projector)\.)")  # which some files have
+# In some files, names begin with `model.`, and those of SigLIP's tower have `vision_model.` in them.
+_TOWER = re.compile(r"^(?:model\.)?(visual|vision_tower|multi_modal_projector)\.(?:(?<=vision_tower\.)vision_model\.)?")
 TOWER_DTYPES: dict[WeightDtype, PackedDtype] = {"auto": "bf16", "q4": "q8", "bf16": "bf16", "q8": "q8", "f32": "f32"}
 HEAP_BYTES = 4 << 20  # measured: what the arrays of images leave in the heap
 
@@ -136,7 +137,7 @@ class _VisionTensors(SafetensorsCheckpoint):
 
     def __init__(self, folder: Path, spec: VisionSpec | DynamicVisionSpec) -> None:
         super().__init__(folder)
-        self._stored = {_TOWER.sub("", name): stored for name, stored in self._stored.items()}
+        self._stored = {_TOWER.sub(r"\1.", name): stored for name, stored in self._stored.items()}
         self._transposed: str | None = None
         if isinstance(spec, VisionSpec) and spec.mean_norm is not None:
             self._transposed = f"{spec.connector}.weight"

@@ -19,10 +19,9 @@ from ..config_json import (
     ConfigTable,
     num_layers,
     read_config,
-    read_head_dim,
 )
 from ..encoder.bert import ACTIVATIONS
-from ..encoder.family import read_named
+from ..encoder.family import read_named, read_plain_head_dim
 from ..encoder.spec import BertSpec, EncoderNames
 from ..files import is_gguf
 from .dynamic import DynamicVisionSpec
@@ -72,6 +71,10 @@ def _read_idefics3(config: ConfigTable, processor: ConfigTable) -> VisionSpec:
     """Read the tower of an `Idefics3ForConditionalGeneration` or a `SmolVLMForConditionalGeneration`."""
     vision = config.table("vision_config").with_defaults(IDEFICS3_DEFAULTS)
     text = config.table("text_config").with_defaults({"hidden_size": 4096})
+    if "max_image_size" in processor:
+        tile, size = processor.table("max_image_size"), vision.integer("image_size", 1, MAX_IMAGE_SIZE)
+        if "longest_edge" in tile and tile.values["longest_edge"] != size:
+            raise tile.refused("longest_edge", f"{size}, which is vision_config.image_size: the tower takes one tile")
     spec = _read_siglip(
         vision,
         processor,
@@ -100,7 +103,7 @@ def _read_gemma3(config: ConfigTable, processor: ConfigTable) -> VisionSpec | No
     spec = _read_siglip(
         vision,
         processor,
-        prefix="vision_tower.vision_model.",
+        prefix="vision_tower.",
         scale=grid // side,
         out_size=text.integer("hidden_size", 1, MAX_WIDTH),
         image_token_id=config.integer(id_key, 0, MAX_VOCAB, 262_144),
@@ -141,7 +144,7 @@ def _read_siglip(
         hidden_size=config.integer("hidden_size", 1, MAX_WIDTH),
         num_layers=layers,
         num_heads=config.integer("num_attention_heads", 1, MAX_HEADS),
-        head_dim=read_head_dim(config),
+        head_dim=read_plain_head_dim(config),
         intermediate_size=config.integer("intermediate_size", 1, MAX_WIDTH),
         norm_eps=config.positive("layer_norm_eps"),
         max_position_embeddings=grid**2,

@@ -371,21 +371,43 @@ def test_a_gemma3_without_a_tower_takes_text_only(model_folder: Callable[..., Pa
     assert read_vision(model_folder("gemma3_images", lambda config: config.pop("vision_config"))) is None
 
 
-def test_tensors_of_gemma3_may_have_names_with_and_without_model(model_folder: Callable[..., Path]) -> None:
-    """transformers writes both, depending on its version."""
+@pytest.mark.parametrize(
+    ("tower", "projector"),
+    [
+        ("vision_tower.vision_model.", "multi_modal_projector."),
+        ("model.vision_tower.vision_model.", "model.multi_modal_projector."),
+        ("vision_tower.", "multi_modal_projector."),
+        ("model.vision_tower.", "model.multi_modal_projector."),
+    ],
+)
+def test_tensors_of_gemma3_have_the_names_of_any_version(
+    model_folder: Callable[..., Path], tower: str, projector: str
+) -> None:
+    """transformers writes all of them, depending on its version; 5.24 the third."""
     folder, image = model_folder("gemma3_images"), placed(np.full((64, 64, 3), 99, np.uint8))
     rows = runner_of(folder, "q8").encode(image)
     file = folder / "model.safetensors"
     content = file.read_bytes()
     header_end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:header_end])
-    towers = [name for name in header if re.match(r"(model\.)?(vision_tower|multi_modal_projector)\.", name)]
-    assert len(towers) > 30
-    for name in towers:
-        header[name.removeprefix("model.") if name.startswith("model.") else f"model.{name}"] = header.pop(name)
-    renamed = json.dumps(header).encode()
-    file.write_bytes(len(renamed).to_bytes(8, "little") + renamed + content[header_end:])
+    known = re.compile(r"(?:model\.)?(?:(vision_tower)\.vision_model|multi_modal_projector)\.")
+    renamed = {known.sub(lambda found: tower if found[1] else projector, name): header[name] for name in header}
+    assert sum(name.startswith((tower, projector)) for name in renamed) > 30
+    data = json.dumps(renamed).encode()
+    file.write_bytes(len(data).to_bytes(8, "little") + data + content[header_end:])
     assert (runner_of(folder, "q8").encode(image) == rows).all()
+
+
+def test_tiles_of_another_size_than_the_tower_takes_are_refused(model_folder: Callable[..., Path]) -> None:
+    folder = model_folder("idefics3")
+    file = folder / "preprocessor_config.json"
+    file.write_text('{"max_image_size": {"longest_edge": 64}}')
+    assert spec_of(folder).image_size == 64
+    file.write_text('{"max_image_size": {"longest_edge": 32}}')
+    with pytest.raises(
+        UnsupportedModel, match=r"max_image_size.longest_edge is 32; it must be 64, which is vision_con"
+    ):
+        read_vision(folder)
 
 
 @pytest.mark.parametrize(

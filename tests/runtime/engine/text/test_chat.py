@@ -431,6 +431,49 @@ def test_arguments_must_be_an_object(arguments: str) -> None:
             ChatTemplate(CHATML).render([{**CALLING[1], "tool_calls": calls}])
 
 
+CONTENTS = (
+    "{% for m in messages %}<{{ m.role }}>CONTENT{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}"
+    "{% endfor %}"
+)
+READ_PARTS = (  # as Qwen3-VL's and Gemma 3's
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}"
+    "{% endif %}{% endfor %}{% endif %}"
+)
+ONLY_PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"  # as SmolVLM's
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("{{ '' + m.content }}", "weather"),
+        ("{{ m.content }}", "weather"),
+        (READ_PARTS, "weather"),
+        (ONLY_PARTS, "weather"),
+        ("{% if m.content is none %}no text, {% else %}{{ m.content }}{% endif %}", "no text, weather"),
+        ("{{ m.content or '' }}", "weather"),
+    ],
+)
+def test_a_message_with_calls_may_have_no_content(content: str, text: str) -> None:
+    template = ChatTemplate(CONTENTS.replace("CONTENT", content))
+    assert template.render(CALLING) == f"<user>?<assistant>{text}"
+    without = {key: value for key, value in CALLING[1].items() if key != "content"}
+    assert template.render([CALLING[0], without]) == f"<user>?<assistant>{text}"
+
+
+def test_messages_may_be_rendered_unchanged() -> None:
+    template = ChatTemplate("{{ messages[0].content[0].text }}{{ add_generation_prompt }}{{ x }}")
+    messages = [{"role": "query", "content": [{"type": "text", "text": "a"}]}]
+    assert template.render_unchanged(messages, {"x": 3}) == "aFalse3"
+    assert template.render_unchanged(messages, {"add_generation_prompt": True}) == "aTrue"
+
+
+def test_all_special_tokens_are_visible(tmp_path: Path) -> None:
+    names = ("cls_token", "sep_token", "mask_token")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: f"<{name}>" for name in names}))
+    (tmp_path / "chat_template.jinja").write_text("{{ cls_token }}{{ sep_token }}{{ mask_token }}")
+    assert ChatTemplate.load(tmp_path).render(MESSAGES) == "<cls_token><sep_token><mask_token>"
+
+
 def test_reasoning_has_every_name_that_templates_read() -> None:
     template = ChatTemplate("{{ messages[0].reasoning_content }}{{ messages[0].thinking }}")
     assert template.render([{"role": "assistant", "content": "", "reasoning": "So."}]) == "So.So."

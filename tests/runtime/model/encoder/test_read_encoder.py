@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,9 @@ def test_without_modules_rows_are_averaged(encoder_folder: Copy) -> None:
         ("bert", "config.json", edited(position_embedding_type="relative_key"), "position_embedding_type"),
         ("bert", "config.json", edited(num_attention_heads=3), "hidden_size"),
         ("bert", "config.json", edited(is_decoder=True), "is_decoder"),
+        ("bert", "config.json", edited(num_attention_heads=8), "num_attention_heads is 8; it must be such that a head"),
+        ("bert", "config.json", edited(head_dim=5), r"head_dim is 5; it must be .* attention needs \(here it has 5\)"),
+        ("distilbert", "config.json", edited(n_heads=8), "n_heads is 8; it must be such that a head has"),
         ("bert", "config.json", edited(type_vocab_size=0), "type_vocab_size"),
         ("bert", "config.json", edited(architectures=["T5Model"]), "architectures"),
         ("bert", "config.json", edited(architectures=[]), "architectures"),
@@ -251,6 +255,7 @@ def test_without_modules_rows_are_averaged(encoder_folder: Copy) -> None:
         ("bert_dense", "2_Dense/config.json", edited(use_residual=True), "use_residual"),
         ("bert", "modules.json", lambda modules: modules.pop(0), "Pooling first"),
         ("bert", "modules.json", lambda modules: modules.pop(1), "Normalize after Transformer"),
+        ("distilbert", "modules.json", lambda modules: modules.pop(), "modules.json has no module Pooling"),
         ("bert_dense", "modules.json", lambda modules: modules.insert(2, modules.pop()), "Dense after Normalize"),
         ("bert", "modules.json", lambda modules: modules[1].update(type="a.WordWeights"), "WordWeights after"),
         ("bert", "modules.json", lambda modules: modules[1].update(path="../other"), r"\[1\]\.path"),
@@ -294,6 +299,96 @@ def test_what_is_refused_is_named(
         pack_encoder(encoder_folder(name, edit, file), "f32")
 
 
+def forwarded(output: Any, method: str = "forward") -> dict[str, Any]:
+    return {"modality_config": {"text": {"method": method, "method_output_name": output}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("bert", {"config_args": {"num_hidden_layers": 1}}, "config_args.num_hidden_layers is 1; it must be absent"),
+        ("bert", {"config_kwargs": {"num_labels": 1}}, "config_kwargs.num_labels"),
+        ("bert", {"model_args": {"subfolder": "a"}}, "model_args.subfolder"),
+        ("bert", {"model_kwargs": 3}, "model_kwargs is 3; it must be an object"),
+        ("bert", {"tokenizer_args": {"do_lower_case": False}}, "tokenizer_args.do_lower_case"),
+        ("bert", {"processor_kwargs": {"truncation_side": "left"}}, "processor_kwargs.truncation_side"),
+        ("bert", {"processing_kwargs": {"text": {"add_special_tokens": False}}}, "text.add_special_tokens is false"),
+        ("bert", {"processing_kwargs": {"text": {"truncation": "only_first"}}}, "text.truncation"),
+        ("bert", {"processing_kwargs": {"text": {"max_length": 0}}}, "processing_kwargs.text.max_length is 0"),
+        ("bert", {"processing_kwargs": {"text": {"stride": 3}}}, "text.stride"),
+        (
+            "bert",
+            {"processing_kwargs": {"common": {"return_tensors": "np"}}},
+            "processing_kwargs.common.return_tensors",
+        ),
+        ("qwen3_answer", {"processing_kwargs": {"text": {"logits_to_keep": 2}}}, "text.logits_to_keep is 2"),
+        ("qwen3_answer", {"processing_kwargs": {"chat_template": {"tools": []}}}, "chat_template.tools"),
+        ("qwen3_answer", {"processing_kwargs": {"chat_template": {"restore_suffix": False}}}, "restore_suffix"),
+        (
+            "qwen3_answer",
+            {"processing_kwargs": {"chat_template": {"add_generation_prompt": 1}}},
+            "add_generation_prompt",
+        ),
+        ("bert", {"transformer_task": "fill-mask"}, "transformer_task is .fill-mask.; it must be .feature-extraction."),
+        ("bert_scores", {"transformer_task": "feature-extraction"}, "it must be .sequence-classification. for"),
+        ("qwen3_answer", {"transformer_task": "any-to-any"}, "transformer_task is .any-to-any.; it must be .text-gen"),
+        ("bert", {"module_output_name": "sentence_embedding"}, "module_output_name"),
+        ("bert", forwarded(["hidden_states", -2]), r"modality_config.text.method_output_name is \[\"hidden_states"),
+        ("bert_scores", forwarded("last_hidden_state"), "modality_config.text.method_output_name"),
+        ("bert", forwarded("last_hidden_state", "get_text_features"), "modality_config.text.method is"),
+        ("bert", {"modality_config": {"image": {}}}, "modality_config is"),
+        ("bert", {"modality_config": {"message": {"method": "forward"}}}, "message.method_output_name is missing"),
+        (
+            "bert",
+            {"modality_config": {"message": {"method": "forward", "method_output_name": "last_hidden_state"}}},
+            "modality_config.message is .* must be absent: texts of a model with vectors are not made chats",
+        ),
+        ("bert", {"query_expansion": {"length": 32}}, "query_expansion"),
+        ("bert", {"query_length": 8}, "query_length is 8"),
+        ("bert", {"tokenizer_name_or_path": "other"}, "tokenizer_name_or_path"),
+        ("bert", {"new_key": 1}, "sentence_bert_config.json: new_key is 1; it must be absent: it is not supported"),
+    ],
+    ids=str,
+)
+def test_settings_of_the_transformer_that_are_refused_are_named(
+    encoder_folder: Copy, name: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        read_encoder(encoder_folder(name, edited(**settings), "sentence_bert_config.json"))
+
+
+def test_settings_of_the_transformer_without_an_effect_are_accepted(encoder_folder: Copy) -> None:
+    settings: dict[str, Any] = {
+        "config_args": {"use_cache": False},
+        "document_length": None,
+        "model_args": {"torch_dtype": "float16", "attn_implementation": "sdpa"},
+        "modality_config": {**forwarded(["last_hidden_state"])["modality_config"], "image": {"method": "x"}},
+        "processing_kwargs": {
+            "image": {"size": 3},
+            "chat_template": {"x": 1},
+            "text": {"add_special_tokens": True, "padding": "max_length", "truncation": True},
+        },
+        "tokenizer_args": {"padding_side": "left", "truncation_side": "right"},
+        "unpad_inputs": True,
+    }
+    folder = encoder_folder("bert", edited(**settings), "sentence_bert_config.json")
+    assert read_encoder(folder) == read_encoder(FOLDER / "bert")
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({"processing_kwargs": {"text": {"max_length": 6}}, "processor_kwargs": {"model_max_length": 7}}, 6),
+        ({"processor_kwargs": {"model_max_length": 7}, "max_seq_length": 8}, 7),
+        ({"tokenizer_args": {"model_max_length": 7}}, 7),
+        ({"max_seq_length": 8}, 8),
+    ],
+)
+def test_the_longest_text_of_the_settings(encoder_folder: Copy, settings: dict[str, Any], tokens: int) -> None:
+    folder = encoder_folder("bert", edited(**settings), "sentence_bert_config.json")
+    assert read_encoder(folder).max_model_len == tokens
+
+
 @pytest.mark.parametrize("file", ["modules.json", "1_Pooling/config.json", "sentence_bert_config.json"])
 def test_broken_files(encoder_folder: Copy, file: str) -> None:
     folder = encoder_folder("bert")
@@ -328,7 +423,10 @@ def test_the_least_files_of_a_reranker_that_answers(encoder_folder: Copy) -> Non
     folder = encoder_folder("qwen3_answer", edit, "modules.json")
     (folder / "1_LogitScore" / "config.json").write_text('{"true_token_id": 60, "false_token_id": 61}')
     (folder / "config_sentence_transformers.json").unlink()
-    assert read_encoder(folder) == read_encoder(FOLDER / "qwen3_answer")
+    spec = read_encoder(folder)
+    assert spec == read_encoder(FOLDER / "qwen3_answer")
+    (folder / "sentence_bert_config.json").unlink()
+    assert read_encoder(folder) == replace(spec, messages="auto")
 
 
 @pytest.mark.parametrize("rows", [60, 61])
