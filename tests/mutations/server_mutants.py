@@ -123,7 +123,7 @@ MUTANTS = [
     ),
     Mutant(
         RESUME,
-        "        if entry.request_digest != _digest(request):",
+        "        if entry.request_digest != _digest(request, answer_fields):",
         "        if False:",
         "a key answers a different request with the first one's text",
         RESUMING,
@@ -1130,10 +1130,31 @@ MUTANTS = [
         HTTP_API,
     ),
     Mutant(
-        STORED,
-        '        if not entry.buffer.has_ended:\n            entry.buffer.request.cancel("client")\n        self._replays',
-        "        self._replays",
+        RESUME,
+        '        if not buffer.has_ended:\n            buffer.request.cancel("client")\n        if buffer.idempotency',
+        "        if buffer.idempotency",
         "a deleted response that another connection reads is computed to its end",
+        STORING,
+    ),
+    Mutant(
+        RESUME,
+        "            self.idempotency_index.remove(buffer.idempotency_entry)\n        self.stored_index.remove(entry)",
+        "            pass\n        self.stored_index.remove(entry)",
+        "a retry with the key of a deleted response gets the deleted output",
+        STORING,
+    ),
+    Mutant(
+        STORED,
+        "json.dumps([self.id_prefix, asked])",
+        'json.dumps(["", asked])',
+        "a key answers requests to another path",
+        STORING,
+    ),
+    Mutant(
+        STORED,
+        "            answer_fields=answer_fields,\n",
+        "",
+        "a retry with other metadata gets an answer that GET contradicts",
         STORING,
     ),
     Mutant(

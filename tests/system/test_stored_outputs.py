@@ -20,6 +20,7 @@ Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
+OTHER_REQUEST = "this idempotency key was used for another request; take a fresh key"
 
 
 async def ask(system: Any, method: str, path: str, body: object = None, **headers: str) -> Reply:
@@ -297,14 +298,14 @@ async def test_what_was_not_stored_cannot_be_stored_by_a_retry(system: Any) -> N
         for store in (False, False, True)
     ]
     assert [reply.status for reply in replies] == [200, 200, 400]
-    assert "is not stored here; take a fresh key" in replies[2].error["message"]
+    assert "is not stored; take a fresh key" in replies[2].error["message"]
 
 
 async def test_a_chat_that_is_stored_is_no_stored_response_by_its_key(system: Any) -> None:
     messages = [{"role": "user", "content": "one"}]
     await ask(system, "POST", CHAT, chat(messages=messages, store=True), Idempotency_Key="a")
     reply = await ask(system, "POST", RESPONSES, response(messages), Idempotency_Key="a")
-    assert (reply.status, reply.error["message"][:14]) == (400, "the output of ")
+    assert (reply.status, reply.error["message"]) == (400, OTHER_REQUEST)
     again = await ask(system, "POST", CHAT, chat(messages=messages, store=True), Idempotency_Key="a")
     assert (await ask(system, "GET", f"{CHAT}/{again.json['id']}")).status == 200
     assert len(system.engine.requests) == 1
@@ -413,8 +414,63 @@ async def test_a_key_belongs_to_one_request(system: Any) -> None:
     assert (await ask(system, "POST", CHAT, chat(), idempotency_key="k")).status == 200
     for body in (chat(temperature=0.5), chat(messages=[{"role": "user", "content": "c"}])):
         reply = await ask(system, "POST", CHAT, body, idempotency_key="k")
-        assert reply.status == 400
-        assert "idempotency key" in reply.error["message"]
+        assert (reply.status, reply.error["message"]) == (400, OTHER_REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "other"),
+    [
+        (CHAT, chat(), {"stream": True}),
+        (CHAT, chat(stream=True), {"stream_options": {"include_usage": True}}),
+        (CHAT, chat(), {"return_token_ids": True}),
+        (CHAT, chat(), {"return_timings": True}),
+        (CHAT, chat(logprobs=True), {"return_tokens_as_token_ids": True}),
+        (CHAT, chat(service_tier="default"), {"service_tier": "priority"}),
+        (RESPONSES, response(metadata={"a": "1"}), {"metadata": {"a": "2"}}),
+        (RESPONSES, response(), {"background": True}),
+        (RESPONSES, response(user="a"), {"user": "b"}),
+        (
+            RESPONSES,
+            response([{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]),
+            {"instructions": "s", "input": "a"},
+        ),
+    ],
+)
+async def test_a_key_belongs_to_one_form_of_the_answer(
+    system: Any, path: str, body: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """Also where the engine would compute the same tokens."""
+    first = await ask(system, "POST", path, body, idempotency_key="k")
+    reply = await ask(system, "POST", path, {**body, **other}, idempotency_key="k")
+    assert (reply.status, reply.error["message"]) == (400, OTHER_REQUEST)
+    again = await ask(system, "POST", path, body, idempotency_key="k")
+    assert (again.status, again.content) == (200, first.content)
+    assert len(system.engine.requests) == 1
+
+
+async def test_a_key_belongs_to_one_path(system: Any) -> None:
+    messages = chat()["messages"]
+    assert (await ask(system, "POST", CHAT, chat(), idempotency_key="k")).status == 200
+    reply = await ask(system, "POST", RESPONSES, response(messages, store=False), idempotency_key="k")
+    assert (reply.status, reply.error["message"]) == (400, OTHER_REQUEST)
+
+
+async def test_a_retry_may_have_other_hints_priority_and_deadline_and_need_not_store(system: Any) -> None:
+    first = await ask(system, "POST", CHAT, chat(store=True), idempotency_key="k")
+    other = chat(metadata={"a": "b"}, priority=2, deadline_ms=60_000, pin_ms=5)
+    again = await ask(system, "POST", CHAT, other, idempotency_key="k")
+    assert (again.status, again.content) == (200, first.content)
+
+
+@pytest.mark.parametrize(("path", "body"), [(RESPONSES, response()), (CHAT, chat(store=True))])
+async def test_what_is_deleted_is_no_answer_to_its_key(system: Any, path: str, body: dict[str, Any]) -> None:
+    first = await ask(system, "POST", path, body, idempotency_key="k")
+    assert (await ask(system, "DELETE", f"{path}/{first.json['id']}")).status == 200
+    assert system.server._context.replays.num_bytes == 0
+    again = await ask(system, "POST", path, body, idempotency_key="k")
+    assert (again.status, again.json["id"] != first.json["id"]) == (200, True)
+    assert (await ask(system, "GET", f"{path}/{again.json['id']}")).content == again.content
+    assert len(system.engine.requests) == 2
 
 
 @pytest.mark.parametrize(
