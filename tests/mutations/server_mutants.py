@@ -19,6 +19,7 @@ STORED, STORED_INDEX, EXCHANGE = (
     f"runtime/server/{name}.py" for name in ("openai/stored", "stored_index", "openai/exchange")
 )
 STORING = "tests/system/test_stored_outputs.py"
+RESPONSE = "runtime/server/openai/responses.py"
 PAGE = "runtime/server/openai/page"
 CHATTING = "tests/system/test_chat_page.py"
 HTTP_API = "tests/system/test_http_api.py"
@@ -1155,6 +1156,20 @@ MUTANTS = [
         "            answer_fields=answer_fields,\n",
         "",
         "a retry with other metadata gets an answer that GET contradicts",
+        STORING,
+    ),
+    Mutant(
+        RESPONSE,
+        ' and given != "" and given not in seen',
+        "",
+        "a client that lists input items page by page never ends",
+        STORING,
+    ),
+    Mutant(
+        RESPONSE,
+        "msg_{name}_input_{index}",
+        "msg_{name}_{index}",
+        "an item of the input has the id of an item of the output",
         STORING,
     ),
     Mutant(

@@ -137,6 +137,8 @@ async def test_a_stored_response_with_calls_is_continued_by_their_results(
         for number in range(len(events(streamed))):
             assert events(await ask(real, "GET", path, last_event_id=str(number))) == events(streamed)[number + 1 :]
         assert (await ask(real, "GET", path)).json == first
+        (asked,) = (await ask(real, "GET", f"{path}/input_items")).json["data"]
+        assert asked["id"] not in {item["id"] for item in first["output"]}
         (made,) = [item for item in first["output"] if item["type"] == "function_call"]
         result = {"type": "function_call_output", "call_id": made["call_id"], "output": "<|1|>"}
         reply = await ask(real, "POST", RESPONSES, {**body, "input": [result], "previous_response_id": first["id"]})
@@ -309,6 +311,22 @@ async def test_a_chat_that_is_stored_is_no_stored_response_by_its_key(system: An
     again = await ask(system, "POST", CHAT, chat(messages=messages, store=True), Idempotency_Key="a")
     assert (await ask(system, "GET", f"{CHAT}/{again.json['id']}")).status == 200
     assert len(system.engine.requests) == 1
+
+
+async def test_each_input_item_has_an_id_of_its_own(system: Any) -> None:
+    """The client's, unless it is no text or another item's: a page begins after the item that it names."""
+    given = ["x", "x", "y", None, 5, {"a": 1}, ""]
+    items = [{"role": "user", "content": "a", "id": each} for each in given]
+    name = await stored_id(system, RESPONSES, response([*items, {"role": "user", "content": "a"}]))
+    path = f"{RESPONSES}/{name}/input_items?order=asc"
+    own = f"msg_{name.removeprefix('resp_')}_input_"
+    ids = ["x", f"{own}1", "y", *(f"{own}{index}" for index in range(3, 8))]
+    assert [each["id"] for each in (await ask(system, "GET", path)).json["data"]] == ids
+    page, paged = (await ask(system, "GET", f"{path}&limit=1")).json, []
+    while page["data"]:
+        paged.append(page["last_id"])
+        page = (await ask(system, "GET", f"{path}&limit=1&after={page['last_id']}")).json
+    assert paged == ids
 
 
 async def test_input_without_text_is_listed(system: Any) -> None:
