@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
+WHERE = '{"city": "Paris"}'
+WEATHER = {"input": "<|0|>", "tools": [{"type": "function", "name": "weather", "parameters": None}], "store": True}
 OTHER_REQUEST = "this idempotency key was used for another request; take a fresh key"
 
 
@@ -47,6 +50,17 @@ async def stored_id(system: Any, path: str, body: dict[str, Any]) -> str:
     assert reply.status == 200, reply
     identity: str = reply.json["id"]
     return identity
+
+
+def write_weather_model(folder: Path) -> str:
+    """Write a model that asks for the weather in Paris after `<|0|>`, and says that it is sunny after `<|1|>`."""
+    call = f'<tool_call>\n{{"name": "weather", "arguments": {WHERE}}}\n</tool_call>'
+    template = (
+        "{# <tool_call> #}{{ tools }}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    )
+    scripts = {"<|0|>": f"I look.\n{call}", "<|1|>": "It is sunny."}
+    return str(write_scripted_model(folder / "model", scripts, template=template))
 
 
 # Streams that are read again
@@ -122,16 +136,8 @@ async def test_tool_calls_are_read_again_with_the_same_bytes(serving: Callable[.
 async def test_a_stored_response_with_calls_is_continued_by_their_results(
     serving: Callable[..., Any], tmp_path: Any
 ) -> None:
-    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-    template = (
-        "{# <tool_call> #}{{ tools }}{% for m in messages %}{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
-    )
-    scripts = {"<|0|>": f"I look.\n{call}", "<|1|>": "It is sunny."}
-    model = write_scripted_model(tmp_path / "model", scripts, template=template)
-    body = {"input": "<|0|>", "tools": [{"type": "function", "name": "weather", "parameters": None}], "store": True}
-    async with serving(model=str(model)) as real:
-        streamed = await ask(real, "POST", RESPONSES, {**body, "stream": True})
+    async with serving(model=write_weather_model(tmp_path)) as real:
+        streamed = await ask(real, "POST", RESPONSES, {**WEATHER, "stream": True})
         first = json.loads(events(streamed)[-1].split(b"data: ")[1])["response"]
         path = f"{RESPONSES}/{first['id']}"
         for number in range(len(events(streamed))):
@@ -141,12 +147,40 @@ async def test_a_stored_response_with_calls_is_continued_by_their_results(
         assert asked["id"] not in {item["id"] for item in first["output"]}
         (made,) = [item for item in first["output"] if item["type"] == "function_call"]
         result = {"type": "function_call_output", "call_id": made["call_id"], "output": "<|1|>"}
-        reply = await ask(real, "POST", RESPONSES, {**body, "input": [result], "previous_response_id": first["id"]})
+        reply = await ask(real, "POST", RESPONSES, {**WEATHER, "input": [result], "previous_response_id": first["id"]})
         assert reply.status == 200, reply
         assert reply.json["output"][0]["content"][0]["text"] == "It is sunny."
         items = (await ask(real, "GET", f"{RESPONSES}/{reply.json['id']}/input_items?order=asc")).json["data"]
         assert [item["type"] for item in items] == ["message", "message", "function_call", "function_call_output"]
         assert len({item["id"] for item in items}) == 4
+
+
+async def test_a_response_that_was_cut_within_a_call_is_continued_without_it(
+    serving: Callable[..., Any], tmp_path: Any
+) -> None:
+    """A call whose arguments are whole stays, although the markup after them is missing."""
+    async with serving(model=write_weather_model(tmp_path)) as real:
+        for num_tokens, arguments, num_kept in ((8, "", 1), (11, "{", 1), (13, '{"city": "Paris"', 1), (14, WHERE, 2)):
+            cut = (await ask(real, "POST", RESPONSES, {**WEATHER, "max_output_tokens": num_tokens})).json
+            assert cut["status"] == "incomplete"
+            assert [item["type"] for item in cut["output"]] == ["message", "function_call"]
+            assert cut["output"][1]["arguments"] == arguments
+            following = {**WEATHER, "input": "<|1|>", "previous_response_id": cut["id"]}
+            reply = await ask(real, "POST", RESPONSES, following)
+            assert reply.status == 200, reply
+            assert reply.json["output"][0]["content"][0]["text"] == "It is sunny."
+            items = (await ask(real, "GET", f"{RESPONSES}/{reply.json['id']}/input_items?order=asc")).json["data"]
+            assert [item["id"] for item in items[1:-1]] == [item["id"] for item in cut["output"]][:num_kept]
+
+
+async def test_an_error_in_new_input_is_placed_after_a_call_that_was_left_out(
+    serving: Callable[..., Any], tmp_path: Any
+) -> None:
+    async with serving(model=write_weather_model(tmp_path)) as real:
+        cut = (await ask(real, "POST", RESPONSES, {**WEATHER, "max_output_tokens": 11})).json
+        given = [{"role": "user", "content": "<|1|>"}, {"type": "item_reference", "id": "a"}]
+        reply = await ask(real, "POST", RESPONSES, {**WEATHER, "input": given, "previous_response_id": cut["id"]})
+        assert (reply.status, reply.error["message"].split(" must")[0]) == (400, "input[1]")
 
 
 # Objects

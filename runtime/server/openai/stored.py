@@ -218,9 +218,9 @@ class KeptRequests:
             text = "previous_response_id: that response has not ended, was cancelled or failed"
             raise BadRequest(text, "previous_response_id")
         if own := input_items(fields.values.get("input")):
-            output = json.loads(form.whole(usage))["output"]
+            output = [_as_input(item) for item in json.loads(form.whole(usage))["output"] if not _is_broken_call(item)]
             earlier = await self._read(entry, lambda values: input_items(values["input"]))
-            fields.values["input"] = [*earlier, *map(_without_logprobs, output), *own]
+            fields.values["input"] = [*earlier, *output, *own]
             fields.num_previous_items = len(earlier) + len(output)
         return len(entry.fields)
 
@@ -288,8 +288,18 @@ async def _snapshot(form: ResponseFormat, reader: KeptReader) -> bytes:
     return form.unfinished(status, buffer.error)
 
 
-def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item of the output as one of the input."""
+def _is_broken_call(item: dict[str, Any]) -> bool:
+    """Return whether an item of the output is a call without whole arguments, which no template can show."""
+    if item["type"] != "function_call" or (item["status"] == "completed" and not item["arguments"]):
+        return False
+    try:
+        return not isinstance(json.loads(item["arguments"]), dict)
+    except (ValueError, RecursionError):
+        return True
+
+
+def _as_input(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item of the output as one of the input, which has no logprobs."""
     if item["type"] != "message":
         return item
     return {**item, "content": [{"type": part["type"], "text": part["text"]} for part in item["content"]]}
