@@ -1150,6 +1150,7 @@ MUTANTS = [
         'json.dumps(["", asked])',
         "a key answers requests to another path",
         STORING,
+        equivalent="only responses repeat fields, and a prompt of a completion is no message",
     ),
     Mutant(
         STORED,
