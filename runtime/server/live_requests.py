@@ -6,14 +6,14 @@ Must not import frames or sockets.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from itertools import islice
 from typing import Protocol, TypeVar
 
 from ...scheduler import AdmissionEstimate
-from ..common.errors import QuireError
+from ..common.errors import Overloaded, QuireError, QuotaExceeded
 from ..common.types import OutputChunk
 from ..engine.facade import EmbedRequest, EngineFacade, GenerateRequest, Generation
 from .live_embedding import LiveEmbedding
@@ -24,6 +24,8 @@ from .tenants import Tenant
 
 R = TypeVar("R", GenerateRequest, EmbedRequest)
 T = TypeVar("T")
+
+FEWER = "send fewer prompts in one request"
 
 
 class LiveRequests:
@@ -39,6 +41,20 @@ class LiveRequests:
 
     def __len__(self) -> int:
         return len(self._all)
+
+    def check_fit(self, tenant: Tenant, requests: Sequence[GenerateRequest]) -> None:
+        """Raise QuotaExceeded if the tenant may never have these requests together, Overloaded if it may not now.
+
+        `submit` may refuse one of them all the same: of the rate and the texts, only the most that may come at once is
+        compared.
+        """
+        if len(requests) == 1:
+            return
+        with self.reporting_refusals():
+            _check_limits(tenant, len(requests))
+            num_bytes, texts = sum(request.text_bytes() for request in requests), self.texts.of(tenant.name)
+            if num_bytes > texts.limit:
+                raise QuotaExceeded(f"these prompts take {num_bytes} bytes, and {texts.describe_limit()}; {FEWER}")
 
     def submit(self, tenant: Tenant, request_id: int, request: GenerateRequest) -> LiveRequest:
         """Count the request for `tenant` and submit it.
@@ -98,6 +114,19 @@ class LiveRequests:
         except QuireError as error:
             self._observer.on_rejected(error)
             raise
+
+
+def _check_limits(tenant: Tenant, num_requests: int) -> None:
+    """Raise QuotaExceeded or Overloaded if the tenant may not send that many requests at once."""
+    limits, num_live = tenant.limits, tenant.totals.live
+    most, burst = limits.max_concurrent_requests, limits.burst or limits.requests_per_minute
+    what = f"{num_requests} prompts are as many requests, and this tenant may"
+    if most is not None and num_requests > most:
+        raise QuotaExceeded(f"{what} have {most} at a time; {FEWER}")
+    if limits.requests_per_minute is not None and burst is not None and num_requests > burst:
+        raise QuotaExceeded(f"{what} send {burst} at once; {FEWER}")
+    if most is not None and num_live + num_requests > most:
+        raise Overloaded(f"{what} have {most} at a time, of which {num_live} are live")
 
 
 class Reader(Protocol):

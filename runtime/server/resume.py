@@ -26,6 +26,7 @@ from .replay_buffer import (
     ReplayBuffer,
     ResumeEntry,
     Session,
+    StoredEntry,
     Subscriber,
     bytes_to_reserve,
 )
@@ -119,19 +120,19 @@ class IdempotencyIndex:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, key: IdempotencyKey, request: GenerateRequest) -> ReplayBuffer | None:
-        """Return what answers `request`. Raises InvalidRequest when the key was used for another request."""
+    def find(self, key: IdempotencyKey, request: GenerateRequest, answer_fields: bytes) -> ReplayBuffer | None:
+        """Return what answers `request`. Raises InvalidRequest when the key was used for another answer."""
         entry = self._entries.get(key)
         if entry is None or entry.buffer.request.is_cancelled:
             return None
-        if entry.request_digest != _digest(request):
+        if entry.request_digest != _digest(request, answer_fields):
             raise InvalidRequest("this idempotency key was used for another request; take a fresh key")
         return entry.buffer
 
-    def add(self, key: IdempotencyKey, request: GenerateRequest, buffer: ReplayBuffer) -> None:
+    def add(self, key: IdempotencyKey, request: GenerateRequest, answer_fields: bytes, buffer: ReplayBuffer) -> None:
         if (cancelled := self._entries.get(key)) is not None:
             self.remove(cancelled)
-        self._entries[key] = buffer.idempotency_entry = IdempotencyEntry(key, _digest(request), buffer)
+        self._entries[key] = buffer.idempotency_entry = IdempotencyEntry(key, _digest(request, answer_fields), buffer)
 
     def on_end(self, entry: IdempotencyEntry) -> None:
         """Remember a finished request for the window. After anything else, a retry is a new attempt."""
@@ -198,17 +199,18 @@ class ReplayStore:
         *,
         resumable: bool,
         stored: ToStore | None = None,
+        answer_fields: bytes = b"",
     ) -> ReplayBuffer:
         """Return the buffer of a new request, or of the one that had this idempotency key before.
 
-        A new request with `stored` is stored. The caller must subscribe immediately. Raises InvalidRequest when the
-        key's request was another one or is not stored as asked, Overloaded or QuotaExceeded when the tenant's share has
-        no room, or a refusal of `LiveRequests`.
+        `answer_fields` decide the bytes of the answer besides the request. A new request with `stored` is stored. The
+        caller must subscribe immediately. Raises InvalidRequest when the key's request was another one or is not stored
+        as asked, Overloaded or QuotaExceeded when the tenant's share has no room, or a refusal of `LiveRequests`.
         """
-        buffer = None if key is None else self.idempotency_index.find((tenant.name, key), request)
+        buffer = None if key is None else self.idempotency_index.find((tenant.name, key), request, answer_fields)
         entry_bytes = ENTRY_BYTES if resumable else 0
-        if buffer is not None and stored is not None and not self.stored_index.has(buffer, stored.id_prefix):
-            raise InvalidRequest("the output of this idempotency key's request is not stored here; take a fresh key")
+        if buffer is not None and stored is not None and buffer.stored_entry is None:
+            raise InvalidRequest("the output of this idempotency key's request is not stored; take a fresh key")
         if buffer is not None:
             with self._requests.reporting_refusals():
                 droppable = self._check_room(tenant.name, entry_bytes, keep=buffer)
@@ -226,10 +228,19 @@ class ReplayStore:
         self._tasks.add(buffer.task)
         buffer.task.add_done_callback(self._tasks.discard)
         if key is not None:
-            self.idempotency_index.add((tenant.name, key), request, buffer)
+            self.idempotency_index.add((tenant.name, key), request, answer_fields, buffer)
         if stored is not None:
             self.stored_index.add(buffer, stored)
         return buffer
+
+    def delete(self, entry: StoredEntry) -> None:
+        """Forget a stored request and its idempotency key, and cancel it if it runs."""
+        buffer = entry.buffer
+        if not buffer.has_ended:
+            buffer.request.cancel("client")
+        if buffer.idempotency_entry is not None:
+            self.idempotency_index.remove(buffer.idempotency_entry)
+        self.stored_index.remove(entry)
 
     def fail(self, error: QuireError) -> None:
         """End every running request with `error`."""
@@ -376,7 +387,7 @@ class ReplayStore:
             del self._tenants[buffer.tenant]
 
 
-def _digest(request: GenerateRequest) -> bytes:
-    """Return a hash of what decides the outcome; a prompt may be long, and is not kept."""
+def _digest(request: GenerateRequest, answer_fields: bytes) -> bytes:
+    """Return a hash of what decides the answer; a prompt may be long, and is not kept."""
     outcome = msgspec.structs.replace(request, priority=0, deadline_ms=None, pin_ms=None)
-    return hashlib.sha256(msgspec.msgpack.encode(outcome)).digest()
+    return hashlib.sha256(msgspec.msgpack.encode(outcome) + answer_fields).digest()

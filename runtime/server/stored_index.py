@@ -41,10 +41,6 @@ class StoredIndex:
             )
         return entry
 
-    def has(self, buffer: ReplayBuffer, id_prefix: str) -> bool:
-        """Return whether the buffer's request is stored under an id with this prefix. Each path has its own."""
-        return buffer.stored_entry is not None and buffer.stored_entry.key == (buffer.tenant, id_prefix + buffer.name)
-
     def add(self, buffer: ReplayBuffer, stored: ToStore) -> None:
         """Store the buffer's request."""
         entry = StoredEntry((buffer.tenant, stored.id_prefix + buffer.name), stored.fields, buffer)

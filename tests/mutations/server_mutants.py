@@ -19,6 +19,7 @@ STORED, STORED_INDEX, EXCHANGE = (
     f"runtime/server/{name}.py" for name in ("openai/stored", "stored_index", "openai/exchange")
 )
 STORING = "tests/system/test_stored_outputs.py"
+RESPONSE = "runtime/server/openai/responses.py"
 PAGE = "runtime/server/openai/page"
 CHATTING = "tests/system/test_chat_page.py"
 HTTP_API = "tests/system/test_http_api.py"
@@ -123,7 +124,7 @@ MUTANTS = [
     ),
     Mutant(
         RESUME,
-        "        if entry.request_digest != _digest(request):",
+        "        if entry.request_digest != _digest(request, answer_fields):",
         "        if False:",
         "a key answers a different request with the first one's text",
         RESUMING,
@@ -1130,16 +1131,94 @@ MUTANTS = [
         HTTP_API,
     ),
     Mutant(
-        STORED,
-        '        if not entry.buffer.has_ended:\n            entry.buffer.request.cancel("client")\n        self._replays',
-        "        self._replays",
+        RESUME,
+        '        if not buffer.has_ended:\n            buffer.request.cancel("client")\n        if buffer.idempotency',
+        "        if buffer.idempotency",
         "a deleted response that another connection reads is computed to its end",
         STORING,
     ),
     Mutant(
+        RESUME,
+        "            self.idempotency_index.remove(buffer.idempotency_entry)\n        self.stored_index.remove(entry)",
+        "            pass\n        self.stored_index.remove(entry)",
+        "a retry with the key of a deleted response gets the deleted output",
+        STORING,
+    ),
+    Mutant(
         STORED,
-        "*map(_without_logprobs, output), *own]",
-        "*output, *own]",
+        "json.dumps([self.id_prefix, asked])",
+        'json.dumps(["", asked])',
+        "a key answers requests to another path",
+        STORING,
+        equivalent="only responses repeat fields, and a prompt of a completion is no message",
+    ),
+    Mutant(
+        STORED,
+        "            answer_fields=answer_fields,\n",
+        "",
+        "a retry with other metadata gets an answer that GET contradicts",
+        STORING,
+    ),
+    Mutant(
+        RESPONSE,
+        ' and given != "" and given not in seen',
+        "",
+        "a client that lists input items page by page never ends",
+        STORING,
+    ),
+    Mutant(
+        RESPONSE,
+        "msg_{name}_input_{index}",
+        "msg_{name}_{index}",
+        "an item of the input has the id of an item of the output",
+        STORING,
+    ),
+    Mutant(
+        STORED,
+        ' or (item["status"] == "completed" and not item["arguments"])',
+        ' or not item["arguments"]',
+        "a call that was cut before its arguments is continued as one without arguments",
+        STORING,
+    ),
+    Mutant(
+        STORED,
+        " if not _is_broken_call(item)]",
+        "]",
+        "a response that was cut within a call cannot be continued",
+        STORING,
+    ),
+    Mutant(
+        "runtime/server/openai/running.py",
+        "        requests.check_fit(tenant, self._requests)\n",
+        "",
+        "a client sends prompts that never fit its limits again for ever",
+        HTTP_API,
+    ),
+    Mutant(
+        LIVE,
+        "burst is not None and num_requests > burst",
+        "burst is not None and num_requests >= burst",
+        "as many prompts as may come at once are refused for good",
+        HTTP_API,
+    ),
+    Mutant(
+        LIVE,
+        "num_live + num_requests > most",
+        "num_requests > most",
+        "prompts that do not all fit are submitted, and cancelled",
+        HTTP_API,
+    ),
+    Mutant(
+        LIVE,
+        "if num_bytes > texts.limit:",
+        "if False:",
+        "a client sends texts that never fit together again for ever",
+        HTTP_API,
+    ),
+    Mutant(
+        STORED,
+        "[_as_input(item) for item in",
+        "[item for item in",
         "a response with logprobs cannot be continued",
         STORING,
     ),

@@ -659,6 +659,62 @@ async def test_prompts_after_a_refused_one_are_not_submitted(system: Any, monkey
     assert submitted == ["a", "b"]
 
 
+def write_limits_of_ann(folder: Path, limits: str) -> str:
+    keys = folder / "keys.toml"
+    keys.write_text(f'[ann]\nkeys = ["{hashlib.sha256(b"ann").hexdigest()}"]\n{limits}\n')
+    keys.chmod(0o600)
+    return str(keys)
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "message"),
+    [
+        ("max_concurrent_requests = 2", 2, "3 prompts are as many requests, and this tenant may have 2 at a time"),
+        ("requests_per_minute = 2", 2, "3 prompts are as many requests, and this tenant may send 2 at once"),
+        (
+            "requests_per_minute = 9\nburst = 4",
+            4,
+            "5 prompts are as many requests, and this tenant may send 4 at once",
+        ),
+    ],
+)
+async def test_prompts_that_never_fit_a_tenants_limit_are_refused_for_good_and_not_submitted(
+    serve: Serve, tmp_path: Any, limits: str, most: int, message: str
+) -> None:
+    system = await serve(auth_tokens=write_limits_of_ann(tmp_path, limits))
+    for _ in range(3):
+        reply = await ask(system, COMPLETIONS, complete(["a"] * (most + 1)), authorization="Bearer ann")
+        assert (reply.status, reply.error["code"]) == (429, "insufficient_quota")
+        assert reply.error["message"] == f"{message}; send fewer prompts in one request"
+        assert reply.headers["x-should-retry"] == "false"
+    assert system.engine.requests == []
+    assert 'quire_admission_rejections_total{reason="resource_exhausted"} 3.0' in system.metrics()
+    assert (await ask(system, COMPLETIONS, complete(["a"] * most), authorization="Bearer ann")).status == 200
+
+
+async def test_prompts_that_do_not_fit_beside_live_requests_may_be_sent_again(
+    serve: Serve, tmp_path: Any, eventually: Eventually
+) -> None:
+    system = await serve(auth_tokens=write_limits_of_ann(tmp_path, "max_concurrent_requests = 2"))
+    async with connection(system) as client:
+        client.send("POST", COMPLETIONS, complete("hold", stream=True), {"authorization": "Bearer ann"})
+        await client.read_until(b"hold:0")
+        reply = await ask(system, COMPLETIONS, complete(["a", "b"]), authorization="Bearer ann")
+        assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
+        assert reply.headers["x-should-retry"] == "true"
+        assert [request.prompt for request in system.engine.requests] == ["hold"]
+        assert (await ask(system, COMPLETIONS, complete(["a"]), authorization="Bearer ann")).status == 200
+    await eventually(lambda: not system.engine.live)
+
+
+async def test_prompts_whose_texts_never_fit_together_are_refused_for_good(serve: Serve) -> None:
+    system = await serve(max_text_bytes=100_000)
+    reply = await ask(system, COMPLETIONS, complete(["a" * 40_000] * 3))
+    assert (reply.status, reply.error["code"]) == (429, "insufficient_quota")
+    assert system.engine.requests == []
+    assert (await ask(system, COMPLETIONS, complete(["a" * 40_000] * 2))).status == 200
+
+
 async def test_an_error_in_a_stream_is_its_last_event(system: Any) -> None:
     *events, last = (await ask(system, COMPLETIONS, complete("fail", stream=True))).data
     assert events

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
+WHERE = '{"city": "Paris"}'
+WEATHER = {"input": "<|0|>", "tools": [{"type": "function", "name": "weather", "parameters": None}], "store": True}
+OTHER_REQUEST = "this idempotency key was used for another request; take a fresh key"
 
 
 async def ask(system: Any, method: str, path: str, body: object = None, **headers: str) -> Reply:
@@ -46,6 +50,17 @@ async def stored_id(system: Any, path: str, body: dict[str, Any]) -> str:
     assert reply.status == 200, reply
     identity: str = reply.json["id"]
     return identity
+
+
+def write_weather_model(folder: Path) -> str:
+    """Write a model that asks for the weather in Paris after `<|0|>`, and says that it is sunny after `<|1|>`."""
+    call = f'<tool_call>\n{{"name": "weather", "arguments": {WHERE}}}\n</tool_call>'
+    template = (
+        "{# <tool_call> #}{{ tools }}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    )
+    scripts = {"<|0|>": f"I look.\n{call}", "<|1|>": "It is sunny."}
+    return str(write_scripted_model(folder / "model", scripts, template=template))
 
 
 # Streams that are read again
@@ -186,29 +201,51 @@ async def test_a_stream_of_a_response_that_is_cancelled_ends_in_an_error(system:
 async def test_a_stored_response_with_calls_is_continued_by_their_results(
     serving: Callable[..., Any], tmp_path: Any
 ) -> None:
-    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-    template = (
-        "{# <tool_call> #}{{ tools }}{% for m in messages %}{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
-    )
-    scripts = {"<|0|>": f"I look.\n{call}", "<|1|>": "It is sunny."}
-    model = write_scripted_model(tmp_path / "model", scripts, template=template)
-    body = {"input": "<|0|>", "tools": [{"type": "function", "name": "weather", "parameters": None}], "store": True}
-    async with serving(model=str(model)) as real:
-        streamed = await ask(real, "POST", RESPONSES, {**body, "stream": True})
+    async with serving(model=write_weather_model(tmp_path)) as real:
+        streamed = await ask(real, "POST", RESPONSES, {**WEATHER, "stream": True})
         first = json.loads(events(streamed)[-1].split(b"data: ")[1])["response"]
         path = f"{RESPONSES}/{first['id']}"
         for number in range(len(events(streamed))):
             assert events(await ask(real, "GET", path, last_event_id=str(number))) == events(streamed)[number + 1 :]
         assert (await ask(real, "GET", path)).json == first
+        (asked,) = (await ask(real, "GET", f"{path}/input_items")).json["data"]
+        assert asked["id"] not in {item["id"] for item in first["output"]}
         (made,) = [item for item in first["output"] if item["type"] == "function_call"]
         result = {"type": "function_call_output", "call_id": made["call_id"], "output": "<|1|>"}
-        reply = await ask(real, "POST", RESPONSES, {**body, "input": [result], "previous_response_id": first["id"]})
+        reply = await ask(real, "POST", RESPONSES, {**WEATHER, "input": [result], "previous_response_id": first["id"]})
         assert reply.status == 200, reply
         assert reply.json["output"][0]["content"][0]["text"] == "It is sunny."
         items = (await ask(real, "GET", f"{RESPONSES}/{reply.json['id']}/input_items?order=asc")).json["data"]
         assert [item["type"] for item in items] == ["message", "message", "function_call", "function_call_output"]
         assert len({item["id"] for item in items}) == 4
+
+
+async def test_a_response_that_was_cut_within_a_call_is_continued_without_it(
+    serving: Callable[..., Any], tmp_path: Any
+) -> None:
+    """A call whose arguments are whole stays, although the markup after them is missing."""
+    async with serving(model=write_weather_model(tmp_path)) as real:
+        for num_tokens, arguments, num_kept in ((8, "", 1), (11, "{", 1), (13, '{"city": "Paris"', 1), (14, WHERE, 2)):
+            cut = (await ask(real, "POST", RESPONSES, {**WEATHER, "max_output_tokens": num_tokens})).json
+            assert cut["status"] == "incomplete"
+            assert [item["type"] for item in cut["output"]] == ["message", "function_call"]
+            assert cut["output"][1]["arguments"] == arguments
+            following = {**WEATHER, "input": "<|1|>", "previous_response_id": cut["id"]}
+            reply = await ask(real, "POST", RESPONSES, following)
+            assert reply.status == 200, reply
+            assert reply.json["output"][0]["content"][0]["text"] == "It is sunny."
+            items = (await ask(real, "GET", f"{RESPONSES}/{reply.json['id']}/input_items?order=asc")).json["data"]
+            assert [item["id"] for item in items[1:-1]] == [item["id"] for item in cut["output"]][:num_kept]
+
+
+async def test_an_error_in_new_input_is_placed_after_a_call_that_was_left_out(
+    serving: Callable[..., Any], tmp_path: Any
+) -> None:
+    async with serving(model=write_weather_model(tmp_path)) as real:
+        cut = (await ask(real, "POST", RESPONSES, {**WEATHER, "max_output_tokens": 11})).json
+        given = [{"role": "user", "content": "<|1|>"}, {"type": "item_reference", "id": "a"}]
+        reply = await ask(real, "POST", RESPONSES, {**WEATHER, "input": given, "previous_response_id": cut["id"]})
+        assert (reply.status, reply.error["message"].split(" must")[0]) == (400, "input[1]")
 
 
 # Objects
@@ -378,17 +415,33 @@ async def test_what_was_not_stored_cannot_be_stored_by_a_retry(system: Any) -> N
         for store in (False, False, True)
     ]
     assert [reply.status for reply in replies] == [200, 200, 400]
-    assert "is not stored here; take a fresh key" in replies[2].error["message"]
+    assert "is not stored; take a fresh key" in replies[2].error["message"]
 
 
 async def test_a_chat_that_is_stored_is_no_stored_response_by_its_key(system: Any) -> None:
     messages = [{"role": "user", "content": "one"}]
     await ask(system, "POST", CHAT, chat(messages=messages, store=True), Idempotency_Key="a")
     reply = await ask(system, "POST", RESPONSES, response(messages), Idempotency_Key="a")
-    assert (reply.status, reply.error["message"][:14]) == (400, "the output of ")
+    assert (reply.status, reply.error["message"]) == (400, OTHER_REQUEST)
     again = await ask(system, "POST", CHAT, chat(messages=messages, store=True), Idempotency_Key="a")
     assert (await ask(system, "GET", f"{CHAT}/{again.json['id']}")).status == 200
     assert len(system.engine.requests) == 1
+
+
+async def test_each_input_item_has_an_id_of_its_own(system: Any) -> None:
+    """The client's, unless it is no text or another item's: a page begins after the item that it names."""
+    given = ["x", "x", "y", None, 5, {"a": 1}, ""]
+    items = [{"role": "user", "content": "a", "id": each} for each in given]
+    name = await stored_id(system, RESPONSES, response([*items, {"role": "user", "content": "a"}]))
+    path = f"{RESPONSES}/{name}/input_items?order=asc"
+    own = f"msg_{name.removeprefix('resp_')}_input_"
+    ids = ["x", f"{own}1", "y", *(f"{own}{index}" for index in range(3, 8))]
+    assert [each["id"] for each in (await ask(system, "GET", path)).json["data"]] == ids
+    page, paged = (await ask(system, "GET", f"{path}&limit=1")).json, []
+    while page["data"]:
+        paged.append(page["last_id"])
+        page = (await ask(system, "GET", f"{path}&limit=1&after={page['last_id']}")).json
+    assert paged == ids
 
 
 async def test_input_without_text_is_listed(system: Any) -> None:
@@ -494,8 +547,63 @@ async def test_a_key_belongs_to_one_request(system: Any) -> None:
     assert (await ask(system, "POST", CHAT, chat(), idempotency_key="k")).status == 200
     for body in (chat(temperature=0.5), chat(messages=[{"role": "user", "content": "c"}])):
         reply = await ask(system, "POST", CHAT, body, idempotency_key="k")
-        assert reply.status == 400
-        assert "idempotency key" in reply.error["message"]
+        assert (reply.status, reply.error["message"]) == (400, OTHER_REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "other"),
+    [
+        (CHAT, chat(), {"stream": True}),
+        (CHAT, chat(stream=True), {"stream_options": {"include_usage": True}}),
+        (CHAT, chat(), {"return_token_ids": True}),
+        (CHAT, chat(), {"return_timings": True}),
+        (CHAT, chat(logprobs=True), {"return_tokens_as_token_ids": True}),
+        (CHAT, chat(service_tier="default"), {"service_tier": "priority"}),
+        (RESPONSES, response(metadata={"a": "1"}), {"metadata": {"a": "2"}}),
+        (RESPONSES, response(), {"background": True}),
+        (RESPONSES, response(user="a"), {"user": "b"}),
+        (
+            RESPONSES,
+            response([{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]),
+            {"instructions": "s", "input": "a"},
+        ),
+    ],
+)
+async def test_a_key_belongs_to_one_form_of_the_answer(
+    system: Any, path: str, body: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """Also where the engine would compute the same tokens."""
+    first = await ask(system, "POST", path, body, idempotency_key="k")
+    reply = await ask(system, "POST", path, {**body, **other}, idempotency_key="k")
+    assert (reply.status, reply.error["message"]) == (400, OTHER_REQUEST)
+    again = await ask(system, "POST", path, body, idempotency_key="k")
+    assert (again.status, again.content) == (200, first.content)
+    assert len(system.engine.requests) == 1
+
+
+async def test_a_key_belongs_to_one_path(system: Any) -> None:
+    messages = chat()["messages"]
+    assert (await ask(system, "POST", CHAT, chat(), idempotency_key="k")).status == 200
+    reply = await ask(system, "POST", RESPONSES, response(messages, store=False), idempotency_key="k")
+    assert (reply.status, reply.error["message"]) == (400, OTHER_REQUEST)
+
+
+async def test_a_retry_may_have_other_hints_priority_and_deadline_and_need_not_store(system: Any) -> None:
+    first = await ask(system, "POST", CHAT, chat(store=True), idempotency_key="k")
+    other = chat(metadata={"a": "b"}, priority=2, deadline_ms=60_000, pin_ms=5)
+    again = await ask(system, "POST", CHAT, other, idempotency_key="k")
+    assert (again.status, again.content) == (200, first.content)
+
+
+@pytest.mark.parametrize(("path", "body"), [(RESPONSES, response()), (CHAT, chat(store=True))])
+async def test_what_is_deleted_is_no_answer_to_its_key(system: Any, path: str, body: dict[str, Any]) -> None:
+    first = await ask(system, "POST", path, body, idempotency_key="k")
+    assert (await ask(system, "DELETE", f"{path}/{first.json['id']}")).status == 200
+    assert system.server._context.replays.num_bytes == 0
+    again = await ask(system, "POST", path, body, idempotency_key="k")
+    assert (again.status, again.json["id"] != first.json["id"]) == (200, True)
+    assert (await ask(system, "GET", f"{path}/{again.json['id']}")).content == again.content
+    assert len(system.engine.requests) == 2
 
 
 @pytest.mark.parametrize(

@@ -95,11 +95,22 @@ def input_items(given: object) -> list[Any]:
 
 
 def listed_items(items: list[Any], name: str) -> list[dict[str, Any]]:
-    """Return input items as `input_items` lists them: with an id, and texts as parts of their content."""
-    return [_listed(dict(item), f"msg_{name}_{index}") for index, item in enumerate(items)]
+    """Return input items as `input_items` lists them: with an id, and texts as parts of their content.
+
+    No two have one id, so that a client can ask for what follows any of them, and none has that of an output item.
+    """
+    seen: set[str] = set()
+    listed = []
+    for index, item in enumerate(items):
+        given = item.get("id")
+        is_usable = isinstance(given, str) and given != "" and given not in seen
+        own = {**item, "id": given if is_usable else f"msg_{name}_input_{index}"}
+        seen.add(own["id"])
+        listed.append(_listed(own))
+    return listed
 
 
-def _listed(item: dict[str, Any], item_id: str) -> dict[str, Any]:
+def _listed(item: dict[str, Any]) -> dict[str, Any]:
     if item.setdefault("type", "message") == "message":
         own = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
         content = item.get("content") or []
@@ -107,7 +118,7 @@ def _listed(item: dict[str, Any], item_id: str) -> dict[str, Any]:
         item["content"] = [{**own, "text": part["text"]} if "text" in part else _listed_image(part) for part in parts]
     elif item["type"] == "reasoning":
         item.setdefault("summary", [])
-    return {"id": item_id, "status": "completed", **item}
+    return {"id": item["id"], "status": "completed", **item}
 
 
 def _listed_image(part: dict[str, Any]) -> dict[str, Any]:

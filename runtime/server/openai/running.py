@@ -130,9 +130,10 @@ class CallRunner:
         self._ended = asyncio.Event()
 
     def submit(self, requests: LiveRequests) -> None:
-        """Submit every prompt. Raises the refusal of the first; that of a later one ends the call in `run`."""
+        """Submit every prompt. Raises the refusal of all or the first; that of a later one ends the call in `run`."""
         tenant = self._exchange.tenant
         assert tenant is not None, "authenticated"
+        requests.check_fit(tenant, self._requests)
         for index, request in enumerate(self._requests):
             try:
                 live = requests.submit(tenant, self._exchange.number, request)

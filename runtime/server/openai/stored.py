@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Set
+from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -42,6 +43,8 @@ MAX_QUERY_FIELDS = 32
 MAX_EVENT_DIGITS = 15
 MAX_LISTED = 100  # items of one page
 DEFAULT_LISTED = 20
+# Of a call: what is compared elsewhere, or is not the client's.
+UNASKED = frozenset({"requests", "store", "name", "created_s", "fingerprint"})
 
 T = TypeVar("T")
 
@@ -66,6 +69,11 @@ class Endpoint(NamedTuple):
             return None
         known = {name: value for name, value in values.items() if name in self.known}
         return ToStore(self.id_prefix, json.dumps(known).encode())
+
+    def answer_fields(self, call: Call) -> bytes:
+        """Return what a client asks for besides the request to the engine: the path, and the form of the answer."""
+        asked = {each.name: getattr(call, each.name) for each in dataclass_fields(call) if each.name not in UNASKED}
+        return json.dumps([self.id_prefix, asked]).encode()
 
 
 class KeptRequests:
@@ -95,8 +103,15 @@ class KeptRequests:
                 raise BadRequest(f"{name} cannot be used with {KEY_HEADER}", name)
         first = _first_event(exchange.headers, {})
         is_resumable = not call.store
+        answer_fields = b"" if key is None else endpoint.answer_fields(call)
         buffer = self._replays.open(
-            tenant, exchange.number, call.requests[0], key, resumable=is_resumable, stored=stored
+            tenant,
+            exchange.number,
+            call.requests[0],
+            key,
+            resumable=is_resumable,
+            stored=stored,
+            answer_fields=answer_fields,
         )
         reader = KeptReader(buffer, exchange, tenant)
         if is_resumable:
@@ -171,9 +186,7 @@ class KeptRequests:
     async def delete(self, endpoint: Endpoint, stored_id: str, exchange: Exchange) -> None:
         """Forget a stored output, and cancel the request if it runs."""
         entry, _ = self._find(exchange, endpoint, stored_id)
-        if not entry.buffer.has_ended:
-            entry.buffer.request.cancel("client")
-        self._replays.stored_index.remove(entry)
+        self._replays.delete(entry)
         exchange.respond(_json({"id": stored_id, "object": endpoint.deleted_object, "deleted": True}))
 
     async def input_items(self, endpoint: Endpoint, stored_id: str, exchange: Exchange) -> None:
@@ -205,9 +218,9 @@ class KeptRequests:
             text = "previous_response_id: that response has not ended, was cancelled or failed"
             raise BadRequest(text, "previous_response_id")
         if own := input_items(fields.values.get("input")):
-            output = json.loads(form.whole(usage))["output"]
+            output = [_as_input(item) for item in json.loads(form.whole(usage))["output"] if not _is_broken_call(item)]
             earlier = await self._read(entry, lambda values: input_items(values["input"]))
-            fields.values["input"] = [*earlier, *map(_without_logprobs, output), *own]
+            fields.values["input"] = [*earlier, *output, *own]
             fields.num_previous_items = len(earlier) + len(output)
         return len(entry.fields)
 
@@ -275,8 +288,18 @@ async def _snapshot(form: ResponseFormat, reader: KeptReader) -> bytes:
     return form.unfinished(status, buffer.error)
 
 
-def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item of the output as one of the input."""
+def _is_broken_call(item: dict[str, Any]) -> bool:
+    """Return whether an item of the output is a call without whole arguments, which no template can show."""
+    if item["type"] != "function_call" or (item["status"] == "completed" and not item["arguments"]):
+        return False
+    try:
+        return not isinstance(json.loads(item["arguments"]), dict)
+    except (ValueError, RecursionError):
+        return True
+
+
+def _as_input(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item of the output as one of the input, which has no logprobs."""
     if item["type"] != "message":
         return item
     return {**item, "content": [{"type": part["type"], "text": part["text"]} for part in item["content"]]}

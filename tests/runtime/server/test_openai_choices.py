@@ -131,7 +131,8 @@ def test_items_are_listed_in_the_form_of_responses() -> None:
     message, reasoning = listed_items(
         [{"role": "user", "content": parts}, {"type": "reasoning", "content": []}], "name"
     )
-    assert reasoning == {"id": "msg_name_1", "status": "completed", "type": "reasoning", "summary": [], "content": []}
+    own = {"id": "msg_name_input_1", "status": "completed"}
+    assert reasoning == {**own, "type": "reasoning", "summary": [], "content": []}
     assert message["content"] == [
         {"type": "input_text", "text": "b"},
         {"type": "input_image", "image_url": "data:a", "detail": "low"},
