@@ -65,7 +65,7 @@ def read_encoder(path: str | Path) -> EncoderSpec:
     settings = read_transformer_settings(folder, _task(config, modules))
     prompts, default_prompt = read_prompts(folder)
     return EncoderSpec(
-        body=body,
+        body=replace(body, tie_embeddings=True) if isinstance(body, DecoderSpec) else body,  # its LM head is no part
         causal=not config.flag(BIDIRECTIONAL, False),
         pooling=pooling,
         projections=projections,
@@ -142,7 +142,7 @@ def _body(config: ConfigTable) -> tuple[BertSpec | DecoderSpec, EncoderFamily | 
             f"{CONFIG_FILE}: architectures[0] is {name:.80}; a decoder that makes vectors must have no attention "
             "sinks, no soft cap of scores, and no norm over all heads together"
         )
-    return replace(spec, tie_embeddings=True), family  # its LM head is not used
+    return spec, family
 
 
 def _bidirectional(config: ConfigTable, family: Family) -> DecoderSpec:
@@ -238,6 +238,5 @@ def _answer(config: ConfigTable, body: BertSpec | DecoderSpec, tokens: AnswerTok
     for key, token in (("true_token_id", tokens.true), ("false_token_id", tokens.false)):
         if token is not None and token >= body.vocab_size:
             raise UnsupportedModel(f"{key} is {token}; the vocabulary has {body.vocab_size} tokens")
-    tied = config.flag("tie_word_embeddings", False)
-    matrix = f"{body.names.embedding if tied else body.names.lm_head}.weight"
+    matrix = f"{body.names.embedding if body.tie_embeddings else body.names.lm_head}.weight"
     return AnswerRows(matrix=matrix, true=tokens.true, false=tokens.false)

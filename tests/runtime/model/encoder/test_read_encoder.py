@@ -149,6 +149,18 @@ def test_what_config_json_need_not_say(encoder_folder: Copy) -> None:
     assert answer.matrix == "lm_head.weight"
 
 
+def test_a_family_whose_head_is_its_embedding_answers_by_that(encoder_folder: Copy) -> None:
+    folder = encoder_folder("gemma3", lambda config: config.pop("tie_word_embeddings", None))
+    modules = [{"path": "", "type": "Transformer"}, {"path": "1_LogitScore", "type": "LogitScore"}]
+    (folder / "modules.json").write_text(json.dumps(modules), "utf-8")
+    (folder / "sentence_bert_config.json").unlink(missing_ok=True)
+    (folder / "1_LogitScore").mkdir(exist_ok=True)
+    (folder / "1_LogitScore" / "config.json").write_text('{"true_token_id": 60}')
+    answer = read_encoder(folder).answer
+    assert answer is not None
+    assert answer.matrix.endswith("embed_tokens.weight")
+
+
 def test_half_of_embedding_gemmas_window_is_on_each_side() -> None:
     spec = read_encoder(FOLDER / "gemma3")
     assert isinstance(spec.body, DecoderSpec)
