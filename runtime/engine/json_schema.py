@@ -48,9 +48,9 @@ _Schema = Mapping[str, Any]
 def library_options(schema: Any) -> dict[str, str]:
     """Return the options with which llguidance must read an enforceable schema, its `x-guidance`."""
     options = {"whitespace_pattern": JSON_WHITESPACE}
-    return (
-        options | {"json_allowed_escapes": ESCAPES} if any(map(_has_free_names, _schemas_inside(schema))) else options
-    )
+    if any(map(_has_free_names, _schemas_inside(schema))):
+        options["json_allowed_escapes"] = ESCAPES
+    return options
 
 
 def _schemas_inside(schema: Any) -> Iterator[_Schema]:

@@ -32,7 +32,7 @@ FLAGS = (
 )
 OPTIONS: dict[str, Any] = {"weights": "q8", "kv_cache_dtype": "int8", "max_image_tokens": 32}
 FILES = (png("red", "blue"), png("green", "white", "black", size=(20, 40)), png("blue"))
-TEXTS = tuple(f"text {index % 7} " * (1 + index % 11) for index in range(300))
+TEXTS = tuple(f"text {index % 7} " * (1 + index % 11) for index in range(1200))
 
 
 def asked_about(*files: bytes, n: int = 1) -> GenerateRequest:
@@ -83,11 +83,11 @@ async def test_images_and_texts_have_the_bits_of_one_machine_when_a_host_is_lost
     async with connected(hosts, config) as cluster:
         engine = Engine(cluster, *load_texts(config))  # type: ignore[assignment]
         assert engine.info.max_images == 16
-        readers = [Reader(engine, request) for request in REQUESTS]  # type: ignore[arg-type]
         begun = asyncio.Event()
         embedding = asyncio.create_task(embedded(engine, begun))
-        await each_gains(readers, 5)
         await begun.wait()
+        readers = [Reader(engine, request) for request in REQUESTS]  # type: ignore[arg-type]
+        await each_gains(readers, 5)
         max(zip(cluster.hosts.values(), hosts, strict=True), key=lambda pair: pair[0].num_requests)[1].kill()
         await asyncio.gather(*(reader.task for reader in readers))
         assert bits_of(readers) == expected
