@@ -48,20 +48,7 @@ _Schema = Mapping[str, Any]
 def library_options(schema: Any) -> dict[str, str]:
     """Return the options with which llguidance must read an enforceable schema, its `x-guidance`."""
     options = {"whitespace_pattern": JSON_WHITESPACE}
-    return options | {"json_allowed_escapes": ESCAPES} if any(map(_has_free_names, _schemas_inside(schema))) else options
-
-
-def _schemas_inside(schema: Any) -> Iterator[_Schema]:
-    pending: list[Any] = [schema]
-    while pending:
-        each = pending.pop()
-        if isinstance(each, list):
-            pending.extend(each)
-        elif isinstance(each, dict):
-            yield each
-            for key, value in each.items():
-                if key not in DATA:
-                    pending.extend(value.values() if key in MAPS and isinstance(value, dict) else [value])
+    return options | {"json_allowed_escapes": ESCAPES} if any(map(_has_free_names, schemas_inside(schema))) else options
 
 
 def _has_free_names(schema: _Schema) -> bool:
@@ -136,6 +123,37 @@ def referred(root: _Schema, reference: Any) -> Any:
         else:
             at = at.get(name) if isinstance(at, dict) else None
     return None if pointer and not pointer.startswith("/") else at
+
+
+def schemas_inside(schema: Any) -> Iterator[_Schema]:
+    """Yield all schemas in a schema or a list of schemas, definitions included."""
+    pending: list[Any] = [schema]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, list):
+            pending.extend(each)
+        elif isinstance(each, dict):
+            yield each
+            for key, value in each.items():
+                if key not in DATA:
+                    pending.extend(value.values() if key in MAPS and isinstance(value, dict) else [value])
+
+
+def with_references(schema: Any, new: Callable[[str], str]) -> Any:
+    """Return a schema in which `new` has replaced every reference."""
+    if isinstance(schema, list):
+        return [with_references(each, new) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in MAPS and isinstance(value, dict):
+            changed[key] = {name: with_references(each, new) for name, each in value.items()}
+        elif key == "$ref" and isinstance(value, str):
+            changed[key] = new(value)
+        else:
+            changed[key] = value if key in DATA else with_references(value, new)
+    return changed
 
 
 def _schemas_in_use(root: _Schema) -> Iterator[_Schema]:
