@@ -34,8 +34,12 @@ _DIALECT = re.compile(r"^https?(://json-schema\.org/draft(-0[467]|/2019-09|/2020
 _IGNORES_SIBLINGS = re.compile(r"https?://json-schema\.org/draft-0[467]/schema#?")
 # A character behind a backslash, a property of Unicode, or a class of characters.
 _PATTERN_PART = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
-_OPERATOR = re.compile(r"(\\.)|\[|&(?=&)|~(?=~)", re.DOTALL)  # of classes in Rust's syntax
-_FROM_NUL = re.compile(r"(\\\\)|(?:\\x00|\\u0000|\\0|\x00)-(?!$)")
+# A character of a class, or a class within it.
+_ATOM = re.compile(r"\\(?:[pP]\{[^}]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|c[a-zA-Z]|.)|.", re.DOTALL)
+_SYNTAX = frozenset("-[&~")  # of classes in Rust's syntax
+_NUMBERED = re.compile(r"\\[xu]\{?([0-9a-fA-F]+)\}?")
+_ESCAPED = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "b": 8, "0": 0}  # characters behind a backslash, in a class
+CONTROL = frozenset(range(32))
 
 # Whitespace at most once in each place: no model fills its output with spaces.
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"
@@ -197,18 +201,60 @@ def _written(part: re.Match[str]) -> str:
     """Return a part of a pattern as llguidance must have it.
 
     A class with all control characters would also allow quotation marks and backslashes, which a string has behind a
-    backslash too: it gets all but the first. In Rust's syntax, a bracket in a class begins another, and && and ~~ are
-    operators. A class may be empty, or the complement of nothing.
+    backslash too: it gets all but the first. In Rust's syntax, a bracket in a class begins another, and &&, ~~ and --
+    are operators. A class may be empty, or the complement of nothing.
     """
     if part[2] is None:
-        return rf"[^\x00\p{part[0][2:]}]" if part[0].startswith(r"\P{") else part[0]
+        return _without_nul(part[0]) if part[0][:2] in (r"\p", r"\P") else part[0]
     if not part[2]:
         return r"[\s\S]" if part[1] else r"[^\s\S]"
-    body = _OPERATOR.sub(lambda each: each[1] or "\\" + each[0], part[2])
-    if not part[1]:
-        return "[" + _FROM_NUL.sub(lambda each: each[1] or r"\x01-", body) + "]"
-    body = "\\" + body if body.startswith("-") else body
-    return f"[^{body}]" if body.startswith(r"\x00") else rf"[^\x00{body}]"
+    ranges = list(_ranges(_ATOM.findall(part[2])))
+    body = "".join("-".join(map(_atom, each)) for each in ranges)
+    if part[1]:
+        return rf"[^\x00{body}]"
+    has_property = any(each[0][:2] in (r"\p", r"\P") for each in ranges)
+    return _without_nul(body) if has_property or frozenset().union(*map(_controls, ranges)) == CONTROL else f"[{body}]"
+
+
+def _without_nul(body: str) -> str:
+    return rf"[{body}&&[^\x00]]"
+
+
+def _ranges(atoms: list[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the atoms of a class: alone, or the first and the last one of a range."""
+    at = 0
+    while at < len(atoms):
+        ends = (atoms[at], atoms[min(at + 2, len(atoms) - 1)])
+        if atoms[at + 1 : at + 2] == ["-"] and at + 2 < len(atoms) and None not in map(_code, ends):
+            yield ends
+            at += 3
+        else:
+            yield (atoms[at],)
+            at += 1
+
+
+def _atom(atom: str) -> str:
+    code = _code(atom) if atom[:2] in (r"\0", r"\b", r"\c") else None  # which Rust's syntax does not have
+    return "\\" + atom if atom in _SYNTAX else atom if code is None else rf"\x{code:02x}"
+
+
+def _code(atom: str) -> int | None:
+    """Return the code of a character in a class; None for a class of characters."""
+    if not atom.startswith("\\"):
+        return ord(atom)
+    if numbered := _NUMBERED.fullmatch(atom):
+        return int(numbered[1], 16)
+    if atom[1] == "c" and len(atom) == 3:
+        return ord(atom[2]) % 32
+    return None if atom[1] in "pPdDsSwW" else _ESCAPED.get(atom[1], ord(atom[1]))
+
+
+def _controls(ends: tuple[str, ...]) -> frozenset[int]:
+    """Return the control characters of a range in a class."""
+    if ends[0] == r"\s":
+        return frozenset(range(9, 14))
+    first, last = _code(ends[0]), _code(ends[-1])
+    return CONTROL.intersection(range(first, last + 1)) if first is not None and last is not None else frozenset()
 
 
 def _with_real_dates(schema: dict[str, Any]) -> dict[str, Any]:
@@ -271,6 +317,7 @@ IDLE: dict[str, Callable[[Any, _Schema], bool]] = {  # keyword -> whether its va
     "uniqueItems": _is_false,
     "not": _is_false,
     "propertyNames": lambda value, schema: _allows_all(value) or value == {"type": "string"},
+    "additionalItems": lambda _, schema: not isinstance(schema.get("items"), list),
     "unevaluatedItems": _is_open,
     "unevaluatedProperties": _is_open,
     "dependencies": _maps_to_nothing,

@@ -503,8 +503,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/engine/json_schema.py",
-        'body = "\\\\" + body if body.startswith("-") else body',
-        "body = body",
+        '_SYNTAX = frozenset("-[&~")',
+        '_SYNTAX = frozenset("[&~")',
         "a hyphen at the beginning of a class forbids a range of characters",
         "tests/runtime/engine/test_json_schemas.py",
     ),

@@ -268,8 +268,8 @@ MUTANTS = [
     ),
     Mutant(
         GRAMMAR,
-        "{**roots, **given} if isinstance(given, dict) else given",
-        "given",
+        "return dialect | roots | schema",
+        "return dialect | schema",
         "references to definitions in parameters of Qwen3-Coder make the grammar invalid",
         MARKUP_TESTS,
     ),

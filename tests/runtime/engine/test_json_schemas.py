@@ -157,6 +157,7 @@ IDLE: list[dict[str, Any]] = [
     {"uniqueItems": False, "minItems": 0},
     {"not": False},
     {"contains": {"type": "integer"}, "minContains": 0},
+    {"additionalItems": False},
     {"minContains": 2},
     {"maxContains": 0},
     {"unevaluatedItems": True},
@@ -207,6 +208,17 @@ def test_keywords_that_may_forbid_something_are_still_refused(keywords: dict[str
         check_structure(StructuredOutputs(json={"type": "array", **keywords}))
 
 
+@pytest.mark.parametrize("others", [{}, {"items": {"type": "integer"}}, {"items": False}], ids=str)
+def test_the_first_items_count_beside_a_keyword_of_older_dialects(others: dict[str, Any]) -> None:
+    schema = {"type": "array", "prefixItems": [{"type": "string"}], "additionalItems": False, **others}
+    structure = StructuredOutputs(json=schema)
+    check_structure(structure)
+    matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
+    assert can_be_generated(matcher.deep_copy(), ["a"])
+    assert can_be_generated(matcher.deep_copy(), ["a", 1]) is (others.get("items") is not False)
+    assert not can_be_generated(matcher, [1])
+
+
 @pytest.mark.parametrize("own", [{}, {"pattern": "^[12]"}, {"pattern": "^[12]", "allOf": [{"maxLength": 30}]}], ids=str)
 @pytest.mark.parametrize(("form", "time"), [("date", ""), ("date-time", "T10:00:00Z")])
 def test_29_february_is_a_date_in_leap_years_only(form: str, time: str, own: dict[str, Any]) -> None:
@@ -250,6 +262,25 @@ CLASSES = {  # a pattern for one character -> which of SOME it matches
     "[!-/:-@[-`{-~]": '"\\/[]-&~!',
     "[a&&b]": "ab&",
     "[~~a]": "a~",
+    "[!--a]": 'a"&!-',
+    "[+--]": "-",
+    "[--/]": "/-",
+    "[ --~]": '"-&~!',
+    "[*--0-9]": "-",
+    "[a-b--/]": "ab/-",
+    "[--]": "-",
+    "[---]": "-",
+    "[!-]": "!-",
+    r"[\w--]": "ab-",
+    r"\p{Cc}": "\n\x1f",
+    r"\p{C}": "\n\x1f",
+    r"[\p{Cc}]": "\n\x1f",
+    r"[\P{P}]": "ab~\n\x1f",
+    r"[\u0001-\u001f\u0000]": "\n\x1f",
+    r"[\0-\b\s\u{e}-\x1f]": "\n\x1f",
+    r"[\cA-\x1f\x00a]": "a\n\x1f",
+    r"[\x00a]": "a",
+    r"[\b\n]": "\n",
     "[^]": SOME,
     "([]|a)": "a",
     r"\[": "[",
