@@ -2,9 +2,9 @@
 
 A keyword that says nothing, such as `uniqueItems: false`, is left out. Other keywords stay: llguidance enforces or
 refuses them. Dates get a pattern, since its own allows 29 February in every year, and host names a greatest length.
-References that only lead back to themselves are refused: llguidance accepts them, and allows no text there. Classes of
-characters in patterns are written so that it reads them as ECMAScript does, and the name of a dialect has its own
-scheme. What drafts 4, 6 and 7 ignore beside a reference is left out. `json_numbers.py` is about numbers.
+References that only lead back to themselves are refused: llguidance accepts them, and allows no text there. The name of
+a dialect has its own scheme. What drafts 4, 6 and 7 ignore is left out. `json_numbers.py` is about numbers, and
+`json_patterns.py` about regular expressions.
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ from typing import Any
 from urllib.parse import unquote
 
 from ..common.errors import InvalidRequest
-from .json_numbers import check_numbers, with_left_out
+from .json_numbers import LIMITS, check_limits, check_numbers, with_left_out, with_listed_multiples
+from .json_patterns import as_read
 
 DATA = frozenset({"const", "default", "enum", "example", "examples"})  # their values are no schemas
+EXTENSION = "x-"  # begins the name of a keyword about which no draft says anything
 MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # of schemas, by name
 
 BY_REFERENCE = frozenset({"$defs", "definitions"})  # whose schemas apply only where one refers to them
 IN_PLACE = ("allOf", "anyOf", "oneOf")  # with a single schema they say what that one says
 
+COUNTS = frozenset({"minContains", "maxContains"})  # which those drafts do not have
 BESIDE_REFERENCES = frozenset({"$ref", "$schema", "$id", "id", *BY_REFERENCE})  # kept in drafts that ignore others
 
+MAX_ALTERNATIVES = 200  # combinations of limits of numbers that one schema may lead to
+MAX_LIMITS = 50  # that one number must keep
+MAX_DEPTH = 100  # of references and combinations in one place
 MAX_HOSTNAME = 253  # characters (RFC 1123)
 DATES = ("date", "date-time")  # formats
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
@@ -32,21 +38,14 @@ REAL_DATE = f"^(....-(0[13-9]|1[0-2])|....-02-([01][0-9]|2[0-8])|{_LEAP_YEAR}-02
 
 _DIALECT = re.compile(r"^https?(://json-schema\.org/draft(-0[467]|/2019-09|/2020-12)/schema)")
 _IGNORES_SIBLINGS = re.compile(r"https?://json-schema\.org/draft-0[467]/schema#?")
-# A character behind a backslash, a property of Unicode, or a class of characters.
-_PATTERN_PART = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
-# A character of a class, or a class within it.
-_ATOM = re.compile(r"\\(?:[pP]\{[^}]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|c[a-zA-Z]|.)|.", re.DOTALL)
-_SYNTAX = frozenset("-[&~")  # of classes in Rust's syntax
-_NUMBERED = re.compile(r"\\[xu]\{?([0-9a-fA-F]+)\}?")
-_ESCAPED = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "b": 8, "0": 0}  # characters behind a backslash, in a class
-CONTROL = frozenset(range(32))
-
 # Whitespace at most once in each place: no model fills its output with spaces.
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 # Behind a backslash, without u: as the name of a property that is free, llguidance takes escapes of known names.
 ESCAPES = 'nrbtf\\"'
 
 _Schema = Mapping[str, Any]
+_Alternatives = tuple[tuple[tuple[tuple[str, float], ...], ...], ...]
+_UNLIMITED: _Alternatives = ((),)
 
 
 def library_options(schema: Any) -> dict[str, str]:
@@ -68,7 +67,11 @@ def enforceable_schema(schema: Any) -> Any:
     differ, since the grammar allows a key to occur twice, or numbers that `check_numbers` refuses.
     """
     dialect = schema.get("$schema") if isinstance(schema, dict) else None
-    return _enforceable(schema, isinstance(dialect, str) and _IGNORES_SIBLINGS.fullmatch(dialect) is not None)
+    is_old = isinstance(dialect, str) and _IGNORES_SIBLINGS.fullmatch(dialect) is not None
+    enforceable = _enforceable(schema, is_old)
+    if isinstance(schema, dict):
+        _check_all_limits(schema, is_old)
+    return enforceable
 
 
 def _enforceable(schema: Any, ignores_siblings: bool) -> Any:
@@ -78,17 +81,20 @@ def _enforceable(schema: Any, ignores_siblings: bool) -> Any:
         return schema
     if ignores_siblings and isinstance(schema.get("$ref"), str):
         schema = {key: value for key, value in schema.items() if key in BESIDE_REFERENCES}
+    if ignores_siblings:
+        schema = {key: value for key, value in schema.items() if key not in COUNTS}
+    schema = with_listed_multiples(schema)
     _check_distinct_keys(schema)
     check_numbers(schema)
     kept = {
         key: _inside(key, value, ignores_siblings)
         for key, value in schema.items()
-        if (is_idle := IDLE.get(key)) is None or not is_idle(value, schema)
+        if not key.startswith(EXTENSION) and ((is_idle := IDLE.get(key)) is None or not is_idle(value, schema))
     }
     if isinstance(kept.get("$schema"), str):
         kept["$schema"] = _DIALECT.sub(_with_scheme, kept["$schema"])
     if isinstance(kept.get("pattern"), str):
-        kept["pattern"] = _as_read(kept["pattern"])
+        kept["pattern"] = as_read(kept["pattern"])
     if schema.get("format") == "hostname" and isinstance(most := schema.get("maxLength", MAX_HOSTNAME), int | float):
         kept["maxLength"] = min(most, MAX_HOSTNAME)
     kept = with_left_out(kept)
@@ -96,7 +102,10 @@ def _enforceable(schema: Any, ignores_siblings: bool) -> Any:
 
 
 def check_references(root: _Schema) -> None:
-    """Raise InvalidRequest if a reference that is in use leads to itself, without a schema that says something."""
+    """Raise InvalidRequest if a reference that is in use leads to itself, without a schema that says something.
+
+    Also if a value of a schema would have to contain a value of the same schema, and so on without end.
+    """
     grounded: set[int] = set()  # ids of schemas from which no references lead in a circle
     for schema in _schemas_in_use(root):
         path: dict[int, str] = {}
@@ -110,6 +119,7 @@ def check_references(root: _Schema) -> None:
             path[id(at)] = reference
             reference, at = _same_schema(root, at, reference)
         grounded.update(path)
+    _check_finite_values(root)
 
 
 def referred(root: _Schema, reference: Any) -> Any:
@@ -173,7 +183,7 @@ def _schemas_in_use(root: _Schema) -> Iterator[_Schema]:
             yield schema
             pending.append(referred(root, schema.get("$ref")))
             for key, value in schema.items():
-                if key not in DATA and key not in BY_REFERENCE:
+                if key not in DATA and key not in BY_REFERENCE and not key.startswith(EXTENSION):
                     pending.extend(value.values() if key in MAPS and isinstance(value, dict) else [value])
 
 
@@ -188,73 +198,90 @@ def _same_schema(root: _Schema, schema: _Schema, reference: str) -> tuple[str, A
     return reference, None
 
 
+def _check_finite_values(root: _Schema) -> None:
+    needed: dict[int, int] = {}  # by schema: lists in `_contained` without a schema that has a value
+    waiting: dict[int, list[tuple[int, list[int]]]] = {}  # by schema: those that need it, and their lists
+    finite: list[int] = []
+    for schema in _schemas_in_use(root):
+        lists = _contained(root, schema)
+        needed[id(schema)] = len(lists)
+        for each in lists:
+            open_lists = [1]  # shared by the schemas of the list: the first one that has a value counts
+            for inside in each:
+                waiting.setdefault(id(inside), []).append((id(schema), open_lists))
+        if not lists:
+            finite.append(id(schema))
+    while finite:
+        for user, open_lists in waiting.pop(finite.pop(), []):
+            needed[user] -= open_lists[0]
+            if open_lists[0] and not needed[user]:
+                finite.append(user)
+            open_lists[0] = 0
+    if any(needed.values()):
+        raise InvalidRequest(
+            "the references of the JSON schema lead in a circle: a value would have to contain another value of the "
+            "same schema, without end"
+        )
+
+
+def _contained(root: _Schema, schema: _Schema) -> list[list[_Schema]]:
+    """Return lists of schemas: a value of the schema needs a value of one schema from each list."""
+    lists: list[list[Any]] = [[referred(root, schema["$ref"])]] if "$ref" in schema else []
+    for key in IN_PLACE:
+        inside = schema.get(key)
+        if isinstance(inside, list) and inside:
+            lists += [[each] for each in inside] if key == "allOf" else [inside]
+    properties, required = schema.get("properties"), schema.get("required")
+    if schema.get("type") == "object" and isinstance(properties, dict) and isinstance(required, list):
+        lists += [[properties[name]] for name in required if isinstance(name, str) and name in properties]
+    least = schema.get("minItems")
+    if schema.get("type") == "array" and isinstance(least, int) and least > 0 and "prefixItems" not in schema:
+        lists.append([schema.get("items")])
+    return [each for each in lists if all(isinstance(inside, dict) for inside in each)]
+
+
+def _check_all_limits(root: _Schema, ignores_siblings: bool) -> None:
+    """Raise InvalidRequest for limits of numbers that cannot be enforced together, wherever they are in the schema."""
+    known: dict[int, _Alternatives] = {}
+    for schema in _schemas_in_use(root):
+        for parts in _limits(root, schema, ignores_siblings, known):
+            check_limits([dict(part) for part in parts])
+
+
+def _limits(
+    root: _Schema, schema: Any, ignores_siblings: bool, known: dict[int, _Alternatives], depth: int = 0
+) -> _Alternatives:
+    """Return the sets of limits of which a number must keep one, by references and combinations of schemas."""
+    if not isinstance(schema, dict):
+        return _UNLIMITED
+    if id(schema) in known:
+        return known[id(schema)]
+    if depth > MAX_DEPTH:
+        raise InvalidRequest(f"a JSON schema has more than {MAX_DEPTH} references or combinations within each other")
+    known[id(schema)] = _UNLIMITED  # in a circle, nothing is added
+    own = tuple((key, schema[key]) for key in LIMITS if isinstance(schema.get(key), int | float))
+    found: _Alternatives = ((own,),) if own else _UNLIMITED
+    groups: list[list[Any]] = []
+    if ignores_siblings and "$ref" in schema:
+        found = _UNLIMITED
+    else:
+        for key in IN_PLACE:
+            inside = schema.get(key)
+            if isinstance(inside, list) and inside:
+                groups += [[each] for each in inside] if key == "allOf" else [inside]
+    for group in [[referred(root, schema.get("$ref"))], *groups]:
+        others = {one: None for each in group for one in _limits(root, each, ignores_siblings, known, depth + 1)}
+        if len(found) * len(others) > MAX_ALTERNATIVES:
+            raise InvalidRequest(f"a JSON schema has more than {MAX_ALTERNATIVES} combinations of limits of numbers")
+        found = tuple(dict.fromkeys(tuple(dict.fromkeys(one + other)) for one in found for other in others))
+    if any(len(each) > MAX_LIMITS for each in found):
+        raise InvalidRequest(f"a JSON schema has more than {MAX_LIMITS} limits of one number")
+    known[id(schema)] = found
+    return found
+
+
 def _with_scheme(dialect: re.Match[str]) -> str:
     return ("https" if dialect[2].startswith("/") else "http") + dialect[1]
-
-
-def _as_read(pattern: str) -> str:
-    """Return a pattern with classes that llguidance reads as ECMAScript does."""
-    return _PATTERN_PART.sub(_written, pattern)
-
-
-def _written(part: re.Match[str]) -> str:
-    """Return a part of a pattern as llguidance must have it.
-
-    A class with all control characters would also allow quotation marks and backslashes, which a string has behind a
-    backslash too: it gets all but the first. In Rust's syntax, a bracket in a class begins another, and &&, ~~ and --
-    are operators. A class may be empty, or the complement of nothing.
-    """
-    if part[2] is None:
-        return _without_nul(part[0]) if part[0][:2] in (r"\p", r"\P") else part[0]
-    if not part[2]:
-        return r"[\s\S]" if part[1] else r"[^\s\S]"
-    ranges = list(_ranges(_ATOM.findall(part[2])))
-    body = "".join("-".join(map(_atom, each)) for each in ranges)
-    if part[1]:
-        return rf"[^\x00{body}]"
-    has_property = any(each[0][:2] in (r"\p", r"\P") for each in ranges)
-    return _without_nul(body) if has_property or frozenset().union(*map(_controls, ranges)) == CONTROL else f"[{body}]"
-
-
-def _without_nul(body: str) -> str:
-    return rf"[{body}&&[^\x00]]"
-
-
-def _ranges(atoms: list[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the atoms of a class: alone, or the first and the last one of a range."""
-    at = 0
-    while at < len(atoms):
-        ends = (atoms[at], atoms[min(at + 2, len(atoms) - 1)])
-        if atoms[at + 1 : at + 2] == ["-"] and at + 2 < len(atoms) and None not in map(_code, ends):
-            yield ends
-            at += 3
-        else:
-            yield (atoms[at],)
-            at += 1
-
-
-def _atom(atom: str) -> str:
-    code = _code(atom) if atom[:2] in (r"\0", r"\b", r"\c") else None  # which Rust's syntax does not have
-    return "\\" + atom if atom in _SYNTAX else atom if code is None else rf"\x{code:02x}"
-
-
-def _code(atom: str) -> int | None:
-    """Return the code of a character in a class; None for a class of characters."""
-    if not atom.startswith("\\"):
-        return ord(atom)
-    if numbered := _NUMBERED.fullmatch(atom):
-        return int(numbered[1], 16)
-    if atom[1] == "c" and len(atom) == 3:
-        return ord(atom[2]) % 32
-    return None if atom[1] in "pPdDsSwW" else _ESCAPED.get(atom[1], ord(atom[1]))
-
-
-def _controls(ends: tuple[str, ...]) -> frozenset[int]:
-    """Return the control characters of a range in a class."""
-    if ends[0] == r"\s":
-        return frozenset(range(9, 14))
-    first, last = _code(ends[0]), _code(ends[-1])
-    return CONTROL.intersection(range(first, last + 1)) if first is not None and last is not None else frozenset()
 
 
 def _with_real_dates(schema: dict[str, Any]) -> dict[str, Any]:
@@ -279,7 +306,7 @@ def _inside(key: str, value: Any, ignores_siblings: bool) -> Any:
     if key in DATA:
         return value
     if key in MAPS and isinstance(value, dict):
-        written = _as_read if key == "patternProperties" else str
+        written = as_read if key == "patternProperties" else str
         return {written(name): _enforceable(each, ignores_siblings) for name, each in value.items()}
     return _enforceable(value, ignores_siblings)
 

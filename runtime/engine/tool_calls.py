@@ -134,7 +134,10 @@ class ToolCalls:
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a tool's arguments. Raises InvalidRequest, as `enforceable_schema` does."""
-    schema: dict[str, Any] = enforceable_schema(function.get("parameters", {}))
+    try:
+        schema: dict[str, Any] = enforceable_schema(function.get("parameters", {}))
+    except RecursionError:
+        raise InvalidRequest("a JSON schema is nested too deeply") from None
     if "$ref" in schema and "allOf" not in schema:  # some drafts ignore a type beside a reference
         schema["allOf"] = [{"$ref": schema.pop("$ref")}]
     return {**ANY_OBJECT, **schema}

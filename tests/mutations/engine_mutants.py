@@ -489,20 +489,20 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/engine/json_schema.py",
-        '        kept["pattern"] = _as_read(kept["pattern"])\n',
+        '        kept["pattern"] = as_read(kept["pattern"])\n',
         "        pass\n",
         "a pattern that forbids quotation marks allows them",
         "tests/runtime/engine/test_json_schemas.py",
     ),
     Mutant(
         "runtime/engine/json_schema.py",
-        'written = _as_read if key == "patternProperties" else str',
+        'written = as_read if key == "patternProperties" else str',
         "written = str",
         "a key whose pattern forbids quotation marks may have them",
         "tests/runtime/engine/test_json_schemas.py",
     ),
     Mutant(
-        "runtime/engine/json_schema.py",
+        "runtime/engine/json_patterns.py",
         '_SYNTAX = frozenset("-[&~")',
         '_SYNTAX = frozenset("[&~")',
         "a hyphen at the beginning of a class forbids a range of characters",

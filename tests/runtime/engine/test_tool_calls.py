@@ -385,6 +385,18 @@ def test_a_schema_of_wrong_types_is_no_internal_error(family: str, parameters: A
             assert calls.structure("prompt", None) is not None
 
 
+@pytest.mark.parametrize("family", ["qwen3_coder", "hermes"])
+def test_a_schema_that_is_nested_too_deeply_is_refused_or_left_to_the_model(family: str) -> None:
+    parameters: dict[str, Any] = {}
+    for _ in range(900):
+        parameters = {"properties": {"a": parameters}}
+    for is_strict in (True, False):
+        function = {"name": "f", "parameters": parameters, "strict": is_strict}
+        calls = ToolCalls(FAMILIES[family], ({"type": "function", "function": function},), ToolChoice())
+        with pytest.raises(InvalidRequest, match="nested too deeply") if is_strict else nullcontext():
+            assert calls.structure("prompt", None) is not None
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_that_cannot_be_enforced_leave_the_arguments_to_the_model(family: str) -> None:
     parameters = {"type": "object", "properties": {"id": {"type": "integer", "minimum": 2**60 + 1}}}
