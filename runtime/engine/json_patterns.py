@@ -13,6 +13,7 @@ _PATTERN_PART = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(\^?)((?:\\.|[^\]\\])*)\]", r
 # A character of a class, or a class within it.
 _ATOM = re.compile(r"\\(?:[pP]\{[^}]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|c[a-zA-Z]|.)|.", re.DOTALL)
 _SYNTAX = frozenset("-[&~")  # of classes in Rust's syntax
+_MEANT = frozenset("bBcdDfknrsStuvwWx")  # letters that have a meaning in ECMAScript behind a backslash
 _NUMBERED = re.compile(r"\\[xu]\{?([0-9a-fA-F]+)\}?")
 _ESCAPED = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "b": 8, "0": 0}  # characters behind a backslash, in a class
 CONTROL = frozenset(range(32))
@@ -31,7 +32,7 @@ def _written(part: re.Match[str]) -> str:
     are operators. A class may be empty, or the complement of nothing.
     """
     if part[2] is None:
-        return _without_nul([(part[0],)]) if _is_property(part[0]) else part[0]
+        return _without_nul([(part[0],)]) if _is_property(part[0]) else _without_escape(part[0])
     if not part[2]:
         return r"[\s\S]" if part[1] else r"[^\s\S]"
     ranges = list(_ranges(_ATOM.findall(part[2])))
@@ -57,7 +58,7 @@ def _is_other(ends: tuple[str, ...]) -> bool:
 
 
 def _is_property(atom: str) -> bool:
-    return atom.startswith((r"\p", r"\P"))
+    return atom.startswith((r"\p{", r"\P{"))
 
 
 def _body(ranges: list[tuple[str, ...]]) -> str:
@@ -68,18 +69,24 @@ def _ranges(atoms: list[str]) -> Iterator[tuple[str, ...]]:
     """Yield the atoms of a class: alone, or the first and the last one of a range."""
     at = 0
     while at < len(atoms):
-        ends = (atoms[at], atoms[min(at + 2, len(atoms) - 1)])
-        if atoms[at + 1 : at + 2] == ["-"] and at + 2 < len(atoms) and None not in map(_code, ends):
-            yield ends
-            at += 3
-        else:
+        if atoms[at + 1 : at + 2] != ["-"] or at + 2 >= len(atoms):
             yield (atoms[at],)
             at += 1
+            continue
+        ends = (atoms[at], atoms[at + 2])
+        yield from [ends] if None not in map(_code, ends) else ((each,) for each in atoms[at : at + 3])
+        at += 3
+
+
+def _without_escape(atom: str) -> str:
+    """Return a character without the backslash that only gives it a meaning in Rust's syntax, as in \\z."""
+    is_plain = len(atom) == 2 and atom[0] == "\\" and atom[1].isascii() and atom[1].isalpha()
+    return atom[1] if is_plain and atom[1] not in _MEANT else atom
 
 
 def _atom(atom: str) -> str:
     code = _code(atom) if atom[:2] in (r"\0", r"\b", r"\c") else None  # which Rust's syntax does not have
-    return "\\" + atom if atom in _SYNTAX else atom if code is None else rf"\x{code:02x}"
+    return "\\" + atom if atom in _SYNTAX else _without_escape(atom) if code is None else rf"\x{code:02x}"
 
 
 def _code(atom: str) -> int | None:
@@ -90,7 +97,7 @@ def _code(atom: str) -> int | None:
         return int(numbered[1], 16)
     if atom[1] == "c" and len(atom) == 3:
         return ord(atom[2]) % 32
-    return None if atom[1] in "pPdDsSwW" else _ESCAPED.get(atom[1], ord(atom[1]))
+    return None if _is_property(atom) or atom[1] in "dDsSwW" else _ESCAPED.get(atom[1], ord(atom[1]))
 
 
 def _controls(ends: tuple[str, ...]) -> frozenset[int]:

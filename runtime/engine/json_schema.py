@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
@@ -89,7 +90,7 @@ def _enforceable(schema: Any, ignores_siblings: bool) -> Any:
     kept = {
         key: _inside(key, value, ignores_siblings)
         for key, value in schema.items()
-        if not key.startswith(EXTENSION) and ((is_idle := IDLE.get(key)) is None or not is_idle(value, schema))
+        if (is_idle := IDLE.get(key)) is None or not is_idle(value, schema)
     }
     if isinstance(kept.get("$schema"), str):
         kept["$schema"] = _DIALECT.sub(_with_scheme, kept["$schema"])
@@ -305,6 +306,10 @@ def _check_distinct_keys(schema: _Schema) -> None:
 def _inside(key: str, value: Any, ignores_siblings: bool) -> Any:
     if key in DATA:
         return value
+    if key.startswith(EXTENSION):  # a schema only if one refers to it
+        with suppress(InvalidRequest):
+            return _enforceable(value, ignores_siblings)
+        return True
     if key in MAPS and isinstance(value, dict):
         written = as_read if key == "patternProperties" else str
         return {written(name): _enforceable(each, ignores_siblings) for name, each in value.items()}

@@ -239,6 +239,10 @@ def test_keywords_of_extensions_are_no_schemas() -> None:
     matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
     assert can_be_generated(matcher.deep_copy(), {"x-a": 1})
     assert not can_be_generated(matcher, {"x-a": "1"})
+    referred = {"x-a": {"b": {"type": "string", "pattern": "^[[b]$"}}, "$ref": "#/x-a/b"}
+    matcher = LLMatcher(tables(), grammar_of(StructuredOutputs(json=referred)), log_level=0)
+    assert can_be_generated(matcher.deep_copy(), "[")
+    assert not can_be_generated(matcher, "a")
 
 
 @pytest.mark.parametrize(
@@ -384,6 +388,10 @@ CLASSES = {  # a pattern for one character -> which of SOME it matches
     "[---]": "-",
     "[!-]": "!-",
     r"[\w--]": "ab-",
+    r"[\w--~]": "ab-~",
+    r"[a\z]|\a": "a",
+    r"\A|\a": "a",
+    r"\p|[\P-]": "-",
     r"\p{Cc}": "\n\x1f",
     r"\p{C}": "\n\x1f",
     r"[\p{Cc}]": "\n\x1f",
