@@ -502,6 +502,20 @@ MUTANTS = [
         "tests/runtime/engine/test_json_schemas.py",
     ),
     Mutant(
+        "runtime/engine/json_schema.py",
+        '[referred(root, schema.get("$ref"))], *groups',
+        "*groups",
+        "a number that a reference limits may be 0 although that is excluded",
+        "tests/runtime/engine/test_json_schemas.py",
+    ),
+    Mutant(
+        "runtime/engine/json_numbers.py",
+        "* (1 + num_digits + DECIMAL * num_decimals) > MAX_STATES",
+        "> MAX_STATES",
+        "masks of multiples of large numbers between large bounds take seconds",
+        "tests/runtime/engine/test_json_schemas.py",
+    ),
+    Mutant(
         "runtime/engine/json_patterns.py",
         '_SYNTAX = frozenset("-[&~")',
         '_SYNTAX = frozenset("[&~")',

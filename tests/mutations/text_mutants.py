@@ -275,6 +275,20 @@ MUTANTS = [
     ),
     Mutant(
         GRAMMAR,
+        'f" & ~({heads})" if heads else ""',
+        '""',
+        "a parameter that the schema describes may be given again with any value",
+        MARKUP_TESTS,
+    ),
+    Mutant(
+        ARGUMENTS,
+        'self._end = END_OF_JSON if self._form == "json" else END_OF_PARAMETER',
+        "self._end = END_OF_PARAMETER",
+        "a text with the end of a parameter, in a value that is JSON, cuts the value",
+        MARKUP_TESTS,
+    ),
+    Mutant(
+        GRAMMAR,
         'for name in ("analysis", *(["commentary"] if tools else []))',
         'for name in ("analysis",)',
         "gpt-oss cannot announce a call before it",
