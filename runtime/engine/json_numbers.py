@@ -8,8 +8,9 @@ At numbers beyond 64 bits, the library recurses without end, which no exception 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -20,26 +21,60 @@ BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MAX_WHOLE = 1 << 53  # up to which f64 has all whole numbers
 MAX_INT64 = (1 << 63) - 1  # llguidance rounds larger bounds of integers down to it
 MAX_DECIMALS = 12  # of a divisor: llguidance reads hardly any with more
+MAX_DIVISOR = 1 << 32  # of llguidance, without the point
+MAX_NEIGHBOURS = 8  # numbers of f64 on each side of a divisor, of which one may be read as the divisor
+# The states of a divisor are about its remainders, times the digits of the bounds; a decimal counts as some digits. At
+# 12,000 a mask takes up to 30 ms, and all take 12 MB, with a vocabulary that has numbers of three digits. With a
+# million remainders, each mask took 10 seconds.
+MAX_STATES = 12_000
+DECIMAL = 8
+_NEAREST = (("minimum", 1), ("maximum", -1))  # the bounds that count are the greatest, times the sign
+LIMITS = (*BOUNDS, "multipleOf")
 
 
 def check_numbers(schema: Mapping[str, Any]) -> None:
     """Raise InvalidRequest for a bound, or a number of `const` or `enum`, that llguidance would round."""
     for key in BOUNDS:
         bound = schema.get(key)
-        if isinstance(bound, int | float) and not _is_exact(bound) and (key, bound) != ("maximum", MAX_INT64):
+        is_int64 = (key, bound) == ("maximum", MAX_INT64) and not _may_be_fraction(schema.get("type"))
+        if isinstance(bound, int | float) and not _is_exact(bound) and not is_int64:
             raise InvalidRequest(f"a JSON schema with {key}: {bound} cannot be enforced: such a number is rounded")
+    divisor = schema.get("multipleOf")
+    if isinstance(divisor, int | float) and _is_divisor(divisor) and divisor > MAX_WHOLE:
+        raise InvalidRequest("a JSON schema with multipleOf cannot be enforced: divisors beyond 2^53 are rounded")
     for key in ("const", "enum"):
         for number in _numbers(schema.get(key)):
             if not abs(number) <= MAX_WHOLE:
                 raise InvalidRequest(
                     f"a JSON schema with {number} in {key} cannot be enforced: numbers beyond 2^53 are rounded"
                 )
-    _check_open_end(schema)
+
+
+def check_limits(parts: Collection[Mapping[str, Any]]) -> None:
+    """Raise InvalidRequest if llguidance cannot enforce limits of numbers that count together."""
+    _check_open_end(parts)
+    _check_divisors(parts)
+
+
+def with_listed_multiples(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema without `multipleOf` if it lists its values: those that are no multiples are left out."""
+    divisor = schema.get("multipleOf")
+    key = next((key for key in ("const", "enum") if key in schema), None)
+    if key is None or not _is_divisor(divisor):
+        return schema
+    listed = [schema[key]] if key == "const" else schema[key]
+    if not isinstance(listed, list):
+        return schema
+    multiples = [each for each in listed if not _is_number(each) or _is_multiple(each, divisor)]
+    kept = {name: value for name, value in schema.items() if name not in ("multipleOf", key)}
+    return kept | ({key: schema[key]} if multiples == listed else {"enum": multiples})
 
 
 def with_left_out(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema that also allows the numbers which its bounds and its divisor allow and llguidance leaves out."""
-    limits = {key: schema[key] for key in (*BOUNDS, "multipleOf") if key in schema}
+    if _is_divisor(schema.get("multipleOf")):
+        schema = schema | {"multipleOf": _spelled(schema["multipleOf"])}
+    limits = {key: schema[key] for key in LIMITS if key in schema}
     left_out, others = list(_left_out(limits)), schema.get("allOf", [])
     if not left_out or not isinstance(others, list) or not _may_be_fraction(schema.get("type", "number")):
         return schema
@@ -47,13 +82,11 @@ def with_left_out(schema: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "allOf": [*others, {"anyOf": [limits, *left_out]}]}
 
 
-def _check_open_end(schema: Mapping[str, Any]) -> None:
+def _check_open_end(parts: Collection[Mapping[str, Any]]) -> None:
     """Raise InvalidRequest for a range that begins after a whole number and ends before the next one.
 
     llguidance allows the whole number. Below zero, it is the end of the range.
     """
-    others = schema.get("allOf")
-    parts = [schema, *(each for each in (others if isinstance(others, list) else []) if isinstance(each, dict))]
     for near, far, sign in (("minimum", "maximum", 1), ("maximum", "minimum", -1)):
         begin, is_open = max(_ends(parts, near, sign), default=(-1.0, False))
         end = min((bound for bound, _ in _ends(parts, far, sign)), default=math.inf)
@@ -64,17 +97,42 @@ def _check_open_end(schema: Mapping[str, Any]) -> None:
             )
 
 
+def _check_divisors(parts: Collection[Mapping[str, Any]]) -> None:
+    """Raise InvalidRequest for a divisor with too many remainders."""
+    divisors = [Fraction(_decimal(part["multipleOf"])) for part in parts if _is_divisor(part.get("multipleOf"))]
+    if not divisors:
+        return
+    numerator = math.lcm(*(each.numerator for each in divisors))
+    divisor = Fraction(numerator, math.gcd(*(each.denominator for each in divisors)))
+    num_decimals = next(num for num in itertools.count() if 10**num % divisor.denominator == 0)
+    ends = [max((bound for bound, _ in _ends(parts, key, sign)), default=0.0) for key, sign in _NEAREST]
+    num_digits = sum(map(_num_digits, ends))
+    if int(divisor * 10**num_decimals) * (1 + num_digits + DECIMAL * num_decimals) > MAX_STATES:
+        bounded = f" and bounds with {num_digits} digits" if num_digits else ""
+        raise InvalidRequest(
+            f"a JSON schema with multiples of {_shown(divisor)}{bounded} cannot be enforced: too many remainders"
+        )
+
+
+def _shown(number: Fraction) -> str:
+    return f"{Decimal(number.numerator) / Decimal(number.denominator):.12g}"
+
+
+def _num_digits(bound: float) -> int:
+    return len(format(Decimal(repr(bound)), "f").removesuffix(".0").replace(".", "").lstrip("-0"))
+
+
 def _is_exact(bound: float) -> bool:
     return abs(bound) <= MAX_WHOLE or (abs(bound) <= MAX_INT64 and float(bound) == bound)
 
 
-def _ends(parts: list[Mapping[str, Any]], key: str, sign: int) -> Iterator[tuple[float, bool]]:
+def _ends(parts: Collection[Mapping[str, Any]], key: str, sign: int) -> Iterator[tuple[float, bool]]:
     """Yield the bounds under a key and its exclusive form, times `sign`, and whether they are excluded."""
     exclusive = f"exclusive{key.capitalize()}"
     for part in parts:
         for name, is_open in ((key, part.get(exclusive) is True), (exclusive, True)):
             bound = part.get(name)
-            if isinstance(bound, int | float) and not isinstance(bound, bool):
+            if bound is not None and _is_number(bound):
                 yield sign * bound, is_open
 
 
@@ -108,19 +166,63 @@ def _beginnings(bound: Any) -> Iterator[float]:
 
 def _is_multiple(number: float, divisor: Any) -> bool:
     """Return whether a number is a multiple in decimals: in f64, 0.3 is none of 0.1."""
-    if not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
-        return True
-    return (Fraction(repr(number)) / Fraction(repr(divisor + 0))).denominator == 1
+    return not _is_divisor(divisor) or (Fraction(repr(number)) / Fraction(_decimal(divisor))).denominator == 1
 
 
 def _multiples_with_fewer_decimals(divisor: Any) -> Iterator[float]:
     """Yield, for each smaller number of decimals, the least multiple that has no more."""
-    if isinstance(divisor, float):
-        whole, _, decimals = format(Decimal(repr(divisor)), "f").partition(".")
-        if divisor > 0 and len(decimals) <= MAX_DECIMALS:
+    if isinstance(divisor, float) and _is_divisor(divisor):
+        whole, _, decimals = format(_decimal(divisor), "f").partition(".")
+        if len(decimals) <= MAX_DECIMALS:
             for num_left_out in range(1, len(decimals)):
                 step = math.lcm(int(whole + decimals), 10**num_left_out)
-                yield float(Decimal(step).scaleb(-len(decimals)))
+                yield _spelled(float(Decimal(step).scaleb(-len(decimals))))
+
+
+def _spelled(divisor: float) -> float:
+    """Return a number that llguidance reads as this divisor."""
+    exact = _decimal(divisor)
+    below = above = divisor
+    for _ in range(MAX_NEIGHBOURS + 1):
+        for each in (below, above):
+            if _as_read(each) == exact:
+                return each
+        below, above = math.nextafter(below, 0), math.nextafter(above, math.inf)
+    raise InvalidRequest(
+        f"a JSON schema with multipleOf: {divisor} cannot be enforced: such a divisor is rounded in binary"
+    )
+
+
+def _decimal(divisor: float) -> Decimal:
+    """Return the divisor that is meant: what llguidance reads, if the number was written for it."""
+    exact = Decimal(repr(divisor))
+    return exact if _num_decimals(exact) <= MAX_DECIMALS else _as_read(divisor) or exact
+
+
+def _as_read(divisor: float) -> Decimal | None:
+    """Return what llguidance reads: it divides the digits, and multiplies by 10 up to a whole number, all in f64."""
+    num_decimals = _num_decimals(Decimal(repr(divisor)))
+    if num_decimals > 2 * MAX_DECIMALS:
+        return None
+    divisor = float(Decimal(repr(divisor)).scaleb(num_decimals)) / 10.0**num_decimals
+    num_decimals = 0
+    while divisor != math.floor(divisor) and divisor <= MAX_DIVISOR:
+        divisor *= 10
+        num_decimals += 1
+    return Decimal(int(divisor)).scaleb(-num_decimals) if divisor <= MAX_DIVISOR else None
+
+
+def _num_decimals(number: Decimal) -> int:
+    exponent = number.as_tuple().exponent
+    return -exponent if isinstance(exponent, int) else 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_divisor(value: Any) -> bool:
+    return _is_number(value) and 0 < value < math.inf
 
 
 def _may_be_fraction(kinds: Any) -> bool:

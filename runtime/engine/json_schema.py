@@ -2,29 +2,36 @@
 
 A keyword that says nothing, such as `uniqueItems: false`, is left out. Other keywords stay: llguidance enforces or
 refuses them. Dates get a pattern, since its own allows 29 February in every year, and host names a greatest length.
-References that only lead back to themselves are refused: llguidance accepts them, and allows no text there. Classes of
-characters in patterns are written so that it reads them as ECMAScript does, and the name of a dialect has its own
-scheme. What drafts 4, 6 and 7 ignore beside a reference is left out. `json_numbers.py` is about numbers.
+References that only lead back to themselves are refused: llguidance accepts them, and allows no text there. The name of
+a dialect has its own scheme. What drafts 4, 6 and 7 ignore is left out. `json_numbers.py` is about numbers, and
+`json_patterns.py` about regular expressions.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
 from ..common.errors import InvalidRequest
-from .json_numbers import check_numbers, with_left_out
+from .json_numbers import LIMITS, check_limits, check_numbers, with_left_out, with_listed_multiples
+from .json_patterns import as_read
 
 DATA = frozenset({"const", "default", "enum", "example", "examples"})  # their values are no schemas
+EXTENSION = "x-"  # begins the name of a keyword about which no draft says anything
 MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # of schemas, by name
 
 BY_REFERENCE = frozenset({"$defs", "definitions"})  # whose schemas apply only where one refers to them
 IN_PLACE = ("allOf", "anyOf", "oneOf")  # with a single schema they say what that one says
 
+COUNTS = frozenset({"minContains", "maxContains"})  # which those drafts do not have
 BESIDE_REFERENCES = frozenset({"$ref", "$schema", "$id", "id", *BY_REFERENCE})  # kept in drafts that ignore others
 
+MAX_ALTERNATIVES = 200  # combinations of limits of numbers that one schema may lead to
+MAX_LIMITS = 50  # that one number must keep
+MAX_DEPTH = 100  # of references and combinations in one place
 MAX_HOSTNAME = 253  # characters (RFC 1123)
 DATES = ("date", "date-time")  # formats
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
@@ -32,38 +39,22 @@ REAL_DATE = f"^(....-(0[13-9]|1[0-2])|....-02-([01][0-9]|2[0-8])|{_LEAP_YEAR}-02
 
 _DIALECT = re.compile(r"^https?(://json-schema\.org/draft(-0[467]|/2019-09|/2020-12)/schema)")
 _IGNORES_SIBLINGS = re.compile(r"https?://json-schema\.org/draft-0[467]/schema#?")
-# A character behind a backslash, a property of Unicode, or a class of characters.
-_PATTERN_PART = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
-_OPERATOR = re.compile(r"(\\.)|\[|&(?=&)|~(?=~)", re.DOTALL)  # of classes in Rust's syntax
-_FROM_NUL = re.compile(r"(\\\\)|(?:\\x00|\\u0000|\\0|\x00)-(?!$)")
-
 # Whitespace at most once in each place: no model fills its output with spaces.
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"
 # Behind a backslash, without u: as the name of a property that is free, llguidance takes escapes of known names.
 ESCAPES = 'nrbtf\\"'
 
 _Schema = Mapping[str, Any]
+_Alternatives = tuple[tuple[tuple[tuple[str, float], ...], ...], ...]
+_UNLIMITED: _Alternatives = ((),)
 
 
 def library_options(schema: Any) -> dict[str, str]:
     """Return the options with which llguidance must read an enforceable schema, its `x-guidance`."""
     options = {"whitespace_pattern": JSON_WHITESPACE}
-    if any(map(_has_free_names, _schemas_inside(schema))):
+    if any(map(_has_free_names, schemas_inside(schema))):
         options["json_allowed_escapes"] = ESCAPES
     return options
-
-
-def _schemas_inside(schema: Any) -> Iterator[_Schema]:
-    pending: list[Any] = [schema]
-    while pending:
-        each = pending.pop()
-        if isinstance(each, list):
-            pending.extend(each)
-        elif isinstance(each, dict):
-            yield each
-            for key, value in each.items():
-                if key not in DATA:
-                    pending.extend(value.values() if key in MAPS and isinstance(value, dict) else [value])
 
 
 def _has_free_names(schema: _Schema) -> bool:
@@ -79,7 +70,11 @@ def enforceable_schema(schema: Any) -> Any:
     differ, since the grammar allows a key to occur twice, or numbers that `check_numbers` refuses.
     """
     dialect = schema.get("$schema") if isinstance(schema, dict) else None
-    return _enforceable(schema, isinstance(dialect, str) and _IGNORES_SIBLINGS.fullmatch(dialect) is not None)
+    is_old = isinstance(dialect, str) and _IGNORES_SIBLINGS.fullmatch(dialect) is not None
+    enforceable = _enforceable(schema, is_old)
+    if isinstance(schema, dict):
+        _check_all_limits(schema, is_old)
+    return enforceable
 
 
 def _enforceable(schema: Any, ignores_siblings: bool) -> Any:
@@ -89,6 +84,9 @@ def _enforceable(schema: Any, ignores_siblings: bool) -> Any:
         return schema
     if ignores_siblings and isinstance(schema.get("$ref"), str):
         schema = {key: value for key, value in schema.items() if key in BESIDE_REFERENCES}
+    if ignores_siblings:
+        schema = {key: value for key, value in schema.items() if key not in COUNTS}
+    schema = with_listed_multiples(schema)
     _check_distinct_keys(schema)
     check_numbers(schema)
     kept = {
@@ -99,7 +97,7 @@ def _enforceable(schema: Any, ignores_siblings: bool) -> Any:
     if isinstance(kept.get("$schema"), str):
         kept["$schema"] = _DIALECT.sub(_with_scheme, kept["$schema"])
     if isinstance(kept.get("pattern"), str):
-        kept["pattern"] = _as_read(kept["pattern"])
+        kept["pattern"] = as_read(kept["pattern"])
     if schema.get("format") == "hostname" and isinstance(most := schema.get("maxLength", MAX_HOSTNAME), int | float):
         kept["maxLength"] = min(most, MAX_HOSTNAME)
     kept = with_left_out(kept)
@@ -107,7 +105,10 @@ def _enforceable(schema: Any, ignores_siblings: bool) -> Any:
 
 
 def check_references(root: _Schema) -> None:
-    """Raise InvalidRequest if a reference that is in use leads to itself, without a schema that says something."""
+    """Raise InvalidRequest if a reference that is in use leads to itself, without a schema that says something.
+
+    Also if a value of a schema would have to contain a value of the same schema, and so on without end.
+    """
     grounded: set[int] = set()  # ids of schemas from which no references lead in a circle
     for schema in _schemas_in_use(root):
         path: dict[int, str] = {}
@@ -121,6 +122,7 @@ def check_references(root: _Schema) -> None:
             path[id(at)] = reference
             reference, at = _same_schema(root, at, reference)
         grounded.update(path)
+    _check_finite_values(root)
 
 
 def referred(root: _Schema, reference: Any) -> Any:
@@ -140,6 +142,37 @@ def referred(root: _Schema, reference: Any) -> Any:
     return None if pointer and not pointer.startswith("/") else at
 
 
+def schemas_inside(schema: Any) -> Iterator[_Schema]:
+    """Yield all schemas in a schema or a list of schemas, definitions included."""
+    pending: list[Any] = [schema]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, list):
+            pending.extend(each)
+        elif isinstance(each, dict):
+            yield each
+            for key, value in each.items():
+                if key not in DATA:
+                    pending.extend(value.values() if key in MAPS and isinstance(value, dict) else [value])
+
+
+def with_references(schema: Any, new: Callable[[str], str]) -> Any:
+    """Return a schema in which `new` has replaced every reference."""
+    if isinstance(schema, list):
+        return [with_references(each, new) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in MAPS and isinstance(value, dict):
+            changed[key] = {name: with_references(each, new) for name, each in value.items()}
+        elif key == "$ref" and isinstance(value, str):
+            changed[key] = new(value)
+        else:
+            changed[key] = value if key in DATA else with_references(value, new)
+    return changed
+
+
 def _schemas_in_use(root: _Schema) -> Iterator[_Schema]:
     """Yield the schemas in `root`, but of its definitions only those that others refer to."""
     seen: set[int] = set()
@@ -153,7 +186,7 @@ def _schemas_in_use(root: _Schema) -> Iterator[_Schema]:
             yield schema
             pending.append(referred(root, schema.get("$ref")))
             for key, value in schema.items():
-                if key not in DATA and key not in BY_REFERENCE:
+                if key not in DATA and key not in BY_REFERENCE and not key.startswith(EXTENSION):
                     pending.extend(value.values() if key in MAPS and isinstance(value, dict) else [value])
 
 
@@ -168,31 +201,90 @@ def _same_schema(root: _Schema, schema: _Schema, reference: str) -> tuple[str, A
     return reference, None
 
 
+def _check_finite_values(root: _Schema) -> None:
+    needed: dict[int, int] = {}  # by schema: lists in `_contained` without a schema that has a value
+    waiting: dict[int, list[tuple[int, list[int]]]] = {}  # by schema: those that need it, and their lists
+    finite: list[int] = []
+    for schema in _schemas_in_use(root):
+        lists = _contained(root, schema)
+        needed[id(schema)] = len(lists)
+        for each in lists:
+            open_lists = [1]  # shared by the schemas of the list: the first one that has a value counts
+            for inside in each:
+                waiting.setdefault(id(inside), []).append((id(schema), open_lists))
+        if not lists:
+            finite.append(id(schema))
+    while finite:
+        for user, open_lists in waiting.pop(finite.pop(), []):
+            needed[user] -= open_lists[0]
+            if open_lists[0] and not needed[user]:
+                finite.append(user)
+            open_lists[0] = 0
+    if any(needed.values()):
+        raise InvalidRequest(
+            "the references of the JSON schema lead in a circle: a value would have to contain another value of the "
+            "same schema, without end"
+        )
+
+
+def _contained(root: _Schema, schema: _Schema) -> list[list[_Schema]]:
+    """Return lists of schemas: a value of the schema needs a value of one schema from each list."""
+    lists: list[list[Any]] = [[referred(root, schema["$ref"])]] if "$ref" in schema else []
+    for key in IN_PLACE:
+        inside = schema.get(key)
+        if isinstance(inside, list) and inside:
+            lists += [[each] for each in inside] if key == "allOf" else [inside]
+    properties, required = schema.get("properties"), schema.get("required")
+    if schema.get("type") == "object" and isinstance(properties, dict) and isinstance(required, list):
+        lists += [[properties[name]] for name in required if isinstance(name, str) and name in properties]
+    least = schema.get("minItems")
+    if schema.get("type") == "array" and isinstance(least, int) and least > 0 and "prefixItems" not in schema:
+        lists.append([schema.get("items")])
+    return [each for each in lists if all(isinstance(inside, dict) for inside in each)]
+
+
+def _check_all_limits(root: _Schema, ignores_siblings: bool) -> None:
+    """Raise InvalidRequest for limits of numbers that cannot be enforced together, wherever they are in the schema."""
+    known: dict[int, _Alternatives] = {}
+    for schema in _schemas_in_use(root):
+        for parts in _limits(root, schema, ignores_siblings, known):
+            check_limits([dict(part) for part in parts])
+
+
+def _limits(
+    root: _Schema, schema: Any, ignores_siblings: bool, known: dict[int, _Alternatives], depth: int = 0
+) -> _Alternatives:
+    """Return the sets of limits of which a number must keep one, by references and combinations of schemas."""
+    if not isinstance(schema, dict):
+        return _UNLIMITED
+    if id(schema) in known:
+        return known[id(schema)]
+    if depth > MAX_DEPTH:
+        raise InvalidRequest(f"a JSON schema has more than {MAX_DEPTH} references or combinations within each other")
+    known[id(schema)] = _UNLIMITED  # in a circle, nothing is added
+    own = tuple((key, schema[key]) for key in LIMITS if isinstance(schema.get(key), int | float))
+    found: _Alternatives = ((own,),) if own else _UNLIMITED
+    groups: list[list[Any]] = []
+    if ignores_siblings and "$ref" in schema:
+        found = _UNLIMITED
+    else:
+        for key in IN_PLACE:
+            inside = schema.get(key)
+            if isinstance(inside, list) and inside:
+                groups += [[each] for each in inside] if key == "allOf" else [inside]
+    for group in [[referred(root, schema.get("$ref"))], *groups]:
+        others = {one: None for each in group for one in _limits(root, each, ignores_siblings, known, depth + 1)}
+        if len(found) * len(others) > MAX_ALTERNATIVES:
+            raise InvalidRequest(f"a JSON schema has more than {MAX_ALTERNATIVES} combinations of limits of numbers")
+        found = tuple(dict.fromkeys(tuple(dict.fromkeys(one + other)) for one in found for other in others))
+    if any(len(each) > MAX_LIMITS for each in found):
+        raise InvalidRequest(f"a JSON schema has more than {MAX_LIMITS} limits of one number")
+    known[id(schema)] = found
+    return found
+
+
 def _with_scheme(dialect: re.Match[str]) -> str:
     return ("https" if dialect[2].startswith("/") else "http") + dialect[1]
-
-
-def _as_read(pattern: str) -> str:
-    """Return a pattern with classes that llguidance reads as ECMAScript does."""
-    return _PATTERN_PART.sub(_written, pattern)
-
-
-def _written(part: re.Match[str]) -> str:
-    """Return a part of a pattern as llguidance must have it.
-
-    A class with all control characters would also allow quotation marks and backslashes, which a string has behind a
-    backslash too: it gets all but the first. In Rust's syntax, a bracket in a class begins another, and && and ~~ are
-    operators. A class may be empty, or the complement of nothing.
-    """
-    if part[2] is None:
-        return rf"[^\x00\p{part[0][2:]}]" if part[0].startswith(r"\P{") else part[0]
-    if not part[2]:
-        return r"[\s\S]" if part[1] else r"[^\s\S]"
-    body = _OPERATOR.sub(lambda each: each[1] or "\\" + each[0], part[2])
-    if not part[1]:
-        return "[" + _FROM_NUL.sub(lambda each: each[1] or r"\x01-", body) + "]"
-    body = "\\" + body if body.startswith("-") else body
-    return f"[^{body}]" if body.startswith(r"\x00") else rf"[^\x00{body}]"
 
 
 def _with_real_dates(schema: dict[str, Any]) -> dict[str, Any]:
@@ -216,8 +308,12 @@ def _check_distinct_keys(schema: _Schema) -> None:
 def _inside(key: str, value: Any, ignores_siblings: bool) -> Any:
     if key in DATA:
         return value
+    if key.startswith(EXTENSION):  # a schema only if one refers to it
+        with suppress(InvalidRequest):
+            return _enforceable(value, ignores_siblings)
+        return True
     if key in MAPS and isinstance(value, dict):
-        written = _as_read if key == "patternProperties" else str
+        written = as_read if key == "patternProperties" else str
         return {written(name): _enforceable(each, ignores_siblings) for name, each in value.items()}
     return _enforceable(value, ignores_siblings)
 
@@ -255,6 +351,7 @@ IDLE: dict[str, Callable[[Any, _Schema], bool]] = {  # keyword -> whether its va
     "uniqueItems": _is_false,
     "not": _is_false,
     "propertyNames": lambda value, schema: _allows_all(value) or value == {"type": "string"},
+    "additionalItems": lambda _, schema: not isinstance(schema.get("items"), list),
     "unevaluatedItems": _is_open,
     "unevaluatedProperties": _is_open,
     "dependencies": _maps_to_nothing,

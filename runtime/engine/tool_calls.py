@@ -14,7 +14,7 @@ from .facade import NewParser
 from .grammars import check_structure, lark_rule
 from .json_schema import enforceable_schema
 from .text import Markup
-from .text.argument_streams import SPACE
+from .text.argument_streams import SPACE, parameters_schema
 from .text.markup import FAMILIES, MARK
 from .text.markup_grammar import MarkupGrammar
 from .text.markup_parser import ChannelParser, MarkupParser
@@ -73,13 +73,13 @@ class ToolCalls:
             self._check(structure)
         except InvalidRequest:
             # A schema that is not strict, and that no grammar can have, is left to the model.
-            schemas = {name: self._possible_schema(function) for name, function in self._functions.items()}
+            schemas = {name: self._possible_schema(function, prompt) for name, function in self._functions.items()}
             structure = self._grammar(schemas, prompt, answer)
         return structure
 
     def new_parser(self, prompt: str, answer: StructuredOutputs | None) -> NewParser | None:
         """Return what makes a parser of each output; None if every output is an answer and nothing else."""
-        schemas = {name: _types(function) for name, function in self._functions.items()}
+        schemas = {name: self._types(function) for name, function in self._functions.items()}
         if self.markup.channels:
             return partial(ChannelParser, self.markup, schemas)
         if self.markup.calls is None and self.markup.reasoning is None:
@@ -100,7 +100,7 @@ class ToolCalls:
         )
         return StructuredOutputs(lark=grammar)
 
-    def _possible_schema(self, function: Mapping[str, Any]) -> dict[str, Any]:
+    def _possible_schema(self, function: Mapping[str, Any], prompt: str) -> dict[str, Any]:
         """Return the schema of a tool's arguments, or that of any object if the grammar cannot have it.
 
         Raises InvalidRequest for a strict tool.
@@ -108,6 +108,7 @@ class ToolCalls:
         try:
             schema = _schema(function)
             self._check(StructuredOutputs(json=schema))
+            self._check(self._grammar({function["name"]: schema}, prompt, None))
         except InvalidRequest as error:
             reason = str(error).removeprefix("structured_outputs: ")
             if function.get("strict"):
@@ -115,6 +116,15 @@ class ToolCalls:
             _log.info("a tool's arguments are any object", tool=function["name"], reason=reason)
             return ANY_OBJECT
         return schema
+
+    def _types(self, function: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a schema that says of which types the arguments are, also if it cannot be enforced."""
+        calls = self._grammar_markup.calls
+        try:
+            schema = _schema(function)
+            return parameters_schema(schema) if calls is not None and calls.arguments == "parameters" else schema
+        except InvalidRequest:
+            return {**ANY_OBJECT, **function["parameters"]}
 
     def _in_reasoning(self, prompt: str) -> bool:
         """Return whether the template has written the beginning of the reasoning."""
@@ -124,15 +134,10 @@ class ToolCalls:
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a tool's arguments. Raises InvalidRequest, as `enforceable_schema` does."""
-    schema: dict[str, Any] = enforceable_schema(function.get("parameters", {}))
+    try:
+        schema: dict[str, Any] = enforceable_schema(function.get("parameters", {}))
+    except RecursionError:
+        raise InvalidRequest("a JSON schema is nested too deeply") from None
     if "$ref" in schema and "allOf" not in schema:  # some drafts ignore a type beside a reference
         schema["allOf"] = [{"$ref": schema.pop("$ref")}]
     return {**ANY_OBJECT, **schema}
-
-
-def _types(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema that says of which types the arguments are, also if it cannot be enforced."""
-    try:
-        return _schema(function)
-    except InvalidRequest:
-        return {**ANY_OBJECT, **function["parameters"]}

@@ -287,9 +287,23 @@ MUTANTS = [
     ),
     Mutant(
         GRAMMAR,
-        "{**roots, **given} if isinstance(given, dict) else given",
-        "given",
+        "return dialect | roots | schema",
+        "return dialect | schema",
         "references to definitions in parameters of Qwen3-Coder make the grammar invalid",
+        MARKUP_TESTS,
+    ),
+    Mutant(
+        GRAMMAR,
+        'f" & ~({heads})" if heads else ""',
+        '""',
+        "a parameter that the schema describes may be given again with any value",
+        MARKUP_TESTS,
+    ),
+    Mutant(
+        ARGUMENTS,
+        'self._end = END_OF_JSON if self._form == "json" else END_OF_PARAMETER',
+        "self._end = END_OF_PARAMETER",
+        "a text with the end of a parameter, in a value that is JSON, cuts the value",
         MARKUP_TESTS,
     ),
     Mutant(

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from ..json_schema import library_options
-from .argument_streams import property_schema, text_values, value_form
+from ..json_schema import BY_REFERENCE, library_options, schemas_inside, with_references
+from .argument_streams import END_OF_JSON, END_OF_PARAMETER, PARAMETER, parameters_schema, text_values, value_form
 from .markup import MARK, CallSyntax, Markup
 
 CallsNeeded = Literal["none", "auto", "required"]
@@ -21,6 +21,7 @@ ANY: /[^\\uFDD0]*/
 SPACES: /[ \\t\\r\\n]*/
 ws: /[ \\t\\r\\n]{1,8}/
 """
+_DEFINITION = re.compile(r"#/(\$defs|definitions)/")
 
 
 class MarkupGrammar:
@@ -92,27 +93,37 @@ class MarkupGrammar:
 
     def _parameters(self, schema: Any) -> str:
         """Return the rule of Qwen3-Coder's parameters, in the schema's order."""
-        properties = schema.get("properties") if isinstance(schema, dict) else None
-        required = schema.get("required") if isinstance(schema, dict) else None
+        flat = parameters_schema(schema)
         rules = []
-        for key in properties if isinstance(properties, dict) else ():
-            value = self._parameter(schema, key)
-            rule = self._rule(f"ws? {_quoted(f'<parameter={key}>')} {value}")
-            rules.append(rule if isinstance(required, list) and key in required else f"{rule}?")
+        for key, given in flat["properties"].items():
+            if given is not False:
+                rule = self._rule(f"ws? {_quoted(f'{PARAMETER}{key}>')} {self._parameter(schema, given)}")
+                rules.append(rule if key in flat["required"] else f"{rule}?")
+        if (others := flat["additionalProperties"]) is not False:
+            rules.append(
+                self._rule(f"ws? {self._other_name(flat['properties'])} {self._parameter(schema, others)}") + "*"
+            )
         return " ".join(rules)
 
-    def _parameter(self, schema: dict[str, Any], key: str) -> str:
+    def _other_name(self, known: Iterable[str]) -> str:
+        """Return the terminal of the head of a parameter with another name."""
+        name, heads = f"HEAD_{len(self._lines)}", " | ".join(_quoted(f"{PARAMETER}{key}>") for key in known)
+        self._lines.append(f"{name}: /{PARAMETER}[^>\\uFDD0]+>/" + (f" & ~({heads})" if heads else ""))
+        return name
+
+    def _parameter(self, schema: Mapping[str, Any], given: Any) -> str:
         """Return the rule of one value, up to the end of its parameter."""
-        given = property_schema(schema, key)
         form = value_form(given)
         values = text_values(given)
-        end = _quoted("</parameter>")
+        end = _quoted(END_OF_PARAMETER)
         if form == "text" and values:
             return f'"\\n" ({" | ".join(map(_quoted, values))}) "\\n" {end}'
-        if form != "json":
-            return f'"\\n" {self._until("</parameter>", "ANY")}'
-        roots = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        return f'"\\n" {self._json({**roots, **given} if isinstance(given, dict) else given)} "\\n" {end}'
+        if form == "json":
+            return f'"\\n" {self._json(_with_definitions(schema, given))} "\\n" {end}'
+        if form == "mixed":  # in a tool without an enforceable schema, the parser may read the value as JSON
+            text = self._terminal([END_OF_PARAMETER], [])
+            return f'"\\n" {self._until(END_OF_JSON, text)}'
+        return f'"\\n" {self._until(END_OF_PARAMETER, "ANY")}'
 
     # Messages of channels
 
@@ -184,6 +195,24 @@ def json_rule(schema: Any) -> str:
         schema = {} if schema else {"enum": []}
     kept = {key: value for key, value in schema.items() if key != "x-guidance"}
     return f"%json {json.dumps(kept | {'x-guidance': library_options(kept)})}"
+
+
+def _with_definitions(root: Mapping[str, Any], schema: Any) -> Any:
+    """Return a schema within `root` together with what its references refer to."""
+    if not isinstance(schema, dict):
+        return schema
+    dialect = {"$schema": root["$schema"]} if "$schema" in root else {}
+    roots = {name: root[name] for name in BY_REFERENCE if name in root}
+    found = [each["$ref"] for each in schemas_inside([roots, schema]) if "$ref" in each]
+    if not schema.keys() & BY_REFERENCE and all(map(_DEFINITION.match, map(str, found))):
+        return dialect | roots | schema
+
+    def moved(reference: str) -> str:
+        own, _, place = reference.partition("#")
+        return f"#/$defs/root{place}" if own in ("", root.get("$id")) and place[:1] in ("", "/") else reference
+
+    whole = {key: value for key, value in root.items() if key not in ("$id", "$schema")}
+    return dialect | with_references(schema, moved) | {"$defs": {"root": with_references(whole, moved)}}
 
 
 def _quoted(text: str) -> str:

@@ -15,7 +15,9 @@ import pytest
 from llguidance import LLMatcher
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.types import StructuredOutputs
+from quire.runtime.engine import json_numbers
 from quire.runtime.engine.grammars import Grammars, check_structure, grammar_of
+from quire.runtime.engine.json_patterns import as_read
 from quire.runtime.engine.text_processor import TextProcessor
 from quire.runtime.model import BUNDLED_MODEL
 
@@ -60,6 +62,20 @@ REFUSED: dict[str, Any] = {
     "-9007199254740993 in enum": {"enum": [1, -(2**53) - 1]},
     "between 0, which is excluded, and 0.5": {"type": "number", "allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]},
     "between -3, which is excluded, and -3.5": {"type": "number", "exclusiveMaximum": -3, "exclusiveMinimum": -3.5},
+    "maximum: 9223372036854775807 cannot be enforced": {"type": ["number", "null"], "maximum": 2**63 - 1},
+    "multiples of 1000003 cannot be enforced": {"type": "integer", "multipleOf": 1000003},
+    "multiples of 1000000007 cannot": {"type": "integer", "multipleOf": 10**9 + 7},
+    "multiples of 7919 and bounds": {"type": "integer", "multipleOf": 7919, "minimum": 10**12},
+    "divisors beyond 2^53 are rounded": {"type": "integer", "multipleOf": 10**400},
+    "multipleOf: 1e-20 cannot": {"type": "number", "multipleOf": 1e-20, "minimum": 5e-324},
+    "multiples of 9.97 cannot be enforced": {"type": "number", "multipleOf": 9.97},
+    "multiples of 1005973 cannot be enforced": {"allOf": [{"multipleOf": 997}, {"anyOf": [{"multipleOf": 1009}]}]},
+    "multiples of 997 and bounds with 13 digits": {"multipleOf": 997, "anyOf": [{"minimum": 2e12}, {"minimum": 2e13}]},
+    "multipleOf: 0.53 cannot be enforced: such a divisor is rounded": {"type": "number", "multipleOf": 0.53},
+    "more than 200 combinations of limits": {
+        "allOf": [{"anyOf": [{"minimum": n + 100 * m} for n in range(15)]} for m in range(2)]
+    },
+    "more than 50 limits of one number": {"allOf": [{"minimum": n} for n in range(60)]},
     "anyOf is empty": False,
     "required property 'a' is unsatisfiable": {"type": "object", "required": ["a"], "additionalProperties": False},
     "incompatible types": {"allOf": [{"type": "string"}, {"type": "integer"}]},
@@ -136,7 +152,107 @@ def test_references_that_lead_in_a_circle_are_refused(reference: str, schema: di
 @pytest.mark.parametrize(
     "schema",
     [
+        {"$ref": "#/$defs/p", "maximum": 0.5, "$defs": {"p": {"type": "number", "exclusiveMinimum": 0}}},
+        {"type": "number", "exclusiveMinimum": 0, "anyOf": [{"maximum": 0.5}, {"minimum": 7}]},
+        {"type": "number", "exclusiveMinimum": 0, "allOf": [{"allOf": [{"maximum": 0.5}]}]},
+        {"type": "number", "oneOf": [{"exclusiveMinimum": 0}], "maximum": 0.5},
+        {"type": "number", "exclusiveMaximum": 0, "anyOf": [{"minimum": -0.5}, {"maximum": -7}]},
+        {"items": {"anyOf": [{"exclusiveMinimum": 0}, {}], "oneOf": [{"maximum": 0.5}]}},
+    ],
+    ids=str,
+)
+def test_open_ranges_that_combined_schemas_form_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"numbers between -?0, which is excluded, and -?0\.5 cannot be enforced"):
+        check_structure(StructuredOutputs(json=schema))
+
+
+def test_long_chains_of_references_are_refused() -> None:
+    chain = {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(5_000)}
+    with pytest.raises(InvalidRequest, match="more than 100 references"):
+        check_structure(StructuredOutputs(json={"$defs": {**chain, "5000": {}}, "$ref": "#/$defs/0"}))
+
+
+def test_limits_of_different_alternatives_are_not_combined() -> None:
+    schema = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "integer", "multipleOf": 9973}]}
+    check_structure(StructuredOutputs(json={**schema, "oneOf": [{"minimum": 0}], "not": False}))
+    old = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$ref": "#/definitions/p",
+        "maximum": 0.5,
+        "definitions": {"p": {"type": "number", "exclusiveMinimum": 0}},
+    }
+    check_structure(StructuredOutputs(json=old))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
+        {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}},
+        {"type": "array", "minItems": 1, "items": {"$ref": "#"}},
+        {
+            "$defs": {
+                "a": {"type": "object", "required": ["b"], "properties": {"b": {"allOf": [{"$ref": "#/$defs/a"}]}}}
+            },
+            "items": {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "object", "$ref": "#/$defs/a"}]},
+        },
+    ],
+    ids=str,
+)
+def test_values_that_would_contain_themselves_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="another value of the same schema, without end"):
+        check_structure(StructuredOutputs(json=schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"enum": [0.3, 0.1, 0.25, "a", True, [0.25]], "multipleOf": 0.1}, [0.3, 0.1, "a", True, [0.25]], [0.25, 1]),
+        ({"const": 0.3, "multipleOf": 0.1}, [0.3], [0.1]),
+        ({"type": "number", "multipleOf": 0.07}, [0, 0.07, 0.14, 0.7, -7, 0.49], [0.06, 0.077, 1, 0.5]),
+        ({"type": "number", "multipleOf": 0.035}, [0.07, 0.035, 3.5], [0.03, 0.05]),
+        ({"type": "integer", "multipleOf": 9973}, [9973, 19946, 0], [9974, 1]),
+        ({"type": "integer", "multipleOf": 300, "minimum": 10**12}, [10**12 + 200], [10**12, 300]),
+    ],
+    ids=str,
+)
+def test_multiples_are_exact_decimals(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+    for given in (schema, json_numbers.with_left_out(json_numbers.with_listed_multiples(schema))):
+        structure = StructuredOutputs(json=given)
+        check_structure(structure)
+        matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
+        assert [each for each in valid if not can_be_generated(matcher.deep_copy(), each)] == []
+        assert [each for each in invalid if can_be_generated(matcher.deep_copy(), each)] == []
+
+
+def test_old_dialects_do_not_count_what_an_array_contains() -> None:
+    schema = {"type": "array", "contains": {"type": "integer"}, "minContains": 0}
+    check_structure(StructuredOutputs(json=schema))
+    with pytest.raises(InvalidRequest, match='cannot be enforced: "contains"'):
+        check_structure(StructuredOutputs(json={"$schema": "http://json-schema.org/draft-07/schema#", **schema}))
+
+
+def test_keywords_of_extensions_are_no_schemas() -> None:
+    schema = {"x-a": {"not": {}, "$ref": "#/x-a", "minimum": 1e300}, "properties": {"x-a": {"type": "integer"}}}
+    structure = StructuredOutputs(json={**schema, "type": "object"})
+    check_structure(structure)
+    matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
+    assert can_be_generated(matcher.deep_copy(), {"x-a": 1})
+    assert not can_be_generated(matcher, {"x-a": "1"})
+    referred = {"x-a": {"b": {"type": "string", "pattern": "^[[b]$"}}, "$ref": "#/x-a/b"}
+    matcher = LLMatcher(tables(), grammar_of(StructuredOutputs(json=referred)), log_level=0)
+    assert can_be_generated(matcher.deep_copy(), "[")
+    assert not can_be_generated(matcher, "a")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
         {"type": "object", "additionalProperties": {"$ref": "#"}},
+        {"type": "object", "required": ["a"], "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}},
+        {"type": "object", "properties": {"a": {"$ref": "#"}}},
+        {"type": "array", "minItems": 0, "items": {"$ref": "#"}},
+        {"required": ["a"], "properties": {"a": {"$ref": "#"}}},
         {"anyOf": [{"$ref": "#"}, {"type": "string"}]},
         {"$defs": {"a": {"$ref": "#/$defs/a"}}, "type": "string"},
         {
@@ -157,6 +273,7 @@ IDLE: list[dict[str, Any]] = [
     {"uniqueItems": False, "minItems": 0},
     {"not": False},
     {"contains": {"type": "integer"}, "minContains": 0},
+    {"additionalItems": False},
     {"minContains": 2},
     {"maxContains": 0},
     {"unevaluatedItems": True},
@@ -207,6 +324,17 @@ def test_keywords_that_may_forbid_something_are_still_refused(keywords: dict[str
         check_structure(StructuredOutputs(json={"type": "array", **keywords}))
 
 
+@pytest.mark.parametrize("others", [{}, {"items": {"type": "integer"}}, {"items": False}], ids=str)
+def test_the_first_items_count_beside_a_keyword_of_older_dialects(others: dict[str, Any]) -> None:
+    schema = {"type": "array", "prefixItems": [{"type": "string"}], "additionalItems": False, **others}
+    structure = StructuredOutputs(json=schema)
+    check_structure(structure)
+    matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
+    assert can_be_generated(matcher.deep_copy(), ["a"])
+    assert can_be_generated(matcher.deep_copy(), ["a", 1]) is (others.get("items") is not False)
+    assert not can_be_generated(matcher, [1])
+
+
 @pytest.mark.parametrize("own", [{}, {"pattern": "^[12]"}, {"pattern": "^[12]", "allOf": [{"maxLength": 30}]}], ids=str)
 @pytest.mark.parametrize(("form", "time"), [("date", ""), ("date-time", "T10:00:00Z")])
 def test_29_february_is_a_date_in_leap_years_only(form: str, time: str, own: dict[str, Any]) -> None:
@@ -250,6 +378,30 @@ CLASSES = {  # a pattern for one character -> which of SOME it matches
     "[!-/:-@[-`{-~]": '"\\/[]-&~!',
     "[a&&b]": "ab&",
     "[~~a]": "a~",
+    "[!--a]": 'a"&!-',
+    "[+--]": "-",
+    "[--/]": "/-",
+    "[ --~]": '"-&~!',
+    "[*--0-9]": "-",
+    "[a-b--/]": "ab/-",
+    "[--]": "-",
+    "[---]": "-",
+    "[!-]": "!-",
+    r"[\w--]": "ab-",
+    r"[\w--~]": "ab-~",
+    r"[a\z]|\a": "a",
+    r"\A|\a": "a",
+    r"\p|[\P-]": "-",
+    r"\p{Cc}": "\n\x1f",
+    r"\p{C}": "\n\x1f",
+    r"[\p{Cc}]": "\n\x1f",
+    r"[\P{P}]": "ab~\n\x1f",
+    r"[\u0001-\u001f\u0000]": "\n\x1f",
+    r"[\0-\b\s\u{e}-\x1f]": "\n\x1f",
+    r"[\cA-\x1f\x00a]": "a\n\x1f",
+    r"[\x00a]": "a",
+    r"[\b\n]": "\n",
+    r"[\p{Cc}a\x00]": "a\n\x1f",
     "[^]": SOME,
     "([]|a)": "a",
     r"\[": "[",
@@ -271,6 +423,12 @@ def test_classes_of_characters_are_those_of_ecmascript(pattern: str) -> None:
         matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
         found = [each for each in SOME if can_be_generated(matcher.deep_copy(), instance_of(each))]
         assert "".join(found) == "".join(each for each in SOME if each in CLASSES[pattern])
+
+
+@pytest.mark.parametrize("pattern", CLASSES)
+def test_a_class_that_is_written_twice_is_the_same(pattern: str) -> None:
+    once = as_read(pattern)
+    assert as_read(once) == once
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.types import StructuredOutputs, ToolChoice
-from quire.runtime.engine.grammars import grammar_of
+from quire.runtime.engine.grammars import check_structure, grammar_of
 from quire.runtime.engine.text.markup import BRACKETS, CHANNEL_TOKENS, FAMILIES, MARK, THINK, CallSyntax, Markup
 from quire.runtime.engine.tool_calls import ToolCalls
 
@@ -164,6 +165,190 @@ def test_parameters_may_refer_to_definitions_of_their_tool() -> None:
         assert (matcher.try_consume_tokens(ids) == len(ids)) is is_allowed
 
 
+def coder_calls(parameters: Any, is_strict: bool) -> ToolCalls:
+    function = {"name": "f", "parameters": parameters, "strict": is_strict}
+    tool = {"type": "function", "function": function}
+    return ToolCalls(FAMILIES["qwen3_coder"], (tool,), ToolChoice(needed="required"))
+
+
+def coder_arguments(calls: ToolCalls, *parameters: tuple[str, str]) -> Any:
+    """Return the arguments of a call with these parameters as the client gets them; None if they are not allowed."""
+    structure = calls.structure("prompt", None)
+    assert structure is not None
+    check_structure(structure)
+    written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in parameters)
+    text = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
+    matcher, ids = LLMatcher(TABLES, grammar_of(structure), log_level=0), VOCABULARY(text)
+    if matcher.try_consume_tokens(ids) < len(ids) or not matcher.is_accepting():
+        return None
+    new_parser = calls.new_parser("prompt", None)
+    assert new_parser is not None
+    return json.loads("".join(piece for kind, piece in new_parser().feed(text) if kind == "arguments"))
+
+
+NODE = {"properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/Node"}}, "required": ["v"]}
+TREE = {
+    "properties": {"n": {"type": "integer"}, "of": {"type": "array", "items": {"$ref": "#"}}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+CODER: list[tuple[str, Any, list[Any], list[Any]]] = [  # schema, parameters and the arguments they become, refused ones
+    (
+        "a reference at the root",
+        {"$defs": {"Node": NODE}, "$ref": "#/$defs/Node"},
+        [([("v", "1")], {"v": 1}), ([("v", "1"), ("next", '{"v": 2}')], {"v": 1, "next": {"v": 2}})],
+        [[], [("v", "x")], [("v", "1"), ("next", "{}")]],
+    ),
+    (
+        "all of several schemas",
+        {"allOf": [{"properties": {"a": {"type": "string"}}}, {"properties": {"b": {}, "a": {}}, "required": ["a"]}]},
+        [([("a", "5")], {"a": "5"}), ([("a", "x"), ("b", "5")], {"a": "x", "b": 5})],
+        [[], [("b", "5")], [("a", "x"), ("c", "5")]],
+    ),
+    (
+        "two limits of one property",
+        {"allOf": [{"properties": {"a": {"maximum": 9}}}, {"properties": {"a": {"type": "integer", "minimum": 5}}}]},
+        [([("a", "7")], {"a": 7})],
+        [[("a", "3")], [("a", "12")]],
+    ),
+    (
+        "one of one schema",
+        {"oneOf": [{"properties": {"a": {"type": "integer"}}, "required": ["a"]}]},
+        [([("a", "5")], {"a": 5})],
+        [[]],
+    ),
+    (
+        "a property that one of the schemas does not allow",
+        {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}, "additionalProperties": False}]},
+        [([], {}), ([("b", "1")], {"b": 1})],
+        [[("a", "1")], [("c", "1")]],
+    ),
+    (
+        "required names without a schema",
+        {"properties": {"a": {"type": "integer"}}, "required": ["b", "a"], "minProperties": 2, "maxProperties": 2},
+        [([("a", "1"), ("b", "x")], {"a": 1, "b": "x"})],
+        [[], [("a", "1")]],
+    ),
+    (
+        "other names",
+        {"properties": {"a": {"const": 1}}, "additionalProperties": {"type": "integer"}},
+        [([], {}), ([("a", "1"), ("b", "2"), ("ab", "3")], {"a": 1, "b": 2, "ab": 3})],
+        [[("a", "2")], [("b", "x")]],
+    ),
+    (
+        "any object",
+        {"type": "object"},
+        [([], {}), ([("a", "1"), ("b", "[x")], {"a": 1, "b": "[x"})],
+        [[("a", "</parameter>")]],
+    ),
+    ("no properties", {"type": "object", "properties": {}}, [([], {})], [[("a", "1")]]),
+    (
+        "a property without values",
+        {"properties": {"a": False, "b": {"type": "integer"}}},
+        [([], {}), ([("b", "1")], {"b": 1})],
+        [[("a", "1")]],
+    ),
+    (
+        "the end of a parameter in a text",
+        {"properties": {"a": {"enum": ["</parameter>", "x"]}, "b": {"type": "string", "maxLength": 20}}},
+        [
+            ([("a", '"</parameter>"'), ("b", '"</parameter>"')], {"a": "</parameter>", "b": "</parameter>"}),
+            ([("a", '"x"')], {"a": "x"}),
+        ],
+        [[("a", "</parameter>")], [("a", "x")]],
+    ),
+    (
+        "one of several texts, or null",
+        {"properties": {"a": {"anyOf": [{"enum": ["x", "y"]}, {"type": "null"}]}}},
+        [([("a", "null")], {"a": None}), ([("a", '"x"')], {"a": "x"})],
+        [[("a", "z")], [("a", '"z"')]],
+    ),
+    (
+        "a reference to the root",
+        TREE,
+        [([("n", "1"), ("of", '[{"n": 2, "of": [{"n": 3}]}]')], {"n": 1, "of": [{"n": 2, "of": [{"n": 3}]}]})],
+        [[("n", "1"), ("of", "[[]]")], [("n", "1"), ("of", "[{}]")]],
+    ),
+    (
+        "a reference to the root by its name",
+        TREE
+        | {"$id": "https://a.example/b", "properties": {"n": {}, "of": {"items": {"$ref": "https://a.example/b"}}}},
+        [([("n", "1"), ("of", '[{"n": 2}]')], {"n": 1, "of": [{"n": 2}]})],
+        [[("n", "1"), ("of", "[{}]")], [("n", "1"), ("a", "1")]],
+    ),
+    (
+        "a reference to another property",
+        {
+            "properties": {
+                "a": {"type": "array", "items": {"$ref": "#/properties/b"}},
+                "b": {"$defs": {"c": {"const": 1}}, "anyOf": [{"$ref": "#/properties/b/$defs/c"}]},
+            }
+        },
+        [([("a", "[1]"), ("b", "1")], {"a": [1], "b": 1})],
+        [[("a", "[2]")], [("b", "2")]],
+    ),
+    (
+        "items of a list in an older dialect",
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "properties": {"a": {"type": "array", "items": [{"const": 1}]}},
+        },
+        [([("a", "[1]")], {"a": [1]})],
+        [[("a", "[2]")]],
+    ),
+]
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+@pytest.mark.parametrize(("schema", "valid", "invalid"), [case[1:] for case in CODER], ids=[case[0] for case in CODER])
+def test_parameters_of_qwen3_coder_match_the_schema(schema: Any, valid: Any, invalid: Any, is_strict: bool) -> None:
+    calls = coder_calls(schema, is_strict)
+    assert [coder_arguments(calls, *parameters) for parameters, _ in valid] == [arguments for _, arguments in valid]
+    assert [parameters for parameters in invalid if coder_arguments(calls, *parameters) is not None] == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "schema"),
+    [
+        ("cannot express anyOf", {"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}),
+        ("oneOf constraints are not supported", {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}),
+        ("cannot express patternProperties", {"patternProperties": {"^a": {"type": "integer"}}}),
+        ("cannot express enum", {"enum": [{"a": 1}]}),
+        ('cannot be enforced: "not"', {"properties": {"a": {}}, "not": {"required": ["a"]}}),
+        ('cannot be enforced: "if", "then"', {"if": {"required": ["a"]}, "then": {"required": ["b"]}}),
+        ("min/maxProperties only supported", {"properties": {"a": {}, "b": {}}, "minProperties": 1}),
+        ("minProperties cannot be enforced", {"minProperties": 1}),
+        ("maxProperties cannot be enforced", {"additionalProperties": {}, "maxProperties": 1}),
+        ("'a>b' cannot be a parameter", {"properties": {"a>b": {"type": "string"}}}),
+        ("anyOf is empty", {"properties": {"a": {"enum": []}}}),
+        ("'#' refers to itself", {"$ref": "#"}),
+        ("which the arguments must match", {"allOf": [{"title": str(n)} for n in range(120)]}),
+    ],
+    ids=str,
+)
+def test_what_parameters_do_not_express_is_refused_or_left_to_the_model(reason: str, schema: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"the parameters of 'f': .*{re.escape(reason)}"):
+        coder_calls(schema, is_strict=True).structure("prompt", None)
+    assert coder_arguments(coder_calls(schema, is_strict=False), ("a", "5"), ("c", "x")) == {"a": 5, "c": "x"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": False}, "required": ["a"]},
+        {"type": "string"},
+        {"$ref": "https://a.example/b"},
+        {"required": [1]},
+        {"minProperties": "1"},
+    ],
+    ids=str,
+)
+def test_parameters_that_no_call_can_have_are_refused_where_they_are_strict(schema: Any) -> None:
+    with pytest.raises(InvalidRequest, match="the parameters of 'f': "):
+        coder_calls(schema, is_strict=True).structure("prompt", None)
+    assert coder_calls(schema, is_strict=False).structure("prompt", None) is not None
+
+
 def test_arguments_are_an_object_where_the_dialect_ignores_a_type_beside_a_reference() -> None:
     parameters = {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -197,6 +382,18 @@ def test_a_schema_of_wrong_types_is_no_internal_error(family: str, parameters: A
         function = {"name": "f", "parameters": parameters, "strict": is_strict}
         calls = ToolCalls(FAMILIES[family], ({"type": "function", "function": function},), ToolChoice())
         with suppress(InvalidRequest) if is_strict else nullcontext():
+            assert calls.structure("prompt", None) is not None
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "hermes"])
+def test_a_schema_that_is_nested_too_deeply_is_refused_or_left_to_the_model(family: str) -> None:
+    parameters: dict[str, Any] = {}
+    for _ in range(900):
+        parameters = {"properties": {"a": parameters}}
+    for is_strict in (True, False):
+        function = {"name": "f", "parameters": parameters, "strict": is_strict}
+        calls = ToolCalls(FAMILIES[family], ({"type": "function", "function": function},), ToolChoice())
+        with pytest.raises(InvalidRequest, match="nested too deeply") if is_strict else nullcontext():
             assert calls.structure("prompt", None) is not None
 
 

@@ -1,0 +1,108 @@
+"""Regular expressions of JSON schemas for llguidance, which reads classes of characters in Rust's syntax.
+
+A pattern that is written for it stays the same if it is written for it again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+# A character behind a backslash, a property of Unicode, or a class of characters.
+_PATTERN_PART = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
+# A character of a class, or a class within it.
+_ATOM = re.compile(r"\\(?:[pP]\{[^}]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|c[a-zA-Z]|.)|.", re.DOTALL)
+_SYNTAX = frozenset("-[&~")  # of classes in Rust's syntax
+_MEANT = frozenset("bBcdDfknrsStuvwWx")  # letters that have a meaning in ECMAScript behind a backslash
+_NUMBERED = re.compile(r"\\[xu]\{?([0-9a-fA-F]+)\}?")
+_ESCAPED = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "b": 8, "0": 0}  # characters behind a backslash, in a class
+CONTROL = frozenset(range(32))
+
+
+def as_read(pattern: str) -> str:
+    """Return a pattern with classes that llguidance reads as ECMAScript does."""
+    return _PATTERN_PART.sub(_written, pattern)
+
+
+def _written(part: re.Match[str]) -> str:
+    """Return a part of a pattern as llguidance must have it.
+
+    A class with all control characters would also allow quotation marks and backslashes, which a string has behind a
+    backslash too: it gets all but the first. In Rust's syntax, a bracket in a class begins another, and &&, ~~ and --
+    are operators. A class may be empty, or the complement of nothing.
+    """
+    if part[2] is None:
+        return _without_nul([(part[0],)]) if _is_property(part[0]) else _without_escape(part[0])
+    if not part[2]:
+        return r"[\s\S]" if part[1] else r"[^\s\S]"
+    ranges = list(_ranges(_ATOM.findall(part[2])))
+    body = _body(ranges)
+    if part[1]:
+        return f"[^{body}]" if body.startswith((r"\x00", r"\s\S")) else rf"[^\x00{body}]"
+    has_controls = frozenset().union(*map(_controls, ranges)) == CONTROL
+    return _without_nul(ranges) if has_controls or any(_is_property(each[0]) for each in ranges) else f"[{body}]"
+
+
+def _without_nul(ranges: list[tuple[str, ...]]) -> str:
+    """Return the expression of a class without its first character: NUL."""
+    properties = [each[0] for each in ranges if _is_property(each[0])]
+    classes = [rf"[^\x00\{'P' if each[1] == 'p' else 'p'}{each[2:]}]" for each in properties]
+    others = [(r"\x01", *each[1:]) if _code(each[0]) == 0 else each for each in ranges if _is_other(each)]
+    classes += [f"[{_body(others)}]"] if others else []
+    return classes[0] if len(classes) == 1 else f"(?:{'|'.join(classes)})"
+
+
+def _is_other(ends: tuple[str, ...]) -> bool:
+    """Return whether a range is no property, and has more than NUL."""
+    return not _is_property(ends[0]) and _code(ends[-1]) != 0
+
+
+def _is_property(atom: str) -> bool:
+    return atom.startswith((r"\p{", r"\P{"))
+
+
+def _body(ranges: list[tuple[str, ...]]) -> str:
+    return "".join("-".join(map(_atom, each)) for each in ranges)
+
+
+def _ranges(atoms: list[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the atoms of a class: alone, or the first and the last one of a range."""
+    at = 0
+    while at < len(atoms):
+        if atoms[at + 1 : at + 2] != ["-"] or at + 2 >= len(atoms):
+            yield (atoms[at],)
+            at += 1
+            continue
+        ends = (atoms[at], atoms[at + 2])
+        yield from [ends] if None not in map(_code, ends) else ((each,) for each in atoms[at : at + 3])
+        at += 3
+
+
+def _without_escape(atom: str) -> str:
+    """Return a character without the backslash that only gives it a meaning in Rust's syntax, as in \\z."""
+    is_plain = len(atom) == 2 and atom[0] == "\\" and atom[1].isascii() and atom[1].isalpha()
+    return atom[1] if is_plain and atom[1] not in _MEANT else atom
+
+
+def _atom(atom: str) -> str:
+    code = _code(atom) if atom[:2] in (r"\0", r"\b", r"\c") else None  # which Rust's syntax does not have
+    return "\\" + atom if atom in _SYNTAX else _without_escape(atom) if code is None else rf"\x{code:02x}"
+
+
+def _code(atom: str) -> int | None:
+    """Return the code of a character in a class; None for a class of characters."""
+    if not atom.startswith("\\"):
+        return ord(atom)
+    if numbered := _NUMBERED.fullmatch(atom):
+        return int(numbered[1], 16)
+    if atom[1] == "c" and len(atom) == 3:
+        return ord(atom[2]) % 32
+    return None if _is_property(atom) or atom[1] in "dDsSwW" else _ESCAPED.get(atom[1], ord(atom[1]))
+
+
+def _controls(ends: tuple[str, ...]) -> frozenset[int]:
+    """Return the control characters of a range in a class."""
+    if ends[0] == r"\s":
+        return frozenset(range(9, 14))
+    first, last = _code(ends[0]), _code(ends[-1])
+    return CONTROL.intersection(range(first, last + 1)) if first is not None and last is not None else frozenset()
