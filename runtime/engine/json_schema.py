@@ -32,6 +32,7 @@ BESIDE_REFERENCES = frozenset({"$ref", "$schema", "$id", "id", *BY_REFERENCE})  
 MAX_ALTERNATIVES = 200  # combinations of limits of numbers that one schema may lead to
 MAX_LIMITS = 50  # that one number must keep
 MAX_DEPTH = 100  # of references and combinations in one place
+MAX_NAME_PATTERNS = 128  # of one schema: each is compared with each other one, 200 of them for half a second
 MAX_HOSTNAME = 253  # characters (RFC 1123)
 DATES = ("date", "date-time")  # formats
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
@@ -88,6 +89,8 @@ def _enforceable(schema: Any, ignores_siblings: bool) -> Any:
         schema = {key: value for key, value in schema.items() if key not in COUNTS}
     schema = with_listed_multiples(schema)
     _check_distinct_keys(schema)
+    if isinstance(patterns := schema.get("patternProperties"), dict) and len(patterns) > MAX_NAME_PATTERNS:
+        raise InvalidRequest(f"patternProperties of a JSON schema may have {MAX_NAME_PATTERNS} patterns at most")
     check_numbers(schema)
     kept = {
         key: _inside(key, value, ignores_siblings)

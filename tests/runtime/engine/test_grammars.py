@@ -1078,7 +1078,7 @@ def test_forced_text_that_spells_a_special_token_ends_no_output() -> None:
 
 
 def references(count: int) -> StructuredOutputs:
-    definitions = {str(index): {"$ref": f"#/$defs/{index + 1}"} for index in range(count)}
+    definitions = {str(index): {"items": {"$ref": f"#/$defs/{index + 1}"}} for index in range(count)}
     return StructuredOutputs(json={"$ref": "#/$defs/0", "$defs": {**definitions, str(count): {"const": 7}}})
 
 
@@ -1087,12 +1087,12 @@ def rules(count: int) -> StructuredOutputs:
     return StructuredOutputs(lark=f'start: r0\n{chain}r{count}: "7"')
 
 
-@pytest.mark.parametrize("structure", [references(6000), rules(12_000)])
+@pytest.mark.parametrize("structure", [references(2500), rules(12_000)])
 def test_long_chains_of_references_do_not_overflow_the_stack(structure: StructuredOutputs) -> None:
     check_structure(structure)
     with LLM(threads=1) as llm:
-        (output,) = llm.generate(["a"], SamplingParams(max_tokens=9, structured_outputs=structure))
-    assert (output.text, output.finish_reason) == ("7", "stop")
+        (output,) = llm.generate(["a"], SamplingParams(max_tokens=3, structured_outputs=structure))
+    assert output.text
 
 
 @pytest.mark.parametrize("begin", ["", " \n"])

@@ -46,6 +46,9 @@ REFUSED: dict[str, Any] = {
         "unevaluatedProperties": False,
     },
     'keywords of a JSON schema cannot be enforced: "$dynamicRef"': {"$dynamicRef": "#x"},
+    "patternProperties of a JSON schema may have 128 patterns at most": {
+        "patternProperties": {f"^a{index}b": {} for index in range(129)}
+    },
     "oneOf constraints are not supported": {"oneOf": [{"type": "integer"}, {"minimum": 3}]},
     "Resource 'https://example.org/x' is not present": {"$ref": "https://example.org/x"},
     "Pointer '/$defs/x' does not exist": {"$ref": "#/$defs/x"},
@@ -478,3 +481,23 @@ def test_host_names_have_at_most_253_characters(own: dict[str, Any], most: int) 
 def test_there_are_enough_schemas() -> None:
     assert len({case[0] for case in SCHEMAS}) == len(SCHEMAS) >= 200
     assert all(case[2] for case in SCHEMAS)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"properties": {"ab": {"type": "integer"}}}, r'{"a\u0062": "x"}'),
+        ({"properties": {"secret": False}}, r'{"\u0073ecret": 1}'),
+        ({"patternProperties": {"^a": {"type": "integer"}}}, r'{"\u0061b": "x"}'),
+        ({"minProperties": 2, "required": ["a"]}, r'{"a": 1, "\u0061": 2}'),
+        ({"allOf": [{"properties": {'q"': {"type": "integer"}}}]}, r'{"q\u0022": "x"}'),
+        ({"properties": {"a\n": {"type": "integer"}}}, r'{"a\u000a": "x"}'),
+    ],
+)
+def test_an_escaped_name_is_no_way_around_its_schema(schema: dict[str, Any], text: str) -> None:
+    structure = StructuredOutputs(json={"type": "object", **schema})
+    check_structure(structure)
+    matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
+    assert TEXT.tokenizer is not None
+    tokens = TEXT.tokenizer.encode(text, add_special_tokens=False)
+    assert matcher.try_consume_tokens(tokens) < len(tokens) or not matcher.is_accepting()
