@@ -95,8 +95,8 @@ async def fleet(hosts: Sequence[HostProcess], **options: Any) -> AsyncIterator[F
         async with asyncio.timeout(60):
             while (
                 not all(
-                    host.is_ready or process.process.poll() is not None
-                    for host, process in zip(cluster.hosts.values(), hosts, strict=True)
+                    cluster.hosts[proxy.address].is_ready or process.process.poll() is not None
+                    for proxy, process in zip(proxies, hosts, strict=True)
                 )
                 or engine.stats().running
             ):

@@ -88,7 +88,7 @@ async def test_images_and_texts_have_the_bits_of_one_machine_when_a_host_is_lost
         await begun.wait()
         readers = [Reader(engine, request) for request in REQUESTS]  # type: ignore[arg-type]
         await each_gains(readers, 5)
-        max(zip(cluster.hosts.values(), hosts, strict=True), key=lambda pair: pair[0].num_requests)[1].kill()
+        max(hosts, key=lambda host: cluster.hosts[host.address].num_requests).kill()
         await asyncio.gather(*(reader.task for reader in readers))
         assert bits_of(readers) == expected
         assert (await embedding).tobytes() == vectors.tobytes()
