@@ -38,9 +38,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _server(
             "Address of OpenAI's HTTP API; one that other machines reach needs `token` or `auth_tokens`.",
             unit="address",
+            alias="api_host",
         ),
     ] = "127.0.0.1"
-    openai_port: Annotated[Port, _server("Port of OpenAI's HTTP API; 0 takes a free one.")] = 8000
+    openai_port: Annotated[Port, _server("Port of OpenAI's HTTP API; 0 takes a free one.", alias="api_port")] = 8000
     token: Annotated[
         str | None,
         _server(

@@ -188,7 +188,14 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 def test_every_option_is_a_flag_of_serve() -> None:
     arguments = app["serve"].assemble_argument_collection(parse_docstring=False)
     of_others = {"model", "listen"}  # an argument, and an option of engine hosts
-    names = {*options_of(EngineConfig), *options_of(ServerConfig), "config", "block_size"} - of_others
+    names = {
+        *options_of(EngineConfig),
+        *options_of(ServerConfig),
+        "config",
+        "block_size",
+        "api_host",
+        "api_port",
+    } - of_others
     assert {flag_name(name) for name in names} <= {name for argument in arguments for name in argument.names}
 
 
