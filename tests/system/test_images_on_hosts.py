@@ -37,7 +37,7 @@ TEXTS = tuple(f"text {index % 7} " * (1 + index % 11) for index in range(1200))
 
 def asked_about(*files: bytes, n: int = 1) -> GenerateRequest:
     bare, images = take_images(messages(*files))
-    params = SamplingParams(max_tokens=120, ignore_eos=True, temperature=0.8, seed=3, n=n)
+    params = SamplingParams(max_tokens=180, ignore_eos=True, temperature=0.8, seed=3, n=n)
     return GenerateRequest(prompt=None, messages=bare, image_files=images, sampling_params=params)
 
 
@@ -87,7 +87,7 @@ async def test_images_and_texts_have_the_bits_of_one_machine_when_a_host_is_lost
         embedding = asyncio.create_task(embedded(engine, begun))
         await begun.wait()
         readers = [Reader(engine, request) for request in REQUESTS]  # type: ignore[arg-type]
-        await each_gains(readers, 5)
+        await each_gains(readers, 1)
         max(hosts, key=lambda host: cluster.hosts[host.address].num_requests).kill()
         await asyncio.gather(*(reader.task for reader in readers))
         assert bits_of(readers) == expected
