@@ -117,10 +117,8 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 # What to use instead of fields of other paths, Quire's own protocol, llama.cpp and transformers.
 INSTEAD = {
-    "max_tokens": "use max_output_tokens",
-    "max_completion_tokens": "use max_output_tokens",
+    "max_completion_tokens": "use max_tokens",
     "max_output_tokens": "use max_tokens",
-    "response_format": "use text.format",
     "messages": "chats go to /v1/chat/completions",
     "request_id": "use the header x-request-id",
     "beam_width": "Quire's own protocol has beams",

@@ -17,6 +17,7 @@ from .errors import BadRequest
 from .fields import (
     COMMON,
     HINTS,
+    INSTEAD,
     MAX_ALTERNATIVES,
     TIERS,
     UNSUPPORTED,
@@ -48,6 +49,12 @@ UNSUPPORTED_HERE: dict[str, tuple[object, ...]] = {
     "prompt": (),
     "truncation": ("disabled",),
 }
+MAX_TOKENS_NAMES = ("max_tokens", "max_completion_tokens", "n_predict", "max_new_tokens")
+INSTEAD_HERE = {
+    **INSTEAD,
+    **dict.fromkeys(MAX_TOKENS_NAMES, "use max_output_tokens"),
+    "response_format": "use text.format",
+}
 RESPONSE_KNOWN = RESPONSE_FIELDS | UNSUPPORTED_HERE.keys()
 WITH_LOGPROBS = "message.output_text.logprobs"  # the only value that `include` supports
 
@@ -58,7 +65,7 @@ _encode = msgspec.json.encode
 
 def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     """Return the call of a response, whose input includes that of the previous one. Raises InvalidRequest."""
-    fields.check_supported(RESPONSE_FIELDS, UNSUPPORTED_HERE)
+    fields.check_supported(RESPONSE_FIELDS, UNSUPPORTED_HERE, INSTEAD_HERE)
     background = fields.take("background", bool, False)
     store = fields.take("store", bool, background)
     if background and not store:

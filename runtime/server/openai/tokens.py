@@ -36,7 +36,7 @@ class TokenAnswers:
         engine, num_bytes = self._context.engine, len(exchange.body)
         with self._reader.reporting(exchange):
             fields = await self._reader.fields(exchange)
-            fields.check_supported(TOKENIZE)
+            fields.check_supported(TOKENIZE, instead={})
             num_bytes += await self._reader.fetch_images(fields, tenant.name)
             if "messages" in fields.values:
                 exchange.field_names = {"prompt": "messages"}
@@ -56,7 +56,7 @@ class TokenAnswers:
         assert tenant is not None, "authenticated"
         with self._reader.reporting(exchange):
             fields = await self._reader.fields(exchange)
-            fields.check_supported(DETOKENIZE)
+            fields.check_supported(DETOKENIZE, instead={})
             fields.required("tokens")
             tokens = fields.take("tokens", list, [])
             if set(map(type, tokens)) - {int}:
