@@ -62,6 +62,9 @@ MAX_AMBIGUOUS_ITEMS = 1_000  # of a grammar in which they may be ways to read th
 # Tokens that are looked at as one, where a grammar allows all of them: masks of words and names take a quarter of the
 # time. The library's own slices are those of JSON strings.
 SLICES = (r"[a-z ]{1,30}", r"[a-zA-Z0-9_]{1,30}")
+# With each mask the library looks at the text that a grammar forces, to its end: after "aa", (/a+/)* "ab" forces an "a"
+# each time. Schemas, regular expressions and choices force no text without end. The last such line counts.
+UNFORCED = '\n%llguidance {"no_forcing": true}'
 Result = TypeVar("Result")
 
 _stack_size = threading.Lock()  # held while threads get another stack than usual
@@ -138,16 +141,24 @@ def grammar_of(structure: StructuredOutputs) -> str:
             return _json_grammar({"type": "object"})
         if structure.regex is not None:
             return LLMatcher.grammar_from_regex(structure.regex)
-        if structure.choice is not None:
-            return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(_lark_text, structure.choice))}")
-        if len(structure.gbnf or "") > MAX_GBNF_CHARACTERS:
-            raise ValueError(f"a grammar in llama.cpp's notation has at most {MAX_GBNF_CHARACTERS} characters")
-        if (structure.lark or "").lstrip().startswith("{"):  # which llguidance reads as its own form, unchecked
-            raise ValueError("a grammar in Lark's notation begins with a rule, not with {")
-        _check_schemas_inside(structure.lark or "")
-        return llguidance.grammar_from("lark" if structure.lark else "gbnf", structure.lark or structure.gbnf or "")
+        if structure.choice is not None:  # as one terminal: of one each, masks take 40 times as long
+            return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {' | '.join(map(_lark_text, structure.choice))}")
+        return LLMatcher.grammar_from_lark(_client_grammar(structure) + UNFORCED)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"structured_outputs: {error}") from error
+
+
+def _client_grammar(structure: StructuredOutputs) -> str:
+    """Return a grammar that a client has written, in Lark's notation. Raises ValueError or InvalidRequest."""
+    if structure.lark is None:
+        grammar = structure.gbnf or ""
+        if len(grammar) > MAX_GBNF_CHARACTERS:
+            raise ValueError(f"a grammar in llama.cpp's notation has at most {MAX_GBNF_CHARACTERS} characters")
+        return llguidance.grammar_from("gbnf", grammar)
+    if structure.lark.lstrip().startswith("{"):  # which llguidance reads as its own form, unchecked
+        raise ValueError("a grammar in Lark's notation begins with a rule, not with {")
+    _check_schemas_inside(structure.lark)
+    return structure.lark
 
 
 def _lark_text(text: str) -> str:

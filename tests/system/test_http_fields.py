@@ -341,7 +341,7 @@ async def test_prompt_logprobs_go_with_as_many_candidates_as_choices(real: Any) 
     assert (await ask(real, COMPLETIONS, {**body, "best_of": 2})).error["param"] == "prompt_logprobs"
 
 
-ENDLESS = {"structured_outputs": {"regex": "((a{1,999}){1,999}){1,999}"}, "max_tokens": 300}
+ENDLESS = {"structured_outputs": {"regex": "((a{1,999}){1,999}){999}"}, "max_tokens": 900}
 
 
 async def test_a_grammar_that_reaches_a_limit_is_the_requests_fault(real: Any) -> None:

@@ -836,6 +836,38 @@ def test_a_grammar_with_too_many_ways_to_read_a_text_ends_its_request(masks: Gra
     assert "items" in found[1]
 
 
+ENDLESS = 'start: (/a+/)* "ab"'  # a terminal takes all it can: after "aa", no "ab" ever follows
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        StructuredOutputs(lark=ENDLESS),
+        StructuredOutputs(lark=f'{ENDLESS}\n%llguidance {{"no_forcing": false}}'),
+        StructuredOutputs(lark=f"start: %lark {{\n{ENDLESS}\n}}"),
+        StructuredOutputs(lark='start: "a" start'),
+        StructuredOutputs(gbnf='root ::= "a" root'),
+    ],
+)
+def test_text_that_a_grammar_forces_without_end_is_not_looked_at_to_its_end(
+    masks: Grammars, grammar: StructuredOutputs
+) -> None:
+    check_structure(grammar)
+    before = allocated_bytes()
+    (mask,) = ready(masks.begin([sequence(grammar, [A, A])]))[1]
+    assert {A} <= allowed(mask) <= {token for token in range(VOCAB) if not TOKENIZER.token_bytes(token).strip(b"a")}
+    assert allocated_bytes() - before < 16 << 20
+
+
+def test_a_choice_of_many_texts_is_as_quick_as_one_of_few(masks: Grammars) -> None:
+    texts = [f"{number:05} text" for number in range(18_000)]
+    grammar = StructuredOutputs(choice=texts)
+    check_structure(grammar)
+    (mask,) = ready(masks.begin([sequence(grammar, ids("01234 tex"))]))[1]
+    assert allowed(mask) == {ids("t")[0]}
+    assert masks._compiled._kept["", grammar].num_bytes < 64 << 20
+
+
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each grammar count for its characters alone."""
