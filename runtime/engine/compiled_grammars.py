@@ -123,7 +123,7 @@ class CompiledGrammars:
         if self._lacks_room(tenant, num_bytes):
             self._forget([each for each in self._kept if each[0] == tenant], 0)
         if self._lacks_room(tenant, num_bytes):
-            self._kept.clear()
+            self._forget(list(self._kept), 0)
         if self._lacks_room(tenant, num_bytes):
             own, total = self._live_bytes(tenant)
             raise GenerationFailed(
@@ -143,12 +143,15 @@ class CompiledGrammars:
         """Forget all grammars if the heap has grown too much: the library does not say what each one takes by now."""
         heap = allocated_bytes()
         if heap > self._least_heap + MAX_GROWTH:
-            self._kept.clear()
+            self._forget(list(self._kept), 0)
             self._least_heap = allocated_bytes()  # with what runs, and what others have allocated
         self._least_heap = min(self._least_heap, heap)
 
     def _forget(self, keys: list[tuple[str, StructuredOutputs]], limit: int) -> None:
-        """Keep the grammars that were used last, up to `limit` bytes of those with these keys."""
+        """Keep the grammars that were used last, up to `limit` bytes of those with these keys.
+
+        The others are freed one by one: the library holds the GIL while it frees one, for up to 5 ms.
+        """
         size = sum(self._kept[key].num_bytes for key in keys)
         for key in keys:
             if size <= limit:

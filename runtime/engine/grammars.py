@@ -51,6 +51,7 @@ SHALLOW_CHARACTERS = 4096  # of a grammar that any thread may read
 DEEP_STACK_BYTES = 256 << 20  # 256 KiB of references, the longest grammar, take 70 MB
 MAX_GBNF_CHARACTERS = 32 << 10  # the time that the library takes to translate a grammar grows with the square
 MAX_CHECKED = 4096  # structures that are known to be correct
+MAX_FORCED_CHARACTERS = 2048  # of a forced text that are looked at: its first token is allowed, MAX_FORCED are drafts
 MAX_KNOWN_TEXTS = 2000  # forced texts whose tokens are kept
 MAX_KNOWN_CHARACTERS = 100  # of such a text
 # Expressions that may be made before the first token. Text that a grammar forces is looked at to its end, and each of
@@ -58,7 +59,7 @@ MAX_KNOWN_CHARACTERS = 100  # of such a text
 MAX_FIRST_EXPRESSIONS = 200_000
 MAX_LEXER_STATES = 20_000  # of a compiled grammar
 MAX_ITEMS = 20_000  # ways to go on, of a parser: an object with 500 optional properties has 2,000
-MAX_AMBIGUOUS_ITEMS = 1_000  # of a grammar in which they may be ways to read the text: a mask takes their square
+MAX_AMBIGUOUS_ITEMS = 300  # of a grammar in which they may be ways to read the text: a token takes more than their square
 # Tokens that are looked at as one, where a grammar allows all of them: masks of words and names take a quarter of the
 # time. The library's own slices are those of JSON strings.
 SLICES = (r"[a-z ]{1,30}", r"[a-zA-Z0-9_]{1,30}")
@@ -433,10 +434,10 @@ class _Vocabulary:
         self.special_token_ids = sorted(token for token in tokenizer.special_token_ids if token < vocab_size)
 
     def __call__(self, text: str) -> list[int]:
-        """Return the ids of forced text, up to the first token that the model does not have."""
+        """Return the ids of the beginning of forced text, up to the first token that the model does not have."""
         known = self._known.get(text)
         if known is None:
-            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+            token_ids = self._tokenizer.encode(text[:MAX_FORCED_CHARACTERS], add_special_tokens=False)
             known = list(takewhile(lambda token_id: token_id < self._vocab_size, token_ids))
             if len(text) <= MAX_KNOWN_CHARACTERS:
                 if len(self._known) >= MAX_KNOWN_TEXTS:

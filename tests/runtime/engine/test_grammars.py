@@ -240,6 +240,10 @@ def test_the_tokens_of_forced_texts_are_kept_but_not_of_all(monkeypatch: pytest.
     for text in ("first", "first", long, long, "second", "third", "first", "third"):
         assert vocabulary(text) == ids(text)
     assert encoded == ["first", long, long, "second", "third", "first"]
+    longer = "word " * 20_000
+    most = masks_module.MAX_FORCED
+    assert vocabulary(longer)[: most + 1] == ids(longer)[: most + 1]
+    assert encoded[-1] == longer[: grammars.MAX_FORCED_CHARACTERS], "the rest is looked at when its turn comes"
 
 
 def test_a_sequence_that_starts_in_the_middle_has_the_same_masks(masks: Grammars) -> None:
