@@ -66,7 +66,8 @@ async def main() -> None:
     try:
         words = (await process.stdout.readline()).decode().split()
         api = words[words.index("api") + 1].removeprefix("http://").removesuffix("/v1")
-        await report(over_http(api, arguments.path), over_frames(words[3]), process.pid, arguments)
+        ways = over_http(api, arguments.path), over_frames(words[3], arguments.path)
+        await report(*ways, process.pid, arguments)
     finally:
         process.terminate()
         await process.wait()
@@ -122,14 +123,18 @@ def over_http(address: str, path: str) -> Reading:
     return read
 
 
-def over_frames(address: str) -> Reading:
-    """Return what reads one stream of TOKENS frames, each of one token."""
+def over_frames(address: str, path: str) -> Reading:
+    """Return what reads one stream of TOKENS frames, each of one token, of the request that `path` takes."""
     place = parse_address(address)
     assert isinstance(place, TCPAddress), "the server listens on TCP"
 
     async def read(prompt: list[int], num_tokens: int, times: list[tuple[float, int]]) -> None:
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-        request = encode(Hello((1,))) + encode(Generate(1, tuple(prompt), params))
+        if path == "/v1/completions":
+            generate = Generate(1, tuple(prompt), params)
+        else:
+            generate = Generate(1, None, params, messages=(_message(prompt),))
+        request = encode(Hello((1,))) + encode(generate)
         await _count(place.host, place.port, request, TOKENS_FRAME, b"\xa4DONE", times)
 
     return read
