@@ -287,7 +287,8 @@ def without_pixels(spec: SampledRequestSpec) -> SampledRequestSpec:
 class EngineLink(asyncio.Protocol):
     """One end of the link. `receive` gets each message, in order; `lost` is called when the other end is closed.
 
-    Of many messages that came together, one turn of the event loop handles what takes `TURN_S`, the next ones the rest.
+    Of many messages that came together, one turn of the event loop handles what takes `TURN_S`, the next ones the rest,
+    and what comes meanwhile.
     A report that takes longer is divided: an update with many logprobs takes several times as long as another.
     """
 
@@ -307,7 +308,7 @@ class EngineLink(asyncio.Protocol):
         self._received = bytearray()
         self._waiting: deque[ToEngine | FromEngine] = deque()  # parts of the last message, or that message
         self._update_s = 0.0  # CPU time that an update takes, a moving average
-        self._is_behind = False  # the next turn goes on with what is received
+        self._goes_on = False  # the next turn handles what is received
         self._transport: asyncio.Transport | None = None
 
     @classmethod
@@ -341,7 +342,7 @@ class EngineLink(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        if not self._is_behind:
+        if not self._goes_on:
             self._handle_received(TURN_S)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -352,17 +353,28 @@ class EngineLink(asyncio.Protocol):
         self._end.close()
         self._lost()
 
-    def _handle_received(self, limit_s: float) -> None:
-        """Handle messages for `limit_s`, and have the next turn go on. An error of `receive` ends the link."""
-        self._is_behind = False
+    def _go_on(self) -> None:
+        """Handle what has waited. What comes in the same turn of the event loop waits for the next one."""
+        self._goes_on = False
+        if self._handle_received(TURN_S) and not self._goes_on:
+            self._wait_for_turn()
+
+    def _wait_for_turn(self) -> None:
+        self._goes_on = True
+        asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _handle_received(self, limit_s: float) -> bool:
+        """Handle messages for `limit_s`, and have the next turn go on. Return False if no message was complete.
+
+        An error of `receive` ends the link.
+        """
         began_s = now_s = time.thread_time()
         try:
             while (message := self._next_message()) is not None:
                 if now_s > began_s and now_s - began_s + self._expected_s(message) > limit_s:
                     self._waiting.appendleft(message)
-                    self._is_behind = True
-                    asyncio.get_running_loop().call_soon(self._handle_received, limit_s)
-                    return
+                    self._wait_for_turn()
+                    return True
                 self.receive(message)
                 before_s, now_s = now_s, time.thread_time()
                 if isinstance(message, StepReport) and message.updates:
@@ -371,6 +383,7 @@ class EngineLink(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.abort()
             raise
+        return now_s > began_s
 
     def _next_message(self) -> ToEngine | FromEngine | None:
         """Return the next message, or the first part of one that takes long; None if the rest is not complete."""

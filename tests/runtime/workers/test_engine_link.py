@@ -148,6 +148,31 @@ async def test_messages_that_came_together_are_handled_over_several_turns(monkey
     link.close()
 
 
+async def test_what_comes_in_a_turn_that_goes_on_with_messages_waits_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_link, "TURN_S", 0.0)  # one message takes longer
+    ours, theirs = socket.socketpair()
+    seen: list[StepReport] = []
+    link = await EngineLink.open(ours, FROM_ENGINE, seen.append, lambda: None)
+    reports = [StepReport((), step, step) for step in range(4)]
+    data = [with_prefix(ENCODE(report)) for report in reports]
+    link.data_received(data[0] + data[1])
+    assert seen == reports[:1]
+    await asyncio.sleep(0)
+    assert seen == reports[:2]
+    link.data_received(data[2])
+    assert seen == reports[:2]
+    await asyncio.sleep(0)
+    assert seen == reports[:3]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    link.data_received(data[3])
+    assert seen == reports, "the link was idle in the last turn"
+    link.close()
+    theirs.close()
+
+
 async def test_a_report_that_takes_long_is_handled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_link, "TURN_S", 0.0)  # one update takes longer
     ours, theirs = socket.socketpair()
