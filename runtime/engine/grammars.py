@@ -59,7 +59,7 @@ MAX_KNOWN_CHARACTERS = 100  # of such a text
 MAX_FIRST_EXPRESSIONS = 200_000
 MAX_LEXER_STATES = 20_000  # of a compiled grammar
 MAX_ITEMS = 20_000  # ways to go on, of a parser: an object with 500 optional properties has 2,000
-MAX_AMBIGUOUS_ITEMS = 1_000  # of a grammar in which they may be ways to read the text: a mask takes their square
+MAX_AMBIGUOUS_ITEMS = 300  # of a grammar in which they may be ways to read the text: a token takes more than their square
 # Tokens that are looked at as one, where a grammar allows all of them: masks of words and names take a quarter of the
 # time. The library's own slices are those of JSON strings.
 SLICES = (r"[a-z ]{1,30}", r"[a-zA-Z0-9_]{1,30}")
@@ -372,7 +372,7 @@ class Grammars:
         matcher = running.matcher
         assert matcher is not None, "its grammar is compiled"
         job.hold_all()
-        if job.parts and not running.take_isolated(pending) and not _is_too_complex(matcher):
+        if job.parts and not running.take(pending) and not _is_too_complex(matcher):
             raise InvalidRequest(UNMATCHED)
 
     def _compile(self, running: RunningGrammar) -> None:

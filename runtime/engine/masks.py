@@ -29,7 +29,6 @@ MAX_DOUBLINGS = 8  # of ISOLATED_MASKS
 LIMIT_S = 10.0  # for the masks of one job: some ambiguous grammars never end
 ABANDON_S = LIMIT_S / 2  # for those of a shared job; then each of its sequences restarts in a job of its own
 LEXER_ERROR = "lexer error: too many"  # in llguidance's message about limits of what the copies of a matcher share
-SLOW_S = 0.001  # that a matcher takes for a token, after which its sequence is isolated
 HOLD_S = 0.0005  # that a job waits for a compiled grammar that another job uses
 MAX_FORCED = 64  # tokens; after more, forced tokens are not looked for: a text of 250,000 characters takes a second
 
@@ -146,7 +145,7 @@ class RunningGrammar:
             self.error = f"structured_outputs: {error}"
 
     def note_late(self) -> None:
-        """Isolate the next masks: the last ones missed their step, or its matcher took long for a token."""
+        """Isolate the next masks: the last ones missed their step."""
         if self.matcher is not None:  # else its grammar is being compiled, which says nothing about its masks
             self.isolated_masks_left = ISOLATED_MASKS << self.num_late
             self.num_late = min(self.num_late + 1, MAX_DOUBLINGS)
@@ -167,15 +166,6 @@ class RunningGrammar:
         assert matcher is not None, "a grammar is compiled before it takes tokens"
         self.num_consumed += len(token_ids)
         return all(map(matcher.consume_token, token_ids))  # one by one: a call holds the GIL
-
-    def take_isolated(self, token_ids: Sequence[int]) -> bool:
-        """Let the matcher take generated tokens, without the GIL if it may take long, as `take` does."""
-        matcher = self.matcher
-        if matcher is None or not self.num_late:
-            return self.take(token_ids)
-        self.num_consumed += len(token_ids)
-        executor = LLExecutor(1)  # of its own: others do not wait for its thread
-        return all(executor.consume_token_par([(matcher, token_id)])[0] for token_id in token_ids)
 
     def fork(self, parent: RunningGrammar, generated: Sequence[int]) -> None:
         """Copy the matcher of the beam before the last token. Does nothing while a job uses that matcher."""
@@ -340,18 +330,12 @@ class StepMasks:
                     continue
                 held = running.compiled
             accepted = (token.token_id,) if sequence.num_samples == 1 else _accepted(sequence, sampled, at)
-            began = time.perf_counter()
             running.take(accepted)
-            if time.perf_counter() - began > SLOW_S:
-                running.note_late()
-                continue
             running.end += len(accepted)
             forced = running.forced(max_forced) if running.may_force else ()
             if forced:
                 forced_at[at + len(accepted) - 1] = forced
             job.add(running, forced)
-        if not job.parts:
-            job.release()
         if not forced_at:
             return result
         with_forced = [

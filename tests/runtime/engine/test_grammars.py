@@ -447,36 +447,6 @@ def test_a_sequence_whose_mask_was_late_computes_the_next_ones_in_jobs_of_its_ow
     assert isolated == [True] * (masks_module.ISOLATED_MASKS + 1) + [False]
 
 
-def test_a_sequence_whose_matcher_takes_long_for_a_token_is_isolated_and_takes_the_next_ones_without_the_gil(
-    masks: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[int] = []
-
-    class Executor:
-        def __init__(self, num_threads: int) -> None:
-            assert num_threads == 1
-
-        def consume_token_par(self, pairs: list[tuple[Any, int]]) -> list[bool]:
-            ((matcher, token_id),) = pairs
-            taken.append(token_id)
-            return [matcher.consume_token(token_id)]
-
-    structure = StructuredOutputs(regex="[ab]{40}")
-    step = masks.begin([sequence(structure, [])])
-    ready(step)
-    monkeypatch.setattr(masks_module, "SLOW_S", -1.0)
-    monkeypatch.setattr(masks_module, "LLExecutor", Executor)
-    advance(step, SampledToken(1, A))
-    assert masks._running[1].isolated_masks_left == masks_module.ISOLATED_MASKS
-    for generated in ([A], [A, B], [A, B, A]):
-        step = masks.begin([sequence(structure, generated)])
-        (mask,) = ready(step)[1]
-        assert {A, B} <= allowed(mask)
-        advance(step, SampledToken(1, (B, A, B)[len(generated) - 1]))
-    assert taken == [B, A], "the first token was taken before the sequence was isolated"
-    assert masks._running[1].num_consumed == 3
-
-
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let steps wait only briefly, and count each job that has begun as slow."""
