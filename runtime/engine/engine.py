@@ -247,6 +247,7 @@ class Engine(Generic[CoreT]):
                 conversation=conversation_of(request, prepared),
                 continuation=prepared.continuation,
                 images=prepared.images,
+                has_own_grammar=prepared.has_own_grammar,
             )
             self._next_id += len(requests)
             num_echoed = len(token_ids) - 1 if request.echo else 0

@@ -42,6 +42,7 @@ from .json_schema import check_references, enforceable_schema, library_options
 from .masks import LEXER_ERROR, MaskJob, MaskQueue, RunningGrammar, StepMasks
 from .text import Tokenizer, has_tokenizer
 from .text_processor import TextProcessor
+from .trials import Trials
 
 WAIT_S = 0.002  # for masks, after a step's rows are computed, if other sequences sample in it
 WAIT_ALONE_S = 0.02  # if none does
@@ -59,7 +60,13 @@ MAX_KNOWN_CHARACTERS = 100  # of such a text
 MAX_FIRST_EXPRESSIONS = 200_000
 MAX_LEXER_STATES = 20_000  # of a compiled grammar
 MAX_ITEMS = 20_000  # ways to go on, of a parser: an object with 500 optional properties has 2,000
-MAX_AMBIGUOUS_ITEMS = 300  # of a grammar in which they may be ways to read the text: a token takes more than their square
+MAX_AMBIGUOUS_ITEMS = 350  # of a client's own rules, in which they may be ways to read the text: time is their square
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": MAX_FIRST_EXPRESSIONS,
+    "max_lexer_states": MAX_LEXER_STATES,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
 # Tokens that are looked at as one, where a grammar allows all of them: masks of words and names take a quarter of the
 # time. The library's own slices are those of JSON strings.
 SLICES = (r"[a-z ]{1,30}", r"[a-zA-Z0-9_]{1,30}")
@@ -73,16 +80,25 @@ _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")  # in llguidance's
 _SCHEMA_INSIDE = re.compile(r"%json\s*")  # a grammar in Lark's notation
 
 
-def check_structure(structure: StructuredOutputs) -> None:
-    """Raise InvalidRequest if the grammar cannot be compiled within the limits. Takes milliseconds: use a thread."""
+def check_structure(structure: StructuredOutputs, trials: Trials | None = None) -> None:
+    """Raise InvalidRequest if the grammar cannot be compiled within the limits. Takes milliseconds: use a thread.
+
+    With `trials` it is tried in a process of its own first, which is ended if it takes too long or too much memory.
+    """
     grammar = grammar_of(structure)
-    message = _call_with_deep_stack(
-        len(grammar), partial(LLMatcher.validate_grammar, grammar, limits=_limits(structure))
-    )
+    limits = LIMITS | {"max_items_in_row": _max_items(structure)}
+    if trials is not None:
+        message = trials.refusal(grammar, limits)
+    else:
+        validate = partial(LLMatcher.validate_grammar, grammar, limits=LLParserLimits(**limits))
+        try:
+            message = _call_with_deep_stack(len(grammar), validate)
+        except BaseException as error:  # a panic of llguidance
+            message = str(error)
     if found := _UNIMPLEMENTED.search(message):
         raise InvalidRequest(f"structured_outputs: keywords of a JSON schema cannot be enforced: {found[1]}")
     if message and not message.startswith("WARNING"):
-        raise InvalidRequest(f"structured_outputs: {message}")
+        raise InvalidRequest(f"structured_outputs: {message.partition('<backtrace>')[0].rstrip()}")
 
 
 def _call_with_deep_stack(num_characters: int, read: Callable[[], Result]) -> Result:
@@ -114,6 +130,7 @@ class CheckedStructures:
     """The structures of each tenant that passed `check_structure` lately: requests mostly repeat one."""
 
     def __init__(self) -> None:
+        self._trials = Trials()
         self._digests: OrderedDict[bytes, None] = OrderedDict()  # the one that was used last is at the end
         self._unused = UnusedMemory()
         self._lock = threading.Lock()
@@ -126,11 +143,15 @@ class CheckedStructures:
                 self._digests.move_to_end(digest)
                 return
             self._unused.return_excess()
-        check_structure(structure)
+        check_structure(structure, self._trials)
         with self._lock:
             self._digests[digest] = None
             if len(self._digests) > MAX_CHECKED:
                 self._digests.popitem(last=False)
+
+    def close(self) -> None:
+        """End the processes in which grammars are tried. Idempotent."""
+        self._trials.close()
 
 
 def grammar_of(structure: StructuredOutputs) -> str:
@@ -212,14 +233,13 @@ def _check_schemas_inside(grammar: str) -> None:
                 raise InvalidRequest("structured_outputs: x-guidance in a JSON schema would switch off limits")
 
 
-def _limits(structure: StructuredOutputs) -> LLParserLimits:
-    return LLParserLimits(
-        initial_lexer_fuel=MAX_FIRST_EXPRESSIONS,
-        max_lexer_states=MAX_LEXER_STATES,
-        max_grammar_size=200_000,
-        max_items_in_row=MAX_AMBIGUOUS_ITEMS if _may_be_ambiguous(structure) else MAX_ITEMS,
-        verbose_errors=False,
-    )
+def _max_items(structure: StructuredOutputs, *, is_own: bool = False) -> int:
+    return MAX_AMBIGUOUS_ITEMS if may_be_ambiguous(structure) and not is_own else MAX_ITEMS
+
+
+def _limits(structure: StructuredOutputs, *, is_own: bool = False) -> LLParserLimits:
+    """Return the limits of a grammar, which is one of tool calls if `is_own`."""
+    return LLParserLimits(**LIMITS, max_items_in_row=_max_items(structure, is_own=is_own))
 
 
 def _is_too_complex(matcher: LLMatcher) -> bool:
@@ -228,8 +248,9 @@ def _is_too_complex(matcher: LLMatcher) -> bool:
     return "items; max is" in error or LEXER_ERROR in error
 
 
-def _may_be_ambiguous(structure: StructuredOutputs) -> bool:
-    return structure.lark is not None or structure.gbnf is not None
+def may_be_ambiguous(structure: StructuredOutputs | None) -> bool:
+    """Return whether a text may be read in several ways, as rules that a client has written allow."""
+    return structure is not None and (structure.lark is not None or structure.gbnf is not None)
 
 
 class Grammars:
@@ -379,7 +400,7 @@ class Grammars:
         sampling = running.sampling
         structure = sampling.params.structured_outputs
         assert structure is not None
-        tables, limits = self._tables(), _limits(structure)
+        tables, limits = self._tables(), _limits(structure, is_own=sampling.has_own_grammar)
 
         def compile_it(grammar: str) -> LLMatcher:
             read = partial(LLMatcher, tables, grammar, log_level=0, limits=limits)
@@ -401,7 +422,7 @@ def _use(compiled: CompiledGrammar, running: RunningGrammar) -> None:
     running.compiled, running.matcher = compiled, compiled.matcher.deep_copy()
     if running.num_late == 0 and compiled.first_mask_s < WAIT_S:
         running.isolated_masks_left = 0
-    running.may_force = compiled.num_characters <= MAX_FORCING_BYTES and not _may_be_ambiguous(structure)
+    running.may_force = compiled.num_characters <= MAX_FORCING_BYTES and not may_be_ambiguous(structure)
 
 
 def _load_tables(path: Path) -> LLTokenizer:

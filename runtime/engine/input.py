@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from ..common.types import SamplingParams, StructuredOutputs
 from ..model.runner import SamplingSpec
 from .continuation import Continuation
 from .facade import GenerateRequest, NewParser
-from .grammars import CheckedStructures
+from .grammars import CheckedStructures, may_be_ambiguous
 from .text_processor import TextProcessor
 from .tool_calls import ToolCalls
 from .validator import SEED_LIMIT, Validator
@@ -39,6 +40,7 @@ class PreparedInput(NamedTuple):
     markup: Mapping[str, int] = {}  # ids of the special tokens that the parser gets
     continuation: Continuation | None = None  # of a request with `generated`
     images: tuple[PromptImage, ...] = ()  # that some of the token ids stand for, in order
+    has_own_grammar: bool = False  # see `SamplingSpec`
 
 
 def prepare(
@@ -68,22 +70,27 @@ def _prepare_chat(
     messages = chat_messages(request.messages)
     text = text_processor.render(messages, request.tools, request.template_variables)
     validator.check_text(text)
-    params, new_parser = request.sampling_params, None
+    params, new_parser, has_own_grammar = request.sampling_params, None, False
     markup: Mapping[str, int] = {}
     if request.tool_choice is not None:
         calls = ToolCalls(text_processor.markup, request.tools, request.tool_choice, check)
-        structure = calls.structure(text, params.structured_outputs)
-        new_parser, markup = calls.new_parser(text, params.structured_outputs), calls.markup.tokens
+        answer = params.structured_outputs
+        structure = calls.structure(text, answer)
+        has_own_grammar = structure is not answer and not may_be_ambiguous(answer)
+        new_parser, markup = calls.new_parser(text, answer), calls.markup.tokens
         params = msgspec.structs.replace(params, structured_outputs=structure)
         validator.check_options(msgspec.structs.replace(request, sampling_params=params))
     if params.structured_outputs is not None:
         check(params.structured_outputs)
     # The template has written the special tokens.
-    if not request.image_files:
+    images: tuple[PromptImage, ...] = ()
+    if request.image_files:
+        token_ids, images = text_processor.encode_with_images(text, request.image_files)
+    else:
         token_ids = text_processor.encode(text, add_special_tokens=False)
-        return PreparedInput(token_ids, params, messages, new_parser, markup)
-    token_ids, images = text_processor.encode_with_images(text, request.image_files)
-    return PreparedInput(token_ids, params, messages, new_parser, markup, images=images)
+    return PreparedInput(
+        token_ids, params, messages, new_parser, markup, images=images, has_own_grammar=has_own_grammar
+    )
 
 
 def conversation_of(request: GenerateRequest, prepared: PreparedInput) -> bytes:
@@ -136,6 +143,7 @@ def scheduled_requests(
     conversation: bytes = b"",
     continuation: Continuation | None = None,
     images: Sequence[PromptImage] = (),
+    has_own_grammar: bool = False,
 ) -> list[Request]:
     """Return the scheduler's requests, one per sample, or per open output of `continuation`, ids from `first_id` on.
 
@@ -156,6 +164,7 @@ def scheduled_requests(
     sampling_params = _with_ranking_logprobs(params)
     beam = BeamSpec(params.beam_width, params.length_penalty, params.n) if params.beam_width else None
     placed = placed_images(images)
+    sampling = SamplingSpec(sampling_params, seed, stop_ids, request.tenant, has_own_grammar)
     return [
         Request(
             RequestSpec(
@@ -164,7 +173,7 @@ def scheduled_requests(
                 max_tokens=len(echoed) + params.max_tokens,
                 min_tokens=params.min_tokens,
                 stop_token_ids=stop_ids,
-                sampling=SamplingSpec(sampling_params, (seed + index) % SEED_LIMIT, stop_ids, request.tenant),
+                sampling=replace(sampling, seed=(seed + index) % SEED_LIMIT),
                 tenant=request.tenant,
                 cache_salt=request.cache_salt,
                 conversation=conversation,

@@ -75,9 +75,10 @@ class PromptPreparer:
         return partial(self._text_processor.detokenizer, prepared.params, num_echoed, markup=markup)
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
+        """End the threads and processes. Idempotent."""
         self.executor.close()
         self._image_executor.close()
+        self._checked.close()
 
     def _submit(self, request: GenerateRequest, make: Callable[[GenerateRequest], T]) -> asyncio.Future[T]:
         executor = self._image_executor if request.image_files else self.executor

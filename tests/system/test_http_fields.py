@@ -341,6 +341,7 @@ async def test_prompt_logprobs_go_with_as_many_candidates_as_choices(real: Any) 
     assert (await ask(real, COMPLETIONS, {**body, "best_of": 2})).error["param"] == "prompt_logprobs"
 
 
+PANIC = 'start: %regex {"substring_chunks":[""]}'  # in the library that compiles it
 ENDLESS = {"structured_outputs": {"regex": "((a{1,999}){1,999}){999}"}, "max_tokens": 900}
 
 
@@ -357,6 +358,8 @@ async def test_a_grammar_that_reaches_a_limit_is_the_requests_fault(real: Any) -
     [
         ({"messages": [{"role": "user", "content": "a", "x": [[[[[[[[[1]]]]]]]]]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "a"}] * 4097}, "messages"),
+        ({"structured_outputs": {"grammar": PANIC}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": 'start: p::0\np::_: p::incr(_) | "a"'}}, "structured_outputs"),
         ({"chat_template_kwargs": {"a": json.loads("[" * 70 + "]" * 70)}}, "chat_template_kwargs"),
         ({"response_format": {"type": "json_object", "schema": {"const": 1e300}}}, "response_format"),
         ({"response_format": {"type": "json_object", "schema": {"$ref": "#"}}}, "response_format"),

@@ -35,6 +35,7 @@ class SamplingSpec:
     seed: int  # of the client, or chosen by the engine
     stop_token_ids: frozenset[int]  # forbidden before min_tokens
     tenant: str = ""
+    has_own_grammar: bool = False  # of tool calls, in which no client has written a rule: it is never ambiguous
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from ...common.settings import Settings
 from ...engine import has_tokenizer
 from ...engine.compiled_grammars import MAX_LIVE
 from ...engine.text import Tokenizer
+from ...engine.trials import MAX_BYTES, MAX_PROCESSES, PROCESS_BYTES
 from ...model import DecoderSpec, model_name, model_path, read_spec, weights_text
 from ...model.rope import short_context, uses_long_factors
 from ...model.runner import Capacity, decide_capacity
@@ -229,13 +230,15 @@ def _server_start_bytes(tokens: int) -> dict[str, int]:
 
 
 def _structured_output_bytes(tokens: int) -> dict[str, int]:
-    """Return what an engine process takes for structured output; nothing without a tokenizer.
+    """Return what structured output takes; nothing without a tokenizer.
 
-    The first figure is an estimate of a tokenizer and the tables of its vocabulary, the second one a limit.
+    The first figure is an estimate of a tokenizer and the tables of its vocabulary in an engine process. The others are
+    limits, of grammars there and of the API server's processes that try them.
     """
     return {
         "vocabulary": tokens * (TOKEN_BYTES + GRAMMAR_TOKEN_BYTES),
         "compiled grammars": MAX_LIVE if tokens else 0,
+        "trials of grammars": MAX_PROCESSES * (PROCESS_BYTES + MAX_BYTES) if tokens else 0,
     }
 
 

@@ -44,10 +44,10 @@ def plan_text(plan: ServingPlan, arena: bool) -> str:
         "for clients, in the API server process:",
         plan.clients.describe(),
         "",
-        "for structured output, in the engine process:",
+        "for structured output, in the engine process, and in processes that try grammars:",
         *(
             f"{name:<18}{size:>18,} B  {kind}"
-            for (name, size), kind in zip(plan.structured_bytes.items(), ("estimate", "at most"), strict=True)
+            for (name, size), kind in zip(plan.structured_bytes.items(), ("estimate", *("at most",) * 2), strict=True)
         ),
     ]
     if arena:

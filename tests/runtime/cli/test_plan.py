@@ -99,8 +99,9 @@ def test_the_plan_shows_what_the_server_holds_for_clients_at_most(hybrid_folder:
 def test_the_plan_shows_what_compiled_grammars_take_at_most(model: str | None, size: str) -> None:
     folder = None if model is None else str(Path(__file__).parents[2] / "goldens" / model)
     lines = plan_lines(Settings(engine=EngineConfig(model=folder, kv_cache_memory=MEMORY), server=ServerConfig()))
-    first = lines.index("for structured output, in the engine process:") + 1
+    first = lines.index("for structured output, in the engine process, and in processes that try grammars:") + 1
     assert lines[first + 1] == f"compiled grammars {size:>18} B  at most"
+    assert lines[first + 2] == f"trials of grammars{'318,767,104' if model is None else '0':>18} B  at most"
 
 
 def test_the_plan_is_compared_with_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +110,7 @@ def test_the_plan_is_compared_with_this_machine(capsys: pytest.CaptureFixture[st
         "It does not fit: 12,500 B in all, this machine has 12,000 B available, 500 B less."
     )
     assert run(["plan", "--kv-cache-memory", "1TiB"]) == 0
-    assert capsys.readouterr().err.startswith("It does not fit: 1,100,")
+    assert capsys.readouterr().err.startswith("It does not fit: 1,101,")
 
 
 @pytest.mark.parametrize(

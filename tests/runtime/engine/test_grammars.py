@@ -795,7 +795,7 @@ def test_a_beam_whose_parent_is_in_use_reads_its_text_again(masks: Grammars) -> 
 
 def test_texts_of_other_requests_take_no_request_to_a_limit(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of a compiled grammar share the states of its lexer."""
-    monkeypatch.setattr(grammars, "MAX_LEXER_STATES", 60)
+    monkeypatch.setitem(grammars.LIMITS, "max_lexer_states", 60)
     structure = StructuredOutputs(regex="(a[ab]{60}|b[bc]{60}|c[ca]{60})")
     texts = {number: ids("abc"[number] * 24) for number in range(3)}
     for number, text in texts.items():
@@ -838,6 +838,18 @@ def test_a_grammar_with_too_many_ways_to_read_a_text_ends_its_request(masks: Gra
     check_structure(grammar)
     found = ready(masks.begin([sequence(grammar, [A] * 520)]))
     assert "items" in found[1]
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_grammar_of_tool_calls_may_have_as_many_ways_to_go_on_as_a_schema(masks: Grammars, is_own: bool) -> None:
+    names = " | ".join(f'"a{number}"' for number in range(1_000))
+    spec = sequence(StructuredOutputs(lark=f"start: {names}"), [A])
+    sampling = dataclasses.replace(spec.sampling, has_own_grammar=is_own)
+    found = ready(masks.begin([spec._replace(sampling=sampling)]))[1]
+    if is_own:
+        assert ids("7")[0] in allowed(found[0])
+    else:
+        assert "items; max is 350" in found
 
 
 ENDLESS = 'start: (/a+/)* "ab"'  # a terminal takes all it can: after "aa", no "ab" ever follows
@@ -1011,7 +1023,7 @@ def test_a_grammar_is_compiled_once(masks: Grammars, monkeypatch: pytest.MonkeyP
 def test_a_structure_is_checked_once_for_a_tenant_unless_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[StructuredOutputs] = []
 
-    def check(structure: StructuredOutputs) -> None:
+    def check(structure: StructuredOutputs, trials: Any) -> None:
         checked.append(structure)
         check_structure(structure)
 

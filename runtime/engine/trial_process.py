@@ -1,0 +1,95 @@
+"""Tries grammars before an engine compiles them: the program of the processes that `trials.py` starts.
+
+usage: python trial_process.py MAX_SECONDS MAX_BYTES MAX_LEFT_BYTES
+
+A call of llguidance cannot be ended; some take gigabytes, or never end. A trial compiles a grammar for a vocabulary of
+single bytes and takes some bytes of text. It reads lines of JSON, a grammar and the names and values of its limits. It
+answers each with a line: why the grammar cannot be used, an empty text if it can, and whether the process goes on. The
+system ends it at a grammar that takes too long or too much memory; it ends itself after one that has left it larger by
+`MAX_LEFT_BYTES`. It imports nothing of Quire, which would take 40 MiB.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import threading
+import time
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+STACK_BYTES = 256 << 20  # 256 KiB of references, the longest grammar, take 70 MB
+NUM_TOKENS = 4  # bytes that a grammar takes on trial
+MAX_TOKEN_S = 0.025  # of CPU time for one: the library holds the GIL meanwhile
+END = 256  # the token that ends a text
+
+
+class _Bytes:
+    """A vocabulary in the form that llguidance reads."""
+
+    bos_token_id = None
+    eos_token_id = END
+    tokens = (*(bytes([byte]) for byte in range(END)), b"<end>")
+    special_token_ids = (END,)
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def main() -> None:
+    """Answer each line until the input ends."""
+    max_s, max_bytes, max_left_bytes = map(int, sys.argv[1:])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    tables = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=[END])
+    least_bytes = _data_bytes()
+    resource.setrlimit(resource.RLIMIT_DATA, (least_bytes + max_bytes, resource.RLIM_INFINITY))
+    for line in sys.stdin:
+        grammar, limits = json.loads(line)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        resource.setrlimit(
+            resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + max_s + 1, resource.RLIM_INFINITY)
+        )
+        refusal = _tried(tables, grammar, LLParserLimits(**limits))
+        goes_on = _data_bytes() < least_bytes + max_left_bytes
+        print(json.dumps([refusal, goes_on]), flush=True)
+        if not goes_on:
+            return
+
+
+def _tried(tables: LLTokenizer, grammar: str, limits: LLParserLimits) -> str:
+    try:
+        message = LLMatcher.validate_grammar(grammar, limits=limits)
+        if not message or message.startswith("WARNING"):
+            return _walked(LLMatcher(tables, grammar, log_level=0, limits=limits)) or message
+        return message
+    except BaseException as error:  # a panic of llguidance, too
+        return str(error)
+
+
+def _walked(matcher: LLMatcher) -> str:
+    """Take a few bytes that the grammar allows. A limit that they reach is an error of the request, later."""
+    for _ in range(NUM_TOKENS):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        allowed = [byte for byte in range(END) if mask >> byte & 1]
+        if matcher.is_error() or not allowed:
+            break
+        began_s = time.thread_time()
+        matcher.consume_token(allowed[len(allowed) // 2])
+        if time.thread_time() - began_s > MAX_TOKEN_S:
+            return f"reading a character of its text takes more than {MAX_TOKEN_S * 1e3:.0f} ms"
+    return ""
+
+
+def _data_bytes() -> int:
+    with open("/proc/self/status") as file:
+        found: dict[str, Any] = dict(line.split(":", 1) for line in file)
+    return int(found["VmData"].split()[0]) << 10
+
+
+if __name__ == "__main__":
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=main)
+    thread.start()
+    thread.join()

@@ -1,0 +1,108 @@
+"""`Trials`: processes in which grammars are tried before an engine compiles them; see `trial_process.py`.
+
+Must not import what a grammar is made of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..common.errors import Unavailable
+
+MAX_PROCESSES = 2
+PROCESS_BYTES = 24 << 20  # that a process takes at start
+MAX_BYTES = 128 << 20  # that it may take for a grammar: a regular expression of 100 KB takes 60 MiB
+MAX_LEFT_BYTES = 32 << 20  # that it may keep then
+MAX_S = 2  # of CPU time for it, about
+WAIT_S = 30  # by the clock, on a machine that has no time for it
+PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("trial_process.py")))
+COMMAND = (*PROGRAM, *map(str, (MAX_S, MAX_BYTES, MAX_LEFT_BYTES)))
+TOO_MUCH = f"compiling it takes more than {MAX_S} s or {MAX_BYTES >> 20} MiB"
+
+
+class Trials:
+    """Any thread may call `refusal`, which starts a process if none is idle, or waits for one of `MAX_PROCESSES`."""
+
+    def __init__(self) -> None:
+        self._free = threading.Semaphore(MAX_PROCESSES)
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def refusal(self, grammar: str, limits: Mapping[str, int]) -> str:
+        """Return why a grammar in llguidance's form cannot be used with these limits; an empty text if it can.
+
+        Raises Unavailable if no process can be started.
+        """
+        request = json.dumps([grammar, limits]).encode() + b"\n"
+        with self._free:
+            process = self._idle_process() or _started()
+            answer = _ask(process, request)
+            if answer is not None and answer[1]:
+                self._keep(process)
+            else:
+                _end(process)
+        return TOO_MUCH if answer is None else answer[0]
+
+    def close(self) -> None:
+        """End the processes. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for process in idle:
+            _end(process)
+
+    def _idle_process(self) -> subprocess.Popen[bytes] | None:
+        with self._lock:
+            while self._idle:
+                process = self._idle.pop()
+                if process.poll() is None:
+                    return process
+                _end(process)
+        return None
+
+    def _keep(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._idle.append(process)
+                return
+        _end(process)
+
+
+def _started() -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in a terminal reaches the server only
+        )
+    except OSError as error:
+        raise Unavailable(f"structured_outputs cannot be checked now: {error.strerror}; try again later") from error
+
+
+def _ask(process: subprocess.Popen[bytes], request: bytes) -> tuple[str, bool] | None:
+    """Return a process's answer, and whether it goes on; None if it has ended instead, or takes too long."""
+    assert process.stdin is not None, "a pipe"
+    assert process.stdout is not None, "a pipe"
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(request)
+        process.stdin.flush()
+    readable = select.poll()
+    readable.register(process.stdout, select.POLLIN | select.POLLHUP)
+    line = process.stdout.readline() if readable.poll(WAIT_S * 1e3) else b""
+    return tuple(json.loads(line)) if line else None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    with contextlib.suppress(BrokenPipeError):
+        process.communicate()

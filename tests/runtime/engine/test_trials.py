@@ -1,0 +1,156 @@
+"""Grammars that take too long, too much memory, or crash the library are refused by a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from quire.runtime.common.errors import InvalidRequest, Unavailable
+from quire.runtime.common.heap import resident_bytes
+from quire.runtime.common.types import StructuredOutputs
+from quire.runtime.engine import trials as trials_module
+from quire.runtime.engine.grammars import CheckedStructures, check_structure
+from quire.runtime.engine.trials import TOO_MUCH, Trials
+
+PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23)
+SMALL = StructuredOutputs(regex="[ab]{2}")
+
+
+@pytest.fixture
+def trials() -> Iterator[Trials]:
+    found = Trials()
+    yield found
+    found.close()
+
+
+def refusal(trials: Trials, **structure: Any) -> str:
+    with pytest.raises(InvalidRequest, match=r"^structured_outputs: ") as caught:
+        check_structure(StructuredOutputs(**structure), trials)
+    return str(caught.value).removeprefix("structured_outputs: ")
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {"lark": 'start: p::0\np::_: p::incr(_) "b" | "a"'},
+        {"lark": f"start: T\nT: {' & '.join(f'/(.{{{prime}}})*/' for prime in PRIMES)}"},
+        {"regex": "a?" * 20_000},
+        {"regex": ".*" * 8_000},
+        {"json": {"allOf": [{"type": "string", "pattern": f"w{index}"} for index in range(24)]}},
+    ],
+    ids=["endless", "intersections", "nullable", "any", "patterns"],
+)
+def test_a_grammar_that_takes_too_long_or_too_much_memory_is_refused(trials: Trials, structure: dict[str, Any]) -> None:
+    before = resident_bytes()
+    assert refusal(trials, **structure) == TOO_MUCH
+    assert resident_bytes() - before < 32 << 20
+    check_structure(SMALL, trials)
+
+
+def test_a_panic_of_the_library_is_a_refusal(trials: Trials) -> None:
+    grammar = 'start: %regex {"substring_chunks":[""]}'
+    assert "Option::unwrap()" in refusal(trials, lark=grammar)
+    with pytest.raises(InvalidRequest, match="on a `None` value"):
+        check_structure(StructuredOutputs(lark=grammar))
+    check_structure(SMALL, trials)
+
+
+def test_a_grammar_whose_characters_take_long_is_refused(trials: Trials) -> None:
+    chain = "".join(f'x{index}: x{index + 1} | "b"\n' for index in range(11_000))
+    assert refusal(trials, lark=f'start: x0\n{chain}x11000: "a"').startswith("reading a character of its text takes")
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {"regex": "abcdefghij" * 10_000},
+        {"choice": [f"{number:05} text" for number in range(18_000)]},
+        {"json": {"type": "object", "properties": {f"v{number}": {"type": "integer"} for number in range(2_000)}}},
+        {"gbnf": 'root ::= "a" root'},
+        {"json": {"const": "é\U0001f600"}},
+    ],
+)
+def test_large_grammars_pass(trials: Trials, structure: dict[str, Any]) -> None:
+    check_structure(StructuredOutputs(**structure), trials)
+
+
+def test_errors_are_those_of_the_library(trials: Trials) -> None:
+    for structure in (StructuredOutputs(regex="("), StructuredOutputs(lark="start: x"), StructuredOutputs(gbnf="a")):
+        with pytest.raises(InvalidRequest) as here:
+            check_structure(structure)
+        with pytest.raises(InvalidRequest) as tried:
+            check_structure(structure, trials)
+        assert str(here.value) == str(tried.value)
+
+
+def test_one_process_tries_small_grammars_one_after_the_other(trials: Trials) -> None:
+    check_structure(SMALL, trials)
+    (first,) = trials._idle
+    for letter in "cde":
+        check_structure(StructuredOutputs(regex=f"[a{letter}]"), trials)
+    assert trials._idle == [first]
+    assert first.poll() is None
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    check_structure(StructuredOutputs(regex="[xy]"), trials)
+    (second,) = trials._idle
+    assert second is not first
+
+
+def test_a_process_that_a_grammar_has_made_large_ends(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials_module, "COMMAND", (*trials_module.PROGRAM, *map(str, (2, 128 << 20, 0))))
+    check_structure(StructuredOutputs(regex="a" * 10_000), trials)
+    assert trials._idle == []
+
+
+def test_at_most_two_processes_run_and_none_is_left(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, lock, started = [], threading.Lock(), trials_module._started
+
+    def count() -> Any:
+        process = started()
+        with lock:
+            begun.append(process)
+        return process
+
+    monkeypatch.setattr(trials_module, "_started", count)
+    threads = [threading.Thread(target=check_structure, args=(SMALL, trials)) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 1 <= len(begun) <= trials_module.MAX_PROCESSES
+    trials.close()
+    assert all(process.returncode is not None for process in begun)
+    check_structure(SMALL, trials)
+    assert begun[-1].returncode is not None, "one that was in use when the others were closed"
+    trials.close()
+
+
+def test_a_machine_without_time_or_processes(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials_module, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
+    monkeypatch.setattr(trials_module, "WAIT_S", 0.2)
+    began = time.monotonic()
+    assert refusal(trials, regex="a") == TOO_MUCH
+    assert time.monotonic() - began < 60
+    monkeypatch.setattr(trials_module, "COMMAND", ("/nowhere/python",))
+    with pytest.raises(Unavailable, match="structured_outputs cannot be checked now: No such file"):
+        check_structure(SMALL, trials)
+
+
+def test_requests_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(Trials, "refusal", lambda _, grammar, limits: asked.append(json.dumps([grammar, limits])) or "")
+    checked = CheckedStructures()
+    checked.check("", SMALL)
+    checked.check("", SMALL)
+    assert len(asked) == 1
+    assert "[ab]{2}" in asked[0]
+    assert "max_lexer_states" in asked[0]
+    checked.close()
