@@ -538,8 +538,8 @@ MUTANTS = [
     ),
     Mutant(
         GRAMMARS,
-        "        check_structure(structure)\n        with self._lock:\n            self._digests[digest] = None\n",
-        "        self._digests[digest] = None\n        check_structure(structure)\n        with self._lock:\n",
+        "        check_structure(structure, self._trials)\n        with self._lock:\n            self._digests[digest] = None\n",
+        "        self._digests[digest] = None\n        check_structure(structure, self._trials)\n        with self._lock:\n",
         "a grammar that was refused is accepted when it is sent again",
         MASK_TESTS,
     ),
