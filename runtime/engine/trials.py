@@ -21,6 +21,7 @@ PROCESS_BYTES = 24 << 20  # that a process takes at start
 MAX_BYTES = 128 << 20  # that it may take for a grammar: a regular expression of 100 KB takes 60 MiB
 MAX_LEFT_BYTES = 32 << 20  # that it may keep then
 MAX_S = 2  # of CPU time for it, about
+IDLE_S = 30  # after which processes that try no grammar end
 WAIT_S = 30  # by the clock, on a machine that has no time for it
 PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("trial_process.py")))
 COMMAND = (*PROGRAM, *map(str, (MAX_S, MAX_BYTES, MAX_LEFT_BYTES)))
@@ -34,6 +35,7 @@ class Trials:
         self._free = threading.Semaphore(MAX_PROCESSES)
         self._idle: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None  # until the idle processes end
         self._is_closed = False
 
     def refusal(self, grammar: str, limits: Mapping[str, int]) -> str:
@@ -53,9 +55,15 @@ class Trials:
 
     def close(self) -> None:
         """End the processes. Idempotent."""
+        self._is_closed = True
+        self._end_idle()
+
+    def _end_idle(self) -> None:
         with self._lock:
-            self._is_closed = True
             idle, self._idle = self._idle, []
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
         for process in idle:
             _end(process)
 
@@ -72,6 +80,10 @@ class Trials:
         with self._lock:
             if not self._is_closed:
                 self._idle.append(process)
+                if self._timer is None:
+                    self._timer = threading.Timer(IDLE_S, self._end_idle)
+                    self._timer.daemon = True
+                    self._timer.start()
                 return
         _end(process)
 

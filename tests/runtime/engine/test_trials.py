@@ -110,6 +110,18 @@ def test_a_process_that_a_grammar_has_made_large_ends(trials: Trials, monkeypatc
     assert trials._idle == []
 
 
+def test_idle_processes_end(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials_module, "IDLE_S", 0.2)
+    for _ in range(2):
+        check_structure(SMALL, trials)
+        (process,) = trials._idle
+        deadline = time.monotonic() + 60
+        while process.returncode is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert trials._idle == []
+
+
 def test_at_most_two_processes_run_and_none_is_left(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, lock, started = [], threading.Lock(), trials_module._started
 
