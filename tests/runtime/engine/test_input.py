@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from quire.runtime.common.errors import InvalidRequest
-from quire.runtime.common.types import SamplingParams
+from quire.runtime.common.types import SamplingParams, StructuredOutputs, ToolChoice
 from quire.runtime.engine.facade import MAX_COUNTED, GenerateRequest
-from quire.runtime.engine.input import MAX_KEY_TOKENS, PreparedInput, conversation_of, fitted, scheduled_requests
+from quire.runtime.engine.input import (
+    MAX_KEY_TOKENS,
+    PreparedInput,
+    conversation_of,
+    fitted,
+    prepare,
+    scheduled_requests,
+)
+from quire.runtime.engine.text_processor import TextProcessor
+from quire.runtime.model import BUNDLED_MODEL
 from quire.scheduler import RequestSpec
 
 
@@ -54,6 +64,46 @@ def test_an_echoed_prompt_is_output_after_its_first_token() -> None:
     assert scheduled((5, 6), 0).max_tokens == 1
     with pytest.raises(InvalidRequest, match="max_tokens must be at least 1"):
         scheduled((5,), 0)
+
+
+WEATHER = ({"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}}}}},)
+OWN_RULES = StructuredOutputs(lark='start: "a" start | "b"')
+SCHEMA = StructuredOutputs(json={"type": "integer"})
+
+
+@pytest.mark.parametrize(
+    ("tools", "answer", "is_own"),
+    [
+        (WEATHER, None, True),
+        (WEATHER, SCHEMA, True),
+        (WEATHER, OWN_RULES, False),
+        ((), OWN_RULES, False),
+        ((), SCHEMA, False),
+    ],
+)
+def test_a_grammar_of_tool_calls_is_the_servers_own_unless_a_client_has_written_rules(
+    tools: tuple[dict[str, Any], ...], answer: StructuredOutputs | None, is_own: bool
+) -> None:
+    request = GenerateRequest(
+        prompt=None,
+        messages=({"role": "user", "content": "Hello"},),
+        tools=tools,
+        tool_choice=ToolChoice(needed="auto" if tools else "none"),
+        sampling_params=SamplingParams(structured_outputs=answer),
+    )
+    checked = Mock()
+    prepared = prepare(request, TextProcessor.load(BUNDLED_MODEL, "hermes"), Mock(), checked)
+    assert prepared.has_own_grammar == is_own
+    (made,) = scheduled_requests(
+        request,
+        prepared.token_ids,
+        first_id=1,
+        seed=7,
+        eos_token_ids=frozenset({0}),
+        submitted=0.0,
+        has_own_grammar=prepared.has_own_grammar,
+    )
+    assert (made.spec.sampling.has_own_grammar, made.spec.sampling.seed) == (is_own, 7)  # type: ignore[attr-defined]
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
