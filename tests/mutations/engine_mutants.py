@@ -741,7 +741,7 @@ MUTANTS = [
         GRAMMARS,
         "start: TEXT\\nTEXT: ",
         "start: ",
-        "each text of a choice is a terminal, and memory grows with their square",
+        "each text of a choice is a terminal, and a way to go on",
         "tests/runtime/engine/test_grammars.py",
     ),
     Mutant(
