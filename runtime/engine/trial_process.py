@@ -21,7 +21,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 STACK_BYTES = 256 << 20  # 256 KiB of references, the longest grammar, take 70 MB
-NUM_TOKENS = 4  # bytes that a grammar takes on trial
+NUM_TOKENS = 4  # bytes that a grammar takes in a trial
 MAX_TOKEN_S = 0.025  # of CPU time for one: the library holds the GIL meanwhile
 END = 256  # the token that ends a text
 

@@ -825,7 +825,7 @@ MUTANTS = [
         "runtime/engine/trial_process.py",
         "return _walked(LLMatcher(tables, grammar, log_level=0, limits=limits)) or message",
         "return message",
-        "a grammar is read but not compiled on trial",
+        "a trial does not compile the grammar",
         "tests/runtime/engine/test_trials.py",
     ),
     Mutant(
