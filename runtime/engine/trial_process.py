@@ -41,21 +41,25 @@ class _Bytes:
 def main() -> None:
     """Answer each line until the input ends."""
     max_s, max_bytes, max_left_bytes = map(int, sys.argv[1:])
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_CORE, 0)
     tables = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=[END])
     least_bytes = _data_bytes()
-    resource.setrlimit(resource.RLIMIT_DATA, (least_bytes + max_bytes, resource.RLIM_INFINITY))
+    _limit(resource.RLIMIT_DATA, least_bytes + max_bytes)
     for line in sys.stdin:
         grammar, limits = json.loads(line)
         used = resource.getrusage(resource.RUSAGE_SELF)
-        resource.setrlimit(
-            resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + max_s + 1, resource.RLIM_INFINITY)
-        )
+        _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + max_s + 1)
         refusal = _tried(tables, grammar, LLParserLimits(**limits))
         goes_on = _data_bytes() < least_bytes + max_left_bytes
         print(json.dumps([refusal, goes_on]), flush=True)
         if not goes_on:
             return
+
+
+def _limit(kind: int, value: int) -> None:
+    """Set the limit at which the system acts; the highest one that this process may set stays as it is."""
+    highest = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (value if highest == resource.RLIM_INFINITY else min(value, highest), highest))
 
 
 def _tried(tables: LLTokenizer, grammar: str, limits: LLParserLimits) -> str:

@@ -809,8 +809,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/engine/trial_process.py",
-        "resource.setrlimit(resource.RLIMIT_DATA,",
-        "resource.setrlimit(resource.RLIMIT_CORE,",
+        "_limit(resource.RLIMIT_DATA,",
+        "_limit(resource.RLIMIT_CORE,",
         "a trial takes all memory",
         "tests/runtime/engine/test_trials.py",
     ),

@@ -122,6 +122,13 @@ def test_idle_processes_end(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> 
         assert trials._idle == []
 
 
+def test_a_process_may_have_limits_of_its_own(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = ("sh", "-c", 'ulimit -H -t 3600; ulimit -H -d 4194304; ulimit -H -c 0; exec "$@"', "sh")
+    monkeypatch.setattr(trials_module, "COMMAND", (*shell, *trials_module.COMMAND))
+    check_structure(SMALL, trials)
+    assert refusal(trials, regex=".*" * 8_000) == TOO_MUCH
+
+
 def test_at_most_two_processes_run_and_none_is_left(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, lock, started = [], threading.Lock(), trials_module._started
 
