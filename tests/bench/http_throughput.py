@@ -32,7 +32,7 @@ from tests.bench.link_cost import cpu_s
 
 READ_BYTES = 1 << 16
 POLL_S = 0.001
-EVENT_END = b"\n\n"
+TOKEN_IDS = b'"token_ids":['  # in each event but the first one of a chat, which has a role, and the last one
 TOKENS_FRAME = b"\xa6TOKENS"  # how msgpack writes the type of the frame
 
 Reading = Callable[[list[int], int, list[tuple[float, int]]], Awaitable[None]]
@@ -118,7 +118,7 @@ def over_http(address: str, path: str) -> Reading:
         body = json.dumps({**fields, "return_token_ids": True}).encode()  # else a token without text has no event
         head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-        await _count(host, int(port), request, EVENT_END, b"[DONE]", times)
+        await _count(host, int(port), request, TOKEN_IDS, b"[DONE]", times)
 
     return read
 
