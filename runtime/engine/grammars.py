@@ -163,7 +163,7 @@ def grammar_of(structure: StructuredOutputs) -> str:
             return _json_grammar({"type": "object"})
         if structure.regex is not None:
             return LLMatcher.grammar_from_regex(structure.regex)
-        if structure.choice is not None:  # as one terminal: of one each, masks take 40 times as long
+        if structure.choice is not None:  # one terminal: with one for each text, masks take 40 times as long
             return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {' | '.join(map(_lark_text, structure.choice))}")
         return LLMatcher.grammar_from_lark(_client_grammar(structure) + UNFORCED)
     except (ValueError, RecursionError) as error:
