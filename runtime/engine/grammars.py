@@ -86,7 +86,7 @@ def check_structure(structure: StructuredOutputs, trials: Trials | None = None) 
     With `trials` it is tried in a process of its own first, which is ended if it takes too long or too much memory.
     """
     grammar = grammar_of(structure)
-    limits = LIMITS | {"max_items_in_row": _max_items(structure)}
+    limits = _limits(structure)
     if trials is not None:
         message = trials.refusal(grammar, limits)
     else:
@@ -233,13 +233,10 @@ def _check_schemas_inside(grammar: str) -> None:
                 raise InvalidRequest("structured_outputs: x-guidance in a JSON schema would switch off limits")
 
 
-def _max_items(structure: StructuredOutputs, *, is_own: bool = False) -> int:
-    return MAX_AMBIGUOUS_ITEMS if may_be_ambiguous(structure) and not is_own else MAX_ITEMS
-
-
-def _limits(structure: StructuredOutputs, *, is_own: bool = False) -> LLParserLimits:
-    """Return the limits of a grammar, which is one of tool calls if `is_own`."""
-    return LLParserLimits(**LIMITS, max_items_in_row=_max_items(structure, is_own=is_own))
+def _limits(structure: StructuredOutputs, *, is_own: bool = False) -> dict[str, Any]:
+    """Return the fields of a grammar's `LLParserLimits`; `is_own`: it is one of tool calls."""
+    is_ambiguous = may_be_ambiguous(structure) and not is_own
+    return LIMITS | {"max_items_in_row": MAX_AMBIGUOUS_ITEMS if is_ambiguous else MAX_ITEMS}
 
 
 def _is_too_complex(matcher: LLMatcher) -> bool:
@@ -400,7 +397,8 @@ class Grammars:
         sampling = running.sampling
         structure = sampling.params.structured_outputs
         assert structure is not None
-        tables, limits = self._tables(), _limits(structure, is_own=sampling.has_own_grammar)
+        limits = LLParserLimits(**_limits(structure, is_own=sampling.has_own_grammar))
+        tables = self._tables()
 
         def compile_it(grammar: str) -> LLMatcher:
             read = partial(LLMatcher, tables, grammar, log_level=0, limits=limits)

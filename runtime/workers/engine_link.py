@@ -288,8 +288,8 @@ class EngineLink(asyncio.Protocol):
     """One end of the link. `receive` gets each message, in order; `lost` is called when the other end is closed.
 
     Of many messages that came together, one turn of the event loop handles what takes `TURN_S`, the next ones the rest,
-    and what comes meanwhile.
-    A report that takes longer is divided: an update with many logprobs takes several times as long as another.
+    and what comes meanwhile. A report that takes longer is divided: an update with many logprobs takes several times as
+    long as another.
     """
 
     def __init__(

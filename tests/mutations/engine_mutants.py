@@ -753,8 +753,8 @@ MUTANTS = [
     ),
     Mutant(
         GRAMMARS,
-        "and not is_own else",
-        "else",
+        "may_be_ambiguous(structure) and not is_own",
+        "may_be_ambiguous(structure)",
         "calls of many tools end at the limit of ambiguous grammars",
         "tests/runtime/engine/test_grammars.py",
     ),
