@@ -91,14 +91,16 @@ async def test_when_most_masks_come_late(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Preemptor(SilentObserver):
-    """Observer that preempts every request once, each after another number of steps."""
+    """Observer that preempts every request once, each after another number of steps, or when it runs first."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self.engine, self.num_steps = engine, 0
+        self.preempted: set[int] = set()
 
     def on_step(self, step: StepStats) -> None:
         self.num_steps += 1
-        preempt(self.engine.core.scheduler, self.num_steps // 3)
+        due = set(range(self.num_steps // 3 + 1)) - self.preempted
+        self.preempted |= {request_id for request_id in due if preempt(self.engine.core.scheduler, request_id)}
 
 
 @pytest.mark.parametrize("chunk", [1, 50])
