@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 import msgspec
 
 from ...scheduler import FinishReason as FinishReason  # exported: the runtime uses the type from here
+from .default_sampling import NATIVE_TEMPERATURE
 from .errors import GenerationFailed, InvalidRequest
 from .options import Option, nearest_name, option, options_of, suggestion
 from .prompts import shown
@@ -143,7 +144,9 @@ class SamplingParams(
 
     max_tokens: Annotated[int, _option("Maximum number of tokens to generate.", unit="tokens")] = 128
     min_tokens: Annotated[int, _option("Tokens to generate before the output may end.", unit="tokens")] = 0
-    temperature: Annotated[float, _option("Randomness of the samples; 0 takes the most likely token.")] = 0.0
+    temperature: Annotated[float, _option("Randomness of the samples; 0 takes the most likely token.")] = (
+        NATIVE_TEMPERATURE
+    )
     top_k: Annotated[int, _option("Sample from the k most likely tokens; 0: from all.", unit="tokens")] = 0
     top_p: Annotated[float, _option("Sample from the most likely tokens that together have this probability.")] = 1.0
     min_p: Annotated[

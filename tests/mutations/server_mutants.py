@@ -1026,9 +1026,9 @@ MUTANTS = [
         "tests/runtime/server/test_openai_choices.py",
     ),
     Mutant(
-        "runtime/server/openai/fields.py",
-        '{"temperature": 1.0, **info.default_sampling}',
-        '{**info.default_sampling, "temperature": 1.0}',
+        "runtime/common/default_sampling.py",
+        "return {**HTTP_SAMPLING, **recommended}",
+        "return {**recommended, **HTTP_SAMPLING}",
         "the temperature of generation_config.json is ignored over HTTP",
         HTTP_API,
     ),

@@ -171,7 +171,7 @@ class FakeEngine:
             threads=1,
             threads_reason="it is a fake",
             has_tokenizer=True,
-            has_chat_template=False,
+            has_chat_template=True,
             fingerprint=self.fingerprint,
             default_sampling=self.default_sampling,
         )

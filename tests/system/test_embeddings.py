@@ -116,13 +116,24 @@ async def test_two_models_of_one_name_are_listed_once() -> None:
 
 async def test_models_say_what_each_is_for() -> None:
     runner = load_model(EngineConfig(kv_cache_memory=1 << 20))
-    pairs = msgspec.structs.replace(ENCODER_INFO, num_labels=1, name="pairs")
-    for info, beside, expected in (
-        (ENCODER_INFO, None, [("quire", "embed")]),
-        (pairs, None, [("quire", "score")]),
-        (pairs, runner, [("quire", "generate"), ("pairs", "score")]),
+    pairs = msgspec.structs.replace(ENCODER_INFO, num_labels=1, name="pairs", prompts={})
+    topics = msgspec.structs.replace(pairs, num_labels=3, name="topics")
+    vectors = {"capabilities": ["embedding", "rerank"], "prompt_names": ["query", "document"]}
+    scores, labels = {"capabilities": ["rerank", "classify"]}, {"capabilities": ["classify"]}
+    text = {"capabilities": ["completion"], "default_sampling_params": {"temperature": 1.0}}
+    one_name = msgspec.structs.replace(ENCODER_INFO, name="quire")
+    both = {**text, **vectors, "capabilities": ["completion", "embedding", "rerank"]}
+    for info, beside, expected, cards in (
+        (ENCODER_INFO, None, [("quire", "embed")], [vectors]),
+        (pairs, None, [("quire", "score")], [scores]),
+        (pairs, runner, [("quire", "generate"), ("pairs", "score")], [text, scores]),
+        (topics, runner, [("quire", "generate"), ("topics", "score")], [text, labels]),
+        (one_name, runner, [("quire", "generate"), ("quire", "embed")], [both]),
     ):
         async with embedding_system(FakeEncoder(info), beside) as system:
+            listed = (await ask(system, "/v1/models", method="GET")).json["data"]
+            told = ("capabilities", "prompt_names", "default_sampling_params")
+            assert [{name: card[name] for name in told if name in card} for card in listed] == cards
             async with AsyncClient(str(system.server.address)) as client:
                 models = await client.models()
             assert [(each.name, each.task) for each in models] == expected

@@ -182,6 +182,16 @@ async def test_defaults_are_those_of_generation_config(system: Any) -> None:
     assert (default.temperature, default.top_k, given.temperature, given.top_k) == (0.6, 20, 0.2, 20)
 
 
+async def test_a_model_says_what_applies_where_a_request_says_nothing(system: Any) -> None:
+    cards, page = [], []
+    for recommended in ({}, {"temperature": 0.6, "top_k": 20}):
+        system.engine.default_sampling = recommended
+        cards.append((await ask(system, "/v1/models/quire", method="GET")).json["default_sampling_params"])
+        page.append((await ask(system, "/settings.json", method="GET")).json)
+    assert cards == [{"temperature": 1.0}, {"temperature": 0.6, "top_k": 20}]
+    assert page == [{"sampling": {"temperature": 0.8, "min_p": 0.05}}, {"sampling": {}}]
+
+
 async def test_a_chat_fills_the_context_unless_limited(system: Any) -> None:
     messages = [{"role": "developer", "content": [{"type": "text", "text": "a"}]}, {"role": "user", "content": "b"}]
     await ask(system, CHAT, {"messages": messages})
@@ -206,7 +216,7 @@ async def test_the_role_of_every_choice_comes_first(system: Any) -> None:
 
 async def test_models_version_and_tokens(system: Any) -> None:
     models = (await ask(system, "/v1/models", method="GET")).json
-    assert [each["id"] for each in models["data"]] == ["quire"]
+    assert [(each["id"], each["capabilities"]) for each in models["data"]] == [("quire", ["completion", "chat"])]
     assert (await ask(system, "/v1/models/quire", method="GET")).json == models["data"][0]
     assert (await ask(system, "/v1/models/other", method="GET")).error["code"] == "model_not_found"
     assert "version" in (await ask(system, "/version", method="GET")).json

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 import msgspec
 from structlog.contextvars import bound_contextvars
 
+from ...common.default_sampling import page_sampling
 from ...common.errors import QuireError, Unavailable
 from ...engine.facade import EngineInfo
 from ..app_context import AppContext
@@ -40,6 +41,7 @@ from .exchange import Exchange
 from .fields import KNOWN, Fields, check_model
 from .formats import ChatFormat, CompletionFormat
 from .logprobs import Vocabulary
+from .model_cards import model_card
 from .request_reader import RequestReader
 from .responses import RESPONSE_KNOWN, ResponseFormat, response_call
 from .running import CallRunner, StreamedOutput, WholeOutput
@@ -57,6 +59,7 @@ COMPLETION_ENDPOINT = Endpoint(completion_call, CompletionFormat, KNOWN)
 RESPONSE_NAMES = {"prompt": "input", "messages": "input", "reasoning_effort": "reasoning.effort"}
 RESPONSE_ENDPOINT = Endpoint(response_call, ResponseFormat, RESPONSE_KNOWN, "response", RESPONSE_NAMES)
 PAGE = ("chat.html", "chat.css", "chat.js", "api.js", "conversations.js", "view.js")  # in the folder `page`
+PAGE_SETTINGS = "/settings.json"  # of the page
 EMBEDDING_CALLS = {
     "/v1/embeddings": (embedding_call, EMBEDDING_FIELDS),
     "/v1/rerank": (rerank_call, RERANK_FIELDS),
@@ -109,6 +112,7 @@ class Api:
             self._routes["/metrics"] = {"GET": Route(partial(_send_metrics, operators), needs_key=False)}
         page = read_page(files(__package__) / "page", *PAGE)
         self._page = {path: {"GET": Route(partial(_send_file, file), needs_key=False)} for path, file in page.items()}
+        self._page[PAGE_SETTINGS] = {"GET": Route(self._page_settings)}
 
     @property
     def _model_names(self) -> tuple[str, ...]:
@@ -250,10 +254,11 @@ class Api:
         exchange.respond(_json(self._model_card(name)))
 
     def _model_card(self, name: str) -> dict[str, object]:
-        card: dict[str, object] = {"id": name, "object": "model", "created": self._started, "owned_by": "quire"}
-        if name == self._model and self._context.engine.info.max_images:
-            card["input_modalities"] = ["text", "image"]
-        return card
+        return model_card(name, self._context.engine.info, self._started, is_main=name == self._model)
+
+    async def _page_settings(self, exchange: Exchange) -> None:
+        """Answer with the sampling parameters that the page sends unless its reader sets others."""
+        exchange.respond(_json({"sampling": page_sampling(self._context.engine.info.default_sampling)}))
 
     # Refusals by path and headers
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, TypeVar
 
+from ...common.default_sampling import http_sampling
 from ...common.prompts import shown
 from ...engine.facade import EngineInfo
 from .errors import BadRequest
@@ -201,7 +202,7 @@ def check_model(fields: Fields, models: Sequence[str]) -> None:
 def sampling_fields(fields: Fields, info: EngineInfo) -> dict[str, Any]:
     """Return the sampling parameters that both kinds of requests have, over the model's recommendations."""
     values = fields.values
-    sampling: dict[str, Any] = {"temperature": 1.0, **info.default_sampling}
+    sampling: dict[str, Any] = {**http_sampling(info.default_sampling)}
     sampling |= {name: value for name, value in values.items() if name in SAMPLING}
     if "seed" in values:
         sampling["seed"] = fields.take("seed", int, 0) % SEEDS

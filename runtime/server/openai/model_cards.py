@@ -1,0 +1,33 @@
+"""The cards of `/v1/models`: what each served model is for, and what it recommends. Must not import routes."""
+
+from __future__ import annotations
+
+from ...common.default_sampling import http_sampling
+from ...engine.facade import EncoderInfo, EngineInfo
+
+
+def model_card(name: str, info: EngineInfo, created: int, *, is_main: bool) -> dict[str, object]:
+    """Return the card of a model. `is_main` tells the served model from an embedding model beside it.
+
+    If both have the same name, one card tells what the two are for.
+    """
+    card: dict[str, object] = {"id": name, "object": "model", "created": created, "owned_by": "quire"}
+    capabilities: list[str] = []
+    if is_main and info.generates:
+        capabilities += ["completion", "chat"] if info.has_chat_template else ["completion"]
+        card["default_sampling_params"] = http_sampling(info.default_sampling)
+        if info.max_images:
+            card["input_modalities"] = ["text", "image"]
+    encoder = info.encoder
+    if encoder is not None and (not is_main or not info.generates or encoder.name == name):
+        capabilities += _capabilities(encoder)
+        if encoder.prompts:
+            card["prompt_names"] = list(encoder.prompts)
+    return {**card, "capabilities": capabilities}
+
+
+def _capabilities(encoder: EncoderInfo) -> list[str]:
+    """Return what an encoder is asked for: vectors rank texts by their cosine, a single label is a pair's score."""
+    if not encoder.num_labels:
+        return ["embedding", "rerank"]
+    return ["rerank", "classify"] if encoder.num_labels == 1 else ["classify"]
