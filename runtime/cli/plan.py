@@ -10,9 +10,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from ..common.errors import ConfigError
+from ..common.memory import deciding_limit, free_memory_bytes
 from ..model import describe_sizes, model_path
 from ..model.encoder import is_encoder
-from ..model.runner import free_memory_bytes
 from ..tools.planning import (
     EncoderPlan,
     PlanTarget,
@@ -63,4 +63,4 @@ def plan(
     if plot is not None:
         plot_memory(planned.parts, planned.title, plot)
     print(dumps(planned.as_dict(), indent=1) if json else text)
-    print(comparison(planned.total_bytes, free_memory_bytes()), file=sys.stderr)
+    print(comparison(planned.total_bytes, free_memory_bytes(), deciding_limit()), file=sys.stderr)

@@ -5,10 +5,6 @@ Limits that are too low to work, or above this machine's memory, are refused at 
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from ...kernels.cpus import read_system_file
 from ..common.errors import ConfigError
 from ..common.server_config import ServerConfig
 from ..common.types import SamplingParams
@@ -70,10 +66,3 @@ class MemoryLimits:
         lines = [(name.replace("_", " "), size, self._notes[name]) for name, size in self.bytes_by_purpose.items()]
         lines.append(("at most", self.total_bytes, ""))
         return "\n".join(f"{name:<18}{size:>18,} B  {note}".rstrip() for name, size, note in lines)
-
-
-def machine_memory_bytes(root: Path = Path("/")) -> int:
-    """Return the memory of this machine, or of this process's cgroup (v2) if that has a lower limit."""
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = read_system_file(root / "sys/fs/cgroup/memory.max").strip()
-    return min(machine, int(limit)) if limit.isdigit() else machine

@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 
 from ..common.errors import ConfigError, Overloaded, QuireError, Unavailable
+from ..common.memory import machine_memory_bytes
 from ..common.server_config import ServerConfig
 from ..engine.facade import EngineFacade
 from .acceptor import AcceptedConnection, Acceptor, ConnectionLimits
@@ -23,7 +24,7 @@ from .auth import Keyring
 from .connection import Connection
 from .listen import ListeningSocket, fit_connections, is_loopback, listen_tcp, listen_unix
 from .live_requests import LiveRequests
-from .memory_limits import MemoryLimits, machine_memory_bytes
+from .memory_limits import MemoryLimits
 from .monitoring import (
     ClientLoad,
     OperatorServer,

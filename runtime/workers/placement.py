@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from ...kernels.cpus import read_system_file
+from ...kernels.cgroups import read_system_file
 from ..common.errors import ConfigError
 
 NODES = "sys/devices/system/node"

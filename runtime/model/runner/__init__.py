@@ -1,6 +1,6 @@
 """Load a model (`load_model`) and execute steps on the kernels (`ModelRunner`)."""
 
-from .capacity import Capacity, decide_capacity, free_memory_bytes, pick_cpus, pick_isa
+from .capacity import Capacity, decide_capacity, pick_cpus, pick_isa
 from .model_runner import ModelRunner, load_model
 from .sampling import AllowedTokens, Masks, SamplingSpec
 
@@ -11,7 +11,6 @@ __all__ = [
     "ModelRunner",
     "SamplingSpec",
     "decide_capacity",
-    "free_memory_bytes",
     "load_model",
     "pick_cpus",
     "pick_isa",

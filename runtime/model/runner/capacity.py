@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import msgspec
 
 from ....kernels import CpuBudget, available_cpus, pick_level
-from ....kernels.cpus import read_system_file
 from ....pager import PAGE_SIZES, KVLayout
 from ...common.config import EngineConfig
 from ...common.errors import ConfigError
+from ...common.memory import free_memory_bytes
 from .. import DecoderSpec, MemoryPlan, kv_layout, plan_memory
 from ..encoder import EncoderMemoryPlan, EncoderSpec, plan_encoder_memory, read_encoder
 from ..files import model_path
@@ -204,22 +203,3 @@ def _fitting_model_len(config: EngineConfig, layout: KVLayout, num_pages: int, m
             f"cache, there are {num_pages * layout.page_bytes}; raise kv_cache_memory or lower max_model_len"
         )
     return fits
-
-
-def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Return the memory that the system has available now, within this process's cgroup limit (v2)."""
-    available = _meminfo(root) or 1 << 30
-    limit, used = _number(root / "sys/fs/cgroup/memory.max"), _number(root / "sys/fs/cgroup/memory.current")
-    return available if limit is None else max(0, min(available, limit - (used or 0)))
-
-
-def _meminfo(root: Path) -> int | None:
-    for line in read_system_file(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _number(path: Path) -> int | None:
-    text = read_system_file(path).strip()
-    return int(text) if text.isdigit() else None

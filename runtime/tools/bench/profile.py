@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ....kernels import available_cpus, supported_levels
-from ....kernels.cpus import read_system_file
+from ....kernels.cgroups import read_system_file
 from ....kernels.ops import DType
 from ...common.config import EngineConfig
 from ...common.errors import ConfigError

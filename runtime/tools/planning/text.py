@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ...common.memory import MemoryLimit
 from ...model import weights_text
 from ...model.rope import short_context
 from ...model.sizes import human
@@ -13,12 +14,13 @@ from .alternatives import Alternative
 from .serving_plan import ServingPlan, WindowLayers
 
 
-def comparison(total_bytes: int, available_bytes: int) -> str:
-    """Return a line that compares a plan with the memory that this machine has available, cgroup limit included."""
+def comparison(total_bytes: int, available_bytes: int, limit: MemoryLimit | None = None) -> str:
+    """Return a line that compares a plan with the memory that is available here, and names the limit that decides."""
     machine = f"{total_bytes:,} B in all, this machine has {available_bytes:,} B available"
+    reason = "" if limit is None else f"; the limit is {limit}"
     if total_bytes <= available_bytes:
-        return f"It fits: {machine}."
-    return f"It does not fit: {machine}, {total_bytes - available_bytes:,} B less."
+        return f"It fits: {machine}{reason}."
+    return f"It does not fit: {machine}, {total_bytes - available_bytes:,} B less{reason}."
 
 
 def plan_text(plan: ServingPlan, arena: bool) -> str:

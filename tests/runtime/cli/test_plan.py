@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from quire.runtime.cli.main import run
 from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.memory import MemoryLimit
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.settings import Settings
 from quire.runtime.tools.planning import PlanTarget, comparison, plan_serving, plan_text
@@ -108,6 +109,10 @@ def test_the_plan_is_compared_with_this_machine(capsys: pytest.CaptureFixture[st
     assert comparison(5000, 12_000) == "It fits: 5,000 B in all, this machine has 12,000 B available."
     assert comparison(12_500, 12_000) == (
         "It does not fit: 12,500 B in all, this machine has 12,000 B available, 500 B less."
+    )
+    assert comparison(12_500, 12_000, MemoryLimit(15_000, 3000, "/sys/fs/cgroup/memory.max")) == (
+        "It does not fit: 12,500 B in all, this machine has 12,000 B available, 500 B less; "
+        "the limit is 15,000 bytes in /sys/fs/cgroup/memory.max."
     )
     assert run(["plan", "--kv-cache-memory", "1TiB"]) == 0
     assert capsys.readouterr().err.startswith("It does not fit: 1,101,")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 from quire.runtime.common.errors import ConfigError
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.server import Server
-from quire.runtime.server.memory_limits import MemoryLimits, machine_memory_bytes
+from quire.runtime.server.memory_limits import MemoryLimits
 
 
 @pytest.mark.parametrize(
@@ -46,12 +44,3 @@ def test_the_smallest_limits_are_accepted() -> None:
 async def test_a_server_with_such_limits_does_not_start() -> None:
     with pytest.raises(ConfigError, match="max_unsent_bytes"):
         await Server().start(None, ServerConfig(port=0, operator_port=0, openai_port=0, max_unsent_bytes=1))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("text", "limit"), [("4096\n", 4096), ("max\n", None), (f"{1 << 60}\n", None), (None, None)])
-def test_the_memory_of_the_machine(tmp_path: Path, text: str | None, limit: int | None) -> None:
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if text is not None:
-        (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
-        (tmp_path / "sys/fs/cgroup/memory.max").write_text(text)
-    assert machine_memory_bytes(tmp_path) == (limit or machine)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from quire.runtime.common.errors import ConfigError
 from quire.runtime.model import BUNDLED_MODEL, kv_layout, read_spec
 from quire.runtime.model.runner import capacity as capacity_module
 from quire.runtime.model.runner import decide_capacity
-from quire.runtime.model.runner.capacity import free_memory_bytes, pick_cpus
+from quire.runtime.model.runner.capacity import pick_cpus
 
 SPEC = read_spec(BUNDLED_MODEL)  # 4 layers, 2 KV heads of 64, 2,048 positions
 TOKEN_BYTES = 2 * 4 * 2 * 64 * 2  # keys and values, bf16
@@ -149,34 +148,3 @@ def test_rows_that_sample(settings: dict[str, Any], samples: int) -> None:
     capacity = decided(kv_cache_memory=10 * PAGE, **settings)
     assert capacity.max_num_samples == samples
     assert capacity.memory.program.logits.rows == samples
-
-
-# Free memory
-
-
-def system(root: Path, **files: str) -> Path:
-    for name, text in files.items():
-        path = root / {"meminfo": "proc/meminfo"}.get(name, f"sys/fs/cgroup/memory.{name}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-MEMINFO = "MemTotal: 2000 kB\nMemAvailable:    1000 kB\nCached: 5 kB\n"
-
-
-@pytest.mark.parametrize(
-    ("files", "free"),
-    [
-        ({"meminfo": MEMINFO}, 1000 * 1024),
-        ({"meminfo": MEMINFO, "max": "max\n", "current": "5\n"}, 1000 * 1024),
-        ({"meminfo": MEMINFO, "max": "5000\n", "current": "1000\n"}, 4000),
-        ({"meminfo": MEMINFO, "max": "5000\n"}, 5000),
-        ({"meminfo": MEMINFO, "max": "5000\n", "current": "6000\n"}, 0),
-        ({"meminfo": MEMINFO, "max": "5000000\n", "current": "0\n"}, 1000 * 1024),
-        ({"meminfo": "MemTotal: 5 kB\n"}, 1 << 30),
-        ({}, 1 << 30),
-    ],
-)
-def test_free_memory(tmp_path: Path, files: dict[str, str], free: int) -> None:
-    assert free_memory_bytes(system(tmp_path, **files)) == free
