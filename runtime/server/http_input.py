@@ -1,7 +1,10 @@
-"""Checks of what a client sends, before h11 parses it. Must not import what serves.
+"""Checks of the bytes that a client sends, around h11's parser. Must not import what serves.
 
 h11 takes 2 µs for a line of a head and 5 µs for a chunk of a body. For blanks before a character that no line may have,
 its time grows with the square of their number: 30 KB of them take 3 s.
+
+h11 also accepts heads and chunks in which another parser, such as a proxy, finds other requests: lines that end without
+a carriage return, folded lines, a length beside chunks. `check_head`, `check_request` and `ChunkLines` refuse them.
 """
 
 from __future__ import annotations
@@ -15,9 +18,20 @@ PIECE_BYTES = 4 << 10  # of a body in chunks, parsed in one turn of the event lo
 MAX_KEPT_BYTES = 1 << 10  # that h11 keeps of such a body: the beginning of a chunk's line, or the last fields
 MAX_SMALL_CHUNKS = 1024  # of a body; one more for each `BYTES_PER_CHUNK`
 BYTES_PER_CHUNK = 16
+CRLF = b"\r\n"
+
+# Header fields that a request may have once. h11 checks `host` and `content-length` itself.
+SINGLE_FIELDS = (b"authorization", b"content-type", b"content-encoding", b"idempotency-key", b"last-event-id")
 
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 _IN_NO_LINE = re.compile(rb"[\x00\x0b\x0c]|\r(?!\n|\Z)")
+_BARE_LF = re.compile(rb"(?<!\r)\n")
+_FOLDED = re.compile(rb"\n[ \t]")
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++"
+# RFC 9112, section 7.1.1; blanks at the end are for clients that pad sizes.
+_QUOTED = rb'"(?:[^\x00-\x08\x0a-\x1f\x7f"\\]|\\[\t -~])*+"'
+_EXTENSION = rb";[ \t]*+%b(?:[ \t]*+=[ \t]*+(?:%b|%b))?+" % (_TOKEN, _TOKEN, _QUOTED)
+_CHUNK_LINE = re.compile(rb"(?P<size>[0-9A-Fa-f]{1,20}+)(?:%b)*+[ \t]*+" % _EXTENSION)
 _BLANKS = re.compile(rb"(?<![ \t\r\n])[ \t\r\n]{256}")
 
 
@@ -44,7 +58,64 @@ def _fault(head: bytes | bytearray, max_bytes: int) -> tuple[str, int] | None:
         return f"a head has at most {MAX_HEAD_LINES} lines", 431
     if _IN_NO_LINE.search(head):
         return "a head has characters that no line may have", 400
+    if _BARE_LF.search(head):
+        return "a line of a head ends with CR LF, not with LF alone", 400
+    if _FOLDED.search(head):
+        return "a line of a head must not continue on the next line", 400
     return None
+
+
+def check_request(request: h11.Request) -> None:
+    """Raise RemoteProtocolError for a head that another parser may read as another request."""
+    if not request.http_version.startswith(b"1."):
+        version = request.http_version.decode("ascii")
+        raise h11.RemoteProtocolError(f"HTTP/{version} is not supported; use HTTP/1.1", error_status_hint=505)
+    names = [name for name, _ in request.headers]
+    for name in SINGLE_FIELDS:
+        if names.count(name) > 1:
+            raise h11.RemoteProtocolError(f"{name.decode()} must not occur twice")
+    if b"transfer-encoding" in names:
+        if b"content-length" in names:
+            raise h11.RemoteProtocolError("content-length must not stand beside transfer-encoding")
+        if request.http_version == b"1.0":
+            raise h11.RemoteProtocolError("HTTP/1.0 has no transfer-encoding")
+
+
+class ChunkLines:
+    """The lines between the chunks of one body. `check` them before each call of h11, then note its data."""
+
+    def __init__(self, http: h11.Connection, *, in_chunks: bool) -> None:
+        """Check nothing of a body that is not `in_chunks`."""
+        self._http = http
+        self._expects_line = in_chunks  # the next bytes are the line of a chunk, after the end of the last one
+        self._num_end_bytes = 0  # of the last chunk, before that line
+        self._in_trailer = False
+
+    def check(self) -> None:
+        """Raise RemoteProtocolError for a chunk's line, or fields at the end, that other parsers read in other ways."""
+        if not self._expects_line:
+            return
+        data, begin = self._http.trailing_data[0], self._num_end_bytes
+        if not self._in_trailer:
+            end = data.find(b"\r\n", begin)
+            if end < 0:
+                self._num_end_bytes -= min(begin, len(data))  # h11 takes these before the line is complete
+                return
+            line = _CHUNK_LINE.fullmatch(data, begin, end)
+            if line is None:
+                text = data[begin : begin + 40].decode("ascii", "backslashreplace")
+                raise h11.RemoteProtocolError(f"a chunk begins with its size and a line's end, not with {text!r}")
+            self._expects_line = self._in_trailer = not line["size"].strip(b"0")
+            data = data[end + len(CRLF) :]
+        if self._in_trailer:
+            end_of_body = _END_OF_HEAD.search(CRLF + data)
+            fields = CRLF + data if end_of_body is None else (CRLF + data)[: end_of_body.end()]
+            if _BARE_LF.search(fields) or _FOLDED.search(fields):
+                raise h11.RemoteProtocolError("each field after the last chunk is one line that ends with CR LF")
+
+    def parsed(self, data: h11.Data) -> None:
+        """Note data that h11 has returned."""
+        self._expects_line, self._num_end_bytes = bool(data.chunk_end), len(CRLF)
 
 
 def check_chunks(http: h11.Connection) -> None:

@@ -14,6 +14,7 @@ LIVE, TENANTS, AUTH, LISTEN, SERVER, WATCHDOG = (
     f"runtime/server/{name}.py" for name in ("live_requests", "tenants", "auth", "listen", "server", "watchdog")
 )
 CONVERT, ACCEPTOR = "runtime/server/convert.py", "runtime/server/acceptor.py"
+HTTP_INPUT = "runtime/server/http_input.py"
 HTTP, LOGS = "runtime/server/monitoring/http.py", "runtime/common/logs.py"
 STORED, STORED_INDEX, EXCHANGE = (
     f"runtime/server/{name}.py" for name in ("openai/stored", "stored_index", "openai/exchange")
@@ -760,25 +761,67 @@ MUTANTS = [
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/http_input.py",
+        HTTP_INPUT,
         "if len(head) > max_bytes:",
         "if len(head) > 2 * max_bytes:",
         "a head whose last piece is beyond the limit is answered",
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/http_input.py",
+        HTTP_INPUT,
         "if _IN_NO_LINE.search(head):",
         "if False:",
         "a head with 30,000 blanks stops the event loop for three seconds",
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/http_input.py",
+        HTTP_INPUT,
         "if _IN_NO_LINE.search(data) and _BLANKS.search(data):",
         "if False:",
         "blanks behind the last chunk of a body stop the event loop",
         HTTP_API,
+    ),
+    Mutant(
+        HTTP_INPUT,
+        "if names.count(name) > 1:",
+        "if names.count(name) > 2:",
+        "of two authorization lines the last decides, though a proxy checked the first",
+        HTTP_API,
+    ),
+    Mutant(
+        HTTP_INPUT,
+        'if b"content-length" in names:',
+        "if False:",
+        "a length beside chunks hides a request from a proxy",
+        HTTP_API,
+    ),
+    Mutant(
+        HTTP_INPUT,
+        "if _FOLDED.search(head):",
+        "if False:",
+        "a folded line of a head is joined, where proxies see a field of its own",
+        HTTP_API,
+    ),
+    Mutant(
+        HTTP_INPUT,
+        "self._num_end_bytes -= min(begin, len(data))",
+        "pass",
+        "a body whose chunk ends come in pieces is refused",
+        HTTP_API,
+    ),
+    Mutant(
+        HTTP_INPUT,
+        "if _BARE_LF.search(fields) or _FOLDED.search(fields):",
+        "if _FOLDED.search(fields):",
+        "the end of a body is another one for proxies that want CR LF",
+        HTTP_API,
+    ),
+    Mutant(
+        HTTP,
+        "check_request(event)",
+        "pass",
+        "the operator port answers a head with two authorization lines",
+        OPERATORS,
     ),
     Mutant(
         CHOICE,

@@ -969,24 +969,105 @@ async def test_a_body_may_come_in_many_chunks(system: Any) -> None:
         assert [(await client.receive()).status for _ in range(2)] == [200, 200]
 
 
-async def test_a_length_beside_chunks_does_not_hide_a_request(system: Any) -> None:
-    async with connection(system) as client:
-        client.writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            b"content-length: 6\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
-            b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
-        )
-        assert (await client.receive()).status == 400
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+BODY = json.dumps(complete()).encode()
+IN_CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+LENGTH = b"content-length: %d\r\n\r\n" % len(BODY)
+TE = b"transfer-encoding: chunked\r\n"
 
 
-async def test_a_connection_with_a_length_beside_chunks_ends_after_the_answer(system: Any) -> None:
-    body = json.dumps(complete()).encode()
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (HEAD + TE + b"content-length: 6\r\n\r\n" + IN_CHUNKS, "content-length must not stand beside"),
+        (HEAD + b"content-length: 6\r\n" + TE + b"\r\n" + IN_CHUNKS, "content-length must not stand beside"),
+        (HEAD.replace(b"1.1", b"1.0") + TE + b"\r\n" + IN_CHUNKS, "HTTP/1.0 has no transfer-encoding"),
+        (
+            HEAD + b"authorization: Bearer a\r\nAuthorization: Bearer b\r\n" + LENGTH + BODY,
+            "authorization must not occur",
+        ),
+        (HEAD + b"content-type: text/plain\r\n" + LENGTH + BODY, "content-type must not occur twice"),
+        (HEAD + b"idempotency-key: a\r\nidempotency-key: b\r\n" + LENGTH + BODY, "idempotency-key must not"),
+        (HEAD.replace(b"localhost\r\n", b"localhost\n") + LENGTH + BODY, "not with LF alone"),
+        (HEAD.replace(b"1.1\r\n", b"1.1\n") + LENGTH + BODY, "not with LF alone"),
+        (HEAD + LENGTH.removesuffix(b"\r\n") + b"\n" + BODY, "not with LF alone"),
+        (HEAD + b"x: a\r\n b\r\n" + LENGTH + BODY, "must not continue on the next line"),
+        (HEAD + b"x: a\r\n\t\r\n" + LENGTH + BODY, "must not continue on the next line"),
+        (HEAD + b"content-length: +5\r\n\r\n12345", "bad Content-Length"),
+        (HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n12345", "conflicting Content-Length"),
+        (HEAD + b"content-length: 0x5\r\n\r\n12345", "bad Content-Length"),
+        (HEAD + b"x : a\r\n" + LENGTH + BODY, "illegal header line"),
+        (HEAD + b"x: a\0b\r\n" + LENGTH + BODY, "characters that no line may have"),
+        (HEAD + b"x: a\rb\r\n" + LENGTH + BODY, "characters that no line may have"),
+        (HEAD + b"host: localhost\r\n" + LENGTH + BODY, "multiple Host: headers"),
+        (HEAD.replace(b"host: localhost\r\n", b"") + LENGTH + BODY, "Missing mandatory Host: header"),
+    ],
+)
+async def test_a_head_that_parsers_read_in_several_ways_is_refused(system: Any, data: bytes, text: str) -> None:
+    hidden = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
     async with connection(system) as client:
-        head = CHUNKED.removesuffix(b"\r\n") + b"content-length: 4\r\n\r\n"
-        client.writer.write(head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) + CHUNKED + b"0\r\n\r\n")
+        client.writer.write(data + hidden)
         reply = await client.receive()
-        assert (reply.status, reply.headers["connection"]) == (200, "close")
+        assert (reply.status, reply.headers["connection"]) == (400, "close")
+        assert text in reply.error["message"]
         assert await client.is_closed()
+    assert system.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        b"5;\r\n{},\r\n",
+        b"5 junk\r\n12345\r\n",
+        b"5;a=\x01\r\n12345\r\n",
+        b'5;a="b\r\n12345\r\n',
+        b"5;a\rb\r\n12345\r\n",
+        b"5;a\nb\r\n12345\r\n",
+        b"+5\r\n12345\r\n",
+        b"0x5\r\n12345\r\n",
+        b"5\n12345\r\n",
+        b"1\r\n{\r\n5;;\r\n12345\r\n",
+        b"1\r\n{\n1\r\n}\r\n0\r\n\r\n",
+        b"0\r\n\n",
+        b"0\r\nx: y\n\r\n",
+        b"0\r\nx: y\r\n z\r\n\r\n",
+        b"0;\r\n\r\n",
+    ],
+)
+@pytest.mark.parametrize("in_pieces", [False, True])
+async def test_chunks_that_parsers_read_in_several_ways_are_refused(
+    system: Any, chunks: bytes, in_pieces: bool
+) -> None:
+    async with connection(system) as client:
+        client.writer.write(CHUNKED)
+        for each in [bytes([byte]) for byte in chunks] if in_pieces else [chunks]:
+            client.writer.write(each)
+            await asyncio.sleep(0.001 if in_pieces else 0)
+        client.writer.write(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n" * 5)
+        reply = await client.receive()
+        assert (reply.status, reply.headers["connection"]) == (400, "close")
+        assert "not a valid HTTP request" in reply.error["message"]
+        assert await client.is_closed()
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+async def test_chunks_may_have_extensions_and_fields_at_the_end(system: Any, in_pieces: bool) -> None:
+    half = len(BODY) // 2
+    data = b'%x; name = "a\\"b"; other=1;bare\r\n%b\r\n' % (half, BODY[:half])
+    data += b"%X  \r\n%b\r\n000;last\r\nx: y\r\nz:\r\n\r\n" % (len(BODY) - half, BODY[half:])
+    async with connection(system) as client:
+        for each in [bytes([byte]) for byte in CHUNKED + data] if in_pieces else [CHUNKED + data]:
+            client.writer.write(each)
+            await asyncio.sleep(0)
+        assert (await client.receive()).status == 200
+        assert (await client.ask("POST", COMPLETIONS, complete())).status == 200
+
+
+async def test_another_version_of_http_is_refused(system: Any) -> None:
+    async with connection(system) as client:
+        client.writer.write(b"GET /version HTTP/2.0\r\nhost: localhost\r\n\r\n")
+        reply = await client.receive()
+        assert (reply.status, "use HTTP/1.1" in reply.error["message"]) == (505, True)
 
 
 async def test_slow_requests_time_out(serve: Serve) -> None:

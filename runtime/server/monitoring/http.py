@@ -30,7 +30,7 @@ from prometheus_client.core import Metric
 
 from ...common.logs import BoundedLog
 from ..acceptor import AcceptedConnection, Acceptor, ConnectionLimits
-from ..http_input import check_head
+from ..http_input import check_head, check_request
 from ..pages import PAGE_HEADERS, read_page
 from ..tenants import Turns
 from .readiness import Readiness
@@ -167,6 +167,7 @@ class OperatorServer:
                         await self._turns.take(first=is_new)
                         connection.receive_data(data)
                     elif isinstance(event, h11.Request):
+                        check_request(event)
                         request = event
                     elif isinstance(event, h11.EndOfMessage):
                         return request

@@ -22,10 +22,12 @@ from ..http_input import (
     BYTES_PER_CHUNK,
     MAX_SMALL_CHUNKS,
     PIECE_BYTES,
+    ChunkLines,
     can_answer,
     check_chunks,
     check_head,
     check_kept,
+    check_request,
 )
 from ..request_log import quire_error
 from ..send_buffer import SendBuffer, linger
@@ -184,7 +186,7 @@ class HTTPConnection:
             return False
         self._num_requests += 1
         exchange = self._exchange = Exchange(self._http, self._send_buffer, head, self._num_requests)
-        exchange.is_last = self._context.leaves_at is not None or _has_two_lengths(head)
+        exchange.is_last = self._context.leaves_at is not None
         self._route = route = self._api.route(exchange)
         if exchange.tenant is not None:
             self._accepted.settle()
@@ -208,6 +210,7 @@ class HTTPConnection:
                     check_head(self._http, MAX_HEAD_BYTES)
                     event = self._http.next_event()
                     if isinstance(event, h11.Request):
+                        check_request(event)
                         return event
                     if event is not h11.NEED_DATA:
                         return None
@@ -232,14 +235,17 @@ class HTTPConnection:
             raise too_long
         timeout_ms = self._config.frame_timeout_ms
         in_chunks = _has(head, b"transfer-encoding")
+        lines = ChunkLines(self._http, in_chunks=in_chunks)
         body, num_chunks = bytearray(), 0
         try:
             async with asyncio.timeout(timeout_ms / 1000):
                 if in_chunks:
                     check_chunks(self._http)
                 while True:
+                    lines.check()
                     event = self._http.next_event()
                     if isinstance(event, h11.Data):
+                        lines.parsed(event)
                         if len(body) + len(event.data) > limit:
                             raise too_long
                         body += event.data
@@ -313,8 +319,3 @@ class HTTPConnection:
 
 def _has(head: h11.Request, header: bytes) -> bool:
     return any(name == header for name, _ in head.headers)
-
-
-def _has_two_lengths(head: h11.Request) -> bool:
-    """Return whether another reader of the head may see another end of its body (RFC 9112, section 6.1)."""
-    return _has(head, b"transfer-encoding") and _has(head, b"content-length")
