@@ -8,6 +8,7 @@ DETOKENIZER, CHAT, TOKENIZER, SANDBOX, GGUF, NAMES = (
     for name in ("detokenizer", "chat", "tokenizer", "sandbox", "gguf_tokenizer", "pre_tokenizers")
 )
 PARSER, ARGUMENTS = "runtime/engine/text/markup_parser.py", "runtime/engine/text/argument_streams.py"
+MERGES = "runtime/engine/text/merges.py"
 PARSER, ARGUMENTS, GRAMMAR = (
     f"runtime/engine/text/{name}.py" for name in ("markup_parser", "argument_streams", "markup_grammar")
 )
@@ -172,9 +173,9 @@ MUTANTS = [
         "a template may compute a number of gigabytes",
     ),
     Mutant(
-        GGUF,
-        "found.sort(key=lambda pair: (pair[0], pair[1], len(pair[2])), reverse=True)",
-        "found.sort(key=lambda pair: (pair[0], pair[1], len(pair[2])))",
+        MERGES,
+        "np.unique(-np.asarray(scores, np.float64)",
+        "np.unique(np.asarray(scores, np.float64)",
         "pieces of the worst score are merged first",
     ),
     Mutant(
@@ -340,15 +341,15 @@ MUTANTS = [
         "a GGUF file with a merge whose left half is a space is refused",
     ),
     Mutant(
-        GGUF,
-        "found.sort(key=lambda pair: (pair[0], pair[1], len(pair[2])), reverse=True)",
-        "found.sort(key=lambda pair: pair[0], reverse=True)",
+        MERGES,
+        "| (longest - lengths[lefts])",
+        "| 0",
         "pieces of one score merge in another order than in the original tokenizer",
     ),
     Mutant(
-        GGUF,
-        "found.sort(key=lambda pair: (pair[0], pair[1], len(pair[2])), reverse=True)",
-        "found.sort(key=lambda pair: (pair[0], pair[1]), reverse=True)",
+        MERGES,
+        "np.lexsort((longest - lengths[results], ",
+        "np.lexsort((",
         "pieces of one score, and left halves of one length, merge in another order than in the original tokenizer",
     ),
     Mutant(

@@ -5,7 +5,7 @@ The metadata are untrusted: every count, type and id is checked, and sizes are l
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from ...common.errors import CorruptCheckpoint, UnsupportedModel
 from ...model.files import is_gguf
 from ...model.weights.gguf import GGUFFile
+from .merges import merges_by_score
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 VOCABULARIES = ("gpt2", "llama", "gemma4")  # of `tokenizer.ggml.model`
@@ -144,7 +145,7 @@ class _Values:
     def texts(self, key: str, limit: int) -> Sequence[str]:
         """Return a list of at most `limit` texts. Raises CorruptCheckpoint."""
         values = self._array(key, limit)
-        if not all(type(value) is str for value in values):
+        if not set(map(type, values)) <= {str}:
             raise CorruptCheckpoint(f"{key} must hold texts in UTF-8 only")
         return values
 
@@ -159,13 +160,13 @@ class _Values:
             return values
         raise CorruptCheckpoint(f"{key} must hold finite numbers only")
 
-    def _numbers(self, key: str, count: int, types: Container[type]) -> list[Any] | None:
+    def _numbers(self, key: str, count: int, types: set[type]) -> list[Any] | None:
         if key not in self._metadata:
             return None
         values = self._array(key, MAX_TOKENS)
         if len(values) != count:
             raise CorruptCheckpoint(f"{key} has {len(values)} values for {count} tokens")
-        if not all(type(value) in types for value in values):
+        if not set(map(type, values)) <= types:
             raise CorruptCheckpoint(f"{key} must hold numbers only")
         return list(values)
 
@@ -314,38 +315,20 @@ def _sentencepiece(values: _Values, tokens: _Tokens) -> FastTokenizer:
     if scores is None:
         raise CorruptCheckpoint("the file has no tokenizer.ggml.scores, which a SentencePiece vocabulary needs")
     vocabulary = tokens.vocabulary(with_unused=True)
+    own_scores = [scores[token_id] for token_id in vocabulary.values()]
+    limits = {"max_merges": MAX_MERGES, "max_characters": MAX_MERGE_CHARACTERS}
+    merges = merges_by_score([*vocabulary], own_scores, **limits)
+    if merges is None:
+        raise CorruptCheckpoint(
+            f"the vocabulary has more than {MAX_MERGES} pairs of tokens that make a token, or these have more than "
+            f"{MAX_MERGE_CHARACTERS} characters"
+        )
     prefix = values.flag("tokenizer.ggml.add_space_prefix", True)
-    fast = _spaces_as_underscores(vocabulary, _merges_by_score(vocabulary, tokens.texts, scores), tokens, prefix=prefix)
+    fast = _spaces_as_underscores(vocabulary, merges, tokens, prefix=prefix)
     if values.flag("tokenizer.ggml.remove_extra_whitespaces", False):
         trimmed = [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
         fast.normalizer = normalizers.Sequence([*trimmed, fast.normalizer])
     return fast
-
-
-def _merges_by_score(
-    vocabulary: Mapping[str, int], texts: Sequence[str], scores: Sequence[float]
-) -> list[tuple[str, str]]:
-    """Return every pair of tokens that makes a token, best score first.
-
-    Pairs of equal score are ordered as Hugging Face's converter orders them: long left halves first, then by the ids of
-    the result and of the halves.
-    """
-    lengths = set(map(len, vocabulary))
-    found: list[tuple[float, int, str, int, int]] = []  # score, characters of the left half, result, ids of the halves
-    characters = 0
-    for text, token_id in vocabulary.items():
-        middles = [middle for middle in range(1, len(text)) if middle in lengths and len(text) - middle in lengths]
-        halves = [(vocabulary.get(text[:middle]), vocabulary.get(text[middle:])) for middle in middles]
-        pairs = sorted((left, right) for left, right in halves if left is not None and right is not None)
-        found += [(scores[token_id], len(texts[left]), text, left, right) for left, right in pairs]
-        characters += len(pairs) * len(text)
-        if len(found) > MAX_MERGES or characters > MAX_MERGE_CHARACTERS:
-            raise CorruptCheckpoint(
-                f"the vocabulary has more than {MAX_MERGES} pairs of tokens that make a token, or these have more than "
-                f"{MAX_MERGE_CHARACTERS} characters"
-            )
-    found.sort(key=lambda pair: (pair[0], pair[1], len(pair[2])), reverse=True)
-    return [(texts[left], texts[right]) for _, _, _, left, right in found]
 
 
 def _spaces_as_underscores(

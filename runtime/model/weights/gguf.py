@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ...common.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from . import READABLE
@@ -32,6 +33,7 @@ MAX_VALUES = 1 << 21  # of an array that is asked for: merges of a large vocabul
 MAX_NAME_BYTES = 64  # of a tensor
 MAX_KEY_BYTES = (1 << 16) - 1
 MAX_DIMENSIONS = 4
+MAX_INTEGRAL = 1 << 24  # from here on, float32 does not have all integers
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # type -> struct format
@@ -75,6 +77,10 @@ class Metadata(Mapping[str, Any]):
             raise CorruptCheckpoint(f"{self.path}: {key} has {entry.count} values; at most {MAX_VALUES} are supported")
         return self._decode(key, entry) if entry.is_array else self._decode(key, entry)[0]
 
+    def __contains__(self, key: object) -> bool:
+        """Return whether the file has the key."""
+        return key in self._entries
+
     def __iter__(self) -> Iterator[str]:
         """Iterate over the keys in the order of the file."""
         return iter(self._entries)
@@ -111,7 +117,7 @@ class Metadata(Mapping[str, Any]):
                 raise CorruptCheckpoint(f"{self.path}: {key} holds a boolean that is neither 0 nor 1")
             return [value == 1 for value in values]
         array = np.frombuffer(self._data, f"<{_NUMBERS[entry.kind]}", entry.count, entry.begin)
-        if array.dtype == np.float32:
+        if array.dtype == np.float32 and not _is_integral(array):
             return [float(str(value)) for value in array]
         return list(array.tolist())
 
@@ -125,6 +131,11 @@ class Metadata(Mapping[str, Any]):
             except UnicodeDecodeError as error:
                 raise CorruptCheckpoint(f"{self.path}: {key} holds a string that is not UTF-8: {error}") from error
         return values
+
+
+def _is_integral(array: npt.NDArray[np.float32]) -> bool:
+    """Return whether all values are integers that are their own shortest decimals, as scores of tokens are."""
+    return bool(np.all((np.abs(array) < MAX_INTEGRAL) & (array == np.trunc(array))))
 
 
 class GGUFFile:
