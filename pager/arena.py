@@ -1,4 +1,4 @@
-"""The memory of the KV pages, and `map_memory`, which maps it: taken at start, never grown.
+"""The memory of the KV pages, and `map_memory`, which maps it: mapped at start, never grown.
 
 Must not import anything about page ownership. `KVArena.memory` is `[slot][page][kv_head]{K, V}` bytes as `KVLayout`
 defines them. The kernel that writes a page's first slot zeroes the page, so allocating a page costs nothing here.
@@ -22,14 +22,19 @@ POPULATED_AT_ONCE = 64 << 20  # bytes; `madvise` holds the GIL, so signals and h
 
 
 class KVArena:
-    """Memory of `num_pages` pages of `layout`, on huge pages where the system has them. Raises OutOfMemory."""
+    """Memory of `num_pages` pages of `layout`, on huge pages where the system has them. Raises OutOfMemory.
 
-    def __init__(self, layout: KVLayout, num_pages: int) -> None:
+    With `populate`, all of it is backed by memory at once, else each page when it is first written.
+    """
+
+    def __init__(self, layout: KVLayout, num_pages: int, *, populate: bool = True) -> None:
         if num_pages < 1:
             raise ValueError(f"an arena needs at least 1 page, got {num_pages}")
         self.layout = layout
         self.num_pages = num_pages
-        self.memory = map_memory(layout.page_bytes * num_pages)  # [slots * pages * layer_page_bytes] uint8
+        self.memory = map_memory(
+            layout.page_bytes * num_pages, populate=populate
+        )  # [slots * pages * layer_page_bytes] uint8
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy all layers of page `source` to page `destination`."""
@@ -52,11 +57,11 @@ class KVArena:
         return self.memory.reshape(self.layout.page_layers, self.num_pages, self.layout.layer_page_bytes)
 
 
-def map_memory(size: int) -> npt.NDArray[np.uint8]:
+def map_memory(size: int, *, populate: bool = True) -> npt.NDArray[np.uint8]:
     """Map `size` anonymous bytes that read as zero and start on a 2 MiB boundary. Raises OutOfMemory.
 
-    All of it is backed by memory when this returns; memory that turns out to be missing later would kill the process
-    under load. Unmapped when the last view is gone.
+    With `populate`, all of it is backed by memory when this returns; memory that turns out to be missing later would
+    kill the process under load. Unmapped when the last view is gone.
     """
     try:
         mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -67,7 +72,8 @@ def map_memory(size: int) -> npt.NDArray[np.uint8]:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without transparent huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE, start, size)
-    _populate(mapping, start, size)
+    if populate:
+        _populate(mapping, start, size)
     return whole[start : start + size]
 
 

@@ -33,9 +33,10 @@ OFFLINE_QUEUE = 1 << 20  # requests; a caller of `generate` waits for all of its
 class LLM:
     """A model that generates text in this process. Use it as a context manager, or call `close`.
 
-    `model` is a folder in Hugging Face's format; None is the bundled model. `options` are those of `EngineConfig`, such
-    as weights="q8" or kv_cache_memory="4GiB"; docs/reference/options.md lists them. Of the QUIRE_* variables,
-    only QUIRE_ISA and QUIRE_DEBUG have an effect.
+    `model` is a folder in Hugging Face's format or a GGUF file; None is the bundled model. `options` are those of
+    `EngineConfig`, such as weights="q8" or kv_cache_memory="4GiB"; docs/reference/options.md lists them. Of the
+    QUIRE_* variables, only QUIRE_ISA and QUIRE_DEBUG have an effect. A KV cache of the size `kv_cache_memory` is taken
+    at once; the default size is a limit, up to which the cache takes memory as requests use it.
     Raises ModelError or ConfigError.
     """
 
@@ -45,19 +46,20 @@ class LLM:
             name = min(unknown)
             raise TypeError(f"LLM has no option {name!r}{suggestion(name, names)}; the options are {', '.join(names)}")
         given = {"max_num_waiting": OFFLINE_QUEUE, **options, "model": None if model is None else os.fspath(model)}
-        self._start(resolve_settings(given, environ={}).engine)
+        config = resolve_settings(given, environ={}).engine
+        self._start(config, populate=config.kv_cache_memory is not None)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        """Load the model that a resolved configuration describes."""
+        """Load the model that a resolved configuration describes, and take the memory of the KV cache at once."""
         llm = cls.__new__(cls)
-        llm._start(config)
+        llm._start(config, populate=True)
         return llm
 
-    def _start(self, config: EngineConfig) -> None:
+    def _start(self, config: EngineConfig, *, populate: bool) -> None:
         self._thread = LoopThread("this LLM", uses_thread_pools=True)
         try:
-            engine = self._thread.run(Engine.start(config))
+            engine = self._thread.run(Engine.start(config, populate=populate))
         except BaseException:
             self._thread.close()
             raise

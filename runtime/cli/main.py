@@ -34,6 +34,20 @@ FLAGS_ELSEWHERE = {  # a flag of vLLM or llama-server -> those here
     "--tensor-parallel-size": ("--threads", "--engine-processes"),
 }
 
+COMMANDS_ELSEWHERE = {  # a command of other servers -> what does it here
+    "run": "`quire generate MODEL PROMPT` continues a prompt, `quire serve MODEL` serves chats",
+    "chat": "`quire serve MODEL` has a page for chats, at its HTTP port",
+    "pull": "`hf download ORG/NAME --local-dir NAME` gets a model (pip install huggingface_hub), `quire serve ./NAME` "
+    "serves it",
+    "list": "`quire models` lists what is supported, `quire models PATH` says what a model's files are",
+    "ls": "`quire models PATH` says what a model's files are",
+    "show": "`quire models PATH` says what a model's files are, `quire plan PATH` what they take",
+    "ps": "the status page of `quire serve`, at its operator port, shows what runs",
+    "benchmark": "`quire bench MODEL` measures a model, `quire loadtest` a server",
+    "help": "see `quire --help`",
+    "version": "see `quire --version`",
+}
+
 
 def main() -> None:
     """Run the command line of this process and exit."""
@@ -57,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
 
     try:
         try:
-            command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+            command, bound, _ = app.parse_args(_with_standard_input(arguments), exit_on_error=False, print_error=False)
             if signal.getsignal(signal.SIGINT) is leave:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             command(*bound.args, **bound.kwargs)
@@ -80,6 +94,13 @@ def run(arguments: Sequence[str]) -> int:
         _discard(sys.stdout)
         return 1
     return 0
+
+
+def _with_standard_input(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with the name of standard input, `-`, last and after `--`: the library has no such value."""
+    if "-" not in arguments or "--" in arguments:
+        return list(arguments)
+    return [*(each for each in arguments if each != "-"), "--", "-"]
 
 
 def _discard(*streams: TextIO) -> None:
@@ -110,20 +131,14 @@ def _in_our_words(error: CycloptsError) -> str:
         UnusedCliTokensError,
     )
 
-    from ..common.options import nearest_name
-    from .app import COMMANDS
-
     kinds = {int: "a whole number", float: "a number", bool: "true or false"}
     match error:
         case UnknownCommandError(unused_tokens=[name, *_]):
-            nearest = nearest_name(name, COMMANDS)
-            return f"unknown command {name!r}; {f'did you mean {nearest!r}?' if nearest else 'see `quire --help`'}"
+            return f"unknown command {name!r}; {COMMANDS_ELSEWHERE.get(name) or _nearest_command(name)}"
         case UnknownOptionError(token=token):
             given = (token.keyword or token.value).partition("=")[0]
             return f"unknown option {given}; {_advice(given, error.argument_collection) or _see_help(error)}"
         case UnusedCliTokensError(unused_tokens=[first, *_]):
-            if tuple(error.command_chain or ()) == ("generate",):
-                return "generate takes one PROMPT; name the model with --model"
             return f"unexpected argument {first!r}; {_see_help(error)}"
         case MissingArgumentError(argument=argument) if argument is not None:
             flag = error.keyword or next((token.keyword for token in argument.tokens if token.keyword), None)
@@ -133,6 +148,14 @@ def _in_our_words(error: CycloptsError) -> str:
         case RepeatArgumentError(token=token):
             return f"{token.keyword} is given twice"
     return str(error)
+
+
+def _nearest_command(name: str) -> str:
+    from ..common.options import nearest_name
+    from .app import COMMANDS
+
+    nearest = nearest_name(name, COMMANDS)
+    return f"did you mean {nearest!r}?" if nearest else "see `quire --help`"
 
 
 def _advice(flag: str, arguments: ArgumentCollection) -> str | None:

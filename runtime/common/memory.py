@@ -19,7 +19,7 @@ PROCESS_LIMITS = {"Max address space": "VmSize", "Max data size": "VmData"}  # o
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A limit that somebody set for this process or for a group of processes that contains it."""
+    """A limit of this process, or of a group of processes that contains it."""
 
     limit_bytes: int
     used_bytes: int  # without cached files, which the kernel drops when a group needs the memory

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=QueuedRequest)
 
 
-def load_models(config: EngineConfig, stop: threading.Event) -> tuple[ModelRunner | None, EncoderRunner | None]:
+def load_models(
+    config: EngineConfig, stop: threading.Event, *, populate: bool = True
+) -> tuple[ModelRunner | None, EncoderRunner | None]:
     """Load what `config` names: a model that generates, an encoder, or both, which share their threads.
 
     Raises ModelError or ConfigError, and Unavailable soon after another thread has set `stop`.
@@ -51,7 +53,7 @@ def load_models(config: EngineConfig, stop: threading.Event) -> tuple[ModelRunne
         if config.embedding_model is not None:
             raise ConfigError("embedding_model cannot be given with a model that is an encoder itself; leave it out")
         return None, load_encoder(config, stop)
-    runner = load_model(config, stop)
+    runner = load_model(config, stop, populate=populate)
     if config.embedding_model is None:
         return runner, None
     try:

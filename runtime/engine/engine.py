@@ -89,10 +89,21 @@ class Engine(Generic[CoreT]):
         core.start(CoreListener(self._publish, self._fail_request, self._observe_step, self._fail_all))
 
     @classmethod
-    async def start(cls, config: EngineConfig) -> Engine[EngineCore]:
-        """Load the model into this process and allocate all memory. Raises ModelError or ConfigError."""
-        texts = await asyncio.to_thread(load_texts, config)
-        return Engine(await EngineCore.load(config), *texts)
+    async def start(cls, config: EngineConfig, *, populate: bool = True) -> Engine[EngineCore]:
+        """Load the model into this process and allocate all memory. Raises ModelError or ConfigError.
+
+        `populate` is that of `EngineCore.load`.
+        """
+        loading = asyncio.create_task(EngineCore.load(config, populate=populate))
+        try:
+            texts = await asyncio.to_thread(load_texts, config)
+        except BaseException:
+            loading.cancel()
+            for core in await asyncio.gather(loading, return_exceptions=True):
+                if isinstance(core, EngineCore):
+                    await core.close()
+            raise
+        return Engine(await loading, *texts)
 
     def submit(self, request: GenerateRequest) -> Coroutine[Any, Any, Stream]:
         """See `facade.EngineFacade.submit`."""

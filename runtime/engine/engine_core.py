@@ -88,11 +88,14 @@ class EngineCore:
         self._misses_itl_target = False  # and that is logged
 
     @classmethod
-    async def load(cls, config: EngineConfig) -> EngineCore:
-        """Load the model and allocate all memory. Raises ModelError or ConfigError. Cancelling it stops the load."""
+    async def load(cls, config: EngineConfig, *, populate: bool = True) -> EngineCore:
+        """Load the model and allocate all memory. Raises ModelError or ConfigError. Cancelling it stops the load.
+
+        Without `populate`, the KV cache is only mapped; the system backs each page when it is first used.
+        """
         stop = threading.Event()
         try:
-            runner, encoder = await asyncio.to_thread(load_models, config, stop)
+            runner, encoder = await asyncio.to_thread(load_models, config, stop, populate=populate)
         except asyncio.CancelledError:
             stop.set()
             raise

@@ -54,11 +54,23 @@ def test_an_empty_arena_is_refused() -> None:
         KVArena(LAYOUT, 0)
 
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_memory_that_is_not_populated_is_taken_as_it_is_written() -> None:
+    before = resident_bytes()
+    arena = KVArena(KVLayout(4, 2, 64, "bf16", 32), 4096, populate=False)
+    assert arena.memory.nbytes == 256 << 20
+    assert resident_bytes() - before < 16 << 20
+    arena.write_page(7, np.ones(arena.layout.page_bytes, np.uint8))
+    assert resident_bytes() - before < 32 << 20
+    pages = arena.memory.reshape(4, 4096, -1)  # [layers, pages, bytes]
+    assert [pages[0, page].sum() for page in (6, 7, 8)] == [0, arena.layout.layer_page_bytes, 0]
+
+
 @pytest.mark.skipif(LINUX < (5, 14), reason="MADV_POPULATE_WRITE came with Linux 5.14")
 def test_the_memory_is_populated_at_start() -> None:
-    def resident_bytes() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
     before = resident_bytes()
     arena = KVArena(KVLayout(4, 2, 64, "bf16", 32), 512)
     assert resident_bytes() - before >= 0.9 * arena.memory.nbytes

@@ -26,6 +26,7 @@ from quire.runtime.common.errors import (
     ModelNotFound,
     Unavailable,
 )
+from quire.runtime.common.heap import resident_bytes
 from quire.runtime.engine.engine_core import EngineCore
 from quire.runtime.model import BUNDLED_MODEL
 from quire.scheduler import StepPlan, StepResult
@@ -39,6 +40,16 @@ def llm() -> Iterator[LLM]:
     with LLM(kv_cache_memory=8 << 20) as llm:
         yield llm
         assert llm.engine.stats().pages_owned == 0
+
+
+def test_the_cache_of_the_default_size_takes_memory_as_it_is_used() -> None:
+    before = resident_bytes()
+    with LLM() as llm:
+        capacity = llm.engine.core.runner.capacity
+        llm.generate([5, 6, 7], FOUR)
+        assert resident_bytes() - before < capacity.memory.kv_bytes - (64 << 20)
+    with LLM(kv_cache_memory="256MiB") as llm:
+        assert resident_bytes() - before > 256 << 20
 
 
 # Prompts and parameters

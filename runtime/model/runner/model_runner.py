@@ -32,29 +32,36 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
 
-def load_model(config: EngineConfig, stop: threading.Event | None = None) -> ModelRunner:
+def load_model(config: EngineConfig, stop: threading.Event | None = None, *, populate: bool = True) -> ModelRunner:
     """Read, pack and bind a model. Raises ModelError or ConfigError, before any large allocation where possible.
 
-    Raises Unavailable soon after another thread has set `stop`.
+    With `populate`, the KV cache is backed by memory at once, else as it is used. Raises Unavailable soon after another
+    thread has set `stop`.
     """
     path = model_path(config.model)
     capacity = decide_capacity(config, read_spec(path))
     model, vision = pack_model(path, config.weights, stop), read_vision(path, config.max_image_tokens)
     tower = None if vision is None else pack_tower(path, vision, config.weights, stop)
-    return ModelRunner(config, model, capacity, tower)
+    return ModelRunner(config, model, capacity, tower, populate=populate)
 
 
 class ModelRunner:
     """A loaded model bound to memory and threads. The constructor takes all memory, in the amounts `capacity` plans."""
 
     def __init__(
-        self, config: EngineConfig, model: PackedModel, capacity: Capacity, tower: PackedTower | None = None
+        self,
+        config: EngineConfig,
+        model: PackedModel,
+        capacity: Capacity,
+        tower: PackedTower | None = None,
+        *,
+        populate: bool = True,
     ) -> None:
         self.spec = model.spec
         self.path = model.path
         self.capacity = capacity
         self.max_rows = config.max_num_batched_tokens  # tokens of one step
-        self.arena = _allocate_pages(capacity)
+        self.arena = _allocate_pages(capacity, populate=populate)
         plan = model.compile(
             max_positions=capacity.max_model_len, max_tokens=self.max_rows, max_samples=capacity.max_num_samples
         )
@@ -191,9 +198,9 @@ class ModelRunner:
         )
 
 
-def _allocate_pages(capacity: Capacity) -> KVArena:
+def _allocate_pages(capacity: Capacity, *, populate: bool) -> KVArena:
     try:
-        return KVArena(capacity.layout, capacity.num_pages)
+        return KVArena(capacity.layout, capacity.num_pages, populate=populate)
     except OutOfMemory as error:
         raise ConfigError(f"kv_cache_memory: {error}") from error
 

@@ -123,6 +123,34 @@ def test_generate_prints_choices_one_after_another(
     )
 
 
+def test_generate_reads_standard_input(hostile_folder: Path) -> None:
+    flags = ["--max-tokens", "8", "--temperature", "0", *QUICK]
+
+    def generated(*arguments: str, given: bytes = b"") -> tuple[int, str, str]:
+        command = [*MODULE, "generate", *arguments, *flags]
+        done = subprocess.run(
+            command, cwd=hostile_folder, env=environment(), input=given, capture_output=True, timeout=TIMEOUT_S
+        )
+        return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+    status, text, _ = generated("This module\nprovides")
+    assert status == 0
+    assert generated(str(BUNDLED_MODEL), "-", given=b"This module\nprovides\n")[:2] == (0, text)
+    assert generated("-", given=b"This module\nprovides")[:2] == (0, text)
+    status, _, errors = generated("-", given=b"caf\xe9")
+    assert (status, errors) == (2, "quire: the prompt on standard input is no UTF-8 text: unexpected end of data\n")
+
+
+def test_generate_takes_the_memory_of_its_prompt_only(hostile_folder: Path) -> None:
+    """Let one prompt run with default options: a cache for 64 sequences of 2,048 tokens alone would take 256 MiB."""
+    command = [*MODULE, "generate", "This module", "--max-tokens", "8"]
+    process = subprocess.Popen(command, cwd=hostile_folder, env=environment(), stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert usage.ru_maxrss < 200 << 10  # KiB
+
+
 def test_a_closed_pipe_is_no_traceback(hostile_folder: Path) -> None:
     """Run `quire generate … | head -c 1`. The pipe holds less than the text, so that the command cannot end before."""
     process = subprocess.Popen(
@@ -274,7 +302,10 @@ def test_errors_of_a_process(quire: Quire, arguments: list[str], message: str) -
         (["plan", "--max-num-seqs", str(1 << 63)], "--max-num-seqs must be below 10^18, not '9223372036854775808'"),
         (["plan", "--memory", "8GiB", "--kv-cache-share", "0.1"], "--memory cannot be given with --kv-cache-share"),
         (["plan", "--config", "/nowhere.toml"], "/nowhere.toml cannot be read"),
-        (["generate"], "PROMPT is missing"),
+        (["generate"], "PROMPT is missing; write `quire generate MODEL PROMPT`"),
+        (["generate", str(BUNDLED_MODEL)], "PROMPT is missing; write `quire generate MODEL PROMPT`"),
+        (["generate", "model.gguf", *QUICK], "PROMPT is missing; write `quire generate MODEL PROMPT`"),
+        (["generate", "missing", "hi"], "missing"),
         (["generate", "", *QUICK], "the prompt is empty"),
         (["generate", "hi", "--max-tokens", "0", *QUICK], "--max-tokens must be between"),
         (["generate", "hi", "--n", "65", *QUICK], "--n must be between 1 and 64, not 65"),
@@ -511,7 +542,7 @@ def _environment_of(entry: Path) -> bytes:
 
 def test_generate_names_a_missing_tokenizer_before_it_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy(BUNDLED_MODEL / "config.json", tmp_path)
-    assert run(["generate", "hi", "--model", str(tmp_path)]) == 2
+    assert run(["generate", str(tmp_path), "hi"]) == 2
     assert f"{tmp_path} has no tokenizer.json, which a prompt of text needs" in capsys.readouterr().err
 
 

@@ -82,7 +82,8 @@ def test_an_interrupt_of_a_command_exits_with_130(
     ("arguments", "message"),
     [
         (["plan", "a", "b"], "unexpected argument 'b'; see `quire plan --help`"),
-        (["generate", "./model", "x"], "generate takes one PROMPT; name the model with --model"),
+        (["generate", "a", "b", "c"], "unexpected argument 'c'; see `quire generate --help`"),
+        (["generate", "b", "--model", "a"], "unknown option --model; the model is the first argument"),
         (["plan", "--weights"], "--weights needs a value"),
         (["token"], "TENANT is missing"),
         (["bench", "--new-tokens", "x"], "--new-tokens must be a whole number, not 'x'"),
@@ -116,6 +117,22 @@ def test_an_interrupt_of_a_command_exits_with_130(
         (["serve", "--batch-size", "9"], "unknown option --batch-size; see `quire serve --help`"),
         (["srve"], "unknown command 'srve'; did you mean 'serve'?"),
         (["fly"], "unknown command 'fly'; see `quire --help`"),
+        (
+            ["run", "a", "--verbose"],
+            "unknown command 'run'; `quire generate MODEL PROMPT` continues a prompt, `quire serve MODEL` serves chats",
+        ),
+        (["chat"], "unknown command 'chat'; `quire serve MODEL` has a page for chats, at its HTTP port"),
+        (
+            ["pull", "org/name"],
+            "unknown command 'pull'; `hf download ORG/NAME --local-dir NAME` gets a model (pip install "
+            "huggingface_hub), `quire serve ./NAME` serves it",
+        ),
+        (
+            ["list"],
+            "unknown command 'list'; `quire models` lists what is supported, `quire models PATH` says what a model's "
+            "files are",
+        ),
+        (["help"], "unknown command 'help'; see `quire --help`"),
     ],
 )
 def test_errors_of_the_command_line_are_in_plain_words(
@@ -245,8 +262,9 @@ def test_the_help_of_generate_says_what_its_arguments_are(
     monkeypatch.setenv("COLUMNS", "100")
     assert run(["generate", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"\*  PROMPT +The text to continue\. \[required\]", shown)
-    assert re.search("--model PATH +The model: a folder", shown)
+    assert re.search(r"Usage: quire generate \[OPTIONS\] \[ARGS\]", shown)
+    assert re.search("MODEL +The model: a folder", shown)
+    assert re.search(r"PROMPT +The text to continue; - reads standard input\.", shown)
     assert re.search("--max-tokens N +Maximum number of tokens to generate", shown)
     assert re.search(r"--stop TEXT\.\.\. --empty-stop +Texts at which", shown)
 

@@ -106,7 +106,7 @@ def test_a_gguf_file_needs_nothing_beside_it(capsys: pytest.CaptureFixture[str],
     continued = []
     for model in (str(file), str(BUNDLED_MODEL)):
         flags = ("--max-tokens", "8", "--temperature", "0", "--threads", "1", "--max-num-seqs", "1")
-        assert run(["generate", "This module", "--model", model, *flags]) == 0
+        assert run(["generate", model, "This module", *flags]) == 0
         continued.append(capsys.readouterr().out)
     assert continued[0] == continued[1]
     assert run(["perplexity", str(file), text, *QUICK, "--json"]) == 0
