@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import structlog
+
 from ...scheduler import (
     DEADLINE_PASSED,
     AdmissionEstimate,
@@ -14,6 +16,8 @@ from ...scheduler import (
     TooLong,
 )
 from ..common import errors
+
+_log = structlog.get_logger("quire.engine")
 
 
 def refusal_error(error: SchedulerError) -> errors.QuireError:
@@ -40,6 +44,25 @@ def refusal_error(error: SchedulerError) -> errors.QuireError:
 
 GRAMMAR_FAULT = "structured_outputs: "  # begins errors about a request's grammar, which may reach a limit at any token
 UNMATCHED = "generated: the ids do not match structured_outputs"  # error of a request that another server began
+
+# Beginnings of llguidance's messages: about a failure of its own or of the tokenizer, and about a grammar that no token
+# of the vocabulary can follow.
+_FAILURES = ("panic: ", "Parser Error: token ")
+_NO_TOKEN = "NoExtensionBias"
+
+
+def grammar_fault(message: str) -> str:
+    """Return the reason of a request's end for an error of llguidance: a fault of the request, or a failure.
+
+    The reason is one line, without llguidance's state and backtrace. A failure is logged.
+    """
+    first_line = message.partition("\n")[0].strip()[:300]
+    if first_line.startswith(_FAILURES):
+        _log.error("structured output failed", error=first_line)
+        return "the server failed to follow the grammar of structured_outputs"
+    if first_line.startswith(_NO_TOKEN):
+        first_line = "no token of the model's vocabulary begins the text that must follow"
+    return GRAMMAR_FAULT + first_line
 
 
 def failure_error(reason: str, deadline_ms: int | None) -> errors.QuireError:

@@ -22,26 +22,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from hashlib import blake2b
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import llguidance
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ...scheduler.plan import ScheduledSequence
-from ..common.errors import GenerationFailed, InvalidRequest
+from ..common.errors import InvalidRequest
 from ..common.heap import UnusedMemory
 from ..common.types import StructuredOutputs
-from ..model import read_spec
 from ..model.runner import SamplingSpec
 from .compiled_grammars import CompiledGrammar, CompiledGrammars
 from .error_mapping import UNMATCHED
+from .grammar_vocabulary import load_tables
 from .job_threads import JobThreads
 from .json_schema import check_references, enforceable_schema, library_options
 from .masks import LEXER_ERROR, MaskJob, MaskQueue, RunningGrammar, StepMasks
-from .text import Tokenizer, has_tokenizer
-from .text_processor import TextProcessor
+from .text import has_tokenizer
 from .trials import Trials
 
 WAIT_S = 0.002  # for masks, after a step's rows are computed, if other sequences sample in it
@@ -52,9 +50,6 @@ SHALLOW_CHARACTERS = 4096  # of a grammar that any thread may read
 DEEP_STACK_BYTES = 256 << 20  # 256 KiB of references, the longest grammar, take 70 MB
 MAX_GBNF_CHARACTERS = 32 << 10  # the time that the library takes to translate a grammar grows with the square
 MAX_CHECKED = 4096  # structures that are known to be correct
-MAX_FORCED_CHARACTERS = 2048  # of a forced text that are looked at: its first token is allowed, MAX_FORCED are drafts
-MAX_KNOWN_TEXTS = 2000  # forced texts whose tokens are kept
-MAX_KNOWN_CHARACTERS = 100  # of such a text
 # Expressions that may be made before the first token. Text that a grammar forces is looked at to its end, and each of
 # these takes up to 270 bytes: a regular expression of 15 characters took 180 MB.
 MAX_FIRST_EXPRESSIONS = 200_000
@@ -67,9 +62,6 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-# Tokens that are looked at as one, where a grammar allows all of them: masks of words and names take a quarter of the
-# time. The library's own slices are those of JSON strings.
-SLICES = (r"[a-z ]{1,30}", r"[a-zA-Z0-9_]{1,30}")
 # With each mask the library looks at the text that a grammar forces, to its end: after "aa", (/a+/)* "ab" forces an "a"
 # each time. Schemas, regular expressions and choices force no text without end. The last such line counts.
 UNFORCED = '\n%llguidance {"no_forcing": true}'
@@ -273,7 +265,7 @@ class Grammars:
         Raises CorruptCheckpoint. A model without tokenizer has no grammars.
         """
         if has_tokenizer(self._path):
-            self._tokenizer = _load_tables(self._path)
+            self._tokenizer = load_tables(self._path)
 
     def begin(self, sequences: Sequence[ScheduledSequence]) -> StepMasks | None:
         """Begin to compute the masks that a step lacks, before its rows; None if it samples nothing with a grammar."""
@@ -408,7 +400,7 @@ class Grammars:
 
     def _tables(self) -> LLTokenizer:
         if self._tokenizer is None:
-            self._tokenizer = _load_tables(self._path)
+            self._tokenizer = load_tables(self._path)
         self._queue.num_words = (self._tokenizer.vocab_size + 31) // 32
         return self._tokenizer
 
@@ -421,45 +413,3 @@ def _use(compiled: CompiledGrammar, running: RunningGrammar) -> None:
     if running.num_late == 0 and compiled.first_mask_s < WAIT_S:
         running.isolated_masks_left = 0
     running.may_force = compiled.num_characters <= MAX_FORCING_BYTES and not may_be_ambiguous(structure)
-
-
-def _load_tables(path: Path) -> LLTokenizer:
-    """Return llguidance's tables of a model's vocabulary, which keep the tokenizer."""
-    spec, tokenizer = read_spec(path), TextProcessor.load(path).tokenizer
-    assert tokenizer is not None, "Validator.check_options refuses grammars for a model without tokenizer"
-    known = tokenizer.eos_token_ids.union(spec.eos_token_ids)
-    ends = sorted(token_id for token_id in known if token_id < spec.vocab_size)
-    if not ends:
-        raise GenerationFailed("structured_outputs need a token that ends the output; this model has none")
-    tokenizer.encode_special_as_text()  # forced text is what the output says, and ends nothing
-    wrapper = TokenizerWrapper(_Vocabulary(tokenizer, spec.vocab_size, ends[0]))
-    return LLTokenizer(wrapper, eos_token=ends, slices=[*SLICES, *LLTokenizer.general_slices()])
-
-
-class _Vocabulary:
-    """A tokenizer in the form that llguidance reads, with as many tokens as the model has logits.
-
-    A model may have more, which pad its matrix and have no bytes: no grammar allows them. It may have fewer.
-    """
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self.eos_token_id = eos_token_id
-        self.tokens = tokenizer.all_bytes(vocab_size)
-        self._known: dict[str, list[int]] = {}  # forced texts are mostly names of properties, again in each request
-        self.special_token_ids = sorted(token for token in tokenizer.special_token_ids if token < vocab_size)
-
-    def __call__(self, text: str) -> list[int]:
-        """Return the ids of the beginning of forced text, up to the first token that the model does not have."""
-        known = self._known.get(text)
-        if known is None:
-            token_ids = self._tokenizer.encode(text[:MAX_FORCED_CHARACTERS], add_special_tokens=False)
-            known = list(takewhile(lambda token_id: token_id < self._vocab_size, token_ids))
-            if len(text) <= MAX_KNOWN_CHARACTERS:
-                if len(self._known) >= MAX_KNOWN_TEXTS:
-                    self._known.clear()
-                self._known[text] = known
-        return known

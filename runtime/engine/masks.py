@@ -23,6 +23,7 @@ from ...scheduler.plan import SampledToken, ScheduledSequence, StepResult
 from ..common.errors import QuireError
 from ..model.runner import AllowedTokens, SamplingSpec
 from .compiled_grammars import CompiledGrammar
+from .error_mapping import grammar_fault
 
 ISOLATED_MASKS = 4  # that a sequence computes in jobs of its own after its masks were late; doubled each time
 MAX_DOUBLINGS = 8  # of ISOLATED_MASKS
@@ -142,7 +143,7 @@ class RunningGrammar:
         if LEXER_ERROR in error and compiled is not None and compiled.num_users > 1:
             self.needs_restart = True
         else:
-            self.error = f"structured_outputs: {error}"
+            self.error = grammar_fault(error)
 
     def note_late(self) -> None:
         """Isolate the next masks: the last ones missed their step."""
@@ -245,13 +246,13 @@ class MaskQueue:
         except BaseException as error:  # a panic of llguidance too
             is_known = isinstance(error, QuireError)
             if not is_known:
-                _log.exception("computing masks failed")
+                _log.error("computing masks failed", error=_shown(error))
             if len(job.parts) > 1:
                 job.is_abandoned = True
                 job.parts.clear()
                 return
             for running, _, _ in job.parts:
-                running.error = str(error) if is_known else f"computing the masks failed: {error!r}"
+                running.error = str(error) if is_known else f"computing the masks failed: {_shown(error)}"
         finally:
             job.release()
         job.parts.clear()  # they refer to the job: matchers of ended sequences would wait for the garbage collector
@@ -375,6 +376,12 @@ class StepMasks:
                 running.note_late()
         for job in late:
             job.is_late = True
+
+
+def _shown(error: BaseException) -> str:
+    """Return one line about an error; llguidance's own have its state and a backtrace on further lines."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]:.300}"
 
 
 def _stacked(jobs: Iterable[MaskJob | None]) -> tuple[Any, dict[MaskJob | None, int]]:

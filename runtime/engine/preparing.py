@@ -72,7 +72,8 @@ class PromptPreparer:
     def new_detokenizer(self, prepared: PreparedInput, num_echoed: int = 0) -> NewDetokenizer:
         """Return what makes the detokenizers of a request's sequences."""
         markup = frozenset(prepared.markup.values())
-        return partial(self._text_processor.detokenizer, prepared.params, num_echoed, markup=markup)
+        detokenizer = self._text_processor.detokenizer
+        return partial(detokenizer, prepared.params, num_echoed, markup=markup, prompt=prepared.token_ids)
 
     def close(self) -> None:
         """End the threads and processes. Idempotent."""

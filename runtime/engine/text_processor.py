@@ -105,17 +105,29 @@ class TextProcessor:
         return self.chat_template.render(messages, tools, variables)
 
     def detokenizer(
-        self, params: SamplingParams, num_echoed: int = 0, *, markup: frozenset[int] = frozenset()
+        self,
+        params: SamplingParams,
+        num_echoed: int = 0,
+        *,
+        markup: frozenset[int] = frozenset(),
+        prompt: Sequence[int] = (),
     ) -> IncrementalDetokenizer | None:
-        """Return a new detokenizer for one sequence, which begins with `num_echoed` tokens of the prompt.
+        """Return a new detokenizer for one sequence, which begins with the last `num_echoed` tokens of the prompt.
 
-        Return None without a tokenizer. The text has the special tokens in `markup`.
+        Return None without a tokenizer. The text has the special tokens in `markup`. With a grammar it has the bytes
+        that the grammar allows, unless it begins with the prompt.
         """
         if self.tokenizer is None:
             return None
-        min_tokens = num_echoed + max(params.min_tokens, 1)
-        stops = params.stop, params.include_stop_str_in_output
-        return IncrementalDetokenizer(self.tokenizer, *stops, min_tokens, markup)
+        return IncrementalDetokenizer(
+            self.tokenizer,
+            params.stop,
+            params.include_stop_str_in_output,
+            num_echoed + max(params.min_tokens, 1),
+            markup,
+            context=prompt[: len(prompt) - num_echoed],
+            as_bytes=params.structured_outputs is not None and not num_echoed,
+        )
 
 
 def _default_sampling(folder: Path) -> dict[str, float]:

@@ -373,8 +373,8 @@ MUTANTS = [
     ),
     Mutant(
         PROCESSOR,
-        "*stops, min_tokens, markup)",
-        "*stops, 0, markup)",
+        "num_echoed + max(params.min_tokens, 1),",
+        "0,",
         "min_tokens does not hold stop strings back",
     ),
     Mutant(
@@ -745,7 +745,7 @@ MUTANTS = [
         "tests/runtime/engine/test_grammars.py",
     ),
     Mutant(
-        GRAMMARS,
+        "runtime/engine/grammar_vocabulary.py",
         "text[:MAX_FORCED_CHARACTERS]",
         "text",
         "each mask tokenizes all of a long forced text, with the GIL",

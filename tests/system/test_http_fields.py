@@ -353,13 +353,19 @@ async def test_a_grammar_that_reaches_a_limit_is_the_requests_fault(real: Any) -
     assert (error["type"], error["param"]) == ("invalid_request_error", "structured_outputs")
 
 
+async def test_a_panic_of_the_grammar_library_is_a_failure_of_the_server(real: Any) -> None:
+    grammar = {"grammar": 'start: p::0\np::_: p::incr(_) | "a"'}  # an assertion of the library's fails
+    reply = await ask(real, COMPLETIONS, {"prompt": "a", "max_tokens": 2, "structured_outputs": grammar})
+    assert (reply.status, reply.error["type"], reply.error["param"]) == (500, "server_error", None)
+    assert reply.error["message"] == "the server failed to follow the grammar of structured_outputs"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"messages": [{"role": "user", "content": "a", "x": [[[[[[[[[1]]]]]]]]]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "a"}] * 4097}, "messages"),
         ({"structured_outputs": {"grammar": PANIC}}, "structured_outputs"),
-        ({"structured_outputs": {"grammar": 'start: p::0\np::_: p::incr(_) | "a"'}}, "structured_outputs"),
         ({"chat_template_kwargs": {"a": json.loads("[" * 70 + "]" * 70)}}, "chat_template_kwargs"),
         ({"response_format": {"type": "json_object", "schema": {"const": 1e300}}}, "response_format"),
         ({"response_format": {"type": "json_object", "schema": {"$ref": "#"}}}, "response_format"),

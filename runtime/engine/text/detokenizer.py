@@ -1,24 +1,30 @@
 """Streaming detokenizer of one sequence: token ids in, finished text out, up to the first stop string.
 
-The pieces of text, joined, are the decoded sequence cut at the stop string. No piece ends inside a UTF-8 character or
-inside a possible stop string. The cost of a token does not depend on the length of the stream.
+The prompt's text and the pieces of text, joined, are the decoded prompt and sequence, cut at the stop string. No piece
+ends inside a UTF-8 character or inside a possible stop string. The cost of a token does not depend on the length of the
+stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from encodings.utf_8 import IncrementalDecoder
+from itertools import islice
 
 from ...common.errors import InvalidRequest
 from .markup import MARK
 from .tokenizer import Tokenizer
+
+CONTEXT_TOKENS = 4  # with text, before a sequence: a character has at most 4 bytes
 
 
 class IncrementalDetokenizer:
     """Detokenizer of one sequence: `push` its tokens, and `finish` when it has ended without a stop string.
 
     A stop string counts only if its last token is the `min_tokens`-th or later; before, it is ordinary text. Special
-    tokens add nothing to the text, except the ids in `markup`, which add MARK and their names.
+    tokens add nothing to the text, except the ids in `markup`, which add MARK and their names. `context` are the tokens
+    before the sequence: decoders drop a space at the start of a text, but not within it. With `as_bytes` the text has
+    the bytes of each token as a grammar reads them, whatever is before it.
     """
 
     def __init__(
@@ -28,8 +34,13 @@ class IncrementalDetokenizer:
         include_stop_str: bool = False,
         min_tokens: int = 0,
         markup: Collection[int] = (),
+        *,
+        context: Sequence[int] = (),
+        as_bytes: bool = False,
     ) -> None:
-        self._text = _TextStream(tokenizer, markup)
+        self._text = _TextStream(tokenizer, markup, as_bytes=as_bytes)
+        if not as_bytes:
+            self._text.begin_after(context)
         self._matcher = _StopMatcher(stop) if stop else None
         self._include_stop_str = include_stop_str
         self._min_tokens = min_tokens
@@ -79,37 +90,49 @@ class IncrementalDetokenizer:
 class _TextStream:
     """Decoder of a token sequence, piece by piece; no piece ends inside a character."""
 
-    def __init__(self, tokenizer: Tokenizer, markup: Collection[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, markup: Collection[int], *, as_bytes: bool) -> None:
         self._tokenizer = tokenizer
         self._markup = markup
         self._utf8 = IncrementalDecoder(errors="replace")
+        self._bytes_of = tokenizer.text_bytes if as_bytes else tokenizer.token_bytes
+        self._may_drop_space = not as_bytes
         self._previous: int | None = None  # last token with text: the context of the next
+        self._begins_in_character = False  # whose first bytes are the context's
+
+    def begin_after(self, context: Sequence[int]) -> None:
+        """Take the last tokens of the text before the sequence, as far as the sequence's text depends on them."""
+        for token_id in reversed(list(islice(filter(self._has_text, reversed(context)), CONTEXT_TOKENS))):
+            self.push(token_id)
+        self._begins_in_character = bool(self._utf8.buffer)
 
     def push(self, token_id: int) -> str:
         if token_id in self._markup:
             return self.finish() + MARK + self._tokenizer.token(token_id).data.decode()
-        raw = self._tokenizer.token_bytes(token_id)
+        raw = self._bytes_of(token_id)
         if raw == b"" or token_id in self._tokenizer.special_token_ids:
             return ""
-        if raw is None or (self._previous is None and raw == b" "):
-            text = self.finish() + self._text_in_context(token_id)
+        if raw is None or (self._previous is None and raw == b" " and self._may_drop_space):
+            text = self.finish() + self._tokenizer.text_after(self._previous, token_id)
         elif raw.isascii() and not self._utf8.buffer:
             text = raw.decode()
         else:
-            text = self._utf8.decode(raw)
+            text = self._without_context(self._utf8.decode(raw))
         self._previous = token_id
         return text
 
     def finish(self) -> str:
         """Return an unfinished character as U+FFFD."""
-        return self._utf8.decode(b"", final=True)
+        return self._without_context(self._utf8.decode(b"", final=True))
 
-    def _text_in_context(self, token_id: int) -> str:
-        """Decode a token after the previous one: SentencePiece decoders drop the leading space of a whole text."""
-        if self._previous is None:
-            return self._tokenizer.decode([token_id])
-        before = self._tokenizer.decode([self._previous])
-        return self._tokenizer.decode([self._previous, token_id])[len(before) :]
+    def _has_text(self, token_id: int) -> bool:
+        return self._tokenizer.token_bytes(token_id) != b"" and token_id not in self._tokenizer.special_token_ids
+
+    def _without_context(self, text: str) -> str:
+        """Return the text without the U+FFFD that stands for a character that the context begins and nothing ends."""
+        if text and self._begins_in_character:
+            self._begins_in_character = False
+            return text.removeprefix("\ufffd")
+        return text
 
 
 class _StopMatcher:

@@ -6,7 +6,7 @@ After loading, only a cache of token bytes changes, so any number of threads may
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,13 @@ class Token(NamedTuple):
 
     data: bytes  # what it adds to a text; of a special token, its name
     is_special: bool  # it adds nothing to a text
+    first_data: bytes | None = None  # what it adds at the start of a text, if that differs: without a space mostly
+
+    def data_after(self, has_text: bool) -> bytes:
+        """Return what the token adds to a text that has text already, or has none yet; a special token adds nothing."""
+        if self.is_special:
+            return b""
+        return self.data if has_text or self.first_data is None else self.first_data
 
 
 class Tokenizer:
@@ -44,9 +51,12 @@ class Tokenizer:
         self.special_token_ids: frozenset[int] = frozenset(
             token_id for token_id, token in self._fast.get_added_tokens_decoder().items() if token.special
         )
-        decoders = _decoder_types(self._fast)
-        self._byte_level = bool(decoders) and decoders <= {"ByteLevel", "Fuse"}
-        self._byte_fallback = "ByteFallback" in decoders
+        self._added = {token_id: token.content for token_id, token in self._fast.get_added_tokens_decoder().items()}
+        decoders = _decoders(self._fast)
+        types = {part["type"] for part in decoders}
+        self._byte_level = bool(types) and types <= {"ByteLevel", "Fuse"}
+        self._byte_fallback = "ByteFallback" in types
+        self._is_sentencepiece = bool(decoders) and all(map(_is_of_sentencepiece, decoders))
         self._bytes_by_id: dict[int, bytes | None] = {}
 
     @cached_property
@@ -87,9 +97,16 @@ class Tokenizer:
         (encoding,) = self._fast.encode_batch_fast([text if pair is None else (text, pair)])
         return encoding.ids, encoding.type_ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids` without special tokens. Unknown ids yield nothing, invalid UTF-8 U+FFFD."""
-        text: str = self._fast.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`. Unknown ids yield nothing, invalid UTF-8 U+FFFD.
+
+        The library decodes letters of added tokens as if they were GPT-2's names of bytes: "Bác" has a byte E1 then.
+        """
+        if self._byte_level:
+            skipped: Collection[int] = self.special_token_ids if skip_special_tokens else ()
+            known = [self.token_bytes(token_id) or b"" for token_id in token_ids if token_id not in skipped]
+            return b"".join(known).decode(errors="replace")
+        text: str = self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def token_bytes(self, token_id: int) -> bytes | None:
@@ -104,30 +121,50 @@ class Tokenizer:
             return found
 
     def all_bytes(self, vocab_size: int) -> list[bytes]:
-        """Return the bytes of the tokens 0 to `vocab_size` - 1, none for an unknown id.
+        """Return `text_bytes` of the tokens 0 to `vocab_size` - 1."""
+        return [self.text_bytes(token_id) for token_id in range(vocab_size)]
 
-        A token without bytes of its own has the bytes of its text.
-        """
-        found = ((self.token_bytes(token_id), token_id) for token_id in range(vocab_size))
-        return [self._plain_bytes(token_id) if raw is None else raw for raw, token_id in found]
+    def text_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token: its own, else those of its text within a text. An unknown id has none."""
+        raw = self.token_bytes(token_id)
+        return self._bytes_within(token_id) if raw is None else raw
 
-    def _plain_bytes(self, token_id: int) -> bytes:
+    def _bytes_within(self, token_id: int) -> bytes:
         token: str = self._fast.id_to_token(token_id) or ""
-        return token.replace(SENTENCEPIECE_SPACE, " ").encode()
+        if token_id in self.special_token_ids:
+            return token.encode()
+        if self._is_sentencepiece:
+            return token.replace(SENTENCEPIECE_SPACE, " ").encode()
+        return self.text_after(self._ordinary_token, token_id).encode()
+
+    def text_after(self, previous: int | None, token_id: int) -> str:
+        """Return the text of a token that follows another one, or that begins a text if there is none."""
+        if previous is None:
+            return self.decode([token_id])
+        before = self.decode([previous])
+        return self.decode([previous, token_id])[len(before) :]
+
+    @cached_property
+    def _ordinary_token(self) -> int | None:
+        """The first token that is a letter or a digit as a whole text; None if no token is."""
+        others = (token_id for token_id in range(self.vocab_size) if token_id not in self._added)
+        return next((token_id for token_id in others if self.decode([token_id]).isalnum()), None)
 
     def token(self, token_id: int) -> Token:
         """Return one entry; an unknown id has no bytes. Text that depends on its neighbours is that within a text."""
+        data = self.text_bytes(token_id)
         if token_id in self.special_token_ids:
-            return Token((self._fast.id_to_token(token_id) or "").encode(), True)
-        data = self.token_bytes(token_id)
-        return Token(self._plain_bytes(token_id) if data is None else data, False)
+            return Token(data, True)
+        is_independent = self.token_bytes(token_id) is not None and data != b" "
+        return Token(data, False, None if is_independent else self.decode([token_id]).encode())
 
     def _find_bytes(self, token_id: int) -> bytes | None:
         token: str | None = self._fast.id_to_token(token_id)
         if token is None:
             return b""
-        if self._byte_level:
-            return _byte_level_bytes(token)
+        if self._byte_level:  # an added token is searched for in the text itself, unless it is one of the 256 bytes
+            added = self._added.get(token_id)
+            return added.encode() if added is not None and len(added) > 1 else _byte_level_bytes(token)
         if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return _hex_byte(token[3:5])
         return None
@@ -226,11 +263,26 @@ def _token_text(declared: object) -> str | None:
     return declared if isinstance(declared, str) else None
 
 
-def _decoder_types(fast: FastTokenizer) -> set[str]:
+def _decoders(fast: FastTokenizer) -> list[dict[str, Any]]:
+    """Return the settings of the tokenizer's decoders, in order."""
     if fast.decoder is None:
-        return set()
+        return []
     state = json.loads(fast.decoder.__getstate__())
-    return {part["type"] for part in state.get("decoders", [state])}
+    parts: list[dict[str, Any]] = state.get("decoders", [state])
+    return parts
+
+
+def _is_of_sentencepiece(decoder: Mapping[str, Any]) -> bool:
+    """Return whether a decoder makes spaces of ▁, bytes of <0xNN>, or drops a space at the start of a text."""
+    match decoder["type"]:
+        case "Replace":
+            return bool(decoder["pattern"] == {"String": SENTENCEPIECE_SPACE} and decoder["content"] == " ")
+        case "Metaspace":
+            return bool(decoder["replacement"] == SENTENCEPIECE_SPACE)
+        case "Strip":
+            return bool(decoder["content"] == " " and decoder["start"] <= 1 and not decoder["stop"])
+        case kind:
+            return kind in ("ByteFallback", "Fuse")
 
 
 def _hex_byte(digits: str) -> bytes | None:
@@ -241,7 +293,7 @@ def _hex_byte(digits: str) -> bytes | None:
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """Decode GPT-2's alphabet, which has one character per byte; a token outside of it (an added one) is plain text."""
+    """Decode GPT-2's alphabet, which has one character per byte; a token outside of it is plain text."""
     try:
         return bytes([_BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:

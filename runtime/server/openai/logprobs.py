@@ -82,10 +82,12 @@ class CompletionLogprobs:
         """With `as_ids`, tokens are named by their ids."""
         self._vocabulary = vocabulary
         self._texts = _TEXTS_OF_IDS if as_ids else vocabulary.texts
+        self.has_text = True  # a text before the tokens, or in the tokens so far
         self._num_characters = 0  # that begin in the tokens so far
 
     def first(self, token_id: int) -> Columns:
         """Return the first token of an echoed prompt, which has no probability."""
+        self.has_text = False
         self._count(self._vocabulary(token_id))
         return tuple(map(_fragment, ([self._texts[token_id]], [None], [None], [0])))
 
@@ -105,8 +107,8 @@ class CompletionLogprobs:
 
     def _count(self, token: Token) -> None:
         """Add the characters that begin in the token."""
-        if not token.is_special:
-            self._num_characters += sum(byte & 0xC0 != 0x80 for byte in token.data)
+        self._num_characters += sum(byte & 0xC0 != 0x80 for byte in token.data_after(self.has_text))
+        self.has_text |= bool(token.data) and not token.is_special
 
     def join(self, pieces: Iterable[Columns]) -> bytes:
         """Return the JSON of the pieces."""

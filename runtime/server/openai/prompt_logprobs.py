@@ -27,11 +27,8 @@ class PromptPart:
         self._num_shown = num_shown
         self.num_bytes = 0  # of the entries
         self._entries = [b"null"]  # the first token has no probability
-        echoed = [token_of(token_id) for token_id in token_ids[1:]]
-        self._tokens_left = len(echoed)
-        # A character that the prompt begins and the output completes belongs to the output.
-        text = IncrementalDecoder("replace").decode(b"".join(token.data for token in echoed if not token.is_special))
-        self._characters_left = len(text)
+        self._tokens_left = len(token_ids) - 1
+        self._characters_left = _num_characters(token_ids, token_of) - _num_characters(token_ids[:1], token_of)
 
     def split(self, chunk: OutputChunk) -> OutputChunk:
         """Note the prompt's part of the chunk, and return the output's."""
@@ -68,3 +65,10 @@ class PromptPart:
             }
             for token_id, logprob in shown.items()
         }
+
+
+def _num_characters(token_ids: Sequence[int], token_of: Callable[[int], Token]) -> int:
+    """Return the characters of a prompt. One that the prompt begins and the output completes belongs to the output."""
+    tokens = [token for token in map(token_of, token_ids) if not token.is_special and token.data]
+    data = b"".join(token.data_after(has_text=index > 0) for index, token in enumerate(tokens))
+    return len(IncrementalDecoder("replace").decode(data))

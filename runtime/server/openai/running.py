@@ -19,6 +19,7 @@ from .calls import Call
 from .errors import HTTPAnswer
 from .exchange import Exchange, HeldAnswer
 from .formats import Format, total_usage
+from .logprobs import CompletionLogprobs
 from .prompt_logprobs import PromptPart
 
 Echo = tuple[str, int | None]  # a text, and the id of the token that it is, if its logprobs are shown
@@ -158,6 +159,7 @@ class CallRunner:
             if self._failure is None:
                 if self._prompt_logprobs is not None:
                     self._show_prompts(output.form, streams, self._prompt_logprobs)
+                self._note_starts(output.form, streams)
                 output.begin(await self._echoes(streams) if self._echo else [], streams[0].new_parser)
                 self._requests.clear()
                 for prompt, stream in zip(self._prompts, streams, strict=True):
@@ -183,6 +185,18 @@ class CallRunner:
                 if self._num_logprobs is None:
                     choice.logprobs = None
 
+    def _note_starts(self, form: Format, streams: Sequence[Generation]) -> None:
+        """Have the offsets of each choice count from the start of a text, if no token before it has text."""
+        for prompt, stream, request in zip(self._prompts, streams, self._requests, strict=True):
+            choices = form.choices[prompt.first_choice : prompt.first_choice + self._n]
+            counted = [each.logprobs for each in choices if isinstance(each.logprobs, CompletionLogprobs)]
+            if not counted or request.sampling_params.structured_outputs is not None:
+                continue
+            tokens = map(self._engine.token, stream.prompt_token_ids)
+            has_text = any(token.data and not token.is_special for token in tokens)
+            for logprobs in counted:
+                logprobs.has_text = has_text
+
     async def _echoes(self, streams: Sequence[Generation]) -> list[Echo]:
         """Return what each choice begins with: the prompt, or its first token where the engine echoes the others."""
         echoes: list[Echo] = []
@@ -190,7 +204,7 @@ class CallRunner:
             ids = stream.prompt_token_ids
             if request.echo:
                 token = self._engine.token(ids[0])
-                echo: Echo = "" if token.is_special else token.data.decode(errors="replace"), ids[0]
+                echo: Echo = token.data_after(has_text=False).decode(errors="replace"), ids[0]
             elif isinstance(request.prompt, str):
                 echo = request.prompt, None
             else:

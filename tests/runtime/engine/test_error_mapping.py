@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from quire.runtime.common import errors
-from quire.runtime.engine.error_mapping import refusal_error
+from quire.runtime.engine.error_mapping import failure_error, grammar_fault, refusal_error
 from quire.scheduler import (
     AdmissionEstimate,
     CannotMeetDeadline,
@@ -50,3 +50,22 @@ def test_other_scheduler_errors_are_raised_again() -> None:
     bug: SchedulerError = StepMismatch("step 3 is not in flight")
     with pytest.raises(StepMismatch):
         refusal_error(bug)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "panic: called `Result::unwrap()` on an `Err` value\n<backtrace>\n   0: <unknown>\n",
+        "Parser Error: token \" \" doesn't satisfy the grammar; forced bytes: got 'e'; applying ' '\n<state>\n",
+    ],
+)
+def test_a_failure_of_the_grammar_library_is_not_the_requests_fault(message: str) -> None:
+    error = failure_error(grammar_fault(message), None)
+    assert type(error) is errors.GenerationFailed
+    assert str(error) == "the server failed to follow the grammar of structured_outputs"
+
+
+def test_a_limit_of_a_grammar_is_the_requests_fault_in_one_line() -> None:
+    error = failure_error(grammar_fault("Current row has 351 items; max is 350; make it smaller\n<non-verbose/>"), None)
+    assert type(error) is errors.InvalidRequest
+    assert str(error) == "structured_outputs: Current row has 351 items; max is 350; make it smaller"

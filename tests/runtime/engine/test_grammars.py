@@ -20,9 +20,10 @@ from quire import LLM
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.heap import allocated_bytes, resident_bytes
 from quire.runtime.common.types import SamplingParams, StructuredOutputs
-from quire.runtime.engine import compiled_grammars, grammars, job_threads
+from quire.runtime.engine import compiled_grammars, grammar_vocabulary, grammars, job_threads
 from quire.runtime.engine import masks as masks_module
 from quire.runtime.engine.compiled_grammars import MAX_GROWTH, CompiledGrammars
+from quire.runtime.engine.grammar_vocabulary import GrammarVocabulary, load_tables
 from quire.runtime.engine.grammars import CheckedStructures, Grammars, check_structure, grammar_of
 from quire.runtime.engine.masks import MaskJob, MaskQueue, RunningGrammar, StepMasks
 from quire.runtime.engine.text_processor import TextProcessor
@@ -205,7 +206,7 @@ def test_masks_have_the_models_tokens_not_the_tokenizers(tmp_path: Path, vocab_s
     ids=["words", "names", "short strings"],
 )
 def test_tokens_that_are_looked_at_as_one_have_the_same_masks(structure: StructuredOutputs) -> None:
-    tables = grammars._load_tables(BUNDLED_MODEL)
+    tables = load_tables(BUNDLED_MODEL)
     grammar, choose = grammar_of(structure), random.Random(1)
     sliced, plain = (grammars.LLMatcher(each, grammar) for each in (tables, tables.with_slices([])))
     for _ in range(60):
@@ -213,14 +214,6 @@ def test_tokens_that_are_looked_at_as_one_have_the_same_masks(structure: Structu
         assert mask == plain.compute_bitmask()
         token_id = choose.choice(sorted(allowed(np.frombuffer(mask, np.int32))))
         assert sliced.consume_token(token_id) == plain.consume_token(token_id)
-
-
-def test_text_is_forced_up_to_the_first_token_that_the_model_does_not_have() -> None:
-    text = "Return the number of queues."
-    token_ids = ids(text)
-    first = token_ids.index(max(token_ids))
-    assert first > 0
-    assert grammars._Vocabulary(TOKENIZER, max(token_ids), EOS)(text) == token_ids[:first]
 
 
 def test_the_tokens_of_forced_texts_are_kept_but_not_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +227,9 @@ def test_the_tokens_of_forced_texts_are_kept_but_not_of_all(monkeypatch: pytest.
             encoded.append(text)
             return TOKENIZER.encode(text, add_special_tokens=add_special_tokens)
 
-    monkeypatch.setattr(grammars, "MAX_KNOWN_TEXTS", 2)
-    vocabulary = grammars._Vocabulary(Counting(), VOCAB, EOS)  # type: ignore[arg-type]
+    monkeypatch.setattr(grammar_vocabulary, "MAX_KNOWN_TEXTS", 2)
+    vocabulary = GrammarVocabulary(Counting(), VOCAB, [EOS])  # type: ignore[arg-type]
+    encoded.clear()
     long = "long " * 50
     for text in ("first", "first", long, long, "second", "third", "first", "third"):
         assert vocabulary(text) == ids(text)
@@ -243,7 +237,7 @@ def test_the_tokens_of_forced_texts_are_kept_but_not_of_all(monkeypatch: pytest.
     longer = "word " * 20_000
     most = masks_module.MAX_FORCED
     assert vocabulary(longer)[: most + 1] == ids(longer)[: most + 1]
-    assert encoded[-1] == longer[: grammars.MAX_FORCED_CHARACTERS], "the rest is looked at when its turn comes"
+    assert encoded[-1] == longer[: grammar_vocabulary.MAX_FORCED_CHARACTERS], "what follows waits for its turn"
 
 
 def test_a_sequence_that_starts_in_the_middle_has_the_same_masks(masks: Grammars) -> None:
@@ -600,7 +594,7 @@ def test_a_panic_ends_no_other_sequence_of_the_call(masks: Grammars, monkeypatch
     advance(step, SampledToken(1, A), SampledToken(2, A))
     both = [sequence(guilty, [A]), sequence(WORD, [A], request_id=2)]
     assert allowed(step_until_ready(masks, both, 2)[2][0]) == {A, B}
-    assert "out of bounds" in step_until_ready(masks, both, 1)[1]
+    assert step_until_ready(masks, both, 1)[1] == "computing the masks failed: IndexError: out of bounds"
 
 
 def test_a_sequence_that_is_late_again_is_isolated_for_longer_up_to_a_limit(masks: Grammars) -> None:
@@ -1084,7 +1078,7 @@ def test_a_model_without_an_end_token_is_an_error_of_the_request(
     endless.tokenizer.eos_token_ids = frozenset()
     spec = dataclasses.replace(read_spec(BUNDLED_MODEL), eos_token_ids=())
     monkeypatch.setattr(TextProcessor, "load", lambda path: endless)
-    monkeypatch.setattr(grammars, "read_spec", lambda path: spec)
+    monkeypatch.setattr(grammar_vocabulary, "read_spec", lambda path: spec)
     assert "a token that ends the output" in ready(masks.begin([sequence(WORD, [])]))[1]
 
 

@@ -93,6 +93,64 @@ def test_sentencepiece_invalid_byte_before_text_is_replaced(sentencepiece: Token
     assert "".join(stream(IncrementalDetokenizer(sentencepiece), ids)) == "\ufffd the cat"
 
 
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "word_ends"])
+@given(data=st.data())
+def test_text_goes_on_after_the_prompts_text(
+    byte_level: Tokenizer, sentencepiece: Tokenizer, word_ends: Tokenizer, name: str, data: st.DataObject
+) -> None:
+    """Draw tokens that begin and end at characters: printable ASCII, pieces, special and unknown ids."""
+    tokenizer, ids = {
+        "byte_level": (byte_level, st.integers(1, 94) | st.integers(300, 600) | st.sampled_from([0, 9999])),
+        "sentencepiece": (sentencepiece, st.integers(259, 274) | st.integers(35, 129) | st.sampled_from([0, 1, 9999])),
+        "word_ends": (word_ends, st.integers(0, 3)),
+    }[name]
+    prompt, output = data.draw(st.lists(ids, max_size=8)), data.draw(st.lists(ids, max_size=8))
+    text = "".join(stream(IncrementalDetokenizer(tokenizer, context=prompt), output))
+    assert tokenizer.decode(prompt) + text == tokenizer.decode([*prompt, *output])
+
+
+@pytest.mark.parametrize("prompt", [["▁the"], ["a", "</s>"], ["</s>", "t", "<s>", "</s>"], ["▁"], ["<0x0A>"]])
+def test_the_first_word_after_a_prompt_keeps_its_space(sentencepiece: Tokenizer, prompt: list[str]) -> None:
+    vocabulary = sentencepiece._fast.get_vocab()
+    context = [vocabulary[piece] for piece in prompt]
+    assert IncrementalDetokenizer(sentencepiece, context=context).push([vocabulary["▁cat"]]) == " cat"
+    stopped = IncrementalDetokenizer(sentencepiece, [" ca"], context=context)
+    assert stopped.push([vocabulary["▁cat"]]) == ""
+    assert stopped.stop_string == " ca"
+
+
+@pytest.mark.parametrize("prompt", [[], ["<s>"], ["<s>", "</s>"]])
+def test_the_first_word_of_a_text_loses_its_space(sentencepiece: Tokenizer, prompt: list[str]) -> None:
+    vocabulary = sentencepiece._fast.get_vocab()
+    context = [vocabulary[piece] for piece in prompt]
+    assert IncrementalDetokenizer(sentencepiece, context=context).push([vocabulary["▁cat"]]) == "cat"
+    read = IncrementalDetokenizer(sentencepiece, context=context, as_bytes=True)
+    assert read.push([vocabulary["▁cat"]]) == " cat", "a grammar has allowed a space"
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
+@pytest.mark.parametrize(
+    ("prompt", "output", "expected"),
+    [
+        (b"a\xe6\x97", b"\xa5b", "日b"),  # the output completes the character
+        (b"a\xe6\x97", b"b", "b"),  # its U+FFFD is in the prompt's text
+        (b"a\xe6\x97", b"", ""),
+        (b"a\xe6", b"\x97", ""),
+        (b"\xf0\x9f\x91", b"\xa7", "👧"),
+        (b"\xa5\xa5", b"\xc3\xa9", "é"),
+    ],
+)
+def test_a_character_that_the_prompt_begins(
+    byte_level: Tokenizer, sentencepiece: Tokenizer, name: str, prompt: bytes, output: bytes, expected: str
+) -> None:
+    if name == "byte_level":
+        tokenizer, id_of = byte_level, {byte_level.token(each).data: each for each in range(1, 257)}
+    else:
+        tokenizer, id_of = sentencepiece, {bytes([byte]): 3 + byte for byte in range(256)}
+    context, ids = ([id_of[bytes([byte])] for byte in part] for part in (prompt, output))
+    assert "".join(stream(IncrementalDetokenizer(tokenizer, context=context), ids)) == expected
+
+
 STOPS = st.lists(st.sampled_from(["END", "EN", "ND a", "aab", "aa", "中文", "\n\n", " ", "👧"]), min_size=1, max_size=4)
 STOP_TEXT = st.text(alphabet="abEND \n中文👧", max_size=40)
 

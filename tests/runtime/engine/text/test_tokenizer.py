@@ -145,6 +145,40 @@ def test_an_end_token_that_is_half_a_character_is_refused(folder: Path) -> None:
         Tokenizer(folder)
 
 
+@pytest.mark.parametrize("name", ["Bác", "naïve", "<|résumé|>", "đem", "日本", "日", "<Ġ>"])
+@pytest.mark.parametrize("is_special", [False, True])
+def test_an_added_token_is_text_and_no_name_of_bytes(folder: Path, name: str, is_special: bool) -> None:
+    """In a byte-level vocabulary é is the name of the byte E9, but not in a token that is searched for in the text."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": is_special}
+    content["added_tokens"].append({"id": 4096, "content": name, **flags})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode(f"a{name}b é")
+    assert ids[1] == 4096
+    assert tokenizer.token(4096) == Token(name.encode(), is_special)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"a{name}b é"
+    assert tokenizer.decode(ids) == ("ab é" if is_special else f"a{name}b é")
+
+
+def test_an_added_token_that_is_the_name_of_a_byte_stays_that_byte(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    content["added_tokens"].append({"id": content["model"]["vocab"]["©"], "content": "©", **flags})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.decode(tokenizer.encode("déjà")) == "déjà"
+
+
+def test_entries_of_a_vocabulary_that_drops_a_space(sentencepiece: Tokenizer, word_ends: Tokenizer) -> None:
+    vocabulary = sentencepiece._fast.get_vocab()
+    assert sentencepiece.token(vocabulary["▁cat"]) == Token(b" cat", False, b"cat")
+    assert sentencepiece.token(vocabulary["ca"]) == Token(b"ca", False, b"ca")
+    assert sentencepiece.token(vocabulary["<0xE6>"]) == Token(b"\xe6", False)
+    assert sentencepiece.token(vocabulary["</s>"]) == Token(b"</s>", True)
+    assert [word_ends.token(each).data for each in range(4)] == [b"a", b"b", b"c", b"a"]
+
+
 def test_entries_of_the_vocabulary(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("日本 naïve")
     assert b"".join(byte_level.token(token_id).data for token_id in ids) == "日本 naïve".encode()
