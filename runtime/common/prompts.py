@@ -22,10 +22,13 @@ from .errors import InvalidRequest
 
 UNORDERED_OR_TEXT = (str, bytes, bytearray, Mapping, Set)
 TOOL_EXAMPLE = '{"type": "function", "function": {"name": "…", "parameters": {…}}}'
+OTHER_SCHEMA = "input_schema"  # the name that another API gives the parameters of a tool
+TOOL_PLACE: Callable[[int], str] = "tools[{}]".format  # the name of a tool in errors, by its index
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 EXAMPLE = '{"role": "user", "content": "Hello"}'
 PLACE: Callable[[int], str] = "messages[{}]".format  # what errors call the message with an index
 IMAGE = "image"  # type of a part of a message
+REFUSAL = "refusal"  # type of a part of an assistant's message
 IMAGE_ROLES = ("user", "tool")  # of messages that may have images
 
 
@@ -94,11 +97,14 @@ def chat_messages(messages: object, place: Callable[[int], str] = PLACE) -> tupl
     return tuple(_message(dict(item), place(index)) for index, item in enumerate(items))
 
 
-def chat_tools(tools: object) -> tuple[dict[str, Any], ...]:
-    """Return tools in OpenAI's form, `{"type": "function", "function": {name, description, parameters, strict}}`."""
+def chat_tools(tools: object, place: Callable[[int], str] = TOOL_PLACE) -> tuple[dict[str, Any], ...]:
+    """Return tools in OpenAI's form, `{"type": "function", "function": {name, description, parameters, strict}}`.
+
+    A tool may also be flat, `{"type": "function", "name": …}`, and may leave out its type.
+    """
     if not isinstance(tools, list | tuple) or not all(isinstance(each, Mapping) for each in tools):
         raise InvalidRequest(f"tools must be a list such as [{TOOL_EXAMPLE}], not {shown(tools)}")
-    checked = tuple(_tool(each, f"tools[{index}]") for index, each in enumerate(tools))
+    checked = tuple(_tool(each, place(index)) for index, each in enumerate(tools))
     counts = Counter(each["function"]["name"] for each in checked)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise InvalidRequest(f"tools: the name {twice[0]!r} occurs twice")
@@ -106,9 +112,12 @@ def chat_tools(tools: object) -> tuple[dict[str, Any], ...]:
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
+    given = tool.get("function")
+    if given is None and "name" in tool and OTHER_SCHEMA not in tool:  # flat
+        given = {key: value for key, value in tool.items() if key != "type"}
+    if tool.get("type") not in (None, "function") or not isinstance(given, Mapping):
         raise InvalidRequest(f"{where} must be a function such as {TOOL_EXAMPLE}, not {shown(tool)}")
-    function = {key: value for key, value in tool["function"].items() if value is not None}
+    function = {key: value for key, value in given.items() if value is not None}
     if not isinstance(name := function.get("name"), str) or not TOOL_NAME.fullmatch(name):
         raise InvalidRequest(
             f"{where}: name must be 1 to 128 letters, digits and characters of _-.:/, not {shown(name)}"
@@ -153,7 +162,7 @@ def _has_tool_calls(message: Mapping[str, Any]) -> bool:
 
 def _content(parts: Iterable[object], role: str, where: str) -> str | list[dict[str, Any]]:
     """Return the text of text parts, or the parts if there are images among them."""
-    checked = [_part(part, f"{where}: content[{index}]") for index, part in enumerate(parts)]
+    checked = [_part(part, role, f"{where}: content[{index}]") for index, part in enumerate(parts)]
     if all(part["type"] == "text" for part in checked):
         return "\n".join(part["text"] for part in checked)
     if role not in IMAGE_ROLES:
@@ -163,14 +172,14 @@ def _content(parts: Iterable[object], role: str, where: str) -> str | list[dict[
     return checked
 
 
-def _part(part: object, where: str) -> dict[str, Any]:
+def _part(part: object, role: str, where: str) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or not isinstance(kind, str):
         raise InvalidRequest(f'{where} must be a part such as {{"type": "text", "text": "Hello"}}, not {shown(part)}')
     if kind == IMAGE:
         return {"type": IMAGE}
-    if kind != "text":
+    if kind not in (("text", REFUSAL) if role == "assistant" else ("text",)):
         raise InvalidRequest(f"{where} is a part of type {shown(kind)}, which is not supported; text and images are")
-    if not isinstance(part.get("text"), str):
-        raise InvalidRequest(f"{where}: text must be text, not {shown(part.get('text'))}")
-    return {"type": "text", "text": part["text"]}
+    if not isinstance(part.get(kind), str):
+        raise InvalidRequest(f"{where}: {kind} must be text, not {shown(part.get(kind))}")
+    return {"type": "text", "text": part[kind]}

@@ -66,7 +66,6 @@ def _prepare_chat(
     validator: Validator,
     check: Callable[[StructuredOutputs], None],
 ) -> PreparedInput:
-    _check_effort(request.template_variables, text_processor)
     messages = chat_messages(request.messages)
     text = text_processor.render(messages, request.tools, request.template_variables)
     validator.check_text(text)
@@ -116,13 +115,6 @@ def conversation_of(request: GenerateRequest, prepared: PreparedInput) -> bytes:
 def _text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     """Return the text of a message, whose images a conversation is not known by."""
     return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content or ())
-
-
-def _check_effort(variables: Mapping[str, Any], text_processor: TextProcessor) -> None:
-    template = text_processor.chat_template
-    names = ("reasoning_effort", "enable_thinking")
-    if names[0] in variables and template is not None and not any(map(template.uses, names)):
-        raise InvalidRequest("reasoning_effort is not a setting of this model's chat template; leave it out")
 
 
 def fitted(request: GenerateRequest, room: int) -> GenerateRequest:

@@ -27,6 +27,7 @@ HTTP_API = "tests/system/test_http_api.py"
 OPERATORS = "tests/runtime/server/test_acceptor.py tests/runtime/server/monitoring tests/system/test_operator_port.py"
 CHOICE, TOOLS, ITEMS = (f"runtime/server/openai/{name}.py" for name in ("choices", "tools", "response_items"))
 CHOICES = "tests/runtime/server/test_openai_choices.py"
+AGENTS = "tests/system/test_agent_bodies.py"
 
 MUTANTS = [
     Mutant(
@@ -780,6 +781,41 @@ MUTANTS = [
         "if False:",
         "blanks behind the last chunk of a body stop the event loop",
         HTTP_API,
+    ),
+    Mutant(
+        TOOLS,
+        "placed = [each for index, tool in enumerate(given) for each in _functions(tool, TOOL_PLACE(index))]",
+        "placed = [(TOOL_PLACE(index), tool) for index, tool in enumerate(given)]",
+        "a web search beside functions is refused, so that coding agents cannot use the server",
+        AGENTS,
+    ),
+    Mutant(
+        TOOLS,
+        'return f"{namespace.removesuffix(JOINT)}{JOINT}{name}"',
+        "return name",
+        "functions of two namespaces with one name are refused, and calls lack their namespace",
+        AGENTS,
+    ),
+    Mutant(
+        ITEMS,
+        "elif kind not in LEFT_OUT:",
+        'elif kind not in LEFT_OUT and kind != "computer_call":',
+        "an item that the server cannot show to the model is dropped without a word",
+        AGENTS,
+    ),
+    Mutant(
+        ITEMS,
+        'named = {"name": item["name"], "arguments": run.text}',
+        'named = {"name": run.name, "arguments": run.text}',
+        "the event that ends the arguments of a call has the name of the namespace in its name",
+        AGENTS,
+    ),
+    Mutant(
+        TOOLS,
+        'if not functions and mode == "auto":',
+        "if not functions:",
+        "a choice of tools that are not there, of which one is required, gets text",
+        AGENTS,
     ),
     Mutant(
         HTTP_INPUT,

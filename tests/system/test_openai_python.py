@@ -16,6 +16,7 @@ import openai
 import pytest
 from openai.types import Completion, CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import ResponseFunctionCallArgumentsDoneEvent
 from pydantic import BaseModel, Field
 from quire.runtime.engine import LocalEngine, SilentObserver, StepStats
 
@@ -37,6 +38,13 @@ async def client(serving: Callable[..., Any]) -> AsyncIterator[openai.AsyncOpenA
         yield client
 
 
+# Fields that OpenAI's specification has and this version of its library has not, and those of the cards of models.
+EXTRA_FIELDS: dict[type[BaseModel], set[str]] = {
+    ResponseFunctionCallArgumentsDoneEvent: {"name"},
+    Model: {"capabilities", "default_sampling_params", "max_model_len"},
+}
+
+
 def check(model: BaseModel) -> None:
     """Check that the answer has no field that its type does not have, and that its type accepts every value."""
     type(model).model_validate(model.model_dump(by_alias=True))
@@ -44,7 +52,7 @@ def check(model: BaseModel) -> None:
     while unseen:
         each = unseen.pop()
         if isinstance(each, BaseModel):
-            assert not each.model_extra, each
+            assert (each.model_extra or {}).keys() <= EXTRA_FIELDS.get(type(each), set()), each
             unseen.extend(value for _, value in each)
         elif isinstance(each, list):
             unseen.extend(each)

@@ -243,7 +243,7 @@ async def test_an_error_in_new_input_is_placed_after_a_call_that_was_left_out(
 ) -> None:
     async with serving(model=write_weather_model(tmp_path)) as real:
         cut = (await ask(real, "POST", RESPONSES, {**WEATHER, "max_output_tokens": 11})).json
-        given = [{"role": "user", "content": "<|1|>"}, {"type": "item_reference", "id": "a"}]
+        given = [{"role": "user", "content": "<|1|>"}, {"type": "computer_call", "id": "a"}]
         reply = await ask(real, "POST", RESPONSES, {**WEATHER, "input": given, "previous_response_id": cut["id"]})
         assert (reply.status, reply.error["message"].split(" must")[0]) == (400, "input[1]")
 

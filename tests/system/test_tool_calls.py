@@ -241,7 +241,10 @@ async def test_results_of_tools_reach_the_template(client: Client) -> None:
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": "f"}, "tools", "must be a list"),
-    ({"tools": [{"type": "custom"}]}, "tools", r"tools\[0\] must be a function"),
+    ({"tools": [{"type": "custom"}, {"type": "function"}]}, "tools", r"tools\[1\] must be a function"),
+    ({"tools": [{"type": "tool", "function": {"name": "f"}}]}, "tools", r"tools\[0\] must be a function"),
+    ({"tools": [{"name": "f", "input_schema": {}}]}, "tools", r"tools\[0\] must be a function"),
+    ({"tools": [{"type": "namespace", "name": "n"}]}, "tools", r"tools\[0\] must be a function"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "letters, digits"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "occurs twice"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools", "object"),
@@ -254,9 +257,10 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "no tool 'g'"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tool_choice": NAMED}, "tool_choice", "needs tools"),
+    ({"tools": [{"type": "custom", "name": "f"}], "tool_choice": "required"}, "tool_choice", "that are functions"),
+    ({"tools": [*TOOLS, {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "must be"),
     ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "must not have tools"),
-    ({"reasoning_effort": "low"}, "reasoning_effort", "not a setting"),
     ({"reasoning_effort": "much"}, "reasoning_effort", "one of"),
     ({"enable_thinking": "no"}, "enable_thinking", "true or false"),
 ]
@@ -300,7 +304,7 @@ async def respond(client: openai.AsyncOpenAI, given: Any, **options: Any) -> Any
     """Return the response to an input, of which the stream has the same items, each begun and ended once."""
     params: Any = {"model": "quire", "input": given, "tools": FLAT, "extra_body": {"seed": 5}, **options}
     whole = await client.responses.create(**params)
-    numbers, begun, ended, pieces, last = [], [], [], {}, None
+    numbers, begun, ended, called, pieces, last = [], [], [], [], {}, None
     logprobs: dict[int, list[Any]] = {}  # by item, those of its deltas
     async for event in await client.responses.create(**params, stream=True):
         check(event)
@@ -318,6 +322,7 @@ async def respond(client: openai.AsyncOpenAI, given: Any, **options: Any) -> Any
             assert [each.model_dump() for each in getattr(event, "logprobs", [])] == named
         elif event.type == "response.function_call_arguments.done":
             assert pieces.pop(event.output_index) == event.arguments
+            called.append(event.name)
         last = event
     check(whole)
     assert not pieces
@@ -327,6 +332,7 @@ async def respond(client: openai.AsyncOpenAI, given: Any, **options: Any) -> Any
     assert [without_names(item.model_dump()) for item in last.response.output] == shown
     assert list(map(without_names, ended)) == shown
     assert begun == list(range(len(shown)))
+    assert called == [item.name for item in whole.output if item.type == "function_call"]
     assert last.response.usage.output_tokens_details == whole.usage.output_tokens_details
     return whole
 

@@ -27,7 +27,7 @@ from .fields import (
     sampling_fields,
     streaming,
 )
-from .tools import is_named, request_tools, template_variables, tool_choice
+from .tools import check_verbosity, is_named, request_tools, template_variables, tool_choice
 
 MAX_PROMPTS = 256  # of one completion request
 MAX_MESSAGE_VALUES = 1 << 16  # in all messages together
@@ -92,6 +92,7 @@ def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     fields.check_supported(CHAT)
     values = fields.values
     messages = checked_messages(fields.required("messages"), info)
+    check_verbosity(values.get("verbosity", "medium"))
     sampling = sampling_fields(fields, info)
     with_logprobs = fields.take("logprobs", bool, False)
     top_logprobs = fields.take_between("top_logprobs", 0, MAX_ALTERNATIVES, 0)

@@ -46,7 +46,7 @@ COMMON = (
     | {"model", "max_tokens", "seed", "logit_bias", "logprobs", "stream", "stream_options"}
 )
 CHAT = COMMON | TOKEN_IDS | TOOL_FIELDS | {"messages", "max_completion_tokens", "top_logprobs", "store", "service_tier"}
-CHAT |= {"return_timings"}
+CHAT |= {"return_timings", "verbosity"}
 COMPLETION = COMMON | TOKEN_IDS | {"prompt", "best_of", "echo", "return_timings", "prompt_logprobs"}
 TOKENIZE = TOOL_FIELDS | {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"}
 DETOKENIZE = frozenset({"model", "tokens"})
@@ -65,7 +65,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "moderation": (),
     "reasoning_effort": (),
     "enable_thinking": (),
-    "verbosity": ("medium",),
+    "verbosity": (),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "suffix": ("",),

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from ...common.prompts import shown
 from ...common.types import Delta
 from .choices import Choice, Run
 from .errors import BadRequest
-from .tools import EFFORTS, call_id
+from .tools import EFFORTS, call_id, qualified_name
 
 # Of the kinds of runs: the prefix of an item's id, and the name of its deltas.
 PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}
 DELTAS = {"content": "output_text", "reasoning": "reasoning_text", "arguments": "function_call_arguments"}
 INPUT_IMAGE = "input_image"
+# Kinds of items: calls and their outputs, and what has no meaning without the server that made it.
+CALLS = {
+    "function_call": "arguments",
+    "custom_tool_call": "input",
+    "local_shell_call": "action",
+    "shell_call": "action",
+    "apply_patch_call": "operation",
+}
+OUTPUTS = frozenset(f"{kind}_output" for kind in CALLS)
+LEFT_OUT = frozenset(
+    {
+        "item_reference", "compaction", "web_search_call", "file_search_call", "code_interpreter_call",
+        "image_generation_call", "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response",
+        "tool_search_call", "tool_search_output", "additional_tools",
+    }
+)  # fmt: skip
+REASONING_HINTS = frozenset({"summary", "generate_summary"})
 TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
 
@@ -27,7 +46,7 @@ def input_messages(items: list[Any], num_previous: int = 0) -> list[tuple[str, d
     places: list[str] = []
     for index, item in enumerate(items):
         where = f"input[{index - num_previous}]" if index >= num_previous else "previous_response_id"
-        kind = item.get("type", "message") if isinstance(item, dict) else None
+        kind = _kind(item)
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         if kind == "message":
             message = {"role": item.get("role"), "content": _chat_parts(item.get("content"))}
@@ -36,23 +55,23 @@ def input_messages(items: list[Any], num_previous: int = 0) -> list[tuple[str, d
                 places[-1] = where
             else:
                 messages.append(message)
-        elif kind == "function_call_output":
-            content = _chat_parts(_text(item, "output", where, (str, list)))
-            messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": content})
-        elif kind in ("function_call", "reasoning"):
+        elif kind in OUTPUTS:
+            content = _output(item, kind, where)
+            name = "id" if kind == "local_shell_call_output" and "call_id" not in item else "call_id"
+            messages.append({"role": "tool", "tool_call_id": _text(item, name, where), "content": content})
+        elif kind in CALLS or kind == "reasoning":
             if last is None or (kind == "reasoning" and ("content" in last or "tool_calls" in last)):
                 last = {"role": "assistant"}
                 messages.append(last)
             if kind == "reasoning":
                 last["reasoning_content"] = _reasoning(item, where)
             else:
-                function = {name: _text(item, name, where) for name in ("name", "arguments")}
-                call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
+                call = {"id": _text(item, "call_id", where), "type": "function", "function": _function(item, where)}
                 last.setdefault("tool_calls", []).append(call)
-        else:
+        elif kind not in LEFT_OUT:
             raise BadRequest(
-                f"{where} must be a message, a function_call, a function_call_output or a reasoning item; items of "
-                "other types are not supported",
+                f"{where} must be a message, a call, the output of a call or a reasoning item; {shown(kind)} is not "
+                "supported",
                 "input",
             )
         places += [where] * (len(messages) - len(places))
@@ -67,29 +86,16 @@ def chat_fields(values: dict[str, Any]) -> dict[str, Any]:
     """Return the fields about tools and reasoning in the form that they have in chats. Raises BadRequest."""
     fields: dict[str, Any] = {
         name: values[name]
-        for name in ("parallel_tool_calls", "chat_template_kwargs", "enable_thinking")
+        for name in ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "enable_thinking")
         if name in values
     }
-    if "tools" in values:
-        fields["tools"] = values["tools"]
-        if isinstance(values["tools"], list):
-            fields["tools"] = [_nested(tool) for tool in values["tools"]]
-    match values.get("tool_choice"):
-        case None:
-            pass
-        case {"type": "function", "name": name}:
-            fields["tool_choice"] = {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "mode": mode, "tools": tools}:
-            fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
-        case choice:
-            fields["tool_choice"] = choice
     match values.get("reasoning", {}):
-        case {"effort": effort, **rest} if not (rest.keys() - {"summary"}):
+        case {"effort": effort, **rest} if rest.keys() <= REASONING_HINTS:
             if effort not in (None, *EFFORTS):
                 text = f"reasoning.effort must be one of {', '.join(EFFORTS)}, not {shown(effort)}"
                 raise BadRequest(text, "reasoning.effort")
             fields |= {} if effort is None else {"reasoning_effort": effort}
-        case {**rest} if not (rest.keys() - {"summary"}):
+        case {**rest} if rest.keys() <= REASONING_HINTS:
             pass
         case other:
             raise BadRequest(
@@ -102,12 +108,18 @@ class OutputItems:
     """The items of an output that a parser reads: each run of its choice is one. `event` makes a numbered event."""
 
     def __init__(
-        self, choice: Choice, name: str, event: Callable[..., bytes], logprobs: Callable[[Run, bool], Any]
+        self,
+        choice: Choice,
+        name: str,
+        event: Callable[..., bytes],
+        logprobs: Callable[[Run, bool], Any],
+        namespaces: Mapping[str, tuple[str, str]],
     ) -> None:
         self._choice = choice
         self._name = name  # of the response, in the items' ids
         self._event = event
         self._logprobs = logprobs  # of a run's text, with the tokens' bytes or without
+        self._namespaces = namespaces  # and names of functions in them, by the name that the model writes
         self._num_begun = 0  # items in events; all but the last have ended
 
     def shown(self, status: str) -> list[dict[str, Any]]:
@@ -141,7 +153,8 @@ class OutputItems:
         run, place = self._choice.runs[index], self._place(index)
         item = self._item(index, status)
         if run.kind == "call":
-            done = self._event("response.function_call_arguments.done", **place, arguments=run.text)
+            named = {"name": item["name"], "arguments": run.text}
+            done = self._event("response.function_call_arguments.done", **place, **named)
         else:
             extra = {"logprobs": self._logprobs(run, False)} if run.kind == "content" else {}
             done = self._event(f"response.{DELTAS[run.kind]}.done", **place, text=run.text, **extra)
@@ -167,8 +180,9 @@ class OutputItems:
     def _item(self, index: int, status: str, *, is_empty: bool = False) -> dict[str, Any]:
         run, own = self._choice.runs[index], {"id": self._id(index), "status": status}
         if run.kind == "call":
-            named = {"call_id": call_id(self._name, 0, index), "name": run.name}
-            return {**own, "type": "function_call", **named, "arguments": "" if is_empty else run.text}
+            namespace, name = self._namespaces.get(run.name, ("", run.name))
+            named = {"call_id": call_id(self._name, 0, index), "name": name, "arguments": "" if is_empty else run.text}
+            return {**own, "type": "function_call", **named, **({"namespace": namespace} if namespace else {})}
         content = [] if is_empty else [self._part(index)]
         if run.kind == "reasoning":
             return {**own, "type": "reasoning", "summary": [], "content": content}
@@ -183,11 +197,29 @@ class OutputItems:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _nested(tool: object) -> object:
-    """Return a tool of a response in the form that tools of chats have."""
-    if not isinstance(tool, dict) or "function" in tool:
-        return tool
-    return {"type": tool.get("type"), "function": {key: value for key, value in tool.items() if key != "type"}}
+def _kind(item: object) -> str:
+    """Return the type of an item, which messages may leave out; empty if it is no text."""
+    kind = item.get("type") if isinstance(item, dict) else ""
+    return "message" if kind is None else kind if isinstance(kind, str) else ""
+
+
+def _function(item: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a call as messages of chats have it: whatever a tool receives is the arguments of a function."""
+    kind, field = item["type"], CALLS[item["type"]]
+    if kind == "function_call":
+        name = qualified_name(_text(item, "name", where), item.get("namespace"))
+        return {"name": name, "arguments": _text(item, field, where)}
+    name = _text(item, "name", where) if kind == "custom_tool_call" else kind.removesuffix("_call")
+    given = _text(item, field, where, (str,) if kind == "custom_tool_call" else (dict,))
+    return {"name": name, "arguments": msgspec.json.encode({field: given}).decode()}
+
+
+def _output(item: dict[str, Any], kind: str, where: str) -> Any:
+    """Return the output of a call as the content of a message."""
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        return _chat_parts(_text(item, "output", where, (str, list)))
+    output = item.get("output", "")
+    return output if isinstance(output, str) else msgspec.json.encode(output).decode()
 
 
 def _chat_parts(content: Any) -> Any:
@@ -207,7 +239,8 @@ def _chat_part(part: Any) -> Any:
 def _text(item: dict[str, Any], name: str, where: str, kinds: tuple[type, ...] = (str,)) -> Any:
     value = item.get(name)
     if type(value) not in kinds:
-        raise BadRequest(f"{where}: {name} must be text, not {shown(value)}", "input")
+        allowed = "text" if str in kinds else "an object"
+        raise BadRequest(f"{where}: {name} must be {allowed}, not {shown(value)}", "input")
     return value
 
 

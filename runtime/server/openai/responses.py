@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from ...common.errors import QuireError
-from ...common.prompts import shown
+from ...common.prompts import REFUSAL, shown
 from ...common.types import OutputChunk, SamplingParams, Usage
 from ...engine.facade import EngineInfo, NewParser
 from .calls import Call, chat_prompt, checked_messages, with_answer
@@ -28,13 +28,12 @@ from .fields import (
 from .formats import Format
 from .logprobs import ChatLogprobs, Columns, Vocabulary, shown_in_delta
 from .response_items import INPUT_IMAGE, OutputItems, chat_fields, input_messages
-from .tools import TOOL_FIELDS
+from .tools import TOOL_FIELDS, check_verbosity, namespaces
 
 RESPONSE_FIELDS = COMMON - {"n", "max_tokens", "logprobs", "logit_bias", "response_format", "stream_options"} | HINTS
 RESPONSE_FIELDS |= {"input", "instructions", "max_output_tokens", "text", "store", "background", "previous_response_id"}
 RESPONSE_FIELDS |= {"include", "top_logprobs", "service_tier", "reasoning"} | TOOL_FIELDS - {"reasoning_effort"}
 TEXT_FORMAT = {"type": "text"}
-TEXT_DEFAULTS = {"verbosity": "medium"}  # besides its format
 FORMAT_OPTIONS: dict[str, type] = {"description": str, "strict": bool}  # of a JSON schema, besides its name
 UNSUPPORTED_HERE: dict[str, tuple[object, ...]] = {
     **UNSUPPORTED,
@@ -56,7 +55,14 @@ INSTEAD_HERE = {
     "response_format": "use text.format",
 }
 RESPONSE_KNOWN = RESPONSE_FIELDS | UNSUPPORTED_HERE.keys()
-WITH_LOGPROBS = "message.output_text.logprobs"  # the only value that `include` supports
+WITH_LOGPROBS = "message.output_text.logprobs"
+# Values of `include` that ask for parts of the output of tools that only other servers have, for what the answer has
+# anyway, or for reasoning that is encrypted, which is sent as text.
+INCLUDED = (
+    WITH_LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results",
+    "web_search_call.results", "web_search_call.action.sources", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)  # fmt: skip
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
@@ -122,10 +128,17 @@ def _listed(item: dict[str, Any]) -> dict[str, Any]:
         own = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
         content = item.get("content") or []
         parts = [{"text": content}] if isinstance(content, str) else content
-        item["content"] = [{**own, "text": part["text"]} if "text" in part else _listed_image(part) for part in parts]
+        item["content"] = [_listed_part(part, own) for part in parts]
     elif item["type"] == "reasoning":
         item.setdefault("summary", [])
     return {"id": item["id"], "status": "completed", **item}
+
+
+def _listed_part(part: dict[str, Any], of_text: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of a message, whose texts have the fields `of_text`."""
+    if part.get("type") == REFUSAL:
+        return {"type": REFUSAL, REFUSAL: part[REFUSAL]}
+    return {**of_text, "text": part["text"]} if "text" in part else _listed_image(part)
 
 
 def _listed_image(part: dict[str, Any]) -> dict[str, Any]:
@@ -139,21 +152,20 @@ def _listed_image(part: dict[str, Any]) -> dict[str, Any]:
 def _num_logprobs(fields: Fields) -> int | None:
     """Return how many alternatives of each token to show, None for no logprobs. Raises BadRequest."""
     included, top = fields.take("include", list, []), fields.take_between("top_logprobs", 0, MAX_ALTERNATIVES, 0)
-    if other := [each for each in included if each != WITH_LOGPROBS]:
-        advice = "; reasoning is sent as text" if other[0] == "reasoning.encrypted_content" else ""
-        raise BadRequest(f"include supports only {WITH_LOGPROBS}, not {shown(other[0])}{advice}", "include")
-    if top and not included:
+    if other := [each for each in included if each not in INCLUDED]:
+        raise BadRequest(f"include may have {', '.join(INCLUDED)}, not {shown(other[0])}", "include")
+    has_logprobs = WITH_LOGPROBS in included
+    if top and not has_logprobs:
         raise BadRequest(f"top_logprobs needs include: [{WITH_LOGPROBS!r}]", "top_logprobs")
-    return top if included else None
+    return top if has_logprobs else None
 
 
 def _use_text_format(fields: Fields) -> None:
     """Give `text.format` the name and form that it has in chats. Raises BadRequest."""
     text = Fields(fields.take("text", dict, {}))
     given = text.take("format", dict, TEXT_FORMAT)
-    if other := sorted(
-        name for name, value in text.values.items() if name != "format" and value != TEXT_DEFAULTS.get(name)
-    ):
+    check_verbosity(text.values.get("verbosity", "medium"), "text.verbosity")
+    if other := sorted(text.values.keys() - {"format", "verbosity"}):
         raise BadRequest(f"text.{other[0]} is not supported; leave it out", f"text.{other[0]}")
     match given:
         case {"type": "json_schema", "name": str(), "schema": schema, **rest} if rest.keys() <= FORMAT_OPTIONS.keys():
@@ -177,14 +189,14 @@ def _messages(fields: Fields) -> list[tuple[str, dict[str, Any]]]:
     """Return instructions and input as the messages of a chat, each after its place in the body. Raises BadRequest."""
     instructions = fields.take("instructions", str, "")
     first = [("instructions", {"role": "system", "content": instructions})] if instructions else []
-    given = fields.values.get("input")
+    given = fields.required("input")
     if isinstance(given, str):
         return [*first, ("input", {"role": "user", "content": given})]
     if not isinstance(given, list) or not given:
         raise BadRequest(f"input must be text or a list of messages, not {shown(given)}", "input")
     messages = first + input_messages(given, fields.num_previous_items)
     if not messages:
-        raise BadRequest("input must have a message: reasoning alone is none", "input")
+        raise BadRequest("input must have a message: reasoning or items that are left out are none", "input")
     return messages
 
 
@@ -242,7 +254,9 @@ class ResponseFormat(Format):
         """See `Format.read_with`."""
         super().read_with(new_parser)
         if new_parser is not None:
-            self._items = OutputItems(self.choices[0], self._name, self._event, self._logprobs_of)
+            self._items = OutputItems(
+                self.choices[0], self._name, self._event, self._logprobs_of, namespaces(self._repeated["tools"])
+            )
 
     def whole(self, usage: Usage) -> bytes:
         """Return the object of the finished response."""

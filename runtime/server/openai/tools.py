@@ -1,15 +1,20 @@
-"""The fields of a chat about tools and reasoning, and tool calls as answers show them."""
+"""The fields of a chat about tools and reasoning, and tool calls as answers show them.
+
+Tools that a local server does not have, such as a web search, ask for nothing unless `tool_choice` names them: they
+are left out. The functions of a namespace are offered under a name of their own.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import string
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from ...common.errors import InvalidRequest
-from ...common.prompts import chat_tools, shown
+from ...common.prompts import OTHER_SCHEMA, TOOL_PLACE, chat_tools, shown
 from ...common.types import ToolChoice
 from .errors import BadRequest
 
@@ -19,20 +24,59 @@ TOOL_FIELDS = frozenset(
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # all that Mistral's templates accept
+JOINT = "__"  # between the names of a namespace and of a function
+VERBOSITIES = ("low", "medium", "high")
 CHOICE_FORMS = (
     'tool_choice must be "none", "auto", "required", {"type": "function", "function": {"name": "…"}} or '
     '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": …}]}}'
 )
 
 _encode = msgspec.json.encode
+_OF_FUNCTIONS = frozenset({"function", "parameters", OTHER_SCHEMA})  # keys that only functions have
 
 
 def request_tools(values: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Return the tools that a body offers. An empty list, which some clients send, offers none. Raises BadRequest."""
+    """Return the functions that a body offers, of which an empty list has none. Raises BadRequest."""
+    given = values.get("tools", [])
     try:
-        return chat_tools(values.get("tools", []))
+        if not isinstance(given, list):
+            return chat_tools(given)
+        placed = [each for index, tool in enumerate(given) for each in _functions(tool, TOOL_PLACE(index))]
+        return chat_tools([tool for _, tool in placed], lambda index: placed[index][0])
     except InvalidRequest as error:
         raise BadRequest(str(error), "tools") from None
+
+
+def _functions(tool: Any, where: str, namespace: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the functions that a tool is or contains, each after its place in the body."""
+    match tool:
+        case {"type": "namespace", "name": str(name), "tools": list(tools)} if not namespace:
+            for index, each in enumerate(tools):
+                yield from _functions(each, f"{where}.tools[{index}]", name)
+        case {"function": {"name": str(name)} as function} if namespace:
+            yield where, {**tool, "function": {**function, "name": qualified_name(name, namespace)}}
+        case {"name": str(name)} if namespace and not _is_elsewhere(tool):
+            yield where, {**tool, "name": qualified_name(name, namespace)}
+        case _ if not _is_elsewhere(tool):
+            yield where, tool
+
+
+def qualified_name(name: str, namespace: Any) -> str:
+    """Return the name of a function that the model reads and writes; a function may have no namespace."""
+    if not isinstance(namespace, str) or not namespace:
+        return name
+    return f"{namespace.removesuffix(JOINT)}{JOINT}{name}"
+
+
+def namespaces(tools: Any) -> dict[str, tuple[str, str]]:
+    """Return the namespace and the name of each function in a namespace, by its name for the model."""
+    found: dict[str, tuple[str, str]] = {}
+    for tool in tools if isinstance(tools, list) else ():
+        match tool:
+            case {"type": "namespace", "name": str(namespace), "tools": list(functions)}:
+                names = [_name(each) for each in functions]
+                found |= {qualified_name(name, namespace): (namespace, name) for name in names if name is not None}
+    return found
 
 
 def tool_choice(values: dict[str, Any], tools: tuple[dict[str, Any], ...]) -> ToolChoice:
@@ -43,7 +87,7 @@ def tool_choice(values: dict[str, Any], tools: tuple[dict[str, Any], ...]) -> To
     needed, names = _choice(values.get("tool_choice", "auto"))
     offered = {tool["function"]["name"] for tool in tools}
     if (names is not None or needed == "required") and not offered:
-        raise BadRequest("tool_choice needs tools", "tool_choice")
+        raise BadRequest("tool_choice needs tools that are functions", "tool_choice")
     if unknown := [name for name in names or () if name not in offered]:
         raise BadRequest(f"tool_choice: there is no tool {unknown[0]!r} in tools", "tool_choice")
     return msgspec.convert({"needed": needed, "names": names, "parallel": parallel}, ToolChoice)
@@ -77,6 +121,12 @@ def template_variables(values: dict[str, Any]) -> dict[str, Any]:
     return variables | given
 
 
+def check_verbosity(value: object, name: str = "verbosity") -> None:
+    """Raise BadRequest unless a hint about the length of answers, which changes nothing here, is valid."""
+    if value not in VERBOSITIES:
+        raise BadRequest(f"{name} must be one of {', '.join(VERBOSITIES)}, not {shown(value)}", name)
+
+
 def call_id(answer_id: str, choice: int, index: int) -> str:
     """Return the id of a tool call, which follows from the answer's id."""
     digest = hashlib.sha256(f"{answer_id}/{choice}/{index}".encode()).digest()
@@ -84,20 +134,38 @@ def call_id(answer_id: str, choice: int, index: int) -> str:
 
 
 def _choice(value: object) -> tuple[str, list[str] | None]:
+    """Return whether calls are needed, and the names of the functions that may be called; None for all."""
     match value:
-        case "none" | "auto" | "required":
-            return str(value), None
-        case {"type": "function", "function": {"name": str(name)}}:
+        case ("none" | "auto" | "required" as mode) | {"type": "none" | "auto" | "required" as mode}:
+            return mode, None
+        case {"type": "function"} if (name := _name(value)) is not None:
             return "required", [name]
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
-            names = [_name(each) for each in tools]
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*tools]}} | {
+            "type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*tools],
+        } if tools:  # fmt: skip
+            functions = [each for each in tools if not _is_elsewhere(each)]
+            names = [_name(each) for each in functions]
+            if not functions and mode == "auto":
+                return "none", None
             if names and None not in names:
                 return mode, [str(name) for name in names]
     raise BadRequest(f"{CHOICE_FORMS}, not {shown(value)}", "tool_choice")
 
 
+def _is_elsewhere(tool: object) -> bool:
+    """Return whether a tool is one that only other servers have."""
+    return (
+        isinstance(tool, Mapping)
+        and isinstance(kind := tool.get("type"), str)
+        and kind not in ("function", "namespace", "")
+        and not tool.keys() & _OF_FUNCTIONS
+    )
+
+
 def _name(tool: object) -> str | None:
-    match tool:
-        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
-            return name
-    return None
+    """Return the name for the model of a function, nested or flat; None for other tools."""
+    if not isinstance(tool, Mapping) or tool.get("type") not in (None, "function"):
+        return None
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return qualified_name(name, tool.get("namespace")) if isinstance(name, str) else None
