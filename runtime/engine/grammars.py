@@ -38,7 +38,7 @@ from .error_mapping import UNMATCHED
 from .grammar_vocabulary import load_tables
 from .job_threads import JobThreads
 from .json_schema import check_references, enforceable_schema, library_options
-from .masks import LEXER_ERROR, MaskJob, MaskQueue, RunningGrammar, StepMasks
+from .masks import ITEMS_ERROR, LEXER_ERROR, MaskJob, MaskQueue, RunningGrammar, StepMasks
 from .text import has_tokenizer
 from .trials import Trials
 
@@ -53,11 +53,14 @@ MAX_CHECKED = 4096  # structures that are known to be correct
 # Expressions that may be made before the first token. Text that a grammar forces is looked at to its end, and each of
 # these takes up to 270 bytes: a regular expression of 15 characters took 180 MB.
 MAX_FIRST_EXPRESSIONS = 200_000
+MAX_STEP_EXPRESSIONS = 200_000  # with one mask: 15 ms
+MAX_STEP_EXPRESSIONS_ALONE = 20 * MAX_STEP_EXPRESSIONS  # of a grammar that shares nothing with other sequences
 MAX_LEXER_STATES = 20_000  # of a compiled grammar
 MAX_ITEMS = 20_000  # ways to go on, of a parser: an object with 500 optional properties has 2,000
 MAX_AMBIGUOUS_ITEMS = 350  # of a client's own rules, in which they may be ways to read the text: time is their square
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": MAX_FIRST_EXPRESSIONS,
+    "step_lexer_fuel": MAX_STEP_EXPRESSIONS,
     "max_lexer_states": MAX_LEXER_STATES,
     "max_grammar_size": 200_000,
     "verbose_errors": False,
@@ -231,12 +234,6 @@ def _limits(structure: StructuredOutputs, *, is_own: bool = False) -> dict[str, 
     return LIMITS | {"max_items_in_row": MAX_AMBIGUOUS_ITEMS if is_ambiguous else MAX_ITEMS}
 
 
-def _is_too_complex(matcher: LLMatcher) -> bool:
-    """Return whether a matcher that took no more tokens reached one of its limits; llguidance tells only in text."""
-    error = matcher.get_error()
-    return "items; max is" in error or LEXER_ERROR in error
-
-
 def may_be_ambiguous(structure: StructuredOutputs | None) -> bool:
     """Return whether a text may be read in several ways, as rules that a client has written allow."""
     return structure is not None and (structure.lark is not None or structure.gbnf is not None)
@@ -382,18 +379,22 @@ class Grammars:
         matcher = running.matcher
         assert matcher is not None, "its grammar is compiled"
         job.hold_all()
-        if job.parts and not running.take(pending) and not _is_too_complex(matcher):
-            raise InvalidRequest(UNMATCHED)
+        if job.parts and not running.take_again(pending, job.note_progress):
+            error = matcher.get_error()
+            if running.is_alone and ITEMS_ERROR not in error and LEXER_ERROR not in error:
+                raise InvalidRequest(UNMATCHED)
 
     def _compile(self, running: RunningGrammar) -> None:
         sampling = running.sampling
         structure = sampling.params.structured_outputs
         assert structure is not None
-        limits = LLParserLimits(**_limits(structure, is_own=sampling.has_own_grammar))
+        limits = _limits(structure, is_own=sampling.has_own_grammar)
+        if running.is_alone:
+            limits["step_lexer_fuel"] = MAX_STEP_EXPRESSIONS_ALONE
         tables = self._tables()
 
         def compile_it(grammar: str) -> LLMatcher:
-            read = partial(LLMatcher, tables, grammar, log_level=0, limits=limits)
+            read = partial(LLMatcher, tables, grammar, log_level=0, limits=LLParserLimits(**limits))
             return _call_with_deep_stack(len(grammar), read)
 
         _use(self._compiled.get(sampling.tenant, structure, grammar_of, compile_it, alone=running.is_alone), running)

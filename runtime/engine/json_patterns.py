@@ -12,6 +12,11 @@ from collections.abc import Iterator
 _PATTERN_PART = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
 # A character of a class, or a class within it.
 _ATOM = re.compile(r"\\(?:[pP]\{[^}]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|c[a-zA-Z]|.)|.", re.DOTALL)
+_ANY_PART = re.compile(f"{_PATTERN_PART.pattern}|.", re.DOTALL)
+_OPENING = re.compile(r"\((?:\?:)?(?!\?)")  # of a group
+_TIMES = re.compile(r"\{\d+,\d+\}(?![?+*{])")
+_TIMES_OF_PART = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\})\??")
+MAX_ROTATED = 1_000  # characters of a pattern whose repetitions may be written in another way
 _SYNTAX = frozenset("-[&~")  # of classes in Rust's syntax
 _MEANT = frozenset("bBcdDfknrsStuvwWx")  # letters that have a meaning in ECMAScript behind a backslash
 _NUMBERED = re.compile(r"\\[xu]\{?([0-9a-fA-F]+)\}?")
@@ -21,7 +26,65 @@ CONTROL = frozenset(range(32))
 
 def as_read(pattern: str) -> str:
     """Return a pattern with classes that llguidance reads as ECMAScript does."""
-    return _PATTERN_PART.sub(_written, pattern)
+    return rotated(_PATTERN_PART.sub(_written, pattern))
+
+
+def rotated(pattern: str) -> str:
+    """Return a pattern in which (?:XY){m,n}X is X(?:YX){m,n}, which has the same meaning.
+
+    For a limit of words, (?:\\S+\\s+){0,99}\\S+, the library makes a hundredth of the expressions after the change.
+    """
+    if len(pattern) > MAX_ROTATED:
+        return pattern
+    while (changed := _with_one_rotation(pattern)) != pattern:
+        pattern = changed
+    return pattern
+
+
+def _with_one_rotation(pattern: str) -> str:
+    for begin, end in _groups(pattern):
+        times = _TIMES.match(pattern, end)
+        opening = _OPENING.match(pattern, begin)
+        if times is None or opening is None:
+            continue
+        moved, kept, behind = "", "", times.end()
+        for part in _sequence(pattern[opening.end() : end - 1]):
+            is_behind = pattern.startswith(part, behind) and not _TIMES_OF_PART.match(pattern, behind + len(part))
+            if is_behind and not kept:
+                moved, behind = moved + part, behind + len(part)
+            else:
+                kept += part
+        if moved and kept:
+            return f"{pattern[:begin]}{moved}{opening[0]}{kept}{moved}){times[0]}{pattern[behind:]}"
+    return pattern
+
+
+def _groups(pattern: str) -> list[tuple[int, int]]:
+    """Return where groups begin and end."""
+    groups: list[tuple[int, int]] = []
+    open_groups: list[int] = []
+    for part in _ANY_PART.finditer(pattern):
+        if part[0] == "(":
+            open_groups.append(part.start())
+        elif part[0] == ")" and open_groups:
+            groups.append((open_groups.pop(), part.end()))
+    return groups
+
+
+def _sequence(pattern: str) -> list[str]:
+    """Return the parts of a pattern that follow each other, each with its quantifier; none if it has alternatives."""
+    ends = dict(_groups(pattern))
+    parts: list[str] = []
+    at = 0
+    while part := _ANY_PART.match(pattern, at):
+        if part[0] in "|)*+?{":
+            return []
+        end = ends.get(at, part.end())
+        times = _TIMES_OF_PART.match(pattern, end)
+        end = times.end() if times else end
+        parts.append(pattern[at:end])
+        at = end
+    return parts
 
 
 def _written(part: re.Match[str]) -> str:

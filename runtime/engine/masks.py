@@ -29,7 +29,10 @@ ISOLATED_MASKS = 4  # that a sequence computes in jobs of its own after its mask
 MAX_DOUBLINGS = 8  # of ISOLATED_MASKS
 LIMIT_S = 10.0  # for the masks of one job: some ambiguous grammars never end
 ABANDON_S = LIMIT_S / 2  # for those of a shared job; then each of its sequences restarts in a job of its own
-LEXER_ERROR = "lexer error: too many"  # in llguidance's message about limits of what the copies of a matcher share
+# In llguidance's messages about limits; the first depends on a sequence's text alone.
+ITEMS_ERROR = "items; max is"
+LEXER_ERROR = "lexer error: too many"
+TOKENS_PER_MASK = 16  # that a matcher takes again between two masks
 HOLD_S = 0.0005  # that a job waits for a compiled grammar that another job uses
 MAX_FORCED = 64  # tokens; after more, forced tokens are not looked for: a text of 250,000 characters takes a second
 
@@ -50,6 +53,10 @@ class MaskJob:
         self.is_abandoned = False  # its matchers are lost: its sequences restart
         self.started = 0.0  # time.monotonic() when its computation began; 0 before
         self.held: list[CompiledGrammar] = []  # whose locks it holds
+
+    def note_progress(self) -> None:
+        """Count the time of its computation from now on."""
+        self.started = time.monotonic()
 
     def runs_longer_than(self, limit_s: float) -> bool:
         """Return whether its computation began more than `limit_s` ago and is not done."""
@@ -135,15 +142,19 @@ class RunningGrammar:
         self.needs_restart = now - self.blocked_since > ABANDON_S
 
     def note_limit(self) -> None:
-        """Note an error if the matcher has reached a limit, or a restart if other sequences may have exhausted it."""
-        matcher, compiled = self.matcher, self.compiled
+        """Note an error if the matcher has reached a limit, or a restart if that was a limit of its lexer.
+
+        A lexer's limits count all that the lexer has read: other sequences, and tokens without masks. The lexer of a
+        restarted grammar reads this sequence alone, with all masks, so its errors depend on the sequence only.
+        """
+        matcher = self.matcher
         if matcher is None or not matcher.is_error():
             return
         error = matcher.get_error()
-        if LEXER_ERROR in error and compiled is not None and compiled.num_users > 1:
-            self.needs_restart = True
-        else:
+        if ITEMS_ERROR in error or self.is_alone:
             self.error = grammar_fault(error)
+        else:
+            self.needs_restart = True
 
     def note_late(self) -> None:
         """Isolate the next masks: the last ones missed their step."""
@@ -167,6 +178,24 @@ class RunningGrammar:
         assert matcher is not None, "a grammar is compiled before it takes tokens"
         self.num_consumed += len(token_ids)
         return all(map(matcher.consume_token, token_ids))  # one by one: a call holds the GIL
+
+    def take_again(self, token_ids: Sequence[int], note_progress: Callable[[], None]) -> bool:
+        """Let the matcher take tokens that were generated before. Return whether the grammar allows them.
+
+        The library makes a limited number of expressions with each mask and the tokens after it. When they are used up,
+        a lexer rejects tokens that the grammar allows. A lexer of one sequence computes all masks, as generation did.
+        """
+        matcher = self.matcher
+        assert matcher is not None, "a grammar is compiled before it takes tokens"
+        for index, token_id in enumerate(token_ids):
+            if self.is_alone or index % TOKENS_PER_MASK == 0:
+                matcher.compute_bitmask()
+                note_progress()
+                if matcher.is_error():
+                    return True  # `note_limit` says which limit
+            if not self.take((token_id,)):
+                return False
+        return True
 
     def fork(self, parent: RunningGrammar, generated: Sequence[int]) -> None:
         """Copy the matcher of the beam before the last token. Does nothing while a job uses that matcher."""
@@ -233,11 +262,11 @@ class MaskQueue:
 
     def compute(self, job: MaskJob, prepare: Callable[[], None] | None = None) -> None:
         """Compute a job in this thread. After an error its only sequence ends, or its several sequences restart."""
-        job.started = time.monotonic()
+        job.note_progress()
         try:
             if prepare is not None:
                 prepare()
-                job.started = time.monotonic()
+                job.note_progress()
             job.hold_all()
             job.masks = self._masks(job)
             for running, _, _ in job.parts:

@@ -614,8 +614,15 @@ MUTANTS = [
         MASK_TESTS,
     ),
     Mutant(
+        MASKS,
+        "if self.is_alone or index % TOKENS_PER_MASK == 0:",
+        "if False:",
+        "after a crash of the engine, a pattern with a limit of words ends its request with an error",
+        MASK_TESTS,
+    ),
+    Mutant(
         GRAMMARS,
-        " or LEXER_ERROR in error",
+        " and LEXER_ERROR not in error",
         "",
         "a replayed request whose grammar exceeds a limit is refused for its ids",
         MASK_TESTS,
@@ -650,8 +657,8 @@ MUTANTS = [
     ),
     Mutant(
         MASKS,
-        "compiled is not None and compiled.num_users > 1",
-        "compiled is None",
+        "ITEMS_ERROR in error or self.is_alone",
+        "True",
         "texts of other requests take a request to the limits of its grammar",
         MASK_TESTS,
     ),

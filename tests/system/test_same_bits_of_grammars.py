@@ -27,6 +27,7 @@ SCHEMA: dict[str, Any] = {
 }
 GRAMMARS = {
     "json": StructuredOutputs(json=SCHEMA),
+    "words": StructuredOutputs(json={"type": "string", "maxLength": 300, "pattern": r"^(?:\S+\s+){0,49}\S+$"}),
     "any object": StructuredOutputs(json_object=True),
     "regex": StructuredOutputs(regex=r"[A-Z][a-z]{2,9} [0-9]{4}-[0-9]{2}(, (yes|no)){1,3}"),
     "choice": StructuredOutputs(choice=("positive", "negative", "neither of both")),

@@ -176,14 +176,24 @@ async def test_a_model_with_more_rows_of_embeddings_than_tokens_generates_its_to
     assert re.fullmatch(r'\s*\{\s*"a"\s*:\s*\d+\s*,\s*"b"\s*:\s*"[xy]"\s*\}', json.loads(expected[0][0])["text"])
 
 
-async def test_a_killed_process_is_replaced_and_the_output_goes_on(slow_engine: None) -> None:
+@pytest.mark.parametrize(
+    "structure",
+    [
+        StructuredOutputs(regex=r"\[([a-z]{3,9},){60}\]"),
+        StructuredOutputs(json={"type": "string", "maxLength": 600, "pattern": r"^(?:\S+\s+){0,60}\S+$"}),
+    ],
+    ids=["letters", "limit of words"],
+)
+async def test_a_killed_process_is_replaced_and_the_output_goes_on(
+    slow_engine: None, structure: StructuredOutputs
+) -> None:
     request = asked(
         prompt(20),
         ignore_eos=False,
         max_tokens=300,
         temperature=1.0,
         seed=3,
-        structured_outputs=StructuredOutputs(regex=r"\[([a-z]{3,9},){60}\]"),
+        structured_outputs=structure,
     )
     async with engine_pool() as engine:
         alone = bits(await chunks_of(engine, request))

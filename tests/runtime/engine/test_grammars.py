@@ -800,6 +800,54 @@ def test_texts_of_other_requests_take_no_request_to_a_limit(masks: Grammars, mon
     assert "too many states" in found[4], "a limit that a text reaches by itself"
 
 
+WORDS = r"^(?:\S+\s+){0,49}\S+$"
+
+
+@pytest.mark.parametrize(
+    ("structure", "limits"),
+    [
+        ({"json": {"properties": {"a": {"type": "string", "minLength": 1, "maxLength": 500, "pattern": WORDS}}}}, {}),
+        ({"json": {"type": "string", "maxLength": 5000, "pattern": r"^$|(^(?:\S+\s+){0,99}\S+$)"}}, {}),
+        ({"json": {"type": "string", "maxLength": 900, "pattern": r"^(\w{1,20}\s?){1,50}$"}}, {}),
+        ({"json": {"type": "string", "maxLength": 300, "pattern": r"^([a-z]+[0-9]*){2,40}$"}}, {}),
+        ({"regex": r"([a-z]+ ?){1,60}"}, {"step_lexer_fuel": 8_000}),
+        ({"lark": 'start: (W " ")*\nW: /[a-z]{1,9}( [a-z]{1,9}){0,30}/ & /[a-z ]{1,200}/'}, {"step_lexer_fuel": 8_000}),
+        ({"gbnf": "root ::= ([a-z]+ [0-9]? ){1,50}"}, {}),
+        ({"regex": "(a[a-d]{60}|b[b-e]{60}|[cde][c-f]{60}){3}"}, {"max_lexer_states": 250}),
+        ({"lark": 'start: x*\nx: "a" x | "b" x | "c" | "a" "a" | "b" "b"'}, {}),
+    ],
+    ids=str,
+)
+def test_a_replay_reaches_no_limit_that_the_generation_did_not(
+    masks: Grammars, structure: dict[str, Any], limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Limits of the library are about a mask and the tokens after it, or about all that a lexer has read."""
+    for name, limit in limits.items():
+        monkeypatch.setitem(grammars.LIMITS, name, limit)
+    grammar, chooser = StructuredOutputs(**structure), random.Random(4)
+    check_structure(grammar)
+    text: list[int] = []
+    expected = [allowed(step_until_ready(masks, [sequence(grammar, text)], 1)[1][0])]
+    while len(text) < 40 and (choices := sorted(expected[-1] - {EOS})):
+        text.append(chooser.choice(choices))
+        found = step_until_ready(masks, [sequence(grammar, text)], 1)[1]
+        if isinstance(found, str):
+            assert "too many states" in found or "items; max is" in found
+            break
+        expected.append(allowed(found[0]))
+    for length in range(1, len(expected), 8):
+        replayed = Grammars(BUNDLED_MODEL)
+        found = step_until_ready(replayed, [sequence(grammar, text[:length])], 1)[1]
+        assert not isinstance(found, str), found
+        assert allowed(found[0]) == expected[length]
+        replayed.close()
+
+
+def test_tokens_that_the_grammar_does_not_allow_are_refused_in_a_replay(masks: Grammars) -> None:
+    found = step_until_ready(masks, [sequence(WORD, ids("ac"))], 1)
+    assert found[1] == "generated: the ids do not match structured_outputs"
+
+
 def test_beams_continue_the_text_of_their_parents(masks: Grammars) -> None:
     sampling = SamplingSpec(SamplingParams(structured_outputs=WORD, beam_width=2), 1, frozenset({EOS}), "")
 
@@ -992,8 +1040,9 @@ def test_text_that_is_forced_without_end_ends_its_request(masks: Grammars, regex
     before = allocated_bytes()
     ready(masks.begin([sequence(grammar, [])]))
     assert allocated_bytes() - before < 100 << 20
-    found = ready(masks.begin([sequence(grammar, ids(regex[:2] if regex[1] == "b" else "aa"))]))
+    found = step_until_ready(masks, [sequence(grammar, ids(regex[:2] if regex[1] == "b" else "aa"))], 1)
     assert "too many expressions" in found[1]
+    assert allocated_bytes() - before < 100 << 20
 
 
 def test_a_grammar_is_compiled_once(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

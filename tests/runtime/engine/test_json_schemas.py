@@ -17,7 +17,7 @@ from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.types import StructuredOutputs
 from quire.runtime.engine import json_numbers
 from quire.runtime.engine.grammars import Grammars, check_structure, grammar_of
-from quire.runtime.engine.json_patterns import as_read
+from quire.runtime.engine.json_patterns import as_read, rotated
 from quire.runtime.engine.text_processor import TextProcessor
 from quire.runtime.model import BUNDLED_MODEL
 
@@ -426,6 +426,32 @@ def test_classes_of_characters_are_those_of_ecmascript(pattern: str) -> None:
         matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
         found = [each for each in SOME if can_be_generated(matcher.deep_copy(), instance_of(each))]
         assert "".join(found) == "".join(each for each in SOME if each in CLASSES[pattern])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (r"^(?:\S+\s+){0,49}\S+$", r"^\S+(?:\s+\S+){0,49}$"),
+        (r"^$|(^(?:\S+\s+){0,99}\S+$)", r"^$|(^\S+(?:\s+\S+){0,99}$)"),
+        ("^([a-z]+-){1,3}[a-z]+$", "^[a-z]+(-[a-z]+){1,3}$"),
+        ("a(b|c)", "a(b|c)"),
+        ("(a(b|c)d){0,2}a(b|c)e", "a(b|c)(da(b|c)){0,2}e"),
+        (r"([(]x\)){1,2}[(]y", r"[(](x\)[(]){1,2}y"),
+        ("((a,){0,2}a;){0,3}(a,){0,2}a", "a(,a){0,2}(;a(,a){0,2}){0,3}"),
+        ("(ab){2,3}a*", "(ab){2,3}a*"),
+        ("(ab){2,3}a{2}", "(ab){2,3}a{2}"),
+        ("(a|b){1,2}a", "(a|b){1,2}a"),
+        ("(ab){1,2}ab", "(ab){1,2}ab"),
+        ("(?=ab){1,2}a", "(?=ab){1,2}a"),
+        ("(ab){1,2", "(ab){1,2"),
+        ("(((", "((("),
+        ("(ab){0,2}a" * 200, "(ab){0,2}a" * 200),
+    ],
+)
+def test_a_repetition_before_its_own_beginning_is_written_in_the_cheaper_way(pattern: str, expected: str) -> None:
+    """Both forms have the same meaning; long patterns stay as they are."""
+    assert rotated(pattern) == expected
+    assert rotated(expected) == expected
 
 
 @pytest.mark.parametrize("pattern", CLASSES)
