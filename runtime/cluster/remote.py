@@ -101,7 +101,9 @@ class HostConnection:
     pid = None
     is_stopped = False
 
-    def __init__(self, link: HostLink, receive: Callable[[FromHost], None], on_heartbeat: Callable[[], None]) -> None:
+    def __init__(
+        self, link: HostLink, receive: Callable[[FromHost], None], on_heartbeat: Callable[[bool], None]
+    ) -> None:
         self.link = link
         self.ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self.closed = asyncio.Event()
@@ -116,7 +118,7 @@ class HostConnection:
         member: Member,
         credentials: Credentials,
         receive: Callable[[FromHost], None],
-        on_heartbeat: Callable[[], None],
+        on_heartbeat: Callable[[bool], None],
     ) -> HostConnection:
         """Connect and greet. Raises Unavailable, TLSError, ConfigError, ProtocolError or Unauthenticated."""
         writer: asyncio.StreamWriter | None = None
@@ -173,7 +175,7 @@ class HostConnection:
                 self.ready.exception()  # marked as retrieved: it may be that no task waits for it
 
     def _receive(self, message: FromHost) -> None:
-        self._on_heartbeat()
+        self._on_heartbeat(False)
         if isinstance(message, HostReady) == self.ready.done():
             raise ProtocolError("an engine host introduces itself once, with its first message")
         if isinstance(message, HostReady):
@@ -208,7 +210,7 @@ class HostSource:
         problem = self.connection.problem
         return "the link was closed" if problem is None else str(problem)
 
-    async def open(self, receive: Callable[..., None], on_heartbeat: Callable[[], None]) -> HostConnection:
+    async def open(self, receive: Callable[..., None], on_heartbeat: Callable[[bool], None]) -> HostConnection:
         """See `EngineSource.open`. Two attempts are at least RETRY_S apart."""
         now = asyncio.get_running_loop().time()
         self._next_attempt = max(now, self._next_attempt) + RETRY_S

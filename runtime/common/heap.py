@@ -34,6 +34,12 @@ def limit_heap() -> None:
             _libc.mallopt(name, value)
 
 
+def return_unused_memory() -> None:
+    """Return freed memory to the system. That takes some milliseconds."""
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
+
+
 class UnusedMemory:
     """Watches the memory that the process holds and does not use: what jobs free between blocks that stay."""
 
@@ -46,8 +52,7 @@ class UnusedMemory:
         unused = _unused_bytes()
         self._least, self._left = min(self._least, unused), min(self._left, unused)
         if unused > max(self._least + MAX_UNUSED, self._left + MIN_RETURNED):
-            if hasattr(_libc, "malloc_trim"):
-                _libc.malloc_trim(0)
+            return_unused_memory()
             self._left = _unused_bytes()
 
 

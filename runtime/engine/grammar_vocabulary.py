@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from ..common.errors import GenerationFailed
+from ..common.errors import GenerationFailed, QuireError
+from ..common.heap import return_unused_memory
 from ..model import read_spec
 from .text import Tokenizer
 from .text_processor import TextProcessor
@@ -37,6 +40,34 @@ def load_tables(path: Path) -> LLTokenizer:
     slices = [*SLICES, *LLTokenizer.general_slices()]
     vocabulary.tables = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=ends, slices=slices)
     return vocabulary.tables
+
+
+class ModelTables:
+    """The tables of the model at `path`, which are loaded when they are first asked for. Any thread may ask.
+
+    That takes seconds for a large vocabulary, of which a call of the library takes a part and holds the GIL: a second
+    for 262,144 tokens. `holding_up` encloses it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.holding_up: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._loaded: LLTokenizer | QuireError | None = None  # or why there are none
+        self._loading = threading.Lock()
+
+    def get(self) -> LLTokenizer:
+        """Return the tables. Raises as `load_tables`, which is called once."""
+        with self._loading:
+            if self._loaded is None:
+                try:
+                    with self.holding_up():
+                        self._loaded = load_tables(self._path)
+                    return_unused_memory()
+                except QuireError as error:
+                    self._loaded = error
+        if isinstance(self._loaded, QuireError):
+            raise self._loaded.with_traceback(None)
+        return self._loaded
 
 
 class GrammarVocabulary:

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import llguidance
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits
 
 from ...scheduler.plan import ScheduledSequence
 from ..common.errors import InvalidRequest
@@ -35,11 +36,10 @@ from ..common.types import StructuredOutputs
 from ..model.runner import SamplingSpec
 from .compiled_grammars import CompiledGrammar, CompiledGrammars
 from .error_mapping import UNMATCHED
-from .grammar_vocabulary import load_tables
+from .grammar_vocabulary import ModelTables
 from .job_threads import JobThreads
 from .json_schema import check_references, enforceable_schema, library_options
 from .masks import ITEMS_ERROR, LEXER_ERROR, MaskJob, MaskQueue, RunningGrammar, StepMasks
-from .text import has_tokenizer
 from .trials import Trials
 
 WAIT_S = 0.002  # for masks, after a step's rows are computed, if other sequences sample in it
@@ -242,11 +242,10 @@ def may_be_ambiguous(structure: StructuredOutputs | None) -> bool:
 class Grammars:
     """The grammars of the sequences that run, for the model at `path`.
 
-    All methods but `load` and those of its threads are called on one event loop.
+    All methods but those of its threads are called on one event loop.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         self._running: dict[int, RunningGrammar] = {}  # by request id: those of the last step
         self._beams: dict[tuple[int, tuple[int, ...]], RunningGrammar] = {}  # by search and generated tokens, likewise
         self._compiled = CompiledGrammars()
@@ -254,15 +253,7 @@ class Grammars:
         self._isolated = JobThreads(NUM_THREADS, "quire-masks-apart")
         self._shared = JobThreads(1, "quire-masks")
         self._queue = MaskQueue(max(1, len(os.sched_getaffinity(0)) // 2))
-        self._tokenizer: LLTokenizer | None = None
-
-    def load(self) -> None:
-        """Read the model's tokenizer now, which takes seconds and holds the GIL, instead of with the first grammar.
-
-        Raises CorruptCheckpoint. A model without tokenizer has no grammars.
-        """
-        if has_tokenizer(self._path):
-            self._tokenizer = load_tables(self._path)
+        self.tables = ModelTables(path)
 
     def begin(self, sequences: Sequence[ScheduledSequence]) -> StepMasks | None:
         """Begin to compute the masks that a step lacks, before its rows; None if it samples nothing with a grammar."""
@@ -375,6 +366,9 @@ class Grammars:
     def _prepare(self, job: MaskJob, running: RunningGrammar, pending: Sequence[int]) -> None:
         """Compile the sequence's grammar, if it is not, and take the generated tokens that are new to it."""
         if running.matcher is None:
+            job.started = 0.0  # the time to load the vocabulary is not the grammar's
+            self._queue.num_words = (self.tables.get().vocab_size + 31) // 32
+            job.started = time.monotonic()
             self._compile(running)
         matcher = running.matcher
         assert matcher is not None, "its grammar is compiled"
@@ -391,19 +385,13 @@ class Grammars:
         limits = _limits(structure, is_own=sampling.has_own_grammar)
         if running.is_alone:
             limits["step_lexer_fuel"] = MAX_STEP_EXPRESSIONS_ALONE
-        tables = self._tables()
+        tables = self.tables.get()
 
         def compile_it(grammar: str) -> LLMatcher:
             read = partial(LLMatcher, tables, grammar, log_level=0, limits=LLParserLimits(**limits))
             return _call_with_deep_stack(len(grammar), read)
 
         _use(self._compiled.get(sampling.tenant, structure, grammar_of, compile_it, alone=running.is_alone), running)
-
-    def _tables(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = load_tables(self._path)
-        self._queue.num_words = (self._tokenizer.vocab_size + 31) // 32
-        return self._tokenizer
 
 
 def _use(compiled: CompiledGrammar, running: RunningGrammar) -> None:

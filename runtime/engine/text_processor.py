@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.config import ToolCallParser
 from ..common.errors import CorruptCheckpoint, GenerationFailed, UnsupportedModel
+from ..common.heap import return_unused_memory
 from ..common.prompts import PromptImage
 from ..common.types import SamplingParams
 from .text import ChatTemplate, IncrementalDetokenizer, Markup, Token, Tokenizer, has_tokenizer
@@ -50,6 +51,7 @@ class TextProcessor:
     def load(cls, path: Path, tool_call_parser: ToolCallParser = "auto") -> TextProcessor:
         """Read what a model's folder or GGUF file has. Raises CorruptCheckpoint or UnsupportedModel."""
         tokenizer = Tokenizer(path) if has_tokenizer(path) else None
+        return_unused_memory()  # building a tokenizer frees as much as stays
         try:
             template = ChatTemplate.load(path)
         except UnsupportedModel:

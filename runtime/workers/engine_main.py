@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,7 @@ from .engine_link import (
     StopEngine,
     ToEngine,
 )
+from .health import ALIVE, HELD_UP
 
 HEARTBEAT_INTERVAL_S = 0.25
 PR_SET_PDEATHSIG = 1
@@ -65,18 +66,37 @@ def main() -> None:
     limit_heap()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     link_fd, heartbeat_fd = map(int, sys.argv[1:])
-    threading.Thread(target=_send_heartbeats, args=(heartbeat_fd,), name="quire-heartbeat", daemon=True).start()
-    uvloop.run(_run(socket.socket(fileno=link_fd)))
+    heartbeats = _Heartbeats(heartbeat_fd)
+    threading.Thread(target=heartbeats.send, name="quire-heartbeat", daemon=True).start()
+    uvloop.run(_run(socket.socket(fileno=link_fd), heartbeats))
 
 
-def _send_heartbeats(heartbeat_fd: int) -> None:
-    """Show that the process runs, whatever its event loop does."""
-    while True:
-        os.write(heartbeat_fd, b".")
-        time.sleep(HEARTBEAT_INTERVAL_S)
+class _Heartbeats:
+    """Shows that the process runs, whatever its event loop does; and when a long call may hold the GIL."""
+
+    def __init__(self, heartbeat_fd: int) -> None:
+        self._fd = heartbeat_fd
+        self.current = ALIVE
+
+    def send(self) -> None:
+        """Send heartbeats for ever."""
+        while True:
+            os.write(self._fd, self.current)
+            time.sleep(HEARTBEAT_INTERVAL_S)
+
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Announce meanwhile that the next heartbeat may be late."""
+        self.current = HELD_UP
+        os.write(self._fd, HELD_UP)
+        try:
+            yield
+        finally:
+            self.current = ALIVE
+            os.write(self._fd, ALIVE)
 
 
-async def _run(end: socket.socket) -> None:
+async def _run(end: socket.socket, heartbeats: _Heartbeats) -> None:
     first: asyncio.Future[ToEngine | None] = asyncio.get_running_loop().create_future()  # None: the server is gone
     stopping = asyncio.Event()
 
@@ -94,9 +114,8 @@ async def _run(end: socket.socket) -> None:
         os.sched_setaffinity(0, start.cpus)  # before there are threads, and before memory is touched
     try:
         core = await EngineCore.load(start.config)
+        core.grammars.tables.holding_up = heartbeats.held_up
         try:
-            if core.info.generates:
-                await asyncio.to_thread(core.grammars.load)
             async with (
                 nullcontext()
                 if start.snapshot is None

@@ -23,6 +23,7 @@ from .engine_link import (
     StartEngine,
     StopEngine,
 )
+from .health import HELD_UP
 
 STOP_TIMEOUT_S = 20.0  # to exit, and to write the next bytes of its snapshot
 EXIT_TIMEOUT_S = 1.0  # between the end of its link and its exit, in either order
@@ -42,7 +43,7 @@ class EngineProcess:
         self,
         process: asyncio.subprocess.Process,
         receive: Callable[[FromEngine], None],
-        on_heartbeat: Callable[[], None],
+        on_heartbeat: Callable[[bool], None],
         heartbeat_fd: int,
     ) -> None:
         self.ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
@@ -56,7 +57,7 @@ class EngineProcess:
 
     @classmethod
     async def spawn(
-        cls, start: StartEngine, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[], None]
+        cls, start: StartEngine, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[bool], None]
     ) -> EngineProcess:
         """Start a process. `receive` gets every message but EngineReady, EngineFailed and SnapshotProgress.
 
@@ -163,8 +164,8 @@ class EngineProcess:
             self.ready.exception()  # marked as retrieved: it may be that no task waits for it
 
     def _read_heartbeat(self) -> None:
-        if os.read(self._heartbeat_fd, 4096):
-            self._on_heartbeat()
+        if beats := os.read(self._heartbeat_fd, 4096):
+            self._on_heartbeat(beats.endswith(HELD_UP))
         else:
             self._stop_reading_heartbeat()
 

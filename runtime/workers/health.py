@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ..common.stall import StallDetector
 
 TICK_S = 0.25
+ALIVE, HELD_UP = b".", b"!"  # heartbeats: the process runs; a long call may delay the next heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class HealthTimeouts:
 
     heartbeat_s: float = 1.0
     stall_s: float = 30.0
+    held_up_s: float = 15.0  # without a heartbeat, after one that announced a long call of a library with the GIL
 
 
 class HealthMonitor:
@@ -29,12 +31,15 @@ class HealthMonitor:
         self._now = 0.0  # TICK_S for each check
         self._heartbeat_at = 0.0
         self._heartbeat_timeout_s = max(2 * TICK_S, timeouts.heartbeat_s)
+        self._held_up_timeout_s = max(self._heartbeat_timeout_s, timeouts.held_up_s)
+        self._is_held_up = False
         self._stall_timeout_s = max(2 * TICK_S, timeouts.stall_s)
         self._stall = StallDetector(self._now)
         self._is_broken = False
 
-    def note_heartbeat(self) -> None:
-        self._heartbeat_at = self._now
+    def note_heartbeat(self, is_held_up: bool = False) -> None:
+        """Record a heartbeat, and whether a long call may delay the next one."""
+        self._heartbeat_at, self._is_held_up = self._now, is_held_up
 
     def note_step(self, step: int, has_work: bool) -> None:
         """Record the number of finished steps, and whether requests wait or run."""
@@ -50,7 +55,7 @@ class HealthMonitor:
         self._now += TICK_S
         if self._is_broken:
             return "its engine loop ended"
-        if silent_s >= self._heartbeat_timeout_s:
+        if silent_s >= (self._held_up_timeout_s if self._is_held_up else self._heartbeat_timeout_s):
             return f"no heartbeat for {silent_s:.1f} s"
         if stalled_s >= self._stall_timeout_s:
             return f"no step finished for {stalled_s:.1f} s while requests wait or run"

@@ -64,7 +64,7 @@ class EngineSource(Protocol):
     def ending(self) -> str:
         """Why the last engine closed its link, for log lines."""
 
-    async def open(self, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[], None]) -> OpenEngine:
+    async def open(self, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[bool], None]) -> OpenEngine:
         """Open an engine, which may not be ready yet. Raises what prevents that, and then leaves nothing behind."""
 
     def note_ready(self, ready: EngineReady) -> None:
@@ -82,7 +82,7 @@ class ProcessSource:
         self.name = start.name
         self.snapshot = start.snapshot
 
-    async def open(self, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[], None]) -> OpenEngine:
+    async def open(self, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[bool], None]) -> OpenEngine:
         """See `EngineSource.open`."""
         return await EngineProcess.spawn(self.start, receive, on_heartbeat)
 
@@ -226,7 +226,9 @@ class Supervisor:
     async def _open(self) -> tuple[OpenEngine, EngineReady]:
         """Open an engine and wait until it is ready. Raises the error that prevents that."""
         self.health = HealthMonitor(LOADING_TIMEOUTS)
-        process = await self._source.open(self._owner.receive, lambda: self.health.note_heartbeat())
+        process = await self._source.open(
+            self._owner.receive, lambda is_held_up: self.health.note_heartbeat(is_held_up)
+        )
         try:
             while not process.ready.done():
                 await asyncio.wait([process.ready], timeout=TICK_S)

@@ -176,7 +176,7 @@ MUTANTS = [
     ),
     Mutant(
         REMOTE,
-        "        self._on_heartbeat()\n        if isinstance",
+        "        self._on_heartbeat(False)\n        if isinstance",
         "        if isinstance",
         "a host that is busy sending tokens is lost after a second",
         SOCKETS,

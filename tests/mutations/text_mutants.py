@@ -144,8 +144,8 @@ MUTANTS = [
     ),
     Mutant(
         TOKENIZER,
-        "return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)",
-        "return max(map(len, self._fast.get_vocab(with_added_tokens=False)), default=1)",
+        "id_to_token, count = self._fast.id_to_token, self.vocab_size",
+        "id_to_token, count = self._fast.id_to_token, self._fast.get_vocab_size(with_added_tokens=False)",
         "a prompt of long added tokens is refused as too long",
     ),
     Mutant(

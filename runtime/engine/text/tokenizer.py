@@ -72,7 +72,11 @@ class Tokenizer:
     @cached_property
     def longest_token(self) -> int:
         """Characters of the longest vocabulary entry: no text of n tokens is longer than n times this."""
-        return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
+        id_to_token, count = self._fast.id_to_token, self.vocab_size
+        texts = [text for text in map(id_to_token, range(count)) if text is not None]
+        if len(texts) < count:  # the ids have gaps; all texts take half a second at once
+            texts = [*self._fast.get_vocab(with_added_tokens=True)]
+        return max(map(len, texts), default=1)
 
     @cached_property
     def bos_token_id(self) -> int | None:

@@ -28,7 +28,7 @@ DIGEST = "model"
 class FakeConnection(FakeProcess):
     """A link to a host; it is closed by `exit`."""
 
-    def __init__(self, receive: Callable[[FromHost], None], on_heartbeat: Callable[[], None]) -> None:
+    def __init__(self, receive: Callable[[FromHost], None], on_heartbeat: Callable[[bool], None]) -> None:
         self.num_heartbeats = 0  # received
         self.problem: ProtocolError | None = None  # that ended the link
         super().__init__(0, None, receive, on_heartbeat)  # type: ignore[arg-type]  # a host is not started
@@ -74,7 +74,7 @@ class FakeHosts:
         member: Member,
         credentials: Credentials,
         receive: Callable[[FromHost], None],
-        on_heartbeat: Callable[[], None],
+        on_heartbeat: Callable[[bool], None],
     ) -> FakeConnection:
         address = str(member.address)
         self.secrets[address] = member.secret

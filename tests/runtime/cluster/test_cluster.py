@@ -502,7 +502,7 @@ async def test_attempts_to_connect_are_some_time_apart(hosts: FakeHosts) -> None
     source, clock = HostSource(Member(TCPAddress("a", 1), "a"), SECRET, HostTraits(DIGEST)), asyncio.get_running_loop()
     start, times = clock.time(), list[float]()
     for _ in range(3):
-        (await source.open(lambda message: None, lambda: None)).exit(0)  # type: ignore[attr-defined]
+        (await source.open(lambda message: None, lambda is_held_up: None)).exit(0)  # type: ignore[attr-defined]
         times.append(clock.time() - start)
     assert times == pytest.approx([0, RETRY_S, 2 * RETRY_S], abs=RETRY_S / 4)
 

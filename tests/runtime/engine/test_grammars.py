@@ -10,14 +10,15 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 from quire import LLM
-from quire.runtime.common.errors import InvalidRequest
+from quire.runtime.common.errors import GenerationFailed, InvalidRequest
 from quire.runtime.common.heap import allocated_bytes, resident_bytes
 from quire.runtime.common.types import SamplingParams, StructuredOutputs
 from quire.runtime.engine import compiled_grammars, grammar_vocabulary, grammars, job_threads
@@ -214,6 +215,57 @@ def test_tokens_that_are_looked_at_as_one_have_the_same_masks(structure: Structu
         assert mask == plain.compute_bitmask()
         token_id = choose.choice(sorted(allowed(np.frombuffer(mask, np.int32))))
         assert sliced.consume_token(token_id) == plain.consume_token(token_id)
+
+
+def test_the_vocabulary_is_loaded_with_the_first_grammar_and_its_time_is_not_the_grammars(
+    masks: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, go_on, calls = grammar_vocabulary.load_tables, threading.Event(), []
+
+    def slow(path: Path) -> Any:
+        calls.append("load")
+        assert go_on.wait(60)
+        return load(path)
+
+    @contextmanager
+    def holding_up() -> Iterator[None]:
+        calls.append("begin")
+        yield
+        calls.append("end")
+
+    monkeypatch.setattr(grammar_vocabulary, "load_tables", slow)
+    masks.tables.holding_up = holding_up
+    assert masks.begin([sequence(None, [])]) is None
+    assert calls == []
+    step = masks.begin([sequence(WORD, [])])
+    assert step is not None
+    running = step.sampling[0][0]
+    while calls != ["begin", "load"]:
+        time.sleep(0.001)
+    assert given(step) == {1: None}, "the sample is deferred"
+    assert running.job is not None
+    assert not running.job.runs_longer_than(0.0)
+    go_on.set()
+    (mask,) = ready(step)[1]
+    assert {TOKENIZER.token_bytes(token) for token in allowed(mask)} <= {b"a", b"b", b"aa", b"ab", b"ba", b"bb"}
+    ready(masks.begin([sequence(StructuredOutputs(regex="c"), [], request_id=2)]))
+    assert calls == ["begin", "load", "end"]
+
+
+def test_a_model_without_a_vocabulary_for_grammars_is_read_once(
+    masks: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def refuse(path: Path) -> NoReturn:
+        calls.append(path)
+        raise GenerationFailed("this model has no end")
+
+    monkeypatch.setattr(grammar_vocabulary, "load_tables", refuse)
+    for request_id in (1, 2):
+        step = masks.begin([sequence(WORD, [], request_id=request_id)])
+        assert ready(step) == {request_id: "this model has no end"}
+    assert calls == [BUNDLED_MODEL]
 
 
 def test_the_tokens_of_forced_texts_are_kept_but_not_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

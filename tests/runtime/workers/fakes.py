@@ -100,7 +100,7 @@ class FakeProcess:
     """An engine process and its link, as the server sees them: `sent` holds its messages, the test answers them."""
 
     def __init__(
-        self, pid: int, start: StartEngine, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[], None]
+        self, pid: int, start: StartEngine, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[bool], None]
     ) -> None:
         self.pid = pid
         self.start = start
@@ -202,7 +202,7 @@ class FakeProcess:
     def _beat(self) -> None:
         if self.status is None:
             if self.heartbeats:
-                self._on_heartbeat()
+                self._on_heartbeat(False)
             asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
 
 
@@ -219,7 +219,7 @@ class FakeSpawner:
         self._num_returned = 1  # by `next`; the first is there after the launch
 
     async def spawn(
-        self, start: StartEngine, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[], None]
+        self, start: StartEngine, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[bool], None]
     ) -> FakeProcess:
         self.num_attempts += 1
         process = FakeProcess(1000 + self.num_attempts, start, receive, on_heartbeat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
@@ -30,6 +31,7 @@ from quire.runtime.workers.engine_link import (
     as_read,
 )
 from quire.runtime.workers.engine_main import CoreServer
+from quire.runtime.workers.health import ALIVE, HELD_UP
 from quire.scheduler import (
     AdmissionEstimate,
     EncodedText,
@@ -294,3 +296,15 @@ async def test_stopping_sends_the_last_updates(scene: Scene, by_message: bool) -
         scene.stopping.set()
     await scene.running
     assert scene.link.take(StepReport) == [StepReport((ended(4),), 3, 7)]
+
+
+def test_heartbeats_tell_when_a_library_may_hold_the_gil() -> None:
+    read_fd, write_fd = os.pipe()
+    heartbeats = engine_main._Heartbeats(write_fd)
+    with heartbeats.held_up():
+        assert os.read(read_fd, 9) == HELD_UP
+        assert heartbeats.current == HELD_UP, "the thread sends it, too"
+    assert os.read(read_fd, 9) == ALIVE
+    assert heartbeats.current == ALIVE
+    os.close(read_fd)
+    os.close(write_fd)

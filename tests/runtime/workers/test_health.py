@@ -23,6 +23,17 @@ def test_a_process_without_heartbeats_is_replaced_after_the_timeout() -> None:
     assert problem_within(health, TICK_S, heartbeats=False) == "no heartbeat for 1.0 s"
 
 
+def test_a_process_that_announces_a_long_call_may_be_silent_for_longer() -> None:
+    health = HealthMonitor(HealthTimeouts(heartbeat_s=1.0, held_up_s=5.0))
+    for _ in range(2):
+        health.note_heartbeat(is_held_up=True)
+        assert problem_within(health, 5.0, heartbeats=False) is None
+    health.note_heartbeat()
+    assert problem_within(health, 1.25, heartbeats=False) == "no heartbeat for 1.0 s"
+    health.note_heartbeat(is_held_up=True)
+    assert problem_within(health, 5.25, heartbeats=False) == "no heartbeat for 5.0 s"
+
+
 def test_a_process_with_heartbeats_may_compute_a_long_step_but_not_for_ever() -> None:
     health = HealthMonitor(TIMEOUTS)
     health.note_step(5, has_work=True)

@@ -12,6 +12,7 @@ import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, ModelNotFound
 from quire.runtime.engine.text.tokenizer import Token, Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models
 
 
 @pytest.fixture
@@ -77,6 +78,11 @@ def test_the_longest_token_may_be_an_added_one(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     assert tokenizer.longest_token == 502
     assert len(tokenizer.encode("<" + "long " * 100 + ">")) == 1
+
+
+def test_the_longest_token_may_be_one_beyond_a_gap_of_ids(tmp_path: Path) -> None:
+    FastTokenizer(models.WordLevel({"a": 0, "long": 1, "longest": 70}, "a")).save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer(tmp_path).longest_token == 7
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
