@@ -16,7 +16,7 @@ from ..common.prompts import PromptImage
 from ..common.types import SamplingParams
 from .text import ChatTemplate, IncrementalDetokenizer, Markup, Token, Tokenizer, has_tokenizer
 from .text.model_markup import find_markup
-from .text.tokenizer import read_json, text_folder
+from .text.text_files import read_json, text_folder
 
 if TYPE_CHECKING:
     from .images import ImageReader

@@ -19,7 +19,7 @@ from PIL import Image
 from ...common.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
 from ...model.config_json import ConfigTable
 from ...model.vision import MAX_RATIO, read_processor, read_sizes
-from ..text.tokenizer import read_json
+from ..text.text_files import read_json
 
 MAX_RESIZED_EDGE = 1 << 14  # of a resized image, in pixels
 MAX_TOKENS = 1 << 16  # of an image

@@ -18,7 +18,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError
 from ...common.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
 from .gguf_tokenizer import file_vocabulary, read_chat_templates
 from .sandbox import Sandbox
-from .tokenizer import read_file, read_json, text_folder
+from .text_files import read_file, read_json, text_folder
 
 MAX_MESSAGES = 4096
 MAX_VALUES = 1 << 16  # texts, numbers, lists and maps in all messages together

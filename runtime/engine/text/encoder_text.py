@@ -14,7 +14,8 @@ from ...common.errors import InvalidRequest, UnsupportedModel
 from ...model.config_json import ConfigTable
 from ...model.encoder import BertSpec, EncoderSpec
 from .chat import ChatTemplate
-from .tokenizer import Tokenizer, read_json
+from .text_files import read_json
+from .tokenizer import Tokenizer
 
 QWEN3_MARK = "<|im_start|>"
 QWEN3_PAIR = (  # what Qwen3-Reranker was trained with

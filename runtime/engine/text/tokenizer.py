@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from ...common.errors import CorruptCheckpoint, ModelNotFound
-from ...model.files import is_gguf
+from .folder_tokenizer import read_folder
 from .gguf_tokenizer import file_vocabulary, read_tokenizer
+from .text_files import text_folder
 
 SENTENCEPIECE_SPACE = "\u2581"
 
@@ -179,92 +177,11 @@ def has_tokenizer(path: Path) -> bool:
     return file_vocabulary(path) is not None or (text_folder(path) / "tokenizer.json").is_file()
 
 
-def text_folder(path: Path) -> Path:
-    """Return the folder with the text files of a model: the model's own, or the one that its file lies in."""
-    return path.parent if is_gguf(path) else path
-
-
 def _load(path: Path) -> tuple[FastTokenizer, frozenset[int]]:
     metadata = file_vocabulary(path)
     if metadata is not None:
         return read_tokenizer(metadata)
-    folder = text_folder(path)
-    fast = _load_fast(folder)
-    return fast, _eos_token_ids(folder, fast)
-
-
-def _eos_token_ids(folder: Path, fast: FastTokenizer) -> frozenset[int]:
-    """Return the ids of generation_config.json or else of config.json, and that of the tokenizer's own end token."""
-    config = read_json(folder / "config.json")
-    declared = read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
-    ids = set()
-    for token_id in declared if isinstance(declared, list) else [] if declared is None else [declared]:
-        if type(token_id) is not int:
-            raise CorruptCheckpoint(
-                f"{folder}: eos_token_id must be a token id or a list of token ids, not {declared!r:.60}"
-            )
-        ids.add(token_id)
-    token = _token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
-    if token is not None:
-        try:
-            ids |= {token_id for token_id in [fast.token_to_id(token)] if token_id is not None}
-        except UnicodeEncodeError as error:  # JSON can have half a character
-            raise CorruptCheckpoint(f"{folder}: eos_token is not a text: {error}") from error
-    return frozenset(ids)
-
-
-def _load_fast(folder: Path) -> FastTokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelNotFound(f"{folder} has no tokenizer.json; Quire needs a Hugging Face folder with a fast tokenizer")
-    try:
-        fast = FastTokenizer.from_file(str(path))
-        with suppress(Exception):  # the vocabulary may lack these letters
-            fast.encode_batch_fast(["a", ("a", "b")])
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises bare Exception, and its panics are not of that class
-        raise CorruptCheckpoint(f"{path} is not a readable tokenizer: {error}") from error
-    # A file saved during training may enable these; prompts must be neither truncated nor padded.
-    fast.no_truncation()
-    fast.no_padding()
-    return fast
-
-
-def read_file(path: Path) -> bytes | None:
-    """Return the content of a file, None without one. Raises CorruptCheckpoint for what is not a regular file.
-
-    To open a pipe blocks until its other end is opened, and a device may never end.
-    """
-    try:
-        if not S_ISREG(path.stat().st_mode):
-            raise CorruptCheckpoint(f"{path} cannot be read: it must be a regular file")
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CorruptCheckpoint(f"{path} cannot be read: {error}") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the file's JSON object; an empty one if there is no file."""
-    data = read_file(path)
-    if data is None:
-        return {}
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CorruptCheckpoint(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
-
-
-def _token_text(declared: object) -> str | None:
-    """Return the text of a special token, which is declared as text or as an AddedToken object."""
-    if isinstance(declared, dict):
-        declared = declared.get("content")
-    return declared if isinstance(declared, str) else None
+    return read_folder(text_folder(path))
 
 
 def _decoders(fast: FastTokenizer) -> list[dict[str, Any]]:

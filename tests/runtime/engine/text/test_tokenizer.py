@@ -60,6 +60,169 @@ def test_end_ids(
     assert Tokenizer(folder).eos_token_ids == expected
 
 
+def declared(text: str, **flags: bool) -> dict[str, object]:
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return {"content": text, **dict.fromkeys(names, False), **flags}
+
+
+def folder_with_room(folder: Path, **files: object) -> Path:
+    """Take the last four tokens out of the vocabulary, and write JSON files beside it."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    last = {text for text, token_id in vocab.items() if token_id >= 4092}
+    content["model"]["vocab"] = {text: token_id for text, token_id in vocab.items() if text not in last}
+    content["model"]["merges"] = [merge for merge in content["model"]["merges"] if "".join(merge) not in last]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    for name, written in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(written))
+    return folder
+
+
+X, Y = "<|x|>", "<|y|>"
+
+
+@pytest.mark.parametrize(
+    ("files", "special"),
+    [
+        (
+            {
+                "tokenizer_config": {
+                    "eos_token": Y,
+                    "added_tokens_decoder": {"4093": declared(Y, special=True), "4092": declared(X, special=True)},
+                }
+            },
+            {0, 4092, 4093},
+        ),
+        (
+            {"tokenizer_config": {"eos_token": Y, "added_tokens_decoder": {"4092": declared(X), "4093": declared(Y)}}},
+            {0, 4093},
+        ),
+        ({"added_tokens": {Y: 4093, X: 4092}, "special_tokens_map": {"eos_token": declared(Y)}}, {0, 4093}),
+        ({"special_tokens_map": {"bos_token": X, "eos_token": Y}}, {0, 4092, 4093}),
+        ({"tokenizer_config": {"eos_token": Y, "additional_special_tokens": [X]}, "added_tokens": {X: 4092, Y: 4093}},
+         {0, 4092, 4093}),
+        ({"tokenizer_config": {"pad_token": Y, "image_token": "!", "eos_token": X}}, {0, 1, 4092, 4093}),
+    ],
+    ids=["added_tokens_decoder", "a role", "added_tokens", "special_tokens_map", "additional", "other roles"],
+)  # fmt: skip
+def test_tokens_of_the_files_beside_it_are_one_id_each(
+    folder: Path, files: dict[str, object], special: set[int]
+) -> None:
+    """The ids and flags are those of transformers 5.24."""
+    tokenizer = Tokenizer(folder_with_room(folder, **files))
+    ids = tokenizer.encode(f"b{X}c{Y}")
+    assert ids == [66, 4092, 67, 4093]
+    assert tokenizer.special_token_ids == special
+    assert len(tokenizer.eos_token_ids) == 1
+
+
+def test_an_end_token_of_the_files_beside_it_ends(folder: Path) -> None:
+    files = {"added_tokens": {X: 4092, Y: 4093}, "special_tokens_map": {"eos_token": Y}, "tokenizer_config": {}}
+    assert Tokenizer(folder_with_room(folder, **files)).eos_token_ids == {4093}
+    settings = {"added_tokens_decoder": {"4092": declared(X)}, "eos_token": X}
+    files = {"special_tokens_map": {"eos_token": Y}, "tokenizer_config": settings}
+    assert Tokenizer(folder_with_room(folder, **files)).eos_token_ids == {4092}, "transformers reads no old file then"
+
+
+def test_a_token_that_the_model_has_no_logit_for_is_no_token(folder: Path, demo_folder: Path) -> None:
+    shutil.copy(demo_folder / "config.json", folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<pad>"}))
+    tokenizer = Tokenizer(folder)
+    assert max(tokenizer.encode("a<pad>b")) < 4096
+    assert tokenizer.vocab_size == 4096
+
+
+def test_an_end_token_that_tokenizer_json_does_not_call_special_is_special(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"][0]["special"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert Tokenizer(folder).special_token_ids == set()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    assert Tokenizer(folder).special_token_ids == {0}
+
+
+def test_flags_of_a_declared_token_are_those_of_tokenizer_config(folder: Path) -> None:
+    settings = {"added_tokens_decoder": {"4092": declared(X, rstrip=True), "4093": declared(Y, lstrip=True)}}
+    tokenizer = Tokenizer(folder_with_room(folder, tokenizer_config=settings))
+    assert tokenizer.encode(f"b{X}  c  {Y}") == [66, 4092, 67, 4093]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config", {"added_tokens_decoder": [X]}),
+        ("tokenizer_config", {"added_tokens_decoder": {"a": declared(X)}}),
+        ("tokenizer_config", {"added_tokens_decoder": {"9" * 5000: declared(X)}}),
+        ("tokenizer_config", {"added_tokens_decoder": {"1": X}}),
+        ("tokenizer_config", {"added_tokens_decoder": {"1": declared(X) | {"special": "yes"}}}),
+        ("tokenizer_config", {"eos_token": {"content": 5}}),
+        ("tokenizer_config", {"additional_special_tokens": [["a"]]}),
+        ("special_tokens_map", {"eos_token": "\ud800"}),
+        ("special_tokens_map", {"additional_special_tokens": [f"<{index}>" for index in range(70_000)]}),
+        ("added_tokens", {X: "1"}),
+        ("added_tokens", {"": 5}),
+        ("added_tokens", {"x" * 2_000_000: 5}),
+    ],
+)
+def test_a_declaration_of_another_form_is_refused(folder: Path, name: str, content: dict[str, object]) -> None:
+    (folder / f"{name}.json").write_text(json.dumps(content))
+    with pytest.raises(CorruptCheckpoint, match="token"):
+        Tokenizer(folder)
+
+
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "expected"),
+    [
+        (None, {}, [65]),
+        (TEMPLATE, {}, [0, 65]),
+        (None, {"add_bos_token": True}, [0, 65]),
+        (None, {"add_bos_token": False}, [65]),
+        (None, {"add_eos_token": True}, [65, 1]),
+        (TEMPLATE, {"add_bos_token": True, "add_eos_token": True}, [0, 65, 1]),
+        (TEMPLATE, {"add_eos_token": True, "tokenizer_class": "LlamaTokenizerFast"}, [0, 65, 1]),  # e5-mistral
+        (TEMPLATE, {"add_bos_token": False, "tokenizer_class": "LlamaTokenizer"}, [65]),
+        (TEMPLATE, {"add_bos_token": False}, [0, 65]),  # another class: transformers never reads it
+        (None, {"add_bos_token": True, "bos_token": None}, [65]),
+        (None, {"add_bos_token": True, "bos_token": "no such token"}, [0, 65]),
+        (None, {"add_bos_token": "yes"}, [65]),
+    ],
+)
+def test_begin_and_end_tokens_of_the_settings(
+    folder: Path, template: object, settings: dict[str, object], expected: list[int]
+) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text()) | {"post_processor": template}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    settings = {"bos_token": "<|endoftext|>", "eos_token": "!"} | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer(folder)
+    if settings["bos_token"] == "no such token":
+        expected = [4096, 65]  # it is added
+    assert tokenizer.encode("a") == expected
+    assert tokenizer.encode("a", add_special_tokens=False) == [65]
+    if settings.get("add_eos_token"):
+        assert tokenizer.encode_typed("a", "b")[0][-2:] == [66, 1]
+
+
+@pytest.mark.parametrize("token_id", [-1, 4096, 10**12])
+@pytest.mark.parametrize("name", ["config", "generation_config"])
+def test_an_end_token_id_beyond_the_vocabulary_is_refused(
+    folder: Path, demo_folder: Path, name: str, token_id: int
+) -> None:
+    shutil.copy(demo_folder / "config.json", folder)
+    content = json.loads((folder / "config.json").read_text()) if name == "config" else {}
+    (folder / f"{name}.json").write_text(json.dumps({**content, "eos_token_id": [0, token_id]}))
+    with pytest.raises(CorruptCheckpoint, match=rf"eos_token_id is {token_id}; the model's tokens are 0 to 4095"):
+        Tokenizer(folder)
+
+
 def test_truncation_and_padding_left_in_the_file_are_ignored(folder: Path) -> None:
     saved = json.loads((folder / "tokenizer.json").read_text())
     expected = Tokenizer(folder).encode("one two three four")
@@ -147,7 +310,7 @@ def test_an_end_token_id_of_another_type_is_refused(folder: Path, declared: obje
 
 def test_an_end_token_that_is_half_a_character_is_refused(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"eos_token": "\\ud800"}')
-    with pytest.raises(CorruptCheckpoint, match="eos_token is not a text"):
+    with pytest.raises(CorruptCheckpoint, match=r"eos_token: .* is not a text"):
         Tokenizer(folder)
 
 

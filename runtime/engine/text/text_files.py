@@ -1,0 +1,45 @@
+"""The files of a model's folder that its text needs: where they are, and how JSON is read from untrusted ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+from ...common.errors import CorruptCheckpoint
+from ...model.files import is_gguf
+
+
+def text_folder(path: Path) -> Path:
+    """Return the folder with the text files of a model: the model's own, or the one that its file lies in."""
+    return path.parent if is_gguf(path) else path
+
+
+def read_file(path: Path) -> bytes | None:
+    """Return the content of a file, None without one. Raises CorruptCheckpoint for what is not a regular file.
+
+    To open a pipe blocks until its other end is opened, and a device may never end.
+    """
+    try:
+        if not S_ISREG(path.stat().st_mode):
+            raise CorruptCheckpoint(f"{path} cannot be read: it must be a regular file")
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CorruptCheckpoint(f"{path} cannot be read: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the file's JSON object; an empty one if there is no file."""
+    data = read_file(path)
+    if data is None:
+        return {}
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CorruptCheckpoint(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
