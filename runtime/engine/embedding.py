@@ -21,6 +21,7 @@ from .core import Core
 from .error_mapping import failure_error, refusal_error
 from .facade import EmbeddedTexts, EmbedRequest, EmbedStats, EncoderInfo, EngineObserver
 from .fair_executor import FairExecutor
+from .text import Tokenizer
 from .validator import check_embed_options
 from .vectors import Floats, activated, cosines, probabilities, shortened
 
@@ -35,6 +36,10 @@ Input = str | tuple[int, ...]
 
 class EncoderTextProcessor(Protocol):
     """Texts of one encoder. Any thread may call its methods."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The encoder's tokenizer."""
 
     def encode(self, text: str, prompt: str = "") -> EncodedText:
         """Return a text as the encoder takes it, after a prompt."""

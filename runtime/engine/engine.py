@@ -24,11 +24,12 @@ from ..common.types import FinishReason, OutputChunk, Usage
 from .build import load_texts
 from .continuation import Continuation
 from .core import Core, CoreListener, Prefilled
-from .embedding import Embedder, EmbeddingStream, EncoderTextProcessor
+from .embedding import CHARACTERS_PER_TOKEN, Embedder, EmbeddingStream, EncoderTextProcessor
 from .engine_core import EngineCore
 from .error_mapping import failure_error, refusal_error
 from .facade import (
     EmbedRequest,
+    EncoderInfo,
     EngineInfo,
     EngineObserver,
     EngineStats,
@@ -50,9 +51,8 @@ from .output import SequenceOutput, Stream, StreamingOutput, output_class
 from .preparing import PromptPreparer
 from .text import Token
 from .text_processor import TextProcessor
+from .token_texts import TokenTexts
 from .validator import Validator
-
-MAX_KNOWN_TOKENS = 1 << 14  # an answer with 20 logprobs shows 21 entries per token
 
 CoreT = TypeVar("CoreT", bound=Core)
 
@@ -80,12 +80,13 @@ class Engine(Generic[CoreT]):
         self._observer: EngineObserver = SilentObserver()
         self._sequences: dict[int, SequenceOutput] = {}  # request id of the core -> its output, until it ends
         self._prompts = PromptPreparer(text_processor, self._validator, self._eos_token_ids)
-        self._tokens: dict[int, Token] = {}  # entries of the vocabulary that answers have shown
+        self._texts = self._encoder_texts = TokenTexts(text_processor, self._validator, self._prompts.executor)
         self._image_bytes = 0  # pixels of live requests
         self._next_id = 0
         self._embedder: Embedder | None = None
         if info.encoder is not None and encoder_texts is not None:
             self._embedder = Embedder(core, info.encoder, encoder_texts, self._prompts.executor, self._new_id)
+            self._encoder_texts = self._texts_of_encoder(info.encoder, encoder_texts)
         core.start(CoreListener(self._publish, self._fail_request, self._observe_step, self._fail_all))
 
     @classmethod
@@ -104,6 +105,14 @@ class Engine(Generic[CoreT]):
                     await core.close()
             raise
         return Engine(await loading, *texts)
+
+    def _texts_of_encoder(self, encoder: EncoderInfo, encoder_texts: EncoderTextProcessor) -> TokenTexts:
+        """Return the texts of the encoder's tokens, which are not those of a model beside it."""
+        info = msgspec.structs.replace(
+            self.info, vocab_size=encoder.vocab_size, max_model_len=encoder.max_model_len, has_tokenizer=True
+        )
+        validator = Validator(info, encoder.max_model_len * CHARACTERS_PER_TOKEN)
+        return TokenTexts(TextProcessor(encoder_texts.tokenizer, None), validator, self._prompts.executor)
 
     def submit(self, request: GenerateRequest) -> Coroutine[Any, Any, Stream]:
         """See `facade.EngineFacade.submit`."""
@@ -143,29 +152,25 @@ class Engine(Generic[CoreT]):
             self._rejected(error)
             raise
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True, *, tenant: str = "") -> tuple[int, ...]:
+    async def tokenize(
+        self, text: str, add_special_tokens: bool = True, *, tenant: str = "", of_encoder: bool = False
+    ) -> tuple[int, ...]:
         """See `facade.EngineFacade.tokenize`."""
-        self._validator.check_text(text)
-        return await self._prompts.executor.submit(tenant, self.text_processor.encode, text, add_special_tokens)
+        texts = self._encoder_texts if of_encoder else self._texts
+        return await texts.tokenize(text, add_special_tokens, tenant)
 
     async def tokenize_chat(self, request: GenerateRequest) -> tuple[int, ...]:
         """See `facade.EngineFacade.tokenize_chat`."""
         self._validator.check_prompt(request)
         return await self._prompts.token_ids(request)
 
-    async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "") -> str:
+    async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "", of_encoder: bool = False) -> str:
         """See `facade.EngineFacade.detokenize`."""
-        self._validator.check_vocabulary(token_ids)
-        return await self._prompts.executor.submit(tenant, self.text_processor.decode, token_ids)
+        return await (self._encoder_texts if of_encoder else self._texts).detokenize(token_ids, tenant)
 
-    def token(self, token_id: int) -> Token:
+    def token(self, token_id: int, *, of_encoder: bool = False) -> Token:
         """See `facade.EngineFacade.token`."""
-        if (token := self._tokens.get(token_id)) is None:
-            self._validator.check_vocabulary((token_id,))
-            token = self.text_processor.token(token_id)
-            if len(self._tokens) < MAX_KNOWN_TOKENS:
-                self._tokens[token_id] = token
-        return token
+        return (self._encoder_texts if of_encoder else self._texts).token(token_id)
 
     def stats(self) -> EngineStats:
         """See `facade.EngineFacade.stats`."""

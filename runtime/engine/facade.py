@@ -356,8 +356,10 @@ class EngineFacade(Protocol):
     def info(self) -> EngineInfo:
         """Model, limits and machine."""
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True, *, tenant: str = "") -> tuple[int, ...]:
-        """Return the token ids of `text`; tenants take turns.
+    async def tokenize(
+        self, text: str, add_special_tokens: bool = True, *, tenant: str = "", of_encoder: bool = False
+    ) -> tuple[int, ...]:
+        """Return the token ids of `text`, `of_encoder` those of the encoder; tenants take turns.
 
         Raises InvalidRequest without a tokenizer, and as `submit` for the text.
         """
@@ -365,13 +367,13 @@ class EngineFacade(Protocol):
     async def tokenize_chat(self, request: GenerateRequest) -> tuple[int, ...]:
         """Return the prompt of a chat as `submit` renders it; tenants take turns. Raises as `submit`."""
 
-    async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "") -> str:
+    async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "", of_encoder: bool = False) -> str:
         """Return the text of `token_ids`, special tokens left out; tenants take turns.
 
         Raises InvalidRequest without a tokenizer and for ids outside the vocabulary.
         """
 
-    def token(self, token_id: int) -> Token:
+    def token(self, token_id: int, *, of_encoder: bool = False) -> Token:
         """Return one entry of the vocabulary. Raises InvalidRequest without a tokenizer."""
 
     def stats(self) -> EngineStats:

@@ -27,6 +27,7 @@ HTTP_API = "tests/system/test_http_api.py"
 OPERATORS = "tests/runtime/server/test_acceptor.py tests/runtime/server/monitoring tests/system/test_operator_port.py"
 CHOICE, TOOLS, ITEMS = (f"runtime/server/openai/{name}.py" for name in ("choices", "tools", "response_items"))
 CHOICES = "tests/runtime/server/test_openai_choices.py"
+EMBEDDINGS = "tests/system/test_embeddings.py"
 AGENTS = "tests/system/test_agent_bodies.py"
 
 MUTANTS = [
@@ -816,6 +817,27 @@ MUTANTS = [
         "if not functions:",
         "a choice of tools that are not there, of which one is required, gets text",
         AGENTS,
+    ),
+    Mutant(
+        "runtime/server/openai/model_cards.py",
+        'if task == "vectors" and name == self.main:',
+        "if False:",
+        "vectors of the generating model's name are those of another model",
+        EMBEDDINGS,
+    ),
+    Mutant(
+        "runtime/server/openai/tokens.py",
+        'return self._models.check(fields, "any") != self._models.main',
+        "return False",
+        "tokens of the embedding model are those of the generating model",
+        EMBEDDINGS,
+    ),
+    Mutant(
+        "runtime/server/openai/json_body.py",
+        "body = body.removeprefix(codecs.BOM_UTF8)",
+        "pass",
+        "a body with a byte order mark, as .NET writes it, is refused",
+        "tests/runtime/server/test_json_body.py",
     ),
     Mutant(
         HTTP_INPUT,

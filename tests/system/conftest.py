@@ -144,7 +144,9 @@ class FakeEngine:
             raise KeyError("a bug in submit")
         return FakeGeneration(self, request)
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True, *, tenant: str = "") -> tuple[int, ...]:
+    async def tokenize(
+        self, text: str, add_special_tokens: bool = True, *, tenant: str = "", of_encoder: bool = False
+    ) -> tuple[int, ...]:
         await self.submitting.wait()
         if not text:
             raise InvalidRequest("the text is empty")
@@ -153,10 +155,10 @@ class FakeEngine:
     async def tokenize_chat(self, request: GenerateRequest) -> tuple[int, ...]:
         return await self.tokenize("".join(each["content"] for each in request.messages or ()), False)
 
-    async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "") -> str:
+    async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "", of_encoder: bool = False) -> str:
         return bytes(token_ids).decode(errors="replace")
 
-    def token(self, token_id: int) -> Token:
+    def token(self, token_id: int, *, of_encoder: bool = False) -> Token:
         return Token(bytes([token_id]), False)
 
     @property

@@ -18,7 +18,9 @@ from quire.runtime.common.errors import ContextLengthExceeded, InvalidRequest
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.engine import EmbedRequest, Engine, EngineCore, TextProcessor
 from quire.runtime.engine.embedding import CHUNK_TEXTS
+from quire.runtime.engine.text import Tokenizer
 from quire.runtime.engine.vectors import cosines
+from quire.runtime.model import BUNDLED_MODEL, model_path
 from quire.runtime.model.runner import ModelRunner, load_model
 from quire.runtime.server import Server
 
@@ -99,11 +101,55 @@ async def test_an_embedding_model_beside_another_has_its_own_name() -> None:
         listed = await ask(system, "/v1/models", method="GET")
         assert [each["id"] for each in listed.json["data"]] == ["quire", "small"]
         assert (await ask(system, "/v1/models/small", method="GET")).json["id"] == "small"
-        for model in ("small", "quire", None):
+        for model in ("small", None):
             reply = await ask(system, "/v1/embeddings", input="a", model=model)
             assert (reply.status, reply.json["model"]) == (200, "small")
         reply = await ask(system, "/v1/embeddings", input="a", model="other")
         assert (reply.status, "'quire' and 'small'" in reply.error["message"]) == (404, True)
+
+
+MISTAKEN: list[tuple[str, str, dict[str, Any]]] = [
+    ("small", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ("small", "/v1/completions", {"prompt": "a"}),
+    ("small", "/v1/responses", {"input": "a"}),
+    ("small", "/v1/responses/input_tokens", {"input": "a"}),
+    ("small", "/tokenize", {"messages": [{"role": "user", "content": "a"}]}),
+    ("quire", "/v1/embeddings", {"input": "a"}),
+    ("quire", "/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ("quire", "/v1/score", {"text_1": "a", "text_2": "b"}),
+]
+
+
+@pytest.mark.parametrize(("num_labels", "makes"), [(0, "makes vectors"), (1, "scores texts")])
+async def test_a_model_that_cannot_do_what_is_asked_says_so(num_labels: int, makes: str) -> None:
+    info = msgspec.structs.replace(ENCODER_INFO, name="small", num_labels=num_labels)
+    async with embedding_system(FakeEncoder(info), load_model(EngineConfig(kv_cache_memory=1 << 20))) as system:
+        for model, path, body in MISTAKEN:
+            reply = await ask(system, path, model=model, **body)
+            text = f"'small' {makes} only" if model == "small" else f"'quire' generates text only; 'small' {makes}"
+            assert (reply.status, reply.error["param"], text in reply.error["message"]) == (400, "model", True)
+
+
+async def test_texts_are_tokenized_by_the_model_that_is_named(serving: Callable[..., Any]) -> None:
+    async with serving(embedding_model="demo_embedding") as system:
+        for model, tokenizer, length in (
+            ("quire", Tokenizer(BUNDLED_MODEL), 2048),
+            ("demo_embedding", Tokenizer(model_path("demo_embedding")), 512),
+        ):
+            reply = await ask(system, "/tokenize", model=model, prompt="a queue", return_token_strs=True)
+            ids = tokenizer.encode("a queue")
+            assert (reply.json["tokens"], reply.json["max_model_len"]) == (ids, length)
+            assert reply.json["token_strs"] == [tokenizer.token(each).data.decode() for each in ids]
+            bare = await ask(system, "/tokenize", model=model, prompt="a queue", add_special_tokens=False)
+            assert (await ask(system, "/detokenize", model=model, tokens=bare.json["tokens"])).json[
+                "prompt"
+            ] == "a queue"
+            card = await ask(system, f"/v1/models/{model}", method="GET")
+            assert card.json["max_model_len"] == length
+            beyond = await ask(system, "/detokenize", model=model, tokens=[10**6])
+            assert (beyond.status, beyond.error["param"]) == (400, "tokens")
+        long = await ask(system, "/tokenize", model="demo_embedding", prompt="a" * (512 * 128 + 1))
+        assert (long.status, long.error["code"]) == (400, "context_length_exceeded")
 
 
 async def test_two_models_of_one_name_are_listed_once() -> None:

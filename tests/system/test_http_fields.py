@@ -220,6 +220,33 @@ async def test_the_tokens_of_an_input_are_counted_as_a_response_counts_them(real
     assert longer == (await ask(real, RESPONSES, {**follow, "max_output_tokens": 1})).json["usage"]["input_tokens"]
 
 
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        (CHAT, "messages"),
+        (COMPLETIONS, "prompt"),
+        (RESPONSES, "input"),
+        (f"{RESPONSES}/input_tokens", "input"),
+        ("/v1/embeddings", "input"),
+        ("/classify", "input"),
+        ("/v1/rerank", "query"),
+        ("/v1/score", "text_1"),
+        ("/tokenize", "prompt"),
+        ("/detokenize", "tokens"),
+    ],
+)
+@pytest.mark.parametrize("body", [{}, {"messages": None, "prompt": None, "input": None, "tokens": None}])
+async def test_a_missing_field_has_a_code_on_every_path(system: Any, path: str, param: str, body: Any) -> None:
+    error = (await ask(system, path, body)).error
+    assert (error["code"], error["param"]) == ("missing_required_parameter", param)
+
+
+async def test_a_byte_order_mark_before_a_body_is_ignored(system: Any) -> None:
+    assert (await ask(system, COMPLETIONS, b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 2}')).status == 200
+    refused = await ask(system, COMPLETIONS, '{"prompt": "a"}'.encode("utf-16"))
+    assert (refused.status, refused.error["message"]) == (400, "the body is in UTF-16; send it in UTF-8")
+
+
 @pytest.mark.parametrize("token", [" 10", "1_0", "+5", "05", "\u0661", ""])
 async def test_a_biased_token_is_a_plain_number(system: Any, token: str) -> None:
     reply = await ask(system, COMPLETIONS, {"prompt": "p", "logit_bias": {token: 1}})

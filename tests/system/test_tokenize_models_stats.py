@@ -37,7 +37,7 @@ async def test_models(client: Any) -> None:
         "max_model_len": 100,
         "vocab_size": 256,
         "has_tokenizer": True,
-        "has_chat_template": False,
+        "has_chat_template": True,
     }
     assert await client.receive() == ["MODELS", 2, [model]]
 

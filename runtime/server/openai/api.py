@@ -38,10 +38,10 @@ from .embeddings import (
 )
 from .errors import STRUCTURED_OUTPUTS, BadRequest, HTTPAnswer
 from .exchange import Exchange
-from .fields import KNOWN, Fields, check_model
+from .fields import KNOWN, Fields
 from .formats import ChatFormat, CompletionFormat
 from .logprobs import Vocabulary
-from .model_cards import model_card
+from .model_cards import ServedModels, model_card
 from .request_reader import RequestReader
 from .responses import RESPONSE_KNOWN, ResponseFormat, response_call
 from .running import CallRunner, StreamedOutput, WholeOutput
@@ -91,14 +91,15 @@ class Api:
         self._model = model
         self._started = int(time.time())
         self.turns = Turns()  # of connections, each of which begins a request
-        self._reader = RequestReader(context, model)
+        self._models = ServedModels(model, context.engine)
+        self._reader = RequestReader(context, self._models)
         self._vocabulary = Vocabulary(context.engine.token)
         self._kept = KeptRequests(context, model, self._reader.bodies, self._vocabulary)
-        tokens = TokenAnswers(context, self._reader, self._kept)
+        tokens = TokenAnswers(context, self._reader, self._kept, self._models)
         self._routes: dict[str, dict[str, Route]] = {
             "/health": {"GET": Route(self._health, needs_key=False)},
             "/version": {"GET": Route(self._version, needs_key=False)},
-            MODELS: {"GET": Route(self._models)},
+            MODELS: {"GET": Route(self._list_models)},
             CHATS: {"POST": Route(partial(self._generate, CHAT_ENDPOINT), takes_body=True)},
             "/v1/completions": {"POST": Route(partial(self._generate, COMPLETION_ENDPOINT), takes_body=True)},
             RESPONSES: {"POST": Route(partial(self._generate, RESPONSE_ENDPOINT), takes_body=True)},
@@ -113,13 +114,6 @@ class Api:
         page = read_page(files(__package__) / "page", *PAGE)
         self._page = {path: {"GET": Route(partial(_send_file, file), needs_key=False)} for path, file in page.items()}
         self._page[PAGE_SETTINGS] = {"GET": Route(self._page_settings)}
-
-    @property
-    def _model_names(self) -> tuple[str, ...]:
-        """The names of the served model and of an embedding model beside it. Requests to embed may use either."""
-        info = self._context.engine.info
-        beside = info.encoder.name if info.encoder is not None and info.generates else None
-        return (self._model, beside) if beside and beside != self._model else (self._model,)
 
     def close(self) -> None:
         """Read no long body any more. Idempotent."""
@@ -215,7 +209,7 @@ class Api:
         assert tenant is not None, "authenticated"
         with self._reader.reporting(exchange):
             self._check_accepting()
-            call = read_call(await self._reader.fields(exchange, known, self._model_names), tenant.name)
+            call = read_call(await self._reader.fields(exchange, known, "vectors"), tenant.name)
         try:
             live = context.requests.embed(tenant, exchange.number, call.request)
         except QuireError as error:
@@ -224,7 +218,7 @@ class Api:
             return
         encoder = context.engine.info.encoder
         labels = encoder.labels if encoder is not None else ()
-        answering = answer_embedding(exchange, live, call.new_form(self._model_names[-1], labels))
+        answering = answer_embedding(exchange, live, call.new_form(self._models.encoder, labels))
         del call  # it holds the texts
         if (failure := await answering) is not None:
             exchange.refuse(failure, known)
@@ -245,12 +239,12 @@ class Api:
     async def _version(self, exchange: Exchange) -> None:
         exchange.respond(_json({"version": version("quire")}))
 
-    async def _models(self, exchange: Exchange) -> None:
-        exchange.respond(_json({"object": "list", "data": [self._model_card(name) for name in self._model_names]}))
+    async def _list_models(self, exchange: Exchange) -> None:
+        exchange.respond(_json({"object": "list", "data": [self._model_card(name) for name in self._models.names]}))
 
     async def _one_model(self, exchange: Exchange) -> None:
         name = unquote(exchange.target.partition("?")[0].removeprefix(f"{MODELS}/"))
-        check_model(Fields({"model": name}), self._model_names)
+        self._models.check(Fields({"model": name}), "any")
         exchange.respond(_json(self._model_card(name)))
 
     def _model_card(self, name: str) -> dict[str, object]:

@@ -7,7 +7,7 @@ ignored and counted. `null` is the same as leaving a field out.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import Any, TypeVar
 
 from ...common.default_sampling import http_sampling
@@ -185,18 +185,6 @@ class Fields:
             if name in KNOWN or name in unsupported:
                 text = f"{name} is not supported here; {instead.get(name, 'leave it out')}"
                 raise BadRequest(text, name, error_code="unsupported_parameter")
-
-
-def check_model(fields: Fields, models: Sequence[str]) -> None:
-    """Raise BadRequest unless the body names one of the served models or none."""
-    name = fields.take("model", str, models[0])
-    if name not in models:
-        raise BadRequest(
-            f"the model {name[:80]!r} does not exist here; this server has {' and '.join(map(repr, models))}",
-            "model",
-            error_code="model_not_found",
-            status=404,
-        )
 
 
 def sampling_fields(fields: Fields, info: EngineInfo) -> dict[str, Any]:

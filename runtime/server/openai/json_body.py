@@ -6,6 +6,7 @@ by a reader that lets go of the GIL between two values.
 
 from __future__ import annotations
 
+import codecs
 import json
 import json.scanner
 import math
@@ -50,6 +51,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
     Only one thread may parse bodies of more than `PARSED_AT_ONCE` bytes: their scanner keeps the keys that it has read.
     """
+    encoding = json.detect_encoding(body)
+    if not encoding.startswith("utf-8"):
+        raise BadRequest(f"the body is in {encoding.upper()}; send it in UTF-8")
+    body = body.removeprefix(codecs.BOM_UTF8)
     if not body:
         raise BadRequest('the body is empty; it must be a JSON object such as {"model": "…"}')
     _check_size(body)

@@ -5,7 +5,7 @@ Must not import what answers a path.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,21 +13,22 @@ from ...common.errors import QuireError
 from ...engine.validator import check_num_images
 from ..app_context import AppContext
 from .exchange import Exchange
-from .fields import KNOWN, Fields, check_model
+from .fields import KNOWN, Fields
 from .image_urls import ImageFetcher
 from .json_body import PARSED_AT_ONCE, BodyReader, parse_object
+from .model_cards import ServedModels, Task
 
 
 class RequestReader:
     """Reads the requests of every HTTP connection of one server."""
 
-    def __init__(self, context: AppContext, model: str) -> None:
+    def __init__(self, context: AppContext, models: ServedModels) -> None:
         self.bodies = BodyReader()
         self._context = context
-        self._model = model
+        self._models = models
         self._images = ImageFetcher(context.config.allowed_image_hosts, context.config.max_frame_bytes)
 
-    async def fields(self, exchange: Exchange, known: Set[str] = KNOWN, models: Sequence[str] = ()) -> Fields:
+    async def fields(self, exchange: Exchange, known: Set[str] = KNOWN, task: Task = "text") -> Fields:
         """Return the body's fields, once its model is checked. Raises BadRequest, or the refusal of a long body."""
         tenant, body = exchange.tenant, exchange.body
         assert tenant is not None, "authenticated"
@@ -39,7 +40,7 @@ class RequestReader:
         finally:
             release()
         self._context.observer.http_unknown_fields.value += fields.num_unknown(known)
-        check_model(fields, models or (self._model,))
+        self._models.check(fields, task)
         return fields
 
     async def fetch_images(self, fields: Fields, tenant: str) -> int:

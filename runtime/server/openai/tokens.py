@@ -15,6 +15,7 @@ from .calls import chat_prompt, checked_messages
 from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange
 from .fields import DETOKENIZE, TOKENIZE, Fields
+from .model_cards import ServedModels
 from .request_reader import RequestReader
 from .responses import response_call
 from .stored import Endpoint, KeptRequests
@@ -24,10 +25,11 @@ from .tools import TOOL_FIELDS
 class TokenAnswers:
     """Answers requests for token ids and their texts."""
 
-    def __init__(self, context: AppContext, reader: RequestReader, kept: KeptRequests) -> None:
+    def __init__(self, context: AppContext, reader: RequestReader, kept: KeptRequests, models: ServedModels) -> None:
         self._context = context
         self._reader = reader
         self._kept = kept
+        self._models = models
 
     async def tokenize(self, exchange: Exchange) -> None:
         """Answer with the ids of a text, or of a chat as its template writes it."""
@@ -35,19 +37,24 @@ class TokenAnswers:
         assert tenant is not None, "authenticated"
         engine, num_bytes = self._context.engine, len(exchange.body)
         with self._reader.reporting(exchange):
-            fields = await self._reader.fields(exchange)
+            fields = await self._reader.fields(exchange, task="any")
             fields.check_supported(TOKENIZE, instead={})
+            of_encoder = self._is_of_encoder(fields)
             num_bytes += await self._reader.fetch_images(fields, tenant.name)
             if "messages" in fields.values:
+                self._models.check(fields, "text")
                 exchange.field_names = {"prompt": "messages"}
                 read = partial(_chat_to_tokenize, fields, engine.info, tenant.name)
                 tokens = await self._tokens_of(await self._reader.bodies.read(tenant.name, num_bytes, read))
             else:
-                tokens = await self._tokens_of_prompt(fields, tenant.name)
+                tokens = await self._tokens_of_prompt(fields, tenant.name, of_encoder=of_encoder)
             texts_of_tokens = None
             if fields.take("return_token_strs", bool, False):
-                texts_of_tokens = [engine.token(token).data.decode(errors="replace") for token in tokens]
-        body = {"count": len(tokens), "max_model_len": engine.info.max_model_len}
+                texts_of_tokens = [
+                    engine.token(token, of_encoder=of_encoder).data.decode(errors="replace") for token in tokens
+                ]
+        limits = engine.info.encoder if of_encoder and engine.info.encoder is not None else engine.info
+        body = {"count": len(tokens), "max_model_len": limits.max_model_len}
         _answer(exchange, {**body, "tokens": tokens, "token_strs": texts_of_tokens})
 
     async def detokenize(self, exchange: Exchange) -> None:
@@ -55,13 +62,14 @@ class TokenAnswers:
         tenant = exchange.tenant
         assert tenant is not None, "authenticated"
         with self._reader.reporting(exchange):
-            fields = await self._reader.fields(exchange)
+            fields = await self._reader.fields(exchange, task="any")
             fields.check_supported(DETOKENIZE, instead={})
             fields.required("tokens")
             tokens = fields.take("tokens", list, [])
             if set(map(type, tokens)) - {int}:
                 raise BadRequest(f"tokens must be a list of token ids, not {shown(tokens)}", "tokens")
-            text = await self._context.engine.detokenize(tuple(tokens), tenant=tenant.name)
+            of_encoder = self._is_of_encoder(fields)
+            text = await self._context.engine.detokenize(tuple(tokens), tenant=tenant.name, of_encoder=of_encoder)
         _answer(exchange, {"prompt": text})
 
     async def count_input(self, endpoint: Endpoint, exchange: Exchange) -> None:
@@ -80,7 +88,11 @@ class TokenAnswers:
             tokens = await self._tokens_of(call.requests[0])
         _answer(exchange, {"object": "response.input_tokens", "input_tokens": len(tokens)})
 
-    async def _tokens_of_prompt(self, fields: Fields, tenant: str) -> tuple[int, ...]:
+    def _is_of_encoder(self, fields: Fields) -> bool:
+        """Return whether the body names an embedding model beside the served model."""
+        return self._models.check(fields, "any") != self._models.main
+
+    async def _tokens_of_prompt(self, fields: Fields, tenant: str, *, of_encoder: bool) -> tuple[int, ...]:
         """Return the token ids of the text in `prompt`. Raises BadRequest or a refusal."""
         fields.required("prompt")
         if chat_fields := sorted(TOOL_FIELDS & fields.values.keys()):
@@ -89,7 +101,7 @@ class TokenAnswers:
         adds_special = fields.take("add_special_tokens", bool, True)
         release = self._context.requests.texts.of(tenant).reserve(sys.getsizeof(text))
         try:
-            return await self._context.engine.tokenize(text, adds_special, tenant=tenant)
+            return await self._context.engine.tokenize(text, adds_special, tenant=tenant, of_encoder=of_encoder)
         finally:
             release()
 

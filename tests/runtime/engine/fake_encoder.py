@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from quire.kernels import CpuBudget
 from quire.runtime.engine import EncoderInfo
+from quire.runtime.engine.text import Tokenizer
 from quire.runtime.model import BUNDLED_MODEL
 from quire.scheduler import EncodedText
 
@@ -32,6 +33,8 @@ def vector(token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
 
 class FakeTexts:
     """A tokenizer of one token per character."""
+
+    tokenizer = Tokenizer(BUNDLED_MODEL)  # for `/tokenize`
 
     def encode(self, text: str, prompt: str = "") -> EncodedText:
         return EncodedText(tuple(map(ord, prompt + text)))

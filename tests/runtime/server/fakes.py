@@ -148,7 +148,9 @@ class FakeEngine:
         self.generations.append(FakeGeneration(request))
         return self.last
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True, *, tenant: str = "") -> tuple[int, ...]:
+    async def tokenize(
+        self, text: str, add_special_tokens: bool = True, *, tenant: str = "", of_encoder: bool = False
+    ) -> tuple[int, ...]:
         self.num_preparing += 1
         try:
             await self.prepared.wait()

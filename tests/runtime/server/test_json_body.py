@@ -41,6 +41,22 @@ def test_what_is_no_object_is_refused(body: bytes, match: str, padding: bytes) -
         parse_object(body + padding)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+@pytest.mark.parametrize("length", [1, PARSED_AT_ONCE])
+def test_a_body_in_another_encoding_is_named(encoding: str, length: int) -> None:
+    with pytest.raises(BadRequest, match=f"the body is in {encoding[:6].upper()}[-BLE]*; send it in UTF-8"):
+        parse_object(('{"a": "' + "b" * length + '"}').encode(encoding))
+
+
+@pytest.mark.parametrize("padding", [b"", LONG], ids=["short", "long"])
+def test_a_byte_order_mark_is_ignored(padding: bytes) -> None:
+    assert parse_object(b'\xef\xbb\xbf{"a": "\xef\xbb\xbf"}' + padding) == {"a": "\ufeff"}
+    with pytest.raises(BadRequest, match="the body is empty"):
+        parse_object(b"\xef\xbb\xbf")
+    with pytest.raises(BadRequest, match="the body is not JSON"):
+        parse_object(b"\xef\xbb\xbf" * 2 + b"{}" + padding)
+
+
 def test_long_bodies_have_the_values_of_short_ones() -> None:
     value: Any = {"a": [1, -2.5, 1e300, True, False, None, "é\n\u2028😀", "", {}], "b": {"c": {"d": [[], [{}]]}}, "": 0}
     for body in (json.dumps(value), json.dumps(value, ensure_ascii=False), json.dumps(value, indent=3)):

@@ -22,7 +22,7 @@ from quire.runtime.common.errors import (
     QuireError,
     RequestNotFound,
 )
-from quire.runtime.common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
+from quire.runtime.common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, ToolChoice, Usage
 from quire.runtime.engine.facade import GenerateRequest
 from quire.runtime.engine.text import Token
 from quire.runtime.engine.text.markup import FAMILIES, THINK
@@ -37,7 +37,7 @@ from quire.runtime.server.openai.prompt_logprobs import PromptPart
 from quire.runtime.server.openai.response_items import chat_fields, input_messages
 from quire.runtime.server.openai.responses import ResponseFormat, listed_items
 from quire.runtime.server.openai.structure import structure_of
-from quire.runtime.server.openai.tools import call_id, template_variables
+from quire.runtime.server.openai.tools import call_id, request_tools, template_variables, tool_choice
 from quire.runtime.server.send_buffer import SendBuffer
 
 MARKUP = replace(FAMILIES["hermes"], reasoning=THINK)
@@ -102,10 +102,15 @@ def test_calls_of_all_choices_have_ids_of_their_own() -> None:
     assert len({call_id(answer, choice, index) for answer in "ab" for choice in range(3) for index in range(3)}) == 18
 
 
-def test_allowed_tools_of_a_response_have_the_form_of_chats() -> None:
-    tools = [{"type": "function", "name": "f"}]
-    fields = chat_fields({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": tools}})
-    assert fields == {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}}
+@pytest.mark.parametrize(
+    "allowed", [{"allowed_tools": {"mode": "auto", "tools": ["F"]}}, {"mode": "auto", "tools": ["F"]}]
+)
+def test_allowed_tools_of_responses_and_chats_are_the_same(allowed: dict[str, Any]) -> None:
+    choice = json.loads(
+        json.dumps({"type": "allowed_tools", **allowed}).replace('"F"', '{"type":"function","name":"f"}')
+    )
+    (tool,) = request_tools({"tools": [{"name": "f"}]})
+    assert tool_choice(chat_fields({"tool_choice": choice}), (tool,)) == ToolChoice(needed="auto", names=("f",))
 
 
 def test_options_of_tools_and_templates_are_the_same_in_responses_and_chats() -> None:
