@@ -204,8 +204,7 @@ class HostSource:
         self._traits = traits
         self._next_attempt = 0.0  # at the earliest
 
-    @property
-    def ending(self) -> str:
+    def ending(self, status: int) -> str:
         """See `EngineSource.ending`."""
         problem = self.connection.problem
         return "the link was closed" if problem is None else str(problem)
@@ -357,7 +356,7 @@ class RemoteHost(SupervisedEngine):
         self._max_num_waiting = self._source.ready.max_num_waiting
         super().on_process_ready()
 
-    def on_process_exit(self, from_outside: bool) -> None:
+    def on_process_exit(self, from_outside: bool, reason: str) -> None:
         self._forget_stats()
         self._pending_adds.on_process_exit(from_outside=True)
         self._end(self._tokens.on_host_lost(is_blameless=self._is_leaving), QUARANTINE_REASON)

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ..common import errors
+from ..common.memory import killing_limit, machine_memory_bytes
 from .engine_link import (
     FROM_ENGINE,
     EngineFailed,
@@ -54,6 +55,7 @@ class EngineProcess:
         self._heartbeat_fd = heartbeat_fd
         self._snapshot_bytes = 0  # on disk
         self._failure: str | None = None  # what the process reported after its start
+        self._failing_start: asyncio.Task[None] | None = None  # waits for the status of a process that was never ready
 
     @classmethod
     async def spawn(
@@ -116,7 +118,7 @@ class EngineProcess:
             async with asyncio.timeout(EXIT_TIMEOUT_S):
                 await self.closed.wait()  # its last message has been received
         status = await self.kill()
-        return self._failure or (f"it ended with status {status}" if status else None)
+        return self._failure or (describe_exit(status) if status else None)
 
     async def wait_after_close(self) -> None:
         """Wait for the real exit status of a process that closed its link before it exited."""
@@ -156,7 +158,14 @@ class EngineProcess:
 
     def _on_closed(self) -> None:
         self.closed.set()
-        self._fail(errors.Unavailable("the engine process ended before it was ready"))
+        if not self.ready.done() and self._failing_start is None:
+            self._failing_start = asyncio.create_task(self._fail_start(), name="quire-failing-start")
+
+    async def _fail_start(self) -> None:
+        await self._wait(EXIT_TIMEOUT_S)
+        status = self._process.returncode
+        ending = "it closed its link" if status is None else describe_exit(status)
+        self._fail(errors.Unavailable(f"the engine process ended before it was ready: {ending}"))
 
     def _fail(self, error: errors.QuireError) -> None:
         if not self.ready.done():
@@ -175,6 +184,20 @@ class EngineProcess:
             asyncio.get_running_loop().remove_reader(self._heartbeat_fd)
             os.close(self._heartbeat_fd)
             self._heartbeat_fd = -1
+
+
+def describe_exit(status: int) -> str:
+    """Return how a process with this exit status ended: with the name of the signal, for SIGKILL with the limit."""
+    if status >= 0:
+        return f"it exited with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-status}"
+    if status != -signal.SIGKILL:
+        return f"it was killed by {name}"
+    limit = killing_limit() or f"the {machine_memory_bytes():,} bytes of this machine"
+    return f"it was killed by {name}, as the system does when memory runs out; the limit is {limit}"
 
 
 def _ignore(message: FromEngine) -> None:

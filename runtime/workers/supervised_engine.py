@@ -292,10 +292,10 @@ class SupervisedEngine:
         self._send_next()
         self._listener.resumed()
 
-    def on_process_exit(self, from_outside: bool) -> None:
+    def on_process_exit(self, from_outside: bool, reason: str) -> None:
         self._forget_stats()
         self._num_quarantined += self._pending_adds.on_process_exit(from_outside)
-        self._end(self._tokens.on_process_exit(from_outside), QUARANTINE_REASON)
+        self._end(self._tokens.on_process_exit(from_outside), f"{QUARANTINE_REASON}; the engine process: {reason}")
         self._listener.interrupted(self._tokens.unsent_ids)
 
     def on_restarts_failing(self, reason: str) -> None:

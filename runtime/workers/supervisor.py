@@ -18,7 +18,7 @@ import structlog
 
 from ..common.errors import Unavailable
 from .engine_link import EngineReady, FromEngine, StartEngine, ToEngine
-from .engine_process import EngineProcess
+from .engine_process import EngineProcess, describe_exit
 from .health import TICK_S, HealthMonitor, HealthTimeouts
 
 FIRST_PAUSE_S = 0.2  # after a failed start; each further one doubles it
@@ -60,9 +60,8 @@ class EngineSource(Protocol):
     name: str
     snapshot: str | None  # file that a stopped engine writes
 
-    @property
-    def ending(self) -> str:
-        """Why the last engine closed its link, for log lines."""
+    def ending(self, status: int) -> str:
+        """Return why the last engine closed its link. `status` is what its `kill` returned."""
 
     async def open(self, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[bool], None]) -> OpenEngine:
         """Open an engine, which may not be ready yet. Raises what prevents that, and then leaves nothing behind."""
@@ -75,7 +74,6 @@ class ProcessSource:
     """Spawns processes with the configuration of the first."""
 
     what = "engine process"
-    ending = "it exited"
 
     def __init__(self, start: StartEngine) -> None:
         self.start = start
@@ -85,6 +83,10 @@ class ProcessSource:
     async def open(self, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[bool], None]) -> OpenEngine:
         """See `EngineSource.open`."""
         return await EngineProcess.spawn(self.start, receive, on_heartbeat)
+
+    def ending(self, status: int) -> str:
+        """See `EngineSource.ending`."""
+        return describe_exit(status)
 
     def note_ready(self, ready: EngineReady) -> None:
         """Keep what the process derived from the state of the machine for all that follow."""
@@ -103,7 +105,7 @@ class ProcessOwner(Protocol):
 
     def receive(self, message: FromEngine) -> None: ...
     def on_process_ready(self) -> None: ...
-    def on_process_exit(self, from_outside: bool) -> None:
+    def on_process_exit(self, from_outside: bool, reason: str) -> None:
         """`from_outside`: another process killed or stopped it, so no request can have been the cause."""
 
     def on_restarts_failing(self, reason: str) -> None:
@@ -167,15 +169,14 @@ class Supervisor:
         try:
             while True:
                 if process is not None:
-                    from_outside = await self._watch(process)
-                    self._owner.on_process_exit(from_outside)
+                    self._owner.on_process_exit(*await self._watch(process))
                 process = await self._reopen()
         finally:
             if process is not None and self.process is not process:  # cancelled while the process was being replaced
                 await process.kill()
 
-    async def _watch(self, process: OpenEngine) -> bool:
-        """Wait until the process exits or has to be killed, and return whether that came from outside."""
+    async def _watch(self, process: OpenEngine) -> tuple[bool, str]:
+        """Wait until the process exits or has to be killed. Return whether that came from outside, and why it ended."""
         problem = None
         while problem is None and not process.closed.is_set():
             with contextlib.suppress(TimeoutError):
@@ -188,10 +189,9 @@ class Supervisor:
         if problem is None:
             await process.wait_after_close()
         status = await process.kill()
-        self._log.error(
-            f"{self._source.what} lost", pid=process.pid, status=status, reason=problem or self._source.ending
-        )
-        return was_stopped or (problem is None and status == -signal.SIGKILL)
+        reason = problem or self._source.ending(status)
+        self._log.error(f"{self._source.what} lost", pid=process.pid, status=status, reason=reason)
+        return was_stopped or (problem is None and status == -signal.SIGKILL), reason
 
     async def _reopen(self) -> OpenEngine:
         """Try until an engine is ready, with growing pauses. Notify the owner after `restart_timeout_s`.

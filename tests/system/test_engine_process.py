@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -16,9 +17,11 @@ from typing import Any, NoReturn
 
 import pytest
 from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import Unavailable
+from quire.runtime.common.memory import MemoryLimit
 from quire.runtime.workers import engine_process
 from quire.runtime.workers.engine_link import EngineLink, FromEngine, StartEngine
-from quire.runtime.workers.engine_process import EngineProcess
+from quire.runtime.workers.engine_process import EngineProcess, describe_exit
 
 Stopped = Callable[[str], Awaitable[str | None]]
 
@@ -99,7 +102,52 @@ async def test_a_process_that_exits_by_itself_has_done_its_work(stopped: Stopped
 
 
 async def test_a_process_that_is_killed_while_it_stops_is_reported(stopped: Stopped) -> None:
-    assert await stopped("os.kill(os.getpid(), 9)") == "it ended with status -9"
+    assert await stopped("os.kill(os.getpid(), 15)") == "it was killed by SIGTERM"
+
+
+LIMIT = MemoryLimit(2 << 30, 5, "/sys/fs/cgroup/pods/memory.max")
+NO_MEMORY = "it was killed by SIGKILL, as the system does when memory runs out; the limit is "
+
+
+@pytest.mark.parametrize(
+    ("status", "limit", "text"),
+    [
+        (0, LIMIT, "it exited with status 0"),
+        (70, LIMIT, "it exited with status 70"),
+        (-signal.SIGSEGV, LIMIT, "it was killed by SIGSEGV"),
+        (-signal.SIGILL, LIMIT, "it was killed by SIGILL"),
+        (-40, LIMIT, "it was killed by signal 40"),
+        (-signal.SIGKILL, LIMIT, f"{NO_MEMORY}2,147,483,648 bytes in /sys/fs/cgroup/pods/memory.max"),
+        (-signal.SIGKILL, None, f"{NO_MEMORY}the 1,073,741,824 bytes of this machine"),
+    ],
+)
+def test_the_end_of_a_process_in_words(
+    status: int, limit: MemoryLimit | None, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "killing_limit", lambda: limit)
+    monkeypatch.setattr(engine_process, "machine_memory_bytes", lambda: 1 << 30)
+    assert describe_exit(status) == text
+
+
+@pytest.mark.parametrize(
+    ("script", "ending"),
+    [
+        ("os.kill(os.getpid(), 11)", "it was killed by SIGSEGV"),
+        ("os.kill(os.getpid(), 9)", f"{NO_MEMORY}2,147,483,648 bytes in /sys/fs/cgroup/pods/memory.max"),
+        ("sys.exit(3)", "it exited with status 3"),
+        ("link.close(); os.kill(os.getpid(), 6)", "it was killed by SIGABRT"),
+    ],
+)
+async def test_a_process_that_ends_before_it_is_ready_says_how(
+    script: str, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-P", "-c", SCRIPT + script))
+    monkeypatch.setattr(engine_process, "killing_limit", lambda: LIMIT)
+    process = await EngineProcess.spawn(START, lambda message: None, lambda: None)
+    with pytest.raises(Unavailable) as failure:
+        await process.ready
+    assert str(failure.value) == f"the engine process ended before it was ready: {ending}"
+    await process.kill()
 
 
 async def test_an_error_of_saving_is_reported(stopped: Stopped) -> None:

@@ -561,9 +561,12 @@ async def test_a_request_whose_computation_crashes_two_processes_is_quarantined_
     processes.last.exit(-signal.SIGSEGV)
     second = await processes.next()
     second.begin(1)
-    second.exit(-signal.SIGSEGV)
-    third = await processes.next()
+    with capture_logs() as logs:
+        second.exit(-signal.SIGILL)
+        third = await processes.next()
     assert listener.ends() == {1: "Quarantined"}
+    assert str(listener.failures[1]).endswith("; the engine process: it was killed by SIGILL")
+    assert [line["reason"] for line in logs if line["event"] == "engine process lost"] == ["it was killed by SIGILL"]
     assert third.sent_ids() == [2]
     third.begin(2)
     third.finish(2)
