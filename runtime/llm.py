@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .common.config import EngineConfig, EngineOptions
-from .common.errors import InvalidRequest, Unavailable
+from .common.errors import InvalidRequest, NotOpen
 from .common.images import take_images
 from .common.loop_thread import LoopThread
 from .common.options import suggestion
@@ -195,7 +195,7 @@ class LLM:
 
     def _open_engine(self) -> LocalEngine:
         if self._engine is None:
-            raise Unavailable("this LLM was closed")
+            raise NotOpen("this LLM was closed")
         return self._engine
 
 

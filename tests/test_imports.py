@@ -36,7 +36,7 @@ LAYERS = """
 
 LAYER_OF = {
     name: int(line[0]) for line in LAYERS.strip().splitlines() for name in re.findall(r"\b(\w+)(?:/|\.py)(?=\s)", line)
-} | {"public": 7}
+} | {"public": 7, "__main__": 7}
 
 THIRD_PARTY = {  # package -> what it may import besides the standard library; runtime may import anything
     "pager": {"numpy"},

@@ -37,6 +37,7 @@ PUBLIC_NAMES = {
     "MissingTensor",
     "ModelError",
     "ModelNotFound",
+    "NotOpen",
     "OutputChunk",
     "Overloaded",
     "Progress",

@@ -30,7 +30,8 @@ COMMANDS = {  # each is the function of that name in the file of that name, with
     "perplexity": "Measure how well MODEL predicts the file TEXT, as llama.cpp's llama-perplexity does.",
     "plan": "Print the memory that serving a model takes, without loading it.",
     "models": "Print what is known of a model's files and what they lack, or list what is supported.",
-    "token": "Make a key for TENANT; print it and the lines that admit it in the file of `quire serve --auth-tokens`.",
+    "token": "Make a key for TENANT; print the lines that admit it in the file of `quire serve --auth-tokens`, and the "
+    "key on standard error.",
     "info": "Print versions, the instruction set level and the number of threads.",
 }
 VALUES = {"INT": "N", "FLOAT": "N", "STR": "TEXT"}  # the library's name of a flag's value -> ours

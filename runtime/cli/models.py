@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ..common.errors import ModelError
+from ..common.errors import ModelError, UnsupportedModel
 from ..engine import TextProcessor
 from ..engine.text.gguf_tokenizer import VOCABULARIES
 from ..engine.text.pre_tokenizers import PRE_TOKENIZERS
@@ -24,6 +24,7 @@ from ..model.weights import READABLE
 from ..model.weights.ggml import SUPPORTED
 
 Row = tuple[str, str]
+PROBLEM = "problem"  # the name of a line
 SHOWN_SIZES = (512, 512), (1920, 1080)  # width and height of images whose tokens are printed
 Model = Annotated[
     str | None, Parameter(help="A folder in Hugging Face's format, or a GGUF file. Default: list what is supported.")
@@ -31,9 +32,11 @@ Model = Annotated[
 
 
 def models(model: Model = None, /) -> None:
-    """Print a table. Raises ModelNotFound; whatever else is wrong with the files is a line of the table."""
-    rows = supported() if model is None else known(model_path(model))
-    print("\n".join(f"{name:<12}{text}" for name, text in rows))
+    """Print a table, with a line for each problem. Raises ModelNotFound, and UnsupportedModel if there is a problem."""
+    rows = list(supported() if model is None else known(model_path(model)))
+    print("\n".join(f"{name:<12}{text}" for name, text in rows), flush=True)
+    if any(name == PROBLEM for name, _ in rows):
+        raise UnsupportedModel(f"{model} cannot be served; each line `{PROBLEM}` says why")
 
 
 def supported() -> Iterator[Row]:
@@ -66,7 +69,7 @@ def known(path: Path) -> Iterator[Row]:
         except ModelError as error:
             problems.append(str(error))
     yield from (("images", f"{name} is not read; the model takes text only") for name in projectors(path))
-    yield from (("problem", problem) for problem in dict.fromkeys(problems))
+    yield from ((PROBLEM, problem) for problem in dict.fromkeys(problems))
 
 
 def _shape(path: Path) -> Iterator[Row]:

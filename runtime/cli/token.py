@@ -1,11 +1,13 @@
 """`quire token`: make a key for one tenant and print it once, with the lines that admit it.
 
-The key is written to standard output only; the server's file holds its hash.
+The lines are TOML on standard output, for `>> tokens.toml`; the key is on standard error. The server's file holds its
+hash only.
 """
 
 from __future__ import annotations
 
 import secrets
+import sys
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -17,19 +19,13 @@ KEY_BYTES = 32  # of randomness: too much to try all keys, so the hash need not 
 
 def token(tenant: Annotated[str, Parameter(help="Name of the tenant.")], /) -> None:
     """Print a new key. Raises ConfigError if `tenant` is not allowed as a name."""
-    print(token_text(tenant))
+    key, lines = new_key(tenant)
+    print(lines, flush=True)
+    print(f"key for the client, not shown again; the lines above admit it: {key}", file=sys.stderr)
 
 
-def token_text(tenant: str) -> str:
-    """Return a new key and the lines that admit it. Raises ConfigError if `tenant` is not allowed as a name."""
+def new_key(tenant: str) -> tuple[str, str]:
+    """Return a new key and the lines of TOML that admit it. Raises ConfigError if the name is not allowed."""
     check_tenant_name(tenant)
     key = "quire_" + secrets.token_urlsafe(KEY_BYTES)  # a prefix that secret scanners find; never a flag
-    return f"""\
-key for the client, not shown again:
-
-{key}
-
-lines for the file of --auth-tokens; a further key of the same tenant goes into the list:
-
-[{tenant}]
-keys = ["{hash_key(key).hex()}"]"""
+    return key, f'[{tenant}]\nkeys = ["{hash_key(key).hex()}"]  # a further key of this tenant goes into the list'

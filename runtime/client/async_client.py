@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
-from ..common.errors import ConfigError, GenerationFailed, InvalidRequest, ProtocolError, QuireError, Unavailable
+from ..common.errors import ConfigError, GenerationFailed, InvalidRequest, NotOpen, ProtocolError, QuireError
 from ..common.images import take_images
 from ..common.prompts import as_documents, as_prompts, as_token_ids, chat_messages, shown
 from ..common.types import ChatOptions, OutputChunk, RequestOutput, SamplingParams, check_arguments, join_chunks
@@ -77,7 +77,8 @@ class AsyncClient:
     model, with the same bytes, without losing or repeating a token. `tls` is True for a certificate that
     the system trusts, the path of a CA file in PEM, or an `ssl.SSLContext`. Entering the context raises Unavailable if
     the server does not answer, TLSError if its certificate is not trusted and Unauthenticated if it refuses the token.
-    The next call replaces a connection that is lost or whose server is shutting down. Use a client from one event loop.
+    Calls outside the context raise NotOpen. The next call replaces a connection that is lost or whose server is
+    shutting down. Use a client from one event loop.
     """
 
     def __init__(self, address: str | Sequence[str], token: str | None = None, tls: TLSOption = False) -> None:
@@ -234,8 +235,9 @@ class AsyncClient:
         return await self._entered().for_new_requests()
 
     def _entered(self) -> ConnectionPool:
-        if self._pool is None:
-            raise Unavailable("this client is not connected; use `async with AsyncClient(…) as client:`")
+        if self._pool is None or self._pool.is_closed:
+            state = "not connected" if self._pool is None else "closed"
+            raise NotOpen(f"this client is {state}; use `async with AsyncClient(…) as client:`")
         return self._pool
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from ..common.errors import Unavailable
+from ..common.errors import NotOpen, Unavailable
 from ..common.loop_thread import LoopThread
 from ..common.types import OutputChunk, RequestOutput, SamplingParams
 from ..protocol.frames import ServedModel
@@ -52,7 +52,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection and end the thread; streams still open raise Unavailable. Idempotent."""
+        """Close the connection and end the thread; streams still open raise NotOpen or Unavailable. Idempotent."""
         if self._thread is not None:
             self._thread.close()
 
@@ -74,7 +74,7 @@ class Client:
             while (chunk := self._await(_next(chunks))) is not None:
                 yield chunk
         finally:
-            with contextlib.suppress(Unavailable):  # the client was closed, which ended the stream
+            with contextlib.suppress(NotOpen, Unavailable):  # the client was closed, which ended the stream
                 self._await(_close(chunks))
 
     def complete(
@@ -137,7 +137,7 @@ class Client:
 
     def _entered(self) -> LoopThread:
         if self._thread is None:
-            raise Unavailable("this client is not connected; use `with Client(…) as client:`")
+            raise NotOpen("this client is not connected; use `with Client(…) as client:`")
         return self._thread
 
 

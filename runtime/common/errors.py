@@ -13,6 +13,7 @@ Whatever leaves the engine towards a user is a `QuireError`:
     ├── DeadlineExceeded          DEADLINE_EXCEEDED
     ├── Cancelled                 CANCELLED
     ├── Unavailable               UNAVAILABLE
+    ├── NotOpen                   FAILED_PRECONDITION
     ├── RequestNotFound           NOT_FOUND
     ├── Quarantined               ABORTED
     ├── GenerationFailed          INTERNAL
@@ -107,6 +108,12 @@ class Unavailable(QuireError):
 
     code = "UNAVAILABLE"
     retryable = True
+
+
+class NotOpen(QuireError):
+    """A client or an `LLM` is used outside its context: before it is entered, or after it is closed."""
+
+    code = "FAILED_PRECONDITION"
 
 
 class RequestNotFound(QuireError):

@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 import uvloop
 
-from .errors import Unavailable
+from .errors import NotOpen, Unavailable
 
 T = TypeVar("T")
 
@@ -45,13 +45,16 @@ class LoopThread:
         (_open_with_pools if uses_thread_pools else _open_without_pools).add(self)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return the coroutine's result, or raise what it raised. Raises Unavailable when closed."""
+        """Return the coroutine's result, or raise what it raised.
+
+        Raises NotOpen when closed, Unavailable if the loop is closed before the coroutine has ended.
+        """
         future: Future[T] | None = None
         try:
             with self._submitting:
                 if self._closing is not None:
                     coroutine.close()
-                    raise Unavailable(f"{self._name} is closed")
+                    raise NotOpen(f"{self._name} is closed")
                 future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
                 self._awaited.add(future)
             future.add_done_callback(self._awaited.discard)

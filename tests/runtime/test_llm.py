@@ -24,6 +24,7 @@ from quire.runtime.common.errors import (
     GenerationFailed,
     InvalidRequest,
     ModelNotFound,
+    NotOpen,
     Unavailable,
 )
 from quire.runtime.common.heap import resident_bytes
@@ -373,7 +374,7 @@ def test_close_is_idempotent_and_later_calls_raise() -> None:
     llm.close()
     llm.close()
     for use in (lambda: llm.generate([1]), lambda: llm.logits([1]), lambda: llm.engine):
-        with pytest.raises(Unavailable, match="closed"):
+        with pytest.raises(NotOpen, match="closed"):
             use()
 
 

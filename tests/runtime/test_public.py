@@ -14,7 +14,7 @@ def test_every_error_class_is_exported() -> None:
     declared = {
         name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
     }
-    assert len(declared) == 23
+    assert len(declared) == 24
     assert declared <= set(quire.__all__)
 
 

@@ -22,6 +22,7 @@ from quire.runtime.common.errors import (
     DeadlineExceeded,
     GenerationFailed,
     InvalidRequest,
+    NotOpen,
     Overloaded,
     ProtocolError,
     TLSError,
@@ -291,7 +292,7 @@ async def test_closing_the_client_cancels_everything(system: Any, eventually: Ev
         with pytest.raises(Unavailable, match="closed"):
             await stream
     await eventually(lambda: not system.engine.live)
-    with pytest.raises(Unavailable):
+    with pytest.raises(NotOpen, match=r"closed; use `async with AsyncClient\(…\) as client:`$"):
         await client.complete("hi")
 
 
@@ -526,10 +527,10 @@ async def test_text_parts_are_sent_as_text(system: Any, client: AsyncClient) -> 
 
 async def test_a_client_must_be_entered(system: Any) -> None:
     for start in (AsyncClient(system.address).ping(), AsyncClient(system.address).complete("hi")):
-        with pytest.raises(Unavailable, match=r"not connected; use `async with AsyncClient\(…\) as client:`$"):
+        with pytest.raises(NotOpen, match=r"not connected; use `async with AsyncClient\(…\) as client:`$"):
             await start
     for use in (Client(system.address).ping, lambda: Client(system.address).generate("hi")):
-        with pytest.raises(Unavailable, match=r"not connected; use `with Client\(…\) as client:`$"):
+        with pytest.raises(NotOpen, match=r"not connected; use `with Client\(…\) as client:`$"):
             use()
 
 
@@ -538,7 +539,7 @@ def test_a_client_that_could_not_connect_is_not_connected() -> None:
     with pytest.raises(Unavailable, match="cannot connect to unix:/nowhere"), client:
         pass
     for use in (client.ping, lambda: client.generate("hi")):
-        with pytest.raises(Unavailable, match=r"not connected; use `with Client\(…\) as client:`$"):
+        with pytest.raises(NotOpen, match=r"not connected; use `with Client\(…\) as client:`$"):
             use()
 
 
@@ -656,7 +657,7 @@ def test_closing_a_blocking_client_frees_other_threads(address: tuple[str, Any])
         with pytest.raises(Unavailable, match="closed"):
             waiting.result(60)
     client.close()
-    with pytest.raises(Unavailable):
+    with pytest.raises(NotOpen, match="this client is closed"):
         client.ping()
 
 

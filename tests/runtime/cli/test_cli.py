@@ -21,9 +21,11 @@ from quire import LLM, Client, SamplingParams
 from quire.kernels import supported_levels, unsupported_levels
 from quire.runtime.cli.main import run
 from quire.runtime.model import BUNDLED_MODEL, kv_layout, read_spec
+from quire.runtime.server.auth import Keyring
 
 MODULE = [sys.executable, "-P", "-m", "quire.runtime.cli.main"]
 SCRIPT = [str(Path(sys.executable).with_name("quire"))]
+PACKAGE = [sys.executable, "-P", "-m", "quire"]
 BIN = str(Path(sys.executable).parent)
 QUICK = ["--kv-cache-memory", "4MiB"]
 TIMEOUT_S = 240  # only to stop a hang
@@ -66,7 +68,7 @@ Quire = Callable[..., subprocess.CompletedProcess[str]]
 # Output
 
 
-@pytest.mark.parametrize("command", [MODULE, SCRIPT], ids=["module", "script"])
+@pytest.mark.parametrize("command", [MODULE, SCRIPT, PACKAGE], ids=["module", "script", "package"])
 def test_info(quire: Quire, command: list[str]) -> None:
     done = quire("info", command=command)
     assert (done.returncode, done.stderr) == (0, "")
@@ -121,6 +123,16 @@ def test_generate_prints_choices_one_after_another(
     assert out == "".join(
         f"[choice {number}: length]\n{choice.text}\n\n" for number, choice in enumerate(output.outputs, 1)
     )
+
+
+def test_a_new_key_is_admitted_by_what_standard_output_gets(quire: Quire, tmp_path: Path) -> None:
+    done = quire("token", "lab-1")
+    assert done.returncode == 0
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text(done.stdout)
+    key = done.stderr.split()[-1]
+    assert Keyring.load(tokens).authenticate(key).name == "lab-1"
+    assert key not in done.stdout
 
 
 def test_generate_reads_standard_input(hostile_folder: Path) -> None:

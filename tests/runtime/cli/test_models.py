@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from quire.runtime.cli.models import models
-from quire.runtime.common.errors import ModelNotFound
+from quire.runtime.cli.main import run
 from quire.runtime.model import BUNDLED_MODEL, FAMILIES
 
 from tests.families import GOLDENS
@@ -16,11 +15,14 @@ from tests.image_folder import write_image_folder
 
 
 def rows(capsys: pytest.CaptureFixture[str], model: Path | None) -> dict[str, list[str]]:
-    """Return the texts of each name in the table."""
-    models(None if model is None else str(model))
+    """Return the texts of each name in the table. The command fails exactly if the table names a problem."""
+    status = run(["models"] if model is None else ["models", str(model)])
+    out, errors = capsys.readouterr()
     found: dict[str, list[str]] = {}
-    for line in capsys.readouterr().out.splitlines():
+    for line in out.splitlines():
         found.setdefault(line[:12].strip(), []).append(line[12:])
+    refusal = f"quire: {model} cannot be served; each line `problem` says why\n"
+    assert (status, errors) == ((2, refusal) if "problem" in found else (0, ""))
     return found
 
 
@@ -106,6 +108,6 @@ def test_without_a_model_all_that_is_supported_is_listed(capsys: pytest.CaptureF
     assert "default, llama-bpe," in found[""][0]
 
 
-def test_no_model_at_all(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound):
-        models(str(tmp_path / "nowhere"))
+def test_no_model_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["models", str(tmp_path / "nowhere")]) == 2
+    assert capsys.readouterr().err.startswith(f"quire: {tmp_path / 'nowhere'} ")

@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from quire.runtime.common.errors import Unavailable
+from quire.runtime.common.errors import NotOpen, Unavailable
 from quire.runtime.common.loop_thread import LoopThread
 
 
@@ -35,7 +35,7 @@ def test_run_raises_after_close() -> None:
     thread = LoopThread("this client")
     thread.close()
     thread.close()
-    with pytest.raises(Unavailable, match="this client is closed"):
+    with pytest.raises(NotOpen, match="this client is closed"):
         thread.run(value(1))
     assert "this client" not in [running.name for running in threading.enumerate()]
 
