@@ -3,7 +3,7 @@
 usage: python -m docs.make_pictures [--chromium PROGRAM] [NAME ...]
 
 It needs `quire` with the extra `dev`, and Chromium for the screenshots. Without names it makes all of them: memory-map,
-roofline, status-page, load-test-report, chat-page.
+roofline, status-page, load-test-report, chat-page, search-page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -77,12 +77,34 @@ def load_test_report(chromium: str) -> None:
 
 def chat_page() -> None:
     """Photograph the chat page with two conversations, light, and the tokens of an answer, dark."""
-    with server() as (_, _, api), tempfile.TemporaryDirectory() as profile:
+    with server() as (_, _, api):
+        _in_browser(_chat, api)
+
+
+def search_page() -> None:
+    """Photograph the search over texts that a server with an embedding model has."""
+    with server("demo_embedding") as (_, _, api):
+        _in_browser(_search, api)
+
+
+def _in_browser(visit: Callable[[Browser, str], Coroutine[None, None, None]], api: str) -> None:
+    with tempfile.TemporaryDirectory() as profile:
         browser = Browser(Path(profile))
         try:
-            asyncio.run(_chat(browser, api))
+            asyncio.run(visit(browser, api))
         finally:
             browser.close()
+
+
+async def _search(browser: Browser, api: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        tab = Tab(await session.ws_connect(browser.url, max_msg_size=0))
+        await tab.open(f"http://{api}/", (1180, 760))
+        await tab.until("!document.getElementById('search').hidden")
+        await tab.click("#example")
+        await tab.until("document.querySelector('#found li')")
+        (PICTURES / "search-page.png").write_bytes(await tab.photograph())
+        await tab.close()
 
 
 async def _chat(browser: Browser, api: str) -> None:
@@ -91,7 +113,7 @@ async def _chat(browser: Browser, api: str) -> None:
         tab = Tab(await session.ws_connect(browser.url, max_msg_size=0))
         await tab.open(f"http://{api}/", (1180, 760))
         await tab.press("s", ALT)
-        for field, value in (("temperature", "0.7"), ("seed", "4"), ("max_tokens", "90")):
+        for field, value in (("seed", "7"), ("max_tokens", "60")):
             await tab.evaluate(f"document.querySelector('#fields [name={field}]').select()")
             await tab.type(value)
         for number, question in enumerate(("What is a queue?", "How do I sort a list?"), 1):
@@ -118,9 +140,9 @@ def quire(*arguments: str) -> str:
 
 
 @contextmanager
-def server() -> Iterator[tuple[str, str, str]]:
-    """Yield the addresses for clients, operators and the HTTP API of a server on the bundled model."""
-    command = [*QUIRE, "serve", "--port", "0", "--operator-port", "0", "--openai-port", "0"]
+def server(*model: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the addresses for clients, operators and the HTTP API of a server on the bundled model, or another one."""
+    command = [*QUIRE, "serve", *model, "--port", "0", "--operator-port", "0", "--openai-port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         try:
@@ -151,6 +173,7 @@ def main() -> None:
         "status-page": lambda: status_page(arguments.chromium),
         "load-test-report": lambda: load_test_report(arguments.chromium),
         "chat-page": chat_page,
+        "search-page": search_page,
     }
     if unknown := set(arguments.names) - set(makers):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; allowed: {', '.join(makers)}")

@@ -36,7 +36,7 @@ from mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
-    *("pager", "protocol", "measuring", "scheduler", "server", "kernels"),
+    *("pager", "protocol", "measuring", "scheduler", "server", "page", "kernels"),
     *("engine", "text", "workers", "cluster", "model", "encoder", "vision"),
 )
 LEAST_CAUGHT = 0.95

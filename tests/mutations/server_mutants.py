@@ -1058,7 +1058,7 @@ MUTANTS = [
     ),
     Mutant(
         f"{PAGE}/chat.js",
-        '  if (document.querySelector("dialog[open]")) return;\n',
+        'document.querySelector("dialog[open]") || ',
         "",
         "shortcuts act behind an open dialog",
         CHATTING,

@@ -7,12 +7,15 @@ import base64
 import itertools
 import json
 import re
+import shutil
 import subprocess
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 TIMEOUT_S = 60
 FLAGS = (
@@ -36,6 +39,9 @@ KEYS = {  # name -> code, number on Windows, text
     "ArrowDown": ("ArrowDown", 40, ""),
     "/": ("Slash", 191, ""),
 }
+
+
+needs_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium on PATH")
 
 
 class Browser:
@@ -172,3 +178,6 @@ class Tab:
                 case {"method": "Log.entryAdded", "params": {"entry": {"level": "error", "source": source} as entry}}:
                     if source != "network":  # a status of 400 and above, which pages expect
                         self.problems.append(entry["text"])
+
+
+OpenTab = Callable[[str], Awaitable[Tab]]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import struct
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgpack
 import pytest
 from prometheus_client import generate_latest
@@ -30,6 +31,8 @@ from quire.runtime.engine.text import Token
 from quire.runtime.server import Server
 from quire.runtime.workers import engine_process
 from quire.scheduler import AdmissionEstimate
+
+from .chromium import Browser, OpenTab, Tab
 
 CHUNK_TOKENS = 2
 RECEIVE_TIMEOUT_S = 60
@@ -383,3 +386,31 @@ def slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make each step of an engine process take 5 ms longer."""
     script = Path(__file__).with_name("slow_engine.py")
     monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-P", str(script)))
+
+
+# With a browser
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+async def open_tab(browser: Browser) -> AsyncIterator[OpenTab]:
+    """Open a page by its address. No script of it has failed, and its policy has blocked nothing."""
+    tabs: list[Tab] = []
+    async with aiohttp.ClientSession() as session:
+
+        async def open_it(address: str) -> Tab:
+            tab = Tab(await session.ws_connect(browser.url, max_msg_size=0))
+            tabs.append(tab)
+            await tab.open(f"http://{address}/")
+            return tab
+
+        yield open_it
+        for tab in tabs:
+            await tab.close()
+    assert [tab.problems for tab in tabs] == [[]] * len(tabs)

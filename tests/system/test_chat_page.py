@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import msgspec
 import pytest
 from quire.runtime.common.types import StructuredOutputs
 from quire.runtime.server.openai.api import PAGE
@@ -18,11 +17,9 @@ from quire.runtime.server.openai.api import PAGE
 from tests.image_folder import write_image_folder
 from tests.scripted_model import write_scripted_model
 
-from .chromium import ALT, SHIFT, Browser, Tab
+from .chromium import ALT, SHIFT, OpenTab, Tab, needs_chromium
 from .http_client import HTTPClient, Reply
 
-needs_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium on PATH")
-OpenTab = Callable[[str], Awaitable[Tab]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
 FOLDER = files("quire.runtime.server.openai") / "page"
@@ -30,32 +27,9 @@ TEXTS = {name: (FOLDER / name).read_text("utf-8") for name in PAGE}
 SCRIPTS = "\n".join(text for name, text in TEXTS.items() if name.endswith(".js"))
 HOSTILE = '<img src=x onerror="alert(1)"><script>alert(2)</script>&lt;'
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+PLACEHOLDERS = """(...names) =>
+  names.map((name) => document.querySelector(`#fields [name=${name}]`).placeholder)"""
 IS_DONE = "document.querySelector('article:last-child')?.className === 'done'"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.close()
-
-
-@pytest.fixture
-async def open_tab(browser: Browser) -> AsyncIterator[OpenTab]:
-    """Open a page by its address. No script of it has failed, and its policy has blocked nothing."""
-    tabs: list[Tab] = []
-    async with aiohttp.ClientSession() as session:
-
-        async def open_it(address: str) -> Tab:
-            tab = Tab(await session.ws_connect(browser.url, max_msg_size=0))
-            tabs.append(tab)
-            await tab.open(f"http://{address}/")
-            return tab
-
-        yield open_it
-        for tab in tabs:
-            await tab.close()
-    assert [tab.problems for tab in tabs] == [[]] * len(tabs)
 
 
 async def ask(tab: Tab, question: str) -> None:
@@ -63,6 +37,12 @@ async def ask(tab: Tab, question: str) -> None:
     await tab.evaluate("document.getElementById('question').focus()")
     await tab.type(question)
     await tab.press("Enter")
+
+
+async def answer_of(tab: Tab) -> str:
+    """Return the text of the first answer, as the tab's storage keeps it for a page that is loaded again."""
+    stored = await tab.evaluate("JSON.parse(sessionStorage['quire.conversations'])[0].turns[0].answer.text")
+    return str(stored)
 
 
 async def set_field(tab: Tab, name: str, value: object) -> None:
@@ -146,20 +126,21 @@ async def test_a_chat_by_keyboard_shows_what_the_api_answers(serving: Callable[.
         await set_field(tab, "max_tokens", "40")
         await ask(tab, "What is a queue?")
         await tab.until(IS_DONE)
-        shown = await tab.evaluate("document.querySelector('.answer').textContent")
+        shown = await answer_of(tab)
         await ask(tab, "And a stack?")
         await tab.until(f"document.querySelectorAll('article').length === 2 && {IS_DONE}")
         facts = await tab.text("article:last-child .facts")
         legend = await tab.text("article:last-child .times .legend")
         client = await HTTPClient.open(address)
         messages = [{"role": "user", "content": "What is a queue?"}]
-        reply = await client.ask("POST", "/v1/chat/completions", {"messages": messages, "seed": 7, "max_tokens": 40})
+        body = {"messages": messages, "seed": 7, "max_tokens": 40, "temperature": 0.8, "min_p": 0.05}
+        reply = await client.ask("POST", "/v1/chat/completions", body)
         client.writer.transport.abort()
-    assert shown == reply.json["choices"][0]["message"]["content"].lstrip("\n")
+    assert shown == reply.json["choices"][0]["message"]["content"]
     assert re.search(
         r"40 tokens · [\d.]+ tokens/s · first text after .*s · [1-9]\d* of \d+ prompt tokens cached", facts
     )
-    assert facts.endswith("seed 7")
+    assert facts.endswith("temperature 0.8 · min p 0.05 · seed 7")
     assert "prefill" in legend
     assert "decode" in legend
 
@@ -173,7 +154,7 @@ async def test_escape_stops_and_cancels_the_request(system: Any, open_tab: OpenT
     await tab.press("Escape")
     await tab.until("document.querySelector('article.stopped')")
     await eventually(lambda: not system.engine.live)
-    assert await tab.text(".answer") == " hold:0é日"
+    assert await tab.text(".answer") == "hold:0é日"
 
 
 @needs_chromium
@@ -241,7 +222,7 @@ async def test_settings_reach_the_request_of_their_conversation(system: Any, ope
     await tab.until(IS_DONE)
     second = system.engine.requests[1]
     assert (second.prompt, second.messages) == ("two", None)
-    assert (second.sampling_params.temperature, second.sampling_params.max_tokens) == (1.0, 4)
+    assert (second.sampling_params.temperature, second.sampling_params.max_tokens) == (0.8, 4)
     await set_field(tab, "max_tokens", "")
     await ask(tab, "three")
     await tab.until(f"document.querySelectorAll('article').length === 2 && {IS_DONE}")
@@ -257,6 +238,69 @@ async def test_an_answer_may_have_to_be_a_json_object(system: Any, open_tab: Ope
     await ask(tab, "one")
     await tab.until(IS_DONE)
     assert system.engine.requests[0].sampling_params.structured_outputs == StructuredOutputs(json_object=True)
+
+
+@needs_chromium
+async def test_the_page_filters_where_the_model_recommends_nothing_and_shows_it(system: Any, open_tab: OpenTab) -> None:
+    tab = await open_tab(system.server.openai_address)
+    await ask(tab, "one")
+    await tab.until(IS_DONE)
+    await set_field(tab, "min_p", "0")
+    await ask(tab, "two")
+    await tab.until(f"document.querySelectorAll('article').length === 2 && {IS_DONE}")
+    sent = [(each.sampling_params.temperature, each.sampling_params.min_p) for each in system.engine.requests]
+    assert sent == [(0.8, 0.05), (0.8, 0.0)]
+    shown = await tab.evaluate("[...document.querySelectorAll('.facts')].map((each) => each.textContent)")
+    assert [re.search(r"temperature .* · seed", each)[0] for each in shown] == [  # type: ignore[index]
+        "temperature 0.8 · min p 0.05 · seed",
+        "temperature 0.8 · min p 0 · seed",
+    ]
+    placeholders = f"({PLACEHOLDERS})('temperature', 'top_p', 'min_p')"
+    assert await tab.evaluate(placeholders) == ["0.8", "", "0.05"]
+    note = await tab.evaluate("document.getElementById('defaults-note').textContent")
+    assert note == (
+        "The model recommends no sampling: where the fields are empty, this page sends temperature 0.8 and min p 0.05."
+    )
+
+
+@needs_chromium
+async def test_the_page_leaves_the_sampling_to_a_model_that_recommends_one(system: Any, open_tab: OpenTab) -> None:
+    system.engine.default_sampling = {"temperature": 0.6, "top_k": 20}
+    tab = await open_tab(system.server.openai_address)
+    await ask(tab, "one")
+    await tab.until(IS_DONE)
+    params = system.engine.requests[0].sampling_params
+    assert (params.temperature, params.top_k, params.min_p) == (0.6, 20, 0.0)
+    assert "temperature 0.6 · top k 20 · seed" in await tab.text("article .facts")
+    assert await tab.evaluate(f"({PLACEHOLDERS})('temperature', 'top_k', 'min_p')") == ["0.6", "20", ""]
+
+
+@needs_chromium
+async def test_a_text_and_json_are_shown_as_they_are(system: Any, open_tab: OpenTab) -> None:
+    tab = await open_tab(system.server.openai_address)
+    await set_field(tab, "max_tokens", "2")
+    await set_field(tab, "mode", "text")
+    await ask(tab, "*a*")
+    await tab.until(IS_DONE)
+    assert "*a*" in await tab.text(".answer")
+    await tab.press("n", ALT)
+    await set_field(tab, "mode", "chat")
+    await set_field(tab, "format", "JSON object")
+    await ask(tab, "*b*")
+    await tab.until(IS_DONE)
+    assert "*b*" in await tab.text(".answer")
+
+
+@needs_chromium
+async def test_a_model_without_a_chat_template_continues_texts(
+    system: Any, open_tab: OpenTab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = msgspec.structs.replace(system.engine.info, has_chat_template=False)
+    monkeypatch.setattr(type(system.engine), "info", info)
+    tab = await open_tab(system.server.openai_address)
+    await ask(tab, "one")
+    await tab.until(IS_DONE)
+    assert system.engine.requests[0].prompt == "one"
 
 
 @needs_chromium
@@ -419,7 +463,7 @@ async def test_images_are_chosen_pasted_and_dropped(
         await tab.until(IS_DONE)
         assert await tab.evaluate(attached) == ""
         assert await tab.evaluate("document.getElementById('image-problem').textContent") == ""
-        shown = await tab.evaluate("document.querySelector('.answer').textContent")
+        shown = await answer_of(tab)
         await tab.reload()
         await tab.until("document.querySelectorAll('.question img').length === 2")
         assert await tab.evaluate("document.querySelector('.question img').naturalWidth") == 1
@@ -428,14 +472,14 @@ async def test_images_are_chosen_pasted_and_dropped(
         await tab.until("!document.getElementById('send').disabled")
         await tab.press("Enter")
         await tab.until(IS_DONE)
-        assert await tab.evaluate("document.querySelector('.answer').textContent") == shown
+        assert await answer_of(tab) == shown
         image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
         content = [image, image, {"type": "text", "text": "What is this?"}]
         body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 6}
         client = await HTTPClient.open(real.server.openai_address)
         reply = await client.ask("POST", "/v1/chat/completions", body)
         client.writer.transport.abort()
-    assert shown == reply.json["choices"][0]["message"]["content"].lstrip("\n")
+    assert shown == reply.json["choices"][0]["message"]["content"]
 
 
 @needs_chromium

@@ -58,7 +58,10 @@ CHAT_ENDPOINT = Endpoint(chat_call, ChatFormat, KNOWN, "chat.completion.deleted"
 COMPLETION_ENDPOINT = Endpoint(completion_call, CompletionFormat, KNOWN)
 RESPONSE_NAMES = {"prompt": "input", "messages": "input", "reasoning_effort": "reasoning.effort"}
 RESPONSE_ENDPOINT = Endpoint(response_call, ResponseFormat, RESPONSE_KNOWN, "response", RESPONSE_NAMES)
-PAGE = ("chat.html", "chat.css", "chat.js", "api.js", "conversations.js", "view.js")  # in the folder `page`
+PAGE = (  # in the folder `page`
+    "chat.html", "chat.css", "chat.js", "api.js", "conversations.js", "elements.js", "inline.js", "markdown.js",
+    "markdown_view.js", "search.js", "token_view.js", "turn_view.js", "view.js",
+)  # fmt: skip
 PAGE_SETTINGS = "/settings.json"  # of the page
 EMBEDDING_CALLS = {
     "/v1/embeddings": (embedding_call, EMBEDDING_FIELDS),

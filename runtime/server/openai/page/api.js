@@ -14,11 +14,28 @@ export class ApiError extends Error {
   }
 }
 
-// Return the name of the served model, and whether it takes images.
-export async function servedModel() {
-  const answer = await request("v1/models", {});
-  const { id, input_modalities: inputs = [] } = (await answer.json()).data[0];
-  return { name: id, takesImages: inputs.includes("image") };
+// Return what the server has: a model that generates text, one that ranks texts or labels them, or both; else null.
+// pageSampling: what the page sends unless its reader sets others. defaultSampling: what applies to other requests.
+export async function servedModels() {
+  const [cards, page] = await Promise.all(["v1/models", "settings.json"].map(async (path) => (await request(path, {})).json()));
+  const models = cards.data.map(({ id, capabilities, input_modalities: inputs = [], default_sampling_params: sampling = {}, prompt_names: prompts = [] }) => ({
+    name: id,
+    can: (what) => capabilities.includes(what),
+    takesImages: inputs.includes("image"),
+    defaultSampling: sampling,
+    pageSampling: page.sampling,
+    prompts,
+  }));
+  return {
+    generator: models.find(({ can }) => can("completion")) ?? null,
+    encoder: models.find(({ can }) => can("rerank") || can("classify")) ?? null,
+  };
+}
+
+// Return the answer to a request with a JSON body. Throws ApiError, and AbortError once `signal` is aborted.
+export async function post(path, body, signal) {
+  const headers = { "content-type": "application/json" };
+  return (await request(path, { method: "POST", body: JSON.stringify(body), headers, signal })).json();
 }
 
 // Yield the events of a stream, each as an object. Throws ApiError, and AbortError once `signal` is aborted.

@@ -1,8 +1,11 @@
 // The page: which conversation is shown, what its buttons and keys do, and when it is drawn again.
 
-import { saveKey, savedKey, servedModel } from "./api.js";
+import { saveKey, savedKey, servedModels } from "./api.js";
 import { Conversation, load, save } from "./conversations.js";
-import { conversationItem, element, picture, settingFields, turnArticle } from "./view.js";
+import { element, showChildren } from "./elements.js";
+import { Search } from "./search.js";
+import { TurnView, picture } from "./turn_view.js";
+import { conversationItem, settingFields } from "./view.js";
 
 const DRAW_EVERY_MS = 60;
 const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
@@ -32,8 +35,7 @@ const OTHER_KEYS = [
 
 const $ = (id) => document.getElementById(id);
 
-let model = ""; // empty until the server has said it
-let takesImages = false; // the model does
+let served = null; // the model that generates text; null until the server has said it
 let conversations = load();
 let current = conversations[0] ?? new Conversation();
 let showsTokens = false;
@@ -46,7 +48,7 @@ function open(conversation) {
   if (!conversations.includes(conversation)) conversations.unshift(conversation);
   current = conversation;
   compose(current.draft);
-  $("fields").replaceChildren(...settingFields(current.settings));
+  drawSettings();
   $("log").replaceChildren();
   drawn.clear();
   draw();
@@ -69,7 +71,7 @@ function remove(conversation) {
 
 function send() {
   const question = $("question").value, images = canAttach() ? current.images : NO_IMAGES;
-  if (!model || current.live || !(question.trim() || images.length)) return;
+  if (!served || current.live || !(question.trim() || images.length)) return;
   if (images.length) current.images = [];
   $("image-problem").textContent = "";
   compose("");
@@ -80,7 +82,7 @@ async function ask(asking) {
   const asked = current;
   stickToEnd = true;
   try {
-    await asked.ask(asking, model, changed);
+    await asked.ask(asking, served, changed);
   } catch (error) {
     if (error.status !== 401) throw error;
     askForKey(error.message);
@@ -91,7 +93,7 @@ async function ask(asking) {
 }
 
 function retry() {
-  if (model && current.turns.length && !current.live) ask(current.takeBack());
+  if (served && current.turns.length && !current.live) ask(current.takeBack());
 }
 
 function edit() {
@@ -119,7 +121,7 @@ function toggleSettings() {
 // Images of the message that is being written
 
 const NO_IMAGES = [];
-const canAttach = () => takesImages && current.settings.mode === "chat";
+const canAttach = () => served?.takesImages && current.settings.mode === "chat";
 
 async function attach(files) {
   const conversation = current;
@@ -157,18 +159,44 @@ function drawAttached() {
   }));
 }
 
-// The server's model, and the key that it may ask for
+// The server's models, and the key that it may ask for
 
 async function connect() {
   try {
-    ({ name: model, takesImages } = await servedModel());
-    $("model").textContent = model;
+    const { generator, encoder } = await servedModels();
+    $("model").textContent = (generator ?? encoder).name;
+    if (encoder) new Search(encoder, askForKey);
+    for (const id of ["show-chat", "show-search"]) $(id).hidden = !(generator && encoder);
+    served = generator;
+    if (generator) useModel(encoder);
+    else show("search");
   } catch (error) {
     $("model").textContent = error.message;
     if (error.status === 401) askForKey(savedKey() ? error.message : "");
     else setTimeout(connect, error.retryMs ?? 2000);
   }
   draw();
+}
+
+// Without a chat template, conversations that begin continue a text.
+function useModel(encoder) {
+  const isNew = ({ turns, settings }) => !turns.length && settings.mode === "chat";
+  if (!served.can("chat")) conversations.filter(isNew).forEach(({ settings }) => (settings.mode = "text"));
+  if (encoder && encoder.name !== served.name) $("model").textContent += `, ${encoder.name}`;
+  const sent = Object.entries(served.pageSampling).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`);
+  $("defaults-note").textContent = sent.length
+    ? `The model recommends no sampling: where the fields are empty, this page sends ${sent.join(" and ")}.`
+    : "An empty field leaves the choice to the server, which takes the values in gray.";
+  drawSettings();
+}
+
+function show(view) {
+  const isSearch = view === "search";
+  document.body.className = view;
+  $("search").hidden = !isSearch;
+  $("show-chat").setAttribute("aria-pressed", !isSearch);
+  $("show-search").setAttribute("aria-pressed", isSearch);
+  (isSearch ? $("query") : $("question")).focus();
 }
 
 function askForKey(problem) {
@@ -187,7 +215,7 @@ $("key-form").onsubmit = (event) => {
 // Drawing: after a change, of what has changed, and not often, since the server may need the same processor
 
 const items = new WeakMap(); // conversation -> its item in the list
-const drawn = new Map(); // turn -> {article, version, isLast}
+const drawn = new Map(); // turn -> {view, version, isLast}
 let drawnImages = null; // of the composer
 let stickToEnd = true;
 let isDrawPending = false;
@@ -207,7 +235,7 @@ function draw() {
   drawAttached();
   const isLive = current.live !== null;
   $("send").hidden = isLive;
-  $("send").disabled = !model;
+  $("send").disabled = !served;
   $("stop").hidden = !isLive;
   if (stickToEnd) $("log").scrollTop = $("log").scrollHeight;
 }
@@ -226,19 +254,19 @@ function drawTurns() {
   const articles = current.turns.map((turn) => {
     const isLast = turn === current.turns.at(-1);
     const before = drawn.get(turn);
-    if (before?.version === turn.answer.version && before.isLast === isLast) return before.article;
-    const article = turnArticle(turn, { showsTokens, isLast, retry, edit });
-    before?.article.replaceWith(article);
-    drawn.set(turn, { article, version: turn.answer.version, isLast });
-    return article;
+    if (before?.version === turn.answer.version && before.isLast === isLast) return before.view.element;
+    const view = before?.view ?? new TurnView(turn, { retry, edit });
+    view.update({ showsTokens, isLast });
+    drawn.set(turn, { view, version: turn.answer.version, isLast });
+    return view.element;
   });
   if (articles.length) showChildren($("log"), articles);
   else if (!$("log").querySelector(".prompts")) $("log").replaceChildren(promptPicker());
 }
 
-function showChildren(parent, shown) {
-  const isShown = shown.length === parent.childElementCount && shown.every((each, index) => each === parent.children[index]);
-  if (!isShown) parent.replaceChildren(...shown);
+function drawSettings() {
+  const defaults = { ...served?.defaultSampling, ...served?.pageSampling };
+  $("fields").replaceChildren(...settingFields(current.settings, defaults));
 }
 
 function promptPicker() {
@@ -296,13 +324,15 @@ $("composer").onsubmit = (event) => {
 };
 $("stop").onclick = () => current.stop();
 $("new").onclick = () => open(new Conversation(current.settings));
+$("show-chat").onclick = () => show("chat");
+$("show-search").onclick = () => show("search");
 $("raw").onclick = toggleTokens;
 $("open-settings").onclick = toggleSettings;
 $("open-help").onclick = () => $("help").showModal();
 $("key-dialog").oncancel = (event) => event.preventDefault(); // without a key the page can do nothing
 
 document.onkeydown = (event) => {
-  if (document.querySelector("dialog[open]")) return;
+  if (document.querySelector("dialog[open]") || document.body.className === "search") return;
   if (event.key === "Escape") current.stop();
   const shortcut = event.altKey && !event.ctrlKey && !event.metaKey && SHORTCUTS.find(([, code]) => code === event.code);
   if (!shortcut) return;
@@ -315,6 +345,6 @@ window.onpagehide = () => save(conversations);
 
 $("shortcuts").append(...[...OTHER_KEYS, ...SHORTCUTS.map(([keys, , does]) => [keys, does])].map(([keys, does]) =>
   element("div", {}, element("dt", {}, element("kbd", {}, keys)), element("dd", {}, does))));
-$("fields").append(...settingFields(current.settings));
+drawSettings();
 $("fields").addEventListener("input", drawAttached); // the mode has changed
 connect();

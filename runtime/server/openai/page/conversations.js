@@ -30,6 +30,9 @@ export const SETTINGS = [
 
 export const DEFAULTS = Object.fromEntries(SETTINGS.map(({ name, kind }) => [name, Array.isArray(kind) ? kind[0] : kind === "check" ? true : ""]));
 
+const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"];
+const samplingOf = (body) => Object.fromEntries(SAMPLING.filter((name) => name in body).map((name) => [name, body[name]]));
+
 // One answer as it grows.
 export class Answer {
   text = "";
@@ -41,6 +44,8 @@ export class Answer {
   finishReason = null;
   usage = null;
   seed = null;
+  sampling = {}; // the parameters that decide how its tokens are drawn, besides the seed
+  isMarkdown = true; // else a text or JSON
   startedMs = 0;
   firstMs = null; // of the first text
   endedMs = null;
@@ -123,13 +128,15 @@ export class Conversation {
     return answer?.isLive ? answer : null;
   }
 
-  // Ask, and return when the answer has ended, however it did. `changed` is called after every change.
-  async ask({ question, images }, model, changed) {
+  // Ask the served model, and return when the answer has ended, however it did. `changed` is called after every change.
+  async ask({ question, images }, served, changed) {
     const answer = new Answer();
     this.turns.push({ question, images, answer });
     answer.seed = this.settings.seed === "" ? Math.floor(Math.random() * MAX_SEED) : Number(this.settings.seed);
     answer.startedMs = performance.now();
-    const { path, body } = this.#request(model, answer.seed);
+    const { path, body } = this.#request(served, answer.seed);
+    answer.sampling = samplingOf({ ...served.defaultSampling, ...body });
+    answer.isMarkdown = this.settings.mode === "chat" && !body.response_format;
     this.#abort = new AbortController();
     changed();
     try {
@@ -161,9 +168,9 @@ export class Conversation {
   }
 
   // Return path and body of the request for the last turn's answer.
-  #request(model, seed) {
+  #request({ name: model, pageSampling }, seed) {
     const isChat = this.settings.mode === "chat";
-    const body = { model, stream: true, stream_options: { include_usage: true }, return_timings: true };
+    const body = { model, stream: true, stream_options: { include_usage: true }, return_timings: true, ...pageSampling };
     for (const { name, kind, fields } of SETTINGS) {
       const value = this.settings[name];
       if (value !== "") Object.assign(body, fields ? fields(value) : { [name]: kind === "number" ? Number(value) : value });
