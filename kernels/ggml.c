@@ -10,7 +10,7 @@
 int64_t quire_ggml_weights(int type) { return type >= QUIRE_GGML_Q4_K && type <= QUIRE_GGML_Q6_K ? 256 : 32; }
 
 int64_t quire_ggml_bytes(int type) {
-  static const int64_t bytes[] = {34, 18, 144, 176, 210, 17, 19};
+  static const int64_t bytes[] = {34, 18, 144, 176, 210, 17, 19, 20, 22, 24};
   return bytes[type];
 }
 
@@ -40,6 +40,39 @@ static void widen_q4_0(const uint8_t *block, float *out) {
   for (int i = 0; i < 16; i++) {
     out[i] = d * (float)((block[2 + i] & 15) - 8);
     out[16 + i] = d * (float)((block[2 + i] >> 4) - 8);
+  }
+}
+
+// Numbers 4 · line to 4 · line + 3 of a block of 32: half bytes at `q` in the order of Q4_0, and a fifth bit of each in `high`.
+static uint32_t four_of(const uint8_t *q, uint32_t high, int line) {
+  const uint32_t halves = load32(q + line % 4 * 4) >> line / 4 * 4 & 0x0f0f0f0f;
+  return halves | ((high >> line * 4 & 15) * 0x00204081 & 0x01010101) << 4;
+}
+
+// Q4_1: d, the minimum m, then 16 bytes in the order of Q4_0; a weight is d · q + m.
+static void widen_q4_1(const uint8_t *block, float *out) {
+  const float d = load_f16(block), least = load_f16(block + 2);
+  for (int i = 0; i < 16; i++) {
+    out[i] = d * (float)(block[4 + i] & 15) + least;
+    out[16 + i] = d * (float)(block[4 + i] >> 4) + least;
+  }
+}
+
+// Q5_0: as Q4_0, with the fifth bits of w + 16 in four bytes before the halves.
+static void widen_q5_0(const uint8_t *block, float *out) {
+  const float d = load_f16(block);
+  for (int line = 0; line < 8; line++) {
+    const uint32_t four = four_of(block + 6, load32(block + 2), line);
+    for (int i = 0; i < 4; i++) out[line * 4 + i] = d * (float)((int)(four >> i * 8 & 31) - 16);
+  }
+}
+
+// Q5_1: as Q4_1, with four bytes of fifth bits before the halves.
+static void widen_q5_1(const uint8_t *block, float *out) {
+  const float d = load_f16(block), least = load_f16(block + 2);
+  for (int line = 0; line < 8; line++) {
+    const uint32_t four = four_of(block + 8, load32(block + 4), line);
+    for (int i = 0; i < 4; i++) out[line * 4 + i] = d * (float)(four >> i * 8 & 31) + least;
   }
 }
 
@@ -108,7 +141,8 @@ static void widen_q4_z(const uint8_t *block, float *out) {
 
 void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out) {
   static void (*const widen[])(const uint8_t *, float *) = {widen_q8_0, widen_q4_0, widen_q4_k, widen_q5_k, widen_q6_k,
-                                                            widen_mxfp4, widen_q4_z};
+                                                            widen_mxfp4, widen_q4_z, widen_q4_1, widen_q5_0,
+                                                            widen_q5_1};
   for (int64_t b = 0; b < n; b++) widen[type](blocks + b * quire_ggml_bytes(type), out + b * quire_ggml_weights(type));
 }
 
@@ -155,18 +189,20 @@ void quire_quantise_q8(const float *w, int64_t n, float top, uint8_t *at, uint16
   for (int i = 0; i < 2; i++) {
     vf_store(x + 16 * i, vf_min(vf_set1(127.f), vf_max(vf_mul(half[i], inverse), vf_set1(-127.f))));
   }
-  uint32_t q[32];
+  uint8_t q[32];
   // Truncated after adding the largest number below a half: rounds halves away from zero.
-  for (int i = 0; i < 32; i++) q[i] = (uint32_t)(int32_t)(x[i] + copysignf(0x1.fffffep-2f, x[i]));
-  for (int line = 0; line < 8; line++) {
-    const uint32_t *four = q + line * 4;
-    put(at, line, ((four[0] & 255) | (four[1] & 255) << 8 | (four[2] & 255) << 16 | four[3] << 24) ^ 0x80808080);
-  }
+  for (int i = 0; i < 32; i++) q[i] = (uint8_t)(int32_t)(x[i] + copysignf(0x1.fffffep-2f, x[i]));
+  for (int line = 0; line < 8; line++) put(at, line, load32(q + line * 4) ^ 0x80808080);
 }
 
 static void pack_q8_0(const uint8_t *block, uint8_t *at, uint16_t *scale) {
   memcpy(scale, block, sizeof *scale);
   for (int line = 0; line < 8; line++) put(at, line, load32(block + 2 + line * 4) ^ 0x80808080);
+}
+
+static void pack_q5_0(const uint8_t *block, uint8_t *at, uint16_t *scale) {
+  memcpy(scale, block, sizeof *scale);
+  for (int line = 0; line < 8; line++) put(at, line, four_of(block + 6, load32(block + 2), line) + 0x70707070);
 }
 
 static void pack_q4_0(const uint8_t *block, uint8_t *at, uint16_t *scale) {
@@ -223,12 +259,28 @@ void quire_ggml_pack(int type, const uint8_t *blocks, int64_t stride, int64_t ro
       const int64_t column = lane + row;
       switch (type) {
         case QUIRE_GGML_Q8_0: pack_q8_0(block, panel + b * 512 + column * 4, scales + b * 16 + column); break;
+        case QUIRE_GGML_Q5_0: pack_q5_0(block, panel + b * 512 + column * 4, scales + b * 16 + column); break;
         case QUIRE_GGML_Q4_0: pack_q4_0(block, panel + b * 256 + column * 4, scales + b * 16 + column); break;
         case QUIRE_GGML_MXFP4: pack_mxfp4(block, panel, b, n, column); break;
         case QUIRE_GGML_Q4_Z: pack_q4_z(block, panel, b, n, column); break;
         case QUIRE_GGML_Q4_K: pack_k(QUIRE_Q4_K, block, panel + b * quire_super_block_bytes(QUIRE_Q4_K), column); break;
         case QUIRE_GGML_Q5_K: pack_k(QUIRE_Q5_K, block, panel + b * quire_super_block_bytes(QUIRE_Q5_K), column); break;
         default: pack_k(QUIRE_Q6_K, block, panel + b * quire_super_block_bytes(QUIRE_Q6_K), column);
+      }
+    }
+}
+
+void quire_ggml_requantise(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane, uint8_t *panel,
+                           uint16_t *scales) {
+  const int64_t weights = quire_ggml_weights(type), nbytes = quire_ggml_bytes(type);
+  float w[256];
+  for (int64_t b = 0; b < n; b++)
+    for (int64_t row = 0; row < rows; row++) {
+      const int64_t column = lane + row;
+      quire_ggml_widen(type, blocks + row * stride + b * nbytes, 1, w);
+      for (int64_t k = 0; k < weights; k += 32) {
+        const int64_t at = (b * weights + k) * 16;
+        quire_quantise_q8(w + k, 32, quire_top(w + k, 32), panel + at + column * 4, scales + at / 32 + column);
       }
     }
 }

@@ -4,7 +4,8 @@
 #pragma once
 #include <stdint.h>
 
-enum { QUIRE_GGML_Q8_0, QUIRE_GGML_Q4_0, QUIRE_GGML_Q4_K, QUIRE_GGML_Q5_K, QUIRE_GGML_Q6_K, QUIRE_GGML_MXFP4, QUIRE_GGML_Q4_Z };
+enum { QUIRE_GGML_Q8_0, QUIRE_GGML_Q4_0, QUIRE_GGML_Q4_K, QUIRE_GGML_Q5_K, QUIRE_GGML_Q6_K, QUIRE_GGML_MXFP4, QUIRE_GGML_Q4_Z,
+       QUIRE_GGML_Q4_1, QUIRE_GGML_Q5_0, QUIRE_GGML_Q5_1 };
 
 int64_t quire_ggml_weights(int type);  // of one block
 int64_t quire_ggml_bytes(int type);    // of one block
@@ -25,6 +26,11 @@ float quire_top(const float *w, int64_t n);
 void quire_quantise_q8(const float *w, int64_t n, float top, uint8_t *at, uint16_t *scale);
 
 // Write `rows` rows of `n` blocks, `stride` bytes apart, as columns [lane, lane + rows) of one panel of the dtype with the
-// same numbers. `scales` are those of the panel in q8 and q4; dtypes of super-blocks have theirs in the panel.
+// same numbers. `scales` are those of the panel in q8 and q4; dtypes of super-blocks have theirs in the panel. Q4_1 and Q5_1
+// have no such dtype.
 void quire_ggml_pack(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane, uint8_t *panel,
                      uint16_t *scales);
+
+// The same in q8 for every type: weights are widened, then quantised, 32 along K of each column in turn.
+void quire_ggml_requantise(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane, uint8_t *panel,
+                           uint16_t *scales);

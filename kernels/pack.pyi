@@ -9,6 +9,7 @@ WeightDtypes = WeightDtype | Sequence[tuple[int, WeightDtype]]  # of a matrix, o
 
 GGML_DTYPES: dict[str, WeightDtype]  # GGML's type -> the dtype that packs its blocks bit for bit
 BLOCK_DTYPES: dict[str, WeightDtype]  # the same, with Q4_Z: Q4_0 with a byte for the zero point behind the scale
+BLOCK_TYPES: tuple[str, ...]  # all types of blocks: these, and Q4_1 and Q5_1, which no dtype packs bit for bit
 
 def packed_nbytes(out_features: int, in_features: int, dtype: WeightDtypes) -> int:
     """Return the bytes of one matrix's packed tiles and scales, a multiple of 64. Both sizes are padded to 32.
@@ -26,7 +27,7 @@ def column_ranges(out_features: int, dtype: WeightDtypes) -> tuple[tuple[int, We
 def widen_blocks(blocks: npt.NDArray[np.uint8], ggml_type: str) -> npt.NDArray[np.float32]:
     """Return rows of GGML blocks, [n, bytes], as f32 [n, weights], with GGML's formula.
 
-    The type is one of BLOCK_DTYPES. Raises ValueError for another one, and for rows of broken blocks.
+    The type is one of BLOCK_TYPES. Raises ValueError for another one, and for rows of broken blocks.
     """
 
 class PackedMatrix:

@@ -9,7 +9,7 @@ from libc.string cimport memcpy, memset
 import numpy as np
 
 from .isa import WEIGHT_CODES
-from .isa cimport (QUIRE_BF16, QUIRE_F32, QUIRE_MXFP4, QUIRE_Q4, QUIRE_Q4_K, QUIRE_Q4_Z, QUIRE_SUPER_BLOCK,
+from .isa cimport (QUIRE_BF16, QUIRE_F32, QUIRE_MXFP4, QUIRE_Q4, QUIRE_Q4_K, QUIRE_Q4_Z, QUIRE_Q8, QUIRE_SUPER_BLOCK,
                    quire_panel_bytes, quire_tiles, tiles_of)
 
 cdef extern from "ggml.h" nogil:
@@ -21,6 +21,9 @@ cdef extern from "ggml.h" nogil:
         QUIRE_GGML_Q6_K
         QUIRE_GGML_MXFP4
         QUIRE_GGML_Q4_Z
+        QUIRE_GGML_Q4_1
+        QUIRE_GGML_Q5_0
+        QUIRE_GGML_Q5_1
     int64_t quire_ggml_weights(int type)
     int64_t quire_ggml_bytes(int type)
     void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out)
@@ -29,12 +32,16 @@ cdef extern from "ggml.h" nogil:
     void quire_quantise_q8(const float *w, int64_t n, float top, uint8_t *at, uint16_t *scale)
     void quire_ggml_pack(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane,
                          uint8_t *panel, uint16_t *scales)
+    void quire_ggml_requantise(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane,
+                               uint8_t *panel, uint16_t *scales)
 
 GGML_DTYPES = {"Q8_0": "q8", "Q4_0": "q4", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k",
-               "MXFP4": "mxfp4"}
+               "MXFP4": "mxfp4", "Q5_0": "q8"}
 BLOCK_DTYPES = GGML_DTYPES | {"Q4_Z": "q4_z"}
 _GGML_CODES = {"Q8_0": QUIRE_GGML_Q8_0, "Q4_0": QUIRE_GGML_Q4_0, "Q4_K": QUIRE_GGML_Q4_K, "Q5_K": QUIRE_GGML_Q5_K,
-               "Q6_K": QUIRE_GGML_Q6_K, "MXFP4": QUIRE_GGML_MXFP4, "Q4_Z": QUIRE_GGML_Q4_Z}
+               "Q6_K": QUIRE_GGML_Q6_K, "MXFP4": QUIRE_GGML_MXFP4, "Q4_Z": QUIRE_GGML_Q4_Z, "Q4_1": QUIRE_GGML_Q4_1,
+               "Q5_0": QUIRE_GGML_Q5_0, "Q5_1": QUIRE_GGML_Q5_1}
+BLOCK_TYPES = tuple(_GGML_CODES)
 _ROWS_AT_ONCE = 64    # rows of the source that are widened to f32 at a time: malloc keeps what a thread has freed
 _INTEGERS = {"q8", "q4", *BLOCK_DTYPES.values()}    # dtypes that multiply q8 activations
 _ZEROS = {"q8": 0x80, "q4": 0x88}    # bytes of padding: weights are stored unsigned
@@ -148,7 +155,8 @@ cdef class PackedMatrix:
             self._fill_rows(_widened(source[base:base + _ROWS_AT_ONCE]), start, base, phase)
 
     def fill_blocks(self, const uint8_t[:, ::1] blocks, ggml_type, start=0, interleave=None):
-        cdef int code = _ggml_code(ggml_type), native = WEIGHT_CODES[BLOCK_DTYPES[ggml_type]]
+        cdef int code = _ggml_code(ggml_type)
+        cdef int native = WEIGHT_CODES[BLOCK_DTYPES[ggml_type]] if ggml_type in BLOCK_DTYPES else -1
         cdef int phase = self._check_columns(start, blocks.shape[0], interleave, native)
         cdef int64_t first = start, num_blocks = self.in_features // quire_ggml_weights(code), row = 0, column, count, i
         if self.in_features % quire_ggml_weights(code) or blocks.shape[1] != num_blocks * quire_ggml_bytes(code):
@@ -163,6 +171,9 @@ cdef class PackedMatrix:
                 if part.dtype == native and self.group == 1:
                     quire_ggml_pack(code, &blocks[row, 0], blocks.shape[1], count, num_blocks, <int>(column % 16),
                                     <uint8_t *>_panel(part, column), _scales(part, column, self.width))
+                elif part.dtype == QUIRE_Q8 and self.group == 1:
+                    quire_ggml_requantise(code, &blocks[row, 0], blocks.shape[1], count, num_blocks, <int>(column % 16),
+                                          <uint8_t *>_panel(part, column), _scales(part, column, self.width))
                 else:
                     for i in range(count):
                         quire_ggml_widen(code, &blocks[row + i, 0], num_blocks, &widened[i, 0])

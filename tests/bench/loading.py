@@ -25,6 +25,7 @@ from quire.pager import map_memory
 from quire.runtime.model import pack_model, read_spec
 from quire.runtime.model.families.registry import open_model
 from quire.runtime.model.weights import Checkpoint, packing
+from quire.runtime.model.weights.ggml import SUPPORTED
 from quire.runtime.model.weights.gguf import GGUFFile
 from quire.runtime.model.weights.gguf_checkpoint import GGUFCheckpoint
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
@@ -122,7 +123,7 @@ FORMS: dict[str, Form] = {
     "MXFP4": ("mxfp4", mxfp4),
     "F16": ("bf16", plain("float16")),
     "F32": ("bf16", plain("float32")),
-    **{f"GGUF {kind}": (dtype, gguf(kind)) for kind, dtype in GGML_DTYPES.items()},
+    **{f"GGUF {kind}": (GGML_DTYPES.get(kind, "q8"), gguf(kind)) for kind in SUPPORTED},
 }
 
 

@@ -12,6 +12,9 @@ BLOCKS = {
     "Q6_K": (256, 210),
     "MXFP4": (32, 17),
     "Q4_Z": (32, 19),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
 }
 SCALES = {
     "Q8_0": (0,),
@@ -21,6 +24,9 @@ SCALES = {
     "Q6_K": (208,),
     "MXFP4": (),
     "Q4_Z": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
 }  # offsets of fp16 numbers
 # What makes random bytes weights of about 1: the scales of blocks, those of weights and then those of minimums.
 SIZES = {
@@ -31,6 +37,9 @@ SIZES = {
     "Q6_K": (1 / 1400,),
     "MXFP4": (),
     "Q4_Z": (1 / 6,),
+    "Q4_1": (1 / 4.6, 1),
+    "Q5_0": (1 / 9.2,),
+    "Q5_1": (1 / 9.2, 1),
 }
 
 
@@ -113,6 +122,26 @@ def _q4_z(blocks: np.ndarray) -> np.ndarray:
     return _f16(blocks, 0) * (halves.astype(np.float32) - blocks[:, 2:3])
 
 
+def _with_fifth_bits(blocks: np.ndarray, offset: int) -> np.ndarray:
+    """Return the half bytes behind four bytes at `offset`, whose bits are the fifth bits of the 32 weights."""
+    fifth = np.unpackbits(blocks[:, offset : offset + 4], axis=1, bitorder="little")
+    packed = blocks[:, offset + 4 :]
+    return np.concatenate([packed & 15, packed >> 4], axis=1) | fifth << 4
+
+
+def _q4_1(blocks: np.ndarray) -> np.ndarray:
+    halves = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
+    return _f16(blocks, 0) * halves.astype(np.float32) + _f16(blocks, 2)
+
+
+def _q5_0(blocks: np.ndarray) -> np.ndarray:
+    return _f16(blocks, 0) * (_with_fifth_bits(blocks, 2).astype(np.float32) - 16)
+
+
+def _q5_1(blocks: np.ndarray) -> np.ndarray:
+    return _f16(blocks, 0) * _with_fifth_bits(blocks, 4).astype(np.float32) + _f16(blocks, 2)
+
+
 FORMULAS = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
@@ -121,4 +150,7 @@ FORMULAS = {
     "Q6_K": _q6_k,
     "MXFP4": _mxfp4,
     "Q4_Z": _q4_z,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
 }

@@ -329,10 +329,10 @@ MUTANTS = [
         QUANTISED_TESTS,
     ),
     Mutant(
-        GGML,
-        "_with_fifth_bits(blocks[:, 8:], blocks[:, 4:8])",
-        "_with_fifth_bits(blocks[:, 8:], blocks[:, 4:8][:, ::-1])",
-        "weights of Q5_1 have the fifth bits of others",
+        "kernels/ggml.c",
+        "four_of(block + 8, load32(block + 4), line)",
+        "four_of(block + 8, load32(block + 4), 7 - line)",
+        "weights of Q5_1 have the bits of others",
         GGML_TESTS,
     ),
     Mutant(

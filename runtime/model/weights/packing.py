@@ -18,12 +18,11 @@ import numpy.typing as npt
 
 from ....kernels import available_cpus
 from ....kernels.ops import WeightDtype as PackedDtype
-from ....kernels.pack import BLOCK_DTYPES, PackedMatrix, column_ranges, packed_nbytes
+from ....kernels.pack import PackedMatrix, column_ranges, packed_nbytes, widen_blocks
 from ....pager import OutOfMemory, map_memory
 from ...common.config import WeightDtype
 from ...common.errors import ModelError, Unavailable
 from . import READABLE, Checkpoint, as_f32
-from .ggml import q5_0_as_q8_0, widen
 from .numbers import check_numbers
 
 Vector = npt.NDArray[np.float32]
@@ -179,7 +178,7 @@ class _Packer:
                 if factors is None:
                     fill_rows(matrix, rows, kind, start, part.interleave)
                 else:
-                    widened = as_f32(rows) if kind in READABLE else widen(rows, kind)
+                    widened = as_f32(rows) if kind in READABLE else widen_blocks(rows, kind)
                     matrix.fill(widened * factors, start, part.interleave)
 
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
@@ -195,12 +194,8 @@ def fill_rows(matrix: PackedMatrix, rows: npt.NDArray[Any], kind: str, start: in
     """Pack rows of a tensor of type `kind`, numbers or blocks, into the columns from `start` on."""
     if kind in READABLE:
         matrix.fill(rows, start, interleave)
-    elif kind in BLOCK_DTYPES:
-        matrix.fill_blocks(rows, kind, start, interleave)
-    elif kind == "Q5_0":
-        matrix.fill_blocks(q5_0_as_q8_0(rows), "Q8_0", start, interleave)
     else:
-        matrix.fill(widen(rows, kind), start, interleave)
+        matrix.fill_blocks(rows, kind, start, interleave)
 
 
 def _columns(part: Part, count: int) -> npt.NDArray[np.int64] | slice:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from quire.kernels.pack import widen_blocks
 from quire.runtime.common.errors import CorruptCheckpoint, ModelError, UnsupportedModel, WrongTensor
 from quire.runtime.model import pack_model, read_spec
 from quire.runtime.model.spec import FrequencyDivisors, LongRopeScaling
 from quire.runtime.model.weights.decoder_weights import ExpertWeights
-from quire.runtime.model.weights.ggml import widen
 from quire.runtime.model.weights.tensors import expected_tensors
 from safetensors.numpy import save_file
 
@@ -53,7 +53,7 @@ def blocks(kind: str, *shape: int) -> Tensor:
 def widened(tensor: Tensor) -> Any:
     """Return the numbers of a tensor in blocks."""
     rows = np.frombuffer(tensor.data, np.uint8).reshape(int(np.prod(tensor.shape[:-1])), -1)
-    return widen(rows, tensor.kind).reshape(tensor.shape)
+    return widen_blocks(rows, tensor.kind).reshape(tensor.shape)
 
 
 def joined(tensors: dict[str, Tensor], names: list[str]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The types that the kernels do not pack, compared with GGML's formulas, one element at a time."""
+"""The older types of blocks, compared with GGML's formulas, one element at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.kernels.pack import widen_blocks
-from quire.runtime.model.weights.ggml import q5_0_as_q8_0, widen
 
 BYTES = {"Q4_1": 20, "Q5_0": 22, "Q5_1": 24}
 
@@ -42,7 +41,7 @@ def elements(kind: str, block: bytes) -> list[np.float32]:
 @pytest.mark.parametrize("kind", BYTES)
 def test_values_are_those_of_the_formula(kind: str) -> None:
     rows = random_rows(kind, 3, 2)
-    found = widen_blocks(q5_0_as_q8_0(rows), "Q8_0") if kind == "Q5_0" else widen(rows, kind)
+    found = widen_blocks(rows, kind)
     blocks = rows.reshape(-1, BYTES[kind])
     expected = np.array([elements(kind, block.tobytes()) for block in blocks], np.float32).reshape(3, 64)
     np.testing.assert_array_equal(found, expected)
@@ -50,5 +49,5 @@ def test_values_are_those_of_the_formula(kind: str) -> None:
 
 def test_any_bytes_are_widened_without_a_warning() -> None:
     rows = np.random.default_rng(4).integers(0, 256, (500, 20 * 24), np.uint8)
-    assert widen(rows, "Q4_1").shape == (500, 24 * 32)
-    assert widen(rows, "Q5_1").shape == (500, 20 * 32)
+    assert widen_blocks(rows, "Q4_1").shape == (500, 24 * 32)
+    assert widen_blocks(rows, "Q5_1").shape == (500, 20 * 32)
