@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -31,6 +32,7 @@ from ..engine import (
     Engine,
     EngineCore,
     EngineInfo,
+    TextProcessor,
     check_snapshot_path,
     load_texts,
     prefix_snapshot,
@@ -43,6 +45,9 @@ from .flags import LimitFlags, MachineFlags, MemoryFlags, ModelFolder, Schedulin
 from .stop_signal import StopSignal, run_until_signal
 
 TEXT_OPTIONS = ("model", "embedding_model", "tool_call_parser")  # of an engine, that an API server uses itself
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 _log = structlog.get_logger("quire.server")
 
@@ -74,13 +79,31 @@ async def _start_and_serve(settings: Settings, stop: StopSignal) -> None:
     await check_config(settings.server)
     if settings.server.prefix_snapshot is not None:
         check_snapshot_path(Path(settings.server.prefix_snapshot))
-    text_processor, encoder_texts = await asyncio.to_thread(load_texts, settings.engine)
+    async with AsyncExitStack() as stack:
+        core, (text_processor, encoder_texts) = await _together(
+            stack.enter_async_context(_core(settings)), asyncio.to_thread(load_texts, settings.engine)
+        )
+        _warn_of_missing(settings, text_processor)
+        await _serve_until(stop, Engine(core, text_processor, encoder_texts), settings)
+
+
+async def _together(first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B]) -> tuple[A, B]:
+    """Run both and return what they return. The first error ends the other one, and is raised when that has ended."""
+    tasks = asyncio.create_task(first), asyncio.create_task(second)
+    try:
+        found = await asyncio.gather(*tasks)
+        return found[0], found[1]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _warn_of_missing(settings: Settings, text_processor: TextProcessor) -> None:
     if text_processor.tokenizer is None:
         _log.warning("the model has no tokenizer: prompts must be token ids")
     for name in projectors(model_path(settings.engine.model)):
         _log.warning(f"{name} is not read: the model takes text only")
-    async with _core(settings) as core:
-        await _serve_until(stop, Engine(core, text_processor, encoder_texts), settings)
 
 
 @asynccontextmanager

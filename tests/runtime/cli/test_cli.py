@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
@@ -20,6 +21,8 @@ import pytest
 from quire import LLM, Client, SamplingParams
 from quire.kernels import supported_levels, unsupported_levels
 from quire.runtime.cli.main import run
+from quire.runtime.cli.serve import _together
+from quire.runtime.common.errors import ConfigError
 from quire.runtime.model import BUNDLED_MODEL, kv_layout, read_spec
 from quire.runtime.server.auth import Keyring
 
@@ -391,6 +394,29 @@ def server(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], s
 def address_in(ready: str) -> str:
     assert ready.startswith("quire ready: clients ")
     return ready.split()[3]
+
+
+async def test_texts_and_the_engine_are_loaded_together_and_the_first_error_ends_both() -> None:
+    ended = []
+
+    async def hang() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("hang")
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise ConfigError("no tokenizer")
+
+    async def give(value: int) -> int:
+        return value
+
+    assert await _together(give(1), give(2)) == (1, 2)
+    for pair in ((hang(), fail()), (fail(), hang())):
+        with pytest.raises(ConfigError, match="no tokenizer"):
+            await _together(*pair)
+    assert ended == ["hang", "hang"]
 
 
 def test_serve_over_tcp_until_terminated(hostile_folder: Path) -> None:
