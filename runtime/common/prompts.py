@@ -27,6 +27,7 @@ TOOL_PLACE: Callable[[int], str] = "tools[{}]".format  # the name of a tool in e
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 EXAMPLE = '{"role": "user", "content": "Hello"}'
 PLACE: Callable[[int], str] = "messages[{}]".format  # what errors call the message with an index
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 IMAGE = "image"  # type of a part of a message
 REFUSAL = "refusal"  # type of a part of an assistant's message
 IMAGE_ROLES = ("user", "tool")  # of messages that may have images
@@ -86,15 +87,20 @@ def chat_messages(messages: object, place: Callable[[int], str] = PLACE) -> tupl
     """Return the messages of a chat as maps whose `content` is text; OpenAI's text parts are joined with line breaks.
 
     The content of a message with images stays a list of parts, `{"type": "text", "text": …}` and `{"type": "image"}`.
-    A message needs a role, and content unless it is an assistant's message with `tool_calls`. The content of an
-    assistant's message may be None, as it is in answers without text. Other keys are for the model's template.
+    A message needs a role, one of ROLES. Content that is missing or None is an empty text, and None beside
+    `tool_calls`. The deprecated role `function` and the field `function_call` get their new names. Other keys are for
+    the model's template.
     """
     items = (
         tuple(messages) if isinstance(messages, Iterable) and not isinstance(messages, str | bytes | Mapping) else ()
     )
     if not items or not all(isinstance(item, Mapping) for item in items):
         raise InvalidRequest(f"messages must be a list of at least one map such as {EXAMPLE}, not {shown(messages)}")
-    return tuple(_message(dict(item), place(index)) for index, item in enumerate(items))
+    checked, num_calls = [], 0  # calls in the field `function_call`, which have no ids
+    for index, item in enumerate(items):
+        num_calls += item.get("function_call") is not None
+        checked.append(_message(dict(item), place(index), f"call{num_calls:05}"))
+    return tuple(checked)
 
 
 def chat_tools(tools: object, place: Callable[[int], str] = TOOL_PLACE) -> tuple[dict[str, Any], ...]:
@@ -140,24 +146,38 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    for key in ("role", "content"):
-        if key not in message and not (key == "content" and _has_tool_calls(message)):
-            raise InvalidRequest(f"{where} has no {key!r}; a message is a map such as {EXAMPLE}")
-    if not isinstance(message["role"], str) or not message["role"]:
-        raise InvalidRequest(f"{where}: role must be text such as user or assistant, not {shown(message['role'])}")
+def _message(message: dict[str, Any], where: str, called: str) -> dict[str, Any]:
+    """Return a message without the fields that serializers write for absent values. `called` is the id of its call."""
     content = message.get("content")
+    message = {key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])}
+    if "role" not in message:
+        raise InvalidRequest(f"{where} has no 'role'; a message is a map such as {EXAMPLE}")
+    if message["role"] not in ROLES:
+        raise InvalidRequest(f"{where}: role must be one of {', '.join(ROLES)}, not {shown(message['role'])}")
+    message = _with_new_names(message, where, called)
     if isinstance(content, list | tuple):
         message["content"] = _content(content, message["role"], where)
-    elif content is None and message["role"] == "assistant":
-        message |= {} if _has_tool_calls(message) else {"content": ""}
+    elif content is None:
+        message["content"] = None if "tool_calls" in message and message["role"] == "assistant" else ""
     elif not isinstance(content, str):
         raise InvalidRequest(f"{where}: content must be text or a list of text parts, not {shown(content)}")
     return message
 
 
-def _has_tool_calls(message: Mapping[str, Any]) -> bool:
-    return message.get("role") == "assistant" and bool(message.get("tool_calls"))
+def _with_new_names(message: dict[str, Any], where: str, called: str) -> dict[str, Any]:
+    """Return a message with the names that replaced `developer`, `function` and `function_call` in OpenAI's API."""
+    role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
+    if message["role"] == "function":
+        message = {"tool_call_id": called, **message}
+    if role != "assistant" or "function_call" not in message:
+        return {**message, "role": role}
+    call = message.pop("function_call")
+    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+        raise InvalidRequest(
+            f'{where}: function_call must be a map such as {{"name": "…", "arguments": "{{…}}"}}, not {shown(call)}'
+        )
+    calls = message.get("tool_calls", [{"id": called, "type": "function", "function": dict(call)}])
+    return {**message, "role": role, "tool_calls": calls}
 
 
 def _content(parts: Iterable[object], role: str, where: str) -> str | list[dict[str, Any]]:

@@ -502,7 +502,7 @@ async def test_an_unknown_argument_is_a_type_error_that_names_the_right_one(
     ("arguments", "message"),
     [
         ({"messages": "hello"}, "messages must be a list of at least one map such as"),
-        ({"messages": [{"role": "user"}]}, "messages[0] has no 'content'"),
+        ({"messages": [{"content": "hello"}]}, "messages[0] has no 'role'"),
         ({"prompt": 5}, "a prompt is text or a sequence of token ids, not 5"),
         ({"prompt": "hi", "sampling_params": {"max_tokens": 3}}, "sampling_params must be a SamplingParams"),
         ({"prompt": "hi", "on_accepted": "x"}, "on_accepted must be a function or None, not 'x'"),

@@ -415,7 +415,7 @@ async def test_a_wrong_field_is_named(system: Any, fields: dict[str, Any], param
         ({"messages": None}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "model", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [[0] * 70_000]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -445,7 +445,7 @@ HELLO = {"role": "user", "content": "Hello"}
     ("items", "reason"),
     [
         ([HELLO, {"role": "user", "content": 5}], "input[1]: content must be text"),
-        ([THOUGHT, HELLO, {"role": "user"}], "input[2]: content must be text"),
+        ([THOUGHT, HELLO, {"role": "user", "content": 5}], "input[2]: content must be text"),
         ([THOUGHT, {"role": "assistant", "content": 5}], "input[1]: content must be text"),
         ([HELLO, {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input[1]: content[0]"),
         ([HELLO, {"type": "reasoning", "summary": "So."}], "input[1]: summary must be a list"),

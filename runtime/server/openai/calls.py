@@ -180,8 +180,7 @@ def checked_messages(
         check_num_images(len(images), info)
     except InvalidRequest as error:
         raise BadRequest(str(error), field) from None
-    renamed = tuple({**each, "role": "system"} if each["role"] == "developer" else each for each in messages)
-    return {"messages": renamed, "image_files": images}
+    return {"messages": messages, "image_files": images}
 
 
 def _check_size(value: object, field: str) -> None:

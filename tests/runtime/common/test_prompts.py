@@ -50,11 +50,59 @@ def test_text_parts_become_text() -> None:
     assert chat_messages([{"role": "user", "content": []}]) == ({"role": "user", "content": ""},)
 
 
-def test_an_assistants_tool_calls_need_no_content() -> None:
-    calls = [{"function": {"name": "f", "arguments": {}}}]
-    for message in ({"role": "assistant", "tool_calls": calls},
-                    {"role": "assistant", "tool_calls": calls, "content": None}):  # fmt: skip
-        assert chat_messages([HELLO, message])[1] == message
+CALLS = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+
+
+@pytest.mark.parametrize(
+    ("message", "read"),
+    [
+        ({"role": "assistant", "tool_calls": CALLS}, {"role": "assistant", "content": None, "tool_calls": CALLS}),
+        (
+            {"role": "assistant", "tool_calls": CALLS, "content": None, "function_call": None, "refusal": None},
+            {"role": "assistant", "content": None, "tool_calls": CALLS},
+        ),
+        ({"role": "assistant"}, {"role": "assistant", "content": ""}),
+        ({"role": "assistant", "tool_calls": []}, {"role": "assistant", "content": ""}),
+        (
+            {"role": "assistant", "content": None, "reasoning_content": "Hm", "tool_calls": None},
+            {"role": "assistant", "content": "", "reasoning_content": "Hm"},
+        ),
+        ({"role": "user"}, {"role": "user", "content": ""}),
+        ({"role": "system", "content": None}, {"role": "system", "content": ""}),
+        ({"role": "user", "name": None, "content": "x"}, {"role": "user", "content": "x"}),
+        ({"role": "tool", "tool_call_id": "c1"}, {"role": "tool", "tool_call_id": "c1", "content": ""}),
+        ({"role": "developer", "content": "x"}, {"role": "system", "content": "x"}),
+    ],
+)
+def test_fields_that_serializers_leave_out_or_send_as_null(message: dict[str, Any], read: dict[str, Any]) -> None:
+    assert chat_messages([HELLO, message]) == (HELLO, read)
+
+
+def test_deprecated_names_of_calls_and_results() -> None:
+    first, second = {"name": "f", "arguments": "{}"}, {"name": "g", "arguments": '{"a": 1}'}
+    assert chat_messages(
+        [
+            HELLO,
+            {"role": "assistant", "content": None, "function_call": first},
+            {"role": "function", "name": "f", "content": "ok"},
+            {"role": "assistant", "content": "So:", "function_call": second},
+            {"role": "function", "name": "g"},
+        ]
+    ) == (
+        HELLO,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "call00001", "type": "function", "function": first}],
+        },
+        {"role": "tool", "name": "f", "content": "ok", "tool_call_id": "call00001"},
+        {
+            "role": "assistant",
+            "content": "So:",
+            "tool_calls": [{"id": "call00002", "type": "function", "function": second}],
+        },
+        {"role": "tool", "name": "g", "content": "", "tool_call_id": "call00002"},
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,11 +114,11 @@ def test_an_assistants_tool_calls_need_no_content() -> None:
         ([], r"must be a list of at least one map such as .* not \[\]"),
         (None, "must be a list"),
         ([HELLO, {"content": "x"}], r"messages\[1\] has no 'role'"),
-        ([{"role": "user"}], r"messages\[0\] has no 'content'"),
-        ([{"role": "user", "tool_calls": [1]}], r"messages\[0\] has no 'content'"),
-        ([{"role": 5, "content": "x"}], r"messages\[0\]: role must be text such as user or assistant, not 5"),
-        ([{"role": "", "content": "x"}], "role must be text"),
-        ([{"role": "user", "content": None}], r"messages\[0\]: content must be text or a list of text parts, not None"),
+        ([{"role": 5, "content": "x"}], r"messages\[0\]: role must be one of system, developer, user, .*, not 5"),
+        ([{"role": "", "content": "x"}], "role must be one of system"),
+        ([HELLO, {"role": "model", "content": "x"}], r"messages\[1\]: role must be one of .*, function, not 'model'"),
+        ([{"role": "assistant", "function_call": "f"}], r"messages\[0\]: function_call must be a map such as"),
+        ([{"role": "assistant", "function_call": {"name": None}}], r"messages\[0\]: function_call must be a map"),
         ([{"role": "user", "content": 5}], "content must be text or a list of text parts, not 5"),
         ([{"role": "user", "content": ["x"]}], r"messages\[0\]: content\[0\] must be a part such as"),
         ([{"role": "user", "content": [{"text": "x"}]}], r"content\[0\] must be a part such as"),
@@ -84,12 +132,6 @@ def test_an_assistants_tool_calls_need_no_content() -> None:
 def test_other_forms_are_refused_by_name(messages: Any, fault: str) -> None:
     with pytest.raises(InvalidRequest, match=fault):
         chat_messages(messages)
-
-
-def test_an_answer_without_text_is_a_message() -> None:
-    """An answer that was cut within its reasoning, which clients send back."""
-    message = {"role": "assistant", "content": None, "reasoning_content": "Hm", "tool_calls": None}
-    assert chat_messages([HELLO, message])[1] == {**message, "content": ""}
 
 
 def test_many_tools_take_linear_time() -> None:
