@@ -34,10 +34,11 @@ def write_scripted_model(
 ) -> Path:
     """Write a checkpoint whose output after a prompt that ends with a key of `scripts` is the script.
 
-    The keys are special tokens, but those in `added`. `special` are the names of special tokens, each of which may
-    occur once in all scripts; `added` are tokens that are ordinary text.
+    `special` are the names of special tokens, each of which may occur once in all scripts; the keys and `added` are
+    tokens that are ordinary text.
     """
-    names = [END, *special, *(key for key in scripts if key not in (*special, *added))]
+    names = [END, *special]
+    added = [*added, *(key for key in scripts if key not in (*special, *added))]
     vocabulary = {CHARACTER_OF_BYTE[byte]: byte for byte in range(256)}
     for name in (*names, *added):
         vocabulary[name] = len(vocabulary)

@@ -44,7 +44,8 @@ from ..workers import engine_processes
 from .flags import LimitFlags, MachineFlags, MemoryFlags, ModelFolder, SchedulingFlags, ServerFlags, settings_from
 from .stop_signal import StopSignal, run_until_signal
 
-TEXT_OPTIONS = ("model", "embedding_model", "tool_call_parser")  # of an engine, that an API server uses itself
+# Options of an engine that an API server uses itself.
+TEXT_OPTIONS = ("model", "embedding_model", "tool_call_parser", "chat_template", "special_tokens_in_content")
 
 A = TypeVar("A")
 B = TypeVar("B")

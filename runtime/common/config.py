@@ -135,6 +135,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "none."
         ),
     ] = "auto"
+    chat_template: Annotated[
+        str | None,
+        _memory(
+            "A file with the chat template, in Jinja, instead of the model's own.",
+            unit="path",
+            default="the model's own",
+        ),
+    ] = None
+    special_tokens_in_content: Annotated[
+        bool,
+        _memory(
+            "Encode the names of special tokens in the content of chats as these tokens, which end messages and begin "
+            "others. By default they are text, and only the chat template writes special tokens."
+        ),
+    ] = False
     max_images_per_request: Annotated[Images, _memory("Images of one request.", unit="images")] = 16
     max_image_pixels: Annotated[
         Pixels,
@@ -221,6 +236,8 @@ class EngineOptions(TypedDict, total=False):
     kv_events_replay: str | None
     kv_events_topic: str
     tool_call_parser: ToolCallParser
+    chat_template: str | None
+    special_tokens_in_content: bool
     max_images_per_request: int
     max_image_pixels: int
     max_image_memory: int | str

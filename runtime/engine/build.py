@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import structlog
+
 from ...pager import Pager, SpillFile, SpillUnavailable
 from ...scheduler import (
     Budget,
@@ -31,6 +33,7 @@ from ..model.encoder import is_encoder, read_encoder
 from ..model.runner import ModelRunner, load_model
 from ..model.runner.encoder_runner import EncoderRunner, load_encoder
 from ..model.vision import read_vision
+from .facade import NO_TEMPLATE
 from .text import Tokenizer
 from .text.encoder_text import EncoderText
 from .text_processor import TextProcessor
@@ -38,6 +41,8 @@ from .text_processor import TextProcessor
 if TYPE_CHECKING:
     from .images import ImageReader
     from .kv_events import KVEventPublisher
+
+_log = structlog.get_logger("quire.engine")
 
 R = TypeVar("R", bound=QueuedRequest)
 
@@ -69,7 +74,14 @@ def load_texts(config: EngineConfig) -> tuple[TextProcessor, EncoderText | None]
     if is_encoder(path):
         texts = EncoderText(path, read_encoder(path))
         return TextProcessor(texts.tokenizer, None), texts
-    text_processor = TextProcessor.load(path, config.tool_call_parser)
+    text_processor = TextProcessor.load(
+        path,
+        config.tool_call_parser,
+        chat_template=config.chat_template,
+        special_tokens_in_content=config.special_tokens_in_content,
+    )
+    if text_processor.chat_template is None and text_processor.chat_problem != NO_TEMPLATE:
+        _log.warning("chats are refused", reason=text_processor.chat_problem)
     text_processor.image_reader = _load_image_reader(path, text_processor.tokenizer, config)
     if config.embedding_model is None:
         return text_processor, None

@@ -70,6 +70,7 @@ class Engine(Generic[CoreT]):
             **msgspec.structs.asdict(info),
             has_tokenizer=text_processor.tokenizer is not None,
             has_chat_template=text_processor.chat_template is not None,
+            chat_problem=text_processor.chat_problem,
             default_sampling=text_processor.default_sampling,
             max_images=0 if info.images is None or reader is None else reader.max_images,
         )

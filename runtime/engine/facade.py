@@ -208,11 +208,15 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     images: ImageInfo | None = None  # None: no images are taken
 
 
+NO_TEMPLATE = "this model has no chat template; send a prompt instead of messages"
+
+
 class EngineInfo(CoreInfo, frozen=True, kw_only=True):
     """What an engine reports of itself; constant while it runs."""
 
     has_tokenizer: bool
     has_chat_template: bool
+    chat_problem: str = NO_TEMPLATE  # why chats are refused without a template
     default_sampling: dict[str, float] = {}  # sampling parameters that generation_config.json recommends
     max_images: int = 0  # of one request; 0: no images are taken
 

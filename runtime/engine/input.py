@@ -67,7 +67,8 @@ def _prepare_chat(
     check: Callable[[StructuredOutputs], None],
 ) -> PreparedInput:
     messages = chat_messages(request.messages)
-    text = text_processor.render(messages, request.tools, request.template_variables)
+    chat = text_processor.render(messages, request.tools, request.template_variables)
+    text = chat.text
     validator.check_text(text)
     params, new_parser, has_own_grammar = request.sampling_params, None, False
     markup: Mapping[str, int] = {}
@@ -81,12 +82,7 @@ def _prepare_chat(
         validator.check_options(msgspec.structs.replace(request, sampling_params=params))
     if params.structured_outputs is not None:
         check(params.structured_outputs)
-    # The template has written the special tokens.
-    images: tuple[PromptImage, ...] = ()
-    if request.image_files:
-        token_ids, images = text_processor.encode_with_images(text, request.image_files)
-    else:
-        token_ids = text_processor.encode(text, add_special_tokens=False)
+    token_ids, images = text_processor.encode_chat(chat, request.image_files)
     return PreparedInput(
         token_ids, params, messages, new_parser, markup, images=images, has_own_grammar=has_own_grammar
     )

@@ -6,15 +6,19 @@ Whatever the libraries below raise leaves this module as a `QuireError`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..common.config import ToolCallParser
-from ..common.errors import CorruptCheckpoint, GenerationFailed, UnsupportedModel
+from ..common.errors import ConfigError, CorruptCheckpoint, GenerationFailed, QuireError, UnsupportedModel
 from ..common.heap import return_unused_memory
 from ..common.prompts import PromptImage
 from ..common.types import SamplingParams
+from .facade import NO_TEMPLATE
 from .text import ChatTemplate, IncrementalDetokenizer, Markup, Token, Tokenizer, has_tokenizer
+from .text.chat_tokens import ChatTokens
+from .text.content_marks import RenderedChat
 from .text.model_markup import find_markup
 from .text.text_files import read_json, text_folder
 
@@ -37,26 +41,56 @@ class TextProcessor:
         chat_template: ChatTemplate | None,
         default_sampling: Mapping[str, float] | None = None,
         tool_call_parser: ToolCallParser = "auto",
+        *,
+        special_tokens_in_content: bool = False,
+        chat_problem: str = NO_TEMPLATE,
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
-        self.default_sampling = dict(default_sampling or {})  # what generation_config.json recommends
+        self.chat_problem = "" if chat_template is not None else chat_problem  # why chats are refused
+        self.default_sampling = dict(default_sampling or {})  # what the model recommends
         self.image_reader: ImageReader | None = None  # of a model that takes images
         self.markup = Markup()  # how the model writes reasoning and tool calls
+        self._chat_tokens: ChatTokens | None = None  # None if content may have special tokens
         if tokenizer is not None and chat_template is not None:
             tokens, config = tokenizer.special_tokens, chat_template.tokenizer_config
             self.markup = find_markup(tool_call_parser, chat_template.source, tokens, config)
+            if not special_tokens_in_content:
+                self._chat_tokens = ChatTokens(tokenizer, chat_template)
 
     @classmethod
-    def load(cls, path: Path, tool_call_parser: ToolCallParser = "auto") -> TextProcessor:
-        """Read what a model's folder or GGUF file has. Raises CorruptCheckpoint or UnsupportedModel."""
+    def load(
+        cls,
+        path: Path,
+        tool_call_parser: ToolCallParser = "auto",
+        *,
+        chat_template: str | None = None,
+        special_tokens_in_content: bool = False,
+    ) -> TextProcessor:
+        """Read what a model's folder or GGUF file has. The file `chat_template` replaces the model's template.
+
+        A template of the model that cannot be used is `chat_problem`. Raises CorruptCheckpoint or UnsupportedModel, and
+        ConfigError for a file `chat_template` that cannot be used.
+        """
         tokenizer = Tokenizer(path) if has_tokenizer(path) else None
         return_unused_memory()  # building a tokenizer frees as much as stays
+        template, problem = None, NO_TEMPLATE
         try:
-            template = ChatTemplate.load(path)
+            template = ChatTemplate.load(path, None if chat_template is None else Path(chat_template))
         except UnsupportedModel:
-            template = None
-        return cls(tokenizer, template, _default_sampling(text_folder(path)), tool_call_parser)
+            pass
+        except CorruptCheckpoint as error:
+            if chat_template is not None:
+                raise ConfigError(f"chat_template: {chat_template}: {error}") from error
+            problem = f"this model's chat template cannot be used: {error}; --chat-template FILE replaces it"
+        return cls(
+            tokenizer,
+            template,
+            _default_sampling(text_folder(path)),
+            tool_call_parser,
+            special_tokens_in_content=special_tokens_in_content,
+            chat_problem=problem,
+        )
 
     @property
     def longest_token(self) -> int:
@@ -76,15 +110,31 @@ class TextProcessor:
         except Exception as error:  # the library raises bare Exception
             raise GenerationFailed(f"the prompt could not be tokenized: {error}") from error
 
-    def encode_with_images(self, text: str, files: Sequence[bytes]) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-        """Return the token ids of a rendered chat with its images' tokens in place, and the images.
+    def encode_chat(
+        self, chat: RenderedChat, files: Sequence[bytes] = ()
+    ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+        """Return the token ids of a rendered chat with the tokens of its images in place, and the images.
 
         Raises InvalidRequest for a file that is no image within limits, and as `encode`.
         """
+        if not files:
+            return self._encode_rendered(chat), ()
         assert self.image_reader is not None, "Validator.check_prompt refuses images for a model without a tower"
-        expanded, images = self.image_reader.insert(text, files)
-        token_ids = self.encode(expanded, add_special_tokens=False)
+        expanded, images = self.image_reader.insert(chat.marked, files)
+        token_ids = self._encode_rendered(chat.with_marked(expanded))
         return token_ids, self.image_reader.locate(token_ids, images)
+
+    def _encode_rendered(self, chat: RenderedChat) -> tuple[int, ...]:
+        """Return the token ids of a rendered chat, whose template has written the special tokens."""
+        if self._chat_tokens is None:
+            return self.encode(chat.text, add_special_tokens=False)
+        encode = partial(self.encode, add_special_tokens=False)
+        try:
+            return tuple(self._chat_tokens.encode(chat, encode))
+        except QuireError:
+            raise
+        except Exception as error:  # the library raises bare Exception
+            raise GenerationFailed(f"the prompt could not be tokenized: {error}") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids` without special tokens."""
@@ -101,10 +151,11 @@ class TextProcessor:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    ) -> RenderedChat:
         """Return a chat as prompt text that includes its special tokens. Raises InvalidRequest."""
         assert self.chat_template is not None, "Validator.check_prompt refuses chats for a model without template"
-        return self.chat_template.render(messages, tools, variables)
+        marks = None if self._chat_tokens is None else self._chat_tokens.marks
+        return self.chat_template.render_marked(messages, tools, variables, syntax=self.markup.calls, marks=marks)
 
     def detokenizer(
         self,

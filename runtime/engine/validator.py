@@ -123,7 +123,7 @@ class Validator:
             self.check_text(request.prompt)
         elif request.messages is not None:
             if not self._info.has_chat_template:
-                raise InvalidRequest("this model has no chat template; send a prompt instead of messages")
+                raise InvalidRequest(self._info.chat_problem)
             self._check_tokenizer()
             self._check_image_parts(request.messages, len(request.image_files))
         elif request.sampling_params.stop and not self._info.has_tokenizer:

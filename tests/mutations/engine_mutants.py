@@ -255,9 +255,9 @@ MUTANTS = [
         "a short chat whose template repeats it is tokenized whatever its length",
     ),
     Mutant(
-        INPUT,
-        "text_processor.encode(text, add_special_tokens=False)",
-        "text_processor.encode(text)",
+        PROCESSOR,
+        "encode = partial(self.encode, add_special_tokens=False)",
+        "encode = self.encode",
         "chats begin with two BOS tokens",
     ),
     Mutant(

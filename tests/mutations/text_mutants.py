@@ -9,6 +9,10 @@ DETOKENIZER, CHAT, TOKENIZER, SANDBOX, GGUF, NAMES = (
 )
 PARSER, ARGUMENTS = "runtime/engine/text/markup_parser.py", "runtime/engine/text/argument_streams.py"
 MERGES = "runtime/engine/text/merges.py"
+CHAT_INPUT, TEMPLATE_FILES = "runtime/engine/text/chat_input.py", "runtime/engine/text/template_files.py"
+ABILITIES, HISTORY = "runtime/engine/text/template_abilities.py", "runtime/engine/text/chat_history.py"
+MARKS, CHAT_TOKENS = "runtime/engine/text/content_marks.py", "runtime/engine/text/chat_tokens.py"
+FUNCTIONS, CALL_TEXT = "runtime/engine/text/template_functions.py", "runtime/engine/text/call_text.py"
 PARSER, ARGUMENTS, GRAMMAR = (
     f"runtime/engine/text/{name}.py" for name in ("markup_parser", "argument_streams", "markup_grammar")
 )
@@ -70,51 +74,51 @@ MUTANTS = [
         "special tokens appear in the text",
     ),
     Mutant(
-        CHAT,
-        "    return {key: _copy(item, depth - 1, left, what) for key, item in value.items()}",
-        "    return {key: _copy(item, depth, left, what) for key, item in value.items()}",
+        CHAT_INPUT,
+        "        return {key: self.copy(item, depth - 1, what) for key, item in value.items()}",
+        "        return {key: self.copy(item, depth, what) for key, item in value.items()}",
         "the depth of maps in a chat is unlimited",
     ),
     Mutant(
-        CHAT,
-        "        return [_copy(item, depth - 1, left, what) for item in value]",
-        "        return [_copy(item, depth, left, what) for item in value]",
+        CHAT_INPUT,
+        "            return [self.copy(item, depth - 1, what) for item in value]",
+        "            return [self.copy(item, depth, what) for item in value]",
         "the depth of lists in a chat is unlimited",
     ),
     Mutant(
-        CHAT,
-        "    left[0] -= 1\n",
-        "    left = [left[0] - 1]\n",
+        CHAT_INPUT,
+        "        self._left -= 1\n",
+        "        self._left -= 0\n",
         "the number of values in a chat is unlimited",
     ),
     Mutant(
-        CHAT,
-        "        declared = named.get(name)",
-        "        declared = next(iter(named.values()), None)",
+        TEMPLATE_FILES,
+        "templates.get(DEFAULT), templates.get(TOOL_USE)",
+        "next(iter(templates.values()), None), templates.get(TOOL_USE)",
         "a model with several templates uses the first, such as that for tools",
     ),
     Mutant(
-        CHAT,
-        '_file_source(folder / "chat_template.jinja") or _config_source(config, "default")',
-        '_config_source(config, "default") or _file_source(folder / "chat_template.jinja")',
+        TEMPLATE_FILES,
+        "        templates[DEFAULT] = source\n",
+        "        templates.setdefault(DEFAULT, source)\n",
         "an outdated template in tokenizer_config.json wins over chat_template.jinja",
     ),
     Mutant(
-        CHAT,
+        TEMPLATE_FILES,
         'text = declared.get("content") if isinstance(declared, dict) else declared',
         "text = declared",
         "templates of models that declare tokens as objects lack bos_token",
     ),
     Mutant(
-        CHAT,
-        "if not self._takes_null:",
-        "if False:",
+        ABILITIES,
+        'return "" if self.shows_calls("") else None',
+        "return None",
         "a message with calls and no text is refused by templates that read a list of parts",
     ),
     Mutant(
-        CHAT,
-        '.count("None") <= with_text.count("None")',
-        ' != ""',
+        ABILITIES,
+        "return content is not None or not self._writes_none(text, [*chat, *result])",
+        "return True",
         "a template writes the word None where a message has calls and no text",
     ),
     Mutant(
@@ -269,8 +273,8 @@ MUTANTS = [
         "a call whose arguments are null has no arguments instead of none",
     ),
     Mutant(
-        CHAT,
-        'return not shows({PROBE: "a"}) and shows(json.dumps({PROBE: "a"}))',
+        ABILITIES,
+        'return not shows({ONE: "a"}) and shows(json.dumps({ONE: "a"}))',
         "return False",
         "templates that join arguments to texts refuse every chat with tool calls",
     ),
@@ -387,5 +391,149 @@ MUTANTS = [
         '("phi-3" in name or "phi3" in name)',
         '"phi-3" in name',
         "special tokens of a file named Phi3 keep the space after them",
+    ),
+    Mutant(
+        FUNCTIONS,
+        'parser.parse_statements(("name:endgeneration",), drop_needle=True)',
+        'parser.parse_statements(("name:endgeneration",), drop_needle=True)[:0]',
+        "answers within the training tag are missing in the prompt",
+    ),
+    Mutant(
+        FUNCTIONS,
+        "found.group() if PRIVATE.match(found.group()) else json.dumps(found.group())[1:-1]",
+        "json.dumps(found.group())[1:-1]",
+        "templates that write ASCII show private characters of content",
+    ),
+    Mutant(
+        CHAT,
+        "reads_calls == [False, True]",
+        "reads_calls == [True, False]",
+        "calls of a chat without tools are left out though the template for tools has them",
+    ),
+    Mutant(
+        TEMPLATE_FILES,
+        '("chat_template.json", "processor_config.json", "tokenizer_config.json")',
+        '("tokenizer_config.json", "chat_template.json", "processor_config.json")',
+        "the template of a tokenizer wins over that of the image processor",
+    ),
+    Mutant(
+        TEMPLATE_FILES,
+        "others or list(templates.values())",
+        "list(templates.values())",
+        "a list of templates without a default uses that for tools",
+    ),
+    Mutant(
+        HISTORY,
+        "if not abilities.takes_any_id:",
+        "if False:",
+        "ids of other servers are refused by Mistral's templates",
+    ),
+    Mutant(
+        HISTORY,
+        "if not abilities.takes_parallel_calls:",
+        "if False:",
+        "parallel calls are refused by Llama's template",
+    ),
+    Mutant(
+        HISTORY,
+        "if abilities.shows_calls_after_text:",
+        "if True:",
+        "the text beside a call is refused where roles must alternate",
+    ),
+    Mutant(
+        HISTORY,
+        "and not abilities.reads_results",
+        "and False",
+        "results of tools are left out by templates of three roles",
+    ),
+    Mutant(
+        HISTORY,
+        "and not abilities.takes_later_system",
+        "and False",
+        "system messages in the middle of a chat are left out or refused",
+    ),
+    Mutant(
+        HISTORY,
+        'role == "user" and not abilities.takes_repeated_users',
+        "False",
+        "two messages of a user in a row are refused where roles alternate",
+    ),
+    Mutant(
+        HISTORY,
+        "            if before_is_result:",
+        "            if False:",
+        "each result of parallel calls is a message of its own",
+    ),
+    Mutant(
+        HISTORY,
+        "        if syntax is not None:\n",
+        "        if False:\n",
+        "a prompt with tools does not say how a call is written",
+    ),
+    Mutant(
+        HISTORY,
+        "    if not abilities.shows_answers:",
+        "    if False:",
+        "calls vanish where a template shows no answers",
+    ),
+    Mutant(
+        CALL_TEXT,
+        "ARGUMENTS * bool(text)",
+        "ARGUMENTS",
+        "a call without arguments has an empty line in Qwen3-Coder's form",
+    ),
+    Mutant(
+        MARKS,
+        "private(edge) for edge in self._edges",
+        "edge for edge in self._edges",
+        "parts of content join to special tokens",
+    ),
+    Mutant(
+        MARKS,
+        "(bare := _bare(text)) in self._bare_names",
+        "False and (bare := _bare(text))",
+        "a name between brackets of a template becomes a special token",
+    ),
+    Mutant(
+        MARKS,
+        "answers = kept | frozenset(written) - frozenset(special)",
+        "answers = kept",
+        "the reasoning of earlier answers is encoded as text, and the prefix cache misses it",
+    ),
+    Mutant(
+        MARKS,
+        'keeps_added=is_answer and key != "tool_calls"',
+        "keeps_added=is_answer",
+        "a call's arguments may have the tokens around calls",
+    ),
+    Mutant(
+        MARKS,
+        "if chr(code) not in used",
+        "",
+        "private characters in a user's text become brackets",
+    ),
+    Mutant(
+        CHAT_TOKENS,
+        "and span not in written",
+        "and False",
+        "a user's text ends its message and begins another one",
+    ),
+    Mutant(
+        CHAT_TOKENS,
+        "if len(name) > 1 and not self._markup_ids.isdisjoint(token_ids):",
+        "if False:",
+        "a name that is a piece of the vocabulary is a special token",
+    ),
+    Mutant(
+        CHAT_TOKENS,
+        "                token_ids = both[len(before) :]\n",
+        "                token_ids = token_ids\n",
+        "a space is put before a special token's name",
+    ),
+    Mutant(
+        CHAT_TOKENS,
+        "if chat.marked == chat.text and not is_normalized:",
+        "if chat.marked == chat.text:",
+        "a text that normalizes to a special token is one",
     ),
 ]

@@ -17,6 +17,7 @@ from PIL import Image
 from quire import LLM, ContextLengthExceeded, InvalidRequest, Overloaded, QuotaExceeded, SamplingParams
 from quire.runtime.client import AsyncClient
 from quire.runtime.common.images import take_images
+from quire.runtime.engine.text.content_marks import RenderedChat
 from quire.runtime.server.openai.json_body import BodyReader
 
 from tests.image_folder import TOKENS, write_image_folder, write_qwen_folder
@@ -98,7 +99,7 @@ def test_a_chat_has_the_tokens_of_its_images_and_their_pixels_decide(folder: Pat
         assert output.prompt_token_ids is not None
         assert output.prompt_token_ids.count(159) == 3 * TOKENS, "two tiles and the whole image"
         assert output.usage.prompt_tokens == len(output.prompt_token_ids)
-        prepared = llm.engine.text_processor.encode_with_images("<image>", [STRIPES])[1]
+        prepared = llm.engine.text_processor.encode_chat(RenderedChat("<image>"), [STRIPES])[1]
         assert [image.pixels.shape for image in prepared] == [(64, 64, 3)] * 3
         again = llm.chat(messages(RED, STRIPES), GREEDY)
         assert again.usage.prompt_tokens > output.usage.prompt_tokens
@@ -287,9 +288,8 @@ def test_a_chat_has_a_token_for_each_square_of_its_images(tmp_path: Path, family
     folder, wide, tall = write_qwen_folder(tmp_path, family), png("red", "blue"), png("blue", size=(20, 40))
     with LLM(folder, **OPTIONS) as llm:
         output = llm.chat(messages(wide, tall), GREEDY)
-        prompt, images = llm.engine.text_processor.encode_with_images(
-            "<|vision_start|><|image_pad|><|vision_end|>" * 2, [wide, tall]
-        )
+        rendered = RenderedChat("<|vision_start|><|image_pad|><|vision_end|>" * 2)
+        prompt, images = llm.engine.text_processor.encode_chat(rendered, [wide, tall])
         assert [each.pixels.shape for each in images] == [(16, 40, 3), (40, 16, 3)]
         assert output.prompt_token_ids is not None
         assert output.prompt_token_ids.count(159) == prompt.count(159) == 20

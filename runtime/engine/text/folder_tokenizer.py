@@ -31,7 +31,7 @@ CONFIGURED_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", 
 def read_folder(folder: Path) -> tuple[FastTokenizer, frozenset[int]]:
     """Return a folder's tokenizer, and the ids that end a generation. Raises ModelNotFound or CorruptCheckpoint."""
     fast = _load_fast(folder)
-    settings = _settings(folder)
+    settings = read_settings(folder)
     limit = _vocab_size(folder)
     _add_tokens(fast, folder, settings, limit)
     _put_ends(fast, settings)
@@ -56,7 +56,7 @@ def _load_fast(folder: Path) -> FastTokenizer:
     return fast
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def read_settings(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json, with the special tokens of special_tokens_map.json if that is in use.
 
     transformers reads it only in folders of older versions, whose tokenizer_config.json has no `added_tokens_decoder`.

@@ -102,8 +102,6 @@ def read_chat_templates(metadata: Mapping[str, Any]) -> tuple[str | None, str | 
     """
     values = _Values(metadata)
     source, tool_source = (values.text(f"tokenizer.chat_template{name}", None) for name in ("", ".tool_use"))
-    if source is None:
-        return None, tool_source, {}
     tokens = _read_tokens(values, _read_kind(values))
     names = {"bos_token": tokens.bos, "eos_token": tokens.eos, "unk_token": tokens.unknown, "pad_token": tokens.padding}
     special = {name: tokens.texts[token_id] for name, token_id in names.items() if token_id is not None}

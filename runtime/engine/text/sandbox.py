@@ -15,7 +15,7 @@ import ctypes
 import re
 import threading
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ import structlog
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -54,11 +55,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def __init__(self, filters: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(self, filters: Mapping[str, Callable[..., Any]], extensions: Sequence[type[Extension]] = ()) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols"],
+            extensions=["jinja2.ext.loopcontrols", *extensions],
             optimized=False,  # compute nothing while compiling
             finalize=self._charge_text,
         )

@@ -62,6 +62,17 @@ class Tokenizer:
         """Ids of the special tokens, by name."""
         return {self._fast.id_to_token(token_id) or "": token_id for token_id in sorted(self.special_token_ids)}
 
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that are found in a text before it is divided, by name: special tokens and others."""
+        return {name: token_id for token_id, name in self._added.items()}
+
+    @cached_property
+    def has_normalized_markup(self) -> bool:
+        """Whether added tokens are found in a text after its normalization, which may make them."""
+        tokens = self._fast.get_added_tokens_decoder().values()
+        return self._fast.normalizer is not None and any(token.normalized for token in tokens)
+
     @property
     def vocab_size(self) -> int:
         """Number of ids, with added tokens; a model's vocabulary may be padded beyond it."""
@@ -93,6 +104,26 @@ class Tokenizer:
         """
         ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def encode_with_spans(self, text: str) -> list[tuple[int, tuple[int, int]]]:
+        """Return the token ids of a text that has its special tokens, each with the place of its characters."""
+        (encoding,) = self._fast.encode_batch([text], add_special_tokens=False)
+        return list(zip(encoding.ids, encoding.offsets, strict=True))
+
+    def encode_as_text(self, text: str) -> list[int]:
+        """Return the token ids of a text in which no added token is found, special or not."""
+        ids: list[int] = self._without_added_tokens.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    @cached_property
+    def _without_added_tokens(self) -> FastTokenizer:
+        """A tokenizer that shares the vocabulary in memory."""
+        plain = FastTokenizer(self._fast.model)
+        if self._fast.normalizer is not None:
+            plain.normalizer = self._fast.normalizer
+        if self._fast.pre_tokenizer is not None:
+            plain.pre_tokenizer = self._fast.pre_tokenizer
+        return plain
 
     def encode_typed(self, text: str, pair: str | None = None) -> tuple[list[int], list[int]]:
         """Return token ids and token types of a text, or of a pair of texts, with special tokens."""

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from quire.runtime.common.config import EngineConfig
-from quire.runtime.common.errors import CorruptCheckpoint, InvalidRequest
+from quire.runtime.common.errors import ConfigError, CorruptCheckpoint, InvalidRequest
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import Engine, GenerateRequest, TextProcessor
 from quire.runtime.model import BUNDLED_MODEL
+from structlog.testing import capture_logs
 
 
 @pytest.fixture
@@ -43,6 +44,34 @@ async def test_a_model_without_a_tokenizer(folder: Path) -> None:
         assert chunks[-1].finish_reason == "stop"
     finally:
         await engine.close()
+
+
+@pytest.mark.parametrize("source", ["{{ .Prompt }}", "{{ x | unheard_of }}", "{% if %}", "x" * ((1 << 20) + 1)])
+async def test_a_chat_template_that_cannot_be_used_costs_chats_only(folder: Path, source: str) -> None:
+    (folder / "chat_template.jinja").write_text(source)
+    with capture_logs() as logs:
+        engine = await Engine.start(EngineConfig(model=str(folder), kv_cache_memory=1 << 20))
+    try:
+        problem = "this model's chat template cannot be used: the chat template .*; --chat-template FILE replaces it"
+        assert [entry["log_level"] for entry in logs if entry["event"] == "chats are refused"] == ["warning"]
+        with pytest.raises(InvalidRequest, match=problem):
+            engine.submit(GenerateRequest(prompt=None, messages=({"role": "user", "content": "x"},)))
+        stream = await engine.submit(GenerateRequest(prompt="def", sampling_params=SamplingParams(max_tokens=2)))
+        assert [chunk async for chunk in stream]
+    finally:
+        await engine.close()
+
+
+def test_a_given_chat_template_must_be_usable(folder: Path, tmp_path: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ .Prompt }}")
+    given = tmp_path / "given.jinja"
+    given.write_text("{{ messages[0].content }}!")
+    processor = TextProcessor.load(folder, chat_template=str(given))
+    assert processor.render([{"role": "user", "content": "x"}]).text == "x!"
+    assert processor.chat_problem == ""
+    given.write_text("{% if %}")
+    with pytest.raises(ConfigError, match=r"chat_template: .*given\.jinja: the chat template is broken at line 1"):
+        TextProcessor.load(folder, chat_template=str(given))
 
 
 def test_recommended_sampling_parameters(folder: Path) -> None:

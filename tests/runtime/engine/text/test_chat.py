@@ -84,6 +84,38 @@ def test_a_broken_template_names_its_line() -> None:
         ChatTemplate("\n{% if %}")
 
 
+@pytest.mark.parametrize("tag", ["{% generation %}", "{%- generation -%}", "{%+ generation +%}", "{%generation%}"])
+def test_the_tag_of_training_changes_nothing(tag: str) -> None:
+    end = tag.replace("generation", "endgeneration")
+    source = "{% for m in messages %}<{{ m.role }}> {% if loop.last %}TAG{{ m.content }}END{% endif %} {% endfor %}"
+    messages = [*MESSAGES, {"role": "assistant", "content": "ok"}]
+    plain = tag.replace("generation", "if true"), end.replace("endgeneration", "endif")
+    expected = ChatTemplate(source.replace("TAG", plain[0]).replace("END", plain[1])).render(messages)
+    assert "ok" in expected
+    assert ChatTemplate(source.replace("TAG", tag).replace("END", end)).render(messages) == expected
+
+
+def test_a_variable_of_the_tag_of_training_ends_with_it() -> None:
+    block = "{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}"
+    source = f"{{% set x = 1 %}}{{% for i in [1, 2] %}}{block}{{% endfor %}}{{{{ x }}}}"
+    assert ChatTemplate(source).render(MESSAGES) == "221"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ if .System }}{{ .System }}{{ end }}", "a Go template, as Ollama has, and not Jinja"),
+        ("{{- range $i, $_ := .Messages }}{{ .Content }}{{- end }}", "a Go template"),
+        ("{{ messages | unheard_of }}", "broken at line 1: No filter named 'unheard_of'"),
+        ("{% generation %}{{ x }}", "broken at line 1: Unexpected end of template"),
+        ("{% unheard_of %}", "broken at line 1: Encountered unknown tag 'unheard_of'"),
+    ],
+)
+def test_templates_that_cannot_be_used_say_why(source: str, reason: str) -> None:
+    with pytest.raises(CorruptCheckpoint, match=reason):
+        ChatTemplate(source)
+
+
 # Limits of templates
 
 
@@ -410,15 +442,15 @@ def test_tools_that_a_template_ignores_are_in_the_system_message() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ messages[1].tool_calls[0].function.arguments | tojson }}",
-        "{{ '' + messages[1].tool_calls[0].function.arguments }}",
+        "{{ messages[1].tool_calls[0].function.name }}{{ messages[1].tool_calls[0].function.arguments | tojson }}",
+        "{{ messages[1].tool_calls[0].function.name + messages[1].tool_calls[0].function.arguments }}",
     ],
 )
 @pytest.mark.parametrize("arguments", ['{"city":"Rome"}', {"city": "Rome"}])
 def test_arguments_are_as_the_template_reads_them(source: str, arguments: Any) -> None:
     call = {**CALL, "function": {"name": "weather", "arguments": arguments}}
     messages = [CALLING[0], {**CALLING[1], "tool_calls": [call]}]
-    assert ChatTemplate(source).render(messages) == '{"city": "Rome"}'
+    assert ChatTemplate(source).render(messages) == 'weather{"city": "Rome"}'
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "no JSON", "[" * 100_000])
@@ -432,7 +464,8 @@ def test_arguments_must_be_an_object(arguments: str) -> None:
 
 
 CONTENTS = (
-    "{% for m in messages %}<{{ m.role }}>CONTENT{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>CONTENT{% for call in m.tool_calls %}{{ call.function.name }}"
+    "{{ call.function.arguments | tojson }}{% endfor %}"
     "{% endfor %}"
 )
 READ_PARTS = (  # as Qwen3-VL's and Gemma 3's
@@ -455,9 +488,9 @@ ONLY_PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% en
 )
 def test_a_message_with_calls_may_have_no_content(content: str, text: str) -> None:
     template = ChatTemplate(CONTENTS.replace("CONTENT", content))
-    assert template.render(CALLING) == f"<user>?<assistant>{text}"
+    assert template.render(CALLING) == f'<user>?<assistant>{text}{{"city": "Rome"}}'
     without = {key: value for key, value in CALLING[1].items() if key != "content"}
-    assert template.render([CALLING[0], without]) == f"<user>?<assistant>{text}"
+    assert template.render([CALLING[0], without]) == f'<user>?<assistant>{text}{{"city": "Rome"}}'
 
 
 def test_messages_may_be_rendered_unchanged() -> None:

@@ -320,8 +320,8 @@ def test_numbers_may_be_arrays(pieces: Mapping[str, Any]) -> None:
 
 
 def test_a_chat_template_is_a_text_or_absent(pieces: Mapping[str, Any]) -> None:
-    assert read_chat_templates(pieces) == (None, None, {})
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert read_chat_templates(pieces) == (None, None, special)
     named = {**pieces, "tokenizer.chat_template": "{{ 1 }}"}
     assert read_chat_templates(named) == ("{{ 1 }}", None, special)
     assert read_chat_templates({**named, "tokenizer.chat_template.tool_use": "{{ 2 }}"}) == (

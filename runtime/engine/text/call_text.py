@@ -1,0 +1,49 @@
+"""Tool calls as a model writes them, for prompts: calls of earlier answers, and an example in an instruction."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .argument_streams import END_OF_PARAMETER, PARAMETER
+from .markup import MARK, CallSyntax
+
+FUNCTION_TAG = CallSyntax("<function=", ">", "</function>")  # for a model whose own syntax is not known
+EXAMPLE = "TOOL", "ARGUMENT", "VALUE"
+
+NAME, ARGUMENTS = "\x00", "\x01"  # places in a call
+
+# The optional white space of a syntax, as models usually write it: after signs of JSON, and as lines between tags.
+_AFTER_SIGNS = re.compile(" ([:,;]) ?")
+_LINES = re.compile(f"(?<=[^|\uff5c]>) (?=[<{{{ARGUMENTS}])|(?<=[}}{ARGUMENTS}]) (?=<[^|\uff5c]|`)|(?<=json) ")
+_NONE = re.compile("(?<![:,;]) ")
+
+
+def calls_text(syntax: CallSyntax, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Return calls, names with arguments, as the model writes them."""
+    values = [(name, _arguments(syntax, arguments)) for name, arguments in calls]
+    literals = [f"{syntax.open}{NAME}{syntax.middle}{ARGUMENTS * bool(text)}{syntax.close}" for _, text in values]
+    begin = "" if syntax.bare and len(calls) == 1 else syntax.begin
+    literal = f"{begin}{syntax.separator.join(literals)}{syntax.end}".replace(MARK, "")
+    literal = _AFTER_SIGNS.sub(r"\1 ", re.sub(" +", " ", literal))
+    written = _NONE.sub("", _LINES.sub("\n", literal)).strip()
+    texts = iter([text for call in values for text in call if text])
+    return re.sub(f"[{NAME}{ARGUMENTS}]", lambda _: next(texts), written)
+
+
+def call_example(syntax: CallSyntax) -> str:
+    """Return how a call is written, with words in capitals for its name, an argument and the value."""
+    tool, argument, value = EXAMPLE
+    return calls_text(syntax, [(tool, {argument: value})]).replace(f'"{value}"', value)
+
+
+def _arguments(syntax: CallSyntax, arguments: Mapping[str, Any]) -> str:
+    if syntax.arguments == "json":
+        return json.dumps(arguments, ensure_ascii=False)
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in arguments.items()
+    }
+    return "\n".join(f"{PARAMETER}{key}>\n{text}\n{END_OF_PARAMETER}" for key, text in texts.items())

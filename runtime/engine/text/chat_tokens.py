@@ -1,0 +1,75 @@
+"""A rendered chat as token ids: the markup of the template as special tokens, and the content as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+
+from .chat import ChatTemplate
+from .content_marks import ContentMarks, RenderedChat
+from .tokenizer import Tokenizer
+
+ANCHORS = ("\n", " ", ".", "a")  # texts that a text is encoded after, so that no space is put before it
+
+
+class ChatTokens:
+    """The token ids of the chats of one tokenizer and one template. Any thread may use it."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+
+    @cached_property
+    def marks(self) -> ContentMarks:
+        """How the content of chats is marked."""
+        return ContentMarks(self._tokenizer.special_tokens, self._written, self._template.literals)
+
+    @cached_property
+    def _written(self) -> frozenset[str]:
+        """Names of added tokens that are not special, but that the template writes."""
+        others = self._tokenizer.added_tokens.keys() - self._tokenizer.special_tokens.keys()
+        return frozenset(name for name in others if name.strip() and name in self._template.source)
+
+    @cached_property
+    def _markup_ids(self) -> frozenset[int]:
+        written = (self._tokenizer.added_tokens[name] for name in self._written)
+        return self._tokenizer.special_token_ids.union(written)
+
+    def encode(self, chat: RenderedChat, encode: Callable[[str], Sequence[int]]) -> Sequence[int]:
+        """Return the token ids of `chat`. The function `encode` returns those of a text, with its special tokens."""
+        token_ids = encode(chat.text)
+        is_normalized = self._tokenizer.has_normalized_markup  # a text that only resembles a special token may be one
+        if chat.marked == chat.text and not is_normalized:
+            return token_ids
+        written = len(self.marks.names.findall(chat.marked))
+        if is_normalized:
+            found = sum(token_id in self._markup_ids for token_id in token_ids)
+        else:
+            found = len(self.marks.names.findall(chat.text))
+        return token_ids if found == written else tuple(self._without_forged(chat))
+
+    def _without_forged(self, chat: RenderedChat) -> Iterator[int]:
+        """Yield the token ids; a special token that is not the template's is encoded as text."""
+        written = {
+            span
+            for token_id, span in self._tokenizer.encode_with_spans(chat.marked)
+            if token_id in self._markup_ids and self.marks.names.search(chat.marked, *span)
+        }
+        for token_id, span in self._tokenizer.encode_with_spans(chat.text):
+            if token_id in self._markup_ids and span not in written:
+                yield from self._as_text(chat.text[slice(*span)])
+            else:
+                yield token_id
+
+    def _as_text(self, name: str) -> list[int]:
+        """Return the token ids of a special token's name as a text."""
+        token_ids = self._tokenizer.encode_as_text(name)
+        for anchor in ANCHORS:
+            before = self._tokenizer.encode_as_text(anchor)
+            both = self._tokenizer.encode_as_text(anchor + name)
+            if both[: len(before)] == before:
+                token_ids = both[len(before) :]
+                break
+        if len(name) > 1 and not self._markup_ids.isdisjoint(token_ids):  # the model's own vocabulary has the name
+            return [token_id for character in name for token_id in self._as_text(character)]
+        return token_ids

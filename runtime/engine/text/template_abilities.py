@@ -1,0 +1,191 @@
+"""What a chat template shows of a chat: found by rendering trial chats with words that must be in the prompt.
+
+Templates of models that were not trained for tools leave calls and results out without a word, and others refuse
+messages of the role `system`, or two of a user in a row. `chat_history.py` changes chats accordingly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+from ...common.errors import InvalidRequest
+
+ToolsPlace = Literal["variable", "message", "text"]
+Render = Callable[[list[Any], list[Any] | None], str]
+
+ONE, TWO, THREE, FOUR = "quireprobe", "wordtwo", "wordthree", "wordfour"
+TOOL = {"type": "function", "function": {"name": ONE, "description": ONE, "parameters": {"type": "object"}}}
+CALL_ID, OTHER_ID = "abcdefghi", "abcdefghj"  # of nine letters, as Mistral's templates demand
+ANY_ID = "call_1"
+USER = {"role": "user", "content": "a"}
+
+
+class TemplateTimeout(InvalidRequest):
+    """A template took too long, which says nothing of what it shows."""
+
+
+class Abilities:
+    """What a template shows of chats with tools, or without. Each answer is found when it is first asked for.
+
+    `render` raises InvalidRequest if the template refuses a chat. Properties raise TemplateTimeout.
+    """
+
+    def __init__(self, render: Render, has_tools: bool, may_take_parts: bool) -> None:
+        self._render = render
+        self._tools = [TOOL] if has_tools else None
+        self._may_take_parts = may_take_parts
+        self._shown_calls: dict[str | None, bool] = {}
+
+    # Messages
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template reads texts only in lists of parts, as those of some models with images do."""
+        text = {"role": "user", "content": ONE}
+        if not self._may_take_parts or ONE in self._rendered([text]):
+            return False
+        return ONE in self._rendered([with_parts(text)])
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether a chat may begin with a system message."""
+        return self._shows([ONE], [{"role": "system", "content": ONE}, USER])
+
+    @cached_property
+    def takes_later_system(self) -> bool:
+        """Whether there may be system messages after the first message."""
+        later = {"role": "system", "content": ONE}
+        return self._shows([ONE], [USER, {"role": "assistant", "content": "a"}, later, USER])
+
+    @cached_property
+    def takes_repeated_users(self) -> bool:
+        """Whether a user may have two messages in a row."""
+        return self._shows([ONE, TWO], [{"role": "user", "content": ONE}, {"role": "user", "content": TWO}])
+
+    @cached_property
+    def takes_repeated_answers(self) -> bool:
+        """Whether there may be two answers in a row."""
+        answers = [{"role": "assistant", "content": ONE}, {"role": "assistant", "content": TWO}]
+        return self._shows([ONE, TWO], [USER, *answers, USER])
+
+    @cached_property
+    def shows_answers(self) -> bool:
+        """Whether earlier answers are in the prompt."""
+        return self._shows([ONE], [USER, {"role": "assistant", "content": ONE}, USER])
+
+    # Tools, calls and results
+
+    @cached_property
+    def tools_place(self) -> ToolsPlace:
+        """Where the template reads tools: a variable, a system message's `tools`, or only as a message's text."""
+        if self._shows([ONE], [USER], [TOOL]):
+            return "variable"
+        system = {"role": "system", "content": "a", "tools": ONE}
+        return "message" if self._shows([ONE], [system, USER], None) else "text"
+
+    @cached_property
+    def takes_argument_text(self) -> bool:
+        """Whether the template joins the arguments of a call to texts, instead of writing a map as JSON."""
+
+        def shows(arguments: object) -> bool:
+            return any(f'"{ONE}"' in self._rendered([USER, _calling(text, [arguments])]) for text in ("", None))
+
+        return not shows({ONE: "a"}) and shows(json.dumps({ONE: "a"}))
+
+    @cached_property
+    def reads_calls(self) -> bool:
+        """Whether the template shows calls of earlier answers with their arguments."""
+        return self.shows_calls("") or self.shows_calls(None)
+
+    def shows_calls(self, content: str | None) -> bool:
+        """Return whether calls are shown beside `content`, which is shown too: a text, an empty text or None."""
+        kind = FOUR if content else content
+        if kind not in self._shown_calls:
+            self._shown_calls[kind] = self._finds_calls(kind)
+        return self._shown_calls[kind]
+
+    def _finds_calls(self, content: str | None) -> bool:
+        chat = [USER, _calling(content, [self._arguments(TWO)])]
+        words = [ONE, TWO, *([content] if content else [])]
+        for result in ([], [_result(THREE)]):
+            text = self._rendered([*chat, *result])
+            if all(word in text for word in words):
+                return content is not None or not self._writes_none(text, [*chat, *result])
+        return False
+
+    def _writes_none(self, text: str, chat: list[Any]) -> bool:
+        """Return whether the template writes the word None for content that is None."""
+        empty = self._rendered([{**each, "content": ""} if each["content"] is None else each for each in chat])
+        return text.count("None") > empty.count("None")
+
+    @cached_property
+    def shows_calls_after_text(self) -> bool:
+        """Whether an answer may be a message with text and then a message with calls."""
+        text = {"role": "assistant", "content": FOUR}
+        calls = _calling(self.empty_content, [self._arguments(TWO)])
+        return self._shows([ONE, TWO, FOUR], [USER, text, calls, _result(THREE)])
+
+    @cached_property
+    def empty_content(self) -> str | None:
+        """The content of messages that have only calls."""
+        return "" if self.shows_calls("") else None
+
+    @cached_property
+    def takes_parallel_calls(self) -> bool:
+        """Whether a message may have several calls."""
+        calls = _calling(self.empty_content, [self._arguments(TWO), self._arguments(THREE)])
+        return self._shows([TWO, THREE], [USER, calls, _result("a"), _result("a", OTHER_ID)])
+
+    @cached_property
+    def takes_any_id(self) -> bool:
+        """Whether the ids of calls may have another form than nine letters and digits."""
+        calls = _calling(self.empty_content, [self._arguments(TWO)], ANY_ID)
+        return self._shows([ONE, TWO], [USER, calls, _result("a", ANY_ID)])
+
+    @cached_property
+    def reads_results(self) -> bool:
+        """Whether the template shows messages of the role `tool`."""
+        calls = {"role": "assistant", "content": "a"}
+        if self.reads_calls:
+            calls = _calling(self.empty_content, [self._arguments(TWO)])
+        return self._shows([ONE], [USER, calls, {**_result(ONE), "name": "a"}])
+
+    def _arguments(self, word: str) -> Any:
+        return json.dumps({word: word}) if self.takes_argument_text else {word: word}
+
+    def _shows(self, words: Sequence[str], messages: list[Any], tools: list[Any] | None = None) -> bool:
+        text = self._rendered(messages, tools)
+        return all(word in text for word in words)
+
+    def _rendered(self, messages: list[Any], tools: list[Any] | None = None) -> str:
+        """Return the prompt of a trial chat, nothing if the template refuses it. Raises TemplateTimeout."""
+        if self.__dict__.get("takes_parts"):
+            messages = [with_parts(each) for each in messages]
+        try:
+            return self._render(messages, tools or self._tools)
+        except TemplateTimeout:
+            raise
+        except InvalidRequest:
+            return ""
+
+
+def with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is a list of parts."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _calling(content: str | None, arguments: Sequence[object], call_id: str = CALL_ID) -> dict[str, Any]:
+    """Return an answer with a call for each of `arguments`."""
+    calls = [
+        {"id": each_id, "type": "function", "function": {"name": ONE, "arguments": each}}
+        for each_id, each in zip((call_id, OTHER_ID), arguments, strict=False)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _result(text: str, call_id: str = CALL_ID) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": text}

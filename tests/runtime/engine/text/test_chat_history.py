@@ -1,0 +1,255 @@
+"""Chats with system messages, calls and results are shown completely, whatever roles a template knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from quire.runtime.common.errors import InvalidRequest
+from quire.runtime.engine.text import chat, chat_history
+from quire.runtime.engine.text.call_text import call_example, calls_text
+from quire.runtime.engine.text.chat import ChatTemplate
+from quire.runtime.engine.text.markup import FAMILIES
+
+ALTERNATE = (
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+)
+ROLE_NAMES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+THREE_ROLES = (  # as Zephyr's and TinyLlama's
+    "{% for m in messages %}{% if m.role == 'user' %}U {{ m.content }}\n{% elif m.role == 'assistant' %}"
+    "A {{ m.content }}\n{% elif m.role == 'system' %}S {{ m.content }}\n{% endif %}{% endfor %}A"
+)
+NO_SYSTEM = (  # as Gemma 2's
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}" + ALTERNATE + "{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
+FIRST_SYSTEM = (  # as Gemma 3's
+    "{% set ms = messages %}{% if messages[0].role == 'system' %}{{ messages[0].content }}\n{% set ms = messages[1:] %}"
+    "{% endif %}{% for m in ms %}" + ALTERNATE + "{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
+ONLY_WITHOUT_TEXT = (  # as DeepSeek V3's
+    "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}"
+    "call {{ c.function.name + c.function.arguments }}\n{% endfor %}{% else %}{{ m.role }}: {{ m.content }}\n"
+    "{% endif %}{% endfor %}"
+)
+WITHOUT_TEXT_BESIDE = (  # as Llama 3.1's
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('only single tool-calls at once') }}{% endif %}"
+    "call {{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}\n"
+    "{% else %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
+)
+NINE_LETTERS = (  # as Mistral's
+    "{% for m in messages %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('9 letters') }}"
+    "{% endif %}{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}\n{% endfor %}"
+    "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('9 letters') }}{% endif %}"
+    "{{ m.role }} {{ m.tool_call_id }}: {{ m.content }}\n{% endfor %}"
+)
+HERMES, CODER = FAMILIES["hermes"].calls, FAMILIES["qwen3_coder"].calls
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise the time limit of a template, which a busy machine could reach in any test."""
+    monkeypatch.setattr(chat, "RENDER_TIMEOUT_S", 120.0)
+
+
+def call(name: str, arguments: Any, call_id: str = "c1") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def answer(*calls: dict[str, Any], content: str | None = None) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": list(calls)}
+
+
+def result(content: str, call_id: str = "c1") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASK, MORE = {"role": "user", "content": "Weather?"}, {"role": "user", "content": "And now?"}
+ROME = call("weather", '{"city": "Rome"}')
+HISTORY = [SYSTEM, ASK, answer(ROME), result("sunny"), MORE]
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL_TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+RESULT_TEXT = "<tool_response>\nsunny\n</tool_response>"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            ROLE_NAMES,
+            f"system: Be brief.\nuser: Weather?\nassistant: {CALL_TEXT}\ntool: sunny\nuser: And now?\n",
+        ),
+        (THREE_ROLES, f"S Be brief.\nU Weather?\nA {CALL_TEXT}\nU {RESULT_TEXT}\nU And now?\nA"),
+        (
+            NO_SYSTEM,
+            f"user: Be brief.\n\nWeather?\nassistant: {CALL_TEXT}\nuser: {RESULT_TEXT}\n\nAnd now?\n",
+        ),
+        (FIRST_SYSTEM, f"Be brief.\nuser: Weather?\nassistant: {CALL_TEXT}\nuser: {RESULT_TEXT}\n\nAnd now?\n"),
+        (
+            ONLY_WITHOUT_TEXT,
+            'system: Be brief.\nuser: Weather?\ncall weather{"city": "Rome"}\ntool: sunny\nuser: And now?\n',
+        ),
+        (
+            WITHOUT_TEXT_BESIDE,
+            'system: Be brief.\nuser: Weather?\ncall weather {"city": "Rome"}\ntool: sunny\nuser: And now?\n',
+        ),
+    ],
+)
+def test_a_history_is_shown_completely(source: str, text: str) -> None:
+    assert ChatTemplate(source).render(HISTORY, syntax=HERMES) == text
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (ONLY_WITHOUT_TEXT, "user: Weather?\nassistant: I look.\ncall weather{}\ntool: sunny\n"),
+        (WITHOUT_TEXT_BESIDE, "user: Weather?\nassistant: I look.\ncall weather {}\ntool: sunny\n"),
+        (
+            FIRST_SYSTEM,
+            "user: Weather?\nassistant: I look.\n<tool_call>\n"
+            '{"name": "weather", "arguments": {}}\n</tool_call>\n'
+            f"user: {RESULT_TEXT}\n",
+        ),
+    ],
+)
+def test_the_text_beside_a_call_is_shown(source: str, text: str) -> None:
+    messages = [ASK, answer(call("weather", "{}"), content="I look."), result("sunny")]
+    assert ChatTemplate(source).render(messages, syntax=HERMES) == text
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_calls_are_shown_beside_an_absent_or_empty_text(content: str | None) -> None:
+    messages = [ASK, answer(ROME, content=content)]
+    assert ChatTemplate(ONLY_WITHOUT_TEXT).render(messages) == 'user: Weather?\ncall weather{"city": "Rome"}\n'
+
+
+def test_several_calls_follow_each_other_where_a_message_has_one() -> None:
+    calls = answer(call("f", {"a": 1}, "x"), call("g", {}, "y"), content="Both:")
+    text = ChatTemplate(WITHOUT_TEXT_BESIDE).render([ASK, calls, result("two", "y"), result("one", "x"), MORE])
+    assert text == (
+        'user: Weather?\nassistant: Both:\ncall f {"a": 1}\ntool: one\ncall g {}\ntool: two\nuser: And now?\n'
+    )
+
+
+def test_results_in_a_row_are_one_message_of_the_user() -> None:
+    calls = answer(call("f", "{}", "x"), call("g", "{}", "y"))
+    text = ChatTemplate(FIRST_SYSTEM).render([ASK, calls, result("one", "x"), result("two", "y")], syntax=HERMES)
+    assert text.endswith("user: <tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>\n")
+
+
+def test_ids_of_other_servers_get_nine_letters_where_a_template_demands_them() -> None:
+    messages = [ASK, answer(call("f", "{}", "call_0123456789")), result("one", "call_0123456789")]
+    lines = ChatTemplate(NINE_LETTERS).render(messages).splitlines()
+    call_id = lines[1].split()[0]
+    assert len(call_id) == 9
+    assert lines[1:] == [f"{call_id} f {{}}", "assistant : ", f"tool {call_id}: one"]
+    own = [ASK, answer(call("f", "{}", "abcdefghi")), result("one", "abcdefghi")]
+    assert "abcdefghi f {}\n" in ChatTemplate(NINE_LETTERS).render(own)
+
+
+def test_ids_that_are_left_out_are_given_in_order() -> None:
+    without = [{key: value for key, value in call(name, "{}").items() if key != "id"} for name in "fg"]
+    results = [{"role": "tool", "content": text} for text in ("one", "two")]
+    lines = ChatTemplate(NINE_LETTERS).render([ASK, answer(*without), *results]).splitlines()
+    assert lines[1:3] == ["call00001 f {}", "call00002 g {}"]
+    assert lines[-2:] == ["tool call00001: one", "tool call00002: two"]
+
+
+def test_the_template_for_tools_renders_calls_that_the_default_does_not() -> None:
+    template = ChatTemplate(ROLE_NAMES, tool_source=WITHOUT_TEXT_BESIDE)
+    assert 'call weather {"city": "Rome"}\n' in template.render(HISTORY)
+    assert template.render([ASK]) == "user: Weather?\n"
+
+
+def test_a_template_that_shows_no_answers_refuses_calls() -> None:
+    template = ChatTemplate("{{ messages[-1].content }}")
+    assert template.render([ASK]) == "Weather?"
+    with pytest.raises(InvalidRequest, match="shows neither the calls of earlier answers nor their text"):
+        template.render(HISTORY)
+
+
+def test_system_messages_later_in_a_chat_are_shown() -> None:
+    late = {"role": "system", "content": "Now in French."}
+    chat = [ASK, {"role": "assistant", "content": "Sunny."}, late, MORE]
+    assert ChatTemplate(ROLE_NAMES).render(chat).endswith("system: Now in French.\nuser: And now?\n")
+    assert ChatTemplate(FIRST_SYSTEM).render(chat).endswith("user: Now in French.\n\nAnd now?\n")
+    assert ChatTemplate(NO_SYSTEM).render([SYSTEM, late, ASK]) == "user: Be brief.\n\nNow in French.\n\nWeather?\n"
+    assert ChatTemplate(NO_SYSTEM).render([SYSTEM]) == "user: Be brief.\n"
+
+
+def test_messages_in_a_row_are_one_where_roles_alternate() -> None:
+    answers = [{"role": "assistant", "content": text} for text in ("a", "b")]
+    chat = [ASK, MORE, *answers, ASK]
+    joined = "user: Weather?\n\nAnd now?\nassistant: a\n\nb\nuser: Weather?\n"
+    assert ChatTemplate(FIRST_SYSTEM).render(chat) == joined
+    assert ChatTemplate(ROLE_NAMES).render(chat).count("user: ") == 3
+    images = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}, ASK]
+    assert chat_history._appended(images[0]["content"], "Weather?", "\n\n") == [
+        {"type": "text", "text": "a"},
+        {"type": "image"},
+        {"type": "text", "text": "Weather?"},
+    ]
+
+
+def test_tools_come_with_how_a_call_is_written() -> None:
+    declared = '\n{"name": "weather", "parameters": {"type": "object"}}\n\nTo call a tool, write:\n'
+    text = ChatTemplate(ROLE_NAMES).render([ASK], [TOOL], syntax=HERMES)
+    example = '<tool_call>\n{"name": "TOOL", "arguments": {"ARGUMENT": VALUE}}\n</tool_call>'
+    assert text.endswith(f"{declared}{example}\nuser: Weather?\n")
+    text = ChatTemplate(NO_SYSTEM).render([SYSTEM, ASK], [TOOL], syntax=CODER)
+    example = "<tool_call>\n<function=TOOL>\n<parameter=ARGUMENT>\nVALUE\n</parameter>\n</function>\n</tool_call>"
+    assert text.startswith("user: Be brief.\n\nYou can call these tools.")
+    assert text.endswith(f"{declared}{example}\n\nWeather?\n")
+
+
+def test_a_slow_template_says_nothing_of_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = "{% if 'quireprobe' in messages | string %}{% for i in range(99999) %}{% for j in range(99999) %}"
+    template = ChatTemplate(slow + "{% endfor %}{% endfor %}{% endif %}" + ROLE_NAMES)
+    monkeypatch.setattr(chat, "RENDER_TIMEOUT_S", 0.05)
+    with pytest.raises(InvalidRequest, match="longer than"):
+        template.render(HISTORY)
+
+
+CALLS: list[tuple[str, dict[str, Any]]] = [("f", {"city": "Rome"}), ("g", {})]
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        (
+            "hermes",
+            '<tool_call>\n{"name": "f", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=f>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>\n"
+            "<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        ),
+        (
+            "llama3_json",
+            '<|python_tag|>{"name": "f", "parameters": {"city": "Rome"}}; {"name": "g", "parameters": {}}',
+        ),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"city": "Rome"}[TOOL_CALLS]g[ARGS]{}'),
+        (
+            "mistral_list",
+            '[TOOL_CALLS][{"name": "f", "arguments": {"city": "Rome"}}, {"name": "g", "arguments": {}}]',
+        ),
+        (
+            "phi4_mini_json",
+            '<|tool_call|>[{"name": "f", "arguments": {"city": "Rome"}}, {"name": "g", "arguments": {}}]<|/tool_call|>',
+        ),
+        (
+            "deepseek_v31",
+            '<|tool▁calls▁begin|><|tool▁call▁begin|>f<|tool▁sep|>{"city": "Rome"}<|tool▁call▁end|>'
+            "<|tool▁call▁begin|>g<|tool▁sep|>{}<|tool▁call▁end|><|tool▁calls▁end|>",
+        ),
+    ],
+)
+def test_calls_are_written_as_the_family_writes_them(family: str, text: str) -> None:
+    syntax = FAMILIES[family].calls
+    assert syntax is not None
+    assert calls_text(syntax, CALLS).replace("\uff5c", "|") == text
+    assert "TOOL" in call_example(syntax)
