@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from ..common.errors import ModelError, UnsupportedModel
 from ..engine import TextProcessor
+from ..engine.facade import NO_TEMPLATE
 from ..engine.text.gguf_tokenizer import VOCABULARIES
 from ..engine.text.pre_tokenizers import PRE_TOKENIZERS
 from ..model import FAMILIES, DecoderSpec, model_name, model_path, open_tensors, projectors, read_spec, weights_text
@@ -119,7 +120,8 @@ def _text(path: Path) -> Iterator[Row]:
     text = TextProcessor.load(path)
     tokens = f"{text.tokenizer.vocab_size:,} tokens" if text.tokenizer else "none: prompts must be token ids"
     yield "tokenizer", tokens
-    yield "template", "yes" if text.chat_template else "none: chats cannot be sent"
+    unusable = "" if text.chat_problem == NO_TEMPLATE else f"; {text.chat_problem}"
+    yield "template", "yes" if text.chat_template else f"none: chats cannot be sent{unusable}"
 
 
 def _images(path: Path) -> Iterator[Row]:

@@ -11,6 +11,8 @@ from cyclopts import Parameter
 
 from ..common.errors import ConfigError
 from ..common.memory import deciding_limit, free_memory_bytes
+from ..engine.facade import NO_TEMPLATE
+from ..engine.text_processor import load_template
 from ..model import describe_sizes, model_path
 from ..model.encoder import is_encoder
 from ..tools.planning import (
@@ -64,3 +66,6 @@ def plan(
         plot_memory(planned.parts, planned.title, plot)
     print(dumps(planned.as_dict(), indent=1) if json else text)
     print(comparison(planned.total_bytes, free_memory_bytes(), deciding_limit()), file=sys.stderr)
+    _, problem = load_template(model_path(settings.engine.model), settings.engine.chat_template)
+    if problem not in ("", NO_TEMPLATE):
+        print(f"warning: {problem}", file=sys.stderr)

@@ -10,11 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import structlog
+
 from ..common.config import ToolCallParser
 from ..common.errors import ConfigError, CorruptCheckpoint, GenerationFailed, QuireError, UnsupportedModel
 from ..common.heap import return_unused_memory
 from ..common.prompts import PromptImage
 from ..common.types import SamplingParams
+from ..model.files import is_gguf
+from ..model.weights.gguf import GGUFFile
 from .facade import NO_TEMPLATE
 from .text import ChatTemplate, IncrementalDetokenizer, Markup, Token, Tokenizer, has_tokenizer
 from .text.chat_tokens import ChatTokens
@@ -25,8 +30,19 @@ from .text.text_files import read_json, text_folder
 if TYPE_CHECKING:
     from .images import ImageReader
 
+# Keys of GGUF files below general.sampling: the sampling parameter, its least and its largest value.
+FILE_SAMPLING = {
+    "temp": ("temperature", 0, 100),
+    "top_p": ("top_p", 1e-6, 1),
+    "top_k": ("top_k", -1, 2**31 - 1),
+    "min_p": ("min_p", 0, 1),
+    "penalty_repeat": ("repetition_penalty", 1e-6, 100),
+}
 # Sampling parameters that a model's generation_config.json may recommend.
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+_log = structlog.get_logger("quire.text")
 
 
 class TextProcessor:
@@ -74,19 +90,11 @@ class TextProcessor:
         """
         tokenizer = Tokenizer(path) if has_tokenizer(path) else None
         return_unused_memory()  # building a tokenizer frees as much as stays
-        template, problem = None, NO_TEMPLATE
-        try:
-            template = ChatTemplate.load(path, None if chat_template is None else Path(chat_template))
-        except UnsupportedModel:
-            pass
-        except CorruptCheckpoint as error:
-            if chat_template is not None:
-                raise ConfigError(f"chat_template: {chat_template}: {error}") from error
-            problem = f"this model's chat template cannot be used: {error}; --chat-template FILE replaces it"
+        template, problem = load_template(path, chat_template)
         return cls(
             tokenizer,
             template,
-            _default_sampling(text_folder(path)),
+            {**_default_sampling(text_folder(path)), **_file_sampling(path)},
             tool_call_parser,
             special_tokens_in_content=special_tokens_in_content,
             chat_problem=problem,
@@ -181,6 +189,37 @@ class TextProcessor:
             context=prompt[: len(prompt) - num_echoed],
             as_bytes=params.structured_outputs is not None and not num_echoed,
         )
+
+
+def load_template(path: Path, given: str | None) -> tuple[ChatTemplate | None, str]:
+    """Return a model's chat template, or that of the file `given`; without one, why chats are refused.
+
+    Raises ConfigError for a file `given` that cannot be used.
+    """
+    try:
+        return ChatTemplate.load(path, None if given is None else Path(given)), ""
+    except UnsupportedModel:
+        return None, NO_TEMPLATE
+    except CorruptCheckpoint as error:
+        if given is not None:
+            raise ConfigError(f"chat_template: {given}: {error}") from error
+        return None, f"this model's chat template cannot be used: {error}; --chat-template FILE replaces it"
+
+
+def _file_sampling(path: Path) -> dict[str, float]:
+    """Return the sampling parameters that the metadata of a GGUF file recommends; none for a folder.
+
+    A value that no request may have is left out.
+    """
+    metadata = GGUFFile(path).metadata if is_gguf(path) else {}
+    found: dict[str, float] = {}
+    for key, (name, least, most) in FILE_SAMPLING.items():
+        value: Any = metadata.get(f"general.sampling.{key}")
+        if type(value) in (int, float) and least <= value <= most:
+            found[name] = float(str(np.float32(value))) if type(value) is float else value  # as it was before f32
+        elif value is not None:
+            _log.warning("a recommendation is left out", key=f"general.sampling.{key}", value=repr(value)[:60])
+    return found
 
 
 def _default_sampling(folder: Path) -> dict[str, float]:

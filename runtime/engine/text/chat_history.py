@@ -80,7 +80,7 @@ def _with_calls_as_text(message: Message, abilities: Abilities, syntax: CallSynt
         raise InvalidRequest("messages: the chat template shows neither the calls of earlier answers nor their text")
     text = calls_text(syntax, [(each["function"]["name"], each["function"]["arguments"]) for each in calls])
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": _appended(message.get("content") or "", text, "\n")}
+    return {**rest, "content": _appended(message.get("content"), text, "\n")}
 
 
 def _with_results_as_text(chat: Chat) -> Chat:
@@ -90,7 +90,7 @@ def _with_results_as_text(chat: Chat) -> Chat:
     for message in chat:
         is_result = message.get("role") == "tool"
         if is_result:
-            content = _appended(_appended(RESULT[0], message.get("content") or "", ""), RESULT[1], "")
+            content = _appended(_appended(RESULT[0], message.get("content"), ""), RESULT[1], "")
             if before_is_result:
                 changed[-1] = {**changed[-1], "content": _appended(changed[-1]["content"], content, "\n")}
             else:
@@ -171,7 +171,7 @@ def _with_tools_in_system(
         lines = [TOOLS_TEXT, *(json.dumps(each, ensure_ascii=False) for each in functions)]
         if syntax is not None:
             lines += ["", CALL_TEXT, call_example(syntax)]
-        system = {**system, "content": _appended(system["content"] or "", "\n".join(lines), "\n\n")}
+        system = {**system, "content": _appended(system["content"], "\n".join(lines), "\n\n")}
     return [system, *chat[has_system:]]
 
 
@@ -208,6 +208,7 @@ def _joined(chat: Chat, abilities: Abilities) -> Chat:
 
 def _appended(content: Any, more: Any, separator: str) -> Any:
     """Return two contents as one: texts, or lists of parts."""
+    content, more = content or "", more or ""
     if isinstance(content, str) and isinstance(more, str):
         return separator.join(each for each in (content, more) if each)
     parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (content, more)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from .chat import ChatTemplate
 from .content_marks import ContentMarks, RenderedChat
 from .tokenizer import Tokenizer
 
+MAX_NAMES = 256  # of one chat whose ids are kept while it is encoded
 ANCHORS = ("\n", " ", ".", "a")  # texts that a text is encoded after, so that no space is put before it
 
 
@@ -55,9 +56,10 @@ class ChatTokens:
             for token_id, span in self._tokenizer.encode_with_spans(chat.marked)
             if token_id in self._markup_ids and self.marks.names.search(chat.marked, *span)
         }
+        as_text = lru_cache(MAX_NAMES)(self._as_text)  # a text may have one name many times
         for token_id, span in self._tokenizer.encode_with_spans(chat.text):
             if token_id in self._markup_ids and span not in written:
-                yield from self._as_text(chat.text[slice(*span)])
+                yield from as_text(chat.text[slice(*span)])
             else:
                 yield token_id
 

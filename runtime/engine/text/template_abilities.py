@@ -18,6 +18,7 @@ Render = Callable[[list[Any], list[Any] | None], str]
 
 ONE, TWO, THREE, FOUR = "quireprobe", "wordtwo", "wordthree", "wordfour"
 TOOL = {"type": "function", "function": {"name": ONE, "description": ONE, "parameters": {"type": "object"}}}
+OTHER_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
 CALL_ID, OTHER_ID = "abcdefghi", "abcdefghj"  # of nine letters, as Mistral's templates demand
 ANY_ID = "call_1"
 USER = {"role": "user", "content": "a"}
@@ -35,7 +36,7 @@ class Abilities:
 
     def __init__(self, render: Render, has_tools: bool, may_take_parts: bool) -> None:
         self._render = render
-        self._tools = [TOOL] if has_tools else None
+        self._tools = [OTHER_TOOL] if has_tools else None
         self._may_take_parts = may_take_parts
         self._shown_calls: dict[str | None, bool] = {}
 
@@ -45,9 +46,9 @@ class Abilities:
     def takes_parts(self) -> bool:
         """Whether the template reads texts only in lists of parts, as those of some models with images do."""
         text = {"role": "user", "content": ONE}
-        if not self._may_take_parts or ONE in self._rendered([text]):
+        if not self._may_take_parts or ONE in self._rendered_as_is([text], self._tools):
             return False
-        return ONE in self._rendered([with_parts(text)])
+        return ONE in self._rendered_as_is([with_parts(text)], self._tools)
 
     @cached_property
     def takes_system(self) -> bool:
@@ -161,9 +162,10 @@ class Abilities:
         return all(word in text for word in words)
 
     def _rendered(self, messages: list[Any], tools: list[Any] | None = None) -> str:
+        return self._rendered_as_is(list(map(with_parts, messages)) if self.takes_parts else messages, tools)
+
+    def _rendered_as_is(self, messages: list[Any], tools: list[Any] | None) -> str:
         """Return the prompt of a trial chat, nothing if the template refuses it. Raises TemplateTimeout."""
-        if self.__dict__.get("takes_parts"):
-            messages = [with_parts(each) for each in messages]
         try:
             return self._render(messages, tools or self._tools)
         except TemplateTimeout:

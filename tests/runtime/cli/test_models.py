@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,20 @@ def test_a_quantised_gguf_file(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert found["in memory"] == ["q4 with --weights auto"]
     assert found["tokenizer"] == ["none: prompts must be token ids"]
     assert found["template"] == ["none: chats cannot be sent"]
+
+
+def test_a_chat_template_that_cannot_be_used_is_no_problem_of_the_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text("{{ .Prompt }}")
+    problem = (
+        "this model's chat template cannot be used: the chat template is a Go template, as Ollama has, and not Jinja; "
+        "--chat-template FILE replaces it"
+    )
+    assert rows(capsys, folder)["template"] == [f"none: chats cannot be sent; {problem}"]
+    assert run(["plan", str(folder), "--kv-cache-memory", "1MiB"]) == 0
+    assert capsys.readouterr().err.endswith(f"\nwarning: {problem}\n")
 
 
 def test_a_file_for_images_beside_a_gguf_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from quire.runtime.engine import Engine, GenerateRequest, TextProcessor
 from quire.runtime.model import BUNDLED_MODEL
 from structlog.testing import capture_logs
 
+from tests.gguf_files import write
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -82,3 +84,22 @@ def test_recommended_sampling_parameters(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"top_p": "high"}')
     with pytest.raises(CorruptCheckpoint, match="top_p must be a number, not 'high'"):
         TextProcessor.load(folder)
+
+
+def test_sampling_parameters_that_a_gguf_file_recommends(tmp_path: Path) -> None:
+    metadata = {
+        "general.architecture": "llama",
+        "general.sampling.temp": 0.6,
+        "general.sampling.top_k": 20,
+        "general.sampling.top_p": 0.95,
+        "general.sampling.min_p": 7.0,
+        "general.sampling.penalty_repeat": "high",
+    }
+    (tmp_path / "generation_config.json").write_text('{"temperature": 1.0, "min_p": 0.1}')
+    path = tmp_path / "model.gguf"
+    write(path, metadata, {})
+    (tmp_path / "tokenizer.json").write_bytes((BUNDLED_MODEL / "tokenizer.json").read_bytes())
+    with capture_logs() as logs:
+        found = TextProcessor.load(path).default_sampling
+    assert found == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
+    assert [entry["key"] for entry in logs] == ["general.sampling.min_p", "general.sampling.penalty_repeat"]

@@ -204,6 +204,20 @@ def test_tools_come_with_how_a_call_is_written() -> None:
     assert text.endswith(f"{declared}{example}\n\nWeather?\n")
 
 
+def test_a_template_that_reads_tools_may_read_nothing_else() -> None:
+    """The names in trial chats are not those of a tool, which such a template shows everywhere."""
+    source = "{{ tools | tojson if tools else '' }}\n" + FIRST_SYSTEM
+    text = ChatTemplate(source).render(HISTORY, [TOOL], syntax=HERMES)
+    shown = f"\nBe brief.\nuser: Weather?\nassistant: {CALL_TEXT}\nuser: {RESULT_TEXT}\n\nAnd now?\n"
+    assert text.endswith(shown)
+
+
+def test_texts_are_parts_where_a_template_reads_only_parts() -> None:
+    parts = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+    text = ChatTemplate(NO_SYSTEM.replace("{{ m.content }}", parts)).render(HISTORY, syntax=HERMES)
+    assert text == f"user: Be brief.\n\nWeather?assistant: {CALL_TEXT}user: {RESULT_TEXT}\n\nAnd now?"
+
+
 def test_a_slow_template_says_nothing_of_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = "{% if 'quireprobe' in messages | string %}{% for i in range(99999) %}{% for j in range(99999) %}"
     template = ChatTemplate(slow + "{% endfor %}{% endfor %}{% endif %}" + ROLE_NAMES)
