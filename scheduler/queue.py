@@ -140,7 +140,7 @@ class RequestQueue:
         """Count queued requests by what they wait for; the keys are listed at `SchedulerStats`."""
         held = [fork.spec.tenant for forks in self._forks.values() for fork in forks]
         quota = sum(self._waiting[tenant] - held.count(tenant) for tenant in self.over_quota)
-        reasons = Counter({"source": len(held), "quota": quota})
+        reasons = Counter({"fork": len(held), "quota": quota})
         reasons[self.blocked_by] += len(self) - len(held) - quota
         return {reason: count for reason, count in reasons.items() if count > 0}
 

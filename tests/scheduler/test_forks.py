@@ -40,7 +40,7 @@ def test_forks_wait_for_their_parent_and_other_requests_do_not(make_harness: Mak
     harness.add_forks((1, 2), PROMPT)
     harness.add(3, [7])
     harness.step()
-    assert harness.scheduler.stats().waiting_by_reason == {"source": 1, "tokens": 1}
+    assert harness.scheduler.stats().waiting_by_reason == {"fork": 1, "tokens": 1}
     assert {row.request_id for row in harness.step().sequences} == {1, 3}
 
 

@@ -120,7 +120,7 @@ def test_a_tenant_at_its_quota_waits_and_others_run(make_harness: MakeHarness) -
     assert harness.scheduler.stats().waiting_by_reason == {"quota": 2}
     harness.add_forks((4, 5), PROMPT, tenant="a")
     harness.step()
-    assert harness.scheduler.stats().waiting_by_reason == {"quota": 3, "source": 1}
+    assert harness.scheduler.stats().waiting_by_reason == {"quota": 3, "fork": 1}
     most = 0
     while harness.scheduler.has_work:
         harness.step()

@@ -19,7 +19,7 @@ from .instruments import OTHER, Counter, Histogram, LabelledCounter, TenantCount
 Mirror = Callable[[Iterable[Metric]], Iterable[Metric]]
 HostStatuses = Callable[[], Sequence[HostStatus] | None]
 
-WAITING_REASONS = ("sequences", "pages", "latency", "tokens", "quota", "source")
+WAITING_REASONS = ("sequences", "pages", "latency", "tokens", "quota", "fork")
 
 
 class ClientLoad(NamedTuple):
@@ -60,7 +60,7 @@ class MetricsCollector(Collector):
         if self._clients is not None:
             clients = self._clients()
             families += (
-                _gauge("connections", "Open client connections.", clients.num_connections),
+                _gauge("connections", "Client connections that are open.", clients.num_connections),
                 _gauges("client_memory_bytes", "Bytes held for clients, by purpose.", "purpose", clients.held_bytes),
             )
         if self._hosts is not None and (hosts := self._hosts()) is not None:
@@ -82,50 +82,80 @@ def _engine_families(stats: EngineStats) -> list[Metric]:
     pages = {"owned": stats.pages_owned, "cached": stats.pages_cached, "free": stats.pages_free}
     kinds = {"recompute": stats.preemptions - stats.preemptions_spilled, "spill": stats.preemptions_spilled}
     return [
-        _gauge("num_requests_running", "Requests in the running batch.", stats.running),
-        _gauge("num_requests_waiting", "Requests in the queue.", stats.waiting),
-        _gauges("requests_waiting_by_reason", "Queued requests by what they wait for.", "reason", _waiting(stats)),
-        _gauge("kv_cache_usage_perc", "Share of pages that live requests own, 0 to 1.", kv_cache_usage(stats)),
-        _gauges("kv_pages", "KV pages by state; the states add up to all pages.", "state", pages),
+        _gauge("num_requests_running", "Requests that are in the running batch.", stats.running),
+        _gauge("num_requests_waiting", "Requests that wait in the queue.", stats.waiting),
+        _gauges(
+            "requests_waiting_by_reason",
+            "Queued requests, by the resource that they wait for.",
+            "reason",
+            _waiting(stats),
+        ),
+        _gauge(
+            "kv_cache_usage_perc", "Share of the KV pages that live requests own, from 0 to 1.", kv_cache_usage(stats)
+        ),
+        _gauges("kv_pages", "KV pages by state; the states add up to the pool.", "state", pages),
         _gauge("kv_pages_reserved", "Cached or free pages reserved for running requests.", stats.pages_reserved),
         _gauge("kv_pages_pinned", "Cached pages that are evicted last.", stats.pages_pinned),
-        _gauge("kv_pages_spilled", "Pages in the spill file.", stats.pages_spilled),
-        _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries_tokens),
-        _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits_tokens),
-        _counter("num_preemptions", "Requests put back into the queue.", stats.preemptions),
-        _counters("preemptions_by_kind", "Preemptions by what becomes of the pages.", "kind", kinds),
-        _counter("recomputed_tokens", "Tokens computed again after a preemption.", stats.recomputed_tokens),
+        _gauge("kv_pages_spilled", "KV pages that are in the spill file.", stats.pages_spilled),
+        _counter(
+            "prefix_cache_queries",
+            "Prompt tokens that were looked up in the prefix cache.",
+            stats.prefix_queries_tokens,
+        ),
+        _counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache.", stats.prefix_hits_tokens),
+        _counter("num_preemptions", "Times that a running request was put back into the queue.", stats.preemptions),
+        _counters(
+            "preemptions_by_kind",
+            "Preemptions, by how the pages come back: computed again or read from the spill file.",
+            "kind",
+            kinds,
+        ),
+        _counter("recomputed_tokens", "Tokens that were computed again after a preemption.", stats.recomputed_tokens),
         _counter("spec_decode_num_draft_tokens", "Draft tokens that were verified.", stats.draft_tokens),
         _counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", stats.accepted_draft_tokens),
-        _counter("steps", "Finished engine steps.", stats.step),
+        _counter("steps", "Engine steps that have finished.", stats.step),
         _counter(
             "steps_over_itl_target",
             "Steps since decoding alone was predicted to exceed the inter-token target, until it falls to 90 % of it.",
             stats.steps_over_itl_target,
         ),
-        _gauge("num_encodings_running", "Parts of requests to embed or score in a batch.", stats.encoder_running),
-        _gauge("num_encodings_waiting", "Parts of requests to embed or score in the queue.", stats.encoder_waiting),
+        _gauge(
+            "num_encodings_running", "Parts of requests to embed or score that are in a batch.", stats.encoder_running
+        ),
+        _gauge(
+            "num_encodings_waiting",
+            "Parts of requests to embed or score that wait in the queue.",
+            stats.encoder_waiting,
+        ),
         _counter("encoded_texts", "Texts that were embedded or scored.", stats.encoded_texts),
         _counter("encoded_tokens", "Tokens of texts that were embedded or scored.", stats.encoded_tokens),
         _counter("encoded_images", "Images that a vision tower computed.", stats.encoded_images),
         _counter("image_cache_hits", "Parts of prompts whose image was in the image cache.", stats.image_cache_hits),
-        _counter("engine_restarts", "Engine processes started in place of one that died or stalled.", stats.restarts),
-        _counter("replayed_requests", "Requests continued in a new engine process.", stats.replayed_requests),
         _counter(
-            "quarantined_requests", "Requests ended after they crashed the engine twice.", stats.quarantined_requests
+            "engine_restarts",
+            "Engine processes that were started in place of one that died or stalled.",
+            stats.restarts,
+        ),
+        _counter("replayed_requests", "Requests that went on in a new engine process.", stats.replayed_requests),
+        _counter(
+            "quarantined_requests",
+            "Requests that were ended after they crashed the engine twice.",
+            stats.quarantined_requests,
         ),
     ]
 
 
 def _host_families(hosts: Sequence[HostStatus]) -> list[Metric]:
     """Return the metrics of engine hosts. Of a host that is down there are those of this API server only."""
-    info = InfoMetricFamily("quire_host", "ISA level and bits id of an engine host.", labels=["host"])
+    info = InfoMetricFamily("quire_host", "The ISA level and the bits id of an engine host as labels.", labels=["host"])
     for host in hosts:
         info.add_metric([host.address], {"bits": host.bits, "isa": host.isa})
     here = {host.address: host for host in hosts}
     there = {host.address: host.engine for host in hosts if host.engine is not None}
     waits = {host.address: host.predicted_wait_s for host in hosts if host.engine is not None}
-    wait = _gauges("host_predicted_wait_seconds", "Predicted wait of a new request at the host.", "host", waits)
+    wait = _gauges(
+        "host_predicted_wait_seconds", "Seconds that a new request is predicted to wait at the host.", "host", waits
+    )
     return [info, wait, *_families_of_this_server(here), *_families_of_hosts(there)]
 
 
@@ -154,12 +184,24 @@ def _families_of_hosts(engines: Mapping[str, EngineStats]) -> list[Metric]:
     restarts = {name: stats.restarts for name, stats in engines.items()}
     return [
         pages,
-        _gauges("host_running", "Requests in the host's batches.", "host", running),
-        _gauges("host_waiting", "Requests in the host's queues.", "host", waiting),
-        _counters("host_prefix_cache_queries", "Prompt tokens looked up in the host's cache.", "host", queries),
-        _counters("host_prefix_cache_hits", "Prompt tokens found in the host's cache.", "host", hits),
-        _counters("host_replayed_requests", "Requests that the host continued after another engine.", "host", replayed),
-        _counters("host_engine_restarts", "Engine processes started again, and new connections.", "host", restarts),
+        _gauges("host_running", "Requests that are in the host's batches.", "host", running),
+        _gauges("host_waiting", "Requests that wait in the host's queues.", "host", waiting),
+        _counters(
+            "host_prefix_cache_queries",
+            "Prompt tokens that were looked up in the host's prefix cache.",
+            "host",
+            queries,
+        ),
+        _counters("host_prefix_cache_hits", "Prompt tokens that were found in the host's prefix cache.", "host", hits),
+        _counters(
+            "host_replayed_requests", "Requests that went on at the host after another engine.", "host", replayed
+        ),
+        _counters(
+            "host_engine_restarts",
+            "Engine processes of the host that were started again, and new connections to it.",
+            "host",
+            restarts,
+        ),
     ]
 
 

@@ -62,9 +62,13 @@ class PrometheusObserver:
         self._make_counters()
         self._make_histograms()
         cpu = {"isa": isa, "threads": str(threads), "threads_reason": threads_reason}
-        build = InfoMetricFamily("quire_build", "Version of Quire.", value={"version": version})
+        build = InfoMetricFamily(
+            "quire_build", "The version of Quire as a label; the value is 1.", value={"version": version}
+        )
         kernels = InfoMetricFamily(
-            "quire_cpu", "ISA level and threads of the kernels, and the reason for that number.", value=cpu
+            "quire_cpu",
+            "The ISA level and the number of threads of the kernels, and why there are N threads, as labels.",
+            value=cpu,
         )
         instruments = [each for each in vars(self).values() if isinstance(each, INSTRUMENTS)]
         self._collector = MetricsCollector((build, kernels), instruments)
@@ -139,18 +143,18 @@ class PrometheusObserver:
 
     def _make_counters(self) -> None:
         codes = sorted(error_codes())
-        self.generation_tokens = Counter("generation_tokens", "Tokens published.")
-        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens of ended requests.")
+        self.generation_tokens = Counter("generation_tokens", "Tokens that were generated, of all requests.")
+        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens of requests that have ended.")
         self.prompt_tokens_cached = Counter(
-            "prompt_tokens_cached", "Prompt tokens of ended requests found in the prefix cache."
+            "prompt_tokens_cached", "Prompt tokens of ended requests that were found in the prefix cache."
         )
-        self.prefill_tokens = Counter(
-            "prefill_tokens", "Prompt tokens computed in prefill, as they are computed; without cached ones."
-        )
+        self.prefill_tokens = Counter("prefill_tokens", "Prompt tokens that prefill has computed, without cached ones.")
         self.success = LabelledCounter(
-            "request_success", "Finished requests.", "finished_reason", get_args(FinishReason)
+            "request_success", "Requests that finished, by finish reason.", "finished_reason", get_args(FinishReason)
         )
-        self.failures = LabelledCounter("request_failures", "Accepted requests that ended in an error.", "code", codes)
+        self.failures = LabelledCounter(
+            "request_failures", "Accepted requests that ended with an error, by its code.", "code", codes
+        )
         self.rejections = LabelledCounter(
             "admission_rejections",
             "Requests refused by a limit, the queue or validation; not duplicate ids, failed RESUME or TOKENIZE.",
@@ -164,7 +168,7 @@ class PrometheusObserver:
             ("embed", "score", "classify"),
         )
         self.cancelled = LabelledCounter(
-            "cancelled", "Requests cancelled by the server, by cause.", "cause", get_args(CancelCause)
+            "cancelled", "Requests that the server cancelled, by cause.", "cause", get_args(CancelCause)
         )
         self.refused_requests = TenantCounter(
             "refused_requests",
@@ -190,43 +194,54 @@ class PrometheusObserver:
     def _make_histograms(self) -> None:
         self.time_to_first_token = Histogram(
             "time_to_first_token_seconds",
-            "From submission to the first token.",
+            "Seconds from the submission of a request to its first token.",
             TIME_TO_FIRST_TOKEN_BUCKETS,
             FINE_BOUNDS_S,
         )
         self.inter_token_latency = Histogram(
-            "inter_token_latency_seconds", "Between two tokens of one request.", TOKEN_LATENCY_BUCKETS, FINE_BOUNDS_S
+            "inter_token_latency_seconds",
+            "Seconds between two tokens of one request.",
+            TOKEN_LATENCY_BUCKETS,
+            FINE_BOUNDS_S,
         )
         self.time_per_output_token = Histogram(
             "request_time_per_output_token_seconds",
-            "Mean of a request between tokens, after its first.",
+            "Mean seconds per token of one request after its first token.",
             TOKEN_LATENCY_BUCKETS,
         )
         self.e2e_latency = Histogram(
             "e2e_request_latency_seconds",
-            "From submission to the end of a request.",
+            "Seconds from the submission of a request to its end.",
             REQUEST_TIME_BUCKETS,
             FINE_BOUNDS_S,
         )
-        self.queue_time = Histogram("request_queue_time_seconds", "In the queue.", REQUEST_TIME_BUCKETS)
-        self.prefill_time = Histogram("request_prefill_time_seconds", "In prefill.", REQUEST_TIME_BUCKETS)
-        self.decode_time = Histogram("request_decode_time_seconds", "In decode.", REQUEST_TIME_BUCKETS)
+        self.queue_time = Histogram(
+            "request_queue_time_seconds", "Seconds that a request waited in the queue.", REQUEST_TIME_BUCKETS
+        )
+        self.prefill_time = Histogram(
+            "request_prefill_time_seconds", "Seconds that the prefill of a request took.", REQUEST_TIME_BUCKETS
+        )
+        self.decode_time = Histogram(
+            "request_decode_time_seconds", "Seconds that the decode of a request took.", REQUEST_TIME_BUCKETS
+        )
         self.request_prompt_tokens = Histogram(
-            "request_prompt_tokens", "Prompt tokens per request.", TOKEN_COUNT_BUCKETS
+            "request_prompt_tokens", "Prompt tokens of one request.", TOKEN_COUNT_BUCKETS
         )
         self.request_generation_tokens = Histogram(
-            "request_generation_tokens", "Generated tokens per request.", TOKEN_COUNT_BUCKETS
+            "request_generation_tokens", "Generated tokens of one request.", TOKEN_COUNT_BUCKETS
         )
         self.embed_latency = Histogram(
-            "embed_latency_seconds", "From submission to the end of a request to embed or score.", REQUEST_TIME_BUCKETS
+            "embed_latency_seconds",
+            "Seconds from the submission of a request to embed or score to its end.",
+            REQUEST_TIME_BUCKETS,
         )
         self.embed_texts = Histogram(
-            "embed_request_texts", "Texts of a request to embed or score whose values were read.", TOKEN_COUNT_BUCKETS
+            "embed_request_texts", "Texts of one request to embed or score whose values were read.", TOKEN_COUNT_BUCKETS
         )
         self.step_duration = Histogram(
-            "step_duration_seconds", "Duration of engine steps.", STEP_DURATION_BUCKETS, FINE_BOUNDS_S
+            "step_duration_seconds", "Seconds that an engine step took.", STEP_DURATION_BUCKETS, FINE_BOUNDS_S
         )
-        self.batch_size = Histogram("batch_size", "Sequences in a step.", BATCH_SIZE_BUCKETS)
+        self.batch_size = Histogram("batch_size", "Sequences that an engine step computed.", BATCH_SIZE_BUCKETS)
 
 
 def error_codes(root: type[QuireError] = QuireError) -> set[str]:

@@ -120,6 +120,15 @@ def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
     }
 
 
+def test_every_help_text_is_a_phrase_that_stands_alone() -> None:
+    observer = PrometheusObserver()
+    observer.watch(lambda: STATS, lambda: ClientLoad(1, {"texts": 1}), hosts=lambda: samples.HOSTS)
+    texts = {family.name: family.documentation for family in observer.registry.collect()}
+    assert len(texts) > 60
+    for name, text in texts.items():
+        assert re.fullmatch(r"(?!(In|From|Between|By|Of|Per|Whether|Not) )[A-Z1]\S*( \S+){3,}\.", text), (name, text)
+
+
 def test_the_engine_is_read_when_scraped(observer: PrometheusObserver) -> None:
     samples = exposed(observer)
     assert samples['quire_build_info{version="0.1.0"}'] == 1
@@ -197,8 +206,8 @@ def test_every_waiting_reason_has_a_series(observer: PrometheusObserver) -> None
     samples = exposed(observer)
     assert {
         reason: samples[f'quire_requests_waiting_by_reason{{reason="{reason}"}}']
-        for reason in ("sequences", "pages", "latency", "tokens", "quota", "source")
-    } == {"sequences": 0, "pages": 1, "latency": 0, "tokens": 0, "quota": 0, "source": 0}
+        for reason in ("sequences", "pages", "latency", "tokens", "quota", "fork")
+    } == {"sequences": 0, "pages": 1, "latency": 0, "tokens": 0, "quota": 0, "fork": 0}
 
 
 class Hostile(QuireError):
