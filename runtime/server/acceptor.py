@@ -27,6 +27,8 @@ RETRY_S = 0.5  # pause after the system had no descriptor or memory for a connec
 ACCEPTS_S = 0.0002  # in one turn of the event loop; then the next one goes on
 READ_LIMIT = 64 << 10
 FIRST_READ_BYTES = 4 << 10
+LINGER_S = 1.0
+HANDSHAKE_BYTE = b"\x16"  # with which a TLS client begins
 LOCAL = "local"  # the address of every client of a unix socket
 IPV6_SITE_BITS = 64  # an IPv6 host can use any address of its /64, so these count as one
 
@@ -124,8 +126,10 @@ class Acceptor:
         tls: TLS | None = None,
         handshake_timeout_s: float = 10.0,
         is_complete: Callable[[bytearray], bool] | None = None,
+        plain_answer: bytes = b"",
         on_refused: Callable[[RefusalCause], None] = lambda _: None,
     ) -> None:
+        """Accept clients at once. One that begins no TLS handshake where there must be one gets the `plain_answer`."""
         self._loop = asyncio.get_running_loop()
         self._listening = listening
         self._serve = serve
@@ -133,6 +137,7 @@ class Acceptor:
         self._tls = tls
         self._handshake_timeout_s = handshake_timeout_s
         self._is_complete = is_complete if tls is None else None
+        self._plain_answer = plain_answer
         self._on_refused = on_refused
         self._open: dict[AcceptedConnection, asyncio.Task[None] | None] = {}  # None: until its first bytes
         self._pending: dict[str, dict[AcceptedConnection, None]] = {}  # by address, longest pending first
@@ -285,8 +290,9 @@ class Acceptor:
         """Set the connection's streams, after the TLS handshake. Return False if the handshake fails."""
         handshake_timeout_s = None if self._tls is None else self._handshake_timeout_s
         try:
-            if self._tls is not None:
-                await self._first_byte(connection.socket)
+            if self._tls is not None and not await self._begins_handshake(connection.socket):
+                await self._answer_plainly(connection)
+                raise ConnectionAbortedError("the client began no handshake")
             reader = asyncio.StreamReader(READ_LIMIT)
             if connection.first_bytes is not None:
                 reader.feed_data(connection.first_bytes.data)
@@ -309,10 +315,21 @@ class Acceptor:
         connection.writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
         return True
 
-    async def _first_byte(self, accepted: socket.socket) -> None:
-        """Wait until the client begins the handshake: until then a TLS connection would cost memory and time.
+    async def _answer_plainly(self, connection: AcceptedConnection) -> None:
+        """Tell a client without TLS what the port wants."""
+        reader, writer = await asyncio.open_connection(sock=connection.socket)
+        connection.transport = writer.transport
+        connection.reader = reader
+        try:
+            writer.write(self._plain_answer)
+            await linger(reader, writer)
+        finally:
+            writer.transport.abort()
 
-        Raises TimeoutError.
+    async def _begins_handshake(self, accepted: socket.socket) -> bool:
+        """Wait for the client's first byte: until then a TLS connection would cost memory and time.
+
+        Return whether it begins a handshake, or there is nothing to say to another client. Raises TimeoutError.
         """
         readable = asyncio.Event()
         self._loop.add_reader(accepted.fileno(), readable.set)
@@ -323,6 +340,19 @@ class Acceptor:
             raise TimeoutError(f"the client began no handshake within {self._handshake_timeout_s:g} s") from None
         finally:
             self._loop.remove_reader(accepted.fileno())
+        return not self._plain_answer or accepted.recv(1, socket.MSG_PEEK) in (HANDSHAKE_BYTE, b"")
+
+
+async def linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Read until the client closes: closing on unread bytes would reset the connection and lose what was sent last."""
+    if writer.is_closing():
+        return
+    with contextlib.suppress(OSError, TimeoutError):
+        if writer.can_write_eof():  # TLS cannot
+            writer.write_eof()
+        async with asyncio.timeout(LINGER_S):
+            while await reader.read(READ_LIMIT):
+                pass
 
 
 def _address(peer: object) -> str:

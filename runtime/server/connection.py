@@ -31,12 +31,12 @@ from ..protocol.frames import (
     Welcome,
 )
 from ..protocol.wire_errors import error_frame
-from .acceptor import AcceptedConnection
+from .acceptor import AcceptedConnection, linger
 from .app_context import AppContext
 from .convert import check_hello
 from .request_handler import RequestHandler
 from .request_log import quire_error
-from .send_buffer import SendBuffer, linger
+from .send_buffer import SendBuffer
 from .tenant_bytes import PendingInput
 from .tenants import FRAMES_PER_REQUEST
 from .watchdog import Watchdog

@@ -17,7 +17,6 @@ from ..protocol.frames import MAX_FRAME_BYTES, Frame
 from .tenant_bytes import TenantBytes
 
 WRITE_BYTES = 64 << 10  # of one write; each such piece must be taken within `write_timeout_s`
-LINGER_S = 1.0
 # A stream that can wait sends only while fewer bytes than this, and than half of `max_bytes`, are unsent.
 MAX_PACED_BYTES = 4 * WRITE_BYTES
 
@@ -220,15 +219,3 @@ class SendBuffer:
         self._unsent.clear()
         self._count_frames()
         self._writer.transport.abort()
-
-
-async def linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Read until the client closes: closing on unread bytes would reset the connection and lose what was sent last."""
-    if writer.is_closing():
-        return
-    with contextlib.suppress(OSError, TimeoutError):
-        if writer.can_write_eof():  # TLS cannot
-            writer.write_eof()
-        async with asyncio.timeout(LINGER_S):
-            while await reader.read(WRITE_BYTES):
-                pass

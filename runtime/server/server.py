@@ -34,7 +34,7 @@ from .monitoring import (
     StatusCollector,
     VllmNames,
 )
-from .openai import Api, HTTPConnection
+from .openai import Api, HTTPConnection, plain_answer
 from .resume import ReplayStore
 from .tenant_bytes import EqualShares
 from .tls import TLS
@@ -114,6 +114,7 @@ class Server:
                     max_connections,
                     opening,
                     is_complete=HTTPConnection.can_serve,
+                    plain_answer=plain_answer(),
                 )
             self._serve_clients(listening, lambda each: Connection(each, context), context, max_connections, opening)
             opening.push_async_callback(context.replays.close)
@@ -214,6 +215,7 @@ class Server:
         max_connections: int,
         opening: contextlib.AsyncExitStack,
         is_complete: Callable[[bytearray], bool] | None = None,
+        plain_answer: bytes = b"",
     ) -> None:
         config = context.config
 
@@ -237,6 +239,7 @@ class Server:
             tls=self._tls,
             handshake_timeout_s=config.handshake_timeout_ms / 1000,
             is_complete=is_complete,
+            plain_answer=plain_answer,
             on_refused=self.observer.on_connection_refused,
         )
         self._acceptors.append(acceptor)

@@ -840,6 +840,13 @@ MUTANTS = [
         "tests/runtime/server/test_json_body.py",
     ),
     Mutant(
+        ACCEPTOR,
+        "writer.write(self._plain_answer)\n            await linger(reader, writer)",
+        "writer.write(self._plain_answer)",
+        "a client without TLS that sends a long body gets a reset instead of the reason",
+        HTTP_API,
+    ),
+    Mutant(
         HTTP_INPUT,
         "if names.count(name) > 1:",
         "if names.count(name) > 2:",

@@ -1130,15 +1130,23 @@ async def test_http_1_0(system: Any) -> None:
 # The server's life
 
 
-async def test_tls(serve: Serve) -> None:
+async def test_tls(serve: Serve, eventually: Eventually) -> None:
     system = await serve(tls_cert=str(TLS / "cert.pem"), tls_key=str(TLS / "key.pem"))
     trust = ssl.create_default_context(cafile=TLS / "cert.pem")
     client = await HTTPClient.open(system.server.openai_address, ssl=trust)
     assert (await client.ask("POST", COMPLETIONS, complete(stream=True))).events
     client.writer.transport.abort()
-    async with connection(system) as plain:
-        plain.send("GET", "/v1/models")
-        assert await plain.is_closed()
+    for data in (b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n", b"POST / HTTP/1.1\r\n" + b"x" * 4_000_000):
+        async with connection(system) as plain:
+            plain.writer.write(data)
+            reply = await plain.receive()
+            assert (reply.status, reply.error["message"]) == (
+                400,
+                "this port takes TLS only; the URL begins with https://",
+            )
+            assert await plain.reader.read() == b""  # no reset
+            plain.writer.close()
+    await eventually(lambda: 'quire_connections_refused_total{cause="tls"} 2.0' in system.metrics())
 
 
 async def test_too_many_connections(serve: Serve) -> None:

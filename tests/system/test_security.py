@@ -17,7 +17,7 @@ from quire import AsyncClient, SamplingParams
 from quire.runtime.cli.token import token_text
 from quire.runtime.common.errors import InvalidRequest, Unauthenticated
 from quire.runtime.common.settings import read_toml
-from quire.runtime.server import auth, send_buffer
+from quire.runtime.server import acceptor, auth
 from quire.runtime.server.auth import Keyring
 
 TLS = Path(__file__).resolve().parents[1] / "data" / "tls"
@@ -58,7 +58,7 @@ async def test_a_connection_without_a_tls_handshake_is_closed(serve: Serve, sent
 
 async def test_the_last_frame_arrives_over_tls(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """TLS has no half-close."""
-    monkeypatch.setattr(send_buffer, "LINGER_S", 0.05)
+    monkeypatch.setattr(acceptor, "LINGER_S", 0.05)
     system = await serve(**SETTINGS)
     client = await system.raw(ssl=trusting())
     client.send("FROB")

@@ -16,7 +16,7 @@ from structlog.contextvars import bind_contextvars
 
 from ...common.errors import QuireError
 from ...common.logs import new_id
-from ..acceptor import AcceptedConnection
+from ..acceptor import AcceptedConnection, linger
 from ..app_context import AppContext
 from ..http_input import (
     BYTES_PER_CHUNK,
@@ -30,7 +30,7 @@ from ..http_input import (
     check_request,
 )
 from ..request_log import quire_error
-from ..send_buffer import SendBuffer, linger
+from ..send_buffer import SendBuffer
 from ..tenant_bytes import PendingInput
 from ..tenants import Tenant
 from .api import Api, Route
@@ -315,6 +315,18 @@ class HTTPConnection:
         exchange.leave("disconnect")
         if self._answering is not None and not exchange.lives:
             self._answering.cancel()
+
+
+def plain_answer() -> bytes:
+    """Return the answer to a request without TLS at a port that wants TLS."""
+    answer = error_answer(BadRequest("this port takes TLS only; the URL begins with https://"))
+    headers = [
+        ("content-type", answer.media_type),
+        ("content-length", str(len(answer.content))),
+        ("connection", "close"),
+    ]
+    lines = ["HTTP/1.1 400 Bad Request", *(f"{name}: {value}" for name, value in headers)]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + answer.content
 
 
 def _has(head: h11.Request, header: bytes) -> bool:
