@@ -235,10 +235,12 @@ class LiveRequest:
     def _log_end(self, outcome: OutputChunk | QuireError | None) -> None:
         if self._refusal is not None:
             self._log.refused(self._tenant.name, self._request_id, *self._refusal)
-        elif isinstance(outcome, OutputChunk):
+        elif isinstance(outcome, OutputChunk) and not (
+            self._cause == "shutdown" and outcome.finish_reason == "cancelled"
+        ):
             self._log.ended(self._request_id, outcome)
         else:
-            code = None if outcome is None else outcome.code
+            code = outcome.code if isinstance(outcome, QuireError) else None
             generated = 0 if self.reader is None else self.reader.generated
             self._log.failed(self._request_id, code, self._cause, generated)
 

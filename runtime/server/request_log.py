@@ -12,11 +12,12 @@ import logging
 
 import structlog
 
-from ..common.errors import GenerationFailed, QuireError
+from ..common.errors import GenerationFailed, QuireError, Unavailable
 from ..common.logs import BoundedLog
 from ..common.types import OutputChunk
 from .monitoring import CancelCause, PrometheusObserver
 
+SHUTDOWN_CODE = Unavailable.code  # of requests that the server cut as it shut down, in the log and for the client
 MAX_FREE_LINES, FREE_INTERVAL_S = 1000, 10.0  # refusals, resumptions and replays cost the client nothing
 
 _log = structlog.get_logger("quire.server")
@@ -60,6 +61,7 @@ class RequestLog:
 
     def failed(self, client_id: int, code: str | None, cause: CancelCause | None, generated: int) -> None:
         """Record a request that ended without a last chunk: by an error, or because the server stopped reading it."""
+        code = SHUTDOWN_CODE if cause == "shutdown" else code
         _log.info("request failed", client_id=client_id, code=code, cause=cause, completion_tokens=generated)
 
     def resumed(self, tenant: str, client_id: int, next_index: int) -> None:

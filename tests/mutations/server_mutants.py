@@ -847,6 +847,13 @@ MUTANTS = [
         HTTP_API,
     ),
     Mutant(
+        "runtime/server/request_log.py",
+        'code = SHUTDOWN_CODE if cause == "shutdown" else code',
+        "pass",
+        "the log has no code of a request that a shutdown cut, and its client has one",
+        "tests/runtime/server/test_request_log.py",
+    ),
+    Mutant(
         HTTP_INPUT,
         "if names.count(name) > 1:",
         "if names.count(name) > 2:",

@@ -19,6 +19,7 @@ from quire.runtime.engine.facade import EncoderInfo
 from quire.runtime.server import Server
 from quire.runtime.server.openai import exchange as exchange_module
 from quire.runtime.server.openai.formats import total_usage
+from structlog.testing import capture_logs
 
 from .http_client import HTTPClient, Reply, connection
 
@@ -1170,6 +1171,22 @@ async def test_a_draining_server_finishes_what_runs_and_refuses_the_rest(system:
         await draining
         assert json.loads((await client.receive()).data[-1])["error"]["code"] == "server_unavailable"
     await eventually(lambda: not system.engine.live)
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+async def test_a_request_cut_by_shutdown_has_the_same_code_for_the_client_and_in_the_log(
+    system: Any, eventually: Eventually, fields: dict[str, Any]
+) -> None:
+    with capture_logs() as logs:
+        async with connection(system) as client:
+            client.send("POST", COMPLETIONS, complete("hold", **fields))
+            await eventually(lambda: bool(system.engine.live))
+            await system.server.drain(0.01)
+            error = json.loads((await client.receive()).data[-1])["error"]
+        await eventually(lambda: not system.engine.live)
+        await eventually(lambda: any(each["event"] == "request failed" for each in logs))
+    (line,) = [each for each in logs if each["event"] in ("request failed", "request ended")]
+    assert (error["code"], line["code"], line["cause"]) == ("server_unavailable", "UNAVAILABLE", "shutdown")
 
 
 async def test_an_api_off_loopback_requires_a_key() -> None:

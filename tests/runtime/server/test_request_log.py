@@ -67,8 +67,8 @@ async def test_a_request_cut_by_the_drain_limit_has_one_line(
     server.replays.fail(Unavailable("shut down"))
     peer.connection.fail_requests(Unavailable("shut down"))
     await settle()
-    assert lines(logs) == [("request failed", 7, "shutdown")]
-    assert logs[-1]["completion_tokens"] == 3
+    assert lines(logs) == [("request failed", 7, "UNAVAILABLE")]
+    assert (logs[-1]["completion_tokens"], logs[-1]["cause"]) == (3, "shutdown")
 
 
 @every_kind
