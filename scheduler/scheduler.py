@@ -41,7 +41,7 @@ class SchedulerStats:
     step: int  # finished steps
     running: int
     waiting: int
-    waiting_by_reason: dict[str, int]  # sequences, pages, latency, tokens, quota, or fork (for the prompt of its parent)
+    waiting_by_reason: dict[str, int]  # sequences, pages, latency, tokens, quota, or fork (its parent)
     pages_total: int
     pages_owned: int
     pages_cached: int
