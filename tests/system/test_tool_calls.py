@@ -128,6 +128,26 @@ async def test_calls_of_a_family_whose_markers_are_text(client: Client) -> None:
             assert cut.choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("signs", ["<tool_call>", "[TOOL_CALLS]"])
+async def test_a_function_that_tool_choice_names_is_called_once(client: Client, signs: str) -> None:
+    """A function that the choice only allows, or requires with others, may be called several times."""
+    call = json.dumps({"name": "weather", "arguments": {"city": "Paris"}})
+    twice = f"[TOOL_CALLS][{call}, {call}]" if signs[0] == "[" else "\n".join([f"<tool_call>\n{call}\n</tool_call>"] * 2)
+    allowed = {"mode": "required", "tools": [NAMED]}
+    several: Any = ["required", {"type": "allowed_tools", "allowed_tools": allowed}]
+    async with client(signs, {"<|0|>": twice}, added=[signs]) as connected:
+        for choice in (NAMED, *several):
+            for parallel in ({}, {"parallel_tool_calls": True}):
+                answer = await ask(connected, "<|0|>", tools=TOOLS, tool_choice=choice, max_tokens=400, **parallel)
+                assert calls(answer) == [("weather", PARIS)] * (1 if choice == NAMED else 2)
+                assert answer.choices[0].finish_reason == ("stop" if choice == NAMED else "tool_calls")
+        flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        response = await connected.responses.create(
+            model="quire", input="Hello <|0|>", tools=flat, tool_choice={"type": "function", "name": "weather"}
+        )
+        assert [(item.type, item.name) for item in response.output] == [("function_call", "weather")]
+
+
 async def test_what_tool_choice_asks_for_is_what_comes(client: Client) -> None:
     """The script is one text, but the grammar decides."""
     scripts = {"<|0|>": f"I look.\n{HERMES_CALLS}"}

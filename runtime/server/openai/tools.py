@@ -90,11 +90,12 @@ def tool_choice(values: dict[str, Any], tools: tuple[dict[str, Any], ...]) -> To
         raise BadRequest("tool_choice needs tools that are functions", "tool_choice")
     if unknown := [name for name in names or () if name not in offered]:
         raise BadRequest(f"tool_choice: there is no tool {unknown[0]!r} in tools", "tool_choice")
-    return msgspec.convert({"needed": needed, "names": names, "parallel": parallel}, ToolChoice)
+    several = parallel and not is_named(values)
+    return msgspec.convert({"needed": needed, "names": names, "parallel": several}, ToolChoice)
 
 
 def is_named(values: dict[str, Any]) -> bool:
-    """Return whether a body asks for a call of one certain tool, after which the finish reason is `stop`."""
+    """Return whether a body asks for one call of a certain tool, after which the finish reason is `stop`."""
     choice = values.get("tool_choice")
     return isinstance(choice, dict) and choice.get("type") == "function"
 
