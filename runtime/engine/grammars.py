@@ -38,7 +38,8 @@ from .compiled_grammars import CompiledGrammar, CompiledGrammars
 from .error_mapping import UNMATCHED
 from .grammar_vocabulary import ModelTables
 from .job_threads import JobThreads
-from .json_schema import check_references, enforceable_schema, library_options
+from .json_references import check_references
+from .json_schema import enforceable_schema, library_options
 from .masks import ITEMS_ERROR, LEXER_ERROR, MaskJob, MaskQueue, RunningGrammar, StepMasks
 from .trials import Trials
 

@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator
 
 # A character behind a backslash, a property of Unicode, or a class of characters.
-_PATTERN_PART = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
+_ESCAPE = r"\\(?:[pP]\{[^}]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|c[a-zA-Z]|.)"
+_PATTERN_PART = re.compile(rf"{_ESCAPE}|\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
 # A character of a class, or a class within it.
-_ATOM = re.compile(r"\\(?:[pP]\{[^}]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|c[a-zA-Z]|.)|.", re.DOTALL)
+_ATOM = re.compile(f"{_ESCAPE}|.", re.DOTALL)
 _ANY_PART = re.compile(f"{_PATTERN_PART.pattern}|.", re.DOTALL)
 _OPENING = re.compile(r"\((?:\?:)?(?!\?)")  # of a group
 _TIMES = re.compile(r"\{\d+,\d+\}(?![?+*{])")
@@ -142,7 +143,12 @@ def _ranges(atoms: list[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _without_escape(atom: str) -> str:
-    """Return a character without the backslash that only gives it a meaning in Rust's syntax, as in \\z."""
+    """Return a character without the backslash that only gives it a meaning in Rust's syntax, as in \\z.
+
+    A control character, as in \\cJ, gets its code.
+    """
+    if len(atom) == 3 and atom.startswith(r"\c"):
+        return rf"\x{ord(atom[2]) % 32:02x}"
     is_plain = len(atom) == 2 and atom[0] == "\\" and atom[1].isascii() and atom[1].isalpha()
     return atom[1] if is_plain and atom[1] not in _MEANT else atom
 

@@ -10,21 +10,25 @@ a dialect has its own scheme. What drafts 4, 6 and 7 ignore is left out. `json_n
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
-from urllib.parse import unquote
 
 from ..common.errors import InvalidRequest
 from .json_numbers import LIMITS, check_limits, check_numbers, with_left_out, with_listed_multiples
 from .json_patterns import as_read
-
-DATA = frozenset({"const", "default", "enum", "example", "examples"})  # their values are no schemas
-EXTENSION = "x-"  # begins the name of a keyword about which no draft says anything
-MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # of schemas, by name
-
-BY_REFERENCE = frozenset({"$defs", "definitions"})  # whose schemas apply only where one refers to them
-IN_PLACE = ("allOf", "anyOf", "oneOf")  # with a single schema they say what that one says
+from .json_references import (
+    BY_REFERENCE,
+    DATA,
+    EXTENSION,
+    IN_PLACE,
+    MAPS,
+    as_uri,
+    referred,
+    schemas_in_use,
+    schemas_inside,
+)
+from .json_rewriting import rewritten
 
 COUNTS = frozenset({"minContains", "maxContains"})  # which those drafts do not have
 BESIDE_REFERENCES = frozenset({"$ref", "$schema", "$id", "id", *BY_REFERENCE})  # kept in drafts that ignore others
@@ -35,6 +39,10 @@ MAX_DEPTH = 100  # of references and combinations in one place
 MAX_NAME_PATTERNS = 128  # of one schema: each is compared with each other one, 200 of them for half a second
 MAX_HOSTNAME = 253  # characters (RFC 1123)
 DATES = ("date", "date-time")  # formats
+# Those that llguidance enforces. Others are annotations, as JSON Schema says of unknown formats.
+FORMATS = frozenset(
+    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
+)
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 REAL_DATE = f"^(....-(0[13-9]|1[0-2])|....-02-([01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
 
@@ -72,33 +80,53 @@ def enforceable_schema(schema: Any) -> Any:
     """
     dialect = schema.get("$schema") if isinstance(schema, dict) else None
     is_old = isinstance(dialect, str) and _IGNORES_SIBLINGS.fullmatch(dialect) is not None
-    enforceable = _enforceable(schema, is_old)
     if isinstance(schema, dict):
-        _check_all_limits(schema, is_old)
+        schema = rewritten(_as_said(schema, is_old, schema))
+    enforceable = _enforceable(schema)
+    if isinstance(schema, dict):
+        _check_all_limits(schema)
     return enforceable
 
 
-def _enforceable(schema: Any, ignores_siblings: bool) -> Any:
+def _as_said(schema: Any, ignores_siblings: bool, root: _Schema) -> Any:
+    """Return a schema with references that are URIs, and without what its dialect ignores."""
     if isinstance(schema, list):
-        return [_enforceable(each, ignores_siblings) for each in schema]
+        return [_as_said(each, ignores_siblings, root) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    if ignores_siblings and isinstance(schema.get("$ref"), str):
-        schema = {key: value for key, value in schema.items() if key in BESIDE_REFERENCES}
-    if ignores_siblings:
-        schema = {key: value for key, value in schema.items() if key not in COUNTS}
+    is_reference = isinstance(schema.get("$ref"), str)
+    said: dict[str, Any] = {}
+    for key, value in schema.items():
+        if ignores_siblings and (key in COUNTS or (is_reference and key not in BESIDE_REFERENCES)):
+            continue
+        if key in MAPS and isinstance(value, dict):
+            said[key] = {name: _as_said(each, ignores_siblings, root) for name, each in value.items()}
+        elif key == "$ref" and is_reference:
+            said[key] = as_uri(root, value)
+        elif key == "format" and isinstance(value, str) and value not in FORMATS:
+            continue
+        else:
+            said[key] = value if key in DATA else _as_said(value, ignores_siblings, root)
+    return said
+
+
+def _enforceable(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_enforceable(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
     schema = with_listed_multiples(schema)
     _check_distinct_keys(schema)
     if isinstance(patterns := schema.get("patternProperties"), dict) and len(patterns) > MAX_NAME_PATTERNS:
         raise InvalidRequest(f"patternProperties of a JSON schema may have {MAX_NAME_PATTERNS} patterns at most")
     check_numbers(schema)
     kept = {
-        key: _inside(key, value, ignores_siblings)
+        key: _inside(key, value)
         for key, value in schema.items()
         if (is_idle := IDLE.get(key)) is None or not is_idle(value, schema)
     }
-    if isinstance(kept.get("$schema"), str):
-        kept["$schema"] = _DIALECT.sub(_with_scheme, kept["$schema"])
+    if isinstance(dialect := kept.pop("$schema", None), str) and _DIALECT.match(dialect):
+        kept = {"$schema": _DIALECT.sub(_with_scheme, dialect), **kept}
     if isinstance(kept.get("pattern"), str):
         kept["pattern"] = as_read(kept["pattern"])
     if schema.get("format") == "hostname" and isinstance(most := schema.get("maxLength", MAX_HOSTNAME), int | float):
@@ -107,156 +135,15 @@ def _enforceable(schema: Any, ignores_siblings: bool) -> Any:
     return _with_real_dates(kept) if schema.get("format") in DATES else kept
 
 
-def check_references(root: _Schema) -> None:
-    """Raise InvalidRequest if a reference that is in use leads to itself, without a schema that says something.
-
-    Also if a value of a schema would have to contain a value of the same schema, and so on without end.
-    """
-    grounded: set[int] = set()  # ids of schemas from which no references lead in a circle
-    for schema in _schemas_in_use(root):
-        path: dict[int, str] = {}
-        reference, at = "", schema
-        while isinstance(at, dict) and id(at) not in grounded:
-            if id(at) in path:
-                raise InvalidRequest(
-                    f"the references of the JSON schema lead in a circle: {reference!r} refers to itself, and nothing "
-                    "says which values are valid"
-                )
-            path[id(at)] = reference
-            reference, at = _same_schema(root, at, reference)
-        grounded.update(path)
-    _check_finite_values(root)
-
-
-def referred(root: _Schema, reference: Any) -> Any:
-    """Return what a reference to a place in `root` refers to; None for other references, which llguidance resolves."""
-    if not isinstance(reference, str):
-        return None
-    own, _, pointer = reference.partition("#")
-    if own not in ("", root.get("$id")):
-        return None
-    at: Any = root
-    for part in unquote(pointer).split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(at, list) and name.isdecimal() and int(name) < len(at):
-            at = at[int(name)]
-        else:
-            at = at.get(name) if isinstance(at, dict) else None
-    return None if pointer and not pointer.startswith("/") else at
-
-
-def schemas_inside(schema: Any) -> Iterator[_Schema]:
-    """Yield all schemas in a schema or a list of schemas, definitions included."""
-    pending: list[Any] = [schema]
-    while pending:
-        each = pending.pop()
-        if isinstance(each, list):
-            pending.extend(each)
-        elif isinstance(each, dict):
-            yield each
-            for key, value in each.items():
-                if key not in DATA:
-                    pending.extend(value.values() if key in MAPS and isinstance(value, dict) else [value])
-
-
-def with_references(schema: Any, new: Callable[[str], str]) -> Any:
-    """Return a schema in which `new` has replaced every reference."""
-    if isinstance(schema, list):
-        return [with_references(each, new) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    changed: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in MAPS and isinstance(value, dict):
-            changed[key] = {name: with_references(each, new) for name, each in value.items()}
-        elif key == "$ref" and isinstance(value, str):
-            changed[key] = new(value)
-        else:
-            changed[key] = value if key in DATA else with_references(value, new)
-    return changed
-
-
-def _schemas_in_use(root: _Schema) -> Iterator[_Schema]:
-    """Yield the schemas in `root`, but of its definitions only those that others refer to."""
-    seen: set[int] = set()
-    pending: list[Any] = [root]
-    while pending:
-        schema = pending.pop()
-        if isinstance(schema, list):
-            pending.extend(schema)
-        elif isinstance(schema, dict) and id(schema) not in seen:
-            seen.add(id(schema))
-            yield schema
-            pending.append(referred(root, schema.get("$ref")))
-            for key, value in schema.items():
-                if key not in DATA and key not in BY_REFERENCE and not key.startswith(EXTENSION):
-                    pending.extend(value.values() if key in MAPS and isinstance(value, dict) else [value])
-
-
-def _same_schema(root: _Schema, schema: _Schema, reference: str) -> tuple[str, Any]:
-    """Return the schema that decides instead of this one, and the last reference to it; None if this one decides."""
-    if "$ref" in schema:
-        return str(schema["$ref"]), referred(root, schema["$ref"])
-    for key in IN_PLACE:
-        inside = schema.get(key)
-        if isinstance(inside, list) and len(inside) == 1:
-            return reference, inside[0]
-    return reference, None
-
-
-def _check_finite_values(root: _Schema) -> None:
-    needed: dict[int, int] = {}  # by schema: lists in `_contained` without a schema that has a value
-    waiting: dict[int, list[tuple[int, list[int]]]] = {}  # by schema: those that need it, and their lists
-    finite: list[int] = []
-    for schema in _schemas_in_use(root):
-        lists = _contained(root, schema)
-        needed[id(schema)] = len(lists)
-        for each in lists:
-            open_lists = [1]  # shared by the schemas of the list: the first one that has a value counts
-            for inside in each:
-                waiting.setdefault(id(inside), []).append((id(schema), open_lists))
-        if not lists:
-            finite.append(id(schema))
-    while finite:
-        for user, open_lists in waiting.pop(finite.pop(), []):
-            needed[user] -= open_lists[0]
-            if open_lists[0] and not needed[user]:
-                finite.append(user)
-            open_lists[0] = 0
-    if any(needed.values()):
-        raise InvalidRequest(
-            "the references of the JSON schema lead in a circle: a value would have to contain another value of the "
-            "same schema, without end"
-        )
-
-
-def _contained(root: _Schema, schema: _Schema) -> list[list[_Schema]]:
-    """Return lists of schemas: a value of the schema needs a value of one schema from each list."""
-    lists: list[list[Any]] = [[referred(root, schema["$ref"])]] if "$ref" in schema else []
-    for key in IN_PLACE:
-        inside = schema.get(key)
-        if isinstance(inside, list) and inside:
-            lists += [[each] for each in inside] if key == "allOf" else [inside]
-    properties, required = schema.get("properties"), schema.get("required")
-    if schema.get("type") == "object" and isinstance(properties, dict) and isinstance(required, list):
-        lists += [[properties[name]] for name in required if isinstance(name, str) and name in properties]
-    least = schema.get("minItems")
-    if schema.get("type") == "array" and isinstance(least, int) and least > 0 and "prefixItems" not in schema:
-        lists.append([schema.get("items")])
-    return [each for each in lists if all(isinstance(inside, dict) for inside in each)]
-
-
-def _check_all_limits(root: _Schema, ignores_siblings: bool) -> None:
+def _check_all_limits(root: _Schema) -> None:
     """Raise InvalidRequest for limits of numbers that cannot be enforced together, wherever they are in the schema."""
     known: dict[int, _Alternatives] = {}
-    for schema in _schemas_in_use(root):
-        for parts in _limits(root, schema, ignores_siblings, known):
+    for schema in schemas_in_use(root):
+        for parts in _limits(root, schema, known):
             check_limits([dict(part) for part in parts])
 
 
-def _limits(
-    root: _Schema, schema: Any, ignores_siblings: bool, known: dict[int, _Alternatives], depth: int = 0
-) -> _Alternatives:
+def _limits(root: _Schema, schema: Any, known: dict[int, _Alternatives], depth: int = 0) -> _Alternatives:
     """Return the sets of limits of which a number must keep one, by references and combinations of schemas."""
     if not isinstance(schema, dict):
         return _UNLIMITED
@@ -268,15 +155,12 @@ def _limits(
     own = tuple((key, schema[key]) for key in LIMITS if isinstance(schema.get(key), int | float))
     found: _Alternatives = ((own,),) if own else _UNLIMITED
     groups: list[list[Any]] = []
-    if ignores_siblings and "$ref" in schema:
-        found = _UNLIMITED
-    else:
-        for key in IN_PLACE:
-            inside = schema.get(key)
-            if isinstance(inside, list) and inside:
-                groups += [[each] for each in inside] if key == "allOf" else [inside]
+    for key in IN_PLACE:
+        inside = schema.get(key)
+        if isinstance(inside, list) and inside:
+            groups += [[each] for each in inside] if key == "allOf" else [inside]
     for group in [[referred(root, schema.get("$ref"))], *groups]:
-        others = {one: None for each in group for one in _limits(root, each, ignores_siblings, known, depth + 1)}
+        others = {one: None for each in group for one in _limits(root, each, known, depth + 1)}
         if len(found) * len(others) > MAX_ALTERNATIVES:
             raise InvalidRequest(f"a JSON schema has more than {MAX_ALTERNATIVES} combinations of limits of numbers")
         found = tuple(dict.fromkeys(tuple(dict.fromkeys(one + other)) for one in found for other in others))
@@ -308,17 +192,17 @@ def _check_distinct_keys(schema: _Schema) -> None:
         )
 
 
-def _inside(key: str, value: Any, ignores_siblings: bool) -> Any:
+def _inside(key: str, value: Any) -> Any:
     if key in DATA:
         return value
     if key.startswith(EXTENSION):  # a schema only if one refers to it
         with suppress(InvalidRequest):
-            return _enforceable(value, ignores_siblings)
+            return _enforceable(value)
         return True
     if key in MAPS and isinstance(value, dict):
         written = as_read if key == "patternProperties" else str
-        return {written(name): _enforceable(each, ignores_siblings) for name, each in value.items()}
-    return _enforceable(value, ignores_siblings)
+        return {written(name): _enforceable(each) for name, each in value.items()}
+    return _enforceable(value)
 
 
 def _allows_all(value: Any) -> bool:

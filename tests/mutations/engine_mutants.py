@@ -717,7 +717,7 @@ MUTANTS = [
         "tests/runtime/engine/test_kv_events.py",
     ),
     Mutant(
-        "runtime/engine/json_schema.py",
+        "runtime/engine/json_references.py",
         'part.replace("~1", "/").replace("~0", "~")',
         'part.replace("~0", "~").replace("~1", "/")',
         "a reference with ~01 leads to another definition",

@@ -132,7 +132,9 @@ async def test_calls_of_a_family_whose_markers_are_text(client: Client) -> None:
 async def test_a_function_that_tool_choice_names_is_called_once(client: Client, signs: str) -> None:
     """A function that the choice only allows, or requires with others, may be called several times."""
     call = json.dumps({"name": "weather", "arguments": {"city": "Paris"}})
-    twice = f"[TOOL_CALLS][{call}, {call}]" if signs[0] == "[" else "\n".join([f"<tool_call>\n{call}\n</tool_call>"] * 2)
+    twice = (
+        f"[TOOL_CALLS][{call}, {call}]" if signs[0] == "[" else "\n".join([f"<tool_call>\n{call}\n</tool_call>"] * 2)
+    )
     allowed = {"mode": "required", "tools": [NAMED]}
     several: Any = ["required", {"type": "allowed_tools", "allowed_tools": allowed}]
     async with client(signs, {"<|0|>": twice}, added=[signs]) as connected:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 from ...common.errors import InvalidRequest
-from ..json_schema import IN_PLACE, check_references, referred
+from ..json_references import IN_PLACE, check_references, referred
 
 SPACE = " \t\r\n"
 PARAMETER = "<parameter="

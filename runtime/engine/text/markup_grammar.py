@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from ..json_schema import BY_REFERENCE, library_options, schemas_inside, with_references
+from ..json_references import BY_REFERENCE, schemas_inside, with_references
+from ..json_schema import library_options
 from .argument_streams import END_OF_JSON, END_OF_PARAMETER, PARAMETER, parameters_schema, text_values, value_form
 from .markup import MARK, CallSyntax, Markup
 

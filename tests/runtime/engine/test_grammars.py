@@ -1193,7 +1193,7 @@ def test_each_token_that_ends_an_output_is_allowed_at_the_end(masks: Grammars, m
 
 
 def test_a_client_cannot_switch_off_the_bound_on_whitespace() -> None:
-    schema = {"type": "array", "x-guidance": {"whitespace_pattern": ".*", "lenient": True}, "not": {}}
+    schema = {"type": "array", "x-guidance": {"whitespace_pattern": ".*", "lenient": True}, "contains": {}}
     with pytest.raises(InvalidRequest, match="keywords of a JSON schema cannot be enforced"):
         check_structure(StructuredOutputs(json=schema))
     assert ".*" not in grammar_of(StructuredOutputs(json=schema))

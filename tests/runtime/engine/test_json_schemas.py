@@ -25,7 +25,7 @@ SCHEMAS: list[list[Any]] = json.loads((Path(__file__).parents[2] / "data" / "jso
 TEXT = TextProcessor.load(BUNDLED_MODEL)
 REFUSED: dict[str, Any] = {
     "minProperties: 2 cannot be enforced": {"type": "object", "minProperties": 2, "required": []},
-    'keywords of a JSON schema cannot be enforced: "not"': {"not": {"type": "string"}},
+    'keywords of a JSON schema cannot be enforced: "not"': {"type": "string", "not": {"pattern": "a"}},
     'keywords of a JSON schema cannot be enforced: "if", "then"': {
         "type": "integer",
         "if": {"minimum": 3},
@@ -33,10 +33,6 @@ REFUSED: dict[str, Any] = {
     },
     'keywords of a JSON schema cannot be enforced: "uniqueItems"': {"type": "array", "uniqueItems": True},
     'keywords of a JSON schema cannot be enforced: "contains"': {"type": "array", "contains": {"type": "integer"}},
-    'keywords of a JSON schema cannot be enforced: "dependentRequired"': {
-        "type": "object",
-        "dependentRequired": {"a": ["b"]},
-    },
     'keywords of a JSON schema cannot be enforced: "propertyNames"': {
         "type": "object",
         "propertyNames": {"pattern": "^a"},
@@ -49,12 +45,14 @@ REFUSED: dict[str, Any] = {
     "patternProperties of a JSON schema may have 128 patterns at most": {
         "patternProperties": {f"^a{index}b": {} for index in range(129)}
     },
-    "oneOf constraints are not supported": {"oneOf": [{"type": "integer"}, {"minimum": 3}]},
+    "valid under its alternatives 0 and 1, which": {"oneOf": [{"type": "integer"}, {"minimum": 3}]},
+    "valid under its alternatives 1 and 2, which": {
+        "oneOf": [{"type": "null"}, {"type": "string", "pattern": "a"}, {"type": "string"}]
+    },
     "Resource 'https://example.org/x' is not present": {"$ref": "https://example.org/x"},
     "Pointer '/$defs/x' does not exist": {"$ref": "#/$defs/x"},
-    "Unknown format: phone": {"type": "string", "format": "phone"},
     "Expected string for 'format'": {"type": "string", "format": ["date"]},
-    "look-around": {"type": "string", "pattern": "^(?=a)b"},
+    "look-around": {"type": "string", "pattern": "^a(?=b)"},
     "backreferences are not supported": {"type": "string", "pattern": r"^(a)\1$"},
     "Invalid type: text": {"type": "text"},
     "minimum (5) is greater than maximum (3)": {"type": "integer", "minimum": 5, "maximum": 3},
@@ -312,12 +310,8 @@ def test_keywords_that_allow_everything_are_accepted_wherever_a_schema_may_stand
     "keywords",
     [
         {"uniqueItems": True},
-        {"not": {}},
         {"contains": {}, "minContains": 0, "maxContains": 2},
         {"contains": {}},
-        {"if": {}, "then": {"minItems": 2}},
-        {"if": {}, "else": False},
-        {"dependentRequired": {"a": ["b"]}},
         {"unevaluatedItems": False},
     ],
     ids=str,

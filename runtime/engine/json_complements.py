@@ -1,0 +1,102 @@
+"""Regular expressions of all texts but some, and patterns without look-aheads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+_ANYWHERE = re.compile(r"\.\*(\[(?:\\.|[^\]\\^])(?:\\.|[^\]\\])*\]|\\[sdw]|[^\\\[\](){}|.*+?^$])")
+_ALTERNATIVES = re.compile(r"\((?:\?:)?([^()]*)\)\$?|([^()]*)", re.DOTALL)
+_LITERAL = re.compile(r"(?:[^\\\[\](){}|.*+?^$]|\\[^a-zA-Z0-9])+\$?")
+MAX_TEXTS = 64  # that a complement leaves out
+MAX_CHARACTERS = 2_000  # of these texts
+
+
+def other_texts(texts: Iterable[str], *, beginning: bool = False) -> str | None:
+    """Return a pattern of all texts but these, or that begin with none of them; None if it would be too long."""
+    distinct = sorted(set(texts))
+    if len(distinct) > MAX_TEXTS or sum(map(len, distinct)) > MAX_CHARACTERS:
+        return None
+    return f"^(?:{_others(distinct, beginning)})$" if distinct else r"^[\s\S]*$"
+
+
+def without_look_aheads(pattern: str) -> list[str]:
+    """Return patterns of which a text has all if it has this one, which begins with look-aheads; none if unknown."""
+    rest, found = pattern.removeprefix("^"), list[str]()
+    while rest != pattern and (opening := rest[:3]) in ("(?=", "(?!"):
+        end = end_of_group(rest)
+        inner, rest = rest[3 : end - 1], rest[end:]
+        other: str | None = f"^(?:{inner})" if opening == "(?=" else _complement(inner)
+        if other is None:
+            return []
+        found.append(other)
+    return [f"^{rest}", *found] if found and not _has_alternatives(rest) else []
+
+
+def _has_alternatives(pattern: str) -> bool:
+    """Return whether a pattern has alternatives outside of groups."""
+    depth = 0
+    for part in _PART.finditer(pattern):
+        depth += {"(": 1, ")": -1}.get(part[0], 0)
+        if part[0] == "|" and depth == 0:
+            return True
+    return False
+
+
+def _complement(inner: str) -> str | None:
+    """Return a pattern of the texts that do not begin with an expression."""
+    if inner in (r"\s*$", r"\s+$"):
+        return r"\S" if inner == r"\s*$" else r"^$|\S"
+    if part := _ANYWHERE.fullmatch(inner):
+        excluded = part[1][1:-1] if part[1][0] == "[" else part[1]
+        return rf"^[^{excluded}\n]*(?:$|\n)"
+    alternatives = _ALTERNATIVES.fullmatch(inner)
+    texts = (alternatives[1] or alternatives[2]).split("|") if alternatives else []
+    is_whole = inner.endswith("$")
+    if not alternatives or not all(map(_LITERAL.fullmatch, texts)):
+        return None
+    literals = [re.sub(r"\\(.)", r"\1", text.removesuffix("$")) for text in texts]
+    if is_whole and not alternatives[1] and len(texts) > 1:  # only the last one ends there
+        return None
+    return other_texts(literals, beginning=not is_whole)
+
+
+def end_of_group(pattern: str) -> int:
+    """Return the index behind the group with which a pattern begins."""
+    depth = 0
+    for part in _PART.finditer(pattern):
+        depth += {"(": 1, ")": -1}.get(part[0], 0)
+        if depth == 0:
+            return part.end()
+    return len(pattern)
+
+
+def _others(texts: list[str], beginning: bool) -> str:
+    """Return the expression of what no text is or begins, of texts that have the same beginning, now left out."""
+    if beginning and "" in texts:
+        return r"[^\s\S]"
+    firsts = sorted({text[0] for text in texts if text})
+    rest = r"[\s\S]*"
+    anything_else = f"[^{''.join(map(_in_class, firsts))}]{rest}" if firsts else rf"[\s\S]{rest}"
+    options = [] if "" in texts else [""]
+    options.append(anything_else)
+    for first in firsts:
+        options.append(_escaped(first) + _group(_others([text[1:] for text in texts if text[:1] == first], beginning)))
+    return "|".join(options)
+
+
+def _group(expression: str) -> str:
+    return f"(?:{expression})"
+
+
+def _escaped(character: str) -> str:
+    return (
+        re.escape(character)
+        if character.isascii() and character.isprintable() and not character.isalnum()
+        else character
+    )
+
+
+def _in_class(character: str) -> str:
+    return f"\\{character}" if character in "\\]^-[&~" else character
