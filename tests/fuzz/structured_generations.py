@@ -148,7 +148,7 @@ def main() -> int:
         make_model(Path(folder))
         grammars = Grammars(Path(folder))
         matchers = {
-            name: LLMatcher(grammars._tables(), grammar_of(StructuredOutputs(json=schema)), log_level=0)
+            name: LLMatcher(grammars.tables.get(), grammar_of(StructuredOutputs(json=schema)), log_level=0)
             for name, schema, *_ in SCHEMAS
         }
         with LLM(folder, max_num_seqs=48, num_speculative_tokens=3) as llm:

@@ -38,7 +38,7 @@ async def reference(engine: LocalEngine, request: GenerateRequest) -> list[tuple
     for length in range(1, params.max_tokens + 1):
         candidates = []
         for place, (tokens, total) in enumerate(live):
-            matcher = LLMatcher(engine.core.grammars._tables(), grammar, log_level=0)
+            matcher = LLMatcher(engine.core.grammars.tables.get(), grammar, log_level=0)
             matcher.consume_tokens(tokens)
             bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
             logits = (await engine.logits((*start, *tokens)))[-1].astype(np.float64)

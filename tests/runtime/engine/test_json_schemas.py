@@ -88,7 +88,7 @@ def tables() -> Any:
     """Return llguidance's tables of the bundled model's vocabulary."""
     grammars = Grammars(BUNDLED_MODEL)
     try:
-        return grammars._tables()
+        return grammars.tables.get()
     finally:
         grammars.close()
 
