@@ -45,6 +45,9 @@ attack-http: $(BIN)/quire
 kill-servers: compiled
 	$(BIN)/python tests/fuzz/kill_servers.py $(KILL)
 
+kill-at-shutdown: compiled
+	$(BIN)/python tests/fuzz/kill_at_shutdown.py $(KILL)
+
 fuzz-files: $(BIN)/quire
 	$(BIN)/python tests/fuzz/fuzz_files.py $(FUZZ)
 
@@ -103,4 +106,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers fuzz-files fuzz-images fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients
+.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-at-shutdown fuzz-files fuzz-images fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients

@@ -6,7 +6,10 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from ..common.errors import QuireError
 
 INTERRUPTED = 130  # exit status
 
@@ -26,3 +29,8 @@ def leaving_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def exit_status(error: QuireError) -> int:
+    """Return the exit status after an error."""
+    return 1 if error.retryable else 2

@@ -14,7 +14,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from .interrupts import INTERRUPTED, leave
+from .interrupts import INTERRUPTED, exit_status, leave
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,7 +78,7 @@ def run(arguments: Sequence[str]) -> int:
             sys.stdout.flush()
         except QuireError as error:
             print(f"quire: {_with_flags(error, arguments)}", file=sys.stderr)
-            return 1 if error.retryable else 2
+            return exit_status(error)
         except CycloptsError as error:
             print(f"quire: {_in_our_words(error)}", file=sys.stderr)
             return 2

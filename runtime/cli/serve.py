@@ -85,7 +85,9 @@ async def _start_and_serve(settings: Settings, stop: StopSignal) -> None:
             stack.enter_async_context(_core(settings)), asyncio.to_thread(load_texts, settings.engine)
         )
         _warn_of_missing(settings, text_processor)
-        await _serve_until(stop, Engine(core, text_processor, encoder_texts), settings)
+        engine = Engine(core, text_processor, encoder_texts)
+        stack.callback(engine.end_texts)
+        await _serve_until(stop, engine, settings)
 
 
 async def _together(first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B]) -> tuple[A, B]:

@@ -8,18 +8,37 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import structlog
 import uvloop
 
+from ..common.errors import QuireError
+from .interrupts import INTERRUPTED, exit_status
+
 CANCEL_TIMEOUT_S = 1.0  # to end a start; a thread that loads a model may not end in time
+EXIT_TIMEOUT_S = 0.5  # for threads that work on a text, when everything else is closed
+
+_log = structlog.get_logger("quire.shutdown")
 
 
 def run_until_signal(main: Callable[[StopSignal], Coroutine[Any, Any, None]]) -> None:
     """Run `main` until a signal ended it. Raises KeyboardInterrupt if that was SIGINT."""
-    if uvloop.run(until_signal(main)) == signal.SIGINT:
+    if uvloop.run(_then_exit(main)) == signal.SIGINT:
         raise KeyboardInterrupt
+
+
+async def _then_exit(main: Callable[[StopSignal], Coroutine[Any, Any, None]]) -> signal.Signals:
+    """Run `main` until a signal ended it. Neither the event loop nor the interpreter waits for threads after it."""
+    try:
+        number = await until_signal(main)
+    except QuireError as error:
+        _exit_soon(exit_status(error))
+        raise
+    _exit_soon(INTERRUPTED if number == signal.SIGINT else 0)
+    return number
 
 
 async def until_signal(main: Callable[[StopSignal], Coroutine[Any, Any, None]]) -> signal.Signals:
@@ -58,3 +77,17 @@ class StopSignal:
         if self.cancel_start is not None:
             self.cancel_start()
             asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, os._exit, 128 + number)
+
+
+def _exit_soon(status: int) -> None:
+    """Have the process exit with `status` after EXIT_TIMEOUT_S: the interpreter waits for threads without a limit."""
+    timer = threading.Timer(EXIT_TIMEOUT_S, _exit_now, (status,))
+    timer.daemon = True
+    timer.start()
+
+
+def _exit_now(status: int) -> None:
+    main = threading.main_thread()
+    running = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
+    _log.warning("threads left behind", names=sorted(running), seconds=EXIT_TIMEOUT_S)
+    os._exit(status)

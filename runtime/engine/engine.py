@@ -206,8 +206,12 @@ class Engine(Generic[CoreT]):
         try:
             await self.stop()
         finally:
-            self._prompts.close()
+            self.end_texts()
             await self.core.close()
+
+    def end_texts(self) -> None:
+        """End the threads and processes that prepare prompts, whose owner closes the core. Idempotent."""
+        self._prompts.close()
 
     async def logits(
         self: Engine[EngineCore], token_ids: tuple[int, ...], images: Sequence[PromptImage] = ()

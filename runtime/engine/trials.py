@@ -34,6 +34,7 @@ class Trials:
     def __init__(self) -> None:
         self._free = threading.Semaphore(MAX_PROCESSES)
         self._idle: list[subprocess.Popen[bytes]] = []
+        self._trying: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None  # until the idle processes end
         self._is_closed = False
@@ -41,22 +42,42 @@ class Trials:
     def refusal(self, grammar: str, limits: Mapping[str, int]) -> str:
         """Return why a grammar in llguidance's form cannot be used with these limits; an empty text if it can.
 
-        Raises Unavailable if no process can be started.
+        Raises Unavailable if no process can be started, or after `close`.
         """
         request = json.dumps([grammar, limits]).encode() + b"\n"
         with self._free:
-            process = self._idle_process() or _started()
+            process = self._begun()
             answer = _ask(process, request)
+            with self._lock:
+                self._trying.discard(process)
             if answer is not None and answer[1]:
                 self._keep(process)
             else:
                 _end(process)
+        if answer is None and self._is_closed:
+            raise _closed()
         return TOO_MUCH if answer is None else answer[0]
 
     def close(self) -> None:
-        """End the processes. Idempotent."""
-        self._is_closed = True
+        """End the processes, also those that try a grammar. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            trying = list(self._trying)
+        for process in trying:
+            process.kill()  # its thread goes on
         self._end_idle()
+
+    def _begun(self) -> subprocess.Popen[bytes]:
+        """Return a process for one grammar. Raises Unavailable."""
+        if self._is_closed:
+            raise _closed()
+        process = self._idle_process() or _started()
+        with self._lock:
+            if not self._is_closed:
+                self._trying.add(process)
+                return process
+        _end(process)
+        raise _closed()
 
     def _end_idle(self) -> None:
         with self._lock:
@@ -88,6 +109,10 @@ class Trials:
         _end(process)
 
 
+def _closed() -> Unavailable:
+    return Unavailable("the engine was closed before this grammar was tried; try again")
+
+
 def _started() -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
@@ -95,7 +120,9 @@ def _started() -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal reaches the server only
+            # Ctrl-C in a terminal reaches the server only. A group of the server's session, not a session: when the
+            # server ends, the system ends a process of the group that is stopped.
+            process_group=0,
         )
     except OSError as error:
         raise Unavailable(f"structured_outputs cannot be checked now: {error.strerror}; try again later") from error

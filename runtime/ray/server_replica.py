@@ -63,7 +63,9 @@ class ServerReplica:
         text_processor, encoder_texts = await asyncio.to_thread(load_texts, settings.engine)
         of_no_host = secrets.token_bytes(SECRET_BYTES)  # each host has its own
         cluster = await opening.enter_async_context(connected_cluster(settings, members, of_no_host))
-        return Engine(cluster, text_processor, encoder_texts)
+        engine: Engine[Core] = Engine(cluster, text_processor, encoder_texts)
+        opening.callback(engine.end_texts)
+        return engine
 
     async def __call__(self, request: object = None) -> dict[str, str]:
         """Return the addresses of this API server."""

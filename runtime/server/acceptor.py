@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import structlog
 
 from ..common.logs import BoundedLog
+from ..common.tasks import end_tasks
 from .tls import TLS
 
 RETRY_S = 0.5  # pause after the system had no descriptor or memory for a connection
@@ -160,12 +161,11 @@ class Acceptor:
             self._retry.cancel()
 
     async def close(self) -> None:
-        """Stop, and end every connection immediately."""
+        """Stop, and end every connection within a second."""
         self.stop()
         for connection in list(self._open):
             self._end(connection)
-        if tasks := list(filter(None, self._open.values())):
-            await asyncio.wait(tasks)
+        await end_tasks(filter(None, self._open.values()), "connections")
 
     # AcceptedConnection
 

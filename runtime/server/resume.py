@@ -15,6 +15,7 @@ import msgspec
 
 from ..common.errors import Cancelled, InvalidRequest, Overloaded, QuireError, QuotaExceeded, RequestNotFound
 from ..common.server_config import ServerConfig
+from ..common.tasks import end_tasks
 from ..engine.facade import GenerateRequest
 from .live_requests import LiveRequests
 from .monitoring import CancelCause
@@ -50,10 +51,10 @@ class ResumeIndex:
         return sum(map(len, self._sessions.values()))
 
     @property
-    def awaits_a_client(self) -> bool:
-        """Whether a client that was lost before the end may yet resume."""
+    def num_awaited(self) -> int:
+        """Requests whose client was lost before the end and may yet resume."""
         entries = (entry for session in self._sessions.values() for entry in session.values())
-        return any(entry.was_cut and entry.subscriber is None for entry in entries)
+        return sum(entry.was_cut and entry.subscriber is None for entry in entries)
 
     def session_name(self, tenant: str, wanted: str | None) -> str:
         """Return `wanted` if this tenant can resume a request there, else the name of a new session."""
@@ -186,9 +187,8 @@ class ReplayStore:
         return list(self._buffers)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether a request runs, or a client that was lost before the end may yet resume."""
-        return bool(self._tasks) or self.resume_index.awaits_a_client
+    def num_running(self) -> int:
+        return len(self._tasks)
 
     def open(
         self,
@@ -253,10 +253,7 @@ class ReplayStore:
         """Forget everything and end every task."""
         for buffer in self.buffers:
             self._remove_entries(buffer)
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await end_tasks(self._tasks, "resumable and stored requests")
 
     # replay_buffer.Owner
 

@@ -151,8 +151,10 @@ class Server:
         _log.info("draining", timeout_s=timeout_s, requests=len(self._context.requests))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._is_busy(self._context):  # noqa: ASYNC110 - no event tells when a socket is empty
+                while self._unfinished(self._context):  # noqa: ASYNC110 - no event tells when a socket is empty
                     await asyncio.sleep(DRAIN_POLL_S)
+        if unfinished := self._unfinished(self._context):
+            _log.warning("the drain was cut", timeout_s=timeout_s, **unfinished)
         self._fail_requests(Unavailable("the server shut down before this request ended; try again"))
 
     def reload(self) -> None:
@@ -249,9 +251,15 @@ class Server:
         for acceptor in self._acceptors:
             acceptor.stop()
 
-    def _is_busy(self, context: AppContext) -> bool:
-        connections = self._connections
-        return context.replays.is_busy or any(connection.tasks or connection.unsent_bytes for connection in connections)
+    def _unfinished(self, context: AppContext) -> dict[str, int]:
+        """Return the counts of what a drain waits for. A resumable request that runs counts twice if it is read."""
+        counts = {
+            "requests_of_connections": sum(len(connection.tasks) for connection in self._connections),
+            "resumable_or_stored_requests": context.replays.num_running,
+            "clients_that_may_resume": context.replays.resume_index.num_awaited,
+            "unsent_bytes": sum(connection.unsent_bytes for connection in self._connections),
+        }
+        return {name: count for name, count in counts.items() if count}
 
     def _fail_requests(self, error: QuireError) -> None:
         if self._context is not None:

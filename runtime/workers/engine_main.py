@@ -69,6 +69,8 @@ def main() -> None:
     heartbeats = _Heartbeats(heartbeat_fd)
     threading.Thread(target=heartbeats.send, name="quire-heartbeat", daemon=True).start()
     uvloop.run(_run(socket.socket(fileno=link_fd), heartbeats))
+    sys.stderr.flush()
+    os._exit(os.EX_OK)  # the end of the interpreter would wait for threads that compute masks
 
 
 class _Heartbeats:
@@ -79,9 +81,12 @@ class _Heartbeats:
         self.current = ALIVE
 
     def send(self) -> None:
-        """Send heartbeats for ever."""
+        """Send heartbeats until the server is gone, or waits for this process no longer; then exit."""
         while True:
-            os.write(self._fd, self.current)
+            try:
+                os.write(self._fd, self.current)
+            except BrokenPipeError:
+                os._exit(os.EX_OK)
             time.sleep(HEARTBEAT_INTERVAL_S)
 
     @contextmanager

@@ -157,10 +157,13 @@ class EnginePool:
                 return
 
     async def stop(self) -> None:
-        await asyncio.gather(*(member.stop() for member in self.members))
+        """See `Core.stop`. One that fails keeps no other from stopping; its error is raised at the end."""
+        outcomes = await asyncio.gather(*(member.stop() for member in self.members), return_exceptions=True)
+        for error in filter(None, outcomes):
+            raise error
 
     async def close(self) -> None:
-        await asyncio.gather(*(member.close() for member in self.members))
+        await self.stop()
 
     # CoreListener of the members
 

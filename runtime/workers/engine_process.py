@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import structlog
+
 from ..common import errors
 from ..common.memory import killing_limit, machine_memory_bytes
 from .engine_link import (
@@ -24,11 +26,16 @@ from .engine_link import (
     StartEngine,
     StopEngine,
 )
-from .health import HELD_UP
+from .health import HELD_UP, TICK_S
 
-STOP_TIMEOUT_S = 20.0  # to exit, and to write the next bytes of its snapshot
+SAVE_TIMEOUT_S = 20.0  # to finish the step in flight, and to write the next bytes of its snapshot
+STOP_TIMEOUT_S = 1.0  # to exit without a snapshot: what it computes has no reader any more
 EXIT_TIMEOUT_S = 1.0  # between the end of its link and its exit, in either order
+KILL_TIMEOUT_S = 10.0  # for the system to end it and to take its memory back
+STOPPED_TICKS = 4  # after which a process that a signal or a debugger stopped is not waited for
 COMMAND = (sys.executable, "-P", "-m", "quire.runtime.workers.engine_main")
+
+_log = structlog.get_logger("quire.supervisor")
 
 
 class EngineProcess:
@@ -46,6 +53,8 @@ class EngineProcess:
         receive: Callable[[FromEngine], None],
         on_heartbeat: Callable[[bool], None],
         heartbeat_fd: int,
+        *,
+        saves: bool,
     ) -> None:
         self.ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self.closed = asyncio.Event()
@@ -53,6 +62,7 @@ class EngineProcess:
         self._pass_on = receive
         self._on_heartbeat = on_heartbeat
         self._heartbeat_fd = heartbeat_fd
+        self._saves = saves  # it writes a snapshot when it stops
         self._snapshot_bytes = 0  # on disk
         self._failure: str | None = None  # what the process reported after its start
         self._failing_start: asyncio.Task[None] | None = None  # waits for the status of a process that was never ready
@@ -82,7 +92,7 @@ class EngineProcess:
                 finally:
                     os.close(their_heartbeat_fd)
             undo.callback(process.kill)
-            engine = cls(process, receive, on_heartbeat, heartbeat_fd)
+            engine = cls(process, receive, on_heartbeat, heartbeat_fd, saves=start.snapshot is not None)
             engine.link = await EngineLink.open(ours, FROM_ENGINE, engine._receive, engine._on_closed)
             undo.pop_all()
         asyncio.get_running_loop().add_reader(heartbeat_fd, engine._read_heartbeat)
@@ -105,29 +115,34 @@ class EngineProcess:
         """Let the process end its requests, write its snapshot and exit. Return what went wrong, or None.
 
         The process may take as long as it writes bytes to the disk. It is killed when it has written none for
-        STOP_TIMEOUT_S.
+        SAVE_TIMEOUT_S, without a snapshot after STOP_TIMEOUT_S, and if it is stopped by a signal or a debugger.
         """
         self.link.send(StopEngine())
+        limit_s = SAVE_TIMEOUT_S if self._saves else STOP_TIMEOUT_S
         num_bytes = -1
         while self._process.returncode is None and self._snapshot_bytes > num_bytes:
             num_bytes = self._snapshot_bytes
-            await self._wait(STOP_TIMEOUT_S)
-        if self._process.returncode is None:
-            self._failure = f"it was killed, having made no progress for {STOP_TIMEOUT_S:g} s"
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(EXIT_TIMEOUT_S):
-                await self.closed.wait()  # its last message has been received
-        status = await self.kill()
-        return self._failure or (describe_exit(status) if status else None)
+            await self._wait_for_stop(limit_s)
+        has_ended = self._process.returncode is not None
+        if has_ended:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EXIT_TIMEOUT_S):
+                    await self.closed.wait()  # its last message has been received
+        elif not self.closed.is_set():  # otherwise its work is done, and the system takes its memory back
+            why = "it is stopped by a signal or a debugger" if self.is_stopped else f"no progress for {limit_s:g} s"
+            self._failure = f"it was killed: {why}"
+        status = await self.kill(EXIT_TIMEOUT_S)
+        return self._failure or (describe_exit(status) if has_ended and status else None)
 
     async def wait_after_close(self) -> None:
         """Wait for the real exit status of a process that closed its link before it exited."""
         await self._wait(EXIT_TIMEOUT_S)
 
-    async def kill(self) -> int:
+    async def kill(self, timeout_s: float = KILL_TIMEOUT_S) -> int:
         """Kill the process and return its exit status, negative for a signal. No message of it is received any more.
 
-        Idempotent. It also ends a process that is stopped, and one that has exited.
+        Idempotent. It also ends a process that is stopped, and one that has exited. A process that the system does not
+        end within `timeout_s` is left behind.
         """
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -136,7 +151,22 @@ class EngineProcess:
         self.link.close()
         self._stop_reading_heartbeat()
         self._on_closed()
-        return await self._process.wait()
+        await self._wait(timeout_s)
+        if self._process.returncode is None:
+            _log.error("a killed engine process has not ended and is left behind", pid=self.pid, seconds=timeout_s)
+            return -signal.SIGKILL
+        return self._process.returncode
+
+    async def _wait_for_stop(self, timeout_s: float) -> None:
+        """Wait until the process exits, at most `timeout_s`, and less if it is stopped all the while."""
+        give_up_at = asyncio.get_running_loop().time() + timeout_s
+        num_stopped = 0
+        while self._process.returncode is None and num_stopped < STOPPED_TICKS:
+            left_s = give_up_at - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                return
+            await self._wait(min(TICK_S, left_s))
+            num_stopped = num_stopped + 1 if self.is_stopped else 0
 
     async def _wait(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -255,9 +255,11 @@ class SupervisedEngine:
         if self._stopped:
             return
         self._leaving = self._stopped = True
-        await self._supervisor.stop()
-        self._fail_all("the engine was closed")
-        self._listener.ended()
+        try:
+            await self._supervisor.stop()
+        finally:
+            self._fail_all("the engine was closed")
+            self._listener.ended()
 
     async def close(self) -> None:
         await self.stop()

@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from ..common.errors import Unavailable
+from ..common.tasks import end_tasks
 from .engine_link import EngineReady, FromEngine, StartEngine, ToEngine
 from .engine_process import EngineProcess, describe_exit
 from .health import TICK_S, HealthMonitor, HealthTimeouts
@@ -151,9 +152,7 @@ class Supervisor:
         if self._task is None:
             return
         task, self._task = self._task, None
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await end_tasks([task], f"supervisor of {self._source.name}")
         snapshot, problem = self._source.snapshot, None
         if self.process is not None:
             problem = await self.process.stop()

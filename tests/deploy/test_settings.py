@@ -24,12 +24,12 @@ from quire.runtime.ray.app import HOSTS, SERVERS
 from quire.runtime.ray.settings import settings_of
 from quire.runtime.server.auth import Keyring
 from quire.runtime.server.server import CLOSE_TIMEOUT_S
-from quire.runtime.workers.engine_process import STOP_TIMEOUT_S
+from quire.runtime.workers.engine_process import SAVE_TIMEOUT_S
 
 from tests.deploy.queries import DEPLOY, ROOT
 from tests.test_docs import QWEN3_06B
 
-MARGIN_S = CLOSE_TIMEOUT_S + STOP_TIMEOUT_S  # added to --shutdown-timeout: time to close connections, then engines
+MARGIN_S = CLOSE_TIMEOUT_S + SAVE_TIMEOUT_S  # added to --shutdown-timeout: time to close connections, then engines
 PYTHON_BYTES = 1 << 30  # added to the sum that `quire plan` prints
 KUBERNETES = DEPLOY / "kubernetes"
 UNIT = (DEPLOY / "quire.service").read_text("utf-8")

@@ -107,7 +107,7 @@ class ServerProcess:
 
     def engines(self) -> list[int]:
         """Return the process ids of the engines."""
-        return _descendants(self._process.pid)
+        return descendants(self._process.pid)
 
     def open_files(self) -> set[str]:
         """Return what the descriptors of the API server process refer to."""
@@ -218,7 +218,7 @@ def start_server(
 def _stop(process: subprocess.Popen[str]) -> None:
     if process.poll() is not None:
         return
-    children = _descendants(process.pid)
+    children = descendants(process.pid)
     process.terminate()
     try:
         process.wait(STOP_TIMEOUT_S)
@@ -286,7 +286,7 @@ class RawClient:
         self.writer.transport.abort()
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """Return the ids of all processes below `pid`."""
     parents = {}
     for folder in Path("/proc").iterdir():

@@ -795,9 +795,16 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/engine/trials.py",
-        "            if not self._is_closed:\n",
-        "            if True:\n",
-        "a process is left when its engine has ended",
+        "            if not self._is_closed:\n                self._trying",
+        "            if True:\n                self._trying",
+        "a process that begins a grammar is left when its engine has ended",
+        "tests/runtime/engine/test_trials.py",
+    ),
+    Mutant(
+        "runtime/engine/trials.py",
+        "            process.kill()  # its thread goes on\n",
+        "            pass\n",
+        "a server whose grammar is being tried ends after up to 30 s",
         "tests/runtime/engine/test_trials.py",
     ),
     Mutant(

@@ -5,6 +5,7 @@ from mutant import Mutant
 TESTS = "tests/runtime/server"
 SYSTEM = "tests/runtime/server tests/system/test_server.py"
 RESUMING = "tests/runtime/server tests/system/test_resume.py"
+DRAINING = "tests/runtime/server tests/system/test_drain_and_timeouts.py"
 FLOW = "tests/runtime/server tests/system/test_flow_control.py"
 CONNECTION, HANDLER, STREAM, SEND, REPLAY, RESUME = (
     f"runtime/server/{name}.py"
@@ -182,11 +183,11 @@ MUTANTS = [
         RESUMING,
     ),
     Mutant(
-        RESUME,
-        "        return bool(self._tasks) or self.resume_index.awaits_a_client",
-        "        return bool(self._tasks)",
+        SERVER,
+        '            "clients_that_may_resume": context.replays.resume_index.num_awaited,\n',
+        "",
         "a drain does not wait for clients that may resume",
-        RESUMING,
+        DRAINING,
     ),
     Mutant(
         REPLAY,

@@ -13,6 +13,7 @@ import pytest
 from quire.runtime.client import AsyncClient
 from quire.runtime.common.errors import Unavailable
 from quire.runtime.common.types import SamplingParams
+from structlog.testing import capture_logs
 
 from .http_client import connection
 
@@ -73,6 +74,22 @@ async def test_requests_that_outlast_the_drain_end_in_a_retryable_error(system: 
     again, _ = await greet(system, [], welcome[5])
     again.send("RESUME", 2, 0)
     assert (await again.until("ERROR"))[-1][2] in ("UNAVAILABLE", "NOT_FOUND")
+
+
+async def test_the_log_says_what_a_drain_did_not_wait_for(system: Any, eventually: Eventually) -> None:
+    first, _ = await greet(system, [])
+    first.send("GENERATE", 1, "hold", LONG)
+    first.send("GENERATE", 2, "hold", LONG, None, 0, None, None, None, None, True)
+    second, _ = await greet(system, [])
+    second.send("GENERATE", 1, "hi", {"max_tokens": 4}, None, 0, None, None, 2, None, True)
+    await second.until("TOKENS")
+    second.writer.transport.abort()
+    await eventually(lambda: system.server.num_connections == 1 and len(system.server.live_requests()) == 2)
+    with capture_logs() as logs:
+        await system.server.drain(0.02)
+    cut = {"requests_of_connections": 2, "resumable_or_stored_requests": 1, "clients_that_may_resume": 1}
+    wanted = {"event": "the drain was cut", "log_level": "warning", "timeout_s": 0.02, **cut}
+    assert next(line for line in logs if line["event"] != "draining") == wanted
 
 
 async def test_a_lost_connection_may_resume_while_draining(system: Any, eventually: Eventually) -> None:

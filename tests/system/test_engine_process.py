@@ -22,10 +22,12 @@ from quire.runtime.common.memory import MemoryLimit
 from quire.runtime.workers import engine_process
 from quire.runtime.workers.engine_link import EngineLink, FromEngine, StartEngine
 from quire.runtime.workers.engine_process import EngineProcess, describe_exit
+from structlog.testing import capture_logs
 
-Stopped = Callable[[str], Awaitable[str | None]]
+Stopped = Callable[..., Awaitable[str | None]]
 
-START = StartEngine(EngineConfig(), None, None, "engine-0", None)
+START = StartEngine(EngineConfig(), None, "prefixes", "engine-0", None)
+START_WITHOUT_SNAPSHOT = StartEngine(EngineConfig(), None, None, "engine-0", None)
 
 
 def no_descriptors(*_: Any, **__: Any) -> NoReturn:
@@ -69,11 +71,11 @@ link.recv(1 << 16)
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Awaitable[str | None]]:
-    async def stopped(script: str) -> str | None:
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
+    async def stopped(script: str, start: StartEngine = START) -> str | None:
         """Start a process that runs `script` and stop it; return what `stop` does."""
         monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-P", "-c", SCRIPT + script))
-        process = await EngineProcess.spawn(START, lambda message: None, lambda: None)
+        process = await EngineProcess.spawn(start, lambda message: None, lambda: None)
         process.ready.cancel()  # it is not starting any more
         return await process.stop()
 
@@ -164,23 +166,57 @@ async def test_an_error_is_reported_that_arrives_after_the_exit(
         await process._process.wait()
         asyncio.get_running_loop().call_later(0.01, transport.resume_reading)
 
-    monkeypatch.setattr(EngineProcess, "_wait", wait_without_reading)
+    monkeypatch.setattr(EngineProcess, "_wait_for_stop", wait_without_reading)
     assert await stopped("send(EngineFailed('SnapshotNotSaved', 'the disk is full'))") == "the disk is full"
 
 
 async def test_a_process_may_take_as_long_as_it_writes(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EngineProcess, "_wait", wait_for_message())
+    monkeypatch.setattr(EngineProcess, "_wait_for_stop", wait_for_message(is_one=True))
     assert await stopped("for number in range(1, 6): send(SnapshotProgress(number)); time.sleep(0.01)") is None
 
 
 async def test_a_process_that_writes_nothing_is_killed(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EngineProcess, "_wait", wait_for_message())
+    monkeypatch.setattr(EngineProcess, "_wait_for_stop", wait_for_message())
     problem = await stopped("send(SnapshotProgress(1)); send(SnapshotProgress(1)); time.sleep(600)")
-    assert problem == "it was killed, having made no progress for 20 s"
+    assert problem == "it was killed: no progress for 20 s"
 
 
-def wait_for_message() -> Callable[[EngineProcess, float], Awaitable[None]]:
-    """Return what waits, in place of the time limit, for the next message or the exit."""
+async def test_a_process_without_a_snapshot_is_killed_soon(stopped: Stopped) -> None:
+    assert await stopped("time.sleep(600)", START_WITHOUT_SNAPSHOT) == "it was killed: no progress for 1 s"
+
+
+async def test_a_process_that_has_closed_its_link_has_done_its_work(
+    stopped: Stopped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system takes long to take its memory back."""
+
+    async def until_closed(process: EngineProcess, timeout_s: float) -> None:
+        await process.closed.wait()
+
+    monkeypatch.setattr(EngineProcess, "_wait_for_stop", until_closed)
+    assert await stopped("link.close(); time.sleep(600)") is None
+
+
+async def test_a_process_that_a_signal_has_stopped_is_killed_and_keeps_no_snapshot_waiting(stopped: Stopped) -> None:
+    problem = await stopped("os.kill(os.getpid(), 19)")
+    assert problem == "it was killed: it is stopped by a signal or a debugger"
+
+
+async def test_a_killed_process_that_does_not_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system does not end a process within a call that cannot be interrupted."""
+    monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
+    process = await EngineProcess.spawn(START, lambda message: None, lambda: None)
+    with capture_logs() as logs:
+        assert await process.kill(0.0) == -9
+    assert [(line["log_level"], line["pid"]) for line in logs] == [("error", process.pid)]
+    await process._process.wait()
+
+
+def wait_for_message(*, is_one: bool = False) -> Callable[[EngineProcess, float], Awaitable[None]]:
+    """Return what waits, in place of the time limit, for the next message or the exit.
+
+    `is_one`: messages that come together are one.
+    """
     arrived, is_counting = asyncio.Semaphore(0), False
 
     async def wait(process: EngineProcess, timeout_s: float) -> None:
@@ -192,5 +228,7 @@ def wait_for_message() -> Callable[[EngineProcess, float], Awaitable[None]]:
         _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for each in pending:
             each.cancel()
+        while is_one and not arrived.locked():
+            await arrived.acquire()
 
     return wait

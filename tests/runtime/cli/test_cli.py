@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire import LLM, Client, SamplingParams
+from quire import LLM, Client, SamplingParams, StructuredOutputs
 from quire.kernels import supported_levels, unsupported_levels
 from quire.runtime.cli.main import run
 from quire.runtime.cli.serve import _together
@@ -428,6 +428,36 @@ def test_serve_over_tcp_until_terminated(hostile_folder: Path) -> None:
     assert process.returncode == 0
     assert out == "", "standard output has only the ready line"
     assert "Traceback" not in errors
+
+
+def test_sigterm_ends_every_process_although_they_are_stopped(hostile_folder: Path) -> None:
+    """An engine process and one that tries grammars are stopped by a signal."""
+    flags = ("--port", "0", "--shutdown-timeout", "0.1")
+    with server(hostile_folder, *flags) as (process, ready), Client(address_in(ready)) as client:
+        colors = StructuredOutputs(choice=["red", "green"])
+        client.complete("A color:", SamplingParams(max_tokens=8, structured_outputs=colors))
+        stopped = children(process.pid)
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, len(stopped)) == (0, 2)
+    assert "it is stopped by a signal or a debugger" in errors
+    assert "Traceback" not in errors
+    assert not any(lives(pid) for pid in stopped)
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that any thread of a process has started."""
+    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+
+
+def lives(pid: int) -> bool:
+    """Return whether a process runs or is stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def test_serve_says_that_a_model_has_no_tokenizer(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -83,3 +85,32 @@ def test_an_interrupt_leaves_at_once_only_while_loading() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+THREADS_THAT_NEVER_END = """
+import asyncio, os, signal, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from quire.runtime.cli.stop_signal import run_until_signal
+
+async def main(stop):
+    stop.cancel_start = None
+    loop = asyncio.get_running_loop()
+    loop.run_in_executor({executor}, time.sleep, 600)
+    os.kill(os.getpid(), signal.{number})
+    await stop.wait()
+
+texts = ThreadPoolExecutor(1, thread_name_prefix="quire-text")
+try:
+    run_until_signal(main)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("executor", ["None", "texts"], ids=["of the event loop", "of texts"])
+@pytest.mark.parametrize(("number", "status"), [("SIGTERM", 0), ("SIGINT", 130)])
+def test_a_command_does_not_wait_for_threads_when_everything_is_closed(executor: str, number: str, status: int) -> None:
+    script = THREADS_THAT_NEVER_END.format(executor=executor, number=number)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == status, ended.stderr
+    assert "threads left behind" in ended.stdout + ended.stderr

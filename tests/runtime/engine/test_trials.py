@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,9 +149,59 @@ def test_at_most_two_processes_run_and_none_is_left(trials: Trials, monkeypatch:
     assert 1 <= len(begun) <= trials_module.MAX_PROCESSES
     trials.close()
     assert all(process.returncode is not None for process in begun)
-    check_structure(SMALL, trials)
-    assert begun[-1].returncode is not None, "one that was in use when the others were closed"
+    with pytest.raises(Unavailable, match="closed"):
+        check_structure(SMALL, trials)
+
+
+def test_close_ends_a_process_that_tries_a_grammar(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is stopped. Of four requests, two are being tried and two wait for a process."""
+    begun, started, outcomes = threading.Semaphore(0), trials_module._started, []
+    command = (sys.executable, "-c", "import os; os.kill(os.getpid(), 19)")
+
+    def start() -> Any:
+        process = started()
+        begun.release()
+        return process
+
+    def check() -> None:
+        try:
+            check_structure(SMALL, trials)
+        except Unavailable as error:
+            outcomes.append(str(error))
+
+    monkeypatch.setattr(trials_module, "COMMAND", command)
+    monkeypatch.setattr(trials_module, "_started", start)
+    threads = [threading.Thread(target=check) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(2):
+        begun.acquire()
     trials.close()
+    for thread in threads:
+        thread.join()
+    assert outcomes == ["the engine was closed before this grammar was tried; try again"] * 4
+
+
+def test_a_stopped_process_ends_with_its_server() -> None:
+    script = (
+        "import os, signal, sys; from quire.runtime.engine import trials\n"
+        "trials.COMMAND = (sys.executable, '-c', 'import time; time.sleep(600)')\n"
+        "process = trials._started(); os.kill(process.pid, signal.SIGSTOP); os.waitid(os.P_PID, process.pid, 4 | 2)\n"
+        "print(process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    server = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False)
+    deadline = time.monotonic() + 60
+    while is_alive(int(server.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs or is stopped. Nothing may collect the status of a child of a former server."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def test_a_machine_without_time_or_processes(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def assert_nothing_is_kept(server: FakeServer) -> None:
     replays = server.replays
     kept = replays.num_bytes, len(replays.buffers), len(replays.resume_index), len(replays.idempotency_index)
     assert kept == (0, 0, 0, 0)
-    assert not replays.is_busy
+    assert (replays.num_running, replays.resume_index.num_awaited) == (0, 0)
 
 
 # Several readers of one stream
@@ -132,16 +132,16 @@ async def test_resume_cancels_the_expiry_timer(serve: Serve, clock: FakeClock) -
     assert server.metric('quire_cancelled_total{cause="disconnect"}') == 1
 
 
-async def test_the_server_is_busy_while_a_client_that_was_cut_may_resume(serve: Serve, clock: FakeClock) -> None:
+async def test_a_client_that_was_cut_is_awaited_while_it_may_resume(serve: Serve, clock: FakeClock) -> None:
     server = serve(resume_timeout_ms=1000)
     for credit, is_awaited in ((0, True), (9, False)):  # the client with credit has received the end
         peer = await server.connect()
         await peer.ask(resumable(credit=credit))
         await server.engine.last.put(chunk(0, last=True))
         await peer.leave()
-        assert server.replays.is_busy == is_awaited
+        assert server.replays.resume_index.num_awaited == is_awaited
         await clock.advance(1)
-        assert not server.replays.is_busy
+        assert server.replays.resume_index.num_awaited == 0
 
 
 async def test_a_reader_that_waits_for_credit_is_cancelled_when_another_takes_its_stream_over(

@@ -287,6 +287,23 @@ async def test_stats_are_sent_at_intervals_and_say_when_the_loop_is_broken(scene
     assert scene.link.take(StatsReport) == [StatsReport(None)]
 
 
+def test_a_process_whose_server_is_gone_ends_whatever_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Exited(BaseException):
+        pass
+
+    def exit_with(status: int) -> NoReturn:
+        raise Exited(status)
+
+    monkeypatch.setattr(os, "_exit", exit_with)
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        with pytest.raises(Exited, match="0"):
+            engine_main._Heartbeats(writing).send()
+    finally:
+        os.close(writing)
+
+
 @pytest.mark.parametrize("by_message", [True, False], ids=["StopEngine", "server gone"])
 async def test_stopping_sends_the_last_updates(scene: Scene, by_message: bool) -> None:
     scene.core.on_stop = lambda: scene.core.publish(ended(4))

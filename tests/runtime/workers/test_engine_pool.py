@@ -465,6 +465,23 @@ async def test_an_engine_that_cannot_start_ends_the_others(processes: FakeSpawne
     assert second.status is not None
 
 
+async def test_an_engine_that_cannot_be_stopped_keeps_no_other_from_stopping(
+    processes: FakeSpawner, listener: FakeListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail() -> None:
+        raise OSError("no descriptor")
+
+    async with launched(2, listener) as pool:
+        await pool.add(new_requests(1))
+        await pool.add(new_requests(2, conversation=AT_1))
+        monkeypatch.setattr(processes.of("engine-0"), "stop", fail)
+        with pytest.raises(OSError, match="no descriptor"):
+            await pool.close()
+        assert processes.of("engine-1").was_asked_to_stop
+    assert listener.ends() == {1: "Unavailable", 2: "Unavailable"}
+    assert listener.num_ended == 1
+
+
 async def test_the_end_of_a_pool_is_the_end_of_its_last_engine(processes: FakeSpawner, listener: FakeListener) -> None:
     async with launched(2, listener) as pool:
         await pool.add(new_requests(1))

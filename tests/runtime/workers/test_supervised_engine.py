@@ -834,6 +834,36 @@ async def test_close_while_a_process_exits(processes: FakeSpawner, listener: Fak
     assert listener.ends() == {1: "Unavailable"}
 
 
+async def test_close_ends_the_process_although_its_supervisor_has_failed(
+    processes: FakeSpawner, listener: FakeListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with launched(listener) as engine:
+        await add(engine, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "on_tick", lambda: 1 / 0)
+            await asyncio.sleep(1)
+        with capture_logs() as logs:
+            await engine.close()
+    assert [type(line["exc_info"]) for line in logs if line["event"] == "a task failed"] == [ZeroDivisionError]
+    assert processes.last.was_asked_to_stop
+    assert listener.ends() == {1: "Unavailable"}
+
+
+async def test_close_ends_every_request_although_its_process_cannot_be_stopped(
+    processes: FakeSpawner, listener: FakeListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail() -> None:
+        raise OSError("no descriptor")
+
+    async with launched(listener) as engine:
+        await add(engine, 1)
+        monkeypatch.setattr(processes.last, "stop", fail)
+        with pytest.raises(OSError, match="no descriptor"):
+            await engine.close()
+    assert listener.ends() == {1: "Unavailable"}
+    assert listener.num_ended == 1
+
+
 async def test_close_between_failed_restarts(processes: FakeSpawner, listener: FakeListener) -> None:
     async with launched(listener) as engine:
         await add(engine, 1)
