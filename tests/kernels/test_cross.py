@@ -68,7 +68,8 @@ def test_golden_bits_of_this_machine(tmp_path):
         assert "refuses tile instructions (SIGILL)" in output
         assert "the self-test found wrong sums" not in output
         assert "a peak counts other operations than it does" not in output
-        assert ("avx512-vnni-bf16: ok" in output) == ("amx: ok" in output)
+        has_amx = "the processor runs tile instructions itself" in output  # the kernel may refuse them
+        assert ("avx512-vnni-bf16: ok" in output) == ("amx: ok" in output or has_amx)
         assert_x86_levels(output)
 
 

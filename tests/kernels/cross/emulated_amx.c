@@ -1,8 +1,10 @@
 // Runs the machine code of the amx level on a processor without AMX: its tile instructions raise SIGILL, and the handler
 // decodes and emulates them with the twin's operations. Linked with compare_levels.c in place of dispatch.c. What remains
-// for a machine with AMX is speed, and how its bf16 products round.
+// for a machine with AMX is speed, and how its bf16 products round. There, nothing is emulated: LDTILECFG is executed also
+// without the permission to use tiles, so the twin would not see the shapes; compare_levels.c runs the real level.
 #define _GNU_SOURCE
 #define QUIRE_ISA_AMX_TWIN
+#include <cpuid.h>
 #include <signal.h>
 #include <stdio.h>
 #include <ucontext.h>
@@ -18,12 +20,21 @@ THREAD_LOCAL twin_state *quire_amx_twin;
 static int64_t emulated;    // instructions
 static int64_t operations;  // of their products: a multiplication and an addition each
 
-// Whether the peak of a dtype counts what its products do. With AMX, whose products are not emulated, nothing is known.
+// Whether the processor has AMX and the operating system saves its registers.
+static int runs_tiles(void) {
+  unsigned a, b, c, d, low, high;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & 1u << 27)) return 0;  // OSXSAVE
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & 1u << 24)) return 0;  // AMX-TILE
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low >> 17 & 3) != 0;
+}
+
+// Whether the peak of a dtype counts what its products do.
 static int counts_operations(int dtype) {
   float result;
   operations = 0;
   const int64_t counted = quire_tiles_amx.peak(dtype, 3, NULL, NULL, &result);
-  return !emulated || (counted > 0 && counted == operations);
+  return counted > 0 && counted == operations;
 }
 
 const quire_tiles *quire_isa_tiles(int level) { return level == QUIRE_AMX ? &quire_tiles_amx : &quire_tiles_scalar; }
@@ -31,6 +42,7 @@ const char *quire_isa_obstacle(int level) {
   if (level == QUIRE_SCALAR) return NULL;
   if (level != QUIRE_AMX) return "not a level of this test";
   if (!__builtin_cpu_supports("avx512bf16")) return "the level needs AVX-512";
+  if (runs_tiles()) return "the processor runs tile instructions itself";
   if (!self_test_amx()) return "the self-test found wrong sums";
   return counts_operations(QUIRE_BF16) && counts_operations(QUIRE_Q8) ? NULL : "a peak counts other operations than it does";
 }
