@@ -125,6 +125,7 @@ class ReplayBuffer:
         self.admission: AdmissionEstimate | None = None
         self.seed = 0  # with `admission`, as is the parser
         self.new_parser: NewParser | None = None
+        self.num_prompt_tokens = 0
         self.finish_reason: FinishReason | None = None  # of the last chunk
         self.error: QuireError | None = None
         self._outcome: OutputChunk | QuireError | None = None  # of the request: its last chunk or its error
@@ -203,6 +204,7 @@ class ReplayBuffer:
             self._take(error)
             return
         self.admission, self.seed, self.new_parser = generation.admission, generation.seed, generation.new_parser
+        self.num_prompt_tokens = len(generation.prompt_token_ids)
         self._wake_subscribers()
         generation.deliver(self._take)
         del generation  # that holds the prompt

@@ -29,6 +29,7 @@ OPERATORS = "tests/runtime/server/test_acceptor.py tests/runtime/server/monitori
 CHOICE, TOOLS, ITEMS = (f"runtime/server/openai/{name}.py" for name in ("choices", "tools", "response_items"))
 CHOICES = "tests/runtime/server/test_openai_choices.py"
 EMBEDDINGS = "tests/system/test_embeddings.py"
+PUBLISHED = "tests/system/test_published_fields.py"
 AGENTS = "tests/system/test_agent_bodies.py"
 
 MUTANTS = [
@@ -853,6 +854,34 @@ MUTANTS = [
         "pass",
         "the log has no code of a request that a shutdown cut, and its client has one",
         "tests/runtime/server/test_request_log.py",
+    ),
+    Mutant(
+        "runtime/server/openai/other_fields.py",
+        '    "xtc_probability": (0,),\n',
+        "",
+        "a sampler that llama.cpp has is left out without a word",
+        PUBLISHED,
+    ),
+    Mutant(
+        "runtime/server/openai/formats.py",
+        "size = self.prompt_sizes[index // self._n]",
+        "size = self.prompt_sizes[0]",
+        "the usage so far of a later prompt has the tokens of the first",
+        PUBLISHED,
+    ),
+    Mutant(
+        "runtime/server/openai/formats.py",
+        "generated = max(0, self.choices[index].num_tokens - size.num_echoed)",
+        "generated = self.choices[index].num_tokens",
+        "an echoed prompt counts as generated in the usage so far",
+        PUBLISHED,
+    ),
+    Mutant(
+        "runtime/server/replay_buffer.py",
+        "self.num_prompt_tokens = len(generation.prompt_token_ids)",
+        "self.num_prompt_tokens = 1",
+        "the usage so far of a stream with an idempotency key has no prompt",
+        PUBLISHED,
     ),
     Mutant(
         HTTP_INPUT,

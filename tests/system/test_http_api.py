@@ -506,7 +506,7 @@ async def test_items_of_reasoning_have_a_content_or_a_summary_or_none(system: An
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
+        ({"stream": True, "stream_options": "all"}, "stream_options"),
         ({"metadata": "x"}, "metadata"),
         ({"metadata": {"x": 1}}, "metadata"),
         ({"user": 5}, "user"),

@@ -54,6 +54,7 @@ class Call:
     returns_timings: bool = False  # in the usage
     shows_tokens_as_ids: bool = False  # in logprobs
     shows_stop_reason: bool = False
+    shows_usage_so_far: bool = False  # in each event of a stream
     name: str = field(default_factory=lambda: secrets.token_hex(16))  # in the ids of the answer
     created_s: int = field(default_factory=lambda: int(time.time()))
 

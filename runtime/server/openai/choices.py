@@ -42,6 +42,7 @@ class Choice:
         self.texts: list[str] = []  # of the answer
         self.runs: list[Run] = []  # with a parser
         self.num_calls = 0
+        self.num_tokens = 0  # that the engine has sent
         self.columns: list[Columns] = []
         self.token_ids = array("I")
         self.finish_reason = ""
@@ -56,6 +57,7 @@ class Choice:
         The calls are counted.
         """
         self.finish_reason, self.stop_reason = chunk.finish_reason or "", chunk.stop_reason
+        self.num_tokens += len(chunk.token_ids)
         if self.parser is None:
             deltas: Sequence[Delta] = [Delta("content", chunk.text)] if chunk.text else ()
             self.shown = chunk.logprobs or ()

@@ -20,7 +20,8 @@ from ...engine.facade import EmbeddedTexts, EmbedRequest
 from ..live_embedding import LiveEmbedding
 from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange, HeldAnswer
-from .fields import HINTS, Fields
+from .fields import Fields
+from .other_fields import HINTS
 
 FEWER = "send fewer texts per request, or use a client of Quire's protocol"
 HELD_VECTOR_BYTES = HELD_CLASSES_BYTES = 64  # of a text's vector or classes that an answer holds, besides the JSON

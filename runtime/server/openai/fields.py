@@ -14,12 +14,14 @@ from ...common.default_sampling import http_sampling
 from ...common.prompts import shown
 from ...engine.facade import EngineInfo
 from .errors import BadRequest
+from .other_fields import HINTS, INSTEAD, UNSUPPORTED
 from .structure import STRUCTURE_FIELDS, structure_of
 from .tools import TOOL_FIELDS
 
 T = TypeVar("T")
 
 MAX_ALTERNATIVES = 20  # of one token, with their logprobs
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 SEEDS = 1 << 64  # a negative seed counts from the end
 
 # Fields of `SamplingParams` with the same name and meaning.
@@ -36,8 +38,6 @@ TIERS = {"auto": (0, "default"), "default": (0, "default"), "flex": (1, "flex"),
 # vLLM's fields of an answer, and fields that OpenAI does not have and whose clients read `stop_reason`.
 TOKEN_IDS = frozenset({"return_token_ids", "return_tokens_as_token_ids"})
 SHOWING_STOP_REASON = frozenset({"stop_token_ids", "include_stop_str_in_output", "return_token_ids"})
-# Labels and hints, which change no answer.
-HINTS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_retention"})
 COMMON = (
     SAMPLING
     | REQUEST
@@ -51,82 +51,6 @@ COMPLETION = COMMON | TOKEN_IDS | {"prompt", "best_of", "echo", "return_timings"
 TOKENIZE = TOOL_FIELDS | {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"}
 DETOKENIZE = frozenset({"model", "tokens"})
 
-# Fields that are known and not supported, with the values that ask for nothing.
-UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "tools": (),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (),
-    "functions": (),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "moderation": (),
-    "reasoning_effort": (),
-    "enable_thinking": (),
-    "verbosity": (),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "suffix": ("",),
-    "echo": (False,),
-    "best_of": (1,),
-    "prompt_logprobs": (),
-    "return_timings": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "guided_whitespace_pattern": (),
-    "vllm_xargs": ({},),
-    "kv_transfer_params": (),
-    "bad_words": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (),
-    "documents": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "thinking_token_budget": (),
-    "include_reasoning": (True,),
-    "beam_width": (),
-    "n_predict": (),
-    "max_new_tokens": (),
-    "repeat_penalty": (1, 1.0),
-    "typical_p": (1, 1.0),
-    "mirostat": (0,),
-    "prompt_embeds": (),
-    "repetition_detection": (),
-    "request_id": (),
-    "max_output_tokens": (),
-    "previous_response_id": (),
-    "instructions": (),
-    "input": (),
-    "conversation": (),
-    "truncation": ("disabled",),
-    "reasoning": ({},),
-    "max_tool_calls": (),
-    "text": ({},),
-    "include": ([],),
-    "background": (False,),
-}
-# What to use instead of fields of other paths, Quire's own protocol, llama.cpp and transformers.
-INSTEAD = {
-    "max_completion_tokens": "use max_tokens",
-    "max_output_tokens": "use max_tokens",
-    "messages": "chats go to /v1/chat/completions",
-    "request_id": "use the header x-request-id",
-    "beam_width": "Quire's own protocol has beams",
-    "n_predict": "use max_tokens",
-    "max_new_tokens": "use max_tokens",
-    "repeat_penalty": "use repetition_penalty",
-}
 KNOWN = CHAT | COMPLETION | TOKENIZE | DETOKENIZE | UNSUPPORTED.keys()
 
 
@@ -179,8 +103,7 @@ class Fields:
         The error says what `instead` says about a field, or to leave it out.
         """
         for name, value in self.values.items():
-            neutral = unsupported.get(name, ())
-            if name in supported or any(type(each) is type(value) and each == value for each in neutral):
+            if name in supported or any(_is_same(value, each) for each in unsupported.get(name, ())):
                 continue
             if name in KNOWN or name in unsupported:
                 text = f"{name} is not supported here; {instead.get(name, 'leave it out')}"
@@ -241,8 +164,15 @@ def answer_fields(fields: Fields, info: EngineInfo) -> dict[str, Any]:
         "returns_token_ids": returns_token_ids,
         "returns_timings": returns_timings,
         "shows_tokens_as_ids": fields.take("return_tokens_as_token_ids", bool, False),
+        "shows_usage_so_far": streaming(fields)[1] and stream_option(fields, "continuous_usage_stats"),
         "shows_stop_reason": any(fields.values.get(name) for name in SHOWING_STOP_REASON),
     }
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    """Return whether a value asks for nothing; 0 and 0.0 are the same, 0 and false are not."""
+    numbers = (int, float)
+    return value == neutral and (type(value) is type(neutral) or (type(value) in numbers and type(neutral) in numbers))
 
 
 def streaming(fields: Fields) -> tuple[bool, bool]:
@@ -252,11 +182,19 @@ def streaming(fields: Fields) -> tuple[bool, bool]:
         return stream, False
     if not stream:
         raise BadRequest("stream_options needs stream: true", "stream_options")
+    return stream, stream_option(fields, "include_usage")
+
+
+def stream_option(fields: Fields, name: str) -> bool:
+    """Return an option of the stream, false without it. Raises BadRequest for a wrong or unsupported one."""
     options = Fields(fields.take("stream_options", dict, {}))
-    for name in ("include_obfuscation", "continuous_usage_stats"):
-        if options.take(name, bool, False):
-            raise BadRequest(f"stream_options.{name} is not supported; leave it out", f"stream_options.{name}")
-    return stream, options.take("include_usage", bool, False)
+    for each in STREAM_OPTIONS:
+        if type(options.values.get(each, False)) is not bool:
+            raise BadRequest(f"stream_options.{each} must be true or false", f"stream_options.{each}")
+    if options.values.get("include_obfuscation"):
+        text = "stream_options.include_obfuscation is not supported; leave it out"
+        raise BadRequest(text, "stream_options.include_obfuscation")
+    return options.take(name, bool, False)
 
 
 _NAMES: dict[type, str] = {str: "text", int: "an integer", bool: "true or false", dict: "an object", list: "a list"}

@@ -6,7 +6,7 @@ An event is bytes that are made once per request, around the text of the chunk.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,13 @@ DONE = b"data: [DONE]\n\n"
 TIMINGS = ("queue_ms", "prefill_ms", "decode_ms", "stall_ms")  # of `Usage`
 
 _encode = msgspec.json.encode
+
+
+class PromptSize(NamedTuple):
+    """The tokens of a prompt, and how many of them the engine echoes."""
+
+    num_tokens: int
+    num_echoed: int = 0
 
 
 class Format:
@@ -48,10 +55,12 @@ class Format:
         self._include_usage = call.include_usage
         self._returns_timings = call.returns_timings
         self._event_end = (b'],"usage":null}' if call.include_usage else b"]}") + END_OF_EVENT
+        self._shows_usage_so_far, self._n = call.shows_usage_so_far, call.params.n
+        self.prompt_sizes: Sequence[PromptSize] = ()  # of each prompt, before the first event
         self._choice_heads = [self._event_head + b'{"index":%d,' % index for index in range(call.num_choices)]
         self._text_heads = [head + self.text_begin for head in self._choice_heads]
         self._text_end = self.text_end + b',"logprobs":'
-        self._choice_end = b',"finish_reason":null}' + self._event_end
+        self._choice_end = b',"finish_reason":null}'
         self._returns_token_ids, self._shows_stop_reason = call.returns_token_ids, call.shows_stop_reason
         has_logprobs, as_ids = call.params.logprobs is not None, call.shows_tokens_as_ids
         self.choices = [
@@ -86,7 +95,7 @@ class Format:
         events = self._delta_events(index, deltas, piece, chunk.token_ids)
         if chunk.finish_reason is not None:
             end = self.no_text + b',"logprobs":null,"finish_reason":"%b"' % self._finish_reason(choice)
-            events += self._choice_heads[index] + end + self._stop_reason(chunk) + b"}" + self._event_end
+            events += self._choice_heads[index] + end + self._stop_reason(chunk) + b"}" + self._end(index)
         return events
 
     def echo_event(self, index: int, text: str, first: int | None) -> bytes:
@@ -124,11 +133,22 @@ class Format:
     def _finish_reason(self, choice: Choice) -> bytes:
         return choice.finish_reason.encode()
 
+    def _end(self, index: int) -> bytes:
+        """Return the end of an event of a choice, with the choice's tokens so far if the request asks for them."""
+        if not self._shows_usage_so_far:
+            return self._event_end
+        size = self.prompt_sizes[index // self._n]
+        generated = max(0, self.choices[index].num_tokens - size.num_echoed)
+        usage = {"prompt_tokens": size.num_tokens, "completion_tokens": generated}
+        return b'],"usage":%b}' % _encode({**usage, "total_tokens": size.num_tokens + generated}) + END_OF_EVENT
+
     def _text_event(self, index: int, text: str, piece: Columns | None, token_ids: Sequence[int] = ()) -> bytes:
         form = self.choices[index].logprobs
         logprobs = b"null" if piece is None or form is None else form.join((piece,))
         ids = self._token_ids(token_ids) if self._returns_token_ids else b""
-        return b"".join((self._text_heads[index], _encode(text), self._text_end, logprobs, ids, self._choice_end))
+        return b"".join(
+            (self._text_heads[index], _encode(text), self._text_end, logprobs, ids, self._choice_end, self._end(index))
+        )
 
     def _token_ids(self, token_ids: Sequence[int]) -> bytes:
         """Return vLLM's field of a choice, if the request asks for it."""
@@ -159,7 +179,7 @@ class ChatFormat(Format):
         content = b'""' if self.choices[0].parser is None else b"null"
         delta = b'"delta":{"role":"assistant","content":%b,"refusal":null}' % content
         role = delta + b',"logprobs":null,"finish_reason":null}'
-        return b"".join(head + role + self._event_end for head in self._choice_heads)
+        return b"".join(head + role + self._end(index) for index, head in enumerate(self._choice_heads))
 
     def _delta_events(
         self, index: int, deltas: Sequence[Delta], piece: Columns | None, token_ids: Sequence[int]
@@ -171,7 +191,7 @@ class ChatFormat(Format):
         call = choice.num_calls - sum(delta.kind == "call" for delta in deltas) - 1
         if not deltas and self._returns_token_ids and token_ids:  # without text: the content may stay null
             shown = self.no_text + b',"logprobs":null,"finish_reason":null' + self._token_ids(token_ids)
-            return self._choice_heads[index] + shown + b"}" + self._event_end
+            return self._choice_heads[index] + shown + b"}" + self._end(index)
         for kind, text in deltas:
             call += kind == "call"
             if kind == "content":
@@ -180,7 +200,7 @@ class ChatFormat(Format):
             else:
                 delta = _reasoning(text) if kind == "reasoning" else self._call_delta(index, call, kind, text)
                 shown = b'"delta":%b,"logprobs":null,"finish_reason":null' % _encode(delta)
-                events.append(self._choice_heads[index] + shown + self._token_ids(token_ids) + b"}" + self._event_end)
+                events.append(self._choice_heads[index] + shown + self._token_ids(token_ids) + b"}" + self._end(index))
             token_ids = ()
         return b"".join(events)
 

@@ -10,7 +10,7 @@ from ..monitoring import CancelCause
 from ..replay_buffer import MAX_SUBSCRIBERS, ReplayBuffer
 from ..tenants import Tenant
 from .exchange import Exchange
-from .formats import Format
+from .formats import Format, PromptSize
 from .running import CallOutput
 
 CHUNKS_PER_TURN = 8  # of one stream of a tenant; each is read and rendered again
@@ -46,6 +46,7 @@ class KeptReader:
         try:
             if (refusal := await self.accepted()) is not None:
                 return refusal
+            output.form.prompt_sizes = [PromptSize(self.buffer.num_prompt_tokens)]
             output.begin([], self.buffer.new_parser)
             return await self._read_all(output)
         finally:

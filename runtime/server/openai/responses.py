@@ -16,23 +16,23 @@ from .choices import Choice, Run
 from .errors import BadRequest
 from .fields import (
     COMMON,
-    HINTS,
-    INSTEAD,
     MAX_ALTERNATIVES,
     TIERS,
-    UNSUPPORTED,
     Fields,
     sampling_fields,
     service_tier,
+    stream_option,
 )
 from .formats import Format
 from .logprobs import ChatLogprobs, Columns, Vocabulary, shown_in_delta
+from .other_fields import HINTS, INSTEAD, UNSUPPORTED
 from .response_items import INPUT_IMAGE, OutputItems, chat_fields, input_messages
 from .tools import TOOL_FIELDS, check_verbosity, namespaces
 
 RESPONSE_FIELDS = COMMON - {"n", "max_tokens", "logprobs", "logit_bias", "response_format", "stream_options"} | HINTS
 RESPONSE_FIELDS |= {"input", "instructions", "max_output_tokens", "text", "store", "background", "previous_response_id"}
-RESPONSE_FIELDS |= {"include", "top_logprobs", "service_tier", "reasoning"} | TOOL_FIELDS - {"reasoning_effort"}
+RESPONSE_FIELDS |= {"stream_options", "max_tool_calls", "include", "top_logprobs", "service_tier", "reasoning"}
+RESPONSE_FIELDS |= TOOL_FIELDS - {"reasoning_effort"}
 TEXT_FORMAT = {"type": "text"}
 FORMAT_OPTIONS: dict[str, type] = {"description": str, "strict": bool}  # of a JSON schema, besides its name
 UNSUPPORTED_HERE: dict[str, tuple[object, ...]] = {
@@ -42,9 +42,7 @@ UNSUPPORTED_HERE: dict[str, tuple[object, ...]] = {
     "logprobs": (),
     "logit_bias": (),
     "response_format": (TEXT_FORMAT,),  # here it is `text.format`
-    "stream_options": ({}, {"include_obfuscation": False}),
     "conversation": (),
-    "max_tool_calls": (),
     "prompt": (),
     "truncation": ("disabled",),
 }
@@ -76,6 +74,8 @@ def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     store = fields.take("store", bool, background)
     if background and not store:
         raise BadRequest("background needs store: true", "background")
+    stream_option(fields, "include_usage")  # the last event always has the usage
+    fields.take("max_tool_calls", int, 0)  # of tools that only other servers have
     placed = _messages(fields)
     messages = checked_messages([each for _, each in placed], info, "input", lambda index: placed[index][0])
     has_limit = "max_output_tokens" in fields.values

@@ -18,7 +18,7 @@ from ..request_log import quire_error
 from .calls import Call
 from .errors import HTTPAnswer
 from .exchange import Exchange, HeldAnswer
-from .formats import Format, total_usage
+from .formats import Format, PromptSize, total_usage
 from .logprobs import CompletionLogprobs
 from .prompt_logprobs import PromptPart
 
@@ -160,6 +160,10 @@ class CallRunner:
                 if self._prompt_logprobs is not None:
                     self._show_prompts(output.form, streams, self._prompt_logprobs)
                 self._note_starts(output.form, streams)
+                output.form.prompt_sizes = [
+                    PromptSize(len(stream.prompt_token_ids), len(stream.prompt_token_ids) - 1 if request.echo else 0)
+                    for request, stream in zip(self._requests, streams, strict=True)
+                ]
                 output.begin(await self._echoes(streams) if self._echo else [], streams[0].new_parser)
                 self._requests.clear()
                 for prompt, stream in zip(self._prompts, streams, strict=True):
