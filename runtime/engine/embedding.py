@@ -210,14 +210,9 @@ class Embedder:
         if isinstance(text, tuple):
             return EncodedText(text)
         text = self._beginning(request, name, text)
-        try:
-            if request.query is not None and self.info.num_labels:
-                return self._texts.encode_pair(self._beginning(request, request.query_name, request.query), text)
-            return self._texts.encode(text, prompt)
-        except QuireError:
-            raise
-        except Exception as error:  # the library raises bare Exception
-            raise GenerationFailed(f"the text could not be tokenized: {error}") from error
+        if request.query is not None and self.info.num_labels:
+            return self._texts.encode_pair(self._beginning(request, request.query_name, request.query), text)
+        return self._texts.encode(text, prompt)
 
     def _beginning(self, request: EmbedRequest, name: str, text: str) -> str:
         """Return the part of `text` to tokenize. Raises if it is too long and truncation is off."""

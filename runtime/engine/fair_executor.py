@@ -1,7 +1,8 @@
 """`FairExecutor`: runs the text work of all tenants in a few threads; the tenants take turns.
 
 A tenant that floods the server with long texts delays others by the texts that run, not by those that wait, which the
-server limits in bytes. Must not import tokenizers or templates.
+server limits in bytes. A tokenizer whose expressions never end holds its thread for ever: its request ends after
+`LIMIT_S`, another thread takes its place, and the process can exit. Must not import tokenizers or templates.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import asyncio
 import contextvars
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
-from ..common.errors import Unavailable
+from ..common.errors import GenerationFailed, Unavailable
+from .job_threads import JobThreads
 
 NUM_THREADS = 2  # rendering holds the GIL: more threads would delay the event loop
+LIMIT_S = 60.0  # for one text: a text of a million tokens takes some seconds
+MAX_ABANDONED = 4  # threads whose texts took longer
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -30,8 +33,9 @@ class FairExecutor:
     """Lives on the event loop that calls `submit`."""
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="quire-text")
+        self._threads = JobThreads(num_threads, "quire-text")
         self._num_idle = num_threads
+        self._num_abandoned = 0
         self._is_closed = False
         self._waiting: dict[str, deque[_Job]] = {}  # by tenant; the first one's turn is next
 
@@ -43,6 +47,8 @@ class FairExecutor:
         """
         if self._is_closed:
             raise _closed()
+        if self._num_abandoned == MAX_ABANDONED:
+            raise Unavailable(f"{MAX_ABANDONED} texts have taken more than {LIMIT_S:.0f} s each and have not ended")
         context = contextvars.copy_context()
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         job = _Job(result, [lambda: context.run(function, *args)])
@@ -59,11 +65,11 @@ class FairExecutor:
                 if not job.result.done():
                     job.result.set_exception(_closed())
         self._waiting.clear()
-        self._threads.shutdown(wait=False)
+        self._threads.close()
 
     def _run_next(self) -> None:
         """Give idle threads to the tenants in turn."""
-        while self._num_idle and self._waiting:
+        while self._num_idle and self._waiting and self._num_abandoned < MAX_ABANDONED:
             tenant, jobs = next(iter(self._waiting.items()))
             job = jobs.popleft()
             del self._waiting[tenant]
@@ -74,8 +80,23 @@ class FairExecutor:
                 self._run(job)
 
     def _run(self, job: _Job) -> None:
-        def on_done(done: asyncio.Future[Any]) -> None:
+        is_abandoned = False
+
+        def abandon() -> None:
+            nonlocal is_abandoned
+            is_abandoned = True
+            self._num_abandoned += 1
             self._num_idle += 1
+            if not job.result.done():
+                job.result.set_exception(GenerationFailed(f"the text took more than {LIMIT_S:.0f} s"))
+            self._run_next()
+
+        def on_done(done: asyncio.Future[Any]) -> None:
+            timer.cancel()
+            if is_abandoned:
+                self._num_abandoned -= 1
+            else:
+                self._num_idle += 1
             if not job.result.done():
                 if done.cancelled():
                     job.result.cancel()
@@ -87,8 +108,8 @@ class FairExecutor:
                 done.exception()  # seen: the caller has given up
             self._run_next()
 
-        running = asyncio.get_running_loop().run_in_executor(self._threads, job.call[0])
-        running.add_done_callback(on_done)
+        timer = asyncio.get_running_loop().call_later(LIMIT_S, abandon)
+        self._threads.call(job.call[0]).add_done_callback(on_done)
 
 
 def _closed() -> Unavailable:

@@ -32,8 +32,8 @@ class JobThreads:
         self._queue.put(job)
         self.replace_slow()
 
-    async def call(self, function: Callable[[], Result], then: Callable[[], None] | None = None) -> Result:
-        """Run a function in a thread and return its result. The thread calls `then` when the result is on its way.
+    def call(self, function: Callable[[], Result], then: Callable[[], None] | None = None) -> asyncio.Future[Result]:
+        """Run a function in a thread; return its future result. The thread calls `then` when that is on its way.
 
         No call waits for what the threads of others do then: there is one thread more, if need be.
         """
@@ -57,7 +57,7 @@ class JobThreads:
         if all(worker.started for worker in self._workers):
             self._workers.append(_Worker(self._queue, self._name))
         self.submit(run)
-        return await done
+        return done
 
     def replace_slow(self) -> None:
         """Let other threads run the jobs that wait for slow ones. A thread with a slow job ends after it."""

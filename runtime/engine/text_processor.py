@@ -14,7 +14,7 @@ import numpy as np
 import structlog
 
 from ..common.config import ToolCallParser
-from ..common.errors import ConfigError, CorruptCheckpoint, GenerationFailed, QuireError, UnsupportedModel
+from ..common.errors import ConfigError, CorruptCheckpoint, InvalidRequest, QuireError, UnsupportedModel
 from ..common.heap import return_unused_memory
 from ..common.prompts import PromptImage
 from ..common.types import SamplingParams
@@ -26,20 +26,20 @@ from .text.chat_tokens import ChatTokens
 from .text.content_marks import RenderedChat
 from .text.model_markup import find_markup
 from .text.text_files import read_json, text_folder
+from .text.tokenizer import library_failure
+from .validator import SAMPLING_RANGES
 
 if TYPE_CHECKING:
     from .images import ImageReader
 
-# Keys of GGUF files below general.sampling: the sampling parameter, its least and its largest value.
+# Keys of GGUF files below general.sampling, and the sampling parameters.
 FILE_SAMPLING = {
-    "temp": ("temperature", 0, 100),
-    "top_p": ("top_p", 1e-6, 1),
-    "top_k": ("top_k", -1, 2**31 - 1),
-    "min_p": ("min_p", 0, 1),
-    "penalty_repeat": ("repetition_penalty", 1e-6, 100),
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
 }
-# Sampling parameters that a model's generation_config.json may recommend.
-RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 _log = structlog.get_logger("quire.text")
@@ -113,10 +113,7 @@ class TextProcessor:
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of `text`. Raises GenerationFailed if the tokenizer fails."""
         assert self.tokenizer is not None, "Validator.check_text refuses text for a model without tokenizer"
-        try:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        except Exception as error:  # the library raises bare Exception
-            raise GenerationFailed(f"the prompt could not be tokenized: {error}") from error
+        return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def encode_chat(
         self, chat: RenderedChat, files: Sequence[bytes] = ()
@@ -141,8 +138,8 @@ class TextProcessor:
             return tuple(self._chat_tokens.encode(chat, encode))
         except QuireError:
             raise
-        except Exception as error:  # the library raises bare Exception
-            raise GenerationFailed(f"the prompt could not be tokenized: {error}") from error
+        except BaseException as error:
+            raise library_failure("the text could not be tokenized", error) from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids` without special tokens."""
@@ -213,21 +210,38 @@ def _file_sampling(path: Path) -> dict[str, float]:
     """
     metadata = GGUFFile(path).metadata if is_gguf(path) else {}
     found: dict[str, float] = {}
-    for key, (name, least, most) in FILE_SAMPLING.items():
+    for key, name in FILE_SAMPLING.items():
         value: Any = metadata.get(f"general.sampling.{key}")
-        if type(value) in (int, float) and least <= value <= most:
-            found[name] = float(str(np.float32(value))) if type(value) is float else value  # as it was before f32
-        elif value is not None:
-            _log.warning("a recommendation is left out", key=f"general.sampling.{key}", value=repr(value)[:60])
+        if type(value) is float:
+            value = float(str(np.float32(value)))  # as it was before f32
+        _recommend(found, name, value, f"general.sampling.{key}")
     return found
 
 
 def _default_sampling(folder: Path) -> dict[str, float]:
-    """Return the sampling parameters in generation_config.json. Raises CorruptCheckpoint for one that is no number."""
-    path = folder / "generation_config.json"
-    content = read_json(path)
-    given = {name: content.get(name) for name in RECOMMENDED}
-    for name, value in given.items():
-        if value is not None and type(value) not in (int, float):
-            raise CorruptCheckpoint(f"{path}: {name} must be a number, not {value!r:.60}")
-    return {name: value for name, value in given.items() if value is not None}
+    """Return the sampling parameters that generation_config.json recommends.
+
+    A value that no request may have is left out: a client that did not set it could not mend it.
+    """
+    content = read_json(folder / "generation_config.json")
+    found: dict[str, float] = {}
+    for name in SAMPLING_RANGES:
+        _recommend(found, name, content.get(name), f"{folder / 'generation_config.json'}: {name}")
+    return found
+
+
+def _recommend(found: dict[str, float], name: str, value: Any, key: str) -> None:
+    """Add a parameter to `found`, or warn that the value of `key` cannot be one. None is no value."""
+    if value is None:
+        return
+    check, least, most = SAMPLING_RANGES[name]
+    if name == "top_k" and type(value) is float and value.is_integer():
+        value = int(value)
+    try:
+        if type(value) not in (int, float):
+            raise InvalidRequest(f"{name} must be a number")
+        check(name, value, least, most)
+    except InvalidRequest:
+        _log.warning("a recommendation is left out", key=key, value=repr(value)[:60])
+    else:
+        found[name] = value

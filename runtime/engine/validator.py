@@ -5,8 +5,9 @@ They depend on the request and on the engine's constant `EngineInfo` only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -46,6 +47,28 @@ MAX_GRAMMAR_BYTES = 256 << 10
 SMALLEST = 1e-6  # least value of parameters that must be above 0: kernels compute in f32
 
 
+def _integer(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):  # numpy's integers are allowed
+        raise InvalidRequest(f"{name} must be a whole number, not {shown(value)}")
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}")
+
+
+def _number(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # also true of NaN
+        raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}")
+
+
+# Parameters that a model may recommend, and their allowed values.
+SAMPLING_RANGES: dict[str, tuple[Callable[[str, Any, Any, Any], None], float, float]] = {
+    "temperature": (_number, 0, 100),
+    "top_k": (_integer, -1, 2**31 - 1),
+    "top_p": (_number, SMALLEST, 1),
+    "min_p": (_number, 0, 1),
+    "repetition_penalty": (_number, SMALLEST, 100),
+}
+
+
 class Validator:
     """Checks of requests to one engine. The methods raise InvalidRequest or ContextLengthExceeded."""
 
@@ -60,11 +83,8 @@ class Validator:
         if request.echo and (params.beam_width or params.best_of is not None or params.structured_outputs is not None):
             raise InvalidRequest("echo cannot be used with best_of, beam_width or structured_outputs")
         _integer("min_tokens", params.min_tokens, 0, params.max_tokens)
-        _number("temperature", params.temperature, 0, 100)
-        _integer("top_k", params.top_k, -1, 2**31 - 1)
-        _number("top_p", params.top_p, SMALLEST, 1)
-        _number("min_p", params.min_p, 0, 1)
-        _number("repetition_penalty", params.repetition_penalty, SMALLEST, 100)
+        for name, (check, low, high) in SAMPLING_RANGES.items():
+            check(name, getattr(params, name), low, high)
         _number("presence_penalty", params.presence_penalty, -2, 2)
         _number("frequency_penalty", params.frequency_penalty, -2, 2)
         if params.seed is not None:
@@ -359,15 +379,3 @@ def _check_beam(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value != neutral:
             raise InvalidRequest(f"{name} cannot be used with beam_width: leave it at {neutral!r}, not {value!r}")
-
-
-def _integer(name: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):  # numpy's integers are allowed
-        raise InvalidRequest(f"{name} must be a whole number, not {shown(value)}")
-    if not low <= value <= high:
-        raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}")
-
-
-def _number(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # also true of NaN
-        raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}")

@@ -159,6 +159,20 @@ MUTANTS = [
         "texts of models lack the begin token that tokenizer.json puts there",
     ),
     Mutant(
+        "runtime/engine/text/folder_tokenizer.py",
+        "            fast.model.dropout = None  # a text would have other tokens each time\n",
+        "            pass\n",
+        "a text has other tokens each time",
+        "tests/runtime/engine/text/test_tokenizer_limits.py",
+    ),
+    Mutant(
+        "runtime/engine/text/tokenizer_limits.py",
+        "return 1.0 + len(content)  # an expression",
+        "return 1.0 + 0 * len(content)  # an expression",
+        "a normalizer of expressions makes gigabytes of a short text",
+        "tests/runtime/engine/text/test_tokenizer_limits.py",
+    ),
+    Mutant(
         "runtime/engine/text/detokenizer.py",
         "            self._text.begin_after(context)\n",
         "            self._text.begin_after(())\n",

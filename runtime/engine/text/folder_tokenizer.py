@@ -12,11 +12,15 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from ...common.errors import CorruptCheckpoint, ModelNotFound
-from .text_files import read_json
+from .text_files import read_file, read_json
+from .tokenizer_limits import check_limits
 
+TOKENIZER = "tokenizer.json"
+MAX_TOKENIZER_BYTES = 128 << 20  # Gemma 3's, with 262,144 tokens, has 33 MB
 SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
@@ -39,14 +43,18 @@ def read_folder(folder: Path) -> tuple[FastTokenizer, frozenset[int]]:
 
 
 def _load_fast(folder: Path) -> FastTokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelNotFound(f"{folder} has no tokenizer.json; Quire needs a Hugging Face folder with a fast tokenizer")
+    path = folder / TOKENIZER
+    data = read_file(path, MAX_TOKENIZER_BYTES)
+    if data is None:
+        raise ModelNotFound(f"{folder} has no {TOKENIZER}; Quire needs a Hugging Face folder with a fast tokenizer")
+    check_limits(path, data)
     try:
-        fast = FastTokenizer.from_file(str(path))
+        fast = FastTokenizer.from_buffer(data)
         # A file saved during training may enable these; prompts must be neither truncated nor padded.
         fast.no_truncation()
         fast.no_padding()
+        if isinstance(fast.model, BPE):
+            fast.model.dropout = None  # a text would have other tokens each time
         with suppress(Exception):  # the vocabulary may lack these letters
             fast.encode_batch_fast(["a", ("a", "b")])
     except (KeyboardInterrupt, SystemExit):

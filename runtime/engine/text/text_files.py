@@ -16,14 +16,21 @@ def text_folder(path: Path) -> Path:
     return path.parent if is_gguf(path) else path
 
 
-def read_file(path: Path) -> bytes | None:
-    """Return the content of a file, None without one. Raises CorruptCheckpoint for what is not a regular file.
+MAX_BYTES = 8 << 20  # of a file with settings or a template
 
-    To open a pipe blocks until its other end is opened, and a device may never end.
+
+def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
+    """Return the content of a file, None without one.
+
+    Raises CorruptCheckpoint for a longer one, and for what is not a regular file: to open a pipe blocks until its other
+    end is opened, and a device may never end.
     """
     try:
-        if not S_ISREG(path.stat().st_mode):
+        status = path.stat()
+        if not S_ISREG(status.st_mode):
             raise CorruptCheckpoint(f"{path} cannot be read: it must be a regular file")
+        if status.st_size > max_bytes:
+            raise CorruptCheckpoint(f"{path} has {status.st_size} bytes; at most {max_bytes} are supported")
         return path.read_bytes()
     except FileNotFoundError:
         return None

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from ...common.errors import GenerationFailed
 from .folder_tokenizer import read_folder
 from .gguf_tokenizer import file_vocabulary, read_tokenizer
 from .text_files import text_folder
@@ -102,7 +103,10 @@ class Tokenizer:
 
         `encode_batch_fast` releases the GIL; the library's `encode` does not.
         """
-        ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as error:
+            raise library_failure("the text could not be tokenized", error) from None
         return ids
 
     def encode_with_spans(self, text: str) -> list[tuple[int, tuple[int, int]]]:
@@ -127,7 +131,10 @@ class Tokenizer:
 
     def encode_typed(self, text: str, pair: str | None = None) -> tuple[list[int], list[int]]:
         """Return token ids and token types of a text, or of a pair of texts, with special tokens."""
-        (encoding,) = self._fast.encode_batch_fast([text if pair is None else (text, pair)])
+        try:
+            (encoding,) = self._fast.encode_batch_fast([text if pair is None else (text, pair)])
+        except BaseException as error:
+            raise library_failure("the text could not be tokenized", error) from None
         return encoding.ids, encoding.type_ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -139,7 +146,10 @@ class Tokenizer:
             skipped: Collection[int] = self.special_token_ids if skip_special_tokens else ()
             known = [self.token_bytes(token_id) or b"" for token_id in token_ids if token_id not in skipped]
             return b"".join(known).decode(errors="replace")
-        text: str = self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        try:
+            text: str = self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise library_failure("the tokens could not be turned into text", error) from None
         return text
 
     def token_bytes(self, token_id: int) -> bytes | None:
@@ -201,6 +211,16 @@ class Tokenizer:
         if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return _hex_byte(token[3:5])
         return None
+
+
+def library_failure(what: str, error: BaseException) -> GenerationFailed:
+    """Return the error to raise for one of the library, whose panics are no Exception.
+
+    Raises the exceptions that end the process.
+    """
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+    return GenerationFailed(f"{what}: {str(error).partition(chr(10))[0]:.200}")
 
 
 def has_tokenizer(path: Path) -> bool:

@@ -415,7 +415,7 @@ async def test_a_failure_of_the_tokenizer_is_an_error_of_its_request(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: Any) -> Any:
-        raise Exception("a bug of the library")  # which raises no other class
+        raise GenerationFailed("the text could not be tokenized: a bug of the library")
 
     is_pair = method == "encode_pair"
     async with running(FakeEncoder(LABELS) if is_pair else None) as engine:

@@ -512,13 +512,15 @@ async def test_a_failing_detokenizer_fails_only_its_request(running: Running, mo
 
 
 async def test_a_failing_tokenizer_is_a_typed_error(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Tokenizer, text: str) -> list[int]:
-        raise MemoryError("no memory")
+    class Broken:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> None:
+            raise MemoryError("no memory")
 
     async with running() as engine:
-        monkeypatch.setattr(Tokenizer, "encode", fail)
-        with pytest.raises(GenerationFailed, match="could not be tokenized"):
-            await engine.submit(new_request())
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.text_processor.tokenizer, "_fast", Broken())
+            with pytest.raises(GenerationFailed, match="could not be tokenized: no memory"):
+                await engine.submit(new_request())
         assert ids_of(await chunks_of(engine, new_request((1, 2, 3))))
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from quire.runtime.common.errors import InvalidRequest, Unavailable
+from quire.runtime.common.errors import GenerationFailed, InvalidRequest, Unavailable
+from quire.runtime.engine import fair_executor
 from quire.runtime.engine.fair_executor import FairExecutor
 
 NAME: contextvars.ContextVar[str] = contextvars.ContextVar("name")
@@ -107,3 +110,36 @@ async def test_closing_refuses_what_waits_and_what_comes(executor: FairExecutor,
     work.go.set()
     assert await running == "running"
     assert work.order == ["running"]
+
+
+async def test_a_text_that_never_ends_ends_its_request_and_holds_up_no_other(
+    executor: FairExecutor, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fair_executor, "LIMIT_S", 0.01)
+    monkeypatch.setattr(fair_executor, "MAX_ABANDONED", 2)
+    stuck = executor.submit("a", work, "stuck")
+    with pytest.raises(GenerationFailed, match="the text took more than 0 s"):
+        await stuck
+    assert await executor.submit("a", len, "next") == 4
+    with pytest.raises(GenerationFailed):
+        await executor.submit("a", work, "stuck, too")
+    with pytest.raises(Unavailable, match="2 texts have taken more than 0 s each"):
+        executor.submit("a", len, "one more")
+    work.go.set()
+    while executor._num_abandoned:
+        await asyncio.sleep(0)
+    assert await executor.submit("a", len, "one more") == 8
+
+
+def test_a_text_that_never_ends_lets_the_process_exit() -> None:
+    code = """
+import asyncio, threading
+from quire.runtime.engine.fair_executor import FairExecutor
+async def main():
+    executor = FairExecutor()
+    executor.submit("a", threading.Event().wait)
+    await asyncio.sleep(0)
+    executor.close()
+asyncio.run(main())
+"""
+    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60).returncode == 0

@@ -115,7 +115,7 @@ async def test_a_caller_may_give_up(threads: JobThreads) -> None:
         begun.set()
         return go.wait(60)
 
-    caller = asyncio.create_task(threads.call(wait))
+    caller = threads.call(wait)
     assert await asyncio.to_thread(begun.wait, 60)
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):

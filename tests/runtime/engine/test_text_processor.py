@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -81,9 +82,6 @@ def test_recommended_sampling_parameters(folder: Path) -> None:
         '{"temperature": 0.6, "top_k": 20, "min_p": null, "do_sample": true}'
     )
     assert TextProcessor.load(folder).default_sampling == {"temperature": 0.6, "top_k": 20}
-    (folder / "generation_config.json").write_text('{"top_p": "high"}')
-    with pytest.raises(CorruptCheckpoint, match="top_p must be a number, not 'high'"):
-        TextProcessor.load(folder)
 
 
 def test_sampling_parameters_that_a_gguf_file_recommends(tmp_path: Path) -> None:
@@ -103,3 +101,27 @@ def test_sampling_parameters_that_a_gguf_file_recommends(tmp_path: Path) -> None
         found = TextProcessor.load(path).default_sampling
     assert found == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
     assert [entry["key"] for entry in logs] == ["general.sampling.min_p", "general.sampling.penalty_repeat"]
+
+
+@pytest.mark.parametrize(
+    ("recommended", "expected"),
+    [
+        ({"top_p": "high"}, {}),
+        ({"temperature": -1, "top_p": 0.9}, {"top_p": 0.9}),
+        ({"temperature": float("nan")}, {}),
+        ({"temperature": float("inf"), "top_k": float("inf")}, {}),
+        ({"top_p": 0}, {}),
+        ({"top_k": 20.0, "min_p": True}, {"top_k": 20}),
+        ({"top_k": 20.5}, {}),
+        ({"top_k": 10**400, "temperature": 10**400}, {}),
+        ({"repetition_penalty": 0, "temperature": [1]}, {}),
+        ({"top_k": -1, "temperature": 0}, {"top_k": -1, "temperature": 0}),
+    ],
+)
+def test_a_recommendation_that_no_request_may_have_is_left_out(
+    folder: Path, recommended: dict[str, object], expected: dict[str, float]
+) -> None:
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
+    with capture_logs() as logs:
+        assert TextProcessor.load(folder).default_sampling == expected
+    assert len(logs) == len(recommended) - len(expected)

@@ -9,7 +9,7 @@ from os import mkfifo
 from pathlib import Path
 
 import pytest
-from quire.runtime.common.errors import CorruptCheckpoint, ModelNotFound
+from quire.runtime.common.errors import CorruptCheckpoint, GenerationFailed, ModelNotFound
 from quire.runtime.engine.text.tokenizer import Token, Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models
@@ -353,3 +353,35 @@ def test_entries_of_the_vocabulary(byte_level: Tokenizer) -> None:
     assert b"".join(byte_level.token(token_id).data for token_id in ids) == "日本 naïve".encode()
     assert byte_level.token(0) == Token(b"<|endoftext|>", True)
     assert byte_level.token(10**6) == Token(b"", False)
+
+
+def test_a_panic_of_the_library_is_a_failure_of_its_text(folder: Path) -> None:
+    """The regular expression tries more ways than the library allows, which panics; that is no Exception."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer(folder)
+    for encode in (tokenizer.encode, tokenizer.encode_typed):
+        with pytest.raises(GenerationFailed, match="the text could not be tokenized: Onig: Regex search error"):
+            encode("a" * 40 + "!")
+    assert tokenizer.decode(tokenizer.encode("aaa")) == "aaa"
+
+
+def test_a_failure_to_decode_is_an_error_of_its_tokens(
+    sentencepiece: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Panic(BaseException):
+        pass
+
+    class Broken:
+        def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+            raise Panic("index out of bounds\nwith a backtrace")
+
+    monkeypatch.setattr(sentencepiece, "_fast", Broken())
+    with pytest.raises(GenerationFailed, match=r"^the tokens could not be turned into text: index out of bounds$"):
+        sentencepiece.decode([5])
