@@ -165,9 +165,17 @@ class Engine(Generic[CoreT]):
         self._validator.check_prompt(request)
         return await self._prompts.token_ids(request)
 
-    async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "", of_encoder: bool = False) -> str:
+    async def detokenize(
+        self,
+        token_ids: tuple[int, ...],
+        *,
+        skip_special_tokens: bool = True,
+        tenant: str = "",
+        of_encoder: bool = False,
+    ) -> str:
         """See `facade.EngineFacade.detokenize`."""
-        return await (self._encoder_texts if of_encoder else self._texts).detokenize(token_ids, tenant)
+        texts = self._encoder_texts if of_encoder else self._texts
+        return await texts.detokenize(token_ids, skip_special_tokens, tenant)
 
     def token(self, token_id: int, *, of_encoder: bool = False) -> Token:
         """See `facade.EngineFacade.token`."""

@@ -371,8 +371,15 @@ class EngineFacade(Protocol):
     async def tokenize_chat(self, request: GenerateRequest) -> tuple[int, ...]:
         """Return the prompt of a chat as `submit` renders it; tenants take turns. Raises as `submit`."""
 
-    async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "", of_encoder: bool = False) -> str:
-        """Return the text of `token_ids`, special tokens left out; tenants take turns.
+    async def detokenize(
+        self,
+        token_ids: tuple[int, ...],
+        *,
+        skip_special_tokens: bool = True,
+        tenant: str = "",
+        of_encoder: bool = False,
+    ) -> str:
+        """Return the text of `token_ids`, with the names of special tokens unless they are skipped. Tenants take turns.
 
         Raises InvalidRequest without a tokenizer and for ids outside the vocabulary.
         """

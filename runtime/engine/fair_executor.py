@@ -85,8 +85,8 @@ class FairExecutor:
         def abandon() -> None:
             nonlocal is_abandoned
             is_abandoned = True
-            self._num_abandoned += 1
             self._num_idle += 1
+            self._num_abandoned += 1
             if not job.result.done():
                 job.result.set_exception(GenerationFailed(f"the text took more than {LIMIT_S:.0f} s"))
             self._run_next()

@@ -141,10 +141,10 @@ class TextProcessor:
         except BaseException as error:
             raise library_failure("the text could not be tokenized", error) from error
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids` without special tokens."""
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`, with the names of special tokens unless they are skipped."""
         assert self.tokenizer is not None, "Validator.check_vocabulary refuses ids for a model without tokenizer"
-        return self.tokenizer.decode(token_ids)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> Token:
         """Return one entry of the vocabulary."""

@@ -24,10 +24,10 @@ class TokenTexts:
         self._validator.check_text(text)
         return await self._executor.submit(tenant, self._text_processor.encode, text, add_special_tokens)
 
-    async def detokenize(self, token_ids: tuple[int, ...], tenant: str) -> str:
-        """Return the text of token ids without special tokens. Raises InvalidRequest."""
+    async def detokenize(self, token_ids: tuple[int, ...], skip_special_tokens: bool, tenant: str) -> str:
+        """Return the text of token ids. Raises InvalidRequest."""
         self._validator.check_vocabulary(token_ids)
-        return await self._executor.submit(tenant, self._text_processor.decode, token_ids)
+        return await self._executor.submit(tenant, self._text_processor.decode, token_ids, skip_special_tokens)
 
     def token(self, token_id: int) -> Token:
         """Return one entry of the vocabulary. Raises InvalidRequest."""

@@ -158,7 +158,14 @@ class FakeEngine:
     async def tokenize_chat(self, request: GenerateRequest) -> tuple[int, ...]:
         return await self.tokenize("".join(each["content"] for each in request.messages or ()), False)
 
-    async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "", of_encoder: bool = False) -> str:
+    async def detokenize(
+        self,
+        token_ids: tuple[int, ...],
+        *,
+        skip_special_tokens: bool = True,
+        tenant: str = "",
+        of_encoder: bool = False,
+    ) -> str:
         return bytes(token_ids).decode(errors="replace")
 
     def token(self, token_id: int, *, of_encoder: bool = False) -> Token:

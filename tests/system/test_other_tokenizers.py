@@ -52,6 +52,17 @@ async def test_text_goes_on_after_the_prompt(real: Any) -> None:
         assert (await ask(real, COMPLETIONS, chosen))["choices"][0]["text"] == " yes"
 
 
+async def test_special_tokens_are_shown_on_request(real: Any) -> None:
+    for fields, expected in (
+        ({}, "yes yes"),
+        ({"skip_special_tokens": True}, "yes yes"),
+        ({"skip_special_tokens": False}, "<|endoftext|> yes yes<|endoftext|>"),
+    ):
+        assert (await ask(real, "/detokenize", {"tokens": [0, int(YES), int(YES), 0], **fields}))["prompt"] == expected
+    refused = await ask(real, "/detokenize", {"tokens": [0], "skip_special_tokens": "no"})
+    assert refused["error"]["param"] == "skip_special_tokens"
+
+
 async def test_offsets_are_those_of_the_text(real: Any) -> None:
     for fields, text, offsets in (
         ({"logprobs": 0}, " yes yes yes", [0, 4, 8]),

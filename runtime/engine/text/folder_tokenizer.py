@@ -136,12 +136,13 @@ def _tokens_of_old_folder(folder: Path, special: Mapping[str, AddedToken]) -> It
 def _named_tokens(fast: FastTokenizer, settings: Mapping[str, Any]) -> Iterator[tuple[str, AddedToken]]:
     """Yield the tokens with a role, as `eos_token`. A role of few models, as `image_token`, makes no new token."""
     for name in ROLES:
-        if isinstance(declared := settings.get(name), str | dict):
+        declared = settings.get(name)
+        if isinstance(declared, str | dict) and _text(declared) != "":
             yield _special_token(declared, name)
     extra = settings.get("extra_special_tokens")
     few = {name: declared for name, declared in settings.items() if name.endswith("_token") and name not in ROLES}
     for name, declared in (few | (extra if isinstance(extra, dict) else {})).items():
-        if isinstance(declared, str | dict):
+        if not name.startswith("add_") and _text(declared):
             text, token = _special_token(declared, name)
             if fast.token_to_id(text) is not None:
                 yield text, token

@@ -49,7 +49,7 @@ CHAT = COMMON | TOKEN_IDS | TOOL_FIELDS | {"messages", "max_completion_tokens", 
 CHAT |= {"return_timings", "verbosity"}
 COMPLETION = COMMON | TOKEN_IDS | {"prompt", "best_of", "echo", "return_timings", "prompt_logprobs"}
 TOKENIZE = TOOL_FIELDS | {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"}
-DETOKENIZE = frozenset({"model", "tokens"})
+DETOKENIZE = frozenset({"model", "tokens", "skip_special_tokens"})
 
 KNOWN = CHAT | COMPLETION | TOKENIZE | DETOKENIZE | UNSUPPORTED.keys()
 

@@ -69,7 +69,12 @@ class TokenAnswers:
             if set(map(type, tokens)) - {int}:
                 raise BadRequest(f"tokens must be a list of token ids, not {shown(tokens)}", "tokens")
             of_encoder = self._is_of_encoder(fields)
-            text = await self._context.engine.detokenize(tuple(tokens), tenant=tenant.name, of_encoder=of_encoder)
+            text = await self._context.engine.detokenize(
+                tuple(tokens),
+                skip_special_tokens=fields.take("skip_special_tokens", bool, True),
+                tenant=tenant.name,
+                of_encoder=of_encoder,
+            )
         _answer(exchange, {"prompt": text})
 
     async def count_input(self, endpoint: Endpoint, exchange: Exchange) -> None:

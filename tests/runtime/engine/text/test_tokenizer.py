@@ -192,7 +192,8 @@ TEMPLATE = {
         (TEMPLATE, {"add_bos_token": False}, [0, 65]),  # another class: transformers never reads it
         (None, {"add_bos_token": True, "bos_token": None}, [65]),
         (None, {"add_bos_token": True, "bos_token": "no such token"}, [0, 65]),
-        (None, {"add_bos_token": "yes"}, [65]),
+        (None, {"add_bos_token": "!"}, [65]),
+        (None, {"unk_token": "", "pad_token": None, "cls_token": {"content": ""}}, [65]),
     ],
 )
 def test_begin_and_end_tokens_of_the_settings(
