@@ -58,6 +58,9 @@ check-encoders: $(BIN)/quire
 check-plan: $(BIN)/quire
 	$(BIN)/python -m tests.bench.plan_memory $(PLAN)
 
+fuzz-text-files: $(BIN)/quire
+	$(BIN)/python tests/fuzz/fuzz_text_files.py $(FUZZ)
+
 fuzz-images: $(BIN)/quire
 	$(BIN)/python tests/fuzz/fuzz_images.py $(FUZZ)
 
@@ -106,4 +109,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-at-shutdown fuzz-files fuzz-images fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients
+.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-at-shutdown fuzz-files fuzz-text-files fuzz-images fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients

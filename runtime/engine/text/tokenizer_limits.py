@@ -118,7 +118,10 @@ def _longest_of_charsmap(encoded: Any) -> int:
         data = base64.b64decode(encoded) if isinstance(encoded, str) else b""
     except (binascii.Error, ValueError):
         return 1  # the library refuses it
-    texts = data[4 + int.from_bytes(data[:4], "little") :]
+    end = 4 + int.from_bytes(data[:4], "little")
+    if end > len(data):  # the library allocates what the map declares
+        raise CorruptCheckpoint(f"its precompiled_charsmap declares {end} bytes and has {len(data)}")
+    texts = data[end:]
     return max((len(text.decode(errors="replace")) for text in texts.split(b"\0")), default=1) or 1
 
 

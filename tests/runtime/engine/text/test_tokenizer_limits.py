@@ -52,6 +52,10 @@ def write(folder: Path, **changes: object) -> Path:
         ({"normalizer": sequence("normalizers", sequence("normalizers", EMPTY, 3), 3)}, "more than 128 characters"),
         ({"normalizer": sequence("normalizers", {"type": "ByteLevel"}, 30)}, "more than 128 characters of one"),
         ({"normalizer": charsmap(b"a" * 200)}, "more than 128 characters of one"),
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "//////////8="}},
+            "precompiled_charsmap declares 4294967299 bytes and has 8",
+        ),
         ({"normalizer": {"type": "Prepend", "prepend": "a" * 5000}}, "a prepend of 5000 characters; at most 1024"),
         ({"normalizer": sequence("normalizers", {"type": "NFC"}, 65)}, "a sequence has 65 parts; at most 64"),
         ({"pre_tokenizer": sequence("pretokenizers", BYTES, 30)}, "more than 128 characters of one"),
