@@ -25,8 +25,8 @@ from ..bench import Roofline, Shape, parse_shapes, read_profile
 from ..simulation import Speed
 from .alternatives import Alternative, alternatives, fit_capacity, sequence_lengths
 
-GRAMMAR_TOKEN_BYTES = 480  # measured: of the tables for structured output, per token
-TOKEN_BYTES = 750  # measured: of a tokenizer, per token of vocabularies of 4,000 to 150,000
+GRAMMAR_TOKEN_BYTES = 550  # measured: of the tables for structured output, per token
+TOKEN_BYTES = 350  # measured: of a tokenizer, per token of vocabularies of 49,152 to 262,144: 264 to 397
 SHAPES = "1x128,8x128,32x128"
 
 
@@ -232,8 +232,8 @@ def _server_start_bytes(tokens: int) -> dict[str, int]:
 def _structured_output_bytes(tokens: int) -> dict[str, int]:
     """Return what structured output takes; nothing without a tokenizer.
 
-    The first figure is an estimate of a tokenizer and the tables of its vocabulary in an engine process. The others are
-    limits, of grammars there and of the API server's processes that try them.
+    The first figure is an estimate of a tokenizer and the tables of its vocabulary in an engine process, which has them
+    from the first grammar on. The others are limits, of grammars there and of the API server's processes that try them.
     """
     return {
         "vocabulary": tokens * (TOKEN_BYTES + GRAMMAR_TOKEN_BYTES),

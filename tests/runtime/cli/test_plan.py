@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +17,13 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.memory import MemoryLimit
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.settings import Settings
+from quire.runtime.model import read_spec
+from quire.runtime.model.weights.tensors import expected_tensors
 from quire.runtime.tools.planning import PlanTarget, comparison, plan_serving, plan_text
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.bench.make_checkpoint import write_safetensors
 from tests.bench.plan_memory import KV_CACHE_MEMORY, measured_bytes, planned_bytes, resident_bytes
 
 MEMORY = 1 << 20
@@ -159,8 +165,7 @@ def test_a_server_and_its_engine_process_take_the_planned_memory() -> None:
     """What both map of files counts once."""
     config = EngineConfig(weights="q8", kv_cache_memory=KV_CACHE_MEMORY, threads=2)
     plan = plan_serving(Settings(engine=config, server=ServerConfig()), PlanTarget())
-    at_start = sum(plan.server_bytes.values()) + plan.structured_bytes["vocabulary"]
-    planned = plan.capacity.memory.total_bytes + at_start
+    planned = plan.capacity.memory.total_bytes + sum(plan.server_bytes.values())
     flags = (
         "--weights",
         "q8",
@@ -182,3 +187,43 @@ def test_a_server_and_its_engine_process_take_the_planned_memory() -> None:
         server.terminate()
     assert len(anonymous) == 2
     assert sum(anonymous) + max(files) == pytest.approx(planned, rel=0.05)
+
+
+STRUCTURED = """
+import json
+import sys
+from quire import LLM, SamplingParams, StructuredOutputs
+with LLM(**json.loads(sys.argv[1])) as llm:
+    sampling = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputs(regex="[ab]{4}"))
+    print(llm.generate(["a b"], sampling)[0].text, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def many_tokens_folder(tmp_path: Path, hybrid_folder: Callable[[str], Path]) -> str:
+    """Return a model with a vocabulary of 60,000 tokens: bytes, pairs of bytes and triples of bytes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [(left, right) for left in letters[:140] for right in letters[:140]]
+    merges = [*pairs, *(("".join(pair), letter) for pair in pairs for letter in letters[:3])][: 59_999 - len(letters)]
+    texts = [*letters, *map("".join, merges), "<end>"]
+    fast = Tokenizer(models.BPE({text: token_id for token_id, text in enumerate(texts)}, merges))
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast.save(str(tmp_path / "tokenizer.json"))
+    config = json.loads((hybrid_folder("..") / "config.json").read_text())
+    config |= {"vocab_size": len(texts), "eos_token_id": len(texts) - 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        write_safetensors(file, list(expected_tensors(read_spec(tmp_path))))
+    return str(tmp_path)
+
+
+def test_a_large_vocabulary_takes_the_planned_memory_when_a_grammar_has_used_it(many_tokens_folder: str) -> None:
+    options: dict[str, Any] = {"model": many_tokens_folder, "kv_cache_memory": MEMORY, "max_num_seqs": 8, "threads": 2}
+    plan = plan_serving(Settings(engine=EngineConfig(**options), server=ServerConfig()), PlanTarget())
+    planned = plan.capacity.memory.total_bytes + plan.server_bytes["tokenizer"] + plan.structured_bytes["vocabulary"]
+    command = [sys.executable, "-c", STRUCTURED, json.dumps(options)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert re.match("[ab]{4}", process.stdout.readline())
+        assert sum(resident_bytes(process.pid)) == pytest.approx(planned, rel=0.05)
