@@ -1,4 +1,4 @@
-"""Reading of quantization_config in config.json: which formats of quantised folders are supported.
+"""Reading of quantization_config in config.json, or of a file of its own: which quantised folders are supported.
 
 Lists of excluded modules are not read: the tensors of a folder show which of its matrices are quantised.
 """
@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from os.path import isfile
+from pathlib import Path
 
-from .config_json import MAX_WIDTH, ConfigTable
+from ..common.errors import UnsupportedModel
+from .config_json import MAX_WIDTH, ConfigTable, read_object
 from .weights.quantisation import Quantisation
 
 CONFIG_KEYS = ("quantization_config", "compression_config")  # the latter in early folders of compressed-tensors
+# Files of folders whose config.json says nothing, and the method of a file that names none.
+OWN_FILES = {
+    "quantize_config.json": "gptq",  # AutoGPTQ
+    "quant_config.json": "awq",  # AutoAWQ
+    "quantization_config.json": "auto-round",  # AutoRound
+    "hf_quant_config.json": "modelopt",  # Model Optimizer
+    "quanto_qmap.json": "quanto",  # Optimum Quanto
+}
 COMPRESSED_FORMATS = (
     "pack-quantized",
     "int-quantized",
@@ -22,15 +33,31 @@ COMPRESSED_FORMATS = (
 )
 
 
-def read_quantisation(config: ConfigTable) -> Quantisation | None:
-    """Read how a folder is quantised; None if it is not. Raises UnsupportedModel naming the key."""
+def read_quantisation(config: ConfigTable, folder: str | Path) -> Quantisation | None:
+    """Read how a folder with this config.json is quantised; None if it is not.
+
+    Raises UnsupportedModel naming the key, and the file if it is not config.json. Raises CorruptCheckpoint for a file
+    that is not a JSON object.
+    """
     key = next((key for key in CONFIG_KEYS if key in config), None)
-    if key is None:
+    if key is not None:
+        return _read(config.table(key), "compressed-tensors" if key == "compression_config" else None)
+    if "quantization" in config:  # of MLX
+        raise config.refused("quantization", "absent: weights of MLX are not supported")
+    name = next((name for name in OWN_FILES if isfile(Path(folder) / name)), None)
+    if name is None:
         return None
-    table = config.table(key)
-    method = table.text("quant_method", "compressed-tensors" if key == "compression_config" else None)
+    table = ConfigTable(read_object(Path(folder) / name), source=name)
+    return _read(table.table("quantization") if name == "hf_quant_config.json" else table, OWN_FILES[name])
+
+
+def _read(table: ConfigTable, default_method: str | None) -> Quantisation:
+    method = table.text("quant_method", default_method)
     if method not in METHODS:
-        raise table.refused("quant_method", f"one of {', '.join(METHODS)}")
+        allowed = f"one of {', '.join(METHODS)}"
+        if "quant_method" not in table and default_method is not None:
+            raise UnsupportedModel(f"{table.source}: weights of {default_method} are not supported, only {allowed}")
+        raise table.refused("quant_method", allowed)
     return METHODS[method](table)
 
 
@@ -85,6 +112,11 @@ def _fp8(table: ConfigTable) -> Quantisation:
     return Quantisation(layout="compressed-tensors", block=_block(table, "weight_block_size"))
 
 
+def _modelopt(table: ConfigTable) -> Quantisation:
+    _one_of(table, "quant_algo", "fp8")
+    return Quantisation(layout="compressed-tensors")
+
+
 METHODS: dict[str, Callable[[ConfigTable], Quantisation]] = {
     "gptq": _gptq,
     "awq": _awq,
@@ -92,6 +124,7 @@ METHODS: dict[str, Callable[[ConfigTable], Quantisation]] = {
     "compressed-tensors": _compressed,
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
+    "modelopt": _modelopt,
 }
 
 

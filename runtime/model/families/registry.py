@@ -65,7 +65,7 @@ def read_spec(path: str | Path) -> DecoderSpec:
         return _open_gguf(path)[0]
     config = read_config(path)
     family = _family(config)
-    return family.read(config) if _quantisation(family, config) is None else _open_folder(path, config)[0]
+    return family.read(config) if _quantisation(family, config, path) is None else _open_folder(path, config)[0]
 
 
 def open_model(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:
@@ -84,7 +84,7 @@ def open_tensors(path: str | Path) -> Checkpoint:
         return GGUFCheckpoint(GGUFFile(path), {})
     stored = SafetensorsCheckpoint(path)
     try:
-        how = read_quantisation(read_config(path))
+        how = read_quantisation(read_config(path), path)
         return stored if how is None else QuantisedCheckpoint(stored, how)
     except ModelError:
         return stored
@@ -92,7 +92,7 @@ def open_tensors(path: str | Path) -> Checkpoint:
 
 def _open_folder(path: str | Path, config: ConfigTable) -> tuple[DecoderSpec, Checkpoint]:
     family = _family(config)
-    how, spec = _quantisation(family, config), family.read(config)
+    how, spec = _quantisation(family, config, path), family.read(config)
     stored = SafetensorsCheckpoint(path)
     if family.tensors is None and any(name.endswith(".mlp.experts.gate_up_proj") for name in stored.names()):
         spec = replace(spec, names=_fused_experts(spec.names))
@@ -116,9 +116,9 @@ def _fused_experts(names: TensorNames) -> TensorNames:
     )
 
 
-def _quantisation(family: Family, config: ConfigTable) -> Quantisation | None:
+def _quantisation(family: Family, config: ConfigTable, path: str | Path) -> Quantisation | None:
     """Return how a folder is quantised; None for a family that reads its own form, and for a folder that is not."""
-    return read_quantisation(config) if family.tensors is None else None
+    return read_quantisation(config, path) if family.tensors is None else None
 
 
 def _open_gguf(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from quire.runtime.cli.models import models
 from quire.runtime.common.config import WeightDtype
 from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, ModelError, UnsupportedModel, WrongTensor
 from quire.runtime.model import PackedModel, pack_model, plan_memory, read_spec
+from quire.runtime.model.families.registry import open_model
 from quire.runtime.model.weights import quantised
 from quire.runtime.model.weights.decoder_weights import ExpertWeights, LayerWeights, MlpWeights, plan_weights
 from safetensors.numpy import load_file
@@ -420,3 +423,100 @@ def test_the_groups_of_a_matrix_that_the_model_does_not_have_are_not_read(tmp_pa
     tensors["other.g_idx"] = tensors["other.g_idx"] + 4
     save_tensors(tensors, file)
     assert types(pack_model(tmp_path / "a", "auto")) == {"q4"}
+
+
+# Files beside config.json
+
+OWN_FILES: dict[
+    str, tuple[str, dict[str, Any], dict[str, Any], Make]
+] = {  # the file, its content, the same in config.json
+    "AutoGPTQ": ("quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}, GPTQ, gptq()),
+    "GPTQModel": ("quantize_config.json", GPTQ | {"checkpoint_format": "gptq"}, GPTQ, gptq()),
+    "AutoAWQ": (
+        "quant_config.json",
+        {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"},
+        AWQ,
+        awq(),
+    ),
+    "AutoRound": (
+        "quantization_config.json",
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
+        GPTQ,
+        gptq(),
+    ),
+    "Model Optimizer": (
+        "hf_quant_config.json",
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        fp8(),
+    ),
+}
+
+
+def moved(folder: Path, name: str, content: object) -> Path:
+    """Replace what config.json says of quantization by a file of its own."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("tool", OWN_FILES)
+def test_a_folder_may_say_how_it_is_quantised_in_a_file_of_its_own(tmp_path: Path, tool: str) -> None:
+    name, content, inside, make = OWN_FILES[tool]
+    for folder in ("own", "inside"):
+        folder_of(tmp_path / folder, inside, make)
+    own, tensors = open_model(moved(tmp_path / "own", name, content))
+    expected, expected_tensors = open_model(tmp_path / "inside")
+    assert own == expected
+    for module in MATRICES:
+        matrix = f"{LAYER}{module}.weight"
+        assert tensors.dtype(matrix) == expected_tensors.dtype(matrix)
+        np.testing.assert_array_equal(tensors.tensor(matrix), expected_tensors.tensor(matrix))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("quantize_config.json", {"bits": 3}, "quantize_config.json: bits is 3; it must be 4 or 8"),
+        (
+            "quantize_config.json",
+            {"bits": 4, "is_marlin_format": True},
+            "quantize_config.json: is_marlin_format is true",
+        ),
+        ("quant_config.json", {"w_bit": 4, "version": "GEMV"}, 'quant_config.json: version is "GEMV"; it must be gemm'),
+        (
+            "hf_quant_config.json",
+            {"quantization": {"quant_algo": "NVFP4"}},
+            'hf_quant_config.json: quantization.quant_algo is "NVFP4"; it must be fp8',
+        ),
+        ("quanto_qmap.json", {"model.layers.0": {}}, "quanto_qmap.json: weights of quanto are not supported"),
+        ("quantize_config.json", {"quant_method": "hqq"}, 'quantize_config.json: quant_method is "hqq"'),
+    ],
+)
+def test_a_file_of_its_own_is_named_by_what_it_refuses(
+    tmp_path: Path, name: str, content: dict[str, Any], complaint: str
+) -> None:
+    folder_of(tmp_path / "a", GPTQ, gptq())
+    with pytest.raises(UnsupportedModel, match=re.escape(complaint)):
+        read_spec(moved(tmp_path / "a", name, content))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "null"])
+def test_a_broken_file_of_its_own_is_named(tmp_path: Path, content: str) -> None:
+    folder_of(tmp_path / "a", GPTQ, gptq())
+    with pytest.raises(CorruptCheckpoint, match=r"quantize_config\.json"):
+        read_spec(moved(tmp_path / "a", "quantize_config.json", content))
+
+
+def test_weights_of_mlx_are_refused_by_the_key_of_config_json(tmp_path: Path) -> None:
+    folder_of(tmp_path / "a", GPTQ, gptq(), quantization={"group_size": 64, "bits": 4})
+    with pytest.raises(UnsupportedModel, match="absent: weights of MLX are not supported"):
+        read_spec(moved(tmp_path / "a", "other.json", {}))
+
+
+def test_config_json_comes_before_a_file_of_its_own(tmp_path: Path) -> None:
+    folder_of(tmp_path / "a", GPTQ, gptq())
+    (tmp_path / "a" / "quantize_config.json").write_text('{"bits": 3}')
+    assert read_spec(tmp_path / "a").quantised
