@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -29,14 +30,14 @@ def write_image_folder(folder: Path) -> Path:
 def write_qwen_folder(folder: Path, family: str) -> Path:
     """Write a folder of a Qwen-VL family. An image has one token for 8 x 8 pixels."""
     _write_text(folder, family, family, QWEN_SPECIAL)
-    (folder / "preprocessor_config.json").symlink_to(GOLDENS / family / "preprocessor_config.json")
+    shutil.copyfile(GOLDENS / family / "preprocessor_config.json", folder / "preprocessor_config.json")
     return folder
 
 
 def _write_text(folder: Path, weights: str, templates: str, specials: tuple[str, ...]) -> None:
     """Write a golden model with a tokenizer that makes one token of each character."""
     for name in ("config.json", "model.safetensors"):
-        (folder / name).symlink_to(GOLDENS / weights / name)
+        shutil.copyfile(GOLDENS / weights / name, folder / name)
     ids = {character: index for index, character in enumerate(CHARACTERS, 2)}
     unused = {f"<unused{index}>": index for index in range(VOCABULARY) if not 2 <= index < 2 + len(CHARACTERS)}
     special = {name: VOCABULARY - len(specials) + index for index, name in enumerate(specials)}
@@ -46,4 +47,4 @@ def _write_text(folder: Path, weights: str, templates: str, specials: tuple[str,
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in specials])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").symlink_to(GOLDENS / "images" / templates / "tokenizer_config.json")
+    shutil.copyfile(GOLDENS / "images" / templates / "tokenizer_config.json", folder / "tokenizer_config.json")

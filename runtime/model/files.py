@@ -13,6 +13,7 @@ from shlex import quote
 
 from ..common.errors import CorruptCheckpoint, ModelNotFound
 from .config_json import CONFIG_FILE
+from .links import check_links
 from .weights.gguf import PART, GGUFFile
 from .weights.safetensors import INDEX_FILE, SINGLE_FILE
 
@@ -28,7 +29,7 @@ def model_path(model: str | Path | None) -> Path:
 
     A folder without safetensors that has one GGUF file, or the parts of one, stands for this file. Beside it may be
     files for images, which are not read. The names of the bundled models' folders are these models, where there is no
-    such file.
+    such file. Raises CorruptCheckpoint for a link out of the folder.
     """
     if model is None:
         return BUNDLED_MODEL
@@ -44,10 +45,12 @@ def model_path(model: str | Path | None) -> Path:
         )
     if not isdir(model):
         if isfile(model) and is_gguf(model):
+            check_links(Path(model))
             return Path(model)
         found = "is neither a folder nor a .gguf file" if exists(model) else "does not exist"
         raise ModelNotFound(f"{model} {found}")
     folder = Path(model)
+    check_links(folder)
     try:
         return folder if any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE)) else _only_gguf(folder)
     except OSError as error:
