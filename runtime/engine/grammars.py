@@ -26,7 +26,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import llguidance
 from llguidance import LLMatcher, LLParserLimits
 
 from ...scheduler.plan import ScheduledSequence
@@ -36,6 +35,7 @@ from ..common.types import StructuredOutputs
 from ..model.runner import SamplingSpec
 from .compiled_grammars import CompiledGrammar, CompiledGrammars
 from .error_mapping import UNMATCHED
+from .gbnf_lark import as_lark
 from .grammar_vocabulary import ModelTables
 from .job_threads import JobThreads
 from .json_references import check_references
@@ -49,7 +49,6 @@ NUM_THREADS = 2  # that compute masks of one sequence each
 MAX_FORCING_BYTES = 16 << 10  # of a grammar whose forced tokens are looked for: that takes long for long texts
 SHALLOW_CHARACTERS = 4096  # of a grammar that any thread may read
 DEEP_STACK_BYTES = 256 << 20  # 256 KiB of references, the longest grammar, take 70 MB
-MAX_GBNF_CHARACTERS = 32 << 10  # the time that the library takes to translate a grammar grows with the square
 MAX_CHECKED = 4096  # structures that are known to be correct
 # Expressions that may be made before the first token. Text that a grammar forces is looked at to its end, and each of
 # these takes up to 270 bytes: a regular expression of 15 characters took 180 MB.
@@ -169,10 +168,7 @@ def grammar_of(structure: StructuredOutputs) -> str:
 def _client_grammar(structure: StructuredOutputs) -> str:
     """Return a grammar that a client has written, in Lark's notation. Raises ValueError or InvalidRequest."""
     if structure.lark is None:
-        grammar = structure.gbnf or ""
-        if len(grammar) > MAX_GBNF_CHARACTERS:
-            raise ValueError(f"a grammar in llama.cpp's notation has at most {MAX_GBNF_CHARACTERS} characters")
-        return llguidance.grammar_from("gbnf", grammar)
+        return as_lark(structure.gbnf or "")
     if structure.lark.lstrip().startswith("{"):  # which llguidance reads as its own form, unchecked
         raise ValueError("a grammar in Lark's notation begins with a rule, not with {")
     _check_schemas_inside(structure.lark)
