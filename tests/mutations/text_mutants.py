@@ -117,7 +117,7 @@ MUTANTS = [
     ),
     Mutant(
         ABILITIES,
-        "return content is not None or not self._writes_none(text, [*chat, *result])",
+        "return content is not None or not self._writes_none(texts[0], chats[0])",
         "return True",
         "a template writes the word None where a message has calls and no text",
     ),
@@ -462,8 +462,8 @@ MUTANTS = [
     ),
     Mutant(
         HISTORY,
-        "and not abilities.takes_later_system",
-        "and False",
+        "    if num_later and not (abilities",
+        "    if False and not (abilities",
         "system messages in the middle of a chat are left out or refused",
     ),
     Mutant(
@@ -486,7 +486,7 @@ MUTANTS = [
     ),
     Mutant(
         HISTORY,
-        "    if not abilities.shows_answers:",
+        "    if not abilities.shows_answers and abilities.takes_users:",
         "    if False:",
         "calls vanish where a template shows no answers",
     ),

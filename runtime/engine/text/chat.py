@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Template, TemplateSyntaxError, nodes
 
 from ...common.errors import CorruptCheckpoint, InvalidRequest
-from .chat_history import adapted
+from .chat_history import adapted, check_complete
 from .chat_input import MAX_SCHEMA_DEPTH, ValueLimit, checked_messages, offered_tool
 from .content_marks import ContentMarks, RenderedChat
 from .markup import CallSyntax
@@ -135,6 +135,7 @@ class ChatTemplate:
         template = self._template_for(chat, offered)
         chat = adapted(chat, offered, self._abilities_of(template, bool(offered)), syntax)
         text = self._run(template, chat, offered or None, given)
+        check_complete(chat, text)
         return RenderedChat(text) if chat_marks is None else chat_marks.rendered(text)
 
     def render_unchanged(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:

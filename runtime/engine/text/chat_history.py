@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ TOOLS_TEXT = "You can call these tools. Each line has a tool's name, and the JSO
 CALL_TEXT = "To call a tool, write:"
 RESULT = "<tool_response>\n", "\n</tool_response>"  # around results that are a user's text
 ID_LENGTH = 9
+
+_WORD = re.compile("[A-Za-z0-9]+")
 
 Message = dict[str, Any]
 Chat = list[Message]
@@ -44,6 +47,16 @@ def adapted(chat: Chat, tools: Sequence[Message], abilities: Abilities, syntax: 
     if has_calls and abilities.takes_argument_text:
         chat = [_with_argument_text(each) for each in chat]
     return [with_parts(each) for each in chat] if abilities.takes_parts else chat
+
+
+def check_complete(chat: Chat, text: str) -> None:
+    """Raise InvalidRequest if a call or a result is not in the prompt: a template may leave out some places."""
+    for message in chat:
+        texts = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+        texts += [message["content"]] if message.get("role") == "tool" else []
+        words = [found.group() for each in texts if isinstance(each, str) and (found := _WORD.search(each))]
+        if missing := [word for word in words if word not in text]:
+            raise InvalidRequest(f"messages: the chat template leaves out a call or a result with {missing[0][:80]!r}")
 
 
 # Calls and results
@@ -76,7 +89,7 @@ def _with_calls_as_text(message: Message, abilities: Abilities, syntax: CallSynt
     calls = message.get("tool_calls")
     if not calls:
         return message
-    if not abilities.shows_answers:
+    if not abilities.shows_answers and abilities.takes_users:
         raise InvalidRequest("messages: the chat template shows neither the calls of earlier answers nor their text")
     text = calls_text(syntax, [(each["function"]["name"], each["function"]["arguments"]) for each in calls])
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
@@ -178,7 +191,9 @@ def _with_tools_in_system(
 def _with_systems(chat: Chat, abilities: Abilities) -> Chat:
     """Return the chat with each system message where the template shows it, or as text of the user."""
     begin = 1 if chat[0].get("role") == "system" else 0
-    if any(each.get("role") == "system" for each in chat[begin:]) and not abilities.takes_later_system:
+    num_later = sum(each.get("role") == "system" for each in chat[begin:])
+    is_one = num_later == 1 and not (begin and abilities.takes_system)
+    if num_later and not (abilities.takes_later_system if is_one else abilities.takes_several_systems):
         later = [{**each, "role": "user"} if each.get("role") == "system" else each for each in chat[begin:]]
         chat = [*chat[:begin], *later]
     if not begin or "tools" in chat[0] or abilities.takes_system:

@@ -17,11 +17,16 @@ ToolsPlace = Literal["variable", "message", "text"]
 Render = Callable[[list[Any], list[Any] | None], str]
 
 ONE, TWO, THREE, FOUR = "quireprobe", "wordtwo", "wordthree", "wordfour"
-TOOL = {"type": "function", "function": {"name": ONE, "description": ONE, "parameters": {"type": "object"}}}
-OTHER_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "description": "a"}},
+    "required": ["a"],
+}
+TOOL = {"type": "function", "function": {"name": ONE, "description": ONE, "parameters": PARAMETERS}}
+OTHER_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": PARAMETERS}}
 CALL_ID, OTHER_ID = "abcdefghi", "abcdefghj"  # of nine letters, as Mistral's templates demand
 ANY_ID = "call_1"
-USER = {"role": "user", "content": "a"}
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
 
 
 class TemplateTimeout(InvalidRequest):
@@ -57,9 +62,14 @@ class Abilities:
 
     @cached_property
     def takes_later_system(self) -> bool:
-        """Whether there may be system messages after the first message."""
-        later = {"role": "system", "content": ONE}
-        return self._shows([ONE], [USER, {"role": "assistant", "content": "a"}, later, USER])
+        """Whether a chat may have one system message, after its first message."""
+        return self._shows([ONE], [USER, ANSWER, {"role": "system", "content": ONE}, USER])
+
+    @cached_property
+    def takes_several_systems(self) -> bool:
+        """Whether there may be system messages after one at the beginning."""
+        first, later = ({"role": "system", "content": word} for word in (ONE, TWO))
+        return self._shows([ONE, TWO], [first, USER, ANSWER, later, USER])
 
     @cached_property
     def takes_repeated_users(self) -> bool:
@@ -71,6 +81,11 @@ class Abilities:
         """Whether there may be two answers in a row."""
         answers = [{"role": "assistant", "content": ONE}, {"role": "assistant", "content": TWO}]
         return self._shows([ONE, TWO], [USER, *answers, USER])
+
+    @cached_property
+    def takes_users(self) -> bool:
+        """Whether the template takes the simplest chat."""
+        return self._rendered([USER]) != ""
 
     @cached_property
     def shows_answers(self) -> bool:
@@ -109,13 +124,22 @@ class Abilities:
         return self._shown_calls[kind]
 
     def _finds_calls(self, content: str | None) -> bool:
-        chat = [USER, _calling(content, [self._arguments(TWO)])]
-        words = [ONE, TWO, *([content] if content else [])]
-        for result in ([], [_result(THREE)]):
-            text = self._rendered([*chat, *result])
-            if all(word in text for word in words):
-                return content is not None or not self._writes_none(text, [*chat, *result])
-        return False
+        if not self._tails:
+            return False
+        chats = [[USER, _calling(content, [self._arguments(TWO)]), *tail] for tail in self._tails]
+        texts = [self._rendered(chat) for chat in chats]
+        if not all(word in text for text in texts for word in (ONE, TWO)):
+            return False
+        if content and not any(content in text for text in texts):  # gpt-oss' drops it after the final answer
+            return False
+        return content is not None or not self._writes_none(texts[0], chats[0])
+
+    @cached_property
+    def _tails(self) -> list[list[Any]]:
+        """What may follow a call so that the call is shown: its result, then an answer, or nothing."""
+        calls = [_calling(content, [self._arguments(TWO)]) for content in ("", None)]
+        tails: list[list[Any]] = [[_result("a")], [_result("a"), ANSWER, USER], []]
+        return [tail for tail in tails if any(self._shows([ONE, TWO], [USER, call, *tail]) for call in calls)]
 
     def _writes_none(self, text: str, chat: list[Any]) -> bool:
         """Return whether the template writes the word None for content that is None."""
@@ -149,7 +173,7 @@ class Abilities:
     @cached_property
     def reads_results(self) -> bool:
         """Whether the template shows messages of the role `tool`."""
-        calls = {"role": "assistant", "content": "a"}
+        calls: dict[str, Any] = ANSWER
         if self.reads_calls:
             calls = _calling(self.empty_content, [self._arguments(TWO)])
         return self._shows([ONE], [USER, calls, {**_result(ONE), "name": "a"}])

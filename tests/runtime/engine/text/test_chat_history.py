@@ -38,6 +38,12 @@ WITHOUT_TEXT_BESIDE = (  # as Llama 3.1's
     "call {{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}\n"
     "{% else %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
 )
+ALTERNATING_CALLS = (
+    "{% for m in messages %}{% if m.role == 'assistant' and messages[loop.index0 - 1].role != 'user' %}"
+    "{{ raise_exception('an answer follows a user') }}{% endif %}{% if 'tool_calls' in m %}"
+    "call {{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}\n"
+    "{% else %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
+)
 NINE_LETTERS = (  # as Mistral's
     "{% for m in messages %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('9 letters') }}"
     "{% endif %}{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}\n{% endfor %}"
@@ -107,6 +113,12 @@ def test_a_history_is_shown_completely(source: str, text: str) -> None:
         (ONLY_WITHOUT_TEXT, "user: Weather?\nassistant: I look.\ncall weather{}\ntool: sunny\n"),
         (WITHOUT_TEXT_BESIDE, "user: Weather?\nassistant: I look.\ncall weather {}\ntool: sunny\n"),
         (
+            ALTERNATING_CALLS,
+            "user: Weather?\nassistant: I look.\n<tool_call>\n"
+            '{"name": "weather", "arguments": {}}\n</tool_call>\n'
+            "tool: sunny\n",
+        ),
+        (
             FIRST_SYSTEM,
             "user: Weather?\nassistant: I look.\n<tool_call>\n"
             '{"name": "weather", "arguments": {}}\n</tool_call>\n'
@@ -168,6 +180,44 @@ def test_a_template_that_shows_no_answers_refuses_calls() -> None:
     assert template.render([ASK]) == "Weather?"
     with pytest.raises(InvalidRequest, match="shows neither the calls of earlier answers nor their text"):
         template.render(HISTORY)
+
+
+def test_calls_that_are_not_shown_at_some_place_are_refused() -> None:
+    """As Nemotron Nano 2's template, which leaves out a call in the last message."""
+    source = ROLE_NAMES.replace("{{ m.content }}", "{% if m.tool_calls and not loop.last %}"
+        "{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %}")  # fmt: skip
+    template = ChatTemplate(source)
+    assert '{"name": "weather", "arguments": {"city": "Rome"}}' in template.render([ASK, answer(ROME), result("sunny")])
+    with pytest.raises(InvalidRequest, match="leaves out a call or a result with 'weather'"):
+        template.render([ASK, answer(ROME)])
+
+
+def test_content_that_is_null_only_where_a_result_follows() -> None:
+    """As QwQ's template, which reads the content of all messages but the last."""
+    source = (
+        "{% for m in messages %}{% if m.tool_calls %}{{ '' if loop.last else m.content.split('#')[-1] }}"
+        "{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    text = ChatTemplate(source).render([ASK, answer(ROME), result("sunny")])
+    assert text == 'Weather?{"name": "weather", "arguments": {"city": "Rome"}}sunny'
+
+
+def test_a_template_that_shows_its_last_system_message_gets_one() -> None:
+    source = (  # as DeepSeek R1's distillations
+        "{% set ns = namespace(s='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.s = m.content %}"
+        "{% endif %}{% endfor %}{{ ns.s }}\n{% for m in messages %}{% if m.role != 'system' %}{{ m.role }}: "
+        "{{ m.content }}\n{% endif %}{% endfor %}"
+    )
+    late = {"role": "system", "content": "Now in French."}
+    chat = [ASK, {"role": "assistant", "content": "Sunny."}, late]
+    text = ChatTemplate(source).render([SYSTEM, *chat])
+    assert text == "Be brief.\nuser: Weather?\nassistant: Sunny.\nuser: Now in French.\n"
+    assert ChatTemplate(source).render(chat) == "Now in French.\nuser: Weather?\nassistant: Sunny.\n"
+
+
+def test_the_reason_of_a_template_that_refuses_everything_is_told() -> None:
+    with pytest.raises(InvalidRequest, match="refused these messages: 'functions' is undefined"):
+        ChatTemplate("{{ functions.x }}").render(HISTORY)
 
 
 def test_system_messages_later_in_a_chat_are_shown() -> None:
