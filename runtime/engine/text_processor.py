@@ -19,7 +19,7 @@ from ..common.heap import return_unused_memory
 from ..common.prompts import PromptImage
 from ..common.types import SamplingParams
 from ..model.files import is_gguf
-from ..model.weights.gguf import GGUFFile
+from ..model.weights.gguf import open_gguf
 from .facade import NO_TEMPLATE
 from .text import ChatTemplate, IncrementalDetokenizer, Markup, Token, Tokenizer, has_tokenizer
 from .text.chat_tokens import ChatTokens
@@ -208,7 +208,7 @@ def _file_sampling(path: Path) -> dict[str, float]:
 
     A value that no request may have is left out.
     """
-    metadata = GGUFFile(path).metadata if is_gguf(path) else {}
+    metadata = open_gguf(path).metadata if is_gguf(path) else {}
     found: dict[str, float] = {}
     for key, name in FILE_SAMPLING.items():
         value: Any = metadata.get(f"general.sampling.{key}")

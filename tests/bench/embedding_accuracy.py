@@ -2,8 +2,8 @@
 
 usage: python -m tests.bench.embedding_accuracy MODEL FILE
 
-FILE has one text per line. For each type: 1 - cosine to the vector in f32, mean and largest, and the share of texts whose
-nearest other text is the same.
+FILE has one text per line. For each type: 1 - cosine to the vector in f32, mean and largest, and the share of texts
+whose nearest other text is the same.
 """
 
 from __future__ import annotations

@@ -234,8 +234,8 @@ MUTANTS = [
     ),
     Mutant(
         GGUF,
-        "is_special = token_type in (_TokenType.CONTROL, _TokenType.UNKNOWN)",
-        "is_special = token_type == _TokenType.UNKNOWN",
+        "_SPECIAL = (int(_TokenType.CONTROL), int(_TokenType.UNKNOWN))",
+        "_SPECIAL = (int(_TokenType.CONTROL),)",
         "control tokens in a prompt are ordinary text",
     ),
     Mutant(

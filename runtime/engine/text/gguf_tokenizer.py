@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from ...common.errors import CorruptCheckpoint, UnsupportedModel
 from ...model.files import is_gguf
-from ...model.weights.gguf import GGUFFile
+from ...model.weights.gguf import open_gguf
 from .merges import merges_by_score
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
@@ -62,6 +62,9 @@ class _TokenType(IntEnum):
     BYTE = 6
 
 
+_SPECIAL = (int(_TokenType.CONTROL), int(_TokenType.UNKNOWN))
+
+
 def file_vocabulary(path: Path) -> Mapping[str, Any] | None:
     """Return the metadata of a GGUF file that has a vocabulary; None for a folder, and for a file without one.
 
@@ -69,7 +72,7 @@ def file_vocabulary(path: Path) -> Mapping[str, Any] | None:
     """
     if not is_gguf(path):
         return None
-    metadata = GGUFFile(path).metadata
+    metadata = open_gguf(path).metadata
     return metadata if metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab") else None
 
 
@@ -94,18 +97,25 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> tuple[FastTokenizer, frozense
     return fast, _end_ids(tokens)
 
 
-def read_chat_templates(metadata: Mapping[str, Any]) -> tuple[str | None, str | None, dict[str, str]]:
-    """Return the sources of the default chat template and of that for tools, and the special tokens that they may name.
+def read_chat_templates(metadata: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the sources of the default chat template and of that for tools, None if the file does not have one.
 
-    A source is None if the file does not have it. The tokens are bos_token, eos_token, unk_token and pad_token as far
-    as they exist. Raises as `read_tokenizer`.
+    Raises as `read_tokenizer`.
     """
     values = _Values(metadata)
     source, tool_source = (values.text(f"tokenizer.chat_template{name}", None) for name in ("", ".tool_use"))
+    return source, tool_source
+
+
+def read_special_texts(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens that templates may name: bos_token, eos_token, unk_token and pad_token, if they exist.
+
+    Raises as `read_tokenizer`.
+    """
+    values = _Values(metadata)
     tokens = _read_tokens(values, _read_kind(values))
     names = {"bos_token": tokens.bos, "eos_token": tokens.eos, "unk_token": tokens.unknown, "pad_token": tokens.padding}
-    special = {name: tokens.texts[token_id] for name, token_id in names.items() if token_id is not None}
-    return source, tool_source, special
+    return {name: tokens.texts[token_id] for name, token_id in names.items() if token_id is not None}
 
 
 class _Values:
@@ -207,7 +217,11 @@ class _Tokens:
 
     def vocabulary(self, *, with_unused: bool) -> dict[str, int]:
         """Return the id of each text. Raises CorruptCheckpoint for a text with two ids."""
-        vocabulary: dict[str, int] = {}
+        vocabulary = {text: token_id for token_id, text in enumerate(self.texts)}
+        is_whole = "" not in vocabulary and (with_unused or int(_TokenType.UNUSED) not in self.types)
+        if is_whole and len(vocabulary) == len(self.texts):
+            return vocabulary
+        vocabulary = {}
         for token_id, (text, token_type) in enumerate(zip(self.texts, self.types, strict=True)):
             if (
                 text
@@ -263,11 +277,8 @@ def _guess_types(texts: Sequence[str], declared: Iterable[int | None]) -> list[i
 
 def _end_ids(tokens: _Tokens) -> frozenset[int]:
     """Return the declared end ids and the special tokens that are known to end a turn."""
-    known = {
-        text: token_id
-        for token_id, (text, token_type) in enumerate(zip(tokens.texts, tokens.types, strict=True))
-        if token_type == _TokenType.CONTROL and text in _END_TEXTS
-    }
+    control = np.flatnonzero(np.array(tokens.types) == _TokenType.CONTROL).tolist()
+    known = {tokens.texts[token_id]: token_id for token_id in control if tokens.texts[token_id] in _END_TEXTS}
     if "<|return|>" in known and "<|call|>" in known:  # in this format <|end|> ends a message, not the turn
         known.pop("<|end|>", None)
     return tokens.ends | frozenset(known.values())
@@ -351,9 +362,9 @@ def _add_special_tokens(fast: FastTokenizer, tokens: _Tokens) -> None:
     """Add the tokens that are found in a text before anything else. They have their ids already."""
     special: list[AddedToken] = []
     plain: list[AddedToken] = []
-    for text, token_type in zip(tokens.texts, tokens.types, strict=True):
-        is_special = token_type in (_TokenType.CONTROL, _TokenType.UNKNOWN)
-        if text and (is_special or token_type == _TokenType.USER_DEFINED):
+    for token_id in np.flatnonzero(np.isin(tokens.types, (*_SPECIAL, int(_TokenType.USER_DEFINED)))).tolist():
+        text, is_special = tokens.texts[token_id], tokens.types[token_id] in _SPECIAL
+        if text:
             rstrip = tokens.trim_after and text not in _KEPT_SPACE
             added = AddedToken(text, normalized=False, special=is_special, rstrip=rstrip)
             (special if is_special else plain).append(added)

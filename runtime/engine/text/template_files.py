@@ -13,7 +13,7 @@ from typing import Any
 
 from ...common.errors import ConfigError, CorruptCheckpoint, ModelError, UnsupportedModel
 from .folder_tokenizer import read_settings
-from .gguf_tokenizer import file_vocabulary, read_chat_templates
+from .gguf_tokenizer import file_vocabulary, read_chat_templates, read_special_texts
 from .text_files import read_file, read_json, text_folder
 
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
@@ -41,7 +41,8 @@ def read_sources(path: Path, given: Path | None = None) -> TemplateSources:
     """
     metadata = file_vocabulary(path)
     if metadata is not None:
-        default, tool_use, special_tokens = read_chat_templates(metadata)
+        default, tool_use = read_chat_templates(metadata)
+        special_tokens = {} if default is None and given is None else read_special_texts(metadata)
         config: dict[str, Any] = {}
     else:
         folder = text_folder(path)

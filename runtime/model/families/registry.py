@@ -11,7 +11,7 @@ from ..files import is_gguf
 from ..quantization_config import read_quantisation
 from ..spec import DecoderSpec, TensorNames
 from ..weights import Checkpoint
-from ..weights.gguf import GGUFFile
+from ..weights.gguf import open_gguf
 from ..weights.gguf_checkpoint import GGUFCheckpoint
 from ..weights.quantisation import Quantisation
 from ..weights.quantised import QuantisedCheckpoint
@@ -81,7 +81,7 @@ def open_tensors(path: str | Path) -> Checkpoint:
     Those of a quantised matrix are one tensor where their format is supported.
     """
     if is_gguf(path):
-        return GGUFCheckpoint(GGUFFile(path), {})
+        return GGUFCheckpoint(open_gguf(path), {})
     stored = SafetensorsCheckpoint(path)
     try:
         how = read_quantisation(read_config(path), path)
@@ -122,7 +122,7 @@ def _quantisation(family: Family, config: ConfigTable, path: str | Path) -> Quan
 
 
 def _open_gguf(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:
-    file = GGUFFile(path)
+    file = open_gguf(path)
     formats = [(family.gguf, family.read) for family in FAMILIES if family.gguf is not None]
     architecture = file.metadata.text("general.architecture")
     named = [pair for pair in formats if pair[0].architecture == architecture]

@@ -7,10 +7,12 @@ model families use.
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,23 @@ class GGUFFile:
         expected = self.metadata.integer("split.tensors.count", 0, MAX_TENSORS, len(self.tensors))
         if expected != len(self.tensors):
             raise CorruptCheckpoint(f"{self.path} and its parts have {len(self.tensors)} tensors of {expected}")
+
+
+def open_gguf(path: str | Path) -> GGUFFile:
+    """Return `GGUFFile(path)`, or the one that was made of the same unchanged file before. Raises as GGUFFile.
+
+    Several readers of a model's header follow each other, and that of a large vocabulary takes a tenth of a second.
+    """
+    try:
+        status = os.stat(path)
+    except OSError:
+        return GGUFFile(path)
+    return _open_unchanged(str(path), (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+@lru_cache(maxsize=2)  # a model that generates, and an encoder
+def _open_unchanged(path: str, status: tuple[int, ...]) -> GGUFFile:
+    return GGUFFile(path)
 
 
 def part_paths(path: Path, count: int) -> list[Path]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from quire.runtime.engine.text import ChatTemplate, Tokenizer, gguf_tokenizer, has_tokenizer
-from quire.runtime.engine.text.gguf_tokenizer import read_chat_templates, read_tokenizer
+from quire.runtime.engine.text.gguf_tokenizer import read_chat_templates, read_special_texts, read_tokenizer
 from quire.runtime.engine.text.pre_tokenizers import PRE_TOKENIZERS
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
@@ -320,15 +320,11 @@ def test_numbers_may_be_arrays(pieces: Mapping[str, Any]) -> None:
 
 
 def test_a_chat_template_is_a_text_or_absent(pieces: Mapping[str, Any]) -> None:
-    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    assert read_chat_templates(pieces) == (None, None, special)
+    assert read_special_texts(pieces) == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert read_chat_templates(pieces) == (None, None)
     named = {**pieces, "tokenizer.chat_template": "{{ 1 }}"}
-    assert read_chat_templates(named) == ("{{ 1 }}", None, special)
-    assert read_chat_templates({**named, "tokenizer.chat_template.tool_use": "{{ 2 }}"}) == (
-        "{{ 1 }}",
-        "{{ 2 }}",
-        special,
-    )
+    assert read_chat_templates(named) == ("{{ 1 }}", None)
+    assert read_chat_templates({**named, "tokenizer.chat_template.tool_use": "{{ 2 }}"}) == ("{{ 1 }}", "{{ 2 }}")
     for key in ("tokenizer.chat_template", "tokenizer.chat_template.tool_use"):
         with pytest.raises(CorruptCheckpoint, match=f"{key} must be a text, not 3"):
             read_chat_templates({**named, key: 3})

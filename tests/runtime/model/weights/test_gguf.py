@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, ModelError, ModelNotFound, UnsupportedModel
-from quire.runtime.model.weights.gguf import MAX_VALUES, GGUFFile, StoredTensor
+from quire.runtime.model.weights.gguf import MAX_VALUES, GGUFFile, StoredTensor, open_gguf
 
 from tests.gguf_files import NUMBERS, Tensor, encode, header, info, pair, text, write
 
@@ -225,3 +225,14 @@ def test_a_tensor_in_two_parts_is_refused(tmp_path: Path) -> None:
     write(paths[2], metadata, {"b": TENSORS["b"]})
     with pytest.raises(CorruptCheckpoint, match="has tensor b, which another part has too"):
         GGUFFile(paths[0])
+
+
+def test_a_file_is_opened_again_when_it_has_changed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", {"general.name": "first"}, {})
+    first = open_gguf(path)
+    assert open_gguf(path) is first
+    write(tmp_path / "b.gguf", {"general.name": "other"}, {}).replace(path)
+    assert open_gguf(path).metadata["general.name"] == "other"
+    path.unlink()
+    with pytest.raises(ModelNotFound):
+        open_gguf(path)
