@@ -156,6 +156,8 @@ def main() -> int:
                 if outcome == "breach" and results["breach"] <= REPORTED_BREACHES:
                     print(f"case {case} ({kind_of(case)}): {trace}", file=sys.stderr)
                 case += 1
+                if case % 1000 == 0:
+                    print(f"{case} cases, memory grew by {growth >> 20} MiB", file=sys.stderr)
                 if not line:
                     break
     print(", ".join(f"{name} {count}" for name, count in results.most_common()))

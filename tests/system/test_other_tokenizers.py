@@ -1,4 +1,4 @@
-"""A model whose decoder drops the first space of a text, as Llama 2's: text goes on after the prompt, over HTTP."""
+"""Models with other tokenizers than the bundled one: text goes on after the prompt; a panic ends its request only."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quire import AsyncClient, GenerationFailed, SamplingParams
 
 from tests.changed_tokenizers import CHANGES, model_with
 
@@ -89,3 +90,23 @@ async def test_a_schema_is_followed(real: Any) -> None:
     found = await ask(real, "/v1/chat/completions", {**body, "response_format": form})
     text = found["choices"][0]["message"]["content"]
     assert re.match(r'\s*\{\s*("yes"\s*(:\s*("no"\s*\}?)?)?)?', text), text
+
+
+def endless(content: dict[str, Any]) -> None:
+    """Split texts by an expression that tries more ways than the library allows: it panics."""
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"]["use_regex"] = False
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+
+
+async def test_a_panic_of_the_tokenizer_ends_its_request_only(serving: Serving, tmp_path: Path) -> None:
+    async with serving(model=model_with(endless, tmp_path, weights=True)) as real:
+        bad, message = (
+            "a" * 40 + "!",
+            "the text could not be tokenized: Onig: Regex search error: retry-limit-in-match over",
+        )
+        assert (await ask(real, COMPLETIONS, {"prompt": bad}))["error"]["message"] == message
+        async with AsyncClient(real.server.address) as client:
+            with pytest.raises(GenerationFailed, match="could not be tokenized: Onig"):
+                await anext(aiter(client.generate(bad, SamplingParams(max_tokens=2))))
+            assert [chunk async for chunk in client.generate("return", SamplingParams(max_tokens=2))]
