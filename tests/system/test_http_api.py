@@ -612,6 +612,27 @@ async def test_a_wrong_path_or_method(system: Any, method: str, path: str, statu
     assert text in reply.error["message"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models/"),
+        ("GET", "/v1/models/quire/"),
+        ("GET", "/health/"),
+        ("GET", "/version/?a=b"),
+        ("POST", "/v1/completions/"),
+        ("POST", "/v1/chat/completions/"),
+        ("POST", "/v1/responses/"),
+        ("POST", "/v1/responses/input_tokens/"),
+        ("POST", "/tokenize/"),
+        ("GET", "/chat.js/"),
+    ],
+)
+async def test_a_slash_at_the_end_makes_another_path(system: Any, method: str, path: str) -> None:
+    reply = await ask(system, path, complete() if method == "POST" else None, method=method)
+    assert reply.status in (404, 405)
+    assert system.engine.requests == []
+
+
 @pytest.mark.parametrize("target", ["http://127.0.0.1:8000/version", "HTTP://localhost/version?a=b", "/version"])
 async def test_a_target_may_be_a_whole_url(system: Any, target: str) -> None:
     reply = await ask(system, target, method="GET")
@@ -789,8 +810,9 @@ async def test_output_counts_for_the_tenant_of_its_own_request(
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil"])
 async def test_a_site_that_points_its_name_here_is_refused(system: Any, host: str) -> None:
-    reply = await ask(system, "/v1/models", method="GET", host=host)
-    assert reply.status == 403
+    for headers in ({}, {"authorization": "Bearer x"}, {"authorization": "Basic eDp5"}):
+        reply = await ask(system, "/v1/models", method="GET", host=host, **headers)
+        assert reply.status == 403
 
 
 @pytest.mark.parametrize("host", ["localhost:8000", "LOCALHOST", "127.0.0.1:8000", "[::1]:8000", "192.168.1.2"])

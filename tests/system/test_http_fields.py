@@ -135,6 +135,19 @@ async def test_service_tiers_are_priorities(system: Any, tier: str, shown: str, 
     assert "service_tier" not in (await ask(system, CHAT, {"messages": messages, "max_tokens": 2})).json
 
 
+async def test_a_response_shows_the_sampling_that_it_was_made_with(system: Any) -> None:
+    async def shown(**fields: Any) -> tuple[float, float]:
+        response = (await ask(system, RESPONSES, {"input": "a", "max_output_tokens": 2, **fields})).json
+        return response["temperature"], response["top_p"]
+
+    assert await shown() == (1.0, 1.0)
+    assert await shown(temperature=None, top_p=0.5) == (1.0, 0.5)
+    assert await shown(temperature=0) == (0, 1.0)
+    system.engine.default_sampling = {"temperature": 0.6, "top_p": 0.9}
+    assert await shown() == (0.6, 0.9)
+    assert await shown(temperature=0.2) == (0.2, 0.9)
+
+
 async def test_logprobs_of_a_response(real: Any) -> None:
     body = {"input": "What is a queue?", "max_output_tokens": 8, "temperature": 0, "top_logprobs": 2}
     body["include"] = ["message.output_text.logprobs"]

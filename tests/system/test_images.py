@@ -19,6 +19,7 @@ from quire.runtime.client import AsyncClient
 from quire.runtime.common.images import take_images
 from quire.runtime.engine.text.content_marks import RenderedChat
 from quire.runtime.server.openai.json_body import BodyReader
+from quire.scheduler import AdmissionEstimate, QueueFull
 
 from tests.image_folder import TOKENS, write_image_folder, write_qwen_folder
 
@@ -269,6 +270,21 @@ async def test_images_of_live_requests_take_limited_memory(serving: Callable[...
             while real.engine._image_bytes:
                 await asyncio.sleep(0.002)
         await client.complete(sampling_params=GREEDY, messages=messages(RED))
+
+
+async def test_images_of_refused_requests_take_no_memory(
+    serving: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(_: object) -> AdmissionEstimate:
+        raise QueueFull("the queue is full", AdmissionEstimate(0, 0, 0))
+
+    async with serving(model=str(folder), **OPTIONS, max_image_memory=4 * 64 * 64 * 3) as real:
+        with monkeypatch.context() as patched:
+            patched.setattr(real.engine.core, "add", refuse)
+            for _ in range(6):
+                reply = await ask(real, CHAT, messages=openai_messages(RED), max_tokens=4)
+                assert (reply.status, "the queue is full" in reply.error["message"]) == (429, True)
+        assert (await ask(real, CHAT, messages=openai_messages(RED), max_tokens=4)).status == 200
 
 
 def test_a_text_that_spells_an_image_is_refused(folder: Path) -> None:

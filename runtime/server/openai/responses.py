@@ -255,7 +255,7 @@ class ResponseFormat(Format):
         super().read_with(new_parser)
         if new_parser is not None:
             self._items = OutputItems(
-                self.choices[0], self._name, self._event, self._logprobs_of, namespaces(self._repeated["tools"])
+                self.choices[0], self._name, self._event, self._logprobs_of, namespaces(self._repeated.get("tools"))
             )
 
     def whole(self, usage: Usage) -> bytes:

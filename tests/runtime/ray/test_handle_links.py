@@ -208,6 +208,19 @@ async def test_a_server_that_does_not_read_holds_back_the_host(monkeypatch: pyte
         assert transport.get_write_buffer_size() == 0
 
 
+async def test_a_host_that_closes_is_read_to_its_last_byte_by_a_slow_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handle_links, "WINDOW_BYTES", SMALL_WINDOW)
+    monkeypatch.setattr(handle_links, "ACKNOWLEDGE_BYTES", SMALL_WINDOW // 4)
+    async with linked() as (_, host, there, here, _links):
+        here.writer.transport.pause_reading()
+        there.writer.write(BIG)
+        await settled()
+        host.closing.set()
+        await settled()
+        here.writer.transport.resume_reading()
+        assert await here.reader.read() == BIG
+
+
 async def test_a_host_that_does_not_read_holds_back_the_server() -> None:
     async with linked() as (hosts, _, there, here, _links):
         there.writer.transport.pause_reading()

@@ -22,7 +22,15 @@ from quire.runtime.common.errors import (
     QuireError,
     RequestNotFound,
 )
-from quire.runtime.common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, ToolChoice, Usage
+from quire.runtime.common.types import (
+    Delta,
+    FinishReason,
+    OutputChunk,
+    SamplingParams,
+    TokenLogprobs,
+    ToolChoice,
+    Usage,
+)
 from quire.runtime.engine.facade import GenerateRequest
 from quire.runtime.engine.text import Token
 from quire.runtime.engine.text.markup import FAMILIES, THINK
@@ -224,6 +232,64 @@ def test_the_token_ids_of_a_chunk_are_shown_once() -> None:
     events = form.events(0, CHUNK).decode().split("\n\n")[:-1]
     shown = [json.loads(event.removeprefix("data: "))["choices"][0]["token_ids"] for event in events]
     assert shown == [[97, 98], []], "reasoning, then text"
+
+
+TWO_TEXTS = OutputChunk(
+    first_index=0,
+    token_ids=(97, 98, 99),
+    text="a<think>So</think>b",
+    logprobs=(TokenLogprobs(97, -0.5), TokenLogprobs(98, -0.25), TokenLogprobs(99, -1.0)),
+)
+
+
+def deltas_of(events: bytes) -> list[dict[str, Any]]:
+    lines = [line for line in events.decode().split("\n") if line.startswith("data: ")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_the_logprobs_of_a_chunk_with_two_texts_are_shown_once() -> None:
+    chunk, parser = (
+        TWO_TEXTS,
+        partial(FakeParser, [Delta("content", "a"), Delta("reasoning", "So"), Delta("content", "b")]),
+    )
+    form = ChatFormat(CALL, "m", vocabulary)
+    form.read_with(cast(Any, parser))
+    choices = [event["choices"][0] for event in deltas_of(form.events(0, chunk))]
+    shown = [[each["token"] for each in (choice["logprobs"] or {}).get("content", ())] for choice in choices]
+    assert shown == [["a", "b", "c"], [], []]
+    response = ResponseFormat(CALL, "m", vocabulary)
+    response.read_with(cast(Any, parser))
+    deltas = [each for each in deltas_of(response.events(0, chunk)) if each["type"] == "response.output_text.delta"]
+    assert [[each["token"] for each in delta["logprobs"]] for delta in deltas] == [["a", "b", "c"], []]
+
+
+class FakeParser:
+    """A parser that reads the same deltas of every chunk."""
+
+    kind, holds_text = "content", False
+
+    def __init__(self, deltas: list[Delta]) -> None:
+        self._deltas = deltas
+
+    def feed(self, _: str) -> list[Delta]:
+        return self._deltas
+
+    def finish(self, *, is_cut: bool) -> list[Delta]:
+        return []
+
+
+def test_an_output_that_is_only_reasoning_is_shown() -> None:
+    cut = OutputChunk(first_index=0, token_ids=(97, 98), text="<think>So", logprobs=(), finish_reason="length")
+    usage = Usage(prompt_tokens=1, completion_tokens=2)
+    chat, response = ChatFormat(CALL, "m", vocabulary), ResponseFormat(CALL, "m", vocabulary)
+    for form in (chat, response):
+        form.read_with(partial(MarkupParser, MARKUP, {}))
+        form.choices[0].add(cut)
+    message = json.loads(chat.whole(usage))["choices"][0]["message"]
+    assert (message["content"], message["reasoning"], message["reasoning_content"]) == (None, "So", "So")
+    for shown in (response.unfinished("in_progress", None), response.whole(usage)):
+        (item,) = json.loads(shown)["output"]
+        assert (item["type"], item["content"]) == ("reasoning", [{"type": "reasoning_text", "text": "So"}])
 
 
 def test_logprobs_count_as_held_until_the_answer_is_whole() -> None:
