@@ -1,4 +1,4 @@
-"""Bugs in `runtime/cluster/`."""
+"""Bugs in `runtime/cluster/` and in the connections of a client."""
 
 from mutant import Mutant
 
@@ -9,8 +9,66 @@ GREETING, HOST, LINK, REMOTE, CLUSTER, PLAUSIBLE, ARRIVING = (
     for name in ("greeting", "host", "host_link", "remote", "cluster", "plausible", "arriving")
 )
 ENGINE_LINK = "runtime/workers/engine_link.py"
+POOL, CLIENT = "runtime/client/connection_pool.py", "tests/runtime/client"
 
 MUTANTS = [
+    Mutant(
+        ARRIVING,
+        "+ spec.max_tokens > info.max_model_len",
+        "+ spec.max_tokens >= info.max_model_len",
+        "a request as long as the context ends the link of its API server",
+    ),
+    Mutant(
+        ARRIVING,
+        "not 0 <= min(token_ids) <= max(token_ids) < vocab_size",
+        "not (0 <= token_ids[0] < vocab_size and 0 <= token_ids[-1] < vocab_size)",
+        "a wrong token id in the middle is out of the bounds of the embedding",
+    ),
+    Mutant(
+        LINK,
+        "        self._transport.abort()\n\n    # asyncio.Protocol",
+        "        self._transport.close()\n\n    # asyncio.Protocol",
+        "an API server that reads nothing is never dropped",
+    ),
+    Mutant(
+        HOST,
+        "        self._silent_s += STATS_INTERVAL_S\n",
+        "        self._silent_s += STATS_INTERVAL_S if stats is not None else 0\n",
+        "a silent API server is not dropped while engines restart",
+    ),
+    Mutant(
+        REMOTE,
+        "        self._forget_stats()\n",
+        "",
+        "a lost host's requests stay in the statistics",
+    ),
+    Mutant(
+        CLUSTER,
+        "        self._info = total_info(ready)\n",
+        "        self._info = ready[0]\n",
+        "the sizes at the start are those of one host",
+    ),
+    Mutant(
+        POOL,
+        "            self._sessions[earlier.session] = connection\n",
+        "            pass\n",
+        "each stream of a lost connection opens another connection",
+        CLIENT,
+    ),
+    Mutant(
+        POOL,
+        "        for each in self._connections:\n            each.close_when_idle()\n",
+        "",
+        "connections to servers that have left stay open",
+        CLIENT,
+    ),
+    Mutant(
+        POOL,
+        "            server.num_failures, server.retry_at = 0, 0.0\n",
+        "            server.retry_at = 0.0\n",
+        "a server that failed long ago is left out for half a minute after its next failure",
+        CLIENT,
+    ),
     Mutant(
         GREETING,
         'hmac.digest(secret, role + host_hello + server_hello, "sha256")',

@@ -27,6 +27,27 @@ SAVED = "tests/runtime/engine/test_snapshot.py"
 
 MUTANTS = [
     Mutant(
+        "runtime/engine/engine.py",
+        "            await self._embedder.drain()\n",
+        "            pass\n",
+        "a drain cuts texts whose reader pauses",
+        "tests/runtime/engine/test_embedding.py",
+    ),
+    Mutant(
+        "runtime/engine/engine.py",
+        "            self.end_texts()\n",
+        "            pass\n",
+        "threads of texts and processes that try grammars survive the engine",
+        "tests/runtime/engine/test_engine.py",
+    ),
+    Mutant(
+        "runtime/engine/output.py",
+        "        num_tokens = slowest.num_tokens - len(slowest.request.generated)\n",
+        "        num_tokens = slowest.num_tokens\n",
+        "the time per output token after a continuation is too short",
+        "tests/runtime/engine/test_continuation.py",
+    ),
+    Mutant(
         "runtime/engine/masks.py",
         "            if len(job.parts) > 1:\n                job.is_abandoned = True\n                job.parts.clear()\n                return\n",
         "",

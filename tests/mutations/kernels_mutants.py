@@ -19,6 +19,13 @@ BITS = "tests/kernels tests/system/test_same_bits.py"
 
 MUTANTS = [
     Mutant(
+        "kernels/simd/amx_attention.c",
+        "  const int64_t d = t->head_dim, row_bytes = d * 4, steps = (t->num_pages * t->page_size + 31) / 32;",
+        "  const int64_t d = t->head_dim, row_bytes = d * 4, steps = t->num_pages * t->page_size / 32;",
+        "on tiles, the values of an odd last page of 16 tokens are lost in bf16",
+        "tests/kernels/test_program.py",
+    ),
+    Mutant(
         Q4,
         "    if (error[i] < plain_error[i]) continue;\n",
         "    continue;\n",

@@ -12,6 +12,18 @@ DRAFTS, BEAM, LOOP, REQUEST, COST, BUDGET, ENCODING = (
 
 MUTANTS = [
     Mutant(
+        "scheduler/planning.py",
+        "self._batch.requests.values()) + len(request.token_ids)\n",
+        "self._batch.requests.values())\n",
+        "a new request with a long context makes steps exceed the latency target",
+    ),
+    Mutant(
+        "scheduler/budget.py",
+        "OUTPUT_MEMORY * mean + (1 - OUTPUT_MEMORY) * num_tokens",
+        "OUTPUT_MEMORY * num_tokens + (1 - OUTPUT_MEMORY) * mean",
+        "the predicted wait follows the last output alone",
+    ),
+    Mutant(
         COMMITTING,
         "        self._policy.served(parent, 0, len(beams))\n",
         "",

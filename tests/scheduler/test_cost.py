@@ -6,6 +6,7 @@ import random
 
 import pytest
 from quire.scheduler import LEAST_PREFILL, PREFILL_SHARE, Coefficients, CostModel, LatencyBudget, StepLoad
+from quire.scheduler.budget import TokenBudget, WaitForecast
 from quire.scheduler.cost import chunk_pairs
 
 TRUE = Coefficients(18e-3, 2.4e-3, 1.4e-3, 1.2e-6, 2.5e-7)
@@ -141,6 +142,28 @@ def test_no_sequence_waits_for_a_target_that_one_sequence_alone_exceeds() -> Non
     alone_s = true_seconds(StepLoad(1, 0, 500))
     assert LatencyBudget(CostModel(TRUE), alone_s, 512).may_join(8, 8 * 500)
     assert not LatencyBudget(CostModel(TRUE), alone_s / 0.89, 512).may_join(8, 8 * 500)
+
+
+def test_the_mean_output_length_follows_new_requests_slowly() -> None:
+    """Of one slot, the request behind one that runs waits for a whole output of it, one step of 10 ms per token."""
+    cost = CostModel(Coefficients(0.01, 0.0, 0.0, 0.0, 0.0))
+    for _ in range(8):
+        cost.observe(StepLoad(1, 0, 0), 0.01)
+    forecast = WaitForecast(cost, TokenBudget(512), max_num_seqs=1)
+
+    def slot_s() -> float:
+        with_slot, without = (forecast.wait_s(1, position, 1, 0) for position in (0, -1))
+        assert with_slot is not None
+        assert without is not None
+        return with_slot - without
+
+    forecast.note_output(100)
+    assert slot_s() == pytest.approx(1.0, rel=0.01)
+    forecast.note_output(0)
+    assert slot_s() == pytest.approx(0.95, rel=0.01)
+    for _ in range(100):
+        forecast.note_output(40)
+    assert slot_s() == pytest.approx(0.4, rel=0.02)
 
 
 @pytest.mark.parametrize("target_s", [0.0, -1.0, float("nan")])

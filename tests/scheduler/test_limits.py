@@ -259,6 +259,20 @@ def test_requests_that_would_exceed_the_latency_target_wait(make_harness: MakeHa
     assert all(harness.outputs[each] == expected([each], 4) for each in range(6))
 
 
+def test_the_context_of_a_new_request_counts_against_the_latency_target(make_harness: MakeHarness) -> None:
+    """Decoding takes 10 ms and 1 ms per token of context; the limit is 45 ms."""
+    cost = CostModel(Coefficients(0.01, 0.0, 1e-4, 1e-3, 0.0))
+    harness = make_harness(cost=cost, budget=LatencyBudget(cost, 0.05, 64))
+    harness.add(1, list(range(10)), max_tokens=4)
+    harness.add(2, list(range(20)), max_tokens=4)
+    harness.add(3, list(range(30)), max_tokens=4)
+    harness.step()
+    assert harness.scheduler.stats().running == 2
+    assert harness.scheduler.stats().waiting_by_reason == {"latency": 1}
+    harness.run()
+    assert [len(harness.outputs[each]) for each in (1, 2, 3)] == [4, 4, 4]
+
+
 def test_a_prompt_that_finds_no_time_in_a_step_waits_for_latency(make_harness: MakeHarness) -> None:
     cost = CostModel(Coefficients(0.01, 0.001, 0.01, 0.0, 0.0))
     harness = make_harness(cost=cost, budget=LatencyBudget(cost, 0.05, 64), num_pages=64)

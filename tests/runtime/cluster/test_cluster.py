@@ -449,6 +449,35 @@ async def test_operators_see_every_host(hosts: FakeHosts, listener: FakeListener
         assert (lost.state, lost.problem, lost.requests, lost.moved_requests) == ("down", "no answer", 0, 1)
 
 
+async def test_a_lost_host_leaves_its_counters_once_and_nothing_that_it_has_no_more(
+    cluster: Cluster, hosts: FakeHosts
+) -> None:
+    for name in "abc":
+        hosts[name].tell_stats(step=10, running=3, pages_owned=7)
+    assert (cluster.stats().step, cluster.stats().running, cluster.stats().pages_owned) == (30, 9, 21)
+    hosts.errors["a:1"] = Unavailable("no answer")
+    hosts["a"].exit(0)
+    await until(lambda: not cluster.hosts["a:1"].is_ready)
+    assert (cluster.stats().step, cluster.stats().running, cluster.stats().pages_owned) == (30, 6, 14)
+    assert cluster.hosts["a:1"].load.num_requests == 0
+    del hosts.errors["a:1"]
+    await until(lambda: cluster.hosts["a:1"].is_ready)
+    hosts["a"].tell_stats(step=2, running=1, pages_owned=1)  # a host counts from the beginning of a link
+    assert (cluster.stats().step, cluster.stats().running, cluster.stats().pages_owned) == (32, 7, 15)
+
+
+async def test_sizes_at_the_start_are_those_of_all_hosts(hosts: FakeHosts, listener: FakeListener) -> None:
+    hosts.infos = {
+        "a:1": {"num_pages": 100, "threads": 2, "max_model_len": 64},
+        "b:1": {"num_pages": 50, "threads": 3, "max_model_len": 128},
+        "c:1": {"num_pages": 7, "threads": 4, "max_model_len": 64},
+    }
+    async with connected(listener) as cluster:
+        await until(lambda: all(host.is_ready for host in cluster.hosts.values()))
+        info = cluster.info
+    assert (info.num_pages, info.threads, info.num_processes, info.max_model_len) == (157, 9, 3, 64)
+
+
 async def test_the_state_of_a_host_says_why_it_gets_nothing(cluster: Cluster, hosts: FakeHosts) -> None:
     def state(name: str) -> str:
         return cluster.hosts[f"{name}:1"].status().state

@@ -284,9 +284,22 @@ async def test_requests_that_cannot_be_end_the_link(
 async def test_tokens_after_which_a_request_goes_on_must_be_known(sessions: list[ServerSession]) -> None:
     (request,) = new_requests(1)
     spec = as_read(request.spec)
-    for message in (AddRequests((spec,), ((100,),)), ReadmitRequest(spec, (-1,))):
-        with pytest.raises(ProtocolError, match="vocabulary"):
-            sessions[0].receive(message)
+    for generated in ((100,), (-1,), (5, 100, 5), (5, -1, 5), (100, 5), (5, -1)):
+        for message in (AddRequests((spec,), (generated,)), ReadmitRequest(spec, generated)):
+            with pytest.raises(ProtocolError, match="vocabulary"):
+                sessions[0].receive(message)
+    specs = [as_read(each.spec) for each in new_requests(1, 2)]
+    with pytest.raises(ProtocolError, match="vocabulary"):
+        sessions[0].receive(AddRequests(tuple(specs), ((5,), (5, 100, 5))))
+
+
+async def test_a_request_may_have_as_many_tokens_as_the_context(pool: FakePool, sessions: list[ServerSession]) -> None:
+    whole, moved = new_requests(1, 2, prompt=(7,) * 60, max_tokens=4)
+    sessions[0].receive(AddRequests((as_read(whole.spec),)))
+    sessions[0].receive(ReadmitRequest(as_read(moved.spec), (5,) * 3))
+    pool.info = core_info(encoder=EncoderInfo(vocab_size=50, max_model_len=8, dimensions=4))
+    sessions[0].receive(ReadmitEncoding(EncodeSpec(3, (EncodedText((1,) * 8),))))
+    assert sessions[0].num_requests == 3
 
 
 @pytest.mark.parametrize(
@@ -370,6 +383,7 @@ async def test_images_of_live_requests_take_limited_memory(pool: FakePool, sessi
     assert (refused.request_id, refused.refusal) == (2, "QueueFull")
     assert "this request take 384 bytes, those of others 768, and all may take 1000" in refused.message
     assert sorted(pool.answers) == [0, SESSION_IDS + 1]
+    assert [session.image_bytes for session in sessions] == [384, 384], "what is refused does not count"
     pool.answers[0].set_result(ESTIMATE)
     await asyncio.sleep(0.01)
     sessions[0].receive(DropRequest(0, None, "left"))
@@ -429,6 +443,15 @@ async def test_an_api_server_that_is_silent_loses_its_link_and_others_do_not(poo
             other.receive(Heartbeat())
         assert silent.link.is_closed  # type: ignore[attr-defined]
         assert not other.link.is_closed  # type: ignore[attr-defined]
+
+
+async def test_an_api_server_that_is_silent_while_engines_restart_loses_its_link(pool: FakePool) -> None:
+    pool.problem = Unavailable("restarting")
+    async with host_of(pool, 1) as (_, (silent,)):
+        await asyncio.sleep(9)
+        assert not silent.link.is_closed  # type: ignore[attr-defined]
+        await asyncio.sleep(2)
+        assert silent.link.is_closed  # type: ignore[attr-defined]
 
 
 async def test_each_api_server_learns_which_of_its_requests_wait_for_an_engine(

@@ -62,6 +62,15 @@ async def test_a_peer_that_does_not_read_loses_the_link() -> None:
     assert transport.num_unsent < 200
 
 
+async def test_a_link_that_is_given_up_does_not_wait_for_its_peer_to_read() -> None:
+    transport = FakeTransport()
+    link = link_to(transport)
+    link.send(Heartbeat())
+    assert transport.num_unsent
+    link.abort()
+    assert transport.is_aborted
+
+
 async def test_bytes_after_the_greeting_and_later_ones_are_messages() -> None:
     received: list[object] = []
     first, second = (with_prefix(msgspec.msgpack.encode(Heartbeat())) for _ in range(2))

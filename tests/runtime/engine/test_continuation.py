@@ -13,6 +13,8 @@ from quire.runtime.common.types import OutputChunk, SamplingParams, StructuredOu
 from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
 from quire.runtime.engine.continuation import replay
 
+from .conftest import FakeObserver
+
 PROMPT = "This module provides"
 EOS = 0
 KINDS = {
@@ -92,6 +94,22 @@ async def test_the_end_alone_is_sent_to_a_client_that_has_every_token(engine: Lo
         assert end.usage is not None
         assert whole[-1].usage is not None
         assert end.usage.completion_tokens == whole[-1].usage.completion_tokens
+
+
+async def test_the_time_per_output_token_counts_the_tokens_that_are_generated_here(engine: LocalEngine) -> None:
+    observer = FakeObserver()
+    engine.set_observer(observer)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, seed=3)
+    request = GenerateRequest(prompt=PROMPT, sampling_params=params)
+    whole = await chunks_of(engine, request)
+    received: list[OutputChunk] = []
+    while sum(len(chunk.token_ids) for chunk in received) < 20:
+        received.append(whole[len(received)])
+    rest = await chunks_of(engine, continued(request, received))
+    for chunks, stats in zip((whole, rest), observer.finished, strict=True):
+        num_tokens, usage = sum(len(chunk.token_ids) for chunk in chunks), chunks[-1].usage
+        assert usage is not None
+        assert stats.time_per_output_token_s == pytest.approx(usage.decode_ms / 1000 / (num_tokens - 1))
 
 
 async def test_outputs_whose_end_was_lost_end_before_those_that_go_on(engine: LocalEngine) -> None:

@@ -512,6 +512,21 @@ async def test_draining_waits_for_all_chunks_and_refuses_new_requests() -> None:
         await asyncio.wait_for(draining, 60)
 
 
+async def test_draining_waits_for_texts_whose_reader_pauses() -> None:
+    """The core has nothing to do: the next chunk of texts begins when the reader goes on."""
+    async with running() as engine:
+        stream = await engine.embed(embed(*["a"] * 8 * CHUNK_TEXTS))
+        core = engine.core
+        while not core.stats().encoded_texts or core.scheduler.has_work:
+            await asyncio.sleep(0.001)
+        draining = asyncio.create_task(engine.drain())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not draining.done()
+        assert sum([len(chunk.values) async for chunk in stream]) == 8 * CHUNK_TEXTS
+        await draining
+
+
 async def test_closing_the_engine_ends_streams_with_unavailable() -> None:
     encoder = FakeEncoder()
     async with running(encoder) as engine:

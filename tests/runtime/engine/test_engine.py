@@ -25,7 +25,7 @@ from quire.runtime.common.errors import (
     QuotaExceeded,
     Unavailable,
 )
-from quire.runtime.common.types import OutputChunk, SamplingParams, join_chunks
+from quire.runtime.common.types import OutputChunk, SamplingParams, StructuredOutputs, join_chunks
 from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
 from quire.runtime.engine.text import Tokenizer
 from quire.scheduler import speculative
@@ -690,6 +690,29 @@ async def test_closing_frees_threads_at_once() -> None:
         await until_threads_are_at_most(during - 5)
     finally:
         gc.enable()
+
+
+async def test_closing_ends_the_threads_of_texts_and_the_processes_that_try_grammars() -> None:
+    engine = await Engine.start(EngineConfig(kv_cache_memory=1 << 20, threads=1))
+    before = children()
+    choice = StructuredOutputs(choice=["yes", "no"])
+    params = SamplingParams(max_tokens=4, structured_outputs=choice)
+    await chunks_of(engine, GenerateRequest(prompt="Is it?", sampling_params=params))
+    assert children() - before
+    assert any(thread.name.startswith("quire-text") for thread in threading.enumerate())
+    await engine.close()
+    async with asyncio.timeout(60):
+        while children() - before or any(thread.name.startswith("quire-text") for thread in threading.enumerate()):
+            await asyncio.sleep(0.001)
+
+
+def children() -> set[str]:
+    """Return the processes that threads of this process have started and not waited for."""
+    found: set[str] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            found |= set(file.read_text().split())
+    return found
 
 
 async def test_an_engine_that_cannot_start_leaves_no_thread() -> None:
