@@ -11,7 +11,7 @@ import signal
 
 from ..cluster import listen_address, read_secret, running_host
 from ..common.errors import ConfigError
-from ..common.logs import log_to_stderr
+from ..common.logs import json_event, log_to_stderr
 from ..common.settings import Settings
 from ..protocol.address import TCPAddress
 from ..server.tls import TLS
@@ -43,9 +43,13 @@ async def _serve(settings: Settings, address: TCPAddress, secret: bytes, tls: TL
         stop.cancel_start = None
         if tls is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: asyncio.create_task(tls.reload()))
-        info = host.pool.info
+        info, model = host.pool.info, settings.engine.model or "bundled demo"
+        fields = {"address": str(host.address), "model": model, "pages": info.num_pages, "page_size": info.page_size}
+        fields |= {"threads": info.threads, "isa": info.isa, "bits": info.fingerprint}
         print(
-            f"quire engine host ready: {host.address}  model {settings.engine.model or 'bundled demo'}  "
+            json_event("quire engine host ready", **fields)
+            if settings.server.log_format == "json"
+            else f"quire engine host ready: {host.address}  model {model}  "
             f"{info.num_pages} pages of {info.page_size} tokens  {info.threads} threads  {info.isa}  "
             f"bits {info.fingerprint}",
             flush=True,

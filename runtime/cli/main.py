@@ -14,6 +14,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from .first_line import write_first_line
 from .interrupts import INTERRUPTED, exit_status, leave
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, leave)  # a KeyboardInterrupt during an import would not always come through
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")  # of a terminal that cannot show every character
+    write_first_line(sys.argv[1:])
     try:
         status = run(sys.argv[1:])
     except KeyboardInterrupt:

@@ -3,7 +3,7 @@
 The first SIGTERM or SIGINT drains the server: it refuses new requests, and running ones have `--shutdown-timeout`
 seconds to finish. While the model loads, it ends the start. The second exits immediately, engine processes included.
 The exit status after SIGINT is 130. SIGHUP reloads the keys and the certificate. Standard output gets one line, the
-ready line, once both ports answer.
+ready line, once both ports answer; it is JSON if the logs are. The last line of the log is "stopped".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..cluster import Members, connected_cluster, read_secret
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..common.heap import limit_heap
-from ..common.logs import log_to_stderr
+from ..common.logs import json_event, log_to_stderr
 from ..common.server_config import ServerConfig
 from ..common.settings import Settings
 from ..common.tuning import favour_event_loop, tune_collector
@@ -41,6 +41,7 @@ from ..model import model_name, model_path, projectors, read_spec, weights_text
 from ..server import Server, check_config
 from ..server.monitoring import PrometheusObserver
 from ..workers import engine_processes
+from ..workers.loading import shown_loading, terminal
 from .flags import LimitFlags, MachineFlags, MemoryFlags, ModelFolder, SchedulingFlags, ServerFlags, settings_from
 from .stop_signal import StopSignal, run_until_signal
 
@@ -80,6 +81,7 @@ async def _start_and_serve(settings: Settings, stop: StopSignal) -> None:
     await check_config(settings.server)
     if settings.server.prefix_snapshot is not None:
         check_snapshot_path(Path(settings.server.prefix_snapshot))
+    _log.info("reading the tokenizer", model=settings.engine.model or "bundled demo")
     async with AsyncExitStack() as stack:
         core, (text_processor, encoder_texts) = await _together(
             stack.enter_async_context(_core(settings)), asyncio.to_thread(load_texts, settings.engine)
@@ -121,7 +123,8 @@ async def _core(settings: Settings) -> AsyncIterator[Core]:
         async with engine_processes(settings) as pool:
             yield pool
     else:
-        core = await EngineCore.load(settings.engine)
+        with shown_loading(settings.engine, terminal(server.log_format)) as planned:
+            core = await EngineCore.load(settings.engine, on_planned=planned)
         try:
             snapshot = server.prefix_snapshot
             async with nullcontext() if snapshot is None else prefix_snapshot(core, Path(snapshot)):
@@ -159,7 +162,8 @@ async def _serve_until(stop: StopSignal, engine: Engine[Core], settings: Setting
     tune_collector()
     favour_event_loop()
     try:
-        print(_ready_line(settings, engine, server), flush=True)
+        json_logs = settings.server.log_format == "json"
+        print((_ready_json if json_logs else _ready_line)(settings, engine, server), flush=True)
         await stop.wait()
         await server.drain(settings.server.shutdown_timeout)
     finally:
@@ -177,6 +181,26 @@ def _ready_line(settings: Settings, engine: Engine[Core], server: Server) -> str
         f"{_sizes(info)}  "
         f"{info.threads} threads ({info.threads_reason})  {info.isa}{processes}"
     )
+
+
+def _ready_json(settings: Settings, engine: Engine[Core], server: Server) -> str:
+    """Return the ready line as an event like those of the log."""
+    info, scheme = engine.info, "http" if settings.server.tls_cert is None else "https"
+    fields = {
+        "clients": server.address,
+        "metrics": f"http://{server.operator_address}/metrics",
+        "api": f"{scheme}://{server.openai_address}/v1" if server.openai_address else None,
+        "model": settings.engine.model or "bundled demo",
+        "dtypes": _dtypes(settings, info).strip("()"),
+        "pages": info.num_pages,
+        "page_size": info.page_size,
+        "max_model_len": info.max_model_len,
+        "threads": info.threads,
+        "threads_reason": info.threads_reason,
+        "isa": info.isa,
+        "engine_processes": info.num_processes,
+    }
+    return json_event("quire ready", **fields)
 
 
 def _dtypes(settings: Settings, info: EngineInfo) -> str:

@@ -31,12 +31,16 @@ def run_until_signal(main: Callable[[StopSignal], Coroutine[Any, Any, None]]) ->
 
 
 async def _then_exit(main: Callable[[StopSignal], Coroutine[Any, Any, None]]) -> signal.Signals:
-    """Run `main` until a signal ended it. Neither the event loop nor the interpreter waits for threads after it."""
+    """Run `main` until a signal ended it, and log that.
+
+    Neither the event loop nor the interpreter waits for threads after it.
+    """
     try:
         number = await until_signal(main)
     except QuireError as error:
         _exit_soon(exit_status(error))
         raise
+    _log.info("stopped", signal=number.name)
     _exit_soon(INTERRUPTED if number == signal.SIGINT else 0)
     return number
 

@@ -93,6 +93,12 @@ class BoundedLog:
             self._log.log(level, event, **fields)
 
 
+def json_event(event: str, **fields: object) -> str:
+    """Return a line with the form and the time of a JSON log, for standard output."""
+    stamped = structlog.processors.TimeStamper(fmt="iso")(None, "info", {"event": event, "level": "info", **fields})
+    return str(_json()(None, "info", stamped))
+
+
 def redact(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
     """Replace the values of names in SECRETS, also in nested maps; a structlog processor."""
     return {name: _without_secrets(name, value) for name, value in event.items()}

@@ -30,7 +30,8 @@ from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..model import model_path
 from ..model.encoder import is_encoder, read_encoder
-from ..model.runner import ModelRunner, load_model
+from ..model.runner import Capacity, ModelRunner, load_model
+from ..model.runner.capacity import EncoderCapacity
 from ..model.runner.encoder_runner import EncoderRunner, load_encoder
 from ..model.vision import read_vision
 from .facade import NO_TEMPLATE
@@ -48,7 +49,11 @@ R = TypeVar("R", bound=QueuedRequest)
 
 
 def load_models(
-    config: EngineConfig, stop: threading.Event, *, populate: bool = True
+    config: EngineConfig,
+    stop: threading.Event,
+    *,
+    populate: bool = True,
+    on_planned: Callable[[Capacity | EncoderCapacity], None] | None = None,
 ) -> tuple[ModelRunner | None, EncoderRunner | None]:
     """Load what `config` names: a model that generates, an encoder, or both, which share their threads.
 
@@ -57,8 +62,8 @@ def load_models(
     if is_encoder(model_path(config.model)):
         if config.embedding_model is not None:
             raise ConfigError("embedding_model cannot be given with a model that is an encoder itself; leave it out")
-        return None, load_encoder(config, stop)
-    runner = load_model(config, stop, populate=populate)
+        return None, load_encoder(config, stop, on_planned=on_planned)
+    runner = load_model(config, stop, populate=populate, on_planned=on_planned)
     if config.embedding_model is None:
         return runner, None
     try:

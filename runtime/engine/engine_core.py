@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -36,7 +36,8 @@ from ..common.config import EngineConfig
 from ..common.errors import ContextLengthExceeded, Unavailable, UnsupportedModel
 from ..model import model_path
 from ..model.files import sampled_fingerprint
-from ..model.runner import ModelRunner
+from ..model.runner import Capacity, ModelRunner
+from ..model.runner.capacity import EncoderCapacity
 from ..model.vision import DynamicVisionSpec, VisionSpec
 from .bits import bits_id, encoder_bits_id
 from .build import build_kv_events, build_pager, build_scheduler, build_spill_file, load_models
@@ -88,14 +89,23 @@ class EngineCore:
         self._misses_itl_target = False  # and that is logged
 
     @classmethod
-    async def load(cls, config: EngineConfig, *, populate: bool = True) -> EngineCore:
+    async def load(
+        cls,
+        config: EngineConfig,
+        *,
+        populate: bool = True,
+        on_planned: Callable[[Capacity | EncoderCapacity], None] | None = None,
+    ) -> EngineCore:
         """Load the model and allocate all memory. Raises ModelError or ConfigError. Cancelling it stops the load.
 
         Without `populate`, the KV cache is only mapped; the system backs each page when it is first used.
+        `on_planned` is called in another thread before the weights are read.
         """
         stop = threading.Event()
         try:
-            runner, encoder = await asyncio.to_thread(load_models, config, stop, populate=populate)
+            runner, encoder = await asyncio.to_thread(
+                load_models, config, stop, populate=populate, on_planned=on_planned
+            )
         except asyncio.CancelledError:
             stop.set()
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import BufferedReader
 from os import SEEK_END, fsencode
 from os.path import abspath, exists, isdir, isfile
@@ -96,12 +96,23 @@ def sampled_fingerprint(path: Path) -> bytes:
     return _digest(path, _sampled)
 
 
+def files_bytes(path: Path) -> int:
+    """Return the size of the files that `fingerprint` reads, 0 if one of them cannot be found."""
+    try:
+        return sum(each.stat().st_size for each in _files(path))
+    except OSError:
+        return 0
+
+
+def _files(path: Path) -> Sequence[Path]:
+    return GGUFFile(path).paths if is_gguf(path) else _folder_files(path)
+
+
 def _digest(path: Path, digest_of: Callable[[BufferedReader], hashlib._Hash]) -> bytes:
     """Return a sha256 over the names of a model's files and the digests of their contents."""
-    paths = GGUFFile(path).paths if is_gguf(path) else _folder_files(path)
     digest = hashlib.sha256()
     try:
-        for file_path in paths:
+        for file_path in _files(path):
             with file_path.open("rb") as file:
                 content = digest_of(file).hexdigest()
             digest.update(fsencode(f"{file_path.name} {content}\n"))

@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import structlog
 import uvloop
@@ -55,6 +55,7 @@ from .engine_link import (
     ToEngine,
 )
 from .health import ALIVE, HELD_UP
+from .loading import shown_loading, terminal
 
 HEARTBEAT_INTERVAL_S = 0.25
 PR_SET_PDEATHSIG = 1
@@ -118,7 +119,8 @@ async def _run(end: socket.socket, heartbeats: _Heartbeats) -> None:
     if start.cpus is not None:
         os.sched_setaffinity(0, start.cpus)  # before there are threads, and before memory is touched
     try:
-        core = await EngineCore.load(start.config)
+        with shown_loading(start.config, _terminal(start)) as planned:
+            core = await EngineCore.load(start.config, on_planned=planned)
         core.grammars.tables.holding_up = heartbeats.held_up
         try:
             async with (
@@ -134,6 +136,11 @@ async def _run(end: socket.socket, heartbeats: _Heartbeats) -> None:
     finally:
         link.close()
         await asyncio.sleep(0)  # lets the link write what is left
+
+
+def _terminal(start: StartEngine) -> TextIO | None:
+    """Return the terminal for the bar of a model that loads: only for the one engine process of a server."""
+    return None if start.log is None or start.cpus is not None else terminal(start.log[0])
 
 
 def _configure_logging(start: StartEngine) -> None:

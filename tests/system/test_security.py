@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from quire import AsyncClient, SamplingParams
-from quire.runtime.cli.token import token_text
+from quire.runtime.cli.token import new_key
 from quire.runtime.common.errors import InvalidRequest, Unauthenticated
 from quire.runtime.common.settings import read_toml
 from quire.runtime.server import acceptor, auth
@@ -112,22 +112,20 @@ LOGGED = ("--kv-cache-memory", "8MiB", "--log-format", "json", "--log-level", "d
 async def test_the_log_of_a_real_server_contains_no_key_and_no_prompt(tmp_path: Path) -> None:
     """Admit and refuse clients, reload a new key by SIGHUP, then a broken file."""
     tokens, log = tmp_path / "tokens.toml", tmp_path / "log"
-    first, second = (token_text("acme") for _ in range(2))
-    keys = [text.splitlines()[2] for text in (first, second)]
-    tokens.write_text(first[first.index("[acme]") :])
+    keys, (first, second) = zip(*(new_key("acme") for _ in range(2)), strict=True)
+    tokens.write_text(first)
     tokens.chmod(0o600)
     with log.open("wb") as stderr:
         command = (*SERVE, *LOGGED, "--auth-tokens", str(tokens))
         server = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=stderr)
     try:
         assert server.stdout is not None
-        ready = (await server.stdout.readline()).decode()
-        address = ready.partition("clients ")[2].split()[0]
+        address = json.loads(await server.stdout.readline())["clients"]
         await generate(address, keys[0])
         for wrong in (keys[1], "another key", None):
             with pytest.raises(Unauthenticated):
                 await generate(address, wrong)
-        for text, outcome in ((second[second.index("[acme]") :], "tokens reloaded"), ("[acme", "not reloaded")):
+        for text, outcome in ((second, "tokens reloaded"), ("[acme", "not reloaded")):
             tokens.write_text(text)
             server.send_signal(signal.SIGHUP)
             async with asyncio.timeout(60):

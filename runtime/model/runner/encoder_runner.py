@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,13 @@ MEASURED = ((1,), (16,) * 4, (256,))  # tokens of the texts of each batch that t
 Floats = npt.NDArray[np.float32]
 
 
-def load_encoder(config: EngineConfig, stop: threading.Event | None = None, pool: Pool | None = None) -> EncoderRunner:
+def load_encoder(
+    config: EngineConfig,
+    stop: threading.Event | None = None,
+    pool: Pool | None = None,
+    *,
+    on_planned: Callable[[EncoderCapacity], None] | None = None,
+) -> EncoderRunner:
     """Read, pack and bind the encoder: `config.embedding_model`, or `config.model` if it is served alone.
 
     `pool` has the threads of a decoder beside it; without one the runner has its own. Raises ModelError or ConfigError,
@@ -37,6 +43,8 @@ def load_encoder(config: EngineConfig, stop: threading.Event | None = None, pool
         config = encoder_config(config)
     path = model_path(config.model)
     capacity = decide_encoder_capacity(config, read_encoder(path))
+    if on_planned is not None:
+        on_planned(capacity)
     model = pack_encoder(path, config.weights, capacity.max_model_len, stop)
     return EncoderRunner(model, capacity, pool or Pool(capacity.cpus.threads))
 

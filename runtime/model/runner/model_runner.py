@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -32,14 +32,22 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
 
-def load_model(config: EngineConfig, stop: threading.Event | None = None, *, populate: bool = True) -> ModelRunner:
+def load_model(
+    config: EngineConfig,
+    stop: threading.Event | None = None,
+    *,
+    populate: bool = True,
+    on_planned: Callable[[Capacity], None] | None = None,
+) -> ModelRunner:
     """Read, pack and bind a model. Raises ModelError or ConfigError, before any large allocation where possible.
 
-    With `populate`, the KV cache is backed by memory at once, else as it is used. Raises Unavailable soon after another
-    thread has set `stop`.
+    With `populate`, the KV cache is backed by memory at once, else as it is used. `on_planned` is called before the
+    weights are read. Raises Unavailable soon after another thread has set `stop`.
     """
     path = model_path(config.model)
     capacity = decide_capacity(config, read_spec(path))
+    if on_planned is not None:
+        on_planned(capacity)
     model, vision = pack_model(path, config.weights, stop), read_vision(path, config.max_image_tokens)
     tower = None if vision is None else pack_tower(path, vision, config.weights, stop)
     return ModelRunner(config, model, capacity, tower, populate=populate)

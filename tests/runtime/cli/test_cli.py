@@ -364,9 +364,11 @@ def test_errors_of_environment_variables(quire: Quire, variable: str, value: str
 
 def refused(done: subprocess.CompletedProcess[str], message: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
+    *log, line = done.stderr.splitlines()
     assert line.startswith("quire: ")
     assert message in line
+    assert not log or "serve" in done.args
+    assert all("[info     ] " in each for each in log)
 
 
 # serve
@@ -458,6 +460,24 @@ def lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def test_serve_says_what_it_does_from_its_start_to_its_end(hostile_folder: Path) -> None:
+    with server(hostile_folder, "--port", "0", "--log-format", "json") as (process, ready):
+        process.send_signal(signal.SIGTERM)
+        out, log = process.communicate()
+    assert out == ""
+    event = json.loads(ready)
+    assert (event["event"], event["pages"], event["page_size"]) == ("quire ready", 64, 32)
+    assert event["clients"].startswith("127.0.0.1:")
+    lines = [json.loads(line) for line in log.splitlines()]
+    events = [line["event"] for line in lines]
+    assert events[0] == "starting serve"
+    assert (events[-1], lines[-1]["signal"]) == ("stopped", "SIGTERM")
+    (loading,) = (line for line in lines if line["event"] == "loading the model")
+    assert (loading["weights"], loading["kv_cache"], loading["kv_cache_bytes"]) == ("bf16", "bf16", 4 << 20)
+    assert loading["weights_bytes"] < loading["total_bytes"]
+    assert events.index("reading the tokenizer") < events.index("loading the model") < events.index("listening")
 
 
 def test_serve_says_that_a_model_has_no_tokenizer(tmp_path: Path) -> None:
