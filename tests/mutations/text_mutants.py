@@ -235,7 +235,7 @@ MUTANTS = [
     Mutant(
         GGUF,
         "_SPECIAL = (int(_TokenType.CONTROL), int(_TokenType.UNKNOWN))",
-        "_SPECIAL = (int(_TokenType.CONTROL),)",
+        "_SPECIAL = (int(_TokenType.UNKNOWN),)",
         "control tokens in a prompt are ordinary text",
     ),
     Mutant(

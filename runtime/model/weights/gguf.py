@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,6 +36,7 @@ MAX_VALUES = 1 << 21  # of an array that is asked for: merges of a large vocabul
 MAX_NAME_BYTES = 64  # of a tensor
 MAX_KEY_BYTES = (1 << 16) - 1
 MAX_DIMENSIONS = 4
+SETTLED_NS = 2_000_000_000  # since a file was written
 MAX_INTEGRAL = 1 << 24  # from here on, float32 does not have all integers
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -167,11 +169,14 @@ class GGUFFile:
 def open_gguf(path: str | Path) -> GGUFFile:
     """Return `GGUFFile(path)`, or the one that was made of the same unchanged file before. Raises as GGUFFile.
 
-    Several readers of a model's header follow each other, and that of a large vocabulary takes a tenth of a second.
+    Several readers of a model's header follow each other, and that of a large vocabulary takes a tenth of a second. A
+    file that was written a moment ago is opened each time: another change may leave its time as it is.
     """
     try:
         status = os.stat(path)
     except OSError:
+        return GGUFFile(path)
+    if time.time_ns() - status.st_mtime_ns < SETTLED_NS:
         return GGUFFile(path)
     return _open_unchanged(str(path), (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 

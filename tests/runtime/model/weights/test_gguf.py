@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -229,8 +230,9 @@ def test_a_tensor_in_two_parts_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_is_opened_again_when_it_has_changed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", {"general.name": "first"}, {})
-    first = open_gguf(path)
-    assert open_gguf(path) is first
+    assert open_gguf(path) is not open_gguf(path), "it was written a moment ago"
+    os.utime(path, (1e9, 1e9))
+    assert open_gguf(path) is open_gguf(path)
     write(tmp_path / "b.gguf", {"general.name": "other"}, {}).replace(path)
     assert open_gguf(path).metadata["general.name"] == "other"
     path.unlink()
