@@ -219,6 +219,7 @@ def many_tokens_folder(tmp_path: Path, hybrid_folder: Callable[[str], Path]) -> 
 
 
 def test_a_large_vocabulary_takes_the_planned_memory_when_a_grammar_has_used_it(many_tokens_folder: str) -> None:
+    """Within 10 %: most of so small a process are libraries and the vocabulary, which are estimates."""
     options: dict[str, Any] = {"model": many_tokens_folder, "kv_cache_memory": MEMORY, "max_num_seqs": 8, "threads": 2}
     plan = plan_serving(Settings(engine=EngineConfig(**options), server=ServerConfig()), PlanTarget())
     planned = plan.capacity.memory.total_bytes + plan.server_bytes["tokenizer"] + plan.structured_bytes["vocabulary"]
@@ -226,4 +227,4 @@ def test_a_large_vocabulary_takes_the_planned_memory_when_a_grammar_has_used_it(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert re.match("[ab]{4}", process.stdout.readline())
-        assert sum(resident_bytes(process.pid)) == pytest.approx(planned, rel=0.05)
+        assert sum(resident_bytes(process.pid)) == pytest.approx(planned, rel=0.1)
