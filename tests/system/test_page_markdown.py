@@ -117,6 +117,7 @@ async def test_text_within_blocks(system: Any, open_tab: OpenTab) -> None:
         ("**a *b* c**", "<strong>a <em>b</em> c</strong>"),
         ("`a` ``b`c`` `**d**`", "<code>a</code> <code>b`c</code> <code>**d**</code>"),
         (r"\*a\* \q", r"*a* \q"),
+        ("` a ` `` ` `` ` `", "<code>a</code> <code>`</code> <code> </code>"),
         ("a<br>b<br/>c", "a<br>b<br>c"),
         ("&lt;b&gt; &amp;", "&amp;lt;b&amp;gt; &amp;amp;"),
         ("[a *b*](https://c.d/e_f \"t\")", link("https://c.d/e_f", "a <em>b</em>")),
@@ -140,6 +141,13 @@ async def test_addresses_that_are_not_of_the_web_are_text(system: Any, open_tab:
             markup = await drawn(tab, text)
             assert 'href="javascript' not in markup.lower()
             assert "<a" not in markup or "https://a.b" in text, text
+
+
+async def test_an_address_with_invisible_characters_ends_before_them(system: Any, open_tab: OpenTab) -> None:
+    tab = await open_tab(system.server.openai_address)
+    shown = [await drawn(tab, text.format("https://a.b/\u202egpj.exe")) for text in ("[c]({})", "<{}>", "{}")]
+    begun = bare("https://a.b/") + "\u202egpj.exe"
+    assert shown == [f"<p>[c]({begun})</p>", f"<p>&lt;{begun}&gt;</p>", f"<p>{begun}</p>"]
 
 
 async def test_no_hostile_text_becomes_an_element_of_its_own(system: Any, open_tab: OpenTab) -> None:
@@ -224,12 +232,13 @@ async def test_what_has_not_ended_is_drawn_as_far_as_it_is_known(system: Any, op
     tab = await open_tab(system.server.openai_address)
     shown = [
         await drawn(tab, text, ends=False)
-        for text in ("a\n``", "a\n```py\nx = 1", "a **b", "a `b", "a\n-", "a\n- b", "|a|b|\n|-", "1", "1. b")
+        for text in ("a\n``", "a\n```py\nx = 1", "a **b", "a ~~b", "a `b", "a\n-", "a\n- b", "|a|b|\n|-", "1", "1. b")
     ]
     assert shown == [
         "<p>a</p>",
         "<p>a</p>" + code("x = 1", "py"),
         "<p>a <strong>b</strong></p>",
+        "<p>a ~~b</p>",
         "<p>a <code>b</code></p>",
         "<p>a</p>",
         "<p>a</p><ul><li><p>b</p></li></ul>",

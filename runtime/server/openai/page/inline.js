@@ -12,10 +12,10 @@ const ESCAPED = /[!-/:-@[-`{-~]/;
 const SPACE = /\s/u;
 const PUNCTUATION = /[\p{P}\p{S}]/u;
 const SAFE_ADDRESS = /^(?:https?:\/\/|mailto:)[^\s\p{C}]+$/iu;
-const BETWEEN_ANGLES = /<((?:https?:\/\/|mailto:)[^\s<>]{1,2000})>/iy;
+const BETWEEN_ANGLES = /<((?:https?:\/\/|mailto:)[^\s\p{C}<>]{1,2000})>/iuy;
 const LINE_BREAK = /<br ?\/?>/iy;
 const TARGET = /\(\s*(?:<([^<>\n]*)>|((?:[^\s()\\]|\\.|\((?:[^\s()\\]|\\.)*\))*))(?:\s+(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'))?\s*\)/y;
-const BARE_ADDRESS = /(?<![\p{L}\p{N}_/])https?:\/\/[^\s<>"`。，、；：！？）】」』]{1,2000}/giu;
+const BARE_ADDRESS = /(?<![\p{L}\p{N}_/])https?:\/\/[^\s\p{C}<>"`。，、；：！？）】」』]{1,2000}/giu;
 
 // Return the nodes of a text. `isOpen`: more text follows, so bold text and code without an end last to the end.
 export function parseInline(text, isOpen = false) {
