@@ -15,6 +15,10 @@ ALTERNATIVES, SERVING_PLAN = (f"runtime/tools/planning/{name}.py" for name in ("
 PROFILE, PREDICTION = "runtime/tools/bench/profile.py", "runtime/tools/simulation/prediction.py"
 PLANNING_TESTS = "tests/runtime/tools/planning tests/runtime/tools/simulation/test_prediction.py tests/runtime/tools/bench/test_profile.py"
 
+SIMULATOR = "runtime/tools/simulation/simulator.py"
+RESULT_TESTS = "tests/runtime/tools/loadtest/test_results.py"
+SIMULATOR_TESTS = "tests/runtime/tools/simulation/test_simulator.py"
+
 MUTANTS = [
     Mutant(
         LATENCY,
@@ -327,5 +331,54 @@ MUTANTS = [
         "self._num_chosen = 0  #",
         "simulated servers that take turns all begin with the same host",
         "tests/runtime/tools/simulation/test_fleet.py",
+    ),
+    Mutant(
+        RESULTS,
+        "if not math.isinf(options.pacing.request_rate):\n            values",
+        "if True:\n            values",
+        "a latency with the client's queue is reported where all requests are due at once",
+        RESULT_TESTS,
+    ),
+    Mutant(
+        RESULTS,
+        "int(time_s - start)] += count",
+        "int(time_s - start)] += 1",
+        "the busiest second counts chunks instead of tokens",
+        RESULT_TESTS,
+    ),
+    Mutant(
+        RESULTS,
+        "(measures[metric](record) or 0.0) * 1000 <= limit_ms",
+        "(measures[metric](record) or 0.0) * 1000 < limit_ms",
+        "a request that takes exactly as long as its objective is not good",
+        RESULT_TESTS,
+    ),
+    Mutant(
+        RESULTS,
+        "partial.write_bytes(msgspec.json.encode(self))",
+        "path.write_bytes(msgspec.json.encode(self))",
+        "a run that cannot be saved destroys the earlier one",
+        RESULT_TESTS,
+    ),
+    Mutant(
+        SIMULATOR,
+        "            end += self._spill.take_spent_s()\n",
+        "            self._spill.take_spent_s()\n",
+        "a simulated disk takes no time",
+        SIMULATOR_TESTS,
+    ),
+    Mutant(
+        SIMULATOR,
+        "len(plan.sequences) * self._sequence_s",
+        "self._sequence_s",
+        "the simulated time between steps does not grow with the sequences",
+        SIMULATOR_TESTS,
+    ),
+    Mutant(
+        SIMULATOR,
+        "if arrival.prompt_tokens + arrival.output_tokens > self._max_model_len",
+        "if arrival.prompt_tokens > self._max_model_len",
+        "requests whose output exceeds the context are served in the simulation",
+        SIMULATOR_TESTS,
     ),
 ]

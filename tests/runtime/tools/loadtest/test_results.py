@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+from quire.runtime.common.errors import ConfigError
 from quire.runtime.tools.loadtest.latency import e2el_s, tpot_s, ttft_s
 from quire.runtime.tools.loadtest.options import Pacing
 from quire.runtime.tools.loadtest.records import RequestRecord
-from quire.runtime.tools.loadtest.results import RunOptions, summarize, without_details
+from quire.runtime.tools.loadtest.results import LoadTestRun, RunOptions, summarize, without_details
 
 SETUP = [
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts"),
@@ -72,6 +74,8 @@ def test_a_limit_a_ramp_and_metadata_add_keys() -> None:
         pacing=Pacing(max_concurrency=2, request_rate=5.0), percentile_metrics=("e2el_including_client_queue",)
     )
     assert "mean_e2el_including_client_queue_ms" in summarize(TWO, with_rate)
+    at_once = options(pacing=Pacing(max_concurrency=2), percentile_metrics=("e2el_including_client_queue",))
+    assert "mean_e2el_including_client_queue_ms" not in summarize(TWO, at_once)
 
 
 def test_latencies() -> None:
@@ -117,7 +121,7 @@ def test_all_tokens_of_a_chunk_are_counted() -> None:
     record = served(0, 0.0, 0.1, 0.5)
     record.token_counts = [1, 4]
     result = summarize([record], options())
-    assert result["total_output_tokens"] == 5
+    assert (result["total_output_tokens"], result["max_output_tokens_per_s"]) == (5, 5)
     assert result["mean_tpot_ms"] == pytest.approx(100)
     assert result["mean_itl_ms"] == pytest.approx(400)  # between chunks, as in vLLM
 
@@ -132,6 +136,23 @@ def test_a_single_token_has_no_tpot_and_meets_any_limit_of_it() -> None:
 def test_goodput_is_reported_only_with_objectives() -> None:
     assert summarize(TWO, options())["request_goodput"] is None
     assert summarize(TWO, options(goodput={"e2el": 450}))["request_goodput"] == pytest.approx(0.1)
+
+
+def test_a_request_that_takes_as_long_as_its_objective_is_good() -> None:
+    record = served(0, 100.0, 100.25, 100.5)
+    limits = ({"e2el": 500}, {"ttft": 250}, {"tpot": 250}, {"e2el": 499.9})
+    good = [summarize([record], options(goodput=each))["request_goodput"] for each in limits]
+    assert good == [0.1, 0.1, 0.1, 0.0]
+
+
+def test_a_run_that_cannot_be_saved_leaves_the_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    runs = [LoadTestRun(label=label, started_s=0.0, summary={}, records=list(TWO)) for label in ("old", "new")]
+    runs[0].save(path)
+    (tmp_path / "run.json.partial").mkdir()  # which cannot be written
+    with pytest.raises(ConfigError, match="cannot be written"):
+        runs[1].save(path)
+    assert LoadTestRun.load(path).label == "old"
 
 
 def test_late_sending_shows_in_latencies_from_the_schedule() -> None:

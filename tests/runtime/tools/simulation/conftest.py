@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from quire.pager import Pager
-from quire.runtime.tools.simulation import Arrival, Simulator, VirtualClock
+from quire.runtime.tools.simulation import Arrival, SimulatedSpill, Simulator, VirtualClock
 from quire.scheduler import Scheduler, SchedulerConfig, StepPlan, TokenBudget
 
 
@@ -24,6 +24,8 @@ def make_simulator(
     max_num_seqs: int = 8,
     max_model_len: int | None = None,
     max_num_waiting: int = 1024,
+    spill: SimulatedSpill | None = None,
+    sequence_s: float = 0.0,
     debug: bool = True,
     **options: Any,
 ) -> Simulator:
@@ -37,7 +39,9 @@ def make_simulator(
         debug=debug,
         **options,
     )
-    return Simulator(scheduler, pager, clock, cost, arrivals, max_model_len=max_model_len)
+    return Simulator(
+        scheduler, pager, clock, cost, arrivals, max_model_len=max_model_len, spill=spill, sequence_s=sequence_s
+    )
 
 
 @pytest.fixture(name="make_simulator")

@@ -161,6 +161,21 @@ def test_spilling_takes_slots_and_time() -> None:
     assert spill.seconds(3) is not None
 
 
+def test_a_step_waits_for_the_disk_and_for_each_sequence(make_simulator: Make) -> None:
+    spill = SimulatedSpill(page_bytes=1_000_000, max_bytes=3_500_000)
+    arrivals = [Arrival(0.0, 10, 1), Arrival(0.0, 20, 1)]
+    simulator = make_simulator(arrivals, spill=spill, sequence_s=0.5)
+    spill.save([7, 8])
+    simulator.run()
+    assert [outcome.token_times for outcome in simulator.outcomes] == [[pytest.approx(0.03 + 0.002 + 2 * 0.5)]] * 2
+
+
+def test_the_output_counts_in_the_length_of_a_request(make_simulator: Make) -> None:
+    simulator = make_simulator([Arrival(0.0, 50, 50), Arrival(0.0, 50, 51)], max_model_len=100)
+    simulator.run()
+    assert [outcome.refused for outcome in simulator.outcomes] == [None, "ContextLengthExceeded"]
+
+
 def test_requests_that_can_never_run_are_detected(make_simulator: Make) -> None:
     class NothingFirst(FirstComeFirstServed):
         def head(self, passed_over: Collection[str] = ()) -> None:
