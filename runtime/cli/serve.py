@@ -46,7 +46,14 @@ from .flags import LimitFlags, MachineFlags, MemoryFlags, ModelFolder, Schedulin
 from .stop_signal import StopSignal, run_until_signal
 
 # Options of an engine that an API server uses itself.
-TEXT_OPTIONS = ("model", "embedding_model", "tool_call_parser", "chat_template", "special_tokens_in_content")
+TEXT_OPTIONS = (
+    "model",
+    "embedding_model",
+    "tool_call_parser",
+    "chat_template",
+    "special_tokens_in_content",
+    "open_tool_arguments",
+)
 
 A = TypeVar("A")
 B = TypeVar("B")

@@ -150,6 +150,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "others. By default they are text, and only the chat template writes special tokens."
         ),
     ] = False
+    open_tool_arguments: Annotated[
+        bool,
+        _memory(
+            "Let calls have arguments that the schema of a tool neither declares nor forbids. By default objects that "
+            "declare properties have only these: small models add others, and do not end."
+        ),
+    ] = False
     max_images_per_request: Annotated[Images, _memory("Images of one request.", unit="images")] = 16
     max_image_pixels: Annotated[
         Pixels,
@@ -238,6 +245,7 @@ class EngineOptions(TypedDict, total=False):
     tool_call_parser: ToolCallParser
     chat_template: str | None
     special_tokens_in_content: bool
+    open_tool_arguments: bool
     max_images_per_request: int
     max_image_pixels: int
     max_image_memory: int | str

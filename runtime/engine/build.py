@@ -84,6 +84,7 @@ def load_texts(config: EngineConfig) -> tuple[TextProcessor, EncoderText | None]
         config.tool_call_parser,
         chat_template=config.chat_template,
         special_tokens_in_content=config.special_tokens_in_content,
+        open_tool_arguments=config.open_tool_arguments,
     )
     if text_processor.chat_template is None and text_processor.chat_problem != NO_TEMPLATE:
         _log.warning("chats are refused", reason=text_processor.chat_problem)

@@ -73,7 +73,13 @@ def _prepare_chat(
     params, new_parser, has_own_grammar = request.sampling_params, None, False
     markup: Mapping[str, int] = {}
     if request.tool_choice is not None:
-        calls = ToolCalls(text_processor.markup, request.tools, request.tool_choice, check)
+        calls = ToolCalls(
+            text_processor.markup,
+            request.tools,
+            request.tool_choice,
+            check,
+            open_arguments=text_processor.open_tool_arguments,
+        )
         answer = params.structured_outputs
         structure = calls.structure(text, answer)
         has_own_grammar = structure is not answer and not may_be_ambiguous(answer)

@@ -20,6 +20,10 @@ from ..common.errors import InvalidRequest
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MAX_WHOLE = 1 << 53  # up to which f64 has all whole numbers
 MAX_INT64 = (1 << 63) - 1  # llguidance rounds larger bounds of integers down to it
+MIN_INT64 = -(1 << 63)
+# Bounds of integers without any: a small model does not end a number of any length. llguidance lacks -2^63; f64 has no
+# number between it and the least one here.
+OWN_BOUNDS: Mapping[str, int] = {"minimum": MIN_INT64 + 1024, "maximum": MAX_INT64}
 MAX_DECIMALS = 12  # of a divisor: llguidance reads hardly any with more
 MAX_DIVISOR = 1 << 32  # of llguidance, without the point
 MAX_NEIGHBOURS = 8  # numbers of f64 on each side of a divisor, of which one may be read as the divisor
@@ -36,7 +40,8 @@ def check_numbers(schema: Mapping[str, Any]) -> None:
     """Raise InvalidRequest for a bound, or a number of `const` or `enum`, that llguidance would round."""
     for key in BOUNDS:
         bound = schema.get(key)
-        is_int64 = (key, bound) == ("maximum", MAX_INT64) and not _may_be_fraction(schema.get("type"))
+        is_end = (key, bound) in (("maximum", MAX_INT64), ("minimum", MIN_INT64))
+        is_int64 = is_end and not _may_be_fraction(schema.get("type"))
         if isinstance(bound, int | float) and not _is_exact(bound) and not is_int64:
             raise InvalidRequest(f"a JSON schema with {key}: {bound} cannot be enforced: such a number is rounded")
     divisor = schema.get("multipleOf")
@@ -68,6 +73,23 @@ def with_listed_multiples(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     multiples = [each for each in listed if not _is_number(each) or _is_multiple(each, divisor)]
     kept = {name: value for name, value in schema.items() if name not in ("multipleOf", key)}
     return kept | ({key: schema[key]} if multiples == listed else {"enum": multiples})
+
+
+def with_own_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose integers have at most 64 bits, if it has no other bound on that side and lists none."""
+    if schema.keys() & {"const", "enum", "multipleOf"} or "integer" not in _kinds(schema) or "number" in _kinds(schema):
+        return schema
+    missing = {
+        key: bound
+        for key, bound in OWN_BOUNDS.items()
+        if schema.get(key, MIN_INT64) == MIN_INT64 and f"exclusive{key.capitalize()}" not in schema
+    }
+    return {**schema, **missing}
+
+
+def _kinds(schema: Mapping[str, Any]) -> Collection[Any]:
+    kinds = schema.get("type")
+    return kinds if isinstance(kinds, list) else (kinds,)
 
 
 def with_left_out(schema: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +145,7 @@ def _num_digits(bound: float) -> int:
 
 
 def _is_exact(bound: float) -> bool:
-    return abs(bound) <= MAX_WHOLE or (abs(bound) <= MAX_INT64 and float(bound) == bound)
+    return abs(bound) <= MAX_WHOLE or (MIN_INT64 < bound <= MAX_INT64 and float(bound) == bound)
 
 
 def _ends(parts: Collection[Mapping[str, Any]], key: str, sign: int) -> Iterator[tuple[float, bool]]:

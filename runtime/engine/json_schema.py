@@ -15,7 +15,15 @@ from contextlib import suppress
 from typing import Any
 
 from ..common.errors import InvalidRequest
-from .json_numbers import LIMITS, check_limits, check_numbers, with_left_out, with_listed_multiples
+from .json_numbers import (
+    LIMITS,
+    OWN_BOUNDS,
+    check_limits,
+    check_numbers,
+    with_left_out,
+    with_listed_multiples,
+    with_own_bounds,
+)
 from .json_patterns import as_read
 from .json_references import (
     BY_REFERENCE,
@@ -131,7 +139,7 @@ def _enforceable(schema: Any) -> Any:
         kept["pattern"] = as_read(kept["pattern"])
     if schema.get("format") == "hostname" and isinstance(most := schema.get("maxLength", MAX_HOSTNAME), int | float):
         kept["maxLength"] = min(most, MAX_HOSTNAME)
-    kept = with_left_out(kept)
+    kept = with_own_bounds(with_left_out(kept))
     return _with_real_dates(kept) if schema.get("format") in DATES else kept
 
 
@@ -152,7 +160,11 @@ def _limits(root: _Schema, schema: Any, known: dict[int, _Alternatives], depth: 
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"a JSON schema has more than {MAX_DEPTH} references or combinations within each other")
     known[id(schema)] = _UNLIMITED  # in a circle, nothing is added
-    own = tuple((key, schema[key]) for key in LIMITS if isinstance(schema.get(key), int | float))
+    own = tuple(
+        (key, schema[key])
+        for key in LIMITS
+        if isinstance(schema.get(key), int | float) and schema[key] != OWN_BOUNDS.get(key)
+    )
     found: _Alternatives = ((own,),) if own else _UNLIMITED
     groups: list[list[Any]] = []
     for key in IN_PLACE:

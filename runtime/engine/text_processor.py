@@ -59,9 +59,11 @@ class TextProcessor:
         tool_call_parser: ToolCallParser = "auto",
         *,
         special_tokens_in_content: bool = False,
+        open_tool_arguments: bool = False,
         chat_problem: str = NO_TEMPLATE,
     ) -> None:
         self.tokenizer = tokenizer
+        self.open_tool_arguments = open_tool_arguments
         self.chat_template = chat_template
         self.chat_problem = "" if chat_template is not None else chat_problem  # why chats are refused
         self.default_sampling = dict(default_sampling or {})  # what the model recommends
@@ -82,6 +84,7 @@ class TextProcessor:
         *,
         chat_template: str | None = None,
         special_tokens_in_content: bool = False,
+        open_tool_arguments: bool = False,
     ) -> TextProcessor:
         """Read what a model's folder or GGUF file has. The file `chat_template` replaces the model's template.
 
@@ -97,6 +100,7 @@ class TextProcessor:
             {**_default_sampling(text_folder(path)), **_file_sampling(path)},
             tool_call_parser,
             special_tokens_in_content=special_tokens_in_content,
+            open_tool_arguments=open_tool_arguments,
             chat_problem=problem,
         )
 

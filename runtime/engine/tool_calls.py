@@ -13,6 +13,7 @@ from ..common.types import StructuredOutputs, ToolChoice
 from .facade import NewParser
 from .grammars import check_structure, lark_rule
 from .json_schema import enforceable_schema
+from .json_tools import closed, relaxed
 from .text import Markup
 from .text.argument_streams import SPACE, parameters_schema
 from .text.markup import FAMILIES, MARK
@@ -36,8 +37,13 @@ class ToolCalls:
         tools: tuple[dict[str, Any], ...],
         choice: ToolChoice,
         check: Callable[[StructuredOutputs], None] = check_structure,
+        *,
+        open_arguments: bool = False,
     ) -> None:
-        """Check grammars with `check`, which raises as `check_structure` does."""
+        """Check grammars with `check`, which raises as `check_structure` does.
+
+        With `open_arguments`, objects may have properties that their schemas do not declare.
+        """
         self._choice = choice
         self._check = check
         functions = {tool["function"]["name"]: tool["function"] for tool in tools}
@@ -54,7 +60,11 @@ class ToolCalls:
                 f"--tool-call-parser and one of {', '.join(FAMILIES)}"
             )
         self._has_tools = bool(tools)
-        self._functions = {name: functions[name] for name in functions if name in names and choice.needed != "none"}
+        self._functions = {
+            name: function if open_arguments else _with_closed_objects(function)
+            for name, function in functions.items()
+            if name in names and choice.needed != "none"
+        }
         self._grammar_markup = markup
         self.markup = markup if self._functions else markup.without_calls()  # of the text that the parser gets
 
@@ -101,20 +111,28 @@ class ToolCalls:
         return StructuredOutputs(lark=grammar)
 
     def _possible_schema(self, function: Mapping[str, Any], prompt: str) -> dict[str, Any]:
-        """Return the schema of a tool's arguments, or that of any object if the grammar cannot have it.
+        """Return the schema of a tool's arguments, or as much of it as a grammar can have.
 
         Raises InvalidRequest for a strict tool.
         """
         try:
-            schema = _schema(function)
-            self._check(StructuredOutputs(json=schema))
-            self._check(self._grammar({function["name"]: schema}, prompt, None))
+            return self._checked_schema(function, prompt)
         except InvalidRequest as error:
             reason = str(error).removeprefix("structured_outputs: ")
             if function.get("strict"):
                 raise InvalidRequest(f"tools: the parameters of {function['name']!r}: {reason}") from None
+        try:
+            schema = self._checked_schema({**function, "parameters": relaxed(function.get("parameters", {}))}, prompt)
+            _log.info("a tool's arguments match its schema in part", tool=function["name"], reason=reason)
+        except (InvalidRequest, RecursionError):
             _log.info("a tool's arguments are any object", tool=function["name"], reason=reason)
             return ANY_OBJECT
+        return schema
+
+    def _checked_schema(self, function: Mapping[str, Any], prompt: str) -> dict[str, Any]:
+        schema = _schema(function)
+        self._check(StructuredOutputs(json=schema))
+        self._check(self._grammar({function["name"]: schema}, prompt, None))
         return schema
 
     def _types(self, function: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,6 +148,13 @@ class ToolCalls:
         """Return whether the template has written the beginning of the reasoning."""
         reasoning = self.markup.reasoning
         return reasoning is not None and prompt.rstrip(SPACE).endswith(reasoning.open.removeprefix(MARK))
+
+
+def _with_closed_objects(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        return {**function, "parameters": closed(function.get("parameters", {}))}
+    except RecursionError:  # `_schema` refuses it
+        return function
 
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def test_parameters_may_refer_to_definitions_of_their_tool() -> None:
 def coder_calls(parameters: Any, is_strict: bool) -> ToolCalls:
     function = {"name": "f", "parameters": parameters, "strict": is_strict}
     tool = {"type": "function", "function": function}
-    return ToolCalls(FAMILIES["qwen3_coder"], (tool,), ToolChoice(needed="required"))
+    return ToolCalls(FAMILIES["qwen3_coder"], (tool,), ToolChoice(needed="required"), open_arguments=True)
 
 
 def coder_arguments(calls: ToolCalls, *parameters: tuple[str, str]) -> Any:
@@ -329,7 +329,7 @@ def test_parameters_of_qwen3_coder_match_the_schema(schema: Any, valid: Any, inv
 def test_what_parameters_do_not_express_is_refused_or_left_to_the_model(reason: str, schema: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"the parameters of 'f': .*{re.escape(reason)}"):
         coder_calls(schema, is_strict=True).structure("prompt", None)
-    assert coder_arguments(coder_calls(schema, is_strict=False), ("a", "5"), ("c", "x")) == {"a": 5, "c": "x"}
+    assert coder_arguments(coder_calls(schema, is_strict=False), ("a", "5")) == {"a": 5}
 
 
 @pytest.mark.parametrize(
@@ -469,3 +469,88 @@ def test_an_answer_of_a_form_may_follow_reasoning(
         matcher = LLMatcher(TABLES, grammar_of(structure), log_level=0)
         ids = VOCABULARY(whole)
         assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is is_allowed
+
+
+def arguments_of(parameters: Any, **options: Any) -> LLMatcher:
+    """Return a matcher of the arguments of a required call."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    choice = ToolChoice(needed="required", parallel=False)
+    structure = ToolCalls(FAMILIES["hermes"], (tool,), choice, **options).structure("prompt", None)
+    assert structure is not None
+    return LLMatcher(TABLES, grammar_of(structure), log_level=0)
+
+
+def is_call(matcher: LLMatcher, arguments: Any) -> bool:
+    text = f'<tool_call>\n{{"name": "f", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+    tokens = VOCABULARY(text)
+    reader = matcher.deep_copy()
+    return reader.try_consume_tokens(tokens) == len(tokens) and reader.is_accepting()
+
+
+INNER = {"type": "object", "properties": {"x": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "declared", "others"),
+    [
+        (INNER, {"x": 1}, {"x": 1, "y": 2}),
+        ({"type": "object", "properties": {"a": INNER}, "required": ["a"]}, {"a": {"x": 1}}, {"a": {"y": 1}}),
+        (
+            {"type": "object", "properties": {"a": {"type": "array", "items": INNER}}},
+            {"a": [{"x": 1}]},
+            {"a": [{"y": 1}]},
+        ),
+        ({"$defs": {"I": INNER}, "properties": {"a": {"$ref": "#/$defs/I"}}}, {"a": {"x": 1}}, {"a": {"z": 1}}),
+        ({"properties": {"a": {"anyOf": [INNER, {"type": "null"}]}}}, {"a": {"x": 1}}, {"a": {"z": 1}}),
+    ],
+    ids=str,
+)
+def test_objects_have_the_declared_properties_unless_arguments_are_open(
+    parameters: Any, declared: Any, others: Any
+) -> None:
+    matcher = arguments_of(parameters)
+    assert is_call(matcher, declared)
+    assert not is_call(matcher, others)
+    opened = arguments_of(parameters, open_arguments=True)
+    assert is_call(opened, declared)
+    assert is_call(opened, others)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments"),
+    [
+        ({"type": "object"}, {"a": 1}),
+        ({**INNER, "additionalProperties": {"type": "string"}}, {"x": 1, "y": "a"}),
+        ({**INNER, "patternProperties": {"^y": {}}}, {"x": 1, "y": "a"}),
+        ({**INNER, "required": ["y"]}, {"x": 1, "y": "a"}),
+        ({"allOf": [INNER, {"properties": {"y": {"type": "string"}}}]}, {"x": 1, "y": "a"}),
+        ({"$defs": {"I": INNER}, "allOf": [{"$ref": "#/$defs/I"}], "properties": {"y": {}}}, {"x": 1, "y": "a"}),
+        ({"properties": {"y": {}}, "anyOf": [{"required": ["y"]}, INNER]}, {"y": "a", "x": 1}),
+    ],
+    ids=str,
+)
+def test_objects_whose_schema_speaks_of_other_properties_stay_open(parameters: Any, arguments: Any) -> None:
+    assert is_call(arguments_of(parameters), arguments)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"propertyNames": {"pattern": "^[ab]$"}},
+        {"oneOf": [{"minProperties": 1}, {"maxProperties": 9}]},
+        {"not": {"propertyNames": {"const": "z"}}},
+        {
+            "properties": {
+                "a": {"type": "integer"},
+                "b": {"type": "array", "uniqueItems": True, "items": {"type": "string"}},
+            }
+        },
+    ],
+    ids=str,
+)
+def test_a_keyword_that_no_grammar_can_have_does_not_cost_a_tool_its_schema(keywords: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], **keywords}
+    matcher = arguments_of(parameters)
+    assert is_call(matcher, {"a": 1})
+    assert not is_call(matcher, {"a": "text"})
+    assert not is_call(matcher, {})
