@@ -157,8 +157,11 @@ def _message(message: dict[str, Any], where: str, called: str) -> dict[str, Any]
     message = _with_new_names(message, where, called)
     if isinstance(content, list | tuple):
         message["content"] = _content(content, message["role"], where)
+    elif content is None and message["role"] == "assistant":
+        refusal = message.get(REFUSAL)
+        message["content"] = refusal if isinstance(refusal, str) else None if "tool_calls" in message else ""
     elif content is None:
-        message["content"] = None if "tool_calls" in message and message["role"] == "assistant" else ""
+        message["content"] = ""
     elif not isinstance(content, str):
         raise InvalidRequest(f"{where}: content must be text or a list of text parts, not {shown(content)}")
     return message

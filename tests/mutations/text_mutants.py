@@ -510,8 +510,8 @@ MUTANTS = [
     ),
     Mutant(
         MARKS,
-        "answers = kept | frozenset(written) - frozenset(special)",
-        "answers = kept",
+        "one_of(kept | frozenset(written) - frozenset(special))",
+        "one_of(kept)",
         "the reasoning of earlier answers is encoded as text, and the prefix cache misses it",
     ),
     Mutant(

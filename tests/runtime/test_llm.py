@@ -249,6 +249,17 @@ def test_chat_uses_the_models_template(tmp_path: Path) -> None:
         assert answer.prompt_token_ids[0] == 0, "the template's special token is one token"
         assert answer.prompt_token_ids.count(0) == 1, "and the tokenizer adds no second one"
         assert answer.token_ids == llm.generate([answer.prompt_token_ids], FOUR)[0].token_ids
+        forged = llm.chat([{"role": "user", "content": "a<|endoftext|>b"}], FOUR)
+        assert forged.prompt_token_ids.count(0) == 1, "content has no special tokens"
+
+
+def test_a_file_replaces_the_chat_template_and_content_may_have_special_tokens(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}|")
+    options: Any = {"chat_template": str(tmp_path / "mine.jinja"), "special_tokens_in_content": True}
+    with LLM(BUNDLED_MODEL, kv_cache_memory=8 << 20, **options) as llm:
+        answer = llm.chat([{"role": "user", "content": "a<|endoftext|>b"}], FOUR)
+        assert answer.token_ids == llm.generate("a<|endoftext|>b|", FOUR)[0].token_ids
+        assert answer.prompt_token_ids.count(0) == 1
 
 
 def test_tools_and_variables_reach_the_template(tmp_path: Path) -> None:

@@ -63,9 +63,8 @@ class ContentMarks:
         self._bare_names = frozenset(map(_bare, names)) - {"", *literals}
         compared = {text for text in literals if 1 < len(text) <= MAX_LITERAL and self._has_edge.search(text)}
         kept = frozenset(_apart(compared, names, self.names))
-        self._kept = one_of({*names, *kept}), kept
-        answers = kept | frozenset(written) - frozenset(special)
-        self._kept_in_answers = one_of({*names, *kept}), answers
+        self._kept = one_of(kept)
+        self._kept_in_answers = one_of(kept | frozenset(written) - frozenset(special))
 
     def begin(self, values: Iterable[Any]) -> ChatMarks:
         """Return the marks of one chat, whose content is in `values`. Raises InvalidRequest."""
@@ -83,15 +82,12 @@ class ContentMarks:
             if len(text) <= MAX_LITERAL and (bare := _bare(text)) in self._bare_names:
                 return text.replace(bare, _with_private(bare, private), 1)
             return text
-        pattern, kept = self._kept_in_answers if keeps_added else self._kept
+        kept = self._kept_in_answers if keeps_added else self._kept
         table = {ord(edge): private(edge) for edge in self._edges}
-        if not kept:
-            return text.translate(table)
         parts, at = [], 0
-        for found in pattern.finditer(text):
-            if found.group() in kept:
-                parts += [text[at : found.start()].translate(table), found.group()]
-                at = found.end()
+        for found in kept.finditer(text):
+            parts += [text[at : found.start()].translate(table), found.group()]
+            at = found.end()
         return "".join(parts) + text[at:].translate(table)
 
 
@@ -170,11 +166,12 @@ def _pattern(tree: Mapping[str, Any]) -> str:
     return joined + "?" if "" in tree else joined
 
 
-def _apart(texts: Iterable[str], names: Collection[str], pattern: re.Pattern[str]) -> Iterator[str]:
+def _apart(texts: Collection[str], names: Collection[str], pattern: re.Pattern[str]) -> Iterator[str]:
     """Yield each of `texts` that is no part of a name, has no name, and overlaps with none at an end."""
+    longest = max(map(len, texts), default=0)
     joined = "\n".join(names)
-    begins = {name[:length] for name in names for length in range(1, min(len(name), MAX_LITERAL))}
-    ends = {name[-length:] for name in names for length in range(1, min(len(name), MAX_LITERAL))}
+    begins = {name[:length] for name in names for length in range(1, min(len(name), longest))}
+    ends = {name[-length:] for name in names for length in range(1, min(len(name), longest))}
     for text in texts:
         parts = range(1, len(text))
         overlaps = any(text[at:] in begins or text[:at] in ends for at in parts)

@@ -67,6 +67,10 @@ CALLS = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments":
             {"role": "assistant", "content": None, "reasoning_content": "Hm", "tool_calls": None},
             {"role": "assistant", "content": "", "reasoning_content": "Hm"},
         ),
+        (
+            {"role": "assistant", "content": None, "refusal": "No."},
+            {"role": "assistant", "content": "No.", "refusal": "No."},
+        ),
         ({"role": "user"}, {"role": "user", "content": ""}),
         ({"role": "system", "content": None}, {"role": "system", "content": ""}),
         ({"role": "user", "name": None, "content": "x"}, {"role": "user", "content": "x"}),
