@@ -20,6 +20,7 @@ from .interrupts import INTERRUPTED, exit_status
 
 CANCEL_TIMEOUT_S = 1.0  # to end a start; a thread that loads a model may not end in time
 EXIT_TIMEOUT_S = 0.5  # for threads that work on a text, when everything else is closed
+ERROR_TIMEOUT_S = 5.0  # likewise, when the error is to be printed meanwhile
 
 _log = structlog.get_logger("quire.shutdown")
 
@@ -38,10 +39,10 @@ async def _then_exit(main: Callable[[StopSignal], Coroutine[Any, Any, None]]) ->
     try:
         number = await until_signal(main)
     except QuireError as error:
-        _exit_soon(exit_status(error))
+        _exit_soon(exit_status(error), ERROR_TIMEOUT_S, str(error))
         raise
     _log.info("stopped", signal=number.name)
-    _exit_soon(INTERRUPTED if number == signal.SIGINT else 0)
+    _exit_soon(INTERRUPTED if number == signal.SIGINT else 0, EXIT_TIMEOUT_S)
     return number
 
 
@@ -83,15 +84,15 @@ class StopSignal:
             asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, os._exit, 128 + number)
 
 
-def _exit_soon(status: int) -> None:
-    """Have the process exit with `status` after EXIT_TIMEOUT_S: the interpreter waits for threads without a limit."""
-    timer = threading.Timer(EXIT_TIMEOUT_S, _exit_now, (status,))
+def _exit_soon(status: int, timeout_s: float, error: str | None = None) -> None:
+    """Have the process exit with `status` after a time: the interpreter waits for threads without a limit."""
+    timer = threading.Timer(timeout_s, _exit_now, (status, error))
     timer.daemon = True
     timer.start()
 
 
-def _exit_now(status: int) -> None:
+def _exit_now(status: int, error: str | None) -> None:
     main = threading.main_thread()
-    running = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
-    _log.warning("threads left behind", names=sorted(running), seconds=EXIT_TIMEOUT_S)
+    if running := [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]:
+        _log.warning("threads left behind", names=sorted(running), error=error)
     os._exit(status)

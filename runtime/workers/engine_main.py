@@ -66,7 +66,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     limit_heap()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    link_fd, heartbeat_fd = map(int, sys.argv[1:])
+    link_fd, heartbeat_fd = map(int, sys.argv[1:3])
     heartbeats = _Heartbeats(heartbeat_fd)
     threading.Thread(target=heartbeats.send, name="quire-heartbeat", daemon=True).start()
     uvloop.run(_run(socket.socket(fileno=link_fd), heartbeats))

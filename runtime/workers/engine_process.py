@@ -33,7 +33,13 @@ STOP_TIMEOUT_S = 1.0  # to exit without a snapshot: what it computes has no read
 EXIT_TIMEOUT_S = 1.0  # between the end of its link and its exit, in either order
 KILL_TIMEOUT_S = 10.0  # for the system to end it and to take its memory back
 STOPPED_TICKS = 4  # after which a process that a signal or a debugger stopped is not waited for
-COMMAND = (sys.executable, "-P", "-m", "quire.runtime.workers.engine_main")
+# The process ends with its server, also while it imports: prctl(PR_SET_PDEATHSIG, SIGKILL) comes first. It does not
+# begin if the server has ended before.
+PROGRAM = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.getppid() == int(sys.argv[3]) or os._exit(0); "
+    "from quire.runtime.workers.engine_main import main; main()"
+)
+COMMAND = (sys.executable, "-P", "-c", PROGRAM)
 
 _log = structlog.get_logger("quire.supervisor")
 
@@ -84,7 +90,7 @@ class EngineProcess:
                 try:
                     process = await asyncio.create_subprocess_exec(
                         *COMMAND,
-                        *(str(theirs.fileno()), str(their_heartbeat_fd)),
+                        *(str(theirs.fileno()), str(their_heartbeat_fd), str(os.getpid())),
                         pass_fds=(theirs.fileno(), their_heartbeat_fd),
                         stdin=asyncio.subprocess.DEVNULL,
                         start_new_session=True,  # Ctrl-C in a terminal reaches the server only
