@@ -844,6 +844,13 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/engine/trial_process.py",
+        "int(used.ru_utime + used.ru_stime) + max_s + 1",
+        "max_s + 1",
+        "a process that has tried many grammars refuses the next one",
+        "tests/runtime/engine/test_trials.py",
+    ),
+    Mutant(
+        "runtime/engine/trial_process.py",
         "_limit(resource.RLIMIT_DATA,",
         "_limit(resource.RLIMIT_CORE,",
         "a trial takes all memory",

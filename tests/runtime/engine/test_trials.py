@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from quire.runtime.common.errors import InvalidRequest, Unavailable
 from quire.runtime.common.heap import resident_bytes
 from quire.runtime.common.types import StructuredOutputs
+from quire.runtime.engine import trial_process
 from quire.runtime.engine import trials as trials_module
-from quire.runtime.engine.grammars import CheckedStructures, check_structure
+from quire.runtime.engine.grammars import CheckedStructures, check_structure, grammar_of
 from quire.runtime.engine.trials import TOO_MUCH, Trials
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23)
 SMALL = StructuredOutputs(regex="[ab]{2}")
+CPU = resource.RLIMIT_CPU
 
 
 @pytest.fixture
@@ -112,16 +117,48 @@ def test_a_process_that_a_grammar_has_made_large_ends(trials: Trials, monkeypatc
     assert trials._idle == []
 
 
+class ManualTimer:
+    """A timer that runs out when a test says so."""
+
+    started: ClassVar[list[ManualTimer]] = []
+
+    def __init__(self, interval: float, function: Callable[[], None]) -> None:
+        self.interval, self.function, self.daemon = interval, function, False
+
+    def start(self) -> None:
+        self.started.append(self)
+
+    def cancel(self) -> None:
+        self.started.remove(self)
+
+
 def test_idle_processes_end(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials_module, "IDLE_S", 0.2)
+    monkeypatch.setattr(ManualTimer, "started", [])
+    monkeypatch.setattr(trials_module.threading, "Timer", ManualTimer)
     for _ in range(2):
         check_structure(SMALL, trials)
         (process,) = trials._idle
-        deadline = time.monotonic() + 60
-        while process.returncode is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        (timer,) = ManualTimer.started
+        assert (timer.interval, timer.daemon) == (trials_module.IDLE_S, True)
+        timer.function()
+        assert process.returncode is not None
         assert trials._idle == []
+        assert ManualTimer.started == []
+
+
+def test_each_grammar_has_cpu_time_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system counts the time of a process; the time for grammars before does not count for the next."""
+    limits: list[int] = []
+    times = iter((0.2, 7.9, 30.0))
+    request = json.dumps([grammar_of(SMALL), {}])
+    monkeypatch.setattr(trial_process, "_limit", lambda kind, value: limits.append(value) if kind == CPU else None)
+    monkeypatch.setattr(
+        trial_process.resource, "getrusage", lambda _: SimpleNamespace(ru_utime=next(times), ru_stime=0.5)
+    )
+    monkeypatch.setattr("sys.argv", ["trial_process.py", "2", str(1 << 40), str(1 << 40)])
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{request}\n" * 3))
+    trial_process.main()
+    assert limits == [3, 11, 33]
 
 
 def test_a_process_may_have_limits_of_its_own(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
