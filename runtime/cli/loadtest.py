@@ -123,10 +123,10 @@ def loadtest(
     )
     parsed = _ParsedOptions.of(test)
     runs = uvloop.run(_loadtest(test, parsed))
-    for run in runs:  # last, and not among the results: it says how far they can be trusted
+    for run in runs if parsed.points else ():  # a single run says it above its results
         if (warning := lateness(run.summary, parsed.percentiles)) is not None:
             sys.stdout.flush()
-            print(f"quire: warning: {f'at {run.label}, ' if parsed.points else ''}{warning}", file=sys.stderr)
+            print(f"quire: warning: at {run.label}, {warning}", file=sys.stderr)
     if test.output.report is not None:
         write_report(test.output.report, runs)
     if not any(run.summary["completed"] for run in runs):

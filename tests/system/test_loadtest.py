@@ -131,10 +131,28 @@ async def test_several_servers_take_turns(serve: Callable[..., Any], run: Run) -
     assert abs(len(one.engine.requests) - len(other.engine.requests)) <= 1
 
 
-async def test_an_error_is_raised_if_every_request_fails(serving: Callable[..., Any], run: Run) -> None:
+@pytest.mark.parametrize(
+    ("warmups", "message"),
+    [
+        ("0", "no request succeeded; the first failed with: "),
+        ("1", "a warm-up request failed with OUT_OF_RANGE: prompt of 1000000 tokens"),
+    ],
+)
+async def test_an_error_is_raised_if_every_request_fails(
+    warmups: str, message: str, serving: Callable[..., Any], run: Run
+) -> None:
     async with serving() as real:
-        with pytest.raises(Unavailable, match="no request succeeded; the first failed with: "):
-            await run("--base-url", real.address, "--num-prompts", "2", "--random-input-len", "1000000")
+        with pytest.raises(Unavailable, match=message):
+            await run(
+                "--base-url",
+                real.address,
+                "--num-warmups",
+                warmups,
+                "--num-prompts",
+                "2",
+                "--random-input-len",
+                "1000000",
+            )
 
 
 @pytest.mark.parametrize(

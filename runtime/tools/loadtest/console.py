@@ -36,8 +36,10 @@ METRIC_NAMES = {
 
 
 def print_result(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> None:
-    """Print the result as tables."""
+    """Print the result as tables, after a warning if the load generator was late."""
     console = Console(width=72, highlight=False)
+    if (warning := lateness(result, percentiles)) is not None:
+        console.print(f"Warning: {warning}", soft_wrap=True, markup=False)
     console.print(_totals(result))
     for metric in _measured(metrics, result):
         if f"mean_{metric}_ms" in result:

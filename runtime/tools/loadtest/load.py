@@ -88,8 +88,13 @@ def _trace(options: LoadOptions, tokens: RandomTokens, count: int | None) -> Tim
 
 
 def _warmups(first: LoadRequest, number: int, tokens: RandomTokens) -> list[LoadRequest]:
-    """Return warm-up requests like the first one; as in vLLM the first one itself where it is text."""
-    return [first] * number if isinstance(first.prompt, str) else warmup_requests(first, number, tokens)
+    """Return warm-up requests like the first one; where it is text, with its words from last to first.
+
+    They must not leave the first request's prompt in the prefix cache.
+    """
+    if isinstance(first.prompt, str):
+        return [replace(first, prompt=" ".join(reversed(first.prompt.split())) or first.prompt)] * number
+    return warmup_requests(first, number, tokens)
 
 
 def _with_behaviour(requests: Iterable[LoadRequest], options: LoadOptions) -> Iterator[LoadRequest]:

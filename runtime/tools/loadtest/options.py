@@ -161,8 +161,8 @@ class Pacing:
     "Seconds after which no request is sent; running requests still finish."
     self_timed: bool | None = None
     "Send at the times of a recorded trace, rescaled to --request-rate. Default on for traces."
-    num_warmups: int = 0
-    "Requests sent before the measurement."
+    num_warmups: int = 1
+    "Requests sent before the measurement, one after another."
 
     @property
     def closed_loop(self) -> bool:

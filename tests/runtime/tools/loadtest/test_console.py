@@ -55,6 +55,7 @@ def test_a_late_generator_is_a_warning(capsys: pytest.CaptureFixture[str]) -> No
         summarize([served()], RunOptions(backend="quire", duration_s=2.0, generator_delays_s=[delay_s]))
         for delay_s in (0.25, 0.001)
     )
+    assert lines[0].startswith("Warning: the load generator itself was late (p99 250.00 ms)")
     warning = lateness(late, (50, 99))
     assert warning is not None
     assert warning.startswith("the load generator itself was late (p99 250.00 ms): it could not keep up")

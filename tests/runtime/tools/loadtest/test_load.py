@@ -208,6 +208,15 @@ def test_warmups_are_not_part_of_the_load() -> None:
     assert len(prompts) == 3
     assert prompts.isdisjoint(request.prompt for request in sent)
     assert sent == requests(num_prompts=5)
+    assert len(load(Pacing(), num_prompts=5).warmups) == 1
+
+
+def test_a_warmup_of_text_leaves_no_prompt_in_the_prefix_cache() -> None:
+    found = load(dataset_name="sharegpt", dataset_path=DATA / "sharegpt.json", sharegpt_output_len=7, num_prompts=2)
+    (warmup,), (first, *_) = found.warmups, list(found.requests)
+    assert warmup.prompt != first.prompt
+    assert sorted(warmup.prompt.split()) == sorted(first.prompt.split())
+    assert warmup.max_tokens == first.max_tokens
 
 
 @pytest.mark.parametrize(
