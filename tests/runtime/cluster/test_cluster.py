@@ -616,6 +616,12 @@ async def test_a_host_may_have_a_longer_context_than_the_first(hosts: FakeHosts,
         await until(lambda: all(host.is_ready for host in cluster.hosts.values()))
 
 
+async def test_a_host_may_take_larger_images_than_the_first(hosts: FakeHosts, listener: FakeListener) -> None:
+    hosts.infos = {"a:1": tower(64), "b:1": tower(80)}
+    async with connected(listener, "ab") as cluster:
+        await until(lambda: all(host.is_ready for host in cluster.hosts.values()))
+
+
 async def test_such_a_host_is_left_out_when_it_comes_later(hosts: FakeHosts, listener: FakeListener) -> None:
     hosts.errors["b:1"] = Unavailable("not yet")
     hosts.infos["b:1"] = {"fingerprint": "other"}
