@@ -12,6 +12,7 @@ by more than 500 MB.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import resource
@@ -342,7 +343,7 @@ def replace_value(content: Any, random: Random) -> None:
     while isinstance(content, list | dict) and content:
         key = random.choice(list(content) if isinstance(content, dict) else range(len(content)))
         if not isinstance(content[key], list | dict) or random.random() < 0.2:
-            content[key] = random.choice(EXTREMES)
+            content[key] = copy.deepcopy(random.choice(EXTREMES))  # a later change must not reach the constant
             return
         content = content[key]
 
