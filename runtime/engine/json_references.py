@@ -161,6 +161,17 @@ def _check_finite_values(root: _Schema) -> None:
         )
 
 
+def _needed_items(schema: _Schema) -> list[Any]:
+    """Return the schemas of the first `minItems` items of an array."""
+    least, items = schema.get("minItems"), schema.get("items")
+    first, others = ("items", "additionalItems") if isinstance(items, list) else ("prefixItems", "items")
+    known = schema.get(first)
+    if not isinstance(least, int) or not isinstance(known, list | None):
+        return []
+    known = known or []
+    return [*known[: max(0, least)], *([schema.get(others)] if least > len(known) else [])]
+
+
 def _contained(root: _Schema, schema: _Schema) -> list[list[_Schema]]:
     """Return lists of schemas: a value of the schema needs a value of one schema from each list."""
     lists: list[list[Any]] = [[referred(root, schema["$ref"])]] if "$ref" in schema else []
@@ -171,7 +182,6 @@ def _contained(root: _Schema, schema: _Schema) -> list[list[_Schema]]:
     properties, required = schema.get("properties"), schema.get("required")
     if schema.get("type") == "object" and isinstance(properties, dict) and isinstance(required, list):
         lists += [[properties[name]] for name in required if isinstance(name, str) and name in properties]
-    least = schema.get("minItems")
-    if schema.get("type") == "array" and isinstance(least, int) and least > 0 and "prefixItems" not in schema:
-        lists.append([schema.get("items")])
+    if schema.get("type") == "array":
+        lists += [[each] for each in _needed_items(schema)]
     return [each for each in lists if all(isinstance(inside, dict) for inside in each)]

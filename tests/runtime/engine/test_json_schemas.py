@@ -191,6 +191,10 @@ def test_limits_of_different_alternatives_are_not_combined() -> None:
         {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
         {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}},
         {"type": "array", "minItems": 1, "items": {"$ref": "#"}},
+        {"type": "array", "minItems": 2, "prefixItems": [{"type": "null"}, {"$ref": "#"}]},
+        {"type": "array", "minItems": 2, "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}},
+        {"type": "array", "minItems": 1, "items": [{"$ref": "#"}]},
+        {"type": "array", "minItems": 2, "items": [{"type": "null"}], "additionalItems": {"$ref": "#"}},
         {
             "$defs": {
                 "a": {"type": "object", "required": ["b"], "properties": {"b": {"allOf": [{"$ref": "#/$defs/a"}]}}}
@@ -244,6 +248,37 @@ def test_keywords_of_extensions_are_no_schemas() -> None:
     matcher = LLMatcher(tables(), grammar_of(StructuredOutputs(json=referred)), log_level=0)
     assert can_be_generated(matcher.deep_copy(), "[")
     assert not can_be_generated(matcher, "a")
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        (
+            {"prefixItems": [{"type": "integer"}, {"$ref": "#"}], "minItems": 1},
+            [[1], [1, [2]], [1, [2, [3], 4]]],
+            [1, [2, ""]],
+        ),
+        ({"prefixItems": [{"$ref": "#"}]}, [[], [[]], [[[], 1]]], [1]),
+        (
+            {
+                "prefixItems": [{"type": "string"}, {"anyOf": [{"type": "null"}, {"$ref": "#"}]}],
+                "minItems": 2,
+                "items": False,
+            },
+            [["a", None], ["a", ["b", ["c", None]]]],
+            ["a", ["b"]],
+        ),
+    ],
+    ids=["one", "none", "list"],
+)
+def test_first_items_of_an_array_may_be_arrays_of_the_same_schema(
+    schema: dict[str, Any], valid: list[Any], invalid: Any
+) -> None:
+    structure = StructuredOutputs(json={"type": "array", **schema})
+    check_structure(structure)
+    matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
+    assert [each for each in valid if not can_be_generated(matcher.deep_copy(), each)] == []
+    assert not can_be_generated(matcher, invalid)
 
 
 @pytest.mark.parametrize(
