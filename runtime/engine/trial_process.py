@@ -68,6 +68,8 @@ def _tried(tables: LLTokenizer, grammar: str, limits: LLParserLimits) -> str:
         if not message or message.startswith("WARNING"):
             return _walked(LLMatcher(tables, grammar, log_level=0, limits=limits)) or message
         return message
+    except MemoryError:
+        raise  # ends the process, as the limit of memory does elsewhere
     except BaseException as error:  # a panic of llguidance, too
         return str(error)
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,6 +29,10 @@ WAIT_S = 30  # by the clock, on a machine that has no time for it
 PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("trial_process.py")))
 COMMAND = (*PROGRAM, *map(str, (MAX_S, MAX_BYTES, MAX_LEFT_BYTES)))
 TOO_MUCH = f"compiling it takes more than {MAX_S} s or {MAX_BYTES >> 20} MiB"
+FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP, signal.SIGXCPU)
+# Exit statuses of a process that its grammar ended: Rust aborts and Python's thread returns where memory is refused.
+# All other statuses have causes outside.
+ENDS_BY_GRAMMARS = (0, *(-number for number in FAULTS))
 
 
 class Trials:
@@ -42,21 +49,17 @@ class Trials:
     def refusal(self, grammar: str, limits: Mapping[str, int]) -> str:
         """Return why a grammar in llguidance's form cannot be used with these limits; an empty text if it can.
 
-        Raises Unavailable if no process can be started, or after `close`.
+        A process that is ended from outside is replaced once. Raises Unavailable if a grammar cannot be tried, and
+        after `close`.
         """
         request = json.dumps([grammar, limits]).encode() + b"\n"
         with self._free:
-            process = self._begun()
-            answer = _ask(process, request)
-            with self._lock:
-                self._trying.discard(process)
-            if answer is not None and answer[1]:
-                self._keep(process)
-            else:
-                _end(process)
-        if answer is None and self._is_closed:
-            raise _closed()
-        return TOO_MUCH if answer is None else answer[0]
+            answer = self._answer(self._begun(), request)
+            if answer is None:
+                answer = self._answer(self._begun(is_new=True), request)
+        if answer is None:
+            raise _not_now("the processes that check them are ended from outside")
+        return answer
 
     def close(self) -> None:
         """End the processes, also those that try a grammar. Idempotent."""
@@ -67,17 +70,36 @@ class Trials:
             process.kill()  # its thread goes on
         self._end_idle()
 
-    def _begun(self) -> subprocess.Popen[bytes]:
+    def _begun(self, *, is_new: bool = False) -> subprocess.Popen[bytes]:
         """Return a process for one grammar. Raises Unavailable."""
         if self._is_closed:
             raise _closed()
-        process = self._idle_process() or _started()
+        process = (None if is_new else self._idle_process()) or _started()
         with self._lock:
             if not self._is_closed:
                 self._trying.add(process)
                 return process
         _end(process)
         raise _closed()
+
+    def _answer(self, process: subprocess.Popen[bytes], request: bytes) -> str | None:
+        """Return what `refusal` does; None if the process was ended from outside. Raises Unavailable."""
+        goes_on = False
+        try:
+            answer = _ask(process, request)
+            goes_on = answer is not None and answer[1]
+        finally:
+            with self._lock:
+                self._trying.discard(process)
+            if goes_on:
+                self._keep(process)
+            else:
+                _end(process)
+        if answer is not None:
+            return answer[0]
+        if self._is_closed:
+            raise _closed()
+        return TOO_MUCH if process.returncode in ENDS_BY_GRAMMARS else None
 
     def _end_idle(self) -> None:
         with self._lock:
@@ -113,6 +135,10 @@ def _closed() -> Unavailable:
     return Unavailable("the engine was closed before this grammar was tried; try again")
 
 
+def _not_now(reason: str) -> Unavailable:
+    return Unavailable(f"structured_outputs cannot be checked now: {reason}; try again later")
+
+
 def _started() -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
@@ -125,20 +151,31 @@ def _started() -> subprocess.Popen[bytes]:
             process_group=0,
         )
     except OSError as error:
-        raise Unavailable(f"structured_outputs cannot be checked now: {error.strerror}; try again later") from error
+        raise _not_now(str(error.strerror)) from error
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes) -> tuple[str, bool] | None:
-    """Return a process's answer, and whether it goes on; None if it has ended instead, or takes too long."""
+    """Return a process's answer, and whether it goes on; None if it has ended instead. Raises Unavailable."""
     assert process.stdin is not None, "a pipe"
     assert process.stdout is not None, "a pipe"
+    give_up_at = time.monotonic() + WAIT_S
+    pipe, unsent = process.stdin.fileno(), memoryview(request)
+    os.set_blocking(pipe, False)
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(request)
-        process.stdin.flush()
-    readable = select.poll()
-    readable.register(process.stdout, select.POLLIN | select.POLLHUP)
-    line = process.stdout.readline() if readable.poll(WAIT_S * 1e3) else b""
-    return tuple(json.loads(line)) if line else None
+        while unsent:
+            _wait(pipe, select.POLLOUT, give_up_at)
+            unsent = unsent[os.write(pipe, unsent) :]
+    _wait(process.stdout.fileno(), select.POLLIN, give_up_at)
+    line = process.stdout.readline()
+    return tuple(json.loads(line)) if line.endswith(b"\n") else None
+
+
+def _wait(pipe: int, event: int, give_up_at: float) -> None:
+    """Wait until a pipe has room or data, or its other end is closed. Raises Unavailable."""
+    ready = select.poll()
+    ready.register(pipe, event)
+    if not ready.poll(max(0.0, give_up_at - time.monotonic()) * 1e3):
+        raise _not_now(f"there was no answer in {WAIT_S:g} s")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

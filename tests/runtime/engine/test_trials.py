@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 from quire.runtime.common.errors import InvalidRequest, Unavailable
@@ -23,6 +23,7 @@ from quire.runtime.common.types import StructuredOutputs
 from quire.runtime.engine import trial_process
 from quire.runtime.engine import trials as trials_module
 from quire.runtime.engine.grammars import CheckedStructures, check_structure, grammar_of
+from quire.runtime.engine.preparing import PromptPreparer
 from quire.runtime.engine.trials import TOO_MUCH, Trials
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23)
@@ -241,15 +242,103 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_machine_without_time_or_processes(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("letters", ["a", "a" * 200_000], ids=["waiting", "writing"])
+def test_a_machine_without_time(trials: Trials, monkeypatch: pytest.MonkeyPatch, letters: str) -> None:
+    """Nothing tells that the grammar is at fault. The process reads nothing, and a pipe has room for 64 KiB."""
     monkeypatch.setattr(trials_module, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
     monkeypatch.setattr(trials_module, "WAIT_S", 0.2)
-    began = time.monotonic()
-    assert refusal(trials, regex="a") == TOO_MUCH
-    assert time.monotonic() - began < 60
+    with pytest.raises(Unavailable, match=r"cannot be checked now: there was no answer in 0.2 s; try again later"):
+        trials.refusal(letters, {})
+    assert (trials._idle, trials._trying) == ([], set())
+
+
+def test_a_machine_without_processes(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials_module, "COMMAND", ("/nowhere/python",))
     with pytest.raises(Unavailable, match="structured_outputs cannot be checked now: No such file"):
         check_structure(SMALL, trials)
+
+
+@pytest.fixture
+def num_started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+    begun, started = [], trials_module._started
+
+    def start() -> Any:
+        begun.append(started())
+        return begun[-1]
+
+    monkeypatch.setattr(trials_module, "_started", start)
+    yield lambda: len(begun)
+    assert all(process.returncode is not None for process in begun)
+
+
+def ending(status: str) -> tuple[str, ...]:
+    """Return the command of a process that ends before it answers, with a signal's name or an exit status."""
+    return ("sh", "-c", f"read line; exit {status}" if status.isdigit() else f"read line; kill -{status} $$")
+
+
+@pytest.mark.parametrize("cause", ["KILL", "TERM", "HUP", "INT", "1"])
+def test_a_process_ended_from_outside_twice_is_no_fault_of_the_grammar(
+    num_started: Callable[[], int], monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    monkeypatch.setattr(trials_module, "COMMAND", ending(cause))
+    with pytest.raises(Unavailable, match="now: the processes that check them are ended from outside; try again"):
+        check_structure(SMALL, Trials())
+    assert num_started() == 2
+
+
+@pytest.mark.parametrize("cause", ["XCPU", "ABRT", "SEGV", "0"])
+def test_a_process_ended_by_its_limits_or_a_fault_refuses_the_grammar_at_once(
+    num_started: Callable[[], int], monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    monkeypatch.setattr(trials_module, "COMMAND", ending(cause))
+    assert refusal(Trials(), regex="a") == TOO_MUCH
+    assert num_started() == 1
+
+
+def test_a_grammar_is_tried_again_in_a_new_process_after_one_was_ended_from_outside(
+    trials: Trials, num_started: Callable[[], int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    once = ("sh", "-c", 'mkdir "$0" 2>&- && kill -KILL $$; exec "$@"', str(tmp_path / "began"))
+    monkeypatch.setattr(trials_module, "COMMAND", (*once, *trials_module.COMMAND))
+    check_structure(SMALL, trials)
+    assert num_started() == 2
+    assert trials._trying == set()
+    trials.close()
+
+
+def test_idle_processes_that_end_as_they_are_asked_are_replaced(
+    trials: Trials, num_started: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both idle processes are ended; the second attempt is not made with one of them."""
+    ended = [trials_module._started() for _ in range(2)]
+    trials._idle += ended
+    for process in ended:
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        monkeypatch.setattr(process, "poll", lambda: None)
+    check_structure(SMALL, trials)
+    assert num_started() == 3
+    trials.close()
+
+
+def test_lack_of_memory_in_python_ends_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    def validate(grammar: str, limits: object) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr(trial_process, "LLMatcher", SimpleNamespace(validate_grammar=validate))
+    with pytest.raises(MemoryError):
+        trial_process._tried(Any, "", Any)
+
+
+def test_the_end_of_an_engine_ends_its_processes() -> None:
+    """The process that an engine's requests have left idle would stay for half a minute."""
+    preparer = PromptPreparer(cast(Any, None), cast(Any, None), frozenset())
+    preparer._checked.check("", SMALL)
+    (process,) = preparer._checked._trials._idle
+    preparer.close()
+    assert process.returncode == -signal.SIGKILL
+    with pytest.raises(Unavailable, match="the engine was closed"):
+        preparer._checked.check("", StructuredOutputs(regex="[xy]"))
 
 
 def test_requests_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
