@@ -9,6 +9,8 @@ _PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _ANYWHERE = re.compile(r"\.\*(\[(?:\\.|[^\]\\^])(?:\\.|[^\]\\])*\]|\\[sdw]|[^\\\[\](){}|.*+?^$])")
 _ALTERNATIVES = re.compile(r"\((?:\?:)?([^()]*)\)\$?|([^()]*)", re.DOTALL)
 _LITERAL = re.compile(r"(?:[^\\\[\](){}|.*+?^$]|\\[^a-zA-Z0-9])+\$?")
+_ENDED = re.compile(r"((?:[^\\]|\\.)*)\$", re.DOTALL)
+_QUANTIFIERS = ("*", "+", "?", "{")
 MAX_TEXTS = 64  # that a complement leaves out
 MAX_CHARACTERS = 2_000  # of these texts
 
@@ -27,6 +29,8 @@ def without_look_aheads(pattern: str) -> list[str]:
     while rest != pattern and (opening := rest[:3]) in ("(?=", "(?!"):
         end = end_of_group(rest)
         inner, rest = rest[3 : end - 1], rest[end:]
+        if end == 0 or rest[:1] in _QUANTIFIERS:
+            return []
         other: str | None = f"^(?:{inner})" if opening == "(?=" else _complement(inner)
         if other is None:
             return []
@@ -50,26 +54,32 @@ def _complement(inner: str) -> str | None:
         return r"\S" if inner == r"\s*$" else r"^$|\S"
     if part := _ANYWHERE.fullmatch(inner):
         excluded = part[1][1:-1] if part[1][0] == "[" else part[1]
-        return rf"^[^{excluded}\n]*(?:$|\n)"
+        return rf"^[^\n{excluded}]*(?:$|\n)"
     alternatives = _ALTERNATIVES.fullmatch(inner)
     texts = (alternatives[1] or alternatives[2]).split("|") if alternatives else []
-    is_whole = inner.endswith("$")
+    is_whole = _without_end(inner) != inner
     if not alternatives or not all(map(_LITERAL.fullmatch, texts)):
         return None
-    literals = [re.sub(r"\\(.)", r"\1", text.removesuffix("$")) for text in texts]
+    literals = [re.sub(r"\\(.)", r"\1", _without_end(text)) for text in texts]
     if is_whole and not alternatives[1] and len(texts) > 1:  # only the last one ends there
         return None
     return other_texts(literals, beginning=not is_whole)
 
 
 def end_of_group(pattern: str) -> int:
-    """Return the index behind the group with which a pattern begins."""
+    """Return the index behind the group with which a pattern begins; 0 if the group has no end."""
     depth = 0
     for part in _PART.finditer(pattern):
         depth += {"(": 1, ")": -1}.get(part[0], 0)
         if depth == 0:
             return part.end()
-    return len(pattern)
+    return 0
+
+
+def _without_end(expression: str) -> str:
+    """Return an expression without the `$` at its end, which a backslash would make a character."""
+    found = _ENDED.fullmatch(expression)
+    return found[1] if found else expression
 
 
 def _others(texts: list[str], beginning: bool) -> str:

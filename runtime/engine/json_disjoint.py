@@ -112,7 +112,7 @@ class Comparer:
     def is_invalid(self, value: Any, case: Case, depth: int = 0) -> bool:
         """Return whether it is certain that a value is not of a case."""
         kind = type_of(value)
-        if kind not in case.types or (case.is_integer and kind == "number" and value != math.floor(value)):
+        if kind not in case.types or (case.is_integer and isinstance(value, float) and not value.is_integer()):
             return True
         if case.values is not None:
             return identity(value) not in case.values
@@ -156,6 +156,11 @@ def identity(value: Any) -> Any:
     return ("array", *map(identity, value)) if isinstance(value, list) else (type_of(value), value)
 
 
+def required_names(schema: _Schema) -> set[str]:
+    """Return the names of required properties; draft 3 has a boolean under this key."""
+    return {name for name in _list(schema.get("required")) if isinstance(name, str)}
+
+
 def distinct(values: Iterable[Any]) -> dict[Any, Any]:
     """Return the first of equal values, by their identity."""
     found: dict[Any, Any] = {}
@@ -192,7 +197,7 @@ def _both(one: Case, other: Case) -> Case:
 
 
 def _required(case: Case) -> set[str]:
-    return {name for part in case.parts for name in _list(part.get("required")) if isinstance(name, str)}
+    return {name for part in case.parts for name in required_names(part)}
 
 
 def _properties(case: Case, name: str) -> Iterable[Any]:

@@ -11,11 +11,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..common.errors import InvalidRequest
 from .json_complements import other_texts, without_look_aheads
-from .json_disjoint import TYPES, Case, Comparer, distinct, identity, type_of
+from .json_disjoint import TYPES, Case, Comparer, distinct, identity, required_names, type_of
 from .json_references import DATA, MAPS, referred
 
 MAX_ALTERNATIVES = 300  # orders of unique items
@@ -84,7 +84,7 @@ class _Rewriting:
             needs = {"required": each} if isinstance(each, list) else each
             if each in ([], True, {}):
                 continue
-            if name in schema.get("required", ()):
+            if name in required_names(schema):
                 conditions.append(needs)
             else:
                 conditions.append({"anyOf": [_without(name), _all_of([{"required": [name]}, needs])]})
@@ -107,6 +107,8 @@ class _Rewriting:
         if len(values) > MAX_ALTERNATIVES:
             return schema
         least = schema.get("minItems", 0)
+        if not isinstance(least, int | float) or not isinstance(most, int | float):
+            return schema
         lengths = [count for count in range(len(values) + 1) if least <= count <= most]
         orders: Any = itertools.permutations
         if sum(math.perm(len(values), count) for count in lengths) > MAX_ALTERNATIVES:
@@ -114,7 +116,7 @@ class _Rewriting:
         if sum(math.comb(len(values), count) for count in lengths) > MAX_ALTERNATIVES:
             return schema
         lists = [_list_of(order) for count in lengths for order in orders(values, count)]
-        return _and(_left_out(schema, "uniqueItems", "items", "minItems", "maxItems"), [{"anyOf": lists}])
+        return _and(_left_out(schema, "uniqueItems", "minItems", "maxItems"), [{"anyOf": lists}])
 
     def _with_condition(self, schema: _Schema) -> _Schema:
         """Replace `if`, `then` and `else` by two alternatives."""
@@ -130,11 +132,9 @@ class _Rewriting:
         """Replace `not` by the values that are left, or by alternatives."""
         rest, negated = _left_out(schema, "not"), schema["not"]
         excluded = self._all_values(negated)
-        if excluded is not None and ("enum" in schema or "const" in schema):
-            listed = schema["enum"] if "enum" in schema else [schema["const"]]
-            if isinstance(listed, list):
-                left = [value for value in listed if identity(value) not in excluded]
-                return {**_left_out(rest, "const"), "enum": left}
+        listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if excluded is not None and isinstance(listed, list):
+            return {**rest, "enum": [value for value in listed if identity(value) not in excluded]}
         alternatives = self._negated(negated)
         return schema if alternatives is None else _and(rest, [_any_of(alternatives)])
 
@@ -209,10 +209,10 @@ class _Rewriting:
                 return _others(value)
             case "type":
                 kinds = [value] if isinstance(value, str) else value
-                if not isinstance(kinds, list) or "integer" in kinds:
+                if not _are_texts(kinds) or "integer" in kinds:
                     return None
                 return [{"type": sorted(set(TYPES).difference(kinds))}]
-            case "required" if isinstance(value, list):
+            case "required" if _are_texts(value):
                 return [{"type": "object", **_without(name)} for name in value]
             case "properties" if isinstance(value, dict):
                 return self._negated_properties(value)
@@ -293,6 +293,10 @@ def _and(schema: _Schema, conditions: list[Any]) -> dict[str, Any]:
     return {**schema, "allOf": [*given, *conditions] if isinstance(given, list) else conditions}
 
 
+def _are_texts(value: Any) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
 def _all_of(schemas: list[Any]) -> Any:
     kept = [each for each in schemas if each is not True and each != {}]
     return True if not kept else kept[0] if len(kept) == 1 else {"allOf": kept}
@@ -328,7 +332,5 @@ def _names(part: _Schema) -> Iterator[str]:
 
 
 def _always_required(cases: list[Case]) -> set[str]:
-    sets = [
-        {name for part in case.parts for name in part.get("required", ()) if isinstance(name, str)} for case in cases
-    ]
+    sets = [{name for part in case.parts for name in required_names(part)} for case in cases]
     return set.intersection(*sets) if sets else set()

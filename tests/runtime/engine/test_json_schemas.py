@@ -111,6 +111,26 @@ def test_valid_instances_and_no_others_can_be_generated(schema: Any, valid: list
     assert [each for each in invalid if can_be_generated(matcher.deep_copy(), each)] == []
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"oneOf": [{"enum": [1e400]}, {"type": "integer"}]}',
+        '{"oneOf": [{"required": ["a", 5]}, {"required": ["b", {}]}]}',
+        '{"type": "object", "oneOf": [{"required": true}, {"properties": {"a": {"required": true}}}]}',
+        '{"type": "object", "required": true, "dependencies": {"a": ["b"]}}',
+        '{"type": "object", "required": 5, "not": {"required": [{}]}}',
+        '{"not": {"type": [["string"]]}}',
+        '{"type": "array", "uniqueItems": true, "items": {"enum": ["a"]}, "minItems": "2"}',
+        '{"type": "string", "pattern": "^(?="}',
+        '{"type": "string", "pattern": "^(?!a){0}a"}',
+        '{"type": "string", "pattern": "^(?=a)?b"}',
+    ],
+)
+def test_schemas_that_are_none_are_refused(schema: str) -> None:
+    with pytest.raises(InvalidRequest, match="structured_outputs: "):
+        check_structure(StructuredOutputs(json=schema))
+
+
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_enforced_is_refused_with_the_reason(message: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(message)):
