@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from ...kernels.cgroups import group_folders, read_system_file
 UNKNOWN_BYTES = 1 << 30  # taken as free where the system does not say
 V1_FILES = ("memory.limit_in_bytes",)
 V2_FILES = ("memory.max", "memory.high")
+STAT = "memory.stat"
 SLOWS_DOWN = "memory.high"  # beyond it the kernel slows the group's processes; beyond other files' limits it kills one
 PROCESS_LIMITS = {"Max address space": "VmSize", "Max data size": "VmData"}  # of `ulimit -v` and `-d` -> what counts
 
@@ -35,14 +36,12 @@ class MemoryLimit:
 
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
     """Return all limits below the memory of this machine. `root` lets tests provide the files of /proc and /sys."""
-    found = [*_group_limits(root), *_hidden_limits(root), *_process_limits(root)]
-    return [limit for limit in found if limit.limit_bytes < _physical_bytes()]
+    return _below_machine([*_group_limits(root), *_process_limits(root)])
 
 
 def killing_limit(root: Path = Path("/")) -> MemoryLimit | None:
     """Return the lowest limit at which the kernel kills a process, None without one."""
-    found = [*_group_limits(root), *_hidden_limits(root)]
-    kills = [each for each in found if each.limit_bytes < _physical_bytes() and not each.where.endswith(SLOWS_DOWN)]
+    kills = [limit for limit in _below_machine(_group_limits(root)) if not limit.where.endswith(SLOWS_DOWN)]
     return min(kills, key=lambda limit: limit.limit_bytes, default=None)
 
 
@@ -63,25 +62,28 @@ def deciding_limit(root: Path = Path("/")) -> MemoryLimit | None:
     return limit if limit is not None and limit.free_bytes < _available_bytes(root) else None
 
 
+def _below_machine(limits: Iterable[MemoryLimit]) -> list[MemoryLimit]:
+    return [limit for limit in limits if limit.limit_bytes < _physical_bytes()]
+
+
 def _group_limits(root: Path) -> Iterator[MemoryLimit]:
-    for folder, is_v1 in group_folders("memory", root):
+    """Yield the limits of all groups of this process, those with a file of their own first.
+
+    The last ones are the limits that v1 shows for all parents together: a container does not see every parent.
+    """
+    folders = [(folder, is_v1, _used_bytes(folder, is_v1=is_v1)) for folder, is_v1 in group_folders("memory", root)]
+    for folder, is_v1, used in folders:
         for name in V1_FILES if is_v1 else V2_FILES:
             if (limit := _number(folder / name)) is not None:
-                yield MemoryLimit(limit, _used_bytes(folder, is_v1=is_v1), _shown(folder / name, root))
-
-
-def _hidden_limits(root: Path) -> Iterator[MemoryLimit]:
-    """Yield what v1 says of all parents together, of which a container does not see every one."""
-    for folder, is_v1 in group_folders("memory", root):
-        stat = folder / "memory.stat"
-        limit = _fields(stat, " ").get("hierarchical_memory_limit")
-        if limit is not None:
-            yield MemoryLimit(limit, _used_bytes(folder, is_v1=is_v1), _shown(stat, root))
+                yield MemoryLimit(limit, used, _shown(folder / name, root))
+    for folder, _, used in folders:
+        if (limit := _fields(folder / STAT, " ").get("hierarchical_memory_limit")) is not None:
+            yield MemoryLimit(limit, used, _shown(folder / STAT, root))
 
 
 def _used_bytes(folder: Path, *, is_v1: bool) -> int:
     """Return the memory that a group uses with its children, without cached files."""
-    stat, prefix = _fields(folder / "memory.stat", " "), "total_" if is_v1 else ""
+    stat, prefix = _fields(folder / STAT, " "), "total_" if is_v1 else ""
     cached = sum(stat.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file"))
     return max(0, (_number(folder / ("memory.usage_in_bytes" if is_v1 else "memory.current")) or 0) - cached)
 

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .json_numbers import is_number
 from .json_references import referred
 
 TYPES = ("null", "boolean", "object", "array", "number", "string")  # integers are numbers
-MAX_ALTERNATIVES = 32  # cases of one schema
+MAX_CASES = 32  # cases of one schema
 MAX_DEPTH = 8  # of properties and references
 MAX_COMPARISONS = 60_000  # of one root: a second
 APART = frozenset({"date", "date-time", "time", "ipv4", "ipv6", "uuid"})  # formats of which no text has two
@@ -66,7 +67,7 @@ class Comparer:
             if alternatives := _list(schema.get(key)):
                 groups.append([case for each in alternatives for case in self.cases(each, depth + 1)])
         for group in groups:
-            if len(whole) * len(group) > MAX_ALTERNATIVES:
+            if len(whole) * len(group) > MAX_CASES:
                 continue  # fewer conditions: more values
             whole = [_both(one, other) for one in whole for other in group]
         return [case for case in whole if case.types and case.values != {}]
@@ -212,12 +213,8 @@ def _properties(case: Case, name: str) -> Iterable[Any]:
 
 
 def _greatest(parts: Iterable[_Schema], key: str) -> float:
-    return max((part[key] for part in parts if _is_number(part.get(key))), default=-math.inf)
+    return max((part[key] for part in parts if is_number(part.get(key))), default=-math.inf)
 
 
 def _smallest(parts: Iterable[_Schema], key: str) -> float:
-    return min((part[key] for part in parts if _is_number(part.get(key))), default=math.inf)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return min((part[key] for part in parts if is_number(part.get(key))), default=math.inf)

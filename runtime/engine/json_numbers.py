@@ -70,7 +70,7 @@ def with_listed_multiples(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     listed = [schema[key]] if key == "const" else schema[key]
     if not isinstance(listed, list):
         return schema
-    multiples = [each for each in listed if not _is_number(each) or _is_multiple(each, divisor)]
+    multiples = [each for each in listed if not is_number(each) or _is_multiple(each, divisor)]
     kept = {name: value for name, value in schema.items() if name not in ("multipleOf", key)}
     return kept | ({key: schema[key]} if multiples == listed else {"enum": multiples})
 
@@ -154,7 +154,7 @@ def _ends(parts: Collection[Mapping[str, Any]], key: str, sign: int) -> Iterator
     for part in parts:
         for name, is_open in ((key, part.get(exclusive) is True), (exclusive, True)):
             bound = part.get(name)
-            if bound is not None and _is_number(bound):
+            if bound is not None and is_number(bound):
                 yield sign * bound, is_open
 
 
@@ -239,12 +239,13 @@ def _num_decimals(number: Decimal) -> int:
     return -exponent if isinstance(exponent, int) else 0
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number of JSON: true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_divisor(value: Any) -> bool:
-    return _is_number(value) and 0 < value < math.inf
+    return is_number(value) and 0 < value < math.inf
 
 
 def _may_be_fraction(kinds: Any) -> bool:

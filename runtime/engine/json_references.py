@@ -9,6 +9,8 @@ from urllib.parse import quote, unquote
 from ..common.errors import InvalidRequest
 
 DATA = frozenset({"const", "default", "enum", "example", "examples"})  # their values are no schemas
+# Keywords that say nothing about which values are valid.
+ANNOTATIONS = frozenset({"$comment", "default", "deprecated", "description", "example", "examples", "title"})
 EXTENSION = "x-"  # begins the name of a keyword about which no draft says anything
 MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # of schemas, by name
 

@@ -16,16 +16,15 @@ from typing import Any, TypeGuard
 from ..common.errors import InvalidRequest
 from .json_complements import other_texts, without_look_aheads
 from .json_disjoint import TYPES, Case, Comparer, distinct, identity, required_names, type_of
-from .json_references import DATA, MAPS, referred
+from .json_references import ANNOTATIONS, DATA, EXTENSION, MAPS, referred
 
-MAX_ALTERNATIVES = 300  # orders of unique items
+MAX_ORDERS = 300  # orders of unique items
 MAX_NEGATED = 6  # alternatives of the negation of a schema
 MAX_LISTED = 64  # values of an enumeration that is negated
 MAX_SCHEMAS = 20_000  # within one
 MAX_PAIRS = 2_000  # of alternatives of `oneOf`
 DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
 FORBIDDEN = False  # the schema of a property that no object has
-_NOTES = frozenset({"$comment", "default", "deprecated", "description", "example", "examples", "title"})
 
 _Schema = Mapping[str, Any]
 
@@ -66,7 +65,7 @@ class _Rewriting:
         return {key: self._inside(key, value) for key, value in schema.items()}
 
     def _inside(self, key: str, value: Any) -> Any:
-        if key in DATA or key.startswith("x-"):
+        if key in DATA or key.startswith(EXTENSION):
             return value
         if key in MAPS and isinstance(value, dict):
             return {name: self.schema(each) for name, each in value.items()}
@@ -104,16 +103,16 @@ class _Rewriting:
         if not cases or any(case.values is None for case in cases):
             return schema
         values = list(distinct(value for case in cases for value in (case.values or {}).values()).values())
-        if len(values) > MAX_ALTERNATIVES:
+        if len(values) > MAX_ORDERS:
             return schema
         least = schema.get("minItems", 0)
         if not isinstance(least, int | float) or not isinstance(most, int | float):
             return schema
         lengths = [count for count in range(len(values) + 1) if least <= count <= most]
         orders: Any = itertools.permutations
-        if sum(math.perm(len(values), count) for count in lengths) > MAX_ALTERNATIVES:
+        if sum(math.perm(len(values), count) for count in lengths) > MAX_ORDERS:
             orders = itertools.combinations  # the order that the schema has
-        if sum(math.comb(len(values), count) for count in lengths) > MAX_ALTERNATIVES:
+        if sum(math.comb(len(values), count) for count in lengths) > MAX_ORDERS:
             return schema
         lists = [_list_of(order) for count in lengths for order in orders(values, count)]
         return _and(_left_out(schema, "uniqueItems", "minItems", "maxItems"), [{"anyOf": lists}])
@@ -192,7 +191,7 @@ class _Rewriting:
             return None
         found: list[Any] = []
         for key in schema:
-            if key in _NOTES:
+            if key in ANNOTATIONS:
                 continue
             parts = self._negated_keyword(key, schema)
             if parts is None:
@@ -239,7 +238,7 @@ class _Rewriting:
     def _all_values(self, schema: Any) -> dict[Any, Any] | None:
         """Return the values of a schema that does nothing but list them, by their identity."""
         schema = self._resolved(schema)
-        if not isinstance(schema, dict) or not schema.keys() - _NOTES <= {"const", "enum", "type"}:
+        if not isinstance(schema, dict) or not schema.keys() - ANNOTATIONS <= {"const", "enum", "type"}:
             return None
         cases = self._comparer.cases(schema)
         if any(case.values is None for case in cases):
@@ -248,7 +247,7 @@ class _Rewriting:
 
     def _resolved(self, schema: Any) -> Any:
         for _ in range(MAX_NEGATED):
-            if not isinstance(schema, dict) or schema.keys() - _NOTES != {"$ref"}:
+            if not isinstance(schema, dict) or schema.keys() - ANNOTATIONS != {"$ref"}:
                 break
             schema = referred(self._root, schema["$ref"])
         return schema

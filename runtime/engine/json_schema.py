@@ -41,7 +41,7 @@ from .json_rewriting import rewritten
 COUNTS = frozenset({"minContains", "maxContains"})  # which those drafts do not have
 BESIDE_REFERENCES = frozenset({"$ref", "$schema", "$id", "id", *BY_REFERENCE})  # kept in drafts that ignore others
 
-MAX_ALTERNATIVES = 200  # combinations of limits of numbers that one schema may lead to
+MAX_COMBINATIONS = 200  # combinations of limits of numbers that one schema may lead to
 MAX_LIMITS = 50  # that one number must keep
 MAX_DEPTH = 100  # of references and combinations in one place
 MAX_NAME_PATTERNS = 128  # of one schema: each is compared with each other one, 200 of them for half a second
@@ -173,8 +173,8 @@ def _limits(root: _Schema, schema: Any, known: dict[int, _Alternatives], depth: 
             groups += [[each] for each in inside] if key == "allOf" else [inside]
     for group in [[referred(root, schema.get("$ref"))], *groups]:
         others = {one: None for each in group for one in _limits(root, each, known, depth + 1)}
-        if len(found) * len(others) > MAX_ALTERNATIVES:
-            raise InvalidRequest(f"a JSON schema has more than {MAX_ALTERNATIVES} combinations of limits of numbers")
+        if len(found) * len(others) > MAX_COMBINATIONS:
+            raise InvalidRequest(f"a JSON schema has more than {MAX_COMBINATIONS} combinations of limits of numbers")
         found = tuple(dict.fromkeys(tuple(dict.fromkeys(one + other)) for one in found for other in others))
     if any(len(each) > MAX_LIMITS for each in found):
         raise InvalidRequest(f"a JSON schema has more than {MAX_LIMITS} limits of one number")

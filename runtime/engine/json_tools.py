@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .json_references import BY_REFERENCE, DATA, MAPS, referred, schemas_inside
+from .json_references import ANNOTATIONS, BY_REFERENCE, DATA, MAPS, referred, schemas_inside
 
-_NOTES = frozenset(
-    {"$comment", "default", "deprecated", "description", "discriminator", "example", "examples", "title"}
-)
+_NOTES = ANNOTATIONS | {"discriminator"}
 # Keywords beside which an object may have more properties than `properties` names.
 _OPENING = frozenset(
     {"$ref", "additionalProperties", "allOf", "anyOf", "dependencies", "dependentRequired", "dependentSchemas", "else"}

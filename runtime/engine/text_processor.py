@@ -41,7 +41,6 @@ FILE_SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 
-
 _log = structlog.get_logger("quire.text")
 
 

@@ -67,7 +67,7 @@ class Trials:
             self._is_closed = True
             trying = list(self._trying)
         for process in trying:
-            process.kill()  # its thread goes on
+            process.kill()  # the thread that waits for its answer reads the end of the pipe
         self._end_idle()
 
     def _begun(self, *, is_new: bool = False) -> subprocess.Popen[bytes]:

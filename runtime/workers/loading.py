@@ -11,6 +11,7 @@ from typing import TextIO
 
 import structlog
 
+from ...kernels.cgroups import read_system_file
 from ..common.config import EngineConfig
 from ..common.heap import resident_bytes
 from ..common.memory import deciding_limit, free_memory_bytes
@@ -110,5 +111,6 @@ def _log_plan(config: EngineConfig, capacity: Capacity | EncoderCapacity) -> Non
 
 
 def _read_bytes() -> int:
-    """Return the bytes that the process has read from files."""
-    return int(Path("/proc/self/io").read_text().split()[1])
+    """Return the bytes that the process has read from files; 0 if the system does not show them."""
+    fields = read_system_file(Path("/proc/self/io")).split()
+    return int(fields[1]) if fields else 0

@@ -823,7 +823,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/engine/trials.py",
-        "            process.kill()  # its thread goes on\n",
+        "            process.kill()  # the thread that waits for its answer reads the end of the pipe\n",
         "            pass\n",
         "a server whose grammar is being tried ends after up to 30 s",
         "tests/runtime/engine/test_trials.py",

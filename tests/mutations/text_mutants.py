@@ -105,8 +105,8 @@ MUTANTS = [
     ),
     Mutant(
         TEMPLATE_FILES,
-        'text = declared.get("content") if isinstance(declared, dict) else declared',
-        "text = declared",
+        "token_text(settings.get(name)) for name",
+        "settings.get(name) for name",
         "templates of models that declare tokens as objects lack bos_token",
     ),
     Mutant(
@@ -426,8 +426,8 @@ MUTANTS = [
     ),
     Mutant(
         TEMPLATE_FILES,
-        '("chat_template.json", "processor_config.json", "tokenizer_config.json")',
-        '("tokenizer_config.json", "chat_template.json", "processor_config.json")',
+        '("chat_template.json", "processor_config.json", SETTINGS)',
+        '(SETTINGS, "chat_template.json", "processor_config.json")',
         "the template of a tokenizer wins over that of the image processor",
     ),
     Mutant(

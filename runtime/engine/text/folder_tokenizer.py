@@ -137,12 +137,12 @@ def _named_tokens(fast: FastTokenizer, settings: Mapping[str, Any]) -> Iterator[
     """Yield the tokens with a role, as `eos_token`. A role of few models, as `image_token`, makes no new token."""
     for name in ROLES:
         declared = settings.get(name)
-        if isinstance(declared, str | dict) and _text(declared) != "":
+        if isinstance(declared, str | dict) and token_text(declared) != "":
             yield _special_token(declared, name)
     extra = settings.get("extra_special_tokens")
     few = {name: declared for name, declared in settings.items() if name.endswith("_token") and name not in ROLES}
     for name, declared in (few | (extra if isinstance(extra, dict) else {})).items():
-        if not name.startswith("add_") and _text(declared):
+        if not name.startswith("add_") and token_text(declared):
             text, token = _special_token(declared, name)
             if fast.token_to_id(text) is not None:
                 yield text, token
@@ -188,7 +188,7 @@ def _put_ends(fast: FastTokenizer, settings: Mapping[str, Any]) -> None:
     before, after = _around(fast)
     new_before, new_after = before.copy(), after.copy()
     for role, ids, place in (("bos", new_before, 0), ("eos", new_after, -1)):
-        text = _text(settings.get(f"{role}_token"))
+        text = token_text(settings.get(f"{role}_token"))
         token_id = None if text is None else fast.token_to_id(text)
         is_added = settings.get(f"add_{role}_token")
         if token_id is None or type(is_added) is not bool:
@@ -236,13 +236,13 @@ def _eos_token_ids(folder: Path, fast: FastTokenizer, settings: Mapping[str, Any
             bound = "at least 0" if limit is None else f"0 to {limit - 1}"
             raise CorruptCheckpoint(f"{folder}: eos_token_id is {token_id}; the model's tokens are {bound}")
         ids.add(token_id)
-    text = _text(settings.get("eos_token"))
+    text = token_text(settings.get("eos_token"))
     if text is not None:
         ids |= {token_id for token_id in [fast.token_to_id(text)] if token_id is not None}
     return frozenset(ids)
 
 
-def _text(declared: object) -> str | None:
+def token_text(declared: object) -> str | None:
     """Return the text of a special token, which is declared as text or as an AddedToken object."""
     if isinstance(declared, dict):
         declared = declared.get("content")

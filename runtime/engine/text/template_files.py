@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import ConfigError, CorruptCheckpoint, ModelError, UnsupportedModel
-from .folder_tokenizer import read_settings
+from .folder_tokenizer import ROLES, SETTINGS, read_settings, token_text
 from .gguf_tokenizer import file_vocabulary, read_chat_templates, read_special_texts
 from .text_files import read_file, read_json, text_folder
 
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 FILE = "chat_template.jinja"
 FOLDERS = ("additional_chat_templates", "chat_templates")  # of templates, one file per name
-LEGACY_FILES = ("chat_template.json", "processor_config.json", "tokenizer_config.json")  # the first with one counts
-TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+LEGACY_FILES = ("chat_template.json", "processor_config.json", SETTINGS)  # the first with one counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ def read_sources(path: Path, given: Path | None = None) -> TemplateSources:
         config: dict[str, Any] = {}
     else:
         folder = text_folder(path)
-        config = read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / SETTINGS)
         templates = {} if given else _templates(folder)
         default, tool_use = templates.get(DEFAULT), templates.get(TOOL_USE)
         special_tokens = _special_tokens(read_settings(folder))
@@ -104,10 +103,5 @@ def _file_source(path: Path) -> str | None:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    tokens: dict[str, str] = {}
-    for name in TOKEN_NAMES:
-        declared = settings.get(name)
-        text = declared.get("content") if isinstance(declared, dict) else declared
-        if isinstance(text, str):
-            tokens[name] = text
-    return tokens
+    texts = {name: token_text(settings.get(name)) for name in ROLES}
+    return {name: text for name, text in texts.items() if text is not None}

@@ -10,13 +10,12 @@ from typing import Any
 from ...common.errors import CorruptCheckpoint
 from ...model.files import is_gguf
 
+MAX_BYTES = 8 << 20  # of a file with settings or a template
+
 
 def text_folder(path: Path) -> Path:
     """Return the folder with the text files of a model: the model's own, or the one that its file lies in."""
     return path.parent if is_gguf(path) else path
-
-
-MAX_BYTES = 8 << 20  # of a file with settings or a template
 
 
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
