@@ -9,13 +9,16 @@ At numbers beyond 64 bits, the library recurses without end, which no exception 
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 from ..common.errors import InvalidRequest
+from .json_references import ANNOTATIONS, DATA, EXTENSION, MAPS, schemas_inside
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MAX_WHOLE = 1 << 53  # up to which f64 has all whole numbers
@@ -85,6 +88,49 @@ def with_own_bounds(schema: dict[str, Any]) -> dict[str, Any]:
         if schema.get(key, MIN_INT64) == MIN_INT64 and f"exclusive{key.capitalize()}" not in schema
     }
     return {**schema, **missing}
+
+
+def with_shared_integers(root: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema in which equal schemas of bounded integers are one definition.
+
+    llguidance makes 2,000 expressions of each integer with 64 bits, and of a definition once.
+    """
+    defined = root.get("$defs", {})
+    counts = Counter(bounds for each in schemas_inside(root) if (bounds := _bounds_of_integer(each)) is not None)
+    if not isinstance(defined, dict) or max(counts.values(), default=0) < 2:
+        return root
+    prefix = "integer"
+    while any(name.startswith(prefix) for name in defined):
+        prefix += "_"
+    names = {bounds: f"{prefix}{index}" for index, (bounds, count) in enumerate(counts.items()) if count > 1}
+
+    def written(schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [written(each) for each in schema]
+        if not isinstance(schema, dict) or (schema is not root and "$id" in schema):  # the base of references within
+            return schema
+        name = names.get(_bounds_of_integer(schema) or "")
+        return {key: inside(key, each) for key, each in schema.items()} if name is None else {"$ref": f"#/$defs/{name}"}
+
+    def inside(key: str, value: Any) -> Any:
+        if key in DATA or key.startswith(EXTENSION):
+            return value
+        if key in MAPS and isinstance(value, dict):
+            return {name: written(each) for name, each in value.items()}
+        return written(value)
+
+    changed = {key: inside(key, value) for key, value in root.items()}
+    return {
+        **changed,
+        "$defs": {**changed.get("$defs", {}), **{name: json.loads(each) for each, name in names.items()}},
+    }
+
+
+def _bounds_of_integer(schema: Mapping[str, Any]) -> str | None:
+    """Return the JSON of a schema of integers that says nothing but their bounds, without annotations; else None."""
+    bounds = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+    is_alone = bounds.keys() <= {"type", *LIMITS} and "integer" in _kinds(schema)
+    return json.dumps(bounds, sort_keys=True) if is_alone and len(bounds) > 1 else None
 
 
 def _kinds(schema: Mapping[str, Any]) -> Collection[Any]:

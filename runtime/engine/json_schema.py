@@ -23,6 +23,7 @@ from .json_numbers import (
     with_left_out,
     with_listed_multiples,
     with_own_bounds,
+    with_shared_integers,
 )
 from .json_patterns import as_read
 from .json_references import (
@@ -93,6 +94,7 @@ def enforceable_schema(schema: Any) -> Any:
     enforceable = _enforceable(schema)
     if isinstance(schema, dict):
         _check_all_limits(schema)
+        return with_shared_integers(enforceable)
     return enforceable
 
 

@@ -576,3 +576,23 @@ def test_an_escaped_name_is_no_way_around_its_schema(schema: dict[str, Any], tex
     assert TEXT.tokenizer is not None
     tokens = TEXT.tokenizer.encode(text, add_special_tokens=False)
     assert matcher.try_consume_tokens(tokens) < len(tokens) or not matcher.is_accepting()
+
+
+@pytest.mark.parametrize("integer", [{}, {"minimum": 0}, {"type": ["integer", "null"], "description": "N"}], ids=str)
+@pytest.mark.parametrize(
+    "root",
+    [
+        {},
+        {"$id": "https://example.org/x", "$defs": {"integer": {"type": "integer"}}},
+        {"$schema": "http://json-schema.org/draft-04/schema#", "definitions": {"a": {"type": "string"}}},
+    ],
+    ids=str,
+)
+def test_hundreds_of_integers_with_64_bits_are_one_definition(root: dict[str, Any], integer: dict[str, Any]) -> None:
+    names = [f"v{number}" for number in range(300)]
+    properties = {name: {"type": "integer", **integer, "title": name} for name in names}
+    structure = StructuredOutputs(json={**root, "type": "object", "properties": properties, "required": names[:2]})
+    check_structure(structure)
+    matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
+    assert can_be_generated(matcher.deep_copy(), {"v0": 0, "v1": 2**63 - 1})
+    assert not any(can_be_generated(matcher.deep_copy(), {"v0": 0, "v1": each}) for each in (1.5, "a", 2**63, -(2**63)))
