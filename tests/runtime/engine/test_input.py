@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from quire.runtime.common.errors import InvalidRequest
+from quire.runtime.common.prompts import PromptImage
 from quire.runtime.common.types import SamplingParams, StructuredOutputs, ToolChoice
+from quire.runtime.engine.continuation import Continuation, ReplayedOutput
 from quire.runtime.engine.facade import MAX_COUNTED, GenerateRequest
 from quire.runtime.engine.input import (
     MAX_KEY_TOKENS,
@@ -19,7 +22,8 @@ from quire.runtime.engine.input import (
 )
 from quire.runtime.engine.text_processor import TextProcessor
 from quire.runtime.model import BUNDLED_MODEL
-from quire.scheduler import RequestSpec
+from quire.runtime.model.runner import SamplingSpec
+from quire.scheduler import BeamSpec, PlacedImage, Request, RequestSpec
 
 
 def test_the_bytes_of_a_prompt_and_of_messages() -> None:
@@ -66,6 +70,68 @@ def test_an_echoed_prompt_is_output_after_its_first_token() -> None:
         scheduled((5,), 0)
 
 
+def scheduled(params: SamplingParams, continuation: Continuation | None = None, **fields: Any) -> list[Request]:
+    request = GenerateRequest(prompt=(5, 6), sampling_params=params, **fields)
+    return scheduled_requests(
+        request,
+        (5, 6),
+        first_id=10,
+        seed=3,
+        eos_token_ids=frozenset({0}),
+        submitted=100.0,
+        conversation=b"c",
+        continuation=continuation,
+        images=(PromptImage(position=1, tokens=1, pixels=np.arange(18, dtype=np.uint8).reshape(2, 3, 3), digest=b"d"),),
+    )
+
+
+def test_the_scheduler_gets_all_that_a_request_asks_for() -> None:
+    params = SamplingParams(max_tokens=9, min_tokens=4, stop_token_ids=(8,), n=2)
+    made = scheduled(params, tenant="t", cache_salt="s", priority=2, deadline_ms=1500, pin_ms=2500)
+    assert [each.spec for each in made] == [
+        RequestSpec(
+            10 + index,
+            (5, 6),
+            max_tokens=9,
+            min_tokens=4,
+            stop_token_ids=frozenset({0, 8}),
+            sampling=SamplingSpec(params, 3 + index, frozenset({0, 8}), "t"),
+            tenant="t",
+            cache_salt="s",
+            conversation=b"c",
+            priority=2,
+            deadline=101.5,
+            pin_s=2.5,
+            images=(PlacedImage(1, 1, b"d", height=2, width=3, pixels=bytes(range(18))),),
+        )
+        for index in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("params", "logprobs"),
+    [
+        ({"n": 2, "best_of": 3}, [0, 0, 0]),
+        ({"n": 2, "best_of": 3, "logprobs": 5}, [5, 5, 5]),
+        ({"n": 2, "beam_width": 4, "length_penalty": 0.5}, [8]),
+        ({"n": 2}, [None, None]),
+    ],
+)
+def test_sequences_have_the_logprobs_that_their_ranking_needs(params: Any, logprobs: list[int | None]) -> None:
+    made = scheduled(SamplingParams(**params))
+    assert [each.spec.sampling.params.logprobs for each in made] == logprobs  # type: ignore[attr-defined]
+    beam = BeamSpec(4, 0.5, 2) if "beam_width" in params else None
+    assert [each.spec.beam for each in made] == [beam] * len(made)
+
+
+def test_outputs_that_go_on_have_ids_in_order_and_the_seeds_of_their_samples() -> None:
+    still_open = tuple(ReplayedOutput(choice, (7,) * choice, None, None) for choice in (1, 3))
+    made = scheduled(SamplingParams(n=4), Continuation(still_open, (), 9))
+    assert [each.request_id for each in made] == [10, 11]
+    assert [each.spec.sampling.seed for each in made] == [4, 6]  # type: ignore[attr-defined]
+    assert [tuple(each.generated) for each in made] == [(7,), (7, 7, 7)]
+
+
 WEATHER = ({"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}}}}},)
 OWN_RULES = StructuredOutputs(lark='start: "a" start | "b"')
 SCHEMA = StructuredOutputs(json={"type": "integer"})
@@ -104,6 +170,33 @@ def test_a_grammar_of_tool_calls_is_the_servers_own_unless_a_client_has_written_
         has_own_grammar=prepared.has_own_grammar,
     )
     assert (made.spec.sampling.has_own_grammar, made.spec.sampling.seed) == (is_own, 7)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [{"prompt": (1, 2)}, {"prompt": "a"}, {"prompt": None, "messages": ({"role": "user", "content": "a"},)}],
+    ids=["token ids", "text", "chat"],
+)
+def test_the_grammar_of_every_kind_of_prompt_is_checked_for_its_tenant(prompt: dict[str, Any]) -> None:
+    params, checked = SamplingParams(structured_outputs=SCHEMA), Mock()
+    request = GenerateRequest(**prompt, sampling_params=params, tenant="t")
+    assert prepare(request, TextProcessor.load(BUNDLED_MODEL), Mock(), checked).params == params
+    checked.check.assert_called_once_with("t", SCHEMA)
+
+
+def test_the_options_of_a_chat_are_checked_with_the_grammar_of_its_calls() -> None:
+    request = GenerateRequest(
+        prompt=None,
+        messages=({"role": "user", "content": "a"},),
+        tools=WEATHER,
+        tool_choice=ToolChoice(needed="required"),
+        sampling_params=SamplingParams(beam_width=2),
+    )
+    validator = Mock()
+    prepared = prepare(request, TextProcessor.load(BUNDLED_MODEL, "hermes"), validator, Mock())
+    (with_grammar,) = validator.check_options.call_args.args
+    assert with_grammar.sampling_params == prepared.params
+    assert prepared.params.structured_outputs is not None
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from quire.runtime.common.types import CompletionOutput, OutputChunk, SamplingParams, Usage, join_chunks
+from quire.runtime.common.errors import GenerationFailed
+from quire.runtime.common.types import (
+    CompletionOutput,
+    Delta,
+    OutputChunk,
+    SamplingParams,
+    TokenLogprobs,
+    Usage,
+    join_chunks,
+)
 from quire.runtime.engine.facade import GenerateRequest
 from quire.runtime.engine.output import Stream, StreamingOutput, output_class
 from quire.runtime.engine.text import IncrementalDetokenizer, Tokenizer
+from quire.runtime.engine.text.markup import FAMILIES, THINK
+from quire.runtime.engine.text.markup_parser import MarkupParser
 from quire.runtime.model import BUNDLED_MODEL
 from quire.scheduler import Request, RequestSpec, RequestUpdate, SampledToken, State
+from quire.scheduler.beam import Hypothesis
 
 TOKENIZER = Tokenizer(BUNDLED_MODEL)
 TEXT = "This module provides a queue. Changed in version 3.11: added «日本» and a lock."
@@ -190,6 +205,83 @@ def test_usage_has_the_longest_stall_and_what_all_sequences_recomputed() -> None
         assert usage.recomputed_tokens == 64
 
 
+@pytest.mark.parametrize(
+    ("params", "reason", "stop_reason"),
+    [
+        ({"stop": ("queue",)}, "length", "queue"),
+        ({"stop_token_ids": (IDS[-1],)}, "stop", IDS[-1]),
+        ({"stop_token_ids": (IDS[0],)}, "stop", None),
+        ({"stop_token_ids": (IDS[-1],)}, "length", None),
+    ],
+    ids=["a stop string", "a stop token", "the model's own end", "the limit"],
+)
+def test_an_output_names_what_the_request_ended_it_with(params: Any, reason: str, stop_reason: object) -> None:
+    (chunk,) = published(output_with(**params), [len(IDS)], reason)
+    assert chunk.stop_reason == stop_reason
+    if "stop_token_ids" in params:
+        best = output_with(2, n=1, best_of=2, **params)
+        assert published(best, [len(IDS)], reason, sequence=1) == []
+        (chunk,) = published(best, [len(IDS)], reason)
+        assert chunk.stop_reason == stop_reason
+
+
+def test_the_logprobs_of_a_chunk_have_those_of_other_tokens() -> None:
+    (chunk,) = published(output_with(logprobs=1), [1])
+    assert chunk.logprobs == (TokenLogprobs(IDS[0], -0.5, ((IDS[0], -0.5),)),)
+
+
+def test_a_beam_may_end_within_a_character() -> None:
+    output = output_with(1, n=1, beam_width=2)
+    (sequence,) = output.sequences
+    first_byte, *others = TOKENIZER.encode("日")
+    assert others
+    tokens = (sampled(0), SampledToken(0, first_byte, -1.0))
+    sequence.request.hypotheses.append(Hypothesis(tokens, -1.5, -1.5, "length"))
+    (chunk,) = output.take(sequence, RequestUpdate(0, (), "length"))
+    assert chunk.text == TOKENIZER.decode(IDS[:1]) + "\ufffd"
+    assert (chunk.token_ids, chunk.cumulative_logprob) == ((IDS[0], first_byte), -1.5)
+
+
+def test_the_first_sequence_reports_the_prefill_until_it_has_a_token() -> None:
+    output = output_with(2, n=2)
+    assert [each.is_first_to_prefill() for each in output.sequences] == [True, False]
+    published(output, [1], None)
+    assert [each.is_first_to_prefill() for each in output.sequences] == [False, False]
+
+
+def test_usage_counts_no_more_cached_tokens_than_the_prompt_has() -> None:
+    """A preempted request finds tokens of its own output in the cache."""
+    output = output_with()
+    output.sequences[0].request.cached_tokens = 5
+    assert output.usage().cached_tokens == 3
+
+
+def test_usage_counts_no_tokens_of_an_echo() -> None:
+    output = output_with()
+    (sequence,) = output.sequences
+    sequence.request = Request(RequestSpec(0, (1,), max_tokens=len(IDS), echoed=(2, 3)))
+    counts = []
+    for index in range(4):
+        output.take(sequence, RequestUpdate(0, (sampled(index),), None))
+        counts.append(output.usage().completion_tokens)
+    assert counts == [0, 0, 1, 2]
+
+
+def test_latencies_are_those_of_the_first_token_and_of_the_slowest_sequence() -> None:
+    output = output_with(2, n=2)
+    assert (output.first_token_time(), output.time_per_output_token_s()) == (None, None)
+    for sequence, first_s, end_s in zip(output.sequences, (3.0, 2.0), (9.0, 4.0), strict=True):
+        request = sequence.request
+        request.arrive(sequence.index, 0.0)
+        request.enter(State.PREFILL, 1.0)
+        request.first_token_time = first_s
+        request.enter(State.DECODE, first_s)
+        request.enter(State.ENDED, end_s)
+        published(output, [4 - sequence.index], sequence=sequence.index)
+    assert output.first_token_time() == 2.0
+    assert output.time_per_output_token_s() == 2.0  # 6 s for the last 3 of 4 tokens
+
+
 # The stream
 
 
@@ -231,3 +323,46 @@ async def test_a_stream_is_read_once() -> None:
         stream.deliver(lambda _: None)
     with pytest.raises(RuntimeError, match="read only once"):
         await anext(aiter(stream))
+
+
+@pytest.mark.parametrize("last", [a_chunk(0, last=True), GenerationFailed("a")])
+def test_a_stream_that_has_ended_cancels_nothing(last: Any) -> None:
+    cancel = Mock()
+    stream = Stream((1, 2, 3), 0, cancel)
+    stream.cancel()
+    cancel.assert_called_once_with()
+    stream.put(last)
+    stream.cancel()
+    cancel.assert_called_once_with()
+
+
+def read(*chunks: OutputChunk) -> list[OutputChunk]:
+    """Return what a stream that reads outputs makes of chunks."""
+    seen: list[Any] = []
+    new_parser = partial(MarkupParser, replace(FAMILIES["hermes"], reasoning=THINK), {})
+    stream = Stream((1, 2, 3), 0, lambda: None, new_parser, reads_output=True)
+    stream.deliver(seen.append)
+    for chunk in chunks:
+        stream.put(chunk)
+    return seen
+
+
+def test_a_stream_reads_each_output_apart() -> None:
+    pieces = ((0, "<think>So</th"), (1, "<think>But"), (0, "ink>a"), (1, "</think>b"), (0, "c"))
+    seen = read(*(OutputChunk(first_index=0, token_ids=(), text=text, choice=choice) for choice, text in pieces))
+    assert [(chunk.choice, chunk.text, chunk.deltas) for chunk in seen] == [
+        (0, "", (Delta("reasoning", "So"),)),
+        (1, "", (Delta("reasoning", "But"),)),
+        (0, "a", None),
+        (1, "b", None),
+        (0, "c", None),
+    ]
+
+
+@pytest.mark.parametrize(("end", "text"), [("stop", "a <tool"), ("length", "a")])
+def test_held_text_ends_an_output_unless_it_may_be_the_beginning_of_a_cut_call(end: Any, text: str) -> None:
+    seen = read(
+        OutputChunk(first_index=0, token_ids=(), text="a <tool"),
+        OutputChunk(first_index=0, token_ids=(), text="", finish_reason=end),
+    )
+    assert "".join(chunk.text for chunk in seen) == text
