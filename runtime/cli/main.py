@@ -53,6 +53,7 @@ COMMANDS_ELSEWHERE = {  # a command of other servers -> what does it here
 def main() -> None:
     """Run the command line of this process and exit."""
     signal.signal(signal.SIGINT, leave)  # a KeyboardInterrupt during an import would not always come through
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")  # of a terminal that cannot show every character
     write_first_line(sys.argv[1:])
@@ -103,6 +104,13 @@ def _with_standard_input(arguments: Sequence[str]) -> list[str]:
     if "-" not in arguments or "--" in arguments:
         return list(arguments)
     return [*(each for each in arguments if each != "-"), "--", "-"]
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null in place of standard streams that are closed, before another file gets their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _discard(*streams: TextIO) -> None:

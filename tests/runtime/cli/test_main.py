@@ -177,6 +177,15 @@ def test_a_full_disk_exits_with_1(arguments: list[str]) -> None:
     assert done.stderr == "quire: standard output cannot be written: No space left on device\n"
 
 
+@pytest.mark.parametrize(("closed", "output"), [("<&- >&-", ""), (">&- 2>&-", ""), ("2>&-", "0.1.0\n")])
+def test_closed_standard_streams_are_read_and_written_as_empty_files(closed: str, output: str) -> None:
+    command = f'"$0" -m quire.runtime.cli.main --version {closed}'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, output, "")
+
+
 @pytest.mark.parametrize(("encoding", "character"), [("ascii", "\\xe9"), ("utf-8:surrogateescape", "\\ud800")])
 def test_characters_that_the_output_cannot_show_are_escaped(encoding: str, character: str) -> None:
     program = f"""
