@@ -49,8 +49,9 @@ def test_the_cache_of_the_default_size_takes_memory_as_it_is_used() -> None:
         capacity = llm.engine.core.runner.capacity
         llm.generate([5, 6, 7], FOUR)
         assert resident_bytes() - before < capacity.memory.kv_bytes - (64 << 20)
+    before = resident_bytes()
     with LLM(kv_cache_memory="256MiB") as llm:
-        assert resident_bytes() - before > 256 << 20
+        assert resident_bytes() - before > 192 << 20  # the heap of what ran before may shrink meanwhile
 
 
 # Prompts and parameters

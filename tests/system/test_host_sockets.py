@@ -46,7 +46,7 @@ async def connect(member: Member, secret: bytes = SECRET, ca: str | None = None)
     """Connect, and wait until the host is ready."""
     received: list[FromHost] = []
     tls = None if ca is None else tls_context(ca)
-    connection = await HostConnection.open(member, Credentials(secret, tls), received.append, lambda: None)
+    connection = await HostConnection.open(member, Credentials(secret, tls), received.append, lambda _: None)
     async with asyncio.timeout(30):
         ready = await connection.ready
     assert isinstance(ready, HostReady)
@@ -114,7 +114,7 @@ async def test_a_host_without_an_engine_process_says_so_first() -> None:
     async with listening_host() as (host, member):
         host.pool.is_ready = False  # type: ignore[attr-defined]
         received: list[FromHost] = []
-        connection = await HostConnection.open(member, Credentials(SECRET), received.append, lambda: None)
+        connection = await HostConnection.open(member, Credentials(SECRET), received.append, lambda _: None)
         async with asyncio.timeout(30):
             while not received:
                 await asyncio.sleep(0.005)

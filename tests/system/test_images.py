@@ -17,6 +17,7 @@ from PIL import Image
 from quire import LLM, ContextLengthExceeded, InvalidRequest, Overloaded, QuotaExceeded, SamplingParams
 from quire.runtime.client import AsyncClient
 from quire.runtime.common.images import take_images
+from quire.runtime.engine.text import Tokenizer
 from quire.runtime.engine.text.content_marks import RenderedChat
 from quire.runtime.server.openai.json_body import BodyReader
 from quire.scheduler import AdmissionEstimate, QueueFull
@@ -287,12 +288,21 @@ async def test_images_of_refused_requests_take_no_memory(
         assert (await ask(real, CHAT, messages=openai_messages(RED), max_tokens=4)).status == 200
 
 
-def test_a_text_that_spells_an_image_is_refused(folder: Path) -> None:
+def test_a_text_that_spells_an_image_is_text(folder: Path) -> None:
     with LLM(folder, **OPTIONS) as llm:
-        with pytest.raises(InvalidRequest, match="this text stands for an image"):
-            llm.chat(messages(RED, text="<image>"))
+        image = Tokenizer(folder).special_tokens["<image>"]
+        spelled, plain = (llm.chat(messages(RED, text=text), GREEDY).prompt_token_ids for text in ("<image>", "a"))
+        assert spelled is not None
+        assert plain is not None
+        assert spelled.count(image) == plain.count(image) > 0
+        assert len(spelled) > len(plain), "the name is several tokens of text"
         with pytest.raises(ContextLengthExceeded):
             llm.chat(messages(*[RED] * 9))
+    with (
+        LLM(folder, **OPTIONS, special_tokens_in_content=True) as llm,
+        pytest.raises(InvalidRequest, match="this text stands for an image"),
+    ):
+        llm.chat(messages(RED, text="<image>"))
 
 
 # Images of any size
@@ -312,8 +322,9 @@ def test_a_chat_has_a_token_for_each_square_of_its_images(tmp_path: Path, family
         swapped = llm.chat(messages(tall, wide), GREEDY)
         assert (swapped.text, swapped.usage.prompt_tokens) != (output.text, 0)
         assert llm.chat(messages(wide, tall), GREEDY).text == output.text
-        with pytest.raises(InvalidRequest, match="this text stands for an image"):
-            llm.chat(messages(wide, text="<|image_pad|>"), GREEDY)
+        spelled = llm.chat(messages(wide, text="<|image_pad|>"), GREEDY).prompt_token_ids
+        assert spelled is not None
+        assert spelled.count(159) == 10
         with pytest.raises(InvalidRequest, match="at most 200 times the shorter"):
             llm.chat(messages(png("red", size=(300, 1))), GREEDY)
     with LLM(folder, **OPTIONS, max_image_tokens=6) as llm:

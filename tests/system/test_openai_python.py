@@ -258,7 +258,7 @@ async def test_errors_are_of_the_right_class(client: openai.AsyncOpenAI) -> None
     with pytest.raises(openai.BadRequestError) as out_of_range:
         await client.completions.create(model="quire", prompt=PROMPT, temperature=-1)
     assert out_of_range.value.param == "temperature"
-    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"multipleOf": 2}}}}
     with pytest.raises(openai.BadRequestError, match="cannot be enforced") as unsupported:
         await client.chat.completions.create(model="quire", messages=MESSAGES, response_format=schema, max_tokens=3)
     assert unsupported.value.param == "response_format"

@@ -73,7 +73,7 @@ def test_a_schema_that_is_not_json_is_refused(schema: Any) -> None:
 @pytest.mark.parametrize(
     ("structure", "message"),
     [
-        ({"json": {"not": {"type": "string"}}}, 'keywords of a JSON schema cannot be enforced: "not"'),
+        ({"json": {"not": {"multipleOf": 2}}}, 'keywords of a JSON schema cannot be enforced: "not"'),
         ({"json": "{"}, "structured_outputs: "),
         ({"json": "[]"}, "a JSON schema is an object, true or false, not list"),
         ({"regex": "(a"}, "unclosed group"),
