@@ -769,6 +769,72 @@ async def test_reported_hosts_come_and_go_at_once_each_with_its_secret(
     await cluster.close()
 
 
+async def test_a_host_that_left_its_name_is_told_what_becomes_of_its_requests(
+    hosts: FakeHosts, listener: FakeListener
+) -> None:
+    members = Reported()
+    members.report(a=b"1")
+    cluster = await Cluster.connect(members, SECRET, DIGEST)
+    cluster.start(listener.listener())
+    await cluster.add(new_requests(1))
+    members.report()
+    await asyncio.sleep(0.1)
+    with pytest.raises(NotAccepting, match="engine host a:1 is leaving"):
+        cluster.check_room("", 1)
+    cluster.cancel(1)
+    assert CancelRequest(1) in hosts["a"].sent
+    hosts["a"].finish(1, 5)
+    members.report()
+    await asyncio.sleep(0.1)
+    assert not cluster.hosts
+    with pytest.raises(NotAccepting, match="there is no engine host"):
+        cluster.check_room("", 1)
+    with pytest.raises(Unavailable, match="there is no engine host"):
+        cluster.stats()
+    await cluster.close()
+    members.report(b=b"2")
+    await asyncio.sleep(0.1)
+    assert not cluster.hosts, "a closed cluster connects to no host"
+
+
+async def test_requests_do_not_move_to_a_host_that_leaves(hosts: FakeHosts, listener: FakeListener) -> None:
+    async with connected(listener, "ab") as cluster:
+        await until(lambda: all(host.is_ready for host in cluster.hosts.values()))
+        lost = await added(cluster, hosts, 1)
+        (leaving,) = {"a", "b"} - {lost}
+        hosts[leaving].leave()
+        hosts.errors[f"{lost}:1"] = Unavailable("no answer")
+        hosts[lost].exit(0)
+        await asyncio.sleep(1)
+        assert 1 not in hosts[leaving].sent_ids()
+        del hosts.errors[f"{lost}:1"]
+        await until(lambda: 1 in hosts[lost].sent_ids())
+
+
+async def test_each_failure_to_resolve_is_logged_once(hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["up", "down", "down", "up", "down"])
+
+    async def resolve(self: Members) -> list[Member]:
+        if next(answers, "up") == "down":
+            raise OSError("no answer")
+        return [Member(TCPAddress("a", 1), "hosts")]
+
+    monkeypatch.setattr(Members, "resolve", resolve)
+    with structlog.testing.capture_logs() as log:
+        cluster = await Cluster.connect(Members("dns:hosts:1"), SECRET, DIGEST)
+        await asyncio.sleep(6 * RESOLVE_INTERVAL_S)
+        await cluster.close()
+    assert [line["reason"] for line in log if line["event"] == "engine hosts cannot be resolved"] == ["no answer"] * 2
+
+
+async def test_a_start_without_hosts_names_eight_of_them(hosts: FakeHosts, listener: FakeListener) -> None:
+    names = "abcdefghij"
+    hosts.errors = {f"{name}:1": Unavailable(f"{name} is off") for name in names}
+    with pytest.raises(Unavailable, match=r"in 4 s: a is off; .*; h is off; and 2 more$"):
+        async with connected(listener, names, restart_timeout_s=4.0):
+            pass
+
+
 def tokens(request_id: int, *token_ids: int) -> tuple[SampledToken, ...]:
     return tuple(SampledToken(request_id, token_id) for token_id in token_ids)
 

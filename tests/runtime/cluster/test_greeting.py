@@ -129,6 +129,9 @@ async def test_long_versions_keep_the_size_of_the_greeting(monkeypatch: pytest.M
 async def test_garbage_is_no_greeting() -> None:
     for sent in (b"GET / HTTP/1.1\r\n" * 9, bytes(200), b"quirelnk" * 20):
         assert isinstance(await as_host(sent), (ProtocolError, ConfigError))
+    stranger = await as_host(b"GET / HTTP/1.1\r\n" * 9)
+    assert isinstance(stranger, ProtocolError)
+    assert str(stranger) == "the peer is no API server of Quire"
     choose = random.Random(1)
     _, good = await greet()
     for _ in range(200):

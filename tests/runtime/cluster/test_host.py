@@ -392,6 +392,62 @@ async def test_images_of_live_requests_take_limited_memory(pool: FakePool, sessi
     assert 3 in pool.answers
 
 
+async def test_a_second_image_without_its_digest_ends_the_link(pool: FakePool, sessions: list[ServerSession]) -> None:
+    pool.info = core_info(images=TOWER)
+    second = IMAGE._replace(position=4, digest=b"")
+    (request,) = new_requests(1, prompt=(1, 9, 9, 1, 9, 9), images=(IMAGE, second))
+    for image in request.spec.images:
+        sessions[0].receive(ImagePixels(memoryview(image.pixels)))
+    with pytest.raises(ProtocolError, match="an image without its digest"):
+        sessions[0].receive(AddRequests((without_pixels(as_read(request.spec)),)))
+
+
+async def test_samples_of_one_request_take_the_memory_of_its_images_once(
+    pool: FakePool, sessions: list[ServerSession]
+) -> None:
+    pool.info = core_info(images=TOWER)
+    send_with_image(sessions[1], 1)
+    specs = [request.spec for request in new_requests(1, 2, prompt=(1, 9, 9), images=(IMAGE,))]
+    sessions[0].receive(ImagePixels(memoryview(PIXELS)))
+    message = AddRequests.of([without_pixels(spec) for spec in specs])
+    sessions[0].receive(message)
+    await asyncio.sleep(0.01)
+    assert not sent(sessions[0], AddAnswer)
+    assert sorted(pool.answers) == [1, SESSION_IDS + 1]
+    assert sessions[0].image_bytes == 384
+
+
+async def test_texts_need_no_memory_of_images(pool: FakePool, sessions: list[ServerSession]) -> None:
+    """Requests that move to a host may take more than the limit."""
+    pool.info = core_info(images=TOWER)
+    for number in range(3):
+        (request,) = new_requests(number, prompt=(1, 9, 9), images=(IMAGE._replace(digest=bytes([number]) * 32),))
+        sessions[0].receive(ImagePixels(memoryview(PIXELS)))
+        sessions[0].receive(ReadmitRequest(without_pixels(as_read(request.spec)), ()))
+    assert sessions[0].image_bytes > MAX_IMAGE_MEMORY
+    await accepted(sessions[1], pool, 1)
+    (answer,) = sent(sessions[1], AddAnswer)
+    assert answer.refusal is None
+
+
+async def test_what_is_held_is_sent_after_each_turn_of_the_loop(pool: FakePool, sessions: list[ServerSession]) -> None:
+    here = await accepted(sessions[1], pool, 1)
+    pool.listener.begun([Prefilled(here, 3)])
+    await asyncio.sleep(0.01)
+    assert sent(sessions[1], RequestsBegun) == [RequestsBegun((Prefilled(1, 3),))]
+    pool.listener.publish([token(here, 5)])
+    pool.listener.observe(STEP_STATS, [])
+    pool.listener.publish([token(here, 6)])
+    await asyncio.sleep(0.01)
+    assert [
+        token.token_id for report in sent(sessions[1], StepReport) for each in report.updates for token in each.tokens
+    ] == [5, 6]
+    pool.listener.publish([token(here, 7)])
+    sessions[1].end()
+    await asyncio.sleep(0.01)
+    assert len(sent(sessions[1], StepReport)) == 2, "nothing is sent on a link that has ended"
+
+
 async def test_an_id_that_is_in_use_and_an_empty_list_are_refused(
     pool: FakePool, sessions: list[ServerSession]
 ) -> None:

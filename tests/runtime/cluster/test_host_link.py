@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from quire.runtime.cluster.host_link import FROM_HOST, TO_HOST, Heartbeat, HostLink
+from quire.runtime.cluster.host_link import FROM_HOST, TO_HOST, Heartbeat, HostLink, arrived, with_time_left
 from quire.runtime.common.errors import ProtocolError
 from quire.runtime.protocol.framing import next_payload, with_prefix
 from quire.runtime.workers.engine_link import AddRequests, ImagePixels, PixelReceiver, ReadmitRequest, as_read
@@ -142,3 +142,11 @@ async def test_pixels_travel_in_pieces_before_their_request_and_once_for_all_sam
     link.send(ReadmitRequest(as_read(other.spec), ()))
     (readmitted,) = messages_in(transport.written)
     assert pixels.take(readmitted.request.images) == images[1:], "a request without images came between"
+
+
+@pytest.mark.parametrize("deadline", [None, 12.5, 7.0, 5.0])
+def test_a_deadline_keeps_its_distance_also_when_it_has_passed(deadline: float | None) -> None:
+    (request,) = new_requests(1, deadline=deadline)
+    travelling = with_time_left(request.spec, 7.0)
+    assert travelling.deadline == {None: None, 12.5: 5.5, 7.0: 0.0, 5.0: -2.0}[deadline]
+    assert arrived(travelling, 1, 107.0).deadline == (None if deadline is None else deadline + 100)
