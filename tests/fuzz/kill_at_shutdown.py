@@ -196,7 +196,10 @@ async def one_round(number: int, moment: str, options: argparse.Namespace, repor
         process = start(log, options.flags)
         try:
             this = Round(process, log, random)
-            await _disturb(this, moment, harms, random, options.streams)
+            if not await _disturb(this, moment, harms, random, options.streams):
+                print(f"{what}: the server did not start: {this.log()}", flush=True)
+                report.cases[f"{moment}: not started"] += 1
+                return None
             took_s = await this.end()
             if took_s is None:
                 report.breach(f"{what}: {this.names()} still there {MARGIN_S:g} s after the drain")
@@ -213,8 +216,8 @@ async def one_round(number: int, moment: str, options: argparse.Namespace, repor
             process.stdout.close()
 
 
-async def _disturb(this: Round, moment: str, harms: Sequence[str], random: Random, num_streams: int) -> None:
-    """Send SIGTERM at the moment, and do the harms around it."""
+async def _disturb(this: Round, moment: str, harms: Sequence[str], random: Random, num_streams: int) -> bool:
+    """Send SIGTERM at the moment, and do the harms around it. Return whether the server started."""
     first_s = 0.0
     if moment == "start":
         first_s = random.uniform(0.0, START_S)
@@ -222,7 +225,7 @@ async def _disturb(this: Round, moment: str, harms: Sequence[str], random: Rando
         assert this.process.stdout is not None
         ready = await asyncio.to_thread(this.process.stdout.readline)
         if "clients " not in ready:
-            raise SystemExit(f"the server did not start: {this.log()}")
+            return False
         address = ready.partition("clients ")[2].split()[0]
         this.clients = [asyncio.create_task(read(address, index, random)) for index in range(num_streams)]
         first_s = random.uniform(0.0, 1.0) + AROUND_S
@@ -237,6 +240,7 @@ async def _disturb(this: Round, moment: str, harms: Sequence[str], random: Rando
             this.terminate()
         else:
             this.harm(harm)
+    return True
 
 
 async def _judge(this: Round, what: str, report: CampaignReport) -> None:

@@ -1158,4 +1158,18 @@ MUTANTS = [
         "images are passed on with height and width exchanged",
         INPUT_TESTS,
     ),
+    Mutant(
+        CONTINUATION,
+        "first_index=len(token_ids), token_ids=()",
+        "first_index=0, token_ids=()",
+        "the end of an output that another server computed is at its beginning",
+        "tests/runtime/engine/test_continuation.py",
+    ),
+    Mutant(
+        "runtime/engine/embedding.py",
+        "            self._leave(stream)\n            raise",
+        "            raise",
+        "a drain waits for ever after a request to embed was refused",
+        "tests/runtime/engine/test_embedding.py",
+    ),
 ]

@@ -91,6 +91,7 @@ async def test_the_end_alone_is_sent_to_a_client_that_has_every_token(engine: Lo
         tokens = [msgspec.structs.replace(chunk, finish_reason=None) for chunk in whole]
         (end,) = await chunks_of(engine, continued(request, tokens))
         assert (end.token_ids, end.text, end.finish_reason) == ((), "", whole[-1].finish_reason)
+        assert end.first_index == sum(len(chunk.token_ids) for chunk in whole)
         assert end.usage is not None
         assert whole[-1].usage is not None
         assert end.usage.completion_tokens == whole[-1].usage.completion_tokens

@@ -527,6 +527,13 @@ async def test_draining_waits_for_texts_whose_reader_pauses() -> None:
         await draining
 
 
+async def test_draining_does_not_wait_for_a_request_that_was_refused() -> None:
+    async with running() as engine:
+        with pytest.raises(ContextLengthExceeded):
+            await engine.embed(embed((1,) * 10_000))
+        await asyncio.wait_for(engine.drain(), 60)
+
+
 async def test_closing_the_engine_ends_streams_with_unavailable() -> None:
     encoder = FakeEncoder()
     async with running(encoder) as engine:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from quire.runtime.model import DecoderSpec, read_spec
+from quire.runtime.model.config_json import ConfigTable
+from quire.runtime.model.config_rope import read_mrope
 from quire.runtime.model.spec import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, TensorNames, YarnScaling
 
 ARCHITECTURE = {
@@ -165,6 +167,10 @@ YARN = YarnScaling(4.0, 1.138629436111989, 32.0, 1.0, True, 128)
         ({"rope_theta": 5e5, "rope_scaling": None}, Rope(5e5)),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, Rope(1e6)),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, Rope(1e4, LinearScaling(2.0))),
+        (  # as a converter to transformers 5 writes it
+            {"rope_scaling": None, "rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 5e5}},
+            Rope(5e5, LinearScaling(2.0)),
+        ),
         ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, Rope(5e5, Llama3Scaling(8.0, 1.0, 4.0, 512))),
         (
             {"rope_parameters": {**LLAMA3, "rope_theta": 5e5, "original_max_position_embeddings": 64}},
@@ -194,6 +200,25 @@ YARN = YarnScaling(4.0, 1.138629436111989, 32.0, 1.0, True, 128)
 )
 def test_rope_in_both_styles(read: Read, keys: Any, rope: Rope) -> None:
     assert read("llama", **keys).ropes == (rope,) * 3
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    ("table", "scaling"),
+    [
+        ({"rope_type": "mrope", "factor": 4.0}, None),
+        ({"type": "mrope"}, None),
+        ({"rope_type": "default"}, None),
+        ({"rope_type": "linear", "factor": 2}, LinearScaling(2.0)),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, YARN),
+    ],
+)
+def test_positions_of_images_may_be_scaled_like_others(
+    key: str, table: dict[str, Any], scaling: LinearScaling | YarnScaling | None
+) -> None:
+    table = {**table, "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
+    config = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 512, key: table}
+    assert read_mrope(ConfigTable(config), interleaved=False) == Rope(1e6, scaling, axes=(0, 1, 2, 2))
 
 
 LONG = {"short_factor": [1, 1.5, 2], "long_factor": [1, 4, 9], "original_max_position_embeddings": 128}

@@ -12,7 +12,7 @@ import pytest
 from quire.kernels.pack import widen_blocks
 from quire.runtime.common.errors import CorruptCheckpoint, ModelError, UnsupportedModel, WrongTensor
 from quire.runtime.model import pack_model, read_spec
-from quire.runtime.model.spec import FrequencyDivisors, LongRopeScaling
+from quire.runtime.model.spec import FrequencyDivisors, LongRopeScaling, YarnScaling
 from quire.runtime.model.weights.decoder_weights import ExpertWeights
 from quire.runtime.model.weights.tensors import expected_tensors
 from safetensors.numpy import save_file
@@ -216,6 +216,18 @@ def test_layers_without_rotary_embedding_have_no_divisors(edited: Callable[..., 
     spec = read_spec(edited("smollm3", {}, {"rope_freqs.weight": encode(divisors, "F32")}))
     assert spec.ropes[3] is None
     assert {rope.scaling for rope in spec.ropes if rope} == {FrequencyDivisors(tuple(map(float, divisors)))}
+
+
+def test_yarn_has_the_range_and_the_factor_of_the_file(edited: Callable[..., Path]) -> None:
+    keys = {"type": "yarn", "factor": 2.0, "original_context_length": 32}
+    scaled = {f"qwen2.rope.scaling.{key}": value for key, value in keys.items()}
+    (rope,) = set(read_spec(edited("qwen2", scaled)).ropes)
+    assert rope is not None
+    assert rope.scaling == YarnScaling(2.0, 1.0693147180559945, 32.0, 1.0, True, 32)
+    own = {"yarn_beta_fast": 24.0, "yarn_beta_slow": 2.0, "yarn_attn_factor": 1.25}
+    (rope,) = set(read_spec(edited("qwen2", scaled | {f"qwen2.rope.scaling.{k}": v for k, v in own.items()})).ropes)
+    assert rope is not None
+    assert rope.scaling == YarnScaling(2.0, 1.25, 24.0, 2.0, True, 32)
 
 
 def test_phi_3_with_and_without_longrope(edited: Callable[..., Path]) -> None:

@@ -229,6 +229,31 @@ def test_fused_tensors(tmp_path: Path, config: dict[str, Any], make: Make, dtype
         np.testing.assert_array_equal(pairs[:, phase].reshape(-1, HIDDEN)[:100], part)
 
 
+@pytest.mark.parametrize(
+    ("config", "make", "plain"),
+    [
+        (COMPRESSED, words_of(group=-1), ()),
+        (COMPRESSED, words_of(group=-1, sym=False), ()),
+        (COMPRESSED, words_of(bits=8, group=-1), ()),
+        (_int8(COMPRESSED), int8(), ()),
+        (_int8(COMPRESSED), int8(zero_point=True), ()),
+        (GPTQ | {"sym": False}, gptq(sym=False), ["mlp.down_proj"]),
+        (GPTQ | {"bits": 8}, gptq(g_idx=False), ["mlp.down_proj"]),
+    ],
+    ids=["words", "words, zero points", "words, 8 bits", "int8", "int8, zero points", "gptq", "gptq, other bits"],
+)
+def test_rows_and_columns_may_end_within_a_word(
+    tmp_path: Path, config: dict[str, Any], make: Make, plain: list[str]
+) -> None:
+    """A word has 4 or 8 numbers. GPTQ has no words for inputs that are no multiple of them."""
+    mlp = {"mlp.gate_proj": (99, HIDDEN), "mlp.up_proj": (99, HIDDEN), "mlp.down_proj": (HIDDEN, 99)}
+    expected = folder_of(tmp_path / "a", config, make, plain, MATRICES | mlp, intermediate_size=99)
+    found = unpacked(pack_model(tmp_path / "a", "f32").weights.layers[0])
+    for module in set(mlp) - set(plain):
+        rows, columns = mlp[module]
+        np.testing.assert_array_equal(found[module][:rows, :columns], expected[module], err_msg=module)
+
+
 def test_a_matrix_of_parts_in_different_orders_is_q8(tmp_path: Path) -> None:
     """Q and K are sorted in different ways, all parts of gate and up in one."""
     folder_of(tmp_path / "a", GPTQ, gptq(act_order=True, same_order=False))

@@ -14,8 +14,10 @@ import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, UnsupportedModel, WrongTensor
 from quire.runtime.model.config_json import ConfigTable
 from quire.runtime.model.encoder import BertSpec, is_encoder, pack_encoder, read_encoder
+from quire.runtime.model.encoder.modernbert import read_modernbert
+from quire.runtime.model.encoder.nomic_bert import read_nomic_bert
 from quire.runtime.model.encoder.sentence_transformers import read_score_activation
-from quire.runtime.model.spec import DecoderSpec
+from quire.runtime.model.spec import DecoderSpec, LinearScaling, Rope
 from safetensors.numpy import save_file
 
 from .conftest import FOLDER, NAMES
@@ -457,3 +459,30 @@ def test_a_head_without_the_answers_rows(encoder_folder: Copy, rows: int) -> Non
 def test_decoders_whose_attention_has_more_are_refused(name: str, decoder_with_modules: Callable[[str], Path]) -> None:
     with pytest.raises(UnsupportedModel, match="no attention sinks, no soft cap of scores, and no norm over all heads"):
         read_encoder(decoder_with_modules(name))
+
+
+SMALL = {
+    "vocab_size": 9,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 8,
+    "max_position_embeddings": 64,
+}
+
+
+def test_nomic_bert_has_the_rotary_embedding_of_either_style_of_config() -> None:
+    for keys, theta in (
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}}, 5e3),
+        ({"rotary_emb_base": 2e4}, 2e4),
+        ({}, 1e3),
+    ):
+        assert read_nomic_bert(ConfigTable({**SMALL, **keys})).ropes == (Rope(theta),) * 4
+
+
+def test_modernbert_scales_each_kind_of_layer_as_its_config_says() -> None:
+    full = {"rope_type": "linear", "factor": 2.0, "rope_theta": 8e4}
+    parameters = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}
+    spec = read_modernbert(ConfigTable({**SMALL, "rope_parameters": parameters}))
+    scaled, plain = Rope(8e4, LinearScaling(2.0)), Rope(3e4)
+    assert spec.ropes == (scaled, plain, plain, scaled)
