@@ -415,4 +415,25 @@ MUTANTS = [
         "documents have the prompt for passages although the model has one for documents",
         EMBEDDING_TESTS,
     ),
+    Mutant(
+        EMBEDDING,
+        "        except BaseException:\n            self._leave(stream)\n            raise\n        return stream",
+        "        except BaseException:\n            raise\n        return stream",
+        "a server that refused a text never ends its drain",
+        EMBEDDING_TESTS,
+    ),
+    Mutant(
+        EMBEDDING,
+        "num_texts=stream.num_done",
+        "num_texts=len(request.inputs)",
+        "texts that were not embedded are counted",
+        EMBEDDING_TESTS,
+    ),
+    Mutant(
+        EMBEDDING,
+        "        if not text.token_ids:",
+        "        if text.token_ids == []:",
+        "a text without tokens reaches the encoder",
+        EMBEDDING_TESTS,
+    ),
 ]

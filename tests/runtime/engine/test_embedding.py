@@ -42,6 +42,7 @@ from quire.runtime.engine.fair_executor import FairExecutor
 from quire.runtime.engine.validator import MAX_INPUTS
 from quire.runtime.engine.vectors import activated, cosines, probabilities, shortened
 from quire.runtime.model.runner import ModelRunner, load_model
+from quire.scheduler import EncodedText
 
 from .fake_encoder import ENCODER_INFO, FAILING_TOKEN, MAX_MODEL_LEN, NAN_TOKEN, FakeEncoder, FakeTexts, vector
 
@@ -499,6 +500,24 @@ async def test_deadlines_end_requests_that_wait() -> None:
             await values_of(engine, embed("b", deadline_ms=30))
         encoder.gate.set()
         assert [len(chunk.values) async for chunk in running_] == [1]
+
+
+async def test_a_request_that_is_left_counts_the_texts_that_were_read() -> None:
+    async with running() as engine:
+        stream = aiter(await engine.embed(embed(*["x"] * 3 * CHUNK_TEXTS)))
+        await anext(stream)
+        await stream.aclose()
+        (ended,) = engine._observer.ended  # type: ignore[attr-defined]
+        assert (ended.num_texts, ended.prompt_tokens) == (CHUNK_TEXTS, CHUNK_TEXTS)
+
+
+async def test_a_text_without_tokens_is_refused_and_no_drain_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeTexts, "encode", lambda self, text, prompt: EncodedText(()))
+    async with running() as engine:
+        with pytest.raises(InvalidRequest, match=r"inputs\[0\] has no tokens; give at least one character"):
+            await engine.embed(embed(" "))
+        async with asyncio.timeout(60):
+            await engine.drain()
 
 
 async def test_draining_waits_for_all_chunks_and_refuses_new_requests() -> None:

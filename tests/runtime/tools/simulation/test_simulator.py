@@ -176,11 +176,48 @@ def test_the_output_counts_in_the_length_of_a_request(make_simulator: Make) -> N
     assert [outcome.refused for outcome in simulator.outcomes] == [None, "ContextLengthExceeded"]
 
 
-def test_requests_that_can_never_run_are_detected(make_simulator: Make) -> None:
-    class NothingFirst(FirstComeFirstServed):
-        def head(self, passed_over: Collection[str] = ()) -> None:
-            return None
+def test_deadlines_count_from_the_arrival(make_simulator: Make) -> None:
+    simulator = make_simulator([Arrival(5.0, 10, 50, deadline_s=0.0295), Arrival(9.0, 10, 1, deadline_s=0.5)])
+    simulator.run()
+    late, finished = simulator.outcomes
+    assert (late.refused, late.end) == ("DeadlineExceeded", pytest.approx(5.030))
+    assert (finished.refused, finished.end) == (None, pytest.approx(9.010))
 
+
+def test_requests_that_wait_are_counted_with_the_newest(make_simulator: Make) -> None:
+    simulator = make_simulator([Arrival(0.0, 10, 1)] * 3, max_num_seqs=1)
+    simulator.run()
+    assert simulator.max_waiting == 3
+
+
+def test_a_conversation_ends_with_an_answer_that_misses_its_deadline(make_simulator: Make) -> None:
+    turns = (NextTurn(1.0, 1, 1),)
+    simulator = make_simulator([Arrival(0.0, 10, 50, deadline_s=0.0295, conversation=1, turns=turns)])
+    simulator.run()
+    assert [outcome.refused for outcome in simulator.outcomes] == ["DeadlineExceeded"]
+
+
+def test_turns_of_two_conversations_may_arrive_at_the_same_time(make_simulator: Make) -> None:
+    turns = (NextTurn(1.0, 1, 1),)
+    simulator = make_simulator([Arrival(0.0, 10, 1, conversation=number, turns=turns) for number in range(2)])
+    simulator.run()
+    assert [outcome.arrival.time_s for outcome in simulator.outcomes] == pytest.approx([0.0, 0.0, 1.02, 1.02])
+    assert [outcome.arrival.conversation for outcome in simulator.outcomes] == [0, 1, 0, 1]
+
+
+class NothingFirst(FirstComeFirstServed):
+    def head(self, passed_over: Collection[str] = ()) -> None:
+        return None
+
+
+def test_deadlines_pass_while_nothing_runs(make_simulator: Make) -> None:
+    simulator = make_simulator([Arrival(0.0, 100, 1, deadline_s=1.0)], policy=NothingFirst())
+    simulator.run()
+    (outcome,) = simulator.outcomes
+    assert (outcome.refused, outcome.end) == ("DeadlineExceeded", 1.0)
+
+
+def test_requests_that_can_never_run_are_detected(make_simulator: Make) -> None:
     simulator = make_simulator([Arrival(0.0, 100, 1)], policy=NothingFirst())
     with pytest.raises(SimulationStalled, match="1 requests are unfinished"):
         simulator.run()

@@ -33,6 +33,10 @@ def test_tenants_send_at_their_relative_rates() -> None:
     assert counts["a"] / counts["b"] == pytest.approx(20, rel=0.15)
 
 
+def test_every_request_has_the_deadline_of_the_workload() -> None:
+    assert [each.deadline_s for each in make_arrivals(Workload(num_prompts=2, deadline_ms=250))] == [0.25, 0.25]
+
+
 def test_a_shared_prefix_comes_before_each_prompt() -> None:
     (arrival,) = make_arrivals(Workload(num_prompts=1, prompt_tokens="10", shared_prefix_tokens=64))
     assert (arrival.prompt_tokens, arrival.blocks, arrival.block_tokens) == (74, (0,), 64)
