@@ -97,7 +97,7 @@ async def test_every_message_of_a_host_is_a_sign_of_life_and_a_leaving_one_says_
         received: list[FromHost] = []
         signs = 0
 
-        def note_sign() -> None:
+        def note_sign(_: bool) -> None:
             nonlocal signs
             signs += 1
 
