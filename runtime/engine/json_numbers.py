@@ -27,6 +27,7 @@ MIN_INT64 = -(1 << 63)
 # Bounds of integers without any: a small model does not end a number of any length. llguidance lacks -2^63; f64 has no
 # number between it and the least one here.
 OWN_BOUNDS: Mapping[str, int] = {"minimum": MIN_INT64 + 1024, "maximum": MAX_INT64}
+MAX_BOUNDS = 50  # different ones of integers, of 2,000 expressions each, in a schema that gets OWN_BOUNDS
 MAX_DECIMALS = 12  # of a divisor: llguidance reads hardly any with more
 MAX_DIVISOR = 1 << 32  # of llguidance, without the point
 MAX_NEIGHBOURS = 8  # numbers of f64 on each side of a divisor, of which one may be read as the divisor
@@ -96,7 +97,7 @@ def with_shared_integers(root: dict[str, Any]) -> dict[str, Any]:
     llguidance makes 2,000 expressions of each integer with 64 bits, and of a definition once.
     """
     defined = root.get("$defs", {})
-    counts = Counter(bounds for each in schemas_inside(root) if (bounds := _bounds_of_integer(each)) is not None)
+    counts = bounds_of_integers(root)
     if not isinstance(defined, dict) or max(counts.values(), default=0) < 2:
         return root
     prefix = "integer"
@@ -124,6 +125,11 @@ def with_shared_integers(root: dict[str, Any]) -> dict[str, Any]:
         **changed,
         "$defs": {**changed.get("$defs", {}), **{name: json.loads(each) for each, name in names.items()}},
     }
+
+
+def bounds_of_integers(root: Mapping[str, Any]) -> Counter[str]:
+    """Return how often a schema has each bounds of integers, by their JSON."""
+    return Counter(bounds for each in schemas_inside(root) if (bounds := _bounds_of_integer(each)) is not None)
 
 
 def _bounds_of_integer(schema: Mapping[str, Any]) -> str | None:

@@ -17,7 +17,9 @@ from typing import Any
 from ..common.errors import InvalidRequest
 from .json_numbers import (
     LIMITS,
+    MAX_BOUNDS,
     OWN_BOUNDS,
+    bounds_of_integers,
     check_limits,
     check_numbers,
     with_left_out,
@@ -81,9 +83,10 @@ def _has_free_names(schema: _Schema) -> bool:
     return is_known and schema.get("additionalProperties") is not False
 
 
-def enforceable_schema(schema: Any) -> Any:
+def enforceable_schema(schema: Any, *, bounds_integers: bool = True) -> Any:
     """Return a schema, or a list of schemas, as llguidance enforces it.
 
+    With `bounds_integers`, integers have at most 64 bits, unless the schema has too many different bounds for that.
     Raises RecursionError for one that is nested too deeply. Raises InvalidRequest if it needs keys of a map that
     differ, since the grammar allows a key to occur twice, or numbers that `check_numbers` refuses.
     """
@@ -91,9 +94,11 @@ def enforceable_schema(schema: Any) -> Any:
     is_old = isinstance(dialect, str) and _IGNORES_SIBLINGS.fullmatch(dialect) is not None
     if isinstance(schema, dict):
         schema = rewritten(_as_said(schema, is_old, schema))
-    enforceable = _enforceable(schema)
+    enforceable = _enforceable(schema, bounds_integers)
     if isinstance(schema, dict):
         _check_all_limits(schema)
+        if bounds_integers and len(bounds_of_integers(enforceable)) > MAX_BOUNDS:
+            enforceable = _enforceable(schema, bounds_integers=False)
         return with_shared_integers(enforceable)
     return enforceable
 
@@ -120,9 +125,9 @@ def _as_said(schema: Any, ignores_siblings: bool, root: _Schema) -> Any:
     return said
 
 
-def _enforceable(schema: Any) -> Any:
+def _enforceable(schema: Any, bounds_integers: bool) -> Any:
     if isinstance(schema, list):
-        return [_enforceable(each) for each in schema]
+        return [_enforceable(each, bounds_integers) for each in schema]
     if not isinstance(schema, dict):
         return schema
     schema = with_listed_multiples(schema)
@@ -131,7 +136,7 @@ def _enforceable(schema: Any) -> Any:
         raise InvalidRequest(f"patternProperties of a JSON schema may have {MAX_NAME_PATTERNS} patterns at most")
     check_numbers(schema)
     kept = {
-        key: _inside(key, value)
+        key: _inside(key, value, bounds_integers)
         for key, value in schema.items()
         if (is_idle := IDLE.get(key)) is None or not is_idle(value, schema)
     }
@@ -141,7 +146,9 @@ def _enforceable(schema: Any) -> Any:
         kept["pattern"] = as_read(kept["pattern"])
     if schema.get("format") == "hostname" and isinstance(most := schema.get("maxLength", MAX_HOSTNAME), int | float):
         kept["maxLength"] = min(most, MAX_HOSTNAME)
-    kept = with_own_bounds(with_left_out(kept))
+    kept = with_left_out(kept)
+    if bounds_integers:
+        kept = with_own_bounds(kept)
     return _with_real_dates(kept) if schema.get("format") in DATES else kept
 
 
@@ -206,17 +213,17 @@ def _check_distinct_keys(schema: _Schema) -> None:
         )
 
 
-def _inside(key: str, value: Any) -> Any:
+def _inside(key: str, value: Any, bounds_integers: bool) -> Any:
     if key in DATA:
         return value
     if key.startswith(EXTENSION):  # a schema only if one refers to it
         with suppress(InvalidRequest):
-            return _enforceable(value)
+            return _enforceable(value, bounds_integers)
         return True
     if key in MAPS and isinstance(value, dict):
         written = as_read if key == "patternProperties" else str
-        return {written(name): _enforceable(each) for name, each in value.items()}
-    return _enforceable(value)
+        return {written(name): _enforceable(each, bounds_integers) for name, each in value.items()}
+    return _enforceable(value, bounds_integers)
 
 
 def _allows_all(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 import structlog
@@ -21,6 +22,8 @@ from .text.markup_grammar import MarkupGrammar
 from .text.markup_parser import ChannelParser, MarkupParser
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+_SchemaOf = Callable[[Mapping[str, Any], bool], dict[str, Any]]  # of a function; whether its integers are bounded
 
 _log = structlog.get_logger("quire.engine")
 
@@ -77,15 +80,19 @@ class ToolCalls:
             return answer
         if answer is not None:
             self._check(answer)
-        try:
-            schemas = {name: _schema(function) for name, function in self._functions.items()}
-            structure = self._grammar(schemas, prompt, answer)
-            self._check(structure)
-        except InvalidRequest:
-            # A schema that is not strict, and that no grammar can have, is left to the model.
-            schemas = {name: self._possible_schema(function, prompt) for name, function in self._functions.items()}
-            structure = self._grammar(schemas, prompt, answer)
-        return structure
+        # A bounded integer takes thousands of a grammar's expressions: those of many tools are too many. A schema that
+        # is not strict, and that no grammar can have, is left to the model.
+        ways: tuple[_SchemaOf, ...] = (_schema, partial(self._possible_schema, prompt))
+        for schema_of, bounds_integers in product(ways, (True, False)):
+            try:
+                schemas = {name: schema_of(each, bounds_integers) for name, each in self._functions.items()}
+                structure = self._grammar(schemas, prompt, answer)
+                self._check(structure)
+            except InvalidRequest as error:
+                refusal = error
+            else:
+                return structure
+        raise refusal
 
     def new_parser(self, prompt: str, answer: StructuredOutputs | None) -> NewParser | None:
         """Return what makes a parser of each output; None if every output is an answer and nothing else."""
@@ -110,27 +117,28 @@ class ToolCalls:
         )
         return StructuredOutputs(lark=grammar)
 
-    def _possible_schema(self, function: Mapping[str, Any], prompt: str) -> dict[str, Any]:
+    def _possible_schema(self, prompt: str, function: Mapping[str, Any], bounds_integers: bool) -> dict[str, Any]:
         """Return the schema of a tool's arguments, or as much of it as a grammar can have.
 
         Raises InvalidRequest for a strict tool.
         """
         try:
-            return self._checked_schema(function, prompt)
+            return self._checked_schema(function, prompt, bounds_integers)
         except InvalidRequest as error:
             reason = str(error).removeprefix("structured_outputs: ")
             if function.get("strict"):
                 raise InvalidRequest(f"tools: the parameters of {function['name']!r}: {reason}") from None
         try:
-            schema = self._checked_schema({**function, "parameters": relaxed(function.get("parameters", {}))}, prompt)
+            part = {**function, "parameters": relaxed(function.get("parameters", {}))}
+            schema = self._checked_schema(part, prompt, bounds_integers)
             _log.info("a tool's arguments match its schema in part", tool=function["name"], reason=reason)
         except (InvalidRequest, RecursionError):
             _log.info("a tool's arguments are any object", tool=function["name"], reason=reason)
             return ANY_OBJECT
         return schema
 
-    def _checked_schema(self, function: Mapping[str, Any], prompt: str) -> dict[str, Any]:
-        schema = _schema(function)
+    def _checked_schema(self, function: Mapping[str, Any], prompt: str, bounds_integers: bool) -> dict[str, Any]:
+        schema = _schema(function, bounds_integers)
         self._check(StructuredOutputs(json=schema))
         self._check(self._grammar({function["name"]: schema}, prompt, None))
         return schema
@@ -157,10 +165,10 @@ def _with_closed_objects(function: Mapping[str, Any]) -> Mapping[str, Any]:
         return function
 
 
-def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
+def _schema(function: Mapping[str, Any], bounds_integers: bool = True) -> dict[str, Any]:
     """Return the schema of a tool's arguments. Raises InvalidRequest, as `enforceable_schema` does."""
     try:
-        schema: dict[str, Any] = enforceable_schema(function.get("parameters", {}))
+        schema: dict[str, Any] = enforceable_schema(function.get("parameters", {}), bounds_integers=bounds_integers)
     except RecursionError:
         raise InvalidRequest("a JSON schema is nested too deeply") from None
     if "$ref" in schema and "allOf" not in schema:  # some drafts ignore a type beside a reference

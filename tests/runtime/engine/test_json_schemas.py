@@ -596,3 +596,12 @@ def test_hundreds_of_integers_with_64_bits_are_one_definition(root: dict[str, An
     matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
     assert can_be_generated(matcher.deep_copy(), {"v0": 0, "v1": 2**63 - 1})
     assert not any(can_be_generated(matcher.deep_copy(), {"v0": 0, "v1": each}) for each in (1.5, "a", 2**63, -(2**63)))
+
+
+def test_integers_with_a_hundred_different_limits_keep_these_and_get_no_others() -> None:
+    properties = {f"v{number}": {"type": "integer", "minimum": number} for number in range(100)}
+    structure = StructuredOutputs(json={"type": "object", "properties": properties, "required": ["v9"]})
+    check_structure(structure)
+    matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
+    allowed = {value: can_be_generated(matcher.deep_copy(), {"v9": value}) for value in (8, 9, 2**63 - 1)}
+    assert allowed == {8: False, 9: True, 2**63 - 1: True}

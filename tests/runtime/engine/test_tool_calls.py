@@ -554,3 +554,22 @@ def test_a_keyword_that_no_grammar_can_have_does_not_cost_a_tool_its_schema(keyw
     assert is_call(matcher, {"a": 1})
     assert not is_call(matcher, {"a": "text"})
     assert not is_call(matcher, {})
+
+
+@pytest.mark.parametrize(
+    ("family", "num_tools", "num_integers"), [("hermes", 120, 3), ("qwen3_coder", 1, 150), ("hermes", 1, 1)]
+)
+def test_integers_of_many_tools_have_no_bounds_of_their_own(family: str, num_tools: int, num_integers: int) -> None:
+    """A grammar has too few expressions for hundreds of bounded integers; the types of arguments stay enforced."""
+    properties = {f"n{index}": {"type": "integer"} for index in range(num_integers)}
+    parameters = {"properties": properties, "required": [*properties], "additionalProperties": False}
+    tools = tuple(
+        {"type": "function", "function": {"name": f"f{index}", "parameters": parameters, "strict": True}}
+        for index in range(num_tools)
+    )
+    structure = ToolCalls(FAMILIES[family], tools, ToolChoice(needed="required")).structure("prompt", None)
+    assert structure is not None
+    assert structure.lark is not None
+    check_structure(structure)
+    assert structure.lark.count('"integer"') >= num_tools
+    assert ("9223372036854775807" in structure.lark) == (num_tools * num_integers == 1)
