@@ -693,17 +693,22 @@ async def test_closing_frees_threads_at_once() -> None:
 
 
 async def test_closing_ends_the_threads_of_texts_and_the_processes_that_try_grammars() -> None:
+    before = children() | text_threads()
     engine = await Engine.start(EngineConfig(kv_cache_memory=1 << 20, threads=1))
-    before = children()
     choice = StructuredOutputs(choice=["yes", "no"])
     params = SamplingParams(max_tokens=4, structured_outputs=choice)
     await chunks_of(engine, GenerateRequest(prompt="Is it?", sampling_params=params))
     assert children() - before
-    assert any(thread.name.startswith("quire-text") for thread in threading.enumerate())
+    assert text_threads() - before
     await engine.close()
     async with asyncio.timeout(60):
-        while children() - before or any(thread.name.startswith("quire-text") for thread in threading.enumerate()):
+        while (children() | text_threads()) - before:
             await asyncio.sleep(0.001)
+
+
+def text_threads() -> set[str]:
+    """Return the threads for texts, also of engines of other tests, by number."""
+    return {f"thread {each.native_id}" for each in threading.enumerate() if each.name.startswith("quire-text")}
 
 
 def children() -> set[str]:
