@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import sys
 import threading
 import time
@@ -95,6 +96,7 @@ def _data_bytes() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # for one that is stopped when its server ends
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=main)
     thread.start()

@@ -220,6 +220,15 @@ def test_close_ends_a_process_that_tries_a_grammar(trials: Trials, monkeypatch: 
     assert outcomes == ["the engine was closed before this grammar was tried; try again"] * 4
 
 
+@pytest.fixture
+def _default_hangup() -> Iterator[None]:
+    """Make SIGHUP end processes also where the tests run under nohup, whose processes ignore it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_default_hangup")
 def test_a_stopped_process_ends_with_its_server() -> None:
     script = (
         "import os, signal, sys; from quire.runtime.engine import trials\n"
@@ -276,6 +285,7 @@ def ending(status: str) -> tuple[str, ...]:
     return ("sh", "-c", f"read line; exit {status}" if status.isdigit() else f"read line; kill -{status} $$")
 
 
+@pytest.mark.usefixtures("_default_hangup")
 @pytest.mark.parametrize("cause", ["KILL", "TERM", "HUP", "INT", "1"])
 def test_a_process_ended_from_outside_twice_is_no_fault_of_the_grammar(
     num_started: Callable[[], int], monkeypatch: pytest.MonkeyPatch, cause: str
