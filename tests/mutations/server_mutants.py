@@ -21,7 +21,7 @@ STORED, STORED_INDEX, EXCHANGE = (
     f"runtime/server/{name}.py" for name in ("openai/stored", "stored_index", "openai/exchange")
 )
 STORING = "tests/system/test_stored_outputs.py"
-RESPONSE = "runtime/server/openai/responses.py"
+RESPONSE, LOGPROBS = (f"runtime/server/openai/{name}.py" for name in ("responses", "logprobs"))
 PAGE = "runtime/server/openai/page"
 CHATTING = "tests/system/test_chat_page.py"
 HTTP_API = "tests/system/test_http_api.py"
@@ -1443,5 +1443,89 @@ MUTANTS = [
         "            call = read_call",
         "a draining server takes texts to embed",
         "tests/system/test_embeddings.py",
+    ),
+    Mutant(
+        LOGPROBS,
+        "        if len(self) < self._limit:\n",
+        "        if True:\n",
+        "the table of known tokens grows without limit",
+        CHOICES,
+    ),
+    Mutant(
+        LOGPROBS,
+        r'f"\\x{byte:02x}"',
+        r'f"\\x{byte:x}"',
+        "a byte below 16 has one digit in the name of a token",
+        CHOICES,
+    ),
+    Mutant(
+        LOGPROBS,
+        "        self._count(self._vocabulary(token_id))\n        return tuple",
+        "        return tuple",
+        "the first token of an echo moves no text offset",
+        CHOICES,
+    ),
+    Mutant(
+        LOGPROBS,
+        '"logprob": max(logprob, LEAST)}',
+        '"logprob": logprob}',
+        "a delta of a response has a logprob of null",
+        CHOICES,
+    ),
+    Mutant(
+        LOGPROBS,
+        "        if not vocabulary(each.token_id).is_special\n    ]",
+        "    ]",
+        "a delta of a response has the logprobs of special tokens",
+        CHOICES,
+    ),
+    Mutant(
+        RESPONSE,
+        'item_status = "in_progress" if status in ("queued", "in_progress") else "incomplete"',
+        'item_status = "in_progress"',
+        "the items of a cancelled response are in progress",
+        CHOICES,
+    ),
+    Mutant(
+        RESPONSE,
+        '{"type": REFUSAL, REFUSAL: part[REFUSAL]}',
+        '{"type": REFUSAL}',
+        "a refusal is listed without its text",
+        CHOICES,
+    ),
+    Mutant(
+        RESPONSE,
+        '"parallel_tool_calls": fields.values.get("parallel_tool_calls", True)',
+        '"parallel_tool_calls": True',
+        "a response says that its calls are parallel, whatever the request has",
+        STORING,
+    ),
+    Mutant(
+        RESPONSE,
+        'call.repeated.get("metadata") or {}',
+        'call.repeated.get("metadata")',
+        "a response without metadata has null",
+        STORING,
+    ),
+    Mutant(
+        TOOLS,
+        "namespace.removesuffix(JOINT)",
+        "namespace",
+        "a namespace that ends with the joint has it twice",
+        CHOICES,
+    ),
+    Mutant(
+        LOGPROBS,
+        "tops.append({text: logprobs[-1]} | others)",
+        "tops.append(others)",
+        "the drawn token of a completion is missing among the top ones",
+        CHOICES,
+    ),
+    Mutant(
+        LOGPROBS,
+        "logprobs.append(max(each.logprob, LEAST))",
+        "logprobs.append(each.logprob)",
+        "a completion has a logprob of null",
+        CHOICES,
     ),
 ]

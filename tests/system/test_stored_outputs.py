@@ -273,6 +273,13 @@ async def test_a_response_repeats_the_form_of_its_text(system: Any) -> None:
     assert (await ask(system, "POST", RESPONSES, response())).json["text"] == {"format": {"type": "text"}}
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+async def test_a_response_repeats_whether_calls_are_parallel(system: Any, parallel: bool) -> None:
+    created = (await ask(system, "POST", RESPONSES, response(parallel_tool_calls=parallel))).json
+    assert created["parallel_tool_calls"] is parallel
+    assert (created["metadata"], created["top_logprobs"], created["tool_choice"]) == ({}, 0, "auto")
+
+
 async def test_a_stored_chat_is_retrieved_and_deleted(system: Any) -> None:
     created = await ask(system, "POST", CHAT, chat(store=True, n=2))
     path = f"{CHAT}/{created.json['id']}"

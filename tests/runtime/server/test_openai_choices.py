@@ -40,12 +40,12 @@ from quire.runtime.server.openai.choices import Choice
 from quire.runtime.server.openai.errors import error_answer
 from quire.runtime.server.openai.exchange import Exchange
 from quire.runtime.server.openai.formats import ChatFormat
-from quire.runtime.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, Vocabulary
+from quire.runtime.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, Vocabulary, shown_in_delta
 from quire.runtime.server.openai.prompt_logprobs import PromptPart
 from quire.runtime.server.openai.response_items import chat_fields, input_messages
 from quire.runtime.server.openai.responses import ResponseFormat, listed_items
 from quire.runtime.server.openai.structure import structure_of
-from quire.runtime.server.openai.tools import call_id, request_tools, template_variables, tool_choice
+from quire.runtime.server.openai.tools import call_id, qualified_name, request_tools, template_variables, tool_choice
 from quire.runtime.server.send_buffer import SendBuffer
 
 MARKUP = replace(FAMILIES["hermes"], reasoning=THINK)
@@ -153,6 +153,16 @@ def test_items_are_listed_in_the_form_of_responses() -> None:
     ]
 
 
+def test_a_refusal_is_listed_with_its_text() -> None:
+    (message,) = listed_items([{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}], "name")
+    assert message["content"] == [{"type": "refusal", "refusal": "No."}]
+
+
+@pytest.mark.parametrize("namespace", ["mcp__x", "mcp__x__"])
+def test_a_namespace_and_a_function_are_joined_once(namespace: str) -> None:
+    assert qualified_name("f", namespace) == "mcp__x__f"
+
+
 def test_offsets_of_completions_count_characters() -> None:
     texts = ["é", "日", "a"]
     form = CompletionLogprobs(vocabulary_of(texts))
@@ -165,6 +175,38 @@ def test_special_tokens_move_no_offset() -> None:
     form = CompletionLogprobs(Vocabulary(tokens.__getitem__))
     shown = json.loads(form.join([form.piece([TokenLogprobs(token_id, -1.0) for token_id in (0, 1, 0)])]))
     assert (shown["tokens"], shown["text_offset"]) == (["ab", "<s>", "ab"], [0, 2, 2])
+
+
+def test_the_first_token_of_an_echo_moves_the_offsets_of_the_others() -> None:
+    form = CompletionLogprobs(vocabulary_of(["é日", "a"]))
+    shown = json.loads(form.join([form.first(0), form.piece([TokenLogprobs(1, -1.0), TokenLogprobs(0, -1.0)])]))
+    assert (shown["token_logprobs"], shown["text_offset"]) == ([None, -1.0, -1.0], [0, 2, 3])
+
+
+def test_the_deltas_of_a_response_have_finite_logprobs_and_no_special_tokens() -> None:
+    tokens = [Token(b"a", is_special=False), Token(b"<s>", is_special=True)]
+    logprobs = [TokenLogprobs(0, -math.inf, ((0, -0.5), (1, -math.inf))), TokenLogprobs(1, -0.25)]
+    top = [{"token": "a", "logprob": -0.5}, {"token": "<s>", "logprob": -9999.0}]
+    known = Vocabulary(tokens.__getitem__)
+    assert shown_in_delta(logprobs, known) == [{"token": "a", "logprob": -9999.0, "top_logprobs": top}]
+    chat = ChatLogprobs(known)
+    assert [each["token"] for each in json.loads(chat.join([chat.piece(logprobs)]))["content"]] == ["a"]
+
+
+def test_a_completion_has_the_drawn_token_among_the_top_ones() -> None:
+    form = CompletionLogprobs(vocabulary_of(["a", "b"]))
+    shown = json.loads(form.join([form.piece([TokenLogprobs(0, -math.inf, ((1, -0.5),))])]))
+    assert (shown["token_logprobs"], shown["top_logprobs"]) == ([-9999.0], [{"a": -9999.0, "b": -0.5}])
+
+
+def test_the_name_of_a_part_of_a_character_has_two_digits_for_each_byte() -> None:
+    assert Vocabulary(lambda _: Token(b"\xff\x05\n", is_special=False)).texts[0] == r"bytes:\xff\x05\x0a"
+
+
+def test_the_table_of_known_tokens_is_limited() -> None:
+    known = Vocabulary(lambda token_id: Token(b"%d" % token_id, is_special=False)).texts
+    assert [known[token_id] for token_id in range(20_000)] == [str(token_id) for token_id in range(20_000)]
+    assert len(known) == 16_384
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -290,6 +332,19 @@ def test_an_output_that_is_only_reasoning_is_shown() -> None:
     for shown in (response.unfinished("in_progress", None), response.whole(usage)):
         (item,) = json.loads(shown)["output"]
         assert (item["type"], item["content"]) == ("reasoning", [{"type": "reasoning_text", "text": "So"}])
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [("in_progress", "in_progress"), ("cancelled", "incomplete"), ("failed", "incomplete")],
+)
+@pytest.mark.parametrize("parser", [None, partial(MarkupParser, MARKUP, {})])
+def test_the_items_of_a_response_that_ended_early_are_incomplete(status: Any, expected: str, parser: Any) -> None:
+    form = ResponseFormat(CALL, "m", vocabulary)
+    form.read_with(parser)
+    form.choices[0].add(OutputChunk(first_index=0, token_ids=(97,), text="Hello", logprobs=()))
+    (item,) = json.loads(form.unfinished(status, None))["output"]
+    assert (item["type"], item["status"]) == ("message", expected)
 
 
 def test_logprobs_count_as_held_until_the_answer_is_whole() -> None:
