@@ -436,4 +436,18 @@ MUTANTS = [
         "a text without tokens reaches the encoder",
         EMBEDDING_TESTS,
     ),
+    Mutant(
+        VECTOR_MATH,
+        "if dimensions is None or dimensions == rows.shape[1]:",
+        "if dimensions is None:",
+        "a vector has other bits if its number of dimensions is given",
+        EMBEDDING_TESTS,
+    ),
+    Mutant(
+        VECTOR_MATH,
+        "np.sqrt(_row_sums(one * one)) * np.sqrt(_row_sums(many * many))",
+        "np.sqrt(_row_sums(many * many))",
+        "scores of a model that does not normalize grow with the length of the query's vector",
+        EMBEDDING_TESTS,
+    ),
 ]

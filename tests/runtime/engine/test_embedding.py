@@ -247,6 +247,18 @@ async def test_a_model_with_one_label_scores_pairs() -> None:
     assert np.allclose(scores[:, 0], [1 / (1 + math.exp(-each)) for each in logits], atol=1e-6)
 
 
+def test_vectors_of_all_dimensions_keep_their_bits() -> None:
+    rows = np.array([[0.1, 0.2, 0.3]], np.float32)
+    for dimensions in (None, 3):
+        np.testing.assert_array_equal(shortened(rows, dimensions, True), rows)
+    np.testing.assert_array_equal(shortened(np.array([[3, 4, 9]], np.float32), 2, True), np.float32([[0.6, 0.8]]))
+
+
+def test_a_cosine_does_not_depend_on_the_lengths_of_vectors() -> None:
+    query, rows = np.array([3, 0], np.float32), np.array([[2, 0], [0, 5], [-4, 0], [0.5, 0.5]], np.float32)
+    np.testing.assert_array_equal(cosines(query, rows), np.float32([[1], [0], [-1], [0.5**0.5]]))
+
+
 def test_extreme_values_have_scores() -> None:
     three = msgspec.structs.replace(ENCODER_INFO, labels=("a", "b", "c"))
     assert probabilities(np.float32([[1e30, 0, -1e30]]), three).tolist() == [[1.0, 0.0, 0.0]]
