@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from .json_numbers import is_number
@@ -31,6 +32,19 @@ class Case:
     is_integer: bool = False
     values: dict[Any, Any] | None = None  # by what equal values have in common; None: not enumerated
     parts: list[_Schema] = field(default_factory=list)  # schemas without references and combinations
+
+    @cached_property
+    def required(self) -> list[str]:
+        """Names of required properties, the enumerated ones first: most often these tell cases apart."""
+        names = {name for part in self.parts for name in required_names(part)}
+        listed = {
+            name
+            for part in self.parts
+            if isinstance(known := part.get("properties"), dict)
+            for name in names.intersection(known)
+            if isinstance(known[name], dict) and known[name].keys() & {"const", "enum"}
+        }
+        return sorted(names, key=lambda name: (name not in listed, name))
 
 
 class Comparer:
@@ -67,7 +81,8 @@ class Comparer:
             if alternatives := _list(schema.get(key)):
                 groups.append([case for each in alternatives for case in self.cases(each, depth + 1)])
         for group in groups:
-            if len(whole) * len(group) > MAX_CASES:
+            self._num_left -= len(whole) * len(group) - 1
+            if len(whole) * len(group) > MAX_CASES or self._num_left < 0:
                 continue  # fewer conditions: more values
             whole = [_both(one, other) for one in whole for other in group]
         return [case for case in whole if case.types and case.values != {}]
@@ -88,18 +103,14 @@ class Comparer:
                 return case.values.keys().isdisjoint(against.values)
         for case, against in ((one, other), (other, one)):
             if case.values is not None:
-                self._num_left -= len(case.values)
-                return self._num_left > 0 and all(
-                    self.is_invalid(value, against, depth) for value in case.values.values()
-                )
+                return all(self.is_invalid(value, against, depth) for value in case.values.values())
         return all(self._are_disjoint_as(kind, one, other, depth) for kind in common)
 
     def _are_disjoint_as(self, kind: str, one: Case, other: Case, depth: int) -> bool:
         if kind == "object":
-            required = _required(one) | _required(other)
             return any(
                 self.are_disjoint(mine, its, depth + 1)
-                for name in required
+                for name in itertools.chain(one.required, other.required)
                 for mine in _properties(one, name)
                 for its in _properties(other, name)
             )
@@ -107,11 +118,14 @@ class Comparer:
             least, most = _LIMITS[kind]
             if _greatest([*one.parts, *other.parts], least) > _smallest([*one.parts, *other.parts], most):
                 return True
-        formats = {part["format"] for part in [*one.parts, *other.parts] if part.get("format") in APART}
-        return kind == "string" and len(formats) > 1
+        formats = {str(part.get("format")) for part in [*one.parts, *other.parts]}
+        return kind == "string" and len(formats & APART) > 1
 
     def is_invalid(self, value: Any, case: Case, depth: int = 0) -> bool:
         """Return whether it is certain that a value is not of a case."""
+        self._num_left -= 1
+        if self._num_left < 0:
+            return False
         kind = type_of(value)
         if kind not in case.types or (case.is_integer and isinstance(value, float) and not value.is_integer()):
             return True
@@ -124,7 +138,7 @@ class Comparer:
                 return True
         if kind != "object":
             return False
-        return not _required(case) <= value.keys() or any(
+        return not value.keys() >= set(case.required) or any(
             self._is_surely_invalid(each, schema, depth + 1)
             for name, each in value.items()
             for schema in _properties(case, name)
@@ -195,10 +209,6 @@ def _both(one: Case, other: Case) -> Case:
     if values is not None:
         values = {key: value for key, value in values.items() if type_of(value) in types}
     return Case(types, one.is_integer or other.is_integer, values, [*one.parts, *other.parts])
-
-
-def _required(case: Case) -> set[str]:
-    return {name for part in case.parts for name in required_names(part)}
 
 
 def _properties(case: Case, name: str) -> Iterable[Any]:

@@ -38,6 +38,7 @@ class _Rewriting:
     def __init__(self, root: _Schema) -> None:
         self._root = root
         self._comparer = Comparer(root)
+        self._negations: dict[int, tuple[_Schema, list[Any] | None]] = {}  # of schemas, by their ids
         self._num_left = MAX_SCHEMAS
         self._rules: tuple[tuple[str, Callable[[_Schema], _Schema]], ...] = (
             *((key, partial(self._with_dependencies, key)) for key in DEPENDENCIES),
@@ -54,15 +55,18 @@ class _Rewriting:
             return [self.schema(each) for each in schema]
         if not isinstance(schema, dict):
             return schema
+        self._count()
+        for key, rule in self._rules:
+            if key in schema:
+                schema = rule(schema)
+        return {key: self._inside(key, value) for key, value in schema.items()}
+
+    def _count(self) -> None:
         self._num_left -= 1
         if self._num_left < 0:
             raise InvalidRequest(
                 f"a JSON schema has more than {MAX_SCHEMAS} schemas, with those that its keywords stand for"
             )
-        for key, rule in self._rules:
-            if key in schema:
-                schema = rule(schema)
-        return {key: self._inside(key, value) for key, value in schema.items()}
 
     def _inside(self, key: str, value: Any) -> Any:
         if key in DATA or key.startswith(EXTENSION):
@@ -189,6 +193,12 @@ class _Rewriting:
         schema = self._resolved(schema)
         if not isinstance(schema, dict):
             return None
+        if id(schema) not in self._negations:
+            self._count()
+            self._negations[id(schema)] = (schema, self._new_negation(schema))
+        return self._negations[id(schema)][1]
+
+    def _new_negation(self, schema: _Schema) -> list[Any] | None:
         found: list[Any] = []
         for key in schema:
             if key in ANNOTATIONS:
@@ -331,5 +341,4 @@ def _names(part: _Schema) -> Iterator[str]:
 
 
 def _always_required(cases: list[Case]) -> set[str]:
-    sets = [{name for part in case.parts for name in required_names(part)} for case in cases]
-    return set.intersection(*sets) if sets else set()
+    return set.intersection(*(set(case.required) for case in cases)) if cases else set()

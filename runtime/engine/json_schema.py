@@ -1,10 +1,10 @@
 """JSON schemas for llguidance, which refuses some keywords even where they allow everything.
 
 A keyword that says nothing, such as `uniqueItems: false`, is left out. Other keywords stay: llguidance enforces or
-refuses them. Dates get a pattern, since its own allows 29 February in every year, and host names a greatest length.
-References that only lead back to themselves are refused: llguidance accepts them, and allows no text there. The name of
-a dialect has its own scheme. What drafts 4, 6 and 7 ignore is left out. `json_numbers.py` is about numbers, and
-`json_patterns.py` about regular expressions.
+refuses them. Dates and times get a pattern, since its own allows 29 February in every year and second 60 in every
+minute, and host names a greatest length. References that only lead back to themselves are refused: llguidance accepts
+them, and allows no text there. The name of a dialect has its own scheme. What drafts 4, 6 and 7 ignore is left out.
+`json_numbers.py` is about numbers, and `json_patterns.py` about regular expressions.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ MAX_LIMITS = 50  # that one number must keep
 MAX_DEPTH = 100  # of references and combinations in one place
 MAX_NAME_PATTERNS = 128  # of one schema: each is compared with each other one, 200 of them for half a second
 MAX_HOSTNAME = 253  # characters (RFC 1123)
-DATES = ("date", "date-time")  # formats
 # Those that llguidance enforces. Others are annotations, as JSON Schema says of unknown formats.
 FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
 )
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
-REAL_DATE = f"^(....-(0[13-9]|1[0-2])|....-02-([01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
+REAL_DATE = f"^(....-(0[13-9]|1[0-2])-..|....-02-([01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
+
+# A leap second is real in few minutes: no second 60.
+REAL_TIMES = {"date": REAL_DATE, "date-time": f"{REAL_DATE}[tT]..:..:[0-5]", "time": "^..:..:[0-5]"}
 
 _DIALECT = re.compile(r"^https?(://json-schema\.org/draft(-0[467]|/2019-09|/2020-12)/schema)")
 _IGNORES_SIBLINGS = re.compile(r"https?://json-schema\.org/draft-0[467]/schema#?")
@@ -149,7 +151,8 @@ def _enforceable(schema: Any, bounds_integers: bool) -> Any:
     kept = with_left_out(kept)
     if bounds_integers:
         kept = with_own_bounds(kept)
-    return _with_real_dates(kept) if schema.get("format") in DATES else kept
+    real = REAL_TIMES.get(str(schema.get("format")))
+    return _with_pattern(kept, real) if real else kept
 
 
 def _check_all_limits(root: _Schema) -> None:
@@ -195,11 +198,11 @@ def _with_scheme(dialect: re.Match[str]) -> str:
     return ("https" if dialect[2].startswith("/") else "http") + dialect[1]
 
 
-def _with_real_dates(schema: dict[str, Any]) -> dict[str, Any]:
-    if schema.setdefault("pattern", REAL_DATE) == REAL_DATE:
+def _with_pattern(schema: dict[str, Any], pattern: str) -> dict[str, Any]:
+    if schema.setdefault("pattern", pattern) == pattern:
         return schema
     others = schema.get("allOf", [])
-    return {**schema, "allOf": [*others, {"pattern": REAL_DATE}]} if isinstance(others, list) else schema
+    return {**schema, "allOf": [*others, {"pattern": pattern}]} if isinstance(others, list) else schema
 
 
 def _check_distinct_keys(schema: _Schema) -> None:

@@ -64,7 +64,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/engine/json_schema.py",
-        '    if schema.setdefault("pattern", REAL_DATE) == REAL_DATE:\n        return schema\n',
+        '    if schema.setdefault("pattern", pattern) == pattern:\n        return schema\n',
         '    if "pattern" in schema:\n        return schema\n',
         "a date with a pattern of its own may be 29 February of any year",
         "tests/runtime/engine/test_json_schemas.py",

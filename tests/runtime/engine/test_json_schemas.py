@@ -15,7 +15,7 @@ import pytest
 from llguidance import LLMatcher
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.types import StructuredOutputs
-from quire.runtime.engine import json_numbers
+from quire.runtime.engine import json_numbers, json_rewriting
 from quire.runtime.engine.grammars import Grammars, check_structure, grammar_of
 from quire.runtime.engine.json_patterns import as_read, rotated
 from quire.runtime.engine.text_processor import TextProcessor
@@ -605,3 +605,60 @@ def test_integers_with_a_hundred_different_limits_keep_these_and_get_no_others()
     matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
     allowed = {value: can_be_generated(matcher.deep_copy(), {"v9": value}) for value in (8, 9, 2**63 - 1)}
     assert allowed == {8: False, 9: True, 2**63 - 1: True}
+
+
+@pytest.mark.parametrize("own", [{}, {"pattern": "Z$"}], ids=str)
+@pytest.mark.parametrize(("form", "day"), [("time", ""), ("date-time", "2016-12-31T")])
+def test_no_minute_has_a_second_60(form: str, day: str, own: dict[str, Any]) -> None:
+    structure = StructuredOutputs(json={"type": "string", "format": form, **own})
+    check_structure(structure)
+    matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
+    assert can_be_generated(matcher.deep_copy(), f"{day}23:59:59.5Z")
+    assert not can_be_generated(matcher, f"{day}23:59:60Z")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"type": "string", "format": {}}, {"type": "string"}]},
+        {"oneOf": [{"required": 5}, {"type": "object", "required": [["a"], "b"]}]},
+        {"dependentRequired": {"a": ["b"]}, "required": True},
+        {"not": {"type": ["string", {}]}},
+        {"not": {"required": [{}]}},
+        {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": "1"},
+        {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": [2]},
+    ],
+    ids=str,
+)
+def test_keywords_with_values_of_another_kind_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"^structured_outputs: "):
+        check_structure(StructuredOutputs(json=schema))
+
+
+def test_unions_of_many_alternatives_are_told_apart_by_their_constants() -> None:
+    names = [f"a{index}" for index in range(40)]
+    texts = {name: {"type": "string"} for name in names}
+    alternatives = [
+        {"type": "object", "properties": {**texts, "kind": {"const": kind}}, "required": [*names, "kind"]}
+        for kind in range(44)
+    ]
+    grammar = grammar_of(StructuredOutputs(json={"oneOf": alternatives}))
+    assert grammar == grammar_of(StructuredOutputs(json={"anyOf": alternatives}))
+
+
+def test_alternatives_are_negated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pair of alternatives needs the negation of one of them, which here has 900 constants."""
+    num_negated, others = [0], json_rewriting._others
+
+    def count(values: list[Any]) -> list[Any] | None:
+        num_negated[0] += 1
+        return others(values)
+
+    monkeypatch.setattr(json_rewriting, "_others", count)
+    constants = [{"anyOf": [{"const": 40 * group + index} for index in range(30)]} for group in range(30)]
+    choices = {"anyOf": [{"type": "object", "required": ["b"], "properties": {"b": each}} for each in constants]}
+    alternatives = [
+        {"type": "object", "required": ["a"], "properties": {"a": choices, "k": {"const": kind}}} for kind in range(6)
+    ]
+    check_structure(StructuredOutputs(json={"oneOf": alternatives}))
+    assert num_negated[0] <= 2 * 901

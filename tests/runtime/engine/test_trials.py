@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import pytest
+from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 from quire.runtime.common.errors import InvalidRequest, Unavailable
 from quire.runtime.common.heap import resident_bytes
 from quire.runtime.common.types import StructuredOutputs
@@ -70,9 +71,12 @@ def test_a_panic_of_the_library_is_a_refusal(trials: Trials) -> None:
     check_structure(SMALL, trials)
 
 
-def test_a_grammar_whose_characters_take_long_is_refused(trials: Trials) -> None:
-    chain = "".join(f'x{index}: x{index + 1} | "b"\n' for index in range(11_000))
-    assert refusal(trials, lark=f'start: x0\n{chain}x11000: "a"').startswith("reading a character of its text takes")
+def test_a_grammar_whose_characters_take_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = LLTokenizer(TokenizerWrapper(trial_process._Bytes()), eos_token=[trial_process.END])
+    times = iter((0.0, 0.025, 1.0, 1.026))
+    monkeypatch.setattr(trial_process, "time", SimpleNamespace(thread_time=lambda: next(times)))
+    refused = trial_process._tried(tables, grammar_of(SMALL), LLParserLimits())
+    assert refused == "reading a character of its text takes more than 25 ms"
 
 
 @pytest.mark.parametrize(
