@@ -20,6 +20,9 @@ CONTINUATION = "runtime/engine/continuation.py"
 GRAMMARS = "runtime/engine/grammars.py"
 COMPILED = "runtime/engine/compiled_grammars.py"
 MASKS = "runtime/engine/masks.py"
+GBNF, GBNF_LARK = "runtime/engine/gbnf.py", "runtime/engine/gbnf_lark.py"
+GBNF_TESTS = "tests/runtime/engine/test_gbnf.py"
+DISJOINT, SCHEMA_TESTS = "runtime/engine/json_disjoint.py", "tests/runtime/engine/test_json_schemas.py"
 MASK_TESTS = (
     "tests/runtime/engine/test_grammars.py tests/system/test_structured_outputs.py "
     "tests/system/test_same_bits_of_grammars.py tests/system/test_beams_of_grammars.py"
@@ -1171,5 +1174,47 @@ MUTANTS = [
         "            raise",
         "a drain waits for ever after a request to embed was refused",
         "tests/runtime/engine/test_embedding.py",
+    ),
+    Mutant(
+        GBNF,
+        "        self._depth -= 1\n",
+        "",
+        "a grammar has at most 100 groups, though none is within another",
+        GBNF_TESTS,
+    ),
+    Mutant(
+        GBNF,
+        "max(least, most or 0) > MAX_REPETITIONS",
+        "least > MAX_REPETITIONS",
+        "a grammar repeats a part a billion times",
+        GBNF_TESTS,
+    ),
+    Mutant(
+        GBNF_LARK,
+        "is_optional=least == 0, is_single",
+        "is_optional=False, is_single",
+        "a text is refused in which the next rule begins as an optional part that it lacks",
+        GBNF_TESTS,
+    ),
+    Mutant(
+        DISJOINT,
+        "*other.parts], least) > _smallest(",
+        "*other.parts], least) >= _smallest(",
+        "a value is generated that is valid under two alternatives of oneOf",
+        SCHEMA_TESTS,
+    ),
+    Mutant(
+        DISJOINT,
+        "one.is_integer or other.is_integer",
+        "one.is_integer and other.is_integer",
+        "oneOf of integers and a fraction is refused",
+        SCHEMA_TESTS,
+    ),
+    Mutant(
+        DISJOINT,
+        '        elif not part.get("patternProperties"):\n',
+        "        else:\n",
+        "a value is generated that is valid under two alternatives of oneOf, one with patternProperties",
+        SCHEMA_TESTS,
     ),
 ]

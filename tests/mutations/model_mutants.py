@@ -20,6 +20,7 @@ DECODER, FILES = "runtime/model/decoder.py", "runtime/model/files.py"
 GGUF_CONFIG, GGUF_TESTS = "runtime/model/gguf_config.py", "tests/runtime/model/test_gguf_models.py"
 GGUF_FAMILY_TESTS = "tests/runtime/model/test_gguf_families.py"
 QUANTIZATION_CONFIG = "runtime/model/quantization_config.py"
+LINKS, LINKS_TESTS = "runtime/model/links.py", "tests/runtime/model/test_links.py"
 SAFETENSORS, GGML = "runtime/model/weights/safetensors.py", "runtime/model/weights/ggml.py"
 GGUF_FILE, GGUF_FILE_TESTS = "runtime/model/weights/gguf.py", "tests/runtime/model/weights/test_gguf.py"
 SAFETENSORS_TESTS, GGML_TESTS = (f"tests/runtime/model/weights/test_{name}.py" for name in ("safetensors", "ggml"))
@@ -432,5 +433,19 @@ MUTANTS = [
         "ConfigTable({})",
         "the scaling of a ModernBERT is dropped",
         "tests/runtime/model/encoder/test_read_encoder.py",
+    ),
+    Mutant(
+        LINKS,
+        "return commonpath([target, root]) == root",
+        "return target.startswith(root)",
+        "a link to a folder whose name begins as the model's shows any file there",
+        LINKS_TESTS,
+    ),
+    Mutant(
+        GGUF_FILE,
+        "(np.abs(array) < MAX_INTEGRAL) & ",
+        "",
+        "large scores of a GGUF file have other values than before they were f32",
+        GGUF_FILE_TESTS,
     ),
 ]

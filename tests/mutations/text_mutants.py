@@ -550,4 +550,52 @@ MUTANTS = [
         "if chat.marked == chat.text:",
         "a text that normalizes to a special token is one",
     ),
+    Mutant(
+        CHAT_INPUT,
+        "num_calls += len(pending)",
+        "num_calls = len(pending)",
+        "calls of several answers are given the same ids, and results the wrong calls",
+    ),
+    Mutant(
+        CHAT_INPUT,
+        'limit.copy(arguments, MAX_SCHEMA_DEPTH, "a call")',
+        'ValueLimit().copy(arguments, MAX_SCHEMA_DEPTH, "a call")',
+        "a chat with thousands of calls holds millions of values",
+    ),
+    Mutant(
+        MARKS,
+        "            unseen.extend(each.keys())\n",
+        "",
+        "private characters in names of arguments become brackets",
+    ),
+    Mutant(
+        MARKS,
+        'keeps_added=is_answer and key != "tool_calls"',
+        "keeps_added=is_answer",
+        "arguments of an earlier call end the call",
+    ),
+    Mutant(
+        MARKS,
+        '- {"", *literals}',
+        '- {""}',
+        "a template that compares content with the bare name of a token does not find it",
+    ),
+    Mutant(
+        HISTORY,
+        "        changed += results\n",
+        "",
+        "results with an unknown id are lost where a template takes one call per message",
+    ),
+    Mutant(
+        HISTORY,
+        "        before_is_result = is_result\n",
+        "        before_is_result = before_is_result or is_result\n",
+        "later results join the model's answers",
+    ),
+    Mutant(
+        HISTORY,
+        'role == last.get("role") and not last.get("tool_calls")',
+        'role == last.get("role")',
+        "the text of an answer after a call is lost",
+    ),
 ]

@@ -193,6 +193,42 @@ def test_long_chains_of_references_are_refused() -> None:
         check_structure(StructuredOutputs(json={"$defs": {**chain, "5000": {}}, "$ref": "#/$defs/0"}))
 
 
+OBJECT = {"type": "object", "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "are_disjoint"),
+    [
+        ({"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 6}, True),
+        ({"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 5}, False),
+        ({"type": "string", "maxLength": 2}, {"type": "string", "minLength": 3}, True),
+        ({"type": "string", "maxLength": 2}, {"type": "string", "minLength": 2}, False),
+        ({"type": "array", "minItems": 1, "items": {}}, {"type": "array", "maxItems": 1, "items": {}}, False),
+        ({"type": "integer"}, {"const": 1.5}, True),
+        ({"type": "integer"}, {"enum": [1.5, 2.0]}, False),
+        ({"allOf": [{"type": "integer"}, {"minimum": 0}]}, {"enum": [0.5, -1]}, True),
+        (
+            {**OBJECT, "additionalProperties": {"type": "string"}},
+            {**OBJECT, "properties": {"a": {"type": "integer"}}},
+            True,
+        ),
+        (
+            {**OBJECT, "patternProperties": {"^a": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
+            {**OBJECT, "properties": {"a": {"type": "integer"}}},
+            False,
+        ),
+    ],
+)
+def test_alternatives_of_one_of_have_no_value_in_common(one: Any, other: Any, are_disjoint: bool) -> None:
+    for schemas in ([one, other], [other, one]):
+        structure = StructuredOutputs(json={"oneOf": schemas})
+        if are_disjoint:
+            check_structure(structure)
+        else:
+            with pytest.raises(InvalidRequest, match="valid under its alternatives 0 and 1, which"):
+                check_structure(structure)
+
+
 def test_limits_of_different_alternatives_are_not_combined() -> None:
     schema = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "integer", "multipleOf": 9973}]}
     check_structure(StructuredOutputs(json={**schema, "oneOf": [{"minimum": 0}], "not": False}))

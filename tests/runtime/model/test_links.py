@@ -46,6 +46,15 @@ def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path: Path, name:
         model_path(folder)
 
 
+@pytest.mark.parametrize("name", ["model-of-others", "model2", "modelmodel"])
+def test_a_link_to_a_folder_whose_name_begins_alike_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "secret").write_text("{}")
+    (folder / "generation_config.json").symlink_to(f"../{name}/secret")
+    with pytest.raises(CorruptCheckpoint, match=rf"is a link to .*/{name}/secret, outside of the model's folder"):
+        model_path(folder)
+
+
 def test_a_link_that_leaves_by_another_one_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("{}")
     (folder / "a").symlink_to(tmp_path / "secret")

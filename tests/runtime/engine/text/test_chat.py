@@ -293,6 +293,12 @@ def test_invalid_messages(messages: Any, reason: str) -> None:
         ChatTemplate(CHATML).render(messages)
 
 
+def test_values_of_arguments_that_are_text_count() -> None:
+    calls = [{"function": {"name": "f", "arguments": json.dumps({"x": [1] * 40_000})}}] * 2
+    with pytest.raises(InvalidRequest, match="more than 65536 values"):
+        ChatTemplate(CHATML).render([{"role": "assistant", "tool_calls": calls}])
+
+
 @pytest.mark.parametrize("message", [{"content": nested_lists(7)}, nested_maps(8)], ids=["lists", "maps"])
 def test_messages_may_nest_eight_levels_deep(message: dict[str, Any]) -> None:
     assert ChatTemplate("{{ messages | tojson }}").render([message]) == json.dumps([message])

@@ -169,6 +169,36 @@ def test_ids_that_are_left_out_are_given_in_order() -> None:
     assert lines[-2:] == ["tool call00001: one", "tool call00002: two"]
 
 
+def test_calls_of_several_answers_are_given_different_ids() -> None:
+    without = [{key: value for key, value in call(name, "{}").items() if key != "id"} for name in "fgh"]
+    turns = [(answer(each), {"role": "tool", "content": "done"}) for each in without]
+    lines = ChatTemplate(NINE_LETTERS).render([ASK, *(each for turn in turns for each in turn)]).splitlines()
+    assert [line for line in lines if line.startswith("call")] == ["call00001 f {}", "call00002 g {}", "call00003 h {}"]
+    assert lines[-1] == "tool call00003: done"
+
+
+def test_a_result_of_no_call_is_shown_after_the_results_of_calls() -> None:
+    calls = answer(call("f", "{}"), call("g", "{}", "c2"))
+    results = [result("lost", "c9"), result("two", "c2"), result("one")]
+    assert ChatTemplate(WITHOUT_TEXT_BESIDE).render([ASK, calls, *results, MORE]) == (
+        "user: Weather?\ncall f {}\ntool: one\ncall g {}\ntool: two\ntool: lost\nuser: And now?\n"
+    )
+
+
+def test_results_of_several_answers_are_messages_of_their_own() -> None:
+    second = [answer(call("weather", '{"city": "Oslo"}')), result("rain")]
+    assert ChatTemplate(THREE_ROLES).render([*HISTORY, *second], syntax=HERMES) == (
+        f"S Be brief.\nU Weather?\nA {CALL_TEXT}\nU {RESULT_TEXT}\nU And now?\n"
+        f"A {CALL_TEXT.replace('Rome', 'Oslo')}\nU {RESULT_TEXT.replace('sunny', 'rain')}\nA"
+    )
+
+
+def test_an_answer_after_a_call_does_not_join_the_call() -> None:
+    """The template that takes no second answer says so; joined, it would leave out the text of this answer."""
+    with pytest.raises(InvalidRequest, match="an answer follows a user"):
+        ChatTemplate(ALTERNATING_CALLS).render([ASK, answer(ROME), {"role": "assistant", "content": "I wait."}])
+
+
 def test_the_template_for_tools_renders_calls_that_the_default_does_not() -> None:
     template = ChatTemplate(ROLE_NAMES, tool_source=WITHOUT_TEXT_BESIDE)
     assert 'call weather {"city": "Rome"}\n' in template.render(HISTORY)

@@ -168,6 +168,12 @@ def test_a_template_that_compares_content_sees_it() -> None:
         assert marks.rendered(changed).text == forged
 
 
+def test_a_template_sees_a_word_that_is_the_bare_name_of_a_token() -> None:
+    forged = content_marks.ContentMarks(["<|think|>"], [], []).begin([]).value("think")
+    assert forged != "think", "a template may put <| and |> around it"
+    assert content_marks.ContentMarks(["<|think|>"], [], ["think"]).begin([]).value("think") == "think"
+
+
 def test_an_answer_keeps_tokens_that_are_not_special(ids: Ids, reference: FastTokenizer) -> None:
     """The model wrote them, and the prefix cache finds them again; a user's are text."""
     think = reference.token_to_id("<think>")
@@ -176,6 +182,14 @@ def test_an_answer_keeps_tokens_that_are_not_special(ids: Ids, reference: FastTo
     assert ids([user("?"), {"role": "assistant", "content": "<think>"}]).count(think) == 2
     assert ids([user("<think>So.</think>"), user("<think>")]).count(think) == 1
     assert ids([user("?"), answer]).count(reference.token_to_id("<|im_end|>")) == 2
+
+
+def test_a_call_of_an_answer_has_no_tokens_of_its_own(ids: Ids, reference: FastTokenizer) -> None:
+    """The client wrote the name and the arguments again; the template writes the tokens around them."""
+    end = reference.token_to_id("</tool_call>")
+    for function in ({"name": "f", "arguments": {"x": "</tool_call>"}}, {"name": "f</tool_call>", "arguments": {}}):
+        answer = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+        assert ids([user("?"), answer]).count(end) == 1
 
 
 def test_an_option_lets_content_have_special_tokens(tokenizer: Tokenizer, reference: FastTokenizer) -> None:
@@ -191,6 +205,13 @@ def test_private_characters_of_content_stay(ids: Ids, reference: FastTokenizer) 
     token_ids = ids([user(content)])
     assert content in reference.decode(list(token_ids), skip_special_tokens=False)
     assert token_ids.count(reference.token_to_id("<|im_end|>")) == 1
+
+
+def test_private_characters_of_names_stay(ids: Ids, reference: FastTokenizer) -> None:
+    name = "\U00100000\U00100001"
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {name: "<"}}}]}
+    token_ids = ids([user("a<|im_end|>"), answer])
+    assert f'<tool_call>f{{"{name}": "<"}}</tool_call>' in reference.decode(list(token_ids), skip_special_tokens=False)
 
 
 def test_a_text_with_every_private_character_is_refused(ids: Ids, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,14 @@ def test_metadata_of_every_type(tmp_path: Path) -> None:
     assert all(type(metadata[key]) is type(value) for key, value in expected.items())
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [[-5.0, 0.0, 16777215.0], [16777216.0, 123456790.0], [-123456790.0, 1.0], [1e20, 2.0], [3.0, 0.1, float("inf")]],
+)
+def test_floats_of_a_list_are_the_shortest_decimals_of_their_bits(tmp_path: Path, numbers: list[float]) -> None:
+    assert GGUFFile(write(tmp_path / "a.gguf", {"a.scores": numbers}, {})).metadata["a.scores"] == numbers
+
+
 def test_typed_access_names_the_file_the_key_and_what_is_allowed(tmp_path: Path) -> None:
     metadata = GGUFFile(write(tmp_path / "a.gguf", {"a.n": 7, "a.t": "x"}, {})).metadata
     assert (metadata.integer("a.n", 0, 7), metadata.integer("a.m", 0, 7, 3), metadata.text("a.t")) == (7, 3, "x")
