@@ -1,9 +1,9 @@
-"""The settings of Hypothesis, and a checkpoint with sliding and full layers and random weights."""
+"""The settings of Hypothesis, captured log lines, and a checkpoint with sliding and full layers and random weights."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from quire.runtime.model import read_spec
 from quire.runtime.model.weights.tensors import expected_tensors
 from safetensors.numpy import save_file
+from structlog.testing import capture_logs
 
 # An example may take any time: on a busy machine, each may be interrupted for longer than the default of 200 ms.
 settings.register_profile("any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -31,6 +32,13 @@ HYBRID: dict[str, Any] = {
     "use_sliding_window": True,
     "sliding_window": WINDOW,
 }
+
+
+@pytest.fixture
+def logs() -> Iterator[list[MutableMapping[str, Any]]]:
+    """Capture log lines instead of printing them."""
+    with capture_logs() as captured:
+        yield captured
 
 
 @pytest.fixture

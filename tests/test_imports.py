@@ -28,9 +28,9 @@ ALLOWED_PACKAGES = {  # package -> the packages that it may import besides itsel
 LAYERS = """
 6  cli/       one file per command                    ray/       on Ray Serve
 5  cluster/   engine processes of other machines      tools/     bench, loadtest, planning, simulation, traffic
-4  server/    sockets, openai, resume, monitoring      workers/   engine processes      llm.py   a model in this process
-3  engine/    input, core, output, text        client/    AsyncClient, Client
-2  model/     config, families, weights, program, runner      protocol/   frames, codec, PROTOCOL.md
+4  server/    msgpack, openai, requests, monitoring    workers/   engine processes    llm.py   without a server
+3  engine/    input, core, output, text, structured    client/    AsyncClient, Client
+2  model/     config, families, weights, runner    protocol/   frames, codec    net/   sockets, TLS
 1  common/    errors, types, config, settings, logs
 """  # of runtime/; a layer imports only layers below it. ARCHITECTURE.md and README.md must show the same lines.
 

@@ -13,8 +13,8 @@ from ..cluster import listen_address, read_secret, running_host
 from ..common.errors import ConfigError
 from ..common.logs import json_event, log_to_stderr
 from ..common.settings import Settings
-from ..protocol.address import TCPAddress
-from ..server.tls import TLS
+from ..net.address import TCPAddress
+from ..net.tls import TLS
 from .flags import HostFlags, MemoryFlags, ModelFolder, SchedulingFlags, settings_from
 from .stop_signal import StopSignal, run_until_signal
 

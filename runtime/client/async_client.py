@@ -16,7 +16,7 @@ from ..common.errors import ConfigError, GenerationFailed, InvalidRequest, NotOp
 from ..common.images import take_images
 from ..common.prompts import as_documents, as_prompts, as_token_ids, chat_messages, shown
 from ..common.types import ChatOptions, OutputChunk, RequestOutput, SamplingParams, check_arguments, join_chunks
-from ..protocol.address import UnixAddress, parse_address
+from ..net.address import UnixAddress, parse_address
 from ..protocol.frames import (
     AskScores,
     AskStats,

@@ -12,7 +12,7 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-from ..protocol.address import TCPAddress
+from ..net.address import TCPAddress
 
 NEXT_ADDRESS_S = 0.25  # without an answer, until the next address of a name is tried as well
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..common.errors import InvalidRequest, ProtocolError, QuireError, Unavailable
-from ..protocol.address import Address, UnixAddress
+from ..net.address import Address, UnixAddress
 from ..protocol.codec import MAX_ARRAY_LENGTH, MAX_ARRAYS, Decoder, Malformed, check_limits, encode
 from ..protocol.frames import (
     FEATURES,

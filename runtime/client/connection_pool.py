@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..common.errors import QuireError, Unauthenticated, Unavailable
-from ..protocol.address import Address
+from ..net.address import Address
 from .connection import CONNECT_TIMEOUT_S, ClientConnection
 
 NEXT_ADDRESS_S = 2.0  # for an address to answer while there is another one to try

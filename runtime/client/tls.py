@@ -6,7 +6,7 @@ import os
 import ssl
 
 from ..common.errors import ConfigError, TLSError
-from ..protocol.address import Address
+from ..net.address import Address
 
 TLSOption = bool | str | os.PathLike[str] | ssl.SSLContext
 OTHER_NAME = (62, 64)  # OpenSSL's codes of a certificate for another host name or IP address

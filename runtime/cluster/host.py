@@ -27,10 +27,10 @@ from ...scheduler import (
 )
 from ..common.errors import ProtocolError, QuireError, Unavailable
 from ..engine import CoreListener, EngineStats, Prefilled, StepStats
-from ..protocol.address import Address
-from ..server.acceptor import Acceptor, ConnectionLimits
-from ..server.listen import ListeningSocket
-from ..server.tls import TLS
+from ..net.acceptor import Acceptor, ConnectionLimits
+from ..net.address import Address
+from ..net.listen import ListeningSocket
+from ..net.tls import TLS
 from ..workers import EnginePool
 from ..workers.engine_link import (
     STATS_INTERVAL_S,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 from ..common.errors import ConfigError
-from ..protocol.address import TCPAddress, parse_tcp_address
+from ..net.address import TCPAddress, parse_tcp_address
 
 DNS_PREFIX = "dns:"
 FORMS = "host:port, [v6]:port or dns:name:port"

@@ -21,7 +21,7 @@ from ..client.tls import tls_error
 from ..common import errors
 from ..common.errors import ConfigError, ProtocolError, QuireError, Unavailable
 from ..engine import CoreInfo, HostState, HostStatus
-from ..protocol.address import TCPAddress
+from ..net.address import TCPAddress
 from ..workers import HealthTimeouts
 from ..workers.engine_link import AddAnswer, DropRequest, EngineReady, RequestsBegun, SpecT, StatsReport, StepReport
 from ..workers.supervised_engine import SupervisedEngine

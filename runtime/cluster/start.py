@@ -15,9 +15,9 @@ from ..common.tuning import tune_collector
 from ..engine import CoreInfo, check_snapshot_path, models_digest
 from ..model import model_path
 from ..model.vision import read_vision
-from ..protocol.address import TCPAddress, parse_tcp_address
-from ..server.listen import listen_tcp
-from ..server.tls import TLS
+from ..net.address import TCPAddress, parse_tcp_address
+from ..net.listen import listen_tcp
+from ..net.tls import TLS
 from ..workers import engine_processes
 from .cluster import Cluster
 from .host import EngineHost

@@ -34,9 +34,9 @@ from ..model.runner import Capacity, ModelRunner, load_model
 from ..model.runner.capacity import EncoderCapacity
 from ..model.runner.encoder_runner import EncoderRunner, load_encoder
 from ..model.vision import read_vision
+from .embedding.encoder_text import EncoderText
 from .facade import NO_TEMPLATE
 from .text import Tokenizer
-from .text.encoder_text import EncoderText
 from .text_processor import TextProcessor
 
 if TYPE_CHECKING:

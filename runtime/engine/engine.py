@@ -24,7 +24,7 @@ from ..common.types import FinishReason, OutputChunk, Usage
 from .build import load_texts
 from .continuation import Continuation
 from .core import Core, CoreListener, Prefilled
-from .embedding import CHARACTERS_PER_TOKEN, Embedder, EmbeddingStream, EncoderTextProcessor
+from .embedding.embedder import CHARACTERS_PER_TOKEN, Embedder, EmbeddingStream, EncoderTextProcessor
 from .engine_core import EngineCore
 from .error_mapping import failure_error, refusal_error
 from .facade import (

@@ -42,11 +42,11 @@ from ..model.vision import DynamicVisionSpec, VisionSpec
 from .bits import bits_id, encoder_bits_id
 from .build import build_kv_events, build_pager, build_scheduler, build_spill_file, load_models
 from .core import CoreListener, Prefilled
-from .encoder import Encoder, describe_encoder, run_encoder
+from .embedding.encoder import Encoder, describe_encoder, run_encoder
 from .facade import CoreInfo, EncoderInfo, EngineStats, HostStatus, ImageInfo, StepStats
-from .grammars import Grammars
 from .job_threads import JobThreads
-from .masks import StepMasks
+from .structured.grammars import Grammars
+from .structured.masks import StepMasks
 
 _log = structlog.get_logger("quire.engine")
 

@@ -22,9 +22,9 @@ from ..common.types import SamplingParams, StructuredOutputs
 from ..model.runner import SamplingSpec
 from .continuation import Continuation
 from .facade import GenerateRequest, NewParser
-from .grammars import CheckedStructures, may_be_ambiguous
+from .structured.grammars import CheckedStructures, may_be_ambiguous
+from .structured.tool_calls import ToolCalls
 from .text_processor import TextProcessor
-from .tool_calls import ToolCalls
 from .validator import SEED_LIMIT, Validator
 
 MAX_KEY_TOKENS = 1024  # of a prompt without messages that its conversation is known by

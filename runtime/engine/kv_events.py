@@ -19,7 +19,7 @@ import zmq
 
 from ...pager import Content, Pager, root_key
 from ..common.errors import ConfigError
-from ..protocol.address import MAX_PORT
+from ..net.address import MAX_PORT
 
 MAX_KEPT_BATCHES = 10_000  # for subscribers that missed some
 MAX_UNSENT_BATCHES = 100_000  # of one subscriber; it loses more than these

@@ -14,9 +14,9 @@ from typing import TypeVar
 from .continuation import replay
 from .facade import GenerateRequest
 from .fair_executor import FairExecutor
-from .grammars import CheckedStructures
 from .input import PreparedInput, prepare, stop_ids_of
 from .output import NewDetokenizer
+from .structured.grammars import CheckedStructures
 from .text_processor import TextProcessor
 from .validator import Validator
 

@@ -21,10 +21,10 @@ from ..common.types import SamplingParams
 from ..model.files import is_gguf
 from ..model.weights.gguf import open_gguf
 from .facade import NO_TEMPLATE
+from .markup.model_markup import find_markup
 from .text import ChatTemplate, IncrementalDetokenizer, Markup, Token, Tokenizer, has_tokenizer
 from .text.chat_tokens import ChatTokens
 from .text.content_marks import RenderedChat
-from .text.model_markup import find_markup
 from .text.text_files import read_json, text_folder
 from .text.tokenizer import library_failure
 from .validator import SAMPLING_RANGES

@@ -12,7 +12,7 @@ from ...scheduler import QueueFull
 from ..cluster import listen_address, running_host
 from ..common.errors import Unavailable
 from ..common.logs import log_to_stderr
-from ..server.tls import TLS
+from ..net.tls import TLS
 from .handle_links import HostLinks
 from .members import SECRET_BYTES, HostRecord
 from .settings import host_links_of, node_address, reachable, release_of, settings_of

@@ -18,7 +18,7 @@ import structlog
 
 from ..cluster import Member
 from ..common.errors import ConfigError
-from ..protocol.address import TCPAddress, parse_address
+from ..net.address import TCPAddress, parse_address
 from .handle_links import ServerLinks
 
 SECRET_BYTES = 32

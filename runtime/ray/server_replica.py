@@ -18,8 +18,8 @@ from ..common.settings import Settings
 from ..common.tuning import favour_event_loop, tune_collector
 from ..engine import Core, Engine, load_texts
 from ..model import model_name, model_path
+from ..net.listen import AddressTaken
 from ..server import Server, check_config
-from ..server.listen import AddressTaken
 from ..server.monitoring import PrometheusObserver
 from .handle_links import ServerLinks
 from .members import SECRET_BYTES, ServedHosts, listen

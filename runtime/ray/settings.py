@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 from ..common.errors import ConfigError
 from ..common.settings import Settings, resolve_settings
-from ..protocol.address import TCPAddress, parse_address
+from ..net.address import TCPAddress, parse_address
 from .members import HostLinkKind
 
 REPLACED = ("engine_hosts", "secret_file", "in_process", "uds")  # Serve reports hosts and their secrets

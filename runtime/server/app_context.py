@@ -9,11 +9,11 @@ import structlog
 from ..common.logs import BoundedLog
 from ..common.server_config import ServerConfig
 from ..engine.facade import EngineFacade
-from .auth import Keyring
-from .live_requests import LiveRequests
 from .monitoring import PrometheusObserver
-from .resume import ReplayStore
-from .tenant_bytes import EqualShares
+from .requests.live_requests import LiveRequests
+from .requests.resume import ReplayStore
+from .tenancy.auth import Keyring
+from .tenancy.tenant_bytes import EqualShares
 
 _log = structlog.get_logger("quire.server")
 

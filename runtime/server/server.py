@@ -18,12 +18,10 @@ from ..common.errors import ConfigError, Overloaded, QuireError, Unavailable
 from ..common.memory import machine_memory_bytes
 from ..common.server_config import ServerConfig
 from ..engine.facade import EngineFacade
-from .acceptor import AcceptedConnection, Acceptor, ConnectionLimits
+from ..net.acceptor import AcceptedConnection, Acceptor, ConnectionLimits
+from ..net.listen import ListeningSocket, fit_connections, is_loopback, listen_tcp, listen_unix
+from ..net.tls import TLS
 from .app_context import AppContext
-from .auth import Keyring
-from .connection import Connection
-from .listen import ListeningSocket, fit_connections, is_loopback, listen_tcp, listen_unix
-from .live_requests import LiveRequests
 from .memory_limits import MemoryLimits
 from .monitoring import (
     ClientLoad,
@@ -34,10 +32,12 @@ from .monitoring import (
     StatusCollector,
     VllmNames,
 )
+from .msgpack.connection import Connection
 from .openai import Api, HTTPConnection, plain_answer
-from .resume import ReplayStore
-from .tenant_bytes import EqualShares
-from .tls import TLS
+from .requests.live_requests import LiveRequests
+from .requests.resume import ReplayStore
+from .tenancy.auth import Keyring
+from .tenancy.tenant_bytes import EqualShares
 
 CLOSE_TIMEOUT_S = 1.0  # for clients to read the last frames and close their connections
 STUCK_S = 0.1

@@ -25,7 +25,7 @@ from ..common.errors import ConfigError, SnapshotNotSaved, Unavailable
 from ..common.settings import Settings
 from ..engine import CoreInfo, CoreListener, EngineStats, HostStatus
 from ..model.runner import pick_cpus
-from ..protocol.address import MAX_PORT
+from ..net.address import MAX_PORT
 from .engine_link import LogOptions
 from .health import HealthTimeouts
 from .placement import place

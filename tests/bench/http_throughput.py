@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import uvloop
 from quire import SamplingParams
-from quire.runtime.protocol.address import TCPAddress, parse_address
+from quire.runtime.net.address import TCPAddress, parse_address
 from quire.runtime.protocol.codec import encode
 from quire.runtime.protocol.frames import Generate, Hello
 

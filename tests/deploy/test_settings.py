@@ -22,8 +22,8 @@ from quire.runtime.model import model_path, read_spec
 from quire.runtime.model.runner.capacity import decide_capacity
 from quire.runtime.ray.app import HOSTS, SERVERS
 from quire.runtime.ray.settings import settings_of
-from quire.runtime.server.auth import Keyring
 from quire.runtime.server.server import CLOSE_TIMEOUT_S
+from quire.runtime.server.tenancy.auth import Keyring
 from quire.runtime.workers.engine_process import SAVE_TIMEOUT_S
 
 from tests.deploy.queries import DEPLOY, ROOT

@@ -26,7 +26,7 @@ from campaign import CampaignReport
 from fuzz_server import fuzz
 from hostile_clients import KINDS, repeat
 from quire.runtime.common.types import SamplingParams
-from quire.runtime.protocol.address import TCPAddress, parse_address
+from quire.runtime.net.address import TCPAddress, parse_address
 from quire.runtime.protocol.frames import Credit, Done, Error, Frame, Generate, Ping, Tokenize
 from server_process import Endpoint, RawClient
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError, InvalidRequest, ModelError
-from quire.runtime.engine.text.encoder_text import EncoderText
+from quire.runtime.engine.embedding.encoder_text import EncoderText
 from quire.runtime.model.encoder import is_encoder
 from quire.runtime.model.runner.encoder_runner import load_encoder
 

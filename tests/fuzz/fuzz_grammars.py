@@ -22,7 +22,7 @@ from typing import Any
 from campaign import CampaignReport, quietest, run
 from quire import AsyncClient, SamplingParams, StructuredOutputs
 from quire.runtime.common.errors import GenerationFailed, InvalidRequest, Overloaded, QuireError
-from quire.runtime.engine.compiled_grammars import MAX_LIVE
+from quire.runtime.engine.structured.compiled_grammars import MAX_LIVE
 from quire.runtime.tools.percentiles import percentiles
 from server_process import ServerProcess
 

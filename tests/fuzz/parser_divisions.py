@@ -2,7 +2,7 @@
 
 usage: python -m tests.fuzz.parser_divisions [--groupings 1000] [--outputs 8] [--seed 1]
 
-The outputs are the samples of tests/runtime/engine/text/test_markup.py, and texts that the grammar of each markup
+The outputs are the samples of tests/runtime/engine/markup/test_markup.py, and texts that the grammar of each markup
 allows. Each is read as a whole, one character at a time, in all divisions into two pieces, and in random ones. Cut
 after any character, it must show the beginning of what it shows as a whole, and so no markup. Exit status 1 otherwise.
 """
@@ -14,12 +14,12 @@ import random
 import time
 from collections.abc import Callable, Iterator
 
-from quire.runtime.engine.text.argument_streams import SPACE
-from quire.runtime.engine.text.markup_parser import OutputParser
-from quire.runtime.engine.tool_calls import ToolCalls
+from quire.runtime.engine.markup.argument_streams import SPACE
+from quire.runtime.engine.markup.markup_parser import OutputParser
+from quire.runtime.engine.structured.tool_calls import ToolCalls
 
-from tests.runtime.engine.test_tool_calls import MARKUPS, TOOLS, choices, outputs
-from tests.runtime.engine.text.test_markup import BOTH, Read, parser, read
+from tests.runtime.engine.markup.test_markup import BOTH, Read, parser, read
+from tests.runtime.engine.structured.test_tool_calls import MARKUPS, TOOLS, choices, outputs
 
 NewParser = Callable[[], OutputParser]
 

@@ -22,8 +22,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.types import StructuredOutputs
-from quire.runtime.engine.grammars import LIMITS, check_structure, grammar_of
-from quire.runtime.engine.trial_process import _Bytes
+from quire.runtime.engine.structured.grammars import LIMITS, check_structure, grammar_of
+from quire.runtime.engine.structured.trial_process import _Bytes
 
 MAX_BYTES = 600  # of an output
 END = _Bytes.eos_token_id

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from quire.runtime.protocol.address import UnixAddress, parse_address
+from quire.runtime.net.address import UnixAddress, parse_address
 from quire.runtime.protocol.codec import Decoder, encode
 from quire.runtime.protocol.frames import (
     MAX_FRAME_BYTES,

@@ -27,7 +27,7 @@ from typing import Any
 import jsonschema
 from llguidance import LLMatcher
 from quire import LLM, CompletionOutput, InvalidRequest, SamplingParams, StructuredOutputs, ToolChoice
-from quire.runtime.engine.grammars import Grammars, check_structure, grammar_of
+from quire.runtime.engine.structured.grammars import Grammars, check_structure, grammar_of
 from quire.runtime.model import BUNDLED_MODEL, read_spec
 from quire.runtime.model.weights.tensors import expected_tensors
 

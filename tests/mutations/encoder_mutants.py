@@ -18,15 +18,17 @@ TOWER, VISION, IMAGES, IMAGE_RUNNER, VISION_TESTS = (
 )
 IMAGE_TESTS = "tests/runtime/engine/test_image_files.py"
 ENCODER_TEXT, ENCODER_TEXT_TESTS = (
-    "runtime/engine/text/encoder_text.py",
-    "tests/runtime/engine/text/test_encoder_text.py",
+    "runtime/engine/embedding/encoder_text.py",
+    "tests/runtime/engine/embedding/test_encoder_text.py",
 )
-VECTOR_MATH = "runtime/engine/vectors.py"
-EMBEDDING, EMBEDDING_TESTS = "runtime/engine/embedding.py", "tests/runtime/engine/test_embedding.py"
+VECTOR_MATH = "runtime/engine/embedding/vectors.py"
+EMBEDDING, EMBEDDING_TESTS = "runtime/engine/embedding/embedder.py", "tests/runtime/engine/embedding/test_embedder.py"
 PLANNER, PLANNER_TESTS = "scheduler/encoding.py", "tests/scheduler/test_encoding.py tests/sim/test_embedding_flood.py"
-LIVE, VECTORS, HTTP = (f"runtime/server/{name}.py" for name in ("live_embedding", "vector_stream", "openai/embeddings"))
+LIVE, VECTORS, HTTP = (
+    f"runtime/server/{name}.py" for name in ("requests/live_embedding", "msgpack/vector_stream", "openai/embeddings")
+)
 DOOR_TESTS = "tests/system/test_embeddings.py"
-STREAM_TESTS = "tests/runtime/server/test_vector_stream.py"
+STREAM_TESTS = "tests/runtime/server/msgpack/test_vector_stream.py"
 
 MUTANTS = [
     Mutant(
@@ -306,7 +308,7 @@ MUTANTS = [
         EMBEDDING_TESTS,
     ),
     Mutant(
-        "runtime/engine/encoder.py",
+        "runtime/engine/embedding/encoder.py",
         "finite = np.logical_and.reduce(np.isfinite(rows), axis=1)",
         "finite = np.full(len(rows), np.isfinite(rows).all())",
         "a text with values that are not finite ends all requests of its batch",
@@ -392,7 +394,7 @@ MUTANTS = [
         "        allowed = [self._allowed(image) for image in images]  # all, before one is fetched\n",
         "        allowed = (self._allowed(image) for image in images)\n",
         "images are fetched for a request that is refused",
-        "tests/runtime/server/test_openai_image_urls.py",
+        "tests/runtime/server/openai/test_image_urls.py",
     ),
     Mutant(
         f"{IMAGES}/decoding.py",

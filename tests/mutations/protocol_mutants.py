@@ -4,7 +4,7 @@ from mutant import Mutant
 
 TESTS = "tests/runtime/protocol"
 CODEC, FRAMING, ERRORS = (f"runtime/protocol/{name}.py" for name in ("codec", "framing", "wire_errors"))
-FRAMES, ADDRESS = "runtime/protocol/frames.py", "runtime/protocol/address.py"
+FRAMES, ADDRESS = "runtime/protocol/frames.py", "runtime/net/address.py"
 
 MUTANTS = [
     Mutant(
@@ -172,11 +172,11 @@ MUTANTS = [
         "a frame may nest one level deeper than documented",
     ),
     Mutant(
-        "runtime/protocol/address.py",
+        "runtime/net/address.py",
         'return bool(text.encode("idna")) and "\\0" not in text',
         'return bool(text) and "\\0" not in text',
         "a name that cannot be looked up is a traceback",
-        "tests/runtime/protocol/test_address.py",
+        "tests/runtime/net/test_address.py",
     ),
     Mutant(
         "runtime/client/received.py",

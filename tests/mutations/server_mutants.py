@@ -2,32 +2,33 @@
 
 from mutant import Mutant
 
-TESTS = "tests/runtime/server"
+TESTS = "tests/runtime/net tests/runtime/server"
 SYSTEM = "tests/runtime/server tests/system/test_server.py"
 RESUMING = "tests/runtime/server tests/system/test_resume.py"
 DRAINING = "tests/runtime/server tests/system/test_drain_and_timeouts.py"
 FLOW = "tests/runtime/server tests/system/test_flow_control.py"
-CONNECTION, HANDLER, STREAM, SEND, REPLAY, RESUME = (
-    f"runtime/server/{name}.py"
-    for name in ("connection", "request_handler", "output_stream", "send_buffer", "replay_buffer", "resume")
+CONNECTION, HANDLER, STREAM, WATCHDOG = (
+    f"runtime/server/msgpack/{name}.py" for name in ("connection", "request_handler", "output_stream", "watchdog")
 )
-LIVE, TENANTS, AUTH, LISTEN, SERVER, WATCHDOG = (
-    f"runtime/server/{name}.py" for name in ("live_requests", "tenants", "auth", "listen", "server", "watchdog")
+LIVE, SEND, REPLAY, RESUME = (
+    f"runtime/server/requests/{name}.py" for name in ("live_requests", "send_buffer", "replay_buffer", "resume")
 )
-CONVERT, ACCEPTOR = "runtime/server/convert.py", "runtime/server/acceptor.py"
-HTTP_INPUT = "runtime/server/http_input.py"
+TENANTS, AUTH = "runtime/server/tenancy/tenants.py", "runtime/server/tenancy/auth.py"
+LISTEN, SERVER = "runtime/net/listen.py", "runtime/server/server.py"
+CONVERT, ACCEPTOR = "runtime/server/msgpack/convert.py", "runtime/net/acceptor.py"
+HTTP_INPUT = "runtime/net/http_input.py"
 HTTP, LOGS = "runtime/server/monitoring/http.py", "runtime/common/logs.py"
 STORED, STORED_INDEX, EXCHANGE = (
-    f"runtime/server/{name}.py" for name in ("openai/stored", "stored_index", "openai/exchange")
+    f"runtime/server/{name}.py" for name in ("openai/stored", "requests/stored_index", "openai/exchange")
 )
 STORING = "tests/system/test_stored_outputs.py"
 RESPONSE, LOGPROBS = (f"runtime/server/openai/{name}.py" for name in ("responses", "logprobs"))
 PAGE = "runtime/server/openai/page"
 CHATTING = "tests/system/test_chat_page.py"
 HTTP_API = "tests/system/test_http_api.py"
-OPERATORS = "tests/runtime/server/test_acceptor.py tests/runtime/server/monitoring tests/system/test_operator_port.py"
+OPERATORS = "tests/runtime/net/test_acceptor.py tests/runtime/server/monitoring tests/system/test_operator_port.py"
 CHOICE, TOOLS, ITEMS = (f"runtime/server/openai/{name}.py" for name in ("choices", "tools", "response_items"))
-CHOICES = "tests/runtime/server/test_openai_choices.py"
+CHOICES = "tests/runtime/server/openai/test_choices.py"
 EMBEDDINGS = "tests/system/test_embeddings.py"
 PUBLISHED = "tests/system/test_published_fields.py"
 AGENTS = "tests/system/test_agent_bodies.py"
@@ -559,14 +560,14 @@ MUTANTS = [
         "tests/runtime/common/test_logs.py",
     ),
     Mutant(
-        "runtime/server/tenant_bytes.py",
+        "runtime/server/tenancy/tenant_bytes.py",
         "        self.num_bytes -= holder.num_bytes\n",
         "",
         "the unsent output of connections that ended uses up their tenant's share for ever",
         FLOW,
     ),
     Mutant(
-        "runtime/server/tenant_bytes.py",
+        "runtime/server/tenancy/tenant_bytes.py",
         "            max(self._holders, key=",
         "            min(self._holders, key=",
         "the connection with the least unsent output of its tenant is ended first",
@@ -643,67 +644,67 @@ MUTANTS = [
         RESUMING,
     ),
     Mutant(
-        "runtime/server/tenant_bytes.py",
+        "runtime/server/tenancy/tenant_bytes.py",
         "        self.num_bytes += num_bytes\n        held",
         "        self.num_bytes = num_bytes\n        held",
         "only the latest text of a tenant counts for its limit in bytes",
     ),
     Mutant(
-        "runtime/server/tenant_bytes.py",
+        "runtime/server/tenancy/tenant_bytes.py",
         "self.num_bytes + num_bytes > self.limit:",
         "self.num_bytes + num_bytes >= self.limit:",
         "texts that take exactly the limit in bytes are refused",
     ),
     Mutant(
-        "runtime/server/request_handler.py",
+        "runtime/server/msgpack/request_handler.py",
         "task.add_done_callback(lambda _: release())",
         "del task, release",
         "each text that is tokenized uses up its tenant's share of texts for ever",
     ),
     Mutant(
-        "runtime/server/request_handler.py",
+        "runtime/server/msgpack/request_handler.py",
         "len(buffer.subscribers) >= MAX_SUBSCRIBERS:",
         "len(buffer.subscribers) > MAX_SUBSCRIBERS:",
         "one request more than the limit is answered by an idempotency key",
     ),
     Mutant(
-        "runtime/server/request_handler.py",
+        "runtime/server/msgpack/request_handler.py",
         "if num_texts >= MAX_TEXTS:",
         "if num_texts > MAX_TEXTS:",
         "one text more than the limit is tokenized for a connection",
     ),
     Mutant(
-        "runtime/server/connection.py",
+        "runtime/server/msgpack/connection.py",
         "self._pending_input.move_to(self._context.pending.of(tenant.name))",
         "self._pending_input.move_to(self._context.pending.of(None))",
         "pending input of all tenants counts for the clients before WELCOME: one tenant's input ends another's connection",
     ),
     Mutant(
-        "runtime/server/connection.py",
+        "runtime/server/msgpack/connection.py",
         "                self._pending_input.leave()\n",
         "",
         "the incomplete frame of a lost connection counts for its tenant for ever",
     ),
     Mutant(
-        "runtime/server/tenants.py",
+        "runtime/server/tenancy/tenants.py",
         "        limit = self._limits.max_concurrent_requests\n        num_live = self.totals.live\n",
         "        self.charge_rate()\n        limit = self._limits.max_concurrent_requests\n        num_live = self.totals.live\n",
         "a request beyond the limit of live ones uses up the tenant's rate",
     ),
     Mutant(
-        "runtime/server/resume.py",
+        "runtime/server/requests/resume.py",
         "            self.remove(earlier)\n        entry",
         "            pass\n        entry",
         "a request whose id is used again runs on without a reader",
     ),
     Mutant(
-        "runtime/server/resume.py",
+        "runtime/server/requests/resume.py",
         "missing = kept.num_bytes + num_bytes - share",
         "missing = num_bytes",
         "outputs are dropped for room that there is",
     ),
     Mutant(
-        "runtime/server/resume.py",
+        "runtime/server/requests/resume.py",
         "        kept.droppable.pop(buffer, None)\n        if not kept.num_bytes:",
         "        if not kept.num_bytes:",
         "an output that has expired is dropped a second time",
@@ -716,7 +717,7 @@ MUTANTS = [
         CHATTING,
     ),
     Mutant(
-        "runtime/server/pages.py",
+        "runtime/server/monitoring/pages.py",
         "script-src 'self'",
         "script-src 'self' 'unsafe-inline'",
         "the policy of the pages allows scripts in markup",
@@ -839,7 +840,7 @@ MUTANTS = [
         "body = body.removeprefix(codecs.BOM_UTF8)",
         "pass",
         "a body with a byte order mark, as .NET writes it, is refused",
-        "tests/runtime/server/test_json_body.py",
+        "tests/runtime/server/openai/test_json_body.py",
     ),
     Mutant(
         ACCEPTOR,
@@ -849,11 +850,11 @@ MUTANTS = [
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/request_log.py",
+        "runtime/server/requests/request_log.py",
         'code = SHUTDOWN_CODE if cause == "shutdown" else code',
         "pass",
         "the log has no code of a request that a shutdown cut, and its client has one",
-        "tests/runtime/server/test_request_log.py",
+        "tests/runtime/server/requests/test_request_log.py",
     ),
     Mutant(
         "runtime/server/openai/other_fields.py",
@@ -877,7 +878,7 @@ MUTANTS = [
         PUBLISHED,
     ),
     Mutant(
-        "runtime/server/replay_buffer.py",
+        "runtime/server/requests/replay_buffer.py",
         "self.num_prompt_tokens = len(generation.prompt_token_ids)",
         "self.num_prompt_tokens = 1",
         "the usage so far of a stream with an idempotency key has no prompt",
@@ -1171,67 +1172,67 @@ MUTANTS = [
         CHATTING,
     ),
     Mutant(
-        "runtime/server/live_requests.py",
+        "runtime/server/requests/live_requests.py",
         "            except QuireError:\n                release_text()\n                raise\n",
         "            except QuireError:\n                raise\n",
         "a request refused for its tenant's limit keeps its share of the memory for texts",
-        "tests/runtime/server/test_live_requests.py",
+        "tests/runtime/server/requests/test_live_requests.py",
     ),
     Mutant(
-        "runtime/server/live_requests.py",
+        "runtime/server/requests/live_requests.py",
         "        except BaseException:\n            release_text()\n            tenant.leave()\n            raise\n",
         "        except BaseException:\n            release_text()\n            raise\n",
         "a request that the engine refuses counts for its tenant for ever",
-        "tests/runtime/server/test_live_requests.py",
+        "tests/runtime/server/requests/test_live_requests.py",
     ),
     Mutant(
-        "runtime/server/resume.py",
+        "runtime/server/requests/resume.py",
         "entry is None or entry.buffer.request.is_cancelled",
         "entry is None",
         "a retry of a request that is being cancelled gets its end",
-        "tests/runtime/server/test_resume.py",
+        "tests/runtime/server/requests/test_resume.py",
     ),
     Mutant(
-        "runtime/server/resume.py",
+        "runtime/server/requests/resume.py",
         "request, priority=0, deadline_ms=None, pin_ms=None)",
         "request, priority=0, pin_ms=None)",
         "a retry with less time left is refused as another request",
-        "tests/runtime/server/test_resume.py",
+        "tests/runtime/server/requests/test_resume.py",
     ),
     Mutant(
         "runtime/server/openai/formats.py",
         "            token_ids = ()\n        return b",
         "        return b",
         "token ids of a streamed chat with tools are repeated",
-        "tests/runtime/server/test_openai_choices.py",
+        "tests/runtime/server/openai/test_choices.py",
     ),
     Mutant(
         "runtime/server/openai/choices.py",
         " + sum(map(len, piece or ()))\n        return num_bytes",
         "\n        return num_bytes",
         "logprobs of whole answers take memory that nothing counts",
-        "tests/runtime/server/test_openai_choices.py",
+        "tests/runtime/server/openai/test_choices.py",
     ),
     Mutant(
         "runtime/server/openai/exchange.py",
         "        self._num_events += 1\n        self.send_buffer",
         "        self.send_buffer",
         "a stream gets comments though it is not silent",
-        "tests/runtime/server/test_openai_choices.py",
+        "tests/runtime/server/openai/test_choices.py",
     ),
     Mutant(
         "runtime/server/openai/responses.py",
         "        self.held_bytes += len(chunk.text) + sum(map(len, piece or ()))\n",
         "",
         "the text that a streamed response repeats at its end takes memory that nothing counts",
-        "tests/runtime/server/test_openai_choices.py",
+        "tests/runtime/server/openai/test_choices.py",
     ),
     Mutant(
         "runtime/server/openai/exchange.py",
         "call_later(KEEP_ALIVE_S, self._watch_silence, self._num_events)",
         "call_later(KEEP_ALIVE_S, lambda: self._watch_silence(self._num_events))",
         "a stream gets comments though it is not silent",
-        "tests/runtime/server/test_openai_choices.py",
+        "tests/runtime/server/openai/test_choices.py",
     ),
     Mutant(
         "runtime/common/default_sampling.py",
@@ -1280,14 +1281,14 @@ MUTANTS = [
         'if b"\\\\u" in body and',
         'if b"\\\\ud" in body and',
         "a lone surrogate that is written in upper case reaches the engine",
-        "tests/runtime/server/test_json_body.py",
+        "tests/runtime/server/openai/test_json_body.py",
     ),
     Mutant(
         "runtime/server/openai/connection.py",
         "                        await self._api.turns.take()\n",
         "                        pass\n",
         "heads that come together are all parsed in one turn of the event loop",
-        "tests/runtime/server/test_openai_connection.py",
+        "tests/runtime/server/openai/test_connection.py",
     ),
     Mutant(
         "runtime/server/openai/connection.py",
@@ -1308,7 +1309,7 @@ MUTANTS = [
         "        self._release_text()\n        self._context.run",
         "        self._context.run",
         "a request whose connection is lost before its task begins uses up its tenant's share of texts for ever",
-        "tests/runtime/server/test_live_requests.py",
+        "tests/runtime/server/requests/test_live_requests.py",
     ),
     Mutant(
         "runtime/server/openai/tokens.py",

@@ -2,21 +2,21 @@
 
 from mutant import Mutant
 
-TESTS = "tests/runtime/engine/text tests/runtime/engine/test_text_processor.py"
+TESTS = "tests/runtime/engine/text tests/runtime/engine/markup tests/runtime/engine/test_text_processor.py"
 DETOKENIZER, CHAT, TOKENIZER, SANDBOX, GGUF, NAMES = (
     f"runtime/engine/text/{name}.py"
     for name in ("detokenizer", "chat", "tokenizer", "sandbox", "gguf_tokenizer", "pre_tokenizers")
 )
-PARSER, ARGUMENTS = "runtime/engine/text/markup_parser.py", "runtime/engine/text/argument_streams.py"
+PARSER, ARGUMENTS = "runtime/engine/markup/markup_parser.py", "runtime/engine/markup/argument_streams.py"
 MERGES = "runtime/engine/text/merges.py"
 CHAT_INPUT, TEMPLATE_FILES = "runtime/engine/text/chat_input.py", "runtime/engine/text/template_files.py"
 ABILITIES, HISTORY = "runtime/engine/text/template_abilities.py", "runtime/engine/text/chat_history.py"
 MARKS, CHAT_TOKENS = "runtime/engine/text/content_marks.py", "runtime/engine/text/chat_tokens.py"
-FUNCTIONS, CALL_TEXT = "runtime/engine/text/template_functions.py", "runtime/engine/text/call_text.py"
+FUNCTIONS, CALL_TEXT = "runtime/engine/text/template_functions.py", "runtime/engine/markup/call_text.py"
 PARSER, ARGUMENTS, GRAMMAR = (
-    f"runtime/engine/text/{name}.py" for name in ("markup_parser", "argument_streams", "markup_grammar")
+    f"runtime/engine/markup/{name}.py" for name in ("markup_parser", "argument_streams", "markup_grammar")
 )
-MARKUP_TESTS = "tests/runtime/engine/text/test_markup.py tests/runtime/engine/test_tool_calls.py"
+MARKUP_TESTS = "tests/runtime/engine/markup/test_markup.py tests/runtime/engine/structured/test_tool_calls.py"
 
 MUTANTS = [
     Mutant(
@@ -126,7 +126,7 @@ MUTANTS = [
         '{"add_generation_prompt": False, **variables}',
         "variables",
         "a reranker's template begins an answer that its training did not have",
-        "tests/runtime/engine/text/test_encoder_text.py",
+        "tests/runtime/engine/embedding/test_encoder_text.py",
     ),
     Mutant(
         "runtime/engine/text/folder_tokenizer.py",
@@ -377,7 +377,7 @@ MUTANTS = [
         MARKUP_TESTS,
     ),
     Mutant(
-        "runtime/engine/text/model_markup.py",
+        "runtime/engine/markup/model_markup.py",
         'if name == "auto" and not markup.channels:',
         'if name == "auto":',
         "a gpt-oss whose folder has a response_template is read as text",

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 from quire.runtime.common.types import StructuredOutputs, join_chunks
-from quire.runtime.engine import GenerateRequest, LocalEngine, grammars
-from quire.runtime.engine.grammars import grammar_of
+from quire.runtime.engine import GenerateRequest, LocalEngine
+from quire.runtime.engine.structured import grammars
+from quire.runtime.engine.structured.grammars import grammar_of
 
 from tests.system.bits import asked, chunks_of, one_by_one, prompt, running, together
 

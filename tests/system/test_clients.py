@@ -30,8 +30,8 @@ from quire.runtime.common.errors import (
     Unavailable,
 )
 from quire.runtime.common.types import SamplingParams
-from quire.runtime.protocol.address import TCPAddress
-from quire.runtime.server.output_stream import CHUNK_BYTES
+from quire.runtime.net.address import TCPAddress
+from quire.runtime.server.msgpack.output_stream import CHUNK_BYTES
 
 Serve = Callable[..., Awaitable[Any]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]

@@ -17,9 +17,9 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ContextLengthExceeded, InvalidRequest
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.engine import EmbedRequest, Engine, EngineCore, TextProcessor
-from quire.runtime.engine.embedding import CHUNK_TEXTS
+from quire.runtime.engine.embedding.embedder import CHUNK_TEXTS
+from quire.runtime.engine.embedding.vectors import cosines
 from quire.runtime.engine.text import Tokenizer
-from quire.runtime.engine.vectors import cosines
 from quire.runtime.model import BUNDLED_MODEL, model_path
 from quire.runtime.model.runner import ModelRunner, load_model
 from quire.runtime.server import Server

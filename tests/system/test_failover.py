@@ -103,7 +103,7 @@ async def test_the_cache_key_of_a_stream_goes_along(serve: Serve) -> None:
 
 async def test_a_server_that_does_not_know_cache_keys_gets_none(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     known = tuple(feature for feature in FEATURES if feature != "cache_key")
-    monkeypatch.setattr("quire.runtime.server.connection.FEATURES", known)
+    monkeypatch.setattr("quire.runtime.server.msgpack.connection.FEATURES", known)
     system = await serve()
     async with AsyncClient(system.address) as client:
         await client.complete("hi", SamplingParams(max_tokens=2), prompt_cache_key="a")

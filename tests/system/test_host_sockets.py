@@ -17,9 +17,9 @@ from quire.runtime.cluster.host_link import FromHost, HostLeaving, HostReady, Ho
 from quire.runtime.cluster.members import Member
 from quire.runtime.cluster.remote import HostConnection
 from quire.runtime.common.errors import QuireError, TLSError, Unauthenticated, Unavailable
-from quire.runtime.protocol.address import TCPAddress
-from quire.runtime.server.listen import listen_tcp
-from quire.runtime.server.tls import TLS
+from quire.runtime.net.address import TCPAddress
+from quire.runtime.net.listen import listen_tcp
+from quire.runtime.net.tls import TLS
 from quire.runtime.workers.engine_link import DropRequest
 
 from tests.runtime.cluster.test_host import FakePool

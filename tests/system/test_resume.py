@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.server.auth import hash_key
+from quire.runtime.server.tenancy.auth import hash_key
 
 Serve = Callable[..., Awaitable[Any]]
 Serving = Callable[..., AbstractAsyncContextManager[Any]]

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from quire.runtime.common.types import StructuredOutputs
-from quire.runtime.engine import LocalEngine, grammars
+from quire.runtime.engine import LocalEngine
 from quire.runtime.engine.facade import SilentObserver, StepStats
+from quire.runtime.engine.structured import grammars
 from quire.scheduler import speculative
 
 from tests.scheduler.forced_preemption import preempt

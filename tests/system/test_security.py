@@ -17,8 +17,9 @@ from quire import AsyncClient, SamplingParams
 from quire.runtime.cli.token import new_key
 from quire.runtime.common.errors import InvalidRequest, Unauthenticated
 from quire.runtime.common.settings import read_toml
-from quire.runtime.server import acceptor, auth
-from quire.runtime.server.auth import Keyring
+from quire.runtime.net import acceptor
+from quire.runtime.server.tenancy import auth
+from quire.runtime.server.tenancy.auth import Keyring
 
 TLS = Path(__file__).resolve().parents[1] / "data" / "tls"
 SETTINGS = {"tls_cert": str(TLS / "cert.pem"), "tls_key": str(TLS / "key.pem")}

@@ -16,7 +16,7 @@ import pytest
 from quire import AsyncClient, SamplingParams, StructuredOutputs
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.types import OutputChunk
-from quire.runtime.engine.grammars import Grammars
+from quire.runtime.engine.structured.grammars import Grammars
 from quire.runtime.model import BUNDLED_MODEL
 
 from tests.system.bits import asked, bits, chunks_of, one_by_one, prompt, running, together

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 from openai.types.chat import ChatCompletion
-from quire.runtime.engine.text.markup import CHANNEL_TOKENS
+from quire.runtime.engine.markup.markup import CHANNEL_TOKENS
 
 from tests.scripted_model import write_scripted_model
 

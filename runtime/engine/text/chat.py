@@ -14,10 +14,10 @@ from typing import Any
 from jinja2 import Template, TemplateSyntaxError, nodes
 
 from ...common.errors import CorruptCheckpoint, InvalidRequest
+from ..markup.markup import CallSyntax
 from .chat_history import adapted, check_complete
 from .chat_input import MAX_SCHEMA_DEPTH, ValueLimit, checked_messages, offered_tool
 from .content_marks import ContentMarks, RenderedChat
-from .markup import CallSyntax
 from .template_abilities import Abilities, TemplateTimeout
 from .template_files import read_sources
 from .template_functions import template_sandbox

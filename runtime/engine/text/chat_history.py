@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...common.errors import InvalidRequest
-from .call_text import FUNCTION_TAG, call_example, calls_text
-from .markup import CallSyntax
+from ..markup.call_text import FUNCTION_TAG, call_example, calls_text
+from ..markup.markup import CallSyntax
 from .template_abilities import Abilities, with_parts
 
 TOOLS_TEXT = "You can call these tools. Each line has a tool's name, and the JSON schema of its arguments:"

@@ -12,7 +12,7 @@ from encodings.utf_8 import IncrementalDecoder
 from itertools import islice
 
 from ...common.errors import InvalidRequest
-from .markup import MARK
+from ..markup.markup import MARK
 from .tokenizer import Tokenizer
 
 CONTEXT_TOKENS = 4  # with text, before a sequence: a character has at most 4 bytes

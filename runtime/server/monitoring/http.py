@@ -29,10 +29,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import Metric
 
 from ...common.logs import BoundedLog
-from ..acceptor import AcceptedConnection, Acceptor, ConnectionLimits
-from ..http_input import check_head, check_request
-from ..pages import PAGE_HEADERS, read_page
-from ..tenants import Turns
+from ...net.acceptor import AcceptedConnection, Acceptor, ConnectionLimits
+from ...net.http_input import check_head, check_request
+from ..tenancy.tenants import Turns
+from .pages import PAGE_HEADERS, read_page
 from .readiness import Readiness
 from .status import Status
 

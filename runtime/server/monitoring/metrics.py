@@ -17,7 +17,7 @@ from prometheus_client.core import InfoMetricFamily
 from ...common.errors import QuireError
 from ...common.types import FinishReason, Usage
 from ...engine.facade import EmbedStats, EngineStats, RequestStats, StepStats
-from ..acceptor import RefusalCause
+from ...net.acceptor import RefusalCause
 from .collector import ClientLoad, HostStatuses, MetricsCollector, Mirror
 from .history import FINE_BOUNDS_S
 from .instruments import Counter, Histogram, LabelledCounter, TenantCounter

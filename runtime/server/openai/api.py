@@ -19,10 +19,10 @@ from ...common.errors import QuireError, Unavailable
 from ...engine.facade import EngineInfo
 from ..app_context import AppContext
 from ..monitoring import OperatorServer, Readiness
-from ..pages import PAGE_HEADERS, PageFile, read_page
-from ..request_log import quire_error
-from ..stored_index import ToStore
-from ..tenants import Turns
+from ..monitoring.pages import PAGE_HEADERS, PageFile, read_page
+from ..requests.request_log import quire_error
+from ..requests.stored_index import ToStore
+from ..tenancy.tenants import Turns
 from .calls import Call, chat_call, completion_call
 from .embeddings import (
     CLASSIFY_FIELDS,

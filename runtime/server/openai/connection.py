@@ -16,9 +16,8 @@ from structlog.contextvars import bind_contextvars
 
 from ...common.errors import QuireError
 from ...common.logs import new_id
-from ..acceptor import AcceptedConnection, linger
-from ..app_context import AppContext
-from ..http_input import (
+from ...net.acceptor import AcceptedConnection, linger
+from ...net.http_input import (
     BYTES_PER_CHUNK,
     MAX_SMALL_CHUNKS,
     PIECE_BYTES,
@@ -29,10 +28,11 @@ from ..http_input import (
     check_kept,
     check_request,
 )
-from ..request_log import quire_error
-from ..send_buffer import SendBuffer
-from ..tenant_bytes import PendingInput
-from ..tenants import Tenant
+from ..app_context import AppContext
+from ..requests.request_log import quire_error
+from ..requests.send_buffer import SendBuffer
+from ..tenancy.tenant_bytes import PendingInput
+from ..tenancy.tenants import Tenant
 from .api import Api, Route
 from .errors import BadRequest, error_answer
 from .exchange import Exchange

@@ -17,7 +17,7 @@ import msgspec
 from ...common.errors import QuireError
 from ...common.prompts import shown
 from ...engine.facade import EmbeddedTexts, EmbedRequest
-from ..live_embedding import LiveEmbedding
+from ..requests.live_embedding import LiveEmbedding
 from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange, HeldAnswer
 from .fields import Fields

@@ -17,8 +17,8 @@ import h11
 from ...common.errors import InvalidRequest, Overloaded, QuireError
 from ...common.logs import new_id
 from ..monitoring import CancelCause
-from ..send_buffer import SendBuffer
-from ..tenants import Tenant
+from ..requests.send_buffer import SendBuffer
+from ..tenancy.tenants import Tenant
 from .errors import HTTPAnswer, error_answer, error_event
 
 KEEP_ALIVE_S = 15.0  # between comments that keep a silent stream alive through proxies

@@ -21,7 +21,7 @@ import h11
 
 from ...common.errors import ConfigError
 from ...common.prompts import shown
-from ..http_input import check_head
+from ...net.http_input import check_head
 from .errors import BadRequest
 
 WEB, PORT = ("https://", "http://"), 443

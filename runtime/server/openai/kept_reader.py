@@ -7,8 +7,8 @@ import asyncio
 from ...common.errors import Cancelled, Overloaded, QuireError
 from ...common.types import OutputChunk, Usage
 from ..monitoring import CancelCause
-from ..replay_buffer import MAX_SUBSCRIBERS, ReplayBuffer
-from ..tenants import Tenant
+from ..requests.replay_buffer import MAX_SUBSCRIBERS, ReplayBuffer
+from ..tenancy.tenants import Tenant
 from .exchange import Exchange
 from .formats import Format, PromptSize
 from .running import CallOutput

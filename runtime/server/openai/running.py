@@ -13,8 +13,8 @@ from typing import Protocol
 from ...common.errors import Cancelled, QuireError
 from ...common.types import OutputChunk, Usage
 from ...engine.facade import EngineFacade, Generation, NewParser
-from ..live_requests import LiveRequest, LiveRequests
-from ..request_log import quire_error
+from ..requests.live_requests import LiveRequest, LiveRequests
+from ..requests.request_log import quire_error
 from .calls import Call
 from .errors import HTTPAnswer
 from .exchange import Exchange, HeldAnswer

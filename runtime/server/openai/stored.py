@@ -22,9 +22,9 @@ from ...common.errors import QuireError, RequestNotFound
 from ...common.prompts import shown
 from ...engine.facade import EngineInfo
 from ..app_context import AppContext
-from ..replay_buffer import ReplayBuffer, StoredEntry
-from ..stored_index import ToStore
-from ..tenants import Tenant
+from ..requests.replay_buffer import ReplayBuffer, StoredEntry
+from ..requests.stored_index import ToStore
+from ..tenancy.tenants import Tenant
 from .calls import Call
 from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange

@@ -18,8 +18,8 @@ from ...common.config import EngineConfig
 from ...common.types import SamplingParams
 from ...engine import Engine, GenerateRequest, LocalEngine, StepStats
 from ...protocol.codec import encode
-from ...server.convert import tokens_frame
 from ...server.monitoring import PrometheusObserver
+from ...server.msgpack.convert import tokens_frame
 
 USERS = 32
 NEW_TOKENS = 96

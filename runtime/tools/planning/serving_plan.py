@@ -14,9 +14,9 @@ from ...common.errors import ConfigError, ModelError
 from ...common.options import parse_size
 from ...common.settings import Settings
 from ...engine import has_tokenizer
-from ...engine.compiled_grammars import MAX_LIVE
+from ...engine.structured.compiled_grammars import MAX_LIVE
+from ...engine.structured.trials import MAX_BYTES, MAX_PROCESSES, PROCESS_BYTES
 from ...engine.text import Tokenizer
-from ...engine.trials import MAX_BYTES, MAX_PROCESSES, PROCESS_BYTES
 from ...model import DecoderSpec, model_name, model_path, read_spec, weights_text
 from ...model.rope import short_context, uses_long_factors
 from ...model.runner import Capacity, decide_capacity

@@ -24,7 +24,7 @@ from quire.runtime.cli.main import run
 from quire.runtime.cli.serve import _together
 from quire.runtime.common.errors import ConfigError
 from quire.runtime.model import BUNDLED_MODEL, kv_layout, read_spec
-from quire.runtime.server.auth import Keyring
+from quire.runtime.server.tenancy.auth import Keyring
 
 MODULE = [sys.executable, "-P", "-m", "quire.runtime.cli.main"]
 SCRIPT = [str(Path(sys.executable).with_name("quire"))]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from quire.runtime.client import connecting
 from quire.runtime.client.connecting import open_tcp
-from quire.runtime.protocol.address import TCPAddress
+from quire.runtime.net.address import TCPAddress
 
 NAME = TCPAddress("a.name", 7070)
 TIMEOUT_S = 60  # a dead address would use more than that

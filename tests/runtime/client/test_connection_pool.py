@@ -9,7 +9,7 @@ import pytest
 from quire.runtime.client import connection_pool
 from quire.runtime.client.connection_pool import FIRST_BACK_OFF_S, ConnectionPool
 from quire.runtime.common.errors import QuireError, Unavailable
-from quire.runtime.protocol.address import Address, TCPAddress
+from quire.runtime.net.address import Address, TCPAddress
 
 A, B = TCPAddress("a", 1), TCPAddress("b", 1)
 

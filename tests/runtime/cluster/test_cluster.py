@@ -21,7 +21,7 @@ from quire.runtime.cluster.remote import RETRY_S, HostSource, HostTraits
 from quire.runtime.common.errors import ConfigError, Quarantined, Unauthenticated, Unavailable
 from quire.runtime.engine import EncoderInfo, Prefilled, StepStats
 from quire.runtime.engine.facade import ImageInfo
-from quire.runtime.protocol.address import TCPAddress
+from quire.runtime.net.address import TCPAddress
 from quire.runtime.workers.engine_link import (
     AddAnswer,
     CancelRequest,

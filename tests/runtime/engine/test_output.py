@@ -20,10 +20,10 @@ from quire.runtime.common.types import (
     join_chunks,
 )
 from quire.runtime.engine.facade import GenerateRequest
+from quire.runtime.engine.markup.markup import FAMILIES, THINK
+from quire.runtime.engine.markup.markup_parser import MarkupParser
 from quire.runtime.engine.output import Stream, StreamingOutput, output_class
 from quire.runtime.engine.text import IncrementalDetokenizer, Tokenizer
-from quire.runtime.engine.text.markup import FAMILIES, THINK
-from quire.runtime.engine.text.markup_parser import MarkupParser
 from quire.runtime.model import BUNDLED_MODEL
 from quire.scheduler import Request, RequestSpec, RequestUpdate, SampledToken, State
 from quire.scheduler.beam import Hypothesis

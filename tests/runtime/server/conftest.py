@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
 import pytest
-from structlog.testing import capture_logs
 
 from .fakes import FakeClock, FakeServer
 
@@ -19,13 +17,6 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock(loop)
     monkeypatch.setattr(loop, "time", clock)
     return clock
-
-
-@pytest.fixture
-def logs() -> Iterator[list[MutableMapping[str, Any]]]:
-    """Capture log lines instead of printing them."""
-    with capture_logs() as captured:
-        yield captured
 
 
 @pytest.fixture

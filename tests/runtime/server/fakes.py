@@ -15,13 +15,13 @@ from quire.runtime.engine.facade import EngineInfo, EngineStats, GenerateRequest
 from quire.runtime.protocol.codec import Decoder, encode
 from quire.runtime.protocol.frames import MAX_FRAME_BYTES, SERVER_FRAMES, Frame, Generate, Hello, Welcome
 from quire.runtime.server.app_context import AppContext
-from quire.runtime.server.auth import Keyring, hash_key
-from quire.runtime.server.connection import Connection
-from quire.runtime.server.live_requests import LiveRequests
 from quire.runtime.server.monitoring import PrometheusObserver
-from quire.runtime.server.resume import ReplayStore
-from quire.runtime.server.tenant_bytes import EqualShares
-from quire.runtime.server.tenants import Tenant
+from quire.runtime.server.msgpack.connection import Connection
+from quire.runtime.server.requests.live_requests import LiveRequests
+from quire.runtime.server.requests.resume import ReplayStore
+from quire.runtime.server.tenancy.auth import Keyring, hash_key
+from quire.runtime.server.tenancy.tenant_bytes import EqualShares
+from quire.runtime.server.tenancy.tenants import Tenant
 from quire.scheduler import AdmissionEstimate
 
 TURNS = 20  # of the event loop: more than any chain of tasks in the server needs

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from quire.runtime.common.errors import InvalidRequest
+from quire.runtime.engine.markup.call_text import call_example, calls_text
+from quire.runtime.engine.markup.markup import FAMILIES
 from quire.runtime.engine.text import chat, chat_history
-from quire.runtime.engine.text.call_text import call_example, calls_text
 from quire.runtime.engine.text.chat import ChatTemplate
-from quire.runtime.engine.text.markup import FAMILIES
 
 ALTERNATE = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire.runtime.common.errors import InvalidRequest
+from quire.runtime.engine.markup.markup import MARK
 from quire.runtime.engine.text.detokenizer import IncrementalDetokenizer
-from quire.runtime.engine.text.markup import MARK
 from quire.runtime.engine.text.tokenizer import Tokenizer
 
 CHARACTERS = st.sampled_from("abcEND \n\t é中文字👩👧🇩🇪\u200d") | st.characters(exclude_categories=["Cs"])

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 from prometheus_client import CollectorRegistry, generate_latest
 from quire.runtime.common.logs import MAX_LINES
-from quire.runtime.server.listen import listen_tcp
+from quire.runtime.net.listen import listen_tcp
 from quire.runtime.server.monitoring import PrometheusObserver, http
 from quire.runtime.server.monitoring.http import LIMITS, OperatorServer, SharedResult, render_metrics
 from quire.runtime.server.monitoring.readiness import Readiness

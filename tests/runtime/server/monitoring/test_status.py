@@ -18,7 +18,7 @@ import pytest
 from quire.runtime.common.errors import Quarantined, Unavailable
 from quire.runtime.common.types import Usage
 from quire.runtime.engine.facade import EngineInfo, EngineStats, HostStatus, RequestStats, StepStats
-from quire.runtime.server.listen import listen_tcp
+from quire.runtime.net.listen import listen_tcp
 from quire.runtime.server.monitoring.http import OperatorServer
 from quire.runtime.server.monitoring.metrics import NUM_RECENT, PrometheusObserver
 from quire.runtime.server.monitoring.readiness import Readiness

@@ -1,0 +1,1 @@
+"""Embeddings: texts to encode requests, encode steps, values to vectors."""

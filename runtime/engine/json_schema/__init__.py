@@ -1,0 +1,1 @@
+"""JSON schemas: which are supported, and their equivalent for the grammar library."""

@@ -1,0 +1,189 @@
+"""References within JSON schemas: what they refer to, which schemas are in use, and circles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote, unquote
+
+from ...common.errors import InvalidRequest
+
+DATA = frozenset({"const", "default", "enum", "example", "examples"})  # their values are no schemas
+# Keywords that say nothing about which values are valid.
+ANNOTATIONS = frozenset({"$comment", "default", "deprecated", "description", "example", "examples", "title"})
+EXTENSION = "x-"  # begins the name of a keyword about which no draft says anything
+MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # of schemas, by name
+
+BY_REFERENCE = frozenset({"$defs", "definitions"})  # whose schemas apply only where one refers to them
+IN_PLACE = ("allOf", "anyOf", "oneOf")  # with a single schema they say what that one says
+_POINTER = "/~!$&'()*+,;=:@?"  # characters of a JSON pointer that a URI may have in its fragment
+
+_Schema = Mapping[str, Any]
+
+
+def check_references(root: _Schema) -> None:
+    """Raise InvalidRequest if a reference that is in use leads to itself, without a schema that says something.
+
+    Also if a value of a schema would have to contain a value of the same schema, and so on without end.
+    """
+    grounded: set[int] = set()  # ids of schemas from which no references lead in a circle
+    for schema in schemas_in_use(root):
+        path: dict[int, str] = {}
+        reference, at = "", schema
+        while isinstance(at, dict) and id(at) not in grounded:
+            if id(at) in path:
+                raise InvalidRequest(
+                    f"the references of the JSON schema lead in a circle: {reference!r} refers to itself, and nothing "
+                    "says which values are valid"
+                )
+            path[id(at)] = reference
+            reference, at = _same_schema(root, at, reference)
+        grounded.update(path)
+    _check_finite_values(root)
+
+
+def referred(root: _Schema, reference: Any) -> Any:
+    """Return what a reference to a place in `root` refers to; None for other references, which llguidance resolves."""
+    pointer = _own_pointer(root, reference)
+    return None if pointer is None else _at(root, pointer)
+
+
+def as_uri(root: _Schema, reference: str) -> str:
+    """Return a reference to a place in `root` with all characters encoded that no URI has."""
+    pointer = _own_pointer(root, reference)
+    return reference if pointer is None else f"{reference.partition('#')[0]}#{quote(pointer, safe=_POINTER)}"
+
+
+def _own_pointer(root: _Schema, reference: Any) -> str | None:
+    """Return the JSON pointer of a reference to a place in `root`; None for other references."""
+    if not isinstance(reference, str):
+        return None
+    own, _, fragment = reference.partition("#")
+    if own not in ("", root.get("$id")):
+        return None
+    pointer = unquote(fragment)
+    if pointer and not pointer.startswith("/"):
+        return None
+    return fragment if _at(root, pointer) is None and _at(root, fragment) is not None else pointer
+
+
+def _at(root: _Schema, pointer: str) -> Any:
+    at: Any = root
+    for part in pointer.split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(at, list) and name.isdecimal() and int(name) < len(at):
+            at = at[int(name)]
+        else:
+            at = at.get(name) if isinstance(at, dict) else None
+    return at
+
+
+def schemas_inside(schema: Any) -> Iterator[_Schema]:
+    """Yield all schemas in a schema or a list of schemas, definitions included."""
+    pending: list[Any] = [schema]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, list):
+            pending.extend(each)
+        elif isinstance(each, dict):
+            yield each
+            for key, value in each.items():
+                if key not in DATA:
+                    pending.extend(value.values() if key in MAPS and isinstance(value, dict) else [value])
+
+
+def with_references(schema: Any, new: Callable[[str], str]) -> Any:
+    """Return a schema in which `new` has replaced every reference."""
+    if isinstance(schema, list):
+        return [with_references(each, new) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in MAPS and isinstance(value, dict):
+            changed[key] = {name: with_references(each, new) for name, each in value.items()}
+        elif key == "$ref" and isinstance(value, str):
+            changed[key] = new(value)
+        else:
+            changed[key] = value if key in DATA else with_references(value, new)
+    return changed
+
+
+def schemas_in_use(root: _Schema) -> Iterator[_Schema]:
+    """Yield the schemas in `root`, but of its definitions only those that others refer to."""
+    seen: set[int] = set()
+    pending: list[Any] = [root]
+    while pending:
+        schema = pending.pop()
+        if isinstance(schema, list):
+            pending.extend(schema)
+        elif isinstance(schema, dict) and id(schema) not in seen:
+            seen.add(id(schema))
+            yield schema
+            pending.append(referred(root, schema.get("$ref")))
+            for key, value in schema.items():
+                if key not in DATA and key not in BY_REFERENCE and not key.startswith(EXTENSION):
+                    pending.extend(value.values() if key in MAPS and isinstance(value, dict) else [value])
+
+
+def _same_schema(root: _Schema, schema: _Schema, reference: str) -> tuple[str, Any]:
+    """Return the schema that decides instead of this one, and the last reference to it; None if this one decides."""
+    if "$ref" in schema:
+        return str(schema["$ref"]), referred(root, schema["$ref"])
+    for key in IN_PLACE:
+        inside = schema.get(key)
+        if isinstance(inside, list) and len(inside) == 1:
+            return reference, inside[0]
+    return reference, None
+
+
+def _check_finite_values(root: _Schema) -> None:
+    needed: dict[int, int] = {}  # by schema: lists in `_contained` without a schema that has a value
+    waiting: dict[int, list[tuple[int, list[int]]]] = {}  # by schema: those that need it, and their lists
+    finite: list[int] = []
+    for schema in schemas_in_use(root):
+        lists = _contained(root, schema)
+        needed[id(schema)] = len(lists)
+        for each in lists:
+            open_lists = [1]  # shared by the schemas of the list: the first one that has a value counts
+            for inside in each:
+                waiting.setdefault(id(inside), []).append((id(schema), open_lists))
+        if not lists:
+            finite.append(id(schema))
+    while finite:
+        for user, open_lists in waiting.pop(finite.pop(), []):
+            needed[user] -= open_lists[0]
+            if open_lists[0] and not needed[user]:
+                finite.append(user)
+            open_lists[0] = 0
+    if any(needed.values()):
+        raise InvalidRequest(
+            "the references of the JSON schema lead in a circle: a value would have to contain another value of the "
+            "same schema, without end"
+        )
+
+
+def _needed_items(schema: _Schema) -> list[Any]:
+    """Return the schemas of the first `minItems` items of an array."""
+    least, items = schema.get("minItems"), schema.get("items")
+    first, others = ("items", "additionalItems") if isinstance(items, list) else ("prefixItems", "items")
+    known = schema.get(first)
+    if not isinstance(least, int) or not isinstance(known, list | None):
+        return []
+    known = known or []
+    return [*known[: max(0, least)], *([schema.get(others)] if least > len(known) else [])]
+
+
+def _contained(root: _Schema, schema: _Schema) -> list[list[_Schema]]:
+    """Return lists of schemas: a value of the schema needs a value of one schema from each list."""
+    lists: list[list[Any]] = [[referred(root, schema["$ref"])]] if "$ref" in schema else []
+    for key in IN_PLACE:
+        inside = schema.get(key)
+        if isinstance(inside, list) and inside:
+            lists += [[each] for each in inside] if key == "allOf" else [inside]
+    properties, required = schema.get("properties"), schema.get("required")
+    if schema.get("type") == "object" and isinstance(properties, dict) and isinstance(required, list):
+        lists += [[properties[name]] for name in required if isinstance(name, str) and name in properties]
+    if schema.get("type") == "array":
+        lists += [[each] for each in _needed_items(schema)]
+    return [each for each in lists if all(isinstance(inside, dict) for inside in each)]

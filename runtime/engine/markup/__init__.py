@@ -1,0 +1,1 @@
+"""Markup of outputs: how a model writes reasoning and tool calls, its parser and its grammar."""

@@ -1,0 +1,220 @@
+"""Grammars of markup: what an output may be, from its first token on, so that every tool call in it is valid.
+
+The grammar of a markup allows only what its parser reads as intended. It is llguidance's variant of Lark's notation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from ..json_schema.references import BY_REFERENCE, schemas_inside, with_references
+from ..json_schema.schema import library_options
+from .argument_streams import END_OF_JSON, END_OF_PARAMETER, PARAMETER, parameters_schema, text_values, value_form
+from .markup import MARK, CallSyntax, Markup
+
+CallsNeeded = Literal["none", "auto", "required"]
+
+HEADER = """%llguidance {}
+ANY: /[^\\uFDD0]*/
+SPACES: /[ \\t\\r\\n]*/
+ws: /[ \\t\\r\\n]{1,8}/
+"""
+_DEFINITION = re.compile(r"#/(\$defs|definitions)/")
+
+
+class MarkupGrammar:
+    """Writer of one grammar.
+
+    `content` is the rule of an answer that is no call; None: any text.
+    """
+
+    def __init__(self, markup: Markup, content: str | None = None) -> None:
+        self._markup = markup
+        self._special = {MARK + name: token for name, token in markup.tokens.items()}
+        self._lines: list[str] = []
+        self._content = None if content is None else self._rule(content)
+        self._split = re.compile("(" + "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) + ")")
+
+    def write(
+        self, tools: Mapping[str, Any], needed: CallsNeeded, *, parallel: bool = True, in_reasoning: bool = False
+    ) -> str:
+        """Return the grammar of an output that may or must call `tools`, schemas of arguments by name."""
+        if self._markup.channels:
+            start = self._channels(tools, needed)
+        else:
+            start = self._outputs(tools, needed, parallel, in_reasoning)
+        return HEADER + "\n".join([f"start: {start}", *self._lines, ""])
+
+    # Literals around reasoning and calls
+
+    def _outputs(self, tools: Mapping[str, Any], needed: CallsNeeded, parallel: bool, in_reasoning: bool) -> str:
+        reasoning = self._markup.reasoning
+        calls = self._markup.calls
+        tail = self._tail(calls, tools, parallel) if calls is not None and needed != "none" else ""
+        after = self._answer(calls, needed, tail, "")
+        if reasoning is None:
+            return after
+        thoughts = f"{self._until(reasoning.close, 'ANY')} ws? ({after})"
+        if in_reasoning:
+            return thoughts
+        return f"{self._literal(reasoning.open)} {thoughts} | {self._answer(calls, needed, tail, reasoning.open)}"
+
+    def _answer(self, calls: CallSyntax | None, needed: CallsNeeded, tail: str, never_first: str) -> str:
+        """Return the rule of an answer. A text in it does not begin with `never_first`."""
+        if calls is None:
+            return self._content or self._terminal([], [never_first])
+        first = [never_first, calls.open.strip(" ")[0] if calls.bare else ""]
+        text = self._content or self._terminal([calls.trigger] if needed == "none" else [], first)
+        if needed == "none":
+            return text
+        announced = self._literal(calls.trigger)
+        if needed == "required":
+            return f"ws? {announced}{'?' if calls.bare else ''} {tail}"
+        if self._content:
+            return f"{text} | ws? {announced} {tail}"
+        bare = f" | ws? {tail}" if calls.bare else ""
+        return f"{text} | {self._until(calls.trigger, self._terminal([], first))} {tail}{bare}"
+
+    def _tail(self, calls: CallSyntax, tools: Mapping[str, Any], parallel: bool) -> str:
+        """Return the rule of the calls after their trigger."""
+        rest = (calls.begin or calls.open)[len(calls.trigger) :]
+        opening = calls.open if calls.begin else rest
+        each = [self._call(calls, opening, name, schema) for name, schema in tools.items()]
+        call = self._rule(" | ".join(each))
+        separator = self._literal(calls.separator + ("" if calls.begin else calls.trigger))
+        more = f" ({separator} {call})*" if parallel else ""
+        return self._rule(f"{self._literal(rest) if calls.begin else ''} {call}{more} {self._literal(calls.end)}")
+
+    def _call(self, calls: CallSyntax, opening: str, name: str, schema: Any) -> str:
+        arguments = self._parameters(schema) if calls.arguments == "parameters" else self._json(schema)
+        return self._rule(f"{self._literal(opening + name + calls.middle)} {arguments} {self._literal(calls.close)}")
+
+    def _parameters(self, schema: Any) -> str:
+        """Return the rule of Qwen3-Coder's parameters, in the schema's order."""
+        flat = parameters_schema(schema)
+        rules = []
+        for key, given in flat["properties"].items():
+            if given is not False:
+                rule = self._rule(f"ws? {_quoted(f'{PARAMETER}{key}>')} {self._parameter(schema, given)}")
+                rules.append(rule if key in flat["required"] else f"{rule}?")
+        if (others := flat["additionalProperties"]) is not False:
+            rules.append(
+                self._rule(f"ws? {self._other_name(flat['properties'])} {self._parameter(schema, others)}") + "*"
+            )
+        return " ".join(rules)
+
+    def _other_name(self, known: Iterable[str]) -> str:
+        """Return the terminal of the head of a parameter with another name."""
+        name, heads = f"HEAD_{len(self._lines)}", " | ".join(_quoted(f"{PARAMETER}{key}>") for key in known)
+        self._lines.append(f"{name}: /{PARAMETER}[^>\\uFDD0]+>/" + (f" & ~({heads})" if heads else ""))
+        return name
+
+    def _parameter(self, schema: Mapping[str, Any], given: Any) -> str:
+        """Return the rule of one value, up to the end of its parameter."""
+        form = value_form(given)
+        values = text_values(given)
+        end = _quoted(END_OF_PARAMETER)
+        if form == "text" and values:
+            return f'"\\n" ({" | ".join(map(_quoted, values))}) "\\n" {end}'
+        if form == "json":
+            return f'"\\n" {self._json(_with_definitions(schema, given))} "\\n" {end}'
+        if form == "mixed":  # in a tool without an enforceable schema, the parser may read the value as JSON
+            text = self._terminal([END_OF_PARAMETER], [])
+            return f'"\\n" {self._until(END_OF_JSON, text)}'
+        return f'"\\n" {self._until(END_OF_PARAMETER, "ANY")}'
+
+    # Messages of channels
+
+    def _channels(self, tools: Mapping[str, Any], needed: CallsNeeded) -> str:
+        channel, message, start = map(self._marker, ("channel", "message", "start"))
+        before = " | ".join(
+            f'{channel} "{name}" {message} {self._until(self._markup.marked("<|end|>"), "ANY")} {start} "assistant"'
+            for name in ("analysis", *(["commentary"] if tools else []))
+        )
+        last = []
+        if needed != "required":
+            last.append(f'{channel} "final" {message} {self._content or "ANY"}')
+        if needed != "none":
+            last += [self._channel_call(name, schema) for name, schema in tools.items()]
+        return f"({before})* ({' | '.join(last)})"
+
+    def _channel_call(self, name: str, schema: Any) -> str:
+        channel, message, constrain = map(self._marker, ("channel", "message", "constrain"))
+        to = f"to=functions.{name}"
+        header = f"({channel} {_quoted(f'commentary {to}')} | {_quoted(f' {to}')} {channel} {_quoted('commentary')})"
+        return self._rule(f'{header} (" "? {constrain} "json" | " json")? {message} {self._json(schema)}')
+
+    def _marker(self, name: str) -> str:
+        return self._literal(self._markup.marked(f"<|{name}|>"))
+
+    # Parts
+
+    def _literal(self, literal: str) -> str:
+        """Return a literal as tokens and texts, with optional white space where it has a space."""
+        words = []
+        for part in literal.split(" "):
+            pieces = self._split.split(part) if self._special else [part]
+            words.append(" ".join(self._token(each) for each in pieces if each))
+        return " ws? ".join(words)
+
+    def _token(self, text: str) -> str:
+        return f"<[{self._special[text]}]>" if text in self._special else _quoted(text)
+
+    def _until(self, literal: str, terminal: str) -> str:
+        """Return the rule of a text of `terminal` up to `literal`, and it too."""
+        if literal in self._special:
+            return f"{terminal} {self._literal(literal)}"
+        name = f"until_{len(self._lines)}"
+        self._lines.append(f"{name}[lazy]: {terminal} {_quoted(literal)}")
+        return name
+
+    def _terminal(self, never: list[str], never_first: list[str], terminal: str = "ANY") -> str:
+        """Return the terminal of a text without the literals `never`, and which does not begin with others."""
+        parts = [f"~(ANY {_quoted(each)} ANY)" for each in never if each not in self._special]
+        parts += [f"~(SPACES {_quoted(each)} ANY)" for each in never_first if each and each not in self._special]
+        if not parts:
+            return terminal
+        name = f"TEXT_{len(self._lines)}"
+        self._lines.append(f"{name}: {' & '.join([terminal, *parts])}")
+        return name
+
+    def _json(self, schema: Any) -> str:
+        return self._rule(json_rule(schema))
+
+    def _rule(self, body: str) -> str:
+        name = f"rule_{len(self._lines)}"
+        self._lines.append(f"{name}: {body}")
+        return name
+
+
+def json_rule(schema: Any) -> str:
+    """Return the rule of a schema's JSON. Its options of the library are left out: they would switch off limits."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    kept = {key: value for key, value in schema.items() if key != "x-guidance"}
+    return f"%json {json.dumps(kept | {'x-guidance': library_options(kept)})}"
+
+
+def _with_definitions(root: Mapping[str, Any], schema: Any) -> Any:
+    """Return a schema within `root` together with what its references refer to."""
+    if not isinstance(schema, dict):
+        return schema
+    dialect = {"$schema": root["$schema"]} if "$schema" in root else {}
+    roots = {name: root[name] for name in BY_REFERENCE if name in root}
+    found = [each["$ref"] for each in schemas_inside([roots, schema]) if "$ref" in each]
+    if not schema.keys() & BY_REFERENCE and all(map(_DEFINITION.match, map(str, found))):
+        return dialect | roots | schema
+
+    def moved(reference: str) -> str:
+        own, _, place = reference.partition("#")
+        return f"#/$defs/root{place}" if own in ("", root.get("$id")) and place[:1] in ("", "/") else reference
+
+    whole = {key: value for key, value in root.items() if key not in ("$id", "$schema")}
+    return dialect | with_references(schema, moved) | {"$defs": {"root": with_references(whole, moved)}}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

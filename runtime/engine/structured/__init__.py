@@ -1,0 +1,1 @@
+"""Structured outputs: grammars of clients' rules, their trial and compilation, masks for each step."""

@@ -1,0 +1,439 @@
+"""Masks of a step's samples: the jobs that compute them, what waits for these, and the masks of the next step.
+
+Must not import what compiles grammars. One thread at a time uses a matcher: that of its job until the job is done, else
+the event loop between steps and the step's thread in a step. If a job may never end, its matchers are abandoned.
+Matchers of one compiled grammar share a lexer with a mutex, for which some calls of llguidance wait with the GIL, and
+with it the whole process. So a thread that uses one holds the lock of the compiled grammar.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import structlog
+from llguidance import LLExecutor, LLMatcher
+
+from ....scheduler.plan import SampledToken, ScheduledSequence, StepResult
+from ...common.errors import QuireError
+from ...model.runner import AllowedTokens, SamplingSpec
+from ..error_mapping import grammar_fault
+from .compiled_grammars import CompiledGrammar
+
+ISOLATED_MASKS = 4  # that a sequence computes in jobs of its own after its masks were late; doubled each time
+MAX_DOUBLINGS = 8  # of ISOLATED_MASKS
+LIMIT_S = 10.0  # for the masks of one job: some ambiguous grammars never end
+ABANDON_S = LIMIT_S / 2  # for those of a shared job; then each of its sequences restarts in a job of its own
+# In llguidance's messages about limits; the first depends on a sequence's text alone.
+ITEMS_ERROR = "items; max is"
+LEXER_ERROR = "lexer error: too many"
+TOKENS_PER_MASK = 16  # that a matcher takes again between two masks
+HOLD_S = 0.0005  # that a job waits for a compiled grammar that another job uses
+MAX_FORCED = 64  # tokens; after more, forced tokens are not looked for: a text of 250,000 characters takes a second
+
+_log = structlog.get_logger("quire.engine")
+
+
+class MaskJob:
+    """The computation of masks of some sequences by one thread. The masks of one sequence are consecutive."""
+
+    __slots__ = ("held", "is_abandoned", "is_done", "is_late", "masks", "num_masks", "parts", "started")
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[RunningGrammar, int, tuple[int, ...]]] = []  # with the first mask and the draft tokens
+        self.masks: Any = None  # int32 [num_masks, words]
+        self.num_masks = 0
+        self.is_done = False
+        self.is_late = False  # its masks missed their step
+        self.is_abandoned = False  # its matchers are lost: its sequences restart
+        self.started = 0.0  # time.monotonic() when its computation began; 0 before
+        self.held: list[CompiledGrammar] = []  # whose locks it holds
+
+    def note_progress(self) -> None:
+        """Count the time of its computation from now on."""
+        self.started = time.monotonic()
+
+    def runs_longer_than(self, limit_s: float) -> bool:
+        """Return whether its computation began more than `limit_s` ago and is not done."""
+        return not self.is_done and 0 < self.started < time.monotonic() - limit_s
+
+    def add(self, running: RunningGrammar, drafts: tuple[int, ...]) -> None:
+        """Add the masks of a sequence after what its matcher has taken by then, and after each draft token."""
+        running.job, running.row, running.drafts = self, self.num_masks, drafts
+        self.parts.append((running, self.num_masks, drafts))
+        self.num_masks += 1 + len(drafts)
+
+    def hold(self, compiled: CompiledGrammar | None, timeout_s: float = HOLD_S) -> bool:
+        """Lock a compiled grammar until `release`. Return False if another job holds it for longer than `timeout_s`."""
+        assert compiled is not None, "a grammar is compiled before its masks are computed"
+        if compiled in self.held:
+            return True
+        if not compiled.lock.acquire(timeout=timeout_s):
+            return False
+        self.held.append(compiled)
+        return True
+
+    def hold_all(self) -> None:
+        """Hold the compiled grammars of all sequences, and remove those whose grammar another job holds."""
+        for part in self.parts.copy():
+            if not self.hold(part[0].compiled):
+                part[0].note_blocked()
+                self.parts.remove(part)
+
+    def release(self) -> None:
+        """Unlock all compiled grammars that the job holds."""
+        while self.held:
+            self.held.pop().lock.release()
+
+
+@dataclass(slots=True, eq=False)
+class RunningGrammar:
+    """The matcher of one running sequence, and its last job."""
+
+    sampling: SamplingSpec
+    matcher: LLMatcher | None = None  # None until the grammar is compiled
+    compiled: CompiledGrammar | None = None  # what the matcher is a copy of: it counts while this refers to it
+    num_consumed: int = 0  # generated tokens that the matcher has taken
+    job: MaskJob | None = None
+    row: int = 0  # of the job's masks: the first of this sequence
+    end: int = 0  # the masks are those after the first `end` tokens of the context, and after each draft token
+    drafts: tuple[int, ...] = ()
+    error: str | None = None  # why there are no masks
+    isolated_masks_left: int = 1  # masks still to compute in jobs of its own, before it joins the shared job again
+    num_late: int = 0  # times that its masks missed their step, up to MAX_DOUBLINGS
+    is_beam: bool = False
+    may_force: bool = True  # its forced tokens are looked for, in the step's thread
+    is_alone: bool = False  # it shares no compiled grammar
+    needs_restart: bool = False  # the matcher must be rebuilt: others exhausted or blocked the compiled grammar
+    blocked_since: float = 0.0  # time.monotonic() since which jobs of others use its compiled grammar; 0: none does
+
+    def has_masks(self, end: int, drafts: tuple[int, ...]) -> bool:
+        """Return whether its job, done or not, is for the first `end` tokens of the context and these draft tokens."""
+        return self.job is not None and self.end == end and self.drafts[: len(drafts)] == drafts
+
+    def check_limit(self) -> None:
+        """Note an error if the masks take so long that they may never come."""
+        if self.job is not None and self.job.runs_longer_than(LIMIT_S):
+            self.error = f"structured_outputs: the tokens that may follow were not known after {LIMIT_S:.0f} s"
+
+    def is_overdue(self) -> bool:
+        """Return whether the masks missed their step and are still not computed, or the matcher needs a restart."""
+        return self.needs_restart or (self.job is not None and self.job.is_late and not self.job.is_done)
+
+    def restarted(self) -> RunningGrammar:
+        """Return a grammar for the same sequence, without the matcher, that shares nothing with other sequences."""
+        return RunningGrammar(
+            self.sampling,
+            isolated_masks_left=ISOLATED_MASKS << self.num_late,
+            num_late=min(self.num_late + 1, MAX_DOUBLINGS),
+            is_beam=self.is_beam,
+            is_alone=True,
+        )
+
+    def note_blocked(self) -> None:
+        """Discard the job, so that the next step submits a new one: a job of others uses the compiled grammar."""
+        now = time.monotonic()
+        self.job, self.blocked_since = None, self.blocked_since or now
+        self.needs_restart = now - self.blocked_since > ABANDON_S
+
+    def note_limit(self) -> None:
+        """Note an error if the matcher has reached a limit, or a restart if that was a limit of its lexer.
+
+        A lexer's limits count all that the lexer has read: other sequences, and tokens without masks. The lexer of a
+        restarted grammar reads this sequence alone, with all masks, so its errors depend on the sequence only.
+        """
+        matcher = self.matcher
+        if matcher is None or not matcher.is_error():
+            return
+        error = matcher.get_error()
+        if ITEMS_ERROR in error or self.is_alone:
+            self.error = grammar_fault(error)
+        else:
+            self.needs_restart = True
+
+    def note_late(self) -> None:
+        """Isolate the next masks: the last ones missed their step."""
+        if self.matcher is not None:  # else its grammar is being compiled, which says nothing about its masks
+            self.isolated_masks_left = ISOLATED_MASKS << self.num_late
+            self.num_late = min(self.num_late + 1, MAX_DOUBLINGS)
+
+    def stays_isolated(self) -> bool:
+        """Count a mask that a token was sampled with. Return whether the next one needs a job of its own as well."""
+        if self.job is not None and not self.job.is_late:
+            self.isolated_masks_left -= 1
+        return self.isolated_masks_left > 0
+
+    def first_mask(self) -> bytes | None:
+        """Return the next mask if it is known since the grammar was compiled: before the first token."""
+        return None if self.compiled is None or self.num_consumed else self.compiled.first_mask
+
+    def take(self, token_ids: Sequence[int]) -> bool:
+        """Let the matcher take generated tokens. Return whether the grammar allows them."""
+        matcher = self.matcher
+        assert matcher is not None, "a grammar is compiled before it takes tokens"
+        self.num_consumed += len(token_ids)
+        return all(map(matcher.consume_token, token_ids))  # one by one: a call holds the GIL
+
+    def take_again(self, token_ids: Sequence[int], note_progress: Callable[[], None]) -> bool:
+        """Let the matcher take tokens that were generated before. Return whether the grammar allows them.
+
+        The library makes a limited number of expressions with each mask and the tokens after it. When they are used up,
+        a lexer rejects tokens that the grammar allows. A lexer of one sequence computes all masks, as generation did.
+        """
+        matcher = self.matcher
+        assert matcher is not None, "a grammar is compiled before it takes tokens"
+        for index, token_id in enumerate(token_ids):
+            if self.is_alone or index % TOKENS_PER_MASK == 0:
+                matcher.compute_bitmask()
+                note_progress()
+                if matcher.is_error():
+                    return True  # `note_limit` says which limit
+            if not self.take((token_id,)):
+                return False
+        return True
+
+    def fork(self, parent: RunningGrammar, generated: Sequence[int]) -> None:
+        """Copy the matcher of the beam before the last token. Does nothing while a job uses that matcher."""
+        matcher, compiled, job = parent.matcher, parent.compiled, parent.job
+        if matcher is None or compiled is None or job is None or not job.is_done:
+            return
+        if not compiled.lock.acquire(blocking=False):
+            return
+        self.compiled, self.matcher = compiled, matcher.deep_copy()
+        self.matcher.consume_token(generated[-1])
+        compiled.lock.release()
+        self.num_consumed = len(generated)
+        self.isolated_masks_left = parent.isolated_masks_left if job.is_late else 0
+
+    def forced(self, limit: int) -> tuple[int, ...]:
+        """Return up to `limit` of the tokens that the grammar forces next.
+
+        They are looked for even if none is returned: the mask needs the first, and its job would wait for the GIL.
+        """
+        if self.matcher is None:
+            return ()
+        forced = self.matcher.compute_ff_tokens()
+        if not forced:
+            return ()
+        self.may_force = len(forced) <= MAX_FORCED
+        return tuple(forced[:limit])
+
+
+class MaskQueue:
+    """Jobs of many sequences, each computed with one call of llguidance: one at a time, in order."""
+
+    def __init__(self, num_cores: int) -> None:
+        self.changed = threading.Condition()  # notified when a job is done, in whatever thread
+        self.num_words = 0  # of a mask; set with the first grammar
+        self._num_cores = num_cores
+        self._executor = LLExecutor(num_cores)
+        self._lock = threading.Lock()
+        self._jobs: deque[MaskJob] = deque()  # the first is being computed
+
+    def run(self, job: MaskJob) -> None:
+        """Compute `job` and all jobs queued meanwhile in this thread. If another one is computing, only queue `job`."""
+        with self._lock:
+            jobs = self._jobs
+            jobs.append(job)
+            if len(jobs) > 1:
+                return
+        while True:
+            self.compute(jobs[0])
+            with self._lock:
+                jobs.popleft()
+                if not jobs:
+                    return
+
+    def abandon_slow(self) -> None:
+        """Abandon all jobs if the first takes so long that it may never end: a call of the library cannot be ended."""
+        with self._lock:
+            if self._jobs and self._jobs[0].runs_longer_than(ABANDON_S):
+                for job in self._jobs:
+                    job.is_abandoned = True
+                self._executor = LLExecutor(self._num_cores)  # jobs wait for the threads of the other one
+                slow, self._jobs = self._jobs, deque()
+                while len(slow) > 1:  # its thread must compute no other
+                    slow.pop()
+
+    def compute(self, job: MaskJob, prepare: Callable[[], None] | None = None) -> None:
+        """Compute a job in this thread. After an error its only sequence ends, or its several sequences restart."""
+        job.note_progress()
+        try:
+            if prepare is not None:
+                prepare()
+                job.note_progress()
+            job.hold_all()
+            job.masks = self._masks(job)
+            for running, _, _ in job.parts:
+                running.blocked_since = 0.0
+                running.note_limit()
+        except BaseException as error:  # a panic of llguidance too
+            is_known = isinstance(error, QuireError)
+            if not is_known:
+                _log.error("computing masks failed", error=_shown(error))
+            if len(job.parts) > 1:
+                job.is_abandoned = True
+                job.parts.clear()
+                return
+            for running, _, _ in job.parts:
+                running.error = str(error) if is_known else f"computing the masks failed: {_shown(error)}"
+        finally:
+            job.release()
+        job.parts.clear()  # they refer to the job: matchers of ended sequences would wait for the garbage collector
+        with self.changed:
+            job.is_done = True
+            self.changed.notify_all()
+
+    def _masks(self, job: MaskJob) -> Any:
+        """Return the masks of a job; llguidance computes them without the GIL.
+
+        One mask is computed in the calling thread: if it never ends, no other job waits for it. Nothing is masked after
+        a draft token that is not allowed: it is not sampled, so what follows is not used.
+        """
+        masks = np.empty((job.num_masks, self.num_words), np.int32)
+        where = (masks.ctypes.data, masks.strides[0], job.num_masks)
+        ready = []
+        for running, row, drafts in job.parts:
+            first = None if drafts else running.first_mask()
+            if first is not None:
+                masks[row] = np.frombuffer(first, np.int32, self.num_words)
+            elif running.matcher is not None:
+                ready.append((running.matcher, row, drafts))
+        plain = [(matcher, row) for matcher, row, drafts in ready if not drafts]
+        if len(plain) == len(ready) == 1:
+            ((matcher, row),) = plain
+            matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks.strides[0])
+        elif plain:
+            self._executor.unsafe_compute_mask_ptr(plain, *where)
+        if len(plain) < len(ready):
+            drafted = [(matcher, row, list(drafts)) for matcher, row, drafts in ready if drafts]
+            for _, row, tokens in drafted:
+                masks[row : row + 1 + len(tokens)] = -1
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+        return masks
+
+
+@dataclass(slots=True)
+class StepMasks:
+    """The masks of one step. Its thread calls `wait` when the rows are computed, then `advance` and `compute_next`."""
+
+    queue: MaskQueue
+    wait_s: float  # for masks, if other sequences sample in the step
+    wait_alone_s: float  # if none does
+    sampling: list[tuple[RunningGrammar, ScheduledSequence, int]] = field(default_factory=list)  # and its first sample
+    busy: set[int] = field(default_factory=set)  # request ids whose matcher computes masks for other tokens
+    others_sample: bool = False  # sequences without a grammar
+    next: MaskJob = field(default_factory=MaskJob)  # the masks after the samples
+
+    def wait(self) -> AllowedTokens:
+        """Wait for the masks, but not so long that other sequences notice. What is not ready has no masks."""
+        jobs = {running.job for running, sequence, _ in self.sampling if sequence.request_id not in self.busy}
+        pending = [job for job in jobs if job is not None and not job.is_done]
+        if pending:
+            self._wait_for(pending, self.others_sample or len(pending) < len(jobs))
+        masks, offsets = _stacked(jobs)
+        return AllowedTokens(masks, *self._rows(offsets))
+
+    def advance(self, result: StepResult, max_forced: int) -> StepResult:
+        """Let the matchers take the accepted samples, and prepare the job of the masks after these.
+
+        A matcher whose compiled grammar is in use takes them with the next step: it would wait for it with the GIL.
+        Returns the result with up to `max_forced` tokens that each grammar forces next, which may become draft tokens.
+        Their masks are computed as well.
+        """
+        sampled, job = result.sampled, self.next
+        deadline, held = time.monotonic() + HOLD_S, None
+        forced_at: dict[int, tuple[int, ...]] = {}
+        for running, sequence, at in self.sampling:
+            token = sampled[at]
+            if running.is_beam or token.error is not None or token.is_deferred:
+                continue
+            if running.isolated_masks_left and running.stays_isolated():
+                continue
+            if running.compiled is not held:
+                if not job.hold(running.compiled, max(0.0, deadline - time.monotonic())):
+                    continue
+                held = running.compiled
+            accepted = (token.token_id,) if sequence.num_samples == 1 else _accepted(sequence, sampled, at)
+            running.take(accepted)
+            running.end += len(accepted)
+            forced = running.forced(max_forced) if running.may_force else ()
+            if forced:
+                forced_at[at + len(accepted) - 1] = forced
+            job.add(running, forced)
+        if not forced_at:
+            return result
+        with_forced = [
+            token._replace(forced=forced_at[i]) if i in forced_at else token for i, token in enumerate(sampled)
+        ]
+        return replace(result, sampled=tuple(with_forced))
+
+    def compute_next(self) -> None:
+        """Compute the masks after the samples, while the event loop commits these and plans."""
+        if self.next.parts:
+            self.queue.run(self.next)
+
+    def _rows(self, offsets: dict[MaskJob | None, int]) -> tuple[dict[int, int], dict[int, str | None]]:
+        """Return the first mask of each request, and the errors of those without masks: None if these are late."""
+        first: dict[int, int] = {}
+        missing: dict[int, str | None] = {}
+        for running, sequence, _ in self.sampling:
+            request_id, offset = sequence.request_id, offsets.get(running.job)
+            if offset is None:
+                running.check_limit()
+            if offset is None or running.error is not None or running.needs_restart or request_id in self.busy:
+                missing[request_id] = running.error
+            else:
+                first[request_id] = offset + running.row
+        return first, missing
+
+    def _wait_for(self, pending: list[MaskJob], others_sample: bool) -> None:
+        """Wait until one of the jobs is done, unless `others_sample`; then until all are that were not late before."""
+        changed, new = self.queue.changed, [job for job in pending if not job.is_late]
+        with changed:
+            if not others_sample:
+                changed.wait_for(lambda: any(job.is_done for job in pending), self.wait_alone_s)
+            changed.wait_for(lambda: all(job.is_done for job in new), self.wait_s)
+        late = {job for job in new if not job.is_done}
+        for running, _, _ in self.sampling:
+            if running.job in late:
+                running.note_late()
+        for job in late:
+            job.is_late = True
+
+
+def _shown(error: BaseException) -> str:
+    """Return one line about an error; llguidance's own have its state and a backtrace on further lines."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]:.300}"
+
+
+def _stacked(jobs: Iterable[MaskJob | None]) -> tuple[Any, dict[MaskJob | None, int]]:
+    """Return the masks of all jobs that are done, int32 [masks, words] or None, and each job's first row in them."""
+    masks: list[Any] = []
+    offsets: dict[MaskJob | None, int] = {}
+    num_masks = 0
+    for job in jobs:
+        if job is not None and job.is_done and job.masks is not None:
+            offsets[job] = num_masks
+            num_masks += job.num_masks
+            masks.append(job.masks)
+    return masks[0] if len(masks) == 1 else np.concatenate(masks) if masks else None, offsets
+
+
+def _accepted(sequence: ScheduledSequence, sampled: Sequence[SampledToken], at: int) -> Sequence[int]:
+    """Return the samples from `at` on up to the first that differs from its draft token, or has no token."""
+    accepted: list[int] = []
+    drafts = sequence.context[len(sequence.context) - sequence.num_samples + 1 :]
+    for token, draft in zip(sampled[at : at + sequence.num_samples], (*drafts, None), strict=True):
+        if token.error is not None or token.is_deferred:
+            break
+        accepted.append(token.token_id)
+        if token.token_id != draft:
+            break
+    return accepted

@@ -1,0 +1,1 @@
+"""The door of Quire's own protocol: connections, frames in, frames out."""

@@ -1,0 +1,336 @@
+"""`RequestHandler`: the requests of one connection, by id, and the frames that start, change and end them.
+
+Each accepted id gets exactly one last frame while the connection lives, and is free again before the client can see
+it. Must not import sockets or the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any
+
+from structlog.contextvars import bound_contextvars
+
+from ...common.errors import InvalidRequest, Overloaded, ProtocolError, QuireError, Unauthenticated, Unavailable
+from ...common.logs import new_id
+from ...engine.facade import EngineStats
+from ...protocol.codec import MAX_ARRAY_LENGTH, Malformed
+from ...protocol.frames import (
+    AskScores,
+    AskStats,
+    AskVectors,
+    Cancel,
+    Credit,
+    Error,
+    Frame,
+    Generate,
+    Goaway,
+    Hello,
+    ListModels,
+    Ping,
+    Pong,
+    Resume,
+    Tokenize,
+    Tokenized,
+)
+from ...protocol.wire_errors import error_frame
+from ..app_context import AppContext
+from ..monitoring import CancelCause
+from ..requests.replay_buffer import MAX_SUBSCRIBERS, Subscriber
+from ..requests.request_log import quire_error
+from ..requests.send_buffer import SendBuffer
+from ..tenancy.tenants import Tenant, TenantTotals
+from .convert import duplicate_frame, embed_request, engine_request, models_frame, stats_frame
+from .output_stream import Delivery, OutputStream
+from .vector_stream import VectorStream
+
+MAX_TEXTS = 32  # of one connection that are being tokenized
+
+
+class RequestHandler:
+    """Handles the frames of one connection, from WELCOME on."""
+
+    def __init__(
+        self,
+        context: AppContext,
+        send_buffer: SendBuffer,
+        tenant: Tenant,
+        session: str,
+        features: Collection[str],
+    ) -> None:
+        self._context = context
+        self._send_buffer = send_buffer
+        self.tenant = tenant
+        self.turns = tenant.frame_turns
+        self._session = tenant.name, session
+        self._features = features
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by the ids of live requests
+        self._streams: dict[int, OutputStream | VectorStream] = {}  # of those: the others are TOKENIZE
+        self._last_accepted_id: int | None = None
+        self._last_ended_at = asyncio.get_running_loop().time()
+        if context.leaves_at is not None:
+            self.go_away()
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """One per live request."""
+        return list(self._tasks.values())
+
+    @property
+    def idle_since(self) -> float | None:
+        """The loop's time at which the last live request ended; None while there are some."""
+        return None if self._tasks else self._last_ended_at
+
+    def handle(self, frame: Frame | Malformed) -> None:
+        """Handle one frame. Raises ProtocolError if it must end the connection."""
+        match frame:
+            case Generate() | Resume() | AskVectors() | AskScores() | Tokenize():
+                with bound_contextvars(request=new_id()):
+                    self._start_request(frame)
+            case Malformed(request_id, error):
+                if self._accepts_id(request_id):
+                    self._refuse(request_id, error)
+            case Cancel(request_id):
+                if (stream := self._streams.get(request_id)) is not None:
+                    stream.cancel("client")
+            case Credit(request_id, tokens):
+                if (stream := self._streams.get(request_id)) is not None:
+                    stream.grant(tokens)
+            case ListModels(request_id):
+                name = self._context.config.served_model_name or ""
+                self._answer(
+                    request_id, lambda: models_frame(request_id, name, self._context.engine.info, self._features)
+                )
+            case AskStats(request_id):
+                self._answer(request_id, lambda: stats_frame(request_id, self._stats()))
+            case Ping(nonce):
+                self._send_buffer.send(Pong(nonce))
+            case Pong():
+                pass
+            case Hello():
+                raise ProtocolError("HELLO came twice")
+
+    def go_away(self) -> None:
+        """Send GOAWAY: the server is draining."""
+        assert self._context.leaves_at is not None, "the server is not draining"
+        left_s = max(self._context.leaves_at - asyncio.get_running_loop().time(), 0)
+        reason = "the server is shutting down; send new requests elsewhere"
+        self._send_buffer.send(Goaway(self._last_accepted_id, round(left_s * 1000), reason))
+
+    def leave(self, cause: CancelCause) -> None:
+        """Leave the live requests: the connection is lost. Resumable ones stay for a while, the rest is cancelled."""
+        for request_id, task in self._tasks.items():
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.leave(cause)
+            else:
+                task.cancel()
+
+    def fail(self, error: QuireError) -> None:
+        """End every live request with `error` now, whatever the engine does."""
+        for request_id, task in self._tasks.items():
+            task.cancel()
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.shut_down(error)
+            self._send_buffer.send(error_frame(request_id, error))
+        self._tasks.clear()
+        self._streams.clear()
+
+    # Requests
+
+    def _start_request(self, frame: Generate | Resume | AskVectors | AskScores | Tokenize) -> None:
+        match frame:
+            case Generate():
+                self._generate(frame)
+            case Resume():
+                self._resume(frame)
+            case AskVectors() | AskScores():
+                self._embed(frame)
+            case Tokenize():
+                self._tokenize(frame)
+
+    def _generate(self, frame: Generate) -> None:
+        """Start the request. One that is refused immediately never becomes a task: under overload most are."""
+        request_id = frame.request_id
+        if not self._accepts_new_work(request_id):
+            return
+        try:
+            self._check_features(frame)
+            stream = self._submit(frame)
+        except Exception as error:
+            self._send_refusal(request_id, quire_error(error, client_id=request_id))
+            return
+        self._last_accepted_id = request_id
+        self._start(request_id, stream.run, stream)
+
+    def _check_features(self, frame: Generate) -> None:
+        """Raise InvalidRequest for a field of a feature that was not negotiated."""
+        for field_belongs, feature, is_given in (
+            ("chat belongs", "tools", frame.chat is not None),
+            ("generated belongs", "continue", frame.generated is not None or frame.ended),
+            ("prompt_cache_key belongs", "cache_key", frame.prompt_cache_key),
+            ("images belong", "images", frame.images),
+        ):
+            if is_given and feature not in self._features:
+                raise InvalidRequest(f"{field_belongs} to the feature `{feature}`, which HELLO did not request")
+
+    def _submit(self, frame: Generate) -> OutputStream:
+        """Submit the request, or find the earlier one with its key. Return its stream. Raises a refusal."""
+        context, request_id = self._context, frame.request_id
+        request, delivery = engine_request(frame, self.tenant.name), self._delivery(frame)
+        if not frame.resumable and frame.idempotency_key is None:
+            return OutputStream(context.requests.submit(self.tenant, request_id, request), delivery)
+        buffer = context.replays.open(
+            self.tenant, request_id, request, frame.idempotency_key, resumable=frame.resumable
+        )
+        if len(buffer.subscribers) >= MAX_SUBSCRIBERS:
+            raise Overloaded(f"{MAX_SUBSCRIBERS} requests with this idempotency key are being answered")
+        subscriber = Subscriber(buffer, delivery)
+        if frame.resumable:
+            context.replays.resume_index.add(self._session, request_id, subscriber)
+        return subscriber
+
+    def _resume(self, frame: Resume) -> None:
+        if not self._accepts_id(frame.request_id):
+            return
+        index = self._context.replays.resume_index
+        try:
+            entry = index.find(self._session, frame.request_id)
+            subscriber = Subscriber(entry.buffer, self._delivery(frame), frame.next_index)
+        except QuireError as error:
+            self._send_refusal(frame.request_id, error)
+            return
+        index.attach(entry, subscriber)
+        self._context.requests.log.resumed(self.tenant.name, frame.request_id, frame.next_index)
+        self._start(frame.request_id, subscriber.run, subscriber)
+
+    def _embed(self, frame: AskVectors | AskScores) -> None:
+        if "embeddings" not in self._features:
+            raise ProtocolError("EMBED and SCORE need the feature `embeddings` in HELLO")
+        if not self._accepts_new_work(frame.request_id):
+            return
+        request = embed_request(frame, self.tenant.name)
+        try:
+            live = self._context.requests.embed(self.tenant, frame.request_id, request)
+        except Exception as error:
+            self._send_refusal(frame.request_id, quire_error(error, client_id=frame.request_id))
+            return
+        stream = VectorStream(live, self._delivery(frame), is_score=isinstance(frame, AskScores))
+        self._last_accepted_id = frame.request_id
+        self._start(frame.request_id, stream.run, stream)
+
+    def _delivery(self, frame: Generate | Resume | AskVectors | AskScores) -> Delivery:
+        timeout_ms = self._context.config.credit_timeout_ms
+        turns = self.tenant.output_turns
+        return Delivery(frame.request_id, self._send_buffer, frame.credit, timeout_ms, self._features, turns)
+
+    def _tokenize(self, frame: Tokenize) -> None:
+        """Answer in a task. Texts wait in memory in the meantime, so their number is limited."""
+        if not self._accepts_id(frame.request_id):
+            return
+        num_texts = len(self._tasks) - len(self._streams)
+        if num_texts >= MAX_TEXTS:
+            self._refuse(frame.request_id, Overloaded(f"{num_texts} texts are being tokenized on this connection"))
+            return
+
+        async def tokenized() -> Tokenized:
+            tenant = self.tenant.name
+            token_ids = await self._context.engine.tokenize(frame.text, frame.add_special_tokens, tenant=tenant)
+            if len(token_ids) > MAX_ARRAY_LENGTH:
+                raise InvalidRequest(f"the text has {len(token_ids)} tokens; a frame holds at most {MAX_ARRAY_LENGTH}")
+            return Tokenized(frame.request_id, token_ids)
+
+        texts = self._context.requests.texts.of(self.tenant.name)
+        try:
+            release = texts.reserve(sys.getsizeof(frame.text))
+        except QuireError as error:
+            self._refuse(frame.request_id, error)
+            return
+        task = self._start(frame.request_id, tokenized)
+        task.add_done_callback(lambda _: release())
+
+    def _stats(self) -> EngineStats | TenantTotals:
+        """Return the engine's statistics to an operator and to the only tenant; to others their own totals."""
+        if self.tenant.limits.operator or self._context.keyring.num_tenants == 1:
+            return self._context.engine.stats()
+        return self.tenant.totals
+
+    def _answer(self, request_id: int, answer: Callable[[], Frame]) -> None:
+        """Send `answer()` immediately."""
+        if not self._accepts_id(request_id):
+            return
+        try:
+            frame = answer()
+        except Exception as error:
+            frame = error_frame(request_id, quire_error(error, client_id=request_id))
+        self._send_buffer.send(frame)
+
+    # Beginning and end
+
+    def _accepts_id(self, request_id: int) -> bool:
+        """Return whether a request may start under this id; send the refusal otherwise."""
+        if request_id in self._tasks:
+            duplicate = duplicate_frame(request_id)
+            self._context.requests.log.refused(self.tenant.name, request_id, duplicate.code)
+            self._send_buffer.send(duplicate)
+        elif self.tenant.revoked:
+            self._refuse(request_id, Unauthenticated("this tenant's keys were revoked"))
+        elif len(self._tasks) >= self._context.config.max_requests_per_connection:
+            self._refuse(request_id, Overloaded(f"{len(self._tasks)} requests are live on this connection"))
+        else:
+            return True
+        return False
+
+    def _accepts_new_work(self, request_id: int) -> bool:
+        """Return whether the engine may get a request under this id; send the refusal otherwise."""
+        if not self._accepts_id(request_id):
+            return False
+        if self._context.leaves_at is not None:
+            self._refuse(request_id, Unavailable("the server is shutting down; send this request elsewhere"))
+            return False
+        return True
+
+    def _refuse(self, request_id: int, error: QuireError) -> None:
+        """End a request that never reached the engine."""
+        self._context.observer.on_rejected(error)
+        self._send_refusal(request_id, error)
+
+    def _send_refusal(self, request_id: int, error: QuireError) -> None:
+        self._context.requests.log.refused(self.tenant.name, request_id, error.code, error.retry_after_ms)
+        self._send_buffer.send(error_frame(request_id, error))
+
+    def _start(
+        self,
+        request_id: int,
+        answer: Callable[[], Coroutine[Any, Any, Frame]],
+        stream: OutputStream | VectorStream | None = None,
+    ) -> asyncio.Task[None]:
+        task = self._tasks[request_id] = asyncio.create_task(self._run(request_id, answer))
+        if stream is not None:
+            self._streams[request_id] = stream
+            task.add_done_callback(lambda _: stream.end())
+        return task
+
+    async def _run(self, request_id: int, answer: Callable[[], Coroutine[Any, Any, Frame]]) -> None:
+        """Send what `answer` returns. The id is free again before the client can know that its request ended."""
+        try:
+            last = await answer()
+        except Exception as error:  # of a text: a stream returns its error
+            last = self._refused_text(request_id, error)
+        del self._tasks[request_id]
+        self._streams.pop(request_id, None)
+        self._send_last(request_id, last)
+        self._last_ended_at = asyncio.get_running_loop().time()
+
+    def _refused_text(self, request_id: int, error: Exception) -> Error:
+        refusal = quire_error(error, client_id=request_id)
+        self._context.requests.log.refused(self.tenant.name, request_id, refusal.code)
+        return error_frame(request_id, refusal)
+
+    def _send_last(self, request_id: int, frame: Frame) -> None:
+        """Send the last frame of a request."""
+        try:
+            self._send_buffer.send(frame)
+        except InvalidRequest as error:  # longer than this peer takes
+            self._send_buffer.send(error_frame(request_id, error))

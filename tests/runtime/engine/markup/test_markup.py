@@ -1,0 +1,334 @@
+"""Reasoning and tool calls of each family: the parser reads what the grammar allows, in whatever pieces it comes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from quire.runtime.engine.markup.markup import BRACKETS, CHANNEL_TOKENS, FAMILIES, MARK, THINK, CallSyntax, Markup
+from quire.runtime.engine.markup.markup_parser import ChannelParser, Delta, MarkupParser, OutputParser
+
+Read = list[tuple[str, str]]
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"type": ["string", "null"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, Any] = {"weather": WEATHER, "time": {"type": "object", "properties": {}}}
+CALL = '{"city": "a }\\" [<b", "days": 2}'
+THINKING = replace(FAMILIES["hermes"], reasoning=THINK)
+
+# Text of a family -> what it says.
+SAMPLES: list[tuple[Markup, str, Read]] = [
+    (
+        THINKING,
+        "<think>\nno <tool_call> yet\n</think>\n\nLet me look. \n<tool_call>\n"
+        f'{{"name": "weather", "arguments": {CALL}}}\n</tool_call>\n<tool_call>\n{{"name": "time", "arguments": {{}}}}'
+        "\n</tool_call>",
+        [
+            ("reasoning", "no <tool_call> yet"),
+            ("content", "Let me look."),
+            ("call", "weather"),
+            ("arguments", CALL),
+            ("call", "time"),
+            ("arguments", "{}"),
+        ],
+    ),
+    (THINKING, "Is 1 < 2 a <tool? Yes.\n", [("content", "Is 1 < 2 a <tool? Yes.\n")]),
+    (
+        FAMILIES["qwen3_coder"],
+        'I ask.\n<tool_call>\n<function=weather>\n<parameter=city>\nNew\n"York"\n</parameter>\n<parameter=days>\n2\n'
+        "</parameter>\n<parameter=unit>\nnull\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=time>\n"
+        "</function>\n</tool_call>",
+        [
+            ("content", "I ask."),
+            ("call", "weather"),
+            ("arguments", '{"city": "New\\n\\"York\\"", "days": 2, "unit": null}'),
+            ("call", "time"),
+            ("arguments", "{}"),
+        ],
+    ),
+    (
+        FAMILIES["llama3_json"],
+        f'{{"name": "weather", "parameters": {CALL}}}; {{"name": "time", "parameters": {{}}}}',
+        [("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
+    ),
+    (
+        FAMILIES["llama3_json"],
+        f'<|python_tag|>{{"name": "weather", "parameters": {CALL}}}',
+        [("call", "weather"), ("arguments", CALL)],
+    ),
+    (
+        replace(FAMILIES["mistral"], reasoning=BRACKETS),
+        f"[THINK]So.[/THINK]Let me look.[TOOL_CALLS]weather[ARGS]{CALL}[TOOL_CALLS]time[ARGS]{{}}",
+        [
+            ("reasoning", "So."),
+            ("content", "Let me look."),
+            ("call", "weather"),
+            ("arguments", CALL),
+            ("call", "time"),
+            ("arguments", "{}"),
+        ],
+    ),
+    (
+        FAMILIES["mistral_list"],
+        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {CALL}}}, {{"name": "time", "arguments": {{}}}}]',
+        [("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
+    ),
+    (
+        FAMILIES["phi4_mini_json"],
+        f'<|tool_call|>[{{"name": "weather", "arguments": {CALL}}}, {{"name":"time","arguments":{{}}}}]<|/tool_call|>',
+        [("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
+    ),
+    (
+        replace(FAMILIES["deepseek_v3"], reasoning=THINK),
+        "<think>So.</think>I ask.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+        f"{CALL}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>time\n```json\n{{}}\n```"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [
+            ("reasoning", "So."),
+            ("content", "I ask."),
+            ("call", "weather"),
+            ("arguments", CALL),
+            ("call", "time"),
+            ("arguments", "{}"),
+        ],
+    ),
+    (
+        FAMILIES["deepseek_v31"],
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{CALL}<｜tool▁call▁end｜><｜tool▁call▁begin｜>time"
+        "<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
+    ),
+    (
+        FAMILIES["openai"],
+        "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me look.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + CALL + "<|call|>",
+        [("reasoning", "So."), ("content", "Let me look."), ("call", "weather"), ("arguments", CALL)],
+    ),
+    (
+        FAMILIES["openai"],
+        "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>It is late.<|return|>",
+        [("reasoning", "So."), ("content", "It is late.")],
+    ),
+]
+SAMPLES.append(
+    (
+        Markup(calls=CallSyntax("<call> ", " args: ", " </call>")),
+        f"I ask. <call> \n weather\nargs: {CALL}\n</call> <call>\r\ntime args:{{}}</call>",
+        [("content", "I ask."), ("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
+    )
+)
+SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>", *CHANNEL_TOKENS)
+MARKERS = (
+    MARK,
+    "<tool",
+    "</",
+    "<think",
+    "[TOOL",
+    "[ARGS",
+    "[/TH",
+    "<|",
+    "<｜",
+    "```",
+    "function=",
+    "parameter=",
+    '"name"',
+)
+
+
+def marked(markup: Markup, text: str, special: Iterable[str] = SPECIAL) -> tuple[Markup, str]:
+    """Return markup and text of a vocabulary with these special tokens."""
+    found = markup.with_special({name: token for token, name in enumerate(special)})
+    for name in found.tokens:
+        text = text.replace(name, MARK + name)
+    return found, text
+
+
+def parser(markup: Markup, schemas: dict[str, Any] | None = SCHEMAS, **options: Any) -> OutputParser:
+    return ChannelParser(markup, schemas) if markup.channels else MarkupParser(markup, schemas, **options)
+
+
+def joined(deltas: Iterable[Delta]) -> Read:
+    """Return deltas of one kind as one, but each call as its own."""
+    read: Read = []
+    for kind, text in deltas:
+        if read and read[-1][0] == kind != "call":
+            read[-1] = (kind, read[-1][1] + text)
+        else:
+            read.append((kind, text))
+    return read
+
+
+def read(reader: OutputParser, pieces: Iterable[str], *, is_cut: bool = False) -> Read:
+    deltas = [delta for piece in pieces for delta in reader.feed(piece)]
+    return joined([*deltas, *reader.finish(is_cut)])
+
+
+BOTH = [
+    *SAMPLES,
+    *((*marked(markup, text), expected) for markup, text, expected in SAMPLES if marked(markup, "")[0].tokens),
+]
+
+
+def test_every_family_has_a_sample() -> None:
+    sampled = [(markup.calls, markup.channels) for markup, _, _ in SAMPLES]
+    assert all((family.calls, family.channels) in sampled for family in FAMILIES.values())
+    assert {markup.reasoning for markup, _, _ in SAMPLES} >= {THINK, BRACKETS}
+
+
+@pytest.mark.parametrize(("markup", "text", "expected"), BOTH)
+def test_every_division_of_a_text_reads_the_same(markup: Markup, text: str, expected: Read) -> None:
+    assert read(parser(markup), [text]) == expected
+    assert read(parser(markup), text) == expected
+    for at in range(1, len(text)):
+        assert read(parser(markup), [text[:at], text[at:]]) == expected
+    random_cuts = random.Random(7)
+    for _ in range(100):
+        cuts = sorted(random_cuts.choices(range(len(text)), k=random_cuts.randint(2, 12)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert read(parser(markup), pieces) == expected
+
+
+@pytest.mark.parametrize(("markup", "text", "expected"), BOTH)
+def test_a_text_that_is_cut_anywhere_shows_no_markup(markup: Markup, text: str, expected: Read) -> None:
+    whole = [each for kind, each in expected if kind == "content"]
+    for end in range(len(text)):
+        found = read(parser(markup), [text[:end]], is_cut=True)
+        for (kind, piece), (expected_kind, expected_piece) in zip(found, expected, strict=False):
+            assert kind == expected_kind
+            assert expected_piece.startswith(piece.rstrip())
+        content = "".join(piece for kind, piece in found if kind == "content")
+        if not any(marker in each for each in whole for marker in MARKERS):
+            assert not any(marker in content for marker in MARKERS), text[:end]
+
+
+def test_reasoning_may_begin_in_the_prompt() -> None:
+    text = "\nSo.\n</think>\n\nHello"
+    assert read(parser(THINKING, in_reasoning=True), text) == [("reasoning", "So."), ("content", "Hello")]
+    assert read(parser(THINKING, in_reasoning=True), "\nSo. </thi", is_cut=True) == [("reasoning", "So.")]
+    assert read(parser(THINKING, in_reasoning=True), "\nSo.\n") == [("reasoning", "So.")], "the model ended it there"
+
+
+def test_without_tools_no_text_is_a_call() -> None:
+    text = "<tool_call>\n{}\n</tool_call>"
+    assert read(parser(THINKING, None), text) == [("content", text)]
+    text = "<|channel|>commentary to=functions.time<|message|>{}<|call|>"
+    assert read(parser(FAMILIES["openai"], None), text) == [("content", "{}")]
+
+
+def test_json_that_is_no_call_is_an_answer() -> None:
+    text = '{"name": 3}'
+    assert read(parser(FAMILIES["llama3_json"]), text) == [("content", text)]
+    call = '{"name": "weather", "parameters": {}}'
+    assert read(parser(FAMILIES["llama3_json"], takes_bare_calls=False), call) == [("content", call)]
+
+
+def test_what_only_spells_a_special_token_is_text() -> None:
+    markup, text = marked(FAMILIES["mistral"], "Write [TOOL_CALLS]. [TOOL_CALLS]time[ARGS]{}")
+    text = text.replace(MARK, "", 1)
+    assert read(parser(markup), [text]) == [("content", "Write [TOOL_CALLS]."), ("call", "time"), ("arguments", "{}")]
+    # A special token where the markup has none is nothing.
+    markup, text = marked(replace(FAMILIES["mistral"], reasoning=BRACKETS), "a[/THINK]b")
+    assert read(parser(markup), [text]) == [("content", "ab")]
+
+
+def test_what_no_grammar_allows_ends_in_no_markup() -> None:
+    assert read(parser(THINKING), "a <tool_call> b </tool_call>") == [("content", "a")]
+    broken = '<tool_call>{"name": "time", "arguments": null}</tool_call>'
+    assert read(parser(THINKING), broken) == [("call", "time"), ("arguments", "{}")]
+    assert read(parser(FAMILIES["openai"]), "no header") == [("content", "no header")]
+
+
+def test_only_a_text_that_is_cut_loses_the_beginning_of_markup() -> None:
+    assert read(parser(THINKING), ["a <tool_c"]) == [("content", "a <tool_c")]
+    assert read(parser(THINKING), ["<thi"]) == [("content", "<thi")]
+    assert read(parser(THINKING), ["<thi"], is_cut=True) == []
+    assert read(parser(THINKING), [" \n"], is_cut=True) == [("content", " \n")]
+
+
+def test_calls_in_channels_follow_each_other() -> None:
+    call = "<|channel|>commentary to=functions.time<|message|>{}<|call|>"
+    text = f"{call}<|start|>assistant{call}"
+    assert read(parser(FAMILIES["openai"]), text) == [("call", "time"), ("arguments", "{}")] * 2
+
+
+def test_much_white_space_is_shown_before_it_ends() -> None:
+    reader = parser(THINKING)
+    shown = reader.feed("a" + " " * 10_000)
+    assert sum(len(delta.text) for delta in shown) > 9_900
+    assert read(parser(THINKING), ["a", *[" " * 100] * 10, "b"]) == [("content", "a" + " " * 1000 + "b")]
+
+
+def test_a_short_answer_that_begins_like_a_header_is_the_answer() -> None:
+    for text in ("t", "to", "to=func", "total"):
+        assert read(parser(FAMILIES["openai"]), text) == [("content", text)]
+    assert read(parser(FAMILIES["openai"]), "<|channel|>analysis") == [], "a header is no answer"
+
+
+PARAMETERS: dict[str, Any] = {
+    "properties": {
+        "text": {"type": "string", "description": "any"},
+        "one": {"enum": ["a", "1"]},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "number": {"type": ["number", "string"]},
+        "any": {},
+        "short": {"type": "string", "maxLength": 3},
+        "list": {"type": "array"},
+        "reference": {"$ref": "#/$defs/text"},
+        "described": {"$ref": "#/$defs/text", "description": "any"},
+        "constant": {"const": "5"},
+        "count": {"type": ["integer", "string"]},
+        "missing": {"$ref": "#/$defs/missing"},
+        "escaped": {"$ref": "#/$defs/a~1b%20~0c"},
+    },
+    "$defs": {"text": {"type": "string"}, "a/b ~c": {"type": "string"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("text", "5", "5"),
+        ("text", "\n a \n", "\n a \n"),
+        ("text", "", ""),
+        ("text", "</parameter", "</parameter"),
+        ("one", "1", "1"),
+        ("maybe", "null", None),
+        ("maybe", "5", "5"),
+        ("number", "5", 5),
+        ("number", "NaN", "NaN"),
+        ("number", "five", "five"),
+        ("any", '{"a": [1]}', {"a": [1]}),
+        ("any", '"quoted"', '"quoted"'),
+        ("short", '"abc"', "abc"),
+        ("list", "[1, 2]", [1, 2]),
+        ("list", "[1, 2", "[1, 2"),
+        ("reference", "true", "true"),
+        ("described", "true", "true"),
+        ("constant", "5", "5"),
+        ("unknown", "true", True),
+        ("count", "true", "true"),
+        ("count", "5.0", "5.0"),
+        ("missing", "[1]", [1]),
+        ("escaped", "true", "true"),
+    ],
+)
+def test_values_of_parameters_have_the_types_of_the_schema(key: str, value: str, expected: object) -> None:
+    text = f"<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    for pieces in ([text], list(text)):
+        (_, (_, arguments)) = read(parser(FAMILIES["qwen3_coder"], {"f": PARAMETERS}), pieces)
+        assert json.loads(arguments) == {key: expected}
+
+
+def test_a_value_may_be_on_the_line_of_its_parameter() -> None:
+    text = "<tool_call>\n<function=f>\n<parameter=text>a</parameter>\n</function>\n</tool_call>"
+    for at in range(len(text)):
+        found = read(parser(FAMILIES["qwen3_coder"], {"f": PARAMETERS}), [text[:at], text[at:]])
+        assert found == [("call", "f"), ("arguments", '{"text": "a"}')]

@@ -1,0 +1,126 @@
+"""Requests to embed or score: their options, their tenant's tokens, and frames as the client takes and reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from quire.runtime.common.errors import GenerationFailed
+from quire.runtime.engine.facade import EmbeddedTexts
+from quire.runtime.protocol.frames import Scores, Vectors
+from quire.runtime.server.msgpack.vector_stream import FRAME_BYTES, SCORE_BYTES, VALUE_BYTES, VectorStream
+from quire.runtime.server.openai.embeddings import embedding_call, rerank_call, score_call
+from quire.runtime.server.openai.fields import Fields
+from quire.runtime.server.requests.live_embedding import LiveEmbedding
+
+
+class Buffer:
+    """A send buffer that is short while `may_send` is set."""
+
+    def __init__(self, room: int) -> None:
+        self.max_frame_bytes = FRAME_BYTES + room
+        self.sent: list[Any] = []
+        self.may_send = asyncio.Event()
+
+    def send(self, frame: Any) -> None:
+        self.sent.append(frame)
+
+    async def wait_until_short(self) -> None:
+        await self.may_send.wait()
+
+
+class Live:
+    """A request with the vectors, or the scores, of five texts, in two chunks."""
+
+    def __init__(self, size: int) -> None:
+        self.values = np.arange(5 * size, dtype=np.float32).reshape(5, size)
+        self.usage = None
+
+    async def chunks(self) -> AsyncIterator[EmbeddedTexts]:
+        for first, end in ((0, 4), (4, 5)):
+            yield EmbeddedTexts(first_index=first, values=self.values[first:end], prompt_tokens=9)
+
+
+def stream_of(live: Live, buffer: Buffer, *, is_score: bool = False) -> VectorStream:
+    delivery = SimpleNamespace(request_id=3, send_buffer=buffer, credit=None, credit_timeout_ms=60_000, features=())
+    return VectorStream(live, delivery, is_score=is_score)  # type: ignore[arg-type]
+
+
+async def test_a_frame_has_the_vectors_that_the_client_takes() -> None:
+    live, buffer = Live(6), Buffer(room=3 * 6 * VALUE_BYTES)
+    buffer.may_send.set()
+    await stream_of(live, buffer).run()
+    pieces = [live.values[first:end].tobytes() for first, end in ((0, 3), (3, 4), (4, 5))]
+    assert buffer.sent == [Vectors(3, first, 6, data) for first, data in zip((0, 3, 4), pieces, strict=True)]
+
+
+async def test_a_frame_has_the_scores_that_the_client_takes() -> None:
+    live, buffer = Live(1), Buffer(room=2 * SCORE_BYTES)
+    buffer.may_send.set()
+    await stream_of(live, buffer, is_score=True).run()
+    assert buffer.sent == [Scores(3, 0, (0.0, 1.0)), Scores(3, 2, (2.0, 3.0)), Scores(3, 4, (4.0,))]
+
+
+async def test_nothing_is_sent_to_a_client_that_does_not_read() -> None:
+    buffer = Buffer(room=1000)
+    task = asyncio.create_task(stream_of(Live(6), buffer).run())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert buffer.sent == []
+    buffer.may_send.set()
+    await task
+    assert [frame.first_index for frame in buffer.sent] == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("call", "body"),
+    [
+        (embedding_call, {"input": "a"}),
+        (rerank_call, {"query": "q", "documents": ["a"]}),
+        (score_call, {"text_1": "q", "text_2": "a"}),
+    ],
+)
+def test_options_of_http_requests_reach_the_engine(call: Any, body: dict[str, Any]) -> None:
+    options = {"priority": 7, "deadline_ms": 900, "truncate_prompt_tokens": 5}
+    request = call(Fields({**body, **options}), "tenant").request
+    assert {name: getattr(request, name) for name in options} == options
+    assert request.tenant == "tenant"
+
+
+class Submitted(Live):
+    """What the engine returns for accepted texts; the second chunk may be an error."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__(2)
+        self.admission = None
+        self._error = error
+
+    async def __aiter__(self) -> AsyncIterator[EmbeddedTexts]:
+        async for chunk in self.chunks():
+            if self._error is not None and chunk.first_index:
+                raise self._error
+            yield chunk
+
+    def cancel(self) -> None:
+        """Do nothing: all has been read."""
+
+
+@pytest.mark.parametrize(("error", "counted"), [(None, 18), (GenerationFailed("a fault"), None)])
+async def test_the_tokens_of_texts_are_counted_for_their_tenant(error: Exception | None, counted: int | None) -> None:
+    """Those of a request that ends in an error are not."""
+
+    async def submit() -> Any:
+        return Submitted(error)
+
+    left: list[Any] = []
+    tenant = SimpleNamespace(name="tenant", leave=left.append)
+    live = LiveEmbedding(submit(), Mock(), tenant, 3, Mock(), Mock(), Mock())  # type: ignore[arg-type]
+    with pytest.raises(GenerationFailed) if error is not None else contextlib.nullcontext():
+        assert [chunk.first_index async for chunk in live.chunks()] == [0, 4]
+    assert [None if usage is None else usage.prompt_tokens for usage in left] == [counted]

@@ -1,0 +1,21 @@
+"""A tenant's share of a limit in bytes: what is reserved in it counts exactly, until it is released once."""
+
+from __future__ import annotations
+
+import pytest
+from quire.runtime.common.errors import Overloaded, QuotaExceeded
+from quire.runtime.server.tenancy.tenant_bytes import TenantBytes
+
+
+def test_texts_fill_a_share_exactly_and_free_it_once() -> None:
+    texts = TenantBytes("texts", "max_text_bytes", lambda: 100)
+    first, second = texts.reserve(60), texts.reserve(40)
+    with pytest.raises(Overloaded, match="this text takes 1 bytes, and all texts of this tenant may be 100 bytes"):
+        texts.reserve(1)
+    for _ in range(2):
+        first()
+    assert texts.num_bytes == 40
+    with pytest.raises(QuotaExceeded):
+        texts.reserve(101)
+    second()
+    texts.reserve(100)
