@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,10 +34,12 @@ STOP_TIMEOUT_S = 1.0  # to exit without a snapshot: what it computes has no read
 EXIT_TIMEOUT_S = 1.0  # between the end of its link and its exit, in either order
 KILL_TIMEOUT_S = 10.0  # for the system to end it and to take its memory back
 STOPPED_TICKS = 4  # after which a process that a signal or a debugger stopped is not waited for
+POLL_S = 0.005  # between two looks for the exit of a process that is about to end
 # The process ends with its server, also while it imports: prctl(PR_SET_PDEATHSIG, SIGKILL) comes first. It does not
-# begin if the server has ended before.
+# begin if the server has ended before. It may write to a terminal where background processes may not (`stty tostop`).
 PROGRAM = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.getppid() == int(sys.argv[3]) or os._exit(0); "
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, 9); os.getppid() == int(sys.argv[3]) or os._exit(0); "
+    "signal.signal(signal.SIGTTOU, signal.SIG_IGN); "
     "from quire.runtime.workers.engine_main import main; main()"
 )
 COMMAND = (sys.executable, "-P", "-c", PROGRAM)
@@ -55,7 +58,7 @@ class EngineProcess:
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
+        process: subprocess.Popen[bytes],
         receive: Callable[[FromEngine], None],
         on_heartbeat: Callable[[bool], None],
         heartbeat_fd: int,
@@ -88,18 +91,16 @@ class EngineProcess:
                 heartbeat_fd, their_heartbeat_fd = os.pipe()
                 undo.callback(os.close, heartbeat_fd)
                 try:
-                    process = await asyncio.create_subprocess_exec(
-                        *COMMAND,
-                        *(str(theirs.fileno()), str(their_heartbeat_fd), str(os.getpid())),
-                        pass_fds=(theirs.fileno(), their_heartbeat_fd),
-                        stdin=asyncio.subprocess.DEVNULL,
-                        start_new_session=True,  # Ctrl-C in a terminal reaches the server only
-                    )
+                    process = _started(theirs.fileno(), their_heartbeat_fd)
                 finally:
                     os.close(their_heartbeat_fd)
-            undo.callback(process.kill)
             engine = cls(process, receive, on_heartbeat, heartbeat_fd, saves=start.snapshot is not None)
-            engine.link = await EngineLink.open(ours, FROM_ENGINE, engine._receive, engine._on_closed)
+            try:
+                engine.link = await EngineLink.open(ours, FROM_ENGINE, engine._receive, engine._on_closed)
+            except BaseException:
+                process.kill()
+                await engine._wait(KILL_TIMEOUT_S)
+                raise
             undo.pop_all()
         asyncio.get_running_loop().add_reader(heartbeat_fd, engine._read_heartbeat)
         engine.link.send(start)
@@ -126,7 +127,7 @@ class EngineProcess:
         self.link.send(StopEngine())
         limit_s = SAVE_TIMEOUT_S if self._saves else STOP_TIMEOUT_S
         num_bytes = -1
-        while self._process.returncode is None and self._snapshot_bytes > num_bytes:
+        while self._process.poll() is None and self._snapshot_bytes > num_bytes:
             num_bytes = self._snapshot_bytes
             await self._wait_for_stop(limit_s)
         has_ended = self._process.returncode is not None
@@ -150,9 +151,7 @@ class EngineProcess:
         Idempotent. It also ends a process that is stopped, and one that has exited. A process that the system does not
         end within `timeout_s` is left behind.
         """
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+        self._process.kill()
         self.link.receive = _ignore
         self.link.close()
         self._stop_reading_heartbeat()
@@ -175,9 +174,11 @@ class EngineProcess:
             num_stopped = num_stopped + 1 if self.is_stopped else 0
 
     async def _wait(self, timeout_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._process.wait()
+        """Wait for the exit of the process, at most `timeout_s`."""
+        now = asyncio.get_running_loop().time
+        give_up_at = now() + timeout_s
+        while self._process.poll() is None and now() < give_up_at:  # noqa: ASYNC110 - the exit of a process is no event
+            await asyncio.sleep(POLL_S)
 
     def _receive(self, message: FromEngine) -> None:
         match message:
@@ -220,6 +221,18 @@ class EngineProcess:
             asyncio.get_running_loop().remove_reader(self._heartbeat_fd)
             os.close(self._heartbeat_fd)
             self._heartbeat_fd = -1
+
+
+def _started(link_fd: int, heartbeat_fd: int) -> subprocess.Popen[bytes]:
+    """Start a process with its ends of the link and of the heartbeat. Raises OSError."""
+    return subprocess.Popen(
+        (*COMMAND, str(link_fd), str(heartbeat_fd), str(os.getpid())),
+        pass_fds=(link_fd, heartbeat_fd),
+        stdin=subprocess.DEVNULL,
+        # Ctrl-C in a terminal reaches the server only. A group of the server's session, not a session: when the
+        # server ends, the system continues a process of the group that is stopped, which then ends.
+        process_group=0,
+    )
 
 
 def describe_exit(status: int) -> str:

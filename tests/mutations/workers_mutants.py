@@ -343,7 +343,7 @@ MUTANTS = [
     ),
     Mutant(
         PROCESS,
-        "            undo.callback(process.kill)\n",
+        "                process.kill()\n                await engine._wait(KILL_TIMEOUT_S)\n",
         "",
         "a process whose link cannot be opened runs on",
         PROCESSES,

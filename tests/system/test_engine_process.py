@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
+import termios
 import time
 from collections.abc import Awaitable, Callable
 from errno import EMFILE
@@ -21,7 +23,7 @@ from quire.runtime.common.errors import Unavailable
 from quire.runtime.common.memory import MemoryLimit
 from quire.runtime.workers import engine_process
 from quire.runtime.workers.engine_link import EngineLink, FromEngine, StartEngine
-from quire.runtime.workers.engine_process import EngineProcess, describe_exit
+from quire.runtime.workers.engine_process import PROGRAM, EngineProcess, describe_exit
 from structlog.testing import capture_logs
 
 Stopped = Callable[..., Awaitable[str | None]]
@@ -43,7 +45,7 @@ def descriptors() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("where", "name"), [(os, "pipe"), (asyncio, "create_subprocess_exec"), (EngineLink, "open")], ids=lambda each: each
+    ("where", "name"), [(os, "pipe"), (subprocess, "Popen"), (EngineLink, "open")], ids=lambda each: each
 )
 async def test_a_failed_start_leaves_no_process_and_no_descriptor(
     where: object, name: str, monkeypatch: pytest.MonkeyPatch
@@ -54,8 +56,7 @@ async def test_a_failed_start_leaves_no_process_and_no_descriptor(
         patch.setattr(where, name, no_descriptors)
         with pytest.raises(OSError, match="Too many open files"):
             await EngineProcess.spawn(START, lambda message: None, lambda: None)
-    while not children() <= processes:  # the event loop waits for what was killed
-        await asyncio.sleep(0.01)
+    assert children() <= processes
     assert descriptors() <= files
 
 
@@ -85,7 +86,6 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
 async def test_messages_of_a_killed_process_are_not_received(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They have arrived and are not read yet when the process is killed. No descriptor of the process remains."""
     has_sent, received = tmp_path / "sent", list[FromEngine]()
-    await (await asyncio.create_subprocess_exec("true")).wait()  # the event loop opens its own files for processes
     files = descriptors()
     script = f"send(StatsReport(None)); open({str(has_sent)!r}, 'w'); time.sleep(600)"
     monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-P", "-c", SCRIPT + script))
@@ -163,7 +163,7 @@ async def test_an_error_is_reported_that_arrives_after_the_exit(
         transport = process.link._transport
         assert transport is not None
         transport.pause_reading()
-        await process._process.wait()
+        await process._wait(60)
         asyncio.get_running_loop().call_later(0.01, transport.resume_reading)
 
     monkeypatch.setattr(EngineProcess, "_wait_for_stop", wait_without_reading)
@@ -206,10 +206,69 @@ async def test_a_killed_process_that_does_not_end_is_left_behind(monkeypatch: py
     """The system does not end a process within a call that cannot be interrupted."""
     monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
     process = await EngineProcess.spawn(START, lambda message: None, lambda: None)
-    with capture_logs() as logs:
+    with monkeypatch.context() as patch, capture_logs() as logs:
+        patch.setattr(process._process, "kill", lambda: None)
         assert await process.kill(0.0) == -9
     assert [(line["log_level"], line["pid"]) for line in logs] == [("error", process.pid)]
-    await process._process.wait()
+    assert await process.kill() == -9
+
+
+SERVER = """
+import asyncio, os, signal, sys
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.workers import engine_process
+from quire.runtime.workers.engine_link import StartEngine
+start = StartEngine(EngineConfig(), None, None, "engine-0", None)
+engine_process.COMMAND = (sys.executable, "-P", "-c", PROGRAM)
+async def main():
+    process = await engine_process.EngineProcess.spawn(start, lambda message: None, lambda is_held_up: None)
+    end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+"""
+
+
+def server(program: str, then: str) -> list[str]:
+    """Return the command of a server that starts an engine process with `program` and waits until that ends or stops.
+
+    It then runs `then`.
+    """
+    return [sys.executable, "-c", f"PROGRAM = {program!r}{SERVER}    {then}\nasyncio.run(main())"]
+
+
+def test_a_process_that_is_stopped_while_it_starts_ends_with_its_server() -> None:
+    """The process has not run yet, and the system does not end it with its server."""
+    program = f"import os; os.kill(os.getpid(), 19); {PROGRAM}"
+    command = server(program, "print(process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid, rest = process.stdout.readline(), process.stdout.read()  # the engine process has the file, too
+    assert (int(pid) > 0, rest, process.returncode) == (True, "", -9)
+
+
+def test_a_process_is_not_interrupted_at_a_terminal_and_may_write_there() -> None:
+    """The terminal sends signals to the server's process group, and stops other groups that write (`stty tostop`)."""
+    terminal, end = os.openpty()
+    settings = termios.tcgetattr(end)
+    settings[3] |= termios.TOSTOP
+    termios.tcsetattr(end, termios.TCSANOW, settings)
+    program = PROGRAM.partition("from quire")[0] + "os.write(2, b'loading'); raise SystemExit(3)"
+    then = (
+        "print(end.si_status, os.getsid(process.pid) == os.getsid(0), os.getpgid(process.pid) == process.pid); "
+        "await process.kill()"
+    )
+    script = f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); {server(program, then)[2]}"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        stdin=end,
+        stdout=subprocess.PIPE,
+        stderr=end,
+        text=True,
+        start_new_session=True,
+        check=True,
+    )
+    os.close(end)
+    assert done.stdout == "3 True True\n"
+    assert os.read(terminal, 100) == b"loading"
+    os.close(terminal)
 
 
 def wait_for_message(*, is_one: bool = False) -> Callable[[EngineProcess, float], Awaitable[None]]:
@@ -224,7 +283,7 @@ def wait_for_message(*, is_one: bool = False) -> Callable[[EngineProcess, float]
         if not is_counting:
             is_counting, receive = True, process.link.receive
             process.link.receive = lambda message: (receive(message), arrived.release())[0]
-        waits = [asyncio.ensure_future(each) for each in (arrived.acquire(), process._process.wait())]
+        waits = [asyncio.ensure_future(each) for each in (arrived.acquire(), process._wait(60))]
         _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for each in pending:
             each.cancel()
