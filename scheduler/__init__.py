@@ -16,7 +16,7 @@ from .admission import (
 from .beam import BeamSearch, BeamSpec, Hypothesis
 from .budget import LEAST_PREFILL, PREFILL_SHARE, Budget, LatencyBudget, StepBudget, TokenBudget
 from .cost import Coefficients, CostModel, StepLoad, chunk_pairs
-from .encoding import EncoderLimits, EncoderStats
+from .encoding import NO_ENCODER, EncoderLimits, EncoderStats
 from .engine_loop import EngineLoop, FinishedStep
 from .plan import (
     EncodedText,
@@ -50,6 +50,7 @@ __all__ = [
     "DEADLINE_PASSED",
     "LEAST_PREFILL",
     "MAX_PREEMPTIONS",
+    "NO_ENCODER",
     "PREFILL_SHARE",
     "TRANSITIONS",
     "AdmissionEstimate",

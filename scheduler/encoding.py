@@ -45,6 +45,19 @@ class EncoderLimits(Protocol):
         """Return the predicted seconds of one stage of a batch: its tokens, and its pairs of a query and a key."""
 
 
+class _NoEncoder:
+    """The limits of a scheduler without an encoder: a batch has no texts."""
+
+    max_rows = max_texts = num_stages = 0
+
+    def stage_seconds(self, tokens: int, pairs: int) -> float:
+        """Return 0: there are no stages."""
+        return 0.0
+
+
+NO_ENCODER: EncoderLimits = _NoEncoder()
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderStats:
     """Counters and gauges of one encoder."""
@@ -80,7 +93,10 @@ class _Batch:
 
 
 class EncoderPlanner:
-    """Encode requests, from `add` to their last update. `plan` and `commit` alternate."""
+    """Encode requests, from `add` to their last update. `plan` and `commit` alternate.
+
+    Without an encoder there are no requests: no step has a part of it.
+    """
 
     def __init__(
         self,
@@ -102,6 +118,11 @@ class EncoderPlanner:
         self._rate: float | None = None  # tokens per second; None until a batch has ended
         self._num_texts = 0
         self._num_tokens = 0
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether texts can be encoded."""
+        return self._limits.max_texts > 0
 
     @property
     def has_work(self) -> bool:
@@ -141,14 +162,20 @@ class EncoderPlanner:
         values = tuple(request.values) if ending.reason == "stop" else ()
         return RequestUpdate(request.request_id, (), *ending, counters, values)
 
+    def end_all(self, error: str, now: float) -> list[RequestUpdate]:
+        """End every request with `error`. Return their last updates."""
+        return [self.end(request, Ending(error=error), now) for request in tuple(self.requests.values())]
+
     def plan(self, load: StepLoad, seconds_left: float | None, now: float) -> tuple[EncoderStep, ...]:
         """Return the encoder's part of a step whose sequences are `load`.
 
         `seconds_left` are left under the latency target; None if it does not limit the step.
         """
+        self._in_flight = []
+        if not self.requests:
+            return ()
         seconds = whole = seconds_beside(load, seconds_left, self._cost)
         steps: list[EncoderStep] = []
-        self._in_flight = []
         while len(steps) < MAX_BATCHES and (batch := self._next_batch(whole, now)) is not None:
             stage_s = batch.stage_s * self._ratio
             if steps and stage_s > seconds:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ..pager import OutOfPages, images_between
+from ..pager import OutOfPages, PageTable, images_between
 from .admission import SchedulerConfig
 from .budget import TARGET_SHARE, Budget, StepBudget
 from .cost import CostModel, StepLoad, chunk_pairs
@@ -34,12 +34,13 @@ class Planner:
         self,
         batch: RunningBatch,
         queue: RequestQueue,
+        *,
         budget: Budget,
         speculator: Speculator,
+        encoder: EncoderPlanner,
         config: SchedulerConfig,
-        clock: Callable[[], float],
         cost: CostModel,
-        encoder: EncoderPlanner | None = None,
+        clock: Callable[[], float],
     ) -> None:
         self.load = StepLoad()  # of the last plan
         self.itl_overrun = 0.0  # share of the latency target that decoding alone takes; 0: the target can be met
@@ -67,7 +68,7 @@ class Planner:
         step = self._grow_decodes()
         seconds_left = step.seconds_left  # before prefill
         self._note_target(step)
-        if self._encoder is not None and self._encoder.has_work:
+        if self._encoder.has_work:
             step.keep_half()
         self._fill(step)
         drafts: Mapping[int, list[int]] = {}
@@ -78,8 +79,6 @@ class Planner:
     def _plan_texts(self) -> StepPlan | None:
         """Return a step without sequences, as `plan` would: what such a step begins with costs a short text dearly."""
         self.load = StepLoad()
-        if self._encoder is None or not self._encoder.has_work:
-            return None
         encoding = self._encoder.plan(self.load, None, self._clock())
         if not encoding:
             return None
@@ -127,29 +126,42 @@ class Planner:
             pass
 
     def _grow_prefill(self, request: Request, step: StepBudget) -> None:
+        """Add the next chunk of a running request's known tokens, as long as the step and the free pages allow.
+
+        The oldest request takes pages of others for the least chunk that it may have.
+        """
         table, context, images = table_of(request), request.num_computed_tokens, request.spec.images
-        num_tokens, least = min(step.prefill_tokens(context), len(request.token_ids) - context), 1
-        if images:
-            num_tokens = self._with_one_image(images, context, num_tokens)
-        if images and self._whole_images and num_tokens:
-            least = least_whole_chunk(images, context)
-            num_tokens = whole_chunk(images, context, num_tokens) or (least if least <= step.rows_left else 0)
-        if num_tokens and table.max_append() < least and request is self._batch.oldest():
+        wanted = min(step.prefill_tokens(context), len(request.token_ids) - context)
+        fits, least = self._prefill_that_fits(images, context, wanted, step.rows_left)
+        if images_between(images, context, context + wanted):
+            self._has_image = True
+        if fits and table.max_append() < least and request is self._batch.oldest():
             self._make_room(request, least)
-            num_tokens = table.num_tokens - context
         else:
-            num_tokens = min(num_tokens, table.max_append())
-            if self._whole_images:
-                num_tokens = whole_chunk(images, context, num_tokens)
-            self._batch.grow_prefill(request, num_tokens)
+            fits = min(fits, table.max_append())
+            self._batch.grow_prefill(request, whole_chunk(images, context, fits) if self._whole_images else fits)
+        num_tokens = table.num_tokens - context
         if num_tokens > 0:
             step.spend(num_tokens, context)
 
-    def _with_one_image(self, images: Sequence[PlacedImage], first: int, num_tokens: int) -> int:
-        """Return how many of the next tokens the step takes, with those of one image at most for all its requests."""
-        touched, num_allowed = images_between(images, first, first + num_tokens), 0 if self._has_image else 1
-        self._has_image |= bool(touched)
-        return max(0, touched[num_allowed].position - first) if len(touched) > num_allowed else num_tokens
+    def _prefill_that_fits(
+        self, images: Sequence[PlacedImage], context: int, num_tokens: int, rows_left: int
+    ) -> tuple[int, int]:
+        """Return how many of the `num_tokens` tokens after `context` a step may have, and the fewest it may have.
+
+        Only images limit them: the step has one at most. With `whole_images`, a chunk ends inside no image, and the
+        one that it begins with may need more than `num_tokens`, up to `rows_left`.
+        """
+        if not images:
+            return num_tokens, 1
+        touched = images_between(images, context, context + num_tokens)
+        num_allowed = 0 if self._has_image else 1
+        if len(touched) > num_allowed:
+            num_tokens = max(0, touched[num_allowed].position - context)
+        if not num_tokens or not self._whole_images:
+            return num_tokens, 1
+        least = least_whole_chunk(images, context)
+        return whole_chunk(images, context, num_tokens) or (least if least <= rows_left else 0), least
 
     def _admit(self, request: Request, step: StepBudget) -> bool:
         """Admit the first queued request, if slots, tokens, latency and pages allow it, and add its first chunk."""
@@ -209,38 +221,38 @@ class Planner:
     def _assemble(
         self, drafts: Mapping[int, list[int]], step: StepBudget, seconds_left: float | None
     ) -> StepPlan | None:
-        """Return what the tables have grown by; requests that were preempted in this step have no table any more.
+        """Return the step that computes what the tables have grown by, with the encoder's part of it.
 
-        `seconds_left` were left under the latency target after decoding. An image gets half of them.
+        `seconds_left` were left under the latency target after decoding.
         """
+        decodes, prefills = self._rows(drafts)
+        load = self.load
+        encoding = self._encoder.plan(load, step.seconds_left, self._clock())
+        if not decodes and not prefills and not encoding:
+            return None
+        self._num_plans += 1
+        return StepPlan(
+            step_id=self._num_plans,
+            sequences=(*decodes, *prefills),
+            num_decode_rows=load.decode_rows,
+            num_prefill_tokens=load.prefill_tokens,
+            encoder=encoding,
+            images_s=self._image_seconds(seconds_left) if any(row.images for row in prefills) else 0.0,
+            max_forced=self._speculator.max_forced(StepLoad(len(decodes) + len(prefills), 0, load.kv_tokens)),
+        )
+
+    def _rows(self, drafts: Mapping[int, list[int]]) -> tuple[Sequence[ScheduledSequence], Sequence[ScheduledSequence]]:
+        """Return the decode rows and the prefill chunks that the tables have grown by. Set `load` to their load."""
         decodes: list[ScheduledSequence] = []
         prefills: list[ScheduledSequence] = []
         decode_rows = prefill_tokens = kv_tokens = pairs = 0
         decoding = State.DECODE
         for request in self._batch.requests.values():
-            table = table_of(request)
-            first, end = request.num_computed_tokens, table.num_tokens
+            table, first = table_of(request), request.num_computed_tokens
+            end = table.num_tokens
             if first == end:
                 continue
-            tokens = request.token_ids
-            num_samples = int(end == len(tokens))
-            if end > len(tokens):
-                tokens, num_samples = tokens + drafts[request.request_id], end - first
-            images = images_between(request.spec.images, first, end) if request.spec.images else ()
-            row = ScheduledSequence(
-                request.request_id,
-                table.pages,
-                first,
-                tokens[first:end],
-                num_samples,
-                request.spec.sampling,
-                tokens,
-                request.num_prompt_tokens,
-                request.spec.echoed,
-                images,
-                request.spec.prefix_salt if images else b"",
-                request.spec.images,
-            )
+            row = _row_of(request, table, end, drafts)
             if request.state is decoding:
                 decodes.append(row)
                 decode_rows += end - first
@@ -250,18 +262,41 @@ class Planner:
                 prefill_tokens += end - first
                 pairs += chunk_pairs(first, end - first)
         self.load = StepLoad(decode_rows, prefill_tokens, kv_tokens, pairs)
-        encoding = () if self._encoder is None else self._encoder.plan(self.load, step.seconds_left, self._clock())
-        if not decodes and not prefills and not encoding:
-            return None
-        images_s = 0.0
-        if any(row.images for row in prefills):
-            half_s = None if seconds_left is None else seconds_left / 2
-            images_s = seconds_beside(StepLoad(decode_rows, 0, kv_tokens), half_s, self._cost)
-        self._num_plans += 1
-        max_forced = self._speculator.max_forced(StepLoad(len(decodes) + len(prefills), 0, kv_tokens))
-        return StepPlan(
-            self._num_plans, (*decodes, *prefills), decode_rows, prefill_tokens, encoding, images_s, max_forced
-        )
+        return decodes, prefills
+
+    def _image_seconds(self, seconds_left: float | None) -> float:
+        """Return the seconds that images may take: half of those that decoding has left under the latency target."""
+        half_s = None if seconds_left is None else seconds_left / 2
+        return seconds_beside(StepLoad(self.load.decode_rows, 0, self.load.kv_tokens), half_s, self._cost)
+
+
+def _row_of(request: Request, table: PageTable, end: int, drafts: Mapping[int, list[int]]) -> ScheduledSequence:
+    """Return the row that computes a running request's tokens up to `end`, its draft tokens included.
+
+    Rows are made per sequence and step, where keyword arguments would double their cost: the variables have the names
+    of the fields, in their order.
+    """
+    spec, context, first_position = request.spec, request.token_ids, request.num_computed_tokens
+    num_samples = 1 if end == len(context) else 0
+    if end > len(context):
+        context, num_samples = context + drafts[request.request_id], end - first_position
+    prompt_images = spec.images
+    images = images_between(prompt_images, first_position, end) if prompt_images else ()
+    salt = spec.prefix_salt if images else b""
+    return ScheduledSequence(
+        request.request_id,
+        table.pages,
+        first_position,
+        context[first_position:end],
+        num_samples,
+        spec.sampling,
+        context,
+        request.num_prompt_tokens,
+        spec.echoed,
+        images,
+        salt,
+        prompt_images,
+    )
 
 
 def _computed_work(request: Request) -> tuple[int, int]:

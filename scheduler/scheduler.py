@@ -21,7 +21,7 @@ from .admission import AdmissionEstimate, DuplicateRequest, QueueFull, Scheduler
 from .budget import Budget, WaitForecast
 from .committing import Committer
 from .cost import CostModel
-from .encoding import EncoderLimits, EncoderPlanner, EncoderStats
+from .encoding import NO_ENCODER, EncoderLimits, EncoderPlanner, EncoderStats
 from .plan import SampledToken, StepPlan, StepResult
 from .planning import Planner
 from .policy import FirstComeFirstServed, Policy
@@ -75,7 +75,7 @@ class Scheduler:
         *,
         cost: CostModel | None = None,
         policy: Policy[Request] | None = None,
-        encoder: EncoderLimits | None = None,
+        encoder: EncoderLimits = NO_ENCODER,
         encoder_policy: Policy[EncodeRequest] | None = None,
         clock: Callable[[], float] = time.monotonic,
         debug: bool | None = None,
@@ -92,12 +92,17 @@ class Scheduler:
         self._forecast = WaitForecast(self._cost, budget, max_seqs)
         max_samples = min(max_rows, config.max_num_samples or max_seqs)
         self._speculator = Speculator(self._cost, pager.page_size, config.num_speculative_tokens, max_samples)
-        self._encoder: EncoderPlanner | None = None
-        if encoder is not None:
-            order: Policy[EncodeRequest] = FirstComeFirstServed() if encoder_policy is None else encoder_policy
-            self._encoder = EncoderPlanner(encoder, order, self._cost, self._queue.count_encodings)
+        order: Policy[EncodeRequest] = FirstComeFirstServed() if encoder_policy is None else encoder_policy
+        self._encoder = EncoderPlanner(encoder, order, self._cost, self._queue.count_encodings)
         self._planner = Planner(
-            self._batch, self._queue, budget, self._speculator, config, clock, self._cost, self._encoder
+            self._batch,
+            self._queue,
+            budget=budget,
+            speculator=self._speculator,
+            encoder=self._encoder,
+            config=config,
+            cost=self._cost,
+            clock=clock,
         )
         self._committer = Committer(self._batch, self._queue, pager, self._speculator, self._end)
         self._clock = clock
@@ -133,12 +138,13 @@ class Scheduler:
 
     def add_encoding(self, request: EncodeRequest) -> AdmissionEstimate:
         """Queue texts to encode. Raises DuplicateRequest, QueueFull or CannotMeetDeadline, changing nothing."""
-        encoder, now = self._encoder_of(request), self._clock()
+        now = self._clock()
+        self._check_encoding(request)
         if not request.spec.is_continuation:
             self.check_room(request.spec.tenant)
-        estimate = encoder.check_deadline(request, now)
+        estimate = self._encoder.check_deadline(request, now)
         self._arrive(request, now)
-        encoder.add(request)
+        self._encoder.add(request)
         return estimate
 
     def readmit(self, request: Request | EncodeRequest) -> None:
@@ -147,9 +153,9 @@ class Scheduler:
         Raises DuplicateRequest.
         """
         if isinstance(request, EncodeRequest):
-            encoder = self._encoder_of(request)
+            self._check_encoding(request)
             self._arrive(request, self._clock())
-            encoder.add(request)
+            self._encoder.add(request)
             return
         self._prepare((request,))
         self._accept((request,), self._clock())
@@ -165,7 +171,7 @@ class Scheduler:
         if (reason is None) == (error is None):
             raise ValueError("a request ends for a reason or with an error")
         ending = Ending(reason, error)
-        if self._encoder is not None and (encoding := self._encoder.requests.get(request_id)) is not None:
+        if (encoding := self._encoder.requests.get(request_id)) is not None:
             return self._encoder.end(encoding, ending, self._clock())  # at once: it holds nothing of a step
         request = self._requests.get(request_id)
         if request is None:
@@ -207,8 +213,7 @@ class Scheduler:
         if not (plan.num_prefill_tokens or plan.encoder):  # else it may follow an idle time
             self._speculator.note_pause(now - self._committed_at - result.duration_s, result.duration_s)
         self._committed_at = now
-        if self._encoder is not None:
-            updates += self._encoder.commit(result.encoder, now)
+        updates += self._encoder.commit(result.encoder, now)
         self._finish_step()
         return [update for update in updates if update is not None]
 
@@ -221,8 +226,7 @@ class Scheduler:
             request = self._requests.get(row.request_id)
             if request is not None:  # not a beam, which ends with its parent
                 updates.append(self._end(request, self._endings.pop(row.request_id, Ending(error=error))))
-        if self._encoder is not None and self._in_flight.encoder:
-            updates += self._encoder.abandon(error, self._clock())
+        updates += self._encoder.abandon(error, self._clock())
         self._finish_step()
         return updates
 
@@ -233,22 +237,19 @@ class Scheduler:
             self._end(request, self._endings.pop(request.request_id, Ending(error=error)))
             for request in tuple(self._requests.values())
         ]
-        if self._encoder is not None:
-            now, encoder = self._clock(), self._encoder
-            updates += [encoder.end(request, Ending(error=error), now) for request in tuple(encoder.requests.values())]
-        return updates
+        return updates + self._encoder.end_all(error, self._clock())
 
     # State.
 
     @property
     def has_work(self) -> bool:
         """Whether any request has not ended."""
-        return bool(self._requests) or (self._encoder is not None and self._encoder.has_work)
+        return bool(self._requests) or self._encoder.has_work
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue, those to encode included."""
-        return len(self._queue) + (0 if self._encoder is None else self._encoder.stats().waiting)
+        return len(self._queue) + self._encoder.stats().waiting
 
     @property
     def predicted_wait_s(self) -> float | None:
@@ -268,8 +269,7 @@ class Scheduler:
     @property
     def next_deadline(self) -> float | None:
         """The next time at which `expire` has something to do, in seconds of the clock."""
-        num_encodings = 0 if self._encoder is None else len(self._encoder.requests)
-        return self._deadlines.earliest(len(self._requests) + num_encodings)
+        return self._deadlines.earliest(len(self._requests) + len(self._encoder.requests))
 
     def now(self) -> float:
         """Return the time of the clock that deadlines refer to, in seconds."""
@@ -298,21 +298,19 @@ class Scheduler:
             draft_tokens=self._speculator.num_draft_tokens,
             accepted_draft_tokens=self._speculator.num_accepted_tokens,
             steps_over_itl_target=self._planner.num_itl_overruns,
-            encoder=EncoderStats() if self._encoder is None else self._encoder.stats(),
+            encoder=self._encoder.stats(),
         )
 
     # Adding.
 
-    def _encoder_of(self, request: EncodeRequest) -> EncoderPlanner:
-        """Return the encoder's part for a new request."""
-        if self._encoder is None:
+    def _check_encoding(self, request: EncodeRequest) -> None:
+        """Raise DuplicateRequest, or ValueError without an encoder."""
+        if not self._encoder.has_encoder:
             raise ValueError("this scheduler has no encoder")
         self._check_new(request)
-        return self._encoder
 
     def _check_new(self, request: QueuedRequest) -> None:
-        encodings = () if self._encoder is None else self._encoder.requests
-        if request.request_id in self._requests or request.request_id in encodings:
+        if request.request_id in self._requests or request.request_id in self._encoder.requests:
             raise DuplicateRequest(request.request_id)
 
     def _arrive(self, request: QueuedRequest, now: float) -> None:

@@ -13,6 +13,7 @@ import structlog
 
 from ...pager import Pager, SpillFile, SpillUnavailable
 from ...scheduler import (
+    NO_ENCODER,
     Budget,
     CostModel,
     EncoderLimits,
@@ -139,7 +140,7 @@ def build_scheduler(
     config: EngineConfig,
     pager: Pager,
     max_num_samples: int,
-    encoder: EncoderLimits | None = None,
+    encoder: EncoderLimits = NO_ENCODER,
     clock: Callable[[], float] = time.monotonic,
     *,
     whole_images: bool = False,

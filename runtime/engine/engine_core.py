@@ -20,6 +20,7 @@ import structlog
 
 from ...pager import OutOfPages, SpillFile
 from ...scheduler import (
+    NO_ENCODER,
     AdmissionEstimate,
     EncodeRequest,
     EngineLoop,
@@ -78,7 +79,9 @@ class EngineCore:
         self._kv_events = build_kv_events(config, self.pager)
         num_samples = config.max_num_seqs if runner is None else runner.capacity.max_num_samples
         self._whole_images = runner is not None and runner.images is not None and runner.images.spec.whole_images
-        self.scheduler = build_scheduler(config, self.pager, num_samples, encoder, whole_images=self._whole_images)
+        self.scheduler = build_scheduler(
+            config, self.pager, num_samples, encoder or NO_ENCODER, whole_images=self._whole_images
+        )
         self._step_threads = JobThreads(2, "quire-step")  # one may compute masks while the other runs the next step
         self._computing = threading.Lock()  # held while a thread uses a model
         self.grammars = Grammars(model_path(config.model) if runner is None else runner.path)

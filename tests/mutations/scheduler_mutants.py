@@ -641,8 +641,8 @@ MUTANTS = [
     ),
     Mutant(
         PLANNING,
-        "        self.load = StepLoad()\n        if self._encoder is None",
-        "        if self._encoder is None",
+        "        self.load = StepLoad()\n        encoding",
+        "        encoding",
         "texts after sequences get the time that the last sequences took",
         TEXT_STEPS,
     ),

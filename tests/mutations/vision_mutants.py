@@ -211,8 +211,8 @@ MUTANTS = [
     ),
     Mutant(
         PLANNING,
-        "images_between(images, first, first + num_tokens), 0 if self._has_image else 1",
-        "images_between(images, first, first + num_tokens), 1",
+        "num_allowed = 0 if self._has_image else 1",
+        "num_allowed = 1",
         "a step computes the images of several requests and takes as many times as long",
         STEP_TESTS,
     ),

@@ -15,6 +15,7 @@ import pytest
 from quire.pager import Pager
 from quire.pager.layout import first_kept_token
 from quire.scheduler import (
+    NO_ENCODER,
     Budget,
     CostModel,
     EncodeRequest,
@@ -106,7 +107,7 @@ class SchedulerHarness:
         max_chunk: int | None = None,
         cost: CostModel | None = None,
         policy: Policy[Request] | None = None,
-        encoder: EncoderLimits | None = None,
+        encoder: EncoderLimits = NO_ENCODER,
         encoder_policy: Policy[EncodeRequest] | None = None,
         **limits: Any,
     ) -> None:

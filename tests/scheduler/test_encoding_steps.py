@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from quire.scheduler import CostModel, StepResult
+from quire.scheduler import CostModel, EncodedText, EncodeRequest, EncoderStats, EncodeSpec, StepResult
 from quire.scheduler.encoding import NOT_FINITE
 
+from tests.scheduler.conftest import SchedulerHarness
 from tests.scheduler.test_encoding import COST, STAGE_S, EncoderHarness, FakeEncoder
 
 
@@ -142,3 +143,16 @@ def test_a_request_waits_until_all_its_texts_are_in_a_batch():
         counts.append((stats.waiting, stats.running))
         harness.step()
     assert counts == [(2, 0), (1, 1), (1, 1)]
+
+
+def test_a_scheduler_without_an_encoder_refuses_texts_and_plans_none():
+    harness = SchedulerHarness()
+    texts = EncodeRequest(EncodeSpec(1, (EncodedText((1,)),)))
+    for call in (harness.scheduler.add_encoding, harness.scheduler.readmit):
+        with pytest.raises(ValueError, match="this scheduler has no encoder"):
+            call(texts)
+    assert not harness.scheduler.has_work
+    assert harness.scheduler.schedule() is None
+    harness.add(1, [1, 2], max_tokens=1)
+    assert harness.step().encoder == ()
+    assert harness.scheduler.stats().encoder == EncoderStats(waiting=0, running=0, texts=0, tokens=0)

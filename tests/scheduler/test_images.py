@@ -64,6 +64,26 @@ def test_rows_with_images_have_the_salt_that_their_pages_have(make_harness: Any)
     assert [row.salt for row in harness.step().sequences] == [b"a\0b"]
 
 
+def test_a_row_names_all_that_its_computation_depends_on(make_harness: Any) -> None:
+    harness, sampling = make_harness(max_chunk=6), object()
+    harness.add(1, PROMPT[:9], max_tokens=4, images=CATS[:1], tenant="a", sampling=sampling, echoed=(5, 6))
+    (row,) = harness.scheduler.schedule().sequences
+    assert row._asdict() | {"tables": [list(row.tables[0])]} == {
+        "request_id": 1,
+        "tables": [[0, 1]],
+        "first_position": 0,
+        "token_ids": PROMPT[:6],
+        "num_samples": 0,
+        "sampling": sampling,
+        "context": PROMPT[:9],
+        "num_prompt_tokens": 9,
+        "echoed": (5, 6),
+        "images": CATS[:1],
+        "salt": b"a",
+        "prompt_images": CATS[:1],
+    }
+
+
 @pytest.mark.parametrize(
     ("images", "cached"),
     [
