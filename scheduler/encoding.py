@@ -113,7 +113,7 @@ class EncoderPlanner:
         self._count_waiting = count_waiting
         self._waiting_tokens = 0
         self._batch: _Batch | None = None  # that the next step goes on with
-        self._in_flight: list[_Batch] = []  # of the step in flight
+        self._in_flight: list[_Batch] = []  # of the latest step
         self._ratio = 1.0  # measured to predicted time of a stage
         self._rate: float | None = None  # tokens per second; None until a batch has ended
         self._num_texts = 0
@@ -200,13 +200,11 @@ class EncoderPlanner:
             self._learn(batch, result.duration_s)
             if not batch.num_stages_left:
                 updates += self._finish(batch, result.values, now)
-        self._in_flight = []
         return updates
 
     def abandon(self, error: str, now: float) -> list[RequestUpdate]:
         """End all requests of the failed step's batches with `error`."""
-        batches, self._in_flight = self._in_flight, []
-        return [update for batch in batches for update in self._fail(batch, error, now)]
+        return [update for batch in self._in_flight for update in self._fail(batch, error, now)]
 
     # Helpers
 
@@ -296,8 +294,6 @@ class EncoderPlanner:
 
     def _fail(self, batch: _Batch, error: str, now: float) -> list[RequestUpdate]:
         """End all requests of a batch with `error`."""
-        if batch is self._batch:
-            self._batch = None
         requests = dict.fromkeys(each.request for each in batch.texts if each.request.state is not State.ENDED)
         return [self.end(request, Ending(error=error), now) for request in requests]
 

@@ -135,10 +135,6 @@ class Cluster(EnginePool):
         await super().stop()
         self._listener.ended()
 
-    async def close(self) -> None:
-        self._stop_updating()
-        await super().close()
-
     # Hosts that come and go
 
     def _on_member_ended(self) -> None:

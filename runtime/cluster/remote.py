@@ -154,7 +154,6 @@ class HostConnection:
 
     async def kill(self) -> int:
         """Close the link and receive nothing more. Idempotent."""
-        self._pass_on = _ignore
         self.link.abort()
         self._reading.cancel()
         await asyncio.wait([self._reading])
@@ -182,10 +181,6 @@ class HostConnection:
             self.ready.set_result(message)
         else:
             self._pass_on(message)
-
-
-def _ignore(message: FromHost) -> None:
-    """Receive nothing more of a host that was given up."""
 
 
 class HostSource:

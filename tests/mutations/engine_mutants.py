@@ -1220,4 +1220,18 @@ MUTANTS = [
         "a value is generated that is valid under two alternatives of oneOf, one with patternProperties",
         SCHEMA_TESTS,
     ),
+    Mutant(
+        OUTPUT,
+        "self.num_tokens == len(self.request.generated)",
+        "self.num_tokens == 0",
+        "the prefill of a continued output is not reported",
+        OUTPUT_TESTS,
+    ),
+    Mutant(
+        OUTPUT,
+        "logprobs=None if self.params.logprobs is None else _logprobs(tokens),\n            finish_reason=reason,\n            choice=choice",
+        "logprobs=None,\n            finish_reason=reason,\n            choice=choice",
+        "best_of returns no logprobs",
+        OUTPUT_TESTS,
+    ),
 ]

@@ -745,11 +745,10 @@ MUTANTS = [
         TEXT_STEPS,
     ),
     Mutant(
-        ENCODING,
-        "        if batch is self._batch:\n            self._batch = None\n        requests",
-        "        requests",
-        "a failed batch is gone on with",
-        TEXT_STEPS,
-        equivalent="all requests of a failed batch have ended, so the next step drops it",
+        PLANNING,
+        "table.max_append() < least and request is self._batch.oldest()",
+        "table.max_append() < least",
+        "a younger prompt preempts decoding requests for its pages",
+        "tests/scheduler/test_preemption.py",
     ),
 ]

@@ -135,14 +135,36 @@ def test_beside_a_prompt_the_encoder_gets_the_time_that_the_prompt_takes():
 
 def test_a_request_waits_until_all_its_texts_are_in_a_batch():
     harness = EncoderHarness(FakeEncoder(max_rows=2, stage_s=0.05))
-    harness.encode(1, [1, 2])
-    harness.encode(2, [3, 4], [5, 6])
+    estimates = [harness.encode(1, [1, 2]), harness.encode(2, [3, 4], [5, 6])]
     counts = []
     for _ in range(3):
         stats = harness.scheduler.stats().encoder
         counts.append((stats.waiting, stats.running))
         harness.step()
     assert counts == [(2, 0), (1, 1), (1, 1)]
+    estimates.append(harness.encode(3, [7]))
+    assert [estimate.position for estimate in estimates] == [0, 1, 1]
+
+
+def test_a_request_waits_until_its_first_text_is_in_a_batch():
+    harness = EncoderHarness(FakeEncoder(max_rows=1, num_stages=2, stage_s=0.05))
+    harness.step_s = 2.0
+    harness.slowness = 50
+    harness.encode(1, [1], [2])
+    harness.now = 3.0
+    updates = []
+    while (plan := harness.scheduler.schedule()) is not None:
+        updates += harness.commit(plan)
+    (end,) = updates
+    assert end.counters.seconds_in == (3.0, 8.0, 0.0, 0.0, 0.0)  # of four steps: two stages of two batches
+
+
+def test_a_stage_is_made_for_as_many_texts_as_the_rows_of_a_batch_allow():
+    """Two texts of 4 tokens fit, and five stages of both fit the step: a third text would leave time for four only."""
+    harness = EncoderHarness(FakeEncoder(max_rows=10, num_stages=5, stage_s=0.00124))
+    harness.encode(1, [1] * 4, [2] * 4, [3] * 2)
+    harness.run()
+    assert [len(batch) for batch in harness.batches] == [2, 1]
 
 
 def test_a_scheduler_without_an_encoder_refuses_texts_and_plans_none():

@@ -148,6 +148,18 @@ def test_the_oldest_prefill_makes_room_for_itself(make_harness: MakeHarness, exp
     assert harness.ended == {1: "length", 2: "length"}
 
 
+def test_a_younger_prefill_waits_for_pages_and_preempts_nothing(make_harness: MakeHarness, expected: Expected) -> None:
+    harness = make_harness(num_pages=8, max_chunk=1, enable_prefix_caching=False)
+    prompts = {1: [1] * 4, 2: [2] * 4, 3: [3] * 16}
+    for request_id, prompt in prompts.items():
+        harness.add(request_id, prompt, max_tokens=12)
+    while len(harness.step().sequences) == 3:
+        assert harness.scheduler.stats().preemptions == 0
+    assert states(harness) == {1: "DECODE", 2: "DECODE", 3: "PREFILL"}
+    harness.run()
+    assert harness.outputs == {request_id: expected(prompt, 12) for request_id, prompt in prompts.items()}
+
+
 def test_a_pool_for_one_request_serves_many_in_turn(make_harness: MakeHarness, expected: Expected) -> None:
     harness = make_harness(num_pages=4)
     for request_id in range(6):

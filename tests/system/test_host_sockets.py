@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
+import structlog
 from quire.runtime.client.tls import tls_context
 from quire.runtime.cluster import Credentials, EngineHost
 from quire.runtime.cluster.greeting import HELLO_BYTES
@@ -16,10 +19,11 @@ from quire.runtime.cluster.host import CONNECTION_LIMITS
 from quire.runtime.cluster.host_link import FromHost, HostLeaving, HostReady, HostRestarting
 from quire.runtime.cluster.members import Member
 from quire.runtime.cluster.remote import HostConnection
-from quire.runtime.common.errors import QuireError, TLSError, Unauthenticated, Unavailable
+from quire.runtime.common.errors import ProtocolError, QuireError, TLSError, Unauthenticated, Unavailable
 from quire.runtime.net.address import TCPAddress
 from quire.runtime.net.listen import listen_tcp
 from quire.runtime.net.tls import TLS
+from quire.runtime.protocol.framing import with_prefix
 from quire.runtime.workers.engine_link import DropRequest
 
 from tests.runtime.cluster.test_host import FakePool
@@ -177,6 +181,59 @@ async def test_a_host_that_breaks_the_protocol_is_named_with_the_reason() -> Non
             await connection.closed.wait()
         assert "introduces itself once" in str(connection.problem)
         await connection.kill()
+
+
+async def test_only_peers_that_say_something_wrong_are_logged_as_warnings() -> None:
+    """Health probes of a load balancer connect and close."""
+    async with listening_host() as (_, member):
+        with structlog.testing.capture_logs() as log:
+            for said in (b"", b"GET / HTTP/1.1\r\n"):
+                reader, writer = await asyncio.open_connection(member.address.host, member.address.port)
+                writer.write(said)
+                writer.write_eof()
+                async with asyncio.timeout(30):
+                    assert len(await reader.read()) == HELLO_BYTES
+                writer.close()
+    refused = [line["log_level"] for line in log if line["event"] == "connection refused"]
+    assert [level for level in refused if level != "debug"] == ["warning"]
+
+
+async def test_a_connection_to_another_server_is_closed_and_the_error_names_its_address() -> None:
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\0" * HELLO_BYTES)
+        with contextlib.suppress(ConnectionResetError):
+            await reader.read()
+        writer.close()
+        closed.set()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        address = TCPAddress(*server.sockets[0].getsockname())
+        with pytest.raises(ProtocolError, match=f"^engine host {address}: the peer is no engine host") as refusal:
+            await connect(Member(address, "localhost"))
+        async with asyncio.timeout(10):
+            await closed.wait()
+        assert refusal.value.__traceback__ is not None  # which refers to the connection: nothing else has closed it
+
+
+async def test_the_secret_of_a_host_alone_is_used_instead_of_that_of_all() -> None:
+    async with listening_host() as (_, member):
+        connection = await connect(member._replace(secret=SECRET), b"that of all other hosts")
+        await connection.kill()
+
+
+async def test_nothing_is_received_from_a_host_that_was_given_up() -> None:
+    async with listening_host() as (_, member):
+        received: list[FromHost] = []
+        connection = await HostConnection.open(member, Credentials(SECRET), received.append, lambda _: None)
+        async with asyncio.timeout(30):
+            await connection.ready
+        leaving = with_prefix(msgspec.msgpack.encode(HostLeaving()))
+        connection.link.data_received(leaving)
+        await connection.kill()
+        connection.link.data_received(leaving)
+        assert received == [HostLeaving()]
 
 
 async def test_garbage_after_the_greeting_ends_its_link_only() -> None:

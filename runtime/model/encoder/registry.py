@@ -39,7 +39,7 @@ CLASSIFIER = "ForSequenceClassification"
 CAUSAL = "ForCausalLM"
 BIDIRECTIONAL = "use_bidirectional_attention"  # of EmbeddingGemma
 MAX_LABELS = 1 << 16
-PAD_TOKENS = {"gemma2": 0, "gemma3": 0, "olmo2": 1, "phi3": 32_000, "smollm3": 128_004}  # of transformers' configs
+PAD_TOKENS = {"gemma2": 0, "gemma3": 0, "phi3": 32_000, "smollm3": 128_004}  # of transformers' configs
 MULTI_LABEL = "multi_label_classification"
 
 
@@ -134,8 +134,6 @@ def _body(config: ConfigTable) -> tuple[BertSpec | DecoderSpec, EncoderFamily | 
         raise UnsupportedModel(
             f"{CONFIG_FILE}: architectures[0] is {name:.80}; it must be one of {', '.join(known)}, or that of a decoder"
         )
-    if not config.flag("is_causal", True):
-        raise config.refused("is_causal", "true or absent: decoders attend causally")
     spec = _bidirectional(config, family) if config.flag(BIDIRECTIONAL, False) else family.read(config)
     if spec.sinks or spec.attention_softcap or spec.qk_norm_rows:
         raise UnsupportedModel(

@@ -135,6 +135,20 @@ async def test_a_request_that_was_not_answered_is_asked_elsewhere(cluster: Clust
     assert cluster.hosts[f"{second}:1"].num_requests == 1
 
 
+async def test_without_another_host_a_request_that_was_not_answered_is_asked_again(
+    hosts: FakeHosts, listener: FakeListener
+) -> None:
+    async with connected(listener, "a") as cluster:
+        hosts["a"].answers_adds = False
+        adding = asyncio.create_task(cluster.add(new_requests(1)))
+        await asyncio.sleep(0.01)
+        assert hosts["a"].sent_ids() == [1]
+        hosts["a"].exit(0)
+        async with asyncio.timeout(20):
+            assert await adding == ESTIMATE
+        assert hosts["a"].sent_ids() == [1], "a link is new"
+
+
 async def test_without_another_host_requests_wait_for_the_lost_one(hosts: FakeHosts, listener: FakeListener) -> None:
     async with connected(listener, "a") as cluster:
         await added(cluster, hosts, 1)

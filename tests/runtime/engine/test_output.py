@@ -228,6 +228,10 @@ def test_an_output_names_what_the_request_ended_it_with(params: Any, reason: str
 def test_the_logprobs_of_a_chunk_have_those_of_other_tokens() -> None:
     (chunk,) = published(output_with(logprobs=1), [1])
     assert chunk.logprobs == (TokenLogprobs(IDS[0], -0.5, ((IDS[0], -0.5),)),)
+    best = output_with(2, n=1, best_of=2, logprobs=1)
+    assert published(best, [1], sequence=1) == []
+    (whole,) = published(best, [1])
+    assert whole.logprobs == chunk.logprobs
 
 
 def test_a_beam_may_end_within_a_character() -> None:
@@ -247,6 +251,16 @@ def test_the_first_sequence_reports_the_prefill_until_it_has_a_token() -> None:
     assert [each.is_first_to_prefill() for each in output.sequences] == [True, False]
     published(output, [1], None)
     assert [each.is_first_to_prefill() for each in output.sequences] == [False, False]
+
+
+def test_a_continued_sequence_reports_the_prefill_until_it_has_a_token_of_its_own() -> None:
+    output = output_with()
+    (sequence,) = output.sequences
+    sequence.request = Request(RequestSpec(0, (1, 2, 3), max_tokens=len(IDS)), IDS[:2])
+    sequence.num_tokens = 2
+    assert sequence.is_first_to_prefill()
+    output.take(sequence, RequestUpdate(0, (sampled(2),), None))
+    assert not sequence.is_first_to_prefill()
 
 
 def test_usage_counts_no_more_cached_tokens_than_the_prompt_has() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -37,12 +39,14 @@ from quire.runtime.engine.embedding.embedder import (
     CHARACTERS_PER_TOKEN,
     CHUNK_CHARACTERS,
     CHUNK_TEXTS,
+    Embedder,
+    EmbeddingStream,
 )
 from quire.runtime.engine.embedding.vectors import activated, cosines, probabilities, shortened
 from quire.runtime.engine.fair_executor import FairExecutor
 from quire.runtime.engine.validator import MAX_INPUTS
 from quire.runtime.model.runner import ModelRunner, load_model
-from quire.scheduler import EncodedText
+from quire.scheduler import AdmissionEstimate, EncodedText, RequestUpdate
 
 from ..fake_encoder import ENCODER_INFO, FAILING_TOKEN, MAX_MODEL_LEN, NAN_TOKEN, FakeEncoder, FakeTexts, vector
 
@@ -170,6 +174,15 @@ async def test_shortened_vectors_of_a_model_that_does_not_normalise_keep_their_v
     assert np.array_equal(short, vector(ids("abc"))[:2])
 
 
+async def test_a_prompt_may_have_an_empty_name() -> None:
+    encoder = FakeEncoder(
+        msgspec.structs.replace(ENCODER_INFO, prompts={"": "e: ", "document": "d: "}, default_prompt="document")
+    )
+    async with running(encoder) as engine:
+        await values_of(engine, embed("a", prompt_name=""))
+    assert encoder.batches[0][0].token_ids == ids("e: a")
+
+
 async def test_prompts_go_before_texts_and_not_before_ids() -> None:
     encoder = FakeEncoder()
     async with running(encoder) as engine:
@@ -264,6 +277,13 @@ def test_extreme_values_have_scores() -> None:
     assert probabilities(np.float32([[1e30, 0, -1e30]]), three).tolist() == [[1.0, 0.0, 0.0]]
     assert activated(np.float32([[-1e30], [0], [1e30]]), "sigmoid").tolist() == [[pytest.approx(0.0)], [0.5], [1.0]]
     assert cosines(np.ones(2, np.float32), np.zeros((1, 2), np.float32)).tolist() == [[0.0]]
+
+
+def test_probabilities_have_the_bits_of_the_exact_sum() -> None:
+    """The weights of 2,000 unlikely labels are lost one by one beside that of a likely one, but change a bit."""
+    info = msgspec.structs.replace(ENCODER_INFO, labels=tuple(map(str, range(2002))))
+    row = np.float32([[0.0, -0.20036832988262177, *[-37.4] * 2000]])
+    assert probabilities(row, info)[0, 1] == np.float32(0.45007482171058655)
 
 
 async def test_all_chunks_of_a_request_have_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,6 +432,13 @@ async def test_a_text_that_is_far_too_long_is_not_tokenized(monkeypatch: pytest.
         assert np.array_equal(cut, vector(ids("xxx")))
 
 
+async def test_a_text_of_as_many_characters_as_are_tokenized_is_measured_in_tokens() -> None:
+    most = MAX_MODEL_LEN * CHARACTERS_PER_TOKEN
+    async with running() as engine:
+        with pytest.raises(ContextLengthExceeded, match=f"has {most} tokens, the limit of this model is 32"):
+            await engine.embed(embed("x" * most))
+
+
 async def test_pairs_are_as_long_as_texts_at_most() -> None:
     most = MAX_MODEL_LEN * CHARACTERS_PER_TOKEN
     long = "x" * (most + 1)
@@ -530,6 +557,86 @@ async def test_a_text_without_tokens_is_refused_and_no_drain_waits_for_it(monkey
             await engine.embed(embed(" "))
         async with asyncio.timeout(60):
             await engine.drain()
+
+
+class HeldCore:
+    """A core that accepts encode requests while `may_accept` is set, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.may_accept = asyncio.Event()
+        self.may_accept.set()
+        self.added: list[int] = []  # ids
+        self.dropped: list[int] = []
+
+    def check_room(self, tenant: str, count: int) -> None:
+        pass
+
+    async def add_encoding(self, request: Any) -> AdmissionEstimate:
+        self.added.append(request.request_id)
+        await self.may_accept.wait()
+        return AdmissionEstimate(0, 0, 0)
+
+    def drop(self, request_id: int, error: str) -> None:
+        self.dropped.append(request_id)
+
+
+def held_embedder() -> tuple[Embedder, HeldCore]:
+    core = HeldCore()
+    embedder = Embedder(core, ENCODER_INFO, FakeTexts(), None, itertools.count().__next__)  # type: ignore[arg-type]
+    return embedder, core
+
+
+@pytest.mark.parametrize("end", ["update", "failure", "end of the core"])
+async def test_whatever_ends_a_request_after_the_engine_was_closed_it_is_unavailable(end: str) -> None:
+    embedder, core = held_embedder()
+    stream = await embedder.accept(embed((5,)))
+    embedder.close()
+    if end == "update":
+        embedder.take(RequestUpdate(0, (), error="closed"))
+    elif end == "failure":
+        embedder.fail(0, GenerationFailed("the engine crashed"))
+    else:
+        embedder.fail_all()
+    with pytest.raises(Unavailable, match="the engine was closed before this request ended"):
+        [chunk async for chunk in stream]
+    with pytest.raises(Unavailable, match="the engine was closed before this request ended"):
+        await embedder.accept(embed((5,)))
+    assert core.added == [0]
+
+
+async def test_a_request_whose_caller_leaves_before_the_core_answers_is_dropped_there() -> None:
+    embedder, core = held_embedder()
+    core.may_accept.clear()
+    accepting = asyncio.create_task(embedder.accept(embed((5,))))
+    while not core.added:
+        await asyncio.sleep(0)
+    accepting.cancel()
+    await asyncio.wait([accepting])
+    assert core.dropped == core.added
+    async with asyncio.timeout(60):
+        await embedder.drain()
+
+
+async def test_the_error_of_a_second_chunk_is_not_logged_after_that_of_the_first() -> None:
+    embedder, core = held_embedder()
+    problems: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context["message"]))
+    accepted = await embedder.accept(embed(*[(5,)] * (CHUNK_TEXTS + 1)))
+
+    async def read(stream: EmbeddingStream) -> None:
+        with pytest.raises(GenerationFailed, match="first"):
+            [chunk async for chunk in stream]
+
+    reading = asyncio.create_task(read(accepted))
+    while len(core.added) < 2:
+        await asyncio.sleep(0)
+    embedder.fail(0, GenerationFailed("first"))
+    embedder.fail(1, GenerationFailed("second"))
+    await reading
+    del reading, accepted
+    gc.collect()
+    await asyncio.sleep(0)
+    assert problems == []
 
 
 async def test_draining_waits_for_all_chunks_and_refuses_new_requests() -> None:

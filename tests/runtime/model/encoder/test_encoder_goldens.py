@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from quire.kernels import supported_levels
-from quire.runtime.model.encoder import ENCODERS, pack_encoder
+from quire.kernels.ops import BIAS_PADDING
+from quire.runtime.model.encoder import ENCODERS, pack_encoder, plan_encoder_memory, read_encoder
+from quire.runtime.model.encoder.weights import BertWeights
 from quire.runtime.model.runner.encoder_runner import EncoderRunner
 from quire.scheduler import EncodedText
 
@@ -56,6 +59,19 @@ def test_rounded_weights_are_close(golden: Golden, weights: str) -> None:
 def test_q4_runs() -> None:
     golden = read_golden("bert")
     assert cosines(run(load(golden.folder, weights="q4"), golden.encoded), golden).min() > 0.9
+
+
+def test_with_q4_the_words_are_q8() -> None:
+    body = pack_encoder(FOLDER / "bert", "q4").weights.body
+    assert isinstance(body, BertWeights)
+    assert (body.words.dtype, {layer.qkv.dtype for layer in body.layers}) == ("q8", {"q4"})
+
+
+def test_the_plan_has_the_bias_of_scores_that_is_made() -> None:
+    """Both sides of 60 tokens, for each of 2 heads, and what a kernel may read beyond them."""
+    spec = replace(read_encoder(FOLDER / "mpnet"), max_model_len=60)
+    plan = plan_encoder_memory(spec, weights="f32", max_rows=60, max_texts=1, workers=1)
+    assert plan.position_bytes == 4 * 2 * (119 + BIAS_PADDING)
 
 
 @pytest.mark.parametrize("weights", ["f32", "q8"])

@@ -78,6 +78,12 @@ def test_what_a_folder_of_sentence_transformers_means() -> None:
     assert read_encoder(FOLDER / "qwen3").pooling == "last"
 
 
+def test_dimensions_that_a_model_was_trained_for_are_in_order_and_each_once(encoder_folder: Copy) -> None:
+    assert read_encoder(FOLDER / "bert").matryoshka == ()
+    folder = encoder_folder("bert", edited(matryoshka_dimensions=[40, 8, 16, 8]))
+    assert read_encoder(folder).matryoshka == (8, 16, 40)
+
+
 def test_texts_are_never_longer_than_the_positions(encoder_folder: Copy) -> None:
     folder = encoder_folder("bert", edited(max_seq_length=201), "sentence_bert_config.json")
     assert read_encoder(folder).max_model_len == 200  # positions of config.json
@@ -102,6 +108,21 @@ def test_heads_for_scores() -> None:
         "qwen3_scores": (2, "identity"),
         "xlm_roberta_scores": (1, "sigmoid"),
     }
+
+
+@pytest.mark.parametrize(("name", "token"), [("gemma3", 0), ("phi3", 32_000), ("smollm3", 128_004), ("qwen3", None)])
+def test_a_decoder_that_classifies_pads_with_the_token_that_transformers_assumes(
+    decoder_with_modules: Callable[[str], Path], name: str, token: int | None
+) -> None:
+    folder = decoder_with_modules(name)
+    (folder / "modules.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    family = config["architectures"][0].removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+    config = {**config, "architectures": [f"{family}ForSequenceClassification"]}
+    for own, expected in ({}, token), ({"pad_token_id": 7}, 7), ({"pad_token_id": None}, None):
+        rest = {key: value for key, value in config.items() if key != "pad_token_id"}
+        (folder / "config.json").write_text(json.dumps({**rest, **own}))
+        assert read_encoder(folder).pad_token_id == expected
 
 
 def test_one_label_is_a_probability_unless_a_file_says_otherwise(tmp_path: Path) -> None:
