@@ -1,6 +1,7 @@
-// What threads write has its own cache line. A waiting thread spins for some tens of microseconds, about as long as one
-// op takes, and then sleeps on a futex. Nothing waits for a thread to wake up or to get a core back, unless it was
-// computing an item when it lost it.
+// The threads of the pool: how they wait, sleep and take items. Words that different threads write lie in cache lines of
+// their own. A waiting thread spins for some tens of microseconds, about as long as one op takes, and then sleeps on a
+// futex. No call waits for a thread to wake up or to get a core back, unless the thread was computing an item when it
+// lost the core.
 #define _GNU_SOURCE
 #include "pool.h"
 

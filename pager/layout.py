@@ -3,7 +3,7 @@
 One page holds `page_size` tokens of one layer group: up to `page_layers` layers that share an attention window. The
 memory is `[slot][page][kv_head]{K, V}`, where a layer's slot is its index in its group. Pages of all groups have the
 same size and come from one pool. If all layers share a window there is one group, and a slot is a layer. K and V are
-stored in the layout of weight tiles (ARCHITECTURE.md, Tiles and pages), so a page is a packed weight of
+stored in the layout of weight tiles (kernels/DESIGN.md, Tiles and pages), so a page is a packed weight of
 2 * page_size * padded_head_dim elements per head.
 """
 

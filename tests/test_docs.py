@@ -9,12 +9,15 @@ import re
 import select
 import subprocess
 import sys
+import urllib.request
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import quire
 from quire.runtime.model import describe_sizes
 
+from docs import files
 from tests.bench import many_cores
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,16 +54,18 @@ QWEN3_06B = {  # the only file of a model folder that `quire plan` reads
 
 @pytest.fixture(scope="module")
 def addresses():
-    """Start a server with the bundled model on free ports; yield its address and the URL of its HTTP API."""
+    """Start a server with the bundled model on free ports; yield its address, and the URLs of HTTP API and metrics."""
     ports = ("--port", "0", "--operator-port", "0", "--openai-port", "0")
-    command = [*quire_command(), "serve", *ports, "--threads", "1", "--tool-call-parser", "hermes"]
+    dtypes = ("--weights", "q8", "--kv-cache-dtype", "int8")  # the tutorial's; the same text on every processor
+    command = [*quire_command(), "serve", *ports, *dtypes, "--threads", "1", "--tool-call-parser", "hermes"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=ENVIRONMENT, text=True
     ) as server:
         try:
             assert select.select([server.stdout], [], [], 60)[0], "the server printed nothing"
             ready = server.stdout.readline()
-            yield re.search(r"clients (\S+) .* api (\S+)", ready).groups()
+            client, metrics, api = re.search(r"clients (\S+) +metrics (\S+) +api (\S+)", ready).groups()
+            yield client, api, metrics
         finally:
             server.terminate()
 
@@ -88,7 +93,7 @@ def test_a_command_prints_the_output_that_its_page_shows(line, tmp_path):
 
 
 def test_the_sizes_table_matches_the_code():
-    assert f"```\n{describe_sizes()}\n```" in page("kv-cache.md")
+    assert f"```\n{describe_sizes()}\n```" in page("planning.md")
 
 
 def test_the_sizes_table_contains_well_known_figures():
@@ -96,12 +101,16 @@ def test_the_sizes_table_contains_well_known_figures():
     assert "234,881,024    224 MiB" in rows["Qwen3-0.6B"]
     assert "196 MiB" in rows["Gemma-3-4B"]
     assert "544 MiB" in rows["  were all full"]
-    assert "896 MiB for Gemma-3-4B" in page("kv-cache.md")
+    assert "896 MiB for Gemma-3-4B" in page("planning.md")
 
 
-def test_the_tables_of_many_cores_are_those_of_the_model():
-    for table in many_cores.tables():
-        assert table in page("many-cores.md")
+def test_the_tables_of_many_cores_have_a_row_per_model_or_number_of_threads():
+    assert [table.count("\n") - 1 for table in many_cores.tables()] == [7, 7, 7, 8, 3]
+
+
+def test_the_advice_for_many_cores_follows_from_the_model():
+    threads = {row.split(" | ")[0]: row.split(" | ")[2] for row in many_cores.tables()[3].splitlines()[2:]}
+    assert max(threads.values(), key=int) == threads["| 16"]  # tokens per second of one user of a 0.6 B model
 
 
 def test_the_api_reference_lists_every_public_name():
@@ -109,8 +118,58 @@ def test_the_api_reference_lists_every_public_name():
     assert sorted(listed) == sorted(quire.__all__)
 
 
-def test_the_readme_is_short():
-    assert len(README.split()) <= 900
+@pytest.mark.parametrize(("document", "words"), [("README.md", 900), ("ARCHITECTURE.md", 3500), ("CHANGELOG.md", 700)])
+def test_a_document_is_short(document, words):
+    assert len((ROOT / document).read_text("utf-8").split()) <= words
+
+
+def test_the_documentation_has_few_pages_and_each_is_in_the_table_of_contents():
+    pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in PAGES[1:]}
+    assert len(pages) <= 18
+    listed = re.findall(r"```{toctree}\n(?::[^\n]*\n)+\n(.*?)```", page("index.md"), re.S)
+    assert sorted("\n".join(listed).split()) == sorted(pages - {"index"})
+
+
+def test_the_answer_in_the_tutorial_is_the_answer_of_a_server(addresses):
+    command, shown = command_and_output("curl http://127.0.0.1:8000/v1/completions")
+    body = re.search(r"-d '(.*)'", command)[1]
+    request = urllib.request.Request(f"{addresses[1]}/completions", body.encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        given = json.load(answer)
+    expected = json.loads(shown)
+    assert given["choices"] == expected["choices"]
+    assert given["usage"]["timings"].keys() == expected["usage"]["timings"].keys()
+    for usage in (given["usage"], expected["usage"]):
+        del usage["timings"], usage["prompt_tokens_details"]  # another test may have sent the prompt before
+    assert given["usage"] == expected["usage"]
+    assert given.keys() == expected.keys()
+
+
+def test_every_metric_that_the_tutorial_shows_is_exposed(addresses):
+    command, shown = command_and_output("curl -s http://127.0.0.1:7071/metrics")
+    with urllib.request.urlopen(addresses[2], timeout=60) as answer:
+        exposed = answer.read().decode()
+    names = re.findall(r"^quire_\S+(?= )", shown, re.M)
+    assert len(names) == 6
+    for name in names:
+        assert f"\n{name} " in exposed, name
+    pattern = re.search(r"grep -E '(.*)'", command)[1]
+    assert all(re.match(pattern, name) for name in names)
+
+
+def test_the_first_sentence_of_every_file_of_code_is_found():
+    listed = dict(files.code_files())
+    code = {path.relative_to(ROOT).as_posix() for path in files.code_paths() if path.name != "__init__.py"}
+    assert code - set(listed) == set()
+    assert listed["pager/pool.py"] == (
+        "The page pool: reference counts, the free list, and unowned pages whose content can still be found."
+    )
+    assert listed["kernels/sample.pyx"] == (
+        "Sampling: a token from each row of logits, as a pure function of (logits, parameters, seed, position)."
+    )
+    assert listed["kernels/simd/experts.c"] == (
+        "Mixtures of experts: the choice of a row's experts, and the weighted sum of their results."
+    )
 
 
 def test_the_documentation_builds_without_warnings(tmp_path):
@@ -127,7 +186,8 @@ def test_every_command_in_the_documents_exists():
     assert named | shown <= known
 
 
-LINKED = [*PAGES, *(ROOT / name for name in ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "deploy/README.md"))]
+DOCUMENTS = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "kernels/DESIGN.md", "deploy/README.md")
+LINKED = [*PAGES, *(ROOT / name for name in DOCUMENTS)]
 
 
 @pytest.mark.parametrize("document", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
@@ -136,7 +196,7 @@ def test_every_link_in_a_document_has_a_target(document):
         assert (document.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "kernels/DESIGN.md"])
 def test_every_file_named_in_a_document_exists(document):
     text = (ROOT / document).read_text("utf-8")
     named = set(re.findall(r"`((?:deploy|docs|kernels|pager|scheduler|runtime|tests)/[\w./-]*)`", text))
@@ -145,7 +205,9 @@ def test_every_file_named_in_a_document_exists(document):
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize(("document", "at_least"), [("ARCHITECTURE.md", 50), ("CONTRIBUTING.md", 30)])
+@pytest.mark.parametrize(
+    ("document", "at_least"), [("ARCHITECTURE.md", 50), ("CONTRIBUTING.md", 30), ("kernels/DESIGN.md", 50)]
+)
 def test_every_name_in_a_document_is_in_the_code(document, at_least):
     text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text("utf-8"), flags=re.M | re.S)
     named = {name.split(".")[-1] for name in re.findall(r"`([A-Za-z_]\w+(?:\.\w+)*)`", text)}
@@ -175,6 +237,14 @@ def page(name):
 
 def run(*command, cwd=None):
     return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+
+
+def command_and_output(begin):
+    """Return the only command block that begins so, and the block that follows it on its page."""
+    ((command, shown),) = [
+        (command, shown) for (_, command), (_, shown) in pairwise(BLOCKS) if command.startswith(begin)
+    ]
+    return command, shown
 
 
 def block_after(line):

@@ -1,4 +1,4 @@
-"""The table of KV cache sizes of well-known models, which docs/kv-cache.md shows.
+"""The table of KV cache sizes of well-known models, which docs/planning.md shows.
 
 This file has the models' published shapes only; the bytes are computed by `KVLayout`.
 """

@@ -1,4 +1,4 @@
-"""Print the tables of docs/many-cores.md from the cost model in `runtime/tools/simulation`. Nothing is measured."""
+"""Print what the cost model in `runtime/tools/simulation` says of 2 to 128 threads, as tables. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def tables() -> Sequence[str]:
-    """Return the tables of the page in its order."""
+    """Return the tables, the busy share of each layer first."""
     return [blocks_table(), finer_table(), waiting_table(), speed_table(), engines_table()]
 
 

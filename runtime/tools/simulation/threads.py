@@ -1,7 +1,12 @@
-"""What a number of threads does to a step: waking, waiting for the end of an op, and threads that have nothing to do.
+"""The cost of more threads in a step: waking, waiting for the end of an op, and threads that have nothing to do.
 
 Two threads were measured (tests/bench/LOG.md); more are computed from published times for moving a cache line between
-two cores. docs/many-cores.md has the model and its tables.
+two cores (github.com/nviennot/core-to-core-latency). Sockets are one constant apart: a line crosses them in 108-197 ns.
+docs/many-cores.md says which settings follow, tests/bench/many_cores.py prints tables of the model.
+
+Not counted: the counter from which threads take units of attention (one moved cache line per unit); items that a second
+thread computes again, in case the first one has lost its core; threads that fall asleep in the middle of a step, after
+some 30 us without work; the sampler; other processes.
 """
 
 from __future__ import annotations

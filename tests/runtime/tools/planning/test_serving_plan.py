@@ -120,7 +120,7 @@ def test_lengths_grow_up_to_the_longest(longest: int, lengths: list[int]) -> Non
 
 
 def test_speeds_are_those_measured_on_the_machine_of_the_profile(profile: Path) -> None:
-    """The measured figures are those of tests/runtime/tools/simulation/test_cost.py and docs/performance.md."""
+    """The measured figures are those of tests/runtime/tools/simulation/test_cost.py and docs/planning.md."""
     target = PlanTarget(profile=profile, shapes="1x128,8x128,32x128,1x40000")
     plan = planned(target, weights="q8", kv_cache_dtype="int8", kv_cache_memory=GIB)
     one, eight, many, too_long = plan.speeds[0]
