@@ -240,7 +240,7 @@ cdef class Binder:
     cdef _add_route(self, Record *record, op):
         cdef RouteOp *route = &record.op.route
         record.kind = ROUTE
-        route.routing, route.normalised = self.regions.tables(op.routing), op.normalised
+        route.routing, route.normalized = self.regions.tables(op.routing), op.normalized
         route.logits = self.regions.value(op.logits, op.routing.num_experts, "f32", self.max_rows)
 
     cdef _add_dispatch(self, Record *record, op):

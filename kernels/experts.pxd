@@ -16,7 +16,7 @@ cdef struct RoutingTables:          # of a `Routing`
 cdef struct RouteOp:
     Value logits
     RoutingTables routing
-    bint normalised
+    bint normalized
 
 cdef struct DispatchOp:
     Value input

@@ -22,7 +22,7 @@ cdef int64_t run_route(const RouteOp *op, const Step *step, const quire_tiles *t
     cdef const RoutingTables *to = &op.routing
     while row < step.rows:
         tiles.route(<const float *>op.logits.rows.data + row * op.logits.rows.width, to.num_experts, to.top_k,
-                    op.normalised, to.places + row * to.places_width, to.weights + row * to.weights_width)
+                    op.normalized, to.places + row * to.places_width, to.weights + row * to.weights_width)
         computed += 1
         row = quire_next_index(counter)
     return computed

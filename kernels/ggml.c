@@ -178,7 +178,7 @@ float quire_top(const float *w, int64_t n) {
   return vf_reduce_max(top);
 }
 
-void quire_quantise_q8(const float *w, int64_t n, float top, uint8_t *at, uint16_t *scale) {
+void quire_quantize_q8(const float *w, int64_t n, float top, uint8_t *at, uint16_t *scale) {
   float x[32] = {0};
   memcpy(x, w, (size_t)n * sizeof *w);
   const vf half[2] = {vf_load(x), vf_load(x + 16)};
@@ -270,7 +270,7 @@ void quire_ggml_pack(int type, const uint8_t *blocks, int64_t stride, int64_t ro
     }
 }
 
-void quire_ggml_requantise(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane, uint8_t *panel,
+void quire_ggml_requantize(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane, uint8_t *panel,
                            uint16_t *scales) {
   const int64_t weights = quire_ggml_weights(type), nbytes = quire_ggml_bytes(type);
   float w[256];
@@ -280,7 +280,7 @@ void quire_ggml_requantise(int type, const uint8_t *blocks, int64_t stride, int6
       quire_ggml_widen(type, blocks + row * stride + b * nbytes, 1, w);
       for (int64_t k = 0; k < weights; k += 32) {
         const int64_t at = (b * weights + k) * 16;
-        quire_quantise_q8(w + k, 32, quire_top(w + k, 32), panel + at + column * 4, scales + at / 32 + column);
+        quire_quantize_q8(w + k, 32, quire_top(w + k, 32), panel + at + column * 4, scales + at / 32 + column);
       }
     }
 }

@@ -134,14 +134,14 @@ cdef extern from "simd/tiles.h" nogil:
         void (*to_bf16)(const float *x, int64_t n, uint16_t *out) noexcept nogil
         void (*unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane,
                               float *out) noexcept nogil
-        void (*quantise_q4)(const float *w, uint16_t *scales, void *block) noexcept nogil
+        void (*quantize_q4)(const float *w, uint16_t *scales, void *block) noexcept nogil
         void (*block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *maxima,
                              int64_t maxima_stride) noexcept nogil
         int64_t (*argmax)(const float *x, int64_t n, float *max) noexcept nogil
         double (*sum_exp)(const float *x, int64_t n, float shift) noexcept nogil
         void (*exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out) noexcept nogil
         void (*set_forbidden)(const int32_t *mask, int64_t words, float value, float *x) noexcept nogil
-        void (*route)(const float *logits, int64_t experts, int64_t chosen, bint normalised, int32_t *indices,
+        void (*route)(const float *logits, int64_t experts, int64_t chosen, bint normalized, int32_t *indices,
                       float *weights) noexcept nogil
         void (*combine)(const float *y, int64_t stride, const int32_t *places, const float *weights, int64_t chosen,
                         int64_t columns, float *out) noexcept nogil

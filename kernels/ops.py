@@ -356,13 +356,13 @@ def max_groups(tokens: int, num_experts: int, top_k: int) -> int:
 class RouteRows:
     """Choose the `top_k` experts with the largest logits for each row; of equal logits, that of the lower index wins.
 
-    The weight of a chosen expert is its softmax over the chosen experts, or over all experts unless `normalised`. The
+    The weight of a chosen expert is its softmax over the chosen experts, or over all experts unless `normalized`. The
     weights of a row are NaN if one of its logits is NaN.
     """
 
     logits: Region  # f32 [tokens, num_experts]
     routing: Routing
-    normalised: bool
+    normalized: bool
 
 
 @dataclass(frozen=True, slots=True)

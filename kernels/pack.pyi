@@ -18,7 +18,7 @@ def packed_nbytes(out_features: int, in_features: int, dtype: WeightDtypes) -> i
     """
 
 def column_ranges(out_features: int, dtype: WeightDtypes) -> tuple[tuple[int, WeightDtype], ...]:
-    """Return the ranges of columns with one dtype each, neighbours of one dtype joined.
+    """Return the ranges of columns with one dtype each, neighbors of one dtype joined.
 
     Raises ValueError if their columns do not add up to `out_features`, for more than four ranges, for a range in bf16
     or f32 beside another one, and for one that is not a multiple of 32 columns, unless it is the last one.
@@ -64,7 +64,7 @@ class PackedMatrix:
         """Pack `source` [n, in_features] (float32, float16, or bf16 bits as uint16) into output columns from `start`.
 
         With `interleave` 0 or 1, row r goes to column `start + r // 16 * 32 + 16 * interleave + r % 16`: gate and up of
-        one SwiGLU layer. q8 and q4 quantise by blocks of 32 along K with a scale in fp16. For q8 the scale is
+        one SwiGLU layer. q8 and q4 quantize by blocks of 32 along K with a scale in fp16. For q8 the scale is
         max|w| / 127 of a block, or of each `group` blocks; for q4, whose values are -8 to 7, it is the best of 33 of
         either sign by squared error. The others are filled by `fill_blocks` only.
         """

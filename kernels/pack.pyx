@@ -29,10 +29,10 @@ cdef extern from "ggml.h" nogil:
     void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out)
     void quire_widen_f16(const uint16_t *h, int64_t n, float *out)
     float quire_top(const float *w, int64_t n)
-    void quire_quantise_q8(const float *w, int64_t n, float top, uint8_t *at, uint16_t *scale)
+    void quire_quantize_q8(const float *w, int64_t n, float top, uint8_t *at, uint16_t *scale)
     void quire_ggml_pack(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane,
                          uint8_t *panel, uint16_t *scales)
-    void quire_ggml_requantise(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane,
+    void quire_ggml_requantize(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane,
                                uint8_t *panel, uint16_t *scales)
 
 GGML_DTYPES = {"Q8_0": "q8", "Q4_0": "q4", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k",
@@ -172,7 +172,7 @@ cdef class PackedMatrix:
                     quire_ggml_pack(code, &blocks[row, 0], blocks.shape[1], count, num_blocks, <int>(column % 16),
                                     <uint8_t *>_panel(part, column), _scales(part, column, self.width))
                 elif part.dtype == QUIRE_Q8 and self.group == 1:
-                    quire_ggml_requantise(code, &blocks[row, 0], blocks.shape[1], count, num_blocks, <int>(column % 16),
+                    quire_ggml_requantize(code, &blocks[row, 0], blocks.shape[1], count, num_blocks, <int>(column % 16),
                                           <uint8_t *>_panel(part, column), _scales(part, column, self.width))
                 else:
                     for i in range(count):
@@ -231,7 +231,7 @@ cdef class PackedMatrix:
             for k in range(0, self.in_features, 32):
                 if k % columns == 0:
                     top = quire_top(row + k, min(columns, self.in_features - k))
-                quire_quantise_q8(row + k, min(32, self.in_features - k), top, <uint8_t *>panel + k * 16 + lane * 4,
+                quire_quantize_q8(row + k, min(32, self.in_features - k), top, <uint8_t *>panel + k * 16 + lane * 4,
                                   scales + k // 2 + lane)
 
     cdef void _fill_bf16(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil:
@@ -249,7 +249,7 @@ cdef class PackedMatrix:
                     memcpy(lane + (k + i) // 2 * 64 + row * 4, &rounded[i], 4)
 
     cdef void _fill_q4(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil:
-        """Quantise `count` columns of one panel from `column` on, a block of 32 along K of all of them at a time."""
+        """Quantize `count` columns of one panel from `column` on, a block of 32 along K of all of them at a time."""
         cdef float w[32 * 16]
         cdef uint8_t packed[256]
         cdef uint16_t fitted[16]
@@ -261,7 +261,7 @@ cdef class PackedMatrix:
             for row in range(count):
                 for i in range(32):
                     w[i * 16 + lane + row] = rows[row * self.in_features + k + i] if k + i < self.in_features else 0
-            self.tiles.quantise_q4(w, fitted, packed)
+            self.tiles.quantize_q4(w, fitted, packed)
             memcpy(scales + lane, fitted + lane, count * 2)
             for line in range(4):
                 memcpy(block + line * 64 + lane * 4, packed + line * 64 + lane * 4, count * 4)

@@ -50,7 +50,7 @@ typedef struct {
   long long first, end;
 } quire_run;
 
-// Take the next of `items` items, at most `most` of them and half of what is left per worker: neighbouring items, whose
+// Take the next of `items` items, at most `most` of them and half of what is left per worker: neighboring items, whose
 // results share cache lines, are mostly of one worker, and all workers end together. Return 0 if none is left.
 static inline int quire_next_run(long long *counter, long long items, int workers, long long most, quire_run *run) {
   run->first = __atomic_load_n(counter, __ATOMIC_RELAXED);

@@ -109,7 +109,7 @@ def encode(values: npt.NDArray[np.float32], kind: str) -> Tensor:
 
 
 def q8_0(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Quantise as GGML's reference does; the result is uint8 [rows, row bytes]."""
+    """Quantize as GGML's reference does; the result is uint8 [rows, row bytes]."""
     blocks = values.reshape(-1, 32)
     scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
     inverse = np.divide(np.float32(1), scale, where=scale > 0, out=np.zeros_like(scale))
@@ -118,7 +118,7 @@ def q8_0(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
 
 
 def q4_0(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Quantise as GGML's reference does; the result is uint8 [rows, row bytes]."""
+    """Quantize as GGML's reference does; the result is uint8 [rows, row bytes]."""
     blocks = values.reshape(-1, 32)
     extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
     scale = extreme / np.float32(-8)
@@ -129,7 +129,7 @@ def q4_0(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
 
 
 def q4_k(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Quantise between the minimum and the maximum of each 32 weights, without GGML's search for the best scale."""
+    """Quantize between the minimum and the maximum of each 32 weights, without GGML's search for the best scale."""
     parts = values.reshape(-1, 8, 32)  # of super-blocks
     low = np.minimum(parts.min(axis=2), 0)
     scale, scales = _shared_scale((parts.max(axis=2) - low) / np.float32(15), 63)
@@ -145,7 +145,7 @@ def q4_k(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
 
 
 def q6_k(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Quantise with the largest of each 16 weights, without GGML's search for the best scale."""
+    """Quantize with the largest of each 16 weights, without GGML's search for the best scale."""
     parts = values.reshape(-1, 16, 16)  # of super-blocks
     scale, scales = _shared_scale(np.abs(parts).max(axis=2) / np.float32(31), 127)
     steps = (scale * scales)[:, :, None]

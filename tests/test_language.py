@@ -32,6 +32,13 @@ BANNED = {  # pattern, case ignored -> what to write
     r"\b(seats?|waiting_?room)\b": "sequence slots, request queue",
     r"\b(dealt|deal|deals) out\b": "partition",
     r"\bpulses?\b": "heartbeat",
+    (
+        r"(quant|normal|optim|random|penal|organ|vector|recogn|initial|virtual|serial|summar|minim|maxim|priorit"
+        r"|special|general|material|synchron|util|parametr|canonical|token)is(e|ed|es|er|ing|ation|able)(?-i:(?![a-z]))"
+    ): "American spelling: -ize",
+    r"(col|neighb|behavi|hon|fav|lab|flav)our": "American spelling: -or",
+    r"\b(licence|grey|centre|catalogue|analyse|artefact|defence)": "American spelling",
+    r"\b(travel|label|model|signal)l(ed|ing)\b": "American spelling: one l",
 }
 
 
@@ -71,6 +78,7 @@ def test_no_banned_phrase():
         "So many more of its sequences run, which may come to hold so many pages; fewer where negative.",
         "It asks nobody for a key: keep it inside.",
         "whoever works on a query tile norms, rotates and scales its queries on his own desk",
+        "De-quantises each NormalisedRow of labelled neighbours.",
         "says what it is, what it must not know, the one invariant it keeps",
     ],
 )

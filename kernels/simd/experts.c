@@ -16,7 +16,7 @@ INLINE void choose(const float *logits, int64_t experts, int64_t chosen, int32_t
   }
 }
 
-void ISA(route)(const float *logits, int64_t experts, int64_t chosen, int normalised, int32_t *indices,
+void ISA(route)(const float *logits, int64_t experts, int64_t chosen, int normalized, int32_t *indices,
                 float *weights) {
   choose(logits, experts, chosen, indices);
   int nan = 0;
@@ -24,7 +24,7 @@ void ISA(route)(const float *logits, int64_t experts, int64_t chosen, int normal
   const float top = nan ? NAN : logits[indices[0]];
   float sum = 0.f;
   for (int64_t i = 0; i < chosen; i++) sum += weights[i] = exp1(logits[indices[i]] - top);
-  if (!normalised) {
+  if (!normalized) {
     vf sums = vf_zero();
     for (int64_t j = 0; j < experts; j += 16) {
       const vf x = vf_exp(vf_sub(columns_of(logits, j, experts, vf_zero()), vf_set1(top)));

@@ -68,7 +68,7 @@ INLINE float largest(const float *x, int64_t n) {
 }
 
 // 16 numbers as int8 with the given scale, one per lane; all zero if the scale is not positive and finite.
-INLINE vi quantised(const float *x, float scale) {
+INLINE vi quantized(const float *x, float scale) {
   const vf y = scale > 0.f && scale < INFINITY ? vf_mul(vf_load(x), vf_set1(1.f / scale)) : vf_zero();
   return vi_from(vf_max(vf_set1(-127.f), vf_min(vf_set1(127.f), y)));
 }
@@ -79,8 +79,8 @@ INLINE void store_key_int8(const float *x, int64_t slot, const quire_page *page)
   for (int64_t i = 0; i < page->d; i += 32) {
     const uint16_t scale = f16_of(largest(x + i, 32) / 127.f);
     uint32_t quads[8];
-    vi_store_i8((int8_t *)quads, quantised(x + i, f16_widen(scale)));
-    vi_store_i8((int8_t *)quads + 16, quantised(x + i + 16, f16_widen(scale)));
+    vi_store_i8((int8_t *)quads, quantized(x + i, f16_widen(scale)));
+    vi_store_i8((int8_t *)quads + 16, quantized(x + i + 16, f16_widen(scale)));
     for (int j = 0; j < 8; j++) k[(i / 4 + j) * 16] = quads[j] ^ 0x80808080u;  // unsigned, as q8 weights are
     scales[i / 32 * 16] = scale;
   }
@@ -120,7 +120,7 @@ void ISA(store_value)(const float *x, int64_t slot, const quire_page *page) {
       insert(pairs, vi_bf16(vf_load(x + i)), (int)(slot % 2) * 16, 16);
     } else {
       uint32_t *quads = (uint32_t *)page->v + i * page->size / 4 + slot / 4 * 16;
-      insert(quads, vi_add(quantised(x + i, scale), vi_set1(128)), (int)(slot % 4) * 8, 8);  // unsigned, as keys are
+      insert(quads, vi_add(quantized(x + i, scale), vi_set1(128)), (int)(slot % 4) * 8, 8);  // unsigned, as keys are
     }
   }
   if (page->dtype == QUIRE_Q8) page->v_scales[slot] = scale;

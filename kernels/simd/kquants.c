@@ -35,7 +35,7 @@ INLINE void unpack_integers(const int bits, const uint8_t *super_block, block_in
   vi_store(out->minimums[3], vi_and(vi_shift_right(high, 8), even));
 }
 
-// Not inlined: GCC vectorises it only by itself.
+// Not inlined: GCC vectorizes it only by itself.
 static __attribute__((noinline)) void sum_super_block(const float *scales, const int32_t *sums, quire_block_sums *out) {
   static const int8_t order[BLOCKS] = {0, 2, 1, 3, 4, 6, 5, 7};
   union { float number[BLOCKS]; uint32_t bits[BLOCKS]; } x;

@@ -48,14 +48,14 @@ void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out);
 void ISA(unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane, float *out);
 void ISA(unpack_k)(const void *panel, int bits, int64_t width, int lane, float *out);
 void ISA(unpack_mxfp4)(const void *panel, int64_t width, int lane, float *out);
-void ISA(quantise_q4)(const float *w, uint16_t *scales, void *block);
+void ISA(quantize_q4)(const float *w, uint16_t *scales, void *block);
 void ISA(block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *maxima,
                        int64_t maxima_stride);
 int64_t ISA(argmax)(const float *x, int64_t n, float *max);
 double ISA(sum_exp)(const float *x, int64_t n, float shift);
 void ISA(exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out);
 void ISA(set_forbidden)(const int32_t *mask, int64_t words, float value, float *x);
-void ISA(route)(const float *logits, int64_t experts, int64_t chosen, int normalised, int32_t *indices,
+void ISA(route)(const float *logits, int64_t experts, int64_t chosen, int normalized, int32_t *indices,
                 float *weights);
 void ISA(combine)(const float *y, int64_t stride, const int32_t *places, const float *weights, int64_t chosen,
                   int64_t columns, float *out);

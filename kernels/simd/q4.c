@@ -1,4 +1,4 @@
-// 4-bit weights: blocks of 32 are quantised when a model is loaded.
+// 4-bit weights: blocks of 32 are quantized when a model is loaded.
 #include <math.h>
 
 #include "level.h"
@@ -46,7 +46,7 @@ INLINE void pack_block(const float *w, const float *wanted, uint16_t *scales, ui
 
 // The scale may have either sign, because the range is -8..7. The result is never worse than Q4_0's scale, which maps the
 // weight of largest magnitude to -8.
-void ISA(quantise_q4)(const float *w, uint16_t *scales, void *block) {
+void ISA(quantize_q4)(const float *w, uint16_t *scales, void *block) {
   float most[16], least[16], plain[16], top[16], gain[16], scale[16], error[16], plain_error[16];
   vf high = vf_zero(), low = vf_zero();
   for (int k = 0; k < 32; k++) high = vf_max(vf_load(w + k * 16), high), low = vf_min(vf_load(w + k * 16), low);

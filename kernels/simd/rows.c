@@ -29,8 +29,8 @@ typedef struct {
   int64_t at;       // of the first one in the rows
 } column_group;
 
-// Quantise n groups to q8; NaN as in `quantise`.
-INLINE void quantise_groups(const int n, const column_group *g, const quire_rows *out) {
+// Quantize n groups to q8; NaN as in `quantize`.
+INLINE void quantize_groups(const int n, const column_group *g, const quire_rows *out) {
   vf tops[AT_ONCE];
   vi sums[AT_ONCE];
   float top[AT_ONCE];
@@ -70,14 +70,14 @@ static void convert_groups(const float *x, int64_t stride, int64_t rows, int64_t
   for (int64_t i = 0; i < rows; i++)
     for (int64_t j = 0; j < columns; j += most) {
       groups[n++] = (column_group){x + i * stride + j, columns - j < most ? columns - j : most, at + i * out->width + j};
-      if (n == AT_ONCE) quantise_groups(AT_ONCE, groups, out), n = 0;
+      if (n == AT_ONCE) quantize_groups(AT_ONCE, groups, out), n = 0;
     }
-  for (int i = 0; i < n; i++) quantise_groups(1, groups + i, out);
+  for (int i = 0; i < n; i++) quantize_groups(1, groups + i, out);
 }
 
-// Quantise n blocks to q8; a block's scale depends on its columns only. A column that is not finite makes its block's scale
+// Quantize n blocks to q8; a block's scale depends on its columns only. A column that is not finite makes its block's scale
 // NaN, which reaches the logits of this row and ends this request only.
-INLINE void quantise(const int n, some_blocks *b, const quire_rows *out) {
+INLINE void quantize(const int n, some_blocks *b, const quire_rows *out) {
   vf tops[AT_ONCE];
   vi sums[AT_ONCE];
   float top[AT_ONCE];
@@ -116,7 +116,7 @@ INLINE void convert_blocks(const int n, some_blocks *b, const quire_output *out)
     }
   }
   if (out->dtype == QUIRE_Q8) {
-    quantise(n, b, &out->rows);
+    quantize(n, b, &out->rows);
     return;
   }
   UNROLL for (int i = 0; i < n; i++) {

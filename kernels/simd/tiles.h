@@ -190,8 +190,8 @@ typedef struct {
   void (*store_value)(const float *x, int64_t slot, const quire_page *page);
   void (*to_bf16)(const float *x, int64_t n, uint16_t *out);      // n a multiple of 16
   void (*unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane, float *out);
-  // Quantise one block of a q4 panel, w [32][16]: fp16 scales [16] of least squared error, and 256 bytes of the panel.
-  void (*quantise_q4)(const float *w, uint16_t *scales, void *block);
+  // Quantize one block of a q4 panel, w [32][16]: fp16 scales [16] of least squared error, and 256 bytes of the panel.
+  void (*quantize_q4)(const float *w, uint16_t *scales, void *block);
 
   // maxima[i * maxima_stride] = max(x[i * stride ...]) over `columns` <= 32 columns; NaN if one of them is NaN
   void (*block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *maxima,
@@ -205,8 +205,8 @@ typedef struct {
   void (*set_forbidden)(const int32_t *mask, int64_t words, float value, float *x);
 
   // The `chosen` largest of [experts] logits, largest first, of equal ones the lower index first; and their softmax, over
-  // the chosen if `normalised`, else over all. If a logit is NaN, the weights are NaN, and any experts are chosen.
-  void (*route)(const float *logits, int64_t experts, int64_t chosen, int normalised, int32_t *indices, float *weights);
+  // the chosen if `normalized`, else over all. If a logit is NaN, the weights are NaN, and any experts are chosen.
+  void (*route)(const float *logits, int64_t experts, int64_t chosen, int normalized, int32_t *indices, float *weights);
   // out[columns] += the sum of weights[i] * y[places[i] * stride ...], in that order; columns a multiple of 16
   void (*combine)(const float *y, int64_t stride, const int32_t *places, const float *weights, int64_t chosen,
                   int64_t columns, float *out);

@@ -23,7 +23,7 @@ from ..tools.loadtest.console import lateness, print_result, print_sweep, shown_
 from ..tools.loadtest.load import PreparedLoad, make_load
 from ..tools.loadtest.options import (
     FIXED_OUTPUT,
-    ClientBehaviour,
+    ClientBehavior,
     DatasetOptions,
     LoadOptions,
     Pacing,
@@ -99,7 +99,7 @@ def loadtest(
     target: Annotated[TargetOptions | None, Parameter(name="*", group="Server under load", negative="")] = None,
     dataset: Annotated[DatasetOptions | None, Parameter(name="*", group="Requests", negative="")] = None,
     pacing: Annotated[Pacing | None, Parameter(name="*", group="When they are sent")] = None,
-    behaviour: Annotated[ClientBehaviour | None, Parameter(name="*", group="How clients behave")] = None,
+    behavior: Annotated[ClientBehavior | None, Parameter(name="*", group="How clients behave")] = None,
     sampling: Annotated[SamplingOptions | None, Parameter(name="*", group="Sampling", negative="")] = None,
     output: Annotated[OutputOptions | None, Parameter(name="*", group="Results", negative="")] = None,
     goodput: Annotated[
@@ -111,7 +111,7 @@ def loadtest(
 ) -> None:
     """Run a load test. Raises ConfigError before anything is sent, and Unavailable if no request succeeded."""
     load = LoadOptions(
-        dataset=dataset or DatasetOptions(), pacing=pacing or Pacing(), behaviour=behaviour or ClientBehaviour()
+        dataset=dataset or DatasetOptions(), pacing=pacing or Pacing(), behavior=behavior or ClientBehavior()
     )
     test = LoadTest(
         target=target or TargetOptions(),
@@ -205,7 +205,7 @@ def _at_load(test: LoadTest, point: LoadPoint) -> LoadTest:
 
 
 def _folder(test: LoadTest) -> SweepFolder | None:
-    """Return the folder of the sweep, which recognises runs by all options but those of the output and the token."""
+    """Return the folder of the sweep, which recognizes runs by all options but those of the output and the token."""
     if test.output.sweep_dir is None:
         return None
     settings = {"load": asdict(test.load), "sampling": asdict(test.sampling), "target": asdict(test.target)}

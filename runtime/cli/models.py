@@ -53,7 +53,7 @@ def supported() -> Iterator[Row]:
         "ForSequenceClassification",
     )
     yield "safetensors", ", ".join(READABLE)
-    yield "quantised", ", ".join(METHODS)
+    yield "quantized", ", ".join(METHODS)
     yield "GGUF", ", ".join((*READABLE, *SUPPORTED))
     yield "tokenizer", f"tokenizer.json, in GGUF files {', '.join(VOCABULARIES)}; tokenizer.ggml.pre may be:"
     yield from (("", names) for names in wrap(", ".join(PRE_TOKENIZERS), 100, break_on_hyphens=False))
@@ -97,7 +97,7 @@ def _encoder(spec: EncoderSpec) -> Iterator[Row]:
     else:
         yield (
             "makes",
-            f"a vector of {spec.dimensions} of a text, from {rows}{', of length 1' if spec.normalise else ''}",
+            f"a vector of {spec.dimensions} of a text, from {rows}{', of length 1' if spec.normalize else ''}",
         )
     yield from (("prompt", f"{name}: {prompt!r}") for name, prompt in spec.prompts.items() if prompt)
     yield "context", f"{spec.max_model_len:,} tokens"

@@ -26,7 +26,7 @@ from ..common.heap import limit_heap
 from ..common.logs import json_event, log_to_stderr
 from ..common.server_config import ServerConfig
 from ..common.settings import Settings
-from ..common.tuning import favour_event_loop, tune_collector
+from ..common.tuning import favor_event_loop, tune_collector
 from ..engine import (
     Core,
     Engine,
@@ -167,7 +167,7 @@ async def _serve_until(stop: StopSignal, engine: Engine[Core], settings: Setting
     await server.start(engine, settings.server)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
     tune_collector()
-    favour_event_loop()
+    favor_event_loop()
     try:
         json_logs = settings.server.log_format == "json"
         print((_ready_json if json_logs else _ready_line)(settings, engine, server), flush=True)

@@ -178,6 +178,6 @@ def with_time_left(spec: SpecT, now: float) -> SpecT:
 
 
 def arrived(spec: SpecT, request_id: int, now: float) -> SpecT:
-    """Return a spec that travelled with another id, and its deadline on this machine's clock."""
+    """Return a spec that traveled with another id, and its deadline on this machine's clock."""
     deadline = None if spec.deadline is None else now + spec.deadline
     return replace(spec, request_id=request_id, deadline=deadline)

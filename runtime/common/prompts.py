@@ -37,7 +37,7 @@ IMAGE_ROLES = ("user", "tool")  # of messages that may have images
 class PromptImage:
     """An image in a prompt of token ids, as the reference processor prepares it for the model's vision tower.
 
-    It is decoded, resized and cropped or padded. The tower rescales and normalises it. A processor that splits an image
+    It is decoded, resized and cropped or padded. The tower rescales and normalizes it. A processor that splits an image
     into tiles makes one of these per tile.
     """
 

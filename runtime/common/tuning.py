@@ -15,6 +15,6 @@ def tune_collector() -> None:
     gc.set_threshold(GC_OBJECTS)
 
 
-def favour_event_loop() -> None:
+def favor_event_loop() -> None:
     """Take the GIL from threads that render or tokenize after a short time."""
     sys.setswitchinterval(GIL_INTERVAL_S)

@@ -92,13 +92,13 @@ def evaluate():
     model.train(); return ranks, cosines
 def recall(ranks, k): return round(100 * sum(rank <= k for rank in ranks) / len(ranks), 1)
 
-optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
 step, log, began = 0, [], time.process_time()
 def share_used(): return (time.process_time() - began) / seconds
 for text_tokens, peak_lr, end in ROUNDS:
   first_step, start = step, share_used()
   while (used := (share_used() - start) / (end - start)) < 1:
-    for group in optimiser.param_groups: group["lr"] = peak_lr * min(1, (step - first_step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * used)))
+    for group in optimizer.param_groups: group["lr"] = peak_lr * min(1, (step - first_step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * used)))
     numbers, first, second = zip(*(pair(text_tokens) for _ in range(BATCH)))
     with torch.autocast("cpu", dtype=torch.bfloat16): one, two = embed(first), embed(second)
     scores = one @ two.T / TEMPERATURE
@@ -106,7 +106,7 @@ for text_tokens, peak_lr, end in ROUNDS:
     scores = scores.masked_fill(same & ~torch.eye(BATCH, dtype=torch.bool), -1e4)
     labels = torch.arange(BATCH)
     loss = (torch.nn.functional.cross_entropy(scores, labels) + torch.nn.functional.cross_entropy(scores.T, labels)) / 2
-    optimiser.zero_grad(); loss.backward(); torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimiser.step(); step += 1
+    optimizer.zero_grad(); loss.backward(); torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step(); step += 1
     if step % 25 == 0:
         ranks = evaluate()[0] if step % 500 == 0 else None
         log.append((step, round(loss.item(), 4), *((recall(ranks, 1), recall(ranks, 10)) if ranks else ())))

@@ -43,7 +43,7 @@ def models_digest(config: EngineConfig) -> str:
         paths.append(model_path(config.embedding_model))
     digest = hashlib.sha256()
     for path in paths:
-        # Quantised tensors are read from the files of the weights.
-        spec = read_encoder(path) if is_encoder(path) else dataclasses.replace(read_spec(path), quantised={})
+        # Quantized tensors are read from the files of the weights.
+        spec = read_encoder(path) if is_encoder(path) else dataclasses.replace(read_spec(path), quantized={})
         digest.update(repr(spec).encode())
     return digest.hexdigest()[:16]

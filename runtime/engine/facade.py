@@ -171,7 +171,7 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: int  # of a vector
     num_labels: int = 0  # of a model that scores pairs of texts; 0: it makes vectors
     score_activation: str = "identity"  # what makes a score of a label's value: "sigmoid" or "identity"
-    normalise: bool = False  # vectors have length 1
+    normalize: bool = False  # vectors have length 1
     matryoshka: tuple[int, ...] = ()  # smaller numbers of dimensions that the model was trained for; (): not known
     prompts: dict[str, str] = {}  # name -> text that goes before an input
     default_prompt: str | None = None  # name of the prompt of inputs without one

@@ -188,7 +188,7 @@ def read_head_dim(config: ConfigTable) -> int:
 
 
 def read_experts(
-    config: ConfigTable, number_key: str, size_key: str, *, normalised: bool, layers: tuple[bool, ...] | None = None
+    config: ConfigTable, number_key: str, size_key: str, *, normalized: bool, layers: tuple[bool, ...] | None = None
 ) -> Experts:
     """Read a mixture of experts: the keys of their number and size differ between families. Default: in all layers."""
     num_experts = config.integer(number_key, 1, MAX_EXPERTS)
@@ -196,7 +196,7 @@ def read_experts(
         num_experts=num_experts,
         top_k=config.integer("num_experts_per_tok", 1, num_experts),
         intermediate_size=config.integer(size_key, 1, MAX_WIDTH),
-        normalised=normalised,
+        normalized=normalized,
         layers=layers or (True,) * num_layers(config),
     )
 

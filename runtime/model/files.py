@@ -21,7 +21,7 @@ SAMPLED_BLOCKS = 64  # of a file, in `sampled_fingerprint`
 SAMPLED_BYTES = 4096  # of a block
 BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
 BUNDLED_EMBEDDING_MODEL = Path(__file__).parents[1] / "demo_embedding"
-_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a model on Hugging Face: organisation/name
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a model on Hugging Face: organization/name
 
 
 def model_path(model: str | Path | None) -> Path:
@@ -39,7 +39,7 @@ def model_path(model: str | Path | None) -> Path:
                 return bundled
     if not exists(model) and not is_gguf(model):
         is_repository = _REPOSITORY.fullmatch(str(model)) is not None
-        what = f"{model} --local-dir DIR" if is_repository else f"ORGANISATION/NAME --local-dir {quote(str(model))}"
+        what = f"{model} --local-dir DIR" if is_repository else f"ORGANIZATION/NAME --local-dir {quote(str(model))}"
         raise ModelNotFound(
             f"{model} does not exist; download it first, for example with `hf download {what}`, and give the folder"
         )
@@ -85,7 +85,7 @@ def model_name(path: Path) -> str:
 def fingerprint(path: Path) -> bytes:
     """Return a sha256 over names and contents of a model's files; takes about a second per GB.
 
-    They are config.json, all safetensors files and what normalises images in a folder, or all parts of a GGUF file.
+    They are config.json, all safetensors files and what normalizes images in a folder, or all parts of a GGUF file.
     Models with the same fingerprint compute the same keys and values. Raises CorruptCheckpoint for an unreadable file.
     """
     return _digest(path, lambda file: hashlib.file_digest(file, "sha256"))
@@ -122,7 +122,7 @@ def _digest(path: Path, digest_of: Callable[[BufferedReader], hashlib._Hash]) ->
 
 
 def _folder_files(folder: Path) -> list[Path]:
-    """Return the paths of config.json, of all files with weights and of what normalises images, if they are files."""
+    """Return the paths of config.json, of all files with weights and of what normalizes images, if they are files."""
     patterns = "*.safetensors*", "*processor_config.json"
     found = (path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
     return [folder / CONFIG_FILE, *sorted(found)]

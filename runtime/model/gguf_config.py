@@ -68,7 +68,7 @@ FUSED_QKV = "attn_qkv"  # instead of three tensors
 ROPE_FREQS = "rope_freqs.weight"  # f32 [rotated elements / 2]: divisors of the frequencies
 LONG_ROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # f32, as many
 LONG_ROPE_SCALE = "rope.scaling.attn_factor"
-QUANTISATION = 2  # the version of GGML's block formats
+QUANTIZATION = 2  # the version of GGML's block formats
 EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 NO_TOKEN = (-1, 0xFFFFFFFF)  # ids that converters write for a token that the model has not
@@ -106,7 +106,7 @@ class GGUFFormat:
     architecture: str  # general.architecture
     keys: Mapping[str, str] = field(default_factory=lambda: KEYS)
     names: TensorNames = NAMES
-    neighbouring_pairs: bool = False  # rows of q and k: a rotated pair is two neighbours, not half a head apart
+    neighboring_pairs: bool = False  # rows of q and k: a rotated pair is two neighbors, not half a head apart
     experts: bool = False  # of families with the same architecture, the one whose files have experts
     derive: Callable[[ConfigTable], Mapping[str, Any]] = lambda config: {}  # keys of config.json that files do not have
 
@@ -123,9 +123,9 @@ class GGUFFormat:
         factors = {ROPE_FREQS, *(LONG_ROPE.values() if _has_long_rope(file) else ())}
         if unused := file.tensors.keys() - check_tensors(spec, checkpoint) - factors:
             raise UnsupportedModel(f"{file.path} has tensor {min(unused)}, which {self.architecture} does not use")
-        if quantised := checkpoint.quantised():
-            file.metadata.integer("general.quantization_version", QUANTISATION, QUANTISATION, QUANTISATION)
-        return replace(spec, quantised=quantised), checkpoint
+        if quantized := checkpoint.quantized():
+            file.metadata.integer("general.quantization_version", QUANTIZATION, QUANTIZATION, QUANTIZATION)
+        return replace(spec, quantized=quantized), checkpoint
 
     def _check_neutral(self, metadata: Metadata, used: Collection[str]) -> None:
         for suffix, allowed in NEUTRAL.items():
@@ -198,8 +198,8 @@ class GGUFFormat:
         return 1.0 if rotated == head_dim else (rotated + 0.5) / head_dim  # the reader rounds the product down
 
     def _pairs(self, spec: DecoderSpec) -> dict[str, tuple[int, int]]:
-        """Return for each tensor with rows in neighbouring pairs the size of a head, and the number of these rows."""
-        if not self.neighbouring_pairs:
+        """Return for each tensor with rows in neighboring pairs the size of a head, and the number of these rows."""
+        if not self.neighboring_pairs:
             return {}
         sizes = (spec.q_size, spec.kv_size) if len(spec.names.qkv) > 1 else (spec.q_size + spec.kv_size,)
         return {

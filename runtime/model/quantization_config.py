@@ -1,6 +1,6 @@
-"""Reading of quantization_config in config.json, or of a file of its own: which quantised folders are supported.
+"""Reading of quantization_config in config.json, or of a file of its own: which quantized folders are supported.
 
-Lists of excluded modules are not read: the tensors of a folder show which of its matrices are quantised.
+Lists of excluded modules are not read: the tensors of a folder show which of its matrices are quantized.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..common.errors import UnsupportedModel
 from .config_json import MAX_WIDTH, ConfigTable, read_object
-from .weights.quantisation import Quantisation
+from .weights.quantization import Quantization
 
 CONFIG_KEYS = ("quantization_config", "compression_config")  # the latter in early folders of compressed-tensors
 # Files of folders whose config.json says nothing, and the method of a file that names none.
@@ -33,8 +33,8 @@ COMPRESSED_FORMATS = (
 )
 
 
-def read_quantisation(config: ConfigTable, folder: str | Path) -> Quantisation | None:
-    """Read how a folder with this config.json is quantised; None if it is not.
+def read_quantization(config: ConfigTable, folder: str | Path) -> Quantization | None:
+    """Read how a folder with this config.json is quantized; None if it is not.
 
     Raises UnsupportedModel naming the key, and the file if it is not config.json. Raises CorruptCheckpoint for a file
     that is not a JSON object.
@@ -51,7 +51,7 @@ def read_quantisation(config: ConfigTable, folder: str | Path) -> Quantisation |
     return _read(table.table("quantization") if name == "hf_quant_config.json" else table, OWN_FILES[name])
 
 
-def _read(table: ConfigTable, default_method: str | None) -> Quantisation:
+def _read(table: ConfigTable, default_method: str | None) -> Quantization:
     method = table.text("quant_method", default_method)
     if method not in METHODS:
         allowed = f"one of {', '.join(METHODS)}"
@@ -61,10 +61,10 @@ def _read(table: ConfigTable, default_method: str | None) -> Quantisation:
     return METHODS[method](table)
 
 
-def _gptq(table: ConfigTable) -> Quantisation:
+def _gptq(table: ConfigTable) -> Quantization:
     version = _one_of(table, "checkpoint_format" if "checkpoint_format" in table else "format", "gptq", "gptq_v2")
     _refuse_other(table, "is_marlin_format", False)
-    return Quantisation(
+    return Quantization(
         layout="gptq",
         bits=_bits(table, "bits", 4, 8),
         group_size=_group_size(table, "group_size"),
@@ -72,19 +72,19 @@ def _gptq(table: ConfigTable) -> Quantisation:
     )
 
 
-def _awq(table: ConfigTable) -> Quantisation:
+def _awq(table: ConfigTable) -> Quantization:
     _one_of(table, "version" if "version" in table else "format", "gemm")
     _bits(table, "w_bit" if "w_bit" in table else "bits", 4)
-    return Quantisation(layout="awq")
+    return Quantization(layout="awq")
 
 
-def _auto_round(table: ConfigTable) -> Quantisation:
+def _auto_round(table: ConfigTable) -> Quantization:
     packing = _one_of(table, "packing_format", "auto_round:auto_gptq", "auto_round:auto_awq")
     _refuse_other(table, "data_type", "int")
-    return Quantisation(layout="awq") if packing.endswith("awq") else _gptq(table)
+    return Quantization(layout="awq") if packing.endswith("awq") else _gptq(table)
 
 
-def _compressed(table: ConfigTable) -> Quantisation:
+def _compressed(table: ConfigTable) -> Quantization:
     _one_of(table, "format", *COMPRESSED_FORMATS)
     _refuse_other(table.table("sparsity_config"), "format", "dense")
     if table.table("transform_config").table("config_groups").values:
@@ -93,7 +93,7 @@ def _compressed(table: ConfigTable) -> Quantisation:
     blocks = {_compressed_group(groups.table(name)) for name in groups.values} - {None}
     if len(blocks) > 1:
         raise table.refused("config_groups", "of one block_structure")
-    return Quantisation(layout="compressed-tensors", block=blocks.pop() if blocks else None)
+    return Quantization(layout="compressed-tensors", block=blocks.pop() if blocks else None)
 
 
 def _compressed_group(group: ConfigTable) -> tuple[int, int] | None:
@@ -108,16 +108,16 @@ def _compressed_group(group: ConfigTable) -> tuple[int, int] | None:
     return _block(weights, "block_structure") if weights.values.get("strategy") == "block" else None
 
 
-def _fp8(table: ConfigTable) -> Quantisation:
-    return Quantisation(layout="compressed-tensors", block=_block(table, "weight_block_size"))
+def _fp8(table: ConfigTable) -> Quantization:
+    return Quantization(layout="compressed-tensors", block=_block(table, "weight_block_size"))
 
 
-def _modelopt(table: ConfigTable) -> Quantisation:
+def _modelopt(table: ConfigTable) -> Quantization:
     _one_of(table, "quant_algo", "fp8")
-    return Quantisation(layout="compressed-tensors")
+    return Quantization(layout="compressed-tensors")
 
 
-METHODS: dict[str, Callable[[ConfigTable], Quantisation]] = {
+METHODS: dict[str, Callable[[ConfigTable], Quantization]] = {
     "gptq": _gptq,
     "awq": _awq,
     "auto-round": _auto_round,

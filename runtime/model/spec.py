@@ -80,7 +80,7 @@ class Experts:
     num_experts: int
     top_k: int  # experts per token
     intermediate_size: int  # of each expert
-    normalised: bool  # a token's weights are a softmax over its own experts, not over all
+    normalized: bool  # a token's weights are a softmax over its own experts, not over all
     layers: tuple[bool, ...]  # one per layer: whether it has experts or an MLP
     bias: bool = False  # of the router and of each expert
 
@@ -153,7 +153,7 @@ class DecoderSpec:
     deepstack: int = 0  # layers after which rows that images give are added, from the first one on
     names: TensorNames = TensorNames()
     # tensor -> type, of the tensors that the checkpoint has in blocks of integers; a change of it changes no shape
-    quantised: Mapping[str, str] = field(default_factory=dict, compare=False)
+    quantized: Mapping[str, str] = field(default_factory=dict, compare=False)
     # tensor -> the input of each column, of the tensors that the checkpoint has in blocks only in this order
     input_orders: Mapping[str, npt.NDArray[np.int32]] = field(default_factory=dict, compare=False)
 

@@ -48,7 +48,7 @@ async def listen_tcp(host: str, port: int) -> ListeningSocket:
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted sockets inherit this. Without it a small frame may wait 40 ms for the client's acknowledgement.
+        # Accepted sockets inherit this. Without it a small frame may wait 40 ms for the client's acknowledgment.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listening.bind(sockaddr)
         listening.listen(BACKLOG)

@@ -15,7 +15,7 @@ from ..cluster import connected_cluster
 from ..common.logs import log_to_stderr
 from ..common.server_config import ServerConfig
 from ..common.settings import Settings
-from ..common.tuning import favour_event_loop, tune_collector
+from ..common.tuning import favor_event_loop, tune_collector
 from ..engine import Core, Engine, load_texts
 from ..model import model_name, model_path
 from ..net.listen import AddressTaken
@@ -55,7 +55,7 @@ class ServerReplica:
             opening.push_async_callback(self._server.close)
             self._open = opening.pop_all()
         tune_collector()
-        favour_event_loop()
+        favor_event_loop()
 
     async def _connect(
         self, settings: Settings, members: ServedHosts, opening: contextlib.AsyncExitStack

@@ -235,10 +235,10 @@ def _scored_logits(
 
 def _nll(logits: npt.NDArray[np.float32], token_id: int) -> float:
     """Return the negative log-likelihood of a token. Raises GenerationFailed."""
-    return _log_normaliser(logits) - float(logits[token_id])
+    return _log_normalizer(logits) - float(logits[token_id])
 
 
-def _log_normaliser(logits: npt.NDArray[np.float32]) -> float:
+def _log_normalizer(logits: npt.NDArray[np.float32]) -> float:
     top = logits.max()
     if not np.isfinite(top):
         raise GenerationFailed("the model's logits are not finite numbers")
@@ -249,8 +249,8 @@ def _compare(
     logits: npt.NDArray[np.float32], base: npt.NDArray[np.float32], token_id: int
 ) -> tuple[float, float, float, bool]:
     """Return both negative log-likelihoods, the KL divergence, and whether both have the same most likely token."""
-    normaliser, base_normaliser = _log_normaliser(logits), _log_normaliser(base)
-    log_p = base.astype(np.float64) - base_normaliser
-    kl = float(np.exp(log_p) @ (log_p - (logits.astype(np.float64) - normaliser)))
-    nlls = normaliser - float(logits[token_id]), base_normaliser - float(base[token_id])
+    normalizer, base_normalizer = _log_normalizer(logits), _log_normalizer(base)
+    log_p = base.astype(np.float64) - base_normalizer
+    kl = float(np.exp(log_p) @ (log_p - (logits.astype(np.float64) - normalizer)))
+    nlls = normalizer - float(logits[token_id]), base_normalizer - float(base[token_id])
     return *nlls, kl, bool(logits.argmax() == base.argmax())

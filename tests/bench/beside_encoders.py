@@ -7,10 +7,10 @@ FOLDER is a BERT model of sentence-transformers; without it, one is made in the 
 weights. What the peers run is made from it once and kept in --work.
 
     torch            sentence-transformers, f32
-    onnx f32, int8   ONNX Runtime, graph optimised for BERT, attention not fused; int8 dynamic
-    openvino, int8   OpenVINO, in the processor's own precision (bf16 where it has it); int8 quantised by nncf
+    onnx f32, int8   ONNX Runtime, graph optimized for BERT, attention not fused; int8 dynamic
+    openvino, int8   OpenVINO, in the processor's own precision (bf16 where it has it); int8 quantized by nncf
 
-All sides get token ids and return one mean-pooled, normalised vector per text; a shape is texts x tokens. Each side is
+All sides get token ids and return one mean-pooled, normalized vector per text; a shape is texts x tokens. Each side is
 a process of its own with a thread per CPU, and sleeps while another one works. Quire answers through `LLM.embed`, the
 others through their sessions. Figures are medians over --rounds rounds. The whole table takes about five minutes.
 """
@@ -199,7 +199,7 @@ def _make_minilm(folder: Path) -> None:
 
 
 def _pooled(model: Path) -> Any:
-    """Return the model as a torch module from ids and mask to normalised means."""
+    """Return the model as a torch module from ids and mask to normalized means."""
     import torch
     from transformers import AutoModel
 
@@ -237,18 +237,18 @@ def _make_onnx(model: Path, work: Path) -> None:
         opset_version=17,
         dynamo=False,
     )
-    optimised = optimizer.optimize_model(
+    optimized = optimizer.optimize_model(
         str(work / "plain.onnx"),
         "bert",
         num_heads=config["num_attention_heads"],
         hidden_size=config["hidden_size"],
         opt_level=1,
     )
-    print(optimised.get_fused_operator_statistics())
+    print(optimized.get_fused_operator_statistics())
     default = {"DefaultTensorType": TensorProto.FLOAT}  # of what fused ops make
     int8 = {"weight_type": QuantType.QInt8, "per_channel": True, "extra_options": default}
-    quantize_dynamic(optimised.model, work / "onnx_int8.onnx", **int8)
-    optimised.save_model_to_file(str(work / "onnx_f32.onnx"))
+    quantize_dynamic(optimized.model, work / "onnx_int8.onnx", **int8)
+    optimized.save_model_to_file(str(work / "onnx_f32.onnx"))
 
 
 def _make_openvino(model: Path, work: Path) -> None:
@@ -266,8 +266,8 @@ def _make_openvino(model: Path, work: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     samples = [torch.randint(1000, 30000, (1, 64), generator=generator).numpy() for _ in range(16)]
     inputs = [{"input_ids": each, "attention_mask": each * 0 + 1} for each in samples]
-    quantised = nncf.quantize(converted, nncf.Dataset(inputs), model_type=nncf.ModelType.TRANSFORMER)
-    openvino.save_model(quantised, work / "openvino_int8.xml")
+    quantized = nncf.quantize(converted, nncf.Dataset(inputs), model_type=nncf.ModelType.TRANSFORMER)
+    openvino.save_model(quantized, work / "openvino_int8.xml")
 
 
 if __name__ == "__main__":

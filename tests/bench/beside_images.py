@@ -6,11 +6,11 @@ PYTHON belongs to an environment with torch, transformers, onnx, onnxruntime, op
 in --work: the tower and the connector of SmolVLM-256M (512 x 512 pixels, 1,024 patches, 12 layers, 768 columns) with
 random weights. What the peers run is exported from it for one image, with constant shapes.
 
-    onnx f32, int8   ONNX Runtime, graph optimised for vision transformers; int8 dynamic
+    onnx f32, int8   ONNX Runtime, graph optimized for vision transformers; int8 dynamic
     openvino f32     OpenVINO, told to compute in f32
-    openvino, int8   OpenVINO, in the processor's own precision (bf16 where it has it); int8 quantised by nncf
+    openvino, int8   OpenVINO, in the processor's own precision (bf16 where it has it); int8 quantized by nncf
 
-Quire gets pixels and normalises them, the others get normalised ones. Each side first computes the rows of an image,
+Quire gets pixels and normalizes them, the others get normalized ones. Each side first computes the rows of an image,
 which must be near to those of torch. A ratio is that of a data type of Quire to the fastest side of its own or a larger
 one. The whole run takes less than three minutes once the files are made.
 """
@@ -135,7 +135,7 @@ def _quire(work: Path, weights: str, pixels: Pixels) -> Callable[[], Floats]:
 
 
 def _peer(work: Path, name: str, pixels: Pixels) -> Callable[[], Floats]:
-    values = _normalised(pixels)
+    values = _normalized(pixels)
     if name.startswith("onnx"):
         import onnxruntime
 
@@ -154,7 +154,7 @@ def _peer(work: Path, name: str, pixels: Pixels) -> Callable[[], Floats]:
     return lambda: request.infer([values])[0]
 
 
-def _normalised(pixels: Pixels) -> Floats:
+def _normalized(pixels: Pixels) -> Floats:
     """Return what the reference processor makes of pixels, f32 [1, 3, SIZE, SIZE]."""
     values: Floats = ((pixels.astype(np.float32) / 255 - 0.5) / 0.5).transpose(2, 0, 1)[None].copy()
     return values
@@ -178,7 +178,7 @@ def _make(work: Path) -> None:
     config = transformers.Idefics3Config(**CONFIG)
     transformers.Idefics3ForConditionalGeneration(config).save_pretrained(work / "model")
     pixels = np.random.default_rng(1).integers(0, 256, (SIZE, SIZE, 3), np.uint8)
-    values = torch.from_numpy(_normalised(pixels))
+    values = torch.from_numpy(_normalized(pixels))
     with torch.inference_mode():
         np.save(work / "rows.npy", _tower(work, "sdpa")(values).numpy())
     np.save(work / "pixels.npy", pixels)
@@ -187,7 +187,7 @@ def _make(work: Path) -> None:
 
 
 def _tower(work: Path, attention: str) -> Any:
-    """Return the tower as a torch module from normalised pixels to rows."""
+    """Return the tower as a torch module from normalized pixels to rows."""
     import torch
     import transformers
 
@@ -216,9 +216,9 @@ def _make_onnx(work: Path, values: Any) -> None:
 
     plain = str(work / "plain.onnx")
     torch.onnx.export(_tower(work, "eager"), (values,), plain, input_names=["pixels"], opset_version=17, dynamo=False)
-    optimised = optimizer.optimize_model(plain, "vit", num_heads=HEADS, hidden_size=HIDDEN, opt_level=1)
-    print(optimised.get_fused_operator_statistics())
-    optimised.save_model_to_file(str(work / "onnx_f32.onnx"))
+    optimized = optimizer.optimize_model(plain, "vit", num_heads=HEADS, hidden_size=HIDDEN, opt_level=1)
+    print(optimized.get_fused_operator_statistics())
+    optimized.save_model_to_file(str(work / "onnx_f32.onnx"))
     quantize_dynamic(
         work / "onnx_f32.onnx",
         work / "onnx_int8.onnx",
@@ -238,8 +238,8 @@ def _make_openvino(work: Path, values: Any) -> None:
     openvino.save_model(converted, work / "openvino.xml", compress_to_fp16=False)
     generator = torch.Generator().manual_seed(1)
     samples = nncf.Dataset([torch.rand(values.shape, generator=generator).numpy() * 2 - 1 for _ in range(4)])
-    quantised = nncf.quantize(converted, samples, model_type=nncf.ModelType.TRANSFORMER)
-    openvino.save_model(quantised, work / "openvino_int8.xml")
+    quantized = nncf.quantize(converted, samples, model_type=nncf.ModelType.TRANSFORMER)
+    openvino.save_model(quantized, work / "openvino_int8.xml")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ usage: python -m tests.bench.http_throughput [--model DIR] [--users 32] [--promp
 
 One server answers both. A round sends one request per user over one way, and counts from when the last user has its
 first token until the first user has its last. Both clients read raw bytes and decode no token, so that they cost the
-machine equally little. The figure is the median ratio of neighbouring rounds; at least 0.97 is expected. Each token is
+machine equally little. The figure is the median ratio of neighboring rounds; at least 0.97 is expected. Each token is
 an event or a frame; its cost is all CPU time of the API server process, from the engine's link to the socket.
 """
 

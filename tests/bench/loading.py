@@ -33,7 +33,7 @@ from quire.runtime.model.weights.stacked_experts import StackedExperts
 
 from tests import gguf_files
 from tests.kernels.ggml import random_blocks
-from tests.quantised_folders import (
+from tests.quantized_folders import (
     AWQ,
     COMPRESSED,
     FP8_BLOCKS,
@@ -56,8 +56,8 @@ CHUNK_BYTES = 8 << 20  # of a direct read
 Opened = tuple[Checkpoint, str, int]  # the tensors, the name of a matrix, and the bytes that it takes in the file
 
 
-def quantised(config: dict[str, object], make: Make) -> Callable[[Path, int], Opened]:
-    """Return a writer of a folder whose matrices are quantised."""
+def quantized(config: dict[str, object], make: Make) -> Callable[[Path, int], Opened]:
+    """Return a writer of a folder whose matrices are quantized."""
 
     def write(folder: Path, size: int) -> Opened:
         made = make(np.random.default_rng(1), size, size)
@@ -108,17 +108,17 @@ def mxfp4(folder: Path, size: int) -> Opened:
 
 Form = tuple[WeightDtype, Callable[[Path, int], Opened]]  # the dtype in memory, and the writer of the file
 FORMS: dict[str, Form] = {
-    "GPTQ": ("q4", quantised(GPTQ | {"group_size": 128}, gptq(group=128))),
-    "GPTQ, zero points": ("q4_z", quantised(GPTQ | {"group_size": 128}, gptq(group=128, sym=False))),
-    "GPTQ, groups of 32": ("q4", quantised(GPTQ, gptq())),
-    "GPTQ, 8 bits": ("q8", quantised(GPTQ | {"bits": 8, "group_size": 128}, gptq(bits=8, group=128))),
-    "GPTQ, act-order": ("q8", quantised(GPTQ | {"desc_act": True}, gptq(group=128, act_order=True))),
-    "AWQ": ("q4_z", quantised(AWQ | {"group_size": 128}, awq(128))),
-    "pack-quantized": ("q4", quantised(COMPRESSED, words(group=128))),
-    "int8": ("q8", quantised(COMPRESSED, int8())),
+    "GPTQ": ("q4", quantized(GPTQ | {"group_size": 128}, gptq(group=128))),
+    "GPTQ, zero points": ("q4_z", quantized(GPTQ | {"group_size": 128}, gptq(group=128, sym=False))),
+    "GPTQ, groups of 32": ("q4", quantized(GPTQ, gptq())),
+    "GPTQ, 8 bits": ("q8", quantized(GPTQ | {"bits": 8, "group_size": 128}, gptq(bits=8, group=128))),
+    "GPTQ, act-order": ("q8", quantized(GPTQ | {"desc_act": True}, gptq(group=128, act_order=True))),
+    "AWQ": ("q4_z", quantized(AWQ | {"group_size": 128}, awq(128))),
+    "pack-quantized": ("q4", quantized(COMPRESSED, words(group=128))),
+    "int8": ("q8", quantized(COMPRESSED, int8())),
     "FP8": (
         "bf16",
-        quantised(FP8_BLOCKS | {"weight_block_size": [128, 128]}, fp8((128, 128), name="weight_scale_inv")),
+        quantized(FP8_BLOCKS | {"weight_block_size": [128, 128]}, fp8((128, 128), name="weight_scale_inv")),
     ),
     "MXFP4": ("mxfp4", mxfp4),
     "F16": ("bf16", plain("float16")),

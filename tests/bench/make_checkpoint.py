@@ -97,7 +97,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def values(generator: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.uint16]:
-    """Return bf16 bits: norms and biases near 1, matrices scaled by their inputs as at initialisation."""
+    """Return bf16 bits: norms and biases near 1, matrices scaled by their inputs as at initialization."""
     drawn = generator.standard_normal(shape, np.float32)
     scaled = 1 + 0.1 * drawn if len(shape) == 1 else drawn / np.sqrt(shape[1])
     return (scaled.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)

@@ -5,7 +5,7 @@ usage: plan_memory.py [--dtypes q8:int8,bf16:bf16,f32:f32,q4:int8] [MODEL ...]
 Each process loads a model, runs steps that use the whole step arena, and waits; the most memory that it had since, of
 its own and of files, is compared with the plan. A model with a vision tower also computes images of the largest size,
 one more than its image cache holds. Without MODEL, a checkpoint with random weights is written for every golden: its
-config.json, 16 times as wide; and quantised folders, which keep their types. Exit status 1 if a difference exceeds 5 %.
+config.json, 16 times as wide; and quantized folders, which keep their types. Exit status 1 if a difference exceeds 5 %.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from quire.runtime.tools.planning import PlanTarget, plan_serving
 from tests.bench.make_checkpoint import write_safetensors
 from tests.families import FAMILIES, GOLDENS
 from tests.golden_images import FAMILIES as IMAGE_FAMILIES
-from tests.quantised_folders import CONFIG, MATRICES, common_folders
+from tests.quantized_folders import CONFIG, MATRICES, common_folders
 
 WIDER = 16
 SCALED = ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads")

@@ -71,8 +71,8 @@ def loss(model: PackedModel) -> float:
     token_ids = json.loads((TESTS / "data" / "heldout.json").read_text())["token_ids"]
     logits = kernel_logits(model, token_ids, chunk=512).astype(np.float64)
     top = logits.max(axis=1)
-    normaliser = np.log(np.exp(logits - top[:, None]).sum(axis=1)) + top
-    return float((normaliser - logits[np.arange(len(logits)), np.roll(token_ids, -1)])[:-1].mean())
+    normalizer = np.log(np.exp(logits - top[:, None]).sum(axis=1)) + top
+    return float((normalizer - logits[np.arange(len(logits)), np.roll(token_ids, -1)])[:-1].mean())
 
 
 def difference(family: str, weights: str) -> float:

@@ -4,7 +4,7 @@ usage: fuzz_files.py [--cases 200000] [--seed 1]
 
 A case is a small GGUF file, a part of a split one, or a safetensors folder, with one or more changes: numbers in the
 header replaced by extreme ones, bytes flipped, ranges removed, repeated or exchanged, the file truncated. Folders that
-are quantised are changed anywhere. A file that is accepted is packed too. Every 20th case runs under tracemalloc, to
+are quantized are changed anywhere. A file that is accepted is packed too. Every 20th case runs under tracemalloc, to
 check that memory is bounded by the size of the file, and the address space is limited throughout. Exit status 1 on any
 breach.
 """
@@ -39,7 +39,7 @@ from safetensors.numpy import save_file
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests.gguf_files
 
 from tests.gguf_files import Tensor, describe, rope_factors, stored_tensors, write
-from tests.quantised_folders import Make, awq, folder_of, fp8, gptq, int8, words
+from tests.quantized_folders import Make, awq, folder_of, fp8, gptq, int8, words
 
 TRACED = 20  # one case in TRACED runs under tracemalloc
 MAX_PEAK_PER_BYTE = 64  # a metadata entry of 14 bytes is an object, a string and an entry of a dict
@@ -83,7 +83,7 @@ MODULES = {
     **{f"mlp.{name}_proj": (32, 32) for name in ("gate", "up", "down")},
 }
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
-QUANTISED: dict[str, tuple[Mapping[str, Any], Make]] = {
+QUANTIZED: dict[str, tuple[Mapping[str, Any], Make]] = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16}, gptq(group=16, sym=False, act_order=True)),
     "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq(32)),
     "words": ({**COMPRESSED, "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}}, words(sym=False)),
@@ -220,12 +220,12 @@ def make_seeds(folder: Path) -> list[Seed]:
         *_seeds_of_stacked_experts(folder / "gpt_oss"),
         Seed("config.json", config, config.stat().st_size, copy, config.read_bytes()),
         Seed("safetensors", file, 8 + length, copy, file.read_bytes()),
-        *(seed for name, how in QUANTISED.items() for seed in _quantised_seeds(folder / name, *how)),
+        *(seed for name, how in QUANTIZED.items() for seed in _quantized_seeds(folder / name, *how)),
     ]
 
 
-def _quantised_seeds(path: Path, config: Mapping[str, Any], make: Make) -> list[Seed]:
-    """Return seeds of a quantised folder: its config.json, and its tensors with the order of groups and zero points."""
+def _quantized_seeds(path: Path, config: Mapping[str, Any], make: Make) -> list[Seed]:
+    """Return seeds of a quantized folder: its config.json, and its tensors with the order of groups and zero points."""
     folder_of(path, config, make, (), MODULES, **CONFIG)
     files = path / "config.json", path / "model.safetensors"
     return [Seed(f"{path.name} {file.stem}", file, file.stat().st_size, path, file.read_bytes()) for file in files]

@@ -79,8 +79,8 @@ def base_files() -> list[bytes]:
     files = [path.read_bytes() for path in sorted((GOLDENS / "files").iterdir())]
     rows = zlib.compress(bytes(1 << 22))
     for width, height in ((2048, 2048), (1, 1 << 22), (1 << 22, 1), (1 << 15, 1 << 15), (1 << 31, 1), (10_000, 10_000)):
-        for depth, colour in ((8, 2), (16, 6), (1, 0), (8, 3)):
-            header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+        for depth, color in ((8, 2), (16, 6), (1, 0), (8, 3)):
+            header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
             files.append(PNG + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", rows) + png_chunk(b"IEND", b""))
     return files
 

@@ -10,7 +10,7 @@ Each round runs the streams, some of them samples of one prompt and beam searche
 * `--times` servers whose engine is killed while it writes the prefix snapshot at their end.
 
 With `--families`, instead: `--times` rounds with SIGKILL on the golden of every model family, with q8 and q4 weights,
-and on quantised folders, with types of their own.
+and on quantized folders, with types of their own.
 
 A pause is the longest time between two chunks of any stream. Exit status 1 if a stream differs from its undisturbed run
 in any bit, logprobs included, or if a killed snapshot is not reported or leaves a file.
@@ -38,9 +38,9 @@ from quire import AsyncClient, SamplingParams
 from quire.runtime.common.types import join_chunks
 from server_process import MIB, ServerProcess, start_server
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests.quantised_folders
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests.quantized_folders
 
-from tests.quantised_folders import common_folders
+from tests.quantized_folders import common_folders
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 GOLDEN_TOKENS = 90  # of each stream; goldens have 128 positions or more, and 160 tokens in their vocabulary
@@ -205,7 +205,7 @@ def compare(found: list[object], expected: list[object], name: str, report: Camp
 
 
 def family_models(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield models and the dtypes of their weights; quantised folders are written into `folder`."""
+    """Yield models and the dtypes of their weights; quantized folders are written into `folder`."""
     for golden in sorted(GOLDENS.glob("*/golden.npz")):
         config = json.loads((golden.parent / "config.json").read_text())
         yield from ((golden.parent, dtype) for dtype in ("q8", "q4", *(["auto"] * ("quantization_config" in config))))

@@ -42,7 +42,7 @@ FLAGS = (
 ROUND_TIMEOUT_S = 120.0
 MAX_ATTEMPTS = 5  # of a round whose streams have all ended before the harm
 MAX_MEDIAN_S, MAX_SILENT_MEDIAN_S = 1.0, 2.0  # the latter has a second of silence until it is noticed
-COLOURS = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 40}
+COLORS = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 40}
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.9, "top_p": 0.9, "top_k": 50},
@@ -51,7 +51,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"beam_width": 3, "n": 2, "max_tokens": 40, "logprobs": 0},
     {"temperature": 0.7, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
     {"temperature": 1.0, "stop": ("\n\n\n", "no such text"), "min_tokens": 200},
-    {"temperature": 1.0, "structured_outputs": StructuredOutputs(json=COLOURS), "ignore_eos": False},
+    {"temperature": 1.0, "structured_outputs": StructuredOutputs(json=COLORS), "ignore_eos": False},
 )
 
 

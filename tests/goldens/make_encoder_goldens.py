@@ -116,7 +116,7 @@ class Case:
     config: dict[str, Any]
     pooling: str | None = None
     dense: tuple[int, bool, type[torch.nn.Module]] | None = None  # columns, bias, activation
-    normalise: bool = False
+    normalize: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     prompt: str | None = None
     max_length: int | None = None
@@ -255,7 +255,7 @@ def embed(case: Case, folder: Path) -> list[list[float]]:
             for value in dense.parameters():
                 value.copy_((torch.randn_like(value) * 0.3).bfloat16().float())
         modules.append(dense)
-    modules += [Normalize()] if case.normalise else []
+    modules += [Normalize()] if case.normalize else []
     model = SentenceTransformer(modules=modules, prompts=case.prompts or None, device="cpu")
     model.save(str(folder))
     return model.encode(TEXTS, prompt_name=case.prompt, batch_size=1, normalize_embeddings=False).tolist()

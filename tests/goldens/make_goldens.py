@@ -328,7 +328,7 @@ def write_case(folder: Path, case: Case) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     config = getattr(transformers, case.config_class)(**{**SHARED, **case.config})
     model = transformers.AutoModelForCausalLM.from_config(config)
-    randomise(model, case.norm_mean)
+    randomize(model, case.norm_mean)
     model.to(case.dtype).save_pretrained(folder, max_shard_size=case.max_shard_size)
     (folder / "generation_config.json").unlink()
     write_configs(folder, case)
@@ -337,8 +337,8 @@ def write_case(folder: Path, case: Case) -> None:
     write_golden(folder)
 
 
-def randomise(model: torch.nn.Module, norm_mean: float, attention: float = 1.5) -> None:
-    """Set weights larger than an initialisation, so that attention is not uniform and every part changes the logits.
+def randomize(model: torch.nn.Module, norm_mean: float, attention: float = 1.5) -> None:
+    """Set weights larger than an initialization, so that attention is not uniform and every part changes the logits.
 
     Queries and keys have a scale of about `attention`: scores that it squares amplify what is rounded.
     """

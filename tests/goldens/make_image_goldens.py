@@ -194,7 +194,7 @@ def write_tokenizer(folder: Path, tokens: dict[str, str], template: str) -> PreT
 
 
 def processor_of(family: str, tokenizer: PreTrainedTokenizerFast) -> Any:
-    """Return the family's processor; its pixels are neither rescaled nor normalised."""
+    """Return the family's processor; its pixels are neither rescaled nor normalized."""
     _, images, processor, _, template = FAMILIES[family]
     images = images | {"do_rescale": False, "do_normalize": False}
     if family == "smolvlm":

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from make_goldens import as_transformers_4, randomise
+from make_goldens import as_transformers_4, randomize
 from make_image_goldens import CHATS, FOLDER, chat, processor_of
 from transformers.image_utils import load_image
 from transformers.processing_utils import ProcessorMixin
@@ -220,9 +220,9 @@ def write_case(folder: Path, case: Case) -> None:
     config = config_class(text_config=case.text, vision_config=case.vision, **case.config)
     model_class = getattr(transformers, f"{case.model}ForConditionalGeneration")
     model = model_class(config)
-    randomise(model, 1.0)
+    randomize(model, 1.0)
     if case.model == "Gemma3":
-        randomise(model.model.language_model, 0.0)  # its norms have weights less 1
+        randomize(model.model.language_model, 0.0)  # its norms have weights less 1
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     five = json.loads((folder / "config.json").read_text())
@@ -316,7 +316,7 @@ def write_chat(folder: Path, name: str) -> None:
     image_token = tokenizer.convert_tokens_to_ids("<image>")
     config = transformers.SmolVLMConfig(**{**own, **SMOLVLM, "vision_config": vision, "image_token_id": image_token})
     model = transformers.SmolVLMForConditionalGeneration(config)
-    randomise(model, 1.0, attention=0.7)
+    randomize(model, 1.0, attention=0.7)
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     kwargs: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}

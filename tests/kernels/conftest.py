@@ -64,7 +64,7 @@ class Toy:
     intermediate: int = 176
     experts: int = 0  # of each layer; 0: a dense MLP
     top_k: int = 2
-    normalised: bool = True
+    normalized: bool = True
     bias: bool = False  # on every linear layer, not on qkv alone
     page_size: int = 32
     isa: str | None = None
@@ -268,7 +268,7 @@ class Toy:
         gated = "swiglu_clamped" if self.unusual else "swiglu"
         return [
             Linear(replace(h, data=x), router, self._bias(self.experts), logits, "store"),
-            RouteRows(logits, self.routing, self.normalised),
+            RouteRows(logits, self.routing, self.normalized),
             Dispatch(h, self.routing, dispatched),
             ExpertLinear(dispatched, tuple(gate_up), self.routing, activated, gated, gate_up_biases),
             ExpertLinear(activated, tuple(down), self.routing, outputs, "store", down_biases),

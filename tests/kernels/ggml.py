@@ -57,7 +57,7 @@ def random_blocks(rng: np.random.Generator, ggml_type: str, rows: int, columns: 
     return blocks.reshape(rows, columns // weights * nbytes)
 
 
-def dequantise(blocks: np.ndarray, ggml_type: str) -> np.ndarray:
+def dequantize(blocks: np.ndarray, ggml_type: str) -> np.ndarray:
     """Return rows of blocks, uint8 [rows, bytes], as float32 [rows, columns]."""
     split = blocks.reshape(-1, BLOCKS[ggml_type][1])
     columns = blocks.shape[1] // BLOCKS[ggml_type][1] * BLOCKS[ggml_type][0]

@@ -108,7 +108,7 @@ def random_model(rng: random.Random) -> dict[str, Any]:
         "page_size": rng.choice([16, 32, 64]),
         "experts": experts,
         "top_k": rng.randint(1, max(1, min(experts, 8))),
-        "normalised": rng.random() < 0.7,
+        "normalized": rng.random() < 0.7,
         "seed": rng.randrange(1 << 30),
         "unusual": rng.random() < 0.3,
     }

@@ -51,8 +51,8 @@ def round_bf16(x: Array) -> Array:
     return rounded.astype(np.uint32).view(np.float32).astype(np.float64)
 
 
-def quantise_q8(x: Array, group: int = 1) -> Array:
-    """Quantise each row's blocks of 32 columns, or groups of them, to int8, and widen them again.
+def quantize_q8(x: Array, group: int = 1) -> Array:
+    """Quantize each row's blocks of 32 columns, or groups of them, to int8, and widen them again.
 
     The scale is max|x| / 127 in float32, that of a block rounded up to two bits of mantissa.
     """
@@ -69,7 +69,7 @@ def quantise_q8(x: Array, group: int = 1) -> Array:
 def as_dtype(x: Array, dtype: StoredDtype, group: int = 1) -> Array:
     if dtype == "bf16":
         return round_bf16(x)
-    return quantise_q8(x, group) if dtype == "q8" else x.astype(np.float32).astype(np.float64)
+    return quantize_q8(x, group) if dtype == "q8" else x.astype(np.float32).astype(np.float64)
 
 
 def as_key(x: Array, kv_dtype: str) -> Array:
@@ -107,8 +107,8 @@ def norm_rows(x: Array, op: NormRows) -> Array:
     assert op.weight is not None
     if op.kind == "rms":
         return rms_norm(x, op.weight, op.eps)
-    centred = x - x.mean(axis=1, keepdims=True)
-    return rms_norm(centred, op.weight, op.eps) + (0 if op.bias is None else op.bias)
+    centered = x - x.mean(axis=1, keepdims=True)
+    return rms_norm(centered, op.weight, op.eps) + (0 if op.bias is None else op.bias)
 
 
 def silu(x: Array) -> Array:
@@ -170,8 +170,8 @@ def rotate_halves(x: Array, rotary: Array) -> Array:
 
 def softmax(x: Array) -> Array:
     weights = np.exp(x - x.max(axis=-1, keepdims=True))
-    normalised: Array = weights / weights.sum(axis=-1, keepdims=True)
-    return normalised
+    normalized: Array = weights / weights.sum(axis=-1, keepdims=True)
+    return normalized
 
 
 class ReferenceProgram:
@@ -314,7 +314,7 @@ class ReferenceProgram:
         experts = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
         chosen = np.take_along_axis(logits, experts, axis=1)
         over_all = np.take_along_axis(softmax(logits), experts, axis=1)
-        self.regions[op.routing.weights] = softmax(chosen) if op.normalised else over_all
+        self.regions[op.routing.weights] = softmax(chosen) if op.normalized else over_all
         order = np.argsort(experts.reshape(-1), kind="stable")  # by expert, then by row
         places = np.empty(order.size, np.int64)
         places[order] = np.arange(order.size)

@@ -62,11 +62,11 @@ def run(program: Program, token_ids: np.ndarray) -> None:
     program.run(token_ids.astype(np.int32), *starts, np.arange(16, dtype=np.int32), pages(0, 16), np.zeros(0, np.int32))
 
 
-def routed(logits: np.ndarray, top_k: int, *, normalised: bool = True, threads: int = 2, isa: str | None = None):
+def routed(logits: np.ndarray, top_k: int, *, normalized: bool = True, threads: int = 2, isa: str | None = None):
     """RouteRows rows with these logits: return weights and places [rows, top_k], and groups [groups, 3]."""
     arena = Arena(len(logits))
     x, routing = arena.region(*logits.shape), arena.routing(logits.shape[1], top_k)
-    program = arena.program([Embed(packed(logits, "f32"), x), RouteRows(x, routing, normalised)], threads, isa)
+    program = arena.program([Embed(packed(logits, "f32"), x), RouteRows(x, routing, normalized)], threads, isa)
     run(program, np.arange(len(logits)))
     groups = program.view(routing.groups)
     tables = program.view(routing.weights)[:, :top_k], program.view(routing.places)[:, :top_k]
@@ -88,14 +88,14 @@ def test_the_lower_index_wins_a_tie(isa):
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (8, 2), (8, 8), (33, 5), (128, 8)])
-@pytest.mark.parametrize("normalised", [True, False])
-def test_routing_matches_numpy(experts, top_k, normalised, isa):
+@pytest.mark.parametrize("normalized", [True, False])
+def test_routing_matches_numpy(experts, top_k, normalized, isa):
     logits = (RNG.standard_normal((70, experts)) * 5).astype(np.float32)
-    weights, places, groups = routed(logits, top_k, normalised=normalised, isa=isa)
+    weights, places, groups = routed(logits, top_k, normalized=normalized, isa=isa)
     order = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
     exponentials = np.exp(logits.astype(np.float64))
     chosen = np.take_along_axis(exponentials, order, axis=1)
-    total = (chosen if normalised else exponentials).sum(axis=1, keepdims=True)
+    total = (chosen if normalized else exponentials).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(weights, chosen / total, rtol=2e-6)
     assert sorted(places.reshape(-1)) == list(range(70 * top_k))
     expert_of = {place: expert for expert, first, end in groups for place in range(first, end)}
@@ -105,23 +105,23 @@ def test_routing_matches_numpy(experts, top_k, normalised, isa):
         assert (np.diff(of_expert) == 1).all()
 
 
-@pytest.mark.parametrize("normalised", [True, False])
-def test_routing_has_the_same_bits_at_every_level_and_number_of_threads(normalised):
+@pytest.mark.parametrize("normalized", [True, False])
+def test_routing_has_the_same_bits_at_every_level_and_number_of_threads(normalized):
     logits = (RNG.standard_normal((90, 40)) * 5).astype(np.float32)
     results = [
-        routed(logits, 6, normalised=normalised, threads=threads, isa=isa) for isa in LEVELS for threads in (1, 3)
+        routed(logits, 6, normalized=normalized, threads=threads, isa=isa) for isa in LEVELS for threads in (1, 3)
     ]
     assert len({(weights.tobytes(), places.tobytes(), str(groups)) for weights, places, groups in results}) == 1
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_row_whose_logits_are_not_finite_has_nan_weights_and_valid_places(bad, normalised, isa):
+def test_a_row_whose_logits_are_not_finite_has_nan_weights_and_valid_places(bad, normalized, isa):
     logits = RNG.standard_normal((5, 20)).astype(np.float32)
-    clean, *_ = routed(logits, 3, normalised=normalised, isa=isa)
+    clean, *_ = routed(logits, 3, normalized=normalized, isa=isa)
     logits[1], logits[3, 19] = np.nan, bad
-    weights, places, _ = routed(logits, 3, normalised=normalised, isa=isa)
+    weights, places, _ = routed(logits, 3, normalized=normalized, isa=isa)
     assert np.isnan(weights[1]).all()
     assert np.isnan(weights[3]).any()
     assert weights[[0, 2, 4]].tobytes() == clean[[0, 2, 4]].tobytes()
@@ -205,7 +205,7 @@ def test_a_row_that_is_not_finite_changes_no_other(dtype, isa):
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(
-    ("experts", "top_k", "normalised", "sizes"),
+    ("experts", "top_k", "normalized", "sizes"),
     [
         (5, 2, True, {}),
         (40, 3, False, {"hidden": 50, "intermediate": 33}),
@@ -214,8 +214,8 @@ def test_a_row_that_is_not_finite_changes_no_other(dtype, isa):
     ],
 )
 @pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "q4"])
-def test_a_decoder_with_experts_matches_the_reference(toy, weights, experts, top_k, normalised, sizes, isa):
-    model = toy(weights=weights, experts=experts, top_k=top_k, normalised=normalised, windows=(0, 0), isa=isa, **sizes)
+def test_a_decoder_with_experts_matches_the_reference(toy, weights, experts, top_k, normalized, sizes, isa):
+    model = toy(weights=weights, experts=experts, top_k=top_k, normalized=normalized, windows=(0, 0), isa=isa, **sizes)
     a, b = tokens(120, 1), tokens(60, 2)
     steps = [[(a[:97], 0, pages(5, 6, 7, 8)), (b[:40], 0, pages(9, 10))], [(b[40:41], 40, pages(9, 10))]]
     for step in steps:

@@ -8,7 +8,7 @@ from quire.kernels.pack import BLOCK_DTYPES
 from quire.pager.layout import KVLayout
 
 from tests.kernels.conftest import aligned_bytes
-from tests.kernels.ggml import BLOCKS, SCALES, dequantise, random_blocks
+from tests.kernels.ggml import BLOCKS, SCALES, dequantize, random_blocks
 from tests.kernels.reference import ReferenceProgram
 
 LEVELS = supported_levels()
@@ -56,11 +56,11 @@ def multiply(x: np.ndarray, weight: PackedMatrix, isa: str | None = None, thread
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("columns", [256, 512])
 @pytest.mark.parametrize("ggml_type", list(BLOCK_DTYPES))
-def test_a_layer_multiplies_the_dequantised_weights(ggml_type, columns, isa):
+def test_a_layer_multiplies_the_dequantized_weights(ggml_type, columns, isa):
     blocks = random_blocks(RNG, ggml_type, 41, columns)
     got, want = multiply(ROWS[:, :columns], blocks_matrix([(ggml_type, blocks)], columns), isa)
     assert np.abs(got - want).max() <= 1e-5 * np.ptp(want)
-    exact = ROWS[:, :columns].astype(np.float64) @ dequantise(blocks, ggml_type).astype(np.float64).T
+    exact = ROWS[:, :columns].astype(np.float64) @ dequantize(blocks, ggml_type).astype(np.float64).T
     assert np.abs(got - exact).max() <= 1e-2 * np.ptp(exact), "activations are rounded to int8"
 
 
@@ -91,7 +91,7 @@ def test_minimums_are_multiplied_by_sums_of_very_different_sizes(ggml_type):
     results = [multiply(x, blocks_matrix([(ggml_type, blocks)], 512), isa) for isa in LEVELS]
     got, want = results[0]
     assert len({result.tobytes() for result, _ in results}) == 1
-    largest = x.sum(axis=1, keepdims=True) * np.abs(dequantise(blocks, ggml_type)).max()
+    largest = x.sum(axis=1, keepdims=True) * np.abs(dequantize(blocks, ggml_type)).max()
     assert (np.abs(got - want) <= 5e-5 * largest).all()
 
 
@@ -120,7 +120,7 @@ def test_the_largest_weights_and_activations_do_not_overflow(ggml_type, isa):
     weight = blocks_matrix([(ggml_type, blocks)], 256)
     x = np.where(np.arange(256) % 96 < 32, 1, -1).astype(np.float32)[None].repeat(7, axis=0)
     got, want = multiply(x, weight, isa)
-    assert np.abs(got - want).max() <= 1e-6 * np.abs(dequantise(blocks, ggml_type)).sum(axis=1).max()
+    assert np.abs(got - want).max() <= 1e-6 * np.abs(dequantize(blocks, ggml_type)).sum(axis=1).max()
 
 
 @pytest.mark.parametrize("isa", LEVELS)
@@ -138,13 +138,13 @@ def test_a_matrix_of_several_dtypes_has_the_bits_of_its_ranges(isa):
     parts = [(name, random_blocks(RNG, name, rows, 512)) for name, rows in types]
     mixed = blocks_matrix(parts, 512)
     assert mixed.ranges == ((64, "q4_k"), (32, "q6_k"), (96, "q8"), (41, "q5_k"))
-    assert np.array_equal(mixed.unpack(), np.concatenate([dequantise(blocks, name) for name, blocks in parts]))
+    assert np.array_equal(mixed.unpack(), np.concatenate([dequantize(blocks, name) for name, blocks in parts]))
     got, _ = multiply(ROWS, mixed, isa, threads=3)
     alone = [multiply(ROWS, blocks_matrix([part], 512), isa)[0] for part in parts]
     assert got.tobytes() == np.concatenate(alone, axis=1).tobytes()
 
 
-def test_neighbours_of_one_dtype_are_one_range():
+def test_neighbors_of_one_dtype_are_one_range():
     parts = [(name, random_blocks(RNG, name, 32, 256)) for name in ("Q4_K", "Q4_K", "Q6_K")]
     mixed = blocks_matrix(parts, 256)
     assert mixed.ranges == ((64, "q4_k"), (32, "q6_k"))

@@ -21,7 +21,7 @@ def matrix(n: int, k: int, dtype: str, group: int = 1) -> PackedMatrix:
 
 
 def q8_by_numpy(w: np.ndarray, size: int = 32) -> np.ndarray:
-    """Quantise and widen as Q8_0 does: blocks of 32 along K, numbers of scale max|w| / 127, which is stored in fp16."""
+    """Quantize and widen as Q8_0 does: blocks of 32 along K, numbers of scale max|w| / 127, which is stored in fp16."""
     n, k = w.shape
     blocks = np.zeros((n, -(-k // size) * size), np.float32)
     blocks[:, :k] = w
@@ -34,7 +34,7 @@ def q8_by_numpy(w: np.ndarray, size: int = 32) -> np.ndarray:
 
 
 def q4_by_numpy(w: np.ndarray) -> np.ndarray:
-    """Quantise and widen with the best of 32 scales per block of 32, or the plain one if that is no worse."""
+    """Quantize and widen with the best of 32 scales per block of 32, or the plain one if that is no worse."""
     n, k = w.shape
     blocks = np.zeros((n, -(-k // 32) * 32), np.float32)
     blocks[:, :k] = w
@@ -127,7 +127,7 @@ def test_sources_follow_one_another():
 
 
 def absmax_q4(w: np.ndarray) -> np.ndarray:
-    """Quantise as Q4_0 does: the weight of largest magnitude of a block becomes -8."""
+    """Quantize as Q4_0 does: the weight of largest magnitude of a block becomes -8."""
     blocks = w.reshape(-1, 32)
     top = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)[:, 0]
     return rounded_q4(blocks, top / np.float32(-8))[0].reshape(w.shape)
@@ -193,7 +193,7 @@ def test_blocks_of_a_group_share_a_scale(k, group):
     packed = matrix(50, k, "q8", group)
     packed.fill(weights)
     np.testing.assert_array_equal(packed.unpack(), q8_by_numpy(weights, 32 * group))
-    if k % 32 == 0:  # rows of GGML's type are quantised again
+    if k % 32 == 0:  # rows of GGML's type are quantized again
         blocks = np.random.default_rng(k).integers(0, 40, (50, k // 32 * 34), np.uint8)
         packed.fill_blocks(blocks, "Q8_0")
         np.testing.assert_array_equal(packed.unpack(), q8_by_numpy(widen_blocks(blocks, "Q8_0"), 32 * group))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.kernels.pack import BLOCK_DTYPES, widen_blocks
 
-from tests.kernels.ggml import BLOCKS, SCALES, dequantise, random_blocks
+from tests.kernels.ggml import BLOCKS, SCALES, dequantize, random_blocks
 from tests.kernels.test_pack import matrix
 
 TYPES = list(BLOCKS)
@@ -18,7 +18,7 @@ def test_blocks_are_widened_with_the_formula_of_their_type(ggml_type, rows, coun
     weights, nbytes = BLOCKS[ggml_type]
     blocks = random_blocks(np.random.default_rng(seed), ggml_type, rows, count * weights)
     assert blocks.shape == (rows, count * nbytes)
-    assert widen_blocks(blocks, ggml_type).tobytes() == dequantise(blocks, ggml_type).tobytes()
+    assert widen_blocks(blocks, ggml_type).tobytes() == dequantize(blocks, ggml_type).tobytes()
 
 
 @pytest.mark.parametrize("scale", [0, -0.0, 6e-8, -1.5, 65504, np.inf, np.nan])
@@ -28,7 +28,7 @@ def test_any_scale_is_widened(ggml_type, scale):
     for offset in SCALES[ggml_type]:
         blocks[0, offset : offset + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
     with np.errstate(invalid="ignore"):
-        assert np.array_equal(widen_blocks(blocks, ggml_type), dequantise(blocks, ggml_type), equal_nan=True)
+        assert np.array_equal(widen_blocks(blocks, ggml_type), dequantize(blocks, ggml_type), equal_nan=True)
 
 
 def test_every_scale_of_mxfp4_is_kept():
@@ -36,8 +36,8 @@ def test_every_scale_of_mxfp4_is_kept():
     blocks[:, 0] = np.arange(255)
     packed = matrix(255, 32, "mxfp4")
     packed.fill_blocks(blocks, "MXFP4")
-    assert np.array_equal(packed.unpack(), dequantise(blocks, "MXFP4"))
-    assert np.array_equal(widen_blocks(blocks, "MXFP4"), dequantise(blocks, "MXFP4"))
+    assert np.array_equal(packed.unpack(), dequantize(blocks, "MXFP4"))
+    assert np.array_equal(widen_blocks(blocks, "MXFP4"), dequantize(blocks, "MXFP4"))
 
 
 @given(ggml_type=st.sampled_from(KEPT), rows=st.integers(1, 70), count=st.integers(1, 3), seed=st.integers(0, 99))
@@ -46,7 +46,7 @@ def test_a_dtype_with_the_same_numbers_keeps_every_bit(ggml_type, rows, count, s
     blocks = random_blocks(np.random.default_rng(seed), ggml_type, rows, columns)
     packed = matrix(rows, columns, BLOCK_DTYPES[ggml_type])
     packed.fill_blocks(blocks, ggml_type)
-    assert packed.unpack().tobytes() == dequantise(blocks, ggml_type).tobytes()
+    assert packed.unpack().tobytes() == dequantize(blocks, ggml_type).tobytes()
 
 
 @pytest.mark.parametrize("ggml_type", KEPT)
@@ -57,12 +57,12 @@ def test_blocks_fill_columns_of_any_start_and_from_two_sources(ggml_type):
     apart, pair = matrix(80, columns, dtype), matrix(160, columns, dtype)
     for row in range(0, 75, 7):
         apart.fill_blocks(first[row : row + 7], ggml_type, start=5 + row)
-    assert np.array_equal(apart.unpack()[5:], dequantise(first, ggml_type))
+    assert np.array_equal(apart.unpack()[5:], dequantize(first, ggml_type))
     pair.fill_blocks(first, ggml_type, interleave=0)
     pair.fill_blocks(second, ggml_type, interleave=1)
     halves = pair.unpack().reshape(5, 2, 16, columns)
     for half, blocks in enumerate((first, second)):
-        assert np.array_equal(halves[:, half].reshape(80, columns)[:75], dequantise(blocks, ggml_type))
+        assert np.array_equal(halves[:, half].reshape(80, columns)[:75], dequantize(blocks, ggml_type))
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "q8", "q4"])
@@ -73,30 +73,30 @@ def test_another_dtype_has_the_widened_values_rounded(ggml_type, dtype):
     blocks = random_blocks(np.random.default_rng(3), ggml_type, 150, 256)
     packed, rounded = matrix(150, 256, dtype), matrix(150, 256, dtype)
     packed.fill_blocks(blocks, ggml_type)
-    rounded.fill(dequantise(blocks, ggml_type))
+    rounded.fill(dequantize(blocks, ggml_type))
     assert packed.unpack().tobytes() == rounded.unpack().tobytes()
 
 
 @pytest.mark.parametrize("ggml_type", ["Q4_1", "Q5_1", "Q6_K"])
-def test_blocks_that_are_quantised_again_fill_columns_of_any_start(ggml_type):
+def test_blocks_that_are_quantized_again_fill_columns_of_any_start(ggml_type):
     blocks = random_blocks(np.random.default_rng(5), ggml_type, 75, 512)
     packed, rounded = matrix(80, 512, "q8"), matrix(75, 512, "q8")
     for row in range(0, 75, 7):
         packed.fill_blocks(blocks[row : row + 7], ggml_type, start=5 + row)
-    rounded.fill(dequantise(blocks, ggml_type))
+    rounded.fill(dequantize(blocks, ggml_type))
     assert np.array_equal(packed.unpack()[5:], rounded.unpack())
 
 
 @pytest.mark.parametrize("scale", [0, 6e-8, 65504, np.inf, np.nan])
 @pytest.mark.parametrize("ggml_type", ["Q4_1", "Q5_1"])
-def test_blocks_with_any_scale_are_quantised_as_their_numbers_are(ggml_type, scale):
+def test_blocks_with_any_scale_are_quantized_as_their_numbers_are(ggml_type, scale):
     blocks = random_blocks(np.random.default_rng(6), ggml_type, 3, 96).reshape(-1, BLOCKS[ggml_type][1])
     blocks[4, :2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
     blocks[5, 2:4] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
     packed, rounded = matrix(3, 96, "q8"), matrix(3, 96, "q8")
     packed.fill_blocks(blocks.reshape(3, -1), ggml_type)
     with np.errstate(invalid="ignore"):
-        rounded.fill(dequantise(blocks.reshape(3, -1), ggml_type))
+        rounded.fill(dequantize(blocks.reshape(3, -1), ggml_type))
     assert packed.unpack().tobytes() == rounded.unpack().tobytes()
 
 
@@ -105,7 +105,7 @@ def test_blocks_may_be_read_only():
     blocks.flags.writeable = False
     packed = matrix(3, 64, "q8")
     packed.fill_blocks(blocks, "Q8_0")
-    assert np.array_equal(packed.unpack(), dequantise(blocks, "Q8_0"))
+    assert np.array_equal(packed.unpack(), dequantize(blocks, "Q8_0"))
 
 
 @pytest.mark.parametrize(

@@ -135,9 +135,9 @@ def test_same_bits_in_any_batch_composition(toy, weights, kv, unusual, isa):
     for others in (1, 2, 5, 6, 7, 32):
         crowd = toy(weights=weights, kv=kv, unusual=unusual, isa=isa)
         crowd.run((prompt[:39], 0, table))
-        neighbours = [(tokens(1 + i % 3, i + 1), 0, pages(10 + i)) for i in range(others)]
+        neighbors = [(tokens(1 + i % 3, i + 1), 0, pages(10 + i)) for i in range(others)]
         place = others // 2
-        logits = crowd.run(*neighbours[:place], (prompt[39:], 39, table), *neighbours[place:])
+        logits = crowd.run(*neighbors[:place], (prompt[39:], 39, table), *neighbors[place:])
         assert logits[place].tobytes() == want, f"among {others} others"
 
 
@@ -168,8 +168,8 @@ def test_same_bits_when_the_splits_of_a_long_sequence_are_partitioned(toy, windo
         model = toy(weights="f32", kv=kv, windows=(window,), isa=isa, threads=threads)
         for first in range(0, 600, 150):
             model.run((prompt[first : first + 150], first, table))
-        neighbours = [(tokens(1, i), 0, pages(20 + i)) for i in range(others)]
-        steps = [model.run((prompt[at : at + 1], at, table), *neighbours)[0].tobytes() for at in (600, 601)]
+        neighbors = [(tokens(1, i), 0, pages(20 + i)) for i in range(others)]
+        steps = [model.run((prompt[at : at + 1], at, table), *neighbors)[0].tobytes() for at in (600, 601)]
         return [*steps, model.run((prompt[600:], 600, table))[0].tobytes()]
 
     want = decoded(1, 0)
@@ -212,13 +212,13 @@ def test_same_bits_whether_pages_that_left_the_window_are_kept_or_overwritten(to
         groups = len(windows)
         tables = [pages(*range(g, 19 * groups, groups)) for g in range(groups)]
         page = iter(range(19 * groups, 48))
-        neighbours = [(tokens(1, i), 0, [pages(next(page)) for _ in windows]) for i in range(others)]
+        neighbors = [(tokens(1, i), 0, [pages(next(page)) for _ in windows]) for i in range(others)]
         logits = []
         for first in [*range(0, 596, chunk), 596, 597, 598, 599]:
             if not keeps:
                 model.release_pages(tables, first)
             rows = prompt[first : min(first + chunk, 596) if first < 596 else first + 1]
-            logits.append(model.run((rows, first, tables), *neighbours)[0].tobytes())
+            logits.append(model.run((rows, first, tables), *neighbors)[0].tobytes())
         return logits[-5:]
 
     want = decoded(149, keeps=True)

@@ -87,9 +87,9 @@ MUTANTS = [
     ),
     Mutant(
         MODULES,
-        'elif kind == "Dense" and pooling is not None and not normalise and not scores:',
+        'elif kind == "Dense" and pooling is not None and not normalize and not scores:',
         'elif kind == "Dense" and pooling is not None and not scores:',
-        "vectors are normalised after a dense module that follows their norm",
+        "vectors are normalized after a dense module that follows their norm",
     ),
     Mutant(
         REGISTRY,
@@ -157,7 +157,7 @@ MUTANTS = [
         f"{VISION}/processor_files.py",
         'PROCESSOR_FILES = {"processor_config.json": "image_processor", "preprocessor_config.json": ""}',
         'PROCESSOR_FILES = {"preprocessor_config.json": "", "processor_config.json": "image_processor"}',
-        "pixels are normalised by the older of two processor files",
+        "pixels are normalized by the older of two processor files",
         VISION_TESTS,
     ),
     Mutant(
@@ -295,9 +295,9 @@ MUTANTS = [
     ),
     Mutant(
         EMBEDDING,
-        "rows = shortened(rows, request.dimensions, info.normalise)",
+        "rows = shortened(rows, request.dimensions, info.normalize)",
         "rows = shortened(rows, request.dimensions, True)",
-        "shortened vectors of a model that does not normalise have length 1",
+        "shortened vectors of a model that does not normalize have length 1",
         EMBEDDING_TESTS,
     ),
     Mutant(
@@ -379,7 +379,7 @@ MUTANTS = [
         "runtime/common/prompts.py",
         "return sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()",
         "return sha256(pixels.tobytes()).digest()",
-        "two images of one colour and of different shapes are one in the caches",
+        "two images of one color and of different shapes are one in the caches",
         IMAGE_TESTS,
     ),
     Mutant(

@@ -64,7 +64,7 @@ MUTANTS = [
         K_QUANTS,
         "const uint32_t (*minimums[2])[16] = {u->minimums, v->minimums};",
         "const uint32_t (*minimums[2])[16] = {u->minimums, u->minimums};",
-        "in a long prefill, half of the columns of a GGUF file's matrix have the minimums of their neighbours",
+        "in a long prefill, half of the columns of a GGUF file's matrix have the minimums of their neighbors",
         "tests/kernels/test_cross.py",
     ),
     Mutant(
@@ -78,7 +78,7 @@ MUTANTS = [
         K_QUANTS,
         "vi_load(minimums[p][j])",
         "vi_load(minimums[0][j])",
-        "half of the columns of a GGUF file's matrix have the minimums of their neighbours",
+        "half of the columns of a GGUF file's matrix have the minimums of their neighbors",
         "tests/kernels/test_kquants.py",
     ),
     Mutant(
@@ -92,14 +92,14 @@ MUTANTS = [
         SIMD_LINEAR,
         "vf_fma(z, sum, vf_from(dot[i][1]))",
         "vf_fma(y, sum, vf_from(dot[i][1]))",
-        "half of the columns of an AWQ matrix have the zero points of their neighbours",
+        "half of the columns of an AWQ matrix have the zero points of their neighbors",
         "tests/kernels/test_kquants.py",
     ),
     Mutant(
         PACK,
         "if QUIRE_Q4_K <= WEIGHT_CODES[dtype] != native and",
         "if False and",
-        "weights of a type that nothing quantises to are packed as another type, without an error",
+        "weights of a type that nothing quantizes to are packed as another type, without an error",
         "tests/kernels/test_kquants.py",
     ),
     Mutant(
@@ -113,7 +113,7 @@ MUTANTS = [
         MXFP4,
         "q = vs_of(load_scales(s1 + b * 16), rows);",
         "q = vs_of(load_scales(s0 + b * 16), rows);",
-        "half of the columns of an expert have the scales of their neighbours",
+        "half of the columns of an expert have the scales of their neighbors",
         "tests/kernels/test_kquants.py",
     ),
     Mutant(
@@ -237,7 +237,7 @@ MUTANTS = [
         SAMPLE,
         "            logit = logit / row.repetition_penalty if logit > 0 else logit * row.repetition_penalty",
         "            logit = logit / row.repetition_penalty",
-        "the repetition penalty favours tokens with negative logits",
+        "the repetition penalty favors tokens with negative logits",
         SAMPLING,
     ),
     Mutant(
@@ -470,7 +470,7 @@ MUTANTS = [
         ROWS,
         "vf_set1(kind == QUIRE_LAYER_NORM ? sum_of",
         "vf_set1(kind != QUIRE_L2_NORM ? sum_of",
-        "vectors of decoders are centred",
+        "vectors of decoders are centered",
         TEXTS,
     ),
     Mutant(

@@ -299,8 +299,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/tools/perplexity.py",
-        "float(np.exp(log_p) @ (log_p - (logits.astype(np.float64) - normaliser)))",
-        "float(np.exp(logits - normaliser) @ ((logits.astype(np.float64) - normaliser) - log_p))",
+        "float(np.exp(log_p) @ (log_p - (logits.astype(np.float64) - normalizer)))",
+        "float(np.exp(logits - normalizer) @ ((logits.astype(np.float64) - normalizer) - log_p))",
         "the KL divergence is that of the base from the model",
         "tests/runtime/tools/test_perplexity.py",
     ),

@@ -437,7 +437,7 @@ MUTANTS = [
         ACCEPTOR,
         "            same_address[connection] = same_address.pop(connection)",
         "            pass",
-        "a probe that keeps its connection is closed in favour of clients that are silent",
+        "a probe that keeps its connection is closed in favor of clients that are silent",
         OPERATORS,
     ),
     Mutant(

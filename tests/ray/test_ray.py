@@ -36,7 +36,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "structured_outputs": JSON, "ignore_eos": False},
     {"beam_width": 3, "n": 2, "max_tokens": 60, "logprobs": 0},
 )
-PROMPTS = ("The module provides", "Colours: ", "def main", "Return a new")
+PROMPTS = ("The module provides", "Colors: ", "def main", "Return a new")
 NUM_STREAMS = 2 * len(KINDS)
 
 

@@ -40,7 +40,7 @@ def test_without_noise_latency_stays_within_the_target(arrives: Callable[..., tu
 
 
 @pytest.mark.parametrize("target_s", [0.005, 0.01, 0.02])
-def test_a_target_that_one_sequence_cannot_meet_does_not_serialise_requests(
+def test_a_target_that_one_sequence_cannot_meet_does_not_serialize_requests(
     target_s: float, serve: Callable[..., Any]
 ) -> None:
     """Decoding one sequence takes 0.023 s. Eight requests one after another would take 2.4 times as long."""

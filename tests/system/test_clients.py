@@ -484,9 +484,9 @@ def test_a_bad_address() -> None:
         ({"max_new_tokens": 3}, "no argument 'max_new_tokens'; write sampling_params=SamplingParams(max_tokens=…)"),
         ({"params": THREE}, "no argument 'params'; did you mean sampling_params=…?"),
         ({"resumeable": True}, "no argument 'resumeable'; did you mean resumable=…?"),
-        ({"colour": "red"}, "no argument 'colour'; the arguments are prompt, sampling_params, messages, chat,"),
+        ({"color": "red"}, "no argument 'color'; the arguments are prompt, sampling_params, messages, chat,"),
     ],
-    ids=["max_tokens", "max_new_tokens", "params", "resumeable", "colour"],
+    ids=["max_tokens", "max_new_tokens", "params", "resumeable", "color"],
 )
 async def test_an_unknown_argument_is_a_type_error_that_names_the_right_one(
     system: Any, client: AsyncClient, options: dict[str, Any], advice: str

@@ -48,7 +48,7 @@ def all_kinds() -> list[GenerateRequest]:
         asked(prompt(22, 5), max_tokens=40, beam_width=3, n=2, logprobs=0),
         asked(prompt(23, 6), max_tokens=600, temperature=0.7, repetition_penalty=1.2, frequency_penalty=0.3, seed=8),
         asked("The module provides", max_tokens=600, stop=("no such string", "\n\n\n\n"), min_tokens=590),
-        asked("Colours: ", max_tokens=120, structured_outputs=JSON, ignore_eos=False, temperature=1.0, seed=2),
+        asked("Colors: ", max_tokens=120, structured_outputs=JSON, ignore_eos=False, temperature=1.0, seed=2),
     ]
 
 

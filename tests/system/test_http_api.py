@@ -527,7 +527,7 @@ async def test_fields_that_ask_for_nothing_are_accepted(system: Any) -> None:
 
 
 async def test_an_unknown_field_is_ignored_and_counted(system: Any) -> None:
-    assert (await ask(system, COMPLETIONS, complete(flavour="mint", colour=None))).status == 200
+    assert (await ask(system, COMPLETIONS, complete(flavor="mint", color=None))).status == 200
     assert "quire_http_unknown_fields_total 1.0" in system.metrics()
 
 

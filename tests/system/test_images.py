@@ -33,9 +33,9 @@ CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 PLAIN: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
-def png(*colours: str, size: tuple[int, int] = (40, 20)) -> bytes:
+def png(*colors: str, size: tuple[int, int] = (40, 20)) -> bytes:
     """Return an image with vertical stripes."""
-    pixels = np.array([Image.new("RGB", (1, 1), each).getpixel((0, 0)) for each in colours], np.uint8)
+    pixels = np.array([Image.new("RGB", (1, 1), each).getpixel((0, 0)) for each in colors], np.uint8)
     out = io.BytesIO()
     Image.fromarray(pixels[None]).resize(size, Image.Resampling.NEAREST).save(out, "PNG")
     return out.getvalue()

@@ -65,9 +65,9 @@ async def test_over_http(serving: Callable[..., Any], run: Run, endpoint: str) -
 
 
 async def test_a_closed_loop_with_clients_that_cancel_and_read_slowly(serving: Callable[..., Any], run: Run) -> None:
-    behaviour = ("--cancel-rate", "0.5", "--slow-reader-rate", "0.3", "--slow-reader-ms", "1", "--num-connections", "2")
+    behavior = ("--cancel-rate", "0.5", "--slow-reader-rate", "0.3", "--slow-reader-ms", "1", "--num-connections", "2")
     async with serving() as real:
-        result = await run("--base-url", real.address, *SMALL, "--max-concurrency", "3", *behaviour)
+        result = await run("--base-url", real.address, *SMALL, "--max-concurrency", "3", *behavior)
     own = result["x_quire"]
     assert result["failed"] == 0
     assert own["cancelled"] > 0

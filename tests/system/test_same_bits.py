@@ -24,7 +24,7 @@ PAGE_BYTES = KVLayout(4, 2, 64, "bf16").page_bytes  # of the bundled model
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
 SEEDED = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2, temperature=0.9, top_p=0.9, top_k=50, seed=3)
-PENALISED = SamplingParams(
+PENALIZED = SamplingParams(
     max_tokens=12, ignore_eos=True, logprobs=0, temperature=0.7, repetition_penalty=1.2, frequency_penalty=0.3, seed=8
 )
 
@@ -35,7 +35,7 @@ def prompt(length: int, seed: int) -> tuple[int, ...]:
 
 REQUESTS = [
     GenerateRequest(prompt=prompt(length, length), sampling_params=params)
-    for length, params in [(100, GREEDY), (33, SEEDED), (64, PENALISED), (1, SEEDED), (65, GREEDY)]
+    for length, params in [(100, GREEDY), (33, SEEDED), (64, PENALIZED), (1, SEEDED), (65, GREEDY)]
 ]
 
 
@@ -100,7 +100,7 @@ async def test_any_chunking_of_the_prompt(isa, dtypes, chunk):
 @pytest.mark.parametrize("batch", [2, 3, 8, 32, 33])
 async def test_any_batch(isa, dtypes, batch):
     others = [
-        GenerateRequest(prompt=prompt(3 + i % 40, 1000 + i), sampling_params=(GREEDY, SEEDED, PENALISED)[i % 3])
+        GenerateRequest(prompt=prompt(3 + i % 40, 1000 + i), sampling_params=(GREEDY, SEEDED, PENALIZED)[i % 3])
         for i in range(batch - 1)
     ]
     wanted = (await alone(isa, dtypes))[1]
@@ -125,7 +125,7 @@ async def test_preempted_when_pages_run_out(isa):
     dtypes = ("bf16", "bf16")
     growing = [
         GenerateRequest(prompt=prompt(length, length), sampling_params=msgspec.structs.replace(params, max_tokens=80))
-        for length, params in ((33, GREEDY), (20, SEEDED), (30, PENALISED))
+        for length, params in ((33, GREEDY), (20, SEEDED), (30, PENALIZED))
     ]
     async with running(isa, dtypes, enable_prefix_caching=False) as engine:
         wanted = [await outcome(engine, request) for request in growing]
@@ -154,7 +154,7 @@ KINDS = [
         (prompt(70, 70), SEEDED, {"n": 3}),
         (prompt(40, 40), SEEDED, {"n": 2, "best_of": 4, "max_tokens": 30}),
         (prompt(50, 50), GREEDY, {"n": 3, "beam_width": 3, "logprobs": 0, "max_tokens": 20}),
-        (REPEATED, PENALISED, {"max_tokens": 30, "logit_bias": {11: 8.0, 12: 8.0, 13: 8.0, 14: 8.0}}),
+        (REPEATED, PENALIZED, {"max_tokens": 30, "logit_bias": {11: 8.0, 12: 8.0, 13: 8.0, 14: 8.0}}),
         (REPEATED[1:], SEEDED, {"n": 2, "temperature": 0.3, "logit_bias": {11: 9.0, 12: 9.0}, "stop_token_ids": (14,)}),
     ]
 ]

@@ -330,7 +330,7 @@ class EmbeddingStream:
         if request.classify:
             rows = probabilities(rows, info)
         elif request.query is None:
-            rows = shortened(rows, request.dimensions, info.normalise)
+            rows = shortened(rows, request.dimensions, info.normalize)
         elif info.num_labels:
             rows = activated(rows, info.score_activation)
         else:

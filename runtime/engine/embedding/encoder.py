@@ -49,7 +49,7 @@ def describe_encoder(encoder: EncoderRunner) -> EncoderInfo:
         dimensions=spec.dimensions,
         num_labels=spec.num_labels,
         score_activation=spec.score_activation,
-        normalise=spec.normalise,
+        normalize=spec.normalize,
         matryoshka=spec.matryoshka,
         prompts=dict(spec.prompts),
         default_prompt=spec.default_prompt,

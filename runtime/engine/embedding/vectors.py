@@ -15,12 +15,12 @@ from ..facade import EncoderInfo
 Floats = npt.NDArray[np.float32]
 
 
-def shortened(rows: Floats, dimensions: int | None, normalise: bool) -> Floats:
-    """Return the first `dimensions` elements of each row [n, all], with length 1 again if they are normalised."""
+def shortened(rows: Floats, dimensions: int | None, normalize: bool) -> Floats:
+    """Return the first `dimensions` elements of each row [n, all], with length 1 again if they are normalized."""
     if dimensions is None or dimensions == rows.shape[1]:
         return rows
     cut = rows[:, :dimensions].astype(np.float64)
-    if normalise:
+    if normalize:
         cut /= np.maximum(np.sqrt(_row_sums(cut * cut)), 1e-12)
     short: Floats = cut.astype(np.float32)
     return short

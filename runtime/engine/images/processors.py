@@ -1,6 +1,6 @@
 """What each family makes of an image, as its processor in transformers does: sizes, tiles, and text in the prompt.
 
-Resizing is Pillow's, so the pixels are the reference's to the last bit. Rescaling and normalisation belong to the
+Resizing is Pillow's, so the pixels are the reference's to the last bit. Rescaling and normalization belong to the
 model's tower.
 """
 

@@ -30,7 +30,7 @@ OWN_BOUNDS: Mapping[str, int] = {"minimum": MIN_INT64 + 1024, "maximum": MAX_INT
 MAX_BOUNDS = 50  # different ones of integers, of 2,000 expressions each, in a schema that gets OWN_BOUNDS
 MAX_DECIMALS = 12  # of a divisor: llguidance reads hardly any with more
 MAX_DIVISOR = 1 << 32  # of llguidance, without the point
-MAX_NEIGHBOURS = 8  # numbers of f64 on each side of a divisor, of which one may be read as the divisor
+MAX_NEIGHBORS = 8  # numbers of f64 on each side of a divisor, of which one may be read as the divisor
 # The states of a divisor are about its remainders, times the digits of the bounds; a decimal counts as some digits. At
 # 12,000 a mask takes up to 30 ms, and all take 12 MB, with a vocabulary that has numbers of three digits. With a
 # million remainders, each mask took 10 seconds.
@@ -257,7 +257,7 @@ def _spelled(divisor: float) -> float:
     """Return a number that llguidance reads as this divisor."""
     exact = _decimal(divisor)
     below = above = divisor
-    for _ in range(MAX_NEIGHBOURS + 1):
+    for _ in range(MAX_NEIGHBORS + 1):
         for each in (below, above):
             if _as_read(each) == exact:
                 return each

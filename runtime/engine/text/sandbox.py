@@ -5,7 +5,7 @@ operation that makes text or a list larger is charged before it runs, and every 
 filter or literal returns is charged too: a template can keep them all. `run` returns within its time limit, and no text
 that it returns is longer than MAX_SIZE.
 
-The limits are not complete: operations are recognised by name, and one long call of C code is not interrupted. Its
+The limits are not complete: operations are recognized by name, and one long call of C code is not interrupted. Its
 thread runs until that call returns.
 """
 

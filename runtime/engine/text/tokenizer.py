@@ -153,7 +153,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Return the raw bytes of a token, or None if its text depends on its neighbours: then use `decode`.
+        """Return the raw bytes of a token, or None if its text depends on its neighbors: then use `decode`.
 
         Byte-level tokens and `<0xNN>` fallback tokens are bytes; only they can hold part of a UTF-8 character.
         """
@@ -194,7 +194,7 @@ class Tokenizer:
         return next((token_id for token_id in others if self.decode([token_id]).isalnum()), None)
 
     def token(self, token_id: int) -> Token:
-        """Return one entry; an unknown id has no bytes. Text that depends on its neighbours is that within a text."""
+        """Return one entry; an unknown id has no bytes. Text that depends on its neighbors is that within a text."""
         data = self.text_bytes(token_id)
         if token_id in self.special_token_ids:
             return Token(data, True)

@@ -36,7 +36,7 @@ def emit_encoder(
     x = builder.pool(x, spec.pooling)
     for projection, projection_weights in zip(spec.projections, weights.projections, strict=True):
         x = _project(builder, projection, projection_weights, x)
-    return builder.norm_rows(x, "l2", None, None, LEAST_LENGTH, "f32") if spec.normalise else x
+    return builder.norm_rows(x, "l2", None, None, LEAST_LENGTH, "f32") if spec.normalize else x
 
 
 def _emit_bert(

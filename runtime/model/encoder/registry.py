@@ -69,7 +69,7 @@ def read_encoder(path: str | Path) -> EncoderSpec:
         causal=not config.flag(BIDIRECTIONAL, False),
         pooling=pooling,
         projections=projections,
-        normalise=modules.normalise,
+        normalize=modules.normalize,
         num_labels=labels,
         score_activation=read_score_activation(folder, config, labels) if labels else "identity",
         labels=_labels(config, labels) if _architecture(config).endswith(CLASSIFIER) else (),

@@ -62,7 +62,7 @@ class Modules:
     is_declared: bool = False  # there is a modules.json
     pooling: Pooling | None = None  # None: no module pools
     projections: tuple[Projection, ...] = ()
-    normalise: bool = False
+    normalize: bool = False
     scores: bool = False  # the last projection's columns are scores
     answer: AnswerTokens | None = None
     files: Mapping[str, str] = field(default_factory=dict)
@@ -78,13 +78,13 @@ def read_modules(folder: Path, hidden_size: int) -> Modules:
 
     Raises UnsupportedModel or CorruptCheckpoint, naming file and key.
     """
-    pooling, normalise, scores, answer = None, False, False, None
+    pooling, normalize, scores, answer = None, False, False, None
     projections: list[Projection] = []
     files: dict[str, str] = {}
     width = hidden_size
     for index, (kind, path) in enumerate(_listed(folder)):
         where = f"{path}/{CONFIG_FILE}"
-        previous = "Normalize" if normalise else "Dense" if projections else "Pooling" if pooling else "Transformer"
+        previous = "Normalize" if normalize else "Dense" if projections else "Pooling" if pooling else "Transformer"
         if kind == "Transformer" and index == 0 and path == "":
             continue
         config = read_table(folder, where) or ConfigTable({}, source=where)
@@ -92,13 +92,13 @@ def read_modules(folder: Path, hidden_size: int) -> Modules:
             pooling = _pooling(config, hidden_size)
         elif kind == "LogitScore" and index == 1:
             answer = _answer(config)
-        elif kind == "Dense" and pooling is not None and not normalise and not scores:
+        elif kind == "Dense" and pooling is not None and not normalize and not scores:
             projections.append(_dense(config, path, width))
             files[path] = f"{path}."
             width = projections[-1].out_features
             scores = config.text("module_output_name", "sentence_embedding") == "scores"
         elif kind == "Normalize" and pooling is not None and not scores:
-            normalise = True
+            normalize = True
         elif kind != "Dropout" or pooling is None:
             place = f"after {previous}" if index else "first"
             raise UnsupportedModel(
@@ -109,7 +109,7 @@ def read_modules(folder: Path, hidden_size: int) -> Modules:
         is_declared=True,
         pooling=pooling,
         projections=tuple(projections),
-        normalise=normalise,
+        normalize=normalize,
         scores=scores,
         answer=answer,
         files=files,

@@ -110,7 +110,7 @@ class EncoderSpec:
     causal: bool = True  # of a decoder; False: its rows see later ones too, and windows are as in `BertSpec`
     pooling: Pooling
     projections: tuple[Projection, ...] = ()
-    normalise: bool = False  # vectors have length 1
+    normalize: bool = False  # vectors have length 1
     num_labels: int = 0  # scores of a text; 0: the result is a vector
     score_activation: ScoreActivation = "identity"  # what makes a score of a label's value
     labels: tuple[str, ...] = ()  # names of a classifier's labels; (): it has none

@@ -64,7 +64,7 @@ def read_gpt_oss(config: ConfigTable) -> DecoderSpec:
         raise config.refused("hidden_act", '"silu"')
     spec = build_spec(config, "gpt_oss", read_rope(config))
     bias = config.flag("attention_bias", True)
-    experts = read_experts(config, "num_local_experts", "intermediate_size", normalised=True)
+    experts = read_experts(config, "num_local_experts", "intermediate_size", normalized=True)
     return replace(
         spec,
         windows=_windows(config),
@@ -74,7 +74,7 @@ def read_gpt_oss(config: ConfigTable) -> DecoderSpec:
         activation="clamped_silu",
         experts=replace(experts, bias=True),
         names=NAMES,
-        quantised=_tensors_in_blocks(spec.num_layers) if in_blocks else {},
+        quantized=_tensors_in_blocks(spec.num_layers) if in_blocks else {},
     )
 
 
@@ -87,12 +87,12 @@ def _windows(config: ConfigTable) -> tuple[int, ...]:
 
 
 def _experts_are_in_blocks(config: ConfigTable) -> bool:
-    """Return whether the experts are in MXFP4; other quantised checkpoints are refused."""
-    quantised = config.table("quantization_config")
-    if not quantised.values:
+    """Return whether the experts are in MXFP4; other quantized checkpoints are refused."""
+    quantized = config.table("quantization_config")
+    if not quantized.values:
         return False
-    if quantised.text("quant_method") != MXFP4:
-        raise quantised.refused("quant_method", f'"{MXFP4}", as in the checkpoints of gpt-oss')
+    if quantized.text("quant_method") != MXFP4:
+        raise quantized.refused("quant_method", f'"{MXFP4}", as in the checkpoints of gpt-oss')
     return True
 
 

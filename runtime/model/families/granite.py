@@ -47,5 +47,5 @@ GRANITE = Family(
     ("GraniteForCausalLM",),
     ("granite",),
     read_granite,
-    GGUFFormat("granite", KEYS | GGUF_KEYS, neighbouring_pairs=True, derive=_derive),
+    GGUFFormat("granite", KEYS | GGUF_KEYS, neighboring_pairs=True, derive=_derive),
 )

@@ -23,4 +23,4 @@ def read_llama(config: ConfigTable) -> DecoderSpec:
     )
 
 
-LLAMA = Family(("LlamaForCausalLM",), ("llama",), read_llama, GGUFFormat("llama", neighbouring_pairs=True))
+LLAMA = Family(("LlamaForCausalLM",), ("llama",), read_llama, GGUFFormat("llama", neighboring_pairs=True))

@@ -23,7 +23,7 @@ def read_mixtral(config: ConfigTable) -> DecoderSpec:
         {"eos_token_id": 2, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2}
     )
     spec = build_spec(config, "mixtral", read_rope(config))
-    experts = read_experts(config, "num_local_experts", "intermediate_size", normalised=True)
+    experts = read_experts(config, "num_local_experts", "intermediate_size", normalized=True)
     return replace(spec, windows=(sliding_window(config),) * spec.num_layers, experts=experts, names=NAMES)
 
 
@@ -31,5 +31,5 @@ MIXTRAL = Family(
     ("MixtralForCausalLM",),
     ("mixtral",),
     read_mixtral,
-    GGUFFormat("llama", KEYS | EXPERT_KEYS, neighbouring_pairs=True, experts=True),
+    GGUFFormat("llama", KEYS | EXPERT_KEYS, neighboring_pairs=True, experts=True),
 )

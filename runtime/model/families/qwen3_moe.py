@@ -28,7 +28,7 @@ def read_qwen3_moe(config: ConfigTable) -> DecoderSpec:
         config.with_defaults({number: 128}),
         number,
         "moe_intermediate_size",
-        normalised=config.flag("norm_topk_prob", False),
+        normalized=config.flag("norm_topk_prob", False),
         layers=_layers_with_experts(config),
     )
     return replace(

@@ -8,13 +8,13 @@ from pathlib import Path
 from ...common.errors import ModelError, UnsupportedModel
 from ..config_json import CONFIG_FILE, ConfigTable, read_config
 from ..files import is_gguf
-from ..quantization_config import read_quantisation
+from ..quantization_config import read_quantization
 from ..spec import DecoderSpec, TensorNames
 from ..weights import Checkpoint
 from ..weights.gguf import open_gguf
 from ..weights.gguf_checkpoint import GGUFCheckpoint
-from ..weights.quantisation import Quantisation
-from ..weights.quantised import QuantisedCheckpoint
+from ..weights.quantization import Quantization
+from ..weights.quantized import QuantizedCheckpoint
 from ..weights.safetensors import SafetensorsCheckpoint
 from ..weights.tensors import check_tensors
 from .family import Family
@@ -59,13 +59,13 @@ FAMILIES = (
 def read_spec(path: str | Path) -> DecoderSpec:
     """Read a folder's config.json, or a GGUF file's header. Raises ModelError.
 
-    A folder needs no weights, unless it is quantised: its tensors show which matrices are.
+    A folder needs no weights, unless it is quantized: its tensors show which matrices are.
     """
     if is_gguf(path):
         return _open_gguf(path)[0]
     config = read_config(path)
     family = _family(config)
-    return family.read(config) if _quantisation(family, config, path) is None else _open_folder(path, config)[0]
+    return family.read(config) if _quantization(family, config, path) is None else _open_folder(path, config)[0]
 
 
 def open_model(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:
@@ -78,21 +78,21 @@ def open_model(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:
 def open_tensors(path: str | Path) -> Checkpoint:
     """Return the tensors of a folder or GGUF file of any family, as they are stored. Raises ModelError.
 
-    Those of a quantised matrix are one tensor where their format is supported.
+    Those of a quantized matrix are one tensor where their format is supported.
     """
     if is_gguf(path):
         return GGUFCheckpoint(open_gguf(path), {})
     stored = SafetensorsCheckpoint(path)
     try:
-        how = read_quantisation(read_config(path), path)
-        return stored if how is None else QuantisedCheckpoint(stored, how)
+        how = read_quantization(read_config(path), path)
+        return stored if how is None else QuantizedCheckpoint(stored, how)
     except ModelError:
         return stored
 
 
 def _open_folder(path: str | Path, config: ConfigTable) -> tuple[DecoderSpec, Checkpoint]:
     family = _family(config)
-    how, spec = _quantisation(family, config, path), family.read(config)
+    how, spec = _quantization(family, config, path), family.read(config)
     stored = SafetensorsCheckpoint(path)
     if family.tensors is None and any(name.endswith(".mlp.experts.gate_up_proj") for name in stored.names()):
         spec = replace(spec, names=_fused_experts(spec.names))
@@ -100,10 +100,10 @@ def _open_folder(path: str | Path, config: ConfigTable) -> tuple[DecoderSpec, Ch
         tensors = stored if family.tensors is None else family.tensors(stored, spec)
         check_tensors(spec, tensors)
         return spec, tensors
-    checkpoint = QuantisedCheckpoint(stored, how)
+    checkpoint = QuantizedCheckpoint(stored, how)
     names = check_tensors(spec, checkpoint)
     orders = checkpoint.sort_by_group(names)
-    return replace(spec, quantised=checkpoint.quantised(names), input_orders=orders), checkpoint
+    return replace(spec, quantized=checkpoint.quantized(names), input_orders=orders), checkpoint
 
 
 def _fused_experts(names: TensorNames) -> TensorNames:
@@ -116,9 +116,9 @@ def _fused_experts(names: TensorNames) -> TensorNames:
     )
 
 
-def _quantisation(family: Family, config: ConfigTable, path: str | Path) -> Quantisation | None:
-    """Return how a folder is quantised; None for a family that reads its own form, and for a folder that is not."""
-    return read_quantisation(config, path) if family.tensors is None else None
+def _quantization(family: Family, config: ConfigTable, path: str | Path) -> Quantization | None:
+    """Return how a folder is quantized; None for a family that reads its own form, and for a folder that is not."""
+    return read_quantization(config, path) if family.tensors is None else None
 
 
 def _open_gguf(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:

@@ -54,4 +54,4 @@ def _windows(config: ConfigTable, rotates: list[bool]) -> tuple[int, ...]:
     return tuple(0 if rotated else window for rotated in rotates)
 
 
-SMOLLM3 = Family(("SmolLM3ForCausalLM",), ("smollm3",), read_smollm3, GGUFFormat("smollm3", neighbouring_pairs=True))
+SMOLLM3 = Family(("SmolLM3ForCausalLM",), ("smollm3",), read_smollm3, GGUFFormat("smollm3", neighboring_pairs=True))

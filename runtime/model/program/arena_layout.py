@@ -44,18 +44,18 @@ def lay_out(values: Sequence[Lifetime]) -> ArenaLayout:
     deterministic: equal values are placed in order of their first op.
     """
     offsets = [0] * len(values)
-    placed: list[tuple[int, int, int]] = []  # (offset, end, index), sorted: neighbours are found in order
+    placed: list[tuple[int, int, int]] = []  # (offset, end, index), sorted: neighbors are found in order
     for index in sorted(range(len(values)), key=lambda i: (-values[i].steps, -values[i].nbytes, values[i].first)):
-        neighbours = [(start, end) for start, end, other in placed if values[index].overlaps(values[other])]
-        offsets[index] = _tightest_gap(neighbours, aligned(values[index].nbytes))
+        neighbors = [(start, end) for start, end, other in placed if values[index].overlaps(values[other])]
+        offsets[index] = _tightest_gap(neighbors, aligned(values[index].nbytes))
         insort(placed, (offsets[index], offsets[index] + aligned(values[index].nbytes), index))
     return ArenaLayout(tuple(offsets), max((end for _, end, _ in placed), default=0))
 
 
-def _tightest_gap(neighbours: Sequence[tuple[int, int]], size: int) -> int:
-    """Return the offset of the smallest gap that fits, or the end of all `neighbours`, which are sorted by offset."""
+def _tightest_gap(neighbors: Sequence[tuple[int, int]], size: int) -> int:
+    """Return the offset of the smallest gap that fits, or the end of all `neighbors`, which are sorted by offset."""
     best, best_size, end = -1, 0, 0
-    for start, stop in neighbours:
+    for start, stop in neighbors:
         if size <= start - end and (best < 0 or start - end < best_size):
             best, best_size = end, start - end
         end = max(end, stop)

@@ -219,7 +219,7 @@ class ProgramBuilder(OpRecorder):
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), epilogue))
         return out
 
-    def route(self, logits: Value, top_k: int, normalised: bool) -> RoutingValue:
+    def route(self, logits: Value, top_k: int, normalized: bool) -> RoutingValue:
         """Choose the `top_k` experts of each row, and group the rows by expert."""
         num_experts = logits.columns
         routing = RoutingValue(
@@ -230,7 +230,7 @@ class ProgramBuilder(OpRecorder):
             self._value("expert groups", 1 + max_groups(logits.rows, num_experts, top_k), 3, "i32"),
         )
         self._kept.append(routing.groups)
-        self._add([logits, *routing.parts], lambda at: RouteRows(logits.placed(at), routing.placed(at), normalised))
+        self._add([logits, *routing.parts], lambda at: RouteRows(logits.placed(at), routing.placed(at), normalized))
         return routing
 
     def dispatch(self, x: NormedValue, routing: RoutingValue) -> NormedValue:

@@ -12,7 +12,7 @@ from ..config_json import ConfigTable
 from ..encoder.spec import BertSpec
 from ..rope import rotary_table
 from ..spec import Rope
-from .spec import CHANNELS, SQUARES_WRITTEN, Floats, InputRows, TowerInput, by_square, normalised
+from .spec import CHANNELS, SQUARES_WRITTEN, Floats, InputRows, TowerInput, by_square, normalized
 
 MAX_PATCH_SIZE = 1 << 10
 MAX_SCALE = 16
@@ -163,7 +163,7 @@ class DynamicVisionSpec:
 
         def input_rows(first: int, end: int) -> InputRows:
             down, across = np.divmod(order[first:end], columns)
-            patches = normalised(split[down, across], self.rescale, self.mean, self.std)
+            patches = normalized(split[down, across], self.rescale, self.mean, self.std)
             y, x = self._along(down, 1), self._along(across, 0)
             return InputRows(
                 self._with_frames(patches),

@@ -25,7 +25,7 @@ def read_processor(folder: Path) -> ConfigTable:
     return ConfigTable({}, source="preprocessor_config.json")
 
 
-def read_normalisation(
+def read_normalization(
     processor: ConfigTable, default_mean: tuple[float, ...], default_std: tuple[float, ...]
 ) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
     """Return the factor of pixels, the means that are subtracted then, and the divisors of what is left."""

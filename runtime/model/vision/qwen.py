@@ -10,7 +10,7 @@ from ..encoder.bert import ACTIVATIONS
 from ..encoder.family import read_named
 from ..encoder.spec import BertSpec, EncoderNames, MlpActivation
 from .dynamic import DynamicVisionSpec, ImageSizes, Merger, read_sizes
-from .processor_files import read_normalisation
+from .processor_files import read_normalization
 from .spec import CHANNELS
 
 MAX_FRAMES = 16
@@ -54,7 +54,7 @@ def read_qwen2_5_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int
     sizes = _read_sizes(vision, processor, max_tokens)
     layers = vision.integer("depth", 1, MAX_LAYERS)
     window = vision.integer("window_size", 1, MAX_WINDOW) // sizes.block
-    rescale, mean, std = read_normalisation(processor, MEAN, STD)
+    rescale, mean, std = read_normalization(processor, MEAN, STD)
     if not window:
         raise vision.refused("window_size", f"at least the {sizes.block} pixels of a square of patches")
     return DynamicVisionSpec(
@@ -90,7 +90,7 @@ def read_qwen3_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int) 
     num_positions = vision.integer("num_position_embeddings", 1, MAX_POSITIONS)
     if math.isqrt(num_positions) ** 2 != num_positions:
         raise vision.refused("num_position_embeddings", "the square of an integer")
-    rescale, mean, std = read_normalisation(processor, MEAN, STD)
+    rescale, mean, std = read_normalization(processor, MEAN, STD)
     return DynamicVisionSpec(
         body=_read_body(
             vision,

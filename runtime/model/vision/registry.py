@@ -25,7 +25,7 @@ from ..encoder.family import read_named, read_plain_head_dim
 from ..encoder.spec import BertSpec, EncoderNames
 from ..files import is_gguf
 from .dynamic import DynamicVisionSpec
-from .processor_files import read_normalisation, read_processor
+from .processor_files import read_normalization, read_processor
 from .qwen import read_qwen2_5_vl, read_qwen3_vl
 from .spec import CHANNELS, VisionSpec
 
@@ -164,7 +164,7 @@ def _read_siglip(
             final_norm=f"{prefix}post_layernorm",
         ),
     )
-    rescale, mean, std = read_normalisation(processor, HALVES, HALVES)
+    rescale, mean, std = read_normalization(processor, HALVES, HALVES)
     return VisionSpec(
         body=body,
         image_size=config.integer("image_size", 1, MAX_IMAGE_SIZE),

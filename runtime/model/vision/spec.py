@@ -79,7 +79,7 @@ class VisionSpec:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes that an image takes beside its program: the input of some squares, in two steps of normalisation."""
+        """Bytes that an image takes beside its program: the input of some squares, in two steps of normalization."""
         return 4 * SQUARES_WRITTEN * self.scale**2 * 2 * self.patch_columns
 
     @property
@@ -125,7 +125,7 @@ class VisionSpec:
 
         def rows(first: int, end: int) -> InputRows:
             down, across = np.divmod(np.arange(first, end), squares)
-            patches = normalised(split[down, across], self.rescale, self.mean, self.std)
+            patches = normalized(split[down, across], self.rescale, self.mean, self.std)
             return InputRows(patches.reshape(-1, self.patch_columns))
 
         places = np.arange(self.num_tokens)
@@ -149,7 +149,7 @@ def by_square(pixels: npt.NDArray[np.uint8], scale: int, patch_size: int) -> npt
     return split.transpose(0, 3, 1, 4, 6, 2, 5)
 
 
-def normalised(
+def normalized(
     pixels: npt.NDArray[np.uint8], rescale: float, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Floats:
     """Return (pixels * rescale - mean) / std, f32 [..., channels, rows, columns]."""

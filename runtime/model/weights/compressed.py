@@ -16,7 +16,7 @@ from ....kernels.words import widen_codes
 from ...common.errors import WrongTensor
 from . import as_f32
 from .grouped import GroupedMatrix, Octets, Words, expect, find_grid, read_group_order, unpack_words
-from .quantisation import Quantisation
+from .quantization import Quantization
 from .safetensors import SafetensorsCheckpoint
 
 PARTS = ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
@@ -26,7 +26,7 @@ class CompressedMatrix(GroupedMatrix):
     """A matrix of signed numbers, of which subclasses yield `number + half its range`."""
 
     def __init__(
-        self, stored: SafetensorsCheckpoint, module: str, how: Quantisation, shape: tuple[int, int], bits: int
+        self, stored: SafetensorsCheckpoint, module: str, how: Quantization, shape: tuple[int, int], bits: int
     ) -> None:
         scale, self._zero_name = f"{module}.weight_scale", f"{module}.weight_zero_point"
         self._grid = find_grid(stored, scale, shape, how.block)
@@ -58,7 +58,7 @@ class CompressedMatrix(GroupedMatrix):
 class WordsMatrix(CompressedMatrix):
     """A matrix of which an int32 word of `weight_packed` has 8 (or 4) inputs of one output."""
 
-    def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantisation) -> None:
+    def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantization) -> None:
         name, size = f"{module}.weight_packed", f"{module}.weight_shape"
         expect(stored, size, ("I32", "I64"), 2)
         rows, columns = map(int, stored.tensor(size))
@@ -78,7 +78,7 @@ class WordsMatrix(CompressedMatrix):
 class Int8Matrix(CompressedMatrix):
     """A matrix of int8 numbers."""
 
-    def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantisation) -> None:
+    def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantization) -> None:
         rows, columns = expect(stored, f"{module}.weight", ("I8",), None, None)
         self.label = "int8"
         super().__init__(stored, module, how, (rows, columns), 8)
@@ -96,7 +96,7 @@ class FP8Matrix:
     label = "FP8"
     kind = "F32"
 
-    def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantisation) -> None:
+    def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantization) -> None:
         self._stored = stored
         self._weight = f"{module}.weight"
         self._scale = next(

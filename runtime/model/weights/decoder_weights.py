@@ -33,7 +33,7 @@ from .packing import (
     pack_built,
     stacked,
 )
-from .quantisation import SORTED
+from .quantization import SORTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +250,9 @@ def _packed_dtype(spec: DecoderSpec, dtype: WeightDtype, parts: Sequence[Part]) 
     """
     if dtype != "auto":
         return dtype
-    if any(part.tensor not in spec.quantised for part in parts):
+    if any(part.tensor not in spec.quantized for part in parts):
         return "bf16"
-    dtypes = [BLOCK_DTYPES.get(spec.quantised[part.tensor], "q8") for part in parts]
+    dtypes = [BLOCK_DTYPES.get(spec.quantized[part.tensor], "q8") for part in parts]
     if len(set(dtypes)) == 1:
         return dtypes[0]
     ranges = [(part.shape[0], dtype) for part, dtype in zip(parts, dtypes, strict=True)]

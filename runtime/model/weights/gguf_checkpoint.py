@@ -16,7 +16,7 @@ from .gguf import GGUFFile, StoredTensor
 
 
 class GGUFCheckpoint:
-    """The tensors of `file`. `pairs` has the tensors with a rotated pair in neighbouring rows.
+    """The tensors of `file`. `pairs` has the tensors with a rotated pair in neighboring rows.
 
     Its values are the size of a head, and the number of rows, from the first one on, that are in such pairs.
     """
@@ -40,7 +40,7 @@ class GGUFCheckpoint:
         """Yield the type and the bytes of every tensor in the files."""
         yield from ((tensor.type.name, tensor.end - tensor.begin) for tensor in self._tensors.values())
 
-    def quantised(self) -> dict[str, str]:
+    def quantized(self) -> dict[str, str]:
         """Return the type of each tensor that is stored in blocks of more than one element."""
         return {name: tensor.type.name for name, tensor in self._tensors.items() if tensor.type.block > 1}
 

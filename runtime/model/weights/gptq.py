@@ -13,22 +13,22 @@ from ....kernels.words import inputs_in_words
 from ...common.errors import WrongTensor
 from . import READABLE
 from .grouped import GroupedMatrix, Octets, Words, consecutive_groups, expect, read_group_order, unpack_words
-from .quantisation import Quantisation
+from .quantization import Quantization
 from .safetensors import SafetensorsCheckpoint
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
-AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the place in a word of each of 8 neighbouring outputs
+AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the place in a word of each of 8 neighboring outputs
 
 
 class GPTQMatrix(GroupedMatrix):
     """A matrix in GPTQ's layout: a word of `qweight` has 8 (or 4) inputs of one output.
 
-    `g_idx` has the group of each input; with act-order, inputs of a group are not neighbours. Without it, the shapes of
+    `g_idx` has the group of each input; with act-order, inputs of a group are not neighbors. Without it, the shapes of
     scales and zero points say how many inputs a group has, and of how many bits. Version 1 of the format stores each
     zero point minus 1.
     """
 
-    def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantisation) -> None:
+    def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantization) -> None:
         name, order = f"{module}.qweight", f"{module}.g_idx"
         words, outputs = expect(stored, name, ("I32",), None, None)
         if order in stored:
@@ -66,7 +66,7 @@ class GPTQMatrix(GroupedMatrix):
 class AWQMatrix(GroupedMatrix):
     """A matrix in AWQ's layout: a word of `qweight` has 8 outputs of one input, in the order AWQ_ORDER."""
 
-    def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantisation) -> None:
+    def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantization) -> None:
         inputs, words = expect(stored, f"{module}.qweight", ("I32",), None, None)
         outputs = words * 8
         num_groups, _ = expect(stored, f"{module}.scales", READABLE, None, outputs)

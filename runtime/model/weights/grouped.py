@@ -1,6 +1,6 @@
 """Matrices of 4-bit or 8-bit integers with a scale and a zero point for each group of inputs.
 
-Weight (n, k) is `scale[n, g] * (number[n, k] - zero[n, g])`, where g is the group of input k. Quantised folders store
+Weight (n, k) is `scale[n, g] * (number[n, k] - zero[n, g])`, where g is the group of input k. Quantized folders store
 the same four arrays in several layouts, which subclasses read.
 """
 
@@ -28,7 +28,7 @@ BLOCK = 32  # inputs of a block of Q4_0 and Q8_0
 
 
 class GroupedMatrix(ABC):
-    """A quantised matrix of shape [out, in], in the tensors `tensors` of a folder.
+    """A quantized matrix of shape [out, in], in the tensors `tensors` of a folder.
 
     `kind` is the type of its chunks: Q4_0, Q4_Z or Q8_0, blocks with the numbers of the file, where each 32 inputs
     share a group, and 8-bit numbers have no zero point; else F32. Scales of blocks are rounded to fp16. The zero points

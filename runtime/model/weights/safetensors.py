@@ -25,7 +25,7 @@ from ...common.errors import CorruptCheckpoint, MissingTensor, ModelNotFound, Wr
 from . import READABLE
 from .mapped_file import MappedFile
 
-# Element types that can be returned: READABLE, and those of quantised tensors, of which FP8 is returned as bits.
+# Element types that can be returned: READABLE, and those of quantized tensors, of which FP8 is returned as bits.
 ELEMENTS: dict[str, type[np.generic]] = {
     **READABLE, "F8_E4M3": np.uint8, "U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64,
 }  # fmt: skip

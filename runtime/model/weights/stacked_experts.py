@@ -3,7 +3,7 @@
 A folder has one tensor for all experts of a layer. `gate_up_proj` [experts, hidden, 2 size] and `down_proj` [experts,
 size, hidden] are transposed, and columns of gate and up take turns. In MXFP4, `gate_up_proj_blocks` [experts, 2 size,
 hidden / 32, 16] and `gate_up_proj_scales` [experts, 2 size, hidden / 32] have a row for each column, of gate and up in
-turn, with two neighbouring weights in each byte; the same for `down_proj`.
+turn, with two neighboring weights in each byte; the same for `down_proj`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StackedExperts:
             return self._folder.shape(name)
         if found["kind"] == "bias":
             return self._folder.shape(f"{found['stored']}_bias")
-        if name in self._spec.quantised:
+        if name in self._spec.quantized:
             return self._shape_in_blocks(found["stored"])
         experts, columns, rows = self._dimensions(found["stored"], 3)
         return experts, rows, columns
@@ -62,7 +62,7 @@ class StackedExperts:
             return self._folder.dtype(name)
         if found["kind"] == "bias":
             return self._folder.dtype(f"{found['stored']}_bias")
-        return "MXFP4" if name in self._spec.quantised else self._folder.dtype(found["stored"])
+        return "MXFP4" if name in self._spec.quantized else self._folder.dtype(found["stored"])
 
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Yield the type and the bytes of every tensor in the files."""
@@ -97,7 +97,7 @@ class StackedExperts:
         self, stored: str, name: str, expert: int, order: npt.NDArray[np.intp], num_rows: int
     ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield each `num_rows` rows of one expert, those with the numbers `order` in the file."""
-        if name in self._spec.quantised:
+        if name in self._spec.quantized:
             codes, exponents = self._of_expert(f"{stored}_blocks", expert), self._of_expert(f"{stored}_scales", expert)
             words = codes.reshape(len(codes), -1).view(np.int32)
             for row in range(0, len(order), num_rows):

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from ...common.errors import QuireError
 from ...engine.facade import EngineStats, HostStatus
 from .history import kv_cache_usage
-from .instruments import OTHER, Counter, Histogram, LabelledCounter, TenantCounter
+from .instruments import OTHER, Counter, Histogram, LabeledCounter, TenantCounter
 
 Mirror = Callable[[Iterable[Metric]], Iterable[Metric]]
 HostStatuses = Callable[[], Sequence[HostStatus] | None]
@@ -33,7 +33,7 @@ class MetricsCollector(Collector):
     """Exposes `info`, which never changes, and at each scrape `instruments` and the sources given to `watch`."""
 
     def __init__(
-        self, info: Sequence[Metric], instruments: Sequence[Counter | LabelledCounter | TenantCounter | Histogram]
+        self, info: Sequence[Metric], instruments: Sequence[Counter | LabeledCounter | TenantCounter | Histogram]
     ) -> None:
         self._info = info
         self._instruments = instruments
@@ -222,14 +222,14 @@ def _counter(name: str, text: str, value: int) -> Metric:
 
 
 def _gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    return _labelled(GaugeMetricFamily(f"quire_{name}", text, labels=[label]), values)
+    return _labeled(GaugeMetricFamily(f"quire_{name}", text, labels=[label]), values)
 
 
 def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    return _labelled(CounterMetricFamily(f"quire_{name}", text, labels=[label]), values)
+    return _labeled(CounterMetricFamily(f"quire_{name}", text, labels=[label]), values)
 
 
-def _labelled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:
+def _labeled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:
     for value, count in values.items():
         family.add_metric([value], count)
     return family

@@ -32,7 +32,7 @@ class Counter:
         return CounterMetricFamily(PREFIX + self._name, self._text, self.value)
 
 
-class LabelledCounter:
+class LabeledCounter:
     """A counter for each of `values`, exposed as `quire_{name}_total{label="value"}`, zeros included."""
 
     __slots__ = ("_label", "_name", "_text", "counts")

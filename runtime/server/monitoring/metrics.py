@@ -20,7 +20,7 @@ from ...engine.facade import EmbedStats, EngineStats, RequestStats, StepStats
 from ...net.acceptor import RefusalCause
 from .collector import ClientLoad, HostStatuses, MetricsCollector, Mirror
 from .history import FINE_BOUNDS_S
-from .instruments import Counter, Histogram, LabelledCounter, TenantCounter
+from .instruments import Counter, Histogram, LabeledCounter, TenantCounter
 
 CancelCause = Literal["client", "disconnect", "slow_reader", "shutdown"]
 
@@ -41,7 +41,7 @@ TOKEN_COUNT_BUCKETS = tuple(factor * 10**power for power in range(6) for factor 
 BATCH_SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
-INSTRUMENTS = Counter | LabelledCounter | TenantCounter | Histogram
+INSTRUMENTS = Counter | LabeledCounter | TenantCounter | Histogram
 
 
 class Ended(NamedTuple):
@@ -149,25 +149,25 @@ class PrometheusObserver:
             "prompt_tokens_cached", "Prompt tokens of ended requests that were found in the prefix cache."
         )
         self.prefill_tokens = Counter("prefill_tokens", "Prompt tokens that prefill has computed, without cached ones.")
-        self.success = LabelledCounter(
+        self.success = LabeledCounter(
             "request_success", "Requests that finished, by finish reason.", "finished_reason", get_args(FinishReason)
         )
-        self.failures = LabelledCounter(
+        self.failures = LabeledCounter(
             "request_failures", "Accepted requests that ended with an error, by its code.", "code", codes
         )
-        self.rejections = LabelledCounter(
+        self.rejections = LabeledCounter(
             "admission_rejections",
             "Requests refused by a limit, the queue or validation; not duplicate ids, failed RESUME or TOKENIZE.",
             "reason",
             codes,
         )
-        self.embed_requests = LabelledCounter(
+        self.embed_requests = LabeledCounter(
             "embed_requests",
             "Ended requests to embed, score or classify texts, also failed and cancelled ones.",
             "kind",
             ("embed", "score", "classify"),
         )
-        self.cancelled = LabelledCounter(
+        self.cancelled = LabeledCounter(
             "cancelled", "Requests that the server cancelled, by cause.", "cause", get_args(CancelCause)
         )
         self.refused_requests = TenantCounter(
@@ -184,7 +184,7 @@ class PrometheusObserver:
         self.http_unknown_fields = Counter(
             "http_unknown_fields", "Fields of HTTP requests that this server does not know and ignored."
         )
-        self.connections_refused = LabelledCounter(
+        self.connections_refused = LabeledCounter(
             "connections_refused",
             "Connections closed before HELLO: too many, too many pending, failed TLS handshake, no descriptor left.",
             "cause",

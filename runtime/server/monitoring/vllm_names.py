@@ -60,12 +60,12 @@ class VllmNames:
     def _renamed(self, family: Metric, name: str) -> Metric:
         mirrored = Metric(name, family.documentation, family.type)
         mirrored.samples = [
-            sample._replace(name=name + sample.name.removeprefix(family.name), labels=self._relabelled(sample))
+            sample._replace(name=name + sample.name.removeprefix(family.name), labels=self._relabeled(sample))
             for sample in family.samples
         ]
         return mirrored
 
-    def _relabelled(self, sample: Sample) -> dict[str, str]:
+    def _relabeled(self, sample: Sample) -> dict[str, str]:
         labels = {**self._labels, **sample.labels}
         if "finished_reason" in labels:
             labels["finished_reason"] = FINISHED_REASONS.get(labels["finished_reason"], labels["finished_reason"])

@@ -23,12 +23,12 @@ def plot_cache_comparison(comparison: CacheComparison, path: Path) -> None:
     """Draw the milliseconds per token against the length of the sequence. Raises ConfigError."""
     pyplot = load_pyplot("plot")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for run, label, colour in (
+    for run, label, color in (
         (comparison.uncached, "everything recomputed", PREFILL),
         (comparison.cached, "KV cache", DECODE),
     ):
         tokens = range(comparison.prompt_tokens + 1, comparison.prompt_tokens + len(run.forward_s))
-        axes.plot(tokens, [seconds * 1000 for seconds in run.forward_s[1:]], label=label, color=colour)
+        axes.plot(tokens, [seconds * 1000 for seconds in run.forward_s[1:]], label=label, color=color)
     axes.set(xlabel="tokens in the sequence", ylabel="milliseconds per generated token")
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
@@ -44,19 +44,19 @@ def plot_roofline(results: Sequence[ShapeResult], title: str, path: Path) -> Non
     pyplot = load_pyplot("plot")
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
     points = [
-        (str(result.shape), phase.work.intensity, phase.ops_per_s / 1e9, colour)
+        (str(result.shape), phase.work.intensity, phase.ops_per_s / 1e9, color)
         for result in results
-        for phase, colour in ((result.prefill, PREFILL), (result.decode, DECODE))
+        for phase, color in ((result.prefill, PREFILL), (result.decode, DECODE))
     ]
     limits = _draw_roofline(
         axes, mean_roofline([result.roofline for result in results]), [point[1] for point in points]
     )
-    for name, colour in (("prefill", PREFILL), ("decode", DECODE)):
+    for name, color in (("prefill", PREFILL), ("decode", DECODE)):
         axes.plot(
-            [x for _, x, _, c in points if c == colour],
-            [y for _, _, y, c in points if c == colour],
+            [x for _, x, _, c in points if c == color],
+            [y for _, _, y, c in points if c == color],
             "o",
-            color=colour,
+            color=color,
             label=name,
         )
     axes.set(xlabel="operations per byte read", ylabel="GOP/s", title=title)
@@ -92,8 +92,8 @@ def _label_points(axes: Any, points: Sequence[tuple[str, float, float, str]], li
     taken += [_box(axes, x, y, 7) for _, x, y, _ in points]
     for (x0, y0), (x1, y1) in limits:
         taken += [_box(axes, x0 * (x1 / x0) ** (i / 200), y0 * (y1 / y0) ** (i / 200), 2) for i in range(201)]
-    for label, x, y, colour in points:
-        text = axes.annotate(label, (x, y), LABEL_OFFSETS[0], textcoords="offset points", va="center", color=colour)
+    for label, x, y, color in points:
+        text = axes.annotate(label, (x, y), LABEL_OFFSETS[0], textcoords="offset points", va="center", color=color)
         for offset in LABEL_OFFSETS:
             text.set(position=offset, ha="left" if offset[0] > 0 else "right")
             if not any(text.get_window_extent().overlaps(box) for box in taken):
@@ -105,7 +105,7 @@ def _label_points(axes: Any, points: Sequence[tuple[str, float, float, str]], li
                 (x, y),
                 text.get_position(),
                 textcoords="offset points",
-                arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4},
+                arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4},
             )
 
 

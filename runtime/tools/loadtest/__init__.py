@@ -1,5 +1,5 @@
 """Load tests: send requests to a server, and report the latencies that its users see."""
 
-from .options import ClientBehaviour, DatasetOptions, LoadOptions, Pacing, SamplingOptions, TargetOptions
+from .options import ClientBehavior, DatasetOptions, LoadOptions, Pacing, SamplingOptions, TargetOptions
 
-__all__ = ["ClientBehaviour", "DatasetOptions", "LoadOptions", "Pacing", "SamplingOptions", "TargetOptions"]
+__all__ = ["ClientBehavior", "DatasetOptions", "LoadOptions", "Pacing", "SamplingOptions", "TargetOptions"]

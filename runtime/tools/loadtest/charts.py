@@ -1,6 +1,6 @@
 """Draw the charts of a load test as inline SVG with matplotlib, the optional extra `plot`.
 
-Text of users or servers must not get into a picture: it would not be escaped. Runs differ by colour and dash, and the
+Text of users or servers must not get into a picture: it would not be escaped. Runs differ by color and dash, and the
 page has the legend. Percentiles are drawn on a probit axis, on which those of a normal distribution are equally
 spaced, so that p99 is as easy to read as p50.
 """
@@ -21,7 +21,7 @@ from .timeline import RunTimeline
 OPTION = "report"  # the option that needs matplotlib
 
 ALARM = "#c0392b"
-PART_COLOURS = dict(zip(PARTS, ("#e69f00", "#56b4e9", "#0072b2", "#d55e00", "#b8bfc8"), strict=True))  # Okabe and Ito's
+PART_COLORS = dict(zip(PARTS, ("#e69f00", "#56b4e9", "#0072b2", "#d55e00", "#b8bfc8"), strict=True))  # Okabe and Ito's
 SINGLE = "#0b6fa4"
 DASHES = ((), (6, 2), (2, 1.5), (6, 2, 1.5, 2))  # lengths on and off, in line widths
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 99.9, 99.99)
@@ -45,8 +45,8 @@ class CurvePoint:
     goodput: float | None = None  # requests per second
 
 
-def series_colours(count: int) -> list[str]:
-    """Return colours for runs at rising load: dark to light, safe for colour-blind readers, dark enough on white."""
+def series_colors(count: int) -> list[str]:
+    """Return colors for runs at rising load: dark to light, safe for color-blind readers, dark enough on white."""
     if count == 1:
         return [SINGLE]
     shades = load_pyplot(OPTION).get_cmap("plasma")(np.linspace(0.0, 0.68, count))
@@ -62,10 +62,10 @@ def draw_distribution(title: str, series: Sequence[Values]) -> str:
     """Draw cumulative distributions, one line per run that has values, with milliseconds on a log axis."""
     with svg_figure(OPTION, 5.2, 3.3) as picture:
         axes = picture.figure.subplots()
-        colours = series_colours(len(series))
+        colors = series_colors(len(series))
         for index, values in enumerate(series):
             if values.size:
-                axes.plot(*_cumulative(values), color=colours[index], dashes=series_dash(index))
+                axes.plot(*_cumulative(values), color=colors[index], dashes=series_dash(index))
         _percentile_axis(axes, max(values.size for values in series))
         _milliseconds(axes, "x", np.concatenate(series))
         axes.set_title(title)
@@ -112,9 +112,9 @@ def draw_parts(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
         axes = picture.figure.subplots()
         left = np.zeros(len(rows))
         rows_y = np.arange(len(rows))
-        for part, colour in PART_COLOURS.items():
+        for part, color in PART_COLORS.items():
             widths = np.array([parts.get(part, 0.0) for _, parts in rows])
-            axes.barh(rows_y, widths, left=left, color=colour, height=0.62, edgecolor="white", linewidth=0.6)
+            axes.barh(rows_y, widths, left=left, color=color, height=0.62, edgecolor="white", linewidth=0.6)
             left += widths
         for y, total in zip(rows_y, left, strict=True):
             axes.annotate(
@@ -231,22 +231,22 @@ def _arrivals(axes: Any, timeline: RunTimeline) -> None:
         axes.patches[-1].set(hatch="////", alpha=0.6, facecolor="none", edgecolor=ALARM)
 
 
-def _steps(axes: Any, timeline: RunTimeline, heights: Values, colour: str) -> None:
+def _steps(axes: Any, timeline: RunTimeline, heights: Values, color: str) -> None:
     edges = timeline.bin_s * np.arange(heights.size + 1)
-    axes.stairs(heights, edges, color=colour, fill=True, alpha=0.14)
-    axes.stairs(heights, edges, color=colour, linewidth=1.4)
+    axes.stairs(heights, edges, color=color, fill=True, alpha=0.14)
+    axes.stairs(heights, edges, color=color, linewidth=1.4)
 
 
 def _in_flight(axes: Any, timeline: RunTimeline) -> None:
     times, counts = timeline.in_flight
     axes.step(times, counts, where="post", color=INK, linewidth=1.4)
     named = ["at the client"]
-    for values, colour, dash, name in (
-        (timeline.running, PART_COLOURS["decode"], DASHES[1], "running"),
-        (timeline.waiting, PART_COLOURS["queue"], DASHES[2], "waiting"),
+    for values, color, dash, name in (
+        (timeline.running, PART_COLORS["decode"], DASHES[1], "running"),
+        (timeline.waiting, PART_COLORS["queue"], DASHES[2], "waiting"),
     ):
         if np.isfinite(values).any():
-            axes.plot(timeline.sampled_s, values, color=colour, dashes=dash, **_marks(timeline))
+            axes.plot(timeline.sampled_s, values, color=color, dashes=dash, **_marks(timeline))
             named.append(name)
     axes.set_title("Requests in flight")
     if len(named) > 1:

@@ -52,7 +52,7 @@ def make_load(options: LoadOptions, vocabulary: PromptVocabulary) -> PreparedLoa
     if first is None:
         raise ConfigError("duration is over before the first request is due")
     warmups = [_as_text(each, vocabulary) for each in _warmups(first, options.pacing.num_warmups, tokens)]
-    requests = (_as_text(each, vocabulary) for each in _with_behaviour(chain([first], drawn), options))
+    requests = (_as_text(each, vocabulary) for each in _with_behavior(chain([first], drawn), options))
     if times is None and count is None:
         return PreparedLoad(requests, None, warmups)
     prepared = list(requests)
@@ -97,16 +97,16 @@ def _warmups(first: LoadRequest, number: int, tokens: RandomTokens) -> list[Load
     return warmup_requests(first, number, tokens)
 
 
-def _with_behaviour(requests: Iterable[LoadRequest], options: LoadOptions) -> Iterator[LoadRequest]:
+def _with_behavior(requests: Iterable[LoadRequest], options: LoadOptions) -> Iterator[LoadRequest]:
     """Choose for each request whether and when its client cancels, and whether it reads slowly."""
-    behaviour, random = options.behaviour, Random(options.dataset.seed)
+    behavior, random = options.behavior, Random(options.dataset.seed)
     for request in requests:
-        cancels, is_slow = random.random() < behaviour.cancel_rate, random.random() < behaviour.slow_reader_rate
+        cancels, is_slow = random.random() < behavior.cancel_rate, random.random() < behavior.slow_reader_rate
         cancel_after = random.randint(1, max(1, request.max_tokens - 1))
         yield replace(
             request,
             cancel_after=cancel_after if cancels else None,
-            pause_s=behaviour.slow_reader_ms / 1000 if is_slow else 0.0,
+            pause_s=behavior.slow_reader_ms / 1000 if is_slow else 0.0,
         )
 
 

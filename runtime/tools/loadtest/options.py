@@ -170,7 +170,7 @@ class Pacing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientBehaviour:
+class ClientBehavior:
     """How clients behave, chosen at random for each request."""
 
     cancel_rate: float = 0.0
@@ -187,7 +187,7 @@ class LoadOptions:
 
     dataset: DatasetOptions = field(default_factory=DatasetOptions)
     pacing: Pacing = field(default_factory=Pacing)
-    behaviour: ClientBehaviour = field(default_factory=ClientBehaviour)
+    behavior: ClientBehavior = field(default_factory=ClientBehavior)
 
 
 def length_bounds(length: int, ratio: float, least: int) -> tuple[int, int]:
@@ -221,9 +221,9 @@ def check_target(options: TargetOptions) -> None:
 def check_load(options: LoadOptions) -> None:
     check_dataset(options.dataset)
     check_pacing(options.pacing)
-    check_number("cancel_rate", options.behaviour.cancel_rate, 0, 1)
-    check_number("slow_reader_rate", options.behaviour.slow_reader_rate, 0, 1)
-    check_number("slow_reader_ms", options.behaviour.slow_reader_ms, 1, 1e6)
+    check_number("cancel_rate", options.behavior.cancel_rate, 0, 1)
+    check_number("slow_reader_rate", options.behavior.slow_reader_rate, 0, 1)
+    check_number("slow_reader_ms", options.behavior.slow_reader_ms, 1, 1e6)
     if options.pacing.self_timed is not None and options.dataset.dataset_name not in TRACES:
         raise ConfigError(f"self_timed is for recorded traces: {', '.join(TRACES)}")
     if options.pacing.self_timed and options.pacing.ramp_up_strategy is not None:

@@ -22,13 +22,13 @@ from ..percentiles import percentile
 from ..plotting import load_pyplot
 from .charts import (
     OPTION,
-    PART_COLOURS,
+    PART_COLORS,
     CurvePoint,
     draw_curve,
     draw_distribution,
     draw_parts,
     draw_timeline,
-    series_colours,
+    series_colors,
     series_dash,
 )
 from .latency import Values, latencies_ms, parts_by_band, parts_ms
@@ -64,7 +64,7 @@ class RunView:
     """What the page shows of one run."""
 
     label: str
-    colour: str
+    color: str
     dash: str  # the line's stroke-dasharray
     headline: str
     figures: dict[str, str]  # column -> cell of the table of all runs
@@ -97,12 +97,12 @@ def render_report(runs: Sequence[LoadTestRun]) -> str:
     """Return the page for one run, or for the runs of a sweep in order of load. Raises MissingDependency."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     latencies = [latencies_ms(run.records) for run in runs]
-    colours = series_colours(len(runs))
+    colors = series_colors(len(runs))
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
         title=f"Load test of {_model(runs[0])}",
         about=_about(runs),
         statistics=STATISTICS,
-        runs=[_view(run, index, colours[index], latencies[index]) for index, run in enumerate(runs)],
+        runs=[_view(run, index, colors[index], latencies[index]) for index, run in enumerate(runs)],
         curve=_curve(runs, latencies) if len(runs) > 1 else None,
         tiles=_tiles(runs[0], latencies[0]),
         has_goodput=any(_goodput(run) is not None for run in runs),
@@ -110,7 +110,7 @@ def render_report(runs: Sequence[LoadTestRun]) -> str:
         parts=_parts([(_load(run), each) for run in runs if (each := parts_ms(run.records))])
         if len(runs) > 1
         else None,
-        part_colours=PART_COLOURS,
+        part_colors=PART_COLORS,
     )
 
 
@@ -172,10 +172,10 @@ def _tiles(run: LoadTestRun, latencies: dict[str, Values]) -> list[tuple[str, st
 # One run
 
 
-def _view(run: LoadTestRun, index: int, colour: str, latencies: dict[str, Values]) -> RunView:
+def _view(run: LoadTestRun, index: int, color: str, latencies: dict[str, Values]) -> RunView:
     return RunView(
         label=run.label,
-        colour=colour,
+        color=color,
         dash=" ".join(f"{2 * length:g}" for length in series_dash(index)),
         headline=f"{run.summary['output_throughput']:,.1f} output tokens/s, {run.summary['failed']:,} failed",
         figures=_figures(run, latencies),

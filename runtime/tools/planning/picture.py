@@ -9,7 +9,7 @@ from typing import Any
 from ...model.sizes import human
 from ..plotting import load_pyplot, save_plot
 
-COLOURS = ("#2c6fb3", "#7fb0dc", "#174a7c", "#a9c9e8", "#b3452c", "#6a994e", "#bc9c22", "#7b5ea7", "#888888", "#4a8f8c")
+COLORS = ("#2c6fb3", "#7fb0dc", "#174a7c", "#a9c9e8", "#b3452c", "#6a994e", "#bc9c22", "#7b5ea7", "#888888", "#4a8f8c")
 SMALL = 0.05  # share of the whole below which a part is drawn in the second bar
 MIB = 1 << 20
 
@@ -18,11 +18,11 @@ def plot_memory(parts: Mapping[str, int], title: str, path: Path) -> None:
     """Draw bytes by purpose. Raises MissingDependency or ConfigError."""
     pyplot = load_pyplot("plot")
     total = sum(parts.values())
-    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(parts)}
+    colors = {name: COLORS[index % len(COLORS)] for index, name in enumerate(parts)}
     small = {name: size for name, size in parts.items() if 0 < size < SMALL * total}
     rest = f"other parts, {human(sum(small.values()))}"
     large = {name: size for name, size in parts.items() if size and name not in small} | {rest: sum(small.values())}
-    bars = [(large, {**colours, rest: "#dddddd"}), (small, colours)] if small else [(large, colours)]
+    bars = [(large, {**colors, rest: "#dddddd"}), (small, colors)] if small else [(large, colors)]
     figure, rows = pyplot.subplots(len(bars), 1, figsize=(9, 2.2 * len(bars)), layout="constrained", squeeze=False)
     for (axes,), (sizes, palette) in zip(rows, bars, strict=True):
         _draw_bar(axes, sizes, palette)
@@ -30,11 +30,11 @@ def plot_memory(parts: Mapping[str, int], title: str, path: Path) -> None:
     save_plot(pyplot, figure, path)
 
 
-def _draw_bar(axes: Any, sizes: Mapping[str, int], colours: Mapping[str, str]) -> None:
+def _draw_bar(axes: Any, sizes: Mapping[str, int], colors: Mapping[str, str]) -> None:
     left = 0.0
     for name, size in sizes.items():
         label = name if name.startswith("other parts") else f"{name}, {human(size)}"
-        axes.barh(0, size / MIB, left=left, color=colours[name], label=label)
+        axes.barh(0, size / MIB, left=left, color=colors[name], label=label)
         left += size / MIB
     axes.set(xlabel="MiB", yticks=[], xlim=(0, left))
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -162,7 +162,7 @@ static void compare_widened(const char *panels, const uint16_t *scales, quire_ro
 }
 
 // Blocks of q4 from random weights, those of zeros and of largest magnitude among them.
-static void compare_quantise_q4(void) {
+static void compare_quantize_q4(void) {
   float w[32 * 16];
   uint16_t scales[2][16];
   uint8_t blocks[2][256];
@@ -170,10 +170,10 @@ static void compare_quantise_q4(void) {
     fill(w, 32 * 16);
     for (int lane = 0; lane < 16; lane++)
       for (int k = 0; k < 32; k++) w[k * 16 + lane] *= lane == 3 ? 0.f : ldexpf(1.f, lane * 4 * round - 60);
-    tiles->quantise_q4(w, scales[0], blocks[0]), scalar->quantise_q4(w, scales[1], blocks[1]);
-    expect_same("quantise", QUIRE_Q4, "other scales than scalar", scales[0], scales[1], sizeof scales[0]);
-    expect_same("quantise", QUIRE_Q4, "other bits than scalar", blocks[0], blocks[1], sizeof blocks[0]);
-    digest("quantise", QUIRE_Q4, scales[0], sizeof scales[0]), digest("quantise", QUIRE_Q4, blocks[0], sizeof blocks[0]);
+    tiles->quantize_q4(w, scales[0], blocks[0]), scalar->quantize_q4(w, scales[1], blocks[1]);
+    expect_same("quantize", QUIRE_Q4, "other scales than scalar", scales[0], scales[1], sizeof scales[0]);
+    expect_same("quantize", QUIRE_Q4, "other bits than scalar", blocks[0], blocks[1], sizeof blocks[0]);
+    digest("quantize", QUIRE_Q4, scales[0], sizeof scales[0]), digest("quantize", QUIRE_Q4, blocks[0], sizeof blocks[0]);
   }
 }
 
@@ -493,15 +493,15 @@ static void compare_logits(int64_t n) {
   if (tiles->argmax(x, n, &top[0]) != -1) verdict("argmax", QUIRE_F32, "a NaN passed", 1, 0);
 }
 
-static void compare_experts(int64_t experts, int64_t chosen, int normalised) {
+static void compare_experts(int64_t experts, int64_t chosen, int normalized) {
   float logits[MAX_WIDTH], weights[2][MAX_WIDTH], out[2][MAX_WIDTH];
   int32_t indices[2][MAX_WIDTH];
   static float y[8 * MAX_WIDTH];
   fill(logits, MAX_WIDTH), fill(y, 8 * MAX_WIDTH), fill(out[0], MAX_WIDTH);
   logits[experts - 1] = logits[experts / 2] = 1.f;  // a tie
   memcpy(out[1], out[0], sizeof out[0]);
-  tiles->route(logits, experts, chosen, normalised, indices[0], weights[0]);
-  scalar->route(logits, experts, chosen, normalised, indices[1], weights[1]);
+  tiles->route(logits, experts, chosen, normalized, indices[0], weights[0]);
+  scalar->route(logits, experts, chosen, normalized, indices[1], weights[1]);
   if (indices[0][0] != experts / 2) verdict("route", QUIRE_F32, "wrong index", 1, 0);
   expect_same("route", QUIRE_F32, "other experts than scalar", indices[0], indices[1], chosen * (int64_t)sizeof(int32_t));
   expect_same("route", QUIRE_F32, "other bits than scalar", weights[0], weights[1], chosen * (int64_t)sizeof(float));
@@ -539,7 +539,7 @@ static void compare_level(void) {
     compare_epilogues(QUIRE_Q4, width);
     compare_unpack(QUIRE_Q4, width);
   }
-  compare_quantise_q4();
+  compare_quantize_q4();
   for (int dtype = QUIRE_Q4_K; dtype <= QUIRE_Q6_K; dtype++)
     for (int64_t width = QUIRE_SUPER_BLOCK; width <= MAX_WIDTH; width += QUIRE_SUPER_BLOCK) {
       compare_epilogues(dtype, width);
@@ -552,7 +552,7 @@ static void compare_level(void) {
   for (int64_t columns = 45; columns < MAX_WIDTH; columns += 100) compare_add_norm(columns);
   compare_soft_cap();
   for (int64_t experts = 8; experts <= 200; experts = experts * 3 + 1)
-    for (int normalised = 0; normalised < 2; normalised++) compare_experts(experts, 5, normalised);
+    for (int normalized = 0; normalized < 2; normalized++) compare_experts(experts, 5, normalized);
   for (int64_t width = 32; width <= MAX_WIDTH; width *= 4) {
     compare_epilogues(QUIRE_MXFP4, width);
     compare_unpack(QUIRE_MXFP4, width);

@@ -45,7 +45,7 @@ def test_a_model_with_longrope(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["LongRoPE"] == ["short factors up to --max-model-len 64; beyond it long ones, for short requests too"]
 
 
-def test_a_quantised_gguf_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_quantized_gguf_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = rows(capsys, convert(BUNDLED_MODEL, tmp_path / "demo-Q4_0.gguf", "Q4_0"))
     assert found["model"] == ["demo-Q4_0"]
     assert found["shape"] == ["4 layers, hidden 256, 4 query / 2 KV heads of 64, vocabulary 4096"]
@@ -117,7 +117,7 @@ def test_without_a_model_all_that_is_supported_is_listed(capsys: pytest.CaptureF
     assert len(found["family"]) == len(FAMILIES)
     assert "LlamaForCausalLM, in GGUF files llama" in found["family"]
     assert found["safetensors"] == ["BF16, F16, F32"]
-    assert found["quantised"] == ["gptq, awq, auto-round, compressed-tensors, fp8, fbgemm_fp8, modelopt"]
+    assert found["quantized"] == ["gptq, awq, auto-round, compressed-tensors, fp8, fbgemm_fp8, modelopt"]
     assert found["GGUF"] == ["BF16, F16, F32, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4, Q4_1, Q5_0, Q5_1"]
     assert found["tokenizer"] == ["tokenizer.json, in GGUF files gpt2, llama, gemma4; tokenizer.ggml.pre may be:"]
     assert "default, llama-bpe," in found[""][0]

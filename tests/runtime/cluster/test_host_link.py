@@ -147,6 +147,6 @@ async def test_pixels_travel_in_pieces_before_their_request_and_once_for_all_sam
 @pytest.mark.parametrize("deadline", [None, 12.5, 7.0, 5.0])
 def test_a_deadline_keeps_its_distance_also_when_it_has_passed(deadline: float | None) -> None:
     (request,) = new_requests(1, deadline=deadline)
-    travelling = with_time_left(request.spec, 7.0)
-    assert travelling.deadline == {None: None, 12.5: 5.5, 7.0: 0.0, 5.0: -2.0}[deadline]
-    assert arrived(travelling, 1, 107.0).deadline == (None if deadline is None else deadline + 100)
+    traveling = with_time_left(request.spec, 7.0)
+    assert traveling.deadline == {None: None, 12.5: 5.5, 7.0: 0.0, 5.0: -2.0}[deadline]
+    assert arrived(traveling, 1, 107.0).deadline == (None if deadline is None else deadline + 100)

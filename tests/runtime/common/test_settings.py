@@ -172,7 +172,7 @@ def test_a_bad_variable_is_named() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("colour = 1", r"'colour' in .*quire\.toml is not an option"),
+        ("color = 1", r"'color' in .*quire\.toml is not an option"),
         ("[engine]\nthreads = 1", r"'engine' in .*quire\.toml is not an option"),
         ("threads = [1]", r"'threads' in .*quire\.toml must be a whole number of at least 1, not \[1\]"),
         ("threads = ", r"quire\.toml cannot be read: Invalid value"),

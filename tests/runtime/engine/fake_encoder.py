@@ -20,7 +20,7 @@ ENCODER_INFO = EncoderInfo(
     vocab_size=2000,
     max_model_len=MAX_MODEL_LEN,
     dimensions=DIMENSIONS,
-    normalise=True,
+    normalize=True,
     prompts={"query": "q: ", "document": "d: "},
 )
 

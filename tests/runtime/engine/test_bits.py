@@ -61,7 +61,7 @@ def test_a_build_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_digest_of_the_configurations_ignores_the_weights_files(monkeypatch: pytest.MonkeyPatch) -> None:
     before = models_digest(EngineConfig())
-    monkeypatch.setattr(bits, "read_spec", lambda _: replace(SPEC, quantised={"a": "gptq"}))
+    monkeypatch.setattr(bits, "read_spec", lambda _: replace(SPEC, quantized={"a": "gptq"}))
     assert models_digest(EngineConfig()) == before
     monkeypatch.setattr(bits, "read_spec", lambda _: replace(SPEC, num_layers=5))
     assert models_digest(EngineConfig()) != before

@@ -140,7 +140,7 @@ def png(width: int, height: int, data: bytes = b"", *, extra: bytes = b"") -> by
 
 def animation(kind: str) -> bytes:
     out = io.BytesIO()
-    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "green", "blue")]
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "green", "blue")]
     frames[0].save(out, kind, save_all=True, append_images=frames[1:])
     return out.getvalue()
 

@@ -38,7 +38,7 @@ def read(tmp_path: Path) -> Read:
 def test_defaults_of_mixtral(read: Read) -> None:
     spec = read("mixtral")
     assert spec.experts == Experts(
-        num_experts=8, top_k=2, intermediate_size=96, normalised=True, layers=(True, True, True, True)
+        num_experts=8, top_k=2, intermediate_size=96, normalized=True, layers=(True, True, True, True)
     )
     assert (spec.norm_eps, spec.windows, spec.eos_token_ids) == (1e-5, (0, 0, 0, 0), (2,))
 
@@ -46,7 +46,7 @@ def test_defaults_of_mixtral(read: Read) -> None:
 def test_defaults_of_qwen3_moe(read: Read) -> None:
     spec = read("qwen3_moe")
     assert spec.experts == Experts(
-        num_experts=128, top_k=8, intermediate_size=768, normalised=False, layers=(True, True, True, True)
+        num_experts=128, top_k=8, intermediate_size=768, normalized=False, layers=(True, True, True, True)
     )
     assert (spec.qk_norm, spec.head_dim, spec.windows) == (True, 16, (0, 0, 0, 0))
 
@@ -54,13 +54,13 @@ def test_defaults_of_qwen3_moe(read: Read) -> None:
 def test_defaults_of_gpt_oss(read: Read) -> None:
     spec = read("gpt_oss", num_key_value_heads=2)
     assert spec.experts == Experts(
-        num_experts=128, top_k=4, intermediate_size=96, normalised=True, layers=(True,) * 4, bias=True
+        num_experts=128, top_k=4, intermediate_size=96, normalized=True, layers=(True,) * 4, bias=True
     )
     assert (spec.windows, spec.head_dim, spec.norm_eps) == ((128, 0, 128, 0), 64, 1e-5)
     assert (spec.qkv_bias, spec.o_bias, spec.sinks, spec.activation) == (True, True, True, "clamped_silu")
     scaling = YarnScaling(32.0, 0.1 * log(32) + 1, 32.0, 1.0, False, 4096)
     assert spec.ropes == (Rope(150_000.0, scaling),) * 4
-    assert spec.quantised == {}
+    assert spec.quantized == {}
     for key in ("rope_scaling", "rope_parameters"):
         assert read("gpt_oss", num_key_value_heads=2, **{key: None}).ropes == spec.ropes
 
@@ -72,11 +72,11 @@ def test_layers_and_rope_of_gpt_oss(read: Read) -> None:
     assert (spec.windows, spec.ropes[0]) == ((0, 7, 0, 0), Rope(1000.0))
 
 
-def test_quantised_experts_of_gpt_oss_are_in_mxfp4(read: Read) -> None:
+def test_quantized_experts_of_gpt_oss_are_in_mxfp4(read: Read) -> None:
     spec = read("gpt_oss", num_key_value_heads=2, quantization_config={"quant_method": "mxfp4"})
-    assert set(spec.quantised.values()) == {"MXFP4"}
-    assert len(spec.quantised) == 8
-    assert "model.layers.3.mlp.experts.down_proj.weight" in spec.quantised
+    assert set(spec.quantized.values()) == {"MXFP4"}
+    assert len(spec.quantized) == 8
+    assert "model.layers.3.mlp.experts.down_proj.weight" in spec.quantized
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_qwen3_moe_as_transformers_4_and_5_write_it(read: Read, key: str) -> Non
     keys = {key: 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "norm_topk_prob": True}
     experts = read("qwen3_moe", **keys).experts
     assert experts is not None
-    assert (experts.num_experts, experts.top_k, experts.intermediate_size, experts.normalised) == (16, 4, 40, True)
+    assert (experts.num_experts, experts.top_k, experts.intermediate_size, experts.normalized) == (16, 4, 40, True)
 
 
 def test_all_layers_of_qwen3_moe_slide_or_none(read: Read) -> None:

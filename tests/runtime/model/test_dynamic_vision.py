@@ -204,7 +204,7 @@ def test_a_config_that_does_not_fit_the_tensors_is_refused(
         pack_tower(folder, spec_of(folder), "f32")
 
 
-def test_pixels_are_normalised_as_clip_has_them_where_the_folder_does_not_say(
+def test_pixels_are_normalized_as_clip_has_them_where_the_folder_does_not_say(
     model_folder: Callable[..., Path],
 ) -> None:
     folder = model_folder(FAMILY)

@@ -76,7 +76,7 @@ def test_the_spec_is_that_of_the_folder(path: Path) -> None:
     spec, expected = read_spec(path), read_spec(FOLDER)
     for name in ("ropes", "windows", "experts", "head_dim", "activation", "sinks", "qkv_bias", "o_bias", "norm_eps"):
         assert getattr(spec, name) == getattr(expected, name), name
-    assert set(spec.quantised.values()) == {"MXFP4"}
+    assert set(spec.quantized.values()) == {"MXFP4"}
 
 
 @pytest.mark.parametrize("weights", ["auto", "q8"])

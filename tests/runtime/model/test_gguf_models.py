@@ -412,7 +412,7 @@ def test_a_fingerprint_leaves_out_what_is_no_file(tmp_path: Path) -> None:
     assert fingerprint(tmp_path) == before
 
 
-def test_a_fingerprint_has_what_normalises_images(tmp_path: Path) -> None:
+def test_a_fingerprint_has_what_normalizes_images(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     before = fingerprint(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text("{}")

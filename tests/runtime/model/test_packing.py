@@ -220,7 +220,7 @@ def in_blocks(spec: DecoderSpec, **others: str) -> DecoderSpec:
     types = {name: "Q8_0" for name, shape in expected_tensors(spec) if len(shape) > 1}
     for end, kind in others.items():
         types |= {name: kind for name in types if name.endswith(f"layers.0.{end.replace('__', '.')}.weight")}
-    return replace(spec, quantised=types)
+    return replace(spec, quantized=types)
 
 
 def test_ranges_of_columns_that_do_not_begin_with_a_block_are_q8(goldens: Path) -> None:

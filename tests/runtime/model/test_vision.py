@@ -431,7 +431,7 @@ def test_a_bad_processor_file_is_refused(
         read_vision(folder)
 
 
-def test_normalisation_is_read_from_any_of_the_processor_files(model_folder: Callable[..., Path]) -> None:
+def test_normalization_is_read_from_any_of_the_processor_files(model_folder: Callable[..., Path]) -> None:
     folder = model_folder("idefics3")
     spec = spec_of(folder)
     assert (spec.mean, spec.std, spec.rescale) == ((0.4, 0.5, 0.6), (0.3, 0.25, 0.2), 1 / 255)

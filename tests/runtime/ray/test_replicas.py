@@ -36,7 +36,7 @@ def no_changes_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "_listening", None)
     for module, name in (
         *((module, "log_to_stderr") for module in (host_replica, server_replica)),
-        *((server_replica, name) for name in ("tune_collector", "favour_event_loop")),
+        *((server_replica, name) for name in ("tune_collector", "favor_event_loop")),
     ):
         monkeypatch.setattr(module, name, lambda *_: None)
     monkeypatch.setattr("quire.runtime.cluster.start.tune_collector", lambda: None)

@@ -157,7 +157,7 @@ async def test_closing_or_cancelling_frees_the_queue_at_once() -> None:
         assert len(await values_of(engine, embed("c"))) == 1
 
 
-async def test_dimensions_cut_and_normalise_again() -> None:
+async def test_dimensions_cut_and_normalize_again() -> None:
     async with running() as engine:
         (short,) = await values_of(engine, embed("abc", dimensions=2))
         (whole,) = await values_of(engine, embed("abc", dimensions=4))
@@ -165,11 +165,11 @@ async def test_dimensions_cut_and_normalise_again() -> None:
     assert short.shape == (2,)
     assert math.isclose(float(np.linalg.norm(short)), 1.0, rel_tol=1e-6)
     assert np.allclose(short / short[1], whole[:2] / whole[1], rtol=1e-6)
-    assert not np.isnan(shortened(np.zeros((1, 4), np.float32), 2, normalise=True)).any()
+    assert not np.isnan(shortened(np.zeros((1, 4), np.float32), 2, normalize=True)).any()
 
 
-async def test_shortened_vectors_of_a_model_that_does_not_normalise_keep_their_values() -> None:
-    async with running(FakeEncoder(msgspec.structs.replace(ENCODER_INFO, normalise=False))) as engine:
+async def test_shortened_vectors_of_a_model_that_does_not_normalize_keep_their_values() -> None:
+    async with running(FakeEncoder(msgspec.structs.replace(ENCODER_INFO, normalize=False))) as engine:
         (short,) = await values_of(engine, embed("abc", dimensions=2))
     assert np.array_equal(short, vector(ids("abc"))[:2])
 

@@ -225,7 +225,7 @@ def test_of_pairs_with_one_score_and_left_halves_of_one_length_that_with_the_lon
 
 
 def sentencepiece_ids(metadata: Mapping[str, Any], text: str) -> list[int]:
-    """Encode as SentencePiece does: merge the neighbours that make the piece of the best score, leftmost first."""
+    """Encode as SentencePiece does: merge the neighbors that make the piece of the best score, leftmost first."""
     ids = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     scores = metadata["tokenizer.ggml.scores"]
     symbols = list("▁" + text.replace(" ", "▁")) if text else []

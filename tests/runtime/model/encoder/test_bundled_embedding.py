@@ -28,7 +28,7 @@ def test_bundled_models_have_names_unless_a_folder_has_them(tmp_path: Path, monk
 def test_it_is_small() -> None:
     assert is_encoder(BUNDLED_EMBEDDING_MODEL)
     spec = read_encoder(BUNDLED_EMBEDDING_MODEL)
-    assert (spec.dimensions, spec.pooling, spec.normalise, spec.max_model_len) == (256, "mean", True, 512)
+    assert (spec.dimensions, spec.pooling, spec.normalize, spec.max_model_len) == (256, "mean", True, 512)
     _, tensors = open_encoder(BUNDLED_EMBEDDING_MODEL)
     names = check_built(lambda factory: build_encoder_weights(spec, "f32", factory), tensors)
     assert sum(prod(tensors.shape(name)) for name in names) <= 5_000_000

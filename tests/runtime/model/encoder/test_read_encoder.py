@@ -71,7 +71,7 @@ def test_the_body_of_a_masked_language_model_makes_vectors(encoder_folder: Copy,
 
 def test_what_a_folder_of_sentence_transformers_means() -> None:
     spec = read_encoder(FOLDER / "bert_dense")
-    assert (spec.pooling, spec.normalise, spec.dimensions, spec.hidden_size) == ("first", True, 24, 40)
+    assert (spec.pooling, spec.normalize, spec.dimensions, spec.hidden_size) == ("first", True, 24, 40)
     assert (spec.num_labels, spec.max_model_len) == (0, 256)
     assert spec.prompts == {"query": "find: ", "document": ""}
     assert read_encoder(FOLDER / "bert").max_model_len == 190  # of sentence_bert_config.json
@@ -254,7 +254,7 @@ def test_without_modules_rows_are_averaged(encoder_folder: Copy) -> None:
     folder = encoder_folder("bert_dense")
     (folder / "modules.json").unlink()
     spec = read_encoder(folder)
-    assert (spec.pooling, spec.normalise, spec.dimensions) == ("mean", False, 40)
+    assert (spec.pooling, spec.normalize, spec.dimensions) == ("mean", False, 40)
     decoder = encoder_folder("qwen3")
     (decoder / "modules.json").unlink()
     with pytest.raises(UnsupportedModel, match=r"modules\.json of sentence-transformers"):

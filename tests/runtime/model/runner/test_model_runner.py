@@ -31,7 +31,7 @@ def test_a_pool_too_large_for_the_system_is_refused() -> None:
             "/nowhere",
             ModelNotFound,
             "^/nowhere does not exist; download it first, for example with "
-            "`hf download ORGANISATION/NAME --local-dir /nowhere`, and give the folder$",
+            "`hf download ORGANIZATION/NAME --local-dir /nowhere`, and give the folder$",
         ),
         (
             "a/b",

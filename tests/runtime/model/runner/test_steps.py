@@ -160,10 +160,10 @@ def test_verified_draft_tokens_give_the_results_of_single_steps(
     for _ in range(4):
         one_by_one += step(scheduled(tables, tokens, 1, 1, spec))
         tokens = [*tokens, one_by_one[-1].token_id]
-    neighbour = scheduled(others, TOKENS[:40], 40, 1, sampling())
-    alone = step(neighbour)
+    neighbor = scheduled(others, TOKENS[:40], 40, 1, sampling())
+    alone = step(neighbor)
 
-    together = step(neighbour, scheduled(tables, tokens[:-1], 4, 4, spec), neighbour)
+    together = step(neighbor, scheduled(tables, tokens[:-1], 4, 4, spec), neighbor)
     assert together == [*alone, *one_by_one, *alone]
 
     wrong = [*tokens[:121], (tokens[121] + 1) % 307, *tokens[122:-1]]

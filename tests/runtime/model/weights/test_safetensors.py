@@ -104,7 +104,7 @@ def test_an_absent_tensor_is_named(tmp_path: Path) -> None:
             read("b")
 
 
-def test_integers_of_quantised_tensors(tmp_path: Path) -> None:
+def test_integers_of_quantized_tensors(tmp_path: Path) -> None:
     tensors = {"I64": np.arange(3), "I32": np.arange(3, dtype=np.int32), "I8": np.arange(-3, 3, dtype=np.int8)}
     save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = SafetensorsCheckpoint(tmp_path)

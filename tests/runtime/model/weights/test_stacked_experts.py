@@ -48,7 +48,7 @@ def edited(tmp_path: Path) -> Callable[..., Path]:
     return edit
 
 
-def dequantise(tensors: Tensors) -> None:
+def dequantize(tensors: Tensors) -> None:
     """Replace MXFP4 by the same weights, transposed."""
     for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
         blocks, scales = tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales")
@@ -63,7 +63,7 @@ def expert_weights(mlp: MlpWeights | ExpertWeights) -> ExpertWeights:
 
 
 def test_mxfp4_and_transposed_tensors_of_the_same_weights_are_packed_alike(edited: Callable[..., Path]) -> None:
-    folder = edited("gpt_oss_mxfp4", dequantise, quantization_config=None)
+    folder = edited("gpt_oss_mxfp4", dequantize, quantization_config=None)
     plain, in_blocks = pack_model(folder, "f32"), pack_model(GOLDENS / "gpt_oss_mxfp4", "f32")
     kept = pack_model(GOLDENS / "gpt_oss_mxfp4", "auto")
     for layers in zip(plain.weights.layers, in_blocks.weights.layers, kept.weights.layers, strict=True):
@@ -78,7 +78,7 @@ def test_mxfp4_and_transposed_tensors_of_the_same_weights_are_packed_alike(edite
 def test_each_row_is_a_column_of_the_file(name: str) -> None:
     tensors = stored(GOLDENS / name)
     if name == "gpt_oss_mxfp4":
-        dequantise(tensors)
+        dequantize(tensors)
     mlp = expert_weights(pack_model(GOLDENS / name, "f32").weights.layers[1].mlp)
     assert mlp.gate_up_biases is not None
     assert mlp.down_biases is not None
@@ -118,7 +118,7 @@ def cut(name: str, *index: Any) -> Callable[[Tensors], None]:
         ("gpt_oss", lambda t: t.pop(f"{EXPERTS}.down_proj_bias"), MissingTensor, "experts.down_proj_bias is not in"),
         ("gpt_oss", lambda t: t.pop("model.layers.0.self_attn.sinks"), MissingTensor, "self_attn.sinks is not in"),
         ("gpt_oss", lambda t: t.pop(f"{EXPERTS}.down_proj"), MissingTensor, "experts.down_proj is not in"),
-        ("gpt_oss_mxfp4", dequantise, MissingTensor, "gate_up_proj_blocks is not in"),
+        ("gpt_oss_mxfp4", dequantize, MissingTensor, "gate_up_proj_blocks is not in"),
         ("gpt_oss_mxfp4", cut("down_proj_scales", slice(4)), WrongTensor, r"\[5, 64, 3, 16\] and \[4, 64, 3\]"),
         ("gpt_oss_mxfp4", cut("down_proj_scales", ..., slice(2)), WrongTensor, r"\[5, 64, 3, 16\] and \[5, 64, 2\]"),
         ("gpt_oss_mxfp4", cut("down_proj_blocks", ..., slice(8)), WrongTensor, r"\[5, 64, 3, 8\] and"),

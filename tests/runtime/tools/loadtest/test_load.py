@@ -13,7 +13,7 @@ from quire.runtime.common.errors import ConfigError
 from quire.runtime.engine.text.tokenizer import Tokenizer
 from quire.runtime.model import BUNDLED_MODEL
 from quire.runtime.tools.loadtest.load import PreparedLoad, PromptVocabulary, make_load
-from quire.runtime.tools.loadtest.options import ClientBehaviour, DatasetOptions, LoadOptions, Pacing
+from quire.runtime.tools.loadtest.options import ClientBehavior, DatasetOptions, LoadOptions, Pacing
 from quire.runtime.tools.loadtest.records import LoadRequest
 
 DATA = Path(__file__).parents[3] / "data"
@@ -21,12 +21,12 @@ DATA = Path(__file__).parents[3] / "data"
 
 def load(
     pacing: Pacing | None = None,
-    behaviour: ClientBehaviour | None = None,
+    behavior: ClientBehavior | None = None,
     vocabulary: PromptVocabulary | None = None,
     **dataset: Any,
 ) -> PreparedLoad:
     options = LoadOptions(
-        dataset=DatasetOptions(**dataset), pacing=pacing or Pacing(), behaviour=behaviour or ClientBehaviour()
+        dataset=DatasetOptions(**dataset), pacing=pacing or Pacing(), behavior=behavior or ClientBehavior()
     )
     return make_load(options, vocabulary or PromptVocabulary(100))
 
@@ -176,7 +176,7 @@ def test_a_trace_can_be_rescaled_cut_off_and_sent_at_other_times() -> None:
     assert len(requests(Pacing(self_timed=False), dataset_name="azure", dataset_path=DATA / "azure.csv")) == 3
 
 
-# Closed loops, behaviour, warm-up
+# Closed loops, behavior, warm-up
 
 
 def test_a_closed_loop_has_no_times_and_with_a_duration_no_end() -> None:
@@ -191,9 +191,7 @@ def test_the_default_is_a_thousand_requests() -> None:
 
 
 def test_clients_cancel_and_read_slowly_at_their_rates() -> None:
-    found = requests(
-        None, ClientBehaviour(cancel_rate=0.3, slow_reader_rate=0.1, slow_reader_ms=50), random_input_len=1
-    )
+    found = requests(None, ClientBehavior(cancel_rate=0.3, slow_reader_rate=0.1, slow_reader_ms=50), random_input_len=1)
     cancelled = [request.cancel_after for request in found if request.cancel_after is not None]
     assert len(cancelled) / 1000 == pytest.approx(0.3, abs=0.05)
     assert min(cancelled) >= 1
@@ -220,7 +218,7 @@ def test_a_warmup_of_text_leaves_no_prompt_in_the_prefix_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pacing", "behaviour", "dataset", "message"),
+    ("pacing", "behavior", "dataset", "message"),
     [
         ({}, {"cancel_rate": 1.5}, {}, "cancel_rate must be between"),
         ({}, {"slow_reader_rate": -1}, {}, "slow_reader_rate must be between"),
@@ -237,7 +235,7 @@ def test_a_warmup_of_text_leaves_no_prompt_in_the_prefix_cache() -> None:
     ],
 )
 def test_invalid_options_are_refused(
-    pacing: dict[str, Any], behaviour: dict[str, Any], dataset: dict[str, Any], message: str
+    pacing: dict[str, Any], behavior: dict[str, Any], dataset: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        load(Pacing(**pacing), ClientBehaviour(**behaviour), **dataset)
+        load(Pacing(**pacing), ClientBehavior(**behavior), **dataset)

@@ -64,7 +64,7 @@ def test_ggufs_types_are_as_fast_as_measured(kind: str, decode: tuple[float, ...
     """Compare with Q4_0 and Q4_K_M files of Qwen3-0.6B in tests/bench/LOG.md; in both the embedding is Q6_K."""
     spec = read_spec(SHAPE)
     kinds = {name: "Q6_K" if "embed" in name else kind for name, shape in expected_tensors(spec) if len(shape) > 1}
-    cost = cost_of(replace(spec, quantised=kinds), "auto")
+    cost = cost_of(replace(spec, quantized=kinds), "auto")
     for users, tokens_per_s in zip((1, 8, 32), decode, strict=True):
         assert users / cost(plan(*[(144, 1, 1)] * users)) == pytest.approx(tokens_per_s, rel=0.15)
     assert 512 / cost(plan(*[(0, 128, 1)] * 4)) == pytest.approx(prefill, rel=0.1)
@@ -108,7 +108,7 @@ def test_layers_with_a_window_cost_less(cost: RooflineCost) -> None:
 def test_a_step_reads_only_the_experts_that_its_rows_choose() -> None:
     spec = read_spec(SHAPE)
     layers = (True,) * spec.num_layers
-    experts = Experts(num_experts=64, top_k=4, intermediate_size=768, normalised=True, layers=layers)
+    experts = Experts(num_experts=64, top_k=4, intermediate_size=768, normalized=True, layers=layers)
     cost = cost_of(replace(spec, experts=experts))
     one, all_experts = (sum(layer.read_seconds(rows) for layer in cost.experts) for rows in (1, 10_000))
     assert one == pytest.approx(all_experts / 16)
@@ -122,7 +122,7 @@ def test_a_mixture_whose_experts_are_all_chosen_costs_what_the_dense_layers_cost
         num_experts=1,
         top_k=1,
         intermediate_size=spec.intermediate_size,
-        normalised=True,
+        normalized=True,
         layers=(True,) * spec.num_layers,
     )
     dense, mixture = cost_of(spec), cost_of(replace(spec, experts=one_expert))

@@ -23,7 +23,7 @@ def test_latencies_have_vllms_definitions() -> None:
     assert request.e2e_s == 1.5
 
 
-def test_percentiles_are_linear_between_neighbours() -> None:
+def test_percentiles_are_linear_between_neighbors() -> None:
     found = LatencySummary.of(value / 1000 for value in range(101))
     assert found is not None
     assert (found.mean, found.p50, found.p90, found.p95, found.p99, found.max) == (50, 50, 90, 95, 99, 100)

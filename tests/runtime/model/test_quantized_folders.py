@@ -1,4 +1,4 @@
-"""Folders that other libraries quantised: the weights that they mean, their form in memory, and what is refused."""
+"""Folders that other libraries quantized: the weights that they mean, their form in memory, and what is refused."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from quire.runtime.common.config import WeightDtype
 from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, ModelError, UnsupportedModel, WrongTensor
 from quire.runtime.model import PackedModel, pack_model, plan_memory, read_spec
 from quire.runtime.model.families.registry import open_model
-from quire.runtime.model.weights import quantised
+from quire.runtime.model.weights import quantized
 from quire.runtime.model.weights.decoder_weights import ExpertWeights, LayerWeights, MlpWeights, plan_weights
 from safetensors.numpy import load_file
 
-from tests.quantised_folders import (
+from tests.quantized_folders import (
     AWQ,
     COMPRESSED,
     GPTQ,
@@ -37,8 +37,8 @@ from tests.quantised_folders import (
     int8,
     save_tensors,
 )
-from tests.quantised_folders import FP8_BLOCKS as FP8
-from tests.quantised_folders import words as words_of
+from tests.quantized_folders import FP8_BLOCKS as FP8
+from tests.quantized_folders import words as words_of
 
 
 def _fp8_blocks(*sizes: list[int] | str) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def test_q4_keeps_the_numbers_of_a_symmetric_file(tmp_path: Path) -> None:
         np.testing.assert_array_equal(weights, expected[module])
 
 
-def test_modules_that_are_not_quantised_stay_bf16(tmp_path: Path) -> None:
+def test_modules_that_are_not_quantized_stay_bf16(tmp_path: Path) -> None:
     """The tensors decide, not the list in config.json. Q, K and V are one matrix."""
     plain = ["self_attn.k_proj", "mlp.down_proj"]
     expected = folder_of(tmp_path / "a", GPTQ | {"modules_to_not_convert": ["mlp"]}, gptq(), plain)
@@ -279,9 +279,9 @@ def test_activations_are_sorted_as_the_inputs_are(
     assert np.abs(found - exact).mean() < 2 * np.abs(in_q8 - exact).mean()
 
 
-def test_a_mixture_of_experts_with_a_quantised_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_of_experts_with_a_quantized_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The router is widened, in two parts."""
-    monkeypatch.setattr(quantised, "ELEMENTS_AT_ONCE", 1)
+    monkeypatch.setattr(quantized, "ELEMENTS_AT_ONCE", 1)
     attention = {name: shape for name, shape in MATRICES.items() if name.startswith("self_attn")}
     shapes = {"w1": (32, HIDDEN), "w2": (HIDDEN, 32), "w3": (32, HIDDEN)}
     names = [f"block_sparse_moe.experts.{expert}.{name}" for expert in range(40) for name in shapes]
@@ -488,7 +488,7 @@ def moved(folder: Path, name: str, content: object) -> Path:
 
 
 @pytest.mark.parametrize("tool", OWN_FILES)
-def test_a_folder_may_say_how_it_is_quantised_in_a_file_of_its_own(tmp_path: Path, tool: str) -> None:
+def test_a_folder_may_say_how_it_is_quantized_in_a_file_of_its_own(tmp_path: Path, tool: str) -> None:
     name, content, inside, make = OWN_FILES[tool]
     for folder in ("own", "inside"):
         folder_of(tmp_path / folder, inside, make)
@@ -544,4 +544,4 @@ def test_weights_of_mlx_are_refused_by_the_key_of_config_json(tmp_path: Path) ->
 def test_config_json_comes_before_a_file_of_its_own(tmp_path: Path) -> None:
     folder_of(tmp_path / "a", GPTQ, gptq())
     (tmp_path / "a" / "quantize_config.json").write_text('{"bits": 3}')
-    assert read_spec(tmp_path / "a").quantised
+    assert read_spec(tmp_path / "a").quantized

@@ -1,4 +1,4 @@
-"""The tensors of a folder whose matrices are quantised: GPTQ, AWQ, compressed-tensors and FP8."""
+"""The tensors of a folder whose matrices are quantized: GPTQ, AWQ, compressed-tensors and FP8."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from . import READABLE
 from .compressed import FP8Matrix, Int8Matrix, WordsMatrix
 from .gptq import AWQMatrix, GPTQMatrix
 from .grouped import GroupedMatrix, Groups
-from .quantisation import SORTED, Quantisation
+from .quantization import SORTED, Quantization
 from .safetensors import SafetensorsCheckpoint
 
 ELEMENTS_AT_ONCE = 1 << 18  # of a matrix: intermediate arrays stay in a core's cache
 
 
-class QuantisedCheckpoint:
-    """The tensors of `stored`, in which each quantised matrix has the name that it has without quantisation.
+class QuantizedCheckpoint:
+    """The tensors of `stored`, in which each quantized matrix has the name that it has without quantization.
 
-    A matrix is quantised if its tensors are, whatever config.json lists as excluded. Other tensors, such as scales of
+    A matrix is quantized if its tensors are, whatever config.json lists as excluded. Other tensors, such as scales of
     activations and of a KV cache, are not used. Nothing is read on opening; the other methods read the zero points and
     orders of groups of the matrices that they name.
 
     Raises MissingTensor or WrongTensor if a matrix lacks a tensor, or has one of another type or shape.
     """
 
-    def __init__(self, stored: SafetensorsCheckpoint, how: Quantisation) -> None:
+    def __init__(self, stored: SafetensorsCheckpoint, how: Quantization) -> None:
         self.path = stored.path
         self.config_name = stored.config_name
         self.matrix_dtypes: Collection[str] = (*READABLE, "Q4_0", "Q4_Z", "Q8_0")
@@ -50,7 +50,7 @@ class QuantisedCheckpoint:
         return self._stored.dtype(name) if matrix is None else matrix.kind
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Yield the type and the bytes of every quantised matrix, and of every other tensor in the files."""
+        """Yield the type and the bytes of every quantized matrix, and of every other tensor in the files."""
         rest = dict.fromkeys(self._stored.names())
         for matrix in self._matrices.values():
             yield matrix.label, sum(self._stored.nbytes(tensor) for tensor in matrix.tensors)
@@ -71,7 +71,7 @@ class QuantisedCheckpoint:
                 self._sorted[name] = in_order
         return {name: matrix.input_order for name, matrix in self._sorted.items() if matrix.input_order is not None}
 
-    def quantised(self, names: Collection[str]) -> dict[str, str]:
+    def quantized(self, names: Collection[str]) -> dict[str, str]:
         """Return the type of each matrix of integers in `names`: Q4_0, Q4_Z or Q8_0 for such blocks, or its format.
 
         Raises CorruptCheckpoint if an order of groups names a group that does not exist.
@@ -98,12 +98,12 @@ class QuantisedCheckpoint:
         return matrix.chunks(rows, min(num_rows, in_cache))
 
     def _matrix(self, name: str) -> GroupedMatrix | FP8Matrix | None:
-        """Return a quantised matrix; None if the tensor is no such matrix."""
+        """Return a quantized matrix; None if the tensor is no such matrix."""
         return self._sorted.get(name.removesuffix(SORTED)) if name.endswith(SORTED) else self._matrices.get(name)
 
 
-def _find_matrices(stored: SafetensorsCheckpoint, how: Quantisation) -> Iterator[tuple[str, GroupedMatrix | FP8Matrix]]:
-    """Yield the name and the reader of each quantised matrix."""
+def _find_matrices(stored: SafetensorsCheckpoint, how: Quantization) -> Iterator[tuple[str, GroupedMatrix | FP8Matrix]]:
+    """Yield the name and the reader of each quantized matrix."""
     for name in stored.names():
         module, _, part = name.rpartition(".")
         weight, dtype = f"{module}.weight", stored.dtype(name)

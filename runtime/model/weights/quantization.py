@@ -1,4 +1,4 @@
-"""How the matrices of a folder are quantised, as far as its tensors do not show it."""
+"""How the matrices of a folder are quantized, as far as its tensors do not show it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ SORTED = " sorted by group"  # follows the name of a matrix in blocks whose inpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantisation:
-    """What config.json says of quantised tensors. Which matrices are quantised follows from the folder's tensors."""
+class Quantization:
+    """What config.json says of quantized tensors. Which matrices are quantized follows from the folder's tensors."""
 
     layout: Literal["gptq", "awq", "compressed-tensors"]  # of integers in int32 words
     bits: int = 4  # of GPTQ's numbers where a matrix has no g_idx

@@ -1,6 +1,6 @@
 """Measure what another busy process costs: decode speed alone and with a process that spins, alternating.
 
-usage: busy_neighbour.py [MODEL] [--weights q8] [--users 1,8] [--repeats 5]
+usage: busy_neighbor.py [MODEL] [--weights q8] [--users 1,8] [--repeats 5]
 
 With a share s of the CPUs taken, a step should take 1 / (1 - s) times as long. If it takes longer, ops wait for
 threads that do not run.
@@ -46,10 +46,10 @@ def compare(llm: LLM, users: int, repeats: int) -> str:
     alone, loaded, taken = [], [], []
     for _ in range(repeats):
         alone.append(time_decode(llm, generator, shape, NEW_TOKENS).tokens_per_s)
-        with spinning() as neighbour:
-            before, start = cpu_seconds(neighbour), time.monotonic()
+        with spinning() as neighbor:
+            before, start = cpu_seconds(neighbor), time.monotonic()
             loaded.append(time_decode(llm, generator, shape, NEW_TOKENS).tokens_per_s)
-            taken.append((cpu_seconds(neighbour) - before) / (time.monotonic() - start))
+            taken.append((cpu_seconds(neighbor) - before) / (time.monotonic() - start))
     share = statistics.median(taken) / llm.engine.core.runner.capacity.cpus.threads
     quiet, busy = statistics.median(alone), statistics.median(loaded)
     return (

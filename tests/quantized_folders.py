@@ -1,4 +1,4 @@
-"""Folders whose matrices are quantised, in the layouts of the libraries that write them, and the weights they mean.
+"""Folders whose matrices are quantized, in the layouts of the libraries that write them, and the weights they mean.
 
 Numbers are packed one by one, as the formats are documented; nothing of the reader is used.
 """
@@ -52,14 +52,14 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """The tensors of one module by the names that follow the module's, and the weights that they mean."""
 
     tensors: dict[str, Array]
     weights: Array  # float32 [out, in]
 
 
-Make = Callable[[np.random.Generator, int, int], Quantised]
+Make = Callable[[np.random.Generator, int, int], Quantized]
 
 
 def folder_of(
@@ -70,7 +70,7 @@ def folder_of(
     modules: Mapping[str, tuple[int, int]] = MATRICES,
     **changes: Any,
 ) -> dict[str, Array]:
-    """Write a folder of one layer with all of its matrices quantised but those of `plain`; return their weights."""
+    """Write a folder of one layer with all of its matrices quantized but those of `plain`; return their weights."""
     rng = np.random.default_rng(7)
     shape_of = {**CONFIG, **changes}
     hidden = shape_of["hidden_size"]
@@ -113,13 +113,13 @@ def gptq(
 ) -> Make:
     """Return a maker of GPTQ's layout. With `same_order`, act-order is the same for matrices with as many inputs."""
 
-    def make(rng: np.random.Generator, outputs: int, inputs: int) -> Quantised:
+    def make(rng: np.random.Generator, outputs: int, inputs: int) -> Quantized:
         size = inputs if group == -1 else group
         groups = np.arange(inputs) // size
         if act_order:
             groups = (np.random.default_rng(inputs) if same_order else rng).permutation(groups)
         numbers = rng.integers(0, 1 << bits, (inputs, outputs))
-        zeros = rng.integers(0, 1 << bits, (groups.max() + 1, outputs))  # as the quantiser computes them
+        zeros = rng.integers(0, 1 << bits, (groups.max() + 1, outputs))  # as the quantizer computes them
         if sym:
             zeros[:] = 1 << bits - 1
         scales = _scales(rng, *zeros.shape)
@@ -130,7 +130,7 @@ def gptq(
         }
         if g_idx:
             tensors["g_idx"] = groups.astype(np.int32)
-        return Quantised(tensors, ((numbers - zeros[groups]) * scales[groups].astype(np.float64)).T.astype(np.float32))
+        return Quantized(tensors, ((numbers - zeros[groups]) * scales[groups].astype(np.float64)).T.astype(np.float32))
 
     return make
 
@@ -138,13 +138,13 @@ def gptq(
 def awq(group: int = 64) -> Make:
     """Return a maker of AWQ's layout."""
 
-    def make(rng: np.random.Generator, outputs: int, inputs: int) -> Quantised:
+    def make(rng: np.random.Generator, outputs: int, inputs: int) -> Quantized:
         groups = np.arange(inputs) // (inputs if group == -1 else group)
         numbers = rng.integers(0, 16, (inputs, outputs))
         zeros = rng.integers(0, 16, (groups.max() + 1, outputs))
         scales = _scales(rng, *zeros.shape)
         tensors = {"qweight": _pack_awq(numbers), "qzeros": _pack_awq(zeros), "scales": scales}
-        return Quantised(tensors, ((numbers - zeros[groups]) * scales[groups].astype(np.float64)).T.astype(np.float32))
+        return Quantized(tensors, ((numbers - zeros[groups]) * scales[groups].astype(np.float64)).T.astype(np.float32))
 
     return make
 
@@ -152,7 +152,7 @@ def awq(group: int = 64) -> Make:
 def words(bits: int = 4, group: int = 32, sym: bool = True, order: str = "", scale_dtype: Any = np.float16) -> Make:
     """Return a maker of compressed-tensors' pack-quantized layout; `order` is "", "group" or "unused"."""
 
-    def make(rng: np.random.Generator, outputs: int, inputs: int) -> Quantised:
+    def make(rng: np.random.Generator, outputs: int, inputs: int) -> Quantized:
         middle = 1 << bits - 1
         groups = np.arange(inputs) // (inputs if group == -1 else group)
         shuffled = np.random.default_rng(inputs).permutation(groups)
@@ -173,7 +173,7 @@ def words(bits: int = 4, group: int = 32, sym: bool = True, order: str = "", sca
             tensors["weight_g_idx"] = stored.astype(np.int32)
         of = stored if order == "group" and stored is not None else groups
         weights = (numbers - zeros[:, of]) * scales[:, of].astype(np.float64)
-        return Quantised(tensors, weights.astype(np.float32))
+        return Quantized(tensors, weights.astype(np.float32))
 
     return make
 
@@ -181,7 +181,7 @@ def words(bits: int = 4, group: int = 32, sym: bool = True, order: str = "", sca
 def int8(group: int = -1, zero_point: bool = False) -> Make:
     """Return a maker of compressed-tensors' int-quantized layout."""
 
-    def make(rng: np.random.Generator, outputs: int, inputs: int) -> Quantised:
+    def make(rng: np.random.Generator, outputs: int, inputs: int) -> Quantized:
         groups = np.arange(inputs) // (inputs if group == -1 else group)
         numbers = rng.integers(-128, 128, (outputs, inputs))
         zeros = rng.integers(-128, 128, (outputs, groups.max() + 1)) * zero_point
@@ -192,7 +192,7 @@ def int8(group: int = -1, zero_point: bool = False) -> Make:
             "weight_zero_point": zeros.astype(np.int8),
         }
         weights = (numbers - zeros[:, groups]) * scales[:, groups].astype(np.float64)
-        return Quantised(tensors, weights.astype(np.float32))
+        return Quantized(tensors, weights.astype(np.float32))
 
     return make
 
@@ -200,7 +200,7 @@ def int8(group: int = -1, zero_point: bool = False) -> Make:
 def fp8(block: tuple[int, int] | None = None, per_row: bool = False, name: str = "weight_scale") -> Make:
     """Return a maker of FP8 with scales of blocks, of rows, or of the matrix."""
 
-    def make(rng: np.random.Generator, outputs: int, inputs: int) -> Quantised:
+    def make(rng: np.random.Generator, outputs: int, inputs: int) -> Quantized:
         codes = rng.integers(0, 256, (outputs, inputs), np.uint8)
         codes[codes & 127 == 127] = 0  # NaN
         height, width = block or ((1, inputs) if per_row else (outputs, inputs))
@@ -208,7 +208,7 @@ def fp8(block: tuple[int, int] | None = None, per_row: bool = False, name: str =
         each = scales[np.arange(outputs) // height][:, np.arange(inputs) // width]
         stored = scales if block or per_row else scales.reshape(())
         values = np.array([_e4m3(code) for code in range(256)])[codes]
-        return Quantised({"weight": FP8(codes), name: stored}, (values * each.astype(np.float64)).astype(np.float32))
+        return Quantized({"weight": FP8(codes), name: stored}, (values * each.astype(np.float64)).astype(np.float32))
 
     return make
 
