@@ -72,6 +72,10 @@ check-structured: $(BIN)/quire
 	$(BIN)/python -m tests.fuzz.parser_divisions
 	$(BIN)/python tests/fuzz/structured_generations.py $(GENERATIONS)
 
+check-schemas: $(BIN)/quire
+	$(INSTALL) '.[bench]' --quiet
+	$(BIN)/python -m tests.fuzz.schema_corpus $(or $(SCHEMAS),1000)
+
 kill-hosts: compiled
 	$(BIN)/python tests/fuzz/kill_hosts.py $(KILLS)
 
@@ -109,4 +113,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-at-shutdown fuzz-files fuzz-text-files fuzz-images fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients
+.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-at-shutdown fuzz-files fuzz-text-files fuzz-images fuzz-grammars check-structured check-schemas bench check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients
