@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 _PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _ANYWHERE = re.compile(r"\.\*(\[(?:\\.|[^\]\\^])(?:\\.|[^\]\\])*\]|\\[sdw]|[^\\\[\](){}|.*+?^$])")
+_ONE_CLASS = re.compile(r"\^?(\\[sdw]|\[(?!\^)(?:\\.|[^\\\]])+\])([*+])\$")
 _ALTERNATIVES = re.compile(r"\((?:\?:)?([^()]*)\)\$?|([^()]*)", re.DOTALL)
 _LITERAL = re.compile(r"(?:[^\\\[\](){}|.*+?^$]|\\[^a-zA-Z0-9])+\$?")
 _ENDED = re.compile(r"((?:[^\\]|\\.)*)\$", re.DOTALL)
@@ -50,13 +51,14 @@ def _has_alternatives(pattern: str) -> bool:
 
 def _complement(inner: str) -> str | None:
     """Return a pattern of the texts that do not begin with an expression."""
-    if inner in (r"\s*$", r"\s+$"):
-        return r"\S" if inner == r"\s*$" else r"^$|\S"
+    if part := _ONE_CLASS.fullmatch(inner):
+        other = f"[^{part[1][1:-1] if part[1][0] == '[' else part[1]}]"
+        return other if part[2] == "*" else f"^$|{other}"
     if part := _ANYWHERE.fullmatch(inner):
         excluded = part[1][1:-1] if part[1][0] == "[" else part[1]
         return rf"^[^\n{excluded}]*(?:$|\n)"
     alternatives = _ALTERNATIVES.fullmatch(inner)
-    texts = (alternatives[1] or alternatives[2]).split("|") if alternatives else []
+    texts = [each.removeprefix("^") for each in (alternatives[1] or alternatives[2]).split("|")] if alternatives else []
     is_whole = _without_end(inner) != inner
     if not alternatives or not all(map(_LITERAL.fullmatch, texts)):
         return None

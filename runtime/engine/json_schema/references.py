@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urldefrag, urljoin
 
 from ...common.errors import InvalidRequest
 
@@ -16,6 +16,8 @@ MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties
 
 BY_REFERENCE = frozenset({"$defs", "definitions"})  # whose schemas apply only where one refers to them
 IN_PLACE = ("allOf", "anyOf", "oneOf")  # with a single schema they say what that one says
+_DYNAMIC = frozenset({"$dynamicRef", "$recursiveRef"})
+_CONDITIONS = ("not", "if", "then", "else")
 _POINTER = "/~!$&'()*+,;=:@?"  # characters of a JSON pointer that a URI may have in its fragment
 
 _Schema = Mapping[str, Any]
@@ -39,6 +41,7 @@ def check_references(root: _Schema) -> None:
             path[id(at)] = reference
             reference, at = _same_schema(root, at, reference)
         grounded.update(path)
+    _check_conditions(root)
     _check_finite_values(root)
 
 
@@ -126,6 +129,66 @@ def schemas_in_use(root: _Schema) -> Iterator[_Schema]:
                     pending.extend(value.values() if key in MAPS and isinstance(value, dict) else [value])
 
 
+def with_definitions_in_use(root: _Schema) -> _Schema:
+    """Return a schema without the definitions to which no reference in use refers.
+
+    A schema with references that only llguidance resolves, by identifiers or anchors, keeps all its definitions.
+    """
+    has_bases = any(schema is not root and isinstance(schema.get("$id"), str) for schema in schemas_inside(root))
+    used = list(schemas_in_use(root))
+    if has_bases or any(_may_be_inside(root, schema) for schema in used):
+        return root
+    in_use = set(map(id, used))
+    kept = {id(each) for schema in used for each in _containers(root, schema.get("$ref"))} | in_use
+
+    def names(values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: around(each) for name, each in values.items() if id(each) in kept}
+
+    def around(value: Any) -> Any:
+        """Return the part of a value that contains schemas in use."""
+        if isinstance(value, list):
+            return [around(each) if id(each) in kept else True for each in value]
+        return whole(value) if id(value) in in_use else names(value)
+
+    def whole(value: Any) -> Any:
+        """Return a value in use."""
+        if isinstance(value, list):
+            return [whole(each) for each in value]
+        return {key: inside(key, each) for key, each in value.items()} if isinstance(value, dict) else value
+
+    def inside(key: str, value: Any) -> Any:
+        if key in BY_REFERENCE:
+            return names(value)
+        if key in DATA or key.startswith(EXTENSION):
+            return value
+        is_map = key in MAPS and isinstance(value, dict)
+        return {name: whole(each) for name, each in value.items()} if is_map else whole(value)
+
+    changed: _Schema = whole(root)
+    return changed
+
+
+def _may_be_inside(root: _Schema, schema: _Schema) -> bool:
+    """Return whether a schema refers to a place in `root` that its references do not show."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or _own_pointer(root, reference) is not None:
+        return not schema.keys().isdisjoint(_DYNAMIC)
+    identifier = str(root.get("$id", root.get("id", "")))
+    try:
+        return urldefrag(urljoin(identifier, reference)).url == urldefrag(identifier).url
+    except ValueError:  # no address
+        return True
+
+
+def _containers(root: _Schema, reference: Any) -> Iterator[Any]:
+    """Yield the objects and arrays that a reference to a place in `root` leads through."""
+    parts = (_own_pointer(root, reference) or "").split("/")
+    for end in range(2, len(parts) + 1):
+        yield _at(root, "/".join(parts[:end]))
+
+
 def _same_schema(root: _Schema, schema: _Schema, reference: str) -> tuple[str, Any]:
     """Return the schema that decides instead of this one, and the last reference to it; None if this one decides."""
     if "$ref" in schema:
@@ -135,6 +198,36 @@ def _same_schema(root: _Schema, schema: _Schema, reference: str) -> tuple[str, A
         if isinstance(inside, list) and len(inside) == 1:
             return reference, inside[0]
     return reference, None
+
+
+def _check_conditions(root: _Schema) -> None:
+    """Raise InvalidRequest if whether a value is valid depends on whether the same value is invalid."""
+    users: dict[int, list[int]] = {}
+    num_open: dict[int, int] = {}  # by schema: schemas about the same value that may lead in a circle
+    schemas = list(schemas_in_use(root))
+    for schema in schemas:
+        about_same = [referred(root, schema["$ref"])] if "$ref" in schema else []
+        for key in (*IN_PLACE, *_CONDITIONS):
+            inside = schema.get(key)
+            about_same += inside if isinstance(inside, list) else [inside]
+        parts = [each for each in about_same if isinstance(each, dict)]
+        num_open[id(schema)] = len(parts)
+        for each in parts:
+            users.setdefault(id(each), []).append(id(schema))
+    grounded = [schema for schema, num in num_open.items() if not num]
+    while grounded:
+        for user in users.get(grounded.pop(), ()):
+            num_open[user] -= 1
+            if not num_open[user]:
+                grounded.append(user)
+    for schema in schemas:
+        for key in _CONDITIONS:
+            inside = schema.get(key)
+            if isinstance(inside, dict) and num_open.get(id(inside), 0):
+                raise InvalidRequest(
+                    f"the references of the JSON schema lead in a circle: {key!r} is about values that are valid or "
+                    "invalid depending on itself"
+                )
 
 
 def _check_finite_values(root: _Schema) -> None:
@@ -174,6 +267,14 @@ def _needed_items(schema: _Schema) -> list[Any]:
     return [*known[: max(0, least)], *([schema.get(others)] if least > len(known) else [])]
 
 
+def _property(schema: _Schema, name: str) -> Any:
+    """Return the schema of a property; None if that depends on patterns, or there is none."""
+    known = schema.get("properties", {})
+    if isinstance(known, dict) and name in known:
+        return known[name]
+    return None if schema.get("patternProperties") else schema.get("additionalProperties")
+
+
 def _contained(root: _Schema, schema: _Schema) -> list[list[_Schema]]:
     """Return lists of schemas: a value of the schema needs a value of one schema from each list."""
     lists: list[list[Any]] = [[referred(root, schema["$ref"])]] if "$ref" in schema else []
@@ -181,9 +282,9 @@ def _contained(root: _Schema, schema: _Schema) -> list[list[_Schema]]:
         inside = schema.get(key)
         if isinstance(inside, list) and inside:
             lists += [[each] for each in inside] if key == "allOf" else [inside]
-    properties, required = schema.get("properties"), schema.get("required")
-    if schema.get("type") == "object" and isinstance(properties, dict) and isinstance(required, list):
-        lists += [[properties[name]] for name in required if isinstance(name, str) and name in properties]
-    if schema.get("type") == "array":
+    kind, required = schema.get("type"), schema.get("required")
+    if kind in ("object", ["object"]) and isinstance(required, list):
+        lists += [[_property(schema, name)] for name in required if isinstance(name, str)]
+    if kind in ("array", ["array"]):
         lists += [[each] for each in _needed_items(schema)]
     return [each for each in lists if all(isinstance(inside, dict) for inside in each)]

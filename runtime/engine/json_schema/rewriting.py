@@ -8,17 +8,17 @@ alternatives of `oneOf` get the required property that tells them apart. A keywo
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeGuard
 
 from ...common.errors import InvalidRequest
 from .complements import other_texts, without_look_aheads
-from .disjoint import TYPES, Case, Comparer, distinct, identity, required_names, type_of
+from .disjoint import TYPES, Case, Comparer, identity, required_names, type_of
+from .names import MAX_OPTIONAL, with_least_properties, with_listed_names, with_patterned_names
 from .references import ANNOTATIONS, DATA, EXTENSION, MAPS, referred
+from .unique import with_unique_items
 
-MAX_ORDERS = 300  # orders of unique items
 MAX_NEGATED = 6  # alternatives of the negation of a schema
 MAX_LISTED = 64  # values of an enumeration that is negated
 MAX_SCHEMAS = 20_000  # within one
@@ -43,7 +43,9 @@ class _Rewriting:
         self._rules: tuple[tuple[str, Callable[[_Schema], _Schema]], ...] = (
             *((key, partial(self._with_dependencies, key)) for key in DEPENDENCIES),
             ("pattern", _with_pattern),
-            ("uniqueItems", self._with_unique_items),
+            ("uniqueItems", partial(with_unique_items, comparer=self._comparer)),
+            ("propertyNames", self._with_names),
+            ("minProperties", with_least_properties),
             ("if", self._with_condition),
             ("not", self._with_negation),
             ("oneOf", self._with_alternatives),
@@ -93,33 +95,12 @@ class _Rewriting:
                 conditions.append({"anyOf": [_without(name), _all_of([{"required": [name]}, needs])]})
         return _and(_left_out(schema, key), conditions)
 
-    def _with_unique_items(self, schema: _Schema) -> _Schema:
-        """Replace `uniqueItems` of an array whose items are enumerated by the orders of these."""
-        if schema["uniqueItems"] is not True:
-            return schema
-        most = schema.get("maxItems", math.inf)
-        if isinstance(most, int | float) and most <= 1:
-            return _left_out(schema, "uniqueItems")
-        items = schema.get("items")
-        if not isinstance(items, dict) or "prefixItems" in schema or schema.get("type") != "array":
-            return schema
-        cases = self._comparer.cases(items)
-        if not cases or any(case.values is None for case in cases):
-            return schema
-        values = list(distinct(value for case in cases for value in (case.values or {}).values()).values())
-        if len(values) > MAX_ORDERS:
-            return schema
-        least = schema.get("minItems", 0)
-        if not isinstance(least, int | float) or not isinstance(most, int | float):
-            return schema
-        lengths = [count for count in range(len(values) + 1) if least <= count <= most]
-        orders: Any = itertools.permutations
-        if sum(math.perm(len(values), count) for count in lengths) > MAX_ORDERS:
-            orders = itertools.combinations  # the order that the schema has
-        if sum(math.comb(len(values), count) for count in lengths) > MAX_ORDERS:
-            return schema
-        lists = [_list_of(order) for count in lengths for order in orders(values, count)]
-        return _and(_left_out(schema, "uniqueItems", "minItems", "maxItems"), [{"anyOf": lists}])
+    def _with_names(self, schema: _Schema) -> _Schema:
+        """Replace the schema of the names of properties by these names, or by a pattern."""
+        names = self._resolved(schema["propertyNames"])
+        if (listed := self._all_values(names)) is not None:
+            return with_listed_names(schema, list(listed.values()))
+        return with_patterned_names(schema, names) if isinstance(names, dict) else schema
 
     def _with_condition(self, schema: _Schema) -> _Schema:
         """Replace `if`, `then` and `else` by two alternatives."""
@@ -172,8 +153,10 @@ class _Rewriting:
         required = _always_required(self._comparer.cases(_all_of([context, one])))
         both = sorted(mine & its, key=lambda name: (name != tag, name))
         foreign = sorted(_always_required(self._comparer.cases(other)) - required)
-        candidates: list[Any] = [{"type": "object", "required": [name]} for name in both]
+        candidates: list[Any] = [_object_with(name) for name in both]
         candidates += [{"type": "object", **_without(name)} for name in foreign]
+        own = [each for name in sorted(mine - its) if self._excludes(context, [one, each := _object_with(name)], other)]
+        candidates += [_any_of(own[:MAX_OPTIONAL])] if own else []
         negated = self._negated(other)
         candidates += [] if negated is None else [_any_of(negated)]
         for each in candidates:
@@ -319,20 +302,12 @@ def _without(name: str) -> dict[str, Any]:
     return {"properties": {name: FORBIDDEN}}
 
 
+def _object_with(name: str) -> dict[str, Any]:
+    return {"type": "object", "required": [name]}
+
+
 def _left_out(schema: _Schema, *keys: str) -> dict[str, Any]:
     return {key: value for key, value in schema.items() if key not in keys}
-
-
-def _list_of(values: Iterable[Any]) -> dict[str, Any]:
-    """Return the schema of one array, in the form that all drafts have."""
-    consts = [{"const": value} for value in values]
-    return {
-        "type": "array",
-        "items": consts,
-        "additionalItems": False,
-        "minItems": len(consts),
-        "maxItems": len(consts),
-    }
 
 
 def _names(part: _Schema) -> Iterator[str]:

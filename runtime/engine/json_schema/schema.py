@@ -28,7 +28,18 @@ from .numbers import (
     with_shared_integers,
 )
 from .patterns import as_read
-from .references import BY_REFERENCE, DATA, EXTENSION, IN_PLACE, MAPS, as_uri, referred, schemas_in_use, schemas_inside
+from .references import (
+    BY_REFERENCE,
+    DATA,
+    EXTENSION,
+    IN_PLACE,
+    MAPS,
+    as_uri,
+    referred,
+    schemas_in_use,
+    schemas_inside,
+    with_definitions_in_use,
+)
 from .rewriting import rewritten
 
 COUNTS = frozenset({"minContains", "maxContains"})  # which those drafts do not have
@@ -85,7 +96,7 @@ def enforceable_schema(schema: Any, *, bounds_integers: bool = True) -> Any:
     dialect = schema.get("$schema") if isinstance(schema, dict) else None
     is_old = isinstance(dialect, str) and _IGNORES_SIBLINGS.fullmatch(dialect) is not None
     if isinstance(schema, dict):
-        schema = rewritten(_as_said(schema, is_old, schema))
+        schema = rewritten(with_definitions_in_use(_as_said(schema, is_old, schema)))
     enforceable = _enforceable(schema, bounds_integers)
     if isinstance(schema, dict):
         _check_all_limits(schema)

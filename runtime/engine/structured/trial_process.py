@@ -24,6 +24,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 STACK_BYTES = 256 << 20  # 256 KiB of references, the longest grammar, take 70 MB
 NUM_TOKENS = 4  # bytes that a grammar takes in a trial
 MAX_TOKEN_S = 0.025  # of CPU time for one: the library holds the GIL meanwhile
+DEAD_END = "NoExtension"  # in the library's message: no byte may follow, and the text may not end
 END = 256  # the token that ends a text
 
 
@@ -80,6 +81,8 @@ def _walked(matcher: LLMatcher) -> str:
     for _ in range(NUM_TOKENS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         allowed = [byte for byte in range(END) if mask >> byte & 1]
+        if matcher.is_error() and DEAD_END in matcher.get_error():
+            return "no text matches it, or none that begins as it allows"
         if matcher.is_error() or not allowed:
             break
         began_s = time.thread_time()

@@ -60,9 +60,10 @@ class StreamedOutput(HeldOutput):
 
     def begin(self, echoes: Sequence[Echo], new_parser: NewParser | None) -> None:
         """Send the head of the stream and the first events."""
-        _prepare(self.form, echoes, new_parser)
+        self.form.read_with(new_parser)
         self._exchange.begin_events()
-        self._exchange.send_events(self.form.opening())
+        echoed = [self.form.echo_event(index, *echo) for index, echo in enumerate(echoes)]
+        self._exchange.send_events(b"".join((self.form.opening(), *echoed)))
 
     def take(self, index: int, chunk: OutputChunk) -> None:
         """Send the chunk."""
@@ -81,7 +82,9 @@ class WholeOutput(HeldOutput):
 
     def begin(self, echoes: Sequence[Echo], new_parser: NewParser | None) -> None:
         """Send nothing yet."""
-        _prepare(self.form, echoes, new_parser)
+        self.form.read_with(new_parser)
+        for choice, echo in zip(self.form.choices, echoes, strict=False):
+            choice.echo(*echo)
 
     def take(self, index: int, chunk: OutputChunk) -> None:
         """Hold the chunk."""
@@ -92,12 +95,6 @@ class WholeOutput(HeldOutput):
         """Send the answer."""
         self.close()
         self._exchange.respond(HTTPAnswer(200, self.form.whole(usage)))
-
-
-def _prepare(form: Format, echoes: Sequence[Echo], new_parser: NewParser | None) -> None:
-    form.read_with(new_parser)
-    for choice, echo in zip(form.choices, echoes, strict=False):
-        choice.echo(*echo)
 
 
 class Prompt:

@@ -37,6 +37,7 @@ REFUSED: dict[str, Any] = {
     'keywords of a JSON schema cannot be enforced: "propertyNames"': {
         "type": "object",
         "propertyNames": {"pattern": "^a"},
+        "properties": {"b": {}},
     },
     'keywords of a JSON schema cannot be enforced: "unevaluatedProperties"': {
         "type": "object",
@@ -169,6 +170,80 @@ def test_references_that_lead_in_a_circle_are_refused(reference: str, schema: di
     message = f"the references of the JSON schema lead in a circle: {reference!r} refers to itself"
     with pytest.raises(InvalidRequest, match=re.escape(message)):
         check_structure(StructuredOutputs(json=schema))
+
+
+@pytest.mark.parametrize(
+    ("keyword", "schema"),
+    [
+        ("not", {"not": {"$ref": "#"}}),
+        ("not", {"type": "string", "not": {"anyOf": [{"const": "a"}, {"$ref": "#"}]}}),
+        ("not", {"not": {"not": {"$ref": "#"}}}),
+        ("not", {"type": "object", "properties": {"a": {"not": {"$ref": "#/properties/a"}}}}),
+        ("if", {"if": {"$ref": "#"}, "then": {"type": "string"}}),
+        ("else", {"if": {"type": "string"}, "else": {"allOf": [{"$ref": "#"}]}}),
+    ],
+    ids=str,
+)
+def test_conditions_that_depend_on_themselves_are_refused(keyword: str, schema: dict[str, Any]) -> None:
+    with pytest.raises(
+        InvalidRequest, match=f"lead in a circle: '{keyword}' is about values that are valid or invalid"
+    ):
+        check_structure(StructuredOutputs(json=schema))
+
+
+def test_conditions_about_values_inside_are_no_circle() -> None:
+    schema = {"type": "object", "properties": {"a": {"not": {"$ref": "#"}}}}
+    check_structure(StructuredOutputs(json=schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"enum": [*range(15)]}, "uniqueItems": True, "minItems": 4},
+        {"type": "array", "items": {"enum": [*range(40)]}, "uniqueItems": True},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "uniqueItems": True},
+        {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 2}, "uniqueItems": True},
+        {"type": "array", "items": {"type": ["boolean", "string"]}, "uniqueItems": True},
+        {"type": "array", "prefixItems": [{"const": 1}], "items": {"const": 1}, "uniqueItems": True},
+    ],
+    ids=str,
+)
+def test_unique_items_of_many_values_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match='keywords of a JSON schema cannot be enforced: "uniqueItems"'):
+        check_structure(StructuredOutputs(json=schema))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"format": "email"},
+        {"pattern": "^a", "maxLength": 3},
+        {"enum": ["a", "b"], "pattern": "a"},
+        {"not": {"const": "a"}},
+    ],
+    ids=str,
+)
+def test_names_of_properties_that_are_neither_listed_nor_a_pattern_are_refused(names: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match='keywords of a JSON schema cannot be enforced: "propertyNames"'):
+        check_structure(StructuredOutputs(json={"type": "object", "propertyNames": names}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": {"a": {"$anchor": "a", "const": 1}}, "$ref": "#a"},
+        {"$id": "https://a.example/b/c", "$defs": {"a": {"const": 1}}, "$ref": "c#/$defs/a"},
+        {
+            "$defs": {"a": {"$id": "https://a.example/d", "$defs": {"b": {"const": 1}}}},
+            "$ref": "https://a.example/d#/$defs/b",
+        },
+    ],
+    ids=str,
+)
+def test_definitions_are_kept_for_references_by_identifiers(schema: dict[str, Any]) -> None:
+    check_structure(StructuredOutputs(json=schema))
+    matcher = LLMatcher(tables(), grammar_of(StructuredOutputs(json=schema)), log_level=0)
+    assert [can_be_generated(matcher.deep_copy(), value) for value in (1, 2)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,30 @@ def test_large_grammars_pass(trials: Trials, structure: dict[str, Any]) -> None:
     check_structure(StructuredOutputs(**structure), trials)
 
 
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {"lark": "start: start"},
+        {"lark": "start: a\na: b\nb: a"},
+        {"gbnf": "root ::= root"},
+        {"gbnf": "root ::= a\na ::= root | a"},
+        {"lark": 'start: "a" b\nb: b'},
+        {"regex": r"a[^\s\S]"},
+    ],
+    ids=str,
+)
+def test_a_grammar_without_texts_is_refused(trials: Trials, structure: dict[str, Any]) -> None:
+    with pytest.raises(
+        InvalidRequest, match="structured_outputs: no text matches it, or none that begins as it allows"
+    ):
+        check_structure(StructuredOutputs(**structure), trials)
+
+
+@pytest.mark.parametrize("structure", [{"gbnf": 'root ::= ""'}, {"gbnf": 'root ::= "a"*'}, {"regex": "a?"}], ids=str)
+def test_a_grammar_of_the_empty_text_passes(trials: Trials, structure: dict[str, Any]) -> None:
+    check_structure(StructuredOutputs(**structure), trials)
+
+
 def test_errors_are_those_of_the_library(trials: Trials) -> None:
     for structure in (StructuredOutputs(regex="("), StructuredOutputs(lark="start: x"), StructuredOutputs(gbnf="a")):
         with pytest.raises(InvalidRequest) as here:
