@@ -27,6 +27,7 @@ from tests.system.test_chat_page import ask
 PICTURES = Path(__file__).parent / "pictures"
 QUIRE = (sys.executable, "-P", "-m", "quire.runtime.cli.main")
 PLAN_FLAGS = ("--weights", "q8", "--kv-cache-memory", "1GiB", "--max-model-len", "8192", "--threads", "2")
+READY_LINE = re.compile(r"clients (\S+)\s+metrics http://([^/\s]+)\S*\s+api http://([^/\s]+)")
 SHAPE = Path(__file__).resolve().parents[1] / "tests" / "data" / "qwen3-0.6b"
 
 
@@ -146,9 +147,7 @@ def server(*model: str) -> Iterator[tuple[str, str, str]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         try:
-            found = re.search(
-                r"clients (\S+)\s+metrics http://([^/\s]+)\S*\s+api http://([^/\s]+)", process.stdout.readline()
-            )
+            found = next(filter(None, map(READY_LINE.search, process.stdout)), None)
             assert found is not None, "the server did not start"
             yield found[1], found[2], found[3]
         finally:

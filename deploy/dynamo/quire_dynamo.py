@@ -7,8 +7,8 @@ Quire's options come from `--config` and from QUIRE_* variables, as for `quire s
 `quire[events]`), Dynamo's router learns which pages the prefix cache has. One worker has one engine process: start one
 per NUMA node. Needs `ai-dynamo`, whose frontend tokenizes, applies the chat template and detokenizes.
 
-An engine process that crashes is replaced, and its requests go on there: Dynamo sees a pause. When Dynamo continues a
-request of a lost worker here, it passes the tokens so far as a part of the prompt.
+An engine process that crashes is replaced, and its requests continue there: Dynamo sees a pause. When Dynamo continues
+a request of a lost worker here, it passes the tokens so far as a part of the prompt.
 """
 
 from __future__ import annotations

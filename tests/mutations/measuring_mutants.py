@@ -423,4 +423,32 @@ MUTANTS = [
         "drawn requests have no deadlines",
         "tests/runtime/tools/simulation/test_workload.py",
     ),
+    Mutant(
+        SERVING_PLAN,
+        "    if settings.engine.kv_cache_share != EngineConfig().kv_cache_share:",
+        "    if False:",
+        "`quire plan --memory` ignores --kv-cache-share",
+        PLANNING_TESTS,
+    ),
+    Mutant(
+        SERVING_PLAN,
+        "        settings = Settings(engine=config, server=settings.server)\n",
+        "",
+        "a plan ignores the threads of the machine profile",
+        PLANNING_TESTS,
+    ),
+    Mutant(
+        ALTERNATIVES,
+        "length = shape.prompt_tokens + 1",
+        "length = shape.prompt_tokens",
+        "a speed is predicted for a prompt that fills the context",
+        PLANNING_TESTS,
+    ),
+    Mutant(
+        ALTERNATIVES,
+        "return self.num_pages // self.capacity.layout.pages_for(length)",
+        "return self.num_pages * self.capacity.layout.page_size // length",
+        "the plan says that sequences share pages",
+        PLANNING_TESTS,
+    ),
 ]

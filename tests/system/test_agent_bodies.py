@@ -214,6 +214,7 @@ HINTS: list[dict[str, Any]] = [
     {"include": ["web_search_call.action.sources", "code_interpreter_call.outputs"]},
     {"reasoning": {"effort": "medium", "summary": "auto"}},
     {"reasoning": {"effort": "none"}},
+    {"reasoning": {"effort": None, "summary": None}},
     {"reasoning": {"effort": "high", "generate_summary": "concise"}},
     {"text": {"verbosity": "low"}},
     {"text": {"verbosity": "high", "format": {"type": "text"}}},

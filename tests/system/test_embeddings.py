@@ -24,7 +24,7 @@ from quire.runtime.model import BUNDLED_MODEL, model_path
 from quire.runtime.model.runner import ModelRunner, load_model
 from quire.runtime.server import Server
 
-from tests.runtime.engine.fake_encoder import ENCODER_INFO, MAX_MODEL_LEN, FakeEncoder, FakeTexts, vector
+from tests.runtime.engine.fake_encoder import ENCODER_INFO, MAX_MODEL_LEN, NAN_TOKEN, FakeEncoder, FakeTexts, vector
 
 from .conftest import FREE_PORTS, RawClient, System, raw_client
 from .http_client import Reply, connection
@@ -347,6 +347,22 @@ async def test_an_answer_is_not_counted_as_held_and_as_sent() -> None:
         for _ in range(2):
             reply = await client.ask("POST", "/v1/embeddings", body)
             assert (reply.status, len(reply.json["data"])) == (200, 2000)
+
+
+async def test_an_answer_that_fails_is_not_held_any_more() -> None:
+    async with embedding_system() as system, connection(system) as client:
+        body = {"model": "quire", "input": [*["a"] * 2 * CHUNK_TEXTS, [NAN_TOKEN]]}
+        assert (await client.ask("POST", "/v1/embeddings", body)).status == 500
+        await until(lambda: system.server._context.unsent.num_bytes == 0)
+
+
+async def test_a_connection_that_closes_after_its_answer_has_cancelled_nothing() -> None:
+    async with embedding_system() as system, connection(system) as client:
+        reply = await client.ask("POST", "/v1/embeddings", {"model": "quire", "input": "a"}, {"connection": "close"})
+        assert reply.status == 200
+        assert await client.is_closed()
+        await until(lambda: not system.server.num_connections)
+        assert 'quire_cancelled_total{cause="disconnect"} 0.0' in system.metrics()
 
 
 async def test_a_draining_server_embeds_no_more_texts() -> None:

@@ -498,6 +498,8 @@ async def test_items_of_reasoning_have_a_content_or_a_summary_or_none(system: An
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": "{}"}}}, "text.format.schema"),
         ({"text": {"verbosity": "brief"}}, "text.verbosity"),
         ({"text": {"words": 5}}, "text.words"),
+        ({"reasoning": {"effort": "low", "budget": 5}}, "reasoning"),
+        ({"reasoning": "low"}, "reasoning"),
         ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]}, "tools"),
         ({"tools": [5]}, "tools"),
         ({"include": ["reasoning.text"]}, "include"),
@@ -567,6 +569,7 @@ async def test_texts_may_have_any_number_of_commas_and_brackets(system: Any) -> 
     for prompt in ("," * 600_000, '[{"\\' * 100_000):
         assert (await ask(system, COMPLETIONS, complete(prompt))).status == 200
         assert system.engine.requests[-1].prompt == prompt
+    assert system.server._context.requests.texts.num_bytes == 0
 
 
 async def test_long_bodies_of_a_tenant_that_wait_to_be_read_are_limited(serve: Serve) -> None:
@@ -983,6 +986,12 @@ async def test_what_takes_h11_long_to_parse_is_refused_before(system: Any, data:
         reply = await client.receive()
         assert reply.status == 400
         assert text in reply.error["message"]
+
+
+async def test_a_body_in_chunks_is_plain_json_too(system: Any) -> None:
+    async with connection(system) as client:
+        client.writer.write(CHUNKED.replace(b"application/json", b"text/plain") + b"2\r\n{}\r\n0\r\n\r\n")
+        assert (await client.receive()).status == 415
 
 
 async def test_a_body_may_come_in_many_chunks(system: Any) -> None:

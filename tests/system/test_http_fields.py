@@ -91,6 +91,7 @@ async def test_prompt_logprobs_are_those_of_an_echo(real: Any, prompt: Any) -> N
         assert ranks == [1, 2, 3]
     fewer = (await ask(real, COMPLETIONS, {**body, "logprobs": 3, "prompt_logprobs": 1})).json["choices"][0]
     assert [len(each) for each in fewer["logprobs"]["top_logprobs"]] == [3] * 4
+    assert all(len(each) <= 2 for each in fewer["prompt_logprobs"][1:]), "the token and the likeliest one"
     bare = {name: value for name, value in body.items() if name != "logprobs"}
     choices = (await ask(real, COMPLETIONS, {**bare, "prompt": [[5, 6], [7, 8, 9]], "prompt_logprobs": 0, "n": 2})).json
     assert [len(each["prompt_logprobs"]) for each in choices["choices"]] == [2, 2, 3, 3]
@@ -358,6 +359,12 @@ async def test_a_structure_that_says_nothing_is_refused(system: Any, given: Any,
     reply = await ask(system, COMPLETIONS, {"prompt": "a", "structured_outputs": given})
     assert (reply.status, reply.error["param"]) == (400, "structured_outputs")
     assert reply.error["message"].startswith(message)
+
+
+async def test_null_beside_the_kind_of_a_structure_says_nothing(system: Any) -> None:
+    body = {"prompt": "a", "max_tokens": 2, "structured_outputs": {"regex": "ab", "json": None, "choice": None}}
+    assert (await ask(system, COMPLETIONS, body)).status == 200
+    assert system.engine.requests[0].sampling_params.structured_outputs.regex == "ab"
 
 
 @pytest.mark.parametrize("labels", [{"strict": "yes"}, {"name": 5}, {"description": []}])

@@ -45,6 +45,11 @@ def events(reply: Reply) -> list[bytes]:
     return reply.content.removeprefix(b":\n").split(b"\n\n")[:-1]
 
 
+def as_json(reply: Reply) -> list[Any]:
+    """Return the data of the events of a stream."""
+    return [json.loads(event.partition(b"data: ")[2]) for event in events(reply) if b"data: {" in event]
+
+
 async def stored_id(system: Any, path: str, body: dict[str, Any]) -> str:
     reply = await ask(system, "POST", path, body)
     assert reply.status == 200, reply
@@ -84,7 +89,7 @@ async def test_a_stream_cut_at_any_event_goes_on_with_the_remaining_bytes(
         first = next(line for line in received.decode().split("\n") if line.startswith("data: {"))
         opening = json.loads(first.removeprefix("data: "))
         name = opening["id"] if path == CHAT else opening["response"]["id"]
-        whole = events(await ask(system, "GET", f"{path}/{name}?stream=true"))
+        whole = events(await ask(system, "GET", f"{path}/{name}?stream=True"))  # as Python writes it
         assert len(whole) == length
         for headers, query in (
             ({"last_event_id": str(num_read - 1)}, ""),
@@ -127,6 +132,9 @@ async def test_tool_calls_are_read_again_with_the_same_bytes(serving: Callable[.
         assert whole.json["choices"][0]["finish_reason"] == "tool_calls"
         path = f"{CHAT}/{whole.json['id']}"
         assert (await ask(real, "GET", path)).content == whole.content
+        deltas = [each["choices"][0]["delta"] for each in as_json(await ask(real, "GET", f"{path}?stream=true"))]
+        ids = [call["id"] for delta in deltas for call in delta.get("tool_calls", ()) if "id" in call]
+        assert ids == [call["id"] for call in whole.json["choices"][0]["message"]["tool_calls"]]
         streamed = await ask(real, "POST", CHAT, {**body, "stream": True}, idempotency_key="k")
         assert whole.json["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
         retried = await ask(real, "POST", CHAT, {**body, "stream": True}, idempotency_key="k", last_event_id="2")
@@ -278,6 +286,13 @@ async def test_a_response_repeats_whether_calls_are_parallel(system: Any, parall
     created = (await ask(system, "POST", RESPONSES, response(parallel_tool_calls=parallel))).json
     assert created["parallel_tool_calls"] is parallel
     assert (created["metadata"], created["top_logprobs"], created["tool_choice"]) == ({}, 0, "auto")
+
+
+async def test_a_response_repeats_its_tool_choice_and_how_many_alternatives_it_shows(system: Any) -> None:
+    tools = [{"type": "function", "name": "f", "parameters": None}]
+    alternatives = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    created = (await ask(system, "POST", RESPONSES, response(tools=tools, tool_choice="none", **alternatives))).json
+    assert (created["tools"], created["tool_choice"], created["top_logprobs"]) == (tools, "none", 3)
 
 
 async def test_a_stored_chat_is_retrieved_and_deleted(system: Any) -> None:
@@ -488,6 +503,7 @@ async def test_a_response_that_runs_or_was_cancelled_has_no_successor(system: An
         ("?stream=true&starting_after=-1", "starting_after"),
         ("?stream=true&starting_after=x", "starting_after"),
         ("?stream=true&starting_after=9999999999999999", "starting_after"),
+        (f"?stream=true&starting_after={'9' * 5000}", "starting_after"),
         ("/input_items?limit=0", "limit"),
         ("/input_items?limit=101", "limit"),
         ("/input_items?order=up", "order"),

@@ -283,6 +283,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [*TOOLS, {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "must be"),
     ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "must not have tools"),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "must be an object"),
     ({"reasoning_effort": "much"}, "reasoning_effort", "one of"),
     ({"enable_thinking": "no"}, "enable_thinking", "true or false"),
 ]
@@ -333,6 +334,7 @@ async def respond(client: openai.AsyncOpenAI, given: Any, **options: Any) -> Any
         numbers.append(event.sequence_number)
         if event.type == "response.output_item.added":
             begun.append(event.output_index)
+            assert not (event.item.arguments if event.item.type == "function_call" else event.item.content)
         elif event.type == "response.output_item.done":
             ended.append(event.item.model_dump())
         elif event.type.endswith(".delta"):
@@ -375,6 +377,7 @@ async def test_responses_have_an_item_for_each_part(client: Client) -> None:
         assert whole.output_text == "I look."
         assert [(item.name, item.arguments) for item in whole.output[2:]] == [("weather", PARIS), ("time", "{}")]
         assert whole.usage.output_tokens_details.reasoning_tokens > 0
+        assert len({item.call_id for item in whole.output[2:]}) == 2
         results = [
             {"type": "function_call_output", "call_id": item.call_id, "output": text}
             for item, text in zip(whole.output[2:], ("rain", "late <|1|>"), strict=True)

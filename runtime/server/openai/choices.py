@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 from ...common.types import Delta, DeltaKind, OutputChunk, TokenLogprobs
+from ...engine.facade import NewParser
 from ...engine.text import OutputParser
 from .logprobs import ChatLogprobs, Columns, CompletionLogprobs
 from .prompt_logprobs import PromptPart
@@ -39,6 +40,7 @@ class Choice:
         self.logprobs = logprobs
         self.parser: OutputParser | None = None
         self.prompt: PromptPart | None = None  # with which the chunks begin
+        self.echoed: tuple[str, Columns | None] | None = None  # the prompt that begins the text, and its logprobs
         self.texts: list[str] = []  # of the answer
         self.runs: list[Run] = []  # with a parser
         self.num_calls = 0
@@ -50,6 +52,10 @@ class Choice:
         self.num_reasoning_tokens = 0
         self.shown: Sequence[TokenLogprobs] = ()  # of the answer in the chunk that was read last
         self._held: list[TokenLogprobs] = []  # of text that the parser may still show
+
+    def read_with(self, new_parser: NewParser | None) -> None:
+        """Read the text with a parser that `new_parser` makes, before the first chunk."""
+        self.parser = None if new_parser is None else new_parser()
 
     def read(self, chunk: OutputChunk) -> tuple[Sequence[Delta], Columns | None]:
         """Return what the chunk adds, and the logprobs of its answer; None if the request asks for none.
@@ -124,14 +130,14 @@ class Choice:
     def _piece(self, logprobs: Sequence[TokenLogprobs] | None) -> Columns | None:
         return None if self.logprobs is None or logprobs is None else self.logprobs.piece(logprobs)
 
-    def echo(self, text: str, first: int | None) -> Columns | None:
-        """Begin with the text of the prompt, or of its first token, whose id is `first`. Return its logprobs."""
+    def echo(self, text: str, first: int | None) -> None:
+        """Begin with the text of the prompt, or of its first token, whose id is `first`."""
         piece = (
             self.logprobs.first(first) if isinstance(self.logprobs, CompletionLogprobs) and first is not None else None
         )
+        self.echoed = text, piece
         self.texts.append(text)
         self.columns += [] if piece is None else [piece]
-        return piece
 
     def whole_logprobs(self) -> bytes:
         return b"null" if self.logprobs is None else self.logprobs.join(self.columns)

@@ -6,10 +6,11 @@ An event is bytes that are made once per request, around the text of the chunk.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
+from ...common.errors import QuireError
 from ...common.types import Delta, DeltaKind, OutputChunk, Usage
 from ...engine.facade import NewParser
 from .calls import Call
@@ -19,6 +20,8 @@ from .logprobs import ChatLogprobs, Columns, CompletionLogprobs, Vocabulary
 from .tools import call_id
 
 DONE = b"data: [DONE]\n\n"
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
 TIMINGS = ("queue_ms", "prefill_ms", "decode_ms", "stall_ms")  # of `Usage`
 
 _encode = msgspec.json.encode
@@ -31,16 +34,45 @@ class PromptSize(NamedTuple):
     num_echoed: int = 0
 
 
-class Format:
-    """The form of the answer to one request. Subclasses say what differs between chats and completions."""
+class Format(Protocol):
+    """The JSON of one answer, whole or as events. It is given every chunk of the answer's choices, in order."""
+
+    id_prefix: bytes
+    choices: list[Choice]
+    prompt_sizes: Sequence[PromptSize]  # of each prompt, before the first event
+    held_bytes: int  # text of earlier events that the last events of a stream repeat
+
+    def __init__(self, call: Call, model: str, vocabulary: Vocabulary) -> None: ...
+
+    def read_with(self, new_parser: NewParser | None) -> None:
+        """Read each choice's text with a parser that `new_parser` makes, before its first chunk."""
+
+    def whole(self, usage: Usage) -> bytes:
+        """Return the whole answer, from the chunks that its choices were given."""
+
+    def unfinished(self, status: Status, error: QuireError | None) -> bytes | None:
+        """Return the object of an output before its end or without one; None if the API has no such object."""
+
+    def opening(self) -> bytes:
+        """Return the events before any generated text."""
+
+    def events(self, index: int, chunk: OutputChunk) -> bytes:
+        """Return the events of one chunk of a choice; nothing if it shows nothing."""
+
+    def ending(self, usage: Usage) -> bytes:
+        """Return the events after the last chunk."""
+
+
+class ChoiceFormat:
+    """The base of chats and completions, whose answers are a list of choices. Implements `Format`."""
 
     id_prefix: bytes
     object_name: bytes
     chunk_name: bytes
-    text_begin: bytes  # around the text of a chunk
-    text_end: bytes
-    no_text: bytes  # of a chunk without any
-    held_bytes = 0  # of earlier events that the last ones of a stream repeat
+    text_begin: bytes  # before the text of a chunk
+    text_end: bytes  # after the text of a chunk
+    no_text: bytes  # fields of a chunk without text
+    held_bytes = 0
 
     def __init__(self, call: Call, model: str, vocabulary: Vocabulary) -> None:
         self._id = self.id_prefix.decode() + call.name
@@ -56,7 +88,7 @@ class Format:
         self._returns_timings = call.returns_timings
         self._event_end = (b'],"usage":null}' if call.include_usage else b"]}") + END_OF_EVENT
         self._shows_usage_so_far, self._n = call.shows_usage_so_far, call.params.n
-        self.prompt_sizes: Sequence[PromptSize] = ()  # of each prompt, before the first event
+        self.prompt_sizes: Sequence[PromptSize] = ()
         self._choice_heads = [self._event_head + b'{"index":%d,' % index for index in range(call.num_choices)]
         self._text_heads = [head + self.text_begin for head in self._choice_heads]
         self._text_end = self.text_end + b',"logprobs":'
@@ -68,12 +100,12 @@ class Format:
         ]
 
     def read_with(self, new_parser: NewParser | None) -> None:
-        """Read each choice's text with a parser that `new_parser` makes, before its first chunk."""
+        """See `Format.read_with`."""
         for choice in self.choices:
-            choice.parser = None if new_parser is None else new_parser()
+            choice.read_with(new_parser)
 
     def whole(self, usage: Usage) -> bytes:
-        """Return the whole answer, from the chunks that its choices were given."""
+        """See `Format.whole`."""
         choices = b",".join(
             self._whole_choice(index, choice)
             + (b"" if choice.prompt is None else b',"prompt_logprobs":' + choice.prompt.json())
@@ -84,12 +116,15 @@ class Format:
         )
         return self._head + choices + b'],"usage":' + self._usage_json(usage) + b"}"
 
+    def unfinished(self, status: Status, error: QuireError | None) -> None:
+        """Return None: a chat or a completion has no status."""
+
     def opening(self) -> bytes:
-        """Return the events before any text."""
+        """See `Format.opening`."""
         return b""
 
     def events(self, index: int, chunk: OutputChunk) -> bytes:
-        """Return the events of one chunk of a choice; nothing if it shows nothing."""
+        """See `Format.events`."""
         choice = self.choices[index]
         deltas, piece = choice.read(chunk)
         events = self._delta_events(index, deltas, piece, chunk.token_ids)
@@ -97,10 +132,6 @@ class Format:
             end = self.no_text + b',"logprobs":null,"finish_reason":"%b"' % self._finish_reason(choice)
             events += self._choice_heads[index] + end + self._stop_reason(chunk) + b"}" + self._end(index)
         return events
-
-    def echo_event(self, index: int, text: str, first: int | None) -> bytes:
-        """Return the event with which a choice begins with its prompt; see `Choice.echo`."""
-        return self._text_event(index, text, self.choices[index].echo(text, first))
 
     def ending(self, usage: Usage) -> bytes:
         """Return the events after the last chunk: the usage if it was asked for, and the end."""
@@ -166,7 +197,7 @@ class Format:
         raise NotImplementedError
 
 
-class ChatFormat(Format):
+class ChatFormat(ChoiceFormat):
     """`chat.completion` and `chat.completion.chunk`."""
 
     id_prefix = b"chatcmpl-"
@@ -239,12 +270,20 @@ class ChatFormat(Format):
         return form % (index, _encode(message), choice.whole_logprobs(), self._finish_reason(choice))
 
 
-class CompletionFormat(Format):
+class CompletionFormat(ChoiceFormat):
     """`text_completion`, whole and as a chunk."""
 
     id_prefix = b"cmpl-"
     object_name = chunk_name = b"text_completion"
     text_begin, text_end, no_text = b'"text":', b"", b'"text":""'
+
+    def opening(self) -> bytes:
+        """Return the echo of each choice that begins with its prompt."""
+        return b"".join(
+            self._text_event(index, *choice.echoed)
+            for index, choice in enumerate(self.choices)
+            if choice.echoed is not None
+        )
 
     def _logprobs(self, vocabulary: Vocabulary, as_ids: bool) -> CompletionLogprobs:
         return CompletionLogprobs(vocabulary, as_ids=as_ids)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -23,7 +23,7 @@ from .fields import (
     service_tier,
     stream_option,
 )
-from .formats import Format
+from .formats import PromptSize, Status
 from .logprobs import ChatLogprobs, Columns, Vocabulary, shown_in_delta
 from .other_fields import HINTS, INSTEAD, UNSUPPORTED
 from .response_items import INPUT_IMAGE, OutputItems, chat_fields, input_messages
@@ -61,8 +61,6 @@ INCLUDED = (
     "web_search_call.results", "web_search_call.action.sources", "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )  # fmt: skip
-
-Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 _encode = msgspec.json.encode
 
@@ -223,18 +221,20 @@ def _repeated(fields: Fields) -> dict[str, Any]:
     }
 
 
-class ResponseFormat(Format):
-    """The `response` object and its events.
+class ResponseFormat:
+    """The `response` object and its events. Implements `Format`.
 
     An event's `sequence_number` follows from the tokens alone: each chunk with text is one event. With a parser, each
     run of reasoning, of text, and each call is an item of its own; without one the only item is the message.
     """
 
     id_prefix = b"resp_"
+    held_bytes = 0
 
     def __init__(self, call: Call, model: str, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self.choices = [Choice(None if call.params.logprobs is None else ChatLogprobs(vocabulary))]
+        self.prompt_sizes: Sequence[PromptSize] = ()  # not shown
         self._model = model
         self._id = f"resp_{call.name}"
         self._message_id = f"msg_{call.name}"
@@ -252,7 +252,7 @@ class ResponseFormat(Format):
 
     def read_with(self, new_parser: NewParser | None) -> None:
         """See `Format.read_with`."""
-        super().read_with(new_parser)
+        self.choices[0].read_with(new_parser)
         if new_parser is not None:
             self._items = OutputItems(
                 self.choices[0], self._name, self._event, self._logprobs_of, namespaces(self._repeated.get("tools"))

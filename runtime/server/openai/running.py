@@ -60,10 +60,9 @@ class StreamedOutput(HeldOutput):
 
     def begin(self, echoes: Sequence[Echo], new_parser: NewParser | None) -> None:
         """Send the head of the stream and the first events."""
-        self.form.read_with(new_parser)
+        _prepare(self.form, echoes, new_parser)
         self._exchange.begin_events()
-        echoed = [self.form.echo_event(index, *echo) for index, echo in enumerate(echoes)]
-        self._exchange.send_events(b"".join((self.form.opening(), *echoed)))
+        self._exchange.send_events(self.form.opening())
 
     def take(self, index: int, chunk: OutputChunk) -> None:
         """Send the chunk."""
@@ -82,9 +81,7 @@ class WholeOutput(HeldOutput):
 
     def begin(self, echoes: Sequence[Echo], new_parser: NewParser | None) -> None:
         """Send nothing yet."""
-        self.form.read_with(new_parser)
-        for choice, echo in zip(self.form.choices, echoes, strict=False):
-            choice.echo(*echo)
+        _prepare(self.form, echoes, new_parser)
 
     def take(self, index: int, chunk: OutputChunk) -> None:
         """Hold the chunk."""
@@ -95,6 +92,12 @@ class WholeOutput(HeldOutput):
         """Send the answer."""
         self.close()
         self._exchange.respond(HTTPAnswer(200, self.form.whole(usage)))
+
+
+def _prepare(form: Format, echoes: Sequence[Echo], new_parser: NewParser | None) -> None:
+    form.read_with(new_parser)
+    for choice, echo in zip(form.choices, echoes, strict=False):
+        choice.echo(*echo)
 
 
 class Prompt:

@@ -33,7 +33,7 @@ from .formats import Format
 from .json_body import BodyReader
 from .kept_reader import KeptReader
 from .logprobs import Vocabulary
-from .responses import ResponseFormat, Status, input_items, listed_items
+from .responses import input_items, listed_items
 from .running import CallOutput, StreamedOutput, WholeOutput
 
 KEY_HEADER = "idempotency-key"
@@ -117,8 +117,9 @@ class KeptRequests:
         if is_resumable:
             self._replays.resume_index.add((tenant.name, secrets.token_urlsafe()), 0, reader)
         form = self._form(endpoint, call, buffer)
-        if call.background and not call.stream and isinstance(form, ResponseFormat):
-            return self._answer_before_output(form, reader)
+        queued = form.unfinished("queued", None)
+        if call.background and not call.stream and queued is not None:
+            return self._answer_before_output(queued, reader)
         if call.stream:
             exchange.number_events(first)
         return self._answer((StreamedOutput if call.stream else WholeOutput)(exchange, form), reader)
@@ -130,10 +131,10 @@ class KeptRequests:
             reader.end()
             self._forget_refused(reader.buffer)
 
-    async def _answer_before_output(self, form: ResponseFormat, reader: KeptReader) -> QuireError | None:
+    async def _answer_before_output(self, queued: bytes, reader: KeptReader) -> QuireError | None:
         try:
             if (refusal := await reader.accepted()) is None:
-                reader.exchange.respond(HTTPAnswer(200, form.unfinished("queued", None)))
+                reader.exchange.respond(HTTPAnswer(200, queued))
             return refusal
         finally:
             reader.end()
@@ -159,11 +160,11 @@ class KeptRequests:
                 self._log.resumed(tenant.name, exchange.number, first)
                 exchange.number_events(first)
                 failure = await reader.answer(StreamedOutput(exchange, form))
-            elif isinstance(form, ResponseFormat):
-                exchange.respond(HTTPAnswer(200, await _snapshot(form, reader)))
-                return
-            else:
+            elif form.unfinished("queued", None) is None:
                 failure = await reader.answer(WholeOutput(exchange, form))
+            else:
+                await _show_present(form, reader)
+                return
             if failure is not None:
                 exchange.refuse(failure, endpoint.known)
         finally:
@@ -177,9 +178,8 @@ class KeptRequests:
             if not entry.buffer.has_ended:
                 entry.buffer.request.cancel("client")
             form = await self._stored_form(endpoint, entry)
-            assert isinstance(form, ResponseFormat), "only responses are cancelled"
             await reader.ended()
-            exchange.respond(HTTPAnswer(200, await _snapshot(form, reader)))
+            await _show_present(form, reader)
         finally:
             reader.end()
 
@@ -275,17 +275,19 @@ def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, An
     return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(items) > limit}
 
 
-async def _snapshot(form: ResponseFormat, reader: KeptReader) -> bytes:
-    """Return the object of a stored response as it is now."""
+async def _show_present(form: Format, reader: KeptReader) -> None:
+    """Answer with the object of a stored response as it is now."""
     usage, buffer = await reader.read_present(form), reader.buffer
-    status: Status = "in_progress" if buffer.generated else "queued"
     if buffer.error is not None:
-        status = "failed"
+        content = form.unfinished("failed", buffer.error)
     elif buffer.finish_reason == "cancelled":
-        status = "cancelled"
-    elif usage is not None:
-        return form.whole(usage)
-    return form.unfinished(status, buffer.error)
+        content = form.unfinished("cancelled", None)
+    elif usage is None:
+        content = form.unfinished("in_progress" if buffer.generated else "queued", None)
+    else:
+        content = form.whole(usage)
+    assert content is not None, "only responses are shown before their end"
+    reader.exchange.respond(HTTPAnswer(200, content))
 
 
 def _is_broken_call(item: dict[str, Any]) -> bool:

@@ -248,6 +248,18 @@ def test_a_prompt_ends_within_the_second_of_two_chunks() -> None:
     assert {key: each["rank"] for key, each in json.loads(part.json())[1].items()} == {"1": 2, "0": 1}
 
 
+def test_the_logprobs_of_a_prompt_are_finite() -> None:
+    part = PromptPart([0, 1], lambda token_id: Token(b"ab"[token_id : token_id + 1], is_special=False), 1, None)
+    part.split(
+        OutputChunk(first_index=0, token_ids=(1,), text="b", logprobs=(TokenLogprobs(1, -math.inf, ((0, -0.5),)),))
+    )
+    shown = json.loads(part.json())[1]
+    assert {each["decoded_token"]: (each["logprob"], each["rank"]) for each in shown.values()} == {
+        "b": (-9999.0, None),
+        "a": (-0.5, 1),
+    }
+
+
 def test_special_tokens_of_a_prompt_take_no_text_from_the_output() -> None:
     tokens = [Token(b"a", is_special=False), Token(b"<s>", is_special=True), Token(b"b", is_special=False)]
     part = PromptPart([0, 1, 2], tokens.__getitem__, 0, None)
@@ -320,6 +332,16 @@ class FakeParser:
         return []
 
 
+def test_an_item_begins_empty_though_its_chunk_has_all_of_it() -> None:
+    form = ResponseFormat(CALL, "m", vocabulary)
+    parser = FakeParser([Delta("content", "a"), Delta("call", "f"), Delta("arguments", "{}")])
+    form.read_with(cast(Any, lambda: parser))
+    events = deltas_of(form.events(0, TWO_TEXTS))
+    message, call = [each["item"] for each in events if each["type"] == "response.output_item.added"]
+    assert (message["content"], call["name"], call["arguments"]) == ([], "f", "")
+    assert [each["delta"] for each in events if each["type"].endswith(".delta")] == ["a", "{}"]
+
+
 def test_an_output_that_is_only_reasoning_is_shown() -> None:
     cut = OutputChunk(first_index=0, token_ids=(97, 98), text="<think>So", logprobs=(), finish_reason="length")
     usage = Usage(prompt_tokens=1, completion_tokens=2)
@@ -371,6 +393,18 @@ def test_the_usage_of_a_response_has_its_cached_tokens() -> None:
         "output_tokens": 2,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 7,
+    }
+
+
+def test_the_times_of_a_usage_are_in_milliseconds() -> None:
+    form = ChatFormat(replace(CALL, returns_timings=True), "m", vocabulary)
+    form.choices[0].add(CHUNK)
+    usage = Usage(prompt_tokens=1, completion_tokens=2, queue_ms=1.25, prefill_ms=30.5, decode_ms=1500, stall_ms=0.1239)
+    assert json.loads(form.whole(usage))["usage"]["timings"] == {
+        "queue_ms": 1.25,
+        "prefill_ms": 30.5,
+        "decode_ms": 1500,
+        "stall_ms": 0.124,
     }
 
 

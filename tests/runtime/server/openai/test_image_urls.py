@@ -127,11 +127,19 @@ def test_images_in_the_output_of_a_call_are_found() -> None:
     assert (image.where, image.fields, image.key) == ("input[0]: output[1]", output[1], "image_url")
 
 
-@pytest.mark.parametrize("listed", ["[FD00::0005]:8443", "[fd00:0:0:0:0:0:0:5]:8443"])
-def test_an_address_may_be_listed_in_any_form(listed: str) -> None:
+@pytest.mark.parametrize(
+    ("listed", "url", "host"),
+    [
+        ("[FD00::0005]:8443", "https://[fd00::5]:8443/a", "fd00::5"),
+        ("[fd00:0:0:0:0:0:0:5]:8443", "https://[fd00::5]:8443/a", "fd00::5"),
+        ("a.example", "https://A.Example./b", "a.example"),
+        ("A.example.", "https://a.example/b", "a.example"),
+    ],
+)
+def test_a_host_may_be_listed_in_any_form(listed: str, url: str, host: str) -> None:
     fetcher = ImageFetcher(listed, 1)
-    (image,) = fetcher.remote_images(body("https://[fd00::5]:8443/a"))
-    assert fetcher._allowed(image)[0].host == "fd00::5"
+    (image,) = fetcher.remote_images(body(url))
+    assert fetcher._allowed(image)[0].host == host
 
 
 @pytest.mark.parametrize(

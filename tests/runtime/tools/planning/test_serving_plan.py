@@ -28,16 +28,20 @@ GOLDENS = Path(__file__).parents[3] / "goldens"
 GIB = 1 << 30
 
 
+def profile_of(path: Path, threads: int) -> Path:
+    """Write the profile of the machine of tests/bench/LOG.md, with any number of threads."""
+    peaks: Any = {"q8": 920e9, "bf16": 460e9, "f32": 230e9}
+    roofline = MeasuredRoofline(isa="avx512-vnni-bf16", threads=threads, read_bytes_per_s=34.5e9, peak_ops_per_s=peaks)
+    machine = MachineProfile(
+        format=FORMAT, version=VERSION, machine="a test", isa=roofline.isa, threads=threads, rooflines=(roofline,)
+    )
+    write_profile(machine, path)
+    return path
+
+
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
-    """Return a profile of the machine of tests/bench/LOG.md."""
-    peaks: Any = {"q8": 920e9, "bf16": 460e9, "f32": 230e9}
-    roofline = MeasuredRoofline(isa="avx512-vnni-bf16", threads=2, read_bytes_per_s=34.5e9, peak_ops_per_s=peaks)
-    machine = MachineProfile(
-        format=FORMAT, version=VERSION, machine="a test", isa=roofline.isa, threads=2, rooflines=(roofline,)
-    )
-    write_profile(machine, tmp_path / "machine.json")
-    return tmp_path / "machine.json"
+    return profile_of(tmp_path / "machine.json", threads=2)
 
 
 THIS_MACHINE = PlanTarget()
@@ -67,6 +71,7 @@ def test_each_alternative_fits_the_memory_that_is_planned(model: Path) -> None:
 def test_smaller_types_hold_more_sequences() -> None:
     bf16, int8, *_, q4_int8 = planned(weights="bf16", kv_cache_memory=2 * GIB).alternatives
     assert bf16.sequences(1024) == 2 * GIB // (1024 * 114_688)
+    assert bf16.sequences(33) == bf16.sequences(64) == bf16.num_pages // 2, "pages of 32 tokens"
     assert int8.sequences(1024) > 1.8 * bf16.sequences(1024)
     assert q4_int8.kv_bytes - int8.kv_bytes == pytest.approx(int8.weights_bytes - q4_int8.weights_bytes, abs=1 << 24)
 
@@ -102,6 +107,7 @@ def test_the_pool_takes_what_the_rest_leaves_of_a_given_memory() -> None:
         (PlanTarget(memory="1GiB"), {}, r"memory must be at least 1,\d+,\d+,\d+ bytes with these options, not 1,073,"),
         (PlanTarget(memory="3GiB"), {"max_model_len": 40960}, r"memory must be at least 6,\d+,\d+,\d+ bytes"),
         (PlanTarget(memory="8GiB"), {"kv_cache_memory": GIB}, "memory cannot be given with --kv-cache-memory"),
+        (PlanTarget(memory="8GiB"), {"kv_cache_share": 0.5}, "memory cannot be given with --kv-cache-share"),
         (PlanTarget(shapes="1x128"), {}, "shapes needs --profile"),
     ],
 )
@@ -141,6 +147,16 @@ def test_users_that_do_not_run_at_once_have_no_prediction(profile: Path) -> None
     target = PlanTarget(profile=profile, shapes="8x128,9x128")
     plan = planned(target, weights="q8", kv_cache_dtype="int8", kv_cache_memory=GIB, max_num_seqs=8)
     assert [speed is None for speed in plan.speeds[0]] == [False, True]
+
+
+def test_a_prompt_that_leaves_no_room_for_a_token_has_no_prediction(profile: Path) -> None:
+    plan = planned(PlanTarget(profile=profile, shapes="1x63,1x64"), kv_cache_memory=GIB, max_model_len=64)
+    assert [speed is None for speed in plan.speeds[0]] == [False, True]
+
+
+def test_a_plan_has_the_threads_of_its_profile(tmp_path: Path) -> None:
+    plan = planned(PlanTarget(profile=profile_of(tmp_path / "one.json", threads=1)), kv_cache_memory=GIB, threads=None)
+    assert plan.as_dict()["threads"] == 1
 
 
 def test_json_has_every_figure(capsys: pytest.CaptureFixture[str], profile: Path) -> None:
