@@ -8,8 +8,8 @@ cdef struct AttentionOp:
     HeadsOp heads
     quire_output out                # [tokens][num_heads][head_dim]
     int64_t window                  # 0: all earlier tokens
-    bint causal                     # else a row sees the rest of its text, or `window` tokens of it
-    float softcap                   # of the scores; 0: none
+    bint causal                     # 0: a row sees the rest of its text, or `window` tokens of it
+    float softcap                   # softcap of the scores; 0: none
     const float *sinks              # [num_heads], a score of each head without a value; or NULL
     const float *bias               # [num_heads][bias_columns], added to scores; or NULL
     int64_t bias_columns, bias_origin       # column of a key: bias_origin + its position - that of the query

@@ -51,9 +51,9 @@ cdef struct Unit:
     int64_t sequence
     int64_t head
     int64_t first_row, queries
-    int64_t first_position          # of the queries
+    int64_t first_position          # position of the first query
     int64_t begin, end              # tokens; `begin` is the first one of a tile
-    bint decodes                    # its sequence has one row in this step
+    bint decodes                    # the sequence has one row in this step
 
 
 cdef int64_t _state_bytes(int64_t d) noexcept nogil:
@@ -87,7 +87,7 @@ cdef Workspace _workspace(char *scratch, int64_t d) noexcept nogil:
     cdef Workspace workspace
     workspace.q.data = scratch
     workspace.q.width, workspace.q.group = d, 1
-    workspace.q.scales = <float *>(scratch + QUIRE_TILE * d)                     # of int8, after the data
+    workspace.q.scales = <float *>(scratch + QUIRE_TILE * d)                     # int8 scales, after the data
     workspace.q.sums = <int32_t *>(workspace.q.scales + QUIRE_TILE * d // 32)
     workspace.s = <float *>(scratch + QUIRE_TILE * d * 4)
     workspace.p = <char *>(workspace.s + QUIRE_TILE * QUIRE_TILE)
@@ -267,7 +267,7 @@ cdef void _load_queries(const AttentionOp *op, const Step *step, const quire_til
                         const Unit *unit) noexcept nogil:
     cdef int64_t r, position
     load_queries(&op.heads, step, tiles, unit.first_row, unit.first_position, unit.queries, unit.head,
-                 workspace.split.o, &workspace.q)   # which is not used yet
+                 workspace.split.o, &workspace.q)   # scratch: `split.o` is still unused
     for r in range(unit.queries * op.heads.group):
         position = unit.first_position + r // op.heads.group
         workspace.oldest[r], workspace.newest[r] = _oldest(op, position), _newest(op, step, unit.sequence, position)
@@ -286,7 +286,7 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
     first one of `after`.
     """
     cdef quire_attention_tile tile
-    cdef const float *bias[64]      # of each row
+    cdef const float *bias[64]      # bias of each row
     cdef int64_t d = step.padded_head_dim, rows = unit.queries * op.heads.group, r, begin = 0, end
     cdef int64_t split_end = min(token // SPLIT * SPLIT + SPLIT, unit.end)
     for r in range(rows):

@@ -10,13 +10,13 @@ from .replay cimport Record
 
 cdef class Binder:
     cdef Regions regions
-    cdef object kv_layout           # of the KV cache, or None
+    cdef object kv_layout           # layout of the KV cache, or None
     cdef object pages               # EphemeralPages, or None
     cdef int64_t max_rows, max_samples, vocab_size, workers
-    cdef int64_t max_positions      # of a sequence
-    cdef int64_t num_types          # of tokens
+    cdef int64_t max_positions      # longest sequence
+    cdef int64_t num_types          # token types of the model
     cdef int64_t query_tile         # queries of one attention tile
-    cdef int64_t given_columns      # of rows that a step gives in place of embeddings, and to add
+    cdef int64_t given_columns      # floats of a given row: what replaces the embedding, then what is added
     cdef object rotary_dims         # elements of a head that are rotated, of the ops that rotate
     cdef bint needs_rotary          # an op has no table: every step gives the rows
 

@@ -25,8 +25,8 @@ from .rows cimport FIRST, LAST, MEAN, ConvertOp, NormOp
 from .step cimport Value
 
 cdef enum:
-    MAX_LEVEL = 1024                # of rows that are given
-    ROWS_AHEAD = 8                  # of which a head is prefetched: rows are too far apart for the processor to see
+    MAX_LEVEL = 1024                # highest level of given rows
+    ROWS_AHEAD = 8                  # prefetch distance of a head: rows are too far apart for the processor to see
 
 _EPILOGUES = {"store": QUIRE_STORE, "add": QUIRE_ADD, "gelu": QUIRE_GELU, "gelu_tanh": QUIRE_GELU_TANH,
               "relu": QUIRE_RELU, "tanh": QUIRE_TANH, "swiglu": QUIRE_SWIGLU, "geglu": QUIRE_GEGLU,

@@ -3,7 +3,7 @@ from libc.stdint cimport int32_t, int64_t
 from .isa cimport quire_output, quire_tiles
 from .step cimport Step, Value
 
-cdef struct RoutingTables:          # of a `Routing`
+cdef struct RoutingTables:          # the tables of a `Routing`
     float *weights                  # [rows][weights_width]
     int64_t weights_width
     int32_t *places                 # [rows][places_width]

@@ -7,8 +7,8 @@
 enum { QUIRE_GGML_Q8_0, QUIRE_GGML_Q4_0, QUIRE_GGML_Q4_K, QUIRE_GGML_Q5_K, QUIRE_GGML_Q6_K, QUIRE_GGML_MXFP4, QUIRE_GGML_Q4_Z,
        QUIRE_GGML_Q4_1, QUIRE_GGML_Q5_0, QUIRE_GGML_Q5_1 };
 
-int64_t quire_ggml_weights(int type);  // of one block
-int64_t quire_ggml_bytes(int type);    // of one block
+int64_t quire_ggml_weights(int type);  // weights per block
+int64_t quire_ggml_bytes(int type);    // bytes per block
 
 // Widen `n` blocks to f32 with GGML's formula.
 void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out);

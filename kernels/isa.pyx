@@ -6,7 +6,7 @@ processor and operating system support.
 """
 import os
 
-DTYPE_CODES = {"f32": QUIRE_F32, "bf16": QUIRE_BF16, "q8": QUIRE_Q8}    # of activations
+DTYPE_CODES = {"f32": QUIRE_F32, "bf16": QUIRE_BF16, "q8": QUIRE_Q8}    # codes of activation dtypes
 WEIGHT_CODES = DTYPE_CODES | {"q4": QUIRE_Q4, "q4_k": QUIRE_Q4_K, "q5_k": QUIRE_Q5_K, "q6_k": QUIRE_Q6_K,
                               "mxfp4": QUIRE_MXFP4, "q4_z": QUIRE_Q4_Z}
 NAMES = tuple([quire_isa_tiles(level).name.decode() for level in range(QUIRE_LEVELS)])

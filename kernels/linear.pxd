@@ -8,29 +8,29 @@ from .step cimport Step, Value
 cdef enum:
     ROWS_IN_CACHE = 192             # activations that stay in L2 while a worker's panels pass over them; also in ops.py
 
-cdef struct Weight:                 # of a `PackedMatrix`
+cdef struct Weight:                 # a `PackedMatrix`
     Panels parts[MOST_RANGES]
     int num_parts
     const float *bias               # [16 * panels] or NULL
 
 cdef struct LinearOp:
     Value input
-    const float *squares            # of a `Normed` input: [rows][squares_width]; or NULL
+    const float *squares            # squares of a `Normed` input: [rows][squares_width]; or NULL
     int64_t squares_width
     float eps
     bint has_factors                # each row's sums are multiplied: by 1 / rms, by `scale`, or by both
     float scale
-    bint has_minimums               # in some columns: weights are q4_k or q5_k
-    float softcap                   # of the results; 0: none
+    bint has_minimums               # some columns have minimums: their weights are q4_k or q5_k
+    float softcap                   # softcap of the results; 0: none
     Value out
     bint converts                   # results are also written to `converted`: `out` if not f32, or a `Normed`
     quire_output converted
     float *maxima                   # [rows][maxima_width], the maximum of each block of out; or NULL
     int64_t maxima_width
-    const int32_t *groups           # of a `Routing`, [1 + groups][groups_width]: the rows of each expert; else NULL
+    const int32_t *groups           # a `Routing`'s [1 + groups][groups_width]: the rows of each expert; else NULL
     int64_t groups_width
-    const Weight *weights           # of each expert, else of one matrix
-    int64_t num_blocks              # of 32 columns of out
+    const Weight *weights           # one matrix per expert, else one matrix
+    int64_t num_blocks              # blocks of 32 output columns
     int64_t span                    # blocks of one item: those that share a scale in out
     int64_t num_spans
     int epilogue

@@ -35,21 +35,21 @@ cdef extern from *:
     void prefetch_to_write(const void *line) noexcept nogil
 
 
-cdef struct Scratch:                # of one worker
-    float factors[ROWS_IN_CACHE]    # of each row, if the op has any
-    int64_t group                   # whose rows `factors` and the sums of blocks are of, or -1
-    int64_t padding[7]              # to a whole cache line
-    float results[ROWS_IN_CACHE * QUIRE_BLOCK]  # of an item's first block; those of the others follow
+cdef struct Scratch:                # scratch memory of one worker
+    float factors[ROWS_IN_CACHE]    # factor of each row, if the op has any
+    int64_t group                   # group whose rows have the `factors` and sums of blocks here, or -1
+    int64_t padding[7]              # padding to a whole cache line
+    float results[ROWS_IN_CACHE * QUIRE_BLOCK]  # results of an item's first block; results of its other blocks follow
 
 
 cdef struct Item:
     int64_t group, row, end         # rows [row, end)
-    int64_t block, blocks           # of the span: the first one, and their number
+    int64_t block, blocks           # first block of the span, number of blocks
     const Weight *weight
 
 
-cdef struct Pair:                   # of panels
-    const Panels *part              # to which it belongs
+cdef struct Pair:                   # a pair of panels
+    const Panels *part              # the part that the pair belongs to
     int64_t panel                   # the first one
     char *data                      # NULL: no pair
 
@@ -192,7 +192,7 @@ cdef void _compute(const LinearOp *op, const Step *step, const quire_tiles *tile
     if item.group != scratch.group:
         _prepare_group(op, tiles, &item, scratch)
     pair = _pair(&item, first)
-    for i in range(pairs):          # with a gate, a pair holds 16 columns of gate and 16 of up
+    for i in range(pairs):          # a pair: 32 columns; with a gate, 16 columns of gate and 16 of up
         next_pair = _pair(&item, first + i + 1) if i + 1 < pairs else after
         _multiply(op, tiles, &item, pair, next_pair, scratch, y + i * QUIRE_BLOCK // per_block)
         pair = next_pair
@@ -305,7 +305,7 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
     tile.scales = _scales(&pair, width) if part.scales != NULL else NULL
     tile.panel_bytes, tile.next = part.panel_bytes, next.data
     if next.data != NULL:
-        lines = 2 * next.part.panel_bytes // (width // 32) // 64    # of `next`, per 32 of K
+        lines = 2 * next.part.panel_bytes // (width // 32) // 64    # lines of `next` per 32 of K
     tile.block_sums = _block_sums(op, scratch) if op.has_minimums else NULL
     tile.scratch = <char *>scratch + _results_end(op.span) + (_block_sums_bytes(width) if op.has_minimums else 0)
     tile.factors = scratch.factors if op.has_factors else NULL

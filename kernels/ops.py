@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from .pack import PackedMatrix
 
-DType = Literal["f32", "bf16", "q8"]  # of activations
+DType = Literal["f32", "bf16", "q8"]  # dtype of activations
 WeightDtype = Literal["bf16", "q8", "q4", "q4_k", "q5_k", "q6_k", "mxfp4", "q4_z", "f32"]
 Epilogue = Literal[
     "store", "add", "gelu", "gelu_tanh", "relu", "tanh", "swiglu", "geglu", "swiglu_clamped", "geglu_exact"
 ]
-GATED: tuple[Epilogue, ...] = (  # whose weight has columns of gate and up in turn
+GATED: tuple[Epilogue, ...] = (  # epilogues of weights with alternating columns of gate and up
     "swiglu",
     "geglu",
     "swiglu_clamped",
@@ -29,11 +29,11 @@ GATED: tuple[Epilogue, ...] = (  # whose weight has columns of gate and up in tu
 )
 NormKind = Literal["layer", "rms", "l2"]
 Pooling = Literal["mean", "first", "last"]
-StoredDtype = Literal["f32", "bf16", "q8", "i32"]  # of regions: activations, and tables of numbers
+StoredDtype = Literal["f32", "bf16", "q8", "i32"]  # dtype of a region: activations, and tables of numbers
 
 KVDtype = Literal["bf16", "f32", "int8"]
-QUERY_DTYPES: dict[KVDtype, DType] = {"bf16": "bf16", "f32": "f32", "int8": "q8"}  # of queries, by the KV cache's dtype
-INPUT_DTYPES: dict[WeightDtype, DType] = {  # by the weight's dtype
+QUERY_DTYPES: dict[KVDtype, DType] = {"bf16": "bf16", "f32": "f32", "int8": "q8"}  # KV dtype -> dtype of queries
+INPUT_DTYPES: dict[WeightDtype, DType] = {  # weight's dtype -> dtype of the input
     "bf16": "bf16",
     "q8": "q8",
     "q4": "q8",
@@ -158,7 +158,7 @@ class Embed:
 
     weight: PackedMatrix  # [vocab, hidden]
     out: Region  # f32 [tokens, hidden]
-    normed: Normed | None = None  # of out
+    normed: Normed | None = None  # norm of out
     scale: float = 1.0
     types: PackedMatrix | None = None  # [type ids, hidden]
     positions: PackedMatrix | None = None  # [positions, hidden]
@@ -173,7 +173,7 @@ class AddGiven:
 
     level: int
     out: Region  # f32 [tokens, columns], as many columns as the embedding
-    normed: Normed | None = None  # of out
+    normed: Normed | None = None  # norm of out
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class Linear:
     bias: npt.NDArray[np.float32] | None  # [out_features], laid out as the weight's columns
     out: Region
     epilogue: Epilogue
-    normed: Normed | None = None  # of out
+    normed: Normed | None = None  # norm of out
     maxima: Region | None = None  # f32 [rows, padded(out_features) / 32]
     scale: float = 1.0
     softcap: float = 0.0  # 0: none
@@ -241,7 +241,7 @@ class Attention:
     k_norm: npt.NDArray[np.float32] | None  # [head_dim], or with norms_rows [num_kv_heads * head_dim]
     eps: float
     rotary: npt.NDArray[np.float32] | None
-    scale: float  # of q, usually head_dim ** -0.5
+    scale: float  # factor of q, usually head_dim ** -0.5
     window: int
     softcap: float = 0.0  # 0: none
     norms_rows: bool = False
@@ -269,7 +269,7 @@ class EphemeralAttention:
     k_norm: npt.NDArray[np.float32] | None  # [head_dim]
     eps: float
     rotary: npt.NDArray[np.float32] | None
-    scale: float  # of q
+    scale: float  # factor of q
     causal: bool
     window: int = 0
     bias: npt.NDArray[np.float32] | None = None  # [num_heads, 2 * positions - 1 + BIAS_PADDING]
@@ -308,7 +308,7 @@ class Gather:
 
     input: Region  # f32 [tokens, columns]
     out: Region  # f32 [samples, columns]
-    normed: Normed | None = None  # of out
+    normed: Normed | None = None  # norm of out
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +322,7 @@ class AddNorm:
     weight: npt.NDArray[np.float32]  # [columns]
     eps: float
     out: Region  # f32 [tokens, columns]
-    normed: Normed | None = None  # of out
+    normed: Normed | None = None  # norm of out
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,7 +393,7 @@ class Combine:
     input: Region  # f32 [places, columns]
     routing: Routing
     out: Region  # f32 [tokens, columns]
-    normed: Normed | None = None  # of out
+    normed: Normed | None = None  # norm of out
 
 
 Op = (

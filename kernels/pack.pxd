@@ -25,7 +25,7 @@ cdef class PackedMatrix:
     cdef Panels parts[MOST_RANGES]
     cdef int num_parts
     cdef int64_t width              # in_features padded to 32
-    cdef int64_t panels             # of 16 columns; even
+    cdef int64_t panels             # panels of 16 columns; even
     cdef const quire_tiles *tiles
 
     cdef _add_part(self, Panels *part, uint8_t *memory, columns, dtype)

@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from .ops import WeightDtype
 
-WeightDtypes = WeightDtype | Sequence[tuple[int, WeightDtype]]  # of a matrix, or of ranges of columns side by side
+WeightDtypes = WeightDtype | Sequence[tuple[int, WeightDtype]]  # dtype of a matrix, or of each range of columns
 
 GGML_DTYPES: dict[str, WeightDtype]  # GGML's type -> the dtype that packs its blocks bit for bit
 BLOCK_DTYPES: dict[str, WeightDtype]  # the same, with Q4_Z: Q4_0 with a byte for the zero point behind the scale
@@ -46,7 +46,7 @@ class PackedMatrix:
 
     out_features: int
     in_features: int
-    dtype: WeightDtype  # of the first columns
+    dtype: WeightDtype  # dtype of the first columns
     ranges: tuple[tuple[int, WeightDtype], ...]  # (columns, dtype)
     nbytes: int
     input_order: npt.NDArray[np.int32] | None  # [in_features], the input that each column of `source` belongs to

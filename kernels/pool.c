@@ -20,7 +20,7 @@ enum { SPINS = 1000, LINE = 64 };
 static const uint32_t OPEN = 1u << 31;
 
 typedef struct {
-  _Alignas(LINE) int cpu;  // where the worker was last seen, or -1
+  _Alignas(LINE) int cpu;  // CPU that the worker was last seen on, or -1
 } worker_place;
 
 struct quire_pool {
@@ -124,7 +124,7 @@ void quire_pool_report(quire_pool *pool, quire_progress *progress, long long ite
 
 void quire_pool_report_written(quire_pool *pool, quire_progress *progress, const quire_share *shares, uint64_t op,
                                long long total) {
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);  // of two workers that counted their last items, the later one sees both
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);  // if two workers count their last items, the later one sees both
   long long written = 0;
   for (int i = 0; i < pool->workers; i++) {
     const uint64_t word = __atomic_load_n(&shares[i].written, __ATOMIC_ACQUIRE);

@@ -18,7 +18,7 @@ typedef struct {
   _Alignas(64) long long taken;  // items, for `quire_next_index` and `quire_next_run`
   long long done;
   _Alignas(64) uint32_t finished;
-  int64_t finished_ns;  // when, on the monotonic clock
+  int64_t finished_ns;  // end of the work, on the monotonic clock
 } quire_progress;
 
 static inline int quire_is_finished(const quire_progress *progress) {
@@ -66,14 +66,14 @@ static inline int quire_next_run(long long *counter, long long items, int worker
 // numbered from 1 upwards; zeroed memory is a share before the first op. A worker may be late and still ask about an op
 // that is finished, so each word has the number of its op in the upper 16 bits, and a word of a later op is left alone.
 typedef struct {
-  _Alignas(64) uint64_t taken;  // of this share: bits 0-23: by its worker, from the first; 24-47: by others, from the last
+  _Alignas(64) uint64_t taken;  // items: bits 0-23: by the worker, from the first; 24-47: by others, from the last
   uint64_t held;                // the item, of any share, that the worker is computing; or 0
   uint64_t written;             // items, of any share, whose results the worker has written
 } quire_share;
 
 enum { QUIRE_SHARE_ITEMS = 1 << 24, QUIRE_SHARE_OPS = 1 << 16 };  // a share has fewer items, a run has fewer ops
 
-static inline uint64_t quire_share_word(uint64_t word, uint64_t op) {  // as it is when the op begins, if it is older
+static inline uint64_t quire_share_word(uint64_t word, uint64_t op) {  // value at the start of the op, if `word` is older
   return word >> 48 < op ? op << 48 : word;
 }
 static inline long long quire_share_front(uint64_t taken) { return (long long)(taken & 0xffffff); }

@@ -25,9 +25,9 @@ from .replay cimport ATTENTION, CONVERT, EMBED, LINEAR, NORM, POOL, Record, Repl
 from .step cimport Step
 
 cdef enum:
-    MAX_PARTS = 1 << 24             # of the items of an op
+    MAX_PARTS = 1 << 24             # parts that the items of an op are divided into
 
-_NO_PAGES = EphemeralPages(0, 0, 1, 2, "f32")       # of texts without attention
+_NO_PAGES = EphemeralPages(0, 0, 1, 2, "f32")       # pages of texts without attention
 
 
 def scratch_nbytes(head_dim, workers, ops):
@@ -55,9 +55,9 @@ cdef class Program:
     cdef int64_t given_columns
     cdef object rotary_dims
     cdef bint needs_rotary
-    cdef bint runs_texts            # else sequences with pages of a KV cache
-    cdef int64_t[::1] windows       # of each layer group
-    cdef int32_t[::1] zeros, pages, text_pages, text_ends   # of texts: positions, page ids and tables, and last rows
+    cdef bint runs_texts            # 1: whole texts; 0: sequences with pages of a KV cache
+    cdef int64_t[::1] windows       # window of each layer group
+    cdef int32_t[::1] zeros, pages, text_pages, text_ends   # positions, page ids, tables and last rows of texts
 
     def __init__(self, ops, arena_bytes, kv_memory, kv_layout, num_pages, Pool pool, *, max_rows, max_samples,
                  max_sequences, vocab_size, isa=None):

@@ -9,7 +9,7 @@ cdef class Regions:
     cdef char *data
     cdef int64_t nbytes
     cdef int64_t max_rows
-    cdef list keep_alive            # what the ops point at outside the arena
+    cdef list keep_alive            # objects outside the arena that the ops point at
     cdef set sampled                # regions of which only the rows that sample are computed
 
     cdef Value value(self, region, columns, dtype, rows) except *

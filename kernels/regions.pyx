@@ -14,7 +14,7 @@ from .ops import BLOCK, aligned, max_groups, padded
 from .step cimport Value
 
 _NUMPY_DTYPES = {"f32": np.float32, "bf16": np.uint16, "q8": np.int8, "i32": np.int32}
-_CODES = DTYPE_CODES | {"i32": DTYPE_CODES["f32"]}    # which of the activations has elements of the same size
+_CODES = DTYPE_CODES | {"i32": DTYPE_CODES["f32"]}    # i32 has the code of a dtype with elements of the same size
 
 
 cdef class Regions:

@@ -39,9 +39,9 @@ cdef union Payload:
 cdef struct Record:
     Kind kind
     Payload op
-    quire_progress stored           # of attention: the keys and values of chunks; of routing: the experts of rows
+    quire_progress stored           # attention: stored keys and values of chunks; routing: experts chosen for rows
     quire_progress progress
-    int64_t nanoseconds             # until all workers were done; reset by `Program.op_seconds`
+    int64_t nanoseconds             # time until all workers were done; reset by `Program.op_seconds`
 
 cdef struct Replay:
     Record *records
@@ -51,7 +51,7 @@ cdef struct Replay:
     Step step
     const quire_tiles *tiles
     quire_pool *pool
-    int64_t started                 # of the step, as `now` returns it
+    int64_t started                 # start of the step, as `now` returns it
 
 cdef int64_t now() noexcept nogil
 cdef void replay_ops(void *argument, int worker, int workers) noexcept nogil

@@ -14,7 +14,7 @@ from .rows cimport run_add_given, run_add_norm, run_convert, run_embed, run_gath
 from .step cimport end_item, first_item
 
 cdef enum:
-    PATIENCE_NS = 10000             # for which a worker at least waits for the items of others before it helps
+    PATIENCE_NS = 10000             # shortest wait of a worker for items of others, before it helps
 
 
 cdef void replay_ops(void *argument, int worker, int workers) noexcept nogil:

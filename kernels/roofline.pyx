@@ -23,13 +23,13 @@ _PASS_S = 0.005
 
 cdef struct Pass:                   # one run of the pool
     const quire_tiles *tiles
-    const char *memory              # to read; NULL: `steps` rounds of arithmetic instead
+    const char *memory              # memory to read; NULL: `steps` rounds of arithmetic instead
     int64_t share                   # bytes per worker
     int64_t ahead
     int dtype
     int64_t steps
     float *results                  # [workers][LINE_FLOATS]
-    int64_t ops                     # of one share
+    int64_t ops                     # operations of one share
     long long next
 
 

@@ -8,10 +8,10 @@ cdef struct EmbedOp:
     Value out
     bint is_normed
     quire_output normed
-    Panels panels                   # of the weight
+    Panels panels                   # panels of the weight
     int64_t width
     float scale
-    bint has_types, has_positions   # else their panels are not set
+    bint has_types, has_positions   # 0: the panels below are not set
     Panels types, positions
 
 cdef struct ConvertOp:
@@ -36,7 +36,7 @@ cdef struct AddNormOp:
 
 cdef struct AddGivenOp:
     Value out
-    int64_t first                   # of the columns of a given row
+    int64_t first                   # first column within a given row
     bint is_normed
     quire_output normed
 
@@ -48,7 +48,7 @@ cdef struct NormOp:
     float eps
     bint keeps                      # results are written to `out`
     Value out
-    bint converts                   # and to `converted`
+    bint converts                   # results are also written to `converted`
     quire_output converted
     bint sampled
 

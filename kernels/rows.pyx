@@ -10,7 +10,7 @@ from .pool cimport quire_next_index, quire_next_run, quire_run
 from .step cimport end_item, first_item
 
 cdef enum:
-    MOST_ROWS = 16                  # that a worker takes at once: the scales of neighboring rows share cache lines
+    MOST_ROWS = 16                  # most rows per item: the scales of neighboring rows share cache lines
 
 
 cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles, long long *counter,

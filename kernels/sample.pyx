@@ -19,13 +19,13 @@ MAX_TOP_LOGPROBS = 32
 
 cdef enum:
     TOP = 32
-    BINS = 1024                     # by the upper bits of a weight in [0, 1]: eight per octave
+    BINS = 1024                     # bins for a weight's upper bits in [0, 1]: eight per octave
 
 
 cdef struct Row:                    # the only list of the sampler's arguments
     uint64_t seed
-    int64_t position                # of the token to draw
-    float temperature               # from here to `logprobs`: fields of SamplingParams, by name
+    int64_t position                # position of the token to draw
+    float temperature               # the fields of SamplingParams up to `logprobs`, by name
     float top_p
     float min_p
     float repetition_penalty

@@ -7,12 +7,12 @@ cdef struct Step:
     int64_t rows                    # scheduled tokens
     int64_t samples
     int64_t sequences
-    int64_t first_part, end_part, parts     # of the items of each op, which the step computes; 0, 1, 1: all
+    int64_t first_part, end_part, parts     # parts [first_part, end_part) of the items of each op; 0, 1, 1: all
     const int32_t *token_ids        # [rows]
     const int32_t *type_ids         # [rows] of texts; NULL: all 0
     const int32_t *given_of         # [rows]: row of `given` that takes the place of the token's embedding; -1: none
     const float *given              # [given rows, given_columns]; NULL like given_of: no row has one
-    int64_t given_columns           # those of the embedding, then those that each `AddGiven` adds
+    int64_t given_columns           # floats of the embedding, then floats for each `AddGiven`
     const float *rotary             # [rows][rotary_dim]: cos | sin of each row; NULL: those of its position in a table
     const int32_t *last_seen        # [rows]: position of the last token that a row sees; NULL: its own
     const int32_t *row_start        # [sequences + 1]
@@ -25,7 +25,7 @@ cdef struct Step:
     int64_t query_tile              # queries of one attention tile: 64 / (query heads per KV head)
     char *kv                        # [slot][page][kv_head]{K, V}
     int64_t layer_bytes             # all pages of one slot
-    int64_t page_bytes              # of one layer
+    int64_t page_bytes              # bytes per layer
     int64_t head_bytes              # K and V of one head
     int64_t padded_head_dim
     int page_size

@@ -43,7 +43,7 @@ class Pager:
         self.windows = tuple(windows)
         self.pool = PagePool(num_pages, len(windows), clock)
         self.prefix = PrefixCache(self.pool, page_size, self.windows) if enable_prefix_caching else None
-        self.prefix_queried_tokens = 0  # by every `open` that succeeded
+        self.prefix_queried_tokens = 0  # prompt tokens of every `open` that succeeded
         self.prefix_hit_tokens = 0
         self.num_spilled = 0  # pages in the store
         self._copy_page = copy_page

@@ -74,7 +74,7 @@ class PagePool:
         self._clock = clock
         self._pins: dict[int, Pin] = {}
         self._expiries: list[tuple[Pin, int]] = []  # a heap; entries of renewed or removed pins are skipped
-        self._num_pins = 0  # since the start
+        self._num_pins = 0  # number of the next pin
         self._num_held: Counter[bytes] = Counter()  # pinned pages by holder
         self.on_index: Callable[[Content], None] | None = None  # called when a page can be found by its content
         self.on_evict: Callable[[Content], None] | None = None  # called when it no longer can

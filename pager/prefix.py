@@ -28,7 +28,7 @@ from .layout import first_kept_token
 from .pool import Content, PagePool
 from .table import NULL_PAGE, ImageSpan, PageTable, images_between, listed_pages
 
-_SPAN = Struct("<qQ")  # of an image: its first token, from the first of the page on, and the number of its tokens
+_SPAN = Struct("<qQ")  # an image in a key: its first token relative to the page, number of its tokens
 
 
 def root_key(tenant_salt: bytes) -> bytes:

@@ -267,7 +267,7 @@ def _link(file: BinaryIO, path: Path) -> None:
     """Give the temporary file its name, if it has none yet."""
     if os.fstat(file.fileno()).st_nlink == 0:
         folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
-        try:  # with a folder descriptor, Python calls linkat, which can follow the link in /proc
+        try:  # a folder descriptor makes Python call linkat, which can follow the link in /proc
             os.link(f"/proc/self/fd/{file.fileno()}", _temporary_name(path).name, dst_dir_fd=folder)
         finally:
             os.close(folder)

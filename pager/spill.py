@@ -24,9 +24,9 @@ from .arena import KVArena
 from .exceptions import SpillUnavailable
 from .table import NULL_PAGE
 
-PAUSE_S = 60.0  # after a failure
+PAUSE_S = 60.0  # pause after a failure
 SMOOTHING = 0.25  # weight of the newest measured speed
-WRITE_BYTES_PER_S, READ_BYTES_PER_S = 1e9, 2e9  # until measured
+WRITE_BYTES_PER_S, READ_BYTES_PER_S = 1e9, 2e9  # assumptions until measured
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +83,7 @@ class SpillFile:
         self._clock = clock
         self._buffer = np.empty(self._page_bytes, np.uint8)  # the page being copied
         self._bytes = self._buffer.data
-        self._checksums = array("I")  # of every slot that was ever used: the memory grows with the file
+        self._checksums = array("I")  # one per slot that was ever used: the memory grows with the file
         self._free: list[int] = []  # slots that were used before
         self._resume_at = clock()
         self._write_s = self._page_bytes / WRITE_BYTES_PER_S  # per page

@@ -89,12 +89,12 @@ class PageTable:
         self._shortest = 0  # smallest length for `rollback`; below it the window would include released pages
         self._writable = num_tokens  # slots up to here need no check; if above num_tokens, the last page is private
         self.root = root  # start of the chain of prefix keys
-        self.images = images  # of the sequence, which prefix keys depend on
+        self.images = images  # images of the sequence; prefix keys depend on them
         self.keys = list(keys)  # prefix keys of the leading pages, as far as they are indexed
         self.pages = [array("i", each) for each in pages]  # [groups][pages]
         self.num_tokens = num_tokens
         self.reserved = 0  # pages of the pool that are reserved for this table
-        self.commit_at = 0  # with fewer tokens, `Pager.commit` has nothing to do
+        self.commit_at = 0  # fewest tokens for which `Pager.commit` has something to do
 
     @property
     def num_committed(self) -> int:

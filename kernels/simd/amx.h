@@ -76,7 +76,7 @@ INLINE void multiply_int8(const int64_t group, const int step, const quire_rows 
     const vf p = vf_load_f16(scales + b * 16);
     int64_t at = b;
     UNROLL_TILE for (int i = 0; i < TILE_ROWS; i++, at += blocks) {
-      __asm__("" : "+r"(at));  // or 16 offsets would take the registers of the sums
+      __asm__("" : "+r"(at));  // an opaque `at`: 16 offsets would take the registers of the sums
       const vi exact = vi_add(vi_load(dot[i]), vi_set1(a->sums[at]));
       s[i] = vf_fma(vf_from(exact), vf_mul(p, vf_set1(a->scales[at])), s[i]);
     }

@@ -164,7 +164,7 @@ void ISA(merge)(int rows, int64_t head_dim, const float *m, const float *l, cons
                 float *total_m, float *total_l, float *total_o) {
   for (int r = 0; r < rows; r++) {
     if (l[r] == 0.f) continue;  // the row sees no token of this split
-    if (total_l[r] == 0.f) {    // its first split
+    if (total_l[r] == 0.f) {    // the row's first split
       for (int64_t j = r * head_dim; j < (r + 1) * head_dim; j += 16) vf_store(total_o + j, vf_load(o + j));
       total_m[r] = m[r], total_l[r] = l[r];
       continue;

@@ -116,7 +116,7 @@ void ISA(store_value)(const float *x, int64_t slot, const quire_page *page) {
     if (page->dtype == QUIRE_F32) {
       vf_store((float *)page->v + i * page->size + slot * 16, vf_load(x + i));
     } else if (page->dtype == QUIRE_BF16) {
-      uint32_t *pairs = (uint32_t *)page->v + i * page->size / 2 + slot / 2 * 16;  // of tokens
+      uint32_t *pairs = (uint32_t *)page->v + i * page->size / 2 + slot / 2 * 16;  // pairs of tokens
       insert(pairs, vi_bf16(vf_load(x + i)), (int)(slot % 2) * 16, 16);
     } else {
       uint32_t *quads = (uint32_t *)page->v + i * page->size / 4 + slot / 4 * 16;

@@ -11,7 +11,7 @@ enum { LINE = 64, BLOCKS = 8 };  // bytes with 4 of each column; blocks of 32 in
 
 // The integers of one super-block in a panel. Minimums are pairs of 16-bit numbers: of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7.
 typedef struct {
-  _Alignas(64) int8_t scales[16][16];  // of blocks, 8; in Q6_K of half blocks, signed
+  _Alignas(64) int8_t scales[16][16];  // scales of blocks, 8; in Q6_K, signed scales of half blocks
   uint32_t minimums[4][16];
 } block_integers;
 
@@ -160,7 +160,7 @@ INLINE void add_halves(const int rows, const quire_linear_tile *t, int64_t b, in
                        block_scales *s, vf acc[][2]) {
   vi first[LINEAR_ROWS], dot[LINEAR_ROWS][2];
   vf part[LINEAR_ROWS][2];
-  vf p[2], q[2];  // of each half
+  vf p[2], q[2];  // scales of each half
   for (int half = 0; half < 2; half++) {
     p[half] = vf_mul(s->d[0], vf_load_i8(s->of[0].scales[2 * j + half]));
     q[half] = vf_mul(s->d[1], vf_load_i8(s->of[1].scales[2 * j + half]));

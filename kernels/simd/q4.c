@@ -33,7 +33,7 @@ INLINE void pack_block(const float *w, const float *wanted, uint16_t *scales, ui
   vf error = vf_zero();
   for (int line = 0; line < 4; line++) {
     vi bytes = vi_zero();
-    for (int byte = 0; byte < 8; byte++) {  // of the line that the low halves hold, then of the line that the high ones do
+    for (int byte = 0; byte < 8; byte++) {  // first the line in the low halves, then the line in the high halves
       const vf x = vf_load(w + (line * 4 + byte % 4 + byte / 4 * 16) * 16), q = nearest(x, vf_load(inverse));
       const vf off = vf_sub(x, vf_mul(scale, q));
       error = vf_add(error, vf_mul(off, off));

@@ -26,7 +26,7 @@ typedef struct {
 typedef struct {
   const float *x;
   int64_t columns;  // padding follows up to the next multiple of 32
-  int64_t at;       // of the first one in the rows
+  int64_t at;       // offset of the first column in a row
 } column_group;
 
 // Quantize n groups to q8; NaN as in `quantize`.
@@ -268,7 +268,7 @@ void ISA(unpack_column)(const void *panel, const uint16_t *scales, int dtype, in
     }
     for (int i = 0; i < 16; i++) {
       const uint8_t *block = (const uint8_t *)panel + k / 32 * (dtype == QUIRE_Q4 ? 256 : 512);
-      const int at = i / 4 * 64 + lane * 4 + i % 4;  // of the first 16 of K; q4 has the other 16 in the high halves
+      const int at = i / 4 * 64 + lane * 4 + i % 4;  // first 16 of K; q4 has the other 16 in the high halves
       if (dtype == QUIRE_Q4) x[i] = (float)((k % 32 ? block[at] >> 4 : block[at] & 15) - 8);
       else x[i] = (float)(block[k % 32 * 16 + at] - 128);
     }

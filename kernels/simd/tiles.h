@@ -50,7 +50,7 @@ static inline __attribute__((always_inline)) int64_t quire_panel_bytes(const int
 
 // A super-block of one panel of q4_k, unpacked for many rows; `least` is what its minimums are multiplied by.
 typedef struct {
-  uint8_t weights[8][512];  // of each block of 32, as in q8 but without 128 more
+  uint8_t weights[8][512];  // weights of each block of 32: q8 without its offset of 128
   float scales[8][16], least[16];
   uint32_t minimums[4][16];  // pairs of 16 bits: of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7
 } quire_unpacked;
@@ -81,7 +81,7 @@ typedef struct {
 
 // What minimums of one super-block are multiplied by: -sum(a) * scale of each block of activations, as integers of one unit.
 typedef struct {
-  int16_t pairs[4][2];  // of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7
+  int16_t pairs[4][2];  // pairs of blocks: 0 and 2, 1 and 3, 4 and 6, 5 and 7
   float unit;           // a power of two
 } quire_block_sums;
 
@@ -108,7 +108,7 @@ typedef struct {
   quire_rows q;              // [rows][head_dim] in the KV dtype; for int8 with scales and sums per 32 of head_dim
   const int64_t *oldest;     // [rows], ascending: the first token that the row sees
   const int64_t *newest;     // [rows], ascending: the last one
-  float softcap;             // of the scores; 0: none
+  float softcap;             // softcap of the scores; 0: none
   const float **bias;        // [rows]: the 64 numbers that are added to the scores of a row; or NULL
   int64_t first_token;       // absolute position of the tile, a multiple of 64
   int64_t head_dim;          // padded to 16; for int8 to 32
@@ -120,7 +120,7 @@ typedef struct {
   int num_pages, page_size;  // v[0 .. num_pages); the sequence may end inside the last page
   const char *next[4];       // prefetched in the meantime: the pages of the next tile, one KV head of each
   int num_next_pages;
-  int64_t next_bytes;        // of each
+  int64_t next_bytes;        // bytes of each next page
   float *m, *l;              // [rows] running maximum and sum of the split
   float *s;                  // scratch [64][64] f32
   void *p;                   // scratch [64][64] in the KV dtype; for int8 two of them: high and low digits
@@ -142,18 +142,18 @@ typedef struct {
   int64_t rotary_dim;  // the first elements, which are rotated; even, 0: none
   const float *norm;   // [head_dim padded to 16], or NULL
   float eps;
-  float factor;        // of the norm: 1 / rms of the row that the head is a part of; 0: of the head alone
+  float factor;        // the norm's 1 / rms if the norm is over the whole row; 0: the head is normed alone
   float scale;
   int64_t ahead;       // floats to the heads that are prefetched meanwhile: that of a later row,
-  int64_t next;        // and another one of the same row
+  int64_t next;        // floats to another head of the same row, prefetched too
 } quire_head;
 
 typedef struct {
   const char *name;
   int linear_rows[QUIRE_DTYPES];  // maximum rows of one linear tile, by dtype of the weight; those of q4 and k-quants are q8
   void (*linear[QUIRE_DTYPES])(int rows, const quire_linear_tile *t);
-  void (*sum_blocks)(const quire_rows *a, int64_t rows, quire_block_sums *out);  // of all super-blocks of the rows
-  void (*attention[3])(int rows, const quire_attention_tile *t);  // by KV dtype
+  void (*sum_blocks)(const quire_rows *a, int64_t rows, quire_block_sums *out);  // sums of all super-blocks of the rows
+  void (*attention[3])(int rows, const quire_attention_tile *t);  // one function per KV dtype
 
   // total = merge(total, split); the split's state may be reused afterwards. Where total_l is 0, total_m and total_o may
   // hold anything.

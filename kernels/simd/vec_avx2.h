@@ -179,7 +179,7 @@ static inline vi vi_dot2(vi acc, vi pairs, const int16_t *a) {
 // the dot of these unsigned weights; it begins at *sum / 16, or 0 without a sum, which may be added at either end.
 // maddubs cannot saturate here: 32 products of at most 15 * 128 in two sums each fit into 16 bits.
 typedef struct { __m256i lo, hi; } wq4;
-typedef struct { __m256i lo, hi; } vn;  // of 16-bit sums
+typedef struct { __m256i lo, hi; } vn;  // 16-bit sums
 static inline wq4 wq4_load(const uint8_t *p) {
   return (wq4){_mm256_loadu_si256((const void *)p), _mm256_loadu_si256((const void *)(p + 32))};
 }

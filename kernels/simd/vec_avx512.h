@@ -6,7 +6,7 @@
 #define ISA_NAME "avx512-vnni-bf16"
 enum { LINEAR_ROWS = 6, ATTENTION_ROWS = 6 };  // 12 resp. 24 accumulators of 32 registers
 enum { STREAM_ROWS_Q8 = 3, STREAM_ROWS_Q4 = 2 };  // the most that read one panel after the other
-enum { LINEAR_ROWS_4_BITS = 192, UNPACKED_ROWS = 37 };  // as many as stay in L2; from 37 on they are worth unpacking for
+enum { LINEAR_ROWS_4_BITS = 192, UNPACKED_ROWS = 37 };  // as many rows as stay in L2; at 37, unpacking is worth it
 
 typedef __m512 vf;
 typedef __m512i vi;
@@ -133,7 +133,7 @@ static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
 // enough to choose one of four multiples and to add to its exponents, with the same bits as a multiplication: all are exact.
 // Unlike that, VSCALEFPS runs beside the dots on Zen. The multiples are worth their stores from four rows on.
 typedef struct { vf times[4]; } vs;
-enum { VS_FIRST = 1 };  // they are loaded from memory again: store them early
+enum { VS_FIRST = 1 };  // the multiples are loaded from memory again: store them early
 static inline vs vs_of(vf p, int rows) {
   if (rows < 4) return (vs){{p}};
   const vf quarter = _mm512_scalef_ps(p, vf_set1(-2.f)), half = _mm512_add_ps(p, _mm512_scalef_ps(p, vf_set1(-1.f)));
