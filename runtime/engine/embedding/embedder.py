@@ -301,8 +301,7 @@ class EmbeddingStream:
             raise
         finally:
             for task in self._running:
-                task.cancel()
-                task.add_done_callback(_retrieve_exception)
+                task.cancel()  # also of a task that has failed: asyncio does not log its exception then
             self._running.clear()
             self._embedder.note_end(self, error)
 
@@ -354,12 +353,6 @@ async def _result(first: int, texts: Sequence[EncodedText], values: asyncio.Futu
     """Wait for the values of a chunk."""
     rows = np.frombuffer(b"".join(await values), np.float32).reshape(len(texts), -1)
     return _Values(first, sum(len(text.token_ids) for text in texts), rows)
-
-
-def _retrieve_exception(task: asyncio.Task[_Values]) -> None:
-    """Retrieve the exception, so that asyncio does not log it."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _chunks(inputs: Sequence[Input], pair_characters: int) -> Iterator[tuple[int, Sequence[Input]]]:

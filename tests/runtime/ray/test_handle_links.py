@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 from quire.runtime.cluster.host_link import LinkConnection
 from quire.runtime.common.errors import Unavailable
 from quire.runtime.ray import handle_links
@@ -132,7 +133,9 @@ async def test_a_host_that_is_done_with_a_connection_closes_it() -> None:
 
 async def test_a_link_that_is_aborted_at_the_server_cancels_the_call_of_the_host() -> None:
     async with linked() as (hosts, _, there, here, _links):
+        here.writer.write(b"never sent")
         here.writer.transport.abort()
+        assert here.writer.transport.get_write_buffer_size() == 0
         assert await there.reader.read() == b""
         assert hosts.down[0].is_cancelled
 
@@ -152,8 +155,11 @@ async def test_a_host_that_closes_its_links_ends_them() -> None:
 
 async def test_the_loss_of_the_host_ends_the_link() -> None:
     async with linked() as (hosts, _, _there, here, _links):
-        hosts.down[0].lose(RuntimeError("the replica died"))
-        assert await here.reader.read() == b""
+        with structlog.testing.capture_logs() as log:
+            hosts.down[0].lose(RuntimeError("the replica died\nTraceback of the replica"))
+            assert await here.reader.read() == b""
+        ended = [(line["host"], line["reason"]) for line in log if line["event"] == "a link over handles ended"]
+        assert ended == [(ADDRESS, "RuntimeError: the replica died")]
 
 
 async def test_a_lost_call_ends_the_link_before_later_bytes_are_used() -> None:

@@ -209,6 +209,21 @@ async def test_reports_about_other_hosts_do_not_put_off_the_cut(monkeypatch: pyt
     await asyncio.sleep(0.01)
 
 
+async def test_a_server_looks_no_more_at_a_host_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "LEAVING_POLL_S", 0.001)
+    hosts = ServedHosts("new", ServerLinks(Calls()), leave_timeout_s=0.0)
+    hosts.links.open("10.0.0.2/7")
+    hosts.report([])
+    while hosts.links.addresses:
+        await hosts.wait_for_change()
+    await hosts.wait_for_change()
+    waiting = asyncio.create_task(hosts.wait_for_change())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    hosts.report([])
+    await waiting
+
+
 async def test_a_host_that_leaves_gets_no_further_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "LEAVING_POLL_S", 0.001)
     hosts = ServedHosts("new", ServerLinks(Calls()), leave_timeout_s=60.0)

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 from quire import AsyncClient, SamplingParams, Unavailable
+from quire.runtime.common.server_config import ServerConfig
+from quire.runtime.net.listen import AddressTaken
 from quire.runtime.ray import host_replica, members, server_replica
 from quire.runtime.ray.host_replica import HostReplica
 from quire.runtime.ray.server_replica import ServerReplica
-from quire.scheduler import NotAccepting
+from quire.scheduler import AdmissionEstimate, NotAccepting, QueueFull
 
 from tests.runtime.ray.fakes import Pieces
 
@@ -168,6 +170,85 @@ async def test_a_server_waits_for_a_port_that_another_one_still_has() -> None:
         await asyncio.sleep(0.5)
         assert not starting.done()
     server = await starting
-    assert (await server())["api"].endswith(f":{args['openai_port']}")
+    addresses = await server()
+    assert addresses["api"].endswith(f":{args['openai_port']}")
     await serve.stop(server)
+    for address in addresses.values():
+        name, _, port = address.rpartition(":")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((name, int(port)))
     await serve.stop(host)
+
+
+async def test_a_server_does_not_wait_for_a_port_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[Any] = []
+
+    class TakenServer:
+        def __init__(self, observer: Any) -> None:
+            pass
+
+        async def start(self, engine: Any, config: Any) -> None:
+            attempts.append(config)
+            raise AddressTaken("port 7 is taken")
+
+    monkeypatch.setattr(server_replica, "Server", TakenServer)
+    monkeypatch.setattr(server_replica, "RETRY_S", 0.001)
+    monkeypatch.setattr(server_replica, "TAKEN_MARGIN_S", 0.02)
+    info = SimpleNamespace(isa="scalar", threads=1, threads_reason="a test")
+    with pytest.raises(AddressTaken, match="port 7 is taken"):
+        async with asyncio.timeout(60):
+            await server_replica._started(SimpleNamespace(info=info), ServerConfig(shutdown_timeout=0.0))  # type: ignore[arg-type]
+    assert len(attempts) > 1
+
+
+class FakePool:
+    """Engine processes with a state that the test gives."""
+
+    predicted_wait_s = 0.5
+
+    def __init__(self, pages_owned: int = 0, pages_total: int = 0, refusal: Exception | None = None) -> None:
+        self._pages = SimpleNamespace(pages_owned=pages_owned, pages_total=pages_total)
+        self._refusal = refusal
+
+    def check_room(self, tenant: str, count: int) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+
+    def stats(self) -> Any:
+        if self._refusal is not None:
+            raise self._refusal
+        return self._pages
+
+
+def host_with(pool: FakePool, address: str = "10.0.0.1:7", kind: Any = "tcp") -> Any:
+    """Return a host replica with these engines, which was never started."""
+    replica = SimpleNamespace(_host=SimpleNamespace(pool=pool))
+    replica._record = members.HostRecord(address, "bits", "release", "00" * 32, kind)
+    return replica
+
+
+async def test_the_load_of_a_host_is_its_wait_and_the_share_of_its_pages_in_use() -> None:
+    loads = [
+        await HostReplica.record_autoscaling_stats(host_with(pool))
+        for pool in (FakePool(3, 12), FakePool(), FakePool(refusal=Unavailable("the engines restart")))
+    ]
+    assert loads == [
+        {"predicted_wait_s": 0.5, "kv_share": 0.25},
+        {"predicted_wait_s": 0.5, "kv_share": 0.0},
+        {},
+    ]
+
+
+async def test_a_host_is_replaced_if_it_accepts_nothing_any_more_and_not_for_a_full_queue() -> None:
+    await HostReplica.check_health(host_with(FakePool()))
+    await HostReplica.check_health(host_with(FakePool(refusal=QueueFull("full", AdmissionEstimate(0, 0, 0)))))
+    with pytest.raises(NotAccepting, match="the engines cannot be restarted"):
+        await HostReplica.check_health(host_with(FakePool(refusal=NotAccepting("the engines cannot be restarted"))))
+
+
+@pytest.mark.parametrize(
+    ("address", "kind", "is_here"), [("a/7", "handles", True), ("b/7", "handles", False), ("a/7", "tcp", False)]
+)
+def test_a_host_has_links_over_handles_only_under_its_own_address(address: str, kind: str, is_here: bool) -> None:
+    with contextlib.nullcontext() if is_here else pytest.raises(Unavailable, match="there is no such link here"):
+        HostReplica._check_is_here(host_with(FakePool(), "a/7", kind), address)

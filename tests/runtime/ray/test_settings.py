@@ -58,6 +58,14 @@ def test_a_release_is_the_arguments_in_any_order() -> None:
     assert release_of({"a": 1}) != release_of({"a": 2})
 
 
+def test_another_version_of_quire_is_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    releases = set()
+    for version in ("1.0", "1.1"):
+        monkeypatch.setattr(settings, "version", lambda _, version=version: version)
+        releases.add(release_of({"a": 1}))
+    assert len(releases) == 2
+
+
 def test_an_address_of_all_interfaces_becomes_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "node_address", lambda: "10.1.2.3")
     assert reachable("0.0.0.0:5") == "10.1.2.3:5"
