@@ -61,6 +61,7 @@ class InstanceGenerator:
     def __init__(self, root: _Schema, chance: random.Random) -> None:
         self._root = root
         self._chance = chance
+        self._declared = set(_declared(root))
 
     def value(self, schema: Any, depth: int = 0) -> Any:
         """Return a value of a schema; properties come in the schema's order."""
@@ -77,7 +78,8 @@ class InstanceGenerator:
         if not found:
             return self._chance.choice((None, True, 1, "a", [], {}))
         if all(isinstance(each, dict) for each in found):
-            return {name: value for each in found for name, value in each.items()}
+            whole = {name: value for each in found for name, value in each.items()}
+            return {name: whole[name] for name in sorted(whole, key=lambda name: name not in self._declared)}
         return found[-1]
 
     def _at(self, reference: str) -> Any:
@@ -156,6 +158,15 @@ class InstanceGenerator:
 
 _OBJECTS = frozenset({"properties", "additionalProperties", "patternProperties", "required", "propertyNames"})
 _DECIDING = _OBJECTS | {"const", "enum", "type", "items", "prefixItems"}
+
+
+def _declared(value: Any) -> Iterator[str]:
+    """Yield the names of properties anywhere in a schema."""
+    if isinstance(value, dict | list):
+        known = value.get("properties") if isinstance(value, dict) else None
+        yield from known if isinstance(known, dict) else ()
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _declared(each)
 
 
 def _matches(pattern: Any, text: Any) -> bool:

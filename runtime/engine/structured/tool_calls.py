@@ -48,7 +48,8 @@ class ToolCalls:
         With `open_arguments`, objects may have properties that their schemas do not declare.
         """
         self._choice = choice
-        self._check = check
+        self._check_anew = check
+        self._refusals: dict[StructuredOutputs, InvalidRequest | None] = {}  # of grammars that were checked; or None
         functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         names = functions if choice.names is None else choice.names
         if unknown := [name for name in names if name not in functions]:
@@ -93,6 +94,17 @@ class ToolCalls:
             else:
                 return structure
         raise refusal
+
+    def _check(self, structure: StructuredOutputs) -> None:
+        """Raise InvalidRequest for a grammar that cannot be used: without integers, two ways lead to the same one."""
+        if structure not in self._refusals:
+            try:
+                self._check_anew(structure)
+                self._refusals[structure] = None
+            except InvalidRequest as error:
+                self._refusals[structure] = error
+        if (refusal := self._refusals[structure]) is not None:
+            raise refusal
 
     def new_parser(self, prompt: str, answer: StructuredOutputs | None) -> NewParser | None:
         """Return what makes a parser of each output; None if every output is an answer and nothing else."""

@@ -161,6 +161,7 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(message: str) -> Non
                 "anyOf": [{}, {"$ref": "#/$defs/a~1b%25"}],
             },
         ),
+        ("#/$defs/a%20b", {"$defs": {"a b": {"$ref": "#/$defs/a%20b"}}, "$ref": "#/$defs/a%20b"}),
         ("#/$defs/a~01b", {"$defs": {"a~1b": {"$ref": "#/$defs/a~01b"}}, "$ref": "#/$defs/a~01b"}),
         ("#/allOf/0", {"allOf": [{"$ref": "#/allOf/0"}, {"type": "string"}]}),
     ],
@@ -708,6 +709,22 @@ def test_hundreds_of_integers_with_64_bits_are_one_definition(root: dict[str, An
     matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
     assert can_be_generated(matcher.deep_copy(), {"v0": 0, "v1": 2**63 - 1})
     assert not any(can_be_generated(matcher.deep_copy(), {"v0": 0, "v1": each}) for each in (1.5, "a", 2**63, -(2**63)))
+
+
+@pytest.mark.parametrize(
+    ("own", "bounds"),
+    [
+        ({}, {"minimum": 1024 - 2**63, "maximum": 2**63 - 1}),
+        ({"minimum": 1}, {"minimum": 1, "maximum": 2**63 - 1}),
+        ({"exclusiveMinimum": 1}, {"exclusiveMinimum": 1, "maximum": 2**63 - 1}),
+        ({"exclusiveMaximum": 9}, {"minimum": 1024 - 2**63, "exclusiveMaximum": 9}),
+        ({"exclusiveMinimum": 1, "exclusiveMaximum": 9}, {"exclusiveMinimum": 1, "exclusiveMaximum": 9}),
+        ({"multipleOf": 3}, {"multipleOf": 3}),
+    ],
+    ids=str,
+)
+def test_an_integer_gets_the_bounds_that_it_lacks(own: dict[str, int], bounds: dict[str, int]) -> None:
+    assert json_numbers.with_own_bounds({"type": "integer", **own}) == {"type": "integer", **bounds}
 
 
 def test_integers_with_a_hundred_different_limits_keep_these_and_get_no_others() -> None:

@@ -573,3 +573,24 @@ def test_integers_of_many_tools_have_no_bounds_of_their_own(family: str, num_too
     check_structure(structure)
     assert structure.lark.count('"integer"') >= num_tools
     assert ("9223372036854775807" in structure.lark) == (num_tools * num_integers == 1)
+
+
+@pytest.mark.parametrize(("kind", "num_bounded"), [("boolean", 0), ("integer", 1)])
+def test_no_grammar_of_a_request_is_tried_twice(kind: str, num_bounded: int) -> None:
+    parameters = {"properties": {"a": {"type": kind}, "b": {"type": "array", "uniqueItems": True}}}
+    tools = ({"type": "function", "function": {"name": "f", "parameters": parameters}},)
+    tried: list[StructuredOutputs] = []
+
+    def check(structure: StructuredOutputs) -> None:
+        tried.append(structure)
+        check_structure(structure)
+
+    calls = ToolCalls(FAMILIES["hermes"], tools, ToolChoice(), check)
+    structure = calls.structure("prompt", None)
+    assert structure == calls.structure("prompt", None)
+    assert tried[-1] == structure
+    assert len(tried) == len(set(tried))
+    assert (
+        sum("uniqueItems" in str(each.json) and "9223372036854775807" in str(each.json) for each in tried)
+        == num_bounded
+    )
