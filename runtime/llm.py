@@ -218,7 +218,7 @@ async def _generate(engine: LocalEngine, requests: Sequence[GenerateRequest]) ->
             outputs.append(asyncio.create_task(_collect(streams[-1])))
         if outputs:
             await asyncio.wait(outputs, return_when=asyncio.FIRST_EXCEPTION)
-    finally:  # after a failure or a cancellation, wait until the other requests have ended
+    finally:  # the other requests end first, after a failure or a cancellation too
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*outputs, return_exceptions=True)

@@ -84,7 +84,7 @@ app = App(
     help="Serve language models on CPUs with paged KV memory; outputs do not depend on the load.",
     version_flags=["--version"],
     help_formatter=_HelpFormatter(),
-    help_format="plaintext",  # without it, every help text imports a markdown parser
+    help_format="plaintext",  # "plaintext": with other formats, every help text imports a markdown parser
 )
 for _name, _help in COMMANDS.items():
     _function = _name.replace("-", "_")

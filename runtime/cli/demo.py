@@ -69,7 +69,7 @@ class User:
     """One user of the demo."""
 
     prompt: str
-    text: str = ""  # what was generated after the prompt
+    text: str = ""  # generated text, without the prompt
     turns: list[Turn] = field(default_factory=list)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-MAX_CHARACTERS = 1000  # of a passage
-MIN_WORDS = 8  # of a passage; fewer say nothing to search for
+MAX_CHARACTERS = 1000  # longest passage
+MIN_WORDS = 8  # shortest passage: fewer words say nothing to search for
 _HEADING = re.compile(r"(#{1,6}) +(.+?)[ #]*$")
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
@@ -22,7 +22,7 @@ class Passage:
 
     page: str  # path of the file
     title: str  # the headings above the text, the page's first: "Embeddings and reranking: Metrics"
-    text: str  # without the title
+    text: str  # passage without the title
 
 
 def read_documentation(folder: Path) -> list[Passage]:

@@ -22,11 +22,11 @@ from ..common.settings import Settings, resolve_settings, unknown_variables
 
 _OPTIONS = options_of(EngineConfig) | options_of(ServerConfig)
 _NAMES = tuple(_OPTIONS)
-HOST_OPTIONS = (  # of a server that an engine host has, too
+HOST_OPTIONS = (  # server options of an engine host
     "tls_cert", "tls_key", "prefix_snapshot", "shutdown_timeout", "engine_processes", "log_format", "log_level",
     "stall_timeout_ms", "engine_heartbeat_timeout_ms", "engine_restart_timeout_ms", "secret_file",
 )  # fmt: skip
-SCORING_OPTIONS = (  # those of `quire perplexity`, and those that it refuses because it sets them
+SCORING_OPTIONS = (  # options of `quire perplexity`, and options that it refuses because it sets them
     "weights", "kv_cache_dtype", "page_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
     "kv_cache_memory", "threads", "isa",
 )  # fmt: skip

@@ -27,7 +27,7 @@ TERMINATED = 128 + signal.SIGTERM  # exit status
 class LocalServer:
     """A running server."""
 
-    address: str  # for clients
+    address: str  # address for clients
     metrics_url: str
     api_url: str  # the base URL for OpenAI's clients
     ready_line: str

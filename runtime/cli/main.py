@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..common.errors import QuireError
 
 PIPE_CLOSED = 141
-LEAST_SIMILARITY = 0.75  # of an unknown flag and the one that is suggested; flags have many parts in common
+LEAST_SIMILARITY = 0.75  # similarity of an unknown flag and its suggestion; flags have many parts in common
 FLAGS_ELSEWHERE = {  # a flag of vLLM or llama-server -> those here
     "--api-key": ("--token",),
     "--ctx-size": ("--max-model-len",),
@@ -55,7 +55,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, leave)  # a KeyboardInterrupt during an import would not always come through
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # of a terminal that cannot show every character
+        sys.stdout.reconfigure(errors="backslashreplace")  # some terminals cannot show every character
     write_first_line(sys.argv[1:])
     try:
         status = run(sys.argv[1:])

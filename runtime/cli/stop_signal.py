@@ -18,8 +18,8 @@ import uvloop
 from ..common.errors import QuireError
 from .interrupts import INTERRUPTED, exit_status
 
-CANCEL_TIMEOUT_S = 1.0  # to end a start; a thread that loads a model may not end in time
-EXIT_TIMEOUT_S = 0.5  # for threads that work on a text, when everything else is closed
+CANCEL_TIMEOUT_S = 1.0  # time to end a start; a thread that loads a model may not end in time
+EXIT_TIMEOUT_S = 0.5  # time for threads that work on a text, when everything else is closed
 ERROR_TIMEOUT_S = 5.0  # likewise, when the error is to be printed meanwhile
 
 _log = structlog.get_logger("quire.shutdown")
@@ -65,11 +65,11 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.number: signal.Signals | None = None
-        self.cancel_start: Callable[[], object] | None = None  # while the model loads
+        self.cancel_start: Callable[[], object] | None = None  # callback while the model loads
         self._received = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server can reload
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # SIGHUP is ignored until the server can reload
 
     async def wait(self) -> None:
         await self._received.wait()

@@ -48,8 +48,8 @@ class RequestOptions(TypedDict, total=False):
     # Chat messages instead of a prompt, rendered by the model's chat template. Parts of their content may be images:
     # {"type": "image", "image": the bytes of a file}, or OpenAI's image_url with a data URL.
     messages: Sequence[Mapping[str, Any]]
-    chat: ChatOptions | None  # of messages: tools, and an answer with reasoning and tool calls apart from its text
-    deadline_ms: int | None  # from arrival at the server
+    chat: ChatOptions | None  # options of a chat: tools; reasoning and tool calls apart from the text
+    deadline_ms: int | None  # milliseconds from arrival at the server
     priority: int  # requests with a lower number run earlier; default 0
     pin_ms: int | None  # how long the prompt stays in the prefix cache after the request has ended
     prompt_cache_key: str  # requests with the same key go to the same engine, where their prompts' beginning is cached
@@ -63,7 +63,7 @@ class EmbedOptions(TypedDict, total=False):
     """Options of a request to embed or to score texts."""
 
     truncate_prompt_tokens: int | None  # keep this many tokens of a text that is too long; -1: as many as possible
-    deadline_ms: int | None  # from arrival at the server
+    deadline_ms: int | None  # milliseconds from arrival at the server
     priority: int  # requests with a lower number run earlier; default 0
 
 

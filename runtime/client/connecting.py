@@ -14,7 +14,7 @@ from typing import Any
 
 from ..net.address import TCPAddress
 
-NEXT_ADDRESS_S = 0.25  # without an answer, until the next address of a name is tried as well
+NEXT_ADDRESS_S = 0.25  # silence after which the next address of a name is tried as well
 
 
 async def open_tcp(
@@ -53,7 +53,7 @@ async def _first_connected(found: list[tuple[Any, ...]]) -> socket.socket:
         if winner is None:
             raise next(error for attempt in attempts if (error := attempt.exception()) is not None)
         return winner
-    finally:  # without an await, at which a cancelled caller would lose the winner
+    finally:  # no await here: a cancelled caller would lose the winner at it
         for attempt in attempts:
             attempt.cancel()
             attempt.add_done_callback(partial(_close_other, winner))

@@ -56,7 +56,7 @@ from .connecting import open_tcp
 from .tls import tls_error
 
 CONNECT_TIMEOUT_S = 10.0
-CLOSE_TIMEOUT_S = 1.0  # for unsent bytes to leave; the server cancels the requests anyway
+CLOSE_TIMEOUT_S = 1.0  # time for unsent bytes to leave; the server cancels the requests anyway
 READ_BYTES = 64 << 10
 
 

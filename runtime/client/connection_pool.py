@@ -16,8 +16,8 @@ from ..common.errors import QuireError, Unauthenticated, Unavailable
 from ..net.address import Address
 from .connection import CONNECT_TIMEOUT_S, ClientConnection
 
-NEXT_ADDRESS_S = 2.0  # for an address to answer while there is another one to try
-FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0  # in which an address that has failed is tried last
+NEXT_ADDRESS_S = 2.0  # time that an address has to answer while there is another one to try
+FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0  # pause in which an address that has failed is tried last
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,7 @@ class _Server:
     """One address, and what is remembered of its failures."""
 
     address: Address
-    num_failures: int = 0  # since it last answered
+    num_failures: int = 0  # failures since the address last answered
     retry_at: float = 0.0  # event loop time
 
     def note_failure(self) -> None:
@@ -70,7 +70,7 @@ class ConnectionPool:
         may have forgotten the session. Raises as `ClientConnection.open`.
         """
         while self._opening is not None:
-            await self._joined(self._opening)  # it may be for this session
+            await self._joined(self._opening)  # the opening may be for this session
         successor = self._sessions.get(earlier.session)
         is_leaving = successor is not None and successor.is_leaving and self.has_alternatives
         if successor is None or successor is earlier or successor.lost is not None or is_leaving:
@@ -102,7 +102,7 @@ class ConnectionPool:
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            if opening.cancelled():  # by `close`; the caller itself was not cancelled
+            if opening.cancelled():  # `close` cancelled the opening; the caller itself was not cancelled
                 raise Unavailable("this client is closed") from None
             raise
 
@@ -110,7 +110,7 @@ class ConnectionPool:
         try:
             return await self._first_to_answer(earlier, same_server, same_bits)
         finally:
-            self._opening = None  # before the task is done: waiting for a finished task does not suspend the caller
+            self._opening = None  # not later: waiting for a finished task does not suspend the caller
 
     async def _first_to_answer(
         self, earlier: ClientConnection | None, same_server: bool, same_bits: bool

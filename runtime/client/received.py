@@ -18,7 +18,7 @@ class ReceivedOutputs:
     """The token ids of each output of a request, and which outputs have ended; DONE names neither."""
 
     def __init__(self) -> None:
-        self.seed: int | None = None  # that ACCEPTED named
+        self.seed: int | None = None  # seed from ACCEPTED
         self._token_ids: dict[int, list[int]] = {}
         self._ended: set[int] = set()
         self._without_tokens: set[int] = set()  # outputs that got TOKENS without ids, which only end an output

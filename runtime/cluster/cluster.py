@@ -31,7 +31,7 @@ from .members import Member, MemberSource
 from .remote import QUARANTINE_REASON, Credentials, HostLost, HostSource, HostTraits, RemoteHost
 
 CONNECT_POLL_S = 0.02
-RESOLVE_AGAIN_S = 0.25  # while there is no host
+RESOLVE_AGAIN_S = 0.25  # pause between lookups while there is no host
 MAX_SHOWN_PROBLEMS = 8
 
 _log = structlog.get_logger("quire.cluster")
@@ -77,7 +77,7 @@ class Cluster(EnginePool):
         restart_timeout_s: float,
     ) -> None:
         super().__init__({})
-        self.hosts: dict[str, RemoteHost] = {}  # by address; also those that have left, until their requests end
+        self.hosts: dict[str, RemoteHost] = {}  # address -> host; also hosts that have left, until their requests end
         self._where = members
         self._credentials = credentials
         self._traits = traits

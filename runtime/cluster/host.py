@@ -65,7 +65,7 @@ from .host_link import (
 )
 
 GREETING_TIMEOUT_S = 5.0
-SILENCE_TIMEOUT_S = 10.0  # after which the requests of an API server are dropped
+SILENCE_TIMEOUT_S = 10.0  # silence after which the requests of an API server are dropped
 DRAIN_POLL_S = 0.05
 CONNECTION_LIMITS = ConnectionLimits(open=1024, pending=64, pending_per_address=32)
 SESSION_IDS = 1 << 40  # request ids of one session; its own are these modulo SESSION_IDS
@@ -81,7 +81,7 @@ class EngineHost:
         self, pool: EnginePool, secret: bytes, models_digest: str, max_num_waiting: int, max_image_memory: int
     ) -> None:
         self.pool = pool
-        self.address: Address | None = None  # since `listen`; links can come without
+        self.address: Address | None = None  # address of the open port, from `listen` on; other links need none
         self._secret = secret
         self._ready = HostReady(pool.info, 0, models_digest, max_num_waiting)
         self._max_image_memory = max_image_memory
@@ -108,7 +108,7 @@ class EngineHost:
             async with asyncio.timeout(GREETING_TIMEOUT_S):
                 await greet_server(connection.reader, connection.writer, self._secret)
         except (QuireError, OSError, EOFError) as error:
-            is_probe = isinstance(error, asyncio.IncompleteReadError) and not error.partial  # it said nothing
+            is_probe = isinstance(error, asyncio.IncompleteReadError) and not error.partial  # the peer sent nothing
             log = _log.debug if is_probe else _log.warning
             log("connection refused", peer=peer, reason=str(error) or "no greeting in time")
             with contextlib.suppress(OSError):
@@ -217,7 +217,7 @@ class ServerSession:
     ) -> None:
         self.number = number
         self.link = link
-        self.updates: list[RequestUpdate] = []  # these four are not sent yet
+        self.updates: list[RequestUpdate] = []  # the updates, like the next three lists, are not sent yet
         self.prefilled: list[Prefilled] = []
         self.begun: list[Prefilled] = []
         self.failures: list[HostRequestFailed] = []
@@ -225,8 +225,8 @@ class ServerSession:
         self._refuse_images = refuse_images
         self._pixels = PixelReceiver(MAX_IMAGE_BYTES)
         self._first_id = number * SESSION_IDS
-        self._requests: dict[int, QueuedRequest] = {}  # by their ids here
-        self._adding: dict[int, asyncio.Task[None]] = {}  # by the id here of each request that has no answer yet
+        self._requests: dict[int, QueuedRequest] = {}  # the host's own id -> request
+        self._adding: dict[int, asyncio.Task[None]] = {}  # the host's own id -> task of an unanswered request
         self._counters_before = _counters(pool)
         self._silent_s = 0.0
         self._flush_handle: asyncio.Handle | None = None

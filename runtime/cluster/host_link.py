@@ -48,7 +48,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="HEARTBEAT"):
 class HostReady(EngineReady, frozen=True, array_like=True, tag="HOST"):
     """The first message of a host."""
 
-    models_digest: str  # of the model's configuration
+    models_digest: str  # digest of the model's configuration
     max_num_waiting: int
 
 
@@ -59,7 +59,7 @@ class HostLeaving(msgspec.Struct, frozen=True, array_like=True, tag="LEAVING"):
 class HostRestarting(msgspec.Struct, frozen=True, array_like=True, tag="RESTARTING"):
     """The host has no engine process until its next StatsReport."""
 
-    request_ids: tuple[int, ...]  # that wait for one, and that another host may continue after a DropRequest
+    request_ids: tuple[int, ...]  # requests that wait for one; another host may continue them after a DropRequest
 
 
 class HostRequestFailed(msgspec.Struct, frozen=True, array_like=True, tag="REQUEST_FAILED"):
@@ -94,7 +94,7 @@ class LinkConnection(Protocol):
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    address: str  # of the peer, for logs
+    address: str  # address of the peer, for logs
 
     def settle(self) -> None:
         """Note that the greeting is over."""

@@ -27,8 +27,8 @@ class Member(NamedTuple):
     """One engine host."""
 
     address: TCPAddress | CarriedLink
-    name: str  # for which its certificate must be, at a TCPAddress
-    secret: bytes = b""  # of this host alone; empty: that of all hosts
+    name: str  # name that its certificate must have, at a TCPAddress
+    secret: bytes = b""  # secret of this host alone; empty: the shared secret
 
 
 class MemberSource(Protocol):
@@ -82,7 +82,7 @@ def _of_one_family(found: Iterable[tuple[Any, ...]]) -> list[str]:
 
     With as many of each, it is the family that the system prefers.
     """
-    by_family: dict[int, list[str]] = {}  # in the order of the system's preference
+    by_family: dict[int, list[str]] = {}  # addresses by family, in the order of the system's preference
     for family, *_, address in found:
         by_family.setdefault(family, []).append(str(address[0]))
     return max(by_family.values(), key=lambda addresses: len(set(addresses)), default=[])

@@ -42,7 +42,7 @@ from .host_link import (
 from .members import Member
 from .plausible import check_answer, check_counts, check_stats, check_step, check_update
 
-CONNECT_TIMEOUT_S = 2.0  # with the greeting
+CONNECT_TIMEOUT_S = 2.0  # time for connecting and the greeting
 RETRY_S = 0.1
 _log = structlog.get_logger("quire.cluster")
 QUARANTINE_REASON = (
@@ -54,7 +54,7 @@ QUARANTINE_REASON = (
 class Credentials(NamedTuple):
     """What an API server needs to be let in by its hosts."""
 
-    secret: bytes  # of all hosts that have none of their own
+    secret: bytes  # secret of all hosts that have none of their own
     tls: ssl.SSLContext | None = None  # None: the links are not encrypted
 
 
@@ -66,9 +66,9 @@ class HostLost(NotAccepting):
 class HostTraits:
     """What all hosts of an API server must have in common: what the first one has that connects."""
 
-    models_digest: str  # of the model that the API server tokenizes for
+    models_digest: str  # digest of the model that the API server tokenizes for
     first: str = ""  # address of the first host
-    info: CoreInfo | None = None  # of the first host
+    info: CoreInfo | None = None  # description by the first host
 
     def check(self, address: str, ready: HostReady) -> None:
         """Raise ConfigError for a host with another model or other bits, a shorter context, or smaller images."""
@@ -107,7 +107,7 @@ class HostConnection:
         self.link = link
         self.ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self.closed = asyncio.Event()
-        self.problem: ProtocolError | None = None  # that ended the link
+        self.problem: ProtocolError | None = None  # error that ended the link
         self._pass_on = receive
         self._on_heartbeat = on_heartbeat
         self._reading = asyncio.create_task(self._read(), name="quire-host-link")
@@ -189,15 +189,15 @@ class HostSource:
     what = "engine host"
     snapshot: str | None = None
     connection: HostConnection  # the latest
-    ready: HostReady  # what the host said last of itself
+    ready: HostReady  # the host's last report about itself
 
     def __init__(self, member: Member, credentials: Credentials, traits: HostTraits) -> None:
         self.name = str(member.address)
-        self.member = member  # whose secret may change: a host that comes back to its address may have another one
-        self.problem: QuireError | None = None  # of the last attempt
+        self.member = member  # its secret may change: a host that comes back to its address may have another one
+        self.problem: QuireError | None = None  # error of the last attempt
         self._credentials = credentials
         self._traits = traits
-        self._next_attempt = 0.0  # at the earliest
+        self._next_attempt = 0.0  # earliest time of the next attempt
 
     def ending(self, status: int) -> str:
         """See `EngineSource.ending`."""
@@ -241,10 +241,10 @@ class RemoteHost(SupervisedEngine):
         self._source = source
         self._move = move
         self._is_leaving = False  # the host has announced that it will close the link
-        self._is_failing = False  # its engines cannot be restarted, until it reports what they do
-        self._restarting: HostRestarting | None = None  # until its engines compute again
+        self._is_failing = False  # the engines cannot be restarted, until the host reports their state
+        self._restarting: HostRestarting | None = None  # last report of restarting engines; None while they compute
         self._num_moved = 0  # requests that went on at another host
-        self.is_retired = False  # it is no member any more: it gets nothing new, and what it has goes on
+        self.is_retired = False  # no member any more: it gets no new requests, its running requests continue
 
     @property
     def address(self) -> str:
@@ -305,7 +305,7 @@ class RemoteHost(SupervisedEngine):
         left_there = [request.request_id for pending in unanswered for request in pending.requests]
         if self._restarting is not None:
             left_there += self._tokens.take_back(self._restarting.request_ids)
-        for request_id in left_there:  # if the link is up
+        for request_id in left_there:  # the link may be down
             self._send(DropRequest(request_id, None, "it goes on at another host"))
         given_up = super().give_up()
         self._num_moved += len(given_up)
@@ -355,7 +355,7 @@ class RemoteHost(SupervisedEngine):
         self._forget_stats()
         self._pending_adds.on_process_exit(from_outside=True)
         self._end(self._tokens.on_host_lost(is_blameless=self._is_leaving), QUARANTINE_REASON)
-        self._is_leaving = self._is_failing = False  # it may come back
+        self._is_leaving = self._is_failing = False  # the host may come back
         self._restarting = None
         self._listener.interrupted(())
 
@@ -368,7 +368,7 @@ class RemoteHost(SupervisedEngine):
         entry = self._tokens.give_up(request_id)
         if entry is None:
             return
-        entry.num_lost_hosts += 1  # of those whose engines are gone for good, this is one
+        entry.num_lost_hosts += 1  # one lost host more, since its engines are gone for good
         is_lost = isinstance(error, Unavailable)
         self._is_failing = self._is_failing or is_lost
         if is_lost and entry.num_lost_hosts < MAX_LOST_HOSTS and self._move(entry):

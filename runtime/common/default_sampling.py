@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-NATIVE_TEMPERATURE = 0.0  # of `SamplingParams`: Quire's protocol, `LLM` and `quire generate`
+NATIVE_TEMPERATURE = 0.0  # temperature of `SamplingParams`: Quire's protocol, `LLM` and `quire generate`
 HTTP_SAMPLING = MappingProxyType({"temperature": 1.0})  # OpenAI's default
 # Without a filter, the many unlikely tokens spoil a small model's text of some hundred tokens at temperature 1.
 PAGE_SAMPLING = MappingProxyType({"temperature": 0.8, "min_p": 0.05})

@@ -7,11 +7,11 @@ import resource
 
 # Parameters of mallopt, from malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-MAX_ARENAS = 4  # by default 8 per core: each keeps what its threads have freed
+MAX_ARENAS = 4  # the default is 8 per core: each keeps what its threads have freed
 MAPPED_BYTES = 4 << 20  # blocks of this size go back to the system when they are freed; glibc would raise it to 32 MiB
 MAX_UNUSED = 16 << 20  # bytes that are freed inside arenas, where glibc keeps them, before they are returned
 MIN_RETURNED = 8 << 20  # bytes that are freed since, before they are returned again
-TRIMMED_BYTES = 16 << 20  # of freed memory at the end of an arena
+TRIMMED_BYTES = 16 << 20  # freed memory at the end of an arena
 INFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
 _libc = ctypes.CDLL(None)
@@ -44,8 +44,8 @@ class UnusedMemory:
     """Watches the memory that the process holds and does not use: what jobs free between blocks that stay."""
 
     def __init__(self) -> None:
-        self._least = _unused_bytes()  # since the start; it includes mapped files and the KV cache
-        self._left = self._least  # after memory was last returned: some of it cannot be
+        self._least = _unused_bytes()  # least unused memory since the start; it includes mapped files and the KV cache
+        self._left = self._least  # memory left when some was last returned: not all of it can be
 
     def return_excess(self) -> None:
         """Return freed memory to the system if there is `MAX_UNUSED` more of it. That takes some milliseconds."""

@@ -14,7 +14,7 @@ from typing import Any
 from .errors import InvalidRequest
 from .prompts import IMAGE, PLACE, shown
 
-MAX_IMAGES = 256  # of one request, whatever the model
+MAX_IMAGES = 256  # images of one request, whatever the model
 DATA_URL = "data:image/png;base64,…"
 DETAILS = ("auto", "low", "high")  # every image gets the resolution that its model was trained for
 IMAGE_PART: dict[str, Any] = {"type": IMAGE}

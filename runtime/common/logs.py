@@ -22,7 +22,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 SECRETS = frozenset(
     {"token", "key", "keys", "api_key", "authorization", "password", "secret", "session", "prompt", "messages", "text"}
 )
-MAX_LINES, LINES_INTERVAL_S = 10, 10.0  # of a BoundedLog, unless it has other limits
+MAX_LINES, LINES_INTERVAL_S = 10, 10.0  # limits of a BoundedLog without its own
 _START = secrets.token_hex(2)
 _numbers = itertools.count(1)
 
@@ -78,8 +78,8 @@ class BoundedLog:
         self._max_lines = max_lines
         self._interval_s = interval_s
         self._clock = clock
-        self._began_at = -math.inf  # of the interval
-        self._num_lines = 0  # in this interval, those left out included
+        self._began_at = -math.inf  # start of the interval
+        self._num_lines = 0  # lines in this interval, including lines left out
 
     def write(self, level: int, event: str, **fields: object) -> None:
         """Write a line at `level`, a number of `logging`, or count it as left out."""

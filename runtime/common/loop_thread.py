@@ -76,7 +76,7 @@ class LoopThread:
             self._result(closing)
         finally:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self._leave.set)  # if `_close` was cancelled before it began
+                self._loop.call_soon_threadsafe(self._leave.set)  # `_close` may have been cancelled first
             self._thread.join()
 
     def begin_close(self) -> Future[None] | None:

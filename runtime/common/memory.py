@@ -14,8 +14,8 @@ UNKNOWN_BYTES = 1 << 30  # taken as free where the system does not say
 V1_FILES = ("memory.limit_in_bytes",)
 V2_FILES = ("memory.max", "memory.high")
 STAT = "memory.stat"
-SLOWS_DOWN = "memory.high"  # beyond it the kernel slows the group's processes; beyond other files' limits it kills one
-PROCESS_LIMITS = {"Max address space": "VmSize", "Max data size": "VmData"}  # of `ulimit -v` and `-d` -> what counts
+SLOWS_DOWN = "memory.high"  # a limit that slows the group's processes; the kernel kills one at the other limits
+PROCESS_LIMITS = {"Max address space": "VmSize", "Max data size": "VmData"}  # `ulimit -v` and `-d` -> counted size
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class MemoryLimit:
     """A limit of this process, or of a group of processes that contains it."""
 
     limit_bytes: int
-    used_bytes: int  # without cached files, which the kernel drops when a group needs the memory
+    used_bytes: int  # use without cached files, which the kernel drops when a group needs the memory
     where: str  # the file or the name of the limit
 
     @property

@@ -53,7 +53,7 @@ class Option:
     """One option, as the field of a config struct declares it."""
 
     name: str
-    kind: inspect.Type  # of a value, without `| None`
+    kind: inspect.Type  # type of a value, without `| None`
     default: object
     help: str = ""
     group: str = ""

@@ -26,11 +26,11 @@ OTHER_SCHEMA = "input_schema"  # the name that another API gives the parameters 
 TOOL_PLACE: Callable[[int], str] = "tools[{}]".format  # the name of a tool in errors, by its index
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 EXAMPLE = '{"role": "user", "content": "Hello"}'
-PLACE: Callable[[int], str] = "messages[{}]".format  # what errors call the message with an index
+PLACE: Callable[[int], str] = "messages[{}]".format  # name of a message in errors, from its index
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 IMAGE = "image"  # type of a part of a message
 REFUSAL = "refusal"  # type of a part of an assistant's message
-IMAGE_ROLES = ("user", "tool")  # of messages that may have images
+IMAGE_ROLES = ("user", "tool")  # roles of messages that may have images
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class PromptImage:
     into tiles makes one of these per tile.
     """
 
-    position: int  # of the first placeholder token in the prompt
+    position: int  # position in the prompt of the first placeholder token
     tokens: int  # consecutive placeholder tokens
     pixels: npt.NDArray[np.uint8]  # [height, width, 3]
     digest: bytes  # see `image_digest`

@@ -18,7 +18,7 @@ from .options import Option, nearest_name, options_of, suggestion
 from .server_config import ServerConfig
 
 ENVIRONMENT_PREFIX = "QUIRE_"
-OTHER_VARIABLES = {"QUIRE_DEBUG"}  # that are read but are no options
+OTHER_VARIABLES = {"QUIRE_DEBUG"}  # variables that are read but are no options
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -106,7 +106,7 @@ def _one_source(
 def _find(name: str, options: Mapping[str, Option], where: str) -> Option:
     found = options.get(name) or next((option for option in options.values() if option.alias == name), None)
     if found is None:
-        known = ", ".join(f"'{each}'" for each in sorted(options))  # in quotes: keys of a file, not flags
+        known = ", ".join(f"'{each}'" for each in sorted(options))  # quoted keys of a file, not flags
         raise ConfigError(f"{where} is not an option{suggestion(name, options) or f'; the options are {known}'}")
     return found
 

@@ -6,7 +6,7 @@ import gc
 import sys
 
 GC_OBJECTS = 20_000  # more than before the next collection: what ends leaves no cycles, and a step makes thousands
-GIL_INTERVAL_S = 0.0005  # that a thread which renders or tokenizes holds the GIL while the event loop waits for it
+GIL_INTERVAL_S = 0.0005  # longest hold of the GIL by a rendering or tokenizing thread, while the event loop waits
 
 
 def tune_collector() -> None:

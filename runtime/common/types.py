@@ -70,7 +70,7 @@ class StructuredOutputs(
                 raise InvalidRequest(f"structured_outputs: {name} must not be empty")
             if name != "json":
                 msgspec.structs.force_setattr(self, name, _converted(name, value))
-        if isinstance(self.json, dict):  # as text: maps of a frame nest a few levels only
+        if isinstance(self.json, dict):  # converted to text: maps of a frame nest a few levels only
             msgspec.structs.force_setattr(self, "json", _json(self.json, "structured_outputs: the schema"))
 
     def _is_default(self, name: str) -> bool:
@@ -101,7 +101,7 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Which of a chat's tools its answer may or must call."""
 
     needed: Literal["none", "auto", "required"] = "auto"
-    names: tuple[str, ...] | None = None  # of the tools that may be called; None: all
+    names: tuple[str, ...] | None = None  # tools that may be called; None: all
     parallel: bool = True  # several calls in one answer
 
 
@@ -121,7 +121,7 @@ class ChatOptions(
 
     tools: tuple[str, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
-    template_variables: dict[str, Any] = {}  # for the chat template, such as `enable_thinking`
+    template_variables: dict[str, Any] = {}  # variables of the chat template, such as `enable_thinking`
 
     def __post_init__(self) -> None:
         if not all(isinstance(tool, str) for tool in self.tools):
@@ -252,13 +252,13 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens and milliseconds that a finished request took, all its outputs together."""
 
     prompt_tokens: int  # counted once for all outputs
-    completion_tokens: int  # with best_of, tokens of samples that are not returned count too
+    completion_tokens: int  # generated tokens; with best_of, including samples that are not returned
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     recomputed_tokens: int = 0  # tokens prefilled again after a preemption
-    seed: int = 0  # of the first output
+    seed: int = 0  # seed of the first output
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
-    decode_ms: float = 0.0  # of the output that took longest
+    decode_ms: float = 0.0  # decoding time of the slowest output
     stall_ms: float = 0.0  # preempted; of the output that was preempted longest
 
 
@@ -279,16 +279,16 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     chunk with `finish_reason` is the last of its output. Only the last chunk of a stream has `usage`.
     """
 
-    first_index: int  # of token_ids[0] among the output's tokens
+    first_index: int  # index of token_ids[0] among the output's tokens
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     choice: int = 0  # index of the output
-    cumulative_logprob: float | None = None  # of the whole output, if outputs were ranked by it
+    cumulative_logprob: float | None = None  # logprob of the whole output, if outputs were ranked by it
     stop_reason: int | str | None = None  # the id in `stop_token_ids`, or the text in `stop`, that ended the output
-    deltas: tuple[Delta, ...] | None = None  # of a chat with `ChatOptions`: reasoning and calls, which `text` lacks
+    deltas: tuple[Delta, ...] | None = None  # reasoning and calls of a chat with `ChatOptions`, which `text` lacks
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -306,7 +306,7 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: FinishReason
     cumulative_logprob: float | None  # None unless the request has logprobs, best_of or beam_width
-    reasoning: str = ""  # of a chat with `ChatOptions`, as are the calls
+    reasoning: str = ""  # reasoning of a chat with `ChatOptions`; like the calls below
     tool_calls: tuple[ToolCall, ...] = ()
 
 

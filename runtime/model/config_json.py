@@ -19,7 +19,7 @@ CONFIG_FILE = "config.json"
 
 MAX_LAYERS = 1024
 MAX_HEADS = 1024
-MAX_WIDTH = 1 << 20  # of hidden and intermediate
+MAX_WIDTH = 1 << 20  # largest hidden and intermediate size
 MAX_EXPERTS = 1024
 MAX_VOCAB = 1 << 22
 MAX_POSITIONS = 1 << 27

@@ -11,7 +11,7 @@ from math import sqrt
 from .config_json import MAX_POSITIONS, ConfigTable, read_head_dim
 from .spec import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
 
-DEFAULT_THETA = 10_000.0  # as in transformers
+DEFAULT_THETA = 10_000.0  # transformers' default
 
 
 def read_rope(config: ConfigTable, *, partial: bool = False) -> Rope:
@@ -86,7 +86,7 @@ def _scaling(
 ) -> LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None:
     kind = table.text("rope_type", table.text("type", "default"))
     max_positions = config.integer("max_position_embeddings", 1, MAX_POSITIONS)
-    if kind in ("longrope", "su") or (kind == "yarn" and "short_factor" in table):  # so in the first Phi-3 checkpoints
+    if kind in ("longrope", "su") or (kind == "yarn" and "short_factor" in table):  # the first Phi-3 checkpoints
         pairs = (dim or read_head_dim(config)) // 2
         return _longrope(table, _original_positions(config, table, max_positions), max_positions, pairs)
     if kind == "default":

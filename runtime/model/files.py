@@ -17,8 +17,8 @@ from .links import check_links
 from .weights.gguf import PART, GGUFFile
 from .weights.safetensors import INDEX_FILE, SINGLE_FILE
 
-SAMPLED_BLOCKS = 64  # of a file, in `sampled_fingerprint`
-SAMPLED_BYTES = 4096  # of a block
+SAMPLED_BLOCKS = 64  # blocks of a file, in `sampled_fingerprint`
+SAMPLED_BYTES = 4096  # size of a block
 BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
 BUNDLED_EMBEDDING_MODEL = Path(__file__).parents[1] / "demo_embedding"
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a model on Hugging Face: organization/name

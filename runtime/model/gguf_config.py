@@ -107,7 +107,7 @@ class GGUFFormat:
     keys: Mapping[str, str] = field(default_factory=lambda: KEYS)
     names: TensorNames = NAMES
     neighboring_pairs: bool = False  # rows of q and k: a rotated pair is two neighbors, not half a head apart
-    experts: bool = False  # of families with the same architecture, the one whose files have experts
+    experts: bool = False  # True: the family, among several with the same architecture, whose files have experts
     derive: Callable[[ConfigTable], Mapping[str, Any]] = lambda config: {}  # keys of config.json that files do not have
 
     def open(self, file: GGUFFile, read: Callable[[ConfigTable], DecoderSpec]) -> tuple[DecoderSpec, GGUFCheckpoint]:

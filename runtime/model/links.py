@@ -14,8 +14,8 @@ from pathlib import Path
 from ..common.errors import CorruptCheckpoint
 from .weights.gguf import PART
 
-TEXT_ENDINGS = (".json", ".jinja", ".txt")  # of files that are read beside a GGUF file
-READ_ENDINGS = (*TEXT_ENDINGS, ".safetensors", ".gguf")  # of those in a folder
+TEXT_ENDINGS = (".json", ".jinja", ".txt")  # endings of files that are read beside a GGUF file
+READ_ENDINGS = (*TEXT_ENDINGS, ".safetensors", ".gguf")  # endings of files that are read in a folder
 
 
 def check_links(path: Path) -> None:

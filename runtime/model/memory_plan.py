@@ -35,9 +35,9 @@ class MemoryPlan:
     arena_bytes: int
     logits_bytes: int  # inside the arena
     rotary_bytes: int
-    scratch_bytes: int  # of ops, over all worker threads
+    scratch_bytes: int  # scratch memory of ops, over all worker threads
     sampling_bytes: int
-    encoder: EncoderMemoryPlan | None = None  # beside the decoder
+    encoder: EncoderMemoryPlan | None = None  # encoder beside the decoder
     images: VisionMemoryPlan | None = None  # the model's vision tower, and the cache of what it computed
     process_bytes: int = PROCESS_BYTES  # Python and its libraries
     program: ProgramPlan

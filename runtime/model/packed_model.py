@@ -26,7 +26,7 @@ from .weights.decoder_weights import DecoderWeights, pack_weights
 class PackedModel:
     """A model's spec and packed weights. The weights are read-only; programs for several capacities may share them."""
 
-    path: Path  # of the folder or GGUF file
+    path: Path  # path of the folder or GGUF file
     spec: DecoderSpec
     weights: DecoderWeights
 

@@ -42,7 +42,7 @@ def read_quantization(config: ConfigTable, folder: str | Path) -> Quantization |
     key = next((key for key in CONFIG_KEYS if key in config), None)
     if key is not None:
         return _read(config.table(key), "compressed-tensors" if key == "compression_config" else None)
-    if "quantization" in config:  # of MLX
+    if "quantization" in config:  # MLX's key
         raise config.refused("quantization", "absent: weights of MLX are not supported")
     name = next((name for name in OWN_FILES if isfile(Path(folder) / name)), None)
     if name is None:

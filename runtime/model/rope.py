@@ -86,7 +86,7 @@ def _cos_sin(angles: Angles) -> tuple[Angles, Angles]:
     """Return both of `angles`, 0 to 1.6 million radians, within 2 ulp: the reduction and the polynomials of fdlibm."""
     quarters = np.rint(angles * (2 / math.pi))
     x = angles
-    for part in (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21):  # of pi / 2
+    for part in (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21):  # parts of pi / 2
         x = x - quarters * part
     z = x * x
     sin, cos = np.full_like(x, _SIN[0]), np.full_like(x, _COS[0])
@@ -105,7 +105,7 @@ def inverse_frequencies(rope: Rope, dim: int, max_positions: int) -> tuple[Frequ
     """Return the radians per position of each pair of `dim` rotated elements, and the factor on cos and sin."""
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     theta = Decimal(rope.theta)
-    wavelengths = np.array([theta ** Decimal(float(x)) for x in exponents], np.float64).astype(np.float32)  # over 2 pi
+    wavelengths = np.array([theta ** Decimal(float(x)) for x in exponents], np.float64).astype(np.float32)  # unit: 2 pi
     plain = np.float32(1) / wavelengths
     match rope.scaling:
         case None:

@@ -79,10 +79,10 @@ class Experts:
 
     num_experts: int
     top_k: int  # experts per token
-    intermediate_size: int  # of each expert
+    intermediate_size: int  # size of each expert
     normalized: bool  # a token's weights are a softmax over its own experts, not over all
     layers: tuple[bool, ...]  # one per layer: whether it has experts or an MLP
-    bias: bool = False  # of the router and of each expert
+    bias: bool = False  # bias of the router and of each expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     o: str = "self_attn.o_proj"
-    sinks: str = "self_attn.sinks"  # with its suffix, if it has one
+    sinks: str = "self_attn.sinks"  # name with its suffix, if it has one
     attention_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -127,25 +127,25 @@ class DecoderSpec:
     head_dim: int
     intermediate_size: int
     norm_eps: float
-    attention_scale: float  # of queries, usually head_dim ** -0.5
+    attention_scale: float  # factor of queries, usually head_dim ** -0.5
     ropes: tuple[Rope | None, ...]  # one per layer; None: heads are not rotated
     windows: tuple[int, ...]  # one per layer: the number of tokens it sees; 0: all
     tie_embeddings: bool  # the embedding is also the lm_head
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     qk_norm: bool = False  # RMS norm of each query and key head before rotation
-    qk_norm_rows: bool = False  # with qk_norm: of all query heads together, and of all key heads, not of each
+    qk_norm_rows: bool = False  # qk_norm covers all query heads together, and all key heads, instead of each head
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    activation: Literal["silu", "gelu_tanh", "clamped_silu"] = "silu"  # of the gate of MLPs and experts
+    activation: Literal["silu", "gelu_tanh", "clamped_silu"] = "silu"  # activation of the gate of MLPs and experts
     sinks: bool = False  # each query head has a score in its softmax that belongs to no token
-    pre_norms: bool = True  # of the input of attention and MLP
-    post_norms: bool = False  # of their output, before it is added to the residual stream
+    pre_norms: bool = True  # norms of the input of attention and MLP
+    post_norms: bool = False  # norms of their output, before it is added to the residual stream
     norm_offset: float = 0.0  # is added to the weights of all norms
     embedding_scale: float = 1.0
-    round_embedding_scale: bool = False  # to bf16 unless the weights are f32: the family keeps it in their dtype
-    residual_scale: float = 1.0  # of the output of attention and MLP; only without post_norms
+    round_embedding_scale: bool = False  # round to bf16 unless the weights are f32: the family keeps it in their dtype
+    residual_scale: float = 1.0  # factor of the output of attention and MLP; only without post_norms
     logits_scale: float = 1.0
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: none
     logits_softcap: float = 0.0  # the same for logits

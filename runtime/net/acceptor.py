@@ -25,11 +25,11 @@ from ..common.tasks import end_tasks
 from .tls import TLS
 
 RETRY_S = 0.5  # pause after the system had no descriptor or memory for a connection
-ACCEPTS_S = 0.0002  # in one turn of the event loop; then the next one goes on
+ACCEPTS_S = 0.0002  # accepting time in one turn of the event loop; the next turn continues
 READ_LIMIT = 64 << 10
 FIRST_READ_BYTES = 4 << 10
 LINGER_S = 1.0
-HANDSHAKE_BYTE = b"\x16"  # with which a TLS client begins
+HANDSHAKE_BYTE = b"\x16"  # first byte of a TLS client
 LOCAL = "local"  # the address of every client of a unix socket
 IPV6_SITE_BITS = 64  # an IPv6 host can use any address of its /64, so these count as one
 
@@ -44,7 +44,7 @@ class ConnectionLimits(NamedTuple):
     open: int  # accepted connections, pending ones included
     pending: int
     pending_per_address: int  # does not apply to a unix socket
-    accepts_per_turn: int = 4  # before other tasks of the event loop run
+    accepts_per_turn: int = 4  # connections accepted before other tasks of the event loop run
 
 
 class FirstBytes:
@@ -96,7 +96,7 @@ class AcceptedConnection:
         self.num_open_at_accept = num_open_at_accept  # connections of the port, this one included
         self.address = address
         self.socket = accepted  # `transport`'s, once there is one
-        self.first_bytes: FirstBytes | None = None  # until there is a reader
+        self.first_bytes: FirstBytes | None = None  # first bytes of a connection without a reader
         self.awaited_since = asyncio.get_running_loop().time()  # the client could send its first message from then on
         self.transport: asyncio.WriteTransport | None = None  # the writer's
         self._acceptor = acceptor
@@ -141,7 +141,7 @@ class Acceptor:
         self._plain_answer = plain_answer
         self._on_refused = on_refused
         self._open: dict[AcceptedConnection, asyncio.Task[None] | None] = {}  # None: until its first bytes
-        self._pending: dict[str, dict[AcceptedConnection, None]] = {}  # by address, longest pending first
+        self._pending: dict[str, dict[AcceptedConnection, None]] = {}  # address -> connections, longest pending first
         self._retry: asyncio.TimerHandle | None = None
         self._warnings = BoundedLog(_log)
         self._start()
@@ -279,7 +279,7 @@ class Acceptor:
         if connection.transport is not None:
             connection.transport.abort()
             if (error := connection.reader.exception()) is not None:
-                error.__traceback__ = None  # whose frames hold the reader
+                error.__traceback__ = None  # the traceback's frames hold the reader
         else:
             connection.socket.close()
         connection.first_bytes = None

@@ -14,9 +14,9 @@ import re
 import h11
 
 MAX_HEAD_LINES = 256
-PIECE_BYTES = 4 << 10  # of a body in chunks, parsed in one turn of the event loop
-MAX_KEPT_BYTES = 1 << 10  # that h11 keeps of such a body: the beginning of a chunk's line, or the last fields
-MAX_SMALL_CHUNKS = 1024  # of a body; one more for each `BYTES_PER_CHUNK`
+PIECE_BYTES = 4 << 10  # bytes of a chunked body that one turn of the event loop parses
+MAX_KEPT_BYTES = 1 << 10  # bytes of such a body that h11 keeps: the beginning of a chunk's line, or the last fields
+MAX_SMALL_CHUNKS = 1024  # small chunks of a body; one more for each `BYTES_PER_CHUNK`
 BYTES_PER_CHUNK = 16
 CRLF = b"\r\n"
 
@@ -88,7 +88,7 @@ class ChunkLines:
         """Check nothing of a body that is not `in_chunks`."""
         self._http = http
         self._expects_line = in_chunks  # the next bytes are the line of a chunk, after the end of the last one
-        self._num_end_bytes = 0  # of the last chunk, before that line
+        self._num_end_bytes = 0  # bytes of the last chunk, before that line
         self._in_trailer = False
 
     def check(self) -> None:

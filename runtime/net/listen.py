@@ -30,8 +30,8 @@ class AddressTaken(ConfigError):
 @dataclass(frozen=True, slots=True)
 class ListeningSocket:
     socket: socket.socket
-    address: Address  # for clients; port 0 is resolved
-    inode: int | None = None  # of the unix socket's file
+    address: Address  # address for clients; port 0 is resolved
+    inode: int | None = None  # inode of the unix socket's file
 
     def close(self) -> None:
         """Close, and remove the file if it is still this socket's."""

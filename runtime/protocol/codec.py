@@ -34,13 +34,13 @@ from .framing import PREFIX_BYTES, next_payload, with_prefix
 MAX_DEPTH = 8  # levels of nesting; TOKENS needs 5: frame, logprobs, token, alternatives, pair
 MAX_ARRAY_LENGTH = 1 << 20
 MAX_ARRAYS = 1 << 18  # per frame; logprobs of 8,192 tokens with 20 alternatives need 180,000
-MAX_MAP_ENTRIES = 1 << 15  # of all maps in a frame, plus one per map; parsing that many takes 15 ms
+MAX_MAP_ENTRIES = 1 << 15  # entries of all maps in a frame, plus one per map; parsing that many takes 15 ms
 UNCHECKED_BYTES = 1 << 10  # shorter frames skip a check: false array lengths cost at most 3 MB and 2 ms there
 MAX_ERROR_CHARACTERS = 500  # messages quote the peer's input
 
-PARAMS_POSITION = 3  # of the sampling parameters in GENERATE
+PARAMS_POSITION = 3  # position of the sampling parameters in GENERATE
 _DEFAULT_PARAMS = msgspec.to_builtins(SamplingParams())
-_DEFAULTS: dict[type[Frame], tuple[object, ...]] = {  # of the trailing fields of clients' frames, last field first
+_DEFAULTS: dict[type[Frame], tuple[object, ...]] = {  # defaults of trailing fields of clients' frames, last field first
     frame: tuple({} if isinstance(default, SamplingParams) else default for default in frame.__struct_defaults__[::-1])
     for frame in CLIENT_FRAMES.values()
 }
@@ -102,9 +102,9 @@ class _Short:
     """How a frame type is sent: packed whole, then cut before the trailing fields that have their defaults."""
 
     optional: Callable[[Frame], object]
-    all_defaults: object  # what `optional` returns if every field has its default
-    header: bytes  # first byte then
-    end: int | None  # then, in the packed frame, counted from its end
+    all_defaults: object  # result of `optional` if every field has its default
+    header: bytes  # first byte in that case
+    end: int | None  # place of the cut in that case, counted from the end of the packed frame
     defaults: dict[str, object]  # last field first
 
     @classmethod

@@ -43,7 +43,7 @@ from ..common.types import ChatOptions, Delta, FinishReason, SamplingParams, Tok
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 4 << 20  # default of what each side offers; the smaller offer applies
 MIN_FRAME_BYTES = 64 << 10  # limit before WELCOME, and the least that a peer may offer
-HEARTBEAT_NONCE = 1  # of a PING that only breaks silence; a default would not be sent, and earlier peers expect a nonce
+HEARTBEAT_NONCE = 1  # PING that only breaks silence; a default would not be sent, and earlier peers expect a nonce
 HEARTBEATS_MISSED = 3  # intervals of silence after which a connection is closed
 FEATURES = (
     "cache_key",
@@ -60,7 +60,7 @@ MAX_CACHE_KEY = 256  # characters
 
 RequestId = Annotated[int, msgspec.Meta(ge=0)]  # u64, msgpack's largest integer type
 NumTokens = Annotated[int, msgspec.Meta(ge=0)]
-Message = dict[str, Any]  # of a chat: `role`, `content` and other keys that the model's template uses
+Message = dict[str, Any]  # message of a chat: `role`, `content` and other keys that the model's template uses
 IdempotencyKey = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -72,18 +72,18 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Hello(_Frame, tag="HELLO", frozen=True):
-    versions: tuple[int, ...]  # that the client supports, in any order
+    versions: tuple[int, ...]  # versions that the client supports, in any order
     token: str | None = None
     features: tuple[str, ...] = ()  # requested
     max_frame_bytes: Annotated[int, msgspec.Meta(ge=MIN_FRAME_BYTES)] = MAX_FRAME_BYTES
-    session: str | None = None  # of an earlier WELCOME, to resume its requests
+    session: str | None = None  # session of an earlier WELCOME, to resume its requests
 
 
 class Generate(_Frame, tag="GENERATE", frozen=True):
     request_id: RequestId
     prompt: str | tuple[int, ...] | None
     params: SamplingParams = SamplingParams()
-    deadline_ms: Annotated[int, msgspec.Meta(ge=0)] | None = None  # from arrival
+    deadline_ms: Annotated[int, msgspec.Meta(ge=0)] | None = None  # milliseconds from arrival
     priority: int = 0  # requests with a lower number run earlier
     pin_ms: Annotated[int, msgspec.Meta(ge=0)] | None = None  # how long the prompt stays cached after the end
     messages: tuple[Message, ...] | None = None  # instead of a prompt; rendered by the model's chat template
@@ -110,7 +110,7 @@ class Credit(_Frame, tag="CREDIT", frozen=True):
 
 
 class Resume(_Frame, tag="RESUME", frozen=True):
-    request_id: RequestId  # as in its GENERATE
+    request_id: RequestId  # id in its GENERATE
     next_index: NumTokens  # tokens received so far, of all outputs
     credit: NumTokens | None = None  # replaces the credit of the request
 
@@ -119,9 +119,9 @@ class AskVectors(_Frame, tag="EMBED", frozen=True):
     request_id: RequestId
     inputs: tuple[str | tuple[int, ...], ...]  # texts, or token ids with the model's special tokens
     dimensions: int | None = None  # leading elements of each vector; None: all
-    prompt_name: str | None = None  # of the model's prompts; None: the model's default
+    prompt_name: str | None = None  # name of one of the model's prompts; None: the model's default
     truncate_prompt_tokens: int | None = None  # keep this many tokens of a text, -1: as many as the model takes
-    deadline_ms: Annotated[int, msgspec.Meta(ge=0)] | None = None  # from arrival
+    deadline_ms: Annotated[int, msgspec.Meta(ge=0)] | None = None  # milliseconds from arrival
     priority: int = 0  # requests with a lower number run earlier
     credit: NumTokens | None = None  # texts whose values may be sent before CREDIT; None: no limit
 
@@ -130,8 +130,8 @@ class AskScores(_Frame, tag="SCORE", frozen=True):
     request_id: RequestId
     query: str
     documents: tuple[str, ...]
-    truncate_prompt_tokens: int | None = None  # of query and document together; as in EMBED
-    deadline_ms: Annotated[int, msgspec.Meta(ge=0)] | None = None  # from arrival
+    truncate_prompt_tokens: int | None = None  # limit for query and document together; as in EMBED
+    deadline_ms: Annotated[int, msgspec.Meta(ge=0)] | None = None  # milliseconds from arrival
     priority: int = 0  # requests with a lower number run earlier
     credit: NumTokens | None = None  # scores that may be sent before CREDIT; None: no limit
 
@@ -170,8 +170,8 @@ class Welcome(_Frame, tag="WELCOME", frozen=True):
     max_frame_bytes: int
     model: str  # served name
     session: str = ""  # secret name of this connection, needed to resume its requests
-    heartbeat_ms: int | None = None  # if `heartbeat` was granted
-    fingerprint: str = ""  # of all that decides the bits of an output besides its request; if `continue` was granted
+    heartbeat_ms: int | None = None  # set if `heartbeat` was granted
+    fingerprint: str = ""  # all that decides the bits of an output besides its request; sent if `continue` was granted
 
 
 class Accepted(_Frame, tag="ACCEPTED", frozen=True):
@@ -183,7 +183,7 @@ class Accepted(_Frame, tag="ACCEPTED", frozen=True):
     pages_free: int
     predicted_wait_ms: float | None = None
     pin_refused: bool = False  # sent if `pins` was negotiated: the prompt is not pinned, see PROTOCOL.md
-    seed: int | None = None  # of output 0; sent if `continue` was negotiated
+    seed: int | None = None  # seed of output 0; sent if `continue` was negotiated
 
 
 class Progress(_Frame, tag="PROGRESS", frozen=True):
@@ -196,14 +196,14 @@ class Progress(_Frame, tag="PROGRESS", frozen=True):
 
 class Tokens(_Frame, tag="TOKENS", frozen=True):
     request_id: RequestId
-    first_index: int  # of token_ids[0] among the output's tokens
+    first_index: int  # index of token_ids[0] among the output's tokens
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] | None = None
     choice: int = 0  # index of the output
-    finish_reason: FinishReason | None = None  # if this output ends and others continue
-    cumulative_logprob: float | None = None  # of the whole output, if outputs were ranked by it
-    deltas: tuple[Delta, ...] | None = None  # of a request with `chat`: reasoning and calls, which `text` lacks
+    finish_reason: FinishReason | None = None  # set if this output ends and others continue
+    cumulative_logprob: float | None = None  # logprob of the whole output, if outputs were ranked by it
+    deltas: tuple[Delta, ...] | None = None  # reasoning and calls of a request with `chat`, which `text` lacks
 
 
 class Done(_Frame, tag="DONE", frozen=True):
@@ -225,8 +225,8 @@ class Error(_Frame, tag="ERROR", frozen=True):
 class Goaway(_Frame, tag="GOAWAY", frozen=True):
     """The server is shutting down; clients send new requests to another server."""
 
-    last_accepted_id: int | None  # of the newest request on this connection that will be served
-    deadline_ms: int  # from now; requests that are still running then end in a retryable ERROR
+    last_accepted_id: int | None  # newest request on this connection that will be served
+    deadline_ms: int  # milliseconds from now; requests that are still running then end in a retryable ERROR
     message: str = ""
 
 
@@ -234,7 +234,7 @@ class Vectors(_Frame, tag="VECTORS", frozen=True):
     """The vectors of consecutive inputs of EMBED."""
 
     request_id: RequestId
-    first_index: int  # of the first one among the inputs
+    first_index: int  # index of the first one among the inputs
     dimensions: Annotated[int, msgspec.Meta(ge=1)]
     values: bytes  # f32, little-endian, one vector after another; msgpack's binary type
 
@@ -243,7 +243,7 @@ class Scores(_Frame, tag="SCORES", frozen=True):
     """The scores of consecutive documents of SCORE."""
 
     request_id: RequestId
-    first_index: int  # of the first one among the documents
+    first_index: int  # index of the first one among the documents
     scores: tuple[float, ...]
 
 
@@ -260,8 +260,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     vocab_size: int
     has_tokenizer: bool
     has_chat_template: bool
-    max_images: int = 0  # of one request; 0: the model takes no images. Sent if `images` was negotiated
-    task: str = "generate"  # what it does: "generate", "embed", or "score" pairs of texts
+    max_images: int = 0  # images of one request; 0: the model takes no images. Sent if `images` was negotiated
+    task: str = "generate"  # task of the model: "generate", "embed", or "score" pairs of texts
 
 
 class Models(_Frame, tag="MODELS", frozen=True):

@@ -10,9 +10,9 @@ from .server_replica import ServerReplica
 from .settings import settings_of
 
 HOSTS, SERVERS = "EngineHost", "ApiServer"  # the deployments
-CLOSE_MARGIN_S = 15.0  # beyond shutdown_timeout, before Serve kills a replica: to notice that it leaves, and to close
+CLOSE_MARGIN_S = 15.0  # time to notice the shutdown and to close, after shutdown_timeout; then Serve kills a replica
 LEAVE_AFTER_S = 0.1  # Serve's own wait for the requests of its handles, none of them by clients: by default 2 s
-MAX_CALLS = 3 * MAX_LINKS  # of a host at a time: links over handles need two each
+MAX_CALLS = 3 * MAX_LINKS  # calls of a host at a time: links over handles need two each
 
 
 def app(args: dict[str, Any]) -> Any:

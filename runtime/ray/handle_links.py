@@ -18,9 +18,9 @@ from ..cluster import EngineHost
 from ..common.errors import Unavailable
 
 MAX_PIECE_BYTES = 64 << 10  # Ray passes on what is below 100 KiB without its object store
-WINDOW_BYTES = 4 << 20  # that a host sends before the API server has acknowledged them
-ACKNOWLEDGE_BYTES = WINDOW_BYTES // 4  # after which an API server acknowledges, also if it has nothing to send
-MAX_LINKS = 1024  # of one host
+WINDOW_BYTES = 4 << 20  # bytes that a host sends before the API server has acknowledged them
+ACKNOWLEDGE_BYTES = WINDOW_BYTES // 4  # bytes after which an API server acknowledges, also if it has nothing to send
+MAX_LINKS = 1024  # links of one host
 
 _log = structlog.get_logger("quire.ray")
 
@@ -35,7 +35,7 @@ class LinkEnd(asyncio.Transport):
         self._num_delivered = 0  # bytes
         self._is_closing = False
         self._is_over = False
-        self._changed = asyncio.Event()  # since `_next_piece` looked
+        self._changed = asyncio.Event()  # set by every change since `_next_piece` looked
         self._may_deliver = asyncio.Event()
         self._may_deliver.set()
         self.reader = asyncio.StreamReader(loop=self._loop)
@@ -151,7 +151,7 @@ class HostLinks:
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
-        self._ends: dict[str, HostEnd] = {}  # by the link's name
+        self._ends: dict[str, HostEnd] = {}  # link's name -> end
         self._serving = set[asyncio.Task[None]]()
 
     async def down(self, link: str) -> AsyncGenerator[bytes]:
@@ -234,9 +234,9 @@ class ServerLinks:
     """The links over handles of one API server: one to each host. `hosts` is Serve's handle."""
 
     def __init__(self, hosts: Any) -> None:
-        self.addresses: frozenset[str] = frozenset()  # of hosts with an open link; replaced, so any thread may read it
+        self.addresses: frozenset[str] = frozenset()  # hosts with an open link; replaced, so any thread may read it
         self._hosts = hosts
-        self._ends: dict[str, ServerEnd] = {}  # by address
+        self._ends: dict[str, ServerEnd] = {}  # address -> end
 
     def open(self, address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a link to a host. The caller has closed the former one."""

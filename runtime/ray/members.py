@@ -31,10 +31,10 @@ _log = structlog.get_logger("quire.ray")
 class HostRecord(msgspec.Struct, frozen=True):
     """What a replica with an engine host reports of itself. Serve gives it to every process that has a handle."""
 
-    address: str  # with links over handles any name that no other replica has
+    address: str  # address of the host; with links over handles, any name that no other replica has
     bits_id: str
     release: str
-    secret: str  # in hexadecimal digits; each host has its own
+    secret: str  # hexadecimal digits; each host has its own secret
     host_links: HostLinkKind = "tcp"
 
     def member(self, hosts: ServedHosts) -> Member:
@@ -80,10 +80,10 @@ class ServedHosts:
     may_change = True
 
     def __init__(self, release: str, links: ServerLinks, leave_timeout_s: float) -> None:
-        self.bits_id = ""  # of the hosts that this API server uses
+        self.bits_id = ""  # bits_id of the hosts that this API server uses
         self.links = links
         self._leave_timeout_s = leave_timeout_s
-        self._leaving: dict[str, float] = {}  # by the address of a host with a link over handles: when to cut it
+        self._leaving: dict[str, float] = {}  # address of a host with a link over handles -> time to cut the link
         self._release = release
         self._records: list[HostRecord] = []
         self._changed = asyncio.Event()
@@ -136,7 +136,7 @@ class ServedHosts:
         return record
 
 
-_listening: ServedHosts | None = None  # of the API server in this process
+_listening: ServedHosts | None = None  # members for the API server in this process
 
 
 def listen(hosts: ServedHosts) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from ..common.errors import ConfigError
 
 MAX_GROWTH = 2.0  # times the hosts there are, in one decision
-SPARE_LOAD = 0.7  # that one host fewer must not exceed: between it and 1.0 nothing changes
+SPARE_LOAD = 0.7  # load that one host fewer must not exceed: between it and 1.0 nothing changes
 
 
 class HostScaling:

@@ -26,7 +26,7 @@ from .members import SECRET_BYTES, ServedHosts, listen
 from .settings import reachable, release_of, settings_of
 
 RETRY_S = 0.2
-TAKEN_MARGIN_S = 30.0  # beyond shutdown_timeout, that a former replica on this machine may keep the ports
+TAKEN_MARGIN_S = 30.0  # time beyond shutdown_timeout, that a former replica on this machine may keep the ports
 
 _log = structlog.get_logger("quire.ray")
 

@@ -17,7 +17,7 @@ from .members import HostLinkKind
 REPLACED = ("engine_hosts", "secret_file", "in_process", "uds")  # Serve reports hosts and their secrets
 HOST_LINKS = "host_links"  # an argument that only Ray has
 OF_TCP_LINKS = ("listen", "engine_hosts_ca")
-DEFAULTS = {  # that differ from those of the commands
+DEFAULTS = {  # defaults that differ from those of the commands
     "QUIRE_LISTEN": "0.0.0.0:0",  # Serve reports the port
     "QUIRE_OPENAI_PORT": "8001",  # Serve's own proxy has 8000
 }

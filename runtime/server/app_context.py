@@ -28,8 +28,8 @@ class AppContext:
     keyring: Keyring
     requests: LiveRequests
     replays: ReplayStore
-    operator_address: str  # of the operator port
-    openai_address: str  # of OpenAI's HTTP API; empty without one
+    operator_address: str  # address of the operator port
+    openai_address: str  # address of OpenAI's HTTP API; empty without one
     unsent: EqualShares = field(init=False)
     pending: EqualShares = field(init=False)
     connection_log: BoundedLog = field(default_factory=lambda: BoundedLog(_log))

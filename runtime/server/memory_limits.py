@@ -14,7 +14,7 @@ from .requests.replay_buffer import ENTRY_BYTES, bytes_to_reserve
 
 SERVER_PROCESS_BYTES = 46 << 20  # measured: Python and its libraries, without the files that engine processes share
 CONNECTION_BYTES = 16 << 10  # measured: the objects of an idle connection
-TLS_BYTES = 128 << 10  # of a connection with TLS, besides
+TLS_BYTES = 128 << 10  # additional bytes of a connection with TLS
 
 
 class MemoryLimits:

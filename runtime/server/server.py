@@ -39,7 +39,7 @@ from .requests.resume import ReplayStore
 from .tenancy.auth import Keyring
 from .tenancy.tenant_bytes import EqualShares
 
-CLOSE_TIMEOUT_S = 1.0  # for clients to read the last frames and close their connections
+CLOSE_TIMEOUT_S = 1.0  # time for clients to read the last frames and close their connections
 STUCK_S = 0.1
 DRAIN_POLL_S = 0.05
 DEFAULT_MODEL_NAME = "quire"
@@ -56,13 +56,13 @@ class Server:
 
     def __init__(self, observer: PrometheusObserver | None = None) -> None:
         self.observer = observer or PrometheusObserver()
-        self.address = ""  # where clients connect: `host:port`, `[v6]:port` or `unix:/path`
+        self.address = ""  # address for clients: `host:port`, `[v6]:port` or `unix:/path`
         self.operator_address = ""
         self.openai_address = ""  # empty: there is no HTTP API
         self._connections: dict[ClientConnection, asyncio.Task[None]] = {}
         self._acceptors: list[Acceptor] = []
         self._closing = False
-        self._context: AppContext | None = None  # while started
+        self._context: AppContext | None = None  # context of a started server
         self._readiness: Readiness | None = None
         self._tls: TLS | None = None
         self._reload_asked = asyncio.Event()

@@ -180,13 +180,13 @@ MUTANTS = [
     ),
     Mutant(
         REMOTE,
-        "        entry.num_lost_hosts += 1  # of those",
-        "        pass  # of those",
+        "        entry.num_lost_hosts += 1  # one lost host more",
+        "        pass  # one lost host more",
         "a request that ends engines moves from host to host for ever",
     ),
     Mutant(
         REMOTE,
-        "        self._is_leaving = self._is_failing = False  # it may come back\n",
+        "        self._is_leaving = self._is_failing = False  # the host may come back\n",
         "        self._is_failing = False\n",
         "a host that left and came back gets no requests",
     ),
@@ -295,7 +295,7 @@ MUTANTS = [
     ),
     Mutant(
         REMOTE,
-        "        for request_id in left_there:  # if the link is up\n            self._send(",
+        "        for request_id in left_there:  # the link may be down\n            self._send(",
         "        for request_id in ():\n            self._send(",
         "a request is computed at two hosts after the engine of the first was killed",
     ),

@@ -371,7 +371,7 @@ MUTANTS = [
     ),
     Mutant(
         PARSER,
-        "        self._buffer = self._buffer.lstrip(SPACE)  # of the literal's end: more than came with it\n",
+        "        self._buffer = self._buffer.lstrip(SPACE)  # more spaces may follow the literal's end\n",
         "",
         "a call is lost if the white space before its name comes in two pieces",
         MARKUP_TESTS,

@@ -26,9 +26,9 @@ from ..validator import check_embed_options
 from .vectors import Floats, activated, cosines, probabilities, shortened
 
 CHUNK_TEXTS = 64
-CHUNK_CHARACTERS = 1 << 16  # or token ids; a longer text is a chunk of its own
+CHUNK_CHARACTERS = 1 << 16  # characters or token ids in a chunk; a longer text is a chunk of its own
 CHUNKS_IN_CORE = 2
-CHARACTERS_PER_TOKEN = 128  # of the longest text: a longer one is not tokenized, although spaces may be no tokens
+CHARACTERS_PER_TOKEN = 128  # bound by the longest text: a longer one is not tokenized, although spaces may be no tokens
 QUERY_PROMPT, DOCUMENT_PROMPTS = "query", ("document", "passage")  # names of prompts, where a vector model scores
 
 Input = str | tuple[int, ...]
@@ -68,8 +68,8 @@ class Embedder:
         self._texts = texts
         self._executor = executor
         self._next_id = next_id
-        self._waiting: dict[int, asyncio.Future[tuple[bytes, ...]]] = {}  # by the ids of encode requests
-        self._deadlines_ms: dict[int, int | None] = {}  # of the same
+        self._waiting: dict[int, asyncio.Future[tuple[bytes, ...]]] = {}  # id of the encode request -> its values
+        self._deadlines_ms: dict[int, int | None] = {}  # id of the encode request -> its deadline
         self._live: set[EmbeddingStream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -262,12 +262,12 @@ class EmbeddingStream:
         self.request = request
         self.submitted = time.monotonic()
         self.num_done = 0  # texts
-        self.prompt_tokens = 0  # of texts that are done
+        self.prompt_tokens = 0  # tokens of texts that are done
         self._embedder = embedder
         self._deadline = None if request.deadline_ms is None else self.submitted + request.deadline_ms / 1000
         pair_characters = 0 if request.query is None or not embedder.info.num_labels else len(request.query)
         self._chunks = _chunks(request.inputs, pair_characters)
-        self._query: Floats | None = None  # its vector, if scores are similarities
+        self._query: Floats | None = None  # vector of the query, if scores are similarities
         self._running: deque[asyncio.Task[_Values]] = deque()
 
     async def start(self) -> None:
@@ -275,7 +275,7 @@ class EmbeddingStream:
         first, texts = await self._next_texts()
         self.admission, values, request_id = await self._embedder.add(self.request, texts, self._deadline, False)
         task = asyncio.create_task(_result(first, texts, values))
-        task.add_done_callback(lambda _: self._embedder.drop(request_id))  # also if it is cancelled before it begins
+        task.add_done_callback(lambda _: self._embedder.drop(request_id))  # a task may be cancelled before it begins
         self._running.append(task)
 
     def cancel(self) -> None:

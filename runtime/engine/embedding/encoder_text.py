@@ -18,7 +18,7 @@ from ..text.text_files import read_json
 from ..text.tokenizer import Tokenizer
 
 QWEN3_MARK = "<|im_start|>"
-QWEN3_PAIR = (  # what Qwen3-Reranker was trained with
+QWEN3_PAIR = (  # format that Qwen3-Reranker was trained with
     "<|im_start|>system\n"
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
     'answer can only be "yes" or "no".<|im_end|>\n'
@@ -30,14 +30,14 @@ QWEN3_PAIR = (  # what Qwen3-Reranker was trained with
     "<think>\n\n</think>\n\n"
 )
 PROBES = (("alpha", "bravo"), ("charlie", "bravo"), ("alpha", "foxtrot"))  # pairs that a template must tell apart
-PARTS_MARKS = ("content[0]", ".type", "'type'", '"type"', "message.content[")  # in templates that read lists of parts
+PARTS_MARKS = ("content[0]", ".type", "'type'", '"type"', "message.content[")  # marks of templates for lists of parts
 TOKENIZER_CONFIG = "tokenizer_config.json"
-FAMILY_TOKENIZERS = {  # where tokenizer_config.json names no class
+FAMILY_TOKENIZERS = {  # tokenizer classes for models whose tokenizer_config.json names none
     "bert": "BertTokenizer", "distilbert": "BertTokenizer", "mpnet": "MPNetTokenizer", "nomic_bert": "BertTokenizer",
     "roberta": "RobertaTokenizer",
 }  # fmt: skip
 BERT_TOKENIZERS = ("BertTokenizer", "DistilBertTokenizer", "MPNetTokenizer")
-UNTYPED_TOKENIZERS = ("PreTrainedTokenizer", "TokenizersBackend")  # without types unless model_input_names has them
+UNTYPED_TOKENIZERS = ("PreTrainedTokenizer", "TokenizersBackend")  # no types unless model_input_names has them
 
 
 class EncoderText:

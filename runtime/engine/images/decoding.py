@@ -71,5 +71,5 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     if turn is not None:
         image = image.transpose(turn)
-    image.info.pop("transparency", None)  # it is dropped anyway; of a palette, Pillow would warn of it
+    image.info.pop("transparency", None)  # transparency is dropped anyway; a palette's makes Pillow warn
     return image if image.mode == "RGB" else image.convert("RGB")

@@ -21,8 +21,8 @@ from ...model.config_json import ConfigTable
 from ...model.vision import MAX_RATIO, read_processor, read_sizes
 from ..text.text_files import read_json
 
-MAX_RESIZED_EDGE = 1 << 14  # of a resized image, in pixels
-MAX_TOKENS = 1 << 16  # of an image
+MAX_RESIZED_EDGE = 1 << 14  # pixels of the longer edge of a resized image
+MAX_TOKENS = 1 << 16  # tokens of an image
 MAX_SPLIT_EDGE = 4096  # an image that is to be split is not made larger
 
 Pixels = npt.NDArray[np.uint8]
@@ -33,7 +33,7 @@ class ProcessedImage:
     """What one image becomes: arrays for the model's tower, and the text that stands for it in the prompt."""
 
     arrays: tuple[Pixels, ...]  # [height, width, 3] each: its tiles, or the whole image
-    tokens: int  # of the run of image tokens that each array has in the text
+    tokens: int  # tokens in the run of image tokens that each array has in the text
     text: str
 
 
@@ -58,12 +58,12 @@ class TiledProcessor:
 
     placeholder: str
     image_token: str
-    border_token: str  # before each tile, and after the last
-    global_token: str  # before the whole image
-    longest_edge: int  # of the image that is split
+    border_token: str  # token before each tile, and after the last
+    global_token: str  # token before the whole image
+    longest_edge: int  # longer edge of the image that is split
     tile_edge: int
     splits: bool
-    tokens: int  # of a tile
+    tokens: int  # tokens of a tile
     filter: Image.Resampling
 
     def process(self, image: Image.Image) -> ProcessedImage:
@@ -182,7 +182,7 @@ class ProcessorFiles:
     """The files of a model's folder that say how its images are prepared."""
 
     def __init__(self, folder: Path, max_tokens: int) -> None:
-        self.max_tokens = max_tokens  # of an image of any size
+        self.max_tokens = max_tokens  # limit for an image of any size
         self.images = read_processor(folder)
         self.processor = ConfigTable(read_json(folder / "processor_config.json"), source="processor_config.json")
         self.tokenizer = read_json(folder / "tokenizer_config.json")
@@ -259,7 +259,7 @@ def _read_fixed(files: ProcessorFiles) -> ImageProcessor:
     )
 
 
-FAMILIES: Mapping[str, Callable[[ProcessorFiles], ImageProcessor]] = {  # by `model_type` of config.json
+FAMILIES: Mapping[str, Callable[[ProcessorFiles], ImageProcessor]] = {  # `model_type` of config.json -> processor
     "idefics3": _read_tiled,
     "smolvlm": _read_tiled,
     "qwen2_vl": _read_dynamic,

@@ -18,7 +18,7 @@ from ..json_schema.references import IN_PLACE, check_references, referred
 SPACE = " \t\r\n"
 PARAMETER = "<parameter="
 END_OF_PARAMETER = "</parameter>"
-END_OF_JSON = "\n</parameter>"  # which may have the literal in a text, but no line break before it
+END_OF_JSON = "\n</parameter>"  # "\n" because a text may contain the literal, but no line break before it
 
 # Keys of a schema that say nothing of the value.
 ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
@@ -108,11 +108,11 @@ class ParameterArguments:
         self.is_complete = False
         self._schema = schema or {}
         self._num_parameters = 0
-        self._form: ValueForm | None = None  # of the value that comes next
+        self._form: ValueForm | None = None  # form of the next value
         self._value_schema: Any = True
         self._end = END_OF_PARAMETER
-        self._at_start = False  # of the value
-        self._held = ""  # of a value that is shown at its end
+        self._at_start = False  # no character of the value has been read
+        self._held = ""  # text of a value that is shown at its end
 
     def feed(self, text: str) -> tuple[str, str]:
         """See `ArgumentStream.feed`."""

@@ -10,7 +10,7 @@ from typing import Any
 from .argument_streams import END_OF_PARAMETER, PARAMETER
 from .markup import MARK, CallSyntax
 
-FUNCTION_TAG = CallSyntax("<function=", ">", "</function>")  # for a model whose own syntax is not known
+FUNCTION_TAG = CallSyntax("<function=", ">", "</function>")  # syntax for a model whose own is not known
 EXAMPLE = "TOOL", "ARGUMENT", "VALUE"
 
 NAME, ARGUMENTS = "\x00", "\x01"  # places in a call

@@ -121,7 +121,7 @@ class MarkupGrammar:
             return f'"\\n" ({" | ".join(map(_quoted, values))}) "\\n" {end}'
         if form == "json":
             return f'"\\n" {self._json(_with_definitions(schema, given))} "\\n" {end}'
-        if form == "mixed":  # in a tool without an enforceable schema, the parser may read the value as JSON
+        if form == "mixed":  # a tool without an enforceable schema: the parser may read the value as JSON
             text = self._terminal([END_OF_PARAMETER], [])
             return f'"\\n" {self._until(END_OF_JSON, text)}'
         return f'"\\n" {self._until(END_OF_PARAMETER, "ANY")}'

@@ -14,7 +14,7 @@ from ...common.types import Delta, DeltaKind
 from .argument_streams import SPACE, ArgumentStream, JSONArguments, ParameterArguments, num_held
 from .markup import MARK, Markup
 
-Schemas = Mapping[str, Any]  # of the arguments, by the tool's name
+Schemas = Mapping[str, Any]  # tool's name -> schema of its arguments
 
 MAX_HELD_SPACE = 64  # characters of white space that may turn out to be beside markup
 
@@ -151,7 +151,7 @@ class MarkupParser:
 
     def _name(self) -> Callable[[], Any] | None:
         """Take a tool's name, which ends where a character follows that no name has."""
-        self._buffer = self._buffer.lstrip(SPACE)  # of the literal's end: more than came with it
+        self._buffer = self._buffer.lstrip(SPACE)  # more spaces may follow the literal's end
         match = _NAME.match(self._buffer)
         assert match is not None, "it matches the empty text"
         name = match.group()
@@ -223,10 +223,10 @@ class ChannelParser:
     def __init__(self, markup: Markup, schemas: Schemas | None) -> None:
         self._message, self._start = markup.marked("<|message|>"), markup.marked("<|start|>")
         self._ends = (*map(markup.marked, ("<|end|>", "<|call|>", "<|return|>")), self._start)
-        self._first = (markup.marked("<|channel|>"), "to=functions.", *self._ends, self._message)  # of a header
+        self._first = (markup.marked("<|channel|>"), "to=functions.", *self._ends, self._message)  # a header's starts
         self._takes_calls = schemas is not None
         self._buffer = ""
-        self._kind: DeltaKind | None = None  # of the message's body; None: dropped
+        self._kind: DeltaKind | None = None  # kind of the message's body; None: dropped
         self._seen: set[DeltaKind] = set()
         self._in_body = False
         self._arguments: JSONArguments | None = None
@@ -243,7 +243,7 @@ class ChannelParser:
         """See `OutputParser.finish`."""
         deltas: list[Delta] = []
         text = self._buffer.lstrip(SPACE)
-        if text and not self._in_body and not any(map(text.startswith, self._first)):  # it only begins like a header
+        if text and not self._in_body and not any(map(text.startswith, self._first)):  # the text is no header
             self._begin("content", deltas)
         rest, self._buffer = self._buffer, ""
         if self._in_body and not is_cut:

@@ -43,7 +43,7 @@ _PART = re.compile(
 )
 _PLACEHOLDER = re.compile(r"\{(?:content\.)?([A-Za-z0-9_-]+)\}")
 _GROUP = r"\((?:\?P<\w+>)?(?!\?)[^()]*\)"
-_WHOLE_CALL = re.compile(r"\{\s*type\s*:\s*'function'\s*,\s*function\s*:\s*@\s*\}")  # of a response_schema
+_WHOLE_CALL = re.compile(r"\{\s*type\s*:\s*'function'\s*,\s*function\s*:\s*@\s*\}")  # a call in a response_schema
 
 
 def find_markup(name: str, template: str, tokens: Mapping[str, int], config: Mapping[str, Any] | None = None) -> Markup:

@@ -44,7 +44,7 @@ class ChatTemplate:
         tokenizer_config: Mapping[str, Any] | None = None,
     ) -> None:
         self.source = source + (tool_source or "")
-        self.tokenizer_config = tokenizer_config or {}  # of the folder; empty for a GGUF file
+        self.tokenizer_config = tokenizer_config or {}  # config of the folder; empty for a GGUF file
         self._variables = {"tools": None, "add_generation_prompt": True, **(variables or {})}
         self._sandbox = template_sandbox()
         self._sources = [source] if tool_source is None else [source, tool_source]

@@ -11,9 +11,9 @@ from ...common.errors import InvalidRequest
 MAX_MESSAGES = 4096
 MAX_VALUES = 1 << 16  # texts, numbers, lists and maps in all messages together
 MAX_DEPTH = 8  # nested lists and maps in one message
-MAX_SCHEMA_DEPTH = 64  # in a tool, in the arguments of a call and in a variable
+MAX_SCHEMA_DEPTH = 64  # depth of a tool, of a call's arguments and of a variable
 MESSAGE = "messages: a message"
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, in different families
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, in different families
 
 
 class ValueLimit:

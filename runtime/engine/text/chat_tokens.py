@@ -9,7 +9,7 @@ from .chat import ChatTemplate
 from .content_marks import ContentMarks, RenderedChat
 from .tokenizer import Tokenizer
 
-MAX_NAMES = 256  # of one chat whose ids are kept while it is encoded
+MAX_NAMES = 256  # names of one chat whose ids are kept while it is encoded
 ANCHORS = ("\n", " ", ".", "a")  # texts that a text is encoded after, so that no space is put before it
 
 

@@ -15,7 +15,7 @@ from ...common.errors import InvalidRequest
 from ..markup.markup import MARK
 from .tokenizer import Tokenizer
 
-CONTEXT_TOKENS = 4  # with text, before a sequence: a character has at most 4 bytes
+CONTEXT_TOKENS = 4  # context tokens before a sequence: a character has at most 4 bytes
 
 
 class IncrementalDetokenizer:
@@ -97,7 +97,7 @@ class _TextStream:
         self._bytes_of = tokenizer.text_bytes if as_bytes else tokenizer.token_bytes
         self._may_drop_space = not as_bytes
         self._previous: int | None = None  # last token with text: the context of the next
-        self._begins_in_character = False  # whose first bytes are the context's
+        self._begins_in_character = False  # the context ends with the first bytes of a character
 
     def begin_after(self, context: Sequence[int]) -> None:
         """Take the last tokens of the text before the sequence, as far as the sequence's text depends on them."""

@@ -25,7 +25,7 @@ SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 MAX_DECLARED = 1 << 16  # tokens in one file
-MAX_DECLARED_CHARACTERS = 1 << 20  # of all of them
+MAX_DECLARED_CHARACTERS = 1 << 20  # characters of all declared tokens
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Classes of transformers 4 whose begin and end tokens are those of tokenizer_config.json, whatever tokenizer.json has.

@@ -21,15 +21,15 @@ from ...model.weights.gguf import open_gguf
 from .merges import merges_by_score
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
-VOCABULARIES = ("gpt2", "llama", "gemma4")  # of `tokenizer.ggml.model`
+VOCABULARIES = ("gpt2", "llama", "gemma4")  # values of `tokenizer.ggml.model`
 MAX_TOKENS = 1 << 20
 MAX_MERGES = 1 << 21
 MAX_TOKEN_CHARACTERS = 1 << 10
 MAX_VOCABULARY_CHARACTERS = 1 << 23
-MAX_MERGE_CHARACTERS = 1 << 25  # of the pairs that are found in a vocabulary with scores
-MAX_SPECIAL_CHARACTERS = 1 << 22  # of all special and user-defined tokens
+MAX_MERGE_CHARACTERS = 1 << 25  # characters of the pairs that are found in a vocabulary with scores
+MAX_SPECIAL_CHARACTERS = 1 << 22  # characters of all special and user-defined tokens
 _MAX_FLOAT = 3.5e38
-_NO_ID = (-1, 0xFFFFFFFF)  # what converters write for a token that the model has not
+_NO_ID = (-1, 0xFFFFFFFF)  # ids that converters write for a token that the model does not have
 
 # Tokens that end a turn. A file declares one end token, its Hugging Face folder often several.
 _END_TEXTS = (
@@ -49,7 +49,7 @@ _END_TEXTS = (
     "<end_of_utterance>",
     "<｜end▁of▁sentence｜>",  # noqa: RUF001
 )
-_KEPT_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's special tokens, the ones that keep the space after them
+_KEPT_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 that keep the space after them
 
 
 class _TokenType(IntEnum):
@@ -212,7 +212,7 @@ class _Tokens:
     eos: int | None
     unknown: int | None
     padding: int | None
-    ends: frozenset[int]  # of eos, eot and eom those that the file declares
+    ends: frozenset[int]  # declared ids of eos, eot and eom
     trim_after: bool  # special tokens take the space after them along, as Phi-3's
 
     def vocabulary(self, *, with_unused: bool) -> dict[str, int]:
@@ -279,7 +279,7 @@ def _end_ids(tokens: _Tokens) -> frozenset[int]:
     """Return the declared end ids and the special tokens that are known to end a turn."""
     control = np.flatnonzero(np.array(tokens.types) == _TokenType.CONTROL).tolist()
     known = {tokens.texts[token_id]: token_id for token_id in control if tokens.texts[token_id] in _END_TEXTS}
-    if "<|return|>" in known and "<|call|>" in known:  # in this format <|end|> ends a message, not the turn
+    if "<|return|>" in known and "<|call|>" in known:  # <|end|> ends a message in this format, not the turn
         known.pop("<|end|>", None)
     return tokens.ends | frozenset(known.values())
 

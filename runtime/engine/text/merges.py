@@ -16,8 +16,8 @@ import numpy.typing as npt
 Integers: TypeAlias = npt.NDArray[np.int64]
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 
-GROUP_CHARACTERS = 1 << 17  # of the tokens that are divided at a time
-BUCKET_BITS = 18  # of a hash: the table of buckets takes 2 MiB
+GROUP_CHARACTERS = 1 << 17  # characters of the tokens that are divided at a time
+BUCKET_BITS = 18  # bits of a hash: the table of buckets takes 2 MiB
 MULTIPLIER = 0x9E3779B97F4A7C15  # odd: the hash of a text is the sum of (character + 1) · MULTIPLIER ** place
 WORD = 1 << 64
 _LENGTH_BITS = 20

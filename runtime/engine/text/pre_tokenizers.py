@@ -40,7 +40,7 @@ class PreTokenizer:
     patterns: tuple[str, ...]
     nfc: bool = False  # the text is composed first (Unicode NFC)
     ignore_merges: bool = False  # a piece that is a token is that token, without merging
-    add_bos: bool = False  # unless the file declares add_bos_token
+    add_bos: bool = False  # default for files that do not declare add_bos_token
     byte_level: bool = True  # GPT-2's alphabet of bytes; else ▁ for spaces and <0xNN> for unknown bytes
 
 

@@ -24,7 +24,7 @@ PARAMETERS = {
 }
 TOOL = {"type": "function", "function": {"name": ONE, "description": ONE, "parameters": PARAMETERS}}
 OTHER_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": PARAMETERS}}
-CALL_ID, OTHER_ID = "abcdefghi", "abcdefghj"  # of nine letters, as Mistral's templates demand
+CALL_ID, OTHER_ID = "abcdefghi", "abcdefghj"  # ids of nine letters, which Mistral's templates demand
 ANY_ID = "call_1"
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
 

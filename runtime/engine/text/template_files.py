@@ -18,7 +18,7 @@ from .text_files import read_file, read_json, text_folder
 
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 FILE = "chat_template.jinja"
-FOLDERS = ("additional_chat_templates", "chat_templates")  # of templates, one file per name
+FOLDERS = ("additional_chat_templates", "chat_templates")  # folders of templates, one file per name
 LEGACY_FILES = ("chat_template.json", "processor_config.json", SETTINGS)  # the first with one counts
 
 
@@ -29,7 +29,7 @@ class TemplateSources:
     default: str
     tool_use: str | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # texts that templates can use, by name
-    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)  # of the folder; empty for a GGUF file
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)  # config of the folder; empty for a GGUF file
 
 
 def read_sources(path: Path, given: Path | None = None) -> TemplateSources:

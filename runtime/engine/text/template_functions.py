@@ -14,7 +14,7 @@ from jinja2.parser import Parser
 from .content_marks import PRIVATE
 from .sandbox import Sandbox
 
-MAX_INDENT = 16  # of JSON
+MAX_INDENT = 16  # indent of JSON
 MAX_DATE_CHARACTERS = 256
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7e]")

@@ -10,7 +10,7 @@ from typing import Any
 from ...common.errors import CorruptCheckpoint
 from ...model.files import is_gguf
 
-MAX_BYTES = 8 << 20  # of a file with settings or a template
+MAX_BYTES = 8 << 20  # size of a file with settings or a template
 
 
 def text_folder(path: Path) -> Path:

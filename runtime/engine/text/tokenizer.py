@@ -24,9 +24,9 @@ SENTENCEPIECE_SPACE = "\u2581"
 class Token(NamedTuple):
     """One entry of a vocabulary."""
 
-    data: bytes  # what it adds to a text; of a special token, its name
-    is_special: bool  # it adds nothing to a text
-    first_data: bytes | None = None  # what it adds at the start of a text, if that differs: without a space mostly
+    data: bytes  # bytes that the token adds to a text; a special token's name
+    is_special: bool  # a special token adds nothing to a text
+    first_data: bytes | None = None  # bytes that it adds at the start of a text, if they differ: mostly without a space
 
     def data_after(self, has_text: bool) -> bytes:
         """Return what the token adds to a text that has text already, or has none yet; a special token adds nothing."""

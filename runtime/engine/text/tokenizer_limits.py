@@ -17,12 +17,12 @@ import msgspec
 from ...common.errors import CorruptCheckpoint
 
 MAX_GROWTH = 128  # characters that encoding or decoding may make of one; XLM-RoBERTa's could make 72
-MAX_PARTS = 64  # of each of these
-MAX_DEPTH = 16  # of sequences within sequences
+MAX_PARTS = 64  # parts of each of these
+MAX_DEPTH = 16  # depth of nested sequences
 MAX_INSERTED = 1 << 10  # characters of a text that a part inserts
-MAX_WORD_CHARACTERS = 1000  # of a word that WordPiece divides: its time is their square
+MAX_WORD_CHARACTERS = 1000  # length of a word that WordPiece divides: its time is quadratic
 PARTS = ("normalizers", "pretokenizers", "decoders", "processors")
-TEMPLATE_TOKENS = 1 << 10  # that a template puts around a text
+TEMPLATE_TOKENS = 1 << 10  # tokens that a template puts around a text
 
 
 class _Model(msgspec.Struct):

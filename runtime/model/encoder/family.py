@@ -11,7 +11,7 @@ from .spec import BertSpec, MlpActivation, Pooling, Projection
 
 Name = TypeVar("Name", bound=str)
 
-GATED_ACTIVATIONS: dict[str, MlpActivation] = {  # of an MLP with a gate
+GATED_ACTIVATIONS: dict[str, MlpActivation] = {  # activation of an MLP with a gate
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu",
 }  # fmt: skip
 
@@ -20,12 +20,12 @@ GATED_ACTIVATIONS: dict[str, MlpActivation] = {  # of an MLP with a gate
 class EncoderFamily:
     """An encoder family. The readers raise UnsupportedModel naming the key of config.json."""
 
-    name: str  # what its architectures begin with
+    name: str  # first part of the architectures' names
     model_types: tuple[str, ...]  # config.json's `model_type`, for files without `architectures`
     read: Callable[[ConfigTable], BertSpec]
     head: Callable[[ConfigTable, int], tuple[Projection, ...]] | None = None  # the layers of a head for n labels
     head_pooling: Callable[[ConfigTable], Pooling] = lambda config: "first"
-    prefix: str = ""  # of the body's tensors where the checkpoint has a head
+    prefix: str = ""  # prefix of the body's tensors where the checkpoint has a head
 
     @property
     def architectures(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from .spec import BertSpec, EncoderNames, Projection
 
 MAX_FACTOR = 1e6
 TEXTS = {"position_embedding_type": "rope", "layer_norm_type": "layer_norm"}  # key -> the only supported value
-FLAGS = {"pack_qkv": True, "logn_attention_scale": False}  # which is the default, too
+FLAGS = {"pack_qkv": True, "logn_attention_scale": False}  # flag -> the only supported value and default
 NAMES = EncoderNames(
     qkv=("attention.qkv_proj",),
     o="attention.o_proj",

@@ -15,7 +15,7 @@ from .spec import BertSpec, EncoderNames
 
 FIRST_POSITION = 2  # whatever config.json calls the padding token
 NUM_DISTANCES = 32  # the only number that transformers computes; half of them for keys behind the query, half ahead
-EXACT_DISTANCES = 8  # on each side; the others are for ranges that grow up to FARTHEST
+EXACT_DISTANCES = 8  # exact distances on each side; the others are for ranges that grow up to FARTHEST
 FARTHEST = 128
 NAMES = EncoderNames(
     qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
@@ -36,7 +36,7 @@ def distance_bias(weights: npt.NDArray[np.float32], num_heads: int, positions: i
 
     `weights` [NUM_DISTANCES * num_heads] has a number for each range of distances and head.
     """
-    distances = np.arange(1 - positions, positions)  # of the key from the query
+    distances = np.arange(1 - positions, positions)  # distance of the key from the query
     sizes = np.abs(distances).astype(np.float32)
     ranges = NUM_DISTANCES // 2 - EXACT_DISTANCES
     far = np.log(np.maximum(sizes, 1) / EXACT_DISTANCES) / np.float32(np.log(FARTHEST / EXACT_DISTANCES)) * ranges

@@ -23,7 +23,7 @@ OWN_NAMES = {
     "hidden_act": "activation_function",
     "rope_theta": "rotary_emb_base",
 }
-OWN_VALUES = {  # of keys that could change the model -> the only supported value, which is also the default
+OWN_VALUES = {  # key that could change the model -> its only supported value and default
     "prenorm": False, "parallel_block": False, "causal": False, "rotary_emb_interleaved": False,
     "rotary_emb_fraction": 1.0, "use_rms_norm": False, "rotary_emb_scale_base": None, "rotary_scaling_factor": None,
     "qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False,

@@ -30,7 +30,7 @@ KEYS_VALUES: dict[WeightDtype, KVDtype] = {"f32": "f32", "bf16": "bf16", "auto":
 class PackedEncoder:
     """An encoder's spec and packed weights, which are read-only."""
 
-    path: Path  # of the folder
+    path: Path  # path of the folder
     spec: EncoderSpec
     weights: EncoderWeights
     keys_values: KVDtype
@@ -69,8 +69,8 @@ class EncoderMemoryPlan:
 
     weights: Mapping[PackedDtype, int]  # bytes of the packed matrices by dtype
     arena_bytes: int  # keys and values included
-    position_bytes: int  # of tables by position: rotary ones, and biases of scores
-    scratch_bytes: int  # of ops, over all worker threads
+    position_bytes: int  # tables by position: rotary ones, and biases of scores
+    scratch_bytes: int  # scratch memory of ops, over all worker threads
     program: ProgramPlan
 
     @property

@@ -37,9 +37,9 @@ from .weights import build_encoder_weights
 ENCODERS = (BERT, DISTILBERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, MODERNBERT, MPNET, NOMIC_BERT, GTE, SNOWFLAKE_GTE)
 CLASSIFIER = "ForSequenceClassification"
 CAUSAL = "ForCausalLM"
-BIDIRECTIONAL = "use_bidirectional_attention"  # of EmbeddingGemma
+BIDIRECTIONAL = "use_bidirectional_attention"  # key of EmbeddingGemma's config
 MAX_LABELS = 1 << 16
-PAD_TOKENS = {"gemma2": 0, "gemma3": 0, "phi3": 32_000, "smollm3": 128_004}  # of transformers' configs
+PAD_TOKENS = {"gemma2": 0, "gemma3": 0, "phi3": 32_000, "smollm3": 128_004}  # pad token in transformers' configs
 MULTI_LABEL = "multi_label_classification"
 
 
@@ -65,7 +65,7 @@ def read_encoder(path: str | Path) -> EncoderSpec:
     settings = read_transformer_settings(folder, _task(config, modules))
     prompts, default_prompt = read_prompts(folder)
     return EncoderSpec(
-        body=replace(body, tie_embeddings=True) if isinstance(body, DecoderSpec) else body,  # its LM head is no part
+        body=replace(body, tie_embeddings=True) if isinstance(body, DecoderSpec) else body,  # no LM head
         causal=not config.flag(BIDIRECTIONAL, False),
         pooling=pooling,
         projections=projections,

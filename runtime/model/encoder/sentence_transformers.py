@@ -59,7 +59,7 @@ class AnswerTokens:
 class Modules:
     """What follows the transformer. The tensors of a projection have the prefix of its folder, as in `files`."""
 
-    is_declared: bool = False  # there is a modules.json
+    is_declared: bool = False  # True: there is a modules.json
     pooling: Pooling | None = None  # None: no module pools
     projections: tuple[Projection, ...] = ()
     normalize: bool = False

@@ -14,7 +14,7 @@ from ..spec import DecoderSpec, Rope
 ANSWER = "answer"  # the tensor of a projection that no file has: one row, made from those of `AnswerRows`
 Pooling = Literal["mean", "first", "last"]
 MlpActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]  # gelu: with erf; gelu_tanh: its approximation
-Activation = Literal["none", "tanh", "gelu", "gelu_tanh", "relu"]  # after pooling
+Activation = Literal["none", "tanh", "gelu", "gelu_tanh", "relu"]  # activation after pooling
 ScoreActivation = Literal["sigmoid", "identity"]
 MessageFormat = Literal[
     "auto", "flat", "structured"
@@ -36,7 +36,7 @@ class EncoderNames:
     qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
     o: str = "attention.output.dense"
     attention_norm: str = "attention.output.LayerNorm"
-    up: tuple[str, ...] = ("intermediate.dense",)  # with a gate: gate, then up
+    up: tuple[str, ...] = ("intermediate.dense",)  # one tensor; with a gate: gate, then up
     down: str = "output.dense"
     mlp_norm: str = "output.LayerNorm"
     final_norm: str = "final_norm"
@@ -83,7 +83,7 @@ class BertSpec:
 class Projection:
     """A linear layer after pooling: y = norm(activation(x @ weight.T + bias))."""
 
-    tensor: str  # its name, without `.weight` and `.bias`
+    tensor: str  # tensor's name, without `.weight` and `.bias`
     in_features: int
     out_features: int
     bias: bool = True
@@ -107,26 +107,26 @@ class EncoderSpec:
     """A model that makes one vector of each text, or scores it."""
 
     body: BertSpec | DecoderSpec  # a decoder attends without pages
-    causal: bool = True  # of a decoder; False: its rows see later ones too, and windows are as in `BertSpec`
+    causal: bool = True  # True: a decoder; False: its rows see later ones too, and windows are as in `BertSpec`
     pooling: Pooling
     projections: tuple[Projection, ...] = ()
     normalize: bool = False  # vectors have length 1
     num_labels: int = 0  # scores of a text; 0: the result is a vector
-    score_activation: ScoreActivation = "identity"  # what makes a score of a label's value
+    score_activation: ScoreActivation = "identity"  # function from a label's value to a score
     labels: tuple[str, ...] = ()  # names of a classifier's labels; (): it has none
     is_multi_label: bool = False  # any number of labels may be right for a text
     max_model_len: int  # tokens of the longest text
     lower_case: bool = False  # texts are lower-cased before they are tokenized
-    messages: MessageFormat | None = None  # of a pair, for the chat template; None: the tokenizer joins pairs
-    template_variables: Mapping[str, Any] = field(default_factory=dict)  # for the chat template
+    messages: MessageFormat | None = None  # format of a pair for the chat template; None: the tokenizer joins pairs
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
     # The token that is not pooled where a text ends with it, however often; None: the last token is pooled.
     pad_token_id: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)  # name -> text that goes before an input
     default_prompt: str | None = None  # the name of the prompt of inputs without one
     matryoshka: tuple[int, ...] = ()  # smaller numbers of dimensions that the model was trained for; (): not known
-    tensor_prefix: str = ""  # of the body's names in a checkpoint with a head
+    tensor_prefix: str = ""  # prefix of the body's names in a checkpoint with a head
     files: Mapping[str, str] = field(default_factory=dict)  # folder of a projection's own file -> prefix of its tensors
-    answer: AnswerRows | None = None  # where the projection `ANSWER` comes from
+    answer: AnswerRows | None = None  # source of the projection `ANSWER`
 
     @property
     def family(self) -> str:

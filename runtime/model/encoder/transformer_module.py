@@ -19,7 +19,7 @@ TRANSFORMER_FILES = tuple(  # the name depends on the version that wrote it
     f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta")
 )
 Task = Literal["feature-extraction", "sequence-classification", "text-generation"]
-OUTPUTS: Mapping[Task, tuple[str, str]] = {  # what the transformer returns, and the module's name of it
+OUTPUTS: Mapping[Task, tuple[str, str]] = {  # task -> result of the transformer, and the module's name of it
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
     "text-generation": ("logits", "causal_logits"),

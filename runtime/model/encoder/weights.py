@@ -34,12 +34,12 @@ class BertLayerWeights:
     qkv_bias: Vector | None
     o: PackedMatrix
     o_bias: Vector | None
-    attention_norm: NormWeights  # of the residual stream after attention
+    attention_norm: NormWeights  # norm of the residual stream after attention
     up: PackedMatrix  # [intermediate, hidden]; with a gate as in `MlpWeights`
     up_bias: Vector | None
     down: PackedMatrix  # [hidden, intermediate]
     down_bias: Vector | None
-    mlp_norm: NormWeights  # of the residual stream after the MLP
+    mlp_norm: NormWeights  # norm of the residual stream after the MLP
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,4 +22,4 @@ class Family:
     model_types: tuple[str, ...]  # config.json's `model_type`, for files without `architectures`
     read: Callable[[ConfigTable], DecoderSpec]
     gguf: GGUFFormat | None = None  # the form of its GGUF files; None: not supported
-    tensors: Callable[[SafetensorsCheckpoint, DecoderSpec], Checkpoint] | None = None  # of a folder, if of another form
+    tensors: Callable[[SafetensorsCheckpoint, DecoderSpec], Checkpoint] | None = None  # a folder in another form

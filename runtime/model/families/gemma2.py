@@ -11,7 +11,7 @@ from ..spec import DecoderSpec
 from .family import Family
 from .gemma import GGUF_KEYS, build_gemma, derive_gemma
 
-DEFAULTS: dict[str, Any] = {  # of transformers' config class; checkpoints leave out keys that have them
+DEFAULTS: dict[str, Any] = {  # defaults of transformers' config class; checkpoints leave out keys with default values
     "vocab_size": 256000,
     "hidden_size": 2304,
     "intermediate_size": 9216,

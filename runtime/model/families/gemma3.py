@@ -15,7 +15,7 @@ from ..spec import DecoderSpec
 from .family import Family
 from .gemma import GGUF_KEYS, build_gemma, derive_gemma
 
-DEFAULTS: dict[str, Any] = {  # of transformers' config class; checkpoints leave out keys that have them
+DEFAULTS: dict[str, Any] = {  # defaults of transformers' config class; checkpoints leave out keys with default values
     "vocab_size": 262_208,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -32,7 +32,7 @@ DEFAULTS: dict[str, Any] = {  # of transformers' config class; checkpoints leave
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
 }
-WHOLE_MODEL = ("eos_token_id", "tie_word_embeddings")  # beside text_config, they apply to it too
+WHOLE_MODEL = ("eos_token_id", "tie_word_embeddings")  # keys beside text_config that apply to it too
 
 
 def read_gemma3(config: ConfigTable) -> DecoderSpec:

@@ -38,7 +38,7 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-DEFAULTS: dict[str, Any] = {  # of transformers' config class
+DEFAULTS: dict[str, Any] = {  # defaults of transformers' config class
     "head_dim": 64,
     "num_key_value_heads": 8,
     "sliding_window": 128,
@@ -49,7 +49,7 @@ DEFAULTS: dict[str, Any] = {  # of transformers' config class
     "num_experts_per_tok": 4,
 }
 MXFP4 = "mxfp4"  # quant_method of checkpoints whose experts are in MXFP4
-LIMIT = 7.0  # of the gate and of up, in the kernels
+LIMIT = 7.0  # limit of the gate and of up, in the kernels
 
 
 def read_gpt_oss(config: ConfigTable) -> DecoderSpec:

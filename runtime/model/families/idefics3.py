@@ -10,7 +10,7 @@ from ..spec import DecoderSpec, TensorNames
 from .family import Family
 from .llama import read_llama
 
-DEFAULTS: dict[str, Any] = {  # of transformers' config class of Llama
+DEFAULTS: dict[str, Any] = {  # defaults of transformers' config class of Llama
     "vocab_size": 32_000,
     "hidden_size": 4096,
     "intermediate_size": 11_008,

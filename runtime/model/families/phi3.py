@@ -36,6 +36,6 @@ PHI3 = Family(
         "phi3",
         KEYS | GGUF_KEYS,
         replace(GGUF_NAMES, gate_up=("ffn_up",)),
-        derive=lambda config: {"original_max_position_embeddings": None},  # that of the scaling applies
+        derive=lambda config: {"original_max_position_embeddings": None},  # the number in the scaling applies
     ),
 )

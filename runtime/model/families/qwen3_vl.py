@@ -13,7 +13,7 @@ from ..config_rope import read_mrope
 from ..spec import DecoderSpec
 from .family import Family
 
-DEFAULTS: dict[str, Any] = {  # of transformers' config class; checkpoints leave out keys that have them
+DEFAULTS: dict[str, Any] = {  # defaults of transformers' config class; checkpoints leave out keys with default values
     "vocab_size": 151_936,
     "hidden_size": 4096,
     "intermediate_size": 22_016,

@@ -62,7 +62,7 @@ class ProgramBuilder(OpRecorder):
         self.max_tokens = max_tokens
         self.max_samples = max_samples
         self.ephemeral = ephemeral
-        self._keys_values: tuple[Value, EphemeralPages] | None = None  # those of every layer in turn
+        self._keys_values: tuple[Value, EphemeralPages] | None = None  # keys and values of every layer in turn
         self._norm_writers: dict[int, int] = {}  # value -> the op that wrote it last and can still write its norm
 
     def input(self, name: str, columns: int) -> Value:

@@ -21,7 +21,7 @@ class OpRecorder:
         self._first: list[int] = []  # per value: the op that writes it
         self._last: list[int] = []  # per value: the last op that uses it
         self._emit: list[Callable[[Sequence[Region]], Op]] = []  # per op: makes it from the regions of all values
-        self._inputs: list[Value] = []  # that the caller writes
+        self._inputs: list[Value] = []  # values that the caller writes
         self._kept: list[Value] = []  # values that nothing overwrites until the end of the step
 
     def build(self, result: Logits | Value, *others: Value) -> ProgramPlan:

@@ -25,7 +25,7 @@ class Value:
     rows: int
     columns: int
     dtype: StoredDtype
-    group: int = 1  # of q8: blocks of 32 columns that share a scale
+    group: int = 1  # blocks of 32 columns that share a scale; q8 only
 
     @property
     def parts(self) -> tuple[Value, ...]:
@@ -93,14 +93,14 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float  # of queries
+    scale: float  # factor of queries
     window: int  # 0: all earlier tokens, or with causal = False all tokens
     group: int = 0  # layer group: layers that share a page table
     layer: int = 0  # slot in the group's pages
-    softcap: float = 0.0  # of scores; 0: none
+    softcap: float = 0.0  # softcap of scores; 0: none
     norms_rows: bool = False  # q_norm and k_norm are over all heads of a row
     causal: bool = True  # a row sees itself and earlier rows only
-    bias: npt.NDArray[np.float32] | None = None  # of scores, by the positions of query and key: `EphemeralAttention`
+    bias: npt.NDArray[np.float32] | None = None  # bias of scores, by positions of query and key: `EphemeralAttention`
     rotary_dim: int = 0  # elements that are rotated by rows that every step gives, without a table
 
 

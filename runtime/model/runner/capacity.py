@@ -20,7 +20,7 @@ from ..encoder import EncoderMemoryPlan, EncoderSpec, plan_encoder_memory, read_
 from ..files import model_path
 from ..vision import VisionMemoryPlan, plan_tower_memory, read_vision
 
-MAX_TEXTS = 256  # of a batch: each takes a page of keys and values, or more
+MAX_TEXTS = 256  # texts of a batch: each takes a page of keys and values, or more
 LONGEST_BY_DEFAULT = 8192  # tokens; the memory of a batch grows with the longest text
 
 
@@ -97,7 +97,7 @@ class EncoderCapacity:
 
     max_model_len: int  # tokens of the longest text
     max_rows: int  # tokens of a batch
-    max_texts: int  # of a batch
+    max_texts: int  # most texts in a batch
     cpus: CpuBudget
     isa: str
     memory: EncoderMemoryPlan

@@ -78,7 +78,7 @@ class EncoderRunner:
             ) from error
         self.num_stages = self._program.num_stages
         self._values = self._program.view(plan.results[0])  # [max_texts, padded dimensions]
-        self._num_texts = 0  # of the batch
+        self._num_texts = 0  # texts of the batch
         self._base_s, self._row_s, self._pair_s = self._measure()
 
     def begin(self, texts: Sequence[EncodedText]) -> None:

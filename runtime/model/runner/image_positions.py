@@ -51,7 +51,7 @@ def token_positions(images: Sequence[PlacedImage], first: int, count: int, block
     goes on after the longer side of its squares.
     """
     positions = np.repeat(np.arange(first, first + count)[:, None], 3, axis=1)
-    shift = 0  # of tokens after the images so far: an image has more tokens than positions
+    shift = 0  # offset of positions after the images so far: an image has more tokens than positions
     for image in images:
         if image.position >= first + count:
             break

@@ -14,7 +14,7 @@ from ..program import ProgramPlan
 from .paced_work import WorkPiece
 from .staged_program import stage_ends
 
-LEAST_ROWS = 32  # of a part: fewer would mostly read weights
+LEAST_ROWS = 32  # rows of a part: fewer would mostly read weights
 TILE = 64  # queries, or keys and values, of an item of attention
 
 Floats = npt.NDArray[np.float32]

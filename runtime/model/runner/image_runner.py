@@ -43,8 +43,8 @@ class ImageRunner:
         self._cache: OrderedDict[Key, Floats] = OrderedDict()  # least recently used first
         self._cache_bytes = 0
         self._in_progress: Key | None = None  # the image that is being computed
-        self._rows_in_progress = np.zeros((0, spec.out_size), np.float32)  # of this image
-        self._work = PacedWork(clock)  # of this image
+        self._rows_in_progress = np.zeros((0, spec.out_size), np.float32)  # rows of the current image
+        self._work = PacedWork(clock)  # work of the current image
         self._finished_unused: Key | None = None  # the image that was finished last, if no step has used it yet
         self._clock = clock
         self._tower = tower

@@ -19,7 +19,7 @@ class WorkPiece:
 
     kind: str  # items of one kind take about as long in proportion to their size
     num_items: int
-    size: float  # of an item
+    size: float  # work of one item
     part_items: int  # each part is a multiple of this number of items, except the last
     do: Callable[[int, int], None]  # does the items [first, end)
 
@@ -29,9 +29,9 @@ class PacedWork:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._pieces: Iterator[WorkPiece] = iter(())  # after `_piece`
-        self._piece: WorkPiece | None = None  # that the next part belongs to
-        self._num_done = 0  # of its items
+        self._pieces: Iterator[WorkPiece] = iter(())  # pieces after `_piece`
+        self._piece: WorkPiece | None = None  # piece of the next part
+        self._num_done = 0  # finished items of the piece
         self._pace: dict[str, float] = {}  # kind -> seconds of an item of size 1
 
     def begin(self, pieces: Iterable[WorkPiece]) -> None:

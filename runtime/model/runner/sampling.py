@@ -19,8 +19,8 @@ from ....scheduler.plan import ScheduledSequence
 from ...common.types import SamplingParams
 
 Ints = npt.NDArray[np.int32]
-Row = tuple[float, ...]  # in the order of ROW
-PARAMETERS = tuple(ROW.fields or ())[2:-4]  # after seed and position, before logprobs, adjustments and mask
+Row = tuple[float, ...]  # values in the order of ROW
+PARAMETERS = tuple(ROW.fields or ())[2:-4]  # fields after seed and position, before logprobs, adjustments and mask
 _parameters = attrgetter(*PARAMETERS)
 Adjustment = tuple[int, int, int, float]
 GREEDY = SamplingParams()
@@ -32,10 +32,10 @@ class SamplingSpec:
     """The sampling parameters of one request. The scheduler passes it on without reading it."""
 
     params: SamplingParams
-    seed: int  # of the client, or chosen by the engine
+    seed: int  # seed by the client, or chosen by the engine
     stop_token_ids: frozenset[int]  # forbidden before min_tokens
     tenant: str = ""
-    has_own_grammar: bool = False  # of tool calls, in which no client has written a rule: it is never ambiguous
+    has_own_grammar: bool = False  # a grammar of tool calls, without rules by a client: it is never ambiguous
 
 
 @dataclass(frozen=True, slots=True)

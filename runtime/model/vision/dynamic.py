@@ -16,10 +16,10 @@ from .spec import CHANNELS, SQUARES_WRITTEN, Floats, InputRows, TowerInput, by_s
 
 MAX_PATCH_SIZE = 1 << 10
 MAX_SCALE = 16
-MAX_SQUARES = 512  # that are merged at a time
+MAX_SQUARES = 512  # squares merged at a time
 MAX_AREA = 1 << 26  # pixels of an image after resizing
-MAX_RATIO = 200  # of the longer to the shorter edge of an image
-ROPE = Rope(10_000.0)  # of rows, and of columns, each in half of a head
+MAX_RATIO = 200  # ratio of the longer to the shorter edge of an image
+ROPE = Rope(10_000.0)  # rotary embedding of rows, and of columns, each in half of a head
 
 Indices = npt.NDArray[np.int64]
 
@@ -71,8 +71,8 @@ class Merger:
 
     up: str
     down: str
-    layer: int = -1  # whose rows they take; -1: those of the last layer, normed, as the first merger does
-    norm: str | None = None  # of a square, before `up`
+    layer: int = -1  # layer whose rows the merger takes; -1: the last layer's, normed, as the first merger does
+    norm: str | None = None  # norm of a square, before `up`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,21 +85,21 @@ class DynamicVisionSpec:
 
     body: BertSpec
     sizes: ImageSizes
-    frames: int  # of a video, per patch; an image repeats one frame
+    frames: int  # frames of a video, per patch; an image repeats one frame
     window: int  # squares of each side of a window; 0: all layers see the whole image
     sees_all: tuple[bool, ...]  # one per layer
     hidden_out: int  # columns of the text model's embedding
-    image_token_id: int  # of the placeholder that stands for a row
-    rescale: float  # as in `VisionSpec`
+    image_token_id: int  # id of the placeholder that stands for a row
+    rescale: float  # factor of pixels
     mean: tuple[float, ...]
     std: tuple[float, ...]
     patch_embedding: str  # names of tensors, without `.weight` and `.bias`
     patch_bias: bool
-    mergers: tuple[Merger, ...]  # what they make are the columns of a row, side by side
+    mergers: tuple[Merger, ...]  # mergers, whose results are the columns of a row, side by side
     grid: int = 0  # learned positions of each side, between which those of patches are interpolated; 0: there are none
     positions: str = ""  # name of their tensor
-    whole_images: bool = False  # as in `VisionSpec`
-    square_rows: int = 1  # as in `VisionSpec`: the rows of a square are side by side
+    whole_images: bool = False  # see `VisionSpec`
+    square_rows: int = 1  # rows per square, as in `VisionSpec`: the rows of a square are side by side
 
     @property
     def out_size(self) -> int:
@@ -219,6 +219,6 @@ class DynamicVisionSpec:
 def _between(count: int, grid: int) -> tuple[Indices, Indices, Floats]:
     """Return for `count` places along a `grid` the positions before and after each, and how far it is between them."""
     step, index = np.float32((grid - 1) / max(count - 1, 1)), np.arange(count, dtype=np.float32)
-    places = np.where(index < count / 2, step * index, np.float32(grid - 1) - step * index[::-1])  # as in torch
+    places = np.where(index < count / 2, step * index, np.float32(grid - 1) - step * index[::-1])  # torch's formula
     before = np.minimum(places.astype(np.int64), grid - 1)
     return before, np.minimum(before + 1, grid - 1), (places - before).astype(np.float32)

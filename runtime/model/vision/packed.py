@@ -88,7 +88,7 @@ class VisionMemoryPlan:
 
     weights_bytes: int
     buffers_bytes: int  # arenas of all programs, the scratch of their ops, and arrays that become their input
-    cache_bytes: int  # of the rows of images, at most
+    cache_bytes: int  # upper bound for the rows of images
 
     @property
     def total_bytes(self) -> int:
@@ -120,7 +120,7 @@ def plan_tower_memory(
     programs = _emit(spec, _build(spec, TOWER_DTYPES[dtype], planner), KEYS_VALUES[dtype])
     scratch = scratch_nbytes(spec.body.head_dim, workers, programs.patches.ops)
     scratch += sum(scratch_nbytes(2, workers, plan.ops) for plan in programs.squares)
-    scratch += spec.input_bytes + spec.num_tokens * spec.out_size * 4  # and the rows of the image that is computed
+    scratch += spec.input_bytes + spec.num_tokens * spec.out_size * 4  # scratch includes the rows of the current image
     scratch += HEAP_BYTES
     return VisionMemoryPlan(
         weights_bytes=planner.nbytes.total() + spec.position_bytes,

@@ -16,7 +16,7 @@ from .spec import CHANNELS
 MAX_FRAMES = 16
 MAX_WINDOW = 1 << 16  # pixels of a side
 GATED: dict[str, MlpActivation] = {"silu": "silu"}
-QWEN2_5_DEFAULTS: dict[str, Any] = {  # of transformers' config class
+QWEN2_5_DEFAULTS: dict[str, Any] = {  # defaults of transformers' config class
     "depth": 32,
     "hidden_size": 3584,
     "hidden_act": "silu",
@@ -45,7 +45,7 @@ QWEN3_DEFAULTS: dict[str, Any] = {
 MAX_POSITIONS = 1 << 20  # learned ones
 # OpenAI CLIP's means and divisors of pixels, where the processor's file does not say.
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-NORM_EPS = 1e-6  # of all norms; config.json does not say
+NORM_EPS = 1e-6  # epsilon of all norms; config.json does not say
 
 
 def read_qwen2_5_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int) -> DynamicVisionSpec:

@@ -30,11 +30,11 @@ from .qwen import read_qwen2_5_vl, read_qwen3_vl
 from .spec import CHANNELS, VisionSpec
 
 MAX_IMAGE_SIZE = 1 << 12  # pixels of a side
-MAX_PATCHES = 1 << 14  # of an image
+MAX_PATCHES = 1 << 14  # patches of an image
 MAX_SCALE = 16
 ANY_SIZE = 1 << 16  # tokens of an image, without a limit
 HALVES = (0.5,) * CHANNELS  # SigLIP's means and divisors of pixels
-IDEFICS3_DEFAULTS: dict[str, Any] = {  # of transformers' Idefics3VisionConfig and SmolVLMVisionConfig
+IDEFICS3_DEFAULTS: dict[str, Any] = {  # defaults of transformers' Idefics3VisionConfig and SmolVLMVisionConfig
     "hidden_size": 1152,
     "intermediate_size": 3072,
     "num_hidden_layers": 12,

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..encoder.spec import BertSpec
 
 CHANNELS = 3
-SQUARES_WRITTEN = 16  # of which the input is made at a time
+SQUARES_WRITTEN = 16  # squares of the input that are made at a time
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -48,13 +48,13 @@ class VisionSpec:
     rows of a square side by side or, with `mean_norm`, the RMS norm of their mean.
     """
 
-    body: BertSpec  # its vocabulary is the learned positions
+    body: BertSpec  # transformer whose vocabulary is the learned positions
     image_size: int  # pixels of each side of an image
     patch_size: int  # pixels of each side of a patch; pixels beyond the last whole patch are not seen
     scale: int  # patches of each side of the square that becomes one row
     out_size: int  # columns of a row: those of the text model's embedding
-    image_token_id: int  # of the placeholder that stands for a row
-    rescale: float  # what pixels are multiplied by
+    image_token_id: int  # id of the placeholder that stands for a row
+    rescale: float  # factor of pixels
     mean: tuple[float, ...]  # [channels], of rescaled pixels: subtracted
     std: tuple[float, ...]  # [channels]; divides what is left
     patch_embedding: str  # names of tensors, without `.weight`

@@ -26,8 +26,8 @@ class Checkpoint(Protocol):
     """
 
     path: Path  # the folder or file, for messages
-    config_name: str  # where the model's shape is described, for messages
-    matrix_dtypes: Collection[str]  # that a matrix may have; vectors have one of READABLE
+    config_name: str  # name of the file that describes the model's shape, for messages
+    matrix_dtypes: Collection[str]  # dtypes of matrices; vectors have one of READABLE
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""

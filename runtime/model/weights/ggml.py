@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ....kernels.pack import BLOCK_TYPES
 
-SUPPORTED = tuple(kind for kind in BLOCK_TYPES if kind != "Q4_Z")  # which is no type of GGML
+SUPPORTED = tuple(kind for kind in BLOCK_TYPES if kind != "Q4_Z")  # Q4_Z is no type of GGML
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,13 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 16
-MAX_STRINGS = 1 << 24  # in one array: tokens or merges of a vocabulary
-MAX_VALUES = 1 << 21  # of an array that is asked for: merges of a large vocabulary
-MAX_NAME_BYTES = 64  # of a tensor
+MAX_STRINGS = 1 << 24  # strings in one array: tokens or merges of a vocabulary
+MAX_VALUES = 1 << 21  # values of an array that is read: merges of a large vocabulary
+MAX_NAME_BYTES = 64  # size of a tensor's name
 MAX_KEY_BYTES = (1 << 16) - 1
 MAX_DIMENSIONS = 4
-SETTLED_NS = 2_000_000_000  # since a file was written
-MAX_INTEGRAL = 1 << 24  # from here on, float32 does not have all integers
+SETTLED_NS = 2_000_000_000  # age after which a written file is settled
+MAX_INTEGRAL = 1 << 24  # float32 does not have all larger integers
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # type -> struct format
@@ -50,7 +50,7 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 class StoredTensor:
     """The header entry of a tensor, and the file that contains it: bytes begin..end, which are inside the file."""
 
-    shape: tuple[int, ...]  # as in torch: [rows, columns], [columns]; the last dimension is contiguous
+    shape: tuple[int, ...]  # torch's shape: [rows, columns], [columns]; the last dimension is contiguous
     type: BlockType
     file: MappedFile
     begin: int

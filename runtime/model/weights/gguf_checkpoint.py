@@ -59,7 +59,7 @@ class GGUFCheckpoint:
         """Yield each `num_rows` of the given rows of a tensor. See `weights.Checkpoint`."""
         stored, order = self._find(name), self._order(name)
         wanted = range(prod(stored.shape[:-1]))[rows]
-        if order is not None:  # it moves rows within heads: whole heads are read, and whole tiles of 32 rows
+        if order is not None:  # a row order within heads: whole heads are read, and whole tiles of 32 rows
             unit = lcm(self._pairs[name][0], 32)
             num_rows = max(num_rows // unit, 1) * unit
         for row, chunk in stored.file.chunks(stored.begin, stored.row_bytes, wanted, num_rows):

@@ -46,7 +46,7 @@ class GPTQMatrix(GroupedMatrix):
         self._zero_offset = how.zero_offset
         size = how.group_size or inputs
         if order not in stored and inputs % num_groups == 0 and -(-inputs // size) != num_groups:
-            size = inputs // num_groups  # of this module, another one than config.json says
+            size = inputs // num_groups  # the group size of this module, which may differ from config.json
         groups = partial(read_group_order, stored, order, inputs, num_groups, size)
         super().__init__(stored, module, PARTS, (outputs, inputs), bits, groups)
 

@@ -23,7 +23,7 @@ from .safetensors import SafetensorsCheckpoint
 
 Octets = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.int32]
-Groups = npt.NDArray[np.int32]  # of each input of a matrix
+Groups = npt.NDArray[np.int32]  # group of each input of a matrix
 BLOCK = 32  # inputs of a block of Q4_0 and Q8_0
 
 
@@ -36,7 +36,7 @@ class GroupedMatrix(ABC):
     of the model.
     """
 
-    label: str  # for people
+    label: str  # label in messages
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class GroupedMatrix(ABC):
             return None
         order = np.argsort(self._groups, kind="stable").astype(np.int32)
         matrix = copy.copy(self)
-        del matrix.kind  # that of this matrix
+        del matrix.kind  # the cached kind
         matrix.input_order, matrix._groups = order, self._groups[order]
         return matrix if matrix.kind != "F32" else None
 

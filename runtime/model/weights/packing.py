@@ -27,9 +27,9 @@ from .numbers import check_numbers
 
 Vector = npt.NDArray[np.float32]
 InputOrder = npt.NDArray[np.int32]  # the input that each column along K of a matrix belongs to
-Weights = TypeVar("Weights")  # of one kind of model
-ELEMENTS_AT_ONCE = 1 << 20  # of a tensor, between two looks at whether the load was cancelled
-PackedDtypes = PackedDtype | Sequence[tuple[int, PackedDtype]]  # of a matrix, or of ranges of its columns
+Weights = TypeVar("Weights")  # weights of one kind of model
+ELEMENTS_AT_ONCE = 1 << 20  # elements of a tensor, between two looks at whether the load was cancelled
+PackedDtypes = PackedDtype | Sequence[tuple[int, PackedDtype]]  # dtype of a matrix, or of ranges of its columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Part:
     """Rows of a tensor, and the columns of a packed matrix that they fill (see `PackedMatrix.fill`)."""
 
     tensor: str
-    shape: tuple[int, ...]  # of the tensor: [rows, in_features], [experts, rows, in_features], or [rows] of a vector
-    first_row: int = 0  # of all rows of all experts
+    shape: tuple[int, ...]  # [rows, in_features], [experts, rows, in_features], or a vector's [rows]
+    first_row: int = 0  # first row among all rows of all experts
     num_rows: int | None = None  # None: all that follow
     start: int = 0
     interleave: int | None = None
@@ -222,7 +222,7 @@ class WeightPlanner:
     """Counts bytes and lists tensors; returns shapes instead of matrices."""
 
     def __init__(self) -> None:
-        self.nbytes: Counter[PackedDtype] = Counter()  # of packed matrices
+        self.nbytes: Counter[PackedDtype] = Counter()  # bytes of packed matrices
         self.tensors: dict[str, tuple[int, ...]] = {}  # name -> shape
 
     def matrix(

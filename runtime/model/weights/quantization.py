@@ -12,8 +12,8 @@ SORTED = " sorted by group"  # follows the name of a matrix in blocks whose inpu
 class Quantization:
     """What config.json says of quantized tensors. Which matrices are quantized follows from the folder's tensors."""
 
-    layout: Literal["gptq", "awq", "compressed-tensors"]  # of integers in int32 words
-    bits: int = 4  # of GPTQ's numbers where a matrix has no g_idx
-    group_size: int = 0  # of GPTQ's groups, in inputs; 0: all inputs
+    layout: Literal["gptq", "awq", "compressed-tensors"]  # format of integers in int32 words
+    bits: int = 4  # bits of GPTQ's numbers where a matrix has no g_idx
+    group_size: int = 0  # inputs of each of GPTQ's groups; 0: all inputs
     zero_offset: int = 0  # is added to GPTQ's zero points
     block: tuple[int, int] | None = None  # rows and columns of the blocks that share a scale, if blocks do

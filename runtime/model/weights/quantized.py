@@ -15,7 +15,7 @@ from .grouped import GroupedMatrix, Groups
 from .quantization import SORTED, Quantization
 from .safetensors import SafetensorsCheckpoint
 
-ELEMENTS_AT_ONCE = 1 << 18  # of a matrix: intermediate arrays stay in a core's cache
+ELEMENTS_AT_ONCE = 1 << 18  # elements of a matrix: intermediate arrays stay in a core's cache
 
 
 class QuantizedCheckpoint:

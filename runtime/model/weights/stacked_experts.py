@@ -22,7 +22,7 @@ from ..spec import DecoderSpec
 from . import READABLE
 from .safetensors import SafetensorsCheckpoint
 
-BLOCK_BYTES = 16  # of 32 codes
+BLOCK_BYTES = 16  # bytes of 32 codes
 _OF_EXPERTS = re.compile(
     r"(?P<stored>.*\.experts\.(?P<matrix>gate_up_proj|down_proj))\.(?P<kind>weight|bias)", re.DOTALL
 )

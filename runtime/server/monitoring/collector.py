@@ -26,7 +26,7 @@ class ClientLoad(NamedTuple):
     """What the API server process holds for clients now."""
 
     num_connections: int
-    held_bytes: Mapping[str, int]  # by purpose, as in `MemoryLimits`
+    held_bytes: Mapping[str, int]  # purpose -> bytes, as in `MemoryLimits`
 
 
 class MetricsCollector(Collector):

@@ -39,15 +39,15 @@ from .status import Status
 # All connections stay pending, so that the longest silent one gives way; `open` leaves room for those being closed.
 # No more are accepted per turn of the event loop than answered: a probe waits in the system's queue instead.
 LIMITS = ConnectionLimits(open=96, pending=64, pending_per_address=32, accepts_per_turn=1)
-REQUEST_TIMEOUT_S = 5.0  # from the accept, or the end of the last answer, to the end of the request
-ANSWER_TIMEOUT_S = 5.0  # from the first to the last byte of an answer
-PAUSE_S = 0.05  # between the answers of one connection
+REQUEST_TIMEOUT_S = 5.0  # limit from the accept, or the end of the last answer, to the end of the request
+ANSWER_TIMEOUT_S = 5.0  # limit from the first to the last byte of an answer
+PAUSE_S = 0.05  # pause between the answers of one connection
 MAX_REQUEST_BYTES = 16 << 10
 READ_BYTES = 4 << 10
 METRICS_MAX_AGE_S = 1.0
 STATUS_MAX_AGE_S = 0.5
 
-PAGE = ("status.html", "status.css", "status.js")  # in this folder
+PAGE = ("status.html", "status.css", "status.js")  # files in this folder
 TEXT = "text/plain; charset=utf-8"
 NOT_CACHED = {**PAGE_HEADERS, "cache-control": "no-store"}
 

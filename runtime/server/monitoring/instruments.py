@@ -15,7 +15,7 @@ from prometheus_client.utils import floatToGoString
 
 PREFIX = "quire_"
 OTHER = "other"
-MAX_TENANTS = 100  # with series of their own
+MAX_TENANTS = 100  # tenants with series of their own
 
 
 class Counter:

@@ -22,7 +22,7 @@ from .metrics import Ended, PrometheusObserver
 MAX_LIVE = 200
 MAX_HOSTS = 200
 MAX_NAME_CHARACTERS = 80
-MAX_PROBLEM_CHARACTERS = 300  # of a host
+MAX_PROBLEM_CHARACTERS = 300  # characters of a host's problem
 
 T = TypeVar("T")
 
@@ -48,9 +48,9 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     ended_s_ago: float
     outcome: str  # the finish reason, or the code of the error
-    ok: bool  # it has a finish reason
+    ok: bool  # the request has a finish reason
     prompt_tokens: int
-    cached_tokens: int  # of the prompt
+    cached_tokens: int  # cached tokens of the prompt
     generated: int
     time_to_first_token_ms: float | None
     queue_ms: float
@@ -81,10 +81,10 @@ class Outcomes(msgspec.Struct, frozen=True, kw_only=True):
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The engine hosts of an API server. Sums are over all of them."""
 
-    num_hosts: dict[str, int]  # by state, without zeros
+    num_hosts: dict[str, int]  # state -> number of hosts, without zeros
     bits: dict[str, int]  # hosts by bits id; those of "" have never been connected to
     moved_requests: int
-    hosts: list[HostStatus]  # those that take no requests first, then the busiest
+    hosts: list[HostStatus]  # first the hosts that take no requests, then the busiest
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

@@ -139,14 +139,14 @@ class Keyring:
 
 
 def _num_tenants(keys: Mapping[bytes, Tenant]) -> int:
-    return max(len(set(keys.values())), 1)  # without keys, all connections are of one tenant
+    return max(len(set(keys.values())), 1)  # one tenant has all connections if there are no keys
 
 
 class _KeyFile(NamedTuple):
     """The valid content of a file of tenants."""
 
     owners: dict[bytes, str]  # key hash -> tenant's name
-    limits: dict[str, TenantLimits]  # by tenant's name
+    limits: dict[str, TenantLimits]  # tenant's name -> limits
 
     def tenants_by_key(self, known: Mapping[str, Tenant]) -> dict[bytes, Tenant]:
         """Return key hash -> tenant. Known tenants get their new limits, and stay the same objects."""

@@ -74,7 +74,7 @@ class EqualShares:
 
     def __init__(self, what: str, option: str, share: Callable[[], int]) -> None:
         """`share` returns the bytes of one tenant now; `option` is the name of the limit."""
-        self.tenants: dict[str | None, TenantBytes] = {}  # by the names of tenants that had a connection
+        self.tenants: dict[str | None, TenantBytes] = {}  # tenant's name -> bytes, for tenants that had a connection
         self._what = what
         self._option = option
         self._share = share

@@ -18,7 +18,7 @@ import msgspec
 from ...common.errors import Overloaded
 from ...common.types import Usage
 
-FRAMES_PER_TURN = 32  # of one connection or stream
+FRAMES_PER_TURN = 32  # frames of one connection or stream
 FRAMES_PER_REQUEST = 8  # a frame that begins a request takes the time of this many others
 NS_PER_MINUTE = 60 * 10**9
 NS_PER_MS = 10**6
@@ -39,7 +39,7 @@ class TenantTotals(msgspec.Struct):
     """What a tenant's requests have used since the server started; its own answer to STATS. Integers."""
 
     live: int = 0  # requests that have not ended
-    requests: int = 0  # that have ended
+    requests: int = 0  # requests that have ended
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
@@ -54,7 +54,7 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._is_taken = False  # in this turn of the event loop
+        self._is_taken = False  # the turn of the event loop is taken
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._waiting_first: deque[asyncio.Future[None]] = deque()
 
@@ -103,13 +103,13 @@ class Tenant:
         self, name: str, limits: TenantLimits | None = None, clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self.name = name
-        self.revoked = False  # its keys were removed; its open connections are refused every request
+        self.revoked = False  # the keys were removed; open connections are refused every request
         self.totals = TenantTotals()
         self.frame_turns = Turns()
         self.output_turns = Turns()
         self._limits = limits or TenantLimits()
         self._clock_ns = clock_ns
-        self._full_at_ns = 0  # when the token bucket is full again: its whole state, which needs no refilling
+        self._full_at_ns = 0  # time when the token bucket is full again: its whole state, which needs no refilling
 
     @property
     def limits(self) -> TenantLimits:
