@@ -128,7 +128,7 @@ cdef int64_t run_attention(const AttentionOp *op, const Step *step, const quire_
     """Compute the step's units of work until none is left, and return their number.
 
     A free worker takes the next unit: the last query tiles first, because they take longest; splits in ascending order.
-    Of query tiles it takes several heads of the same rows, which lie side by side.
+    For query tiles it takes adjacent heads of the same rows.
     """
     cdef Workspace workspace = _workspace(step.scratch + worker * step.scratch_bytes, step.padded_head_dim)
     cdef int64_t chunk_units = num_chunk_units(op, step), items = num_attention_items(op, step), index, computed = 0

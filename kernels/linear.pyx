@@ -107,7 +107,7 @@ cdef int64_t run_linear(const LinearOp *op, const Step *step, const quire_tiles 
 
 cdef void help_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares,
                       uint64_t number, int worker, int workers) noexcept nogil:
-    """Compute again the items that other workers hold, and write those that this worker finishes first."""
+    """Compute again the items that other workers hold, and write each item that this worker finishes first."""
     cdef Scratch *scratch = _scratch(step, worker)
     cdef int64_t held
     cdef int other

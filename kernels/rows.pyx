@@ -66,7 +66,7 @@ cdef void _add(const float *x, int64_t n, float *out) noexcept nogil:
 
 cdef int64_t run_norm(const NormOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
                       int worker, int workers) noexcept nogil:
-    """Norm rows; those that are only converted, in scratch."""
+    """Norm rows; rows that are only converted, in scratch."""
     cdef int64_t rows = step.samples if op.sampled else step.rows
     cdef int64_t first = first_item(step, rows), end = end_item(step, rows)
     cdef int64_t width = op.input.rows.width, columns = op.input.columns, computed = 0
@@ -105,7 +105,7 @@ cdef int64_t run_pool(const PoolOp *op, const Step *step, const quire_tiles *til
 
 cdef int64_t run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
                          int worker, int workers) noexcept nogil:
-    """Convert rows; those whose columns change places, from scratch."""
+    """Convert rows; rows whose columns change places, from scratch."""
     cdef int64_t rows = step.samples if op.sampled else step.rows
     cdef int64_t first = first_item(step, rows), end = end_item(step, rows)
     cdef int64_t row, width = op.input.rows.width, computed = 0, i

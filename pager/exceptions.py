@@ -53,7 +53,7 @@ class SnapshotTruncated(SnapshotError):
 
 
 class SnapshotDamaged(SnapshotError):
-    """The snapshot's bytes are not those that were written."""
+    """The snapshot's bytes differ from the bytes that were written."""
 
 
 class InvariantViolated(PagerError):

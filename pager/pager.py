@@ -59,7 +59,7 @@ class Pager:
     ) -> PageTable:
         """Return a table that holds the longest cached prefix of `token_ids`, always without the last token.
 
-        `images` are those that some of the tokens stand for, in order: a cached page has the same ones.
+        `images` are the images that some of the tokens stand for, in order: a cached page has the same ones.
         With `spare_pages`, raises OutOfPages unless the pool could also supply the remaining tokens and `spare_pages`
         pages for others. Without it, raises OutOfPages only if other tables have reserved the cached pages themselves.
         """

@@ -32,7 +32,7 @@ from .exceptions import OutOfPages, PagerError
 
 
 class Content(NamedTuple):
-    """What a full page holds. `key` and `group` identify it, unless sha256 collides."""
+    """The content of a full page. `key` and `group` identify it, unless sha256 collides."""
 
     key: bytes
     parent: bytes  # key of the page before it, or the root of its chain

@@ -97,7 +97,7 @@ class PrefixCache:
     def match(self, root: bytes, token_ids: Sequence[int], limit: int, images: Sequence[ImageSpan] = ()) -> PrefixHit:
         """Return the longest hit of at most `limit` pages that a sequence of `token_ids` can start with.
 
-        A full group must have all of these pages, a sliding group those that the first row after them still sees.
+        A full group must have all of these pages, a sliding group the pages that the first row after them still sees.
         Changes nothing and retains nothing.
         """
         keys: list[bytes] = []

@@ -1,7 +1,7 @@
 """The pages of one sequence, in order: one page table per layer group, as the kernels read them.
 
 Must not import requests or anything about memory layout beyond page sizes. A table holds one reference on each page it
-lists. It lists exactly the pages that `num_tokens` tokens fill, except those that left a sliding group's window.
+lists. It lists exactly the pages that `num_tokens` tokens fill, except the pages that left a sliding group's window.
 
 A table writes only to pages that no other table lists and that the prefix cache does not index. Full pages never change
 and are shared freely. A partial last page that is shared or indexed is copied before the next token is written to it.

@@ -34,10 +34,10 @@ class LLM:
     """A model that generates text in this process. Use it as a context manager, or call `close`.
 
     `model` is a folder in Hugging Face's format or a GGUF file; None is the bundled model. `options` are those of
-    `EngineConfig`, such as weights="q8" or kv_cache_memory="4GiB"; docs/reference/options.md lists them. Of the
+    `EngineConfig`, such as weights="q8" or kv_cache_memory="4GiB"; docs/reference/options.md lists them. Among the
     QUIRE_* variables, only QUIRE_ISA and QUIRE_DEBUG have an effect. A KV cache of the size `kv_cache_memory` is taken
-    at once; the default size is a limit, up to which the cache takes memory as requests use it.
-    Raises ModelError or ConfigError.
+    at once; the default size is a limit, up to which the cache takes memory as requests use it. Raises ModelError or
+    ConfigError.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Unpack[EngineOptions]) -> None:

@@ -10,7 +10,7 @@
     ├── StepMismatch         a result does not match the step in flight: a bug in Quire
     └── NotAccepting         the engine loop is draining or closed
 
-A refused request has changed nothing. runtime/engine translates these errors into those that users see.
+A refused request has changed nothing. runtime/engine translates these errors into the public ones.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionEstimate:
-    """What a new request can expect, known when it is accepted or refused."""
+    """The prospects of a new request, known when it is accepted or refused."""
 
     position: int  # requests ahead of it in the queue
     pages_needed: int  # at its longest

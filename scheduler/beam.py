@@ -4,8 +4,8 @@ Must not import pages or steps; the scheduler forks and releases the tables. The
 Ties go to the earlier hypothesis, then to the lower token id.
 
 The rules are those of Hugging Face: the 2 * width likeliest continuations of each live hypothesis are candidates. Among
-the best `width` candidates, those that end with a stop token are complete. The best `width` candidates without a stop
-token continue. A hypothesis is scored by its log probability divided by length ** length_penalty.
+the best `width` candidates, a hypothesis with a stop token at its end is complete. The best `width` candidates without
+a stop token continue. A hypothesis is scored by its log probability divided by length ** length_penalty.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class LatencyBudget:
 
 
 class StepBudget:
-    """What is left of one step: rows, and seconds if there is a latency target.
+    """The rest of one step: rows, and seconds if there is a latency target.
 
     Allows at least `LEAST_PREFILL` prefill tokens as long as rows are left, so that prefill never starves.
     """
@@ -128,7 +128,7 @@ class StepBudget:
 
     @property
     def limit(self) -> str:
-        """What the step has too little of when `prefill_tokens` is 0."""
+        """The resource that the step lacks when `prefill_tokens` is 0."""
         return "tokens" if self._tokens <= 0 else "latency"
 
     def spend(self, num_tokens: int, context: int) -> None:

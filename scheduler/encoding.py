@@ -3,9 +3,9 @@
 Must not import sequences' requests, pages or budgets. Batches run one after another. A batch advances by stages (about
 a layer each), so that sequences decode between two of them:
 
-* Beside sequences with a latency target, batches get the time that is left under it, and at least `ENCODER_SHARE` of
-  the step. A new batch has the number of texts with which whole stages fill that time best. Without a target they get
-  as much time as the sequences take.
+* While sequences decode under a latency target, batches get the time that is left under it, and at least
+  `ENCODER_SHARE` of the step. A new batch has the number of texts with which whole stages fill that time best. Without
+  a target they get as much time as the sequences take.
 * Alone they get `ALONE_S` per step, so that a sequence that arrives does not wait for the end of a long batch.
 
 A text's values do not depend on the other texts of its batch, nor on how stages are divided among steps.
@@ -35,7 +35,7 @@ NOT_FINITE = "the model's values for a text are not finite numbers"
 
 
 class EncoderLimits(Protocol):
-    """What the scheduler knows of an encoder."""
+    """The limits and costs of an encoder."""
 
     max_rows: int  # tokens of a batch
     max_texts: int  # of a batch
@@ -209,7 +209,7 @@ class EncoderPlanner:
     # Helpers
 
     def _next_batch(self, seconds: float, now: float) -> _Batch | None:
-        """Return the batch to go on with: the one in progress, or a new one."""
+        """Return the batch to continue: the one in progress, or a new one."""
         if self._batch is not None and not self._batch.is_wanted:
             self._batch = None
         if self._batch is None and len(self._policy):
@@ -226,7 +226,7 @@ class EncoderPlanner:
         return EncoderStep(texts, num_stages, batch.num_stages_left == 0, ids)
 
     def _fill_batch(self, seconds: float, now: float) -> _Batch:
-        """Take texts in the policy's order, within the rows, and so few that whole stages fit the seconds of a step."""
+        """Take texts in the policy's order, up to the row limit and the step's time budget."""
         limit_s: float | None = None  # of one stage; a text alone needs none
         tokens = pairs = 0
         texts: list[_BatchText] = []

@@ -82,7 +82,7 @@ class StepPlan:
     num_decode_rows: int
     num_prefill_tokens: int
     encoder: tuple[EncoderStep, ...] = ()  # batches, one after another
-    images_s: float = 0.0  # that computing an image may take about; sequences whose image takes longer are deferred
+    images_s: float = 0.0  # approximate time budget for images; sequences whose image takes longer are deferred
     max_forced: int = 0  # tokens forced by a grammar that would pay as draft tokens of each sequence, in the next step
 
 

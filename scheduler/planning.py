@@ -5,7 +5,7 @@ the tables have grown by, so a plan that is never executed costs no token.
 
 Order of a step: one token for every decoding request; then prefill chunks in the policy's order, newly admitted
 requests included, within the budget; then draft tokens, if no other request could use the step. The encoder gets the
-time that is left. Prefill has tokens of one image at most. An image gets the time that an encoder would get, and the
+time that is left. A step prefills at most one image. An image gets the time that an encoder would get, and the
 sequence is deferred until its image is done. Where the tokens of an image see each other (`whole_images`), a chunk ends
 inside no image. An image may then take longer than the latency target, but never more rows than a step has.
 """
@@ -77,7 +77,7 @@ class Planner:
         return self._assemble(drafts, step, seconds_left)
 
     def _plan_texts(self) -> StepPlan | None:
-        """Return a step without sequences, as `plan` would: what such a step begins with costs a short text dearly."""
+        """Return a step without sequences, as `plan` would: the setup cost dominates short texts."""
         self.load = StepLoad()
         encoding = self._encoder.plan(self.load, None, self._clock())
         if not encoding:
@@ -265,7 +265,7 @@ class Planner:
         return decodes, prefills
 
     def _image_seconds(self, seconds_left: float | None) -> float:
-        """Return the seconds that images may take: half of those that decoding has left under the latency target."""
+        """Return the seconds that images may take: half of the time that is left under the latency target."""
         half_s = None if seconds_left is None else seconds_left / 2
         return seconds_beside(StepLoad(self.load.decode_rows, 0, self.load.kv_tokens), half_s, self._cost)
 

@@ -3,7 +3,7 @@
 Must not import pages, budgets or steps. A pushed request stays queued until it is removed, and `head` returns the same
 request as long as nothing changes.
 
-Every tenant has its own queue; a policy compares their heads. Requests that ran before come before those that did not.
+Every tenant has its own queue; a policy compares their heads. Requests that ran before come before new ones.
 """
 
 from __future__ import annotations

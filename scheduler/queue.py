@@ -1,4 +1,4 @@
-"""The request queue: which requests may join it, in which order they leave it, and what the first one waits for.
+"""The request queue: the requests that may join it, their order, and the resource that the first one waits for.
 
 Must not import the running batch or the planner. Counts queued requests and running sequences and pages per tenant.
 An accepted request is in the queue exactly while it is neither running nor ended.
@@ -137,7 +137,7 @@ class RequestQueue:
             self.policy.push_front(fork)
 
     def waiting_by_reason(self) -> dict[str, int]:
-        """Count queued requests by what they wait for; the keys are listed at `SchedulerStats`."""
+        """Count queued requests by the resource that they wait for; the keys are listed at `SchedulerStats`."""
         held = [fork.spec.tenant for forks in self._forks.values() for fork in forks]
         quota = sum(self._waiting[tenant] - held.count(tenant) for tenant in self.over_quota)
         reasons = Counter({"fork": len(held), "quota": quota})

@@ -39,7 +39,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """What a request asks for. It never changes, and can be sent to another process."""
+    """The fields of a request as its user gave them. It never changes, and can be sent to another process."""
 
     request_id: int
     prompt_token_ids: Sequence[int] = field(repr=False)
@@ -60,7 +60,7 @@ class RequestSpec:
 
     @property
     def prefix_salt(self) -> bytes:
-        """What keys of cached pages begin with."""
+        """The beginning of the keys of cached pages."""
         return f"{self.tenant}\0{self.cache_salt}".encode() if self.cache_salt else self.tenant.encode()
 
 
@@ -79,7 +79,7 @@ class EncodeSpec:
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """What all requests have: an id, a state and the seconds spent in each state."""
+    """The fields of all requests: an id, a state and the seconds spent in each state."""
 
     spec: RequestSpec | EncodeSpec
 
@@ -248,7 +248,7 @@ class Ending(NamedTuple):
 
 
 class FinalCounters(NamedTuple):
-    """What a request's last update reports about all of its time in the scheduler."""
+    """The report of a request's last update about all of its time in the scheduler."""
 
     seconds_in: tuple[float, ...]  # by State
     cached_tokens: int
@@ -257,7 +257,7 @@ class FinalCounters(NamedTuple):
 
 
 class RequestUpdate(NamedTuple):
-    """What happened to one request: its new tokens, and its end, if it ended (a reason, or an error in words).
+    """An event of one request: its new tokens, and its end, if it ended (a reason, or an error in words).
 
     A stop token is among `tokens`. An encode request has one update, with the values of its texts or an error. The
     request is named by its id, so an update can be sent to another process.

@@ -28,7 +28,7 @@ RECOVERY = 0.01  # share of the way back to INITIAL_ACCEPTANCE, each time no dra
 
 
 class Speculator:
-    """Adds draft tokens to a step that only decodes: those that a grammar forces, or else those found in earlier text.
+    """Adds draft tokens to a step that only decodes: tokens that a grammar forces, or else tokens of earlier text.
 
     `num_tokens` limits what is found for one sequence, `max_rows` the step.
     """

@@ -5,8 +5,10 @@ Every text file is searched: code with its comments, docstrings and messages, an
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,18 @@ BANNED = {  # pattern, case ignored -> what to write
 }
 
 
+OPENINGS = {  # pattern in a sentence of a document or docstring -> advice
+    r"^What\b(?!.*\?$)": "name the thing: `The memory of a process`, not `What a process takes`",
+    r"^Those (of|in|with|from|for|that|which|whose|are|were)\b": "name the things",
+    r"^(Of|Beside)\b": "begin with the subject: `A text that is too long is cut`, not `Of a long text, …`",
+    r"\bthose (that|which|whose)\b": "name the things: `requests that wait`",
+    r"\bthat which\b": "name the thing",
+    r"\b(go|goes|going|went|gone) on\b": "continue",
+}
+PACKAGES = ("kernels/", "pager/", "scheduler/", "runtime/", "deploy/", "docs/")
+NOT_DOCUMENTS = ("tests/", "CONTRIBUTING.md")  # a log, and the page that quotes what not to write
+
+
 def text_files() -> list[Path]:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     names = listed or [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file()]
@@ -62,6 +76,37 @@ def findings(text: str) -> list[tuple[int, str, str]]:
     ]
 
 
+def prose(path: Path) -> Iterator[str]:
+    """Yield the paragraphs, list items, table cells and headings of a document, or of the docstrings of a module."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".md":
+        yield from blocks(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    elif path.suffix == ".pyx":
+        yield from (block for docstring in re.findall(r'"""(.*?)"""', text, re.DOTALL) for block in blocks(docstring))
+    else:
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, documented))
+        yield from (block for node in nodes for block in blocks(ast.get_docstring(node) or ""))
+
+
+def blocks(text: str) -> Iterator[str]:
+    """Yield the parts of a text between blank lines, in which list items, cells and headings are parts of their own."""
+    begin = re.compile(r"\s*(\* |- |\d+\. |#+ |\|)")
+    block = ""
+    for line in [*text.splitlines(), ""]:
+        if not line.strip() or begin.match(line) or block.startswith("#"):
+            yield from filter(None, re.split(r"\s*\|\s*", block))
+            block = ""
+        block = f"{block} {line.strip()}".strip()
+
+
+def openings(block: str) -> Iterator[tuple[str, str]]:
+    """Yield the sentences of a block that an opening is banned from, with the advice."""
+    text = re.sub(r"``[^`]+``|`[^`]*`", "`…`", re.sub(r"^(\* |- |\d+\. |#+ )", "", block).replace("**", ""))
+    for sentence in re.split(r"(?<=[.;:?!]) +", text):
+        yield from ((sentence, advice) for pattern, advice in OPENINGS.items() if re.search(pattern, sentence))
+
+
 def test_no_banned_phrase():
     found = [
         f"{path.relative_to(ROOT)}:{number}: {phrase!r}: {advice}"
@@ -69,6 +114,47 @@ def test_no_banned_phrase():
         for number, phrase, advice in findings(path.read_text("utf-8"))
     ]
     assert not found, f"{len(found)} banned phrases\n" + "\n".join(found)
+
+
+def test_sentences_of_documents_and_docstrings_name_their_nouns():
+    found = []
+    for path in text_files():
+        name = path.relative_to(ROOT).as_posix()
+        is_document = path.suffix == ".md" and not name.startswith(NOT_DOCUMENTS)
+        if is_document or (path.suffix in (".py", ".pyx") and name.startswith(PACKAGES)):
+            found += [f"{name}: {sentence}: {advice}" for block in prose(path) for sentence, advice in openings(block)]
+    assert not found, f"{len(found)} sentences\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What nothing refers to any more does not count.",
+        "The log has them. What is left is sent.",
+        "* Those of the last image are kept.",
+        "| rows | Of a long text, the model gets as much as it takes. |",
+        "### Beside llama.cpp",
+        "Its requests go on at others.",
+        "It keeps those that ended, and\ndrops the rest.",
+        "A row is that which a step computes.",
+    ],
+)
+def test_an_opening_without_its_noun_is_found(text: str):
+    assert [advice for block in blocks(text) for _, advice in openings(block)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What does scheduling cost per sequence?",
+        "Those two requests run. The rest of the text follows, of course.",
+        "The log says what is left. `What it is` and `those that` are quoted.",
+        "Speed beside llama.cpp, one page at a time.",
+        "It is going to be sent; it went to the next one.",
+    ],
+)
+def test_a_sentence_that_names_its_noun_is_accepted(text: str):
+    assert [advice for block in blocks(text) for _, advice in openings(block)] == []
 
 
 @pytest.mark.parametrize(

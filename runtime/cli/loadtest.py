@@ -54,7 +54,7 @@ METADATA_HELP = "KEY=VALUE pairs that are copied to the result."
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What is reported and where to; each field is followed by its help text."""
+    """The report, and where it goes; each field is followed by its help text."""
 
     percentile_metrics: str = ",".join(METRICS)
     "Metrics to print: ttft, tpot, itl, e2el, client_queue_time, e2el_including_client_queue."

@@ -72,13 +72,13 @@ class AsyncClient:
 
     `async with AsyncClient("127.0.0.1:7070") as client: async for chunk in client.generate(…): …`
 
-    `address` is `host:port`, `[v6]:port` or `unix:/path`, or several of them; ConfigError otherwise. Of several servers
-    the first that answers is used. If it fails, every stream goes on at another one that serves the same build and
-    model, with the same bytes, without losing or repeating a token. `tls` is True for a certificate that
-    the system trusts, the path of a CA file in PEM, or an `ssl.SSLContext`. Entering the context raises Unavailable if
-    the server does not answer, TLSError if its certificate is not trusted and Unauthenticated if it refuses the token.
-    Calls outside the context raise NotOpen. The next call replaces a connection that is lost or whose server is
-    shutting down. Use a client from one event loop.
+    `address` is `host:port`, `[v6]:port` or `unix:/path`, or several of them; ConfigError otherwise. If there are
+    several servers, the client uses the first one that answers. If it fails, every stream continues at another one that
+    serves the same build and model, with the same bytes, without losing or repeating a token. `tls` is True for a
+    certificate that the system trusts, the path of a CA file in PEM, or an `ssl.SSLContext`. Entering the context
+    raises Unavailable if the server does not answer, TLSError if its certificate is not trusted and Unauthenticated if
+    it refuses the token. Calls outside the context raise NotOpen. The next call replaces a connection that is lost or
+    whose server is shutting down. Use a client from one event loop.
     """
 
     def __init__(self, address: str | Sequence[str], token: str | None = None, tls: TLSOption = False) -> None:
@@ -121,7 +121,7 @@ class AsyncClient:
 
         Leaving the loop early cancels the request. The call itself raises TypeError for an unknown argument and
         InvalidRequest for a prompt, `messages`, `chat`, `sampling_params` or a callback of another form. The loop
-        raises the server's error by its class, or Unavailable if the connection is lost and the stream cannot go on:
+        raises the server's error by its class, or Unavailable if the connection is lost and the stream cannot continue:
         it has one address and is not `resumable`, or no server answered for a minute. Keep reading: the server
         ends a stream that is not read in time with DeadlineExceeded. The chunks of several choices arrive
         interleaved, each with its `choice`; the last one of a choice has its `finish_reason`. Callbacks run between

@@ -130,7 +130,7 @@ class ClientConnection:
 
     @property
     def fingerprint(self) -> str:
-        """What decides the bits of an output besides its request; empty for a server that cannot continue outputs."""
+        """The parts besides the request that decide an output's bits; empty if the server cannot continue outputs."""
         return self._welcome.result().fingerprint
 
     def ask(self, frame: Generate | Resume | AskVectors | AskScores | Tokenize | ListModels | AskStats) -> Inbox:

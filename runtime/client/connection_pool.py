@@ -1,7 +1,7 @@
 """The connections of one client: the newest one takes new requests, older ones finish theirs.
 
-At most one connection is being opened at a time; callers that need a connection in the meantime wait for that one. Of
-several addresses the first one that is not in its back-off is tried, then the next.
+At most one connection is being opened at a time; callers that need a connection in the meantime wait for that one. The
+pool tries the first address that is not in its back-off, then the next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0  # pause in which an address that 
 
 @dataclass(slots=True, eq=False)
 class _Server:
-    """One address, and what is remembered of its failures."""
+    """One address, and the record of its failures."""
 
     address: Address
     num_failures: int = 0  # failures since the address last answered
@@ -64,7 +64,7 @@ class ConnectionPool:
         return await self._joined(self._opening or self._open(latest))
 
     async def after(self, earlier: ClientConnection, *, same_server: bool) -> ClientConnection:
-        """Return the connection on which requests of `earlier` go on: it is lost, or its server refuses them.
+        """Return the connection on which requests of `earlier` continue: it is lost, or its server refuses them.
 
         Its server has the same fingerprint. `same_server`: it is the same server, if that can be reached. The server
         may have forgotten the session. Raises as `ClientConnection.open`.
@@ -115,7 +115,7 @@ class ConnectionPool:
     async def _first_to_answer(
         self, earlier: ClientConnection | None, same_server: bool, same_bits: bool
     ) -> ClientConnection:
-        """Open a connection in place of `earlier`, whose requests need the same bits if they go on with `same_bits`."""
+        """Open a connection in place of `earlier`. With `same_bits`, its requests continue and need the same bits."""
         has_failed = earlier is not None and (same_bits or earlier.is_leaving)
         servers = self._in_order(earlier, has_failed=has_failed, same_server=same_server)
         errors: list[QuireError] = []

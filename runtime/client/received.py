@@ -1,4 +1,4 @@
-"""What a client has received of one request, and the request for the rest.
+"""The part of an output that a client has received, and the request for the rest.
 
 Must not import connections.
 """
@@ -51,10 +51,10 @@ class ReceivedOutputs:
         )
 
     def rest_of(self, frame: Generate) -> Generate | None:
-        """Return the request for what is missing, for any server with the same bits; None if none can answer it.
+        """Return the request for the missing part, for any server with the same bits; None if none can answer it.
 
         The outputs of `best_of` and of a beam search come at the end, one frame each: the request is sent again, and
-        what was received is skipped.
+        the received part is skipped.
         """
         if not self._ended and not self._token_ids:
             return frame

@@ -1,7 +1,7 @@
-"""One generation request of a client: turns answers into chunks, grants credit, and goes on after lost connections.
+"""One generation request of a client: turns answers into chunks, grants credit, and continues after lost connections.
 
 Every token is delivered exactly once and in order, however many connections were lost and at however many servers the
-request went on; the stream ends with a chunk that has `usage`, or raises a QuireError.
+request continued; the stream ends with a chunk that has `usage`, or raises a QuireError.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class TokenStream:
         return connection.ask(Resume(self._id, self._received, CREDIT_TOKENS))
 
     def _ask_again(self, connection: ClientConnection, reason: QuireError) -> Inbox:
-        """Send GENERATE for what has not been received. Raises `reason` if the server cannot go on there."""
+        """Send GENERATE for the tokens that were not received. Raises `reason` if the server cannot continue there."""
         frame = self._outputs.rest_of(self._frame)
         if frame is None or (frame.generated is not None and "continue" not in connection.features):
             raise reason
@@ -141,7 +141,7 @@ class TokenStream:
     async def _reconnect(self, connection: ClientConnection, answer: ConnectionLost | QuireError) -> ClientConnection:
         """Return another connection, waiting longer after each attempt that brings no answer.
 
-        Raises the last error once RESUME_FOR_S have passed, or if the request cannot go on.
+        Raises the last error once RESUME_FOR_S have passed, or if the request cannot continue.
         """
         reason = _reason(answer)
         while self._may_go_on(answer) and reason.retryable and not self._pool.is_closed:
@@ -163,7 +163,7 @@ class TokenStream:
         raise reason
 
     def _may_go_on(self, answer: ConnectionLost | QuireError) -> bool:
-        """Return whether the request may go on elsewhere after a retryable error."""
+        """Return whether the request may continue elsewhere after a retryable error."""
         if self._num_fruitless > MAX_FRUITLESS:
             return False
         if isinstance(answer, ConnectionLost):

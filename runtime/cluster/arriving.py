@@ -1,4 +1,4 @@
-"""What an API server can ask of an engine host, as the host runs it. Anything else ends the link.
+"""The requests of an API server to an engine host, as the host runs them. Anything else ends the link.
 
 An API server knows the secret, but it may have a defect: what it asks must not cost others their engine process.
 All functions raise ProtocolError.

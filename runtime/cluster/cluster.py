@@ -1,7 +1,7 @@
 """All engine hosts of an API server as one core: each request belongs to one host at a time and ends once.
 
-When a host is lost, its requests go on at others, with the tokens they have: the bytes of their streams do not change.
-Limits are not applied to them, since they had been accepted.
+When a host is lost, its requests continue at others, with the tokens they have: the bytes of their streams do not
+change. Limits are not applied to them, since they had been accepted.
 """
 
 from __future__ import annotations

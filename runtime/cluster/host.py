@@ -1,6 +1,6 @@
 """An engine host: offers the engine processes of this machine to many API servers.
 
-Each API server has a session with ids of its own. What a session does, and its end, has no effect on other sessions.
+Each API server has a session with ids of its own. Neither the actions of a session nor its end affect other sessions.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class EngineHost:
         return self._sessions.get(request_id // SESSION_IDS)
 
     async def _send_stats(self) -> None:
-        """Send each session the state of the engines, and close those that have been silent for too long."""
+        """Send each session the state of the engines, and close sessions that have been silent for too long."""
         while True:
             await asyncio.sleep(STATS_INTERVAL_S)
             try:
@@ -243,7 +243,7 @@ class ServerSession:
         return sum(map(len, {id(each): each for each in pixels}.values()))  # samples share theirs
 
     def receive(self, message: ToHost) -> None:
-        """Handle a message. Raises ProtocolError or ValueError for what no API server sends."""
+        """Handle a message. Raises ProtocolError or ValueError for messages that no API server sends."""
         self._silent_s, info = 0.0, self._pool.info
         match message:
             case ImagePixels(pixels):

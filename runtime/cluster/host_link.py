@@ -90,7 +90,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class LinkConnection(Protocol):
-    """What carries a link: a connection of the acceptor, or another system."""
+    """The carrier of a link: a connection of the acceptor, or another system."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -138,7 +138,7 @@ class HostLink(asyncio.Protocol):
         await self._ended
 
     def close(self) -> None:
-        """Close this end after what was sent before has left."""
+        """Close this end after the messages sent before have left."""
         self._transport.close()
 
     def abort(self) -> None:

@@ -1,4 +1,4 @@
-"""What an engine host can say of a request. Anything else ends its link, before it reaches a stream or the token log.
+"""Checks of the reports of an engine host about a request. Any other report ends its link, before a stream sees it.
 
 A host knows the secret, but it may have a defect: what it reports of one request must not cost others their tokens.
 """

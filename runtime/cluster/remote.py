@@ -1,7 +1,7 @@
-"""One engine host as an API server sees it: its link, the log of the requests it has, and what becomes of them.
+"""One engine host as an API server sees it: its link, the log of the requests it has, and their fate.
 
-A host is lost when its link closes or when nothing has come from it for the heartbeat timeout. What it had is then
-replayed at another host, or at the same one when it is back and there is no other.
+A host is lost when its link closes or when nothing has come from it for the heartbeat timeout. Its requests are
+then replayed at another host, or at the same one when it is back and there is no other.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ QUARANTINE_REASON = (
 
 
 class Credentials(NamedTuple):
-    """What an API server needs to be let in by its hosts."""
+    """The credentials with which an API server is let in by its hosts."""
 
     secret: bytes  # secret of all hosts that have none of their own
     tls: ssl.SSLContext | None = None  # None: the links are not encrypted
@@ -64,7 +64,7 @@ class HostLost(NotAccepting):
 
 @dataclass(slots=True)
 class HostTraits:
-    """What all hosts of an API server must have in common: what the first one has that connects."""
+    """The traits that all hosts of an API server must share: what the first one has that connects."""
 
     models_digest: str  # digest of the model that the API server tokenizes for
     first: str = ""  # address of the first host
@@ -266,7 +266,7 @@ class RemoteHost(SupervisedEngine):
 
     @property
     def takes_requests(self) -> bool:
-        """Whether requests of a lost host can go on here."""
+        """Whether requests of a lost host can continue here."""
         return self.is_ready and not (self._is_leaving or self._is_failing or self.is_retired)
 
     @property
@@ -300,7 +300,7 @@ class RemoteHost(SupervisedEngine):
         )
 
     def give_up(self) -> list[LoggedRequest]:
-        """Return the requests that wait for the host or its engines; have those that it never answered asked again."""
+        """Return the requests that wait for the host or its engines; have the unanswered ones asked again."""
         unanswered = self._pending_adds.refuse_all(HostLost(f"engine host {self.address} was lost"))
         left_there = [request.request_id for pending in unanswered for request in pending.requests]
         if self._restarting is not None:

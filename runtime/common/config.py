@@ -83,7 +83,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     image_cache_memory: Annotated[
         CountOrZero,
         _memory(
-            "Rows of images that a vision tower has computed, kept for reuse; always those of the last image.",
+            "Rows of images that a vision tower has computed, kept for reuse; the cache always holds the last image.",
             unit="bytes",
         ),
     ] = 256 << 20
@@ -105,7 +105,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     isa: Annotated[
         str | None,
         _memory(
-            "Instruction set level; `quire info` lists those of this machine.", unit="level", default="the best one"
+            "Instruction set level; `quire info` lists the levels of this machine.",
+            unit="level",
+            default="the best one",
         ),
     ] = None
 

@@ -1,4 +1,4 @@
-"""The heap of glibc: how much of it is allocated, and what becomes of freed memory. Other libraries lack the calls."""
+"""The heap of glibc: how much of it is allocated, and the fate of freed memory. Other libraries lack the calls."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_outgoing_bytes: Annotated[
         Count,
         _limit(
-            "Unsent output of one connection, with what waits for credit; beyond it, its largest stream ends, or the "
+            "Unsent output of one connection, waiting for credit included; beyond it, its largest stream ends, or the "
             "connection.",
             unit="bytes",
         ),
@@ -222,7 +222,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     engine_hosts_ca: Annotated[
         str | None,
-        _machines("Certificate in PEM that signs those of the engine hosts; with it, links use TLS.", unit="file"),
+        _machines("Certificate in PEM that signs the engine hosts' certificates; with it, links use TLS.", unit="file"),
     ] = None
     listen: Annotated[
         str, option(HOST, "Address and port for API servers; port 0 takes a free one.", unit="address")

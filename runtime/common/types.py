@@ -46,7 +46,7 @@ class StructuredOutputs(
     omit_defaults=True,
     metaclass=_NamesRightArgument,
 ):
-    """What the output must match; exactly one field is set. Raises InvalidRequest for none, several or an empty one.
+    """The rule that the output must match. Exactly one field is set and not empty, else InvalidRequest is raised.
 
     `json` is a JSON schema as an object, which becomes text, or as text (true: any JSON value), `json_object` any JSON
     object, `regex` a regular expression for the whole output, `choice` a list of texts, `lark` and `gbnf` context-free
@@ -170,7 +170,8 @@ class SamplingParams(
         _option("Report the log probability of each token and of this many alternatives.", default="not reported"),
     ] = None
     structured_outputs: Annotated[
-        StructuredOutputs | None, _option("What the output must match, see StructuredOutputs.", default="anything")
+        StructuredOutputs | None,
+        _option("The rule that the output must match, see StructuredOutputs.", default="anything"),
     ] = None
     n: Annotated[int, _option("Outputs per prompt.")] = 1
     best_of: Annotated[

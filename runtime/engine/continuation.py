@@ -1,4 +1,4 @@
-"""Outputs that another server began, replayed so that they go on with the same bytes.
+"""Outputs that another server began, replayed so that they continue with the same bytes.
 
 The tokens that a client has received go through the detokenizer and the parser again; what these return was sent
 before and is dropped. Afterwards both hold back exactly what the other server held back.
@@ -18,7 +18,7 @@ SLICE_TOKENS = 1024  # that are replayed at a time: with many stop strings a tok
 
 
 class ReplayedOutput(NamedTuple):
-    """An output that goes on after its first tokens."""
+    """An output that continues after its first tokens."""
 
     choice: int
     token_ids: tuple[int, ...]
@@ -43,8 +43,8 @@ def replay(
 ) -> Iterator[Continuation | None]:
     """Replay the outputs of a request with `generated` in slices: yield None after each, and at last all outputs.
 
-    Compute each slice in a thread. `params` are those that the request runs with. Raises InvalidRequest for ids after
-    the end of an output.
+    Compute each slice in a thread. `params` are the parameters that the request runs with. Raises InvalidRequest for
+    ids after the end of an output.
     """
     still_open: list[ReplayedOutput] = []
     ends: list[OutputChunk] = []

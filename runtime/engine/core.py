@@ -28,7 +28,7 @@ def _ignore(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CoreListener:
-    """What a core calls on the event loop. The callables must not raise."""
+    """The listener that a core calls on the event loop. The callables must not raise."""
 
     publish: Callable[[Sequence[RequestUpdate]], None] = _ignore
     fail: Callable[[int, QuireError], None] = _ignore  # a request ended with an error that is not the scheduler's

@@ -1,4 +1,4 @@
-"""From the scheduler's errors to those that users get."""
+"""From the scheduler's errors to the errors that users get."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Generation(Protocol):
 
     @property
     def new_parser(self) -> NewParser | None:
-        """What makes a parser of each output; None for a request without `tool_choice`."""
+        """A function that makes a parser of each output; None for a request without `tool_choice`."""
 
     def __aiter__(self) -> AsyncIterator[OutputChunk]: ...
 
@@ -164,7 +164,7 @@ class Generation(Protocol):
 
 
 class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a core reports of its encoder; constant while it runs."""
+    """The description of a core's encoder; constant while it runs."""
 
     vocab_size: int
     max_model_len: int  # tokens of a text
@@ -181,7 +181,7 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a core reports of its vision tower; constant while it runs."""
+    """The description of a core's vision tower; constant while it runs."""
 
     token_id: int  # of the placeholder for a row of an image
     size: int = 0  # pixels of each side of an image; 0: images have any size
@@ -190,7 +190,7 @@ class ImageInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a core reports of itself; constant while it runs."""
+    """The description of a core; constant while it runs."""
 
     vocab_size: int
     max_model_len: int  # prompt and generated tokens of one request
@@ -212,7 +212,7 @@ NO_TEMPLATE = "this model has no chat template; send a prompt instead of message
 
 
 class EngineInfo(CoreInfo, frozen=True, kw_only=True):
-    """What an engine reports of itself; constant while it runs."""
+    """The description of an engine; constant while it runs."""
 
     has_tokenizer: bool
     has_chat_template: bool

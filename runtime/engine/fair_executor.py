@@ -1,7 +1,7 @@
 """`FairExecutor`: runs the text work of all tenants in a few threads; the tenants take turns.
 
-A tenant that floods the server with long texts delays others by the texts that run, not by those that wait, which the
-server limits in bytes. A tokenizer whose expressions never end holds its thread for ever: its request ends after
+A tenant that floods the server with long texts delays others by the texts that run, not by the texts that wait, which
+the server limits in bytes. A tokenizer whose expressions never end holds its thread for ever: its request ends after
 `LIMIT_S`, another thread takes its place, and the process can exit. Must not import tokenizers or templates.
 """
 
@@ -58,7 +58,7 @@ class FairExecutor:
         return result
 
     def close(self) -> None:
-        """Refuse what waits and what comes with Unavailable. Functions that run end by themselves. Idempotent."""
+        """Refuse waiting and new jobs with Unavailable. Functions that run end by themselves. Idempotent."""
         self._is_closed = True
         for jobs in self._waiting.values():
             for job in jobs:

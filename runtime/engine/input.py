@@ -1,4 +1,4 @@
-"""From a user's request to what the scheduler runs: token ids, then one or several scheduler requests.
+"""From a user's request to the scheduler's requests: token ids, then one or several scheduler requests.
 
 A request becomes one sequence, one for each of its samples, or one beam search. Sample i has, bit for bit, the output
 of a request of its own with seed + i.
@@ -31,7 +31,7 @@ MAX_KEY_TOKENS = 1024  # of a prompt without messages that its conversation is k
 
 
 class PreparedInput(NamedTuple):
-    """What the engine needs of a request beyond its fields."""
+    """The prepared parts of a request beyond its fields."""
 
     token_ids: tuple[int, ...]  # of the prompt
     params: SamplingParams  # with the grammar of the tool calls
@@ -95,10 +95,11 @@ def _prepare_chat(
 
 
 def conversation_of(request: GenerateRequest, prepared: PreparedInput) -> bytes:
-    """Return a digest of what all turns of a request's conversation have in common; the token ids must be valid.
+    """Return a digest of the beginning that all turns of a request's conversation share; the token ids must be valid.
 
     It is the given `prompt_cache_key`; else the messages up to the user's first; else the first tokens of the prompt.
-    Of these it takes the largest power of two, at most `MAX_KEY_TOKENS`: they change rarely while a conversation grows.
+    From these it takes the largest power of two, at most `MAX_KEY_TOKENS`: they change rarely while a conversation
+    grows.
     """
     parts = [request.tenant, request.cache_salt]
     if request.prompt_cache_key:

@@ -35,7 +35,7 @@ class JobThreads:
     def call(self, function: Callable[[], Result], then: Callable[[], None] | None = None) -> asyncio.Future[Result]:
         """Run a function in a thread; return its future result. The thread calls `then` when that is on its way.
 
-        No call waits for what the threads of others do then: there is one thread more, if need be.
+        A spare thread is started so that no call waits for another's `then`.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()

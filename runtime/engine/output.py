@@ -1,8 +1,8 @@
 """From the core's updates to the chunks of text that a request's reader gets.
 
-A `Stream` carries the chunks of one request. What makes them depends on the request: `StreamingOutput` passes on
-tokens as they come, `BestOfOutput` and `BeamOutput` wait until the outputs can be ranked. A chunk's content depends on
-the tokens alone, not on how the core grouped them into updates, and tokens after a stop string are dropped.
+A `Stream` carries the chunks of one request. The class that makes them depends on the request: `StreamingOutput` passes
+on tokens as they come, `BestOfOutput` and `BeamOutput` wait until the outputs can be ranked. A chunk's content depends
+on the tokens alone, not on how the core grouped them into updates, and tokens after a stop string are dropped.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a model on Hugging Face: org
 def model_path(model: str | Path | None) -> Path:
     """Return the folder or GGUF file of a model setting; None is the bundled model. Raises ModelNotFound.
 
-    A folder without safetensors that has one GGUF file, or the parts of one, stands for this file. Beside it may be
-    files for images, which are not read. The names of the bundled models' folders are these models, where there is no
+    A folder without safetensors that has one GGUF file, or the parts of one, stands for this file. Files for images
+    may lie beside it; they are not read. The names of the bundled models' folders are these models, where there is no
     such file. Raises CorruptCheckpoint for a link out of the folder.
     """
     if model is None:

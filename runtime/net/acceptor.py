@@ -48,7 +48,7 @@ class ConnectionLimits(NamedTuple):
 
 
 class FirstBytes:
-    """What a client sends until `is_complete`, or for `timeout_s`. Then `on_end` is called, with False if it left."""
+    """The first bytes of a client, until `is_complete` or `timeout_s`; then calls `on_end`, with False if it left."""
 
     def __init__(
         self,

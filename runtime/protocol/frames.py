@@ -24,8 +24,8 @@ for authors of clients. The rules that the types do not show:
 * WELCOME repeats the session of HELLO while that session has something to resume; otherwise it names a new one.
 * GENERATE with an idempotency key that this tenant has used before is answered with the stream of the first request, if
   prompt, messages and parameters are the same. Only completed outputs are kept: after an error, a retry runs again.
-* GENERATE with `generated` goes on after what another server with the same fingerprint has generated. The answer is
-  what that server would have sent next. It needs the seed that ACCEPTED named, and has no idempotency key.
+* GENERATE with `generated` continues the tokens that another server with the same fingerprint has generated. The answer
+  is what that server would have sent next. It needs the seed that ACCEPTED named, and has no idempotency key.
 * After GOAWAY no GENERATE is accepted. Accepted requests continue until the deadline and may be resumed.
 * PROGRESS is sent to a peer that negotiated `progress`. A peer that negotiated `heartbeat` is sent PING after
   `heartbeat_ms` of silence, and its connection is closed after three times that. PING is answered with PONG, both ways.

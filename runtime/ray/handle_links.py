@@ -26,7 +26,7 @@ _log = structlog.get_logger("quire.ray")
 
 
 class LinkEnd(asyncio.Transport):
-    """One end of a link, with streams over it. What is written waits in this object until it is carried away."""
+    """One end of a link, with streams over it. Written messages wait in this object until a call carries them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class LinkEnd(asyncio.Transport):
         return self._is_closing
 
     def close(self) -> None:
-        """Close this end after what was written before has left."""
+        """Close this end after the messages written before have left."""
         self._is_closing = True
         self._changed.set()
 
@@ -127,7 +127,7 @@ class HostEnd(LinkEnd):
             yield piece
 
     async def receive(self, sequence: int, data: bytes, num_received: int) -> bool:
-        """Receive what the API server sent. Return whether the link goes on.
+        """Receive what the API server sent. Return whether the link continues.
 
         `num_received` acknowledges bytes of the host. A call that is missing, repeated or impossible ends the link.
         """
@@ -171,7 +171,7 @@ class HostLinks:
             end.abort()
 
     async def up(self, link: str, sequence: int, data: bytes, num_received: int) -> bool:
-        """Receive what the API server sent. Return whether the link goes on."""
+        """Receive what the API server sent. Return whether the link continues."""
         end = self._ends.get(link)
         return end is not None and await end.receive(sequence, data, num_received)
 

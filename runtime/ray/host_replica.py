@@ -60,7 +60,7 @@ class HostReplica:
                 yield piece
 
     async def link_up(self, address: str, link: str, sequence: int, data: bytes, num_received: int) -> bool:
-        """Receive what an API server sends on its link. Return whether the link goes on."""
+        """Receive what an API server sends on its link. Return whether the link continues."""
         self._check_is_here(address)
         return await self._links.up(link, sequence, data, num_received)
 
@@ -84,6 +84,6 @@ class HostReplica:
             self._host.pool.check_room("", 1)
 
     async def __del__(self) -> None:
-        """Leave: what has not ended after `shutdown_timeout` goes on at other hosts."""
+        """Leave: what has not ended after `shutdown_timeout` continues at other hosts."""
         await self._host.leave(self._shutdown_timeout_s)
         await self._open.aclose()

@@ -29,7 +29,7 @@ _log = structlog.get_logger("quire.ray")
 
 
 class HostRecord(msgspec.Struct, frozen=True):
-    """What a replica with an engine host reports of itself. Serve gives it to every process that has a handle."""
+    """The report of a replica with an engine host. Serve gives it to every process that has a handle."""
 
     address: str  # address of the host; with links over handles, any name that no other replica has
     bits_id: str
@@ -146,7 +146,7 @@ def listen(hosts: ServedHosts) -> None:
 
 
 def report(metadata: Iterable[Mapping[str, object]]) -> None:
-    """Pass on what Serve's router reports. Any thread may call it."""
+    """Pass on the reports of Serve's router. Any thread may call it."""
     if _listening is not None:
         _listening.report(metadata)
 

@@ -74,7 +74,7 @@ class ServerReplica:
         return {what: reachable(address) for what, address in addresses.items() if address}
 
     async def __del__(self) -> None:
-        """Leave: requests have `shutdown_timeout` to end; clients with several addresses go on at another server."""
+        """Leave: requests have `shutdown_timeout` to end; clients with several addresses continue at another server."""
         await self._server.drain(self._shutdown_timeout_s)
         await self._open.aclose()
 

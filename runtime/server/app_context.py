@@ -20,7 +20,7 @@ _log = structlog.get_logger("quire.server")
 
 @dataclass(slots=True)
 class AppContext:
-    """What all connections of one server share. Made once by `Server.start`."""
+    """The objects that all connections of one server share. Made once by `Server.start`."""
 
     engine: EngineFacade
     config: ServerConfig

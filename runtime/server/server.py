@@ -252,7 +252,7 @@ class Server:
             acceptor.stop()
 
     def _unfinished(self, context: AppContext) -> dict[str, int]:
-        """Return the counts of what a drain waits for. A resumable request that runs counts twice if it is read."""
+        """Return the counts that a drain waits for. A resumable request that runs counts twice if it is read."""
         counts = {
             "requests_of_connections": sum(len(connection.tasks) for connection in self._connections),
             "resumable_or_stored_requests": context.replays.num_running,
@@ -280,7 +280,7 @@ class Server:
             connection.abort()
 
     async def _until_read(self) -> None:
-        """Wait until every connection is closed; abort those whose client has read nothing for `STUCK_S`."""
+        """Wait until every connection is closed; abort the connections whose client has read nothing for `STUCK_S`."""
         unsent: dict[ClientConnection, int] = {}
         while self._connections:
             await asyncio.wait(self._connections.values(), timeout=STUCK_S)

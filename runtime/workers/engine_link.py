@@ -106,7 +106,7 @@ class AddRequests(_Message, tag="ADD", frozen=True):
         return [*first, *[replace(spec, **shared) for spec in others]]
 
     def as_requests(self, specs: Sequence[SampledRequestSpec]) -> list[Request]:
-        """Return the requests with `specs`. Raises ValueError for what no engine sends."""
+        """Return the requests with `specs`. Raises ValueError for messages that no engine sends."""
         return [Request(spec, ids) for spec, ids in zip(specs, self.generated or ((),) * len(specs), strict=True)]
 
 
@@ -287,7 +287,7 @@ def without_pixels(spec: SampledRequestSpec) -> SampledRequestSpec:
 class EngineLink(asyncio.Protocol):
     """One end of the link. `receive` gets each message, in order; `lost` is called when the other end is closed.
 
-    Of many messages that came together, one turn of the event loop handles what takes `TURN_S`, the next ones the rest,
+    If many messages came together, one turn of the event loop handles messages for `TURN_S`, the next ones the rest,
     and what comes meanwhile. A report that takes longer is divided: an update with many logprobs takes several times as
     long as another.
     """
@@ -331,7 +331,7 @@ class EngineLink(asyncio.Protocol):
                 self._transport.write(with_prefix(self._encode(part)))
 
     def close(self) -> None:
-        """Close this end after what was sent before has left."""
+        """Close this end after the messages sent before have left."""
         if self._transport is not None:
             self._transport.close()
 
@@ -354,7 +354,7 @@ class EngineLink(asyncio.Protocol):
         self._lost()
 
     def _go_on(self) -> None:
-        """Handle what has waited. What comes in the same turn of the event loop waits for the next one."""
+        """Handle what has waited. Messages that come in the same turn of the event loop wait for the next one."""
         self._goes_on = False
         if self._handle_received(TURN_S) and not self._goes_on:
             self._wait_for_turn()
@@ -364,7 +364,7 @@ class EngineLink(asyncio.Protocol):
         asyncio.get_running_loop().call_soon(self._go_on)
 
     def _handle_received(self, limit_s: float) -> bool:
-        """Handle messages for `limit_s`, and have the next turn go on. Return False if no message was complete.
+        """Handle messages for `limit_s`, and have the next turn continue. Return False if no message was complete.
 
         An error of `receive` ends the link.
         """

@@ -258,7 +258,7 @@ class CoreServer:
 
 
 def _exit() -> NoReturn:
-    """Exit immediately and send nothing more: requests go on in the next process."""
+    """Exit immediately and send nothing more: requests continue in the next process."""
     traceback.print_exc()
     os._exit(os.EX_SOFTWARE)
 

@@ -176,7 +176,7 @@ class EnginePool:
         )
 
     def _on_interrupted(self, member: SupervisedEngine, request_ids: Sequence[int]) -> None:
-        """Have requests go on at other members; without any, at another core or at the first member that is back."""
+        """Have requests continue at other members; without any, at another core or at the first member that is back."""
         if not self._rehome(member):
             self._listener.interrupted(request_ids)
 
@@ -213,7 +213,7 @@ class EnginePool:
         self._router = Router(members)
 
     def _with_room(self, tenant: str, count: int) -> list[SupervisedEngine]:
-        """Return the members that have room by what they said last."""
+        """Return the members that had room in their last report."""
         found = []
         for member in self.members:
             with suppress(NotAccepting, QueueFull):
@@ -230,7 +230,7 @@ class EnginePool:
         return self._route(request, candidates) if candidates else self.members[0]
 
     def _route(self, request: QueuedRequest, candidates: Sequence[SupervisedEngine]) -> SupervisedEngine:
-        """Return one of `candidates`, of those that compute if any does: by conversation, texts by load."""
+        """Return one of `candidates`, preferably one that computes: by conversation, texts by load."""
         ready = {member for member in candidates if member.takes_requests} or set(candidates)
         loads = {name: member.load for name, member in self._by_name.items() if member in ready}
         if isinstance(request, Request):

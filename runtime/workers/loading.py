@@ -1,4 +1,4 @@
-"""What a process shows while its model loads: a line of the log with the planned memory, and a bar on a terminal."""
+"""The progress of loading a model: a line of the log with the planned memory, and a bar on a terminal."""
 
 from __future__ import annotations
 

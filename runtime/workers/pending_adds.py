@@ -1,4 +1,4 @@
-"""Requests that an engine process has not answered yet, and what becomes of them when it exits.
+"""Requests that an engine process has not answered yet, and their fate when it exits.
 
 Pure, but for the futures that callers wait for. Every caller gets one answer or one error.
 
@@ -84,7 +84,7 @@ class PendingAdds:
         return self._sent.pop(pending.first_id, None) is not None
 
     def on_process_exit(self, from_outside: bool) -> int:
-        """Put back what was sent, in its order, before what waits. Return how many were quarantined instead.
+        """Put back the sent requests, in order, before the waiting ones. Return how many were quarantined instead.
 
         `from_outside`: the process was killed or stopped by another one.
         """

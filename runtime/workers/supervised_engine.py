@@ -1,6 +1,6 @@
 """An engine at the other end of a link as a core whose requests outlive its processes: each ends exactly once.
 
-Here are the log of its requests and what is asked of it; where its processes come from is the supervisor's source.
+Here are the log of its requests and its questions; where its processes come from is the supervisor's source.
 """
 
 from __future__ import annotations
@@ -129,12 +129,12 @@ class SupervisedEngine:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended, with those that wait to be added."""
+        """Requests that have not ended, waiting ones included."""
         return len(self._tokens) + len(self._pending_adds)
 
     @property
     def load(self) -> MemberLoad:
-        """What a router compares: an engine host has the requests of other API servers, too."""
+        """The load that a router compares: an engine host has the requests of other API servers, too."""
         num_reported = 0 if self._stats is None else self._stats.running + self._stats.waiting
         return MemberLoad(max(self.num_requests, num_reported), self._predicted_wait_s)
 
@@ -153,7 +153,7 @@ class SupervisedEngine:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether requests of a member that was lost can go on here."""
+        """Whether requests of a member that was lost can continue here."""
         return self.is_ready
 
     @property
@@ -172,7 +172,7 @@ class SupervisedEngine:
         self._listener = listener
 
     def check_room(self, tenant: str, count: int) -> None:
-        """Raise QueueFull or NotAccepting by what the process last reported. It alone has the limits of each tenant."""
+        """Raise QueueFull or NotAccepting by the last report of the process. It alone has the limits of each tenant."""
         self._check_accepting()
         num_waiting = self.num_waiting
         if num_waiting + count > self._max_num_waiting:

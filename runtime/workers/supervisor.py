@@ -65,7 +65,7 @@ class EngineSource(Protocol):
         """Return why the last engine closed its link. `status` is what its `kill` returned."""
 
     async def open(self, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[bool], None]) -> OpenEngine:
-        """Open an engine, which may not be ready yet. Raises what prevents that, and then leaves nothing behind."""
+        """Open an engine, which may not be ready yet. On failure, raises the cause and cleans up."""
 
     def note_ready(self, ready: EngineReady) -> None:
         """Note what an engine reports of itself. Raises what makes it unusable."""
@@ -202,7 +202,7 @@ class Supervisor:
         while True:
             try:
                 process, _ = await self._open()
-            except Exception as error:  # whatever it was, such as too many open files: it may be over at the next start
+            except Exception as error:  # whatever it was, such as too many open files: the cause may be temporary
                 num_failures += 1
                 failing_at = min(failing_at, now() + self._restart_timeout_s)
                 self._log.error(f"{self._source.what} not ready", attempt=num_failures, reason=str(error))

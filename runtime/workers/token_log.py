@@ -30,7 +30,7 @@ MIN_GAINED_TOKENS = 2  # that clear a suspect: the first comes from the replay's
 
 @dataclass(slots=True, eq=False)
 class LoggedRequest:
-    """A request, what the current process did for it, and what earlier processes (incarnations) did."""
+    """A request, with the work of the current process and of earlier ones (incarnations)."""
 
     request: QueuedRequest
     incarnation_began: float  # when the current process got it; while none has it, when the last one exited
@@ -76,7 +76,7 @@ class TokenLog:
         self._unsent.append(entry)
 
     def give_up_unsent(self) -> list[LoggedRequest]:
-        """Remove and return the requests that no process has, without suspects and those that lost MAX_LOST_HOSTS."""
+        """Remove and return unsent requests, except crash suspects and requests at the lost-host limit."""
         given_up = [entry for entry in self._unsent if entry.num_lost_hosts < MAX_LOST_HOSTS]
         self._unsent = deque([entry for entry in self._unsent if entry.num_lost_hosts >= MAX_LOST_HOSTS])
         for entry in given_up:
@@ -89,7 +89,7 @@ class TokenLog:
         return entry if entry is not None and entry.is_sent else None
 
     def take_back(self, request_ids: Iterable[int]) -> list[int]:
-        """Make requests unsent whose host has no engine process. Return the ids of those that it has to drop.
+        """Make requests unsent whose host has no engine process. Return the ids that it has to drop.
 
         One that would have lost MAX_LOST_HOSTS stays there.
         """
@@ -190,7 +190,7 @@ class TokenLog:
         return True
 
     def on_process_exit(self, from_outside: bool = False) -> EndedRequests:
-        """Prepare every request to be replayed, but for those that are returned.
+        """Prepare every request to be replayed, except the returned ones.
 
         `from_outside`: the process was killed or stopped by another one.
         """
@@ -220,7 +220,7 @@ class TokenLog:
         return ended
 
     def on_host_lost(self, is_blameless: bool) -> EndedRequests:
-        """Prepare every request to be replayed at another host, but for those that are returned.
+        """Prepare every request to be replayed at another host, except the returned ones.
 
         Which request was the cause cannot be known: a host isolates its own suspects. One that loses MAX_LOST_HOSTS,
         or MAX_UNBEGUN_HOSTS before they computed it, is quarantined. `is_blameless`: the host had announced that it
@@ -245,7 +245,7 @@ class TokenLog:
 
     @property
     def unsent_ids(self) -> list[int]:
-        """Requests that no process has and none is suspected for."""
+        """Unsent requests that are not crash suspects."""
         return [entry.request.request_id for entry in self._unsent]
 
     @property

@@ -342,7 +342,7 @@ class EmbeddingStream:
 
 
 class _Values(NamedTuple):
-    """What the encoder returned for a chunk."""
+    """The results of the encoder for a chunk."""
 
     first_index: int
     num_tokens: int

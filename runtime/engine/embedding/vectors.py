@@ -1,4 +1,4 @@
-"""What an encoder's rows become: shorter vectors, cosines, scores and probabilities.
+"""The results that an encoder's rows become: shorter vectors, cosines, scores and probabilities.
 
 A text's vector and score have the same bits in every request: each result is rounded once, from sums in a fixed order.
 """

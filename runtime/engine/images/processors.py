@@ -1,4 +1,4 @@
-"""What each family makes of an image, as its processor in transformers does: sizes, tiles, and text in the prompt.
+"""Images as each family's processor in transformers prepares them: sizes, tiles, and text in the prompt.
 
 Resizing is Pillow's, so the pixels are the reference's to the last bit. Rescaling and normalization belong to the
 model's tower.
@@ -30,7 +30,7 @@ Pixels = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """What one image becomes: arrays for the model's tower, and the text that stands for it in the prompt."""
+    """The results of one image: arrays for the model's tower, and the text that stands for it in the prompt."""
 
     arrays: tuple[Pixels, ...]  # [height, width, 3] each: its tiles, or the whole image
     tokens: int  # tokens in the run of image tokens that each array has in the text
@@ -42,7 +42,7 @@ class ImageProcessor(Protocol):
 
     @property
     def placeholder(self) -> str:
-        """What the chat template writes for an image."""
+        """The text that the chat template writes for an image."""
 
     @property
     def image_token(self) -> str:

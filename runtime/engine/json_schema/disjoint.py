@@ -26,7 +26,7 @@ _Schema = Mapping[str, Any]
 
 @dataclass
 class Case:
-    """What the values of a schema have in common: each list must be kept completely."""
+    """The facts that hold for all values of a schema: each list must be kept completely."""
 
     types: frozenset[str] = frozenset(TYPES)
     is_integer: bool = False
@@ -212,7 +212,7 @@ def _both(one: Case, other: Case) -> Case:
 
 
 def _properties(case: Case, name: str) -> Iterable[Any]:
-    """Yield the schemas that a property must match, of those that are sure to be about this name."""
+    """Yield the schemas that a property must match, among the ones that are sure to be about this name."""
     for part in case.parts:
         known = part.get("properties")
         if isinstance(known, dict) and name in known:

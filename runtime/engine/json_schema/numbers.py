@@ -1,9 +1,9 @@
 """Numbers of JSON schemas for llguidance, which counts in f64 and leaves some decimals out.
 
 A range up to 9.99 lacks 9.9 in llguidance, as any other number that is the beginning of a bound with several decimals.
-Multiples of 0.25 lack 0.5, as others that can be written with fewer decimals than the divisor. Both are added. What
-would allow wrong numbers is refused: large numbers that f64 does not have, and ranges from above 0 to 0.5 and the like.
-At numbers beyond 64 bits, the library recurses without end, which no exception stops.
+Multiples of 0.25 lack 0.5, as others that can be written with fewer decimals than the divisor. Both are added. A schema
+that would allow wrong numbers is refused: large numbers that f64 does not have, and ranges from above 0 to 0.5 and the
+like. At numbers beyond 64 bits, the library recurses without end, which no exception stops.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def check_limits(parts: Collection[Mapping[str, Any]]) -> None:
 
 
 def with_listed_multiples(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema without `multipleOf` if it lists its values: those that are no multiples are left out."""
+    """Return a schema without `multipleOf` if it lists its values: values that are no multiples are left out."""
     divisor = schema.get("multipleOf")
     key = next((key for key in ("const", "enum") if key in schema), None)
     if key is None or not _is_divisor(divisor):

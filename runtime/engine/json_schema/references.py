@@ -113,7 +113,7 @@ def with_references(schema: Any, new: Callable[[str], str]) -> Any:
 
 
 def schemas_in_use(root: _Schema) -> Iterator[_Schema]:
-    """Yield the schemas in `root`, but of its definitions only those that others refer to."""
+    """Yield the schemas in `root`, but only the definitions that others refer to."""
     seen: set[int] = set()
     pending: list[Any] = [root]
     while pending:

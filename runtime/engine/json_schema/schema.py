@@ -3,8 +3,8 @@
 A keyword that says nothing, such as `uniqueItems: false`, is left out. Other keywords stay: llguidance enforces or
 refuses them. Dates and times get a pattern, since its own allows 29 February in every year and second 60 in every
 minute, and host names a greatest length. References that only lead back to themselves are refused: llguidance accepts
-them, and allows no text there. The name of a dialect has its own scheme. What drafts 4, 6 and 7 ignore is left out.
-`json_numbers.py` is about numbers, and `json_patterns.py` about regular expressions.
+them, and allows no text there. The name of a dialect has its own scheme. Keywords that drafts 4, 6 and 7 ignore are
+left out. `json_numbers.py` is about numbers, and `json_patterns.py` about regular expressions.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def library_options(schema: Any) -> dict[str, str]:
 
 
 def _has_free_names(schema: _Schema) -> bool:
-    """Return whether properties may have other names beside those that the schema knows."""
+    """Return whether properties may have names that the schema does not list."""
     is_known = any(schema.get(key) for key in ("properties", "patternProperties", "required"))
     return is_known and schema.get("additionalProperties") is not False
 

@@ -1,4 +1,4 @@
-"""JSON schemas of tools' arguments: closed objects, and what is left of a schema that no grammar can have."""
+"""JSON schemas of tools' arguments: closed objects, and the enforceable rest of a schema that no grammar can have."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class CallSyntax:
 
     @property
     def trigger(self) -> str:
-        """What ends the text before the calls: the first literal."""
+        """The text that ends the answer before the calls: the first literal."""
         return (self.begin or self.open).partition(" ")[0]
 
 

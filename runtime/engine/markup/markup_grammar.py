@@ -199,7 +199,7 @@ def json_rule(schema: Any) -> str:
 
 
 def _with_definitions(root: Mapping[str, Any], schema: Any) -> Any:
-    """Return a schema within `root` together with what its references refer to."""
+    """Return a schema within `root` together with the schemas that its references refer to."""
     if not isinstance(schema, dict):
         return schema
     dialect = {"$schema": root["$schema"]} if "$schema" in root else {}

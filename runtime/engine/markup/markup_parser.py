@@ -1,6 +1,6 @@
 """Streaming parsers of a model's output: reasoning, answer, and the names and arguments of tool calls.
 
-What a parser returns is a function of the text alone: for every division of a text into pieces the joined deltas are
+The output of a parser is a function of the text alone: for every division of a text into pieces the joined deltas are
 the same. Markup never reaches a delta, also when the text ends within it. White space beside markup belongs to it.
 """
 
@@ -30,15 +30,15 @@ class OutputParser(Protocol):
         """Return what the next piece of the text adds."""
 
     def finish(self, is_cut: bool) -> list[Delta]:
-        """Return what is left at the end of the text. What may be the beginning of markup is dropped if it `is_cut`."""
+        """Return the rest at the end of the text. A possible beginning of markup is dropped if the text `is_cut`."""
 
     @property
     def kind(self) -> DeltaKind | None:
-        """What the next character of a plain text would be; None: nothing that is shown."""
+        """The kind of the next character of a plain text; None: nothing that is shown."""
 
     @property
     def holds_text(self) -> bool:
-        """Whether the text ends with what may turn out to be markup."""
+        """Whether the text ends with a possible beginning of markup."""
 
 
 class MarkupParser:
@@ -173,7 +173,7 @@ class MarkupParser:
         return self._expect(self._calls.close, self._next_call) if self._arguments.is_complete else None
 
     def _next_call(self) -> Callable[[], Any] | None:
-        """Find out whether another call follows. What else follows a call is dropped."""
+        """Find out whether another call follows. Other text after a call is dropped."""
         assert self._calls is not None
         literal = self._calls.separator + self._calls.open
         first, text = literal.split()[0], self._buffer.lstrip(SPACE)
@@ -187,7 +187,7 @@ class MarkupParser:
     # Steps
 
     def _expect(self, literal: str, then: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the state that takes `literal`, and then goes on with another."""
+        """Return the state that takes `literal`, and then continues with another."""
         self._expected, self._after_expected = literal, then
         return self._literal
 

@@ -1,4 +1,4 @@
-"""Compiled grammars: those that are kept for the next request, and how much memory all of them may take."""
+"""Compiled grammars: kept for the next request, within a limit on the memory of all of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CompiledGrammar:
 
 
 class CompiledGrammars:
-    """The grammars of all tenants. Any thread may call `get`. What nothing refers to any more does not count."""
+    """The grammars of all tenants. Any thread may call `get`. A grammar without references does not count."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, StructuredOutputs], CompiledGrammar] = OrderedDict()  # by tenant

@@ -79,7 +79,7 @@ class MaskJob:
         return True
 
     def hold_all(self) -> None:
-        """Hold the compiled grammars of all sequences, and remove those whose grammar another job holds."""
+        """Hold the compiled grammars of all sequences, and remove each sequence whose grammar another job holds."""
         for part in self.parts.copy():
             if not self.hold(part[0].compiled):
                 part[0].note_blocked()
@@ -331,7 +331,7 @@ class StepMasks:
     next: MaskJob = field(default_factory=MaskJob)  # the masks after the samples
 
     def wait(self) -> AllowedTokens:
-        """Wait for the masks, but not so long that other sequences notice. What is not ready has no masks."""
+        """Wait for the masks, but not so long that other sequences notice. A job that is not ready has no masks."""
         jobs = {running.job for running, sequence, _ in self.sampling if sequence.request_id not in self.busy}
         pending = [job for job in jobs if job is not None and not job.is_done]
         if pending:

@@ -29,7 +29,7 @@ _log = structlog.get_logger("quire.engine")
 
 
 class ToolCalls:
-    """What an output may be: text with `markup`, with calls of `tools` as `choice` says.
+    """The forms of an output: text with `markup`, with calls of `tools` as `choice` says.
 
     Raises InvalidRequest for tools that the model cannot call, or that are not there.
     """

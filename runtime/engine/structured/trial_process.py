@@ -4,9 +4,9 @@ usage: python trial_process.py MAX_SECONDS MAX_BYTES MAX_LEFT_BYTES
 
 A call of llguidance cannot be ended; some take gigabytes, or never end. A trial compiles a grammar for a vocabulary of
 single bytes and takes some bytes of text. It reads lines of JSON, a grammar and the names and values of its limits. It
-answers each with a line: why the grammar cannot be used, an empty text if it can, and whether the process goes on. The
-system ends it at a grammar that takes too long or too much memory; it ends itself after one that has left it larger by
-`MAX_LEFT_BYTES`. It imports nothing of Quire, which would take 40 MiB.
+answers each with a line: why the grammar cannot be used, an empty text if it can, and whether the process continues.
+The system ends it at a grammar that takes too long or too much memory; it ends itself after one that has left it larger
+by `MAX_LEFT_BYTES`. It imports nothing of Quire, which would take 40 MiB.
 """
 
 from __future__ import annotations

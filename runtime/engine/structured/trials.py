@@ -62,7 +62,7 @@ class Trials:
         return answer
 
     def close(self) -> None:
-        """End the processes, also those that try a grammar. Idempotent."""
+        """End the processes, also while they try a grammar. Idempotent."""
         with self._lock:
             self._is_closed = True
             trying = list(self._trying)
@@ -155,7 +155,7 @@ def _started() -> subprocess.Popen[bytes]:
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes) -> tuple[str, bool] | None:
-    """Return a process's answer, and whether it goes on; None if it has ended instead. Raises Unavailable."""
+    """Return a process's answer, and whether it continues; None if it has ended instead. Raises Unavailable."""
     assert process.stdin is not None, "a pipe"
     assert process.stdout is not None, "a pipe"
     give_up_at = time.monotonic() + WAIT_S

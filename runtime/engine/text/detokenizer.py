@@ -138,7 +138,7 @@ class _TextStream:
 class _StopMatcher:
     """Search for several stop strings at once, one character at a time, without rescanning (Knuth, Morris, Pratt).
 
-    The stop string that ends first wins, and of those that end together the longest. Token boundaries do not matter.
+    The stop string that ends first wins, and the longest one if several end together. Token boundaries do not matter.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:

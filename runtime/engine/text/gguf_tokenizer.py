@@ -267,7 +267,7 @@ def _read_tokens(values: _Values, kind: str) -> _Tokens:
 
 
 def _guess_types(texts: Sequence[str], declared: Iterable[int | None]) -> list[int]:
-    """Return the types for an old file that has none: the declared special tokens, and those that end a turn."""
+    """Return the types for an old file that has none: the declared special tokens, and the tokens that end a turn."""
     types = [int(_TokenType.CONTROL if text in _END_TEXTS else _TokenType.NORMAL) for text in texts]
     for token_id in declared:
         if token_id is not None:

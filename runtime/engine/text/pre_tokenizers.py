@@ -35,7 +35,7 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """What one name means. The flags are those of the tokenizers that bear it."""
+    """The meaning of one name. The flags are those of the tokenizers that bear it."""
 
     patterns: tuple[str, ...]
     nfc: bool = False  # the text is composed first (Unicode NFC)

@@ -1,4 +1,4 @@
-"""What a chat template shows of a chat: found by rendering trial chats with words that must be in the prompt.
+"""The parts of a chat that a chat template shows: found by rendering trial chats with words that must be in the prompt.
 
 Templates of models that were not trained for tools leave calls and results out without a word, and others refuse
 messages of the role `system`, or two of a user in a row. `chat_history.py` changes chats accordingly.
@@ -30,11 +30,11 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
 
 
 class TemplateTimeout(InvalidRequest):
-    """A template took too long, which says nothing of what it shows."""
+    """A template took too long, which says nothing about the parts that it shows."""
 
 
 class Abilities:
-    """What a template shows of chats with tools, or without. Each answer is found when it is first asked for.
+    """The abilities of a template for chats with tools, or without. Each answer is found when it is first asked for.
 
     `render` raises InvalidRequest if the template refuses a chat. Properties raise TemplateTimeout.
     """
@@ -136,7 +136,7 @@ class Abilities:
 
     @cached_property
     def _tails(self) -> list[list[Any]]:
-        """What may follow a call so that the call is shown: its result, then an answer, or nothing."""
+        """The messages that may follow a call so that the call is shown: its result, then an answer, or nothing."""
         calls = [_calling(content, [self._arguments(TWO)]) for content in ("", None)]
         tails: list[list[Any]] = [[_result("a")], [_result("a"), ANSWER, USER], []]
         return [tail for tail in tails if any(self._shows([ONE, TWO], [USER, call, *tail]) for call in calls)]

@@ -1,4 +1,4 @@
-"""What the module of an encoder family defines: its names in config.json, and the readers of body and head."""
+"""The definitions in the module of an encoder family: its names in config.json, and the readers of body and head."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def read_nomic_bert(config: ConfigTable) -> BertSpec:
 
 
 def _shown(config: ConfigTable) -> dict[str, str]:
-    """Return the names of keys in messages: those that config.json has."""
+    """Return the names of keys in messages: the keys that config.json has."""
     return {key: own for key, own in OWN_NAMES.items() if key not in config.values and own in config.values}
 
 

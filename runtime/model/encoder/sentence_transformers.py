@@ -57,7 +57,7 @@ class AnswerTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modules:
-    """What follows the transformer. The tensors of a projection have the prefix of its folder, as in `files`."""
+    """The modules after the transformer. The tensors of a projection have the prefix of its folder, as in `files`."""
 
     is_declared: bool = False  # True: there is a modules.json
     pooling: Pooling | None = None  # None: no module pools

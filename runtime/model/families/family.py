@@ -1,4 +1,4 @@
-"""What a family's module defines: the names by which a checkpoint is recognized, the reader of its config.json, and
+"""The definitions of a family: the names by which a checkpoint is recognized, the reader of its config.json, and
 the form of its GGUF files.
 """
 

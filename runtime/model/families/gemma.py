@@ -1,4 +1,4 @@
-"""What Gemma 2 and 3 share: norms around attention and MLP whose weights are stored less 1, embeddings times
+"""The common parts of Gemma 2 and 3: norms around attention and MLP whose weights are stored less 1, embeddings times
 sqrt(hidden_size), a MLP with GELU, scores scaled by a number of config.json, and caps. GGUF files have neither that
 number nor the layers that slide.
 """

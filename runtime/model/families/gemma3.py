@@ -1,6 +1,6 @@
 """Gemma 3: five of six layers slide and have a rotary embedding of their own; queries and keys are normed.
 
-Of a checkpoint with images (`Gemma3ForConditionalGeneration`) this is the text part; `model/vision/` reads the tower.
+In a checkpoint with images (`Gemma3ForConditionalGeneration`) this is the text part; `model/vision/` reads the tower.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def open_model(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:
 def open_tensors(path: str | Path) -> Checkpoint:
     """Return the tensors of a folder or GGUF file of any family, as they are stored. Raises ModelError.
 
-    Those of a quantized matrix are one tensor where their format is supported.
+    The tensors of a quantized matrix are one where their format is supported.
     """
     if is_gguf(path):
         return GGUFCheckpoint(open_gguf(path), {})

@@ -80,7 +80,7 @@ class ProgramBuilder(OpRecorder):
     ) -> Value:
         """Start the residual stream: the embedding of each token times `scale`, f32 [tokens, hidden].
 
-        Those of the token's type and position in its text are added, where there are any.
+        The embeddings of the token's type and position in its text are added, where there are any.
         """
         out = self._value("residual", self.max_tokens, weight.in_features, "f32")
         self._norm_writers[out.index] = len(self._emit)

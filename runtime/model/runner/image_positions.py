@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class ImagePositions:
-    """What turns the heads of a step with images: each rotated pair by one of the positions of its token."""
+    """The rotation of the heads of a step with images: each rotated pair by one of the positions of its token."""
 
     def __init__(self, table: Table, axes: Sequence[int], block: int) -> None:
         """Take the rotary `table` of single positions, and the axis of each pair: 0 time, 1 height, 2 width.
@@ -47,8 +47,8 @@ class ImagePositions:
 def token_positions(images: Sequence[PlacedImage], first: int, count: int, block: int) -> npt.NDArray[np.int64]:
     """Return the positions in time, height and width of the tokens from `first` on, [count, 3].
 
-    The tokens of an image have one time, and the row and the column of their square from it on. What follows an image
-    goes on after the longer side of its squares.
+    The tokens of an image have one time, and the row and the column of their square from it on. Text after an image
+    continues after the longer side of its squares.
     """
     positions = np.repeat(np.arange(first, first + count)[:, None], 3, axis=1)
     shift = 0  # offset of positions after the images so far: an image has more tokens than positions

@@ -25,7 +25,7 @@ Key = tuple[bytes, bytes]  # salt of the sequence, digest of the image
 class ImageRunner:
     """A tower bound to memory and threads. The constructor takes all memory but that of the cache.
 
-    The cache holds the rows of at most `max_cache_bytes`, those used last, and at least those of one image.
+    The cache holds the rows of at most `max_cache_bytes`, the ones used last, and at least the rows of one image.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ImageRunner:
         """Compute the images of a step: one part at least, then others that are predicted to end within `seconds`.
 
         Returns the ids of the sequences whose images were not in the cache before: a step that computes images does not
-        also compute the tokens that wait for them. The next call goes on where this one stopped, also where it is for
+        also compute the tokens that wait for them. The next call continues where this one stopped, also where it is for
         another image: otherwise images could take turns, and none be done.
         """
         end, wanted, deferred = self._clock() + seconds, list[tuple[Key, PlacedImage]](), set[int]()
@@ -118,7 +118,7 @@ class ImageRunner:
         return self._rows_in_progress
 
     def _compute(self, key: Key, image: PlacedImage, end: float) -> None:
-        """Go on with the image in progress, then with this one, until `end`."""
+        """Continue the image in progress, then with this one, until `end`."""
         while key not in self._cache:
             current = self._in_progress
             if current is None:

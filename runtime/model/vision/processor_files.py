@@ -1,4 +1,4 @@
-"""What the files of an image processor say of pixels: processor_config.json, or preprocessor_config.json."""
+"""The settings of an image processor's files about pixels: processor_config.json, or preprocessor_config.json."""
 
 from __future__ import annotations
 

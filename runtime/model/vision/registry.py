@@ -1,6 +1,7 @@
 """The reading of a folder with a vision tower into a `VisionSpec`.
 
-Those of SigLIP are read here: learned positions, layer norms before attention and MLP, and GELU; Qwen's in `qwen.py`.
+The towers of SigLIP are read here: learned positions, layer norms before attention and MLP, and GELU; Qwen's in
+`qwen.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SIGLIP_DEFAULTS: dict[str, Any] = {**IDEFICS3_DEFAULTS, "hidden_size": 768, "num
 def read_vision(path: str | Path, max_tokens: int = ANY_SIZE) -> VisionSpec | DynamicVisionSpec | None:
     """Read what the tower of a folder is from its config files; None for a model without a supported tower.
 
-    A tower of images of any size is for those of about `max_tokens` tokens at most. Raises ModelError.
+    A tower of images of any size is made for images of about `max_tokens` tokens at most. Raises ModelError.
     """
     if is_gguf(path):
         return None

@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int32]
 
 
 class InputRows(NamedTuple):
-    """What a tower takes for each of some patches."""
+    """The inputs of a tower for each of some patches."""
 
     patches: Floats  # [patches, patch_columns]
     rotary: Floats | None = None  # [patches, head_dim]: cosines and sines; None: heads are not rotated

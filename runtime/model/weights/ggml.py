@@ -1,4 +1,4 @@
-"""The types of GGML by their number in a file, and those whose blocks the kernels read."""
+"""The types of GGML by their number in a file, and the types whose blocks the kernels read."""
 
 from __future__ import annotations
 

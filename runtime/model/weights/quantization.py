@@ -10,7 +10,7 @@ SORTED = " sorted by group"  # follows the name of a matrix in blocks whose inpu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """What config.json says of quantized tensors. Which matrices are quantized follows from the folder's tensors."""
+    """The declaration of quantized tensors in config.json. The folder's tensors show which matrices are quantized."""
 
     layout: Literal["gptq", "awq", "compressed-tensors"]  # format of integers in int32 words
     bits: int = 4  # bits of GPTQ's numbers where a matrix has no g_idx

@@ -23,7 +23,7 @@ WAITING_REASONS = ("sequences", "pages", "latency", "tokens", "quota", "fork")
 
 
 class ClientLoad(NamedTuple):
-    """What the API server process holds for clients now."""
+    """The bytes that the API server process holds for clients now."""
 
     num_connections: int
     held_bytes: Mapping[str, int]  # purpose -> bytes, as in `MemoryLimits`
@@ -146,7 +146,7 @@ def _engine_families(stats: EngineStats) -> list[Metric]:
 
 
 def _host_families(hosts: Sequence[HostStatus]) -> list[Metric]:
-    """Return the metrics of engine hosts. Of a host that is down there are those of this API server only."""
+    """Return the metrics of engine hosts. A host that is down has the counters of this API server only."""
     info = InfoMetricFamily("quire_host", "The ISA level and the bits id of an engine host as labels.", labels=["host"])
     for host in hosts:
         info.add_metric([host.address], {"bits": host.bits, "isa": host.isa})

@@ -201,7 +201,7 @@ async def _write(
 
 
 class SharedResult:
-    """What `make` returns, made at most once per `max_age_s` and shared by every caller of `get`."""
+    """The result of `make`, made at most once per `max_age_s` and shared by every caller of `get`."""
 
     def __init__(
         self,

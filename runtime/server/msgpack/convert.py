@@ -136,7 +136,7 @@ def tokens_frame(request_id: int, chunk: OutputChunk) -> Tokens | None:
 
 
 def done_frame(request_id: int, chunk: OutputChunk) -> Done | None:
-    """Return the stream's last frame; None if the stream goes on."""
+    """Return the stream's last frame; None if the stream continues."""
     if chunk.finish_reason is None or chunk.usage is None:
         return None
     return Done(request_id, chunk.finish_reason, chunk.usage)

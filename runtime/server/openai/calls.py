@@ -36,7 +36,7 @@ COMPLETION_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one HTTP request asks for: one request to the engine per prompt, and the form of the answer."""
+    """The request of one HTTP body: one request to the engine per prompt, and the form of the answer."""
 
     requests: tuple[GenerateRequest, ...]
     stream: bool
@@ -119,7 +119,7 @@ def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
 
 
 def _max_tokens_of_chat(fields: Fields, limit: int) -> tuple[int, bool]:
-    """Return how many tokens to generate, and whether fewer will do where they do not fit. Raises BadRequest."""
+    """Return how many tokens to generate, and whether the limit may be lowered to fit. Raises BadRequest."""
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in fields.values]  # the new name decides
     given = [fields.take_num_tokens(name, limit) for name in names]
     return (given[0], False) if given else (limit, True)

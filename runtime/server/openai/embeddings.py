@@ -51,7 +51,7 @@ _INSTEAD = {"input_type": "use prompt_name", "max_tokens_per_doc": "use truncate
 
 
 class EmbeddingCall(NamedTuple):
-    """What one HTTP request asks for."""
+    """The fields of one HTTP request."""
 
     request: EmbedRequest
     new_form: Callable[[str, tuple[str, ...]], EmbeddingForm]  # of the answer, from the model's name and labels

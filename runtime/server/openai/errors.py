@@ -27,7 +27,7 @@ RETRY_UNAVAILABLE_MS = 1000  # for Unavailable, which says nothing of when it en
 
 
 class HTTPAnswer(NamedTuple):
-    """One whole HTTP answer; `headers` are added to those that every answer has."""
+    """One whole HTTP answer; `headers` are added to the headers of every answer."""
 
     status: int
     content: bytes
@@ -80,7 +80,7 @@ def error_answer(
 ) -> HTTPAnswer:
     """Return `error` as an answer.
 
-    `fields` are the parameters that it may be about, and `names` those that have another name in this body.
+    `fields` are the parameters that it may be about, and `names` the ones with another name in this body.
     """
     content = _body(error, fields, names)
     if isinstance(error, BadRequest):

@@ -33,14 +33,14 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class Cancellable(Protocol):
-    """What an exchange waits for."""
+    """A computation that an exchange waits for."""
 
     def cancel(self, cause: CancelCause) -> None:
         """End soon: the client does not want the rest."""
 
 
 class EventNumbers:
-    """Gives the events of a stream their numbers as `id`, and leaves out those that the client has received."""
+    """Gives the events of a stream their numbers as `id`, and leaves out events that the client has received."""
 
     def __init__(self, first: int) -> None:
         """Begin with the event number `first`."""
@@ -192,7 +192,7 @@ class HeldAnswer:
             self._exchange.send_buffer.hold(self, num_bytes)
 
     def close(self) -> None:
-        """Count nothing any more. Idempotent."""
+        """Stop counting. Idempotent."""
         self._is_closed = True
         self._exchange.send_buffer.hold(self, -self._held_bytes)
         self._held_bytes = 0

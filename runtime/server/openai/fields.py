@@ -1,4 +1,4 @@
-"""The fields of a request's body, and those that chats, completions and responses share.
+"""The fields of a request's body, and the ones that chats, completions and responses share.
 
 A field that is known and not supported is refused by its name, unless its value asks for nothing. An unknown one is
 ignored and counted. `null` is the same as leaving a field out.

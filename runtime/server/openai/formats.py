@@ -1,6 +1,6 @@
 """The JSON of chat completions and of completions: whole, and as the events of a stream.
 
-An event is bytes that are made once per request, around the text of the chunk.
+Each event is a per-request template filled with the chunk's text.
 """
 
 from __future__ import annotations

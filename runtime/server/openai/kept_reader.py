@@ -89,7 +89,7 @@ class KeptReader:
     # Cancellable
 
     def cancel(self, cause: CancelCause) -> None:
-        """Stop reading: the connection is lost. The request goes on while it is stored or may be retried."""
+        """Stop reading: the connection is lost. The request continues while it is stored or may be retried."""
         self.was_cut = True
         self._cause = cause
         self.stop(Cancelled("the connection was lost"))

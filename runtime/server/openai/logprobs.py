@@ -23,7 +23,7 @@ Columns = Sequence[bytes]
 
 
 class _Known(dict[int, NewT]):
-    """What `make` returns for a token id, made once for the first `limit` ids."""
+    """The result of `make` for a token id, made once for the first `limit` ids."""
 
     def __init__(self, make: Callable[[int], NewT], limit: int = MAX_KNOWN_TOKENS) -> None:
         super().__init__()

@@ -140,7 +140,7 @@ def _listed_part(part: dict[str, Any], of_text: dict[str, Any]) -> dict[str, Any
 
 
 def _listed_image(part: dict[str, Any]) -> dict[str, Any]:
-    """Return an image, in the form of a response or of a chat, in the form of a response."""
+    """Convert a chat-style or response-style image part to response style."""
     url, detail = part["image_url"], part.get("detail")
     if isinstance(url, dict):
         url, detail = url["url"], url.get("detail")

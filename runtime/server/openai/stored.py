@@ -77,7 +77,7 @@ class Endpoint(NamedTuple):
 
 
 class KeptRequests:
-    """Answers requests whose output is kept, and those that ask for it again."""
+    """Answers requests whose output is kept, and requests for such output."""
 
     def __init__(self, context: AppContext, model: str, bodies: BodyReader, vocabulary: Vocabulary) -> None:
         self._bodies = bodies

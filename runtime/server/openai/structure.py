@@ -1,4 +1,4 @@
-"""What the output must match, under the names that OpenAI, vLLM, llama.cpp and SGLang give it."""
+"""The rule that the output must match, under the names of OpenAI, vLLM, llama.cpp and SGLang."""
 
 from __future__ import annotations
 

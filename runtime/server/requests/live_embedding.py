@@ -50,7 +50,7 @@ class LiveEmbedding:
 
     @property
     def usage(self) -> Usage:
-        """What the texts took that were read."""
+        """The tokens of the texts that were read."""
         return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=0)
 
     async def chunks(self) -> AsyncGenerator[EmbeddedTexts, None]:

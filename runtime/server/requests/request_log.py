@@ -1,6 +1,6 @@
 """`RequestLog`: one log line and one count for each request, when it ends or is refused.
 
-A line has numbers and codes, never what a client sent, which the messages of errors may quote. What a line is about
+A line has numbers and codes, never what a client sent, which the messages of errors may quote. The subject of a line
 comes from `structlog.contextvars`, which a task inherits from the task that creates it: a connection's task binds
 `connection=new_id()` at its start and `tenant` once it is known; `request=new_id()` is bound while a frame is handled
 that starts a request or asks for one. `client_id` is the id that the client gave the request.

@@ -1,4 +1,4 @@
-"""What outlives its connection: resumable requests, by session and id, stored ones, and outcomes of idempotency keys.
+"""Output that outlives its connection: resumable requests by session and id, stored ones, and idempotency keys.
 
 A running request lives while a connection reads it or may resume it, or while it is stored; an ended one while it may
 be resumed, is stored or its key is known. Must not import frames or sockets.
@@ -385,6 +385,6 @@ class ReplayStore:
 
 
 def _digest(request: GenerateRequest, answer_fields: bytes) -> bytes:
-    """Return a hash of what decides the answer; a prompt may be long, and is not kept."""
+    """Return a hash of the fields that decide the answer; a prompt may be long, and is not kept."""
     outcome = msgspec.structs.replace(request, priority=0, deadline_ms=None, pin_ms=None)
     return hashlib.sha256(msgspec.msgpack.encode(outcome) + answer_fields).digest()

@@ -32,7 +32,7 @@ class WaitingStream(Protocol):
 
 
 class SendBuffer:
-    """`send` may be called anywhere in the event loop. What is sent in one turn of the loop is written together.
+    """`send` may be called anywhere in the event loop. Frames of one turn of the loop are written together.
 
     `run` lasts until the buffer is closed or the connection is lost, and waits for a system that takes no more.
     """
@@ -163,7 +163,7 @@ class SendBuffer:
         self.close()
 
     def _count_frames(self) -> None:
-        """Count the unsent frames. Those that the system takes in one write at once, as nearly all, never are."""
+        """Count the unsent frames. Bytes that the system takes in one write at once, as nearly all, never are."""
         added = len(self._unsent) + self._writing_bytes - self._counted_bytes
         self._counted_bytes += added
         self._count(added)

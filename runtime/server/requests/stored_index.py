@@ -14,7 +14,7 @@ from .replay_buffer import ReplayBuffer, StoredEntry
 
 
 class ToStore(NamedTuple):
-    """What to store of a request besides its output."""
+    """The data to store of a request besides its output."""
 
     id_prefix: str  # of its id, which the name of its output completes
     fields: bytes  # JSON

@@ -1,4 +1,4 @@
-"""Limits in bytes on what the API server process holds for the connections of a tenant, and one use: pending input.
+"""Limits on the bytes that the API server process holds for the connections of a tenant, and one use: pending input.
 
 Must not import frames, sockets or requests.
 """
@@ -47,7 +47,7 @@ class TenantBytes:
         self.num_bytes -= holder.num_bytes
 
     def add(self, num_bytes: int) -> None:
-        """Count more bytes of a holder; a negative number of them is not held any more."""
+        """Count more bytes of a holder; negative values release bytes."""
         self.num_bytes += num_bytes
         while num_bytes > 0 and self.num_bytes > self.limit:
             max(self._holders, key=lambda holder: holder.num_bytes).shed(self.describe_limit())
@@ -91,7 +91,7 @@ class EqualShares:
 
 
 class PendingInput:
-    """What one connection sent and the server cannot handle yet: an incomplete frame, or body of an HTTP request."""
+    """The pending bytes of one connection: an incomplete frame, or body of an HTTP request."""
 
     def __init__(self, tenant_bytes: TenantBytes, refuse: Callable[[Overloaded], None]) -> None:
         """Count for `tenant_bytes`; `refuse` ends the connection in an error."""

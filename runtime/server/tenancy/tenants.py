@@ -36,7 +36,7 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantTotals(msgspec.Struct):
-    """What a tenant's requests have used since the server started; its own answer to STATS. Integers."""
+    """The use of a tenant's requests since the server started; its own answer to STATS. Integers."""
 
     live: int = 0  # requests that have not ended
     requests: int = 0  # requests that have ended

@@ -1,4 +1,4 @@
-"""What `quire bench` prints: tables that fit 100 columns, or one dict with the same figures."""
+"""The output of `quire bench`: tables that fit 100 columns, or one dict with the same figures."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class StepOverhead:
 
     @property
     def event_loop(self) -> float:
-        """What Quire itself does on the event loop: schedule, commit, publish and frames."""
+        """The work of Quire itself on the event loop: schedule, commit, publish and frames."""
         return self.schedule + self.commit + self.publish + self.frames
 
     def as_dict(self) -> dict[str, float]:

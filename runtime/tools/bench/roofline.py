@@ -21,7 +21,7 @@ PEAK_NAMES: dict[DType, str] = {"q8": "int8", "bf16": "bf16", "f32": "f32"}
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What all threads together can do: bytes per second read from memory, operations per second by operand dtype."""
+    """The peaks of all threads together: bytes per second read from memory, operations per second by operand dtype."""
 
     read_bytes_per_s: float
     peak_ops_per_s: Mapping[DType, float]

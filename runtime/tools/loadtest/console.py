@@ -1,4 +1,4 @@
-"""What `quire loadtest` prints: a progress line while it runs, then the result in the words of `vllm bench serve`.
+"""The output of `quire loadtest`: a progress line while it runs, then the result in the words of `vllm bench serve`.
 
 The progress line is drawn on the event loop that times the tokens: drawing must take well under a millisecond.
 """

@@ -1,7 +1,7 @@
 """The latencies of a request, defined once for results, goodput and charts: TTFT, TPOT, ITL, E2EL, schedule delay.
 
 The definitions are those of `vllm bench serve`: they count from sending, at the client, to the last chunk that had
-tokens. What a request waited before it was sent is a latency of its own, `schedule_delay_s`.
+tokens. The time that a request waited before it was sent is a latency of its own, `schedule_delay_s`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ DEFAULT_PROMPTS = 1000  # without a duration
 
 @dataclass(frozen=True, slots=True)
 class PromptVocabulary:
-    """What prompts can be made of. None: not available for this server."""
+    """The material of prompts. None: not available for this server."""
 
     size: int
     count_tokens: CountTokens | None = None

@@ -69,7 +69,7 @@ class Backend(Protocol):
 
 
 class RequestRecord(msgspec.Struct):
-    """What one request asked for, and when each part of its answer arrived. Written while the request runs."""
+    """The sizes of one request, and when each part of its answer arrived. Written while the request runs."""
 
     index: int
     prompt_tokens: int  # as requested; replaced by the server's count where the server reports one

@@ -61,7 +61,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """What the page shows of one run."""
+    """The data of one run on the page."""
 
     label: str
     color: str

@@ -67,7 +67,7 @@ def parse_sweep(text: str) -> tuple[LoadPoint, ...]:
 async def run_sweep(
     points: Sequence[LoadPoint], run: Callable[[LoadPoint], Awaitable[LoadTestRun]], folder: SweepFolder | None = None
 ) -> list[LoadTestRun]:
-    """Run the points until one saturates the server, except those whose runs the folder already has.
+    """Run the points until one saturates the server, except the points whose runs the folder already has.
 
     Raises ConfigError when the folder cannot be used, and what `run` raises.
     """

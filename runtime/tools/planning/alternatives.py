@@ -1,4 +1,4 @@
-"""What other data types of weights and KV cache would change: how many sequences fit, and how fast they are."""
+"""The effect of other data types of weights and KV cache: how many sequences fit, and how fast they are."""
 
 from __future__ import annotations
 

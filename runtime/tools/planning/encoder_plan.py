@@ -18,7 +18,7 @@ from .serving_plan import TOKEN_BYTES, PlanTarget, num_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderPlan:
-    """What serving an encoder with `settings` takes."""
+    """The memory that serving an encoder with `settings` takes."""
 
     settings: Settings
     spec: EncoderSpec

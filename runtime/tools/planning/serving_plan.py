@@ -58,7 +58,7 @@ class WindowLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingPlan:
-    """What serving with `settings` takes, and what other data types would change."""
+    """The memory that serving with `settings` takes, and the effect of other data types."""
 
     settings: Settings
     spec: DecoderSpec

@@ -1,4 +1,4 @@
-"""What `quire simulate` prints: tables that fit 100 columns."""
+"""The output of `quire simulate`: tables that fit 100 columns."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class Fleet:
 
 
 class _ApiServer:
-    """What one API server knows, and how it chooses."""
+    """The state of one API server, and its choice of a host."""
 
     router: Router
     loads: dict[str, MemberLoad]  # at the last report, and what this server has sent since

@@ -1,4 +1,4 @@
-"""What to expect of a model on a machine: the time to the first token and the speed of decode, by number of users."""
+"""The expected speed of a model on a machine: time to the first token and speed of decode, by number of users."""
 
 from __future__ import annotations
 

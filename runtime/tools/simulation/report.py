@@ -42,7 +42,7 @@ class TenantFigures:
 
 @dataclass(frozen=True, slots=True)
 class FleetFigures:
-    """What concerns the hosts of a fleet."""
+    """The part of the report about the hosts of a fleet."""
 
     hosts: int
     routing: str

@@ -47,7 +47,7 @@ class VirtualClock:
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """What happened to one request. Times are seconds of the clock; counters are final once the request has ended."""
+    """The record of one request. Times are seconds of the clock; counters are final once the request has ended."""
 
     arrival: Arrival
     token_times: list[float] = field(default_factory=list)  # when each output token appeared
