@@ -36,7 +36,7 @@ wait_for() { # URL: wait until it answers; exit if the most recently started chi
     done
 }
 
-generate_load() { # in runs of 300 s, because a run keeps a record of each of its requests in memory
+generate_load() { # runs of 300 s, because a run keeps a record of each of its requests in memory
     trap 'kill "$run" 2>/dev/null; exit' TERM
     while :; do
         quire loadtest --base-url 127.0.0.1:7070 --dataset-name prefix_repetition --prefix-repetition-prefix-len 256 \

@@ -17,16 +17,16 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("pager", "scheduler", "kernels", "runtime")
 SUFFIXES = {".py", ".pyx", ".c", ".h"}
-_DOCSTRING = re.compile(r'\A(?:#[^\n]*\n)*"""(.*?)"""', re.DOTALL)  # of a Cython module
-_HEADER = re.compile(r"\A((?://.*\n)+)")  # of a C file
+_DOCSTRING = re.compile(r'\A(?:#[^\n]*\n)*"""(.*?)"""', re.DOTALL)  # docstring of a Cython module
+_HEADER = re.compile(r"\A((?://.*\n)+)")  # header of a C file
 _SENTENCE_END = re.compile(r"(?<=[.:])\s+(?=[A-Z`*\d]|\Z)|\n\s*\n")
 
 
 class CodeFile(NamedTuple):
     """A file of code."""
 
-    path: str  # from the root of the repository
-    purpose: str  # its first sentence
+    path: str  # path from the root of the repository
+    purpose: str  # first sentence of the file
 
 
 def code_paths() -> Iterator[Path]:

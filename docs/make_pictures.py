@@ -58,7 +58,7 @@ def status_page(chromium: str) -> None:
         command = (*QUIRE, "loadtest", "--host", host, "--port", port, *flags)
         load = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            time.sleep(15)  # so that the page has something to show
+            time.sleep(15)  # the page then has something to show
             photograph(chromium, f"http://{operator}/", PICTURES / "status-page.png", "1280,1000")
         finally:
             load.terminate()

@@ -130,7 +130,7 @@ def q4_0(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
 
 def q4_k(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     """Quantize between the minimum and the maximum of each 32 weights, without GGML's search for the best scale."""
-    parts = values.reshape(-1, 8, 32)  # of super-blocks
+    parts = values.reshape(-1, 8, 32)  # blocks of super-blocks
     low = np.minimum(parts.min(axis=2), 0)
     scale, scales = _shared_scale((parts.max(axis=2) - low) / np.float32(15), 63)
     offset, offsets = _shared_scale(-low, 63)
@@ -146,7 +146,7 @@ def q4_k(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
 
 def q6_k(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     """Quantize with the largest of each 16 weights, without GGML's search for the best scale."""
-    parts = values.reshape(-1, 16, 16)  # of super-blocks
+    parts = values.reshape(-1, 16, 16)  # blocks of super-blocks
     scale, scales = _shared_scale(np.abs(parts).max(axis=2) / np.float32(31), 127)
     steps = (scale * scales)[:, :, None]
     scaled = np.divide(parts, steps, where=steps > 0, out=np.zeros_like(parts))
@@ -174,7 +174,7 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
-}  # of families with another name
+}  # families with another name
 PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3")
 OF_FAMILIES = {  # keys of config.json that the converter writes for some families
     "attention.scale": ("attention_multiplier", "granite"),

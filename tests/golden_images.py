@@ -23,7 +23,7 @@ class GoldenImages:
     folder: Path
     prompt: list[int]
     images: list[PromptImage]
-    rows: list[Floats]  # of each image, [tokens, hidden]
+    rows: list[Floats]  # rows of each image, [tokens, hidden]
     logits: Floats  # [tokens of the prompt, vocab]
 
     def check_logits(self, logits: Floats, tolerance: float) -> None:

@@ -13,8 +13,8 @@ CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 PLACES = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
 SPECIAL = (*PLACES, "<|im_start|>", "<end_of_utterance>", "<global-img>", "<fake_token_around_image>", "<image>")
 QWEN_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
-VOCABULARY = 160  # of the golden models, whose last id is the image token
-TOKENS = 9  # of a tile
+VOCABULARY = 160  # vocabulary of the golden models, whose last id is the image token
+TOKENS = 9  # tokens of a tile
 
 
 def write_image_folder(folder: Path) -> Path:

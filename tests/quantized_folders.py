@@ -119,7 +119,7 @@ def gptq(
         if act_order:
             groups = (np.random.default_rng(inputs) if same_order else rng).permutation(groups)
         numbers = rng.integers(0, 1 << bits, (inputs, outputs))
-        zeros = rng.integers(0, 1 << bits, (groups.max() + 1, outputs))  # as the quantizer computes them
+        zeros = rng.integers(0, 1 << bits, (groups.max() + 1, outputs))  # the quantizer's zeros
         if sym:
             zeros[:] = 1 << bits - 1
         scales = _scales(rng, *zeros.shape)

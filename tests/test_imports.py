@@ -32,7 +32,7 @@ LAYERS = """
 3  engine/    input, core, output, text, structured    client/    AsyncClient, Client
 2  model/     config, families, weights, runner    protocol/   frames, codec    net/   sockets, TLS
 1  common/    errors, types, config, settings, logs
-"""  # of runtime/; a layer imports only layers below it. ARCHITECTURE.md and README.md must show the same lines.
+"""  # packages of runtime/; layers import only layers below. ARCHITECTURE.md and README.md must show the same lines.
 
 LAYER_OF = {
     name: int(line[0]) for line in LAYERS.strip().splitlines() for name in re.findall(r"\b(\w+)(?:/|\.py)(?=\s)", line)

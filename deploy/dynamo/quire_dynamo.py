@@ -38,7 +38,7 @@ SAMPLING = (
     "frequency_penalty", "seed", "length_penalty",
 )  # fmt: skip
 STOPPING = ("max_tokens", "min_tokens", "stop", "ignore_eos")
-GRAMMARS = ("json", "regex", "choice")  # of guided_decoding, under the same names
+GRAMMARS = ("json", "regex", "choice")  # names of guided_decoding's grammars
 ASKS_NOTHING = (None, False, [], {}, "")
 
 
@@ -49,7 +49,7 @@ class QuireEngine(LLMEngine):
         self._settings = settings
         self._name = name
         self._engine: quire.Engine[EnginePool] | None = None
-        self._streams: dict[str, quire.Generation] = {}  # by Dynamo's id of the request
+        self._streams: dict[str, quire.Generation] = {}  # Dynamo's id of the request -> stream
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[QuireEngine, WorkerConfig]:
@@ -159,7 +159,7 @@ def sampling_params(request: Mapping[str, Any], max_tokens: int) -> SamplingPara
     given["structured_outputs"] = _structured_outputs(sampling.get("guided_decoding") or {})
     if sampling.get("use_beam_search"):
         raise InvalidRequest("use_beam_search is not supported through Dynamo; use Quire's own server")
-    defaults = {"temperature": 1.0, "max_tokens": max_tokens}  # as OpenAI's API has them
+    defaults = {"temperature": 1.0, "max_tokens": max_tokens}  # defaults of OpenAI's API
     return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
 
 

@@ -102,7 +102,7 @@ for text_tokens, peak_lr, end in ROUNDS:
     numbers, first, second = zip(*(pair(text_tokens) for _ in range(BATCH)))
     with torch.autocast("cpu", dtype=torch.bfloat16): one, two = embed(first), embed(second)
     scores = one @ two.T / TEMPERATURE
-    same = torch.tensor(numbers)[:, None] == torch.tensor(numbers)[None] # of one section: neither right nor wrong
+    same = torch.tensor(numbers)[:, None] == torch.tensor(numbers)[None] # pairs of one section: neither right nor wrong
     scores = scores.masked_fill(same & ~torch.eye(BATCH, dtype=torch.bool), -1e4)
     labels = torch.arange(BATCH)
     loss = (torch.nn.functional.cross_entropy(scores, labels) + torch.nn.functional.cross_entropy(scores.T, labels)) / 2

@@ -20,7 +20,7 @@ from ..model import DecoderSpec, kv_layout
 from ..model.runner import ModelRunner
 from .bench.cache_comparison import Tables, page_tables
 
-LOGITS_BYTES = 32 << 20  # of the rows that are scored in one step
+LOGITS_BYTES = 32 << 20  # bytes of the rows that are scored in one step
 MAX_SCORED_ROWS = 128
 PERCENTILES = (99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0, 0.1)
 

@@ -96,7 +96,7 @@ def test_sampling(benchmark, params, rows):
     wanted["top_p"], wanted["repetition_penalty"], wanted["logprobs"] = 1, 1, -1
     for name, value in params.items():
         wanted[name] = value
-    maxima = np.ascontiguousarray(logits.reshape(rows, VOCAB // 32, 32).max(axis=2))  # as the lm_head leaves them
+    maxima = np.ascontiguousarray(logits.reshape(rows, VOCAB // 32, 32).max(axis=2))  # maxima by lm_head
     benchmark(sampler.sample, logits, maxima, wanted, np.zeros(0, ADJUSTMENT))
     benchmark.extra_info["GB/s"] = round(logits.nbytes / benchmark.stats.stats.median / 1e9, 1)
 

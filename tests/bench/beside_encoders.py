@@ -209,7 +209,7 @@ def _pooled(model: Path) -> Any:
             self.bert = AutoModel.from_pretrained(model, attn_implementation="eager").eval()
 
         def forward(self, input_ids: Any, attention_mask: Any) -> Any:
-            added = (1.0 - attention_mask[:, None, None, :].float()) * -1e9  # as it is: making one cannot be exported
+            added = (1.0 - attention_mask[:, None, None, :].float()) * -1e9  # this mask: making one cannot be exported
             rows = self.bert(input_ids=input_ids, attention_mask=added).last_hidden_state
             mask = attention_mask[:, :, None].float()
             mean = (rows * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
@@ -245,7 +245,7 @@ def _make_onnx(model: Path, work: Path) -> None:
         opt_level=1,
     )
     print(optimized.get_fused_operator_statistics())
-    default = {"DefaultTensorType": TensorProto.FLOAT}  # of what fused ops make
+    default = {"DefaultTensorType": TensorProto.FLOAT}  # type of the results of fused ops
     int8 = {"weight_type": QuantType.QInt8, "per_channel": True, "extra_options": default}
     quantize_dynamic(optimized.model, work / "onnx_int8.onnx", **int8)
     optimized.save_model_to_file(str(work / "onnx_f32.onnx"))

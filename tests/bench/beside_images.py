@@ -31,9 +31,9 @@ import numpy as np
 import numpy.typing as npt
 from sides import Side, serve
 
-BITS = {"onnx f32": 32, "openvino f32": 32, "openvino": 16, "onnx int8": 8, "openvino int8": 8}  # of each peer
+BITS = {"onnx f32": 32, "openvino f32": 32, "openvino": 16, "onnx int8": 8, "openvino int8": 8}  # bits of each peer
 QUIRE_BITS = {"f32": 32, "bf16": 16, "q8": 8}
-LEAST_COSINE = 0.95  # of a row and torch's
+LEAST_COSINE = 0.95  # cosine of a row and torch's
 LAYERS, HEADS, HIDDEN, SIZE, PATCH = 12, 12, 768, 512, 16
 CONFIG: dict[str, Any] = {
     "vision_config": {
@@ -225,7 +225,7 @@ def _make_onnx(work: Path, values: Any) -> None:
         op_types_to_quantize=["MatMul", "Attention"],
         weight_type=QuantType.QInt8,
         per_channel=True,
-        extra_options={"DefaultTensorType": TensorProto.FLOAT},  # of what fused ops make
+        extra_options={"DefaultTensorType": TensorProto.FLOAT},  # type of the results of fused ops
     )
 
 

@@ -40,7 +40,7 @@ QWEN3 = DecoderSpec(
 
 MIXTURE = replace(
     QWEN3,
-    num_layers=1,  # of 176 MB in q8
+    num_layers=1,  # one layer: 176 MB in q8
     ropes=QWEN3.ropes[:1],
     windows=QWEN3.windows[:1],
     experts=Experts(num_experts=32, top_k=4, intermediate_size=1792, normalized=True, layers=(True,)),

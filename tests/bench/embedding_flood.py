@@ -27,8 +27,8 @@ from quire.runtime.tools.percentiles import percentile
 
 PROMPT_TOKENS = 128
 REQUEST_TEXTS = 256
-FLOOD_REQUESTS = 2  # at the same time
-WARM_S = 1.0  # of each run at least, not counted
+FLOOD_REQUESTS = 2  # concurrent requests
+WARM_S = 1.0  # least time of each run, not counted
 POLL_S = 0.05
 
 
@@ -52,15 +52,15 @@ class Load:
         self._engine = engine
         self._random = random.Random(1)
         self._arguments = arguments
-        self._chunks: list[tuple[float, int]] = []  # when texts were embedded, and how many
-        self._readings: list[list[float]] = []  # when the tokens of each request arrived
+        self._chunks: list[tuple[float, int]] = []  # times when texts were embedded, and their number
+        self._readings: list[list[float]] = []  # arrival times of each request's tokens
 
     async def run(self, users: int, requests: int) -> Run:
         self._chunks, self._readings = [], []
         tasks = [asyncio.create_task(self._read()) for _ in range(users)]
         tasks += [asyncio.create_task(self._flood()) for _ in range(requests)]
         await asyncio.sleep(WARM_S)
-        while not all(self._readings):  # until each user has a token
+        while not all(self._readings):  # each user must have a token
             await asyncio.sleep(POLL_S)
         begin = time.perf_counter()
         await asyncio.sleep(self._arguments.seconds)

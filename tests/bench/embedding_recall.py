@@ -27,7 +27,7 @@ from quire.runtime.model.files import BUNDLED_EMBEDDING_MODEL
 
 DATA = json.loads((Path(__file__).parents[1] / "data" / "documentation.json").read_text("utf-8"))
 MAX_TOKENS = 512
-K1, B = 1.2, 0.75  # of BM25
+K1, B = 1.2, 0.75  # constants of BM25
 
 Ranks = list[int]
 Scores = npt.NDArray[np.float32]  # [held-out titles, passages]

@@ -19,7 +19,7 @@ from tests.bench.link_cost import cpu_s
 from tests.ray.ray_fleet import RayFleet, ray_fleet
 
 LINKS = ("tcp", "handles")
-RUNS = 3  # after each deployment
+RUNS = 3  # runs after each deployment
 
 
 async def cpu_per_token(address: str, pids: list[int], users: int, tokens: int) -> list[float]:

@@ -32,7 +32,7 @@ from tests.bench.link_cost import cpu_s
 
 READ_BYTES = 1 << 16
 POLL_S = 0.001
-TOKEN_IDS = b'"token_ids":['  # in each event but the first one of a chat, which has a role, and the last one
+TOKEN_IDS = b'"token_ids":['  # part of each event but the first one of a chat, which has a role, and the last one
 TOKENS_FRAME = b"\xa6TOKENS"  # how msgpack writes the type of the frame
 
 Reading = Callable[[list[int], int, list[tuple[float, int]]], Awaitable[None]]
@@ -115,7 +115,7 @@ def over_http(address: str, path: str) -> Reading:
     async def read(prompt: list[int], num_tokens: int, times: list[tuple[float, int]]) -> None:
         own = {"prompt": prompt} if path == "/v1/completions" else {"messages": [_message(prompt)]}
         fields = {**own, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-        body = json.dumps({**fields, "return_token_ids": True}).encode()  # else a token without text has no event
+        body = json.dumps({**fields, "return_token_ids": True}).encode()  # a token without text would have no event
         head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
         await _count(host, int(port), request, TOKEN_IDS, b"[DONE]", times)

@@ -52,7 +52,7 @@ from tests.quantized_folders import (
 
 ROUNDS = 7
 NAME = f"{LAYER}mlp.down_proj.weight"
-CHUNK_BYTES = 8 << 20  # of a direct read
+CHUNK_BYTES = 8 << 20  # bytes of a direct read
 Opened = tuple[Checkpoint, str, int]  # the tensors, the name of a matrix, and the bytes that it takes in the file
 
 

@@ -16,7 +16,7 @@ from quire.runtime.tools.simulation.threads import THREAD_READ, busy_share, fini
 
 SOCKET_READ = 250e9  # bytes per second: 8 channels of DDR5-4800 at 81 % of 307 GB/s
 THREAD_INT8 = 465e9  # operations per second, measured on Zen 4
-ROWS = 512  # of a prefill step
+ROWS = 512  # rows of a prefill step
 THREADS = (2, 8, 16, 32, 64, 96, 128)
 
 

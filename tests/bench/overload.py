@@ -316,10 +316,10 @@ class LoadRun:
     """The outcome of one load."""
 
     name: str
-    seconds: float  # during which requests were sent
+    seconds: float  # time during which requests were sent
     requests: list[SentRequest]
     resident_mib: list[float]  # once a second
-    cpu_share: float  # of one CPU that the server used
+    cpu_share: float  # share of one CPU that the server used
 
     @property
     def tokens_per_s(self) -> float:

@@ -41,10 +41,10 @@ WIDER = 16
 SCALED = ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads")
 VOCABULARY = 16_000
 KV_CACHE_MEMORY = 192 << 20
-IMAGES = 3  # of which the image cache holds all but one
-TOWER_HEADS = 12  # of 64 elements
+IMAGES = 3  # images, of which the image cache holds all but one
+TOWER_HEADS = 12  # heads of 64 elements
 TOWER_WIDTHS = ("hidden_size", "intermediate_size", "out_hidden_size")
-TOWER_SIZES: dict[str, dict[str, dict[str, Any]]] = {  # by file of a folder: those of the models that people have
+TOWER_SIZES: dict[str, dict[str, dict[str, Any]]] = {  # file of a folder -> its content in widely used models
     "idefics3": {"vision_config": {"image_size": 512, "patch_size": 16}, "config": {"scale_factor": 4}},
     "gemma3_images": {
         "vision_config": {"image_size": 896, "patch_size": 14},

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 ROUND_S = 0.3  # each side repeats a task for this long, and at least once
-REST_S = 0.1  # before a side works, so that threads of the one before cease to spin
+REST_S = 0.1  # rest before a side works, so that threads of the one before cease to spin
 
 
 class Side:

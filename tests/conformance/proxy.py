@@ -52,7 +52,7 @@ class Proxy:
     def reset(self, versions: tuple[int, ...] | None = None) -> None:
         """Forget the frames so far; offer `versions` in later HELLOs instead of the client's."""
         self.connections = 0
-        self.ids: list[int] = []  # of GENERATE frames
+        self.ids: list[int] = []  # ids of GENERATE frames
         self.breach: Exception | None = None
         self._versions = versions  # offered instead of the client's
         self._cuts: list[int] = []  # token counts at which the connection is cut
@@ -159,7 +159,7 @@ class Proxy:
             if self._losing_at is not None:
                 frames = [frame for frame in frames if not self._is_lost(frame)]
                 data = b"".join([encode(frame) for frame in frames if not isinstance(frame, Malformed)])
-            cut = any(self._from_server(frame) for frame in frames)  # what follows a cut is lost
+            cut = any(self._from_server(frame) for frame in frames)  # frames after a cut are lost
             self._changed.set()
             writer.write(data[: len(data) // 2] if cut else data)
             if cut:

@@ -123,7 +123,7 @@ def get(url: str) -> Any:
 
 
 class QuireServer(NamedTuple):
-    address: str  # for clients
+    address: str  # address for clients
     operator_address: str
     process: subprocess.Popen[str]
 

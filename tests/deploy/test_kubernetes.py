@@ -24,11 +24,11 @@ from tests.deploy.test_settings import BYTES, MARGIN_S, PYTHON_BYTES
 
 KUBERNETES = DEPLOY / "kubernetes"
 NAME = "app.kubernetes.io/name"
-SECRETS = {"quire-tokens", "quire-link"}  # that the operator makes
+SECRETS = {"quire-tokens", "quire-link"}  # secrets that the operator makes
 Tool = Callable[..., str]
-Objects = dict[tuple[str, str], Any]  # by kind and name
+Objects = dict[tuple[str, str], Any]  # (kind, name) -> object
 Build = Callable[[str], Objects]
-_BUILT: dict[str, Objects] = {}  # by what was built
+_BUILT: dict[str, Objects] = {}  # arguments of a build -> objects
 
 
 @pytest.fixture(params=["base", "production", "fleet", "base+inference-pool", "fleet+inference-pool"])

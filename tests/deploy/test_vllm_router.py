@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm_router") is None,
 
 ENGINE = ("--weights", "q8", "--kv-cache-memory", "16M", "--threads", "1", "--page-size", "32")
 START_TIMEOUT_S = 60.0
-NUM_HITS = 12  # in a row: a router that chose at random would hardly find as many
+NUM_HITS = 12  # hits in a row: a router that chose at random would hardly find as many
 
 
 def free_port() -> int:
@@ -88,7 +88,7 @@ async def test_requests_go_to_the_server_whose_cache_has_their_prompt(
         while num_hits < NUM_HITS:
             prompt = f"{number} The module provides a lock for the value of {number} " * 8
             direct = await completed(urls[number % 2], prompt)
-            await asyncio.sleep(pause_s)  # until the router has the event
+            await asyncio.sleep(pause_s)  # time for the event to reach the router
             routed = await completed(router, prompt)
             assert routed["choices"] == direct["choices"]
             is_hit = routed["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

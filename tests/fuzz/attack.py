@@ -61,16 +61,16 @@ STREAMS = (
     ("If *timeout* is not ``None``, then", SamplingParams(max_tokens=200, ignore_eos=True)),
 )
 MAX_ITL_RATIO = 1.5
-ANSWER_S = 2.0  # for new connections and probes
+ANSWER_S = 2.0  # limit for new connections and probes
 GIVE_UP_S = 60.0
-KILL_PAUSE_S = 12.0  # in which streams go on in another engine and end
+KILL_PAUSE_S = 12.0  # pause in which streams continue in another engine and end
 
 
 @dataclass
 class Observations:
     """What the bystanders saw in one phase."""
 
-    gaps_s: list[float] = field(default_factory=list)  # between two chunks of a stream
+    gaps_s: list[float] = field(default_factory=list)  # gaps between two chunks of a stream
     streams: int = 0
     promises: int = 0  # streams resumed and keys retried
     connects_s: list[float] = field(default_factory=list)
@@ -172,7 +172,7 @@ class Bystanders:
     async def _resume_and_retry(self) -> None:
         """Lose the connection after the end of a resumable stream, resume it before its time is over, then retry."""
         key = f"bystander {time.monotonic_ns()}"
-        params = SamplingParams(max_tokens=40, temperature=1.0, ignore_eos=True)  # of a random seed: a rerun differs
+        params = SamplingParams(max_tokens=40, temperature=1.0, ignore_eos=True)  # a random seed: a rerun differs
         first = await RawClient.open(self._endpoints[1])
         first.send(Generate(1, "This module", params, resumable=True, idempotency_key=key))
         tokens, is_promised = await _tokens(first)

@@ -31,8 +31,8 @@ from quire.runtime.protocol.frames import Credit, Done, Error, Frame, Generate, 
 from server_process import Endpoint, RawClient
 
 NICE = 19
-SOURCE = "127.0.0.66"  # of connections that never speak: limits per address must not hit the bystanders
-NUM_STREAMS = 13  # of ordinary traffic: about as many as the attackers' page quota allows
+SOURCE = "127.0.0.66"  # source of connections that never speak: limits per address must not hit the bystanders
+NUM_STREAMS = 13  # streams of ordinary traffic: about as many as the attackers' page quota allows
 NUM_SCRAPERS = 60
 NUM_HALF_REQUESTS = 64
 NUM_SILENT = 3000

@@ -32,10 +32,10 @@ BYSTANDER_REQUESTS = (
 )
 RETRY_S = 0.1
 PING_EVERY_S = 0.05
-NUM_SAMPLES = 12  # of the server's vitals, at equal intervals
+NUM_SAMPLES = 12  # samples of the server's vitals, at equal intervals
 MEMORY_EVERY_S = 0.5
-MIN_SECONDS_FOR_MEMORY = 120  # in shorter runs allocators and caches are still filling
-GROWTH_ALLOWED = 0.05  # of the mean of resident memory, from the second third of the run to the last, or:
+MIN_SECONDS_FOR_MEMORY = 120  # least duration: in shorter runs allocators and caches are still filling
+GROWTH_ALLOWED = 0.05  # growth of mean resident memory, from the second third of the run to the last, or:
 GROWTH_ALLOWED_BYTES = 16 * MIB
 
 

@@ -107,7 +107,7 @@ def _check_round_trip(received: list[Any], schema: Any) -> None:
         try:
             again, error = _decode([encode(frame)], schema)
         except InvalidRequest:
-            continue  # at the size limit, encoding may add bytes: a number may get a wider type
+            continue  # encoding may add bytes at the size limit: a number may get a wider type
         if error or repr(again) != repr([frame]):
             raise Breach(f"{frame} came back as {again or error}")
 

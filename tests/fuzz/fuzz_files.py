@@ -90,7 +90,7 @@ QUANTIZED: dict[str, tuple[Mapping[str, Any], Make]] = {
     "int8": (COMPRESSED, int8()),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [16, 32]}, fp8((16, 32), name="weight_scale_inv")),
 }
-FAMILIES: dict[str, dict[str, Any]] = {  # what the files of some families have beyond Llama's
+FAMILIES: dict[str, dict[str, Any]] = {  # family -> content of its files beyond Llama's
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 1},
     "qwen3_moe": {
         "architectures": ["Qwen3MoeForCausalLM"],

@@ -31,7 +31,7 @@ GOLDENS = Path(__file__).parents[1] / "goldens" / "images"
 FAMILIES = ("smolvlm", "qwen3_vl", "gemma3")
 MAX_PIXELS = 1 << 22
 MAX_GROWTH = 24 * MAX_PIXELS  # bytes of memory beyond what the process has before the first case
-MAX_SECONDS = 2.0  # of CPU time, of a case
+MAX_SECONDS = 2.0  # CPU time of a case
 ADDRESS_SPACE = 4 << 30  # more than this process needs, less than a file can claim
 REPORTED_BREACHES = 5
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-    warnings.simplefilter("ignore")  # of Pillow, about what files claim
+    warnings.simplefilter("ignore")  # Pillow warns about false sizes in files
     random, results, slowest = Random(options.seed), Counter[str](), 0.0
     files = base_files()
     processors = [read_image_processor(GOLDENS / family) for family in FAMILIES]

@@ -34,9 +34,9 @@ from quire.runtime.engine import TextProcessor
 from quire.runtime.engine.validator import SAMPLING_RANGES
 
 MAX_GROWTH = 500 << 20  # bytes of memory beyond what the process has before the first case
-MAX_CPU_S = 10.0  # of a case: a template may run for 2 s, and interrupting it takes a while
-HUNG_CPU_S = 30.0  # after which the system ends the process of a case
-MAX_WAIT_S = 600.0  # by the clock, on a machine that has no time for it
+MAX_CPU_S = 10.0  # CPU time of a case: a template may run for 2 s, and interrupting it takes a while
+HUNG_CPU_S = 30.0  # CPU time after which the system ends the process of a case
+MAX_WAIT_S = 600.0  # wall time, on a machine that has no time for it
 ADDRESS_SPACE = 6 << 30
 REPORTED_BREACHES = 8
 IN_MEMORY = "/dev/shm"  # 40 times as fast as a disk
@@ -126,7 +126,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, help=argparse.SUPPRESS)  # of the cases that this process runs
+    parser.add_argument("--first", type=int, help=argparse.SUPPRESS)  # first case of this process
     options = parser.parse_args()
     if options.first is not None:
         run_cases(options.first, options.cases, options.seed)

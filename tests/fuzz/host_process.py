@@ -27,7 +27,7 @@ class HostProcess:
     def __init__(self, folder: Path, flags: Sequence[str]) -> None:
         self._folder = folder
         self._flags = flags
-        self._port = "0"  # of the first start; later starts take it again
+        self._port = "0"  # port of the first start; later starts take it again
         self.start()
 
     def start(self) -> None:

@@ -38,10 +38,10 @@ from quire.runtime.tools.percentiles import percentiles
 from server_process import ServerProcess
 
 ATTACKER, SECOND, BYSTANDER = "attacker", "second", "bystander"  # names of tenants and their keys
-CLIENTS = {"stored": 40, "unread": 200}  # of the attacks that open no crowd of connections
+CLIENTS = {"stored": 40, "unread": 200}  # clients of the attacks that open no crowd of connections
 STREAM = SamplingParams(max_tokens=400, temperature=1.0, seed=1, ignore_eos=True)
-START_S = 3.0  # until the process of the attackers has started
-MORE_LATE = 0.01  # of the time of an attack
+START_S = 3.0  # time until the process of the attackers has started
+MORE_LATE = 0.01  # share of the time of an attack
 TIMED_SERVER = Path(__file__).with_name("timed_server.py")
 
 
@@ -51,8 +51,8 @@ class Phase:
 
     began_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
-    gaps_s: list[float] = field(default_factory=list)  # between two chunks of a stream
-    firsts_s: list[float] = field(default_factory=list)  # from a request to its first chunk
+    gaps_s: list[float] = field(default_factory=list)  # gaps between two chunks of a stream
+    firsts_s: list[float] = field(default_factory=list)  # times from a request to its first chunk
 
     def __str__(self) -> str:
         p50, p99, longest = (1e3 * value for value in percentiles(self.gaps_s, (50, 99, 100)))
@@ -69,7 +69,7 @@ class Phase:
         return sum(each for each in self.turns_s(turns) if each > step_s) / (self.ended_s - self.began_s)
 
 
-Pairs = list[tuple[Phase, Phase]]  # without and with an attack
+Pairs = list[tuple[Phase, Phase]]  # phase without an attack, phase with one
 
 
 async def attack(pairs: Pairs, server: ServerProcess, report: CampaignReport, options: argparse.Namespace) -> None:

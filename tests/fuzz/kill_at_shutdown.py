@@ -38,10 +38,10 @@ from server_process import PORTS, descendants
 
 DRAIN_S = 0.7
 MARGIN_S = 3.0
-STACKS_S = 1.0  # for a late process to print its stacks
-STREAMS_TIMEOUT_S = 20.0  # for clients to notice that the server is gone
-START_S = 3.0  # at most, until a server that starts gets SIGTERM
-AROUND_S = 0.9  # before or after SIGTERM, a harm is done
+STACKS_S = 1.0  # time for a late process to print its stacks
+STREAMS_TIMEOUT_S = 20.0  # time for clients to notice that the server is gone
+START_S = 3.0  # longest time until a server that starts gets SIGTERM
+AROUND_S = 0.9  # time before or after SIGTERM in which a harm is done
 MOMENTS = ("start", "streams", "streams", "restart")
 HARMS = ("none", "kill engine", "stop engine", "kill trials", "stop trials", "kill server", "SIGTERM", "lose clients")
 TRIAL, ENGINE = "trial_process", "engine_main"

@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests
 from tests.quantized_folders import common_folders
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
-GOLDEN_TOKENS = 90  # of each stream; goldens have 128 positions or more, and 160 tokens in their vocabulary
+GOLDEN_TOKENS = 90  # tokens of each stream; goldens have 128 positions or more, and 160 tokens in their vocabulary
 Streams = list[tuple[tuple[int, ...], SamplingParams]]
 
 

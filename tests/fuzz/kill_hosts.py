@@ -40,7 +40,7 @@ FLAGS = (
     *("--num-speculative-tokens", "3"),
 )
 ROUND_TIMEOUT_S = 120.0
-MAX_ATTEMPTS = 5  # of a round whose streams have all ended before the harm
+MAX_ATTEMPTS = 5  # attempts at a round whose streams have all ended before the harm
 MAX_MEDIAN_S, MAX_SILENT_MEDIAN_S = 1.0, 2.0  # the latter has a second of silence until it is noticed
 COLORS = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 40}
 KINDS: tuple[dict[str, Any], ...] = (
@@ -71,7 +71,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.num_chunks = 0
-        self.longest_s = 0.0  # between two chunks of one stream
+        self.longest_s = 0.0  # longest gap between two chunks of one stream
 
 
 async def read(engine: Engine[Cluster], request: GenerateRequest, progress: Progress) -> object:

@@ -36,7 +36,7 @@ class Progress:
     def __init__(self) -> None:
         self.num_chunks = 0
         self.killed_at = float("inf")
-        self.longest_s = 0.0  # between two chunks of one stream, after the kill
+        self.longest_s = 0.0  # longest gap between two chunks of one stream, after the kill
 
 
 def streams_of_all_kinds(random: Random, count: int, tokens: int) -> Streams:

@@ -16,7 +16,7 @@ import msgpack
 from quire.runtime.protocol.frames import CLIENT_FRAMES
 
 LENGTH = struct.Struct(">I")
-MAX_CHANGES = 4  # of one frame
+MAX_CHANGES = 4  # changes of one frame
 EXTREMES: tuple[Any, ...] = (
     None, True, 0, 1, -1, 127, 128, 2**31, 2**32, 2**53 + 1, 2**63 - 1, -(2**63), 2**64 - 1,
     0.0, -0.0, 1.5, 1e308, 5e-324, math.nan, math.inf, -math.inf,
@@ -24,7 +24,7 @@ EXTREMES: tuple[Any, ...] = (
     [], [[]], [0] * 100, {}, {"": None}, {0: 1}, {"a": {"b": {}}}, {"__proto__": 1}, msgpack.ExtType(5, b"x"),
     msgpack.Timestamp(1),
 )  # fmt: skip
-FALSE_HEADERS = (  # that declare more than follows, or are invalid
+FALSE_HEADERS = (  # headers that declare more than follows, or are invalid
     b"\xd9\xff", b"\xda\xff\xff", b"\xdb\xff\xff\xff\xff",  # text
     b"\xc4\xff", b"\xc5\xff\xff", b"\xc6\xff\xff\xff\xff",  # bytes
     b"\xdc\xff\xff", b"\xdd\xff\xff\xff\xff", b"\x9f",  # arrays

@@ -36,7 +36,7 @@ ARCHITECTURES = (
     "ModernBertForSequenceClassification", "NewModel", "NewForSequenceClassification",
 )  # fmt: skip
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 129)
-LIMITS = {"f32": 3e-5, "bf16": 0.1, "q8": 0.1}  # of the difference, relative to the largest value
+LIMITS = {"f32": 3e-5, "bf16": 0.1, "q8": 0.1}  # limits of the difference, relative to the largest value
 MAX_ROWS, MAX_TEXTS = 1024, 6
 
 Floats = npt.NDArray[Any]

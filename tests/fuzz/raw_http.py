@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import h11
 
-ANSWER_S = 60.0  # until the server must answer
+ANSWER_S = 60.0  # time until the server must answer
 
 
 class WrongAnswer(Exception):
@@ -33,7 +33,7 @@ class HostileClient:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> None:
         self.writer = writer
         self.token = token
-        self.limit: asyncio.Timeout | None = None  # until when the server must answer
+        self.limit: asyncio.Timeout | None = None  # deadline of the server's answer
         self._reader = reader
         self._unread = b""
 

@@ -37,7 +37,7 @@ from quire.runtime.engine.structured.trial_process import _Bytes
 from .schema_generator import SchemaGenerator
 from .schema_instances import InstanceGenerator, changed
 
-MAX_BYTES = 600  # of an output
+MAX_BYTES = 600  # bytes of an output
 NUM_OUTPUTS = 3  # random outputs of each grammar
 NUM_INSTANCES = 8  # valid instances of each schema, and as many changes of each
 MAX_PARTS = 5  # schemas from one file, besides the whole

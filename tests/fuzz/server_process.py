@@ -65,10 +65,10 @@ class Endpoint:
 class Vitals:
     """One sample of the server: bytes of resident memory, descriptors of all its processes, pages by state."""
 
-    server_rss: int  # of the API server process
+    server_rss: int  # resident memory of the API server process
     engines_rss: int
     descriptors: int
-    threads: int  # of all its processes
+    threads: int  # threads of all its processes
     series: int  # number of series in /metrics
     pages: dict[str, int]
     pages_total: int
@@ -294,7 +294,7 @@ def descendants(pid: int) -> list[int]:
             try:
                 parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
-                continue  # it ended in the meantime
+                continue  # the process ended in the meantime
     found, wave = [], [pid]
     while wave := [child for child, parent in parents.items() if parent in wave]:
         found += wave

@@ -30,10 +30,10 @@ from quire.runtime.common.errors import QuireError
 from quire.runtime.protocol.frames import Credit, Done, Error, Generate, Resume, Tokens
 from server_process import RawClient, ServerProcess, Vitals, start_server
 
-WARM_UP = 1 / 4  # of the samples
+WARM_UP = 1 / 4  # share of the samples
 LONGEST_PROMPT = 1500
-VOCAB_SIZE = 4096  # of the bundled model
-GROWTH_ALLOWED = 0.02  # of resident memory
+VOCAB_SIZE = 4096  # vocabulary of the bundled model
+GROWTH_ALLOWED = 0.02  # growth of resident memory
 FILES_ALLOWED = 10  # open connections differ from sample to sample
 THREADS_ALLOWED = 4
 SERIES_ALLOWED = 5  # a label value may first appear late

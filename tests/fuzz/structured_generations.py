@@ -37,7 +37,7 @@ from make_checkpoint import write_safetensors  # noqa: E402
 
 SCHEMAS: list[list[Any]] = json.loads((ROOT / "tests" / "data" / "json_schemas.json").read_text())
 BATCH = 200  # prompts of one call
-MAX_TOOL_CHARACTERS = 1500  # of a schema: the model's context is short
+MAX_TOOL_CHARACTERS = 1500  # characters of a schema: the model's context is short
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
 SHAPE |= {"num_key_value_heads": 1, "head_dim": 32}
 

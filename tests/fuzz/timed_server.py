@@ -23,7 +23,7 @@ import uvloop
 from quire.runtime.cli.main import main
 
 LEAST_S = 0.0002
-WAITED_S = 0.00005  # in a call that did not find events at once
+WAITED_S = 0.00005  # time in a call that did not find events at once
 
 
 class TimedSelector(selectors.EpollSelector):

@@ -121,7 +121,7 @@ class Case:
     prompt: str | None = None
     max_length: int | None = None
     answer: tuple[int, int] | None = None  # ids of the tokens for true and false
-    activation: type[torch.nn.Module] | None = None  # of a cross-encoder's scores
+    activation: type[torch.nn.Module] | None = None  # activation of a cross-encoder's scores
 
 
 CASES = {
@@ -238,7 +238,7 @@ def random_model(case: Case, fast: Tokenizer) -> Any:
     with torch.no_grad():
         for key, value in model.named_parameters():
             is_norm = "norm" in key.lower() and key.endswith("weight")
-            is_norm &= not case.model.startswith("Gemma")  # whose weights of norms are stored less 1
+            is_norm &= not case.model.startswith("Gemma")  # Gemma stores the weights of norms less 1
             scale = 0.2 if value.ndim == 1 or "embed" in key else 0.9 * value.shape[-1] ** -0.5
             value.copy_((torch.randn_like(value) * scale + is_norm).bfloat16().float())
     return model

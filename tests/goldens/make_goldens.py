@@ -47,11 +47,11 @@ YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_m
 @dataclass(frozen=True)
 class Case:
     config_class: str
-    dtype: torch.dtype  # on disk
+    dtype: torch.dtype  # dtype on disk
     style: int  # the version of transformers whose config.json it has
     config: dict[str, Any]
     max_shard_size: str = "1GB"
-    norm_mean: float = 1.0  # of the norms' weights
+    norm_mean: float = 1.0  # mean of the norms' weights
     four: dict[str, Any] | None = None  # keys that only transformers 4 writes
     mxfp4: bool = False  # experts are in MXFP4, as in the checkpoints of gpt-oss
 
@@ -127,7 +127,7 @@ SMALL: dict[str, Any] = {"vocab_size": 160, "num_key_value_heads": 2, "max_posit
 GEMMA: dict[str, Any] = {
     **SMALL,
     "num_hidden_layers": 4,
-    "hidden_size": 48,  # its square root is no bf16
+    "hidden_size": 48,  # a size whose square root is no bf16
     "head_dim": 32,
     "intermediate_size": 80,
     "query_pre_attn_scalar": 20,

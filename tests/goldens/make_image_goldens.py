@@ -198,7 +198,7 @@ def processor_of(family: str, tokenizer: PreTrainedTokenizerFast) -> Any:
     _, images, processor, _, template = FAMILIES[family]
     images = images | {"do_rescale": False, "do_normalize": False}
     if family == "smolvlm":
-        smolvlm.num2words = str  # of videos
+        smolvlm.num2words = str  # function for videos
         own = SmolVLMImageProcessorPil(**images)
         return smolvlm.SmolVLMProcessor(own, tokenizer, None, chat_template=template, **processor)
     if family == "idefics3":

@@ -35,8 +35,8 @@ from transformers.processing_utils import ProcessorMixin
 
 SEED = 20261124
 MEAN, STD = (0.4, 0.5, 0.6), (0.3, 0.25, 0.2)
-TOKENS = 60  # without images
-IMAGE_TOKEN = 159  # of all cases
+TOKENS = 60  # tokens without images
+IMAGE_TOKEN = 159  # image token of all cases
 SIGLIP = {
     "hidden_size": 48,
     "num_hidden_layers": 2,
@@ -49,7 +49,7 @@ SIGLIP = {
 
 @dataclass(frozen=True)
 class Case:
-    seed: int  # after SEED: a case that is added changes no other
+    seed: int  # seed after SEED: a case that is added changes no other
     model: str  # the class in transformers; its config's class has the same stem
     text: dict[str, Any]
     vision: dict[str, Any]
@@ -186,7 +186,7 @@ CASES = {
     ),
 }
 
-SMOLVLM: dict[str, Any] = {  # beside what images/smolvlm/config.json has
+SMOLVLM: dict[str, Any] = {  # keys that images/smolvlm/config.json does not have
     "text_config": {
         "model_type": "llama",
         "vocab_size": 288,
@@ -222,7 +222,7 @@ def write_case(folder: Path, case: Case) -> None:
     model = model_class(config)
     randomize(model, 1.0)
     if case.model == "Gemma3":
-        randomize(model.model.language_model, 0.0)  # its norms have weights less 1
+        randomize(model.model.language_model, 0.0)  # the norms have weights less 1
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     five = json.loads((folder / "config.json").read_text())

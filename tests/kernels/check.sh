@@ -10,7 +10,7 @@ trap 'rm -rf "$scratch"' EXIT
 
 python -m venv --without-pip "$scratch/env"
 site=$("$scratch/env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/packages.pth" # its .pth files are not read
+python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/packages.pth" # no .pth files are read there
 
 meson setup "$scratch/build" -Dchecks=true -Damx_twin=true -Db_sanitize=address -Db_lundef=false \
   -Dpython.platlibdir="$site" -Dpython.purelibdir="$site" > "$scratch/setup.log" 2>&1 || { cat "$scratch/setup.log"; exit 1; }

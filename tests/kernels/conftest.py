@@ -62,19 +62,19 @@ class Toy:
     windows: tuple[int, ...] = (0,)
     hidden: int = 80
     intermediate: int = 176
-    experts: int = 0  # of each layer; 0: a dense MLP
+    experts: int = 0  # experts of each layer; 0: a dense MLP
     top_k: int = 2
     normalized: bool = True
-    bias: bool = False  # on every linear layer, not on qkv alone
+    bias: bool = False  # every linear layer has a bias, not only qkv
     page_size: int = 32
     isa: str | None = None
     threads: int = 2
     qk_norm: bool = True
-    unusual: bool = False  # with every option that most families leave alone
+    unusual: bool = False  # every option that most families leave alone is used
     seed: int = 7
     max_rows: int = MAX_ROWS
     num_pages: int = NUM_PAGES
-    memory: Callable[..., np.ndarray] = aligned_bytes  # for weights, KV pages and the rotary table
+    memory: Callable[..., np.ndarray] = aligned_bytes  # allocator of weights, KV pages and the rotary table
     ops: list = field(init=False)
 
     def __post_init__(self) -> None:

@@ -58,7 +58,7 @@ class Encoder:
     isa: str | None = None
     threads: int = 2
     seed: int = 11
-    memory: Callable[..., np.ndarray] = aligned_bytes  # for weights
+    memory: Callable[..., np.ndarray] = aligned_bytes  # allocator of weights
     ops: list = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class Encoder:
         bias = None
         if self.biased:
             bias = self.rng.uniform(-2, 2, (self.heads, 2 * POSITIONS - 1 + BIAS_PADDING)).astype(np.float32)
-            bias[:, -BIAS_PADDING:] = 1e30  # of no key
+            bias[:, -BIAS_PADDING:] = 1e30  # padding: the bias of no key
         attention = EphemeralAttention(
             qkv, a, self.pages, self.heads, self.kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, self.causal,
             window, bias,

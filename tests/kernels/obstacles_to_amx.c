@@ -19,7 +19,7 @@ typedef struct {
   unsigned c1, b7, c7, d7, a7_1;  // cpuid: leaf 1; leaf 7, 0; leaf 7, 1
   uint32_t saved;                 // the registers that the operating system saves
   int refusal;                    // errno of the request for permission; or 0
-  enum { RIGHT, WRONG, ILLEGAL } sums;  // of the self-test
+  enum { RIGHT, WRONG, ILLEGAL } sums;  // result of the self-test
 } made_up;
 
 static made_up machine;
@@ -56,7 +56,7 @@ int self_test_amx(void) { return machine.sums == ILLEGAL ? raise(SIGILL) : machi
 #define C1 (BIT(12) | BIT(27) | BIT(29))                     // FMA, OSXSAVE, F16C
 #define B7 (BIT(5) | BIT(16) | BIT(17) | BIT(30) | BIT(31))  // AVX2; AVX-512 F, DQ, BW, VL
 #define D7 (BIT(22) | BIT(24) | BIT(25))                     // AMX bf16, tile, int8
-#define ALL C1, B7, BIT(11), D7, BIT(5)                      // with AVX-512 VNNI and BF16
+#define ALL C1, B7, BIT(11), D7, BIT(5)                      // all features, with AVX-512 VNNI and BF16
 #define SAVED (0xe6 | 3u << 17)
 
 int main(void) {

@@ -30,9 +30,9 @@ from tests.kernels.conftest import BLOCK_DTYPES, MAX_POSITIONS, MAX_SAMPLES, VOC
 MAX_ROWS = 400
 LEVELS = supported_levels()
 DTYPES = ["f32", "q8", "q4", "bf16", *BLOCK_DTYPES], ["f32", "int8", "bf16"]
-MULTIPLICATIONS = 100_000_000  # of a case's reference: about half a second
+MULTIPLICATIONS = 100_000_000  # multiplications of a case's reference: about half a second
 REDUCING_S = 60
-POISONED_POSITION = 300  # in the middle of a page, so that the page is not cleared
+POISONED_POSITION = 300  # a position in the middle of a page, so that the page is not cleared
 
 Results = dict[tuple[int, int], bytes]  # (sequence, position) -> logits and their maxima
 
@@ -50,7 +50,7 @@ class Case(msgspec.Struct, frozen=True, omit_defaults=True):
 
     model: dict[str, Any]  # arguments of Toy
     lengths: list[int]  # tokens of each sequence
-    shared: list[int]  # of each sequence: its first tokens are those of sequence 0, and their pages, too
+    shared: list[int]  # first tokens and pages of each sequence that are those of sequence 0
     steps: list[Step]
     releases: bool = False  # pages that left the window of a sequence without shared pages are filled with NaN
     poisons: bool = False  # a step of NaN precedes each step

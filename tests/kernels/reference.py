@@ -208,7 +208,8 @@ class ReferenceProgram:
         self.position = first_position[self.sequence] + np.arange(len(token_ids)) - row_start[self.sequence]
         self.last_seen = self.position if last_seen is None else last_seen
         tables = [page_ids[first:end] for first, end in pairwise(page_start)]
-        self.tables = [tables[first : first + len(counts)] for first in range(0, len(tables), len(counts))]  # by group
+        each = len(counts)
+        self.tables = [tables[first : first + each] for first in range(0, len(tables), each)]  # group -> tables
         for op in self.ops:
             self._run(op)
 
@@ -315,7 +316,7 @@ class ReferenceProgram:
         chosen = np.take_along_axis(logits, experts, axis=1)
         over_all = np.take_along_axis(softmax(logits), experts, axis=1)
         self.regions[op.routing.weights] = softmax(chosen) if op.normalized else over_all
-        order = np.argsort(experts.reshape(-1), kind="stable")  # by expert, then by row
+        order = np.argsort(experts.reshape(-1), kind="stable")  # rows sorted by expert, then by row
         places = np.empty(order.size, np.int64)
         places[order] = np.arange(order.size)
         self.regions[op.routing.places] = places.reshape(-1, top_k)

@@ -17,7 +17,7 @@ enum { OPS = 8, MOST_WORKERS = 16, MOST_ITEMS = 40, RUN_ITEMS = 1000, MOST_OF_RU
 typedef struct {
   quire_progress progress;
   uint64_t number;
-  long long items;  // of each share
+  long long items;  // items of each share
   atomic_int writes[MOST_WORKERS * MOST_ITEMS];
 } op_state;
 

@@ -19,7 +19,7 @@ import pytest
 pytestmark = pytest.mark.timeout(900)  # a machine that others use builds and emulates slowly
 
 ROOT = Path(__file__).resolve().parents[2]
-INSTALLED = ROOT / "build" / f"cp{sys.version_info.major}{sys.version_info.minor}"  # of the editable installation
+INSTALLED = ROOT / "build" / f"cp{sys.version_info.major}{sys.version_info.minor}"  # the editable installation
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 

@@ -10,7 +10,7 @@ from quire.pager.layout import KVLayout
 LN3 = float(np.log(3))
 LEVELS = supported_levels()
 MAX_ROWS, MAX_POSITIONS = 300, 300
-NUM_PAGES = 5  # of 64 tokens
+NUM_PAGES = 5  # pages of 64 tokens
 
 
 def packed(weight, dtype="f32") -> PackedMatrix:

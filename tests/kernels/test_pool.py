@@ -107,4 +107,4 @@ def test_many_short_steps_on_more_threads_than_cpus_keep_the_bits(threads):
         layer.program.view(layer.y)[:] = np.nan
         layer.run()
         assert layer.result() == expected.result()
-        assert min(layer.program.op_seconds()) > 0  # also of ops that were finished before the caller took part
+        assert min(layer.program.op_seconds()) > 0  # ops that were finished before the caller took part count, too

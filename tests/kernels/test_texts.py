@@ -10,7 +10,7 @@ from quire.kernels.ops import EphemeralAttention, Linear, NormRows, Region, regi
 from tests.kernels.encoder import MAX_TEXTS, POSITIONS, TYPES, VOCAB, Encoder
 
 LEVELS = supported_levels()
-TOLERANCE = {"f32": 3e-5, "bf16": 2e-2, "q8": 5e-2}  # of vectors of length 1
+TOLERANCE = {"f32": 3e-5, "bf16": 2e-2, "q8": 5e-2}  # tolerance for vectors of length 1
 
 
 def text(n: int, seed: int = 0) -> np.ndarray:

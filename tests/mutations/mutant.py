@@ -13,7 +13,7 @@ class Mutant:
     file: str  # relative to the root of the tree
     text: str
     replacement: str
-    bug: str  # what a user would see
+    bug: str  # the bug, as a user would see it
     tests: str = ""  # paths to run, separated by spaces; empty: the default of the package
     equivalent: str = ""  # why no test can notice it
 

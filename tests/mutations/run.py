@@ -40,10 +40,10 @@ PACKAGES = (
     *("engine", "text", "workers", "cluster", "model", "encoder", "vision"),
 )
 LEAST_CAUGHT = 0.95
-TEST_TIMEOUT_S = 60  # of one test
-LEAST_TIMEOUT_S = 60.0  # of a whole test run
-USAGE_ERROR = 4  # of pytest
-TIMEOUT_FACTOR = 3  # of the time without a bug
+TEST_TIMEOUT_S = 60  # limit of one test
+LEAST_TIMEOUT_S = 60.0  # limit of a whole test run
+USAGE_ERROR = 4  # pytest's exit status
+TIMEOUT_FACTOR = 3  # factor of the time without a bug
 SLOW = ("test_interleavings.py", "runtime/engine/test_engine.py")  # run after the others of their folder
 NOT_COPIED = (".git", ".venv", "build", "__pycache__", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 

@@ -10,7 +10,7 @@ from quire.pager import Pager, PageTable, layout
 from quire.pager import table as page_table
 
 PAGE_SIZE = 4
-TILE = 8  # in tests of windows, so that short sequences release pages
+TILE = 8  # tile in tests of windows, so that short sequences release pages
 Slot = tuple[int, int]  # (layer group, token)
 
 

@@ -285,7 +285,7 @@ def test_restored_cached_pages_count_as_allocated(make_harness: MakeHarness) -> 
     harness = make_harness(4, store_pages=4)
     table, _ = harness.compute(TOKENS[:14])
     spilled = harness.pager.spill(table, 14)
-    other, _ = harness.compute([1])  # on the one page that was not cached
+    other, _ = harness.compute([1])  # the only page that was not cached
     with pytest.raises(OutOfPages, match="needs 4 pages, 3 are available"):
         harness.pager.restore(spilled, TOKENS)
     assert (harness.pager.pool.num_cached, harness.pager.num_spilled) == (3, 4)

@@ -132,7 +132,7 @@ def test_a_hit_is_the_longest_with_a_complete_window(make_harness: MakeHarness) 
     pool = harness.pager.pool
     assert harness.pager.prefix.match(harness.pager.open([]).root, TOKENS, 6).pages == [[-1, -1, -1, -1, 4, 5]]
     pool.retain([4])
-    pool._forget(4)  # as if evicted: neither 5 alone nor 3 alone is a complete window
+    pool._forget(4)  # an eviction: neither 5 alone nor 3 alone is a complete window
     pool.release([4])
     table = harness.pager.open([*TOKENS[:24], 7])
     cached = table.num_tokens

@@ -33,7 +33,7 @@ from tests.ray.ray_fleet import RayFleet, descendants, ray_fleet
 from tests.ray.test_ray import streams
 
 ROUND_TIMEOUT_S = 120.0
-MAX_ATTEMPTS = 5  # of a round in which no host has a request any more at the moment of the harm
+MAX_ATTEMPTS = 5  # attempts at a round in which no host has a request any more at the moment of the harm
 MAX_MEDIAN_S, MAX_SILENT_MEDIAN_S = 1.0, 2.0  # the latter has a second of silence until it is noticed
 
 Asked = tuple[str, SamplingParams]
@@ -50,7 +50,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.num_chunks = 0
-        self.longest_s = 0.0  # between two chunks of one stream
+        self.longest_s = 0.0  # longest gap between two chunks of one stream
 
 
 async def read(client: AsyncClient, asked: Asked, progress: Progress) -> Sequence[CompletionOutput]:

@@ -31,12 +31,12 @@ ENGINE = {
 }
 SERVER = {"shutdown_timeout": 0, "port": 0, "operator_port": 0, "openai_port": 0}
 UNUSED = {"include_log_monitor": False, "no_monitor": True}  # processes of 45 MiB: tests read logs and add nodes
-MOVED = "requests moved"  # in the log of an API server
-START_TIMEOUT_S = 240.0  # also on a busy machine
+MOVED = "requests moved"  # text in the log of an API server
+START_TIMEOUT_S = 240.0  # start time on a busy machine
 HOST_REQUESTS = re.compile(r'^quire_host_requests\{host="([^"]*)"\} (\S+)$', re.MULTILINE)
 HOST_UP = re.compile(r'^quire_host_up\{host="([^"]*)"\} (\S+)$', re.MULTILINE)
-HOST_PROCESS = re.compile(r"/(\d+)-")  # in the name of a host whose links are over handles
-LISTENING = "0A"  # in /proc/net/tcp
+HOST_PROCESS = re.compile(r"/(\d+)-")  # part of the name of a host whose links are over handles
+LISTENING = "0A"  # state in /proc/net/tcp
 HOST_REPLICA, SERVER_REPLICA = f"ray::ServeReplica:quire:{HOSTS}", f"ray::ServeReplica:quire:{SERVERS}"
 
 
@@ -47,7 +47,7 @@ class RayFleet:
         os.environ.update(RAY_worker_niceness="0")  # Ray's 15 has replicas wait for all that runs beside the tests
         head = {"num_cpus": 1, "resources": {"server": 2}, "include_dashboard": False, **UNUSED}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.cluster.head_node.kill_dashboard()  # without a dashboard its 75 MiB only report usage to Ray's makers
+        self.cluster.head_node.kill_dashboard()  # the dashboard's 75 MiB only report usage to Ray's makers
         self.nodes: list[Any] = []
         for _ in range(num_nodes):
             self.add_node()

@@ -31,7 +31,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "seed": 7, "n": 2, "stop": ("no such string",)},
     {"temperature": 1.0, "seed": 2, "structured_outputs": StructuredOutputs(regex="[a-z]{3}( [a-z]{4}){300}")},
 )
-ENDED = "request ended"  # in the log of a server
+ENDED = "request ended"  # text in the log of a server
 CONFIG = """
 defaults
     timeout connect 2s

@@ -63,7 +63,7 @@ class Reader:
     """Reads one stream to its end, and then again until `is_stopping`: so it runs however long something takes."""
 
     def __init__(self, client: AsyncClient, prompt: str, params: SamplingParams) -> None:
-        self.outputs: Outputs = []  # of each time
+        self.outputs: Outputs = []  # outputs of each time
         self.has_begun = asyncio.Event()  # a search has no tokens before its end
         self.is_stopping = False
         self._client = client

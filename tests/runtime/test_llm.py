@@ -402,7 +402,7 @@ def test_close_ends_calls_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(Unavailable, match="the engine was closed"):
             waiting.result(60)
     deadline = time.monotonic() + 60
-    while not set(threading.enumerate()) <= before:  # they end when what they run has ended
+    while not set(threading.enumerate()) <= before:  # threads end when their work has ended
         assert time.monotonic() < deadline
         time.sleep(0.001)
 

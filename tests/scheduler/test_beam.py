@@ -113,7 +113,7 @@ def test_cancelling_a_search_drops_every_beam(make_harness: MakeHarness, steps: 
     for _ in range(steps):
         harness.step()
     plan = harness.scheduler.schedule()
-    assert harness.cancel(1) is None  # in flight
+    assert harness.cancel(1) is None  # the step is in flight
     harness.commit(plan)
     assert harness.ended == {1: "cancelled"}
     assert harness.scheduler.stats().pages_owned == harness.scheduler.stats().pages_reserved == 0
@@ -203,7 +203,7 @@ def test_the_first_token_of_a_search_comes_with_the_step_that_computes_the_promp
     harness.add(1, PROMPT, max_tokens=3, beam=BeamSpec(2))
     harness.run()
     search = harness.requests[1]
-    assert search.first_token_time == 2.0  # after chunks of 3 and 2 tokens
+    assert search.first_token_time == 2.0  # time after chunks of 3 and 2 tokens
     assert (search.prefill_s, search.decode_s) == (2.0, 2.0)
 
 

@@ -32,7 +32,7 @@ from quire.scheduler.encoding import ENCODER_SHARE, NOT_FINITE
 
 from tests.scheduler.conftest import SchedulerHarness
 
-STAGE_S = 0.001  # of one token
+STAGE_S = 0.001  # time of one token
 COST = Coefficients(step=0.01, decode_row=0.001, prefill_token=0.001, kv_token=0, prefill_pair=0)
 
 
@@ -56,7 +56,7 @@ class EncoderHarness(SchedulerHarness):
         super().__init__(encoder=encoder or FakeEncoder(), **options)
         self.values: dict[int, tuple[bytes, ...]] = {}
         self.batches: list[list[tuple[int, ...]]] = []  # token ids of each batch's texts
-        self.stages: list[int] = []  # of each step
+        self.stages: list[int] = []  # stages of each step
         self.slowness = 1.0  # measured to predicted time of the encoder
         self._texts: tuple[EncodedText, ...] = ()
 
@@ -134,7 +134,7 @@ def test_a_step_runs_several_batches_while_their_stages_fit():
     harness.slowness = 10.0
     harness.encode(1, *[[7]] * 4)
     harness.step()
-    assert harness.stages == [2, 2, 1]  # of 50 ms
+    assert harness.stages == [2, 2, 1]  # steps of 50 ms
     assert len(harness.batches) == 3
     harness.run()
     assert harness.stages == [2, 2, 1, 1, 2]
@@ -181,7 +181,7 @@ def test_the_predicted_wait_counts_the_texts_that_are_left():
     harness = EncoderHarness(FakeEncoder(num_stages=2, stage_s=0.05))
     harness.encode(1, [1])
     harness.run()
-    assert harness.stages == [1, 1]  # of 1 ms each: 500 tokens per second
+    assert harness.stages == [1, 1]  # steps of 1 ms each: 500 tokens per second
     assert harness.encode(2, [1] * 4, [2]).predicted_wait_s == pytest.approx(5 / 500)
     harness.scheduler.finish(2, "cancelled")
     assert harness.encode(3, [1]).predicted_wait_s == pytest.approx(1 / 500)

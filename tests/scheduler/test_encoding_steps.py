@@ -156,7 +156,7 @@ def test_a_request_waits_until_its_first_text_is_in_a_batch():
     while (plan := harness.scheduler.schedule()) is not None:
         updates += harness.commit(plan)
     (end,) = updates
-    assert end.counters.seconds_in == (3.0, 8.0, 0.0, 0.0, 0.0)  # of four steps: two stages of two batches
+    assert end.counters.seconds_in == (3.0, 8.0, 0.0, 0.0, 0.0)  # four steps: two stages of two batches
 
 
 def test_a_stage_is_made_for_as_many_texts_as_the_rows_of_a_batch_allow():

@@ -140,10 +140,10 @@ async def test_cancelling_between_and_during_steps(make_harness: MakeHarness) ->
         engine.gate.clear()
         await engine.executing.wait()
         engine.loop.cancel(2)
-        assert engine.harness.ended == {2: "cancelled"}  # at once
+        assert engine.harness.ended == {2: "cancelled"}  # the end comes at once
         engine.loop.cancel(1)
         engine.loop.cancel(1)
-        assert 1 not in engine.harness.ended  # its pages are in use
+        assert 1 not in engine.harness.ended  # the request's pages are in use
         engine.gate.set()
         await engine.loop.drain()
         assert engine.harness.ended == {1: "cancelled", 2: "cancelled"}

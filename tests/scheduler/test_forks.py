@@ -117,7 +117,7 @@ def test_released_forks_run_before_newer_requests(
     harness = make_harness(max_num_seqs=max_num_seqs, policy=Priority(), max_num_batched_tokens=8 if cancelled else 10)
     harness.add_forks((1, 2), PROMPT, priority=5)
     harness.step()
-    if cancelled:  # before its prompt is computed
+    if cancelled:  # the prompt is not computed yet
         harness.cancel(1)
     harness.add(3, [7], priority=0)
     harness.step()

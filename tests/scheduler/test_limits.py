@@ -141,7 +141,7 @@ def test_a_deadline_ends_a_request_in_any_state(make_harness: MakeHarness) -> No
     assert harness.ended == {2: DEADLINE_PASSED}
     plan = harness.scheduler.schedule()
     harness.now = 10.0
-    assert harness.expire() == []  # in flight
+    assert harness.expire() == []  # the step is in flight
     harness.commit(plan)
     assert harness.ended == {1: DEADLINE_PASSED, 2: DEADLINE_PASSED}
     assert harness.scheduler.next_deadline is None
@@ -297,7 +297,7 @@ def test_steps_whose_decoding_alone_exceeds_the_latency_target_are_counted(make_
     assert overruns[4] == 0.0  # costs are not measured yet
     assert 1.2 < overruns[-1] < 1.4
     assert harness.scheduler.stats().steps_over_itl_target == sum(map(bool, overruns))
-    harness.step_s = 0.0142  # between 0.9 of the target and the target
+    harness.step_s = 0.0142  # a time between 0.9 of the target and the target
     for _ in range(100):
         harness.step()
     assert 0.9 < harness.scheduler.itl_overrun < 1.0
@@ -305,7 +305,7 @@ def test_steps_whose_decoding_alone_exceeds_the_latency_target_are_counted(make_
     while harness.scheduler.itl_overrun:
         overrun = harness.scheduler.itl_overrun
         harness.step()
-    assert overrun < 1.05  # it ends below 0.9
+    assert overrun < 1.05  # the last step ends below 0.9
     assert harness.scheduler.stats().running == 1
 
 

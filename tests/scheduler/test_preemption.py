@@ -50,7 +50,7 @@ def test_the_oldest_is_never_the_victim_even_if_it_would_lose_least(make_harness
     harness = make_harness(num_pages=4)
     ran = run_until_preemption(harness, [2, 5])  # 2 needs a page; 1 has computed less, but is the oldest
     assert states(harness) == {1: "DECODE", 2: "PREEMPTED"}
-    assert ran == [1]  # and 2 is not admitted again in the same step
+    assert ran == [1]  # request 2 is not admitted again in the same step
 
 
 def test_a_preempted_request_continues_with_the_same_tokens(make_harness: MakeHarness, expected: Expected) -> None:
@@ -142,7 +142,7 @@ def test_the_oldest_prefill_makes_room_for_itself(make_harness: MakeHarness, exp
     harness.step()
     for _ in range(4):
         harness.step()
-    preempt(harness.scheduler, 1)  # it runs again as the oldest, in prefill
+    preempt(harness.scheduler, 1)  # request 1 runs again as the oldest, in prefill
     harness.run()
     assert harness.outputs == {1: expected([1] * 17, 2), 2: expected([2], 20)}
     assert harness.ended == {1: "length", 2: "length"}

@@ -117,7 +117,7 @@ def test_a_rejected_draft_that_produced_nan_leaves_no_trace(
     The page is computed again from its first slot, or the whole sequence if a window has released what that needs.
     """
     spoilt = rewritten = from_the_start = 0
-    for length in range(56, 68):  # in one of them, a draft is rejected just after the first tile
+    for length in range(56, 68):  # lengths in one of which a draft is rejected just after the first tile
         harness = speculative(make_harness, windows=windows)
         prompt = (PERIODIC * 3)[:length]
         harness.add(1, prompt, max_tokens=20)
@@ -160,7 +160,7 @@ def test_the_longest_indexed_run_is_looked_up_first() -> None:
     assert ngrams.draft(tokens, 3) == [9, 9, 3]
     tokens += [7, 7, 3, 4]
     ngrams.extend(tokens)
-    assert ngrams.draft(tokens, 2) == [7, 7]  # what followed the last occurrence
+    assert ngrams.draft(tokens, 2) == [7, 7]  # tokens after the last occurrence
     assert ngrams.draft([5], 2) == []
 
 

@@ -25,7 +25,7 @@ from quire.scheduler import (
 
 USERS = 16
 TARGET_S = 0.02
-AROUND_S = 0.0003  # of each step, which no result contains
+AROUND_S = 0.0003  # time around each step, which no result contains
 WARM_STEPS = 100
 STEPS = 400
 
@@ -60,8 +60,8 @@ class Flood:
         self.encodes_s: list[float] = []
         self._encoder, self._decode_s, self._tokens, self._noise = encoder, decode_s, tokens, noise
         self._random = random.Random(1)
-        self._lengths: list[int] = []  # of the batch in progress
-        self._num_stages = 0  # of it that are done
+        self._lengths: list[int] = []  # lengths of the batch in progress
+        self._num_stages = 0  # finished stages of the batch
         self._next_id = USERS
         cost = CostModel()
         self._scheduler = Scheduler(

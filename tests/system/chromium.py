@@ -29,7 +29,7 @@ FLAGS = (
     "--no-first-run",
     "--remote-debugging-port=0",
 )
-ALT, SHIFT = 1, 8  # of the protocol's modifiers
+ALT, SHIFT = 1, 8  # modifiers of the protocol
 KEYS = {  # name -> code, number on Windows, text
     "Enter": ("Enter", 13, "\r"),
     "Escape": ("Escape", 27, ""),

@@ -85,7 +85,7 @@ class FakeGeneration:
         if kind == "prefill":
             self.on_prefill(1)
             self.on_prefill(2)
-        begun = sent = len(self.request.generated[0]) if self.request.generated else 0  # by another server
+        begun = sent = len(self.request.generated[0]) if self.request.generated else 0  # tokens by another server
         while sent < params.max_tokens and not self.cancelled.is_set():
             await self.engine.step()
             if kind == "hold" and sent > begun:
@@ -130,7 +130,7 @@ class FakeEngine:
     requests: list[GenerateRequest] = field(default_factory=list)
     observer: EngineObserver | None = None
     steps: int = 0
-    text_bytes: int = 0  # of each chunk's text; 0: a readable one
+    text_bytes: int = 0  # bytes of each chunk's text; 0: a readable one
     fingerprint: str = ""
     default_sampling: dict[str, float] = field(default_factory=dict)
     submitting: asyncio.Event = field(default_factory=asyncio.Event)

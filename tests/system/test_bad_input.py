@@ -23,7 +23,7 @@ from tests.system.bystanders import all_errors, framed, others_unharmed, refusal
 
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
 
-MODEL_LEN = 2048  # of the bundled model
+MODEL_LEN = 2048  # context of the bundled model
 NAN, INF = math.nan, math.inf
 
 NOT_NUMBERS = [NAN, INF, -INF, -1e30, 1e30, -(2**63), 2**64 - 1, "1", [], {}, True]
@@ -53,7 +53,7 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"repetition_penalty": 1e-300},
     {"max_tokens": 0},
     {"max_tokens": 2, "min_tokens": 3},
-    {"min_tokens": 129},  # of 128 by default
+    {"min_tokens": 129},  # max_tokens is 128 by default
     {"min_tokens": 2047},
     {"top_k": -2},
     {"logprobs": 21},

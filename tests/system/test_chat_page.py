@@ -423,7 +423,7 @@ async def test_a_page_that_was_left_shows_its_conversations_again(
     await eventually(lambda: not system.engine.live)
     kept = await tab.evaluate("JSON.parse(sessionStorage['quire.conversations'])")
     assert kept[0]["turns"][0]["answer"]["tokens"] == [], "probabilities would fill the tab's storage"
-    kept[0]["turns"][1]["answer"]["state"] = "streaming"  # as after a crash of the browser
+    kept[0]["turns"][1]["answer"]["state"] = "streaming"  # state after a crash of the browser
     kept_json = json.dumps(json.dumps(kept))
     await tab.evaluate(f"(window.onpagehide = null, sessionStorage['quire.conversations'] = {kept_json}, 0)")
     await tab.reload()

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = ROOT / "deploy" / "clients"
-PACKAGES = ROOT / "build" / "clients"  # with an environment of Python packages for each client
+PACKAGES = ROOT / "build" / "clients"  # folder with an environment of Python packages for each client
 NODE_PACKAGES = CLIENTS / "ai-sdk" / "node_modules"
 OUTPUT = r"^chat: .*^stream: .*^schema: .*name\W+[^\n]{1,30}size\W+(small|large).*^tool: .*(Paris|Rome)"
 TIMEOUT_S = 240

@@ -76,7 +76,7 @@ def test_labels_that_may_all_be_right_have_probabilities_of_their_own(tmp_path: 
 def test_texts_without_a_prompt_have_the_folders_default_one(tmp_path: Path) -> None:
     settings = "config_sentence_transformers.json"
     path = copy_of("bert_dense", tmp_path / "prompts", settings, default_prompt_name="query")
-    expected = golden("bert_dense")[1]  # with this prompt
+    expected = golden("bert_dense")[1]  # vectors with this prompt
     with LLM(path, **OPTIONS) as llm:
         assert np.allclose(llm.embed(expected["texts"]), np.float32(expected["values"]), atol=2e-4)
 

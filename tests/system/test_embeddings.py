@@ -327,7 +327,7 @@ async def test_an_answer_that_is_too_long_to_hold_is_refused() -> None:
 
 async def test_an_answer_that_other_answers_leave_no_room_for_may_be_tried_again() -> None:
     async with embedding_system(max_unsent_bytes=65 << 10, max_frame_bytes=64 << 10) as system:
-        unsent = system.server._context.unsent.of("")  # of the only tenant
+        unsent = system.server._context.unsent.of("")  # bytes of the only tenant
         unsent.add(60 << 10)
         reply = await ask(system, "/v1/embeddings", input=["a"] * 300)
         assert (reply.status, reply.headers["x-should-retry"]) == (429, "true")

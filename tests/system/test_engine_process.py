@@ -77,7 +77,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
         """Start a process that runs `script` and stop it; return what `stop` does."""
         monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-P", "-c", SCRIPT + script))
         process = await EngineProcess.spawn(start, lambda message: None, lambda: None)
-        process.ready.cancel()  # it is not starting any more
+        process.ready.cancel()  # the process is not starting any more
         return await process.stop()
 
     return stopped

@@ -110,7 +110,7 @@ async def test_every_message_of_a_host_is_a_sign_of_life_and_a_leaving_one_says_
             while not received:
                 await asyncio.sleep(0.005)
         assert received[0] == HostLeaving()
-        assert signs == 1 + len(received)  # with HostReady
+        assert signs == 1 + len(received)  # HostReady is one of them
         await connection.kill()
 
 
@@ -214,7 +214,7 @@ async def test_a_connection_to_another_server_is_closed_and_the_error_names_its_
             await connect(Member(address, "localhost"))
         async with asyncio.timeout(10):
             await closed.wait()
-        assert refusal.value.__traceback__ is not None  # which refers to the connection: nothing else has closed it
+        assert refusal.value.__traceback__ is not None  # it refers to the connection: nothing else has closed it
 
 
 async def test_the_secret_of_a_host_alone_is_used_instead_of_that_of_all() -> None:

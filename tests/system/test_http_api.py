@@ -914,7 +914,7 @@ async def test_an_answer_that_other_answers_leave_no_room_for_may_be_tried_again
     system = await serve(max_frame_bytes=65_536, max_unsent_bytes=65_540)
     system.engine.text_bytes = 30_000
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, **fields}
-    unsent = system.server._context.unsent.of("")  # of the only tenant
+    unsent = system.server._context.unsent.of("")  # bytes of the only tenant
     unsent.add(60_000)
     reply = await ask(system, CHAT, body)
     assert (reply.status, reply.headers["x-should-retry"]) == (429, "true")

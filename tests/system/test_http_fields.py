@@ -380,7 +380,7 @@ async def test_prompt_logprobs_go_with_as_many_candidates_as_choices(real: Any) 
     assert (await ask(real, COMPLETIONS, {**body, "best_of": 2})).error["param"] == "prompt_logprobs"
 
 
-PANIC = 'start: %regex {"substring_chunks":[""]}'  # in the library that compiles it
+PANIC = 'start: %regex {"substring_chunks":[""]}'  # grammar that makes the library that compiles it panic
 ENDLESS = {"structured_outputs": {"regex": "((a{1,999}){1,999}){999}"}, "max_tokens": 900}
 
 

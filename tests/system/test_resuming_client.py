@@ -57,7 +57,7 @@ class Wire:
                 await writer.drain()
             if not limit:
                 await asyncio.sleep(0)
-                writer.close()  # what was let through arrives
+                writer.close()  # the bytes that were let through arrive
         if not limit:
             self.cut()
 

@@ -20,7 +20,7 @@ from tests.system.bits import Preemptor, start_chunked
 
 LEVELS = supported_levels()
 DTYPES = [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8"), ("q4", "int8")]
-PAGE_BYTES = KVLayout(4, 2, 64, "bf16").page_bytes  # of the bundled model
+PAGE_BYTES = KVLayout(4, 2, 64, "bf16").page_bytes  # size of a page of the bundled model
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
 SEEDED = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2, temperature=0.9, top_p=0.9, top_k=50, seed=3)

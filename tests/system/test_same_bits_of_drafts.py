@@ -50,7 +50,7 @@ class OracleDrafter:
         known = tuple(tokens)
         for recorded in self.recorded:
             if recorded[: len(known)] == known:
-                coming = [*recorded[len(known) :], *known][:most]  # and tokens past the end
+                coming = [*recorded[len(known) :], *known][:most]  # known tokens and tokens past the end
                 return [max(t, 1) - 1 if self._chance.random() < self._error_rate else t for t in coming]
         return list(known[-most:])
 

@@ -17,7 +17,7 @@ from quire.scheduler import speculative
 from tests.system.bits import asked, one_by_one, outcome, prompt, running, together
 
 LEVELS = supported_levels()
-LENGTHS = (1, 31, 32, 33, 40, 64, 100)  # at and around page boundaries
+LENGTHS = (1, 31, 32, 33, 40, 64, 100)  # lengths at and around page boundaries
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "max_tokens": 12}
 N, SEED = 4, 2**64 - 2  # seeds wrap around at 2**64
 
@@ -106,7 +106,7 @@ async def test_with_few_sequence_slots() -> None:
 
 async def test_with_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculative, "MARGIN", 0.0)
-    params = {"temperature": 0.4, "max_tokens": 40, "frequency_penalty": -0.5}  # so that the text repeats itself
+    params = {"temperature": 0.4, "max_tokens": 40, "frequency_penalty": -0.5}  # makes the text repeat itself
     async with running() as engine:
         wanted = [await choices_alone(engine, length, **params) for length in (1, 33, 100)]
     async with running(num_speculative_tokens=4) as engine:

@@ -75,7 +75,7 @@ async def test_in_a_batch_beside_plain_requests() -> None:
 async def test_with_draft_tokens(num_speculative_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MARGIN", "FORCED_MARGIN"):
         monkeypatch.setattr(speculative, name, 0.0)
-    monkeypatch.setattr(grammars, "WAIT_S", 10.0)  # on a busy machine, masks that come late leave out forced tokens
+    monkeypatch.setattr(grammars, "WAIT_S", 10.0)  # busy machines: masks that come late leave out forced tokens
     async with running(num_speculative_tokens=num_speculative_tokens) as engine:
         assert await together(engine, requests()) == await expected()
         assert engine.stats().accepted_draft_tokens > 20, "forced tokens are draft tokens"

@@ -21,7 +21,7 @@ from tests.system.bits import EVERYTHING, asked, one_by_one, outcome, prompt, ru
 NAMES = ("greedy", "sampled", "repetition", "presence", "frequency", "bias", "min_p")
 REQUESTS = [asked(prompt(n), **{**EVERYTHING[name], "max_tokens": 80}) for n, name in enumerate(NAMES, 28)]
 REQUESTS.append(asked(prompt(40), temperature=1.0, seed=4, n=3, max_tokens=70))
-PAGES = 9  # in the pool; each request needs four
+PAGES = 9  # pages in the pool; each request needs four
 
 
 @pytest.fixture(autouse=True)

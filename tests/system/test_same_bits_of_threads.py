@@ -11,7 +11,7 @@ from quire.runtime.engine import GenerateRequest
 from .bits import asked, one_by_one, prompt, running, together
 
 OVERSUBSCRIBED = [3, 7, 16, 64]
-ROWS = 64  # of a step; the prompts below take several steps
+ROWS = 64  # rows of a step; the prompts below take several steps
 PAIRS = [("q8", "int8"), ("q4", "int8"), ("bf16", "bf16")]
 
 

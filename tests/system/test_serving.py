@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
 
-PAGE_BYTES = 65536  # of the bundled model, 32 tokens in bf16
+PAGE_BYTES = 65536  # size of a page of the bundled model, 32 tokens in bf16
 PROMPTS = [
     "This module provides",
     "If *timeout* is not ``None``, then",

@@ -159,7 +159,7 @@ async def test_streams_go_on_through_many_crashes() -> None:
     async with engine_pool() as engine:
         readers = [Reader(engine, request) for request in requests]
         for num_crashes in range(1, 4):
-            await each_gains(readers, 2)  # which clears every suspect
+            await each_gains(readers, 2)  # a gain clears every suspect
             kill(engine, signal.SIGSEGV)
             await restarted(engine, num_crashes)
         outputs = await asyncio.gather(*(reader.task for reader in readers))
@@ -350,7 +350,7 @@ async def test_a_stored_stream_is_resumed_over_a_crash_of_its_engine_process(slo
         client.writer.transport.abort()
         await server.close()
         assert engine.core.members[0].num_restarts == 1
-    seen = re.findall(rb"id: \d+\n.+?\n\n", first, re.DOTALL)  # without the framing of HTTP
+    seen = re.findall(rb"id: \d+\n.+?\n\n", first, re.DOTALL)  # events without the framing of HTTP
     assert len(seen) == 4
     assert again.content.startswith(b"".join(seen))
     assert again.content.endswith(resumed.content)

@@ -328,7 +328,7 @@ async def respond(client: openai.AsyncOpenAI, given: Any, **options: Any) -> Any
     params: Any = {"model": "quire", "input": given, "tools": FLAT, "extra_body": {"seed": 5}, **options}
     whole = await client.responses.create(**params)
     numbers, begun, ended, called, pieces, last = [], [], [], [], {}, None
-    logprobs: dict[int, list[Any]] = {}  # by item, those of its deltas
+    logprobs: dict[int, list[Any]] = {}  # item -> logprobs of its deltas
     async for event in await client.responses.create(**params, stream=True):
         check(event)
         numbers.append(event.sequence_number)

@@ -6,8 +6,8 @@ import tls from "node:tls";
 import { Packr } from "msgpackr";
 
 const VERSION = 1, MAX_FRAME_BYTES = 4 << 20, RESUME_FOR_MS = 60_000, MAX_RETRY_MS = 2_000;
-const CONNECT_MS = 10_000, NEXT_ADDRESS_MS = 2_000; // for an answer of the last address, of one before another
-const FIRST_BACK_OFF_MS = 1_000, LAST_BACK_OFF_MS = 30_000; // in which an address that has failed is tried last
+const CONNECT_MS = 10_000, NEXT_ADDRESS_MS = 2_000; // time for an answer of the last address, of one before another
+const FIRST_BACK_OFF_MS = 1_000, LAST_BACK_OFF_MS = 30_000; // pause in which an address that has failed is tried last
 const MAX_FRUITLESS = 5; // servers that accepted a request and were lost before its next token: it may crash them
 const FEATURES = ["cache_key", "continue", "embeddings", "heartbeat", "images", "tools"];
 const OPTIONS = "messages, chat, deadlineMs, priority, pinMs, promptCacheKey, idempotencyKey and resumable";
@@ -22,11 +22,11 @@ export class QuireError extends Error {
 
 export class Client {
   #servers; #options; #nextId; // servers: { address, failures, retryAt }
-  #socket = null; #opening = null; // after WELCOME; a promise until then
-  #session = null; #server = null; // of the last WELCOME, for RESUME, and its server
-  #features = []; #fingerprint = ""; // that the server granted; what decides the bits of its outputs
+  #socket = null; #opening = null; // socket after WELCOME; promise until then
+  #session = null; #server = null; // session of the last WELCOME, for RESUME; its server
+  #features = []; #fingerprint = ""; // granted features; all that decides the bits of outputs
   #leaving = false; #closed = false; // GOAWAY was received; `close` was called
-  #inboxes = new Map(); // by request id, as BigInt
+  #inboxes = new Map(); // request id, a BigInt -> inbox
 
   // With an array of addresses, streams go on at another server when theirs is lost.
   static async connect(addresses, options = {}) {
@@ -51,7 +51,7 @@ export class Client {
     await this.#connected();
     if (images.length && !this.#features.includes("images")) throw new QuireError("INVALID_ARGUMENT", "this server takes no images");
     const fingerprint = this.#fingerprint, outputs = Array.from({ length: params.n ?? 1 }, () => []); // received ids
-    const ask = (frame, generated, done = []) => { // with the outputs that another server began, the key, and images
+    const ask = (frame, generated, done = []) => { // adds outputs that another server began, the key, and images
       const key = this.#features.includes("cache_key") ? promptCacheKey : undefined;
       if (images.length) return this.#ask(id, [...frame, generated, done, key ?? "", images]);
       return this.#ask(id, short(generated || key ? [...frame, generated, done, key] : frame));

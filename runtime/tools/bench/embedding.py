@@ -21,9 +21,9 @@ class EmbeddingResult:
 
     num_texts: int
     text_tokens: int
-    texts_per_s: float  # of the fastest run
+    texts_per_s: float  # speed of the fastest run
     tokens_per_s: float
-    request_ms: float  # of the fastest run
+    request_ms: float  # time of the fastest run
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -47,7 +47,7 @@ class Phase:
     tokens: int
     seconds: float
     steps: int
-    op_seconds: dict[str, float]  # by kind of op
+    op_seconds: dict[str, float]  # kind of op -> seconds
     work: Work
 
     @property
@@ -77,7 +77,7 @@ class Phase:
 @dataclass(frozen=True, slots=True)
 class ShapeResult:
     shape: Shape
-    prefill: Phase  # until every user has its first token
+    prefill: Phase  # phase until every user has its first token
     decode: Phase  # steps in which all users decode
     roofline: Roofline  # mean of the measurements before and after
 

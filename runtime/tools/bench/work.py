@@ -15,7 +15,7 @@ from ....scheduler import chunk_pairs
 from ...model.runner import ModelRunner
 from .roofline import Roofline
 
-Contexts = tuple[int, ...]  # of one step: [sequences], tokens in the KV cache after the step
+Contexts = tuple[int, ...]  # [sequences]: tokens in the KV cache after one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Work:
     """Bytes and operations of a phase."""
 
     weight_bytes: int  # packed weights, once per step, without the embedding, of which steps read a few columns
-    kv_bytes: int  # as stored, with the scales of int8, once per step and sequence
+    kv_bytes: int  # stored bytes, with the scales of int8, once per step and sequence
     ops: dict[DType, int]  # multiplications and additions, by operand dtype
 
     @property
@@ -97,7 +97,7 @@ def _work(runner: ModelRunner, rows: int, samples: int, steps: Sequence[Contexts
         ops[dtype] = ops.get(dtype, 0) + 2 * of * weight.out_features * weight.in_features
         weight_bytes += read * weight.nbytes * len(steps)
     spec, layout = runner.spec, runner.capacity.layout
-    dtype = QUERY_DTYPES[layout.dtype]  # of keys and values when they are multiplied
+    dtype = QUERY_DTYPES[layout.dtype]  # dtype of keys and values when they are multiplied
     kv_bytes = 0
     for window in spec.windows:
         ops[dtype] = ops.get(dtype, 0) + 4 * pairs(window) * spec.num_heads * spec.head_dim

@@ -72,7 +72,7 @@ def _path(options: DatasetOptions) -> Path:
 
 # Synthetic prompts of random token ids
 
-SHARED, LENGTHS, OWN, WARMUP = range(4)  # what a draw is for, the first part of its name
+SHARED, LENGTHS, OWN, WARMUP = range(4)  # purposes of a draw, the first part of its name
 
 
 class RandomTokens:

@@ -16,7 +16,7 @@ from .records import RequestRecord
 
 Values = NDArray[np.float64]
 
-PARTS = ("queue", "prefill", "decode", "stall", "elsewhere")  # of a request's time, in this order
+PARTS = ("queue", "prefill", "decode", "stall", "elsewhere")  # parts of a request's time, in this order
 BANDS = (("fastest half", 0.0, 0.5), ("p50 to p90", 0.5, 0.9), ("p90 to p99", 0.9, 0.99), ("slowest 1 %", 0.99, 1.0))
 
 

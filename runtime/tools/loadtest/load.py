@@ -19,7 +19,7 @@ from .datasets import CountTokens, RandomTokens, dataset_requests, read_trace, t
 from .options import TRACES, LoadOptions, Pacing, check_load
 from .records import LoadRequest
 
-DEFAULT_PROMPTS = 1000  # without a duration
+DEFAULT_PROMPTS = 1000  # prompts of a run without a duration
 
 
 @dataclass(frozen=True, slots=True)

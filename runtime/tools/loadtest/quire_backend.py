@@ -22,13 +22,13 @@ from .records import LoadRequest, ReceivedChunk, RequestFailed, StreamEnd
 class QuireTarget:
     """How to connect to Quire servers, and what all requests have in common."""
 
-    address: str  # or several, with commas between them
+    address: str  # address, or several, with commas between them
     token: str | None = None
     tls: bool | Path = False  # a path: of the CA's file
     num_connections: int = 1
-    params: SamplingParams = field(default_factory=SamplingParams)  # of every request, except max_tokens
+    params: SamplingParams = field(default_factory=SamplingParams)  # parameters of every request, except max_tokens
     deadline_ms: int | None = None
-    texts_per_request: int | None = None  # to embed; None: generate
+    texts_per_request: int | None = None  # texts to embed; None: generate
 
 
 class QuireBackend:

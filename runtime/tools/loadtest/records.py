@@ -72,9 +72,9 @@ class RequestRecord(msgspec.Struct):
     """The sizes of one request, and when each part of its answer arrived. Written while the request runs."""
 
     index: int
-    prompt_tokens: int  # as requested; replaced by the server's count where the server reports one
+    prompt_tokens: int  # requested tokens; replaced by the server's count where the server reports one
     max_tokens: int
-    scheduled_s: float  # when the request was due
+    scheduled_s: float  # time when the request was due
     sent_s: float = 0.0
     token_times: list[float] = msgspec.field(default_factory=list)  # arrival of each chunk that had tokens
     token_counts: list[int] = msgspec.field(default_factory=list)  # number of tokens in each of those chunks

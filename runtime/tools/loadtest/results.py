@@ -28,7 +28,7 @@ from .records import RequestRecord
 from .server_metrics import ServerMetrics
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
-QUEUE_METRICS = ("client_queue_time", "e2el_including_client_queue")  # where max_concurrency makes requests wait
+QUEUE_METRICS = ("client_queue_time", "e2el_including_client_queue")  # metrics for runs with max_concurrency
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 SERVER_TIMES = ("queue", "prefill", "decode", "stall")  # the server's own figures, summed over requests
@@ -37,7 +37,7 @@ SERVER_TIMES = ("queue", "prefill", "decode", "stall")  # the server's own figur
 class LoadTestRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run: its result, its records and its server's metrics. Saved by sweeps, shown by reports."""
 
-    label: str  # in the report's legend
+    label: str  # label in the report's legend
     started_s: float  # second 0 of the charts, as time.perf_counter
     summary: dict[str, Any]  # see `summarize`
     records: list[RequestRecord]

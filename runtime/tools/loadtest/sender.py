@@ -40,7 +40,7 @@ class SendResult:
 
     records: list[RequestRecord]
     started_s: float  # time.perf_counter
-    duration_s: float  # to the end of the last request
+    duration_s: float  # time to the end of the last request
     generator_delays_s: list[float] = field(default_factory=list)  # open loop: how late the generator was, per request
 
 

@@ -26,9 +26,9 @@ INTERVAL_S = 1.0
 TIMEOUT_S = 2.0
 MAX_SCRAPE_BYTES = 4 << 20
 
-PREFIXES = ("quire_", "vllm:")  # of metric names; the first one that a server uses
+PREFIXES = ("quire_", "vllm:")  # prefixes of metric names; the first one that a server uses
 KV_USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc")  # the latter in vLLM before 0.10
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without a proxy, like the load itself
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy, like the load itself
 _KEPT = re.compile(
     rf"^(?:{'|'.join(PREFIXES)})(?:num_requests_running|num_requests_waiting|num_preemptions_total"
     rf"|{'|'.join(KV_USAGE)}|kv_pages|cpu_info|build_info)[ {{].*$",
@@ -43,8 +43,8 @@ class MetricsSample(msgspec.Struct, frozen=True, kw_only=True):
     running: float | None = None
     waiting: float | None = None
     kv_usage: float | None = None  # 0 to 1
-    preemptions: float | None = None  # since the server's start
-    kv_pages: dict[str, float] = {}  # by state
+    preemptions: float | None = None  # preemptions since the server's start
+    kv_pages: dict[str, float] = {}  # state -> pages
 
 
 class ServerMetrics(msgspec.Struct):

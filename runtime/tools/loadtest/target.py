@@ -19,7 +19,7 @@ from .records import Backend
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORTS = {"quire": 7070, "openai": 8000}
 TOKEN_VARIABLES = {"quire": "QUIRE_TOKEN", "openai": "OPENAI_API_KEY"}
-DEFAULT_NAME = "quire"  # of a model that its server gives no name
+DEFAULT_NAME = "quire"  # name of a model that its server gives no name
 DEFAULT_VOCAB_SIZE = 1000  # below the size of every model's vocabulary
 
 

@@ -14,7 +14,7 @@ from .server_metrics import MetricsSample
 
 NUM_BINS = 60  # most bins of a run; the bin width is a round number
 ROUND_WIDTHS_S = tuple(factor * 10.0**power for power in range(-3, 5) for factor in (1, 2, 5))
-MAX_STEPS = 1500  # of a line
+MAX_STEPS = 1500  # steps of a line
 
 
 @dataclass(frozen=True, slots=True)

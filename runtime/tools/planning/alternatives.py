@@ -26,8 +26,8 @@ class Alternative:
     """Data types of weights and KV cache, and a pool that takes what the rest leaves of a given memory."""
 
     config: EngineConfig
-    weights: str  # for people: "q8", or for a mixture "q4_k, q6_k"
-    capacity: Capacity  # of a pool of any size
+    weights: str  # weights in messages: "q8", or for a mixture "q4_k, q6_k"
+    capacity: Capacity  # capacity of a pool of any size
     num_pages: int
 
     @property

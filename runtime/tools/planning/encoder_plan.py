@@ -23,7 +23,7 @@ class EncoderPlan:
     settings: Settings
     spec: EncoderSpec
     capacity: EncoderCapacity
-    tokens: int  # of the tokenizer's vocabulary
+    tokens: int  # tokens of the tokenizer's vocabulary
 
     @cached_property
     def clients(self) -> MemoryLimits:

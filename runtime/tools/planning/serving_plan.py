@@ -63,11 +63,11 @@ class ServingPlan:
     settings: Settings
     spec: DecoderSpec
     capacity: Capacity
-    server_bytes: dict[str, int]  # of the API server process at start, by purpose
-    structured_bytes: dict[str, int]  # for structured output in an engine process, by purpose
+    server_bytes: dict[str, int]  # purpose -> bytes of the API server process at start
+    structured_bytes: dict[str, int]  # purpose -> bytes for structured output in an engine process
     alternatives: list[Alternative]  # the first is what `settings` asks for
-    shapes: list[Shape]  # whose speed is predicted
-    roofline: Roofline | None  # of the machine profile, if there is one
+    shapes: list[Shape]  # shapes whose speed is predicted
+    roofline: Roofline | None  # roofline of the machine profile, if there is one
 
     @cached_property
     def clients(self) -> MemoryLimits:

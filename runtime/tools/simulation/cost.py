@@ -36,8 +36,8 @@ StepCost = Callable[[StepPlan], float]  # the seconds that executing a step take
 
 WEIGHTS_READ = 0.88  # share of the read bandwidth: one user decodes
 KV_READ = 0.93  # eight users at 2,048 tokens: 34 of 36 GB/s, without HEAD_S
-LINEAR_PEAK: dict[DType, float] = {"q8": 0.65, "bf16": 0.80, "f32": 0.83}  # of the dtype's peak: prefill of 8 x 128
-ARITHMETIC: dict[WeightDtype, float] = {  # of a dtype, relative to q4 and q8
+LINEAR_PEAK: dict[DType, float] = {"q8": 0.65, "bf16": 0.80, "f32": 0.83}  # share of the peak: prefill of 8 x 128
+ARITHMETIC: dict[WeightDtype, float] = {  # arithmetic of a dtype, relative to q4 and q8
     "mxfp4": 1.09,
     "q4_z": 1.12,
     "q4_k": 1.16,
@@ -49,8 +49,8 @@ ATTENTION_PEAK: dict[DType, float] = {
     "bf16": 0.74,
     "f32": 0.60,
 }  # 512 rows after 3,584 tokens; f32: 1 x 1,024
-SEQUENCE_S = 30e-6  # between steps, per sequence: schedule, commit, publish, arrays (measured by `quire bench`)
-HEAD_S = 1.4e-6  # of one thread in attention, per sequence, layer and KV head, whatever the context
+SEQUENCE_S = 30e-6  # time per sequence between steps: schedule, commit, publish, arrays (measured by `quire bench`)
+HEAD_S = 1.4e-6  # time of one thread in attention, per sequence, layer and KV head, whatever the context
 SPLIT = 256  # tokens of a unit of decode attention, as in kernels/attention.pyx
 TILE = 64  # rows, with all query heads of a KV head, of a unit of prefill attention
 SHARED_HEADS = 3  # per thread: with more heads, a unit of decode attention is a whole head
@@ -62,8 +62,8 @@ class RooflineCost:
 
     step_s: float  # waking the threads, and waiting for the end of each op
     weights_s: float  # read once per step, without those of experts
-    linears: tuple[LinearCost, ...]  # of all layers
-    experts: tuple[ExpertsCost, ...]  # of all layers; empty unless the model is a mixture of experts
+    linears: tuple[LinearCost, ...]  # linear layers of all layers
+    experts: tuple[ExpertsCost, ...]  # experts of all layers; empty unless the model is a mixture of experts
     head: LinearCost  # lm_head, of the rows that sample
     sequence_s: float  # attention, per sequence, if all threads work
     layers: tuple[LayerCost, ...]
@@ -124,7 +124,7 @@ class ExpertsCost:
     num_experts: int
     top_k: int
     num_blocks: int
-    read_s: float  # of one expert's weights, in all of these layers
+    read_s: float  # time for one expert's weights, in all of these layers
     row_s: float  # per row and expert, if all threads work
 
     def read_seconds(self, rows: int) -> float:
@@ -199,7 +199,7 @@ def _read_seconds(op: Linear | ExpertLinear, roofline: Roofline, threads: int, m
 
 
 def _linear_costs(linears: Iterable[Linear], roofline: Roofline) -> tuple[LinearCost, ...]:
-    row_s: dict[int, float] = {}  # by number of blocks
+    row_s: dict[int, float] = {}  # number of blocks -> seconds
     for op in linears:
         row_s[num_blocks(op)] = row_s.get(num_blocks(op), 0.0) + _row_seconds(op, roofline)
     return tuple(LinearCost(blocks, seconds) for blocks, seconds in sorted(row_s.items()))

@@ -28,8 +28,8 @@ from .simulator import RequestOutcome, SimulationStalled, Simulator, prompt_toke
 Routing = Literal["home", "round-robin", "least-loaded"]
 
 MAX_HOSTS = 10_000
-LOSS_NOTICED_S = 1.0  # until API servers notice that a host is lost
-HOST_START_S = 60.0  # until another host takes its place
+LOSS_NOTICED_S = 1.0  # time until API servers notice that a host is lost
+HOST_START_S = 60.0  # time until another host takes its place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +72,9 @@ class Fleet:
         self._build_host = build_host
         self._random = Random(seed)
         self._now = 0.0
-        self._order = itertools.count()  # of events at the same time
+        self._order = itertools.count()  # order of events at the same time
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []  # a heap
-        self._members: dict[str, Simulator] = {}  # as the API servers see them
+        self._members: dict[str, Simulator] = {}  # members from the API servers' point of view
         self._lost: set[int] = set()  # ids of simulators
         self._servers = [_ApiServer(options.routing, index) for index in range(options.api_servers)]
         self._reported_at = -STATS_INTERVAL_S
@@ -187,7 +187,7 @@ class _ApiServer:
     """The state of one API server, and its choice of a host."""
 
     router: Router
-    loads: dict[str, MemberLoad]  # at the last report, and what this server has sent since
+    loads: dict[str, MemberLoad]  # loads of the last report, plus requests that this server has sent since
 
     def __init__(self, routing: Routing, index: int) -> None:
         self._routing = routing

@@ -9,9 +9,9 @@ from ....scheduler import ScheduledSequence, StepPlan
 from ..bench import Shape
 from .cost import SEQUENCE_S, StepCost
 
-NEW_TOKENS = 32  # of each user; decode is predicted in the middle of them
+NEW_TOKENS = 32  # tokens of each user; decode is predicted in the middle of them
 
-Chunk = tuple[int, int, int]  # of one sequence: tokens before it, rows, rows that sample
+Chunk = tuple[int, int, int]  # rows of one sequence: tokens before it, rows, rows that sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Speed:
     """The speed of one shape, in the terms of `quire bench`."""
 
     first_token_s: float  # seconds until every user has its first token, if all begin at once
-    tokens_per_s: float  # of all users together, while all decode
+    tokens_per_s: float  # tokens of all users together, while all decode
 
 
 def predict_speed(cost: StepCost, shape: Shape, max_rows: int) -> Speed:

@@ -16,7 +16,7 @@ from ..percentiles import LatencySummary, percentile
 from .fleet import Fleet
 from .simulator import RequestOutcome, Simulator
 
-ITL_PERCENTILE = 99  # of a request's inter-token latencies, compared with its objective
+ITL_PERCENTILE = 99  # percentile of a request's inter-token latencies, compared with its objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class FleetFigures:
     hosts: int
     routing: str
     api_servers: int
-    ideal_cached_share: float  # of the prompt tokens: one cache of all hosts, which evicts nothing, would have had them
+    ideal_cached_share: float  # share of the prompt tokens in one cache of all hosts that evicts nothing
     mean_requests: float  # sent to a host
     most_requests: int
     fewest_requests: int
@@ -61,9 +61,9 @@ class SimulationReport:
 
     offered: int
     finished: int
-    refused: dict[str, int]  # by error
-    duration_s: float  # from the first arrival to the last token
-    prompt_tokens: int  # of requests that finished
+    refused: dict[str, int]  # error -> requests
+    duration_s: float  # time from the first arrival to the last token
+    prompt_tokens: int  # prompt tokens of requests that finished
     output_tokens: int
     request_throughput: float  # per second
     output_throughput: float
@@ -75,13 +75,13 @@ class SimulationReport:
     queue_ms: LatencySummary | None
     objectives: dict[str, float]  # milliseconds
     goodput: float  # requests per second that met all objectives
-    goodput_share: float  # of the requests offered
+    goodput_share: float  # share of the requests offered
     fairness: float  # Jain's index, see `fairness_index`
     steps: int
     preemptions: int
     spilled: int  # preemptions whose pages went to disk instead of being recomputed
-    wasted_share: float  # of the tokens computed: recomputed after a preemption or the loss of a host
-    cached_share: float  # of the prompt tokens: found in the prefix cache
+    wasted_share: float  # share of the tokens computed: recomputed after a preemption or the loss of a host
+    cached_share: float  # share of the prompt tokens: found in the prefix cache
     pool_mean: float  # share of the pages in use, mean over time
     pool_max: float
     most_waiting: int

@@ -50,7 +50,7 @@ class RequestOutcome:
     """The record of one request. Times are seconds of the clock; counters are final once the request has ended."""
 
     arrival: Arrival
-    token_times: list[float] = field(default_factory=list)  # when each output token appeared
+    token_times: list[float] = field(default_factory=list)  # time of each output token
     end: float | None = None
     finish_reason: str | None = None  # None: unfinished, refused or failed
     refused: str | None = None  # the name of the error, if it was refused or failed
@@ -58,8 +58,8 @@ class RequestOutcome:
     cached_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
-    lost_tokens: int = 0  # that were computed on hosts which were lost
-    num_moves: int = 0  # to another host
+    lost_tokens: int = 0  # tokens that were computed on hosts which were lost
+    num_moves: int = 0  # moves to another host
 
     @property
     def finished(self) -> bool:
@@ -154,7 +154,7 @@ class Simulator:
         self._sequence_s = sequence_s
         self._arrivals = [(arrival.time_s, order, arrival) for order, arrival in enumerate(arrivals)]  # a heap
         self._num_arrivals = len(self._arrivals)
-        self._step: _Step | None = None  # in flight
+        self._step: _Step | None = None  # step in flight
 
     def run(self, until: float = math.inf) -> None:
         """Step until all requests have ended or the clock has reached `until`. Raises SimulationStalled."""
@@ -316,7 +316,7 @@ class _Step(NamedTuple):
 
     plan: StepPlan
     start_s: float
-    duration_s: float  # without the time between steps
+    duration_s: float  # time without the pause between steps
     pages_owned: int
 
 

@@ -15,7 +15,7 @@ THREAD_READ = 18e9  # bytes per second that one thread reads on its own: 16-20 m
 LINE_S = 50e-9  # a cache line moves to another core of the socket: 46-51 ns on Ice Lake and Graviton 3
 SHARED_LINE_S = 10e-9  # each of several lines, or readers of a line, that another core wrote: they overlap
 WAKE_S = 1.6e-6  # per sleeping thread; measured with up to 127 on Zen 4, virtualized
-FIRST_WAKE_S = 13e-6  # until one sleeping thread has run and arrived; measured likewise
+FIRST_WAKE_S = 13e-6  # time until one sleeping thread has run and arrived; measured likewise
 
 
 def busy_share(units: int, threads: int) -> float:

@@ -24,8 +24,8 @@ Lengths = Callable[[Random], int]  # draws a number of tokens, at least 1
 class NextTurn(NamedTuple):
     """A later request of a conversation: its prompt continues that of the request before and the answer."""
 
-    think_s: float  # after the answer
-    new_tokens: int  # of the prompt, after the conversation so far
+    think_s: float  # pause after the answer
+    new_tokens: int  # prompt tokens after the conversation so far
     output_tokens: int
 
 
@@ -42,10 +42,10 @@ class Arrival:
     tenant: str = ""
     blocks: tuple[int, ...] = ()
     block_tokens: int = 512
-    deadline_s: float | None = None  # for the whole request, from its arrival
+    deadline_s: float | None = None  # limit for the whole request, from its arrival
     conversation: int | None = None  # None: it is known by the beginning of its prompt
-    history_tokens: int = 0  # of the prompt: the conversation so far
-    turns: tuple[NextTurn, ...] = ()  # that follow
+    history_tokens: int = 0  # prompt tokens of the conversation so far
+    turns: tuple[NextTurn, ...] = ()  # turns that follow
 
     def next_turn(self, now: float) -> Arrival | None:
         """Return the request that follows an answer which ended `now`; None after the last turn."""

@@ -133,7 +133,7 @@ static void run_linear(const quire_tiles *level, int dtype, int per_call, int ro
   const quire_rows a = t.a;
   const float *factors = t.factors;
   float *c = t.c;
-  float y[MAX_ROWS * 32];  // as the walker does, which adds when it writes the results
+  float y[MAX_ROWS * 32];  // results that are not added yet: the walker adds when it writes them
   const int adds = t.epilogue == QUIRE_ADD;
   static quire_block_sums sums[MAX_ROWS * MAX_WIDTH / QUIRE_SUPER_BLOCK];
   if (dtype == QUIRE_Q4_K || dtype == QUIRE_Q5_K) level->sum_blocks(&a, rows, sums);
@@ -195,7 +195,7 @@ static void group_blocks(quire_rows *a, int64_t rows, int64_t group) {
 // `size` multiplies the scales of q8 rows.
 static void compare_linear_of(const char *op, int dtype, int64_t width, int epilogue, float size, int64_t group) {
   static char panels[2 * 16 * MAX_WIDTH * 4];
-  static _Alignas(64) quire_unpacked scratch[2 * MAX_WIDTH / QUIRE_SUPER_BLOCK];  // which takes as much as any dtype needs
+  static _Alignas(64) quire_unpacked scratch[2 * MAX_WIDTH / QUIRE_SUPER_BLOCK];  // scratch memory for any dtype
   static uint16_t scales[2 * MAX_WIDTH / 32 * 16];
   static float bias[32], factors[MAX_ROWS], before[MAX_ROWS * 32], want[MAX_ROWS * 32], alone[MAX_ROWS * 32], got[MAX_ROWS * 32];
   quire_rows a = rows_of(input_dtype(dtype), width);
@@ -214,7 +214,7 @@ static void compare_linear_of(const char *op, int dtype, int64_t width, int epil
     t.c = alone, run_linear(tiles, dtype, 1, rows, t);
     t.c = got, run_linear(tiles, dtype, rows, rows, t);
     expect_scalar(op, dtype, got, want, rows * 32, 2e-6);
-    if (rows <= 2) digest(op, dtype, got, rows * 32 * (int64_t)sizeof *got);  // as many as every level takes
+    if (rows <= 2) digest(op, dtype, got, rows * 32 * (int64_t)sizeof *got);  // 1 or 2 rows: as many as every level takes
     expect_same(op, dtype, "other bits than a row alone", got, alone, rows * 32 * (int64_t)sizeof *got);
   }
   if (dtype == QUIRE_Q4) compare_widened(panels, scales, a);

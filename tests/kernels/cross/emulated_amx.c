@@ -18,7 +18,7 @@ twin_state quire_amx_twins[TWINS];
 THREAD_LOCAL twin_state *quire_amx_twin;
 
 static int64_t emulated;    // instructions
-static int64_t operations;  // of their products: a multiplication and an addition each
+static int64_t operations;  // operations of the products: a multiplication and an addition each
 
 // Whether the processor has AMX and the operating system saves its registers.
 static int runs_tiles(void) {
@@ -50,7 +50,7 @@ const char *quire_isa_obstacle(int level) {
 // A three-byte VEX instruction of the map 0F38: prefix 0 none, 1 66, 2 F3, 3 F2; operands of modrm, vvvv and memory.
 typedef struct {
   int prefix, opcode, mod, reg, rm, vvvv;
-  uint64_t base, index;  // of the memory operand; index is the stride of tile rows
+  uint64_t base, index;  // address of the memory operand; index is the stride of tile rows
   int length;
 } instruction;
 

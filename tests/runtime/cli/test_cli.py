@@ -506,7 +506,7 @@ def test_serve_removes_its_unix_socket(hostile_folder: Path, tmp_path: Path) -> 
         with Client(f"unix:{path}") as client:
             stream = client.generate("This module", SamplingParams(max_tokens=2000, ignore_eos=True))
             next(stream)
-            process.send_signal(signal.SIGINT)  # while a stream runs
+            process.send_signal(signal.SIGINT)  # a stream runs now
             process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130
     assert not path.exists()

@@ -305,7 +305,7 @@ def test_help_of_80_columns_has_every_word(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words: dict[int, Counter[str]] = {}
-    for columns in (80, 1000):  # with 1000, each flag and its help text are one line
+    for columns in (80, 1000):  # 1000: each flag and its help text are one line
         monkeypatch.setenv("COLUMNS", str(columns))
         assert run([command, "--help"]) == 0
         shown = re.sub("[│─╭╮╰╯]", " ", capsys.readouterr().out)

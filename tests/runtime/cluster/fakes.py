@@ -30,7 +30,7 @@ class FakeConnection(FakeProcess):
 
     def __init__(self, receive: Callable[[FromHost], None], on_heartbeat: Callable[[bool], None]) -> None:
         self.num_heartbeats = 0  # received
-        self.problem: ProtocolError | None = None  # that ended the link
+        self.problem: ProtocolError | None = None  # error that ended the link
         super().__init__(0, None, receive, on_heartbeat)  # type: ignore[arg-type]  # a host is not started
 
     def send(self, message: ToEngine | Heartbeat) -> None:
@@ -61,13 +61,13 @@ class FakeHosts:
     """Takes the place of the class `HostConnection`."""
 
     def __init__(self) -> None:
-        self.opened: dict[str, list[FakeConnection]] = defaultdict(list)  # by address
+        self.opened: dict[str, list[FakeConnection]] = defaultdict(list)  # address -> connections
         self.errors: dict[str, QuireError] = {}  # addresses that cannot be connected to
         self.infos: dict[str, dict[str, Any]] = {}  # changes of `core_info`
         self.digests: dict[str, str] = {}
         self.restarting: set[str] = set()  # addresses of those that have no engine process when they are connected to
         self.max_num_waiting = 8
-        self.secrets: dict[str, bytes] = {}  # of the member in the last attempt to connect
+        self.secrets: dict[str, bytes] = {}  # secret of the member in the last attempt to connect
 
     async def open(
         self,

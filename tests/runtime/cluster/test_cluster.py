@@ -195,7 +195,7 @@ async def test_a_request_beneath_which_three_hosts_were_lost_is_quarantined(
         for _ in range(3):
             name = where(cluster, hosts, 1)
             hosts[name].reply(RequestsBegun((Prefilled(1, 0),)))
-            if 2 in hosts[name].sent_ids():  # it gains tokens, so it is no cause
+            if 2 in hosts[name].sent_ids():  # the request gains tokens, so it is no cause
                 hosts[name].generate(2, 5, 6)
             hosts.errors[f"{name}:1"] = Unavailable("gone")
             hosts[name].exit(0)
@@ -316,7 +316,7 @@ async def test_a_request_does_not_return_to_a_host_whose_engines_are_gone(
         assert listener.ends() == {1: "Unavailable"}
         with pytest.raises(NotAccepting, match="cannot be restarted"):
             await cluster.add(new_requests(2))
-        hosts[first].tell_stats(running=0)  # its engines compute again
+        hosts[first].tell_stats(running=0)  # the engines compute again
         assert await added(cluster, hosts, 3) == first
 
 
@@ -329,7 +329,7 @@ async def test_what_waits_for_a_lost_host_goes_on_where_engines_compute_again(
         await cluster.hosts[f"{second}:1"].add(new_requests(2))
         hosts[first].fail(1, "Unavailable")
         hosts.errors[f"{second}:1"] = Unavailable("gone")
-        hosts[first].fail(1, "Unavailable")  # it is no longer there: ignored
+        hosts[first].fail(1, "Unavailable")  # request 1 is no longer there: the frame is ignored
         hosts[second].exit(0)
         await asyncio.sleep(1)
         assert listener.ends() == {}
@@ -421,7 +421,7 @@ async def test_a_request_beneath_which_engines_are_killed_stays_at_the_third_hos
             hosts[home].tell_stats()
         assert homes[2] == homes[3]
         assert len(set(homes[:3])) >= 2
-        hosts[homes[3]].generate(1, 5, 6)  # it is no cause
+        hosts[homes[3]].generate(1, 5, 6)  # request 1 is no cause
         hosts[homes[3]].restart(1)
         assert cluster.hosts[f"{homes[3]}:1"].num_requests == 0
 

@@ -141,7 +141,7 @@ def test_hybrid_mounts_have_the_limit_in_v1(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("group", "mount_root", "folder", "seen"),
     [
-        ("/docker/1f", "/docker/1f", "", True),  # without a cgroup namespace: the mount shows the own group
+        ("/docker/1f", "/docker/1f", "", True),  # no cgroup namespace: the mount shows the own group
         ("/docker/1f/x", "/docker/1f", "x/", True),
         ("/docker/2e", "/docker/1f", "", False),  # another container's group
         ("/", "/..", "", True),  # mounted before the namespace was made

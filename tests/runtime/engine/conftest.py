@@ -94,7 +94,7 @@ class FakeObserver:
     rejected: list[QuireError] = field(default_factory=list)
     finished: list[RequestStats] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    gaps_s: list[float | None] = field(default_factory=list)  # before each of `tokens`
+    gaps_s: list[float | None] = field(default_factory=list)  # gaps before each of `tokens`
 
     def on_step(self, stats: StepStats) -> None: ...
 

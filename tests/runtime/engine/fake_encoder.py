@@ -34,7 +34,7 @@ def vector(token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
 class FakeTexts:
     """A tokenizer of one token per character."""
 
-    tokenizer = Tokenizer(BUNDLED_MODEL)  # for `/tokenize`
+    tokenizer = Tokenizer(BUNDLED_MODEL)  # tokenizer for `/tokenize`
 
     def encode(self, text: str, prompt: str = "") -> EncodedText:
         return EncodedText(tuple(map(ord, prompt + text)))

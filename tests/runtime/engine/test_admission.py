@@ -113,7 +113,7 @@ async def test_a_cancelled_preparation_frees_its_queue_slot(
     core.max_num_waiting, text_processor.gate = 1, threading.Event()
     for count in range(1, NUM_THREADS + 2):  # the last one waits for a thread
         preparing = asyncio.ensure_future(engine.submit(request(**prompt)))
-        await asyncio.sleep(0)  # its coroutine begins, and waits
+        await asyncio.sleep(0)  # the coroutine begins, and waits
         await until(lambda: len(text_processor.calls) == min(count, NUM_THREADS))  # noqa: B023
         preparing.cancel()
         with pytest.raises(asyncio.CancelledError):

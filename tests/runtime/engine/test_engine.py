@@ -660,7 +660,7 @@ async def test_close_ends_running_queued_and_tokenizing_requests(
 async def test_a_broken_engine_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug that ends the engine loop ends every request with a typed error, and `stats` raises from then on."""
     engine = await Engine.start(EngineConfig(kv_cache_memory=8 << 20))
-    await asyncio.sleep(0)  # its loop has started and waits for work
+    await asyncio.sleep(0)  # the loop has started and waits for work
 
     def fail() -> None:
         raise RuntimeError("a bug")

@@ -134,7 +134,7 @@ def test_preemption_leaves_the_tokens_as_they_are(
     golden: GoldenImages, prompt: list[int], images: list[PromptImage], wanted: tuple[int, ...]
 ) -> None:
     params = SamplingParams(max_tokens=60, ignore_eos=True)
-    pages = 2 * -(-len(prompt) // 16) + 2  # of 4 KiB per layer: two prompts run
+    pages = 2 * -(-len(prompt) // 16) + 2  # pages of 4 KiB per layer: two prompts run
     page_bytes = read_spec(golden.folder).num_layers << 12
     options = {**OPTIONS, "kv_cache_memory": pages * page_bytes, "max_model_len": 150, "enable_prefix_caching": False}
     with LLM(golden.folder, **options) as llm:

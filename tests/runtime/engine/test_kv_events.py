@@ -133,7 +133,7 @@ def test_subscribers_get_batches_in_order(router: Router, publisher: Callable[..
     pager = Pager(PAGE, 100)
     publishing = publisher(pager, "kv@pod@model")
     received = None
-    for number in range(99):  # until the subscription has arrived
+    for number in range(99):  # ends when the subscription has arrived
         run(pager, [number] * PAGE + [1])
         publishing.publish()
         if router.events.poll(100):

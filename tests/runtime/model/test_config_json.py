@@ -167,7 +167,7 @@ YARN = YarnScaling(4.0, 1.138629436111989, 32.0, 1.0, True, 128)
         ({"rope_theta": 5e5, "rope_scaling": None}, Rope(5e5)),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, Rope(1e6)),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, Rope(1e4, LinearScaling(2.0))),
-        (  # as a converter to transformers 5 writes it
+        (  # form of a converter to transformers 5
             {"rope_scaling": None, "rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 5e5}},
             Rope(5e5, LinearScaling(2.0)),
         ),
@@ -285,7 +285,7 @@ def test_sliding_layers_of_gemma3_have_their_own_rotary_embedding(read: Read, ke
             "rope_scaling": {"rope_type": "linear", "type": "default", "factor": 8},
             "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e5}},
         },
-        {  # as transformers 5 writes it where all layers are of one kind
+        {  # form of transformers 5 where all layers are of one kind
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": None,

@@ -506,7 +506,7 @@ def test_making_the_input_takes_the_planned_memory(golden: tuple[Path, Any]) -> 
     spec: Any = tower.spec
     given = tower.input(max(reference["pixels"], key=lambda pixels: pixels.size))
     squares = min(SQUARES_WRITTEN, len(given.places))
-    given.rows(0, squares)  # what is made once
+    given.rows(0, squares)  # warm-up of memory that is made once
     tracemalloc.start()
     try:
         rows = given.rows(0, squares)

@@ -165,7 +165,7 @@ async def test_silent_tls_handshakes_give_way(start: Start) -> None:
 
 async def test_connections_that_give_way_in_the_turn_that_accepts_them_are_closed(start: Start) -> None:
     port = await start(50, 3, 3)
-    port.clients = [socket.create_connection(port.address) for _ in range(10)]  # without a turn of the event loop
+    port.clients = [socket.create_connection(port.address) for _ in range(10)]  # no turn of the event loop between them
     await until(lambda: port.refusals == ["pending"] * 7)
     await until(lambda: port.acceptor.num_open == 3)
     for client in port.clients[:7]:
@@ -175,7 +175,7 @@ async def test_connections_that_give_way_in_the_turn_that_accepts_them_are_close
 
 async def test_few_connections_are_accepted_per_turn_of_the_event_loop(start: Start) -> None:
     port = await start(50, 50, 50, 2)
-    port.clients = [socket.create_connection(port.address) for _ in range(10)]  # without a turn of the event loop
+    port.clients = [socket.create_connection(port.address) for _ in range(10)]  # no turn of the event loop between them
     num_open = [0]
     while num_open[-1] < 10:
         await asyncio.sleep(0)
@@ -188,7 +188,7 @@ async def test_accepts_that_take_long_leave_the_rest_to_the_next_turn(
 ) -> None:
     monkeypatch.setattr(acceptor, "ACCEPTS_S", -1.0)  # one takes longer
     port = await start(50, 50, 50, 4)
-    port.clients = [socket.create_connection(port.address) for _ in range(6)]  # without a turn of the event loop
+    port.clients = [socket.create_connection(port.address) for _ in range(6)]  # no turn of the event loop between them
     num_open = [0]
     while num_open[-1] < 6:
         await asyncio.sleep(0)

@@ -99,7 +99,7 @@ async def test_a_replica_that_reports_no_host_is_left_out(broken: dict[str, Any]
 
 async def test_the_router_of_the_process_reports_to_its_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "_listening", None)
-    members.report([metadata("10.0.0.1:1")])  # in a process that is no API server
+    members.report([metadata("10.0.0.1:1")])  # a process that is no API server
     hosts = served_hosts()
     members.listen(hosts)
     members.report([metadata("10.0.0.2:1")])
@@ -151,7 +151,7 @@ async def test_a_host_says_whether_handles_carry_its_links() -> None:
 async def test_a_former_link_that_ends_late_leaves_the_new_one_known() -> None:
     links = ServerLinks(Calls())
     _, former = links.open("10.0.0.1/7")
-    await asyncio.sleep(0)  # its calls have begun
+    await asyncio.sleep(0)  # the calls have begun
     former.transport.abort()
     _, newer = links.open("10.0.0.1/7")
     await asyncio.sleep(0.01)  # the calls of the former one have ended

@@ -67,7 +67,7 @@ class FakeServe:
         if replica in self.hosts:
             self.hosts.remove(replica)
             self.report()
-        while self._calls_of[replica]:  # it leaves as soon as no call is open
+        while self._calls_of[replica]:  # the replica leaves as soon as no call is open
             await asyncio.sleep(0.01)
         await type(replica).__base__.__del__(replica)
 

@@ -24,7 +24,7 @@ from quire.runtime.server.tenancy.tenant_bytes import EqualShares
 from quire.runtime.server.tenancy.tenants import Tenant
 from quire.scheduler import AdmissionEstimate
 
-TURNS = 20  # of the event loop: more than any chain of tasks in the server needs
+TURNS = 20  # turns of the event loop: more than any chain of tasks in the server needs
 
 
 async def settle() -> None:

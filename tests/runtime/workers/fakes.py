@@ -105,15 +105,15 @@ class FakeProcess:
         self.pid = pid
         self.start = start
         self.sent: list[ToEngine] = []
-        self.answers_adds = True  # at once, each with `estimate`
+        self.answers_adds = True  # adds are answered at once, each with `estimate`
         self.estimate = ESTIMATE
         self.heartbeats = True
-        self.is_stopped = False  # by SIGSTOP
-        self.exit_delay_s = 0.0  # between the end of its link and its exit
+        self.is_stopped = False  # SIGSTOP has stopped the process
+        self.exit_delay_s = 0.0  # delay between the end of its link and its exit
         self.was_asked_to_stop = False
-        self.stop_problem: str | None = None  # that `stop` returns
+        self.stop_problem: str | None = None  # result of `stop`
         self.was_killed = False
-        self.status: int | None = None  # of its exit
+        self.status: int | None = None  # exit status
         self.step = 0
         self.closed = asyncio.Event()
         self.link = self
@@ -212,11 +212,11 @@ class FakeSpawner:
     def __init__(self) -> None:
         self.started: list[FakeProcess] = []
         self.num_attempts = 0
-        self.error: BaseException | None = None  # that keeps processes from starting
+        self.error: BaseException | None = None  # error that keeps processes from starting
         self.makes_ready = True  # each, once it has started
         self.answers_adds = True
         self.info = core_info()
-        self._num_returned = 1  # by `next`; the first is there after the launch
+        self._num_returned = 1  # processes returned by `next`; the first is there after the launch
 
     async def spawn(
         self, start: StartEngine, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[bool], None]
@@ -256,7 +256,7 @@ class FakeListener:
 
     updates: list[RequestUpdate] = field(default_factory=list)
     failures: dict[int, QuireError] = field(default_factory=dict)
-    steps: list[tuple[StepStats, Sequence[Prefilled], int]] = field(default_factory=list)  # with updates before it
+    steps: list[tuple[StepStats, Sequence[Prefilled], int]] = field(default_factory=list)  # steps, updates before them
     num_ended: int = 0
 
     def listener(self) -> CoreListener:

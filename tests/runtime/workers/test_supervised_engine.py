@@ -170,7 +170,7 @@ async def test_an_engine_does_not_keep_a_request_whose_caller_left(
     (drop,) = [message for message in processes.last.sent if isinstance(message, DropRequest)]
     assert drop.request_id == 1
     assert engine.num_requests == 0
-    processes.last.accept(1)  # it had been on its way
+    processes.last.accept(1)  # a late answer
     assert engine.num_requests == 0
 
 
@@ -180,7 +180,7 @@ async def test_an_engine_does_not_keep_a_request_whose_caller_leaves_with_the_an
     processes.last.answers_adds = False
     (adding,) = await ask(engine, 1)
     adding.cancel()
-    processes.last.accept(1)  # before the task has noticed
+    processes.last.accept(1)  # the task has not noticed the exit yet
     await asyncio.wait([adding])
     assert any(isinstance(message, DropRequest) and message.request_id == 1 for message in processes.last.sent)
     assert engine.num_requests == 0
@@ -765,7 +765,7 @@ async def test_a_start_that_loads_for_long_and_then_fails_is_the_first_failure(
 async def test_a_deadline_that_passes_between_failed_starts_ends_its_request_in_time(
     engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener
 ) -> None:
-    deadline = loop_clock() + 20  # within the longest pause
+    deadline = loop_clock() + 20  # limit: the longest pause
     await add(engine, 1, deadline=deadline)
     processes.error = OSError("no memory")
     processes.last.exit(1)

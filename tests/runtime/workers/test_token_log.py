@@ -74,7 +74,7 @@ def test_the_time_of_the_first_token_is_kept(log: TokenLog, clock: FakeClock) ->
 
 def test_suspects_are_replayed_one_at_a_time_each_after_the_former_gained_tokens(log: TokenLog) -> None:
     add(log, 1, 2, 3)
-    add(log, 4, begun=False)  # it waited, so it is no suspect
+    add(log, 4, begun=False)  # a waiting request is no suspect
     assert log.on_process_exit() == ([], [])
     assert log.is_replaying
     assert sent(log) == [1]
@@ -131,7 +131,7 @@ def test_a_request_that_crashes_in_decoding_is_quarantined_too(log: TokenLog) ->
     gain(log, 1, 7)
     log.on_process_exit()
     sent(log)
-    gain(log, 1, 7)  # from the replay's prefill; the decoding step crashes
+    gain(log, 1, 7)  # token of the replay's prefill; the decoding step crashes
     assert log.on_process_exit().quarantined == [1]
     assert sent(log) == [2]
 

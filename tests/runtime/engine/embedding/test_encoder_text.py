@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parents[3] / "goldens" / "encoders"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 PAIR = ("What OWNS it?", "The pool owns the pages.")
 TEMPLATE = (FOLDER / "qwen3_answer" / "chat_template.jinja").read_text()
-QUERY = (327, 329, 225, 51, 59, 50, 55, 225, 77, 88, 35)  # of PAIR, by the tokenizer of qwen3_answer
+QUERY = (327, 329, 225, 51, 59, 50, 55, 225, 77, 88, 35)  # tokens of PAIR, by the tokenizer of qwen3_answer
 DOCUMENT = (326, 275, 83, 83, 80, 311, 267, 316, 18)
 POOL = (1, 84, 83, 83, 80, 2)  # "pool", by that of modernbert
 PROMPT = (42, 77, 269, 225, 77, 88)  # "Find it"
@@ -144,7 +144,7 @@ def test_a_setting_of_the_tokenizer_class_must_be_a_flag(copied: Callable[..., P
 def test_a_space_before_texts_is_as_robertas_tokenizer_class_says(copied: Callable[..., Path], prefix: Any) -> None:
     names = {"tokenizer_class": "RobertaTokenizer", "add_prefix_space": prefix}
     folder = copied("roberta", tokenizer_config=names, config={"pad_token_id": 0})
-    shutil.copy(FOLDER / "modernbert" / "tokenizer.json", folder)  # of byte pairs
+    shutil.copy(FOLDER / "modernbert" / "tokenizer.json", folder)  # a tokenizer of byte pairs
     assert open_text(folder).encode("pool").token_ids == ((1, 275, 83, 83, 80, 2) if prefix is True else POOL)
     ignored = copied("modernbert", tokenizer_config=names)
     assert open_text(ignored).encode("pool").token_ids == POOL

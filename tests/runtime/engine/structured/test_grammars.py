@@ -149,7 +149,7 @@ def test_a_sequence_whose_grammar_is_kept_joins_without_a_thread(
     shared: list[Any] = []
     monkeypatch.setattr(masks._compiling, "submit", submitted.append)
     monkeypatch.setattr(masks._shared, "submit", shared.append)
-    with compiled.lock:  # as a job holds it while it computes masks of others
+    with compiled.lock:  # the lock of a job that computes masks of others
         step = masks.begin([sequence(WORD, [], request_id=number) for number in (2, 3)])
     (job,) = shared
     job()

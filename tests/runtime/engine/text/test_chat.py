@@ -441,7 +441,7 @@ def test_tools_that_a_template_ignores_are_in_the_system_message() -> None:
     assert text.startswith("system: Be short.\n\nYou can call these tools.")
     assert '\n{"name": "weather", "parameters": {"type": "object", "properties": {}}}\n' in text
     assert ChatTemplate(every).render(MESSAGES, [TOOL]).startswith("system: You can call these tools.")
-    own = "{% for m in messages %}{{ m.tools }}{% endfor %}"  # as Phi-4-mini's
+    own = "{% for m in messages %}{{ m.tools }}{% endfor %}"  # Phi-4-mini's form
     assert ChatTemplate(own).render(MESSAGES, [TOOL]).startswith('[{"name": "weather"')
 
 
@@ -474,11 +474,11 @@ CONTENTS = (
     "{{ call.function.arguments | tojson }}{% endfor %}"
     "{% endfor %}"
 )
-READ_PARTS = (  # as Qwen3-VL's and Gemma 3's
+READ_PARTS = (  # forms of Qwen3-VL and Gemma 3
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}"
     "{% endif %}{% endfor %}{% endif %}"
 )
-ONLY_PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"  # as SmolVLM's
+ONLY_PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"  # SmolVLM's form
 
 
 @pytest.mark.parametrize(

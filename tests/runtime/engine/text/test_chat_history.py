@@ -15,24 +15,24 @@ ALTERNATE = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
 )
 ROLE_NAMES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-THREE_ROLES = (  # as Zephyr's and TinyLlama's
+THREE_ROLES = (  # form of Zephyr and TinyLlama
     "{% for m in messages %}{% if m.role == 'user' %}U {{ m.content }}\n{% elif m.role == 'assistant' %}"
     "A {{ m.content }}\n{% elif m.role == 'system' %}S {{ m.content }}\n{% endif %}{% endfor %}A"
 )
-NO_SYSTEM = (  # as Gemma 2's
+NO_SYSTEM = (  # Gemma 2's form
     "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for m in messages %}" + ALTERNATE + "{{ m.role }}: {{ m.content }}\n{% endfor %}"
 )
-FIRST_SYSTEM = (  # as Gemma 3's
+FIRST_SYSTEM = (  # Gemma 3's form
     "{% set ms = messages %}{% if messages[0].role == 'system' %}{{ messages[0].content }}\n{% set ms = messages[1:] %}"
     "{% endif %}{% for m in ms %}" + ALTERNATE + "{{ m.role }}: {{ m.content }}\n{% endfor %}"
 )
-ONLY_WITHOUT_TEXT = (  # as DeepSeek V3's
+ONLY_WITHOUT_TEXT = (  # DeepSeek V3's form
     "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}"
     "call {{ c.function.name + c.function.arguments }}\n{% endfor %}{% else %}{{ m.role }}: {{ m.content }}\n"
     "{% endif %}{% endfor %}"
 )
-WITHOUT_TEXT_BESIDE = (  # as Llama 3.1's
+WITHOUT_TEXT_BESIDE = (  # Llama 3.1's form
     "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
     "{{ raise_exception('only single tool-calls at once') }}{% endif %}"
     "call {{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}\n"
@@ -44,7 +44,7 @@ ALTERNATING_CALLS = (
     "call {{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}\n"
     "{% else %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
 )
-NINE_LETTERS = (  # as Mistral's
+NINE_LETTERS = (  # Mistral's form
     "{% for m in messages %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('9 letters') }}"
     "{% endif %}{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}\n{% endfor %}"
     "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('9 letters') }}{% endif %}"
@@ -233,7 +233,7 @@ def test_content_that_is_null_only_where_a_result_follows() -> None:
 
 
 def test_a_template_that_shows_its_last_system_message_gets_one() -> None:
-    source = (  # as DeepSeek R1's distillations
+    source = (  # form of DeepSeek R1's distillations
         "{% set ns = namespace(s='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.s = m.content %}"
         "{% endif %}{% endfor %}{{ ns.s }}\n{% for m in messages %}{% if m.role != 'system' %}{{ m.role }}: "
         "{{ m.content }}\n{% endif %}{% endfor %}"

@@ -133,7 +133,7 @@ def test_the_first_word_of_a_text_loses_its_space(sentencepiece: Tokenizer, prom
     ("prompt", "output", "expected"),
     [
         (b"a\xe6\x97", b"\xa5b", "日b"),  # the output completes the character
-        (b"a\xe6\x97", b"b", "b"),  # its U+FFFD is in the prompt's text
+        (b"a\xe6\x97", b"b", "b"),  # the U+FFFD is in the prompt's text
         (b"a\xe6\x97", b"", ""),
         (b"a\xe6", b"\x97", ""),
         (b"\xf0\x9f\x91", b"\xa7", "👧"),
@@ -180,7 +180,7 @@ def test_text_is_cut_at_the_first_stop_string(
         (["aab"], "aaab", "a"),  # begins inside a match that failed
         (["abac"], "ababac", "ab"),
         (["ababb"], "abaababb", "aba"),
-        (["b", "ab"], "cab", "c"),  # of two that end together the longest, in either order
+        (["b", "ab"], "cab", "c"),  # the longest of two that end together, in either order
         (["ab", "b"], "cab", "c"),
         (["abcd", "bc"], "abcd", "a"),  # the first that ends, though another began earlier
     ],

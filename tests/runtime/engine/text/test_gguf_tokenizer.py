@@ -30,11 +30,11 @@ from tests.runtime.engine.text.gguf_metadata import (
 )
 
 KEYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
-TEXTS = 300  # of each comparison
+TEXTS = 300  # texts of each comparison
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-REFERENCES = {  # as the tokenizer.json of a model with this name has it
+REFERENCES = {  # patterns of the tokenizer.json of a model with this name
     "gpt-2": GPT2,
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
     "falcon": pre_tokenizers.Sequence(

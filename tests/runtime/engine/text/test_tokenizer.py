@@ -205,7 +205,7 @@ def test_begin_and_end_tokens_of_the_settings(
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = Tokenizer(folder)
     if settings["bos_token"] == "no such token":
-        expected = [4096, 65]  # it is added
+        expected = [4096, 65]  # the token is added
     assert tokenizer.encode("a") == expected
     assert tokenizer.encode("a", add_special_tokens=False) == [65]
     if settings.get("add_eos_token"):

@@ -74,7 +74,7 @@ def test_what_a_folder_of_sentence_transformers_means() -> None:
     assert (spec.pooling, spec.normalize, spec.dimensions, spec.hidden_size) == ("first", True, 24, 40)
     assert (spec.num_labels, spec.max_model_len) == (0, 256)
     assert spec.prompts == {"query": "find: ", "document": ""}
-    assert read_encoder(FOLDER / "bert").max_model_len == 190  # of sentence_bert_config.json
+    assert read_encoder(FOLDER / "bert").max_model_len == 190  # limit in sentence_bert_config.json
     assert read_encoder(FOLDER / "qwen3").pooling == "last"
 
 
@@ -187,7 +187,7 @@ def test_a_family_whose_head_is_its_embedding_answers_by_that(encoder_folder: Co
 def test_half_of_embedding_gemmas_window_is_on_each_side() -> None:
     spec = read_encoder(FOLDER / "gemma3")
     assert isinstance(spec.body, DecoderSpec)
-    assert (spec.causal, spec.body.windows) == (False, (6, 0))  # of 12
+    assert (spec.causal, spec.body.windows) == (False, (6, 0))  # window of 12
     assert read_encoder(FOLDER / "qwen3").causal
 
 
@@ -437,7 +437,7 @@ def test_a_pipe_is_not_opened(encoder_folder: Copy) -> None:
     folder = encoder_folder("bert")
     (folder / "sentence_bert_config.json").unlink()
     os.mkfifo(folder / "sentence_bert_config.json")
-    assert read_encoder(folder).max_model_len == 190  # of tokenizer_config.json
+    assert read_encoder(folder).max_model_len == 190  # limit in tokenizer_config.json
 
 
 def test_missing_and_wrong_tensors(encoder_folder: Copy) -> None:

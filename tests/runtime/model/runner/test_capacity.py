@@ -70,7 +70,7 @@ def test_by_default_the_pool_takes_a_share_of_free_memory_only(monkeypatch: pyte
 
 HYBRID = replace(SPEC, windows=(0, 100, 0, 100))
 SLIDING = replace(SPEC, windows=(100,) * 4)
-SLIDING_PAGES = -(-(100 + 63) // 32)  # of a sequence in one layer group, at most
+SLIDING_PAGES = -(-(100 + 63) // 32)  # most pages of a sequence in one layer group
 
 
 def test_half_the_layers_make_half_a_page() -> None:

@@ -13,7 +13,7 @@ class Ledger:
     def __init__(self, seconds: float = 0.001) -> None:
         self.now = 0.0
         self.seconds = seconds
-        self.parts: list[tuple[str, int, int]] = []  # in the order in which they were done
+        self.parts: list[tuple[str, int, int]] = []  # parts in the order in which they were done
         self.paced = PacedWork(lambda: self.now)
 
     def work(self, kind: str, num_items: int, size: float = 1.0, part_items: int = 1) -> WorkPiece:

@@ -81,7 +81,7 @@ def test_a_file_that_is_truncated_after_opening_is_a_typed_error(tmp_path: Path)
 
 def test_an_unaligned_tensor_is_read_into_an_aligned_place(tmp_path: Path) -> None:
     header = json.dumps({"a": entry(0, 4, shape=[1])})
-    header += " " * ((1 - len(header)) % 4)  # so that the data starts at an odd byte
+    header += " " * ((1 - len(header)) % 4)  # padding, so that the data starts at an odd byte
     write(tmp_path, header.encode(), struct.pack("<f", 1.5))
     tensor = SafetensorsCheckpoint(tmp_path).tensor("a")
     assert tensor.flags.aligned
@@ -92,7 +92,7 @@ def test_shards_read_as_one_checkpoint(tmp_path: Path) -> None:
     save_sharded(tmp_path, {"a": "one.safetensors", "c": "two.safetensors"})
     checkpoint = SafetensorsCheckpoint(tmp_path)
     with pytest.raises(MissingTensor):
-        checkpoint.shape("b")  # it is in a shard but not in the index
+        checkpoint.shape("b")  # a tensor in a shard but not in the index
     np.testing.assert_array_equal(checkpoint.tensor("c"), FLOATS + 2)
 
 

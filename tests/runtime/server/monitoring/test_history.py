@@ -114,7 +114,7 @@ def test_quantiles_are_within_ten_percent(watched: Watched) -> None:
 def test_quantiles_are_linear_between_bounds() -> None:
     assert histogram_quantile((1, 2, 4), (0, 0, 4, 0), 0.5) == 3
     assert histogram_quantile((1, 2, 4), (2, 2, 0, 0), 0.75) == 1.5
-    assert histogram_quantile((1, 2, 4), (1, 0, 0, 9), 0.9) == 4  # beyond all bounds
+    assert histogram_quantile((1, 2, 4), (1, 0, 0, 9), 0.9) == 4  # a value beyond all bounds
     assert histogram_quantile((1, 2, 4), (0, 0, 0, 0), 0.9) is None
 
 

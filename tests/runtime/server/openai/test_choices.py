@@ -222,7 +222,7 @@ def test_logprobs_are_the_same_from_known_tokens(as_ids: bool) -> None:
         for name, number in zip(names, numbers, strict=True)
     ]
     unique = ["bytes:\\xc3" if name == b"\xc3" else name.decode() for name in names]
-    for _ in range(2):  # then the tokens are known
+    for _ in range(2):  # second round: the tokens are known
         chat = ChatLogprobs(known, as_ids=as_ids)
         shown = json.loads(chat.join([chat.piece(tokens[:1]), chat.piece(tokens[1:])]))["content"]
         assert shown == [{**each, "logprob": -9999.0, "top_logprobs": entries} for each in entries]

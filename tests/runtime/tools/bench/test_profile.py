@@ -31,7 +31,7 @@ PROFILE = MachineProfile(
     machine="a test",
     isa="avx2",
     threads=4,
-    rooflines=(roofline(6, 40.0), roofline(1, 10.0), roofline(2, 20.0), roofline(1, 1.0, "scalar")),  # in any order
+    rooflines=(roofline(6, 40.0), roofline(1, 10.0), roofline(2, 20.0), roofline(1, 1.0, "scalar")),  # any order
 )
 VALID = json.loads(msgspec.json.encode(PROFILE))
 

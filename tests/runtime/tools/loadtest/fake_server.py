@@ -145,7 +145,7 @@ class FakeServer:
 
     expected: list[Script]
     address: str
-    actual: list[Script] = field(default_factory=list)  # of the requests that arrived
+    actual: list[Script] = field(default_factory=list)  # scripts of the requests that arrived
 
     @property
     def lateness_ms(self) -> list[float]:

@@ -123,7 +123,7 @@ def test_all_tokens_of_a_chunk_are_counted() -> None:
     result = summarize([record], options())
     assert (result["total_output_tokens"], result["max_output_tokens_per_s"]) == (5, 5)
     assert result["mean_tpot_ms"] == pytest.approx(100)
-    assert result["mean_itl_ms"] == pytest.approx(400)  # between chunks, as in vLLM
+    assert result["mean_itl_ms"] == pytest.approx(400)  # gaps between chunks, as in vLLM
 
 
 def test_a_single_token_has_no_tpot_and_meets_any_limit_of_it() -> None:
@@ -149,7 +149,7 @@ def test_a_run_that_cannot_be_saved_leaves_the_earlier_one(tmp_path: Path) -> No
     path = tmp_path / "run.json"
     runs = [LoadTestRun(label=label, started_s=0.0, summary={}, records=list(TWO)) for label in ("old", "new")]
     runs[0].save(path)
-    (tmp_path / "run.json.partial").mkdir()  # which cannot be written
+    (tmp_path / "run.json.partial").mkdir()  # an obstacle: the folder cannot be written
     with pytest.raises(ConfigError, match="cannot be written"):
         runs[1].save(path)
     assert LoadTestRun.load(path).label == "old"

@@ -157,4 +157,4 @@ async def test_the_servers_token_count_is_spread_over_the_chunks() -> None:
 
     sent = await send_closed_loop(BundlingBackend(), [request()], LoadProgress(), max_concurrency=1)
     assert sent.records[0].token_counts == [3, 2]
-    assert sent.records[0].prompt_tokens == 1  # as requested: the server reported none
+    assert sent.records[0].prompt_tokens == 1  # requested tokens: the server reported none

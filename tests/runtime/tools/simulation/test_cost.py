@@ -18,9 +18,9 @@ from quire.runtime.tools.simulation.cost import ExpertsCost, LayerCost
 from quire.scheduler import ScheduledSequence, StepPlan
 
 SHAPE = Path(__file__).parents[3] / "data" / "qwen3-0.6b"
-MACHINE = given_roofline(34.5e9, 920e9)  # as in tests/bench/LOG.md: 32-37 GB/s, 926-939 GOP/s
+MACHINE = given_roofline(34.5e9, 920e9)  # machine of tests/bench/LOG.md: 32-37 GB/s, 926-939 GOP/s
 
-Chunk = tuple[int, int, int]  # of one sequence: first position, rows, samples
+Chunk = tuple[int, int, int]  # rows of one sequence: first position, rows, samples
 
 
 def plan(*chunks: Chunk) -> StepPlan:

@@ -8,7 +8,7 @@ from quire.runtime.tools.simulation import predict_speed
 from quire.runtime.tools.simulation.cost import SEQUENCE_S
 from quire.scheduler import StepPlan
 
-Chunks = list[tuple[int, int, int]]  # of one step: first position, rows, samples
+Chunks = list[tuple[int, int, int]]  # rows of one step: first position, rows, samples
 
 
 @pytest.mark.parametrize(
