@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ PACKAGES = ("pager", "scheduler", "kernels", "runtime")
 SUFFIXES = {".py", ".pyx", ".c", ".h"}
 _DOCSTRING = re.compile(r'\A(?:#[^\n]*\n)*"""(.*?)"""', re.DOTALL)  # docstring of a Cython module
 _HEADER = re.compile(r"\A((?://.*\n)+)")  # header of a C file
-_SENTENCE_END = re.compile(r"(?<=[.:])\s+(?=[A-Z`*\d]|\Z)|\n\s*\n")
+_SENTENCE_END = re.compile(r"(?<=\.)\s+(?=[A-Z`*\d]|\Z)|\n\s*\n")
 
 
 class CodeFile(NamedTuple):
@@ -69,12 +69,14 @@ def _first_sentence(text: str) -> str:
     return " ".join(_SENTENCE_END.split(text.strip(), maxsplit=1)[0].split())
 
 
-def main() -> None:
-    words = [word.lower() for word in sys.argv[1:]]
-    for path, purpose in code_files():
-        if all(word in f"{path} {purpose}".lower() for word in words):
-            print(f"{path}: {purpose}")
+def files_about(words: Iterable[str]) -> Iterator[CodeFile]:
+    """Yield the files whose path or purpose has all words, in any case."""
+    wanted = [word.lower() for word in words]
+    for file in code_files():
+        if all(word in f"{file.path} {file.purpose}".lower() for word in wanted):
+            yield file
 
 
 if __name__ == "__main__":
-    main()
+    for path, purpose in files_about(sys.argv[1:]):
+        print(f"{path}: {purpose}")

@@ -216,6 +216,12 @@ def test_every_name_in_a_document_is_in_the_code(document, at_least):
     assert named - words == set()
 
 
+def test_the_files_about_some_words_are_found():
+    found = {file.path for file in files.files_about(["Prefix", "cache"])}
+    assert {"pager/prefix.py", "pager/snapshot.py", "runtime/engine/kv_events.py"} <= found
+    assert "pager/pool.py" not in found
+
+
 def sources():
     """Yield the files that may define the names in a document: the code and its build files."""
     yield from (

@@ -1,6 +1,5 @@
-"""Checks of what a request asks for. Each raises a typed error that names the parameter, its value and what is allowed.
-
-They depend on the request and on the engine's constant `EngineInfo` only.
+"""Checks of a request's fields: types, ranges and combinations. Each raises a typed error that names the parameter,
+its value and what is allowed. They depend on the request and on the engine's constant `EngineInfo` only.
 """
 
 from __future__ import annotations
