@@ -100,10 +100,30 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _with_standard_input(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with the name of standard input, `-`, last and after `--`: the library has no such value."""
-    if "-" not in arguments or "--" in arguments:
+    """Return the arguments in a form that the library takes if one is `-`, which is no value for the library.
+
+    `--flag -` becomes `--flag=-`, and arguments that belong to no flag come last, in order, after `--`.
+    """
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    if "-" not in arguments[:end]:
         return list(arguments)
-    return [*(each for each in arguments if each != "-"), "--", "-"]
+    from .app import app
+
+    chain, apps, given = app.parse_commands(arguments[:end])
+    if not chain:
+        return list(arguments)
+    collection = apps[-1].assemble_argument_collection(parse_docstring=False)
+    takes_value = {name for argument in collection if argument.token_count()[0] for name in argument.names}
+    flags: list[str] = []
+    others: list[str] = []
+    for each in given:
+        if flags and flags[-1] in takes_value:
+            flags[-1:] = [f"{flags[-1]}=-"] if each == "-" else [flags[-1], each]
+        elif each.startswith("-") and each != "-":
+            flags.append(each)
+        else:
+            others.append(each)
+    return [*chain, *flags, "--", *others, *arguments[end + 1 :]]
 
 
 def _open_closed_streams() -> None:

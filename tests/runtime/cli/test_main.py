@@ -14,7 +14,7 @@ import pytest
 from cyclopts import App
 from quire.runtime.cli.app import COMMANDS, app
 from quire.runtime.cli.flags import with_flags
-from quire.runtime.cli.main import main, run
+from quire.runtime.cli.main import _with_standard_input, main, run
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.options import flag_name, options_of
 from quire.runtime.common.server_config import ServerConfig
@@ -140,6 +140,40 @@ def test_errors_of_the_command_line_are_in_plain_words(
 ) -> None:
     assert run(arguments) == 2
     assert capsys.readouterr().err == f"quire: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("generate a -n 3", "generate a -n 3"),
+        ("generate - --n 3", "generate --n 3 -- -"),
+        ("generate model - --ignore-eos --n 3", "generate --ignore-eos --n 3 -- model -"),
+        ("generate --ignore-eos model -", "generate --ignore-eos -- model -"),
+        ("generate - model", "generate -- - model"),
+        ("generate --stop - --stop a model -", "generate --stop=- --stop a -- model -"),
+        ("generate --stop=- model -", "generate --stop=- -- model -"),
+        ("generate --n 3 -- model -", "generate --n 3 -- model -"),
+        ("generate --stop - -- model -", "generate --stop=- -- model -"),
+        ("generate - -- -", "generate -- - -"),
+        ("loadtest --report - --seed 1", "loadtest --report=- --seed 1 --"),
+        ("- a", "- a"),
+        ("unknown -", "unknown -"),
+    ],
+)
+def test_a_hyphen_is_an_argument_or_the_value_of_its_flag(given: str, taken: str) -> None:
+    assert _with_standard_input(given.split()) == taken.split()
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ("loadtest --report - --num-prompts 1", "--report -: the name must end in .html"),
+        ("serve --port -", "--port must be a whole number from 0 to 65535, not '-'"),
+    ],
+)
+def test_a_hyphen_as_a_wrong_value_is_refused(command: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command.split()) == 2
+    assert error in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
