@@ -25,6 +25,7 @@ from .markup.model_markup import find_markup
 from .text import ChatTemplate, IncrementalDetokenizer, Markup, Token, Tokenizer, has_tokenizer
 from .text.chat_tokens import ChatTokens
 from .text.content_marks import RenderedChat
+from .text.folder_tokenizer import unknown_end_ids
 from .text.text_files import read_json, text_folder
 from .text.tokenizer import library_failure
 from .validator import SAMPLING_RANGES
@@ -91,6 +92,8 @@ class TextProcessor:
         ConfigError for a file `chat_template` that cannot be used.
         """
         tokenizer = Tokenizer(path) if has_tokenizer(path) else None
+        if not is_gguf(path):
+            _warn_of_end_ids(path)
         return_unused_memory()  # building a tokenizer frees as much as stays
         template, problem = load_template(path, chat_template)
         return cls(
@@ -231,6 +234,14 @@ def _default_sampling(folder: Path) -> dict[str, float]:
     for name in SAMPLING_RANGES:
         _recommend(found, name, content.get(name), f"{folder / 'generation_config.json'}: {name}")
     return found
+
+
+def _warn_of_end_ids(folder: Path) -> None:
+    """Warn of end ids in config.json that end nothing: the tokenizer's are refused, and some models have none."""
+    unknown, limit = unknown_end_ids(folder)
+    if unknown:
+        key = f"{folder / 'config.json'}: eos_token_id"
+        _log.warning("end ids beyond the vocabulary are ignored", key=key, ids=unknown, vocab_size=limit)
 
 
 def _recommend(found: dict[str, float], name: str, value: Any, key: str) -> None:

@@ -242,6 +242,15 @@ def _eos_token_ids(folder: Path, fast: FastTokenizer, settings: Mapping[str, Any
     return frozenset(ids)
 
 
+def unknown_end_ids(folder: Path) -> tuple[list[int], int | None]:
+    """Return the end ids of config.json that the model has no logit for, and the number of logits if it is known."""
+    config, limit = read_json(folder / "config.json"), _vocab_size(folder)
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    declared = [part.get("eos_token_id") for part in parts]
+    ids = {each for ids in declared for each in (ids if isinstance(ids, list) else [ids]) if type(each) is int}
+    return sorted(each for each in ids if limit is not None and not 0 <= each < limit), limit
+
+
 def token_text(declared: object) -> str | None:
     """Return the text of a special token, which is declared as text or as an AddedToken object."""
     if isinstance(declared, dict):

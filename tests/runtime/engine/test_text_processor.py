@@ -104,6 +104,33 @@ def test_sampling_parameters_that_a_gguf_file_recommends(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("config", "generation_config", "ids"),
+    [
+        ({"eos_token_id": [0, 4096, 9999]}, {"eos_token_id": 0}, [4096, 9999]),
+        ({"eos_token_id": 4096}, None, [4096]),
+        ({"eos_token_id": -1}, {"eos_token_id": [0]}, [-1]),
+        ({"eos_token_id": 0, "text_config": {"eos_token_id": 4097}}, {"eos_token_id": 0}, [4097]),
+        ({"eos_token_id": [0, 4095]}, None, None),
+        ({"eos_token_id": None}, {"eos_token_id": 0}, None),
+    ],
+)
+def test_end_ids_of_the_config_beyond_the_vocabulary_are_logged(
+    folder: Path, config: dict[str, object], generation_config: dict[str, object] | None, ids: list[int] | None
+) -> None:
+    """Without generation_config.json the folder has no tokenizer, which would refuse them."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    (folder / "generation_config.json").write_text(json.dumps(generation_config or {}))
+    if generation_config is None:
+        (folder / "tokenizer.json").unlink()
+    with capture_logs() as logs:
+        TextProcessor.load(folder)
+    event = "end ids beyond the vocabulary are ignored"
+    expected = {"key": f"{path}: eos_token_id", "ids": ids, "vocab_size": 4096}
+    assert logs == ([{"log_level": "warning", "event": event, **expected}] if ids else [])
+
+
+@pytest.mark.parametrize(
     ("recommended", "expected"),
     [
         ({"top_p": "high"}, {}),
