@@ -226,6 +226,9 @@ async def test_a_stored_response_with_calls_is_continued_by_their_results(
         items = (await ask(real, "GET", f"{RESPONSES}/{reply.json['id']}/input_items?order=asc")).json["data"]
         assert [item["type"] for item in items] == ["message", "message", "function_call", "function_call_output"]
         assert len({item["id"] for item in items}) == 4
+        references = [{"type": "item_reference", "id": item["id"]} for item in items[:3]]
+        again = await ask(real, "POST", RESPONSES, {**WEATHER, "input": [*references, result]})
+        assert again.json["output"][0]["content"] == reply.json["output"][0]["content"]
 
 
 async def test_a_response_that_was_cut_within_a_call_is_continued_without_it(
@@ -394,6 +397,38 @@ async def test_a_response_continues_another(system: Any) -> None:
     assert (page["has_more"], page["last_id"]) == (True, items["data"][3]["id"])
     rest = (await ask(system, "GET", f"{path}?after={page['last_id']}")).json
     assert [each["content"][0]["text"] for each in rest["data"]] == ["two", answers[0], "one"]
+
+
+async def test_a_reference_is_replaced_by_the_stored_item(system: Any) -> None:
+    first = (await ask(system, "POST", RESPONSES, response("one"))).json
+    (given,) = (await ask(system, "GET", f"{RESPONSES}/{first['id']}/input_items")).json["data"]
+    references = [{"type": "item_reference", "id": given["id"]}, {"id": first["output"][0]["id"]}]
+    own = {"role": "user", "content": "two"}
+    again = {"type": None, "id": given["id"]}
+    second = (await ask(system, "POST", RESPONSES, response([*references, own, again]))).json
+    answer = "".join(f" one:{i}é日" for i in (0, 2, 4))
+    messages = system.engine.requests[-1].messages
+    assert [each["content"] for each in messages] == ["one", answer, "two", "one"]
+    assert [each["role"] for each in messages] == ["user", "assistant", "user", "user"]
+    path = f"{RESPONSES}/{second['id']}/input_items?order=asc"
+    items = (await ask(system, "GET", path)).json["data"]
+    assert [each["id"] for each in items[:2]] == [given["id"], first["output"][0]["id"]]
+    third = await ask(system, "POST", RESPONSES, response([references[0], own], previous_response_id=second["id"]))
+    assert third.status == 200
+    assert [each["content"] for each in system.engine.requests[-1].messages][-2:] == ["one", "two"]
+
+
+async def test_a_reference_to_what_is_not_stored_is_not_found(system: Any) -> None:
+    await ask(system, "POST", RESPONSES, response("one"))
+    running = (await ask(system, "POST", RESPONSES, response("hold", background=True))).json["id"].removeprefix("resp_")
+    for unknown in ("msg_1", "", "msg_", "rs", f"msg_{'0' * 32}", f"msg_{running}", f"fc_{running}_0"):
+        given = [{"role": "user", "content": "two"}, {"type": "item_reference", "id": unknown}]
+        for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
+            reply = await ask(system, "POST", path, {**response(given), "store": False})
+            assert (reply.status, reply.error["param"], reply.error["type"]) == (404, "input", "invalid_request_error")
+            assert reply.error["message"].startswith(f"input[1]: no item with the id {unknown!r} is stored: ")
+    reply = await ask(system, "POST", RESPONSES, response([{"type": "item_reference", "id": 5}]))
+    assert (reply.status, reply.error["message"]) == (400, "input[0]: id must be text, not 5")
 
 
 async def test_a_page_with_all_items_has_no_next_one(system: Any) -> None:

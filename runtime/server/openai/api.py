@@ -180,8 +180,8 @@ class Api:
             num_bytes = len(exchange.body)
             fields = await self._reader.fields(exchange, endpoint.known)
             num_bytes += await self._reader.fetch_images(fields, tenant.name)
-            if endpoint is RESPONSE_ENDPOINT and "previous_response_id" in fields.values:
-                num_bytes += await self._kept.add_previous(endpoint, fields, exchange)
+            if endpoint is RESPONSE_ENDPOINT:
+                num_bytes += await self._kept.add_stored(endpoint, fields, exchange)
             exchange.field_names = {**endpoint.field_names, STRUCTURED_OUTPUTS: structure_field(fields.values.keys())}
             read = partial(_read_call, endpoint, fields, context.engine.info, tenant.name)
             to_store, call = await self._reader.bodies.read(tenant.name, num_bytes, read)

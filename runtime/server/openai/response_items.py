@@ -17,6 +17,7 @@ from .tools import EFFORTS, call_id, qualified_name
 PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}
 DELTAS = {"content": "output_text", "reasoning": "reasoning_text", "arguments": "function_call_arguments"}
 INPUT_IMAGE = "input_image"
+REFERENCE = "item_reference"
 # Kinds of items: calls and their outputs, and what has no meaning without the server that made it.
 CALLS = {
     "function_call": "arguments",
@@ -28,7 +29,7 @@ CALLS = {
 OUTPUTS = frozenset(f"{kind}_output" for kind in CALLS)
 LEFT_OUT = frozenset(
     {
-        "item_reference", "compaction", "web_search_call", "file_search_call", "code_interpreter_call",
+        "compaction", "web_search_call", "file_search_call", "code_interpreter_call",
         "image_generation_call", "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response",
         "tool_search_call", "tool_search_output", "additional_tools",
     }
@@ -80,6 +81,26 @@ def input_messages(items: list[Any], num_previous: int = 0) -> list[tuple[str, d
         for place, each in zip(places, messages, strict=True)
         if each.keys() & {"content", "tool_calls"} or each["role"] != "assistant"
     ]
+
+
+def references_in(items: list[Any]) -> dict[int, str]:
+    """Return the ids of the items that an input refers to, by the places of the references. Raises BadRequest."""
+    return {index: _text(item, "id", f"input[{index}]") for index, item in enumerate(items) if _is_reference(item)}
+
+
+def name_in(item_id: str) -> str:
+    """Return the name of the response that made an item: `OutputItems` and `listed_items` put it into the id."""
+    return item_id.split("_")[1] if "_" in item_id else ""
+
+
+def unknown_item(index: int, item_id: str) -> BadRequest:
+    """Return the error to raise for a reference to an item that is not stored."""
+    return BadRequest(
+        f"input[{index}]: no item with the id {shown(item_id)} is stored: it is unknown, expired or of another tenant, "
+        "or its response has not ended or was sent without `store: true`; send the item itself",
+        "input",
+        status=404,
+    )
 
 
 def chat_fields(values: dict[str, Any]) -> dict[str, Any]:
@@ -201,6 +222,14 @@ def _kind(item: object) -> str:
     """Return the type of an item, which messages may leave out; empty if it is no text."""
     kind = item.get("type") if isinstance(item, dict) else ""
     return "message" if kind is None else kind if isinstance(kind, str) else ""
+
+
+def _is_reference(item: object) -> bool:
+    """Return whether an item is a reference, which may leave out its type."""
+    if not isinstance(item, dict):
+        return False
+    kind = item.get("type")
+    return kind == REFERENCE or (kind is None and item.keys() - {"type"} == {"id"})
 
 
 def _function(item: dict[str, Any], where: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from .formats import Format
 from .json_body import BodyReader
 from .kept_reader import KeptReader
 from .logprobs import Vocabulary
+from .response_items import name_in, references_in, unknown_item
 from .responses import input_items, listed_items
 from .running import CallOutput, StreamedOutput, WholeOutput
 
@@ -197,17 +198,67 @@ class KeptRequests:
         items = await self._read(entry, lambda values: listed_items(input_items(values["input"]), name))
         exchange.respond(_json(_page(items, query)))
 
-    async def add_previous(self, endpoint: Endpoint, fields: Fields, exchange: Exchange) -> int:
-        """Put the input and output of the previous response before the fields' input. Raises BadRequest.
+    async def add_stored(self, endpoint: Endpoint, fields: Fields, exchange: Exchange) -> int:
+        """Replace references in the fields' input by stored items, and put the previous response before the input.
 
-        Return how many bytes the previous request has.
+        Raises BadRequest. Return how many bytes the stored requests have.
         """
+        num_bytes = await self._replace_references(endpoint, fields, exchange)
+        if "previous_response_id" in fields.values:
+            num_bytes += await self._add_previous(endpoint, fields, exchange)
+        return num_bytes
+
+    async def _replace_references(self, endpoint: Endpoint, fields: Fields, exchange: Exchange) -> int:
+        given = fields.values.get("input")
+        if not isinstance(given, list) or not (references := references_in(given)):
+            return 0
+        items, wanted, num_bytes = list(given), set(references.values()), 0
+        found: dict[str, Any] = {}
+        for index, item_id in references.items():
+            if item_id not in found:  # its response has not been read
+                try:
+                    entry, tenant = self._find(exchange, endpoint, endpoint.id_prefix + name_in(item_id))
+                except RequestNotFound:
+                    raise unknown_item(index, item_id) from None
+                stored = await self._stored_items(endpoint, entry, exchange, tenant)
+                found |= {item["id"]: item for item in stored if item["id"] in wanted}
+                num_bytes += len(entry.fields)
+                if item_id not in found:
+                    raise unknown_item(index, item_id)
+            items[index] = found[item_id]
+        fields.values["input"] = items
+        return num_bytes
+
+    async def _stored_items(
+        self, endpoint: Endpoint, entry: StoredEntry, exchange: Exchange, tenant: Tenant
+    ) -> list[dict[str, Any]]:
+        """Return the input of a stored response with the ids of its items, and its output if that is whole."""
+        name = entry.buffer.name
+        given = await self._read(entry, lambda values: listed_items(input_items(values["input"]), name))
+        return given + (await self._whole_output(endpoint, entry, exchange, tenant) or [])
+
+    async def _add_previous(self, endpoint: Endpoint, fields: Fields, exchange: Exchange) -> int:
         name = fields.take("previous_response_id", str, "")
         try:
             entry, tenant = self._find(exchange, endpoint, name)
         except RequestNotFound as error:
             code = "previous_response_not_found"
             raise BadRequest(f"previous_response_id: {error}", "previous_response_id", error_code=code) from None
+        output = await self._whole_output(endpoint, entry, exchange, tenant)
+        if output is None:
+            text = "previous_response_id: that response has not ended, was cancelled or failed"
+            raise BadRequest(text, "previous_response_id")
+        if own := input_items(fields.values.get("input")):
+            output = [item for item in output if not _is_broken_call(item)]
+            earlier = await self._read(entry, lambda values: input_items(values["input"]))
+            fields.values["input"] = [*earlier, *output, *own]
+            fields.num_previous_items = len(earlier) + len(output)
+        return len(entry.fields)
+
+    async def _whole_output(
+        self, endpoint: Endpoint, entry: StoredEntry, exchange: Exchange, tenant: Tenant
+    ) -> list[dict[str, Any]] | None:
+        """Return the output of a stored response as items of an input, None if it is not whole."""
         reader = KeptReader(entry.buffer, exchange, tenant)
         try:
             form = await self._stored_form(endpoint, entry)
@@ -215,14 +266,8 @@ class KeptRequests:
         finally:
             reader.end()
         if usage is None or entry.buffer.finish_reason == "cancelled":
-            text = "previous_response_id: that response has not ended, was cancelled or failed"
-            raise BadRequest(text, "previous_response_id")
-        if own := input_items(fields.values.get("input")):
-            output = [_as_input(item) for item in json.loads(form.whole(usage))["output"] if not _is_broken_call(item)]
-            earlier = await self._read(entry, lambda values: input_items(values["input"]))
-            fields.values["input"] = [*earlier, *output, *own]
-            fields.num_previous_items = len(earlier) + len(output)
-        return len(entry.fields)
+            return None
+        return [_as_input(item) for item in json.loads(form.whole(usage))["output"]]
 
     def _find(self, exchange: Exchange, endpoint: Endpoint, stored_id: str) -> tuple[StoredEntry, Tenant]:
         """Return what the endpoint has stored under the id, and the tenant. Raises RequestNotFound."""

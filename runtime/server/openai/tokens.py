@@ -86,8 +86,7 @@ class TokenAnswers:
         with self._reader.reporting(exchange):
             fields = await self._reader.fields(exchange, endpoint.known)
             num_bytes += await self._reader.fetch_images(fields, tenant.name)
-            if "previous_response_id" in fields.values:
-                num_bytes += await self._kept.add_previous(endpoint, fields, exchange)
+            num_bytes += await self._kept.add_stored(endpoint, fields, exchange)
             read = partial(response_call, fields, self._context.engine.info, tenant.name)
             call = await self._reader.bodies.read(tenant.name, num_bytes, read)
             tokens = await self._tokens_of(call.requests[0])
