@@ -61,6 +61,9 @@ check-plan: $(BIN)/quire
 fuzz-text-files: $(BIN)/quire
 	$(BIN)/python tests/fuzz/fuzz_text_files.py $(FUZZ)
 
+terminate-text-files: compiled
+	$(BIN)/python tests/fuzz/terminate_text_files.py $(TERMINATE)
+
 fuzz-images: $(BIN)/quire
 	$(BIN)/python tests/fuzz/fuzz_images.py $(FUZZ)
 
@@ -113,4 +116,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-at-shutdown fuzz-files fuzz-text-files fuzz-images fuzz-grammars check-structured check-schemas bench check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients
+.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-at-shutdown fuzz-files fuzz-text-files terminate-text-files fuzz-images fuzz-grammars check-structured check-schemas bench check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients

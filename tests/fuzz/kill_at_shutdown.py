@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import IO
+from typing import IO, Any
 
 import uvloop
 from campaign import CampaignReport
@@ -70,7 +70,7 @@ class Round:
         self._log = log
         self._random = random
         self._seen = identities([process.pid])
-        self.clients: list[asyncio.Task[str]] = []
+        self.clients: list[asyncio.Task[Any]] = []
 
     def log(self) -> str:
         self._log.seek(0)
@@ -136,6 +136,15 @@ class Round:
                     os.kill(pid, number)
             await asyncio.sleep(STACKS_S)
 
+    def close(self) -> None:
+        """Kill what lives, and wait for the server."""
+        for pid, _ in self.living():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
     def names(self) -> list[str]:
         """Return the command lines of what lives, shortened."""
         found = []
@@ -193,9 +202,8 @@ async def one_round(number: int, moment: str, options: argparse.Namespace, repor
     harms = random.sample(HARMS, 2)
     what = f"round {number}: SIGTERM in {moment}, {' and '.join(harms)}"
     with tempfile.TemporaryFile("w+") as log:
-        process = start(log, options.flags)
+        this = Round(start(log, options.flags), log, random)
         try:
-            this = Round(process, log, random)
             if not await _disturb(this, moment, harms, random, options.streams):
                 print(f"{what}: the server did not start: {this.log()}", flush=True)
                 report.cases[f"{moment}: not started"] += 1
@@ -209,11 +217,7 @@ async def one_round(number: int, moment: str, options: argparse.Namespace, repor
             report.cases[f"{moment}: {'late' if took_s is None else 'ended'}"] += 1
             return took_s
         finally:
-            for pid, _ in this.living():
-                os.kill(pid, signal.SIGKILL)
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+            this.close()
 
 
 async def _disturb(this: Round, moment: str, harms: Sequence[str], random: Random, num_streams: int) -> bool:
