@@ -1,4 +1,7 @@
-"""The application that Serve runs: two deployments, `EngineHost` and `ApiServer`."""
+"""The application that Serve runs: two deployments, `EngineHost` and `ApiServer`.
+
+Ray pickles a deployment class by name, so it must not be decorated where it is defined.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Measure the speed of prefill and of decode through the whole engine: queue, scheduler, kernels, sampling.
 
 Prefill is the time until every user has its first token. Decode is timed in a second run, over steps in which all users
-decode and none prefills. Prompts are random ids and EOS is ignored, so every user does the same work. The machine's
+decode and none prefills. The difference of two runs would flatter decode: with chunked prefill, early users decode
+beside later prompts. Prompts are random ids and EOS is ignored, so every user does the same work. The machine's
 roofline is measured before each shape and after the last.
 """
 
