@@ -108,7 +108,7 @@ class QuireEngine(LLMEngine):
         )
 
     async def generate(self, request: GenerateRequest, context: Any) -> AsyncGenerator[GenerateChunk, None]:
-        """Yield the chunks of all choices. Raises InvalidArgument for what Quire refuses, EngineShutdown, Unknown."""
+        """Yield the chunks of all choices. Raises InvalidArgument for a refused request, EngineShutdown, Unknown."""
         if self._engine is None:
             raise EngineShutdown("the engine is not started")
         request_id = context.id()

@@ -282,7 +282,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One ended request. Times are in seconds, None for what it did not reach."""
+    """One ended request. Times are in seconds, None for a phase that it did not reach."""
 
     tenant: str
     finish_reason: FinishReason | None  # None: it ended with `error`

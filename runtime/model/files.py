@@ -122,7 +122,7 @@ def _digest(path: Path, digest_of: Callable[[BufferedReader], hashlib._Hash]) ->
 
 
 def _folder_files(folder: Path) -> list[Path]:
-    """Return the paths of config.json, of all files with weights and of what normalizes images, if they are files."""
+    """Return the paths of config.json, of all files with weights and of the settings of images, if they exist."""
     patterns = "*.safetensors*", "*processor_config.json"
     found = (path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
     return [folder / CONFIG_FILE, *sorted(found)]

@@ -176,8 +176,8 @@ class GGUFFormat:
     def _head_dim(self, config: ConfigTable, metadata: Metadata) -> int:
         """Return the size of a head.
 
-        Raises UnsupportedModel for what the keys of config.json cannot express: heads that differ, or that are rotated
-        in part where the family's are not.
+        Raises UnsupportedModel for metadata that the keys of config.json cannot express: heads that differ, or that are
+        rotated in part where the family's are not.
         """
         if "rms_norm_eps" not in config:
             raise config.refused("rms_norm_eps", "a number from 1e-12 to 1e12")

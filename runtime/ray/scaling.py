@@ -1,6 +1,6 @@
 """How many engine hosts Serve should run: an autoscaling policy for the deployment `EngineHost`.
 
-Serve calls it every 0.1 s, and applies `upscale_delay_s`, `downscale_delay_s` and the bounds to what it returns.
+Serve calls it every 0.1 s, and applies `upscale_delay_s`, `downscale_delay_s` and the bounds to the returned number.
 """
 
 from __future__ import annotations

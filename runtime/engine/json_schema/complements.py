@@ -85,7 +85,7 @@ def _without_end(expression: str) -> str:
 
 
 def _others(texts: list[str], beginning: bool) -> str:
-    """Return the expression of what no text is or begins, of texts that have the same beginning, now left out."""
+    """Return an expression of all other texts, or of all that begin with none; a common beginning is left out."""
     if beginning and "" in texts:
         return r"[^\s\S]"
     firsts = sorted({text[0] for text in texts if text})

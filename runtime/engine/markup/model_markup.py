@@ -49,7 +49,7 @@ _WHOLE_CALL = re.compile(r"\{\s*type\s*:\s*'function'\s*,\s*function\s*:\s*@\s*\
 def find_markup(name: str, template: str, tokens: Mapping[str, int], config: Mapping[str, Any] | None = None) -> Markup:
     """Return the markup of the family `name`, or `auto`: of the model with this chat template and these special tokens.
 
-    With `auto`, what the model's tokenizer_config.json describes goes before what the template shows. Reasoning is
+    With `auto`, the markup of the model's tokenizer_config.json has precedence over the template's. Reasoning is
     always found by the template otherwise. `none` has no tool calls.
     """
     markup = _family(name, template, tokens)

@@ -63,7 +63,7 @@ class MaskJob:
         return not self.is_done and 0 < self.started < time.monotonic() - limit_s
 
     def add(self, running: RunningGrammar, drafts: tuple[int, ...]) -> None:
-        """Add the masks of a sequence after what its matcher has taken by then, and after each draft token."""
+        """Add the masks of a sequence after the tokens that its matcher has taken, and after each draft token."""
         running.job, running.row, running.drafts = self, self.num_masks, drafts
         self.parts.append((running, self.num_masks, drafts))
         self.num_masks += 1 + len(drafts)

@@ -96,7 +96,7 @@ class _HashTable:
         self._first = np.cumsum(counts) - counts
 
     def find(self, hashes: Hashes) -> tuple[Integers, Integers]:
-        """Return the indices of the hashes that are in the table, and their places in what the table was made of."""
+        """Return the indices of the hashes that are in the table, and their places in the list behind the table."""
         at = self._first[_buckets(hashes)]
         less = np.flatnonzero(self._sorted[at] < hashes)
         while len(less):

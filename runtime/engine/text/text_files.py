@@ -21,8 +21,8 @@ def text_folder(path: Path) -> Path:
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
     """Return the content of a file, None without one.
 
-    Raises CorruptCheckpoint for a longer one, and for what is not a regular file: to open a pipe blocks until its other
-    end is opened, and a device may never end.
+    Raises CorruptCheckpoint for a longer one, and for anything but a regular file: to open a pipe blocks until its
+    other end is opened, and a device may never end.
     """
     try:
         status = path.stat()

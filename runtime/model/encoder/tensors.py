@@ -92,7 +92,7 @@ class EncoderTensors:
         raise MissingTensor(f"tensor {name} is not in {self.path}")
 
     def _stored_names(self, name: str) -> Iterator[str]:
-        """Yield the names that a tensor may have, depending on what wrote the file."""
+        """Yield the names that a tensor may have, depending on the program that wrote the file."""
         for found in (f"{self._spec.tensor_prefix}{name}", name, name.removeprefix("model.")):
             yield found
             yield found.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")

@@ -1,7 +1,7 @@
 """The ops of a program in order, and the values that they write and read, up to their place in the arena.
 
-Independent of what ops compute: `builder.py` has a method for each. Every op of the result reads only values that an
-earlier op wrote and no later op overwrote.
+Independent of the arithmetic of ops: `builder.py` has a method for each. Every op of the result reads only values that
+an earlier op wrote and no later op overwrote.
 """
 
 from __future__ import annotations

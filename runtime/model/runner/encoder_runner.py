@@ -141,7 +141,7 @@ class EncoderRunner:
         return base_s, row_s, pair_s
 
     def _clamped_lengths(self, lengths: Sequence[int]) -> list[int]:
-        """Return `lengths` shortened to what one batch can hold."""
+        """Return `lengths` shortened to the length that one batch can hold."""
         longest = min(self.spec.max_model_len, max(1, self.max_rows // len(lengths)))
         return [min(length, longest) for length in lengths[: self.max_rows]]
 

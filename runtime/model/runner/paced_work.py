@@ -35,7 +35,7 @@ class PacedWork:
         self._pace: dict[str, float] = {}  # kind -> seconds of an item of size 1
 
     def begin(self, pieces: Iterable[WorkPiece]) -> None:
-        """Take the next work, in place of what is not done. `pieces` yields a piece when those before it are done."""
+        """Take the next work, in place of unfinished work. `pieces` yields a piece when those before it are done."""
         self._pieces = iter(pieces)
         self._take_next()
 

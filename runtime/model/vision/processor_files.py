@@ -28,7 +28,7 @@ def read_processor(folder: Path) -> ConfigTable:
 def read_normalization(
     processor: ConfigTable, default_mean: tuple[float, ...], default_std: tuple[float, ...]
 ) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
-    """Return the factor of pixels, the means that are subtracted then, and the divisors of what is left."""
+    """Return the factor of pixels, the means that are subtracted then, and the divisors of the result."""
     processor = processor.with_defaults(DEFAULTS | {"image_mean": [*default_mean], "image_std": [*default_std]})
     rescale = processor.positive("rescale_factor") if processor.flag("do_rescale", True) else 1.0
     if not processor.flag("do_normalize", True):

@@ -97,7 +97,7 @@ class OperatorServer:
     # Answers
 
     async def metrics(self) -> Answer:
-        """Answer with what Prometheus reads."""
+        """Answer with the text that Prometheus reads."""
         return Answer(await self._metrics_cache.get(), CONTENT_TYPE_LATEST)
 
     async def _healthz(self) -> Answer:

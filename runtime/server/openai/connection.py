@@ -1,4 +1,4 @@
-"""`HTTPConnection`: one client's HTTP/1.1 connection, with limits on what it sends, how slowly, and how much it reads.
+"""`HTTPConnection`: one client's HTTP/1.1 connection, with limits on its requests and unread output.
 
 One request is answered at a time. While it is, the connection is read on, so that a client that leaves is noticed in
 the queue and in prefill too; what it sends ahead is kept within a limit. A client that half-closes has left. Must not
@@ -274,7 +274,7 @@ class HTTPConnection:
             check_chunks(self._http)
 
     async def _receive(self, num_bytes: int) -> bytes:
-        """Return at most `num_bytes` of what the client sends, none at the end."""
+        """Return at most `num_bytes` of the client's bytes, none at the end."""
         if not self._ahead:
             return await self._reader.read(num_bytes)
         data = bytes(self._ahead[:num_bytes])

@@ -65,7 +65,7 @@ def _response_format(value: object) -> StructuredOutputs | None:
 
 
 def _check_labels(given: Mapping[Any, Any]) -> None:
-    """Raise BadRequest for what stands beside a schema, which changes nothing, in another type."""
+    """Raise BadRequest for a neighboring field of a schema that has another type; such fields change nothing."""
     for name, kind, allowed in (("name", str, "text"), ("description", str, "text"), ("strict", bool, "true or false")):
         value = given.get(name)
         if value is not None and type(value) is not kind:

@@ -1,7 +1,7 @@
 """Measure the machine's roofline: read bandwidth and peak arithmetic, with the threads and ISA level of the engine.
 
-A shared machine changes by the minute, so measure before and after the speeds that are compared with the roofline. The
-result is a median, because a shared machine briefly reads much faster (58 GB/s instead of 34).
+A shared machine changes by the minute, so measure before and after the speeds that are compared with the roofline. A
+measurement is a median of passes, because a shared machine briefly reads much faster (58 GB/s instead of 34).
 """
 
 from __future__ import annotations

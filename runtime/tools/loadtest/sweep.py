@@ -3,7 +3,7 @@
 A sweep ends with the first point at which the server is saturated; beyond it only queues and errors grow. The server is
 saturated at a point if
 
-* its output throughput grew by less than a tenth of what the load grew by, relative to the point before (from 4 to 8
+* its output throughput grew by less than a tenth of the load's growth, relative to the point before (from 4 to 8
   requests per second the load grows by 100 %, so the throughput must grow by 10 %), or
 * more than half of the requests failed.
 """
