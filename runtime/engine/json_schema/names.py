@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .disjoint import TYPES, required_names
+from .disjoint import required_names
 from .references import ANNOTATIONS
 
 MAX_NAMES = 500  # names of a list
@@ -68,7 +68,5 @@ def with_least_properties(schema: _Schema) -> _Schema:
     if schema.get("additionalProperties") is False or least > len(required) + 1 or not optional:
         return schema
     needed: list[Any] = [{"required": [name]} for name in optional[:MAX_OPTIONAL]]
-    if schema.get("type") != "object":
-        needed.insert(0, {"type": [kind for kind in TYPES if kind != "object"]})
     given = rest.get("allOf", [])
     return {**rest, "allOf": [*given, {"anyOf": needed}] if isinstance(given, list) else [{"anyOf": needed}]}

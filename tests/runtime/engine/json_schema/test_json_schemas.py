@@ -26,6 +26,12 @@ SCHEMAS: list[list[Any]] = json.loads((Path(__file__).parents[3] / "data" / "jso
 TEXT = TextProcessor.load(BUNDLED_MODEL)
 REFUSED: dict[str, Any] = {
     "minProperties: 2 cannot be enforced": {"type": "object", "minProperties": 2, "required": []},
+    "minProperties: 3 cannot be enforced": {
+        "type": "object",
+        "properties": {"a": {}, "b": {}, "c": {}},
+        "required": ["a"],
+        "minProperties": 3,
+    },
     'keywords of a JSON schema cannot be enforced: "not"': {"type": "string", "not": {"pattern": "a"}},
     'keywords of a JSON schema cannot be enforced: "if", "then"': {
         "type": "integer",
@@ -218,6 +224,7 @@ def test_unique_items_of_many_values_are_refused(schema: dict[str, Any]) -> None
     "names",
     [
         {"format": "email"},
+        {"type": "integer", "pattern": "^a"},
         {"pattern": "^a", "maxLength": 3},
         {"enum": ["a", "b"], "pattern": "a"},
         {"not": {"const": "a"}},
@@ -334,6 +341,9 @@ def test_limits_of_different_alternatives_are_not_combined() -> None:
             },
             "items": {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "object", "$ref": "#/$defs/a"}]},
         },
+        {"type": ["object"], "required": ["a"], "properties": {"a": {"$ref": "#"}}},
+        {"type": "object", "required": ["a"], "additionalProperties": {"$ref": "#"}},
+        {"type": ["array"], "minItems": 1, "items": {"$ref": "#"}},
     ],
     ids=str,
 )
