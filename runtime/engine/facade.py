@@ -48,7 +48,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ms: int | None = None  # from submission
     pin_ms: int | None = None  # how long the prompt's pages stay in the prefix cache after the request ends
     echo: bool = False  # each output begins with the prompt from its second token on, with logprobs if wanted
-    # Per output, the token ids that another server has generated: go on after them. The client has the ends of `ended`.
+    # Per output, the token ids that another server has generated: it continues after these. `ended`: finished outputs.
     generated: tuple[tuple[int, ...], ...] | None = None
     ended: tuple[int, ...] = ()
     fit_max_tokens: bool = False  # lower max_tokens to what the context leaves after the prompt, instead of refusing
@@ -347,7 +347,7 @@ class EngineFacade(Protocol):
 
         The call itself refuses what needs no token ids to be refused, so a full queue costs the server no task. Raises
         InvalidRequest, ContextLengthExceeded, Overloaded, QuotaExceeded, DeadlineExceeded or Unavailable, before any
-        computation; a refused request leaves nothing behind.
+        computation; a refused request changes nothing.
         """
 
     def embed(self, request: EmbedRequest) -> Awaitable[Embeddings]:

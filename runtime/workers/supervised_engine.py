@@ -183,12 +183,12 @@ class SupervisedEngine:
             )
 
     async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
-        """See `Core.add`. Raises DeadlineExceeded, too. A caller that is cancelled leaves nothing behind."""
+        """See `Core.add`. Raises DeadlineExceeded, too. If the caller is cancelled, the request is removed."""
         self._check_accepting()
         return await self._add(requests)
 
     async def add_encoding(self, request: EncodeRequest) -> AdmissionEstimate:
-        """See `Core.add_encoding`. Raises DeadlineExceeded, too. A caller that is cancelled leaves nothing behind."""
+        """See `Core.add_encoding`. Raises DeadlineExceeded, too. If the caller is cancelled, the request is removed."""
         if not request.spec.is_continuation or self._stopped or self._down is not None:
             self._check_accepting()
         return await self._add((request,))
