@@ -4,7 +4,7 @@ usage: beside_encoders.py --peers-python PYTHON [--model FOLDER] [--work FOLDER]
 
 PYTHON belongs to an environment with torch, transformers, sentence-transformers, onnx, onnxruntime, openvino and nncf.
 FOLDER is a BERT model of sentence-transformers; without it, one is made in the shape of all-MiniLM-L6 with random
-weights. What the peers run is made from it once and kept in --work.
+weights. The peers' models are made from it once and kept in --work.
 
     torch            sentence-transformers, f32
     onnx f32, int8   ONNX Runtime, graph optimized for BERT, attention not fused; int8 dynamic

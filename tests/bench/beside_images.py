@@ -4,7 +4,7 @@ usage: beside_images.py --peers-python PYTHON [--work FOLDER] [--weights q8,bf16
 
 PYTHON belongs to an environment with torch, transformers, onnx, onnxruntime, openvino and nncf. The model is made once
 in --work: the tower and the connector of SmolVLM-256M (512 x 512 pixels, 1,024 patches, 12 layers, 768 columns) with
-random weights. What the peers run is exported from it for one image, with constant shapes.
+random weights. The peers' models are exported from it for one image, with constant shapes.
 
     onnx f32, int8   ONNX Runtime, graph optimized for vision transformers; int8 dynamic
     openvino f32     OpenVINO, told to compute in f32

@@ -34,7 +34,7 @@ POLL_S = 0.05
 
 @dataclass
 class Run:
-    """What users and texts got in some seconds."""
+    """The shares of users and texts in some seconds."""
 
     seconds: float
     itls_s: list[float] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Run:
 
 
 class Load:
-    """Users and texts on one engine; both go on until `stop`."""
+    """Users and texts on one engine; both continue until `stop`."""
 
     def __init__(self, engine: LocalEngine, arguments: argparse.Namespace) -> None:
         self._engine = engine

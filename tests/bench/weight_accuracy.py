@@ -1,4 +1,4 @@
-"""What the data type of the weights costs in accuracy.
+"""The cost of the weights' data type in accuracy.
 
 Two figures: the loss of the bundled model on held-out text, and the difference from transformers' logits in f32 on the
 small models of `tests/goldens`, whose weights are random.

@@ -41,7 +41,7 @@ class Overdrawn(Exception):
 
 
 class Proxy:
-    """What has passed since `reset`, and what to do with later frames."""
+    """The frames that passed since `reset`, and what to do with later frames."""
 
     def __init__(self) -> None:
         self.server = ""  # host:port

@@ -85,7 +85,7 @@ def main() -> int:
 
 
 async def conform(command: list[str], script: dict[str, Any], only: str = "") -> list[str]:
-    """Print every case with its result and return the names of those that failed."""
+    """Print every case with its result and return the names of failed ones."""
     failures = []
     async with AsyncExitStack() as stack:
         plain, guarded, wanted = await asyncio.gather(

@@ -68,7 +68,7 @@ KILL_PAUSE_S = 12.0  # pause in which streams continue in another engine and end
 
 @dataclass
 class Observations:
-    """What the bystanders saw in one phase."""
+    """The results of the bystanders in one phase."""
 
     gaps_s: list[float] = field(default_factory=list)  # gaps between two chunks of a stream
     streams: int = 0

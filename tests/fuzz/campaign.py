@@ -41,7 +41,7 @@ GROWTH_ALLOWED_BYTES = 16 * MIB
 
 @dataclass
 class CampaignReport:
-    """What happened in a campaign."""
+    """The results of a campaign."""
 
     cases: Counter[str] = field(default_factory=Counter)  # attacks by outcome
     breaches: list[str] = field(default_factory=list)

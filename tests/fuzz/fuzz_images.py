@@ -4,8 +4,8 @@ usage: fuzz_images.py [--cases 20000] [--seed 1]
 
 A case is a small file of any format and mode, or one that declares many pixels, with one to four changes: bytes
 flipped, numbers replaced by extreme ones, ranges removed, repeated or exchanged with those of another file, the file
-truncated, and the checksums of PNG chunks made right again. What is read is prepared as a model takes it. Exit status 1
-on any breach.
+truncated, and the checksums of PNG chunks made right again. Images that are read are prepared as a model takes them.
+Exit status 1 on any breach.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 usage: fuzz_text_files.py [--cases 20000] [--seed 1]
 
 A case is a folder with a tokenizer.json of random parts and settings, a chat template of random statements, or a
-generation_config.json and other settings of random values; a part of them is changed at random bytes. What loads
-encodes and decodes texts, renders a chat and recommends parameters, which a request must be able to have. Cases run in
-a process of their own, which is ended after 30 s of CPU time for one. Exit status 1 on any breach, also if memory grows
-by more than 500 MB.
+generation_config.json and other settings of random values; a part of them is changed at random bytes. A folder that
+loads encodes and decodes texts, renders a chat and recommends parameters, which a request must be able to have. Cases
+run in a process of their own, which is ended after 30 s of CPU time for one. Exit status 1 on any breach, also if
+memory grows by more than 500 MB.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class HostProcess:
         self._wait()
 
     def close(self) -> None:
-        """End the processes, also those that are stopped."""
+        """End the processes, stopped ones included."""
         if self.process.poll() is None:
             self.signal(signal.SIGCONT)
             self.process.terminate()
@@ -95,7 +95,7 @@ def running_hosts(count: int, *flags: str) -> Iterator[list[HostProcess]]:
 
 
 class LinkProxy:
-    """A proxy to one address. What it swallows is lost without a trace, as on a machine that is cut off."""
+    """A proxy to one address. Swallowed bytes are lost without a trace, as on a machine that is cut off."""
 
     def __init__(self, target: str) -> None:
         self.address = ""

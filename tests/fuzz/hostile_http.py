@@ -47,7 +47,7 @@ TIMED_SERVER = Path(__file__).with_name("timed_server.py")
 
 @dataclass
 class Phase:
-    """What a bystander saw in a phase."""
+    """The results of a bystander in a phase."""
 
     began_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0

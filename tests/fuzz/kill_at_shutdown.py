@@ -158,7 +158,7 @@ class Round:
 async def read(address: str, index: int, random: Random) -> str:
     """Read streams until one fails. Return the class of its error.
 
-    Those of clients with an even index are resumable: they wait a minute for a server that is gone.
+    Streams of clients with an even index are resumable: they wait a minute for a server that is gone.
     """
     try:
         async with AsyncClient(address) as client:

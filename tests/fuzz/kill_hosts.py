@@ -67,7 +67,7 @@ def random_streams(count: int, choose: random.Random) -> list[GenerateRequest]:
 
 
 class Progress:
-    """What one round has received."""
+    """The output that one round has received."""
 
     def __init__(self) -> None:
         self.num_chunks = 0

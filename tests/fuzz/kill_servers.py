@@ -31,7 +31,7 @@ Streams = list[tuple[str, SamplingParams]]
 
 
 class Progress:
-    """What one round has received."""
+    """The output that one round has received."""
 
     def __init__(self) -> None:
         self.num_chunks = 0

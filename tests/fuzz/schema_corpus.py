@@ -57,7 +57,7 @@ FORMAT_PATTERNS = {  # which jsonschema checks with other packages, or not as st
 
 @dataclass
 class Findings:
-    """What a corpus has led to."""
+    """The results of a corpus."""
 
     milliseconds: list[float] = field(default_factory=list)
     refusals: Counter[str] = field(default_factory=Counter)

@@ -82,7 +82,7 @@ class Stream:
 
 
 class Tenant:
-    """What the clients of one tenant share: the ids that the other tenant must not find."""
+    """The objects that the clients of one tenant share: the ids that the other tenant must not find."""
 
     def __init__(self, token: str) -> None:
         self.token = token

@@ -2,9 +2,9 @@
 
 usage: timed_server.py FILE ARGUMENTS OF quire
 
-CPU time does not depend on the other programs of the machine. What takes more than `LEAST_S` is written to the file at
-the end, as JSON: pairs of a moment of the monotonic clock and CPU seconds, of turns, in which no other client is
-answered, and of runs of turns between which the loop did not wait. The event loop is asyncio's own, which takes more
+CPU time does not depend on the other programs of the machine. Work that takes more than `LEAST_S` is written to the
+file at the end, as JSON: pairs of a moment of the monotonic clock and CPU seconds, of turns, in which no other client
+is answered, and of runs of turns between which the loop did not wait. The event loop is asyncio's own, which takes more
 CPU time than uvloop.
 """
 

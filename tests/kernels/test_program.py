@@ -608,7 +608,7 @@ def seen_by(first: int, count: int, *runs: tuple[int, int]) -> np.ndarray:
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(("kv", "window"), [("f32", 0), ("bf16", 100), ("int8", 100)])
 def test_rows_that_see_later_ones_match_the_reference(toy, kv, window, isa):
-    """Runs over tiles and splits, one that goes on after a page that is computed, and a decode row beside them."""
+    """Runs over tiles and splits, one that continues after a computed page, and a decode row beside them."""
     model = toy(kv=kv, windows=(window,), isa=isa)
     a, b = tokens(250, 1), tokens(41, 2)
     table_a, table_b = pages(*range(20, 12, -1)), pages(30, 3)
@@ -628,7 +628,7 @@ def test_rows_that_see_later_ones_match_the_reference(toy, kv, window, isa):
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("q8", "int8"), ("bf16", "bf16")])
 def test_same_bits_at_every_chunking_around_rows_that_see_later_ones(toy, weights, kv, isa):
-    """Of a sequence with a run, in chunks that do not divide it, and of another one beside it."""
+    """A sequence with a run, in chunks that do not divide it, and another one beside it."""
     ids, other = tokens(250), tokens(20, 3)
     table, other_table, run = pages(*range(7, 15)), pages(20), (50, 150)
     model = toy(weights=weights, kv=kv, windows=(100,), isa=isa)

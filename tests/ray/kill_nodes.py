@@ -46,7 +46,7 @@ def shortened(params: SamplingParams, tokens: int) -> SamplingParams:
 
 
 class Progress:
-    """What one round has received."""
+    """The output that one round has received."""
 
     def __init__(self) -> None:
         self.num_chunks = 0

@@ -88,7 +88,7 @@ class RayFleet:
         return (await serve.get_app_handle("quire").remote())["clients"]
 
     def num_moves(self) -> int:
-        """Return how often requests of a lost host went on at others."""
+        """Return how often requests of a lost host continued at others."""
         logs = Path(self.cluster.head_node.get_logs_dir_path()).glob("worker-*.err")
         return sum(log.read_text("utf-8", "replace").count(MOVED) for log in logs)
 

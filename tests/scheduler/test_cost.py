@@ -145,7 +145,7 @@ def test_no_sequence_waits_for_a_target_that_one_sequence_alone_exceeds() -> Non
 
 
 def test_the_mean_output_length_follows_new_requests_slowly() -> None:
-    """Of one slot, the request behind one that runs waits for a whole output of it, one step of 10 ms per token."""
+    """With one slot, the request behind one that runs waits for a whole output of it, one step of 10 ms per token."""
     cost = CostModel(Coefficients(0.01, 0.0, 0.0, 0.0, 0.0))
     for _ in range(8):
         cost.observe(StepLoad(1, 0, 0), 0.01)

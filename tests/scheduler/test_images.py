@@ -40,7 +40,7 @@ def test_a_step_has_tokens_of_one_image_at_most(make_harness: Any) -> None:
 
 
 def test_requests_share_that_image(make_harness: Any) -> None:
-    """While one request computes an image, others get as far as theirs; a prompt without images goes on."""
+    """While one request computes an image, others get as far as theirs; a prompt without images continues."""
     harness = make_harness()
     harness.add(1, PROMPT, max_tokens=1, images=CATS[:1])
     harness.add(2, [3, *PROMPT], max_tokens=1, images=(image(3),))

@@ -1,4 +1,4 @@
-"""What a step takes: the order of admission and prefill, what the budget counts, and the texts beside sequences."""
+"""The content of a step: the order of admission and prefill, what the budget counts, and the texts beside sequences."""
 
 from __future__ import annotations
 

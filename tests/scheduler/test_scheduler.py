@@ -1,4 +1,4 @@
-"""What a step contains, when requests are admitted, and how they end. Pages hold 4 tokens."""
+"""The content of a step, the admission of requests, and their ends. Pages hold 4 tokens."""
 
 from __future__ import annotations
 

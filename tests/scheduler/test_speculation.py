@@ -219,7 +219,7 @@ def test_the_acceptance_rate_follows_what_was_accepted_and_recovers() -> None:
 def test_deferred_samples_are_computed_again(
     make_harness: MakeHarness, expected: Expected, windows: tuple[int, ...], draft_tokens: int
 ) -> None:
-    """In prefill and in decode, after accepted and rejected drafts, and while other requests go on."""
+    """In prefill and in decode, after accepted and rejected drafts, and while other requests run."""
     chance = random.Random(1)
     harness = speculative(make_harness, windows=windows, num_speculative_tokens=draft_tokens)
     execute, num_deferred = harness.execute, 0

@@ -90,7 +90,7 @@ class Flood:
 
     @property
     def share(self) -> float:
-        """What texts got of the time that decoding leaves under the target."""
+        """The share of texts in the time that decoding leaves under the target."""
         return sum(self.encodes_s) / sum(TARGET_S - decode_s for decode_s in self.decodes_s)
 
     def _step(self) -> None:

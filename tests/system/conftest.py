@@ -50,7 +50,7 @@ class FakeGeneration:
     The prompt `hold` never ends by itself, `fail` and `crash` raise an error, and `prefill` takes several steps for its
     prompt of three tokens.
 
-    Of several choices, the first ends first; each of the others is one chunk.
+    If there are several choices, the first ends first; each of the others is one chunk.
     """
 
     def __init__(self, engine: FakeEngine, request: GenerateRequest) -> None:

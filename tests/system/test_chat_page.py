@@ -58,7 +58,7 @@ async def set_field(tab: Tab, name: str, value: object) -> None:
 
 
 async def give_files(tab: Tab, how: str, *names: str) -> None:
-    """Choose files of one pixel, paste them or drop them. Those whose name ends in .txt are texts."""
+    """Choose files of one pixel, paste them or drop them. Files whose name ends in .txt are texts."""
     event = {
         "choose": "Object.assign(document.getElementById('files'), {files}).dispatchEvent(new Event('change'))",
         "paste": "document.activeElement.dispatchEvent(new ClipboardEvent('paste', {clipboardData: data}))",

@@ -340,7 +340,7 @@ async def test_an_answer_that_other_answers_leave_no_room_for_may_be_tried_again
 
 
 async def test_an_answer_is_not_counted_as_held_and_as_sent() -> None:
-    """What is held takes 280 kB, the answer 150 kB, the limit is 350 kB; the connection goes on."""
+    """The held values take 280 kB, the answer 150 kB, the limit is 350 kB; the connection continues."""
     body = {"model": "quire", "input": ["a"] * 2000, "encoding_format": "base64"}
     limits = {"max_outgoing_bytes": 350_000, "max_frame_bytes": 300_000}
     async with embedding_system(**limits) as system, connection(system) as client:

@@ -1,4 +1,4 @@
-"""Engine hosts are killed, stopped and cut off: every stream goes on at another host with the same bytes.
+"""Engine hosts are killed, stopped and cut off: every stream continues at another host with the same bytes.
 
 Two real hosts on loopback, a proxy before each. Rules without processes are tested in `tests/runtime/cluster/`.
 """

@@ -1,4 +1,4 @@
-"""Clients with several servers: a stream goes on at another one, without losing, repeating or changing a byte."""
+"""Clients with several servers: a stream continues at another one, without losing, repeating or changing a byte."""
 
 from __future__ import annotations
 

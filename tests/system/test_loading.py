@@ -1,4 +1,4 @@
-"""What a process shows while a model loads: the plan in the log, and a bar on a terminal that is erased at the end."""
+"""The progress of loading a model: the plan in the log, and a bar on a terminal that is erased at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends in the server is freed at once: a garbage collection stalls every stream for as long as it takes."""
+"""Ended objects of the server are freed at once: a garbage collection stalls every stream for as long as it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with other tokenizers than the bundled one: text goes on after the prompt; a panic ends its request only."""
+"""Models with other tokenizers than the bundled one: text continues the prompt; a panic ends its request only."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ async def test_a_killed_process_is_replaced_and_the_output_goes_on(
 async def test_a_grammar_that_takes_long_to_compile_delays_nobody(
     serving: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While one request's grammar is compiled, other streams go on."""
+    """While one request's grammar is compiled, other streams continue."""
     go = asyncio.Event()
     loop = asyncio.get_running_loop()
     compile_it = Grammars._compile

@@ -1,4 +1,4 @@
-"""Engine processes are killed at any moment: every stream goes on with the same bytes.
+"""Engine processes are killed at any moment: every stream continues with the same bytes.
 
 Rules of replay and quarantine are tested without processes in `tests/runtime/workers/`.
 """
@@ -312,7 +312,7 @@ async def test_several_processes_are_one_engine() -> None:
 
 @pytest.mark.parametrize("echo", [{}, {"echo": True, "logprobs": 0}])
 async def test_an_http_stream_outlives_its_engine_process(slow_engine: None, echo: dict[str, Any]) -> None:
-    """A prompt that is echoed with its logprobs goes on where it was, too."""
+    """A prompt that is echoed with its logprobs continues where it was, too."""
     body = {"prompt": [7 * i % 4000 for i in range(40)], "max_tokens": 40, "seed": 5, "ignore_eos": True, **echo}
     async with engine_pool() as engine:
         server = Server()

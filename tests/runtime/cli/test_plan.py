@@ -162,7 +162,7 @@ def test_a_model_in_this_process_takes_the_planned_memory(wide_folder: str, is_w
 
 
 def test_a_server_and_its_engine_process_take_the_planned_memory() -> None:
-    """What both map of files counts once."""
+    """File pages that both processes map count once."""
     config = EngineConfig(weights="q8", kv_cache_memory=KV_CACHE_MEMORY, threads=2)
     plan = plan_serving(Settings(engine=config, server=ServerConfig()), PlanTarget())
     planned = plan.capacity.memory.total_bytes + sum(plan.server_bytes.values())

@@ -1,4 +1,4 @@
-"""What an engine host makes of the messages of its API servers, and what it sends them. The engines are fakes."""
+"""The reactions of an engine host to the messages of its API servers, and its own messages. The engines are fakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends the link between an API server and an engine host."""
+"""The ends of the link between an API server and an engine host."""
 
 from __future__ import annotations
 

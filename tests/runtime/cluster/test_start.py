@@ -1,4 +1,4 @@
-"""What an API server checks before it uses engine hosts. The hosts are fakes."""
+"""The checks of an API server before it uses engine hosts. The hosts are fakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bits id depends on, and what not."""
+"""The dependencies of the bits id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs that another server began: the engine goes on after them with the same bytes, or refuses what cannot be."""
+"""Outputs that another server began: the engine continues after them with the same bytes, or refuses what cannot be."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def chunks_of(engine: LocalEngine, request: GenerateRequest) -> list[Outpu
 
 
 def continued(request: GenerateRequest, received: Sequence[OutputChunk]) -> GenerateRequest:
-    """Return the request that goes on after `received`."""
+    """Return the request that continues after `received`."""
     generated: list[tuple[int, ...]] = [()] * request.sampling_params.n
     for chunk in received:
         generated[chunk.choice] += chunk.token_ids

@@ -1,4 +1,4 @@
-"""What is special in the GGUF files of each family: keys and tensors beyond those that Llama has."""
+"""The special parts of the GGUF files of each family: keys and tensors beyond Llama's."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ def test_a_step_computes_the_part_of_an_image_that_fits(golden: tuple[Path, Any]
 
 
 def test_images_that_take_turns_are_done(square: tuple[Path, Any]) -> None:
-    """A call for another image goes on with the one that is begun."""
+    """A call for another image continues the one that is begun."""
     folder, data = square
     runner = runner_of(folder, cache=1 << 20)
     a, b = (sequence(0, 9, placed(pixels, 0, bytes([n]))) for n, pixels in enumerate(data["pixels"]))

@@ -1,4 +1,4 @@
-"""What Serve's handles return, without Ray."""
+"""The results of Serve's handles, without Ray."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ async def settled() -> None:
 
 
 class Host:
-    """What a host does with a connection: the test reads and writes."""
+    """The work of a host with a connection: the test reads and writes."""
 
     def __init__(self) -> None:
         self.connected: asyncio.Future[LinkConnection] = asyncio.get_running_loop().create_future()

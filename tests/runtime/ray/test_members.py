@@ -1,4 +1,4 @@
-"""What an API server learns of Serve's replicas: which hosts it uses, and when they change. Without Ray."""
+"""The view of an API server on Serve's replicas: which hosts it uses, and when they change. Without Ray."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ class FakePeer:
 
 
 class FakeServer:
-    """What the connections of one server share, over a `FakeEngine`."""
+    """The objects that the connections of one server share, over a `FakeEngine`."""
 
     def __init__(self, tenant: Tenant | None = None, tenants: Sequence[str] = (), **settings: Any) -> None:
         """Serve `tenant` without a token, or `tenants`, each with its name as token."""

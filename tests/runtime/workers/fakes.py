@@ -252,7 +252,7 @@ class FakeSpawner:
 
 @dataclass
 class FakeListener:
-    """What an `Engine` would hear of its core."""
+    """The messages of a core to its `Engine`."""
 
     updates: list[RequestUpdate] = field(default_factory=list)
     failures: dict[int, QuireError] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What an engine process sends over the link, and when."""
+"""The messages of an engine process over the link, and their times."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ async def test_updates_between_steps_are_sent_in_the_same_turn_of_the_event_loop
 
 
 async def test_failures_that_a_broken_loop_publishes_are_not_sent(scene: Scene) -> None:
-    """The requests can go on in the next process."""
+    """The requests can continue in the next process."""
     loop_errors: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_errors.append(context))
     scene.core.is_broken = True

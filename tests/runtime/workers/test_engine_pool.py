@@ -93,7 +93,7 @@ async def test_one_engine_gets_everything(processes: FakeSpawner, listener: Fake
 
 
 async def test_the_engine_process_decides_about_a_full_queue(processes: FakeSpawner, listener: FakeListener) -> None:
-    """What the pool last heard may be old: `check_room` is a first look, `add` asks the engine."""
+    """The pool's last report may be old: `check_room` is a first look, `add` asks the engine."""
     async with launched(1, listener, max_num_waiting=2) as pool:
         processes.last.tell_stats(waiting=2)
         await pool.add(new_requests(1))

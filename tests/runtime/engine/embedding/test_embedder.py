@@ -409,7 +409,7 @@ async def test_token_ids_need_no_helper_thread(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_text_that_is_far_too_long_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a text that may be truncated, only the beginning is."""
+    """Only the beginning of a text that may be truncated is."""
     tokenized: list[int] = []
     encode = FakeTexts.encode
 
@@ -651,7 +651,7 @@ async def test_draining_waits_for_all_chunks_and_refuses_new_requests() -> None:
 
 
 async def test_draining_waits_for_texts_whose_reader_pauses() -> None:
-    """The core has nothing to do: the next chunk of texts begins when the reader goes on."""
+    """The core has nothing to do: the next chunk of texts begins when the reader continues."""
     async with running() as engine:
         stream = await engine.embed(embed(*["a"] * 8 * CHUNK_TEXTS))
         core = engine.core

@@ -751,7 +751,7 @@ def test_a_beam_is_computed_apart_if_the_masks_of_its_parent_were_late(
 
 
 def test_a_matcher_whose_lexer_is_in_use_is_not_waited_for(masks: Grammars) -> None:
-    """Copies of a compiled grammar share a lexer, for which llguidance waits with the GIL: no thread would go on."""
+    """Copies of a compiled grammar share a lexer, for which llguidance waits with the GIL: no thread would continue."""
     step = masks.begin([sequence(WORD, [])])
     ready(step)
     assert step is not None

@@ -1,4 +1,4 @@
-"""What the grammar of a request allows, the parser reads as calls of its tools with valid arguments."""
+"""The parser reads every output that the grammar of a request allows as calls of its tools with valid arguments."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def test_at_most_two_processes_run_and_none_is_left(trials: Trials, monkeypatch:
 
 
 def test_close_ends_a_process_that_tries_a_grammar(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process is stopped. Of four requests, two are being tried and two wait for a process."""
+    """The process is stopped. Two of four requests are being tried and two wait for a process."""
     begun, started, outcomes = threading.Semaphore(0), trials_module._started, []
     command = (sys.executable, "-c", "import os; os.kill(os.getpid(), 19)")
 

@@ -149,7 +149,7 @@ def test_an_invalid_file_is_named(tmp_path: Path, header: Any, data: bytes) -> N
 
 
 def test_a_repeated_key_does_not_bypass_the_check_of_offsets(tmp_path: Path) -> None:
-    """Of either entry, the tensor is inside the file and as long as its shape."""
+    """The tensor of either entry is inside the file and as long as its shape."""
     first, second = json.dumps(entry(0, 32)), json.dumps(entry(0, 1 << 40, shape=[1 << 38]))
     for one, other in ((first, second), (second, first)):
         write(tmp_path, f'{{"a": {one}, "a": {other}}}'.encode(), b"\0" * 32)

@@ -547,7 +547,7 @@ async def test_a_trickle_of_credit_counts_as_a_slow_reader(
 
 
 async def test_the_engine_is_read_while_tokens_wait_for_credit(server: FakeServer) -> None:
-    """What waits is compact, and its bytes are counted."""
+    """Waiting output is compact, and its bytes are counted."""
     peer = await server.connect()
     await peer.ask(generate(1, credit=1))
     await server.engine.last.put(*(chunk(index) for index in range(101)))

@@ -136,7 +136,7 @@ def test_options_of_http_requests_reach_the_engine(read_call: Any, body: dict[st
 
 
 class Submitted(Live):
-    """What the engine returns for accepted texts; the second chunk may be an error."""
+    """The engine's results for accepted texts; the second chunk may be an error."""
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__(2)
@@ -155,7 +155,7 @@ class Submitted(Live):
 
 @pytest.mark.parametrize(("error", "counted"), [(None, 18), (GenerationFailed("a fault"), None)])
 async def test_the_tokens_of_texts_are_counted_for_their_tenant(error: Exception | None, counted: int | None) -> None:
-    """Those of a request that ends in an error are not."""
+    """The texts of a request that ends in an error are not."""
 
     async def submit() -> Any:
         return Submitted(error)

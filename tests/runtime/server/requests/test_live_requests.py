@@ -1,4 +1,4 @@
-"""What a request counts for its tenant before the engine has it: nothing is left of one that is refused."""
+"""The count of a request for its tenant before the engine has it: nothing is left of one that is refused."""
 
 from __future__ import annotations
 

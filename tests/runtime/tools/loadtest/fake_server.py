@@ -199,7 +199,7 @@ class Answers:
 
 
 class FakeConnection(asyncio.Protocol):
-    """What both protocols share: sending the tokens of a script when they are due."""
+    """The parts that both protocols share: sending the tokens of a script when they are due."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers

@@ -1,4 +1,4 @@
-"""What `quire loadtest` prints: the progress line and the result."""
+"""The output of `quire loadtest`: the progress line and the result."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_the_least_loaded_host_is_idle() -> None:
 def test_an_api_server_does_not_see_at_once_what_another_one_sends(
     routing: Routing, counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both find all hosts idle; those that take turns begin with different hosts."""
+    """Both find all hosts idle; servers that take turns begin with different hosts."""
     servers = itertools.cycle(range(2))
     monkeypatch.setattr("random.Random.choice", lambda self, choices: choices[next(servers)])
     arrivals = [Arrival(0.01 * number, 10, 100, conversation=number) for number in range(2)]

@@ -1,4 +1,4 @@
-"""What a number of threads does to the cost of a step: uneven shares, waits, and the bandwidth of few readers."""
+"""The effect of the number of threads on the cost of a step: uneven shares, waits, and the bandwidth of few readers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_threads_that_bring_no_bandwidth_and_no_arithmetic_make_no_step_faster(
 
 
 def test_a_sequence_with_few_heads_leaves_threads_idle() -> None:
-    """Of 64 threads 8 work on one short sequence with 8 KV heads; 8 such sequences take no longer."""
+    """8 of 64 threads work on one short sequence with 8 KV heads; 8 such sequences take no longer."""
     cost = cost_on(64)
 
     def attention_s(users: int) -> float:
