@@ -1,7 +1,7 @@
 """Committing a step: its samples become tokens, its slots computed tokens, and requests that are complete end.
 
-Must not import budgets or the scheduler. A row that the step left out, or whose sample is to be taken again, gives its
-slots back; a later step computes them.
+Must not import budgets or the scheduler. If the step left a row out, or its sample must be taken again, the row gives
+its slots back; a later step computes them.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class EncoderResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Samples in the plan's order, those of one sequence together, and the seconds that the sequences took."""
+    """Samples in the plan's order, grouped by sequence, and the seconds that the sequences took."""
 
     step_id: int
     sampled: tuple[SampledToken, ...]

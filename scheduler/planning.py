@@ -1,7 +1,7 @@
 """Planning of a step: which sequences run, and how many tokens each computes.
 
-Must not import the scheduler. Planning grows page tables and changes which requests run, nothing else. The plan is what
-the tables have grown by, so a plan that is never executed costs no token.
+Must not import the scheduler. Planning grows page tables and changes which requests run, nothing else. The plan is read
+from the growth of the tables, so a plan that is never executed costs no token.
 
 Order of a step: one token for every decoding request; then prefill chunks in the policy's order, newly admitted
 requests included, within the budget; then draft tokens, if no other request could use the step. The encoder gets the

@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class State(IntEnum):
-    """Where a request is."""
+    """The place of a request between arrival and end."""
 
     WAITING = 0  # queued, never ran
     PREFILL = 1  # running, known tokens are still to be computed

@@ -4,9 +4,9 @@ Must not import the queue, budgets or the planner. A request runs exactly as lon
 owned page belongs to a running request.
 
 A protected request is never preempted. It is admitted only when the pool could supply all pages it may ever need, not
-counting pages it shares; it keeps those it does not hold yet reserved, and takes missing pages from unprotected
-requests. So all protected requests fit together. Beam searches are protected from the start, other requests after
-`MAX_PREEMPTIONS` preemptions. Among the others, the oldest is preempted only for a protected one.
+counting pages it shares; it keeps the pages reserved that it does not hold yet, and takes missing pages from
+unprotected requests. So all protected requests fit together. Beam searches are protected from the start, other requests
+after `MAX_PREEMPTIONS` preemptions. Among the others, the oldest is preempted only for a protected one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The memory that serving a model takes, from config.json and the capacities alone; `quire plan` prints it.
 
 Nothing is loaded or allocated. Each figure equals what `pack_model`, `PackedModel.compile`, the KV arena and `Program`
-allocate, because the same code computes both; only that of Python is an estimate.
+allocate, because the same code computes both; only the figure for Python is an estimate.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding: the base, the scaling for positions beyond those of training, and what it rotates."""
+    """Rotary embedding: the base, the scaling for positions beyond the training, and the rotated part of a head."""
 
     theta: float
     scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | FrequencyDivisors | None = None
@@ -87,11 +87,11 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """The names of a checkpoint's tensors, without `.weight` and `.bias`; those of a layer follow `layer`.
+    """The names of a checkpoint's tensors, without `.weight` and `.bias`; a layer's names follow `layer`.
 
-    The defaults are those of most families on Hugging Face. `qkv` and `gate_up` have one name where the checkpoint has
-    these matrices in one tensor, one above the other. Names of experts without {} are of tensors with the matrices of
-    all experts: [experts, rows, columns].
+    The defaults fit most families on Hugging Face. `qkv` and `gate_up` have one name where the checkpoint has these
+    matrices in one tensor, one above the other. Names of experts without {} are of tensors with the matrices of all
+    experts: [experts, rows, columns].
     """
 
     embedding: str = "model.embed_tokens"

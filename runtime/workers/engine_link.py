@@ -85,8 +85,8 @@ class ImagePixels(_Message, tag="PIXELS", frozen=True):
 class AddRequests(_Message, tag="ADD", frozen=True):
     """A request, or the samples of one. It is answered by an AddAnswer with the id of the first.
 
-    The samples have one prompt, which only the first of them carries: `of` removes it from the others, `specs` gives
-    it back to them.
+    The samples have one prompt, which only the first one carries: `of` removes it from the others, `specs` gives it
+    back.
     """
 
     requests: tuple[SampledRequestSpec, ...]
@@ -249,7 +249,7 @@ class PixelSender:
 
 
 class PixelReceiver:
-    """The pixels of one link that have arrived before their request, and those of the last request that had images."""
+    """The pixels of one link that arrived before their request, and the pixels of the last request with images."""
 
     def __init__(self, max_bytes: int = sys.maxsize) -> None:
         self._max_bytes = max_bytes
@@ -287,8 +287,8 @@ def without_pixels(spec: SampledRequestSpec) -> SampledRequestSpec:
 class EngineLink(asyncio.Protocol):
     """One end of the link. `receive` gets each message, in order; `lost` is called when the other end is closed.
 
-    If many messages came together, one turn of the event loop handles messages for `TURN_S`, the next ones the rest,
-    and what comes meanwhile. A report that takes longer is divided: an update with many logprobs takes several times as
+    If many messages came together, one turn of the event loop handles them for `TURN_S`, and the next turns handle
+    the rest. A report that takes longer is divided: an update with many logprobs takes several times as
     long as another.
     """
 

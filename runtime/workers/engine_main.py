@@ -1,7 +1,7 @@
 """The main program of an engine process: an `EngineCore` at the other end of the link.
 
-It must not import users' text or other sockets. The process ends with its server, and ignores the signals that end one:
-the server handles them and then sends StopEngine.
+It must not import users' text or other sockets. The process ends with its server and ignores signals that end a
+process: the server handles them and then sends StopEngine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An engine at the other end of a link as a core whose requests outlive its processes: each ends exactly once.
 
-Here are the log of its requests and its questions; where its processes come from is the supervisor's source.
+This file has the log of its requests and the calls to the engine; the source of the supervisor opens the processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Encoders: models that make one vector of each text, or score it; BERT and what followed it, and causal decoders."""
+"""Encoders: models that make one vector of each text, or score it; BERT and its successors, and causal decoders."""
 
 from .packed import EncoderMemoryPlan, PackedEncoder, pack_encoder, plan_encoder_memory
 from .registry import ENCODERS, is_encoder, read_encoder

@@ -1,6 +1,6 @@
 """NomicBERT, of nomic-embed-text 1 and 1.5: BERT with rotary embeddings, gated SiLU and no biases.
 
-Its config.json is that of transformers 5, or that of the model's own code, which has GPT-2's names.
+Its config.json comes from transformers 5, or from the model's own code, with GPT-2's names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The files of a sentence-transformers folder: what follows the transformer, and prompts.
+"""The files of a sentence-transformers folder: the modules after the transformer, and prompts.
 
 `modules.json` lists the modules, each with a config.json in a folder of its own.
 """
@@ -49,7 +49,7 @@ SCORE_ACTIVATIONS: dict[str, ScoreActivation] = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """The tokens whose logits score a pair: that of `true`, less that of `false` if there is one."""
+    """The tokens whose logits score a pair: the logit of `true`, less the logit of `false` if there is one."""
 
     true: int
     false: int | None

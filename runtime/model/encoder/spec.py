@@ -23,7 +23,7 @@ MessageFormat = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderNames:
-    """The names of a checkpoint's tensors, without `.weight` and `.bias`; those of a layer follow `layer`.
+    """The names of a checkpoint's tensors, without `.weight` and `.bias`; a layer's names follow `layer`.
 
     `qkv` and `up` have one name where the checkpoint stores these matrices stacked in one tensor.
     """
@@ -45,7 +45,7 @@ class EncoderNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertSpec:
-    """A bidirectional transformer, as BERT and what followed it. Only with norms before may they be RMS norms."""
+    """A bidirectional transformer, as BERT and its successors. Only with norms before may they be RMS norms."""
 
     family: str  # model_type: "bert", …
     vocab_size: int
@@ -95,7 +95,7 @@ class Projection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRows:
-    """A score by a decoder: the logit of the token for true, less that of the token for false if there is one."""
+    """A score by a decoder: the logit of the token for true, less the logit of the token for false if there is one."""
 
     matrix: str  # the tensor with a row for each token
     true: int  # token ids

@@ -1,6 +1,6 @@
 """The settings of sentence-transformers' first module: how texts become token ids, and what the transformer returns.
 
-Keys that cannot change a result are read over; every other one is honored, or refused by name.
+Keys that cannot change a result are skipped; every other one is honored, or refused by name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Qwen3-VL: Qwen3 with positions in time, height and width, after a vision tower that `model/vision/` reads.
 
-Its first layers add what the tower makes of its own layers (DeepStack).
+Its first layers add rows that layers of the tower make (DeepStack).
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The shape of one attention layer, the place of its keys and values, and what applies to heads and scores."""
+    """The shape of one attention layer, the place of its keys and values, and the operations on heads and scores."""
 
     num_heads: int
     num_kv_heads: int

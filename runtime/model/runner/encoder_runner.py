@@ -1,7 +1,7 @@
 """The encoder runner: loads an encoder, owns its memory, and computes batches of texts in stages.
 
-It keeps one batch between calls. Its methods block; the engine calls them from one thread, that of the model runner
-where a decoder is served too.
+It keeps one batch between calls. Its methods block; the engine calls them from one thread, the model runner's thread
+if a decoder is served, too.
 """
 
 from __future__ import annotations

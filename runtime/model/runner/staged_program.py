@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int32]
 
 
 class StagedProgram:
-    """A program bound to memory and threads. Stages are those of one set of rows at a time."""
+    """A program bound to memory and threads. One set of rows is computed at a time."""
 
     def __init__(
         self, plan: ProgramPlan, pool: Pool, isa: str, *, max_rows: int, max_texts: int, vocab_size: int

@@ -79,8 +79,8 @@ class Merger:
 class DynamicVisionSpec:
     """A transformer over the patches of an image of any size, and layers that make a row of each square of patches.
 
-    Heads are rotated by the row and the column of a patch. Patches are computed window by window, those of a square one
-    after another. In some layers a patch sees its window only.
+    Heads are rotated by the row and the column of a patch. Patches are computed window by window, and within a window
+    square by square. In some layers a patch sees its window only.
     """
 
     body: BertSpec

@@ -1,4 +1,4 @@
-"""The reading of Qwen's towers: those of Qwen2.5-VL and Qwen3-VL."""
+"""The reading of the towers of Qwen2.5-VL and Qwen3-VL."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of a mixture of experts: of the router, and for each expert those of an MLP."""
+    """The weights of a mixture of experts: the router's, and an MLP's for each expert."""
 
     router: PackedMatrix  # f32 [experts, hidden]; columns multiplied by those of the norm, whose input the router reads
     router_bias: Vector | None

@@ -1,7 +1,7 @@
 """GGUF files, versions 2 and 3: metadata and tensors, from one file or from the parts of a split one.
 
 A file is read as untrusted input: every count, length, dimension and offset is checked against the bytes of the file
-before anything of that size is made, and values are decoded when they are asked for. Must not import the names that
+before anything of that size is made, and values are decoded on access. Must not import the names that
 model families use.
 """
 

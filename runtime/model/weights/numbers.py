@@ -1,6 +1,6 @@
 """The check of a tensor's numbers while it is packed: a damaged file must not become a model that answers.
 
-Integers hide what is wrong: a NaN in q8 is a small number, and an infinite one leaves a scale without numbers.
+Integers hide errors: a NaN in q8 is a small number, and an infinite one leaves a scale without numbers.
 """
 
 from __future__ import annotations
