@@ -623,4 +623,11 @@ MUTANTS = [
         "a grant replaces the credit that is left",
         STREAM_TESTS,
     ),
+    Mutant(
+        HTTP,
+        "if len(query) != 1:",
+        "if len(query) > 1:",
+        "an empty list of queries is an internal error",
+        DOOR_TESTS,
+    ),
 ]

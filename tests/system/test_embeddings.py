@@ -284,6 +284,7 @@ async def test_classes_of_many_texts_have_the_index_of_their_text() -> None:
         ("/v1/rerank", {"query": "q", "documents": ["a", {}]}, "documents[1] must be text", "documents"),
         ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": 0}, "at least 1", "top_n"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": "c"}, "one text, not 2", "text_1"),
+        ("/v1/score", {"text_1": [], "text_2": "c"}, "one text, not 0", "text_1"),
         ("/v1/score", {"text_1": 5, "text_2": "c"}, "text_1 must be text", "text_1"),
         ("/v1/score", {"text_1": "x" * 40, "text_2": "c"}, "text_1 has 43 tokens", "text_1"),
         ("/v1/score", {"queries": "a", "text_2": ""}, "text_2 is empty", "text_2"),

@@ -203,6 +203,9 @@ async def test_a_chat_fills_the_context_unless_limited(system: Any) -> None:
     assert (first.fit_max_tokens, first.sampling_params.max_tokens) == (True, 100)
     assert (second.fit_max_tokens, second.sampling_params.max_tokens) == (False, 3)
     assert (third.fit_max_tokens, third.sampling_params.max_tokens) == (False, 5)
+    for fields in ({}, {"max_output_tokens": 3}):
+        await ask(system, "/v1/responses", {"input": messages, **fields})
+    assert [each.fit_max_tokens for each in system.engine.requests[3:]] == [True, False]
 
 
 async def test_the_role_of_every_choice_comes_first(system: Any) -> None:
@@ -845,6 +848,20 @@ async def test_no_other_site_may_read_answers(system: Any) -> None:
 async def test_a_prompt_that_fails_cancels_the_others(system: Any, eventually: Eventually) -> None:
     assert (await ask(system, COMPLETIONS, complete(["hold", "fail", "hold"]))).status == 500
     await eventually(lambda: not system.engine.live)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_the_engine_cancels_has_not_finished(
+    system: Any, eventually: Eventually, stream: bool
+) -> None:
+    """Its first prompt is answered; the engine cancels the second one."""
+    async with connection(system) as client:
+        client.send("POST", COMPLETIONS, complete(["p", "hold"], stream=stream))
+        await eventually(lambda: [each.request.prompt for each in system.engine.live] == ["hold"])
+        system.engine.live[0].cancel()
+        reply = await client.receive()
+    assert json.loads(reply.data[-1])["error"]["code"] == "cancelled"
+    assert reply.status == (200 if stream else 499)
 
 
 # Clients that leave

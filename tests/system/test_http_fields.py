@@ -213,6 +213,7 @@ async def test_an_error_names_the_field_of_the_body(real: Any, path: str, body: 
         (RESPONSES, {"input": "a " * 3000}, "input", "context_length_exceeded"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 2049}, "max_tokens", "context_length_exceeded"),
         (CHAT, {"messages": MESSAGES, "max_tokens": 2049}, "max_tokens", "context_length_exceeded"),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 0}, "max_tokens", None),
         (RESPONSES, {"input": "a", "max_output_tokens": 2049}, "max_output_tokens", "context_length_exceeded"),
         (f"{RESPONSES}/input_tokens", {"input": []}, "input", None),
     ],

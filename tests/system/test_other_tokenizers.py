@@ -40,6 +40,7 @@ async def test_text_goes_on_after_the_prompt(real: Any) -> None:
     for fields, expected in (
         ({}, [" yes yes yes"]),
         ({"echo": True}, ["yes yes yes yes"]),
+        ({"echo": True, "max_tokens": 0, "prompt": "yes yes"}, ["yes yes"]),
         ({"stop": " yes"}, [""]),
         ({"stop": " yes", "include_stop_str_in_output": True}, [" yes"]),
         ({"n": 2, "best_of": 3}, [" yes yes yes"] * 2),

@@ -240,6 +240,7 @@ async def test_a_response_that_was_cut_within_a_call_is_continued_without_it(
             cut = (await ask(real, "POST", RESPONSES, {**WEATHER, "max_output_tokens": num_tokens})).json
             assert cut["status"] == "incomplete"
             assert [item["type"] for item in cut["output"]] == ["message", "function_call"]
+            assert [item["status"] for item in cut["output"]] == ["completed", "incomplete"]
             assert cut["output"][1]["arguments"] == arguments
             following = {**WEATHER, "input": "<|1|>", "previous_response_id": cut["id"]}
             reply = await ask(real, "POST", RESPONSES, following)

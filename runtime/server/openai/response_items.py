@@ -77,9 +77,7 @@ def input_messages(items: list[Any], num_previous: int = 0) -> list[tuple[str, d
             )
         places += [where] * (len(messages) - len(places))
     return [
-        (place, each)
-        for place, each in zip(places, messages, strict=True)
-        if each.keys() & {"content", "tool_calls"} or each["role"] != "assistant"
+        (place, each) for place, each in zip(places, messages, strict=True) if each.keys() & {"content", "tool_calls"}
     ]
 
 

@@ -134,6 +134,9 @@ def test_reasoning_after_a_call_or_a_text_begins_a_message() -> None:
     placed = input_messages([thought("a"), call, thought("b"), {"role": "assistant", "content": "c"}])
     assert [place for place, _ in placed] == ["input[0]", "input[3]"]
     messages = [message for _, message in placed]
+    summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": text} for text in "xy"]}
+    ((_, summarized),) = input_messages([summary, {"role": "assistant", "content": "z"}])
+    assert (summarized["reasoning_content"], summarized["content"]) == ("x\ny", "z")
     assert [(each["reasoning_content"], each.get("content")) for each in messages] == [("a", None), ("b", "c")]
     assert [len(each.get("tool_calls", ())) for each in messages] == [1, 0]
 
@@ -332,6 +335,32 @@ class FakeParser:
         return []
 
 
+def test_two_calls_of_one_chunk_have_two_indexes() -> None:
+    form = ChatFormat(CALL, "m", vocabulary)
+    parser = FakeParser([Delta(kind, text) for kind, text in (("call", "f"), ("arguments", "{}")) * 2])
+    form.read_with(cast(Any, lambda: parser))
+    calls = [event["choices"][0]["delta"]["tool_calls"][0] for event in deltas_of(form.events(0, TWO_TEXTS))]
+    assert [(each["index"], each["function"]["arguments"]) for each in calls] == [
+        (0, ""),
+        (0, "{}"),
+        (1, ""),
+        (1, "{}"),
+    ]
+    assert [each["id"] for each in calls if "id" in each] == [
+        call_id(f"chatcmpl-{CALL.name}", 0, index) for index in (0, 1)
+    ]
+
+
+def test_the_logprobs_of_a_chunk_belong_to_its_first_text() -> None:
+    form = ResponseFormat(CALL, "m", vocabulary)
+    parser = FakeParser([Delta("content", "a"), Delta("call", "f"), Delta("arguments", "{}"), Delta("content", "b")])
+    form.read_with(cast(Any, lambda: parser))
+    form.choices[0].add(TWO_TEXTS)
+    first, _, last = json.loads(form.whole(Usage(prompt_tokens=1, completion_tokens=3)))["output"]
+    shown = [[each["token"] for each in item["content"][0]["logprobs"]] for item in (first, last)]
+    assert shown == [["a", "b", "c"], []]
+
+
 def test_an_item_begins_empty_though_its_chunk_has_all_of_it() -> None:
     form = ResponseFormat(CALL, "m", vocabulary)
     parser = FakeParser([Delta("content", "a"), Delta("call", "f"), Delta("arguments", "{}")])
@@ -373,6 +402,18 @@ def test_logprobs_count_as_held_until_the_answer_is_whole() -> None:
     choice = Choice(ChatLogprobs(vocabulary))
     num_bytes = choice.add(CHUNK)
     assert num_bytes >= len(CHUNK.text) + sum(len(fragment) for piece in choice.columns for fragment in piece)
+
+
+def test_logprobs_of_a_prompt_count_as_held_once() -> None:
+    choice = Choice(None)
+    choice.prompt = PromptPart(range(10), lambda token_id: Token(b"a", is_special=False), 0, None)
+    chunks = [
+        OutputChunk(first_index=index, token_ids=(index,), text="a", logprobs=(TokenLogprobs(index, -0.5),))
+        for index in range(1, 10)
+    ]
+    num_bytes = [choice.add(chunk) for chunk in chunks]
+    assert len(set(num_bytes)) == 1, "each token's own"
+    assert sum(num_bytes) >= len(choice.prompt.json()) - len("[null,,,,,,,,,]")
 
 
 def test_what_the_end_of_a_streamed_response_repeats_counts_as_held() -> None:
@@ -448,3 +489,6 @@ async def test_a_stream_is_kept_alive_by_its_events_or_else_by_comments(monkeypa
     assert sent == [], "an event was sent since"
     timers.pop()()
     assert sent == [b"2\r\n:\n\r\n"]
+    exchange.leave("disconnect")
+    exchange.send_events(b"data: 2\n\n")
+    assert sent == [b"2\r\n:\n\r\n"], "the client has left"
