@@ -179,7 +179,7 @@ async def serving(this: Round, random: Random) -> None:
 async def one_round(number: int, case: int, weights: Path, seed: int, report: CampaignReport) -> float | None:
     """Run one server to its end. Return how long it took after SIGTERM; None if it had ended before."""
     random = Random(f"{seed} {number} moments")
-    phase = "use" if number % 2 else "load"
+    phase, num_breaches = "use" if number % 2 else "load", len(report.breaches)
     what = f"round {number}: case {case} ({kind_of(case)}), {phase}"
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryFile("w+") as log:
         folder = Path(name)
@@ -201,6 +201,8 @@ async def one_round(number: int, case: int, weights: Path, seed: int, report: Ca
                 print(f"{what}\n" + "\n".join(this.log().splitlines()[-60:]), flush=True)
             report.cases[f"{phase}: {'ended' if in_time else 'late'}"] += 1
             _judge(this, what, report)
+            for breach in report.breaches[num_breaches:]:
+                print(f"  {breach}", flush=True)
             return took_s
         finally:
             for client in this.clients:
@@ -247,6 +249,4 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     outcome = CampaignReport()
     uvloop.run(main(arguments, outcome))
-    for breach in outcome.breaches:
-        print(f"  {breach}")
     raise SystemExit(int(bool(outcome.breaches)))
