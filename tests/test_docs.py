@@ -205,6 +205,43 @@ def test_every_file_named_in_a_document_exists(document):
         assert (ROOT / path).exists(), path
 
 
+ENTRANCES = [  # questions of a newcomer, and the file and the name that answer them
+    ("Which code admits a request?", "scheduler/planning.py", "Planner._admit"),
+    ("Which code decides how many tokens a step prefills?", "scheduler/planning.py", "Planner._grow_prefill"),
+    ("Which code frees a page?", "pager/table.py", "PageTable.release"),
+    ("Which code restarts an engine process?", "runtime/workers/supervisor.py", "Supervisor"),
+    ("Which code makes masks of a grammar?", "runtime/engine/structured/masks.py", None),
+    ("Which code makes a grammar of a JSON schema?", "runtime/engine/json_schema/schema.py", None),
+    ("Which code reads the header of a GGUF file?", "runtime/model/weights/gguf.py", None),
+    ("Which code packs weights into 4 bits?", "kernels/simd/q4.c", None),
+    ("Which code chooses AMX?", "kernels/isa.pyx", "pick_level"),
+    ("Which code sends server-sent events?", "runtime/server/openai/exchange.py", None),
+    ("Which code routes a request to a host?", "runtime/workers/router.py", "Router"),
+    ("Which code holds a tenant's quota of pages?", "scheduler/queue.py", "_has_quota"),
+    ("Which code turns an image into tokens?", "runtime/engine/images/reader.py", None),
+    ("Which code decides which requests are replayed?", "runtime/workers/token_log.py", "next_to_send"),
+    ("Which code opens page tables?", "pager/pager.py", "Pager"),
+    ("Which code runs the ops of a step?", "kernels/replay.pyx", "replay_ops"),
+    ("Where does the server begin?", "runtime/server/server.py", "Server"),
+]
+
+
+@pytest.mark.parametrize(("question", "file", "name"), ENTRANCES)
+def test_the_map_answers_a_question_of_a_newcomer_by_name(question, file, name):
+    text = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
+    assert f"`{file}`" in text, question
+    if name is not None:
+        assert f"`{name}`" in text, question
+        definition = rf"\b(def|class|void)\s+{name.split('.')[-1]}\b"
+        assert re.search(definition, (ROOT / file).read_text("utf-8")), question
+
+
+@pytest.mark.parametrize(("question", "section"), [("parameter", "A sampling parameter"), ("family", "A model family")])
+def test_contributing_says_which_files_to_change(question, section):
+    assert f"### {section}\n" in (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    assert question in (ROOT / "ARCHITECTURE.md").read_text("utf-8")
+
+
 @pytest.mark.parametrize(
     ("document", "at_least"), [("ARCHITECTURE.md", 50), ("CONTRIBUTING.md", 30), ("kernels/DESIGN.md", 50)]
 )

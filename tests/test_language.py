@@ -68,10 +68,9 @@ def text_files() -> list[Path]:
 def findings(text: str) -> list[tuple[int, str, str]]:
     """Line number, phrase and advice for each banned phrase in `text`."""
     return [
-        (number, match.group(), advice)
-        for number, line in enumerate(text.splitlines(), 1)
+        (text.count("\n", 0, match.start()) + 1, match.group(), advice)
         for pattern, advice in BANNED.items()
-        for match in re.finditer(pattern, line, re.IGNORECASE)
+        for match in re.finditer(pattern, text, re.IGNORECASE)
     ]
 
 
