@@ -6,8 +6,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import structlog
 
@@ -35,6 +36,8 @@ from ..model.runner import Capacity, ModelRunner, load_model
 from ..model.runner.capacity import EncoderCapacity
 from ..model.runner.encoder_runner import EncoderRunner, load_encoder
 from ..model.vision import read_vision
+from .core_parts import DecoderPart, LoadedDecoder, NoDecoder
+from .embedding.encoder import EncoderPart, LoadedEncoder, NoEncoder, describe_encoder
 from .embedding.encoder_text import EncoderText
 from .facade import NO_TEMPLATE
 from .text import Tokenizer
@@ -42,7 +45,6 @@ from .text_processor import TextProcessor
 
 if TYPE_CHECKING:
     from .images import ImageReader
-    from .kv_events import KVEventPublisher
 
 _log = structlog.get_logger("quire.engine")
 
@@ -55,7 +57,7 @@ def load_models(
     *,
     populate: bool = True,
     on_planned: Callable[[Capacity | EncoderCapacity], None] | None = None,
-) -> tuple[ModelRunner | None, EncoderRunner | None]:
+) -> tuple[DecoderPart, EncoderPart]:
     """Load what `config` names: a model that generates, an encoder, or both, which share their threads.
 
     Raises ModelError or ConfigError, and Unavailable soon after another thread has set `stop`.
@@ -63,15 +65,22 @@ def load_models(
     if is_encoder(model_path(config.model)):
         if config.embedding_model is not None:
             raise ConfigError("embedding_model cannot be given with a model that is an encoder itself; leave it out")
-        return None, load_encoder(config, stop, on_planned=on_planned)
-    runner = load_model(config, stop, populate=populate, on_planned=on_planned)
-    if config.embedding_model is None:
-        return runner, None
-    try:
-        return runner, load_encoder(config, stop, runner.pool)
-    except BaseException:
-        runner.close()
-        raise
+        alone = _loaded(load_encoder(config, stop, on_planned=on_planned), config)
+        return NoDecoder(alone, config), alone
+    with ExitStack() as undo:
+        runner = load_model(config, stop, populate=populate, on_planned=on_planned)
+        undo.callback(runner.close)
+        encoder: EncoderPart = NoEncoder()
+        if config.embedding_model is not None:
+            encoder = _loaded(load_encoder(config, stop, runner.pool), config)
+            undo.callback(encoder.close)
+        decoder = LoadedDecoder(runner, config, _open_spill_file(config, runner))
+        undo.pop_all()
+        return decoder, encoder
+
+
+def _loaded(encoder: EncoderRunner, config: EngineConfig) -> LoadedEncoder:
+    return LoadedEncoder(encoder, describe_encoder(encoder), config.weights)
 
 
 def load_texts(config: EngineConfig) -> tuple[TextProcessor, EncoderText | None]:
@@ -96,7 +105,7 @@ def load_texts(config: EngineConfig) -> tuple[TextProcessor, EncoderText | None]
     return text_processor, EncoderText(path, read_encoder(path))
 
 
-def build_spill_file(config: EngineConfig, runner: ModelRunner) -> SpillFile | None:
+def _open_spill_file(config: EngineConfig, runner: ModelRunner) -> SpillFile | None:
     """Return the file for spilled pages; None if `kv_spill_size` is 0. Raises ConfigError."""
     if not config.kv_spill_size:
         return None
@@ -108,27 +117,33 @@ def build_spill_file(config: EngineConfig, runner: ModelRunner) -> SpillFile | N
         raise ConfigError(f"kv_spill_dir: {error}") from error
 
 
-def build_pager(config: EngineConfig, runner: ModelRunner | None, spill_file: SpillFile | None) -> Pager:
-    """Return a pager over the runner's KV memory; without a runner, one with no memory, which nothing uses."""
-    if runner is None:
-        return Pager(config.page_size, 1, enable_prefix_caching=False)
-    return Pager(
-        runner.capacity.layout.page_size,
-        runner.capacity.num_pages,
-        windows=runner.capacity.layout.group_windows,
-        copy_page=runner.arena.copy_page,
-        enable_prefix_caching=config.enable_prefix_caching,
-        store=spill_file,
-    )
+class KVEvents(Protocol):
+    """What tells subscribers of the pages of the prefix cache."""
+
+    def publish(self) -> None:
+        """Send what has changed since the last call."""
+
+    def close(self) -> None:
+        """Send no more."""
 
 
-def build_kv_events(config: EngineConfig, pager: Pager) -> KVEventPublisher | None:
-    """Return what publishes the pages of the prefix cache; None without `kv_events`. Raises ConfigError."""
+class NoKVEvents:
+    """The `KVEvents` of a core without subscribers."""
+
+    def publish(self) -> None:
+        """Send nothing."""
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+def build_kv_events(config: EngineConfig, pager: Pager) -> KVEvents:
+    """Return what publishes the pages of the prefix cache, nothing without `kv_events`. Raises ConfigError."""
     if config.kv_events is None:
         for name in ("kv_events_replay", "kv_events_topic"):
             if getattr(config, name):
                 raise ConfigError(f"{name} needs kv_events, which is not set")
-        return None
+        return NoKVEvents()
     try:
         from .kv_events import KVEventPublisher
     except ImportError as error:

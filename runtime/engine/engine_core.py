@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 
 import msgspec
@@ -18,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from ...pager import OutOfPages, SpillFile
+from ...pager import OutOfPages
 from ...scheduler import (
-    NO_ENCODER,
     AdmissionEstimate,
     EncodeRequest,
     EngineLoop,
@@ -34,17 +32,14 @@ from ...scheduler import (
     whole_chunk,
 )
 from ..common.config import EngineConfig
-from ..common.errors import ContextLengthExceeded, Unavailable, UnsupportedModel
-from ..model import model_path
-from ..model.files import sampled_fingerprint
+from ..common.errors import ContextLengthExceeded, Unavailable
 from ..model.runner import Capacity, ModelRunner
 from ..model.runner.capacity import EncoderCapacity
-from ..model.vision import DynamicVisionSpec, VisionSpec
-from .bits import bits_id, encoder_bits_id
-from .build import build_kv_events, build_pager, build_scheduler, build_spill_file, load_models
+from .build import build_kv_events, build_scheduler, load_models
 from .core import CoreListener, Prefilled
-from .embedding.encoder import Encoder, describe_encoder, run_encoder
-from .facade import CoreInfo, EncoderInfo, EngineStats, HostStatus, ImageInfo, StepStats
+from .core_parts import DecoderPart
+from .embedding.encoder import EncoderPart
+from .facade import EngineStats, HostStatus, StepStats
 from .job_threads import JobThreads
 from .structured.grammars import Grammars
 from .structured.masks import StepMasks
@@ -61,31 +56,21 @@ class EngineCore:
     engine_loop: EngineLoop  # set by `start`
     _listener: CoreListener  # set by `start`
 
-    def __init__(
-        self,
-        runner: ModelRunner | None,
-        config: EngineConfig,
-        spill_file: SpillFile | None,
-        encoder: Encoder | None = None,
-        encoder_info: EncoderInfo | None = None,
-    ) -> None:
-        """Own a model that generates text, an encoder, or both, with what `encoder_info` says of the encoder."""
+    def __init__(self, config: EngineConfig, decoder: DecoderPart, encoder: EncoderPart) -> None:
+        """Own the decoder and the encoder, which are closed with the core. Raises ConfigError, owning neither."""
         self.config = config
-        self.encoder = encoder
-        self._encoder_info = encoder_info
-        self._runner = runner
-        self._spill_file = spill_file
-        self.pager = build_pager(config, runner, spill_file)
+        self.pager = decoder.open_pager()
+        self._decoder = decoder
+        self._encoder = encoder
         self._kv_events = build_kv_events(config, self.pager)
-        num_samples = config.max_num_seqs if runner is None else runner.capacity.max_num_samples
-        self._whole_images = runner is not None and runner.images is not None and runner.images.spec.whole_images
         self.scheduler = build_scheduler(
-            config, self.pager, num_samples, encoder or NO_ENCODER, whole_images=self._whole_images
+            config, self.pager, decoder.max_num_samples, encoder.limits, whole_images=decoder.whole_images
         )
         self._step_threads = JobThreads(2, "quire-step")  # one may compute masks while the other runs the next step
         self._computing = threading.Lock()  # held while a thread uses a model
-        self.grammars = Grammars(model_path(config.model) if runner is None else runner.path)
-        self._info = self._describe()
+        self.grammars = Grammars(decoder.path)
+        fingerprint = hashlib.sha256(decoder.bits_id() + encoder.bits_id()).hexdigest()[:16]
+        self.info = msgspec.structs.replace(decoder.describe(), encoder=encoder.info, fingerprint=fingerprint)
         self._started = False
         self._scoring = asyncio.Lock()  # held while `logits` computes
         self._closed = False
@@ -106,86 +91,28 @@ class EngineCore:
         """
         stop = threading.Event()
         try:
-            runner, encoder = await asyncio.to_thread(
+            decoder, encoder = await asyncio.to_thread(
                 load_models, config, stop, populate=populate, on_planned=on_planned
             )
         except asyncio.CancelledError:
             stop.set()
             raise
-        with ExitStack() as undo:
-            for loaded in (runner, encoder):
-                if loaded is not None:
-                    undo.callback(loaded.close)
-            spill_file = None if runner is None else build_spill_file(config, runner)
-            if spill_file is not None:
-                undo.callback(spill_file.close)
-            core = cls(runner, config, spill_file, encoder, None if encoder is None else describe_encoder(encoder))
-            undo.pop_all()
-            return core
-
-    @property
-    def info(self) -> CoreInfo:
-        """See `Core.info`."""
-        return self._info
+        try:
+            return cls(config, decoder, encoder)
+        except BaseException:
+            encoder.close()
+            decoder.close()
+            raise
 
     @property
     def runner(self) -> ModelRunner:
         """The model that generates text. Raises UnsupportedModel if the only model is an encoder."""
-        if self._runner is None:
-            raise UnsupportedModel("this model is an encoder: it makes embeddings or scores, and generates no text")
-        return self._runner
+        return self._decoder.runner
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the KV cache."""
-        return 0 if self._runner is None else self._runner.capacity.memory.kv_bytes
-
-    def _fingerprint(self) -> str:
-        """Return a short form of the bits ids of both models."""
-        digest = hashlib.sha256()
-        if self._runner is not None:
-            digest.update(bits_id(self._runner, self.config, sampled_fingerprint(self._runner.path)))
-        if self.encoder is not None:
-            encoder = self.encoder
-            digest.update(encoder_bits_id(encoder.isa, self.config.weights, sampled_fingerprint(encoder.path)))
-        return digest.hexdigest()[:16]
-
-    def _describe(self) -> CoreInfo:
-        if self._runner is None:
-            return self._describe_alone()
-        runner, capacity = self._runner, self._runner.capacity
-        return CoreInfo(
-            vocab_size=runner.spec.vocab_size,
-            max_model_len=capacity.max_model_len,
-            max_num_seqs=self.config.max_num_seqs,
-            num_pages=capacity.num_pages,
-            page_size=capacity.layout.page_size,
-            eos_token_ids=frozenset(runner.spec.eos_token_ids),
-            isa=capacity.isa,
-            threads=capacity.cpus.threads,
-            threads_reason=capacity.cpus.reason,
-            fingerprint=self._fingerprint(),
-            encoder=self._encoder_info,
-            images=None if runner.images is None else _describe_tower(runner.images.spec),
-        )
-
-    def _describe_alone(self) -> CoreInfo:
-        encoder, info = self.encoder, self._encoder_info
-        assert encoder is not None, "a core has a model"
-        assert info is not None, "an encoder comes with its description"
-        return CoreInfo(
-            vocab_size=info.vocab_size,
-            max_model_len=info.max_model_len,
-            max_num_seqs=self.config.max_num_seqs,
-            num_pages=0,
-            page_size=self.config.page_size,
-            isa=encoder.isa,
-            threads=encoder.cpus.threads,
-            threads_reason=encoder.cpus.reason,
-            fingerprint=self._fingerprint(),
-            encoder=info,
-            generates=False,
-        )
+        return self._decoder.kv_bytes
 
     @property
     def is_broken(self) -> bool:
@@ -195,8 +122,7 @@ class EngineCore:
     def start(self, listener: CoreListener) -> None:
         """See `Core.start`."""
         self._listener = listener
-        if self._kv_events is not None:
-            self._kv_events.publish()  # pages of a snapshot
+        self._kv_events.publish()  # pages of a snapshot
         self.engine_loop = EngineLoop(self.scheduler, self._execute, listener.publish, self._observe)
         self.engine_loop.start(listener.ended)
         self._started = True
@@ -230,17 +156,16 @@ class EngineCore:
         """See `Core.stats`."""
         if self.is_broken:
             raise Unavailable("the engine has stopped after an internal error; restart it")
-        stats = self.scheduler.stats()
+        stats, images = self.scheduler.stats(), self._decoder.image_counts()
         encoder = stats.encoder
-        images = None if self._runner is None else self._runner.images
         return msgspec.structs.replace(
             msgspec.convert(stats, EngineStats, from_attributes=True),
             encoder_waiting=encoder.waiting,
             encoder_running=encoder.running,
             encoded_texts=encoder.texts,
             encoded_tokens=encoder.tokens,
-            encoded_images=0 if images is None else images.num_encoded,
-            image_cache_hits=0 if images is None else images.num_cache_hits,
+            encoded_images=images.encoded,
+            image_cache_hits=images.cache_hits,
         )
 
     async def drain(self) -> None:
@@ -262,17 +187,12 @@ class EngineCore:
             async with self._scoring:  # `logits` ends before its next chunk
                 pass
         finally:  # also if the loop is broken or this call is cancelled
-            if self._kv_events is not None:
-                self._kv_events.close()
+            self._kv_events.close()
             self._step_threads.close()
             self.grammars.close()
-            if self._spill_file is not None:
-                self._spill_file.close()
             with self._computing:
-                if self.encoder is not None:
-                    self.encoder.close()
-                if self._runner is not None:
-                    self._runner.close()
+                self._encoder.close()
+                self._decoder.close()
 
     async def logits(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> npt.NDArray[np.float32]:
         """Return the raw logits [len(token_ids), vocab] after each token, for evaluation.
@@ -289,7 +209,7 @@ class EngineCore:
             try:
                 while (first := table.num_tokens) < len(token_ids):
                     num_tokens = min(max_num_samples, len(token_ids) - first)
-                    if self._whole_images:
+                    if self._decoder.whole_images:
                         num_tokens = whole_chunk(images, first, num_tokens) or least_whole_chunk(images, first)
                     table.append(num_tokens)
                     chunk = token_ids[first : first + num_tokens]
@@ -320,15 +240,11 @@ class EngineCore:
 
     def _compute(self, plan: StepPlan, masks: StepMasks | None) -> StepResult:
         """Run a step, in its thread."""
-        result = StepResult(plan.step_id, (), 0.0)
         with self._computing:
-            if plan.sequences:
-                execute = self.runner.execute
-                result = execute(plan) if masks is None else masks.advance(execute(plan, masks), plan.max_forced)
-            if self.encoder is None or not plan.encoder:
+            result = self._decoder.run(plan, masks)
+            if not plan.encoder:
                 return result
-            encoded = tuple([run_encoder(self.encoder, each) for each in plan.encoder])
-            return dataclasses.replace(result, encoder=encoded)
+            return dataclasses.replace(result, encoder=self._encoder.run(plan.encoder))
 
     def _score(
         self,
@@ -361,8 +277,7 @@ class EngineCore:
             Prefilled(s.request_id, s.first_position + len(s.token_ids)) for s in sequences if not s.num_samples
         ]
         self._listener.observe(stats, prefilled)
-        if self._kv_events is not None:
-            self._kv_events.publish()
+        self._kv_events.publish()
 
     def _log_itl_target(self, num_decode_rows: int) -> None:
         """Log once that decoding alone exceeds the latency target, and once that it no longer does."""
@@ -377,9 +292,3 @@ class EngineCore:
             )
         else:
             _log.info("inter-token target can be met again", target_ms=target_ms)
-
-
-def _describe_tower(spec: VisionSpec | DynamicVisionSpec) -> ImageInfo:
-    if isinstance(spec, DynamicVisionSpec):
-        return ImageInfo(token_id=spec.image_token_id, num_tokens=spec.num_tokens, block=spec.sizes.block)
-    return ImageInfo(token_id=spec.image_token_id, size=spec.image_size, num_tokens=spec.num_tokens)

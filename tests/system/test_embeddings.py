@@ -16,7 +16,7 @@ from quire.runtime.client import AsyncClient
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ContextLengthExceeded, InvalidRequest
 from quire.runtime.common.server_config import ServerConfig
-from quire.runtime.engine import EmbedRequest, Engine, EngineCore, TextProcessor
+from quire.runtime.engine import EmbedRequest, Engine, TextProcessor
 from quire.runtime.engine.embedding.embedder import CHUNK_TEXTS
 from quire.runtime.engine.embedding.vectors import cosines
 from quire.runtime.engine.text import Tokenizer
@@ -24,7 +24,15 @@ from quire.runtime.model import BUNDLED_MODEL, model_path
 from quire.runtime.model.runner import ModelRunner, load_model
 from quire.runtime.server import Server
 
-from tests.runtime.engine.fake_encoder import ENCODER_INFO, MAX_MODEL_LEN, NAN_TOKEN, FakeEncoder, FakeTexts, vector
+from tests.runtime.engine.fake_encoder import (
+    ENCODER_INFO,
+    MAX_MODEL_LEN,
+    NAN_TOKEN,
+    FakeEncoder,
+    FakeTexts,
+    fake_encoder_core,
+    vector,
+)
 
 from .conftest import FREE_PORTS, RawClient, System, raw_client
 from .http_client import Reply, connection
@@ -37,9 +45,7 @@ async def embedding_system(
     encoder: FakeEncoder | None = None, runner: ModelRunner | None = None, **settings: Any
 ) -> AsyncIterator[Any]:
     encoder = encoder or FakeEncoder()
-    engine = Engine(
-        EngineCore(runner, EngineConfig(), None, encoder, encoder.info), TextProcessor(None, None), FakeTexts()
-    )
+    engine = Engine(fake_encoder_core(encoder, runner), TextProcessor(None, None), FakeTexts())
     server, clients = Server(), []  # type: ignore[var-annotated]
     await server.start(engine, ServerConfig(served_model_name="quire", **FREE_PORTS, **settings))
     try:

@@ -1,4 +1,7 @@
-"""The encoder as an engine core uses it: what it is asked for, how it is described, and how a step runs its batch."""
+"""The encoder of an engine core: a model that makes vectors or scores, or its absence, an object that has no work.
+
+Like the core, this file must not import text, frames or sockets.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ import numpy.typing as npt
 import structlog
 
 from ....kernels import CpuBudget
-from ....scheduler import EncodedText, EncoderLimits, EncoderResult, EncoderStep
-from ...model.files import model_name
+from ....scheduler import NO_ENCODER, EncodedText, EncoderLimits, EncoderResult, EncoderStep
+from ...common.config import WeightDtype
+from ...model.files import model_name, sampled_fingerprint
 from ...model.runner.encoder_runner import EncoderRunner
+from ..bits import encoder_bits_id
 from ..facade import EncoderInfo
 
 _log = structlog.get_logger("quire.engine")
@@ -40,6 +45,66 @@ class Encoder(EncoderLimits, Protocol):
         """Free memory and threads. Idempotent."""
 
 
+class EncoderPart(Protocol):
+    """The encoder as its core sees it."""
+
+    @property
+    def limits(self) -> EncoderLimits:
+        """What the scheduler knows of the encoder."""
+
+    @property
+    def info(self) -> EncoderInfo | None:
+        """What the core reports of the encoder; None: there is none."""
+
+    def bits_id(self) -> bytes:
+        """Return the bits id of the loaded encoder."""
+
+    def run(self, steps: Sequence[EncoderStep]) -> tuple[EncoderResult, ...]:
+        """Run the encoder's part of a step. Blocks."""
+
+    def close(self) -> None:
+        """Free memory and threads. Idempotent."""
+
+
+class LoadedEncoder:
+    """An `EncoderPart` that computes. It owns the encoder."""
+
+    def __init__(self, encoder: Encoder, info: EncoderInfo, weights: WeightDtype) -> None:
+        self.limits = self.encoder = encoder
+        self.info = info
+        self._weights = weights
+
+    def bits_id(self) -> bytes:
+        """See `EncoderPart.bits_id`."""
+        return encoder_bits_id(self.encoder.isa, self._weights, sampled_fingerprint(self.encoder.path))
+
+    def run(self, steps: Sequence[EncoderStep]) -> tuple[EncoderResult, ...]:
+        """See `EncoderPart.run`."""
+        return tuple([_run_stages(self.encoder, step) for step in steps])
+
+    def close(self) -> None:
+        """See `EncoderPart.close`."""
+        self.encoder.close()
+
+
+class NoEncoder:
+    """The `EncoderPart` of a core that encodes nothing."""
+
+    limits = NO_ENCODER
+    info = None
+
+    def bits_id(self) -> bytes:
+        """Return nothing: the bits of outputs do not depend on an encoder."""
+        return b""
+
+    def run(self, steps: Sequence[EncoderStep]) -> tuple[EncoderResult, ...]:
+        """Return the results of a step without texts."""
+        return ()
+
+    def close(self) -> None:
+        """See `EncoderPart.close`."""
+
+
 def describe_encoder(encoder: EncoderRunner) -> EncoderInfo:
     """Return what requests and their answers depend on."""
     spec = encoder.spec
@@ -59,7 +124,7 @@ def describe_encoder(encoder: EncoderRunner) -> EncoderInfo:
     )
 
 
-def run_encoder(encoder: Encoder, step: EncoderStep) -> EncoderResult:
+def _run_stages(encoder: Encoder, step: EncoderStep) -> EncoderResult:
     """Run stages of a batch. An exception ends this batch only."""
     started = time.perf_counter()
     values: tuple[bytes | None, ...] = ()

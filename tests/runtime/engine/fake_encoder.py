@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from quire.kernels import CpuBudget
-from quire.runtime.engine import EncoderInfo
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.engine import EncoderInfo, EngineCore
+from quire.runtime.engine.core_parts import LoadedDecoder, NoDecoder
+from quire.runtime.engine.embedding.encoder import LoadedEncoder
 from quire.runtime.engine.text import Tokenizer
 from quire.runtime.model import BUNDLED_MODEL
+from quire.runtime.model.runner import ModelRunner
 from quire.scheduler import EncodedText
 
 DIMENSIONS = 4
@@ -87,3 +92,10 @@ class FakeEncoder:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def fake_encoder_core(encoder: FakeEncoder, runner: ModelRunner | None = None, **settings: Any) -> EngineCore:
+    """Return a core with a fake encoder, beside a model that generates if there is a `runner`."""
+    config = EngineConfig(**settings)
+    part = LoadedEncoder(encoder, encoder.info, config.weights)
+    return EngineCore(config, NoDecoder(part, config) if runner is None else LoadedDecoder(runner, config), part)

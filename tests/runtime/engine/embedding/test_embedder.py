@@ -29,7 +29,6 @@ from quire.runtime.engine import (
     EmbedRequest,
     EmbedStats,
     Engine,
-    EngineCore,
     GenerateRequest,
     LocalEngine,
     SilentObserver,
@@ -48,7 +47,16 @@ from quire.runtime.engine.validator import MAX_INPUTS
 from quire.runtime.model.runner import ModelRunner, load_model
 from quire.scheduler import AdmissionEstimate, EncodedText, RequestUpdate
 
-from ..fake_encoder import ENCODER_INFO, FAILING_TOKEN, MAX_MODEL_LEN, NAN_TOKEN, FakeEncoder, FakeTexts, vector
+from ..fake_encoder import (
+    ENCODER_INFO,
+    FAILING_TOKEN,
+    MAX_MODEL_LEN,
+    NAN_TOKEN,
+    FakeEncoder,
+    FakeTexts,
+    fake_encoder_core,
+    vector,
+)
 
 Running = Callable[..., AbstractAsyncContextManager[LocalEngine]]
 LABELS = msgspec.structs.replace(ENCODER_INFO, num_labels=1, score_activation="sigmoid", prompts={})
@@ -71,15 +79,14 @@ async def running(
     encoder: FakeEncoder | None = None, runner: ModelRunner | None = None, **settings: Any
 ) -> AsyncIterator[LocalEngine]:
     encoder = encoder or FakeEncoder()
-    core = EngineCore(runner, EngineConfig(**settings), None, encoder, encoder.info)
+    core = fake_encoder_core(encoder, runner, **settings)
     engine = Engine(core, TextProcessor(None, None), FakeTexts())
     engine.set_observer(Observer())
     try:
         yield engine
     finally:
         await engine.close()
-    assert core.encoder is not None
-    assert core.encoder.is_closed  # type: ignore[attr-defined]
+    assert encoder.is_closed
     assert not core.scheduler.has_work
 
 
