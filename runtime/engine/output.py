@@ -177,17 +177,20 @@ class StreamingOutput:
         self,
         stream: Stream,
         request: GenerateRequest,
-        seed: int,
-        submitted: float,
         requests: Sequence[Request],
         new_detokenizer: NewDetokenizer,
+        *,
+        seed: int,
+        submitted: float,
         continuation: Continuation | None = None,
+        image_bytes: int = 0,
     ) -> None:
         self.stream = stream
         self.request = request
         self.params = request.sampling_params
         self.seed = seed
         self.submitted = submitted
+        self.image_bytes = image_bytes  # pixels of the prompt's images, until the request ends
         # Raised instead of the core's error, if the core ends the request with one.
         self.error: QuireError | None = None
         self._num_former_tokens = 0  # of outputs that another server has ended
@@ -208,8 +211,8 @@ class StreamingOutput:
                 self.stream.go_on(output.choice, output.parser)
         return sequences
 
-    def take(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
-        """Take an update in and return the chunks that can be sent now. The request's last chunk still lacks its usage.
+    def receive(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
+        """Note an update, and return the chunks that can be sent now. The request's last chunk still lacks its usage.
 
         Raises whatever the detokenizer raises.
         """
@@ -247,12 +250,6 @@ class StreamingOutput:
             decode_ms=max(request.decode_s for request in requests) * 1000,
             stall_ms=max(request.stall_s for request in requests) * 1000,
         )
-
-    image_bytes = 0  # pixels of the prompt's images, until the request ends
-
-    def forget_sequences(self) -> None:
-        """Release the sequences, which refer to this output: nothing more is taken from the core."""
-        self.sequences.clear()
 
     def first_token_time(self) -> float | None:
         """Return when the request's first token came."""
@@ -299,7 +296,7 @@ class BestOfOutput(StreamingOutput):
     The best comes first, and of equals the one with the lower index.
     """
 
-    def take(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
+    def receive(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
         """Hold the update's tokens; return all outputs with the last update."""
         tokens, text = sequence.read(update)
         sequence.held_tokens += tokens
@@ -319,7 +316,7 @@ class BestOfOutput(StreamingOutput):
 class BeamOutput(StreamingOutput):
     """The output of `beam_width`: the hypotheses of one scheduled beam search, once it has ended."""
 
-    def take(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
+    def receive(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
         """Return the hypotheses with the update that ends the search."""
         sequence.read(update)
         if sequence.finish_reason is None:

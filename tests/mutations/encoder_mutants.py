@@ -225,8 +225,8 @@ MUTANTS = [
     ),
     Mutant(
         EMBEDDING,
-        "if self._leave(stream) and self.observer is not None:",
-        "self._leave(stream)\n        if self.observer is not None:",
+        "        if self._leave(stream):\n            request",
+        "        self._leave(stream)\n        if stream.request:\n            request",
         "a cancelled request is counted twice",
         EMBEDDING_TESTS,
     ),

@@ -16,7 +16,7 @@ VALIDATOR, SNAPSHOT, ERRORS, BUILD, PROCESSOR = (
 )
 
 OUTPUT_TESTS, INPUT_TESTS = "tests/runtime/engine/test_output.py", "tests/runtime/engine/test_input.py"
-CONTINUATION = "runtime/engine/continuation.py"
+CONTINUATION, OUTPUTS = "runtime/engine/continuation.py", "runtime/engine/live_outputs.py"
 GRAMMARS = "runtime/engine/structured/grammars.py"
 COMPILED = "runtime/engine/structured/compiled_grammars.py"
 MASKS = "runtime/engine/structured/masks.py"
@@ -35,8 +35,8 @@ SAVED = "tests/runtime/engine/test_snapshot.py"
 MUTANTS = [
     Mutant(
         "runtime/engine/engine.py",
-        "            await self._embedder.drain()\n",
-        "            pass\n",
+        "        await self._embedder.drain()\n",
+        "",
         "a drain cuts texts whose reader pauses",
         "tests/runtime/engine/embedding/test_embedder.py",
     ),
@@ -96,70 +96,70 @@ MUTANTS = [
     ),
     Mutant(
         ENGINE,
-        '                self._forget(output, "it was refused")\n',
-        "                pass\n",
+        '            self._outputs.discard(output, "it was refused")\n',
+        "            pass\n",
         "a refused request stays registered: its memory is never freed",
     ),
     Mutant(
         ENGINE,
-        "        except BaseException as error:\n            if output is not None:",
-        "        except Exception as error:\n            if output is not None:",
+        "        except BaseException:\n            self._outputs.discard",
+        "        except Exception:\n            self._outputs.discard",
         "a request cancelled while it is queued runs to its end without a reader",
     ),
     Mutant(
-        ENGINE,
+        OUTPUTS,
         "        if not update.ended:  # it ended at a stop string, which the core cannot see\n"
-        "            self.core.drop(request_id, sequence.finish_reason)\n",
+        "            self._core.drop(request_id, sequence.finish_reason)\n",
         "",
         "after a stop string the sequence computes on to max_tokens",
     ),
     Mutant(
-        ENGINE,
+        OUTPUTS,
         "                self._fail(output, GenerationFailed(text), now)\n                continue",
         "                raise GenerationFailed(text) from error",
         "one request whose text cannot be decoded ends all requests",
     ),
     Mutant(
-        ENGINE,
+        OUTPUTS,
         "last_s, sequence.last_tokens_s = sequence.last_tokens_s, now",
         "last_s = sequence.last_tokens_s",
         "the inter-token latency metric stays empty",
     ),
     Mutant(
-        ENGINE,
+        OUTPUTS,
         '            error = output.error or GenerationFailed("the engine stopped unexpectedly")',
         '            error = GenerationFailed("the engine stopped unexpectedly")',
         "requests cut by a shutdown are reported as failures that must not be retried",
     ),
     Mutant(
-        ENGINE,
+        OUTPUTS,
         "            output.stream.put(error)\n            self._report(output, None, error, output.usage(), now)\n"
         "        self._sequences.clear()",
         "            output.stream.put(error)\n        self._sequences.clear()",
         "lost requests are not reported to the observer: metrics say that they still run",
     ),
     Mutant(
-        ENGINE,
+        OUTPUTS,
         "error=copy.copy(error),  # without its traceback",
         "error=error,",
         "a remembered error holds its request and its prompt by the traceback",
     ),
     Mutant(
         ENGINE,
-        "            self._next_id += len(requests)\n",
-        "            self._next_id += 1\n",
+        "        self._next_id += len(requests)\n",
+        "        self._next_id += 1\n",
         "the samples of one request get the ids of the next request: outputs mix",
     ),
     Mutant(
-        ENGINE,
+        OUTPUTS,
         "e2e_s=now - output.submitted,",
         "e2e_s=now - (output.first_token_time() or now),",
         "the latency metric leaves out the queue and the prefill",
     ),
     Mutant(
         ENGINE,
-        "                self._rejected(error)\n            raise\n        return stream",
-        "                pass\n            raise\n        return stream",
+        "            self._rejected(error)\n            raise\n        return output.stream",
+        "            raise\n        return output.stream",
         "a prompt that is too long is not counted as refused",
     ),
     Mutant(
@@ -295,15 +295,15 @@ MUTANTS = [
         "pins last a thousand times longer",
     ),
     Mutant(
-        CORE,
-        "            if self._spill_file is not None:\n                self._spill_file.close()\n            with",
-        "            with",
+        "runtime/engine/core_parts.py",
+        "        if self._spill_file is not None:\n            self._spill_file.close()\n",
+        "",
         "close leaks the spill file",
     ),
     Mutant(
         CORE,
-        "            if spill_file is not None:\n                undo.callback(spill_file.close)\n",
-        "",
+        "            encoder.close()\n            decoder.close()\n            raise",
+        "            encoder.close()\n            decoder.runner.close()\n            raise",
         "a start that fails leaks the spill file",
     ),
     Mutant(
@@ -440,8 +440,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/engine/engine_core.py",
-        "                    undo.callback(loaded.close)\n",
-        "                    pass\n",
+        "            encoder.close()\n            decoder.close()\n            raise",
+        "            raise",
         "an engine that cannot start keeps its threads and memory",
         "tests/runtime/engine/test_engine.py",
     ),

@@ -934,9 +934,9 @@ MUTANTS = [
         CHOICES,
     ),
     Mutant(
-        "runtime/engine/engine.py",
-        'self._forget(output, "it was refused")\n                self._release_images(output)',
-        'self._forget(output, "it was refused")',
+        "runtime/engine/live_outputs.py",
+        "        self._drop_sequences(output, why)\n        self._release(output)\n",
+        "        self._drop_sequences(output, why)\n        output.sequences.clear()\n",
         "images of refused requests take memory until all images are refused",
         "tests/system/test_images.py",
     ),

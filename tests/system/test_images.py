@@ -87,7 +87,7 @@ def wanted(folder: Path) -> dict[bytes, str]:
 async def real(serving: Callable[..., Any], folder: Path) -> AsyncIterator[Any]:
     async with serving(model=str(folder), **OPTIONS) as real:
         yield real
-        assert real.engine._image_bytes == 0
+        assert real.engine._outputs.image_bytes == 0
 
 
 async def ask(real: Any, path: str, method: str = "POST", **body: Any) -> Reply:
@@ -268,7 +268,7 @@ async def test_images_of_live_requests_take_limited_memory(serving: Callable[...
             await client.complete(sampling_params=GREEDY, messages=messages(RED))
         await long.aclose()
         async with asyncio.timeout(60):
-            while real.engine._image_bytes:
+            while real.engine._outputs.image_bytes:
                 await asyncio.sleep(0.002)
         await client.complete(sampling_params=GREEDY, messages=messages(RED))
 

@@ -19,7 +19,7 @@ from ....scheduler import AdmissionEstimate, EncodedText, EncodeRequest, EncodeS
 from ...common.errors import ContextLengthExceeded, GenerationFailed, InvalidRequest, QuireError, Unavailable
 from ..core import Core
 from ..error_mapping import failure_error, refusal_error
-from ..facade import EmbeddedTexts, EmbedRequest, EmbedStats, EncoderInfo, EngineObserver
+from ..facade import EmbeddedTexts, EmbedRequest, EmbedStats, EncoderInfo, EngineObserver, SilentObserver
 from ..fair_executor import FairExecutor
 from ..text import Tokenizer
 from ..validator import check_embed_options
@@ -62,7 +62,7 @@ class Embedder:
         executor: FairExecutor,
         next_id: Callable[[], int],
     ) -> None:
-        self.observer: EngineObserver | None = None
+        self.observer: EngineObserver = SilentObserver()
         self.info = info
         self._core = core
         self._texts = texts
@@ -95,8 +95,8 @@ class Embedder:
             raise
         return stream
 
-    def take(self, update: RequestUpdate) -> None:
-        """Take the update of an encode request; one that is not waited for is ignored."""
+    def receive(self, update: RequestUpdate) -> None:
+        """Pass on the update of an encode request; one that is not waited for is ignored."""
         future = self._waiting.pop(update.request_id, None)
         deadline_ms = self._deadlines_ms.pop(update.request_id, None)
         if future is None or future.done():
@@ -172,7 +172,7 @@ class Embedder:
 
     def note_end(self, stream: EmbeddingStream, error: QuireError | None) -> None:
         """Forget a stream that has ended, and report it."""
-        if self._leave(stream) and self.observer is not None:
+        if self._leave(stream):
             request = stream.request
             self.observer.on_embedded(
                 EmbedStats(

@@ -41,9 +41,8 @@ def output_with(sequences: int = 1, **params: Any) -> StreamingOutput:
         return IncrementalDetokenizer(TOKENIZER, wanted.stop, wanted.include_stop_str_in_output, wanted.min_tokens)
 
     stream = Stream((1, 2, 3), 0, lambda: None)
-    return output_class(wanted)(
-        stream, GenerateRequest(prompt=(1, 2, 3), sampling_params=wanted), 7, 0.0, requests, new_detokenizer
-    )
+    request = GenerateRequest(prompt=(1, 2, 3), sampling_params=wanted)
+    return output_class(wanted)(stream, request, requests, new_detokenizer, seed=7, submitted=0.0)
 
 
 def sampled(index: int) -> SampledToken:
@@ -62,7 +61,7 @@ def published(
         update = RequestUpdate(
             output.sequences[sequence].request.request_id, tokens, reason if count == len(sizes) else None
         )
-        chunks += output.take(output.sequences[sequence], update)
+        chunks += output.receive(output.sequences[sequence], update)
         if output.sequences[sequence].finish_reason is not None:
             break
     return chunks
@@ -121,7 +120,7 @@ def test_min_tokens_and_stop_strings_within_one_update() -> None:
 def test_an_error_after_a_stop_string_is_dropped() -> None:
     output = output_with(stop=("module",))
     (sequence,) = output.sequences
-    (chunk,) = output.take(
+    (chunk,) = output.receive(
         sequence, RequestUpdate(sequence.request.request_id, tuple(map(sampled, range(len(IDS)))), None, "NaN")
     )
     assert sequence.finish_reason == chunk.finish_reason == "stop"
@@ -131,9 +130,11 @@ def test_an_error_after_a_stop_string_is_dropped() -> None:
 def test_tokens_before_an_error_are_kept() -> None:
     output = output_with()
     (sequence,) = output.sequences
-    (chunk,) = output.take(sequence, RequestUpdate(sequence.request.request_id, (sampled(0), sampled(1)), None, "NaN"))
+    (chunk,) = output.receive(
+        sequence, RequestUpdate(sequence.request.request_id, (sampled(0), sampled(1)), None, "NaN")
+    )
     assert chunk.token_ids == tuple(IDS[:2])
-    assert output.take(sequence, RequestUpdate(sequence.request.request_id, (), None, "NaN")) == ()
+    assert output.receive(sequence, RequestUpdate(sequence.request.request_id, (), None, "NaN")) == ()
     assert output.num_open == 1
 
 
@@ -171,7 +172,7 @@ def test_best_of_ranks_by_the_sum_of_logprobs_and_not_by_their_mean() -> None:
     output = output_with(2, n=1, best_of=2)
     for sequence, logprobs in zip(output.sequences, ((-0.5,) * 4, (-1.5,)), strict=True):
         tokens = tuple(SampledToken(0, IDS[0], logprob) for logprob in logprobs)
-        chunks = output.take(sequence, RequestUpdate(sequence.request.request_id, tokens, "length"))
+        chunks = output.receive(sequence, RequestUpdate(sequence.request.request_id, tokens, "length"))
     assert [chunk.cumulative_logprob for chunk in chunks] == [-1.5]
 
 
@@ -241,7 +242,7 @@ def test_a_beam_may_end_within_a_character() -> None:
     assert others
     tokens = (sampled(0), SampledToken(0, first_byte, -1.0))
     sequence.request.hypotheses.append(Hypothesis(tokens, -1.5, -1.5, "length"))
-    (chunk,) = output.take(sequence, RequestUpdate(0, (), "length"))
+    (chunk,) = output.receive(sequence, RequestUpdate(0, (), "length"))
     assert chunk.text == TOKENIZER.decode(IDS[:1]) + "\ufffd"
     assert (chunk.token_ids, chunk.cumulative_logprob) == ((IDS[0], first_byte), -1.5)
 
@@ -259,7 +260,7 @@ def test_a_continued_sequence_reports_the_prefill_until_it_has_a_token_of_its_ow
     sequence.request = Request(RequestSpec(0, (1, 2, 3), max_tokens=len(IDS)), IDS[:2])
     sequence.num_tokens = 2
     assert sequence.is_first_to_prefill()
-    output.take(sequence, RequestUpdate(0, (sampled(2),), None))
+    output.receive(sequence, RequestUpdate(0, (sampled(2),), None))
     assert not sequence.is_first_to_prefill()
 
 
@@ -276,7 +277,7 @@ def test_usage_counts_no_tokens_of_an_echo() -> None:
     sequence.request = Request(RequestSpec(0, (1,), max_tokens=len(IDS), echoed=(2, 3)))
     counts = []
     for index in range(4):
-        output.take(sequence, RequestUpdate(0, (sampled(index),), None))
+        output.receive(sequence, RequestUpdate(0, (sampled(index),), None))
         counts.append(output.usage().completion_tokens)
     assert counts == [0, 0, 1, 2]
 

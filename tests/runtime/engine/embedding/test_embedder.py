@@ -109,7 +109,7 @@ async def test_texts_and_token_ids_become_vectors_in_order() -> None:
         assert np.array_equal(values, np.stack([vector(each) for each in (ids("a"), (5, 6), ids("bc"))]))
         stats = engine.stats()
         assert (stats.encoded_texts, stats.encoded_tokens) == (3, 5)
-        (ended,) = engine._observer.ended  # type: ignore[attr-defined]
+        (ended,) = engine._outputs.observer.ended  # type: ignore[attr-defined]
         assert (ended.kind, ended.num_texts, ended.prompt_tokens, ended.error) == ("embed", 3, 5, None)
 
 
@@ -126,7 +126,7 @@ async def test_thousands_of_texts_pass_in_chunks_of_which_few_are_in_the_core() 
             seen.append(chunk.values)
         assert np.array_equal(np.concatenate(seen), np.stack([vector(ids(text)) for text in texts]))
         assert max(map(len, seen)) == CHUNK_TEXTS
-        (ended,) = engine._observer.ended  # type: ignore[attr-defined]
+        (ended,) = engine._outputs.observer.ended  # type: ignore[attr-defined]
         assert (ended.num_texts, ended.prompt_tokens) == (2000, sum(map(len, texts)))
 
 
@@ -243,7 +243,7 @@ async def test_requests_are_counted_by_their_kind() -> None:
     async with running(FakeEncoder(msgspec.structs.replace(LABELS, labels=("LABEL_0",)))) as engine:
         await values_of(engine, embed("a", query="b"))
         await values_of(engine, embed("a", classify=True))
-        assert [each.kind for each in engine._observer.ended] == ["score", "classify"]  # type: ignore[attr-defined]
+        assert [each.kind for each in engine._outputs.observer.ended] == ["score", "classify"]  # type: ignore[attr-defined]
 
 
 async def test_what_a_model_without_labels_cannot_do() -> None:
@@ -328,7 +328,7 @@ async def test_a_cancelled_request_is_counted_once() -> None:
         stream = await engine.embed(embed("a"))
         stream.cancel()
         stream.cancel()
-        assert len(engine._observer.ended) == 1  # type: ignore[attr-defined]
+        assert len(engine._outputs.observer.ended) == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ async def test_what_is_not_allowed_is_refused_by_name(request_: EmbedRequest, me
     async with running() as engine:
         with pytest.raises(InvalidRequest, match=message):
             engine.embed(request_)
-        assert engine._observer.rejected == ["INVALID_ARGUMENT"]  # type: ignore[attr-defined]
+        assert engine._outputs.observer.rejected == ["INVALID_ARGUMENT"]  # type: ignore[attr-defined]
 
 
 async def test_dimensions_of_a_matryoshka_model_are_those_it_was_trained_for() -> None:
@@ -507,7 +507,7 @@ async def test_values_that_are_not_finite_and_a_failing_batch_end_only_their_req
         assert isinstance(results[2], GenerationFailed)
         assert "a bug" in str(results[2])
         assert [len(results[0]), len(results[3])] == [1, 1]  # type: ignore[arg-type]
-        codes = [each.error and each.error.code for each in engine._observer.ended]  # type: ignore[attr-defined]
+        codes = [each.error and each.error.code for each in engine._outputs.observer.ended]  # type: ignore[attr-defined]
         assert sorted(map(str, codes)) == ["INTERNAL", "INTERNAL", "None", "None"]
 
 
@@ -553,7 +553,7 @@ async def test_a_request_that_is_left_counts_the_texts_that_were_read() -> None:
         stream = aiter(await engine.embed(embed(*["x"] * 3 * CHUNK_TEXTS)))
         await anext(stream)
         await stream.aclose()
-        (ended,) = engine._observer.ended  # type: ignore[attr-defined]
+        (ended,) = engine._outputs.observer.ended  # type: ignore[attr-defined]
         assert (ended.num_texts, ended.prompt_tokens) == (CHUNK_TEXTS, CHUNK_TEXTS)
 
 
@@ -599,7 +599,7 @@ async def test_whatever_ends_a_request_after_the_engine_was_closed_it_is_unavail
     stream = await embedder.accept(embed((5,)))
     embedder.close()
     if end == "update":
-        embedder.take(RequestUpdate(0, (), error="closed"))
+        embedder.receive(RequestUpdate(0, (), error="closed"))
     elif end == "failure":
         embedder.fail(0, GenerationFailed("the engine crashed"))
     else:
