@@ -13,7 +13,7 @@ import numpy as np
 from ...kernels.ops import INPUT_DTYPES, DType, Epilogue
 from ...kernels.pack import PackedMatrix
 from ...pager.layout import place_layers
-from .program import Heads, Logits, NormedValue, ProgramBuilder, Value, input_dtype
+from .program import Heads, HeadWeights, Logits, NormedValue, ProgramBuilder, Value, input_dtype
 from .rope import Table
 from .spec import DecoderSpec
 from .weights.decoder_weights import DecoderWeights, ExpertWeights, LayerWeights
@@ -86,9 +86,10 @@ def _attention_block(
     )
     normed = _normed(builder, spec, layer.input_norm, x, input_dtype(layer.qkv))
     qkv = builder.linear(normed, layer.qkv, layer.qkv_bias, "qkv")
-    attended = builder.attention(
-        qkv, heads, layer.q_norm, layer.k_norm, spec.norm_eps, rotary, layer.sinks, input_dtype(layer.o)
+    head_weights = HeadWeights(
+        spec.norm_eps, q_norm=layer.q_norm, k_norm=layer.k_norm, rotary=rotary, sinks=layer.sinks
     )
+    attended = builder.attention(qkv, heads, head_weights, input_dtype(layer.o))
     _add(builder, spec, attended, layer.o, layer.o_bias, layer.attention_post_norm, x)
 
 

@@ -16,6 +16,7 @@ from quire.runtime.model.program import ProgramBuilder
 from quire.runtime.model.rope import rotary_tables
 from quire.runtime.model.spec import DecoderSpec, Experts, Rope
 from quire.runtime.model.weights.decoder_weights import build_weights
+from quire.runtime.model.weights.packing import MatrixPlan
 
 LAYERS = 8  # enough that the weights do not fit into a cache, in any dtype
 QWEN3 = DecoderSpec(
@@ -50,17 +51,9 @@ MIXTURE = replace(
 class Zeros:
     """Implements `packing.WeightFactory`."""
 
-    def matrix(
-        self,
-        out_features: int,
-        in_features: int,
-        dtype: str,
-        parts: object,
-        factors: object = None,
-        input_order: object = None,
-    ) -> PackedMatrix:
-        memory = map_memory(packed_nbytes(out_features, in_features, dtype))
-        return PackedMatrix(out_features, in_features, dtype, memory)
+    def matrix(self, plan: MatrixPlan) -> PackedMatrix:
+        memory = map_memory(packed_nbytes(plan.out_features, plan.in_features, plan.dtype))
+        return PackedMatrix(plan.out_features, plan.in_features, plan.dtype, memory)
 
     def vector(self, size: int, parts: object, offset: float = 0.0) -> np.ndarray:
         return np.zeros(size, np.float32)

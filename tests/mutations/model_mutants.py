@@ -422,8 +422,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/model/encoder/nomic_bert.py",
-        "ropes=(read_rope(config),)",
-        'ropes=(read_rope(ConfigTable({**config.values, "rope_parameters": {}})),)',
+        "activation, read_rope(config))",
+        'activation, read_rope(ConfigTable({**config.values, "rope_parameters": {}})))',
         "the rotary embedding of a NomicBERT of transformers 5 has another base",
         "tests/runtime/model/encoder/test_read_encoder.py",
     ),

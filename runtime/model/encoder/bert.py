@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from ..config_json import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable, num_layers
-from .family import EncoderFamily, read_named, read_plain_head_dim
+from dataclasses import replace
+
+from ..config_json import MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable
+from .family import EncoderFamily, build_bert_spec, read_named
 from .spec import BertSpec, MlpActivation, Projection
 
 MAX_TYPES = 1 << 16
@@ -31,23 +33,12 @@ def read_bert_from(config: ConfigTable, family: str, first_position: int) -> Ber
     num_positions = config.integer("max_position_embeddings", 1, MAX_POSITIONS)
     if num_positions <= first_position:
         raise config.refused("max_position_embeddings", f"above {first_position}, the position of the first token")
-    layers = num_layers(config)
-    return BertSpec(
-        family=family,
-        vocab_size=config.integer("vocab_size", 1, MAX_VOCAB),
-        hidden_size=config.integer("hidden_size", 1, MAX_WIDTH),
-        num_layers=layers,
-        num_heads=config.integer("num_attention_heads", 1, MAX_HEADS),
-        head_dim=read_plain_head_dim(config),
-        intermediate_size=config.integer("intermediate_size", 1, MAX_WIDTH),
-        norm_eps=config.positive("layer_norm_eps", 1e-12),
+    return replace(
+        build_bert_spec(config, family, read_named(config, "hidden_act", ACTIVATIONS, "gelu"), None),
         max_position_embeddings=num_positions - first_position,
-        activation=read_named(config, "hidden_act", ACTIVATIONS, "gelu"),
         num_positions=num_positions,
         first_position=first_position,
         num_types=config.integer("type_vocab_size", 1, MAX_TYPES, 2),
-        ropes=(None,) * layers,
-        windows=(0,) * layers,
     )
 
 

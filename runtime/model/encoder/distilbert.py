@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from ..config_json import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable, num_layers
+from dataclasses import replace
+
+from ..config_json import MAX_WIDTH, ConfigTable
 from .bert import ACTIVATIONS
-from .family import EncoderFamily, read_named, read_plain_head_dim
+from .family import EncoderFamily, build_bert_spec, read_named
 from .spec import BertSpec, EncoderNames, Projection
 
-OWN_NAMES = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
+OWN_NAMES = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "intermediate_size": "hidden_dim",
+}
 NORM_EPS = 1e-12  # config.json has none
 NAMES = EncoderNames(
     layer="transformer.layer.{}.",
@@ -22,25 +29,9 @@ NAMES = EncoderNames(
 
 def read_distilbert(config: ConfigTable) -> BertSpec:
     """Read a `DistilBertModel`."""
-    config = _renamed(config)
-    layers = num_layers(config)
-    positions = config.integer("max_position_embeddings", 1, MAX_POSITIONS, 512)
-    return BertSpec(
-        family="distilbert",
-        vocab_size=config.integer("vocab_size", 1, MAX_VOCAB),
-        hidden_size=config.integer("hidden_size", 1, MAX_WIDTH),
-        num_layers=layers,
-        num_heads=config.integer("num_attention_heads", 1, MAX_HEADS),
-        head_dim=read_plain_head_dim(config),
-        intermediate_size=config.integer("hidden_dim", 1, MAX_WIDTH),
-        norm_eps=NORM_EPS,
-        max_position_embeddings=positions,
-        activation=read_named(config, "activation", ACTIVATIONS, "gelu"),
-        num_positions=positions,
-        ropes=(None,) * layers,
-        windows=(0,) * layers,
-        names=NAMES,
-    )
+    config = _renamed(config).with_defaults({"max_position_embeddings": 512})
+    spec = build_bert_spec(config, "distilbert", read_named(config, "activation", ACTIVATIONS, "gelu"), None)
+    return replace(spec, norm_eps=NORM_EPS, num_positions=spec.max_position_embeddings, names=NAMES)
 
 
 def read_distilbert_head(config: ConfigTable, labels: int) -> tuple[Projection, ...]:

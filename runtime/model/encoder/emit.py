@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ....kernels.ops import INPUT_DTYPES, DType, Epilogue, NormKind
 from ....kernels.pack import PackedMatrix
 from ..decoder import emit_layers
-from ..program import Heads, ProgramBuilder, Value
+from ..program import Heads, HeadWeights, ProgramBuilder, Value
 from ..rope import Table
 from ..spec import DecoderSpec
 from ..weights.decoder_weights import DecoderWeights
@@ -99,7 +99,8 @@ def _attend(
     num_heads, scale, window = spec.num_heads, spec.head_dim**-0.5, spec.windows[index]
     heads = Heads(num_heads, num_heads, spec.head_dim, scale, window, causal=False, bias=bias, rotary_dim=rotary_dim)
     qkv = builder.linear(x, layer.qkv, layer.qkv_bias, "qkv")
-    return builder.attention(qkv, heads, None, None, spec.norm_eps, rotary, None, INPUT_DTYPES[layer.o.dtype])
+    weights = HeadWeights(spec.norm_eps, rotary=rotary)
+    return builder.attention(qkv, heads, weights, INPUT_DTYPES[layer.o.dtype])
 
 
 def _norm(builder: ProgramBuilder, spec: BertSpec, norm: NormWeights, x: Value, reader: PackedMatrix | None) -> Value:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..config_json import MAX_HEADS, MAX_WIDTH, ConfigTable, read_head_dim
+from ..config_json import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable, num_layers, read_head_dim
+from ..spec import Rope
 from .spec import BertSpec, MlpActivation, Pooling, Projection
 
 Name = TypeVar("Name", bound=str)
@@ -32,6 +33,28 @@ class EncoderFamily:
         """The names in config.json's `architectures[0]`."""
         kinds = ("Model", "ForMaskedLM", "ForSequenceClassification") if self.head else ("Model", "ForMaskedLM")
         return tuple(f"{self.name}{kind}" for kind in kinds)
+
+
+def build_bert_spec(config: ConfigTable, family: str, activation: MlpActivation, rope: Rope | None) -> BertSpec:
+    """Read the keys that all families share. All layers see all tokens and have the same `rope`.
+
+    A family replaces the fields that differ.
+    """
+    layers = num_layers(config)
+    return BertSpec(
+        family=family,
+        vocab_size=config.integer("vocab_size", 1, MAX_VOCAB),
+        hidden_size=config.integer("hidden_size", 1, MAX_WIDTH),
+        num_layers=layers,
+        num_heads=config.integer("num_attention_heads", 1, MAX_HEADS),
+        head_dim=read_plain_head_dim(config) if rope is None else read_head_dim(config),
+        intermediate_size=config.integer("intermediate_size", 1, MAX_WIDTH),
+        norm_eps=config.positive("layer_norm_eps", 1e-12),
+        max_position_embeddings=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        activation=activation,
+        ropes=(rope,) * layers,
+        windows=(0,) * layers,
+    )
 
 
 def read_named(config: ConfigTable, key: str, names: Mapping[str, Name], default: str | None = None) -> Name:

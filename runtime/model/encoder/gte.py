@@ -5,13 +5,14 @@ Alibaba's own code calls the model `New`, and Snowflake's copy of it `Gte`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import Decimal
 
-from ..config_json import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable, num_layers, read_head_dim
+from ..config_json import MAX_WIDTH, ConfigTable, read_head_dim
 from ..config_rope import rope_of
 from ..spec import LinearScaling, Rope
 from .bert import MAX_TYPES
-from .family import GATED_ACTIVATIONS, EncoderFamily, read_named
+from .family import GATED_ACTIVATIONS, EncoderFamily, build_bert_spec, read_named
 from .spec import BertSpec, EncoderNames, Projection
 
 MAX_FACTOR = 1e6
@@ -35,23 +36,12 @@ def read_gte(config: ConfigTable) -> BertSpec:
     for key, flag in FLAGS.items():
         if config.flag(key, flag) != flag:
             raise config.refused(key, f"{str(flag).lower()} or absent")
-    layers = num_layers(config)
-    return BertSpec(
-        family="gte",
-        vocab_size=config.integer("vocab_size", 1, MAX_VOCAB),
-        hidden_size=config.integer("hidden_size", 1, MAX_WIDTH),
-        num_layers=layers,
-        num_heads=config.integer("num_attention_heads", 1, MAX_HEADS),
-        head_dim=read_head_dim(config),
-        intermediate_size=config.integer("intermediate_size", 1, MAX_WIDTH),
-        norm_eps=config.positive("layer_norm_eps", 1e-12),
-        max_position_embeddings=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
-        activation=read_named(config, "hidden_act", GATED_ACTIVATIONS, "gelu"),
+    activation = read_named(config, "hidden_act", GATED_ACTIVATIONS, "gelu")
+    return replace(
+        build_bert_spec(config, "gte", activation, _rope(config)),
         gated=True,
         up_first=True,
         num_types=config.integer("type_vocab_size", 0, MAX_TYPES, 1),
-        ropes=(_rope(config),) * layers,
-        windows=(0,) * layers,
         up_bias=False,
         names=NAMES,
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from ..config_json import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable, num_layers, read_head_dim
+from dataclasses import replace
+
+from ..config_json import MAX_POSITIONS, MAX_WIDTH, ConfigTable
 from ..config_rope import rope_of
 from ..spec import Rope
-from .family import GATED_ACTIVATIONS, EncoderFamily, read_named
+from .family import GATED_ACTIVATIONS, EncoderFamily, build_bert_spec, read_named
 from .spec import Activation, BertSpec, EncoderNames, Pooling, Projection
 
 KINDS = ("full_attention", "sliding_attention")
@@ -29,24 +31,17 @@ NAMES = EncoderNames(
 
 def read_modernbert(config: ConfigTable) -> BertSpec:
     """Read a `ModernBertModel`."""
-    layers = num_layers(config)
-    kinds = _kinds(config, layers)
-    thetas = {kind: _rope(config, kind) for kind in KINDS}
+    activation = read_named(config, "hidden_activation", GATED_ACTIVATIONS, "gelu")
+    ropes = {kind: _rope(config, kind) for kind in KINDS}
+    spec = build_bert_spec(config, "modernbert", activation, ropes["full_attention"])
+    kinds = _kinds(config, spec.num_layers)
     window = config.integer("local_attention", 2, MAX_POSITIONS, 128) // 2
     attention_bias, mlp_bias = config.flag("attention_bias", False), config.flag("mlp_bias", False)
-    return BertSpec(
-        family="modernbert",
-        vocab_size=config.integer("vocab_size", 1, MAX_VOCAB),
-        hidden_size=config.integer("hidden_size", 1, MAX_WIDTH),
-        num_layers=layers,
-        num_heads=config.integer("num_attention_heads", 1, MAX_HEADS),
-        head_dim=read_head_dim(config),
-        intermediate_size=config.integer("intermediate_size", 1, MAX_WIDTH),
+    return replace(
+        spec,
         norm_eps=config.positive("norm_eps", 1e-5),
-        max_position_embeddings=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
-        activation=read_named(config, "hidden_activation", GATED_ACTIVATIONS, "gelu"),
         gated=True,
-        ropes=tuple(thetas[kind] for kind in kinds),
+        ropes=tuple(ropes[kind] for kind in kinds),
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
         pre_norms=True,
         qkv_bias=attention_bias,

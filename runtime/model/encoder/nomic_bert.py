@@ -6,11 +6,12 @@ Its config.json comes from transformers 5, or from the model's own code, with GP
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
-from ..config_json import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable, num_layers, read_head_dim
+from ..config_json import ConfigTable
 from ..config_rope import read_rope
 from .bert import MAX_TYPES
-from .family import EncoderFamily, read_named
+from .family import EncoderFamily, build_bert_spec, read_named
 from .spec import BertSpec, EncoderNames, MlpActivation
 
 OWN_NAMES = {
@@ -48,22 +49,11 @@ def read_nomic_bert(config: ConfigTable) -> BertSpec:
             raise config.refused(key, f"{json.dumps(value)} or absent")
     renamed = {key: config.values[own] for key, own in OWN_NAMES.items() if config.values.get(own) is not None}
     config = ConfigTable({"rope_theta": 1000.0, **renamed, **config.values}, names=_shown(config))
-    layers = num_layers(config)
-    return BertSpec(
-        family="nomic_bert",
-        vocab_size=config.integer("vocab_size", 1, MAX_VOCAB),
-        hidden_size=config.integer("hidden_size", 1, MAX_WIDTH),
-        num_layers=layers,
-        num_heads=config.integer("num_attention_heads", 1, MAX_HEADS),
-        head_dim=read_head_dim(config),
-        intermediate_size=config.integer("intermediate_size", 1, MAX_WIDTH),
-        norm_eps=config.positive("layer_norm_eps", 1e-12),
-        max_position_embeddings=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
-        activation=read_named(config, "hidden_act", ACTIVATIONS, "silu"),
+    activation = read_named(config, "hidden_act", ACTIVATIONS, "silu")
+    return replace(
+        build_bert_spec(config, "nomic_bert", activation, read_rope(config)),
         gated=True,
         num_types=config.integer("type_vocab_size", 1, MAX_TYPES, 2),
-        ropes=(read_rope(config),) * layers,
-        windows=(0,) * layers,
         qkv_bias=False,
         o_bias=False,
         up_bias=False,

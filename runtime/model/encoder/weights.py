@@ -12,7 +12,7 @@ from ....kernels.pack import PackedMatrix
 from ...common.config import WeightDtype
 from ..spec import DecoderSpec
 from ..weights.decoder_weights import DecoderWeights, build_weights
-from ..weights.packing import Part, Vector, WeightFactory, WeightPlanner, interleaved, named, stacked
+from ..weights.packing import MatrixPlan, Part, Vector, WeightFactory, WeightPlanner, interleaved, named, stacked
 from .spec import BertSpec, EncoderSpec, Projection
 
 GROUP = 4  # blocks of 32 that share a scale in q8: more are faster, and less exact where some columns are far larger
@@ -95,12 +95,12 @@ def _build_bert(spec: BertSpec, dtype: PackedDtype, max_positions: int, factory:
 
     def table(name: str, rows: int, first_row: int, num_rows: int) -> PackedMatrix | None:
         part = Part(f"{name}.weight", (rows, hidden), first_row, num_rows)
-        return factory.matrix(num_rows, hidden, table_dtype, [part]) if rows else None
+        return factory.matrix(MatrixPlan(num_rows, hidden, table_dtype, [part])) if rows else None
 
     words = Part(f"{names.words}.weight", (spec.vocab_size, hidden))
     distances = Part(f"{names.distances}.weight", (spec.num_distances, spec.num_heads))
     return BertWeights(
-        words=factory.matrix(spec.vocab_size, hidden, "q8" if dtype == "q4" else dtype, [words]),
+        words=factory.matrix(MatrixPlan(spec.vocab_size, hidden, "q8" if dtype == "q4" else dtype, [words])),
         positions=table(names.positions, spec.num_positions, spec.first_position, max_positions),
         types=table(names.types, spec.num_types, 0, spec.num_types),
         distances=factory.vector(spec.num_distances * spec.num_heads, [distances]) if spec.num_distances else None,
@@ -120,7 +120,9 @@ def build_layer(spec: BertSpec, layer: int, dtype: PackedDtype, factory: WeightF
 
     def matrix(out_features: int, in_features: int, parts: Sequence[Part], group: int = 1) -> PackedMatrix:
         tensors = named(parts, prefix, "weight", in_features)
-        return factory.matrix(out_features, in_features, dtype, tensors, group=group if dtype == "q8" else 1)
+        return factory.matrix(
+            MatrixPlan(out_features, in_features, dtype, tensors, group=group if dtype == "q8" else 1)
+        )
 
     def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
         return factory.vector(size, named(parts, prefix, "bias")) if present else None
@@ -154,7 +156,7 @@ def _build_projection(spec: Projection, factory: WeightFactory) -> ProjectionWei
     part = Part(f"{spec.tensor}.weight", (spec.out_features, spec.in_features))
     bias = Part(f"{spec.tensor}.bias", (spec.out_features,))
     return ProjectionWeights(
-        weight=factory.matrix(spec.out_features, spec.in_features, "f32", [part]),
+        weight=factory.matrix(MatrixPlan(spec.out_features, spec.in_features, "f32", [part])),
         bias=factory.vector(spec.out_features, [bias]) if spec.bias else None,
         norm=build_norm(spec.norm, spec.out_features, spec.norm_bias, factory) if spec.norm else None,
     )

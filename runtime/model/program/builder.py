@@ -15,13 +15,11 @@ from ....kernels.ops import (
     INPUT_DTYPES,
     AddGiven,
     AddNorm,
-    Attention,
     Combine,
     Convert,
     Dispatch,
     DType,
     Embed,
-    EphemeralAttention,
     EphemeralPages,
     Epilogue,
     ExpertLinear,
@@ -40,6 +38,7 @@ from ....kernels.ops import (
     padded,
 )
 from ....kernels.pack import PackedMatrix
+from .attention import HeadWeights, ephemeral_attention, paged_attention
 from .recorder import OpRecorder
 from .values import Heads, Logits, NormedValue, RoutingValue, Value, Vector
 
@@ -284,81 +283,25 @@ class ProgramBuilder(OpRecorder):
             [x, *routing.parts, residual], lambda at: Combine(x.placed(at), routing.placed(at), residual.placed(at))
         )
 
-    def attention(
-        self,
-        qkv: Value,
-        heads: Heads,
-        q_norm: Vector | None,
-        k_norm: Vector | None,
-        eps: float,
-        rotary: Vector | None,
-        sinks: Vector | None,
-        dtype: DType,
-    ) -> Value:
+    def attention(self, qkv: Value, heads: Heads, weights: HeadWeights, dtype: DType) -> Value:
         """Attend over the pages, or with `ephemeral` among the rows of each text, [tokens, num_heads * head_dim].
 
-        Stores K and V in their pages. Without a `rotary` table heads are not rotated. If the query
-        heads of a KV head do not fill whole blocks, the op's result is f32 and a `Convert` to `dtype` follows.
+        Stores K and V in their pages. If the query heads of a KV head do not fill whole blocks, the op's result is f32
+        and a `Convert` to `dtype` follows.
         """
         whole = heads.num_heads // heads.num_kv_heads * heads.head_dim % BLOCK == 0
         out = self._value("attended", qkv.rows, heads.num_heads * heads.head_dim, dtype if whole else "f32")
-        if self.ephemeral is not None:
-            self._add_ephemeral(qkv, out, heads, q_norm, k_norm, eps, rotary)
-            return self.convert(out, dtype)
-        self._add(
-            [qkv, out],
-            lambda at: Attention(
-                qkv=qkv.placed(at),
-                out=out.placed(at),
-                group=heads.group,
-                layer=heads.layer,
-                num_heads=heads.num_heads,
-                num_kv_heads=heads.num_kv_heads,
-                head_dim=heads.head_dim,
-                q_norm=q_norm,
-                k_norm=k_norm,
-                eps=eps,
-                rotary=rotary,
-                scale=heads.scale,
-                window=heads.window,
-                softcap=heads.softcap,
-                norms_rows=heads.norms_rows,
-                sinks=sinks,
-            ),
-        )
+        if self.ephemeral is None:
+            self._add([qkv, out], lambda at: paged_attention(qkv.placed(at), out.placed(at), heads, weights))
+        else:
+            memory, pages = self._ephemeral_pages(heads)
+            self._add(
+                [qkv, out, memory],
+                lambda at: ephemeral_attention(
+                    qkv.placed(at), out.placed(at), replace(pages, offset=memory.placed(at).offset), heads, weights
+                ),
+            )
         return self.convert(out, dtype)
-
-    def _add_ephemeral(
-        self,
-        qkv: Value,
-        out: Value,
-        heads: Heads,
-        q_norm: Vector | None,
-        k_norm: Vector | None,
-        eps: float,
-        rotary: Vector | None,
-    ) -> None:
-        memory, pages = self._ephemeral_pages(heads)
-        self._add(
-            [qkv, out, memory],
-            lambda at: EphemeralAttention(
-                qkv=qkv.placed(at),
-                out=out.placed(at),
-                pages=replace(pages, offset=memory.placed(at).offset),
-                num_heads=heads.num_heads,
-                num_kv_heads=heads.num_kv_heads,
-                head_dim=heads.head_dim,
-                q_norm=q_norm,
-                k_norm=k_norm,
-                eps=eps,
-                rotary=rotary,
-                scale=heads.scale,
-                causal=heads.causal,
-                window=heads.window,
-                bias=heads.bias,
-                rotary_dim=heads.rotary_dim,
-            ),
-        )
 
     def _ephemeral_pages(self, heads: Heads) -> tuple[Value, EphemeralPages]:
         """Return the pages of all layers, which have the same heads, and the value that takes their place."""

@@ -10,7 +10,7 @@ from ....kernels.pack import PackedMatrix
 from ..encoder.emit import emit_blocks, norm_for
 from ..encoder.weights import BertLayerWeights, NormWeights, build_layer, build_norm
 from ..program import ProgramBuilder, ProgramPlan
-from ..weights.packing import Part, Vector, WeightFactory
+from ..weights.packing import MatrixPlan, Part, Vector, WeightFactory
 from .dynamic import DynamicVisionSpec, Merger
 
 
@@ -42,7 +42,8 @@ def build_dynamic(spec: DynamicVisionSpec, dtype: PackedDtype, factory: WeightFa
     body, names = spec.body, spec.body.names
 
     def matrix(name: str, out_features: int, in_features: int) -> PackedMatrix:
-        return factory.matrix(out_features, in_features, dtype, [Part(f"{name}.weight", (out_features, in_features))])
+        part = Part(f"{name}.weight", (out_features, in_features))
+        return factory.matrix(MatrixPlan(out_features, in_features, dtype, [part]))
 
     def bias(name: str, size: int) -> Vector:
         return factory.vector(size, [Part(f"{name}.bias", (size,))])

@@ -26,7 +26,7 @@ from ..encoder.emit import emit_blocks, norm_for
 from ..encoder.packed import KEYS_VALUES
 from ..encoder.weights import BertLayerWeights, NormWeights, build_layer, build_norm
 from ..program import ProgramBuilder, ProgramPlan
-from ..weights.packing import Part, Vector, WeightFactory, WeightPlanner, pack_built
+from ..weights.packing import MatrixPlan, Part, Vector, WeightFactory, WeightPlanner, pack_built
 from ..weights.safetensors import SafetensorsCheckpoint
 from ..weights.tensors import check_built
 from .dynamic import DynamicVisionSpec
@@ -170,7 +170,7 @@ def _build(
 
     def matrix(name: str, out_features: int, in_features: int, dtype: PackedDtype) -> PackedMatrix:
         part = Part(f"{name}.weight", (out_features, in_features))
-        return factory.matrix(out_features, in_features, dtype, [part])
+        return factory.matrix(MatrixPlan(out_features, in_features, dtype, [part]))
 
     names = body.names
     mean_norm = None

@@ -23,6 +23,7 @@ from . import READABLE, Checkpoint, as_f32
 from .packing import (
     ELEMENTS_AT_ONCE,
     InputOrder,
+    MatrixPlan,
     PackedDtypes,
     Part,
     Vector,
@@ -134,7 +135,7 @@ def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory)
     def vocabulary(name: str) -> PackedMatrix:
         shape = spec.vocab_size, hidden
         parts = [Part(f"{name}.weight", shape)]
-        return factory.matrix(*shape, _packed_dtype(spec, vocabulary_dtype, parts), parts)
+        return factory.matrix(MatrixPlan(*shape, _packed_dtype(spec, vocabulary_dtype, parts), parts))
 
     embedding = vocabulary(names.embedding)
     layers = tuple(_build_layer(spec, layer, dtype, factory) for layer in range(spec.num_layers))
@@ -157,7 +158,7 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
         if order is not None:
             parts = [replace(part, tensor=part.tensor + SORTED) for part in parts]
         packed = _packed_dtype(spec, dtype, parts)
-        return factory.matrix(out_features, in_features, packed, parts, input_order=order)
+        return factory.matrix(MatrixPlan(out_features, in_features, packed, parts, input_order=order))
 
     def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
         return factory.vector(size, named(parts, prefix, "bias")) if present else None
@@ -211,13 +212,15 @@ def _build_experts(
         experts = of_experts(parts, "weight", in_features)
         packed = _packed_dtype(spec, dtype, [part for parts in experts for part in parts])
         one = packed if isinstance(packed, str) else "q8"
-        return tuple(factory.matrix(out_features, in_features, one, parts) for parts in experts)
+        return tuple(factory.matrix(MatrixPlan(out_features, in_features, one, parts)) for parts in experts)
 
     def biases(size: int, parts: Sequence[Part]) -> tuple[Vector, ...] | None:
         return tuple(factory.vector(size, parts) for parts in of_experts(parts, "bias")) if has_bias else None
 
     return ExpertWeights(
-        router=factory.matrix(num_experts, hidden, "f32", named(router, prefix, "weight", hidden), norm),
+        router=factory.matrix(
+            MatrixPlan(num_experts, hidden, "f32", named(router, prefix, "weight", hidden), factors=norm)
+        ),
         router_bias=factory.vector(num_experts, named(router, prefix, "bias")) if has_bias else None,
         gate_up=matrices(2 * padded(size), hidden, gate_up),
         gate_up_biases=biases(2 * padded(size), gate_up),

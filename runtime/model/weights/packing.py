@@ -48,24 +48,24 @@ class Part:
         return slice(self.first_row, None if self.num_rows is None else self.first_row + self.num_rows)
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixPlan:
+    """A packed matrix, and the parts of tensors that fill it."""
+
+    out_features: int
+    in_features: int
+    dtype: PackedDtypes
+    parts: Sequence[Part]
+    factors: Vector | None = None  # multiply the columns, in the order of in_features
+    input_order: InputOrder | None = None  # of the inputs in the tensors, and so in the matrix
+    group: int = 1  # blocks that share a scale in q8
+
+
 class WeightFactory(Protocol):
     """Makes the matrices and vectors of `build_weights`, in the order of their place in memory."""
 
-    def matrix(
-        self,
-        out_features: int,
-        in_features: int,
-        dtype: PackedDtypes,
-        parts: Sequence[Part],
-        factors: Vector | None = None,
-        input_order: InputOrder | None = None,
-        group: int = 1,
-    ) -> PackedMatrix:
-        """Return a matrix whose columns, in the order of in_features, are multiplied by `factors`.
-
-        With an `input_order`, the tensors have their inputs in this order, and so has the matrix. In q8, each `group`
-        blocks share a scale.
-        """
+    def matrix(self, plan: MatrixPlan) -> PackedMatrix:
+        """Return the matrix that `plan` describes."""
 
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector: ...
 
@@ -145,20 +145,11 @@ class _Packer:
         self._stop = stop
         self._filling: list[Future[None]] = []
 
-    def matrix(
-        self,
-        out_features: int,
-        in_features: int,
-        dtype: PackedDtypes,
-        parts: Sequence[Part],
-        factors: Vector | None = None,
-        input_order: InputOrder | None = None,
-        group: int = 1,
-    ) -> PackedMatrix:
-        nbytes = packed_nbytes(out_features, in_features, dtype)
+    def matrix(self, plan: MatrixPlan) -> PackedMatrix:
+        nbytes = packed_nbytes(plan.out_features, plan.in_features, plan.dtype)
         memory, self._unused = self._unused[:nbytes], self._unused[nbytes:]
-        matrix = PackedMatrix(out_features, in_features, dtype, memory, input_order, group)
-        self._filling.append(self._threads.submit(self._fill, matrix, parts, factors))
+        matrix = PackedMatrix(plan.out_features, plan.in_features, plan.dtype, memory, plan.input_order, plan.group)
+        self._filling.append(self._threads.submit(self._fill, matrix, plan.parts, plan.factors))
         return matrix
 
     def finish(self) -> None:
@@ -225,21 +216,13 @@ class WeightPlanner:
         self.nbytes: Counter[PackedDtype] = Counter()  # bytes of packed matrices
         self.tensors: dict[str, tuple[int, ...]] = {}  # name -> shape
 
-    def matrix(
-        self,
-        out_features: int,
-        in_features: int,
-        dtype: PackedDtypes,
-        parts: Sequence[Part],
-        factors: Vector | None = None,
-        input_order: InputOrder | None = None,
-        group: int = 1,
-    ) -> PackedMatrix:
-        ranges = column_ranges(out_features, dtype)
-        for columns, one in ranges:
-            self.nbytes[one] += packed_nbytes(columns, in_features, one)
-        self.tensors |= {part.tensor: part.shape for part in parts}
-        return cast(PackedMatrix, _MatrixShape(out_features, in_features, ranges[0][1], ranges, input_order, group))
+    def matrix(self, plan: MatrixPlan) -> PackedMatrix:
+        ranges = column_ranges(plan.out_features, plan.dtype)
+        for columns, dtype in ranges:
+            self.nbytes[dtype] += packed_nbytes(columns, plan.in_features, dtype)
+        self.tensors |= {part.tensor: part.shape for part in plan.parts}
+        shape = _MatrixShape(plan.out_features, plan.in_features, ranges[0][1], ranges, plan.input_order, plan.group)
+        return cast(PackedMatrix, shape)
 
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
         self.tensors |= {part.tensor: part.shape for part in parts}

@@ -13,7 +13,7 @@ from ...common.errors import WrongTensor
 from ..spec import DecoderSpec
 from . import READABLE, Checkpoint
 from .decoder_weights import build_weights
-from .packing import InputOrder, PackedDtypes, Part, Vector, WeightFactory, WeightPlanner
+from .packing import MatrixPlan, Part, Vector, WeightFactory, WeightPlanner
 
 
 def expected_tensors(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -45,18 +45,9 @@ class _Checker(WeightPlanner):
         super().__init__()
         self._checkpoint = checkpoint
 
-    def matrix(
-        self,
-        out_features: int,
-        in_features: int,
-        dtype: PackedDtypes,
-        parts: Sequence[Part],
-        factors: Vector | None = None,
-        input_order: InputOrder | None = None,
-        group: int = 1,
-    ) -> PackedMatrix:
-        self._check(parts, self._checkpoint.matrix_dtypes)
-        return super().matrix(out_features, in_features, dtype, parts, factors, input_order, group)
+    def matrix(self, plan: MatrixPlan) -> PackedMatrix:
+        self._check(plan.parts, self._checkpoint.matrix_dtypes)
+        return super().matrix(plan)
 
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
         self._check(parts, READABLE)
