@@ -22,7 +22,7 @@ from .admission import AdmissionEstimate, CannotMeetDeadline
 from .cost import CostModel, StepLoad
 from .plan import EncodedText, EncoderResult, EncoderStep
 from .policy import Policy
-from .request import EncodeRequest, Ending, FinalCounters, RequestUpdate, State
+from .request import EncodeRequest, Ending, RequestUpdate, State
 
 ENCODER_SHARE = 0.1  # least share of a step beside sequences that a batch in progress gets
 ALONE_S = 0.05  # seconds of a step without sequences
@@ -158,9 +158,8 @@ class EncoderPlanner:
         del self.requests[request.request_id]
         request.finish_reason, request.error = ending
         request.enter(State.ENDED, now)
-        counters = FinalCounters(tuple(request.seconds_in), 0, 0, ())
         values = tuple(request.values) if ending.reason == "stop" else ()
-        return RequestUpdate(request.request_id, (), *ending, counters, values)
+        return RequestUpdate(request.request_id, (), *ending, request.final_counters(), values)
 
     def end_all(self, error: str, now: float) -> list[RequestUpdate]:
         """End every request with `error`. Return their last updates."""

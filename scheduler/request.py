@@ -113,6 +113,10 @@ class QueuedRequest:
         self.state_since = now
         self.state = state
 
+    def final_counters(self) -> FinalCounters:
+        """Return what the last update reports about an ended request."""
+        return FinalCounters(tuple(self.seconds_in), self.cached_tokens, self.recomputed_tokens)
+
 
 @dataclass(slots=True, eq=False)
 class EncodeRequest(QueuedRequest):
@@ -130,7 +134,7 @@ class EncodeRequest(QueuedRequest):
 
 @dataclass(slots=True, eq=False)
 class Request(QueuedRequest):
-    """A request and its progress, which only the scheduler changes.
+    """A request and its progress, which only its scheduler changes.
 
     `generated` are output tokens that another scheduler has generated; the request continues after them.
     """
@@ -188,26 +192,6 @@ class Request(QueuedRequest):
         """Number of known tokens after the prompt."""
         return len(self.token_ids) - self.num_prompt_tokens
 
-    @property
-    def queue_s(self) -> float:
-        """Seconds before it first ran."""
-        return self.seconds_in[State.WAITING]
-
-    @property
-    def prefill_s(self) -> float:
-        """Seconds in prefill."""
-        return self.seconds_in[State.PREFILL]
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds in decode."""
-        return self.seconds_in[State.DECODE]
-
-    @property
-    def stall_s(self) -> float:
-        """Seconds spent preempted."""
-        return self.seconds_in[State.PREEMPTED]
-
     def append(self, token_id: int, now: float) -> None:
         """Add a sampled token to the known tokens."""
         if self.first_token_time is None:
@@ -227,8 +211,9 @@ class Request(QueuedRequest):
         return again
 
     def final_counters(self) -> FinalCounters:
-        """Return what the last update reports about an ended request."""
-        return FinalCounters(tuple(self.seconds_in), self.cached_tokens, self.recomputed_tokens, tuple(self.hypotheses))
+        """See `QueuedRequest.final_counters`."""
+        hypotheses = tuple(self.hypotheses)
+        return FinalCounters(tuple(self.seconds_in), self.cached_tokens, self.recomputed_tokens, hypotheses)
 
     def natural_end(self) -> FinishReason | None:
         """Return why the last output token ends the request, or None if it does not."""
@@ -250,10 +235,30 @@ class Ending(NamedTuple):
 class FinalCounters(NamedTuple):
     """The report of a request's last update about all of its time in the scheduler."""
 
-    seconds_in: tuple[float, ...]  # by State
-    cached_tokens: int
-    recomputed_tokens: int
-    hypotheses: tuple[Hypothesis, ...]
+    seconds_in: tuple[float, ...] = (0.0,) * len(State)  # by State
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    hypotheses: tuple[Hypothesis, ...] = ()
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds before it first ran."""
+        return self.seconds_in[State.WAITING]
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds in prefill."""
+        return self.seconds_in[State.PREFILL]
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds in decode."""
+        return self.seconds_in[State.DECODE]
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds spent preempted."""
+        return self.seconds_in[State.PREEMPTED]
 
 
 class RequestUpdate(NamedTuple):

@@ -160,7 +160,7 @@ class EngineHost:
                 session.updates.append(update)
                 session.flush_soon()
 
-    def _fail(self, request_id: int, error: QuireError) -> None:
+    def _fail(self, request_id: int, error: QuireError, _: FinalCounters) -> None:
         if (session := self._session_of(request_id)) is not None:
             session.failures.append(HostRequestFailed(request_id, type(error).__name__, str(error)))
             session.flush_soon()
@@ -331,12 +331,12 @@ class ServerSession:
         return taken
 
     def _outgoing(self, update: RequestUpdate) -> RequestUpdate:
-        """Return an update with the API server's id; at the end, with the counters of all processes here."""
+        """Return an update with the API server's id. Forget a request that has ended."""
         theirs = update.request_id - self._first_id
         if not update.ended:
             return RequestUpdate(theirs, update.tokens)
-        request = self._requests.pop(update.request_id, None)
-        return update._replace(request_id=theirs, counters=None if request is None else _final_counters(request))
+        self._requests.pop(update.request_id, None)
+        return update._replace(request_id=theirs)
 
     def _elsewhere(self, each: Prefilled) -> Prefilled:
         return Prefilled(each.request_id - self._first_id, each.num_tokens)
@@ -386,12 +386,6 @@ class ServerSession:
 
 async def _refuse(refusal: QueueFull) -> AdmissionEstimate:
     raise refusal
-
-
-def _final_counters(request: QueuedRequest) -> FinalCounters:
-    if isinstance(request, Request):
-        return request.final_counters()
-    return FinalCounters(tuple(request.seconds_in), 0, 0, ())
 
 
 def _counters(pool: EnginePool) -> dict[str, int]:

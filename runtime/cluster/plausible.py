@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ...scheduler import EncodeRequest, QueuedRequest, Request, RequestUpdate, SampledToken, State
+from ...scheduler import EncodeRequest, Request, RequestUpdate, SampledToken, State
 from ..common.errors import ProtocolError
 from ..engine import CoreInfo, Prefilled, StepStats
 from ..workers.engine_link import AddAnswer, StatsReport
 from ..workers.pending_adds import REFUSALS
+from ..workers.token_log import LoggedRequest
 
 FLOAT_BYTES = 4
 NO_NUMBER = "a logprob that is not a number"
@@ -51,9 +52,9 @@ def check_counts(*counts: int) -> None:
         raise ProtocolError("the host reports a negative number of tokens")
 
 
-def check_update(update: RequestUpdate, request: QueuedRequest, info: CoreInfo) -> None:
-    """Raise ProtocolError for an update that cannot be of `request`, which a core with `info` computes."""
-    counters = update.counters
+def check_update(update: RequestUpdate, entry: LoggedRequest, info: CoreInfo) -> None:
+    """Raise ProtocolError for an update that cannot be of the logged request, which a core with `info` computes."""
+    request, counters = entry.request, update.counters
     if update.ended != (counters is not None) or (update.finish_reason is not None and update.error is not None):
         raise _wrong(update, "an end without its counters, or more than one")
     if counters is not None:
@@ -64,10 +65,10 @@ def check_update(update: RequestUpdate, request: QueuedRequest, info: CoreInfo) 
     if isinstance(request, EncodeRequest):
         _check_values(update, request, info)
     elif isinstance(request, Request):
-        _check_tokens(update, request, info.vocab_size)
+        _check_tokens(update, request, len(entry.generated), info.vocab_size)
 
 
-def _check_tokens(update: RequestUpdate, request: Request, vocab_size: int) -> None:
+def _check_tokens(update: RequestUpdate, request: Request, num_generated: int, vocab_size: int) -> None:
     spec, hypotheses = request.spec, () if update.counters is None else update.counters.hypotheses
     if request.beam is None:
         outputs: Sequence[Sequence[SampledToken]] = (update.tokens,)
@@ -76,7 +77,7 @@ def _check_tokens(update: RequestUpdate, request: Request, vocab_size: int) -> N
         outputs = [each.tokens for each in hypotheses]
         is_complete = update.finish_reason in ("stop", "length")
         has_outputs = not update.tokens and len(outputs) <= request.beam.width and (bool(outputs) or not is_complete)
-    room = spec.max_tokens - request.num_output_tokens
+    room = spec.max_tokens - num_generated
     if not has_outputs or any(len(tokens) > room for tokens in outputs):
         raise _wrong(update, f"other outputs than it has, or more than {spec.max_tokens} tokens")
     for tokens in outputs:

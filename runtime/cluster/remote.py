@@ -296,7 +296,7 @@ class RemoteHost(SupervisedEngine):
             requests=self.num_requests,
             moved_requests=self._num_moved,
             predicted_wait_s=self.load.predicted_wait_s,
-            engine=self.stats() if self.is_ready and self._stats is not None else None,
+            engine=self.stats() if self.is_ready and self._counters.stats is not None else None,
         )
 
     def give_up(self) -> list[LoggedRequest]:
@@ -324,7 +324,7 @@ class RemoteHost(SupervisedEngine):
             case StepReport(updates, step=step, prefilled=prefilled):
                 for update in updates:
                     if (entry := self._tokens.sent(update.request_id)) is not None:
-                        check_update(update, entry.request, self.info)
+                        check_update(update, entry, self.info)
                 check_step(step, prefilled)
                 super().receive(message)
             case RequestsBegun(requests):
@@ -374,7 +374,7 @@ class RemoteHost(SupervisedEngine):
         if is_lost and entry.num_lost_hosts < MAX_LOST_HOSTS and self._move(entry):
             self._num_moved += 1
         else:
-            self._listener.fail(request_id, error)
+            self._listener.fail(request_id, error, entry.known_counters())
         self._note_idle()
 
     def _check_accepting(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ...scheduler import AdmissionEstimate, EncodeRequest, FinishReason, Request, RequestUpdate, StepPlan
+from ...scheduler import AdmissionEstimate, EncodeRequest, FinalCounters, FinishReason, Request, RequestUpdate, StepPlan
 from ..common.errors import QuireError
 from .facade import CoreInfo, EngineStats, HostStatus, StepStats
 
@@ -31,7 +31,8 @@ class CoreListener:
     """The listener that a core calls on the event loop. The callables must not raise."""
 
     publish: Callable[[Sequence[RequestUpdate]], None] = _ignore
-    fail: Callable[[int, QuireError], None] = _ignore  # a request ended with an error that is not the scheduler's
+    # A request ended with an error that is not the scheduler's. The counters are as far as they are known.
+    fail: Callable[[int, QuireError, FinalCounters], None] = _ignore
     observe: Callable[[StepStats, Sequence[Prefilled]], None] = _ignore  # a step ended and its updates are published
     ended: Callable[[], None] = _ignore  # nothing will be published any more
     begin: Callable[[StepPlan], None] = _ignore  # a step is about to be computed in this process
@@ -62,8 +63,13 @@ class Core(Protocol):
     def cancel(self, request_id: int) -> None:
         """End a request; its end is published. Allowed in every state, idempotent."""
 
-    def drop(self, request_id: int, reason: FinishReason | None = None, error: str | None = None) -> None:
-        """End a request without publishing anything more of it. Idempotent."""
+    def drop(
+        self, request_id: int, reason: FinishReason | None = None, error: str | None = None
+    ) -> FinalCounters | None:
+        """End a request without publishing anything more of it. Idempotent.
+
+        Return its counters; None if there is no such request, or a step is computing it.
+        """
 
     def stats(self) -> EngineStats:
         """Return the current statistics. Raises Unavailable while nothing can be computed."""

@@ -22,6 +22,7 @@ from ...scheduler import (
     AdmissionEstimate,
     EncodeRequest,
     EngineLoop,
+    FinalCounters,
     FinishedStep,
     FinishReason,
     PlacedImage,
@@ -145,9 +146,12 @@ class EngineCore:
         """See `Core.cancel`."""
         self.engine_loop.cancel(request_id)
 
-    def drop(self, request_id: int, reason: FinishReason | None = None, error: str | None = None) -> None:
+    def drop(
+        self, request_id: int, reason: FinishReason | None = None, error: str | None = None
+    ) -> FinalCounters | None:
         """See `Core.drop`."""
-        self.scheduler.finish(request_id, reason, error)
+        update = self.scheduler.finish(request_id, reason, error)
+        return None if update is None else update.counters
 
     def host_statuses(self) -> Sequence[HostStatus] | None:
         return None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ...scheduler import RequestUpdate
+from ...scheduler import FinalCounters, RequestUpdate
 from ..common.errors import GenerationFailed, Overloaded, QuireError, Unavailable
 from ..common.types import FinishReason, OutputChunk, Usage
 from .core import Core, CoreListener, Prefilled
@@ -93,6 +93,8 @@ class LiveOutputs:
             num_tokens = sequence.num_tokens - num_before
             if num_tokens:
                 last_s, sequence.last_tokens_s = sequence.last_tokens_s, now
+                if last_s is None:
+                    sequence.first_token_s = now
                 self.observer.on_tokens(num_tokens, None if last_s is None else now - last_s)
             if sequence.finish_reason is not None:
                 self._end(sequence, update, chunks, now)
@@ -102,11 +104,12 @@ class LiveOutputs:
             if update.error is not None and update.request_id in self._sequences:  # a reader may cancel its request
                 self._fail(output, output.error or failure_error(update.error, output.request.deadline_ms), now)
 
-    def _fail_request(self, request_id: int, error: QuireError) -> None:
+    def _fail_request(self, request_id: int, error: QuireError, counters: FinalCounters) -> None:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             self._embedder.fail(request_id, error)
         else:
+            sequence.counters = counters
             self._fail(sequence.output, sequence.output.error or error, time.monotonic())
 
     def _fail_all(self) -> None:
@@ -125,7 +128,7 @@ class LiveOutputs:
         """Forget a sequence that has ended. The last chunk of its request's last sequence gets the usage."""
         output, request_id = sequence.output, update.request_id
         if not update.ended:  # it ended at a stop string, which the core cannot see
-            self._core.drop(request_id, sequence.finish_reason)
+            self._drop(sequence, sequence.finish_reason)
         del self._sequences[request_id]
         if output.num_open:
             for chunk in chunks:
@@ -148,7 +151,13 @@ class LiveOutputs:
         """End the request's sequences on the core without publishing anything; their pages are free immediately."""
         for sequence in output.sequences:
             if self._sequences.pop(sequence.request.request_id, None) is not None:
-                self._core.drop(sequence.request.request_id, error=why)
+                self._drop(sequence, error=why)
+
+    def _drop(self, sequence: SequenceOutput, reason: FinishReason | None = None, error: str | None = None) -> None:
+        """End a sequence on the core, and keep its counters."""
+        counters = self._core.drop(sequence.request.request_id, reason, error)
+        if counters is not None:
+            sequence.counters = counters
 
     def _report(
         self,

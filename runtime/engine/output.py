@@ -15,13 +15,14 @@ from operator import attrgetter
 
 import msgspec
 
-from ...scheduler import AdmissionEstimate, Request, RequestUpdate, SampledToken
+from ...scheduler import AdmissionEstimate, FinalCounters, Request, RequestUpdate, SampledToken
 from ..common.errors import QuireError
 from ..common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
 from .continuation import Continuation
 from .facade import GenerateRequest, NewParser
 from .text import IncrementalDetokenizer, OutputParser
 
+NO_COUNTERS = FinalCounters()
 NewDetokenizer = Callable[[], IncrementalDetokenizer | None]  # None: the model has no tokenizer
 
 _token_id = attrgetter("token_id")
@@ -133,7 +134,9 @@ class SequenceOutput:
     request: Request
     detokenizer: IncrementalDetokenizer | None
     num_tokens: int = 0  # generated and kept
+    first_token_s: float | None = None  # when the first of them came, without those of another server
     last_tokens_s: float | None = None  # when the most recent of them came
+    counters: FinalCounters = NO_COUNTERS  # from the end on
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # see `OutputChunk`
     held_tokens: list[SampledToken] = field(default_factory=list)  # of an output that is not streamed
@@ -147,6 +150,8 @@ class SequenceOutput:
         """Return the update's tokens up to a stop string, and the text they finished. Record the sequence's end."""
         tokens, text, reason = update.tokens, "", update.finish_reason
         detokenizer = self.detokenizer
+        if update.counters is not None:
+            self.counters = update.counters
         if detokenizer is not None:
             text = detokenizer.push(map(_token_id, tokens))
             if detokenizer.stop_string is not None:
@@ -233,36 +238,36 @@ class StreamingOutput:
 
     def usage(self) -> Usage:
         """Return what a request that has ended used."""
-        requests = [sequence.request for sequence in self.sequences]
+        all_counters = [sequence.counters for sequence in self.sequences]
         prompt_tokens = len(self.stream.prompt_token_ids)
         num_tokens = sum(max(0, each.num_tokens - len(each.request.spec.echoed)) for each in self.sequences)
         counts = {"prompt_tokens": prompt_tokens, "completion_tokens": self._num_former_tokens + num_tokens}
-        if not requests:  # another server has generated everything
+        if not all_counters:  # another server has generated everything
             return Usage(seed=self.seed, **counts)
-        first = requests[0]
+        first = all_counters[0]
         return Usage(
             **counts,
             cached_tokens=min(first.cached_tokens, prompt_tokens),
-            recomputed_tokens=sum(request.recomputed_tokens for request in requests),
+            recomputed_tokens=sum(each.recomputed_tokens for each in all_counters),
             seed=self.seed,
             queue_ms=first.queue_s * 1000,
             prefill_ms=first.prefill_s * 1000,
-            decode_ms=max(request.decode_s for request in requests) * 1000,
-            stall_ms=max(request.stall_s for request in requests) * 1000,
+            decode_ms=max(each.decode_s for each in all_counters) * 1000,
+            stall_ms=max(each.stall_s for each in all_counters) * 1000,
         )
 
     def first_token_time(self) -> float | None:
         """Return when the request's first token came."""
-        times = [sequence.request.first_token_time for sequence in self.sequences]
+        times = [sequence.first_token_s for sequence in self.sequences]
         return min((time for time in times if time is not None), default=None)
 
     def time_per_output_token_s(self) -> float | None:
         """Return the mean seconds per token after the first, of the sequence that decoded longest."""
-        slowest = max(self.sequences, key=lambda sequence: sequence.request.decode_s, default=None)
+        slowest = max(self.sequences, key=lambda sequence: sequence.counters.decode_s, default=None)
         if slowest is None:
             return None
         num_tokens = slowest.num_tokens - len(slowest.request.generated)
-        return slowest.request.decode_s / (num_tokens - 1) if num_tokens > 1 else None
+        return slowest.counters.decode_s / (num_tokens - 1) if num_tokens > 1 else None
 
     def _whole(
         self,
@@ -323,7 +328,7 @@ class BeamOutput(StreamingOutput):
             return ()
         if sequence.finish_reason == "cancelled":
             return self._cancelled()
-        found = sequence.request.hypotheses
+        found = sequence.counters.hypotheses
         sequence.num_tokens = sum(len(each.tokens) for each in found)
         return [
             self._whole(i, each.tokens, self._text(each.tokens), each.finish_reason, each.cumulative_logprob)

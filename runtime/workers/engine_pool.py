@@ -14,6 +14,7 @@ import msgspec
 from ...scheduler import (
     AdmissionEstimate,
     EncodeRequest,
+    FinalCounters,
     FinishReason,
     NotAccepting,
     QueuedRequest,
@@ -124,9 +125,11 @@ class EnginePool:
         for member in self.members:
             member.cancel(request_id)
 
-    def drop(self, request_id: int, reason: FinishReason | None = None, error: str | None = None) -> None:
-        for member in self.members:
-            member.drop(request_id, reason, error)
+    def drop(
+        self, request_id: int, reason: FinishReason | None = None, error: str | None = None
+    ) -> FinalCounters | None:
+        found = [member.drop(request_id, reason, error) for member in self.members]
+        return next((counters for counters in found if counters is not None), None)
 
     def stats(self) -> EngineStats:
         """Return the sums over members whose process is ready; counters are summed over all, so they never fall.

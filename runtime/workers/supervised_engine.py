@@ -18,6 +18,7 @@ from ...scheduler import (
     AdmissionEstimate,
     EncodeRequest,
     EncodeSpec,
+    FinalCounters,
     FinishReason,
     NotAccepting,
     QueuedRequest,
@@ -28,6 +29,7 @@ from ...scheduler import (
 from ..common.config import EngineConfig
 from ..common.errors import DeadlineExceeded, Quarantined, Unavailable
 from ..engine import CoreInfo, CoreListener, EngineStats
+from .engine_counters import EngineCounters
 from .engine_link import (
     AddAnswer,
     AddEncoding,
@@ -50,24 +52,8 @@ from .health import HealthTimeouts
 from .pending_adds import PendingAdd, PendingAdds, admission_of
 from .router import MemberLoad
 from .supervisor import RESTART_TIMEOUT_S, EngineSource, ProcessSource, Supervisor
-from .token_log import EndedRequests, LoggedRequest, TokenLog
+from .token_log import ClosedRequest, EndedRequests, LoggedRequest, TokenLog
 
-COUNTERS = (  # fields of EngineStats that a new process counts from 0
-    "step",
-    "prefix_queries_tokens",
-    "prefix_hits_tokens",
-    "preemptions",
-    "preemptions_spilled",
-    "recomputed_tokens",
-    "draft_tokens",
-    "accepted_draft_tokens",
-    "steps_over_itl_target",
-    "encoded_texts",
-    "encoded_tokens",
-    "encoded_images",
-    "image_cache_hits",
-)
-COUNTED_HERE = ("restarts", "replayed_requests", "quarantined_requests")  # and by a host about its own processes
 QUARANTINE_REASON = (
     "the engine crashed twice while it computed this request, the second time with no other request that could have "
     "been the cause; it is not tried again"
@@ -97,8 +83,7 @@ class SupervisedEngine:
         self._pending_adds = PendingAdds()
         self._num_waiting = 0  # last reported by the process
         self._predicted_wait_s = 0.0  # likewise
-        self._stats: EngineStats | None = None  # of this process; None until it has sent some
-        self._former_counts = dict.fromkeys(COUNTERS + COUNTED_HERE, 0)  # of the processes before this one
+        self._counters = EngineCounters()
         self._num_replayed = self._num_quarantined = 0
         self._down: str | None = None  # why processes fail to start; nothing is accepted in the meantime
         self._leaving = False  # draining or stopped; nothing is accepted any more
@@ -135,7 +120,8 @@ class SupervisedEngine:
     @property
     def load(self) -> MemberLoad:
         """The load that a router compares: an engine host has the requests of other API servers, too."""
-        num_reported = 0 if self._stats is None else self._stats.running + self._stats.waiting
+        stats = self._counters.stats
+        num_reported = 0 if stats is None else stats.running + stats.waiting
         return MemberLoad(max(self.num_requests, num_reported), self._predicted_wait_s)
 
     @property
@@ -176,7 +162,8 @@ class SupervisedEngine:
         self._check_accepting()
         num_waiting = self.num_waiting
         if num_waiting + count > self._max_num_waiting:
-            num_pages = 0 if self._stats is None else self._stats.pages_free + self._stats.pages_cached
+            stats = self._counters.stats
+            num_pages = 0 if stats is None else stats.pages_free + stats.pages_cached
             raise QueueFull(
                 f"the queue is full: {num_waiting} of {self._max_num_waiting} requests wait",
                 AdmissionEstimate(num_waiting, 0, num_pages),
@@ -223,29 +210,33 @@ class SupervisedEngine:
         self._send_next()
 
     def cancel(self, request_id: int) -> None:
-        match self._tokens.cancel(request_id):
-            case "sent":
-                self._send(CancelRequest(request_id))
-            case "ended":
-                self._listener.publish([RequestUpdate(request_id, finish_reason="cancelled")])
-                self._send_next()
+        if self._tokens.cancel(request_id):
+            self._send(CancelRequest(request_id))
+        elif (closed := self._tokens.forget(request_id)) is not None:  # no process had it
+            self._listener.publish([_cancelled(closed)])
+            self._send_next()
 
-    def drop(self, request_id: int, reason: FinishReason | None = None, error: str | None = None) -> None:
-        if self._tokens.forget(request_id):
+    def drop(
+        self, request_id: int, reason: FinishReason | None = None, error: str | None = None
+    ) -> FinalCounters | None:
+        closed = self._tokens.forget(request_id)
+        if closed is not None and closed.was_sent:
             self._send(DropRequest(request_id, reason, error))
         self._send_next()
+        return None if closed is None else closed.counters
 
     def stats(self) -> EngineStats:
-        if self._supervisor.process is None or self._stats is None:
+        if self._supervisor.process is None or self._counters.stats is None:
             raise Unavailable(self._down or "the engine is being restarted")
-        return msgspec.structs.replace(self._stats, **self.counters())
+        return msgspec.structs.replace(self._counters.stats, **self.counters())
 
     def counters(self) -> dict[str, int]:
         """Return the counters of EngineStats over all processes, also while none is ready."""
-        stats = self._stats
-        counts = {name: count + (getattr(stats, name) if stats else 0) for name, count in self._former_counts.items()}
-        here = self.num_restarts, self._num_replayed, self._num_quarantined
-        return counts | {name: counts[name] + count for name, count in zip(COUNTED_HERE, here, strict=True)}
+        return self._counters.total(
+            restarts=self.num_restarts,
+            replayed_requests=self._num_replayed,
+            quarantined_requests=self._num_quarantined,
+        )
 
     async def drain(self) -> None:
         self._leaving = True
@@ -271,7 +262,8 @@ class SupervisedEngine:
             case StepReport(updates, num_waiting, num_steps, step, prefilled):
                 self._num_waiting = num_waiting
                 self._supervisor.health.note_step(num_steps, has_work=True)
-                self._listener.publish([update for update in updates if self._tokens.record(update)])
+                recorded = [self._tokens.record(update) for update in updates]
+                self._listener.publish([update for update in recorded if update is not None])
                 if step is not None:
                     self._listener.observe(step, prefilled)
                 self._send_next()
@@ -280,7 +272,7 @@ class SupervisedEngine:
             case StatsReport(EngineStats() as stats, predicted_wait_s):
                 num_running, num_waiting = stats.running + stats.encoder_running, stats.waiting + stats.encoder_waiting
                 self._supervisor.health.note_step(stats.step, num_running + num_waiting > 0)
-                self._stats, self._num_waiting, self._predicted_wait_s = stats, num_waiting, predicted_wait_s
+                self._counters.stats, self._num_waiting, self._predicted_wait_s = stats, num_waiting, predicted_wait_s
             case RequestsBegun(requests):
                 self._tokens.note_begun(requests)
                 self._listener.begun(requests)
@@ -307,7 +299,9 @@ class SupervisedEngine:
     def on_tick(self) -> None:
         """End requests whose deadline passed while no process has them; a process ends its own."""
         if late := self._tokens.expire():
-            self._listener.publish([RequestUpdate(request_id, error=DEADLINE_PASSED) for request_id in late])
+            self._listener.publish(
+                [RequestUpdate(each.request_id, error=DEADLINE_PASSED, counters=each.counters) for each in late]
+            )
             self._note_idle()
 
     def _on_answer(self, answer: AddAnswer) -> None:
@@ -327,19 +321,16 @@ class SupervisedEngine:
 
     def _forget_stats(self) -> None:
         """Keep the counters of a process that is gone, and nothing else that it reported."""
-        if self._stats is not None:
-            for name in self._former_counts:
-                self._former_counts[name] += getattr(self._stats, name)
-        self._stats = None
+        self._counters.forget_process()
         self._num_waiting, self._predicted_wait_s = 0, 0.0
 
     def _end(self, ended: EndedRequests, quarantine_reason: str) -> None:
         """Report requests that left the log when their process exited."""
         self._num_quarantined += len(ended.quarantined)
         if ended.cancelled:
-            self._listener.publish([RequestUpdate(each, finish_reason="cancelled") for each in ended.cancelled])
-        for request_id in ended.quarantined:
-            self._listener.fail(request_id, Quarantined(quarantine_reason))
+            self._listener.publish([_cancelled(closed) for closed in ended.cancelled])
+        for closed in ended.quarantined:
+            self._listener.fail(closed.request_id, Quarantined(quarantine_reason), closed.counters)
         self._note_idle()
 
     def _send(self, message: ToEngine) -> None:
@@ -349,9 +340,9 @@ class SupervisedEngine:
     def _send_next(self) -> None:
         """Send the requests that the process may have now: replays first, as the log allows them, then new ones."""
         if (process := self._supervisor.process) is not None:
-            for request in self._tokens.next_to_send():
+            for entry in self._tokens.next_to_send():
                 self._num_replayed += 1
-                process.link.send(self._readmit_message(request))
+                process.link.send(self._readmit_message(entry))
             if not self._tokens.is_replaying:
                 for pending in self._pending_adds.send():
                     process.link.send(self._add_message(pending.requests))
@@ -366,9 +357,10 @@ class SupervisedEngine:
         generated = tuple([tuple(each.generated) for each in sampled])
         return AddRequests.of([self._for_link(each.spec) for each in sampled], generated)
 
-    def _readmit_message(self, request: QueuedRequest) -> ReadmitRequest | ReadmitEncoding:
+    def _readmit_message(self, entry: LoggedRequest) -> ReadmitRequest | ReadmitEncoding:
+        request = entry.request
         if isinstance(request, Request):
-            return ReadmitRequest(as_read(self._for_link(request.spec)), tuple(request.output_token_ids))
+            return ReadmitRequest(as_read(self._for_link(request.spec)), tuple(entry.generated))
         return ReadmitEncoding(self._for_link(cast(EncodeSpec, request.spec)))
 
     def _for_link(self, spec: SpecT) -> SpecT:
@@ -379,13 +371,14 @@ class SupervisedEngine:
         """Take requests back whose caller is gone, wherever they are."""
         is_sent = self._pending_adds.remove(pending)
         for request in pending.requests:
-            if self._tokens.forget(request.request_id) or is_sent:
+            closed = self._tokens.forget(request.request_id)
+            if is_sent or (closed is not None and closed.was_sent):
                 self._send(DropRequest(request.request_id, None, "the caller left"))
         self._send_next()
 
     def _fail_all(self, reason: str) -> None:
-        for request_id in self._tokens.forget_all():
-            self._listener.fail(request_id, Unavailable(reason))
+        for closed in self._tokens.forget_all():
+            self._listener.fail(closed.request_id, Unavailable(reason), closed.counters)
         self._pending_adds.refuse_all(NotAccepting(reason))
         self._note_idle()
 
@@ -398,3 +391,7 @@ class SupervisedEngine:
             raise NotAccepting("no new requests are accepted: the engine is draining or closed")
         if self._down is not None:
             raise NotAccepting(self._down)
+
+
+def _cancelled(closed: ClosedRequest) -> RequestUpdate:
+    return RequestUpdate(closed.request_id, finish_reason="cancelled", counters=closed.counters)

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ...scheduler import FinalCounters, QueuedRequest, Request, RequestUpdate, State
 from ..engine import Prefilled
@@ -43,14 +43,32 @@ class LoggedRequest:
     num_lost_hosts: int = 0  # see MAX_LOST_HOSTS
     num_incarnations: int = 0  # earlier processes
     seconds_in: list[float] = field(default_factory=lambda: [0.0] * len(State))  # in earlier processes
+    cached_tokens: int = 0  # found in the prefix cache when the first process began to compute it
     lost_tokens: int = 0  # whose keys and values were lost with the last process
+    generated: list[int] = field(init=False, repr=False)  # output tokens so far
+    first_token_time: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.generated = [*self.request.generated] if isinstance(self.request, Request) else []
+
+    def known_counters(self) -> FinalCounters:
+        """Return what is known of a request whose process reported no counters."""
+        return FinalCounters(tuple(self.seconds_in), self.cached_tokens)
+
+
+class ClosedRequest(NamedTuple):
+    """A request that has left the log before its process reported an end."""
+
+    request_id: int
+    was_sent: bool  # the process has it
+    counters: FinalCounters  # as far as the log knows them
 
 
 class EndedRequests(NamedTuple):
-    """Ids of requests that must not be replayed; they have left the log."""
+    """Requests that must not be replayed."""
 
-    quarantined: list[int]
-    cancelled: list[int]
+    quarantined: list[ClosedRequest]
+    cancelled: list[ClosedRequest]
 
 
 class TokenLog:
@@ -112,50 +130,37 @@ class TokenLog:
             _end_incarnation(entry, self._clock())
         return entry
 
-    def forget(self, request_id: int) -> bool:
-        """Remove a request, if it is there. Return whether the process has it."""
+    def forget(self, request_id: int) -> ClosedRequest | None:
+        """Remove and return a request; None if it is not there."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
-            return False
-        was_sent = entry.is_sent
-        if not was_sent:
+            return None
+        if not entry.is_sent:
             (self._suspects if entry.crash_suspect else self._unsent).remove(entry)
         self._clear_suspicion(entry)
-        self._close(entry)
-        return was_sent
+        return self._close(entry)
 
-    def forget_all(self) -> list[int]:
-        """Remove every request and return their ids."""
-        request_ids = list(self._entries)
-        for request_id in request_ids:
-            self.forget(request_id)
-        return request_ids
+    def forget_all(self) -> list[ClosedRequest]:
+        """Remove and return every request."""
+        return self._forget_each(list(self._entries))
 
-    def cancel(self, request_id: int) -> Literal["sent", "ended", "unknown"]:
-        """Cancel a request.
-
-        "sent": the process has it and will report its end. "ended": no process had it, and it has left the log.
-        """
-        entry = self._entries.get(request_id)
+    def cancel(self, request_id: int) -> bool:
+        """Note that the process is asked to end a request. Return False if it has no such request."""
+        entry = self.sent(request_id)
         if entry is None:
-            return "unknown"
-        if entry.is_sent:
-            entry.is_cancelled = True
-            return "sent"
-        self.forget(request_id)
-        return "ended"
+            return False
+        entry.is_cancelled = True
+        return True
 
-    def expire(self) -> list[int]:
-        """Remove requests that no process has and whose deadline has passed. Return their ids."""
+    def expire(self) -> list[ClosedRequest]:
+        """Remove and return the requests that no process has and whose deadline has passed."""
         now = self._clock()
         late = [
             entry.request.request_id
             for entry in self._entries.values()
             if not entry.is_sent and (deadline := entry.request.spec.deadline) is not None and deadline <= now
         ]
-        for request_id in late:
-            self.forget(request_id)
-        return late
+        return self._forget_each(late)
 
     def note_begun(self, begun: Iterable[Prefilled]) -> None:
         """Record requests that the process is about to compute for the first time."""
@@ -165,29 +170,32 @@ class TokenLog:
             if entry is not None and entry.begun_at is None:
                 entry.begun_at = now
                 if not entry.num_incarnations:
-                    entry.request.cached_tokens = cached_tokens
+                    entry.cached_tokens = cached_tokens
 
-    def record(self, update: RequestUpdate) -> bool:
-        """Record tokens and end of a request. Return False if the process has no such request."""
-        entry = self._entries.get(update.request_id)
-        if entry is None or not entry.is_sent:
-            return False
-        request, tokens = entry.request, update.tokens
-        if tokens and isinstance(request, Request):
-            if request.first_token_time is None:
-                request.first_token_time = self._clock()
-            request.token_ids += [token.token_id for token in tokens]
+    def record(self, update: RequestUpdate) -> RequestUpdate | None:
+        """Record tokens and end of a request. Return None if the process has no such request.
+
+        Else return the update, at the end with the counters of all processes.
+        """
+        entry = self.sent(update.request_id)
+        if entry is None:
+            return None
+        tokens = update.tokens
+        if tokens:
+            if entry.first_token_time is None:
+                entry.first_token_time = self._clock()
+            entry.generated += [token.token_id for token in tokens]
             self._has_gained = True
             entry.num_gained += len(tokens)
             if entry.num_gained >= MIN_GAINED_TOKENS:
                 entry.num_lost_hosts = 0
                 self._clear_suspicion(entry)
-        if update.counters is not None:
-            self._has_gained = True
-            del self._entries[update.request_id]
-            self._clear_suspicion(entry)
-            _set_final_counters(entry, update.counters)
-        return True
+        if update.counters is None:
+            return update
+        self._has_gained = True
+        del self._entries[update.request_id]
+        self._clear_suspicion(entry)
+        return update._replace(counters=_total_counters(entry, update.counters))
 
     def on_process_exit(self, from_outside: bool = False) -> EndedRequests:
         """Prepare every request to be replayed, except the returned ones.
@@ -207,9 +215,8 @@ class TokenLog:
             was_taken_on = entry.is_sent and entry.num_unbegun_exits >= MAX_UNBEGUN_EXITS
             may_be_cause = is_crash and (entry.begun_at is not None or was_taken_on)
             if entry.is_cancelled or (entry.crash_suspect and may_be_cause):
-                (ended.cancelled if entry.is_cancelled else ended.quarantined).append(request_id)
                 del self._entries[request_id]
-                self._close(entry)
+                (ended.cancelled if entry.is_cancelled else ended.quarantined).append(self._close(entry))
                 continue
             entry.crash_suspect = entry.crash_suspect or may_be_cause
             entry.num_lost_hosts += entry.is_sent
@@ -235,9 +242,8 @@ class TokenLog:
             entry.num_unbegun_exits = 0 if has_begun else entry.num_unbegun_exits + is_lost
             is_quarantined = entry.num_lost_hosts >= MAX_LOST_HOSTS or entry.num_unbegun_exits >= MAX_UNBEGUN_HOSTS
             if entry.is_cancelled or is_quarantined:
-                (ended.cancelled if entry.is_cancelled else ended.quarantined).append(request_id)
                 del self._entries[request_id]
-                self._close(entry)
+                (ended.cancelled if entry.is_cancelled else ended.quarantined).append(self._close(entry))
                 continue
             _end_incarnation(entry, now)
             self._unsent.append(entry)
@@ -253,7 +259,7 @@ class TokenLog:
         """Whether new requests have to wait, because they would be computed together with a suspect."""
         return bool(self._isolated or self._suspects or self._unsent)
 
-    def next_to_send(self) -> list[QueuedRequest]:
+    def next_to_send(self) -> list[LoggedRequest]:
         """Return the requests that the process may have now: the next suspect alone, or all when none is left."""
         if self._isolated is not None:
             return []
@@ -262,18 +268,22 @@ class TokenLog:
             return [self._send(self._isolated)]
         return [self._send(self._unsent.popleft()) for _ in range(len(self._unsent))]
 
-    def _send(self, entry: LoggedRequest) -> QueuedRequest:
+    def _send(self, entry: LoggedRequest) -> LoggedRequest:
         now = self._clock()
         entry.seconds_in[State.PREEMPTED] += now - entry.incarnation_began
         entry.incarnation_began = now
         entry.is_sent = True
-        return entry.request
+        return entry
 
-    def _close(self, entry: LoggedRequest) -> None:
-        """Set the counters of a request that ends without final ones, as far as the log knows them."""
-        entry.request.recomputed_tokens = entry.lost_tokens
+    def _forget_each(self, request_ids: Iterable[int]) -> list[ClosedRequest]:
+        return [closed for request_id in request_ids if (closed := self.forget(request_id)) is not None]
+
+    def _close(self, entry: LoggedRequest) -> ClosedRequest:
+        """Return a request that ends without final counters."""
+        was_sent, recomputed_tokens = entry.is_sent, entry.lost_tokens  # what this process had was not recomputed
         _end_incarnation(entry, self._clock())
-        entry.request.seconds_in = entry.seconds_in
+        counters = entry.known_counters()._replace(recomputed_tokens=recomputed_tokens)
+        return ClosedRequest(entry.request.request_id, was_sent, counters)
 
     def _clear_suspicion(self, entry: LoggedRequest) -> None:
         entry.crash_suspect = False
@@ -287,7 +297,7 @@ def _is_beam_search(entry: LoggedRequest) -> bool:
 
 def _end_incarnation(entry: LoggedRequest, now: float) -> None:
     """Add up the seconds that the process, which is gone, cannot report any more."""
-    request, first_token_time = entry.request, entry.request.first_token_time
+    request, first_token_time = entry.request, entry.first_token_time
     phases: tuple[tuple[State, float | None], ...]  # each with its end
     if entry.num_incarnations:
         phases = ((State.PREEMPTED, entry.begun_at), (State.DECODE, now))
@@ -299,7 +309,7 @@ def _end_incarnation(entry: LoggedRequest, now: float) -> None:
         entry.seconds_in[state] += until - since
         since = until
     if isinstance(request, Request) and first_token_time is not None:
-        entry.lost_tokens = len(request.token_ids) - 1
+        entry.lost_tokens = request.num_prompt_tokens + len(entry.generated) - 1
     entry.num_incarnations += 1
     entry.incarnation_began = now
     entry.is_sent = False
@@ -307,17 +317,16 @@ def _end_incarnation(entry: LoggedRequest, now: float) -> None:
     entry.num_gained = 0
 
 
-def _set_final_counters(entry: LoggedRequest, last: FinalCounters) -> None:
-    """Set the request's counters over all incarnations. Waiting for or in a later process counts as a stall."""
-    request, seconds_in = entry.request, list(last.seconds_in)
-    request.recomputed_tokens = last.recomputed_tokens
-    if isinstance(request, Request):
-        request.hypotheses = list(last.hypotheses)
+def _total_counters(entry: LoggedRequest, last: FinalCounters) -> FinalCounters:
+    """Return a request's counters over all incarnations. Waiting for or in a later process counts as a stall."""
     if not entry.num_incarnations:
-        request.seconds_in = seconds_in
-        request.cached_tokens = last.cached_tokens
-        return
-    request.recomputed_tokens += max(0, entry.lost_tokens - last.cached_tokens)
-    seconds_in[State.PREEMPTED] += seconds_in[State.WAITING]
-    seconds_in[State.WAITING] = 0.0
-    request.seconds_in = [former + this for former, this in zip(entry.seconds_in, seconds_in, strict=True)]
+        return last
+    former, this = list(entry.seconds_in), list(last.seconds_in)
+    this[State.PREEMPTED] += this[State.WAITING]
+    this[State.WAITING] = 0.0
+    return FinalCounters(
+        tuple([before + now for before, now in zip(former, this, strict=True)]),
+        entry.cached_tokens,
+        last.recomputed_tokens + max(0, entry.lost_tokens - last.cached_tokens),
+        last.hypotheses,
+    )

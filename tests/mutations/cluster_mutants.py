@@ -168,7 +168,7 @@ MUTANTS = [
     ),
     Mutant(
         REMOTE,
-        "engine=self.stats() if self.is_ready and self._stats is not None else None",
+        "engine=self.stats() if self.is_ready and self._counters.stats is not None else None",
         "engine=self.stats() if self._stats is not None else None",
         "scrapes fail while a host is being given up",
     ),
@@ -331,7 +331,7 @@ MUTANTS = [
     ),
     Mutant(
         PLAUSIBLE,
-        "    room = spec.max_tokens - request.num_output_tokens\n",
+        "    room = spec.max_tokens - num_generated\n",
         "    room = spec.max_tokens\n",
         "a host that generates too many tokens in several steps has them sent to the client",
     ),
@@ -367,7 +367,7 @@ MUTANTS = [
     ),
     Mutant(
         REMOTE,
-        "                        check_update(update, entry.request, self.info)\n",
+        "                        check_update(update, entry, self.info)\n",
         "                        pass\n",
         "whatever a host reports reaches the streams",
     ),

@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant(
         OUTPUTS,
         "        if not update.ended:  # it ended at a stop string, which the core cannot see\n"
-        "            self._core.drop(request_id, sequence.finish_reason)\n",
+        "            self._drop(sequence, sequence.finish_reason)\n",
         "",
         "after a stop string the sequence computes on to max_tokens",
     ),
@@ -188,20 +188,20 @@ MUTANTS = [
     ),
     Mutant(
         OUTPUT,
-        "stall_ms=max(request.stall_s for request in requests) * 1000",
+        "stall_ms=max(each.stall_s for each in all_counters) * 1000",
         "stall_ms=first.stall_s * 1000",
         "stall time of later branches is lost",
     ),
     Mutant(
         OUTPUT,
-        "recomputed_tokens=sum(request.recomputed_tokens for request in requests)",
+        "recomputed_tokens=sum(each.recomputed_tokens for each in all_counters)",
         "recomputed_tokens=first.recomputed_tokens",
         "recomputed tokens of later branches are lost",
     ),
     Mutant(
         OUTPUT,
-        "decode_ms=max(request.decode_s for request in requests) * 1000",
-        "decode_ms=max(request.decode_s for request in requests)",
+        "decode_ms=max(each.decode_s for each in all_counters) * 1000",
+        "decode_ms=max(each.decode_s for each in all_counters)",
         "usage gives the decode time in seconds",
     ),
     Mutant(
@@ -1019,8 +1019,8 @@ MUTANTS = [
     ),
     Mutant(
         OUTPUT,
-        "slowest.request.decode_s / (num_tokens - 1) if num_tokens > 1",
-        "slowest.request.decode_s / num_tokens if num_tokens > 1",
+        "slowest.counters.decode_s / (num_tokens - 1) if num_tokens > 1",
+        "slowest.counters.decode_s / num_tokens if num_tokens > 1",
         "time per output token includes the first",
         OUTPUT_TESTS,
     ),

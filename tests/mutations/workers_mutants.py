@@ -9,18 +9,19 @@ ADDS, ROUTER, LOG, HEALTH = (f"runtime/workers/{name}.py" for name in ("pending_
 MAIN, PROCESS, LINK, PLACEMENT = (
     f"runtime/workers/{name}.py" for name in ("engine_main", "engine_process", "engine_link", "placement")
 )
+COUNTERS = "runtime/workers/engine_counters.py"
 
 MUTANTS = [
     Mutant(
-        ENGINE,
-        "                self._former_counts[name] += getattr(self._stats, name)\n",
+        COUNTERS,
+        "                self._former_counts[name] += getattr(self.stats, name)\n",
         "                pass\n",
         "counters fall at a restart",
     ),
     Mutant(
-        ENGINE,
-        "        self._stats = None\n        self._num_waiting, self",
-        "        self._num_waiting, self",
+        COUNTERS,
+        "        self.stats = None\n\n",
+        "\n",
         "counters of the lost process are counted twice",
     ),
     Mutant(
@@ -43,8 +44,8 @@ MUTANTS = [
     ),
     Mutant(
         ENGINE,
-        "if self._tokens.forget(request.request_id) or is_sent:",
-        "if self._tokens.forget(request.request_id):",
+        "if is_sent or (closed is not None and closed.was_sent):",
+        "if closed is not None and closed.was_sent:",
         "an engine keeps a request whose asker left before the answer",
     ),
     Mutant(
@@ -91,21 +92,20 @@ MUTANTS = [
     ),
     Mutant(
         ENGINE,
-        "            self._listener.publish([RequestUpdate(request_id, error=DEADLINE_PASSED) for request_id in late])\n",
-        "",
+        "[RequestUpdate(each.request_id, error=DEADLINE_PASSED, counters=each.counters) for each in late]",
+        "[]",
         "a request whose deadline passes between two processes never ends",
     ),
     Mutant(
         ENGINE,
-        '                self._listener.publish([RequestUpdate(request_id, finish_reason="cancelled")])\n'
-        "                self._send_next()",
-        "                self._send_next()",
+        "            self._listener.publish([_cancelled(closed)])\n",
+        "",
         "a request cancelled between two processes never ends",
     ),
     Mutant(
         ENGINE,
-        "[update for update in updates if self._tokens.record(update)]",
-        "[update for update in updates if self._tokens.record(update) or True]",
+        "recorded = [self._tokens.record(update) for update in updates]",
+        "recorded = [self._tokens.record(update) or update for update in updates]",
         "tokens of a request that the caller dropped are still delivered",
     ),
     Mutant(
@@ -272,7 +272,7 @@ MUTANTS = [
     ),
     Mutant(
         LOG,
-        "            if request.first_token_time is None:\n",
+        "            if entry.first_token_time is None:\n",
         "            if True:\n",
         "time to first token is that of the last token",
     ),
@@ -284,7 +284,7 @@ MUTANTS = [
     ),
     Mutant(
         LOG,
-        "    seconds_in[State.PREEMPTED] += seconds_in[State.WAITING]\n    seconds_in[State.WAITING] = 0.0\n",
+        "    this[State.PREEMPTED] += this[State.WAITING]\n    this[State.WAITING] = 0.0\n",
         "",
         "waiting in a second process counts as time in the queue instead of a stall",
     ),
@@ -411,14 +411,14 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/workers/supervised_engine.py",
-        '[RequestUpdate(request_id, finish_reason="cancelled")])\n                self._send_next()',
-        '[RequestUpdate(request_id, finish_reason="cancelled")])',
+        "[_cancelled(closed)])\n            self._send_next()",
+        "[_cancelled(closed)])",
         "a drain hangs after the last request was cancelled between two processes",
     ),
     Mutant(
         "runtime/workers/supervised_engine.py",
-        "for request_id in late])\n            self._note_idle()",
-        "for request_id in late])",
+        "for each in late]\n            )\n            self._note_idle()",
+        "for each in late]\n            )",
         "a drain hangs after the deadline of the last request passed between two processes",
     ),
     Mutant(
@@ -476,9 +476,9 @@ MUTANTS = [
         "requests wait behind long prompts at their home while other engines are idle",
     ),
     Mutant(
-        "runtime/workers/supervised_engine.py",
-        "                self._former_counts[name] += getattr(self._stats, name)",
-        "                self._former_counts[name] = getattr(self._stats, name)",
+        COUNTERS,
+        "                self._former_counts[name] += getattr(self.stats, name)",
+        "                self._former_counts[name] = getattr(self.stats, name)",
         "counters fall at the second restart",
     ),
     Mutant(

@@ -204,7 +204,8 @@ def test_the_first_token_of_a_search_comes_with_the_step_that_computes_the_promp
     harness.run()
     search = harness.requests[1]
     assert search.first_token_time == 2.0  # time after chunks of 3 and 2 tokens
-    assert (search.prefill_s, search.decode_s) == (2.0, 2.0)
+    counters = search.final_counters()
+    assert (counters.prefill_s, counters.decode_s) == (2.0, 2.0)
 
 
 def test_each_beam_counts_as_a_sequence_when_tenants_are_compared(make_harness: MakeHarness) -> None:

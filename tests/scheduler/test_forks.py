@@ -154,8 +154,8 @@ def test_each_fork_counts_its_own_time(make_harness: MakeHarness) -> None:
     preempt(harness.scheduler, 3)
     harness.now = 9.0
     harness.run()
-    assert [harness.requests[each].queue_s for each in (1, 2, 3)] == [0.0, 2.0, 2.0]
-    assert [harness.requests[each].stall_s for each in (1, 2, 3)] == [0.0, 0.0, 4.0]
+    assert [harness.requests[each].final_counters().queue_s for each in (1, 2, 3)] == [0.0, 2.0, 2.0]
+    assert [harness.requests[each].final_counters().stall_s for each in (1, 2, 3)] == [0.0, 0.0, 4.0]
 
 
 def test_forks_that_are_refused_leave_nothing(make_harness: MakeHarness) -> None:

@@ -131,7 +131,8 @@ def test_time_spent_preempted_is_stall(make_harness: MakeHarness) -> None:
     harness.now = 9.0
     harness.step()
     request = harness.requests[1]
-    assert (request.queue_s, request.decode_s, request.stall_s) == (0.0, 5.0, 4.0)
+    counters = request.final_counters()
+    assert (counters.queue_s, counters.decode_s, counters.stall_s) == (0.0, 5.0, 4.0)
 
 
 def test_the_oldest_prefill_makes_room_for_itself(make_harness: MakeHarness, expected: Expected) -> None:

@@ -52,7 +52,8 @@ def test_every_second_is_counted_in_exactly_one_state() -> None:
     made.enter(State.PREFILL, 17.0)
     made.enter(State.DECODE, 25.0)
     made.enter(State.ENDED, 41.0)
-    assert (made.queue_s, made.prefill_s, made.stall_s, made.decode_s) == (1.0, 10.0, 4.0, 16.0)
+    counters = made.final_counters()
+    assert (counters.queue_s, counters.prefill_s, counters.stall_s, counters.decode_s) == (1.0, 10.0, 4.0, 16.0)
 
 
 def test_the_last_allowed_token_ends_by_length() -> None:

@@ -446,7 +446,8 @@ class TestTimes:
             harness.step()
         request = harness.requests[1]
         assert (request.arrival_time, request.first_token_time) == (1.0, 10.0)
-        assert (request.queue_s, request.prefill_s, request.decode_s, request.stall_s) == (2.0, 7.0, 15.0, 0.0)
+        counters = request.final_counters()
+        assert (counters.queue_s, counters.prefill_s, counters.decode_s, counters.stall_s) == (2.0, 7.0, 15.0, 0.0)
 
 
 def test_the_environment_switches_the_audit_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,7 +293,7 @@ class Simulator:
         outcome.end = self.clock.now
         outcome.finish_reason = update.finish_reason
         outcome.refused = "DeadlineExceeded" if update.error == DEADLINE_PASSED else update.error
-        outcome.queue_s = request.queue_s
+        outcome.queue_s = request.final_counters().queue_s
         return outcome
 
     def _count(self, outcome: RequestOutcome, request: Request) -> None:

@@ -25,10 +25,11 @@ from quire.runtime.engine.markup.markup_parser import MarkupParser
 from quire.runtime.engine.output import Stream, StreamingOutput, output_class
 from quire.runtime.engine.text import IncrementalDetokenizer, Tokenizer
 from quire.runtime.model import BUNDLED_MODEL
-from quire.scheduler import Request, RequestSpec, RequestUpdate, SampledToken, State
+from quire.scheduler import FinalCounters, Request, RequestSpec, RequestUpdate, SampledToken
 from quire.scheduler.beam import Hypothesis
 
 TOKENIZER = Tokenizer(BUNDLED_MODEL)
+STALLED = FinalCounters((1.0, 3.0, 1.0, 7.0, 0.0), recomputed_tokens=64)
 TEXT = "This module provides a queue. Changed in version 3.11: added «日本» and a lock."
 IDS = TOKENIZER.encode(TEXT)
 
@@ -192,15 +193,8 @@ def test_usage_has_the_longest_stall_and_what_all_sequences_recomputed() -> None
     for stalled in range(3):
         output = output_with(3, n=3)
         for index, sequence in enumerate(output.sequences):
-            request = sequence.request
-            request.arrive(index, 0.0)
-            request.enter(State.PREFILL, 1.0)
-            request.enter(State.DECODE, 2.0)
-            if index == stalled:
-                request.recomputed_tokens = 64
-                request.enter(State.PREEMPTED, 3.0)
-                request.enter(State.PREFILL, 10.0)
-            request.enter(State.ENDED, 12.0)
+            counters = STALLED if index == stalled else FinalCounters((1.0, 1.0, 10.0, 0.0, 0.0))
+            output.receive(sequence, RequestUpdate(index, (), "length", None, counters))
         usage = output.usage()
         assert (usage.stall_ms, usage.queue_ms, usage.decode_ms) == (7000.0, 1000.0, 10000.0)
         assert usage.recomputed_tokens == 64
@@ -241,8 +235,8 @@ def test_a_beam_may_end_within_a_character() -> None:
     first_byte, *others = TOKENIZER.encode("日")
     assert others
     tokens = (sampled(0), SampledToken(0, first_byte, -1.0))
-    sequence.request.hypotheses.append(Hypothesis(tokens, -1.5, -1.5, "length"))
-    (chunk,) = output.receive(sequence, RequestUpdate(0, (), "length"))
+    counters = FinalCounters(hypotheses=(Hypothesis(tokens, -1.5, -1.5, "length"),))
+    (chunk,) = output.receive(sequence, RequestUpdate(0, (), "length", None, counters))
     assert chunk.text == TOKENIZER.decode(IDS[:1]) + "\ufffd"
     assert (chunk.token_ids, chunk.cumulative_logprob) == ((IDS[0], first_byte), -1.5)
 
@@ -267,7 +261,7 @@ def test_a_continued_sequence_reports_the_prefill_until_it_has_a_token_of_its_ow
 def test_usage_counts_no_more_cached_tokens_than_the_prompt_has() -> None:
     """A preempted request finds tokens of its own output in the cache."""
     output = output_with()
-    output.sequences[0].request.cached_tokens = 5
+    output.sequences[0].counters = FinalCounters(cached_tokens=5)
     assert output.usage().cached_tokens == 3
 
 
@@ -285,14 +279,10 @@ def test_usage_counts_no_tokens_of_an_echo() -> None:
 def test_latencies_are_those_of_the_first_token_and_of_the_slowest_sequence() -> None:
     output = output_with(2, n=2)
     assert (output.first_token_time(), output.time_per_output_token_s()) == (None, None)
-    for sequence, first_s, end_s in zip(output.sequences, (3.0, 2.0), (9.0, 4.0), strict=True):
-        request = sequence.request
-        request.arrive(sequence.index, 0.0)
-        request.enter(State.PREFILL, 1.0)
-        request.first_token_time = first_s
-        request.enter(State.DECODE, first_s)
-        request.enter(State.ENDED, end_s)
+    for sequence, first_s, decode_s in zip(output.sequences, (3.0, 2.0), (6.0, 2.0), strict=True):
         published(output, [4 - sequence.index], sequence=sequence.index)
+        sequence.first_token_s = first_s
+        sequence.counters = FinalCounters((1.0, first_s - 1.0, decode_s, 0.0, 0.0))
     assert output.first_token_time() == 2.0
     assert output.time_per_output_token_s() == 2.0  # 6 s for the last 3 of 4 tokens
 

@@ -11,7 +11,7 @@ import pytest
 from quire.runtime.common.errors import GenerationFailed, Quarantined, QuireError, Unavailable
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import Engine, GenerateRequest
-from quire.scheduler import RequestUpdate, SampledToken
+from quire.scheduler import FinalCounters, RequestUpdate, SampledToken
 
 from .conftest import FakeCore, FakeObserver
 
@@ -48,10 +48,10 @@ async def test_times_count_from_the_submission_and_from_the_tokens_before(
     engine: Engine[FakeCore], core: FakeCore, observer: FakeObserver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("quire.runtime.engine.engine.time", clock)
+    for module in ("engine", "live_outputs"):
+        monkeypatch.setattr(f"quire.runtime.engine.{module}.time", clock)
     await engine.submit(request())
     (queued,) = core.requests
-    queued.first_token_time = 103.0
     for clock.now, reason in ((103.0, None), (103.5, None), (105.0, "length")):
         core.listener.publish([RequestUpdate(queued.request_id, (SampledToken(0, 7),), reason)])
     assert observer.gaps_s == [None, 0.5, 1.5]
@@ -63,8 +63,8 @@ async def test_requests_lost_with_an_engine_process_are_reported(
 ) -> None:
     streams = [await engine.submit(request(n=2)) for _ in range(2)]
     one, other, *left = core.requests
-    core.listener.fail(other.request_id, Quarantined("two crashes"))
-    core.listener.fail(one.request_id, Quarantined("two crashes"))
+    core.listener.fail(other.request_id, Quarantined("two crashes"), FinalCounters())
+    core.listener.fail(one.request_id, Quarantined("two crashes"), FinalCounters())
     assert await outcome(streams[0]) == "Quarantined: two crashes"
     assert [(type(stats.error), stats.finish_reason) for stats in observer.finished] == [(Quarantined, None)]
     assert core.dropped == [0, 1], "its other sequence ends too"
@@ -107,7 +107,7 @@ async def test_an_error_that_an_observer_keeps_does_not_keep_the_request(
     lost, failed = [await engine.submit(request()) for _ in range(2)]
     bad = SampledToken(1, "no id")  # type: ignore[arg-type]  # the detokenizer fails
     core.listener.publish([RequestUpdate(core.requests[1].request_id, (bad,))])
-    core.listener.fail(core.requests[0].request_id, Unavailable("no engine process"))
+    core.listener.fail(core.requests[0].request_id, Unavailable("no engine process"), FinalCounters())
     streams = [weakref.ref(stream) for stream in (lost, failed)]
     for stream in (lost, failed):
         await outcome(stream)

@@ -277,7 +277,7 @@ class FakeListener:
     def _publish(self, updates: Sequence[RequestUpdate]) -> None:
         self.updates += updates
 
-    def _fail(self, request_id: int, error: QuireError) -> None:
+    def _fail(self, request_id: int, error: QuireError, _: FinalCounters) -> None:
         assert request_id not in self.failures
         self.failures[request_id] = error
 

@@ -15,10 +15,10 @@ from quire.kernels.cpus import CpuBudget
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError, Unavailable
 from quire.runtime.workers import EnginePool, engine_pool, supervisor
+from quire.runtime.workers.engine_counters import COUNTERS
 from quire.runtime.workers.engine_link import AddRequests, CancelRequest, DropRequest, ReadmitRequest, StatsReport
 from quire.runtime.workers.engine_pool import total_info
 from quire.runtime.workers.router import MAX_MORE_REQUESTS, MAX_MORE_WAIT_S
-from quire.runtime.workers.supervised_engine import COUNTERS
 from quire.runtime.workers.token_log import MAX_LOST_HOSTS
 from quire.scheduler import CannotMeetDeadline, NotAccepting, QueueFull
 

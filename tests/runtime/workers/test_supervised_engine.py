@@ -18,8 +18,9 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import DeadlineExceeded, ModelError, Quarantined, Unavailable
 from quire.runtime.engine import Prefilled
 from quire.runtime.workers import HealthTimeouts, supervisor
+from quire.runtime.workers.engine_counters import COUNTERS
 from quire.runtime.workers.engine_link import CancelRequest, DropRequest, ReadmitEncoding, ReadmitRequest
-from quire.runtime.workers.supervised_engine import COUNTERS, SupervisedEngine
+from quire.runtime.workers.supervised_engine import SupervisedEngine
 from quire.scheduler import (
     DEADLINE_PASSED,
     AdmissionEstimate,

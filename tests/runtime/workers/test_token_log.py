@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from quire.runtime.engine import Prefilled
-from quire.runtime.workers.token_log import MAX_UNBEGUN_EXITS, MAX_UNPRODUCTIVE_EXITS, TokenLog
-from quire.scheduler import BeamSpec, FinalCounters, Request, RequestUpdate, SampledToken, State
+from quire.runtime.workers.token_log import MAX_UNBEGUN_EXITS, MAX_UNPRODUCTIVE_EXITS, ClosedRequest, TokenLog
+from quire.scheduler import BeamSpec, FinalCounters, Request, RequestSpec, RequestUpdate, SampledToken
 
 from .fakes import FakeClock, new_requests
 
-NO_COUNTERS = FinalCounters((0.0,) * len(State), 0, 0, ())
+NO_COUNTERS = FinalCounters()
 
 
 @pytest.fixture
@@ -38,38 +40,50 @@ def gain(log: TokenLog, request_id: int, *token_ids: int) -> None:
         log.record(RequestUpdate(request_id, (SampledToken(request_id, token_id),)))
 
 
-def end(log: TokenLog, request_id: int, counters: FinalCounters = NO_COUNTERS) -> None:
-    log.record(RequestUpdate(request_id, (), "length", None, counters))
+def end(log: TokenLog, request_id: int, counters: FinalCounters = NO_COUNTERS) -> FinalCounters | None:
+    update = log.record(RequestUpdate(request_id, (), "length", None, counters))
+    assert update is not None
+    return update.counters
 
 
 def sent(log: TokenLog) -> list[int]:
     """Send what may be sent, and let the process begin to compute all of it."""
-    ids = [request.request_id for request in log.next_to_send()]
+    ids = [entry.request.request_id for entry in log.next_to_send()]
     log.note_begun(Prefilled(request_id, 0) for request_id in ids)
     return ids
 
 
-def test_tokens_are_recorded(log: TokenLog) -> None:
-    (request,) = add(log, 1)
+def ids(closed: Iterable[ClosedRequest | None]) -> list[int | None]:
+    return [None if each is None else each.request_id for each in closed]
+
+
+def test_tokens_are_recorded_after_those_that_the_request_had(log: TokenLog) -> None:
+    request = Request(RequestSpec(1, (1, 2, 3), max_tokens=9), (7,))
+    log.add(request)
     gain(log, 1, 8, 9)
-    assert request.output_token_ids == [8, 9]
+    log.on_process_exit()
+    (entry,) = log.next_to_send()
+    assert (entry.request, entry.generated) == (request, [7, 8, 9])
+    assert request.output_token_ids == [7], "it is its scheduler's to change"
     end(log, 1)
     assert len(log) == 0
-    assert log.record(RequestUpdate(1)) is False
+    assert log.record(RequestUpdate(1)) is None
 
 
 def test_the_time_of_the_first_token_is_kept(log: TokenLog, clock: FakeClock) -> None:
-    (request,) = add(log, 1)
+    add(log, 1)
+    entry = log.sent(1)
+    assert entry is not None
     clock.now = 105.0
     gain(log, 1, 8)
     clock.now = 109.0
     gain(log, 1, 9)
-    assert request.first_token_time == 105.0
+    assert entry.first_token_time == 105.0
     log.on_process_exit(from_outside=True)
     sent(log)
     clock.now = 120.0
     gain(log, 1, 10)
-    assert request.first_token_time == 105.0
+    assert entry.first_token_time == 105.0
 
 
 def test_suspects_are_replayed_one_at_a_time_each_after_the_former_gained_tokens(log: TokenLog) -> None:
@@ -98,7 +112,7 @@ def test_only_the_request_that_was_computed_in_two_crashes_is_quarantined(log: T
     sent(log)
     gain(log, 1, 7, 7)
     assert sent(log) == [2]
-    assert log.on_process_exit().quarantined == [2]
+    assert ids(log.on_process_exit().quarantined) == [2]
     assert sent(log) == [1], "it had gained tokens, so the second crash makes it a suspect for the first time"
     gain(log, 1, 7, 7)
     assert sent(log) == [3]
@@ -132,7 +146,7 @@ def test_a_request_that_crashes_in_decoding_is_quarantined_too(log: TokenLog) ->
     log.on_process_exit()
     sent(log)
     gain(log, 1, 7)  # token of the replay's prefill; the decoding step crashes
-    assert log.on_process_exit().quarantined == [1]
+    assert ids(log.on_process_exit().quarantined) == [1]
     assert sent(log) == [2]
 
 
@@ -155,7 +169,7 @@ def test_a_request_whose_readmission_crashes_processes_is_quarantined(log: Token
     for _ in range(MAX_UNBEGUN_EXITS):
         assert log.on_process_exit() == ([], [])
         log.next_to_send()
-    assert log.on_process_exit().quarantined == [1]
+    assert ids(log.on_process_exit().quarantined) == [1]
 
 
 def test_deadlines_pass_while_no_process_has_the_request(log: TokenLog, clock: FakeClock) -> None:
@@ -165,29 +179,30 @@ def test_deadlines_pass_while_no_process_has_the_request(log: TokenLog, clock: F
     clock.now = 106.0
     assert log.expire() == [], "the process does that"
     log.on_process_exit()
-    assert log.expire() == [1]
+    assert ids(log.expire()) == [1]
     assert len(log) == 1
 
 
 def test_a_crash_before_a_suspect_is_computed_again_does_not_count(log: TokenLog) -> None:
     add(log, 1, 2)
     log.on_process_exit()
-    assert [request.request_id for request in log.next_to_send()] == [1]  # sent, but not begun
+    assert [entry.request.request_id for entry in log.next_to_send()] == [1]  # sent, but not begun
     assert log.on_process_exit() == ([], [])
     assert sent(log) == [1]
 
 
 def test_requests_that_were_given_up_are_not_replayed(log: TokenLog) -> None:
     add(log, 1, 2, 3)
-    assert log.cancel(1) == "sent"
+    assert log.cancel(1) is True
     log.on_process_exit()
     assert len(log) == 2
-    assert log.cancel(2) == "ended"
+    assert log.cancel(2) is False
+    assert ids([log.forget(2)]) == [2]
     assert sent(log) == [3]
-    assert log.forget(3) is True
+    assert ids([log.forget(3)]) == [3]
     assert not log.is_replaying
-    assert log.forget(9) is False
-    assert log.cancel(1) == "unknown"
+    assert log.forget(9) is None
+    assert log.cancel(1) is False
 
 
 def test_all_requests_can_be_given_up(log: TokenLog) -> None:
@@ -195,14 +210,14 @@ def test_all_requests_can_be_given_up(log: TokenLog) -> None:
     log.on_process_exit()
     sent(log)
     add(log, 3)
-    assert log.forget_all() == [1, 2, 3]
+    assert ids(log.forget_all()) == [1, 2, 3]
     assert (len(log), log.is_replaying) == (0, False)
 
 
 def test_a_cancelled_request_is_returned_when_the_process_exits_before_it_reports_the_end(log: TokenLog) -> None:
     add(log, 1)
     log.cancel(1)
-    assert log.on_process_exit() == ([], [1])
+    assert ids(log.on_process_exit().cancelled) == [1]
     assert len(log) == 0
 
 
@@ -220,7 +235,7 @@ def test_a_beam_search_is_replayed_last_because_it_gains_no_token_before_its_end
 
 
 def test_every_second_is_counted_once_over_all_processes(log: TokenLog, clock: FakeClock) -> None:
-    (request,) = add(log, 1, begun=False)
+    add(log, 1, begun=False)
     clock.now = 101.0  # 1 s of waiting
     log.note_begun([Prefilled(1, 2)])
     clock.now = 103.0  # 2 s of prefill
@@ -230,19 +245,23 @@ def test_every_second_is_counted_once_over_all_processes(log: TokenLog, clock: F
     clock.now = 110.0  # 4 s without a process
     sent(log)
     clock.now = 125.0
-    end(log, 1, FinalCounters((5.0, 6.0, 4.0, 0.0, 0.0), 1, 0, ()))
-    assert (request.queue_s, request.prefill_s, request.decode_s, request.stall_s) == (1.0, 8.0, 7.0, 9.0)
-    assert sum(request.seconds_in) == 25.0
-    assert request.cached_tokens == 2, "of the first process"
-    assert request.recomputed_tokens == 3 + 2 - 1 - 1, "all known tokens but the last, less those that were cached"
+    total = end(log, 1, FinalCounters((5.0, 6.0, 4.0, 0.0, 0.0), 1))
+    assert total is not None
+    assert (total.queue_s, total.prefill_s, total.decode_s, total.stall_s) == (1.0, 8.0, 7.0, 9.0)
+    assert sum(total.seconds_in) == 25.0
+    assert total.cached_tokens == 2, "of the first process"
+    assert total.recomputed_tokens == 3 + 2 - 1 - 1, "all known tokens but the last, less those that were cached"
 
 
 def test_a_request_that_ends_without_counters_has_those_that_the_log_knows(log: TokenLog, clock: FakeClock) -> None:
-    (request,) = add(log, 1)
+    add(log, 1)
     clock.now = 103.0
     gain(log, 1, 7, 7)
     log.on_process_exit()
     clock.now = 105.0
-    log.forget(1)
-    assert (request.prefill_s, request.stall_s, sum(request.seconds_in)) == (3.0, 2.0, 5.0)
-    assert request.recomputed_tokens == 3 + 2 - 1
+    closed = log.forget(1)
+    assert closed is not None
+    assert not closed.was_sent
+    counters = closed.counters
+    assert (counters.prefill_s, counters.stall_s, sum(counters.seconds_in)) == (3.0, 2.0, 5.0)
+    assert counters.recomputed_tokens == 3 + 2 - 1
