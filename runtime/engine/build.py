@@ -118,7 +118,7 @@ def _open_spill_file(config: EngineConfig, runner: ModelRunner) -> SpillFile | N
 
 
 class KVEvents(Protocol):
-    """What tells subscribers of the pages of the prefix cache."""
+    """A publisher of the pages of the prefix cache."""
 
     def publish(self) -> None:
         """Send what has changed since the last call."""

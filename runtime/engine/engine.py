@@ -1,4 +1,4 @@
-"""The engine: checks and queues requests on a core. What the core makes of them passes through `LiveOutputs`.
+"""The engine: checks and queues requests on a core. `LiveOutputs` turns their updates into streams.
 
 Everything here runs on the event loop's thread, so there are no locks. Only tokenizing runs in helper threads.
 """

@@ -34,7 +34,7 @@ class LiveOutputs:
 
     @property
     def listener(self) -> CoreListener:
-        """What the core has to call."""
+        """The callables for the core."""
         return CoreListener(self._publish, self._fail_request, self._observe_step, self._fail_all)
 
     def add(self, output: StreamingOutput, max_image_bytes: int | None) -> None:

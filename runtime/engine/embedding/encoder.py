@@ -50,11 +50,11 @@ class EncoderPart(Protocol):
 
     @property
     def limits(self) -> EncoderLimits:
-        """What the scheduler knows of the encoder."""
+        """The encoder's limits, for the scheduler."""
 
     @property
     def info(self) -> EncoderInfo | None:
-        """What the core reports of the encoder; None: there is none."""
+        """The description of the encoder; None: there is none."""
 
     def bits_id(self) -> bytes:
         """Return the bits id of the loaded encoder."""

@@ -11,7 +11,7 @@ from .values import Heads, Vector
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """What attention applies to the heads of a layer before it compares them."""
+    """The weights that attention applies to the heads of a layer before it compares them."""
 
     eps: float  # of the norms
     q_norm: Vector | None = None
