@@ -1,4 +1,4 @@
-"""How a command that serves is ended: the first SIGINT or SIGTERM drains it, the second exits immediately.
+"""The end of a command that serves: the first SIGINT or SIGTERM drains it, the second exits immediately.
 
 While it starts, the first ends the start.
 """

@@ -141,7 +141,7 @@ class ConnectionPool:
     def _in_order(self, earlier: ClientConnection | None, *, has_failed: bool, same_server: bool) -> list[_Server]:
         """Return the servers in the order in which to try them.
 
-        That of `earlier` is in its back-off if it `has_failed`, but is the first if it is to be the same.
+        The server of `earlier` is in its back-off if it `has_failed`, but comes first if the same server is wanted.
         """
         now = asyncio.get_running_loop().time()
         before = next((each for each in self._servers if earlier is not None and each.address == earlier.address), None)
@@ -154,7 +154,7 @@ class ConnectionPool:
         return in_order
 
     def _adopt(self, connection: ClientConnection, earlier: ClientConnection | None) -> None:
-        """Use `connection` for new requests, and for those of `earlier`."""
+        """Use `connection` for new requests, and for the requests of `earlier`."""
         for each in self._connections:
             each.close_when_idle()
         self._connections = [each for each in self._connections if each.lost is None] + [connection]

@@ -73,7 +73,7 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def model_name(path: Path) -> str:
-    """Return the name of a model: that of its folder, or that of its GGUF file without the ending, as given.
+    """Return the name of a model: the name of its folder, or of its GGUF file without the ending, as given.
 
     Bytes that are not UTF-8 are replaced: the name is sent to clients.
     """
@@ -85,8 +85,9 @@ def model_name(path: Path) -> str:
 def fingerprint(path: Path) -> bytes:
     """Return a sha256 over names and contents of a model's files; takes about a second per GB.
 
-    They are config.json, all safetensors files and what normalizes images in a folder, or all parts of a GGUF file.
-    Models with the same fingerprint compute the same keys and values. Raises CorruptCheckpoint for an unreadable file.
+    They are config.json, all safetensors files and the settings that normalize images in a folder, or all parts of a
+    GGUF file. Models with the same fingerprint compute the same keys and values. Raises CorruptCheckpoint for an
+    unreadable file.
     """
     return _digest(path, lambda file: hashlib.file_digest(file, "sha256"))
 

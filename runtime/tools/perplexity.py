@@ -1,6 +1,6 @@
-"""Perplexity of a model on a text, and how far its predictions are from those of another model.
+"""Perplexity of a model on a text, and the distance of its predictions from another model's.
 
-Windows, scored tokens and error bars are those of llama.cpp's llama-perplexity, so that figures can be compared. Logits
+Windows, scored tokens and error bars follow llama.cpp's llama-perplexity, so that figures can be compared. Logits
 exist for a few rows at a time only, and each row is reduced to a handful of numbers at once.
 """
 
@@ -160,7 +160,7 @@ def measure_perplexity(
 ) -> Perplexity:
     """Score all windows, and call `on_window` with the perplexity so far after each. The runner must run nothing else.
 
-    Raises ConfigError for a token id that the model has not, GenerationFailed if logits are not finite numbers.
+    Raises ConfigError for a token id that the model does not have, GenerationFailed if logits are not finite numbers.
     """
     _check_ids(runner, token_ids, bos)
     tables = page_tables(runner, windows.length)

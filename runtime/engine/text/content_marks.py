@@ -49,9 +49,9 @@ class RenderedChat:
 class ContentMarks:
     """How content is marked for one vocabulary and chat template.
 
-    `special` has the names of special tokens, `written` those of other added tokens that the template writes as markup.
-    Neither is markup in content; but the model may have written the others in an answer, where they stay, as they do in
-    variables of the template. `literals` has the texts that the template compares content with.
+    `special` has the names of special tokens, `written` the names of other added tokens that the template writes as
+    markup. Neither is markup in content. In answers and in variables of the template, `written` names stay markup: the
+    model may have written them. `literals` has the texts that the template compares content with.
     """
 
     def __init__(self, special: Collection[str], written: Collection[str], literals: Collection[str]) -> None:
@@ -191,7 +191,7 @@ def _with_private(text: str, private: Callable[[str], str]) -> str:
 
 
 def _bare(text: str) -> str:
-    """Return the text without what is no letter or digit at its ends."""
+    """Return the text without characters at its ends that are neither letters nor digits."""
     begin, end = 0, len(text)
     while begin < end and not text[begin].isalnum():
         begin += 1

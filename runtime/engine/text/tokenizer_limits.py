@@ -26,7 +26,7 @@ TEMPLATE_TOKENS = 1 << 10  # tokens that a template puts around a text
 
 
 class _Model(msgspec.Struct):
-    """The setting of a model that decides what a word costs."""
+    """The setting of a model that decides the cost of a word."""
 
     max_input_chars_per_word: Any = None
 

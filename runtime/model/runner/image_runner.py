@@ -78,7 +78,7 @@ class ImageRunner:
         return frozenset(deferred)
 
     def embeddings(self, sequences: Sequence[ScheduledSequence]) -> tuple[Ints, Floats] | None:
-        """Return the rows of a step that stand for images: for each row an index or -1, and what the index is into.
+        """Return the rows of a step that stand for images: for each row an index or -1, and the array of the indices.
 
         None if no row does. Images that are not in the cache are computed.
         """

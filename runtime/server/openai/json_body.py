@@ -42,7 +42,7 @@ class BodyReader:
         return function() if num_bytes <= PARSED_AT_ONCE else await self._thread.submit(tenant, function)
 
     def close(self) -> None:
-        """Read no long body any more. Idempotent."""
+        """Stop reading long bodies. Idempotent."""
         self._thread.close()
 
 
@@ -92,7 +92,7 @@ def _check_size(body: bytes) -> None:
 
 
 def _without_texts(body: bytes) -> bytes:
-    """Return the body without what is between quotes."""
+    """Return the body without quoted text."""
     return b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
 
 
