@@ -90,7 +90,7 @@ def region_nbytes(rows: int, columns: int, dtype: StoredDtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EphemeralPages:
-    """Pages in the arena for the keys and values of one layer, laid out as those of the KV cache.
+    """Pages in the arena for the keys and values of one layer, laid out as pages of the KV cache.
 
     A text's pages are consecutive, each with its KV heads one after another. `ephemeral_pages` returns their number.
     """
@@ -178,7 +178,7 @@ class AddGiven:
 
 @dataclass(frozen=True, slots=True)
 class Convert:
-    """out = input in another dtype; a q8 scale depends on 32 columns of one row only, or on those of a group.
+    """out = input in another dtype; a q8 scale depends on 32 columns of one row only, or on the columns of a group.
 
     With an `order`, column i of `out` is column order[i] of `input`.
     """
@@ -225,7 +225,7 @@ class Attention:
 
     `rotary` is f32 [positions, rotary_dim]: cos in the first half of the columns, sin in the second. The first
     rotary_dim elements of a head are rotated, by halves (Hugging Face convention); without a table none are. A step may
-    give a row of cosines and sines for each of its rows, which takes the place of that of its position. Pages have the
+    give a row of cosines and sines for each of its rows, in place of the row of its position. Pages have the
     KV cache's dtype and queries the one in QUERY_DTYPES. `out` has any dtype if the query heads of a KV head fill whole
     blocks of 32 columns, else f32.
     """
@@ -252,7 +252,7 @@ class Attention:
 class EphemeralAttention:
     """Attention among the tokens of each text, whose keys and values nothing reads after the op.
 
-    As `Attention`, but with `pages` in the arena instead of those of the KV cache, for the layer that runs. All ops of
+    As `Attention`, but with `pages` in the arena instead of the KV cache's, for the layer that runs. All ops of
     a program have the same `pages`. With `causal`, a row sees itself and the rows before it, of them the last `window`
     with `window` > 0; else it sees the whole text, with `window` > 0 the rows that are at most `window` away. With a
     `bias`, `bias[head, positions - 1 + key - query]` is added to the score of a query and a key, which are positions.
@@ -354,7 +354,7 @@ def max_groups(tokens: int, num_experts: int, top_k: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RouteRows:
-    """Choose the `top_k` experts with the largest logits for each row; of equal logits, that of the lower index wins.
+    """Choose the `top_k` experts with the largest logits for each row; of equal logits, the lower index wins.
 
     The weight of a chosen expert is its softmax over the chosen experts, or over all experts unless `normalized`. The
     weights of a row are NaN if one of its logits is NaN.

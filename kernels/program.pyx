@@ -262,7 +262,7 @@ cdef class Program:
             step.given_of, step.given, step.given_columns = &given_of[0], &given[0, 0], self.given_columns
 
     cdef _give_rotary(self, Step *step, int64_t rows, const float[:, ::1] rotary):
-        """Set the cosines and sines of each row, in place of those of positions."""
+        """Set the cosines and sines of each row, in place of the rows of positions."""
         step.rotary = NULL
         if rotary is None:
             if self.needs_rotary:

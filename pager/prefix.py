@@ -51,7 +51,7 @@ def page_keys(
 ) -> Iterator[tuple[bytes, bytes, bytes]]:
     """Yield key, encoded tokens and digest of the images of the full pages `first` to `end`.
 
-    `parent` is the key before page `first`; `images` are those of the whole sequence, in order.
+    `parent` is the key before page `first`; `images` are the images of the whole sequence, in order.
     """
     pack = _page_encoding(page_size).pack
     for start in range(first * page_size, end * page_size, page_size):

@@ -105,7 +105,7 @@ class LLM:
     ) -> RequestOutput:
         """Return the answer to a chat, `[{"role": "user", "content": …}, …]`, with the model's own chat template.
 
-        The content of a message may be a list of parts, of which those of a model with a vision tower may be images:
+        The content of a message may be a list of parts, which may include images if the model has a vision tower:
         `{"type": "image", "image": the bytes of a file}`, or OpenAI's `image_url` with a data URL.
 
         The template gets `tools` in OpenAI's form and the variables in `chat_template_kwargs`. With a `tool_choice`, an

@@ -3,7 +3,7 @@
 Must not import pages or steps; the scheduler forks and releases the tables. The result depends only on the candidates.
 Ties go to the earlier hypothesis, then to the lower token id.
 
-The rules are those of Hugging Face: the 2 * width likeliest continuations of each live hypothesis are candidates. Among
+The rules are Hugging Face's: the 2 * width likeliest continuations of each live hypothesis are candidates. Among
 the best `width` candidates, a hypothesis with a stop token at its end is complete. The best `width` candidates without
 a stop token continue. A hypothesis is scored by its log probability divided by length ** length_penalty.
 """

@@ -70,7 +70,7 @@ class RunningBatch:
             self.secure(request)
 
     def remove(self, request: Request) -> None:
-        """Release the pages of a request that has ended, and those of its beams."""
+        """Release the pages of a request that has ended, and of its beams."""
         for beam in tuple(self._beams(request)):
             self._drop_beam(beam)
         table_of(request).release()

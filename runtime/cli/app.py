@@ -49,7 +49,7 @@ class _HelpFormatter(DefaultFormatter):
 
 
 def _with_our_value(entry: HelpEntry) -> HelpEntry:
-    """Return an entry whose value has the name that values of options have, not that of a Python type."""
+    """Return an entry whose value has the name that values of options have, not a Python type's."""
     name = (entry.metavar or "").removesuffix("...")
     return entry.copy(metavar=entry.metavar.replace(name, VALUES[name])) if entry.metavar and name in VALUES else entry
 

@@ -50,7 +50,7 @@ def read_page(page: str, markdown: str) -> Iterator[Passage]:
 
 
 def _passages(page: str, headings: list[tuple[int, str]], lines: list[str]) -> Iterator[Passage]:
-    """Yield a section as texts of at most about `MAX_CHARACTERS`, without those of too few words."""
+    """Yield a section as texts of at most about `MAX_CHARACTERS`, without texts of too few words."""
     title = ": ".join(text for _, text in headings) or page
     texts = [""]
     for line in map(_plain, lines):

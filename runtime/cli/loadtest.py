@@ -205,7 +205,7 @@ def _at_load(test: LoadTest, point: LoadPoint) -> LoadTest:
 
 
 def _folder(test: LoadTest) -> SweepFolder | None:
-    """Return the folder of the sweep, which recognizes runs by all options but those of the output and the token."""
+    """Return the folder of the sweep, which recognizes runs by all options but the output's and the token."""
     if test.output.sweep_dir is None:
         return None
     settings = {"load": asdict(test.load), "sampling": asdict(test.sampling), "target": asdict(test.target)}

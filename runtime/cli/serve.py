@@ -191,7 +191,7 @@ def _ready_line(settings: Settings, engine: Engine[Core], server: Server) -> str
 
 
 def _ready_json(settings: Settings, engine: Engine[Core], server: Server) -> str:
-    """Return the ready line as an event like those of the log."""
+    """Return the ready line as an event like the log's."""
     info, scheme = engine.info, "http" if settings.server.tls_cert is None else "https"
     fields = {
         "clients": server.address,

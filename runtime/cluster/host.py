@@ -210,7 +210,7 @@ class EngineHost:
 
 
 class ServerSession:
-    """One API server. Its requests have the ids `number * SESSION_IDS` + those of the API server."""
+    """One API server. Its requests have the ids `number * SESSION_IDS` + the API server's ids."""
 
     def __init__(
         self, number: int, link: HostLink, pool: EnginePool, refuse_images: Callable[[int], QueueFull | None]

@@ -28,7 +28,7 @@ _numbers = itertools.count(1)
 
 
 def new_id() -> str:
-    """Return a short id, unique in this process and most likely different from those of earlier processes."""
+    """Return a short id, unique in this process and most likely different from the ids of earlier processes."""
     return f"{_START}-{next(_numbers)}"
 
 

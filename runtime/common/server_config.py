@@ -1,4 +1,4 @@
-"""The options of a server besides those of its engine, as a frozen struct like that in `config.py`."""
+"""The options of a server besides its engine's, as a frozen struct like the one in `config.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _machines = partial(option, MACHINES)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of `quire serve` besides those of its engine."""
+    """The options of `quire serve` besides its engine's."""
 
     host: Annotated[
         str,

@@ -104,7 +104,7 @@ class Engine(Generic[CoreT]):
         return Engine(await loading, *texts)
 
     def _texts_of_encoder(self, encoder: EncoderInfo, encoder_texts: EncoderTextProcessor) -> TokenTexts:
-        """Return the texts of the encoder's tokens, which are not those of a model beside it."""
+        """Return the texts of the encoder's tokens, which differ from the tokens of a model beside it."""
         info = msgspec.structs.replace(
             self.info, vocab_size=encoder.vocab_size, max_model_len=encoder.max_model_len, has_tokenizer=True
         )

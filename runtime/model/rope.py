@@ -126,7 +126,7 @@ def inverse_frequencies(rope: Rope, dim: int, max_positions: int) -> tuple[Frequ
 
 
 def uses_long_factors(ropes: Sequence[Rope | None], max_positions: int) -> bool:
-    """Return whether LongRoPE's factors for long contexts apply, so that keys differ from those of a short context."""
+    """Return whether LongRoPE's factors for long contexts apply, so that keys differ from a short context's."""
     short = short_context(ropes)
     return short is not None and max_positions > short
 
@@ -150,7 +150,7 @@ def _llama3(plain: Frequencies, scaling: Llama3Scaling) -> Frequencies:
 
 
 def _yarn(wavelengths: Frequencies, theta: float, head_dim: int, scaling: YarnScaling) -> Frequencies:
-    """Keep the frequency of fast dimensions, divide that of slow ones by `factor`, with a linear ramp in between."""
+    """Keep fast dimensions' frequencies, divide slow ones' by `factor`, with a linear ramp in between."""
     first, last = _yarn_ramp(theta, head_dim, scaling)
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(first)) / np.float32(last - first)
     kept = 1 - np.clip(ramp, 0, 1)

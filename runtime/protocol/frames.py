@@ -19,7 +19,7 @@ for authors of clients. The rules that the types do not show:
 * EMBED and SCORE are for peers that negotiated `embeddings`. Their answers are ACCEPTED, VECTORS or SCORES in the order
   of the texts, and DONE. Their credit counts texts; without credit the server stops computing. They are not resumed.
 * A resumable request outlives its connection for a while. RESUME continues it on a connection whose HELLO named the
-  session of the request's WELCOME. The answer is that of GENERATE, from the token at `next_index`, which counts the
+  session of the request's WELCOME. The answer is GENERATE's, from the token at `next_index`, which counts the
   tokens of all outputs. TOKENS without ids end an output; they may be repeated after RESUME and are then ignored.
 * WELCOME repeats the session of HELLO while that session has something to resume; otherwise it names a new one.
 * GENERATE with an idempotency key that this tenant has used before is answered with the stream of the first request, if

@@ -1,8 +1,8 @@
 """Links of `cluster/` that Serve's handles carry, for machines that have no open ports but Ray's.
 
 A link is one streaming call, `link_down`, which yields the host's messages, and one unary call after another,
-`link_up`, with the API server's messages. Both ends are streams, so that greeting, messages and limits are those of a
-link over TCP. Must not import Ray.
+`link_up`, with the API server's messages. Both ends are streams, so that greeting, messages and limits are the same as
+over TCP. Must not import Ray.
 """
 
 from __future__ import annotations

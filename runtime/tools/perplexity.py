@@ -109,7 +109,7 @@ class Perplexity:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """How the predictions of a model differ from those of a base model, per scored token."""
+    """The difference of a model's predictions from a base model's, per scored token."""
 
     model: Perplexity
     base: Perplexity

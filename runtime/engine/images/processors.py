@@ -203,7 +203,7 @@ class ProcessorFiles:
         return Image.Resampling(self.images.integer("resample", 0, 5, int(default)))
 
     def tokens(self, key: str, default: int, computed: int) -> int:
-        """Return the number of tokens under a key of processor_config.json, which must be that of the tower."""
+        """Return the number of tokens under a key of processor_config.json, which must be the tower's."""
         declared = self.processor.integer(key, 1, MAX_TOKENS, default)
         if declared != computed:
             raise CorruptCheckpoint(

@@ -1,4 +1,4 @@
-"""Grammars in llama.cpp's notation in that of Lark, for llguidance.
+"""Grammars in llama.cpp's notation rewritten in Lark's, for llguidance.
 
 A parser of characters is slow, so regular parts of rules become terminals. A lexer takes the longest text of a
 terminal, so a part is one only if no text of it begins another (`Ends.are_final`). Other parts are divided.

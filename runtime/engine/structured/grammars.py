@@ -239,7 +239,7 @@ def may_be_ambiguous(structure: StructuredOutputs | None) -> bool:
 class Grammars:
     """The grammars of the sequences that run, for the model at `path`.
 
-    All methods but those of its threads are called on one event loop.
+    All methods but its threads' are called on one event loop.
     """
 
     def __init__(self, path: Path) -> None:

@@ -223,7 +223,7 @@ def _template(fast: FastTokenizer, before: list[int], after: list[int]) -> Templ
 
 
 def _eos_token_ids(folder: Path, fast: FastTokenizer, settings: Mapping[str, Any], limit: int | None) -> frozenset[int]:
-    """Return the ids of generation_config.json or else of config.json, and that of the tokenizer's own end token."""
+    """Return the ids of generation_config.json or else of config.json, and the id of the tokenizer's own end token."""
     config = read_json(folder / "config.json")
     declared = read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
     ids = set()

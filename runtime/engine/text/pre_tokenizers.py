@@ -35,7 +35,7 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The meaning of one name. The flags are those of the tokenizers that bear it."""
+    """The meaning of one name. The flags apply to the tokenizers with this name."""
 
     patterns: tuple[str, ...]
     nfc: bool = False  # the text is composed first (Unicode NFC)

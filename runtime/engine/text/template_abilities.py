@@ -49,7 +49,7 @@ class Abilities:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether the template reads texts only in lists of parts, as those of some models with images do."""
+        """Whether the template reads texts only in lists of parts, as templates of some models with images do."""
         text = {"role": "user", "content": ONE}
         if not self._may_take_parts or ONE in self._rendered_as_is([text], self._tools):
             return False

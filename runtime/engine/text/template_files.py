@@ -1,6 +1,6 @@
 """Where chat templates are stored: files of a folder, the metadata of a GGUF file, or a file that the user names.
 
-The files and their order are those of transformers: `chat_template.jinja`, then the legacy files of image processors,
+The files and their order are transformers': `chat_template.jinja`, then the legacy files of image processors,
 then `tokenizer_config.json`. A folder can have several named templates.
 """
 

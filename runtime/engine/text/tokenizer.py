@@ -38,7 +38,7 @@ class Token(NamedTuple):
 class Tokenizer:
     """The vocabulary of a GGUF file, or `tokenizer.json` of a Hugging Face folder; and the end ids that they declare.
 
-    A GGUF file without a vocabulary has that of the folder it lies in. Raises ModelNotFound if the folder or file is
+    A GGUF file without a vocabulary has the vocabulary of its folder. Raises ModelNotFound if the folder or file is
     missing, CorruptCheckpoint if it cannot be read, UnsupportedModel for a vocabulary of an unknown kind.
     `adapt` changes the library's tokenizer before its first use.
     """

@@ -20,12 +20,12 @@ def read_bert(config: ConfigTable) -> BertSpec:
 
 
 def read_roberta(config: ConfigTable) -> BertSpec:
-    """Read a `RobertaModel`, whose positions begin after that of the padding token."""
+    """Read a `RobertaModel`, whose positions begin after the padding token's."""
     return read_bert_from(config, "roberta", config.integer("pad_token_id", 0, MAX_VOCAB, 1) + 1)
 
 
 def read_bert_from(config: ConfigTable, family: str, first_position: int) -> BertSpec:
-    """Read what BERT's relatives share; the row `first_position` of the positions is that of a text's first token."""
+    """Read what BERT's relatives share; the row `first_position` of the positions belongs to a text's first token."""
     if config.text("position_embedding_type", "absolute") != "absolute":
         raise config.refused("position_embedding_type", '"absolute" or absent')
     if config.flag("is_decoder", False):

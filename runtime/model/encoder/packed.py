@@ -86,7 +86,7 @@ class EncoderMemoryPlan:
 def plan_encoder_memory(
     spec: EncoderSpec, *, weights: WeightDtype, max_rows: int, max_texts: int, workers: int
 ) -> EncoderMemoryPlan:
-    """Plan the memory; the arguments are those of packing, compiling and running."""
+    """Plan the memory; the arguments are equal to those for packing, compiling and running."""
     shapes, weights_bytes = plan_encoder_weights(spec, weights)
     body = spec.body
     builder = ProgramBuilder(max_rows, max_texts, KEYS_VALUES[weights])

@@ -65,7 +65,7 @@ class EncoderTensors:
         yield from checkpoint.chunks(stored, rows, num_rows)
 
     def _answer_row(self) -> npt.NDArray[np.float32]:
-        """Return the row of the token for true less that of the token for false, f32 [1, hidden]."""
+        """Return the row of the token for true less the row of the token for false, f32 [1, hidden]."""
         answer = self._spec.answer
         assert answer is not None, "only a spec with answer tokens has this matrix"
         checkpoint, stored = self._find(answer.matrix)

@@ -176,7 +176,7 @@ class ProgramBuilder(OpRecorder):
     def router(self, x: Value, normed: NormedValue, weight: PackedMatrix, bias: Vector | None) -> Value:
         """Compute the logits of the experts, f32 [rows, experts], from the f32 row that `normed` is the norm of.
 
-        The weight's columns have been multiplied by those of the norm.
+        The weight's columns have been multiplied by the norm's weights.
         """
         return self.linear(replace(normed, data=x), weight, bias, "router logits")
 
@@ -268,7 +268,7 @@ class ProgramBuilder(OpRecorder):
     def expert_linear(
         self, x: Value, weights: tuple[PackedMatrix, ...], biases: tuple[Vector, ...] | None, routing: RoutingValue
     ) -> Value:
-        """Compute x @ weight.T + bias of each place with those of its expert, f32 [places, out_features]."""
+        """Compute x @ weight.T + bias of each place with its expert's weights, f32 [places, out_features]."""
         out = self._value("expert outputs", x.rows, weights[0].out_features, "f32")
         self._add(
             [x, *routing.parts, out],

@@ -86,7 +86,7 @@ def _tower_memory(config: EngineConfig, workers: int) -> VisionMemoryPlan | None
 
 
 def encoder_config(config: EngineConfig) -> EngineConfig:
-    """Return the configuration of the encoder beside a decoder, as that of a model that is served alone."""
+    """Return the configuration of the encoder beside a decoder, as if the encoder were served alone."""
     decoders = {"max_model_len": None, "kv_cache_memory": None}
     return msgspec.structs.replace(config, model=config.embedding_model, embedding_model=None, **decoders)
 

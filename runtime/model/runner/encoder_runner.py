@@ -132,7 +132,7 @@ class EncoderRunner:
         return np.array([one for of_text in types for one in of_text], np.int32)
 
     def _measure(self) -> tuple[float, float, float]:
-        """Return the seconds of a stage without rows, those of a row, and those of a pair of a query and a key."""
+        """Return the seconds of a stage without rows, of a row, and of a pair of a query and a key."""
         batches = [self._clamped_lengths(lengths) for lengths in MEASURED]
         base_s, short_s, long_s = (min(self._first_stage_seconds(each) for _ in range(2)) for each in batches)
         _, short, long = batches

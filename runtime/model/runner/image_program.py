@@ -51,7 +51,7 @@ class ImageProgram:
             memory[rows, columns:] = 0  # another value of the arena may have been there
 
     def stage(self, index: int, row_start: Ints) -> Iterator[WorkPiece]:
-        """Yield the work of a layer; that of the first and the last one includes what comes before and after them.
+        """Yield the work of a layer; the first and the last one include the work before and after them.
 
         `row_start` has the first row of each group of rows that see each other, and the end.
         """
@@ -72,7 +72,7 @@ class ImageProgram:
         return len(self._token_ids)
 
     def _attention(self, op: EphemeralAttention, number: int, row_start: Ints) -> Iterator[WorkPiece]:
-        """Yield the work of storing keys and values, then that of attending to them."""
+        """Yield the work of storing keys and values, then the work of attending to them."""
         lengths = np.diff(row_start)
         tiles = -(-lengths // TILE)
         stored = int(tiles[lengths > 1].sum()) * op.num_kv_heads

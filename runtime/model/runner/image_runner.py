@@ -23,7 +23,7 @@ Key = tuple[bytes, bytes]  # salt of the sequence, digest of the image
 
 
 class ImageRunner:
-    """A tower bound to memory and threads. The constructor takes all memory but that of the cache.
+    """A tower bound to memory and threads. The constructor takes all memory but the cache's.
 
     The cache holds the rows of at most `max_cache_bytes`, the ones used last, and at least the rows of one image.
     """

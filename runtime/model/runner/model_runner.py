@@ -250,7 +250,7 @@ def _starts(counts: Sequence[int]) -> Ints:
 def _with_deferred(
     sequences: Sequence[ScheduledSequence], sampled: Sequence[SampledToken], deferred: Set[int]
 ) -> tuple[SampledToken, ...]:
-    """Return the samples of all sequences in order: those of deferred ones are deferred."""
+    """Return the samples of all sequences in order: samples of deferred sequences are deferred."""
     computed = iter(sampled)
     return tuple(
         SampledToken(each.request_id, 0, is_deferred=True) if each.request_id in deferred else next(computed)

@@ -203,7 +203,7 @@ class DynamicVisionSpec:
     def _interpolated(self, learned: Floats, y: Indices, x: Indices, rows: int, columns: int) -> Floats:
         """Return the positions of patches, each between the four next to it of `learned` [grid * grid, hidden].
 
-        The corners of an image of these rows and columns of squares are those of the grid.
+        The corners of an image of these rows and columns of squares are the corners of the grid.
         """
         scale = self.sizes.scale
         table = learned.reshape(self.grid, self.grid, self.body.hidden_size)

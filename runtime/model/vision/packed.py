@@ -115,7 +115,7 @@ def pack_tower(
 def plan_tower_memory(
     spec: VisionSpec | DynamicVisionSpec, dtype: WeightDtype, max_cache_bytes: int, workers: int
 ) -> VisionMemoryPlan:
-    """Plan the memory; the arguments are those of packing and running."""
+    """Plan the memory; the arguments are equal to those for packing and running."""
     planner = WeightPlanner()
     programs = _emit(spec, _build(spec, TOWER_DTYPES[dtype], planner), KEYS_VALUES[dtype])
     scratch = scratch_nbytes(spec.body.head_dim, workers, programs.patches.ops)

@@ -120,7 +120,7 @@ def read_qwen3_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int) 
 
 
 def _read_mergers(vision: ConfigTable, layers: int) -> tuple[Merger, ...]:
-    """Return the merger after the last layer, and those of DeepStack."""
+    """Return the merger after the last layer, and DeepStack's mergers."""
     levels = vision.values.get("deepstack_visual_indexes")
     if (
         not isinstance(levels, list)
@@ -139,7 +139,7 @@ def _read_mergers(vision: ConfigTable, layers: int) -> tuple[Merger, ...]:
 
 
 def _read_hidden_out(config: ConfigTable, vision: ConfigTable, default: int) -> int:
-    """Read the columns of a merger's rows, which are those of the text model's embedding."""
+    """Read the columns of a merger's rows, which are the columns of the text model's embedding."""
     text = config.table("text_config") if "text_config" in config else config
     hidden = text.integer("hidden_size", 1, MAX_WIDTH, default)
     if vision.integer("out_hidden_size", 1, MAX_WIDTH) != hidden:

@@ -47,7 +47,7 @@ class Checkpoint(Protocol):
     def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield each `num_rows` of the given rows of a tensor, or fewer, in order, and the number of rows before them.
 
-        The rows of a tensor of experts are those of the first expert, then those of the second one, and so on.
+        A tensor of experts has the rows of the first expert, then the rows of the second one, and so on.
         The array may be overwritten when the next rows are asked for. Raises CorruptCheckpoint if rows cannot be read.
         """
 

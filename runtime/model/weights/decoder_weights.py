@@ -230,7 +230,7 @@ def _build_experts(
 
 
 def _of_expert(part: Part, expert: int, num_experts: int) -> Part:
-    """Return a part of one expert's matrix: of a tensor of its own, or of one that holds those of all experts."""
+    """Return a part of one expert's matrix: of a tensor of its own, or of one tensor with all experts."""
     if "{}" in part.tensor:
         return replace(part, tensor=part.tensor.format(expert))
     (rows,) = part.shape

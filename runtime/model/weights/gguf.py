@@ -169,7 +169,7 @@ class GGUFFile:
 def open_gguf(path: str | Path) -> GGUFFile:
     """Return `GGUFFile(path)`, or the one that was made of the same unchanged file before. Raises as GGUFFile.
 
-    Several readers of a model's header follow each other, and that of a large vocabulary takes a tenth of a second. A
+    Several readers of a model's header follow each other, and reading a large vocabulary takes a tenth of a second. A
     file that was written a moment ago is opened each time: another change may leave its time as it is.
     """
     try:
@@ -187,7 +187,7 @@ def _open_unchanged(path: str, status: tuple[int, ...]) -> GGUFFile:
 
 
 def part_paths(path: Path, count: int) -> list[Path]:
-    """Return the paths of all parts of a split file, one of which is `path`; none if its name is not that of a part."""
+    """Return the paths of all parts of a split file, one of which is `path`; none if its name is not a part's."""
     named = PART.fullmatch(path.name)
     if named is None or int(named[3]) != count:
         return []

@@ -32,8 +32,8 @@ class GroupedMatrix(ABC):
 
     `kind` is the type of its chunks: Q4_0, Q4_Z or Q8_0, blocks with the numbers of the file, where each 32 inputs
     share a group, and 8-bit numbers have no zero point; else F32. Scales of blocks are rounded to fp16. The zero points
-    and the order of groups are read when `kind` is asked for: no array is made before the shape was compared with that
-    of the model.
+    and the order of groups are read when `kind` is asked for: no array is made before the shape was compared with the
+    model's.
     """
 
     label: str  # label in messages

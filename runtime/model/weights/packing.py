@@ -106,7 +106,7 @@ def _planned_bytes(build: Callable[[WeightFactory, WeightDtype], Weights], dtype
 
 
 def stacked(names: Sequence[str], sizes: Sequence[int]) -> list[Part]:
-    """Return the parts of a matrix whose columns are those of several tensors in turn, or of one tensor with all."""
+    """Return the parts of a matrix whose columns come from several tensors in turn, or from one tensor with all."""
     if len(names) == 1:
         return [Part(names[0], (sum(sizes),))]
     starts = np.cumsum([0, *sizes[:-1]]).tolist()
@@ -190,7 +190,7 @@ def fill_rows(matrix: PackedMatrix, rows: npt.NDArray[Any], kind: str, start: in
 
 
 def _columns(part: Part, count: int) -> npt.NDArray[np.int64] | slice:
-    """Return the columns of a bias's values, which are those of the weight's rows in `PackedMatrix.fill`."""
+    """Return the columns of a bias's values, equal to the columns of the weight's rows in `PackedMatrix.fill`."""
     if part.interleave is None:
         return slice(part.start, part.start + count)
     rows = np.arange(count)

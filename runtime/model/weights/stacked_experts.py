@@ -29,10 +29,11 @@ _OF_EXPERTS = re.compile(
 
 
 class StackedExperts:
-    """The tensors of `folder` with those of experts as [experts, rows, columns], in MXFP4 where `spec` says so.
+    """The tensors of `folder` with experts as [experts, rows, columns], in MXFP4 where `spec` says so.
 
-    Experts are called `gate_up_proj.weight`, whose rows of gate precede those of up, `down_proj.weight`, and the same
-    with `.bias`. Tensors of MXFP4 are in GGML's blocks: a byte with the exponent, then the codes in the order of Q4_0.
+    Experts are called `gate_up_proj.weight`, whose rows of gate precede the rows of up, `down_proj.weight`, and the
+    same with `.bias`. Tensors of MXFP4 are in GGML's blocks: a byte with the exponent, then the codes in the order of
+    Q4_0.
     """
 
     def __init__(self, folder: SafetensorsCheckpoint, spec: DecoderSpec) -> None:

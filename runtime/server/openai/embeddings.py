@@ -1,6 +1,7 @@
 """`/v1/embeddings`, `/v1/rerank`, `/v1/score` and `/classify`: their fields, and the form of their answers.
 
-The answer of embeddings is OpenAI's, that of rerank Jina's and Cohere's, the others are vLLM's. Must not import routes.
+The answer of embeddings is OpenAI's, the answer of rerank Jina's and Cohere's, the others are vLLM's. Must not import
+routes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The items of `/v1/responses`: those of the input as messages of a chat, and those of the output as they grow."""
+"""The items of `/v1/responses`: items of the input as messages of a chat, and items of the output as they grow."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ _encode = msgspec.json.encode
 
 
 def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
-    """Return the call of a response, whose input includes that of the previous one. Raises InvalidRequest."""
+    """Return the call of a response, whose input includes the input of the previous one. Raises InvalidRequest."""
     fields.check_supported(RESPONSE_FIELDS, UNSUPPORTED_HERE, INSTEAD_HERE)
     background = fields.take("background", bool, False)
     store = fields.take("store", bool, background)
@@ -108,7 +108,7 @@ def input_items(given: object) -> list[Any]:
 def listed_items(items: list[Any], name: str) -> list[dict[str, Any]]:
     """Return input items as `input_items` lists them: with an id, and texts as parts of their content.
 
-    No two have one id, so that a client can ask for what follows any of them, and none has that of an output item.
+    No two have one id, so that a client can ask for what follows any of them, and none has the id of an output item.
     """
     seen: set[str] = set()
     listed = []

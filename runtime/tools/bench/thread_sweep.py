@@ -92,7 +92,7 @@ class ThreadSweep:
     results: list[ThreadResult]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures, with the units of `SpeedReport.as_dict`; ratios are those of tokens per second."""
+        """Return the figures, with the units of `SpeedReport.as_dict`; ratios compare tokens per second."""
         return {**self.about, "thread_counts": [self._result_as_dict(result) for result in self.results]}
 
     def _result_as_dict(self, result: ThreadResult) -> dict[str, Any]:

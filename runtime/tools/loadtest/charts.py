@@ -1,8 +1,8 @@
 """Draw the charts of a load test as inline SVG with matplotlib, the optional extra `plot`.
 
 Text of users or servers must not get into a picture: it would not be escaped. Runs differ by color and dash, and the
-page has the legend. Percentiles are drawn on a probit axis, on which those of a normal distribution are equally
-spaced, so that p99 is as easy to read as p50.
+page has the legend. Percentiles are drawn on a probit axis, on which a normal distribution's are equally spaced, so
+that p99 is as easy to read as p50.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def print_sweep(runs: Sequence[LoadTestRun], metrics: Sequence[str], percentiles
 
 
 def _measured(metrics: Sequence[str], result: Mapping[str, Any]) -> Sequence[str]:
-    """Return the metrics without those of tokens after the first, which a request for vectors does not have."""
+    """Return the metrics without the ones about tokens after the first, which a request for vectors does not have."""
     if _embeds(result):
         return [metric for metric in metrics if metric not in ("tpot", "itl")]
     return metrics

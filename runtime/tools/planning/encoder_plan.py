@@ -72,7 +72,7 @@ class EncoderPlan:
         }
 
     def text(self, arena: bool) -> str:
-        """Return the memory map, with that of the batch arena if `arena` is set."""
+        """Return the memory map, with the map of the batch arena if `arena` is set."""
         body, capacity = self.spec.body, self.capacity
         made = f"scores of {self.spec.num_labels}" if self.spec.num_labels else f"vectors of {self.spec.dimensions}"
         lines = [

@@ -24,7 +24,7 @@ def comparison(total_bytes: int, available_bytes: int, limit: MemoryLimit | None
 
 
 def plan_text(plan: ServingPlan, arena: bool) -> str:
-    """Return the memory map, with that of the step arena if `arena` is set, then the tables of alternatives."""
+    """Return the memory map, with the map of the step arena if `arena` is set, then the tables of alternatives."""
     config, spec, capacity = plan.settings.engine, plan.spec, plan.capacity
     layout = capacity.layout
     lines = [

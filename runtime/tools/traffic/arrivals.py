@@ -22,7 +22,7 @@ Lengths = Callable[[Random], int]  # draws a number of tokens, at least 1
 
 
 class NextTurn(NamedTuple):
-    """A later request of a conversation: its prompt continues that of the request before and the answer."""
+    """A later request of a conversation: its prompt continues the prompt of the request before and the answer."""
 
     think_s: float  # pause after the answer
     new_tokens: int  # prompt tokens after the conversation so far
@@ -33,7 +33,7 @@ class NextTurn(NamedTuple):
 class Arrival:
     """One request. Its prompt starts with `blocks` of `block_tokens` tokens; equal ids mean equal tokens.
 
-    The rest of the prompt is shared with no other request, or with those of the same `conversation` only.
+    The rest of the prompt is shared with no other request, or with requests of the same `conversation` only.
     """
 
     time_s: float
