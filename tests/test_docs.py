@@ -3,6 +3,7 @@
 Snippets that need a server run against one started here; only the address in them is replaced.
 """
 
+import ast
 import json
 import os
 import re
@@ -203,6 +204,29 @@ def test_every_file_named_in_a_document_exists(document):
     assert named
     for path in sorted(named):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "kernels/DESIGN.md"])
+def test_every_member_named_in_a_document_belongs_to_its_class(document):
+    members = {}
+    for path in sources():
+        if path.suffix == ".py":
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    members[node.name] = {*names_bound_in(node), *members.get(node.name, ())}
+    named = set(re.findall(r"`([A-Z]\w+)\.(\w+)`", (ROOT / document).read_text("utf-8")))
+    assert {pair for pair in named if pair[0] in members and pair[1] not in members[pair[0]]} == set()
+
+
+def names_bound_in(class_node):
+    """Yield the names of methods, fields and attributes of `self`, in the class itself."""
+    for node in ast.walk(class_node):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
 
 
 ENTRANCES = [  # questions of a newcomer, and the file and the name that answer them
