@@ -37,7 +37,8 @@ def _mounts(root: Path, controller: str | None) -> Iterator[tuple[Path, PurePosi
     """
     for line in read_system_file(root / "proc/self/mountinfo").splitlines():
         mount, _, filesystem = line.partition(" - ")
-        (group, mount_point), (kind, _, options) = mount.split(" ")[3:5], filesystem.split(" ", 2)
+        (group, mount_point) = mount.split(" ")[3:5]
+        (kind, _, options) = filesystem.split(" ", 2)
         if kind == "cgroup2" if controller is None else kind == "cgroup" and controller in options.split(","):
             yield root / _unescaped(mount_point).lstrip("/"), PurePosixPath(_unescaped(group))
 

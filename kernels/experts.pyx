@@ -43,7 +43,8 @@ cdef void group_places(const RouteOp *op, const Step *step, int worker) noexcept
         for rank in range(to.top_k):
             next[to.places[row * to.places_width + rank]] += 1
     for expert in range(to.num_experts):
-        count, next[expert] = next[expert], <int32_t>first
+        count = next[expert]
+        next[expert] = <int32_t>first
         groups = _add_groups(to, groups, expert, first, count)
         first += count
     to.groups[0] = <int32_t>groups

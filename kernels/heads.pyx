@@ -29,7 +29,9 @@ cdef void load_queries(const HeadsOp *op, const Step *step, const quire_tiles *t
             tiles.head(row + index * op.head_dim, &query, _rotary_of(op, step, first_row + i, first_position + i),
                        x + (i * op.group + g) * d)
     if step.kv_dtype == QUIRE_Q8:
-        stored.dtype, stored.norm, stored.rows = QUIRE_Q8, NULL, out[0]
+        stored.dtype = QUIRE_Q8
+        stored.norm = NULL
+        stored.rows = out[0]
         tiles.convert(x, d, rows, d, &stored, 0, 0)
     elif step.kv_dtype == QUIRE_BF16:
         tiles.to_bf16(x, rows * d, <uint16_t *>out.data)

@@ -148,13 +148,17 @@ cdef Item _item(const LinearOp *op, const Step *step, int64_t index) noexcept no
     cdef Item item
     cdef int64_t rows = _num_rows(op, step), groups = _num_groups(op, step), first = _first_row(op, step)
     cdef const int32_t *group
-    item.group, item.block, item.weight = index // op.num_spans, index % op.num_spans * op.span, op.weights
+    item.group = index // op.num_spans
+    item.block = index % op.num_spans * op.span
+    item.weight = op.weights
     item.blocks = min(op.span, op.num_blocks - item.block)
     if op.groups == NULL:
         item.row, item.end = first + rows * item.group // groups, first + rows * (item.group + 1) // groups
     else:
         group = op.groups + (1 + item.group) * op.groups_width
-        item.weight, item.row, item.end = op.weights + group[0], group[1], group[2]
+        item.weight = op.weights + group[0]
+        item.row = group[1]
+        item.end = group[2]
     return item
 
 
@@ -172,7 +176,8 @@ cdef int _latest(const LinearOp *op, const quire_share *shares, uint64_t number,
         spans = _first_span(op, worker + 1, workers) - _first_span(op, worker, workers)
         left = quire_share_left(&shares[worker], number, groups * spans)
         if left > most:
-            latest, most = worker, left
+            latest = worker
+            most = left
     return latest
 
 
@@ -303,14 +308,16 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
     cdef int64_t most = tiles.linear_rows[part.dtype], calls = (end - row + most - 1) // most, call, n, lines = 0
     tile.w = pair.data
     tile.scales = _scales(&pair, width) if part.scales != NULL else NULL
-    tile.panel_bytes, tile.next = part.panel_bytes, next.data
+    tile.panel_bytes = part.panel_bytes
+    tile.next = next.data
     if next.data != NULL:
         lines = 2 * next.part.panel_bytes // (width // 32) // 64    # lines of `next` per 32 of K
     tile.block_sums = _block_sums(op, scratch) if op.has_minimums else NULL
     tile.scratch = <char *>scratch + _results_end(op.span) + (_block_sums_bytes(width) if op.has_minimums else 0)
     tile.factors = scratch.factors if op.has_factors else NULL
     tile.bias = item.weight.bias + 16 * pair.panel if item.weight.bias != NULL else NULL
-    tile.c, tile.ldc = y, item.blocks * QUIRE_BLOCK
+    tile.c = y
+    tile.ldc = item.blocks * QUIRE_BLOCK
     tile.epilogue = op.epilogue
     tile.next_scales = NULL
     if next.data != NULL and next.part.scales != NULL:

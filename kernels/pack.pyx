@@ -54,7 +54,9 @@ def packed_nbytes(out_features, in_features, dtype):
 def column_ranges(out_features, dtype):
     if isinstance(dtype, str):
         return ((out_features, dtype),)
-    ranges, total, last = [], 0, None
+    ranges = []
+    total = 0
+    last = None
     for columns, of in dtype:
         if total % 32:
             raise ValueError(f"ranges of columns must be multiples of 32, but for the last one, not {dtype!r}")
@@ -120,8 +122,10 @@ cdef class PackedMatrix:
             raise ValueError(f"{self.nbytes} bytes are needed, the memory given has {view.shape[0]}")
         if <size_t>&view[0] % 64:
             raise ValueError("packed weights need memory aligned to 64 bytes")
-        self.memory, self.input_order = memory, input_order
-        self.out_features, self.in_features = out_features, in_features
+        self.memory = memory
+        self.input_order = input_order
+        self.out_features = out_features
+        self.in_features = in_features
         self.ranges = column_ranges(out_features, dtype)
         self.dtype, self.tiles = self.ranges[0][1], tiles_of(None)
         self.width = _padded(in_features)
@@ -133,7 +137,9 @@ cdef class PackedMatrix:
 
     cdef _add_part(self, Panels *part, uint8_t *memory, columns, dtype):
         cdef int64_t panels = _padded(columns) // 16
-        part.dtype, part.first_panel, part.data = WEIGHT_CODES[dtype], self.panels, <char *>memory
+        part.dtype = WEIGHT_CODES[dtype]
+        part.first_panel = self.panels
+        part.data = <char *>memory
         part.panel_bytes = quire_panel_bytes(part.dtype, self.width)
         part.scales = <uint16_t *>(memory + panels * part.panel_bytes) if dtype in _ZEROS else NULL
         if dtype in _ZEROS:
@@ -166,7 +172,8 @@ cdef class PackedMatrix:
         cdef const Panels *part
         with nogil:
             while row < blocks.shape[0]:
-                column, count = _column(first, row, phase), _columns_in_panel(first, row, phase, blocks.shape[0])
+                column = _column(first, row, phase)
+                count = _columns_in_panel(first, row, phase, blocks.shape[0])
                 part = self._part(column // 16)
                 if part.dtype == native and self.group == 1:
                     quire_ggml_pack(code, &blocks[row, 0], blocks.shape[1], count, num_blocks, <int>(column % 16),
@@ -265,7 +272,8 @@ cdef class PackedMatrix:
             memcpy(scales + lane, fitted + lane, count * 2)
             for line in range(4):
                 memcpy(block + line * 64 + lane * 4, packed + line * 64 + lane * 4, count * 4)
-            block, scales = block + 256, scales + 16
+            block += 256
+            scales += 16
 
     def unpack(self):
         """Return the matrix as the kernels see it, f32 [out_features, in_features]."""

@@ -64,11 +64,15 @@ cdef class Program:
         if len(ops) >= QUIRE_SHARE_OPS:
             raise ValueError(f"a program has at most {QUIRE_SHARE_OPS - 1} ops, not {len(ops)}")
         self.pool = pool
-        self.max_rows, self.max_samples, self.max_sequences = max_rows, max_samples, max_sequences
-        self.vocab_size, self.num_pages = vocab_size, num_pages
+        self.max_rows = max_rows
+        self.max_samples = max_samples
+        self.max_sequences = max_sequences
+        self.vocab_size = vocab_size
+        self.num_pages = num_pages
         self.regions = Regions(arena_bytes, self.max_rows)
         self.regions.keep_alive.append(kv_memory)
-        pages, self.runs_texts = None, kv_layout is None
+        pages = None
+        self.runs_texts = kv_layout is None
         if self.runs_texts:
             pages = next((op.pages for op in ops if isinstance(op, EphemeralAttention)), _NO_PAGES)
         self._allocate(ops, pages or kv_layout)
@@ -77,15 +81,18 @@ cdef class Program:
         else:
             self._lay_out_sequences(kv_memory, kv_layout)
         self._bind(ops, Binder(self.regions, max_rows, max_samples, vocab_size, pool.workers, kv_layout, pages))
-        self.replay.tiles, self.replay.pool = tiles_of(isa), pool.pool
+        self.replay.tiles = tiles_of(isa)
+        self.replay.pool = pool.pool
 
     cdef _bind(self, ops, Binder binder):
         for index, op in enumerate(ops):
             binder.bind(&self.replay.records[index], op)
         self.replay.num_records = len(ops)
-        self.max_positions, self.num_types = binder.max_positions, binder.num_types
+        self.max_positions = binder.max_positions
+        self.num_types = binder.num_types
         self.given_columns = binder.given_columns
-        self.rotary_dims, self.needs_rotary = binder.rotary_dims, binder.needs_rotary
+        self.rotary_dims = binder.rotary_dims
+        self.needs_rotary = binder.needs_rotary
         self.replay.step.query_tile = binder.query_tile
 
     cdef _allocate(self, ops, layout):
@@ -103,7 +110,8 @@ cdef class Program:
         self.block_start = np.zeros(self.max_sequences + 1, np.int64)
         self.unit_start = np.zeros(self.max_sequences + 1, np.int64)
         cdef int64_t[::1] blocks = self.block_start, units = self.unit_start
-        self.replay.step.block_start, self.replay.step.unit_start = &blocks[0], &units[0]
+        self.replay.step.block_start = &blocks[0]
+        self.replay.step.unit_start = &units[0]
 
     cdef _lay_out_sequences(self, kv_memory, layout):
         cdef char[::1] memory = kv_memory.view(np.int8)
@@ -144,13 +152,18 @@ cdef class Program:
         self._give(step, token_ids.shape[0], given_of, given)
         self._give_rotary(step, token_ids.shape[0], rotary)
         self._see(step, row_start, first_position, last_seen)
-        step.rows, step.sequences = token_ids.shape[0], first_position.shape[0]
+        step.rows = token_ids.shape[0]
+        step.sequences = first_position.shape[0]
         step.samples = sample_rows.shape[0]
-        step.token_ids, step.row_start, step.first_position = &token_ids[0], &row_start[0], &first_position[0]
-        step.page_ids, step.page_start = &page_ids[0], &page_start[0]
+        step.token_ids = &token_ids[0]
+        step.row_start = &row_start[0]
+        step.first_position = &first_position[0]
+        step.page_ids = &page_ids[0]
+        step.page_start = &page_start[0]
         step.sample_rows = &sample_rows[0] if step.samples else NULL
         step.type_ids = NULL
-        step.first_part, step.end_part, step.parts = 0, 1, 1
+        step.first_part = 0
+        step.end_part = step.parts = 1
         self._run(0, self.replay.num_records)
 
     def run_texts(self, const int32_t[::1] token_ids, const int32_t[::1] row_start, const int32_t[::1] type_ids=None,
@@ -165,16 +178,23 @@ cdef class Program:
         if not 0 <= first <= end <= self.replay.num_records:
             raise ValueError(f"ops {first} to {end} are not a range of the {self.replay.num_records} ops")
         self._set_part(first, end, part)
-        step.rows, step.sequences = token_ids.shape[0], row_start.shape[0] - 1
+        step.rows = token_ids.shape[0]
+        step.sequences = row_start.shape[0] - 1
         step.samples = step.sequences
-        step.token_ids, step.row_start, step.first_position = &token_ids[0], &row_start[0], &self.zeros[0]
+        step.token_ids = &token_ids[0]
+        step.row_start = &row_start[0]
+        step.first_position = &self.zeros[0]
         step.type_ids = &type_ids[0] if type_ids is not None else NULL
-        step.given_of, step.given, step.last_seen = NULL, NULL, NULL
+        step.given_of = NULL
+        step.given = NULL
+        step.last_seen = NULL
         for i in range(step.sequences):
             self.text_ends[i] = row_start[i + 1] - 1
             self.text_pages[i + 1] = (self.text_pages[i]
                                       + (row_start[i + 1] - row_start[i] + step.page_size - 1) // step.page_size)
-        step.page_ids, step.page_start, step.sample_rows = &self.pages[0], &self.text_pages[0], &self.text_ends[0]
+        step.page_ids = &self.pages[0]
+        step.page_start = &self.text_pages[0]
+        step.sample_rows = &self.text_ends[0]
         self._run(first, end)
 
     cdef _set_part(self, int64_t first, int64_t end, part):
@@ -184,7 +204,9 @@ cdef class Program:
             raise ValueError(f"{begin} to {stop} are not some of 1..{MAX_PARTS} parts, {parts}")
         if stop - begin < parts and (end - first != 1 or not self._has_parts(&self.replay.records[first])):
             raise ValueError(f"ops {first} to {end} are not one op that has parts")
-        self.replay.step.first_part, self.replay.step.end_part, self.replay.step.parts = begin, stop, parts
+        self.replay.step.first_part = begin
+        self.replay.step.end_part = stop
+        self.replay.step.parts = parts
 
     cdef bint _has_parts(self, const Record *record):
         if record.kind == LINEAR:
@@ -250,7 +272,8 @@ cdef class Program:
     cdef _give(self, Step *step, int64_t rows, const int32_t[::1] given_of, const float[:, ::1] given):
         """Set the rows that take the place of embeddings: for row i row `given_of[i]` of `given`, none if it is -1."""
         cdef int64_t i
-        step.given_of, step.given = NULL, NULL
+        step.given_of = NULL
+        step.given = NULL
         if given_of is None and given is None:
             return
         if given_of is None or given is None or given_of.shape[0] != rows or given.shape[1] != self.given_columns:
@@ -259,7 +282,9 @@ cdef class Program:
             if not -1 <= given_of[i] < given.shape[0]:
                 raise ValueError(f"given row {given_of[i]} is outside the {given.shape[0]}")
         if given.shape[0]:
-            step.given_of, step.given, step.given_columns = &given_of[0], &given[0, 0], self.given_columns
+            step.given_of = &given_of[0]
+            step.given = &given[0, 0]
+            step.given_columns = self.given_columns
 
     cdef _give_rotary(self, Step *step, int64_t rows, const float[:, ::1] rotary):
         """Set the cosines and sines of each row, in place of the rows of positions."""
@@ -284,7 +309,8 @@ cdef class Program:
             raise ValueError(f"{row_start[first_position.shape[0]]} rows see as many last tokens, "
                              f"not {last_seen.shape[0]}")
         for i in range(first_position.shape[0]):
-            least, end = first_position[i], <int64_t>first_position[i] + row_start[i + 1] - row_start[i]
+            least = first_position[i]
+            end = <int64_t>first_position[i] + row_start[i + 1] - row_start[i]
             for row in range(row_start[i], row_start[i + 1]):
                 least = max(least, <int64_t>first_position[i] + row - row_start[i])
                 if not least <= last_seen[row] < end:
@@ -307,8 +333,10 @@ cdef class Program:
         for group in range(self.windows.shape[0]):
             window = self.windows[group]
             for i in range(sequences):
-                first, table = first_position[i], page_start[group * sequences + i]
-                pages, end = page_start[group * sequences + i + 1] - table, first + row_start[i + 1] - row_start[i]
+                first = first_position[i]
+                table = page_start[group * sequences + i]
+                pages = page_start[group * sequences + i + 1] - table
+                end = first + row_start[i + 1] - row_start[i]
                 if pages * size < end or table + pages > page_ids.shape[0]:
                     raise ValueError(f"sequence {i} has {pages} pages for {end} tokens")
                 seen = max(<int64_t>0, first - window + 1) // QUIRE_TILE * QUIRE_TILE // size if window else 0
@@ -321,7 +349,8 @@ cdef class Program:
         cdef int64_t i, n, first, size = step.page_size
         step.block_start[0] = step.unit_start[0] = 0
         for i in range(step.sequences):
-            first, n = step.first_position[i], step.row_start[i + 1] - step.row_start[i]
+            first = step.first_position[i]
+            n = step.row_start[i + 1] - step.row_start[i]
             step.block_start[i + 1] = step.block_start[i]
             if n > 1:       # a single row is stored where it attends
                 step.block_start[i + 1] += (first + n - 1) // size - first // size + 1

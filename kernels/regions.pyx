@@ -19,7 +19,8 @@ _CODES = DTYPE_CODES | {"i32": DTYPE_CODES["f32"]}    # i32 has the code of a dt
 
 cdef class Regions:
     def __init__(self, nbytes, max_rows):
-        self.nbytes, self.max_rows = nbytes, max_rows
+        self.nbytes = nbytes
+        self.max_rows = max_rows
         self.memory = aligned_zeros(nbytes)
         cdef char[::1] memory = self.memory
         self.data = &memory[0]
@@ -36,9 +37,13 @@ cdef class Regions:
         if region.group < 1 or region.group > 1 and dtype != "q8":
             raise ValueError(f"only q8 has groups of blocks, not {region!r}")
         planes = region.offset + aligned(region.rows * width * quire_itemsize(_CODES[dtype]))
-        value.dtype, value.columns, value.rows.width = _CODES[dtype], columns, width
-        value.rows.data, value.rows.group = self.data + <int64_t>region.offset, region.group
-        value.rows.scales, value.rows.sums = NULL, NULL
+        value.dtype = _CODES[dtype]
+        value.columns = columns
+        value.rows.width = width
+        value.rows.data = self.data + <int64_t>region.offset
+        value.rows.group = region.group
+        value.rows.scales = NULL
+        value.rows.sums = NULL
         if dtype == "q8":
             value.rows.scales = <float *>(self.data + <int64_t>planes)
             value.rows.sums = <int32_t *>(self.data + <int64_t>(planes + aligned(region.rows * width // 32 * 4)))
@@ -48,7 +53,9 @@ cdef class Regions:
         """Return the region as a destination of results."""
         cdef Value value = self.value(region, columns, region.dtype, rows)
         cdef quire_output output
-        output.dtype, output.rows, output.norm = value.dtype, value.rows, NULL
+        output.dtype = value.dtype
+        output.rows = value.rows
+        output.norm = NULL
         return output
 
     cdef bint normed(self, quire_output *output, op, rows) except -1:
@@ -64,7 +71,8 @@ cdef class Regions:
         squares = self.value(op.normed.squares, padded(columns) // BLOCK, "f32", rows)
         output[0] = self.output(op.normed.data, columns, rows)
         output.norm = self.vector(op.normed.weight, columns, padded(columns))
-        output.squares, output.squares_width = <float *>squares.rows.data, squares.rows.width
+        output.squares = <float *>squares.rows.data
+        output.squares_width = squares.rows.width
         self.follows(op.out, op.normed.data)
         return True
 
@@ -103,15 +111,20 @@ cdef class Regions:
         weights = self.value(routing.weights, routing.top_k, "f32", self.max_rows)
         places = self.value(routing.places, routing.top_k, "i32", self.max_rows)
         groups = self.value(routing.groups, 3, "i32", 1 + max_groups(self.max_rows, routing.num_experts, routing.top_k))
-        tables.num_experts, tables.top_k = routing.num_experts, routing.top_k
-        tables.weights, tables.weights_width = <float *>weights.rows.data, weights.rows.width
-        tables.places, tables.places_width = <int32_t *>places.rows.data, places.rows.width
-        tables.groups, tables.groups_width = <int32_t *>groups.rows.data, groups.rows.width
+        tables.num_experts = routing.num_experts
+        tables.top_k = routing.top_k
+        tables.weights = <float *>weights.rows.data
+        tables.weights_width = weights.rows.width
+        tables.places = <int32_t *>places.rows.data
+        tables.places_width = places.rows.width
+        tables.groups = <int32_t *>groups.rows.data
+        tables.groups_width = groups.rows.width
         return tables
 
     def view(self, region):
         """Return a region's data plane [rows, padded columns] as an array that shares the arena's memory."""
-        width, dtype = padded(region.columns), np.dtype(_NUMPY_DTYPES[region.dtype])
+        width = padded(region.columns)
+        dtype = np.dtype(_NUMPY_DTYPES[region.dtype])
         flat = self.memory[region.offset: region.offset + region.rows * width * dtype.itemsize].view(dtype)
         return flat.reshape(region.rows, width)
 

@@ -69,22 +69,29 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
         computed = run_convert(&record.op.convert, step, tiles, counter, worker, workers)
         total = _items(step, step.samples if record.op.convert.sampled else step.rows)
     elif record.kind == DISPATCH:
-        computed, total = run_dispatch(&record.op.dispatch, step, counter), step.rows
+        computed = run_dispatch(&record.op.dispatch, step, counter)
+        total = step.rows
     elif record.kind == COMBINE:
-        computed, total = run_combine(&record.op.combine, step, tiles, counter), num_segments(&record.op.combine, step)
+        computed = run_combine(&record.op.combine, step, tiles, counter)
+        total = num_segments(&record.op.combine, step)
     elif record.kind == EMBED:
-        computed, total = run_embed(&record.op.embed, step, tiles, counter, worker, workers), _items(step, step.rows)
+        computed = run_embed(&record.op.embed, step, tiles, counter, worker, workers)
+        total = _items(step, step.rows)
     elif record.kind == NORM:
         computed = run_norm(&record.op.norm, step, tiles, counter, worker, workers)
         total = _items(step, step.samples if record.op.norm.sampled else step.rows)
     elif record.kind == POOL:
-        computed, total = run_pool(&record.op.pool, step, tiles, counter), _items(step, step.samples)
+        computed = run_pool(&record.op.pool, step, tiles, counter)
+        total = _items(step, step.samples)
     elif record.kind == ADD_GIVEN:
-        computed, total = run_add_given(&record.op.add_given, step, tiles, counter), step.rows
+        computed = run_add_given(&record.op.add_given, step, tiles, counter)
+        total = step.rows
     elif record.kind == ADD_NORM:
-        computed, total = run_add_norm(&record.op.add_norm, step, tiles, counter), step.rows
+        computed = run_add_norm(&record.op.add_norm, step, tiles, counter)
+        total = step.rows
     else:
-        computed, total = run_gather(&record.op.gather, step, tiles, counter), step.samples
+        computed = run_gather(&record.op.gather, step, tiles, counter)
+        total = step.samples
     quire_pool_report(replay.pool, &record.progress, computed, total)
     return quire_pool_await(replay.pool, &record.progress, worker)
 

@@ -68,7 +68,8 @@ cdef double _seconds(Pass *job, Pool pool):
 def read_bytes_per_s(const unsigned char[::1] memory, Pool pool, isa=None):
     cdef float[::1] results = np.zeros(pool.workers * LINE_FLOATS, np.float32)
     cdef Pass job
-    job.tiles, job.results = tiles_of(isa), &results[0]
+    job.tiles = tiles_of(isa)
+    job.results = &results[0]
     job.share = memory.shape[0] // pool.workers // STRIDE * STRIDE
     if job.share == 0:
         raise ValueError(f"{memory.shape[0]} bytes are too few for {pool.workers} workers to read {STRIDE} each")
@@ -84,8 +85,11 @@ def peak_ops_per_s(dtype, Pool pool, isa=None):
     cdef Pass job
     if dtype not in DTYPE_CODES:
         raise ValueError(f"unknown dtype {dtype!r}; a peak is measured for {', '.join(DTYPE_CODES)}")
-    job.tiles, job.results, job.memory = tiles_of(isa), &results[0], NULL
-    job.dtype, job.steps = DTYPE_CODES[dtype], 1000
+    job.tiles = tiles_of(isa)
+    job.results = &results[0]
+    job.memory = NULL
+    job.dtype = DTYPE_CODES[dtype]
+    job.steps = 1000
     while _seconds(&job, pool) < _PASS_S:
         job.steps *= 2
     return job.ops * pool.workers / np.median([_seconds(&job, pool) for _ in range(PASSES)])

@@ -92,7 +92,8 @@ def widen_words(const int32_t[:, :] words, int bits, const float[:, :] scales, c
     with nogil:
         for row in range(words.shape[0]):
             for k in range(inputs):
-                number, group = <uint32_t>words[row, k // each] >> k % each * bits & mask, groups[k]
+                number = <uint32_t>words[row, k // each] >> k % each * bits & mask
+                group = groups[k]
                 out[row, k] = <float>(<int32_t>number - zeros[row, group]) * scales[row, group]
     return np.asarray(out)
 

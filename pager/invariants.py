@@ -65,7 +65,8 @@ def _check_references(pool: PagePool, tables: list[PageTable]) -> None:
 
 
 def _check_lists(pool: PagePool) -> None:
-    free, cached = list(pool.free_pages()), list(pool.cached_pages())
+    free = list(pool.free_pages())
+    cached = list(pool.cached_pages())
     owned = [page for page in range(pool.num_pages) if pool.references(page) > 0]
     _require(sorted(free + cached + owned) == list(range(pool.num_pages)), "a page is lost or in two places")
     counts = (pool.num_free, pool.num_cached, pool.num_owned)
@@ -76,7 +77,8 @@ def _check_lists(pool: PagePool) -> None:
 
 def _check_pins(pool: PagePool) -> None:
     before = pool.pins()
-    pinned, cached = set(pool.pinned_pages()), set(pool.cached_pages())
+    pinned = set(pool.pinned_pages())
+    cached = set(pool.cached_pages())
     after = pool.pins()  # a pin may have expired in between
     message = "a cached page has a pin and is not in the pinned list, or the reverse"
     _require(cached & after.keys() <= pinned <= cached & before.keys(), message)

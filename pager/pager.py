@@ -174,7 +174,8 @@ class Pager:
         self, token_ids: Sequence[int], tenant_salt: bytes, images: Sequence[ImageSpan] = ()
     ) -> tuple[int, int]:
         """Return how many pages `pin` would pin that are not pinned yet, and how many the tenant has pinned."""
-        root, num_pages = root_key(tenant_salt), len(token_ids) // self.page_size
+        root = root_key(tenant_salt)
+        num_pages = len(token_ids) // self.page_size
         pinned = self.pool.num_pinned_by(root)
         known = sum(map(self.pool.is_pinned, self._match(root, token_ids, num_pages, images).page_ids()))
         firsts = (first_kept_token(num_pages * self.page_size, window) // self.page_size for window in self.windows)

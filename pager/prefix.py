@@ -149,7 +149,8 @@ class PrefixCache:
         missing: list[tuple[int, Content]] = []
         duplicates: list[tuple[int, int]] = []  # (group, indexed page to take instead)
         for group, content in enumerate(contents):
-            own, indexed = table.pages[group][depth], self._pool.find(content.key, group)
+            own = table.pages[group][depth]
+            indexed = self._pool.find(content.key, group)
             if indexed is not None and self._pool.content(indexed) != content:
                 return False
             if own in (NULL_PAGE, indexed):

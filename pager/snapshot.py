@@ -193,7 +193,8 @@ class _SnapshotReader:
 
     def _verified(self, data: bytes, what: str) -> bytes:
         """Verify the checksum at the end of `data` and return the bytes before it."""
-        body, checksum = data[: -CHECKSUM.size], data[-CHECKSUM.size :]
+        body = data[: -CHECKSUM.size]
+        checksum = data[-CHECKSUM.size :]
         if CHECKSUM.pack(crc32(body)) != checksum:
             raise SnapshotDamaged(f"the {what} of the snapshot has the wrong checksum")
         return body

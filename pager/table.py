@@ -200,7 +200,8 @@ class PageTable:
 
         The table is empty afterwards; a second call does nothing.
         """
-        pages, self.pages = self.pages, [array("i") for _ in self._windows]
+        pages = self.pages
+        self.pages = [array("i") for _ in self._windows]
         self._pool.release(listed_pages(pages))
         self.reserve(0)
         self._num_null = [0] * len(pages)
@@ -233,7 +234,8 @@ class PageTable:
             raise ValueError(f"cannot roll back to {num_tokens} tokens, earlier pages left their window")
 
     def _release_leading(self, group: int, end: int) -> None:
-        pages, begin = self.pages[group], self._num_null[group]
+        pages = self.pages[group]
+        begin = self._num_null[group]
         self._pool.release(pages[begin:end][::-1])  # oldest first, as if they were released one at a time
         pages[begin:end] = array("i", [NULL_PAGE]) * (end - begin)
         self._num_null[group] = end

@@ -41,7 +41,8 @@ def write(
     path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int = 3, alignment: int = 32
 ) -> Path:
     """Write a valid file. A metadata value is a str, bool, int (u32), float (f32), a list, or (type, value)."""
-    infos, data = [], b""
+    infos = []
+    data = b""
     for name, tensor in tensors.items():
         infos.append(info(name, tensor.shape, NUMBERS[tensor.kind], len(data)))
         data += tensor.data + b"\0" * (-len(tensor.data) % alignment)
@@ -230,7 +231,8 @@ FLOATS = (
 
 def stored_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
     """Return a folder's tensors under the names and in the order of rows of llama.cpp's converter."""
-    spec, checkpoint = read_spec(folder), SafetensorsCheckpoint(folder)
+    spec = read_spec(folder)
+    checkpoint = SafetensorsCheckpoint(folder)
     arrays: dict[str, list[npt.NDArray[np.float32]]] = {}  # experts have several of one name, in order
     for name, _ in expected_tensors(spec):
         values = widened(checkpoint.tensor(name))
@@ -248,7 +250,8 @@ def stored_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
 
 def rope_factors(folder: Path) -> dict[str, Tensor]:
     """Return the factors of LongRoPE, and the divisors of Llama 3.1's frequencies as the converter computes them."""
-    rope, head_dim = read_spec(folder).ropes[0], read_spec(folder).head_dim
+    rope = read_spec(folder).ropes[0]
+    head_dim = read_spec(folder).head_dim
     scaling = rope.scaling
     if isinstance(scaling, LongRopeScaling):
         factors = {"short": scaling.short_factors, "long": scaling.long_factors}
@@ -280,9 +283,11 @@ def _stored_names(spec: DecoderSpec) -> dict[str, str]:
     for field in fields(TensorNames):
         if field.name == "mlp_norm" and not spec.pre_norms:
             continue  # OLMo 2's norm with this name follows attention
-        names, others = getattr(spec.names, field.name), getattr(NAMES, field.name)
+        names = getattr(spec.names, field.name)
+        others = getattr(NAMES, field.name)
         if isinstance(names, str):
-            names, others = (names,), (others,)
+            names = (names,)
+            others = (others,)
         stored |= dict(zip(names, others if len(names) == len(others) else fused[field.name], strict=True))
     return stored
 

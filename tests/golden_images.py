@@ -39,12 +39,14 @@ def golden_images(family: str) -> GoldenImages:
     with np.load(folder / "images.npz") as data:
         prompt: list[int] = data["token_ids"].tolist()
         if "pixels" in data:
-            pixels, rows = [*data["pixels"]], [*data["rows"]]
+            pixels = [*data["pixels"]]
+            rows = [*data["rows"]]
         else:
             count = sum(name.startswith("pixels_") for name in data)
             pixels, rows = ([data[f"{kind}_{index}"] for index in range(count)] for kind in ("pixels", "rows"))
         logits = data["logits"]
-    images, position = [], 0
+    images = []
+    position = 0
     for array, of_image in zip(pixels, rows, strict=True):
         position = prompt.index(PLACEHOLDER, position)
         images.append(PromptImage(position, len(of_image), array, image_digest(array)))

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-HIDDEN, INTERMEDIATE, VOCAB = 128, 192, 64
+HIDDEN = 128
+INTERMEDIATE = 192
+VOCAB = 64
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": VOCAB,
@@ -231,7 +233,9 @@ def _pack_awq(numbers: Array) -> Array:
 
 
 def _e4m3(code: int) -> float:
-    sign, exponent, mantissa = -1 if code & 128 else 1, code >> 3 & 15, code & 7
+    sign = -1 if code & 128 else 1
+    exponent = code >> 3 & 15
+    mantissa = code & 7
     return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
 
 

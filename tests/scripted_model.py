@@ -130,7 +130,9 @@ def _weights(num_tokens: int, following: Mapping[int, int]) -> dict[str, npt.NDA
 
 
 def _write_weights(folder: Path, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
-    header, parts, offset = {}, [], 0
+    header = {}
+    parts = []
+    offset = 0
     for name, values in weights.items():
         part = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()  # bf16: all values are small integers
         header[name] = {"dtype": "BF16", "shape": list(values.shape), "data_offsets": [offset, offset + len(part)]}

@@ -105,7 +105,8 @@ def layer_of(module: Module) -> int:
 
 def violation(importer: Module, imported: Module) -> str | None:
     """Return an error message if `importer` may not import `imported`, else None."""
-    source, target = importer[0], imported[0]
+    source = importer[0]
+    target = imported[0]
     edge = f"{'.'.join(importer)} -> {'.'.join(imported)}"
     if target not in PACKAGES:
         if importer[:2] != ONLY_IN.get(target, importer[:2]):

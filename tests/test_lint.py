@@ -72,7 +72,8 @@ def test_every_file_is_formatted():
 
 def test_mypy_passes():
     lay_out_as_installed()
-    config, cache = ROOT / "pyproject.toml", ROOT / ".mypy_cache"
+    config = ROOT / "pyproject.toml"
+    cache = ROOT / ".mypy_cache"
     run("mypy", f"--config-file={config}", f"--cache-dir={cache}", "--no-error-summary", "-p", "quire", cwd=VIEW)
 
 

@@ -113,7 +113,8 @@ class QuireEngine(LLMEngine):
             raise EngineShutdown("the engine is not started")
         request_id = context.id()
         try:
-            prompt, longest = tuple(request["token_ids"]), self._engine.info.max_model_len
+            prompt = tuple(request["token_ids"])
+            longest = self._engine.info.max_model_len
             params = sampling_params(request, longest)
             asked = quire.GenerateRequest(
                 prompt=prompt, sampling_params=params, fit_max_tokens=params.max_tokens == longest
@@ -135,7 +136,8 @@ class QuireEngine(LLMEngine):
 
     async def cleanup(self) -> None:
         """End all requests and the engine process. Idempotent."""
-        engine, self._engine = self._engine, None
+        engine = self._engine
+        self._engine = None
         if engine is not None:
             await engine.close()
 
@@ -150,7 +152,8 @@ class QuireEngine(LLMEngine):
 
 def sampling_params(request: Mapping[str, Any], max_tokens: int) -> SamplingParams:
     """Return Quire's parameters of a request, with at most `max_tokens` tokens. Raises InvalidRequest."""
-    sampling, stopping = request.get("sampling_options") or {}, request.get("stop_conditions") or {}
+    sampling = request.get("sampling_options") or {}
+    stopping = request.get("stop_conditions") or {}
     given = {name: sampling.get(name) for name in SAMPLING} | {name: stopping.get(name) for name in STOPPING}
     given["logprobs"] = (request.get("output_options") or {}).get("logprobs")
     given["stop_token_ids"] = [*(stopping.get("stop_token_ids") or ()), *(stopping.get("stop_token_ids_hidden") or ())]
@@ -186,7 +189,8 @@ def dynamo_chunk(chunk: OutputChunk) -> GenerateChunk:
     if chunk.finish_reason is not None:
         converted["finish_reason"] = chunk.finish_reason
     if chunk.usage is not None:
-        prompt, completion = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+        prompt = chunk.usage.prompt_tokens
+        completion = chunk.usage.completion_tokens
         converted["completion_usage"] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,

@@ -44,7 +44,9 @@ from .flags import (
 from .interrupts import leaving_at_once
 
 SET_BY_SHAPES = ("max_model_len", "max_num_seqs", "enable_prefix_caching", "max_num_waiting")  # see `bench_config`
-DEFAULT_SHAPES, DEFAULT_NEW_TOKENS, DEFAULT_REPEATS = "1x128,8x128,32x128", 32, 3
+DEFAULT_SHAPES = "1x128,8x128,32x128"
+DEFAULT_NEW_TOKENS = 32
+DEFAULT_REPEATS = 3
 THREADS_SWEEP = Parameter(
     consume_multiple=True,
     negative="",

@@ -114,7 +114,8 @@ async def _search(client: AsyncClient) -> Table:
     start = time.monotonic()
     vectors = await client.embed([*SEARCHES, *texts], truncate_prompt_tokens=-1)
     seconds = time.monotonic() - start
-    queries, documents = vectors[: len(SEARCHES)], vectors[len(SEARCHES) :]
+    queries = vectors[: len(SEARCHES)]
+    documents = vectors[len(SEARCHES) :]
     order = (-queries @ documents.T).argsort(axis=1)
     table = Table(title=f"the documentation, searched: {len(texts)} passages embedded in {seconds:.2f} s")
     for column in ("search", "page", "section"):

@@ -32,7 +32,8 @@ def engine_host(
     server = settings.server
     if server.secret_file is None:
         raise ConfigError("secret_file is needed; make one with `openssl rand -hex 32`")
-    secret, tls = read_secret(server.secret_file), TLS.of(server)
+    secret = read_secret(server.secret_file)
+    tls = TLS.of(server)
     address = listen_address(server)
     log_to_stderr(server.log_format, server.log_level)
     run_until_signal(lambda stop: _serve(settings, address, secret, tls, stop))
@@ -43,7 +44,8 @@ async def _serve(settings: Settings, address: TCPAddress, secret: bytes, tls: TL
         stop.cancel_start = None
         if tls is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: asyncio.create_task(tls.reload()))
-        info, model = host.pool.info, settings.engine.model or "bundled demo"
+        info = host.pool.info
+        model = settings.engine.model or "bundled demo"
         fields = {"address": str(host.address), "model": model, "pages": info.num_pages, "page_size": info.page_size}
         fields |= {"threads": info.threads, "isa": info.isa, "bits": info.fingerprint}
         print(

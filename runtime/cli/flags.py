@@ -117,7 +117,8 @@ def with_flags(message: str, options: Collection[str]) -> str:
     A name of one word counts only at the beginning and in backquotes; elsewhere it may be an English word. Text in
     single quotes is what a user wrote, and stays.
     """
-    every, long = "|".join(options), "|".join(name for name in options if "_" in name)
+    every = "|".join(options)
+    long = "|".join(name for name in options if "_" in name)
     pattern = rf"""
         (?<!\w) '[^']*'
         | `(?P<quoted>{every})`

@@ -26,7 +26,8 @@ def info(
 ) -> None:
     """Print what this machine offers. Raises ConfigError."""
     config = settings_from(None, memory).engine
-    cpus, isa = pick_cpus(config), pick_isa(config)
+    cpus = pick_cpus(config)
+    isa = pick_isa(config)
     print(f"quire      {version('quire')}")
     print(f"python     {platform.python_version()}")
     print(f"machine    {platform.machine()}, {platform.system()} {platform.release()}")

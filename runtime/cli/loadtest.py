@@ -198,7 +198,8 @@ def _at_load(test: LoadTest, point: LoadPoint) -> LoadTest:
         pacing = replace(pacing, request_rate=point.load)
     else:
         pacing = replace(pacing, max_concurrency=int(point.load))
-    output, name = test.output, test.output.result_filename
+    output = test.output
+    name = test.output.result_filename
     if name is not None:  # one file per run
         output = replace(output, result_filename=f"{Path(name).stem}-{point.file_name}")
     return replace(test, load=replace(test.load, pacing=pacing), output=output)

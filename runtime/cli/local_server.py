@@ -41,7 +41,9 @@ async def local_server(*flags: str) -> AsyncIterator[LocalServer]:
 
     SIGTERM cancels the calling task and then exits with `TERMINATED`; only the main thread can handle signals.
     """
-    loop, task, terminated = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    terminated = asyncio.Event()
     assert task is not None, "called in a task"
 
     def terminate() -> None:

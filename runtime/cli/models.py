@@ -141,7 +141,8 @@ def _image_tokens(path: Path) -> str:
 
     from ..engine.images import read_image_processor
 
-    processor, tokens = read_image_processor(path), {}
+    processor = read_image_processor(path)
+    tokens = {}
     for size in SHOWN_SIZES:
         image = processor.process(Image.new("RGB", size))
         tokens[size] = image.tokens * len(image.arrays)

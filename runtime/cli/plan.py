@@ -54,14 +54,16 @@ def plan(
         raise ConfigError("arena cannot be given with --json")
     if plot is not None:
         check_plot(plot)
-    settings, target = settings_from(model, memory, limits), target or PlanTarget()
+    settings = settings_from(model, memory, limits)
+    target = target or PlanTarget()
     if settings.engine.model is not None and is_encoder(model_path(settings.engine.model)):
         encoder = plan_encoder(settings, target)
         planned: EncoderPlan | ServingPlan = encoder
         text = encoder.text(arena)
     else:
         serving = plan_serving(settings, target)
-        planned, text = serving, plan_text(serving, arena)
+        planned = serving
+        text = plan_text(serving, arena)
     if plot is not None:
         plot_memory(planned.parts, planned.title, plot)
     print(dumps(planned.as_dict(), indent=1) if json else text)

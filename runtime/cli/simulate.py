@@ -61,8 +61,11 @@ def simulate(
     scheduling: SchedulingFlags | None = None,
 ) -> None:
     """Simulate and print. Raises ConfigError or ModelError."""
-    config, measured = settings_from(model, memory, scheduling).engine, None
-    workload, machine, fleet = workload or Workload(), machine or MachineOptions(), fleet or FleetOptions()
+    config = settings_from(model, memory, scheduling).engine
+    measured = None
+    workload = workload or Workload()
+    machine = machine or MachineOptions()
+    fleet = fleet or FleetOptions()
     _check(machine)
     fleet.check()
     objectives = parse_objectives(goodput)
@@ -99,7 +102,8 @@ def _check(machine: MachineOptions) -> None:
 
 def _roofline(capacity: Capacity, machine: MachineOptions, measured: Roofline | None) -> Roofline:
     """Return the machine's roofline: given, from a profile, or measured here."""
-    bandwidth, peak = machine.bandwidth, machine.peak
+    bandwidth = machine.bandwidth
+    peak = machine.peak
     if bandwidth is not None and peak is not None:
         return given_roofline(bandwidth * 1e9, peak * 1e9)
     if measured is None:
@@ -112,7 +116,8 @@ def _roofline(capacity: Capacity, machine: MachineOptions, measured: Roofline | 
 
 def _measure(capacity: Capacity, needs_bandwidth: bool) -> Roofline:
     """Measure this machine; for more threads than it has CPUs, a peak grows with the threads, a bandwidth does not."""
-    threads, cpus = capacity.cpus.threads, available_cpus().threads
+    threads = capacity.cpus.threads
+    cpus = available_cpus().threads
     if threads > cpus and needs_bandwidth:
         raise ConfigError(
             f"--bandwidth is needed: this machine has {cpus} CPUs, fewer than the {threads} threads to simulate"

@@ -39,7 +39,8 @@ async def open_tcp(
 
 async def _first_connected(found: list[tuple[Any, ...]]) -> socket.socket:
     """Return a socket that is connected to one of the addresses that `getaddrinfo` found."""
-    untried, attempts = deque(found), list[asyncio.Task[socket.socket]]()
+    untried = deque(found)
+    attempts: list[asyncio.Task[socket.socket]] = []
     pending = set[asyncio.Task[socket.socket]]()
     winner: socket.socket | None = None
     try:

@@ -129,7 +129,8 @@ class ConnectionPool:
                 server.note_failure()
                 errors.append(error)
                 continue
-            server.num_failures, server.retry_at = 0, 0.0
+            server.num_failures = 0
+            server.retry_at = 0.0
             fits = earlier is None or connection.fingerprint == earlier.fingerprint
             if fits or not same_bits:
                 self._adopt(connection, earlier if fits else None)

@@ -29,7 +29,8 @@ async def receive_values(
 
     num_texts = len(frame.inputs if isinstance(frame, AskVectors) else frame.documents)
     parts: list[npt.NDArray[np.float32]] = []
-    received, request_id = 0, frame.request_id
+    received = 0
+    request_id = frame.request_id
     connection = await pool.for_new_requests()
     if "embeddings" not in connection.features:
         raise InvalidRequest("this server is of an earlier release, which makes no embeddings")

@@ -71,7 +71,8 @@ class TokenStream:
                 if isinstance(answer, RequestNotFound) and self._is_resuming:
                     inbox = self._ask_again(connection, answer)
                 elif isinstance(answer, ConnectionLost | QuireError):
-                    lost, connection = connection, await self._reconnect(connection, answer)
+                    lost = connection
+                    connection = await self._reconnect(connection, answer)
                     inbox = self._go_on(lost, connection, answer)
                 else:
                     chunk = self._chunk(answer)

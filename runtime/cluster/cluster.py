@@ -110,7 +110,8 @@ class Cluster(EnginePool):
         count: int,
         add_to: Callable[[SupervisedEngine], Awaitable[AdmissionEstimate]],
     ) -> AdmissionEstimate:
-        num_lost, refusals = 0, dict[SupervisedEngine, SchedulerError]()
+        num_lost = 0
+        refusals: dict[SupervisedEngine, SchedulerError] = {}
         while True:
             host = self._choose_except(request, count, refusals)
             try:

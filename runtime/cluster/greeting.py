@@ -28,7 +28,8 @@ HELLO_BYTES = len(MAGIC) + VERSION_BYTES + RANDOM_BYTES
 MAC_BYTES = 32
 MIN_SECRET_BYTES = 16
 WELCOME, OTHER_VERSION, OTHER_SECRET = range(3)
-HOST, SERVER = b"engine host", b"API server"
+HOST = b"engine host"
+SERVER = b"API server"
 
 
 def read_secret(path: str) -> bytes:

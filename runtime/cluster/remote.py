@@ -75,7 +75,8 @@ class HostTraits:
         if ready.models_digest != self.models_digest:
             raise ConfigError(f"engine host {address} has another model than this API server; give both the same")
         if self.info is None:
-            self.first, self.info = address, ready.info
+            self.first = address
+            self.info = ready.info
         if ready.info.fingerprint != self.info.fingerprint:
             raise ConfigError(
                 f"engine host {address} computes other bits ({ready.info.fingerprint}) than {self.first} "
@@ -122,7 +123,8 @@ class HostConnection:
     ) -> HostConnection:
         """Connect and greet. Raises Unavailable, TLSError, ConfigError, ProtocolError or Unauthenticated."""
         writer: asyncio.StreamWriter | None = None
-        address, tls = member.address, credentials.tls
+        address = member.address
+        tls = credentials.tls
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 if isinstance(address, TCPAddress):
@@ -131,7 +133,8 @@ class HostConnection:
                     reader, writer = await address.open()
                 await greet_host(reader, writer, member.secret or credentials.secret)
             link = HostLink(reader, writer, FROM_HOST, MAX_UNSENT_TO_HOST_BYTES)
-            connection, writer = cls(link, receive, on_heartbeat), None
+            connection = cls(link, receive, on_heartbeat)
+            writer = None
             return connection
         except ssl.SSLError as error:
             raise tls_error(str(address), error) from error
@@ -339,7 +342,8 @@ class RemoteHost(SupervisedEngine):
             case StatsReport():
                 check_stats(message)
                 was_lost = self._is_failing or self._restarting is not None
-                self._is_failing, self._restarting = False, None
+                self._is_failing = False
+                self._restarting = None
                 super().receive(message)
                 if was_lost:
                     self._listener.resumed()

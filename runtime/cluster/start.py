@@ -63,7 +63,8 @@ async def running_host(
 @asynccontextmanager
 async def connected_cluster(settings: Settings, members: MemberSource, secret: bytes) -> AsyncIterator[Cluster]:
     """Use the engine processes of other machines. Raises what `Cluster.connect` does."""
-    server, engine = settings.server, settings.engine
+    server = settings.server
+    engine = settings.engine
     if engine.max_image_memory > MAX_IMAGE_BYTES:
         raise ConfigError(f"max_image_memory must be at most {MAX_IMAGE_BYTES} with engine hosts")
     tls = None if server.engine_hosts_ca is None else tls_context(server.engine_hosts_ca)

@@ -31,7 +31,8 @@ Pixels = Annotated[int, msgspec.Meta(ge=1, le=178_956_970)]  # the most that Pil
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
-MEMORY, SCHEDULING = "Model and memory", "Scheduling"
+MEMORY = "Model and memory"
+SCHEDULING = "Scheduling"
 _memory = partial(option, MEMORY)
 _scheduling = partial(option, SCHEDULING)
 

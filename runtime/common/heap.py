@@ -6,7 +6,9 @@ import ctypes
 import resource
 
 # Parameters of mallopt, from malloc.h.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+M_ARENA_MAX = -8
 MAX_ARENAS = 4  # the default is 8 per core: each keeps what its threads have freed
 MAPPED_BYTES = 4 << 20  # blocks of this size go back to the system when they are freed; glibc would raise it to 32 MiB
 MAX_UNUSED = 16 << 20  # bytes that are freed inside arenas, where glibc keeps them, before they are returned

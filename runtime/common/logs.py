@@ -87,7 +87,8 @@ class BoundedLog:
         if now - self._began_at >= self._interval_s:
             if (left_out := self._num_lines - self._max_lines) > 0:
                 fields["lines_left_out"] = left_out
-            self._began_at, self._num_lines = now, 0
+            self._began_at = now
+            self._num_lines = 0
         self._num_lines += 1
         if self._num_lines <= self._max_lines:
             self._log.log(level, event, **fields)

@@ -83,7 +83,8 @@ def _group_limits(root: Path) -> Iterator[MemoryLimit]:
 
 def _used_bytes(folder: Path, *, is_v1: bool) -> int:
     """Return the memory that a group uses with its children, without cached files."""
-    stat, prefix = _fields(folder / STAT, " "), "total_" if is_v1 else ""
+    stat = _fields(folder / STAT, " ")
+    prefix = "total_" if is_v1 else ""
     cached = sum(stat.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file"))
     return max(0, (_number(folder / ("memory.usage_in_bytes" if is_v1 else "memory.current")) or 0) - cached)
 

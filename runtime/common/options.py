@@ -119,7 +119,8 @@ def nearest_name(name: str, options: Iterable[str], least_similarity: float = 0.
 
 
 def _option_of(field: inspect.Field) -> Option:
-    kind, said = field.type, {}
+    kind = field.type
+    said = {}
     if isinstance(kind, inspect.Metadata) and kind.extra is not None:
         said = {**kind.extra, "help": (kind.extra_json_schema or {}).get("description", "")}
         kind = kind.type

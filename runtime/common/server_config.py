@@ -14,7 +14,10 @@ Processes = Annotated[int, msgspec.Meta(ge=0, le=64)]
 FrameBytes = Annotated[int, msgspec.Meta(ge=64 << 10, le=1 << 30)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=10**6)]
 
-SERVER, LIMITS, MACHINES, HOST = "Server", "Timeouts and limits", "Many machines", "Engine host"
+SERVER = "Server"
+LIMITS = "Timeouts and limits"
+MACHINES = "Many machines"
+HOST = "Engine host"
 _server = partial(option, SERVER)
 _limit = partial(option, LIMITS)
 _machines = partial(option, MACHINES)

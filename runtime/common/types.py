@@ -63,7 +63,8 @@ class StructuredOutputs(
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in self.__struct_fields__ if not self._is_default(name)}
         if len(given) != 1:
-            names, found = ", ".join(self.__struct_fields__), " and ".join(given) or "none"
+            names = ", ".join(self.__struct_fields__)
+            found = " and ".join(given) or "none"
             raise InvalidRequest(f"structured_outputs must have exactly one of {names}, not {found}")
         for name, value in given.items():
             if value in ("", (), []):

@@ -15,14 +15,21 @@ from tokenizers import Tokenizer
 from transformers import AutoModel
 
 HERE = Path(__file__).resolve().parent
-TREE, DEMO = HERE.parents[1], HERE.parent / "demo_model"
-LAYERS, MAX_TOKENS, TITLE_TOKENS, BATCH, TEMPERATURE = 2, 512, 24, 64, 0.05
+TREE = HERE.parents[1]
+DEMO = HERE.parent / "demo_model"
+LAYERS = 2
+MAX_TOKENS = 512
+TITLE_TOKENS = 24
+BATCH = 64
+TEMPERATURE = 0.05
 ROUNDS = ((64, 1e-3, 0.656), (192, 5e-4, 1.0)) # tokens of a text, highest learning rate, share of the time when the round ends
 HELD_OUT_EVERY = 5  # titles; all passages of a held-out title are
 
 spec = importlib.util.spec_from_file_location("documentation", TREE / "runtime" / "cli" / "documentation.py")
 documentation = importlib.util.module_from_spec(spec); sys.modules["documentation"] = documentation; spec.loader.exec_module(documentation)
-out, sections_file, seconds = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]) if len(sys.argv) > 3 else 1280
+out = Path(sys.argv[1])
+sections_file = Path(sys.argv[2])
+seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 1280
 random.seed(0); torch.manual_seed(0); torch.set_num_threads(1)
 tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 def ids_of(text): return tokenizer.encode(text).ids
@@ -84,7 +91,8 @@ def evaluate():
     model.eval()
     with torch.no_grad():
         vectors = torch.cat([embed([ids_of(each.text)[:MAX_TOKENS]]) for each in passages])
-        ranks, cosines = [], []
+        ranks = []
+        cosines = []
         for page, title in (each for each in titles if each in held):
             scores = vectors @ embed([ids_of(title)])[0]
             best = max(scores[i].item() for i, each in enumerate(passages) if (each.page, each.title) == (page, title))
@@ -93,10 +101,13 @@ def evaluate():
 def recall(ranks, k): return round(100 * sum(rank <= k for rank in ranks) / len(ranks), 1)
 
 optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-step, log, began = 0, [], time.process_time()
+step = 0
+log = []
+began = time.process_time()
 def share_used(): return (time.process_time() - began) / seconds
 for text_tokens, peak_lr, end in ROUNDS:
-  first_step, start = step, share_used()
+  first_step = step
+  start = share_used()
   while (used := (share_used() - start) / (end - start)) < 1:
     for group in optimizer.param_groups: group["lr"] = peak_lr * min(1, (step - first_step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * used)))
     numbers, first, second = zip(*(pair(text_tokens) for _ in range(BATCH)))

@@ -115,7 +115,8 @@ def _llama3(table: ConfigTable, original: int) -> Llama3Scaling:
 
 def _yarn(table: ConfigTable, original: int, max_positions: int) -> YarnScaling:
     factor = table.positive("factor", max_positions / original)
-    fast, slow = table.positive("beta_fast", 32.0), table.positive("beta_slow", 1.0)
+    fast = table.positive("beta_fast", 32.0)
+    slow = table.positive("beta_slow", 1.0)
     if fast < slow:
         raise table.refused("beta_fast", f"at least beta_slow ({slow:g})")
     return YarnScaling(

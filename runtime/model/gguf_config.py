@@ -212,7 +212,8 @@ class GGUFFormat:
 
 def _found_in_tensors(file: GGUFFile, names: TensorNames) -> dict[str, Any]:
     """Return the keys of config.json that the presence of tensors stands for, and the size of the vocabulary."""
-    first, embedding = names.layer.format(0), file.tensors.get(f"{names.embedding}.weight")
+    first = names.layer.format(0)
+    embedding = file.tensors.get(f"{names.embedding}.weight")
     return {
         "attention_bias": f"{first}{names.qkv[0]}.bias" in file.tensors,
         "mlp_bias": f"{first}{names.gate_up[0]}.bias" in file.tensors,

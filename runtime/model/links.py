@@ -37,7 +37,8 @@ def check_links(path: Path) -> None:
 def _allowed(folder: Path) -> list[str]:
     """Return the folders that may contain the targets of links: the model's own, and the blobs of its cache."""
     root = realpath(folder)
-    found, at = [root], root
+    found = [root]
+    at = root
     while (parent := dirname(at)) != at:
         repository = dirname(parent)
         if basename(parent) == "snapshots" and basename(repository).startswith("models--"):

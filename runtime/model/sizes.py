@@ -67,7 +67,8 @@ def _row(shape: KnownShape) -> str:
 
 def human(size: int) -> str:
     """Return a size as text, for example 1.5 MiB, 1,022 MiB, 2.0 GiB or 126 GiB."""
-    mib, gib = size / (1 << 20), size / (1 << 30)
+    mib = size / (1 << 20)
+    gib = size / (1 << 30)
     if gib < 1:
         return f"{mib:.3g} MiB" if mib < 100 else f"{mib:,.0f} MiB"
     return f"{gib:.1f} GiB" if gib < 10 else f"{gib:.0f} GiB"

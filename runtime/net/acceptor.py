@@ -311,7 +311,8 @@ class Acceptor:
             return False
         if self._tls is not None:
             connection.awaited_since = self._loop.time()
-        connection.transport, connection.reader = transport, reader
+        connection.transport = transport
+        connection.reader = reader
         connection.writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
         return True
 

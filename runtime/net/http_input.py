@@ -95,7 +95,8 @@ class ChunkLines:
         """Raise RemoteProtocolError for a chunk's line, or fields at the end, that other parsers read in other ways."""
         if not self._expects_line:
             return
-        data, begin = self._http.trailing_data[0], self._num_end_bytes
+        data = self._http.trailing_data[0]
+        begin = self._num_end_bytes
         if not self._in_trailer:
             end = data.find(b"\r\n", begin)
             if end < 0:

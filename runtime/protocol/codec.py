@@ -122,11 +122,13 @@ class _Short:
     def pack(self, frame: Frame) -> bytes:
         """Pack a frame of which not all optional fields have their defaults."""
         packed = _pack(frame)
-        header, end = packed[0], len(packed)
+        header = packed[0]
+        end = len(packed)
         for name, default in self.defaults.items():
             if getattr(frame, name) != default:
                 break
-            header, end = header - 1, end - len(_pack(default))
+            header -= 1
+            end -= len(_pack(default))
         return bytes([header]) + packed[1:end]
 
 

@@ -120,7 +120,8 @@ class ServedHosts:
             async with asyncio.timeout(LEAVING_POLL_S if self._leaving else None):
                 await self._changed.wait()
         self._changed.clear()
-        now, linked = self._loop.time(), self.links.addresses
+        now = self._loop.time()
+        linked = self.links.addresses
         self._leaving = {address: cut_at for address, cut_at in self._leaving.items() if address in linked}
         for address in [address for address, cut_at in self._leaving.items() if cut_at <= now]:
             self.links.cut(address)

@@ -27,7 +27,8 @@ class HostRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[Any]) -> None:
         """Note the replicas there are."""
-        there, linked = {replica.replica_id for replica in replicas}, members.linked_addresses()
+        there = {replica.replica_id for replica in replicas}
+        linked = members.linked_addresses()
         others = [replica for replica in self.curr_replicas.values() if replica.replica_id not in there]
         super().update_replicas([*replicas, *(each for each in others if _address_of(each) in linked)])
         members.report([replica.replica_metadata for replica in replicas])

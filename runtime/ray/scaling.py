@@ -47,5 +47,6 @@ class HostScaling:
         waits, shares = (metrics.get(name) or {} for name in ("predicted_wait_s", "kv_share"))
         if not waits or not shares:
             return None
-        wait_s, kv_share = sum(waits.values()) / len(waits), sum(shares.values()) / len(shares)
+        wait_s = sum(waits.values()) / len(waits)
+        kv_share = sum(shares.values()) / len(shares)
         return max(wait_s / self._target_wait_s, kv_share / self._target_kv_share)

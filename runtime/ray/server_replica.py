@@ -81,7 +81,8 @@ class ServerReplica:
 
 async def _started(engine: Engine[Core], config: ServerConfig) -> Server:
     """Return a server that listens. A former replica on this machine, which drains, may have its ports for a while."""
-    info, loop = engine.info, asyncio.get_running_loop()
+    info = engine.info
+    loop = asyncio.get_running_loop()
     give_up_at = loop.time() + config.shutdown_timeout + TAKEN_MARGIN_S
     while True:
         server = Server(PrometheusObserver(version("quire"), info.isa, info.threads, info.threads_reason))

@@ -36,7 +36,8 @@ class AppContext:
     leaves_at: float | None = None  # the loop's time at which live requests end; None: the server is not draining
 
     def __post_init__(self) -> None:
-        config, keyring = self.config, self.keyring
+        config = self.config
+        keyring = self.keyring
         self.unsent = EqualShares("output", "max_unsent_bytes", lambda: config.max_unsent_bytes // keyring.num_tenants)
         self.pending = EqualShares(
             "pending input", "max_pending_bytes", lambda: config.max_pending_bytes // (keyring.num_tenants + 1)

@@ -123,7 +123,8 @@ class Server:
             memory = MemoryLimits(config)
             opening.push_async_callback(_stop, asyncio.create_task(self._reload_when_asked(keyring, memory)))
             self._open = opening.pop_all()
-        self._context, self._readiness = context, readiness
+        self._context = context
+        self._readiness = readiness
         self.address = str(listening.address)
         self.operator_address = str(operator_listening.address)
         self.openai_address = openai_address
@@ -187,7 +188,8 @@ class Server:
         listening: ListeningSocket,
         opening: contextlib.AsyncExitStack,
     ) -> OperatorServer:
-        engine, config = context.engine, context.config
+        engine = context.engine
+        config = context.config
         model = config.served_model_name or DEFAULT_MODEL_NAME
         mirror = VllmNames(model, lambda: engine.info) if config.metrics_compat == "vllm" else None
         self.observer.watch(
@@ -293,7 +295,8 @@ class Server:
 
 async def check_config(config: ServerConfig) -> tuple[Keyring, TLS | None]:
     """Check what needs no engine: keys and certificate, which are returned, limits and address. Raises ConfigError."""
-    keyring, tls = Keyring.of(config), TLS.of(config)
+    keyring = Keyring.of(config)
+    tls = TLS.of(config)
     MemoryLimits(config).check(keyring.num_tenants, machine_memory_bytes())
     hosts = {} if config.uds is not None else {"host": config.host, "openai_host": config.openai_host}
     for name, host in hosts.items():

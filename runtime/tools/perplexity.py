@@ -186,7 +186,8 @@ def measure_divergence(
     not finite numbers.
     """
     _check_ids(runner, token_ids, bos)
-    tables, base_tables = page_tables(runner, windows.length), page_tables(base, windows.length)
+    tables = page_tables(runner, windows.length)
+    base_tables = page_tables(base, windows.length)
     rows: list[tuple[float, float, float, bool]] = []
     for window in _token_ids(token_ids, windows, bos):
         pairs = zip(
@@ -221,10 +222,12 @@ def _scored_logits(
 
     The last token's logits predict nothing and are not computed.
     """
-    position, end = 0, len(token_ids) - 1
+    position = 0
+    end = len(token_ids) - 1
     while position < end:
         if position < first_scored:
-            rows, samples = min(runner.max_rows, first_scored - position), 0
+            rows = min(runner.max_rows, first_scored - position)
+            samples = 0
         else:
             rows = samples = min(runner.capacity.max_num_samples, end - position)
         logits = runner.score(token_ids[position : position + rows], position, tables, samples)
@@ -249,7 +252,8 @@ def _compare(
     logits: npt.NDArray[np.float32], base: npt.NDArray[np.float32], token_id: int
 ) -> tuple[float, float, float, bool]:
     """Return both negative log-likelihoods, the KL divergence, and whether both have the same most likely token."""
-    normalizer, base_normalizer = _log_normalizer(logits), _log_normalizer(base)
+    normalizer = _log_normalizer(logits)
+    base_normalizer = _log_normalizer(base)
     log_p = base.astype(np.float64) - base_normalizer
     kl = float(np.exp(log_p) @ (log_p - (logits.astype(np.float64) - normalizer)))
     nlls = normalizer - float(logits[token_id]), base_normalizer - float(base[token_id])

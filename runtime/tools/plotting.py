@@ -16,7 +16,9 @@ from typing import Any
 
 from ..common.errors import ConfigError, MissingDependency
 
-INK, QUIET, GRID = "#1f2933", "#5f6b7a", "#e4e7eb"
+INK = "#1f2933"
+QUIET = "#5f6b7a"
+GRID = "#e4e7eb"
 STYLE = {
     "axes.axisbelow": True,
     "axes.edgecolor": QUIET,
@@ -95,7 +97,8 @@ def svg_figure(option: str, width_in: float, height_in: float) -> Iterator[SvgFi
         picture = SvgFigure(pyplot.figure(figsize=(width_in, height_in), layout="constrained"))
         try:
             yield picture
-            written, nothing = StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            written = StringIO()
+            nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             picture.figure.savefig(written, format="svg", metadata=nothing)
             picture.svg = _inline(written.getvalue())
         finally:

@@ -93,7 +93,8 @@ def test_sampling(benchmark, params, rows):
     logits = np.random.default_rng(1).standard_normal((rows, VOCAB)).astype(np.float32) * 3
     sampler = Sampler(VOCAB, VOCAB, rows, Pool(available_cpus().threads))
     wanted = np.zeros(rows, ROW)
-    wanted["top_p"], wanted["repetition_penalty"], wanted["logprobs"] = 1, 1, -1
+    wanted["top_p"] = wanted["repetition_penalty"] = 1
+    wanted["logprobs"] = -1
     for name, value in params.items():
         wanted[name] = value
     maxima = np.ascontiguousarray(logits.reshape(rows, VOCAB // 32, 32).max(axis=2))  # maxima by lm_head

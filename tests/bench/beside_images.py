@@ -34,7 +34,10 @@ from sides import Side, serve
 BITS = {"onnx f32": 32, "openvino f32": 32, "openvino": 16, "onnx int8": 8, "openvino int8": 8}  # bits of each peer
 QUIRE_BITS = {"f32": 32, "bf16": 16, "q8": 8}
 LEAST_COSINE = 0.95  # cosine of a row and torch's
-LAYERS, HEADS, HIDDEN, SIZE, PATCH = 12, 12, 768, 512, 16
+LAYERS = HEADS = 12
+HIDDEN = 768
+SIZE = 512
+PATCH = 16
 CONFIG: dict[str, Any] = {
     "vision_config": {
         "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": 3072,
@@ -196,7 +199,8 @@ def _tower(work: Path, attention: str) -> Any:
             super().__init__()
             model_class = transformers.Idefics3ForConditionalGeneration
             model = model_class.from_pretrained(work / "model", attn_implementation=attention, dtype=torch.float32)
-            self.vision, self.connector = model.model.vision_model, model.model.connector
+            self.vision = model.model.vision_model
+            self.connector = model.model.connector
 
         def forward(self, pixels: Any) -> Any:
             """Compute the rows. All patches are of the image, so that each has its own position."""

@@ -121,8 +121,11 @@ class OpenVino:
         import openvino_genai as genai
 
         scheduler = genai.SchedulerConfig()
-        scheduler.cache_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs = CACHE_GB, CHUNK, 64
-        scheduler.dynamic_split_fuse, scheduler.enable_prefix_caching = True, False
+        scheduler.cache_size = CACHE_GB
+        scheduler.max_num_batched_tokens = CHUNK
+        scheduler.max_num_seqs = 64
+        scheduler.dynamic_split_fuse = True
+        scheduler.enable_prefix_caching = False
         properties = {"KV_CACHE_PRECISION": arguments.openvino_kv}
         self._pipe = genai.ContinuousBatchingPipeline(arguments.openvino_model, scheduler, "CPU", properties)
         self._genai = genai
@@ -162,7 +165,9 @@ class OpenVino:
     def _config(self, new: int) -> Any:
         config = self._genai.GenerationConfig()
         config.max_new_tokens = config.min_new_tokens = new
-        config.ignore_eos, config.do_sample, config.eos_token_id = True, False, 0
+        config.ignore_eos = True
+        config.do_sample = False
+        config.eos_token_id = 0
         return config
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 from quire import LLM
 from quire.runtime.tools.bench.speed import Shape, time_decode
 
-PROMPT_TOKENS, NEW_TOKENS = 16, 64
+PROMPT_TOKENS = 16
+NEW_TOKENS = 64
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -41,17 +42,22 @@ def main() -> None:
 
 
 def compare(llm: LLM, users: int, repeats: int) -> str:
-    shape, generator = Shape(users, PROMPT_TOKENS), random.Random(1)
+    shape = Shape(users, PROMPT_TOKENS)
+    generator = random.Random(1)
     time_decode(llm, generator, shape, NEW_TOKENS)
-    alone, loaded, taken = [], [], []
+    alone = []
+    loaded = []
+    taken = []
     for _ in range(repeats):
         alone.append(time_decode(llm, generator, shape, NEW_TOKENS).tokens_per_s)
         with spinning() as neighbor:
-            before, start = cpu_seconds(neighbor), time.monotonic()
+            before = cpu_seconds(neighbor)
+            start = time.monotonic()
             loaded.append(time_decode(llm, generator, shape, NEW_TOKENS).tokens_per_s)
             taken.append((cpu_seconds(neighbor) - before) / (time.monotonic() - start))
     share = statistics.median(taken) / llm.engine.core.runner.capacity.cpus.threads
-    quiet, busy = statistics.median(alone), statistics.median(loaded)
+    quiet = statistics.median(alone)
+    busy = statistics.median(loaded)
     return (
         f"{users:3d} users: {quiet:8.1f} tok/s alone, {busy:8.1f} with a busy process: "
         f"slower by {quiet / busy:.2f}x; it took {share:.0%} of the CPUs, which explains {1 / (1 - share):.2f}x"

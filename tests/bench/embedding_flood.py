@@ -56,7 +56,8 @@ class Load:
         self._readings: list[list[float]] = []  # arrival times of each request's tokens
 
     async def run(self, users: int, requests: int) -> Run:
-        self._chunks, self._readings = [], []
+        self._chunks = []
+        self._readings = []
         tasks = [asyncio.create_task(self._read()) for _ in range(users)]
         tasks += [asyncio.create_task(self._flood()) for _ in range(requests)]
         await asyncio.sleep(WARM_S)
@@ -108,13 +109,15 @@ async def measure(arguments: argparse.Namespace, target_ms: float) -> None:
     engine = await Engine.start(config)
     load = Load(engine, arguments)
     try:
-        users, texts = await load.run(arguments.users, 0), await load.run(0, FLOOD_REQUESTS)
+        users = await load.run(arguments.users, 0)
+        texts = await load.run(0, FLOOD_REQUESTS)
         both = await load.run(arguments.users, FLOOD_REQUESTS)
     finally:
         await engine.close()
     if not (users.itls_s and texts.num_texts and both.itls_s):
         raise SystemExit(f"{arguments.seconds:g} s are too short for this machine; raise --seconds")
-    target_s, decode_s = target_ms / 1000, percentile(users.itls_s, 50)
+    target_s = target_ms / 1000
+    decode_s = percentile(users.itls_s, 50)
     got = both.texts_per_s / texts.texts_per_s
     steps = len(both.itls_s) / arguments.users
     rest = 1 - steps * decode_s / both.seconds

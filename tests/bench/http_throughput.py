@@ -98,9 +98,11 @@ async def one_round(reading: Reading, server: int, arguments: argparse.Namespace
     ]
     while not all(arrivals) and not any(user.done() for user in users):
         await asyncio.sleep(POLL_S)
-    begin, cpu_before = time.perf_counter(), cpu_s(server)
+    begin = time.perf_counter()
+    cpu_before = cpu_s(server)
     await asyncio.wait(users, return_when=asyncio.FIRST_COMPLETED)
-    end, cpu_after = time.perf_counter(), cpu_s(server)
+    end = time.perf_counter()
+    cpu_after = cpu_s(server)
     await asyncio.gather(*users)
     tokens = sum(count for times in arrivals for moment, count in times if begin < moment <= end)
     if not tokens:

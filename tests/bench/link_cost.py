@@ -42,7 +42,8 @@ def request(number: int, tokens: int) -> GenerateRequest:
 
 async def read(engine: Engine[Core], asked: GenerateRequest) -> float:
     """Read a stream to its end. Return the seconds to its first token."""
-    began, first = time.perf_counter(), 0.0
+    began = time.perf_counter()
+    first = 0.0
     async for _ in await engine.submit(asked):
         first = first or time.perf_counter() - began
     return first
@@ -57,7 +58,8 @@ async def tokens_per_second(
     engine: Engine[Core], options: argparse.Namespace, cpu: Callable[[], float]
 ) -> tuple[float, float]:
     """Return tokens per second, and the CPU seconds per token."""
-    cpu_before, began = cpu(), time.perf_counter()
+    cpu_before = cpu()
+    began = time.perf_counter()
     await asyncio.gather(*(read(engine, request(user, options.tokens)) for user in range(options.users)))
     num_tokens = options.users * options.tokens
     return num_tokens / (time.perf_counter() - began), (cpu() - cpu_before) / num_tokens

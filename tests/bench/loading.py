@@ -98,7 +98,8 @@ def mxfp4(folder: Path, size: int) -> Opened:
     """Write a folder of gpt-oss's form with one matrix of one expert."""
     golden = Path(__file__).parents[1] / "goldens" / "gpt_oss_mxfp4"
     folder.mkdir()
-    rng, stored = np.random.default_rng(1), "model.layers.0.mlp.experts.gate_up_proj"
+    rng = np.random.default_rng(1)
+    stored = "model.layers.0.mlp.experts.gate_up_proj"
     blocks = rng.integers(0, 256, (1, size, size // 32, 16), np.uint8)
     scales = rng.integers(110, 130, (1, size, size // 32), np.uint8)
     save_tensors({f"{stored}_blocks": blocks, f"{stored}_scales": scales}, folder / "model.safetensors")
@@ -129,7 +130,8 @@ FORMS: dict[str, Form] = {
 
 def packing_seconds(checkpoint: Checkpoint, name: str, dtype: WeightDtype) -> float:
     """Return the least CPU time of reading and packing a matrix."""
-    shape, kind = checkpoint.shape(name), checkpoint.dtype(name)
+    shape = checkpoint.shape(name)
+    kind = checkpoint.dtype(name)
     rows, columns = int(np.prod(shape[:-1])), shape[-1]
     matrix = PackedMatrix(rows, columns, dtype, map_memory(packed_nbytes(rows, columns, dtype)))
     num_rows = max(packing.ELEMENTS_AT_ONCE // columns // 32, 1) * 32
@@ -165,7 +167,8 @@ def read_directly(path: Path) -> float:
     """Return the seconds of reading a model's files past the page cache, in order, by two threads."""
     begin = time.perf_counter()
     for file in model_files(path):
-        descriptor, size = os.open(file, os.O_RDONLY | os.O_DIRECT), file.stat().st_size
+        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        size = file.stat().st_size
 
         def read_every_second(first: int, descriptor: int = descriptor, size: int = size) -> None:
             buffer = mmap.mmap(-1, CHUNK_BYTES)

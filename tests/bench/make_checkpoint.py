@@ -104,7 +104,8 @@ def values(generator: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArra
 
 
 def write_safetensors(file: BinaryIO, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-    header, offset = {}, 0
+    header = {}
+    offset = 0
     for name, shape in tensors:
         size = 2 * int(np.prod(shape))
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
@@ -120,7 +121,8 @@ def write_safetensors(file: BinaryIO, tensors: Sequence[tuple[str, tuple[int, ..
 def main() -> None:
     if len(sys.argv) != 3 or sys.argv[1] not in SHAPES:
         raise SystemExit(__doc__)
-    config, folder = SHAPES[sys.argv[1]], Path(sys.argv[2])
+    config = SHAPES[sys.argv[1]]
+    folder = Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     with (folder / "model.safetensors").open("wb") as file:

@@ -50,7 +50,8 @@ from quire.runtime.protocol.frames import (
 CONNECTIONS = 8
 LOW, HIGH = 0.5, 10.0  # times capacity
 CANCEL_EVERY, CANCEL_AFTER = 20, 3  # every 20th request is cancelled after 3 updates
-WARM_UP_S, RETRY_S = 2.0, 0.1
+WARM_UP_S = 2.0
+RETRY_S = 0.1
 ENDING_TIMEOUT_S = 60.0
 HEARTBEAT_S = 1.0  # the engine process reports its state more often than this
 PROMPT_CHARACTERS = 200
@@ -231,7 +232,8 @@ class Connection(asyncio.Protocol):
                     self._write(Cancel(request_id))
             case Done(request_id) | Error(int(request_id)):
                 request = self.live.pop(request_id)
-                request.last, request.ended = frame, now
+                request.last = frame
+                request.ended = now
                 if request.on_end is not None:
                     request.on_end()
             case Error(None):
@@ -367,7 +369,8 @@ async def run(
     """Run one load until all its requests have ended."""
     resident = [server.resident_mib()]
     watching = asyncio.create_task(watch_memory(server, resident))
-    cpu_s, start = server.cpu_s(), time.perf_counter()
+    cpu_s = server.cpu_s()
+    start = time.perf_counter()
     requests = await load()
     cpu_share = (server.cpu_s() - cpu_s) / (time.perf_counter() - start)
     watching.cancel()

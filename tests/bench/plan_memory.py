@@ -86,7 +86,8 @@ with LLM(**options) as llm:
 
 def measured_bytes(model: str, weights: str, kv_cache_dtype: str) -> int:
     """Return the largest memory of a process that has loaded a model ("": the bundled one) and generates tokens."""
-    tower, options = _tower(model), _options(model, weights, kv_cache_dtype)
+    tower = _tower(model)
+    options = _options(model, weights, kv_cache_dtype)
     images = [] if tower is None else [_image(tower)] * IMAGES
     command = [sys.executable, "-c", GENERATE, json.dumps(options), json.dumps(images)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -156,7 +157,9 @@ def wide_image_checkpoint(family: str, folder: Path) -> Path:
     config, processor = (
         json.loads((GOLDENS / family / name).read_text()) for name in ("config.json", "preprocessor_config.json")
     )
-    text, vision, sizes = config["text_config"], config["vision_config"], TOWER_SIZES[family]
+    text = config["text_config"]
+    vision = config["vision_config"]
+    sizes = TOWER_SIZES[family]
     for part, keys in ((text, SCALED), (vision, TOWER_WIDTHS)):
         part |= {key: WIDER * part[key] for key in keys if key in part}
     text |= {"vocab_size": VOCABULARY, "max_position_embeddings": 2048} | sizes.get("text_config", {})
@@ -165,7 +168,8 @@ def wide_image_checkpoint(family: str, folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config | sizes.get("config", {})))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor | sizes.get("processor", {})))
-    tower, planner = read_vision(folder), WeightPlanner()
+    tower = read_vision(folder)
+    planner = WeightPlanner()
     assert tower is not None
     build_tower(tower, "f32", planner)
     tensors = dict(expected_tensors(read_spec(folder))) | planner.tensors

@@ -33,7 +33,10 @@ SHAPES = {  # sequences, rows of each, position of their first row, runs per tur
     "decode 1 at 4,096": (1, 1, 4095, 7),
     "prefill 4x128": (4, 128, 0, 1),
 }
-PAGES, PAGE_SIZE, MAX_ROWS, MAX_POSITIONS = 160, 32, 512, 4096
+PAGES = 160
+PAGE_SIZE = 32
+MAX_ROWS = 512
+MAX_POSITIONS = 4096
 
 # Patches are (file, regular expression, replacement) and must match; the order keeps recompilation short.
 VARIANTS: dict[str, list[tuple[str, str, str]]] = {
@@ -62,7 +65,8 @@ VARIANTS: dict[str, list[tuple[str, str, str]]] = {
 
 
 def build(scratch: Path) -> None:
-    tree, compiled = scratch / "tree", scratch / "compiled"
+    tree = scratch / "tree"
+    compiled = scratch / "compiled"
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns("build", ".*", "__pycache__", "*.so"))
     options = "-Dpython.platlibdir=/site", "-Dpython.purelibdir=/site"
     subprocess.run(["meson", "setup", compiled, tree, *options], check=True, stdout=subprocess.DEVNULL)
@@ -121,15 +125,19 @@ def prepare(checkpoint: str) -> Callable[[int, int, int], float]:
 
     model = pack_model(checkpoint, "q8")
     plan = model.compile(max_positions=MAX_POSITIONS, max_tokens=MAX_ROWS, max_samples=32)
-    layout, vocab = kv_layout(model.spec, "int8", PAGE_SIZE), model.spec.vocab_size
-    arena, limits = KVArena(layout, PAGES), {"max_rows": MAX_ROWS, "max_samples": 32, "max_sequences": 32}
+    layout = kv_layout(model.spec, "int8", PAGE_SIZE)
+    vocab = model.spec.vocab_size
+    arena = KVArena(layout, PAGES)
+    limits = {"max_rows": MAX_ROWS, "max_samples": 32, "max_sequences": 32}
     pool = Pool(available_cpus().threads)
     program = Program(plan.ops, plan.arena_bytes, arena.memory, layout, PAGES, pool, vocab_size=vocab, **limits)
     ids = np.random.default_rng(0).integers(0, vocab, MAX_ROWS).astype(np.int32)
 
     def step(sequences: int, rows: int, first: int) -> float:
-        starts, pages = np.arange(sequences + 1, dtype=np.int32), -(-(first + rows) // PAGE_SIZE)
-        table, firsts = np.arange(sequences * pages, dtype=np.int32), np.full(sequences, first, np.int32)
+        starts = np.arange(sequences + 1, dtype=np.int32)
+        pages = -(-(first + rows) // PAGE_SIZE)
+        table = np.arange(sequences * pages, dtype=np.int32)
+        firsts = np.full(sequences, first, np.int32)
         before = time.perf_counter()
         program.run(ids[: sequences * rows], starts * rows, firsts, table, starts * pages, starts[1:] * rows - 1)
         return time.perf_counter() - before

@@ -28,7 +28,9 @@ from quire.scheduler import (
     StepResult,
 )
 
-PAGE_SIZE, PROMPT_TOKENS, STEP_S = 32, 100, 0.05
+PAGE_SIZE = 32
+PROMPT_TOKENS = 100
+STEP_S = 0.05
 
 
 def measure(count: int, steps: int, policy: Policy, windows: Sequence[int]) -> str:
@@ -44,7 +46,8 @@ def measure(count: int, steps: int, policy: Policy, windows: Sequence[int]) -> s
     for number in range(count):
         prompt = [(number * 7 + place) % 1000 for place in range(PROMPT_TOKENS)]
         scheduler.add(Request(RequestSpec(number, prompt, max_tokens=steps, tenant=str(number % 7))))
-    schedule_s, commit_s = [], []
+    schedule_s = []
+    commit_s = []
     while (started := time.perf_counter()) and (plan := scheduler.schedule()) is not None:
         planned = time.perf_counter()
         sampled = tuple(SampledToken(row.request_id, 5) for row in plan.sequences if row.num_samples)

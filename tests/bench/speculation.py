@@ -15,7 +15,8 @@ import statistics
 from quire import LLM, SamplingParams
 from quire.runtime.common.config import EngineConfig
 
-PROMPT_TOKENS, NEW_TOKENS = 256, 96
+PROMPT_TOKENS = 256
+NEW_TOKENS = 96
 
 
 def prompts(kind: str, users: int, generator: random.Random) -> list[list[int]]:
@@ -36,7 +37,8 @@ def compare(plain: LLM, speculative: LLM, kind: str, users: int, repeats: int) -
     before = speculative.engine.stats()
     for repeat in range(repeats + 1):
         batch = prompts(kind, users, generator)
-        (plain_s, expected), (speculative_s, tokens) = run(plain, batch), run(speculative, batch)
+        (plain_s, expected) = run(plain, batch)
+        (speculative_s, tokens) = run(speculative, batch)
         assert tokens == expected, "speculation changed a token"
         if repeat:  # the first warms up
             seconds[0].append(plain_s)

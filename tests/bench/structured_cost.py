@@ -63,7 +63,8 @@ def main() -> None:
         def run(users: int, **params: Any) -> tuple[float, float]:
             """Return the seconds of a token of all users, and of its CPU."""
             sampling_params = SamplingParams(max_tokens=args.tokens, temperature=1.0, seed=1, **params)
-            start, cpu = time.perf_counter(), sum(os.times()[:2])
+            start = time.perf_counter()
+            cpu = sum(os.times()[:2])
             outputs = llm.generate(prompts[:users], sampling_params)
             tokens = sum(len(output.token_ids) for output in outputs)
             return (time.perf_counter() - start) / tokens, (sum(os.times()[:2]) - cpu) / tokens

@@ -77,7 +77,8 @@ def loss(model: PackedModel) -> float:
 
 def difference(family: str, weights: str) -> float:
     with np.load(TESTS / "goldens" / family / "golden.npz") as data:
-        token_ids, expected = data["token_ids"].tolist(), data["logits"].astype(np.float64)
+        token_ids = data["token_ids"].tolist()
+        expected = data["logits"].astype(np.float64)
     logits = kernel_logits(packed(TESTS / "goldens" / family, weights), token_ids)
     return float(np.sqrt(((logits - expected) ** 2).mean()) / expected.std())
 

@@ -185,5 +185,6 @@ async def proxying(folder: Path) -> AsyncIterator[Proxy]:
         await asyncio.start_unix_server(proxy.serve, path),
     ):
         host, port = tcp.sockets[0].getsockname()
-        proxy.address, proxy.unix_address = f"{host}:{port}", f"unix:{path}"
+        proxy.address = f"{host}:{port}"
+        proxy.unix_address = f"unix:{path}"
         yield proxy

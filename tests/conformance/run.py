@@ -48,7 +48,8 @@ DRIVERS = {
     "node": ["node", str(ROOT / "deploy" / "clients" / "node" / "conformance.mjs")],
 }
 TOKEN = "a token for this run"
-CERTIFICATE, KEY = ROOT / "tests" / "data" / "tls" / "cert.pem", ROOT / "tests" / "data" / "tls" / "key.pem"
+CERTIFICATE = ROOT / "tests" / "data" / "tls" / "cert.pem"
+KEY = ROOT / "tests" / "data" / "tls" / "key.pem"
 SMALL = (
     "--port",
     "0",
@@ -120,7 +121,8 @@ class _Server:
     """A `quire serve` process."""
 
     def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
-        self.process, self.address = process, address
+        self.process = process
+        self.address = address
 
 
 class _Driver:
@@ -130,7 +132,8 @@ class _Driver:
         self._process = process
 
     async def ask(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        stdin, stdout = self._process.stdin, self._process.stdout
+        stdin = self._process.stdin
+        stdout = self._process.stdout
         assert stdin is not None
         assert stdout is not None
         stdin.write(json.dumps(command).encode() + b"\n")
@@ -152,8 +155,12 @@ class _Run:
         requests: dict[str, Any],
         wanted: dict[str, Any],
     ) -> None:
-        self._plain, self._guarded, self._proxy, self._driver = plain, guarded, proxy, driver
-        self._requests, self._wanted = requests, wanted
+        self._plain = plain
+        self._guarded = guarded
+        self._proxy = proxy
+        self._driver = driver
+        self._requests = requests
+        self._wanted = wanted
         self._streams: dict[str, str] = {}  # stream -> name of its request
         self._remembered: dict[str, Any] = {}
 
@@ -264,7 +271,8 @@ def _compare_calls(choice: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def _compare_prefix(name: str, outcome: dict[str, Any], wanted: dict[str, Any]) -> None:
-    (came,), whole = outcome["choices"], wanted["choices"][0]
+    (came,) = outcome["choices"]
+    whole = wanted["choices"][0]
     if not came["token_ids"] or came["token_ids"] != whole["token_ids"][: len(came["token_ids"])]:
         raise Failed(f"{name}: {came['token_ids']} does not begin {whole['token_ids']}")
     if not whole["text"].startswith(came["text"]):

@@ -38,7 +38,8 @@ def free_port() -> int:
 @pytest.fixture
 async def frontend(tmp_path: Path) -> AsyncIterator[str]:
     """Run a frontend and a worker that find each other through files; return the URL of the API."""
-    url, planes = f"http://127.0.0.1:{free_port()}/v1", ("--discovery-backend", "file", "--request-plane", "tcp")
+    url = f"http://127.0.0.1:{free_port()}/v1"
+    planes = ("--discovery-backend", "file", "--request-plane", "tcp")
     names = {"THREADS": "1", "WEIGHTS": "q8", "KV_CACHE_MEMORY": "16MiB", "KV_EVENTS": f"tcp://127.0.0.1:{free_port()}"}
     environment = (
         os.environ | {f"QUIRE_{name}": value for name, value in names.items()} | {"DYN_FILE_KV": str(tmp_path)}

@@ -149,7 +149,8 @@ def fleet(build: Build) -> Objects:
 
 
 def test_api_servers_of_a_fleet_find_and_may_reach_every_engine_host(fleet: Objects, tmp_path: Path) -> None:
-    hosts, servers = fleet["StatefulSet", "quire-engines"], fleet["Deployment", "quire"]
+    hosts = fleet["StatefulSet", "quire-engines"]
+    servers = fleet["Deployment", "quire"]
     service = fleet["Service", hosts["spec"]["serviceName"]]
     settings = settings_of(fleet, servers, tmp_path).server
     assert settings.engine_hosts is not None

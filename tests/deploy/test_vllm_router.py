@@ -83,7 +83,8 @@ async def test_requests_go_to_the_server_whose_cache_has_their_prompt(
     servers: dict[str, ServerProcess], router: str
 ) -> None:
     urls = [f"http://{server.openai_address}" for server in servers.values()]
-    num_hits, number, pause_s = 0, 0, 0.05
+    num_hits = number = 0
+    pause_s = 0.05
     async with asyncio.timeout(START_TIMEOUT_S):
         while num_hits < NUM_HITS:
             prompt = f"{number} The module provides a lock for the value of {number} " * 8

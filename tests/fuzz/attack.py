@@ -127,7 +127,9 @@ class Bystanders:
         expected = self._expected[prompt].outputs[0]
         async with self._client(tenant) as client:
             while True:
-                tokens, text, last_s = list[int](), "", 0.0
+                tokens: list[int] = []
+                text = ""
+                last_s = 0.0
                 try:
                     async for chunk in client.generate(prompt, params):
                         now = time.perf_counter()
@@ -218,7 +220,8 @@ def _get(url: str) -> None:
 
 async def attackers_of(kind: str, server: ServerProcess, seconds: float, seed: int) -> dict[str, Any]:
     """Run attackers.py and return its report."""
-    endpoint, key = server.endpoint, f"key of {TENANTS[2]}"
+    endpoint = server.endpoint
+    key = f"key of {TENANTS[2]}"
     arguments = (kind, seconds, seed, endpoint.address, endpoint.metrics_url, TLS / "cert.pem", key)
     return await attackers("attackers.py", *arguments)
 
@@ -231,7 +234,8 @@ async def campaign(server: ServerProcess, options: argparse.Namespace, report: C
     print(f"{'quiet':<9} {quiet}", flush=True)
     before = await server.settled()
     print(f"{'before':<9} {before}", flush=True)
-    rss_before, files_before = server.server_rss(), server.open_files()
+    rss_before = server.server_rss()
+    files_before = server.open_files()
     async with bystanders.during() as storm:
         seconds = options.seconds + 2.5 * KILL_PAUSE_S
         attacking = asyncio.create_task(attackers_of("storm", server, seconds, options.seed))
@@ -259,7 +263,8 @@ async def campaign(server: ServerProcess, options: argparse.Namespace, report: C
     figure = f"connection {slowest[0]:.2f} s, probe {slowest[1]:.2f} s, {storm.unready} times not ready"
     verdict(report, "answers", figure, max(slowest) <= ANSWER_S and not storm.unready)
     budget = int(re.search(r"total_bytes=(\d+)", server.log())[1])  # type: ignore[index]
-    grown, pinned = peaks[0] - rss_before, max(peaks[1], server.pinned_share())
+    grown = peaks[0] - rss_before
+    pinned = max(peaks[1], server.pinned_share())
     figure = f"{grown / MIB:+.1f} MiB in the API server process, whose budget for clients is {budget / MIB:.0f} MiB"
     verdict(report, "memory", figure, grown <= budget)
     verdict(report, "pins", f"{pinned:.0%} of the pages pinned", pinned <= PINNED_SHARE)
@@ -287,7 +292,9 @@ def verdict(report: CampaignReport, name: str, figure: str, holds: bool) -> None
 
 async def _watch_vitals(server: ServerProcess, seconds: float) -> tuple[int, float]:
     """Return the peak of the API server's resident bytes and of the share of pinned pages."""
-    until, peak, pinned = time.monotonic() + seconds, 0, 0.0
+    until = time.monotonic() + seconds
+    peak = 0
+    pinned = 0.0
     while time.monotonic() < until:
         peak = max(peak, server.server_rss())
         with contextlib.suppress(OSError, KeyError):  # probes that fail are reported by the bystanders
@@ -306,7 +313,8 @@ async def snapshot_is_not_lost(server: ServerProcess, report: CampaignReport, sn
         was_writing = _has_open_in(engine, snapshot.parent)
     if was_writing:
         os.kill(engine, signal.SIGKILL)
-    status, log = await stopping, server.log()
+    status = await stopping
+    log = server.log()
     if not was_writing:
         print(f"{'snapshot':<9} the engine was too quick to be killed while it wrote; exit status {status}")
         return
@@ -341,7 +349,8 @@ def main() -> int:
     options = parser.parse_args()
     report = CampaignReport()
     with tempfile.TemporaryDirectory(prefix="attack-") as folder:
-        keys, snapshot = Path(folder, "keys.toml"), Path(folder, "snapshots", "prefix")
+        keys = Path(folder, "keys.toml")
+        snapshot = Path(folder, "snapshots", "prefix")
         snapshot.parent.mkdir()
         _write_keys(keys)
         flags = {

@@ -176,7 +176,8 @@ def _check_memory(
     length = len(report.memory) // 3
     if not length:
         return
-    before, most = report.memory[0], max(report.memory)
+    before = report.memory[0]
+    most = max(report.memory)
     parts = [report.memory[start : start + length] for start in (0, length, 2 * length)]
     thirds = [level(part) for part in parts]
     means, quiet = (", ".join(f"{each(part) / MIB:.0f}" for part in parts) for each in (mean, quietest))

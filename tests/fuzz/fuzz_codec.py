@@ -42,8 +42,11 @@ def main() -> int:
     options = _options()
     if options.atheris:
         return _fuzz_by_coverage(options)
-    rng, outcomes, breaches = Random(options.seed), Counter[str](), list[str]()
-    slowest_s, peak_per_byte, cases = 0.0, 0.0, 0
+    rng = Random(options.seed)
+    outcomes = Counter[str]()
+    breaches: list[str] = []
+    slowest_s = peak_per_byte = 0.0
+    cases = 0
     deadline = time.perf_counter() + options.seconds
     while time.perf_counter() < deadline and len(breaches) < REPORTED_BREACHES:
         case = mutated(rng)
@@ -81,7 +84,9 @@ def check(data: bytes, rng: Random) -> str:
 
 def _decode(pieces: list[bytes], schema: Any) -> tuple[list[Any], str]:
     """Return the frames before the protocol error, and the error."""
-    decoder, received, error = Decoder(schema, MAX_FRAME_BYTES), [], ""
+    decoder = Decoder(schema, MAX_FRAME_BYTES)
+    received = []
+    error = ""
     try:
         for piece in pieces:
             received += decoder.feed(piece)

@@ -157,10 +157,15 @@ def main() -> int:
 
 def run(folder: Path, cases: int, seed: int) -> tuple[Counter[str], list[str], int, float]:
     """Return the outcomes by kind of file, the breaches, the largest peak of traced bytes and the longest time."""
-    rng, seeds = Random(seed), make_seeds(folder)
-    outcomes, breaches, peak, slowest_s = Counter[str](), list[str](), 0, 0.0
+    rng = Random(seed)
+    seeds = make_seeds(folder)
+    outcomes = Counter[str]()
+    breaches: list[str] = []
+    peak = 0
+    slowest_s = 0.0
     for number in range(cases):
-        chosen, traced = rng.choice(seeds), number % TRACED == 0
+        chosen = rng.choice(seeds)
+        traced = number % TRACED == 0
         changed = mutated(chosen, rng)
         chosen.file.write_bytes(changed)
         if traced:
@@ -205,7 +210,8 @@ def make_seeds(folder: Path) -> list[Seed]:
     names = sorted(stored)
     for part, some in enumerate((names[:5], names[5:])):
         split = {"split.no": ("u16", part), "split.count": ("u16", 2), "split.tensors.count": ("i32", len(names))}
-        path, tensors = folder / f"split-0000{part + 1}-of-00002.gguf", {name: stored[name] for name in some}
+        path = folder / f"split-0000{part + 1}-of-00002.gguf"
+        tensors = {name: stored[name] for name in some}
         seeds.append(_gguf_seed(write(path, {**(about if part == 0 else {}), **split}, tensors), tensors))
     for family, changed in FAMILIES.items():
         other = _make_model(folder / f"source-{family}", {**CONFIG, **changed})
@@ -213,7 +219,8 @@ def make_seeds(folder: Path) -> list[Seed]:
         seeds.append(_gguf_seed(write(folder / f"{family}.gguf", {**describe(other), **VOCABULARY}, tensors), tensors))
     copy = folder / "safetensors"
     shutil.copytree(source, copy)
-    config, file = copy / "config.json", copy / "model.safetensors"
+    config = copy / "config.json"
+    file = copy / "model.safetensors"
     length = struct.unpack("<Q", file.read_bytes()[:8])[0]
     return [
         *seeds,
@@ -243,7 +250,8 @@ def _make_model(folder: Path, config: Mapping[str, Any]) -> Path:
 
 def _seeds_of_stacked_experts(folder: Path) -> list[Seed]:
     shutil.copytree(GOLDENS / "gpt_oss_mxfp4", folder)
-    config, file = folder / "config.json", folder / "model.safetensors"
+    config = folder / "config.json"
+    file = folder / "model.safetensors"
     length = struct.unpack("<Q", file.read_bytes()[:8])[0]
     return [
         Seed("config.json of gpt-oss", config, config.stat().st_size, folder, config.read_bytes()),
@@ -266,7 +274,8 @@ def mutated(seed: Seed, rng: Random) -> bytes:
 
 
 def _set_number(data: bytearray, size: int, rng: Random) -> None:
-    width, at = rng.choice((1, 2, 4, 8)), rng.randrange(size)
+    width = rng.choice((1, 2, 4, 8))
+    at = rng.randrange(size)
     old = int.from_bytes(data[at : at + width], "little")
     value = rng.choice((*EXTREMES, old + 1, old - 1, old * 2, old + 32)) % (1 << 8 * width)
     data[at : at + width] = value.to_bytes(width, "little")
@@ -302,10 +311,12 @@ def _repeat(data: bytearray, size: int, rng: Random) -> None:
 
 def _exchange(data: bytearray, size: int, rng: Random) -> None:
     width = rng.choice((1, 4, 8, 24))
-    first, second = rng.randrange(size), rng.randrange(size)
+    first = rng.randrange(size)
+    second = rng.randrange(size)
     one, other = data[first : first + width], data[second : second + width]
     if len(one) == len(other) == width:
-        data[first : first + width], data[second : second + width] = other, one
+        data[first : first + width] = other
+        data[second : second + width] = one
 
 
 CHANGES: tuple[Callable[[bytearray, int, Random], None], ...] = (

@@ -45,7 +45,9 @@ def main() -> int:
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     warnings.simplefilter("ignore")  # Pillow warns about false sizes in files
-    random, results, slowest = Random(options.seed), Counter[str](), 0.0
+    random = Random(options.seed)
+    results = Counter[str]()
+    slowest = 0.0
     files = base_files()
     processors = [read_image_processor(GOLDENS / family) for family in FAMILIES]
     before = max_rss()
@@ -115,7 +117,8 @@ def with_checksums(data: bytes) -> bytes:
     """Return a PNG file whose chunks have the right checksums, so that their contents are read."""
     if not data.startswith(PNG):
         return data
-    out, at = [PNG], len(PNG)
+    out = [PNG]
+    at = len(PNG)
     while at + 12 <= len(data):
         (length,) = struct.unpack(">I", data[at : at + 4])
         out.append(png_chunk(data[at + 4 : at + 8], data[at + 8 : at + 8 + length]))

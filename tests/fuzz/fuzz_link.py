@@ -165,7 +165,8 @@ class Attacker:
 
 class _Recorder:
     def __init__(self, writer: asyncio.StreamWriter, sent: bytearray) -> None:
-        self._writer, self._sent = writer, sent
+        self._writer = writer
+        self._sent = sent
 
     def is_closing(self) -> bool:
         return self._writer.is_closing()
@@ -208,10 +209,12 @@ async def main(options: argparse.Namespace) -> int:
                     bystand(campaign, until, outcomes, options.seed), *(attacker.run(until) for attacker in attackers)
                 )
                 await asyncio.sleep(1.0)
-                memory, descriptors = resident_bytes(host), num_descriptors(host)
+                memory = resident_bytes(host)
+                descriptors = num_descriptors(host)
                 print(f"{memory / (1 << 20):.1f} MiB, {descriptors} descriptors", flush=True)
                 if until == half:
-                    memory_before, descriptors_before = memory, descriptors
+                    memory_before = memory
+                    descriptors_before = descriptors
             breaches = [f"{count} streams {name}" for name, count in outcomes.items() if name != "equal"]
             if memory > memory_before + MAX_GROWTH_BYTES or descriptors > descriptors_before + 8:
                 breaches.append("memory or descriptors grow")

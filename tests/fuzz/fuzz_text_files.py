@@ -131,7 +131,10 @@ def main() -> int:
     if options.first is not None:
         run_cases(options.first, options.cases, options.seed)
         return 0
-    results, growth, slowest, case = Counter[str](), 0, 0.0, 0
+    results = Counter[str]()
+    growth = 0
+    slowest = 0.0
+    case = 0
     while case < options.cases:
         command = [
             sys.executable,
@@ -149,12 +152,16 @@ def main() -> int:
                 line = worker.stdout.readline() if select.select([worker.stdout], [], [], MAX_WAIT_S)[0] else b""
                 if not line:
                     worker.kill()
-                    outcome, seconds, trace = "breach", 0.0, "the process hung, or has crashed"
+                    outcome = "breach"
+                    seconds = 0.0
+                    trace = "the process hung, or has crashed"
                 else:
                     outcome, seconds, grown, trace = json.loads(line)
-                    growth, slowest = max(growth, grown), max(slowest, seconds)
+                    growth = max(growth, grown)
+                    slowest = max(slowest, seconds)
                 if seconds > MAX_CPU_S:
-                    outcome, trace = "breach", f"{seconds:.1f} s of CPU"
+                    outcome = "breach"
+                    trace = f"{seconds:.1f} s of CPU"
                 results[outcome] += 1
                 if outcome == "breach" and results["breach"] <= REPORTED_BREACHES:
                     print(f"case {case} ({kind_of(case)}): {trace}", file=sys.stderr)
@@ -178,19 +185,22 @@ def run_cases(first: int, end: int, seed: int) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # warnings are no answers
     with tempfile.TemporaryDirectory(dir=IN_MEMORY if os.path.isdir(IN_MEMORY) else None) as name:
-        folder, before = Path(name), 0
+        folder = Path(name)
+        before = 0
         for case in range(first, end):
             random = Random(f"{seed} {case}")
             write_case(folder, random, kind_of(case))
             signal.setitimer(signal.ITIMER_PROF, HUNG_CPU_S)
-            started, trace = time.process_time(), ""
+            started = time.process_time()
+            trace = ""
             try:
                 use(TextProcessor.load(folder), random)
                 outcome = "used"
             except QuireError as error:
                 outcome = f"refused: {type(error).__name__}"
             except BaseException:
-                outcome, trace = "breach", traceback.format_exc(limit=-6)
+                outcome = "breach"
+                trace = traceback.format_exc(limit=-6)
             before = before or max_rss()
             print(
                 json.dumps([outcome, time.process_time() - started, max_rss() - before, trace]),

@@ -125,7 +125,8 @@ async def _cancels_at_the_end(client: RawClient, rng: Random) -> str:
 
 
 async def _disconnects(client: RawClient, rng: Random) -> str:
-    resumable, running = rng.random() < 0.5, rng.randrange(1, 5)
+    resumable = rng.random() < 0.5
+    running = rng.randrange(1, 5)
     client.send(*(Generate(index, "This module", LONG, resumable=resumable) for index in range(running)))
     for _ in range(rng.randrange(30)):
         running -= isinstance(await client.receive(), Done | Error)

@@ -104,7 +104,8 @@ async def _phase(
     kind: str, server: ServerProcess, report: CampaignReport, options: argparse.Namespace, number: int
 ) -> Phase:
     """Read a stream beside one process of clients."""
-    phase, before = Phase(), _cpu_ticks()
+    phase = Phase()
+    before = _cpu_ticks()
     reading = asyncio.create_task(_read(server, phase, BYSTANDER if options.keys else None))
     token = ATTACKER if options.keys else ""
     arguments = (kind, options.phase_seconds, f"{options.seed}:{number}", server.openai_address)
@@ -131,7 +132,8 @@ async def _phase(
 async def _read(server: ServerProcess, phase: Phase, token: str | None) -> None:
     async with AsyncClient(server.address, token) as client:
         while True:
-            asked, last = time.perf_counter(), 0.0
+            asked = time.perf_counter()
+            last = 0.0
             try:
                 async for _ in client.generate("The", STREAM):
                     now = time.perf_counter()
@@ -148,12 +150,14 @@ def _cpu_ticks() -> tuple[int, int]:
 
 
 def main(parser: argparse.ArgumentParser) -> int:
-    known, pairs = parser.parse_known_args()[0], Pairs()
+    known = parser.parse_known_args()[0]
+    pairs = Pairs()
     if known.attack in CLIENTS:
         parser.set_defaults(keys=True)
     has_keys = known.keys or known.attack in CLIENTS
     with tempfile.TemporaryDirectory(prefix="attack-") as folder:
-        keys, turns = Path(folder, "keys.toml"), Path(folder, "turns.json")
+        keys = Path(folder, "keys.toml")
+        turns = Path(folder, "turns.json")
         digests = {token: hashlib.sha256(token.encode()).hexdigest() for token in (ATTACKER, SECOND, BYSTANDER)}
         keys.write_text("".join(f'[{token}]\nkeys = ["{digest}"]\n' for token, digest in digests.items()))
         keys.chmod(0o600)

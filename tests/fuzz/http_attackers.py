@@ -232,7 +232,8 @@ async def _stores(client: HostileClient, rng: Random) -> str:
     """Store responses, continue, read, cancel and delete them, in any order."""
     names = ["resp_0"]
     for _ in range(rng.randrange(2, 20)):
-        name, action = rng.choice(names), rng.randrange(6)
+        name = rng.choice(names)
+        action = rng.randrange(6)
         if action < 2:
             fields: dict[str, Any] = {"store": True, "background": rng.random() < 0.5, "metadata": {"a": "b" * 500}}
             if rng.random() < 0.3:

@@ -44,7 +44,8 @@ START_S = 3.0  # longest time until a server that starts gets SIGTERM
 AROUND_S = 0.9  # time before or after SIGTERM in which a harm is done
 MOMENTS = ("start", "streams", "streams", "restart")
 HARMS = ("none", "kill engine", "stop engine", "kill trials", "stop trials", "kill server", "SIGTERM", "lose clients")
-TRIAL, ENGINE = "trial_process", "engine_main"
+TRIAL = "trial_process"
+ENGINE = "engine_main"
 PID_AND_START = tuple[int, str]
 
 

@@ -49,7 +49,8 @@ Streams = list[tuple[tuple[int, ...], SamplingParams]]
 
 async def read(client: AsyncClient, prompt: tuple[int, ...], params: SamplingParams, pauses: list[float]) -> object:
     """Read a stream to its end, add its pauses to `pauses`, and return everything to compare."""
-    chunks, last = [], time.perf_counter()
+    chunks = []
+    last = time.perf_counter()
     async for chunk in client.generate(prompt, params):
         pauses.append(time.perf_counter() - last)
         last += pauses[-1]
@@ -69,7 +70,8 @@ def random_streams(
     for index in range(count):
         params = SamplingParams(max_tokens=tokens // 4, beam_width=3, n=2, ignore_eos=True)
         if index % 8 != 7:
-            temperature, n = random.choice((0.0, 0.8)), 2 if index % 8 == 5 else 1
+            temperature = random.choice((0.0, 0.8))
+            n = 2 if index % 8 == 5 else 1
             params = SamplingParams(
                 max_tokens=tokens, temperature=temperature, seed=index, n=n, ignore_eos=True, logprobs=1
             )
@@ -99,7 +101,8 @@ async def rounds(
         started = time.perf_counter()
         expected = await read_all(client, streams, [])
         undisturbed_s = time.perf_counter() - started
-        before, grown = server.vitals().server_rss, 0
+        before = server.vitals().server_rss
+        grown = 0
         for _ in range(options.times):
             pauses: list[float] = []
             running = asyncio.create_task(read_all(client, streams, pauses))
@@ -150,7 +153,8 @@ async def killed_snapshots(options: argparse.Namespace, report: CampaignReport) 
                     await read_all(client, streams, [])
                 ending = asyncio.create_task(server.terminate())
                 killed = index > 0 and await engine_writes(server, ending) and kill_engines(server, signal.SIGKILL)
-                status, log = await ending, server.log()
+                status = await ending
+                log = server.log()
             report.cases[f"snapshots {'killed' if killed else 'written'}"] += 1
             if status != int(bool(killed)) or (killed and "did not stop well" not in log):
                 report.breach(f"snapshot {index}: exit status {status} after {killed} kills")

@@ -76,7 +76,8 @@ class Progress:
 
 async def read(engine: Engine[Cluster], request: GenerateRequest, progress: Progress) -> object:
     """Read a stream to its end."""
-    chunks, last = [], None
+    chunks = []
+    last = None
     async for chunk in await engine.submit(request):
         now = time.perf_counter()
         if last is not None and not request.sampling_params.beam_width:
@@ -143,10 +144,12 @@ class Campaign:
         self, harm: Callable[[HostProcess, LinkProxy], None], times: int, streams: list[GenerateRequest], seed: int
     ) -> None:
         """Do the harm `times` times; print how long streams paused and how many requests had to move."""
-        choose, undisturbed = random.Random(seed), Progress()
+        choose = random.Random(seed)
+        undisturbed = Progress()
         await self.ready()
         expected = await asyncio.gather(*(read(self.engine, stream, undisturbed) for stream in streams))
-        longest, num_requests = [], 0
+        longest = []
+        num_requests = 0
         for number in range(times):
             for _ in range(MAX_ATTEMPTS):
                 await self.ready()

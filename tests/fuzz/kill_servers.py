@@ -43,7 +43,8 @@ def streams_of_all_kinds(random: Random, count: int, tokens: int) -> Streams:
     """Return streams in eight kinds, each with a prompt and a seed of its own."""
     streams = []
     for index in range(count):
-        seed, temperature = random.getrandbits(64), random.choice((0.7, 1.0))
+        seed = random.getrandbits(64)
+        temperature = random.choice((0.7, 1.0))
         kinds = (
             SamplingParams(max_tokens=tokens, ignore_eos=True),
             SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed, logprobs=2, ignore_eos=True),
@@ -65,7 +66,8 @@ def streams_of_all_kinds(random: Random, count: int, tokens: int) -> Streams:
 
 async def read(client: AsyncClient, prompt: str, params: SamplingParams, progress: Progress) -> object:
     """Read a stream to its end and return everything to compare."""
-    chunks, last = [], time.perf_counter()
+    chunks = []
+    last = time.perf_counter()
     async for chunk in client.generate(prompt, params):
         now = time.perf_counter()
         if now > progress.killed_at:
@@ -123,7 +125,8 @@ async def main(pair: ServerPair, options: argparse.Namespace, report: CampaignRe
         expected = await read_all(client, streams, undisturbed)
     pauses = []
     for number in range(options.times):
-        progress, victim = Progress(), number % 2
+        progress = Progress()
+        victim = number % 2
         addresses = [pair.addresses[victim], pair.addresses[1 - victim]]
         async with AsyncClient(addresses) as client:
             running = asyncio.create_task(read_all(client, streams, progress))

@@ -135,7 +135,9 @@ def _change_inside(value: Any, rng: Random) -> Any:
         return {**value, key: _change_inside(value[key], rng)}
     if not isinstance(value, list) or not value:
         return rng.choice(EXTREMES)
-    items, at, kind = [*value], rng.randrange(len(value)), rng.random()
+    items = [*value]
+    at = rng.randrange(len(value))
+    kind = rng.random()
     if kind < 0.7:
         items[at] = _change_inside(items[at], rng)
     elif kind < 0.8:
@@ -177,7 +179,8 @@ def _remove(data: bytes, rng: Random) -> bytes:
 
 
 def _repeat(data: bytes, rng: Random) -> bytes:
-    at, count = rng.randrange(len(data) + 1), rng.choice((2, 10, 1000))
+    at = rng.randrange(len(data) + 1)
+    count = rng.choice((2, 10, 1000))
     return data[:at] + data[at : at + rng.randint(1, 4)] * count + data[at:]
 
 

@@ -31,7 +31,8 @@ def texts(num_outputs: int, seed: int) -> Iterator[tuple[str, NewParser, str, bo
     for number, markup in enumerate(MARKUPS):
         for choice in choices():
             calls = ToolCalls(markup, TOOLS, choice)
-            structure, new_parser = calls.structure("prompt", None), calls.new_parser("prompt", None)
+            structure = calls.structure("prompt", None)
+            new_parser = calls.new_parser("prompt", None)
             for each in range(num_outputs if new_parser is not None else 0):
                 text, is_cut = outputs(structure, seed * 10_000 + each)
                 yield f"markup {number}, {choice.needed}, {each}", new_parser, text, is_cut
@@ -77,8 +78,9 @@ def main() -> int:
     arguments.add_argument("--outputs", type=int, default=8)
     arguments.add_argument("--seed", type=int, default=1)
     options = arguments.parse_args()
-    chance, started = random.Random(options.seed), time.monotonic()
-    num_texts, num_faults = 0, 0
+    chance = random.Random(options.seed)
+    started = time.monotonic()
+    num_texts = num_faults = 0
     for name, new_parser, text, is_cut in texts(options.outputs, options.seed):
         num_texts += 1
         for fault in faults(new_parser, text, is_cut, divisions(text, options.groupings, chance)):

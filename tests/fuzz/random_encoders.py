@@ -37,7 +37,8 @@ ARCHITECTURES = (
 )  # fmt: skip
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 129)
 LIMITS = {"f32": 3e-5, "bf16": 0.1, "q8": 0.1}  # limits of the difference, relative to the largest value
-MAX_ROWS, MAX_TEXTS = 1024, 6
+MAX_ROWS = 1024
+MAX_TEXTS = 6
 
 Floats = npt.NDArray[Any]
 
@@ -56,7 +57,8 @@ def main() -> int:
 
 def check(seed: int) -> list[str]:
     """Return what is wrong with the model of a seed."""
-    random, found = Random(seed), []
+    random = Random(seed)
+    found = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         config = write_model(random, np.random.default_rng(seed), folder)
@@ -128,7 +130,8 @@ def run(folder: Path, weights: WeightDtype, threads: int, texts: list[EncodedTex
     runner.begin(texts)
     while not runner.advance(1):
         pass
-    values, alone = runner.values(), []
+    values = runner.values()
+    alone = []
     for text in texts:
         runner.begin([text])
         runner.advance(runner.num_stages)

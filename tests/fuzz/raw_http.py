@@ -58,7 +58,8 @@ class HostileClient:
         parser.send(h11.Request(method=method, target="/", headers=[("host", "x")]))
         parser.send(h11.EndOfMessage())
         parser.receive_data(self._unread) if self._unread else None
-        response, body = None, bytearray()
+        response = None
+        body = bytearray()
         try:
             while True:
                 event = parser.next_event()

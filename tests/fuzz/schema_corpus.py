@@ -74,10 +74,12 @@ class Findings:
 
 def main() -> None:
     """Print what the schemas of a corpus lead to."""
-    number, seed = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    number = sys.argv[1]
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     corpus = _generated(int(number), seed) if number.isdecimal() else _of_files(Path(number))
     tables = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=[END])
-    checked, found = CheckedStructures(), Findings()
+    checked = CheckedStructures()
+    found = Findings()
     try:
         for style, name, schema in corpus:
             _check(style, name, schema, checked, tables, found)
@@ -88,7 +90,9 @@ def main() -> None:
 
 
 def _report(found: Findings) -> None:
-    num, num_compiled, times = found.schemas.total(), found.compiled.total(), sorted(found.milliseconds)
+    num = found.schemas.total()
+    num_compiled = found.compiled.total()
+    times = sorted(found.milliseconds)
     print(f"{num_compiled} of {num} schemas compile: {100 * num_compiled / num:.1f} %")
     for style, number in found.schemas.items():
         print(f"  {style}: {found.compiled[style]} of {number}")

@@ -176,7 +176,8 @@ class SchemaGenerator:
         """Return the name of a style and a schema."""
         name = tuple(STYLES)[self._num_schemas % len(STYLES)]
         self._num_schemas += 1
-        self._style, self._definitions = STYLES[name], {}
+        self._style = STYLES[name]
+        self._definitions = {}
         is_new = name in ("pydantic", "tool") or self._chance.random() < 0.1
         key = "$defs" if is_new else "definitions"
         self._prefix = f"#/{key}/"

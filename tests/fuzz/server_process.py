@@ -111,7 +111,8 @@ class ServerProcess:
 
     def open_files(self) -> set[str]:
         """Return what the descriptors of the API server process refer to."""
-        folder, targets = f"/proc/{self._process.pid}/fd", set()
+        folder = f"/proc/{self._process.pid}/fd"
+        targets = set()
         for entry in os.listdir(folder):
             with contextlib.suppress(OSError):
                 targets.add(f"{entry} -> {os.readlink(f'{folder}/{entry}')}")
@@ -295,7 +296,8 @@ def descendants(pid: int) -> list[int]:
                 parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue  # the process ended in the meantime
-    found, wave = [], [pid]
+    found = []
+    wave = [pid]
     while wave := [child for child, parent in parents.items() if parent in wave]:
         found += wave
     return found

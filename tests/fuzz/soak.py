@@ -42,7 +42,8 @@ TRICKLERS, LEAVERS = 1 / 16, 1 / 16  # shares of the users
 
 def main() -> int:
     options = _options()
-    report, samples = CampaignReport(), list[Vitals]()
+    report = CampaignReport()
+    samples: list[Vitals] = []
     with start_server(*options.flags) as server:
         uvloop.run(_soak(server, options, report, samples))
         report.check_log(server)
@@ -59,7 +60,8 @@ async def _soak(
     server: ServerProcess, options: argparse.Namespace, report: CampaignReport, samples: list[Vitals]
 ) -> None:
     before = await server.settled()
-    started, over = time.monotonic(), asyncio.Event()
+    started = time.monotonic()
+    over = asyncio.Event()
     async with bystanders(server, report):
         users = [
             asyncio.create_task(_kind(index, options.users)(server, report, Random(f"{options.seed}:{index}"), over))

@@ -27,7 +27,8 @@ from raw_http import ANSWER_S, WrongAnswer
 NICE = 10
 MOST_KEPT = 8
 UNREAD_S = 10.0
-CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"
+CHATS = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 UNREAD = {"prompt": "This module", "max_tokens": 1500, "ignore_eos": True, "logprobs": 20, "n": 16, "stream": True}
 REFUSED = (429, 503)
 CANCELLED = b'data: {"error":{"message":"the request was cancelled"'
@@ -94,7 +95,8 @@ class StoringClient:
 
     def __init__(self, address: str, tenants: list[Tenant], index: int, report: CampaignReport, rng: Random) -> None:
         self._address = address
-        self._tenant, self._other = tenants[index % 2], tenants[1 - index % 2]
+        self._tenant = tenants[index % 2]
+        self._other = tenants[1 - index % 2]
         self._kept: dict[str, dict[int, bytes]] = {}
         self._report = report
         self._rng = rng
@@ -120,7 +122,8 @@ class StoringClient:
         return f"deleted {deleted}"
 
     async def _store(self) -> str:
-        rng, base = self._rng, self._rng.choice((CHATS, RESPONSES))
+        rng = self._rng
+        base = self._rng.choice((CHATS, RESPONSES))
         length = {"max_output_tokens" if base == RESPONSES else "max_tokens": rng.randrange(1, 200)}
         own = {"input": "Why?"} if base == RESPONSES else {"messages": [{"role": "user", "content": "Why?"}]}
         fields = {**own, **length, "store": True, "stream": True, "ignore_eos": True, "temperature": 1.0}
@@ -138,7 +141,8 @@ class StoringClient:
         return "stored"
 
     async def _resume(self, path: str) -> str:
-        rng, known = self._rng, self._kept[path]
+        rng = self._rng
+        known = self._kept[path]
         after = rng.randrange(-1, max(known) + 1)
         query = "?stream=true" + (f"&starting_after={after}" if after >= 0 and rng.random() < 0.5 else "")
         headers = {"last_event_id": str(after)} if after >= 0 and "after" not in query else {}

@@ -93,7 +93,8 @@ def _exact(text: str) -> int | float | Fraction:
 def required_calls(folder: Path, count: int, num_tokens: int, chance: random.Random) -> tuple[Counter[str], list[str]]:
     """Generate chats that require a call of a tool; return how they ended, and what is wrong."""
     objects = [(name, schema) for name, schema, *_ in SCHEMAS if _is_of_objects(schema)]
-    outcomes, faults = Counter[str](), list[str]()
+    outcomes = Counter[str]()
+    faults: list[str] = []
 
     def ask(_: int) -> None:
         offered = {f"tool_{i}": schema for i, (_, schema) in enumerate(chance.sample(objects, 2))}
@@ -142,7 +143,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    chance, outcomes, faults = random.Random(args.seed), Counter[str](), list[str]()
+    chance = random.Random(args.seed)
+    outcomes = Counter[str]()
+    faults: list[str] = []
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))

@@ -38,7 +38,8 @@ class TimedSelector(selectors.EpollSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for events, and note the turn before."""
-        turn_s, now = time.thread_time() - self._began_s, time.monotonic()
+        turn_s = time.thread_time() - self._began_s
+        now = time.monotonic()
         if turn_s > LEAST_S:
             self.turns.append((now, turn_s))
         self._run_s += turn_s

@@ -64,7 +64,8 @@ def word_piece() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     tokenizer.train_from_iterator(TEXTS, trainers.WordPieceTrainer(vocab_size=VOCABULARY, special_tokens=special))
-    cls, sep = tokenizer.token_to_id("[CLS]"), tokenizer.token_to_id("[SEP]")
+    cls = tokenizer.token_to_id("[CLS]")
+    sep = tokenizer.token_to_id("[SEP]")
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", sep), ("[CLS]", cls))
     tokenizer.decoder = decoders.WordPiece()
     return tokenizer

@@ -423,7 +423,8 @@ def load_mxfp4(folder: Path) -> torch.nn.Module:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     tensors = load_file(folder / "model.safetensors")
     for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
-        blocks, scales = tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales")
+        blocks = tensors.pop(f"{name}_blocks")
+        scales = tensors.pop(f"{name}_scales")
         tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     model.load_state_dict(tensors)
     return model

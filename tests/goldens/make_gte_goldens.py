@@ -64,7 +64,8 @@ def main() -> None:
 
 def rows(config: dict[str, Any], tensors: Tensors, ids: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
     """Return the rows of a text, [tokens, hidden]."""
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    heads = config["num_attention_heads"]
+    hidden = config["hidden_size"]
     dim = hidden // heads
     factor = config["rope_scaling"]["factor"]
     frequencies = 1.0 / (config["rope_theta"] * factor) ** (torch.arange(0, dim, 2).float() / dim) / factor ** (2 / dim)
@@ -97,7 +98,9 @@ def rows(config: dict[str, Any], tensors: Tensors, ids: torch.Tensor, types: tor
 
 def shapes(config: dict[str, Any], prefix: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that a checkpoint has."""
-    hidden, intermediate, types = config["hidden_size"], config["intermediate_size"], config["type_vocab_size"]
+    hidden = config["hidden_size"]
+    intermediate = config["intermediate_size"]
+    types = config["type_vocab_size"]
     found: dict[str, tuple[int, ...]] = {f"{prefix}embeddings.word_embeddings.weight": (config["vocab_size"], hidden)}
     if types:
         found[f"{prefix}embeddings.token_type_embeddings.weight"] = (types, hidden)
@@ -140,7 +143,8 @@ def write_model(
 def write_golden(folder: Path, fast: Any, inputs: list[Any], compute: Any) -> None:
     encodings = fast.encode_batch([tuple(each) if isinstance(each, list) else each for each in inputs])
     values = [compute(torch.tensor(each.ids), torch.tensor(each.type_ids)).tolist() for each in encodings]
-    ids, types = [each.ids for each in encodings], [each.type_ids for each in encodings]
+    ids = [each.ids for each in encodings]
+    types = [each.type_ids for each in encodings]
     golden = {"texts": inputs, "prompt": None, "token_ids": ids, "type_ids": types, "values": values}
     (folder / "golden.json").write_text(json.dumps(golden, ensure_ascii=False) + "\n")
 

@@ -213,7 +213,9 @@ def arrays_of(output: Any, images: dict[str, Any]) -> list[np.ndarray]:
     """Return the uint8 arrays [height, width, 3] of a processor's output."""
     pixels = np.asarray(output["pixel_values"])
     if "image_grid_thw" in output:
-        (_, rows, columns), patch, merge = output["image_grid_thw"][0], images["patch_size"], images["merge_size"]
+        (_, rows, columns) = output["image_grid_thw"][0]
+        patch = images["patch_size"]
+        merge = images["merge_size"]
         blocks = pixels.reshape(rows // merge, columns // merge, merge, merge, 3, 2, patch, patch)[:, :, :, :, :, 0]
         planes = blocks.transpose(4, 0, 2, 5, 1, 3, 6)  # [channel, row of blocks, row of patches, row, …]
         pixels = planes.reshape(1, 3, rows * patch, columns * patch)

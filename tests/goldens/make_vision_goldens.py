@@ -287,7 +287,11 @@ def write_image_golden(folder: Path, case: Case, model: torch.nn.Module) -> None
 
 def write_shapes_golden(folder: Path, case: Case, model: torch.nn.Module, token_ids: torch.Tensor) -> None:
     """Write the golden of images of several shapes, whose patches are those of a video of two equal frames."""
-    patch, scale, patches, grids, arrays = case.vision["patch_size"], 2, [], [], {}
+    patch = case.vision["patch_size"]
+    scale = 2
+    patches = []
+    grids = []
+    arrays = {}
     for index, (height, width) in enumerate(case.shapes):
         pixels = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8)
         pixels = (pixels // 4 + torch.arange(height)[:, None, None] * 4).to(torch.uint8)
@@ -297,7 +301,8 @@ def write_shapes_golden(folder: Path, case: Case, model: torch.nn.Module, token_
         split = values.expand(2, -1, -1, -1).reshape(2, 3, rows // scale, scale, patch, columns // scale, scale, patch)
         patches.append(split.permute(2, 5, 3, 6, 1, 0, 4, 7).reshape(rows * columns, -1))
         grids.append([1, rows, columns])
-    grid, values = torch.tensor(grids), torch.cat(patches)
+    grid = torch.tensor(grids)
+    values = torch.cat(patches)
     features = model.model.get_image_features(values, grid)
     levels = [torch.cat(features.pooler_output), *getattr(features, "deepstack_features", ())]
     rows = torch.cat(levels, dim=1).split([len(each) for each in features.pooler_output])

@@ -41,7 +41,10 @@ BLOCK_DTYPES = {
     "q4_z": 32,
 }  # dtypes with random blocks as weights: K of a block
 VOCAB = 333
-MAX_ROWS, MAX_SAMPLES, NUM_PAGES, MAX_POSITIONS = 160, 40, 48, 700
+MAX_ROWS = 160
+MAX_SAMPLES = 40
+NUM_PAGES = 48
+MAX_POSITIONS = 700
 
 
 def aligned_bytes(nbytes: int, fill: int = 0) -> np.ndarray:
@@ -203,8 +206,11 @@ class Toy:
         return [*ops, Gather(x, s, h), head]
 
     def _layer(self, layer: int, x: Region, h1: Normed, qkv: Region, rotary: np.ndarray, after: Normed | None) -> list:
-        heads, kv_heads, d = self.heads, self.kv_heads, self.head_dim
-        hidden, h2 = self.hidden, self._normed(self.max_rows)
+        heads = self.heads
+        kv_heads = self.kv_heads
+        d = self.head_dim
+        hidden = self.hidden
+        h2 = self._normed(self.max_rows)
         a_converted = self._region(self.max_rows, heads * d, INPUT_DTYPES[self.weights])
         is_converted = heads // kv_heads * d % BLOCK and a_converted.dtype != "f32"
         a = self._region(self.max_rows, heads * d, "f32") if is_converted else a_converted
@@ -213,7 +219,8 @@ class Toy:
         q_norm, k_norm = (self._norm(d * n) for n in heads_of_norms) if self.qk_norm else (None, None)
         qkv_weight = self._packed(qkv.columns, hidden, self._random(qkv.columns, hidden))
         o_weight = self._packed(hidden, heads * d, self._random(hidden, heads * d))
-        place, window = place_layers(self.windows)[layer], self.windows[layer]
+        place = place_layers(self.windows)[layer]
+        window = self.windows[layer]
         attention = Attention(qkv, a, *place, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, window)
         added = [Linear(a_converted, o_weight, self._bias(hidden), x, "add", h2)]
         if self.unusual:

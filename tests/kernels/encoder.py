@@ -28,8 +28,11 @@ from quire.kernels.ops import (
 from tests.kernels.conftest import aligned_bytes
 from tests.kernels.reference import ReferenceProgram
 
-VOCAB, TYPES, POSITIONS = 200, 2, 700
-MAX_ROWS, MAX_TEXTS = 800, 40
+VOCAB = 200
+TYPES = 2
+POSITIONS = 700
+MAX_ROWS = 800
+MAX_TEXTS = 40
 
 
 @dataclass
@@ -123,14 +126,17 @@ class Encoder:
         self.ops += [self.norm(x, x, h)]
         for window in self.windows:
             self._add_layer(x, h, window)
-        pooled, projected = self.region(MAX_TEXTS, self.hidden), self.region(MAX_TEXTS, self.hidden)
+        pooled = self.region(MAX_TEXTS, self.hidden)
+        projected = self.region(MAX_TEXTS, self.hidden)
         self.vectors, converted = self.region(MAX_TEXTS, self.hidden), self.region(MAX_TEXTS, self.hidden, dtype)
         self.ops += [PoolRows(x, pooled, self.pooling), Convert(pooled, converted)]
         self.ops += [self.linear(converted, projected, "tanh")]
         self.ops += [NormRows(projected, "l2", None, None, 1e-12, self.vectors)]
 
     def _add_layer(self, x: Region, h: Region, window: int) -> None:
-        d, group, dtype = self.head_dim, self.heads // self.kv_heads, INPUT_DTYPES[self.weights]
+        d = self.head_dim
+        group = self.heads // self.kv_heads
+        dtype = INPUT_DTYPES[self.weights]
         qkv = self.region(MAX_ROWS, (self.heads + 2 * self.kv_heads) * d)
         a = self.region(MAX_ROWS, self.heads * d, dtype if group * d % BLOCK == 0 else "f32")
         converted = a if a.dtype == dtype else self.region(MAX_ROWS, a.columns, dtype)

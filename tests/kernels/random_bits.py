@@ -136,10 +136,13 @@ def random_lengths(rng: random.Random, model: dict[str, Any]) -> list[int]:
 def random_steps(
     rng: random.Random, places: list[tuple[str, int]], lengths: list[int], shared: list[int]
 ) -> list[Step]:
-    steps, done = [], list(shared)
+    steps = []
+    done = list(shared)
     while done != lengths:
         ready = [i for i in range(len(lengths)) if done[i] < lengths[i] and (not shared[i] or done[0] >= shared[i])]
-        single, left, rows = rng.random(), MAX_ROWS, {}
+        single = rng.random()
+        left = MAX_ROWS
+        rows = {}
         for sequence in rng.sample(ready, rng.randint(1, len(ready))):
             count = 1 if rng.random() < single else rng.randint(1, lengths[sequence] - done[sequence])
             rows[sequence] = min(count, left)
@@ -184,7 +187,8 @@ def results_of_steps(case: Case) -> Iterator[tuple[int, Step, Results]]:
     tables = Tables(case, range(len(case.lengths)))
     model = case.toy(case.steps[0].isa, 1, max_rows=MAX_ROWS, num_pages=tables.num_pages)
     programs: dict[tuple[str, int], Program] = {}
-    ids, done = [case.tokens(sequence) for sequence in range(len(case.lengths))], list(case.shared)
+    ids = [case.tokens(sequence) for sequence in range(len(case.lengths))]
+    done = list(case.shared)
     for number, step in enumerate(case.steps):
         model.isa, model.threads = place = step.isa, step.threads
         if place not in programs:
@@ -213,7 +217,8 @@ class Tables:
 
     def __init__(self, case: Case, sequences: Sequence[int]) -> None:
         model = case.model
-        size, windows = model["page_size"], tuple(model["windows"])
+        size = model["page_size"]
+        windows = tuple(model["windows"])
         layout = KVLayout(len(windows), model["kv_heads"], model["head_dim"], model["kv"], size, windows)
         shared = {i: case.shared[i] // size if len(sequences) > 1 else 0 for i in sequences}
         own = {i: -(-case.lengths[i] // size) - shared[i] for i in sequences}
@@ -229,7 +234,8 @@ class Tables:
 
 
 def result(model: Toy, program: Program, index: int) -> bytes:
-    logits, maxima = program.view(model.logits)[index, :VOCAB], program.view(model.maxima)[index, : padded(VOCAB) // 32]
+    logits = program.view(model.logits)[index, :VOCAB]
+    maxima = program.view(model.maxima)[index, : padded(VOCAB) // 32]
     return bytes(logits.tobytes() + maxima.tobytes())
 
 
@@ -319,7 +325,9 @@ def report(case: Case, where: str) -> None:
 def campaign(seed: int, seconds: float) -> int:
     """Run cases for this time, and return the exit status."""
     print(f"seed {seed}, levels {', '.join(LEVELS)}", flush=True)
-    end, number, rows, used = time.monotonic() + seconds, 0, 0, set()
+    end = time.monotonic() + seconds
+    number = rows = 0
+    used = set()
     while time.monotonic() < end:
         case = random_case(seed, number)
         where = difference(case)

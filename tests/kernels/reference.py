@@ -163,8 +163,11 @@ def groups_of(experts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
 def rotate_halves(x: Array, rotary: Array) -> Array:
     """Apply the rotary embedding (Su et al., 2021) by halves to the first elements; `rotary` [.., dim]: cos | sin."""
     half = rotary.shape[-1] // 2
-    cosine, sine = rotary[..., :half], rotary[..., half:]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cosine = rotary[..., :half]
+    sine = rotary[..., half:]
+    a = x[..., :half]
+    b = x[..., half : 2 * half]
+    rest = x[..., 2 * half :]
     return np.concatenate([a * cosine - b * sine, b * cosine + a * sine, rest], axis=-1)
 
 
@@ -202,8 +205,11 @@ class ReferenceProgram:
     ) -> None:
         """Run the same step as `Program.run`."""
         counts = np.diff(row_start)
-        self.token_ids, self.sample_rows = token_ids, sample_rows
-        self.given_of, self.given, self.rotary = given_of, given, rotary
+        self.token_ids = token_ids
+        self.sample_rows = sample_rows
+        self.given_of = given_of
+        self.given = given
+        self.rotary = rotary
         self.sequence = np.repeat(np.arange(len(counts)), counts)
         self.position = first_position[self.sequence] + np.arange(len(token_ids)) - row_start[self.sequence]
         self.last_seen = self.position if last_seen is None else last_seen
@@ -222,7 +228,9 @@ class ReferenceProgram:
     ) -> None:
         """Run the same texts as `Program.run_texts`."""
         counts = np.diff(row_start)
-        self.token_ids, self.row_start, self.sample_rows = token_ids, row_start, row_start[1:] - 1
+        self.token_ids = token_ids
+        self.row_start = row_start
+        self.sample_rows = row_start[1:] - 1
         self.type_ids = np.zeros_like(token_ids) if type_ids is None else type_ids
         self.given_of = self.given = None
         self.rotary = rotary
@@ -311,7 +319,8 @@ class ReferenceProgram:
         return scaled
 
     def _route(self, op: RouteRows) -> None:
-        logits, top_k = self.regions[op.logits], op.routing.top_k
+        logits = self.regions[op.logits]
+        top_k = op.routing.top_k
         experts = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
         chosen = np.take_along_axis(logits, experts, axis=1)
         over_all = np.take_along_axis(softmax(logits), experts, axis=1)
@@ -346,7 +355,8 @@ class ReferenceProgram:
         """Return the queries [tokens, num_heads, head_dim] as they multiply the keys; store K and V in their pages."""
         q, k, v = self._rotated(op, op.norms_rows)
         for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
-            page, token = self.tables[op.group][sequence][position // self.page_size], position % self.page_size
+            page = self.tables[op.group][sequence][position // self.page_size]
+            token = position % self.page_size
             self.keys[op.layer, page, token] = as_key(k[row], self.kv_dtype)
             self.values[op.layer, page, token] = as_value(v[row], self.kv_dtype)
         return as_dtype(q.reshape(-1, op.head_dim), QUERY_DTYPES[self.kv_dtype]).reshape(q.shape)
@@ -378,7 +388,8 @@ class ReferenceProgram:
 
     def _ephemeral_attention(self, op: EphemeralAttention) -> None:
         q, k, v = self._rotated(op, norms_rows=False)
-        kv_dtype, group = op.pages.dtype, op.num_heads // op.num_kv_heads
+        kv_dtype = op.pages.dtype
+        group = op.num_heads // op.num_kv_heads
         q = as_dtype(q.reshape(-1, op.head_dim), QUERY_DTYPES[kv_dtype]).reshape(q.shape)
         keys = np.repeat(as_key(k.reshape(-1, op.head_dim), kv_dtype).reshape(k.shape), group, axis=1)
         values = np.repeat(as_value(v.reshape(-1, op.head_dim), kv_dtype).reshape(v.shape), group, axis=1)
@@ -402,7 +413,8 @@ class ReferenceProgram:
         for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
             oldest = max(0, position - op.window + 1) if op.window else 0
             seen = np.arange(oldest, self.last_seen[row] + 1)
-            pages, tokens = self.tables[op.group][sequence][seen // self.page_size], seen % self.page_size
+            pages = self.tables[op.group][sequence][seen // self.page_size]
+            tokens = seen % self.page_size
             assert pages.min() >= 0, "pages that a row sees are not released"
             keys = np.repeat(self.keys[op.layer, pages, tokens], op.num_heads // op.num_kv_heads, axis=1)
             values = np.repeat(self.values[op.layer, pages, tokens], op.num_heads // op.num_kv_heads, axis=1)

@@ -35,7 +35,8 @@ class Arena:
     """Regions one behind the other, and a program over them whose rows are those of an embedding."""
 
     def __init__(self, rows: int) -> None:
-        self.rows, self.nbytes = rows, 0
+        self.rows = rows
+        self.nbytes = 0
 
     def region(self, rows: int, columns: int, dtype: str = "f32") -> Region:
         region = Region(self.nbytes, rows, columns, dtype)
@@ -65,7 +66,8 @@ def run(program: Program, token_ids: np.ndarray) -> None:
 def routed(logits: np.ndarray, top_k: int, *, normalized: bool = True, threads: int = 2, isa: str | None = None):
     """RouteRows rows with these logits: return weights and places [rows, top_k], and groups [groups, 3]."""
     arena = Arena(len(logits))
-    x, routing = arena.region(*logits.shape), arena.routing(logits.shape[1], top_k)
+    x = arena.region(*logits.shape)
+    routing = arena.routing(logits.shape[1], top_k)
     program = arena.program([Embed(packed(logits, "f32"), x), RouteRows(x, routing, normalized)], threads, isa)
     run(program, np.arange(len(logits)))
     groups = program.view(routing.groups)
@@ -77,7 +79,8 @@ def routed(logits: np.ndarray, top_k: int, *, normalized: bool = True, threads: 
 def test_the_lower_index_wins_a_tie(isa):
     logits = np.zeros((4, 37), np.float32)
     logits[1, [5, 20, 36]] = 2
-    logits[2, 36], logits[2, 7] = 3, 1
+    logits[2, 36] = 3
+    logits[2, 7] = 1
     logits[3] = -np.arange(37)
     weights, places, groups = routed(logits, 2, isa=isa)
     assert groups == [[0, 0, 2], [1, 2, 4], [5, 4, 5], [7, 5, 6], [20, 6, 7], [36, 7, 8]]
@@ -120,7 +123,8 @@ def test_routing_has_the_same_bits_at_every_level_and_number_of_threads(normaliz
 def test_a_row_whose_logits_are_not_finite_has_nan_weights_and_valid_places(bad, normalized, isa):
     logits = RNG.standard_normal((5, 20)).astype(np.float32)
     clean, *_ = routed(logits, 3, normalized=normalized, isa=isa)
-    logits[1], logits[3, 19] = np.nan, bad
+    logits[1] = np.nan
+    logits[3, 19] = bad
     weights, places, _ = routed(logits, 3, normalized=normalized, isa=isa)
     assert np.isnan(weights[1]).all()
     assert np.isnan(weights[3]).any()
@@ -137,12 +141,16 @@ def test_many_rows_of_one_expert_are_groups_that_stay_in_cache():
     assert places[:102, 0].tolist() == [495, *range(99), 496, 99]
 
 
-HIDDEN, INNER, EXPERTS, TOP_K = 80, 41, 5, 2
+HIDDEN = 80
+INNER = 41
+EXPERTS = 5
+TOP_K = 2
 
 
 def mixture(rows: np.ndarray, dtype: str, token_ids: np.ndarray, threads: int = 2, isa: str | None = None):
     """Run rows through a mixture of experts; return it and the residual stream after it, [tokens, HIDDEN]."""
-    rng, arena = np.random.default_rng(4), Arena(len(rows))
+    rng = np.random.default_rng(4)
+    arena = Arena(len(rows))
     places = len(rows) * TOP_K
     router, gate_up, down = (
         [packed(rng.standard_normal(shape).astype(np.float32) / 9, kind) for _ in range(count)]
@@ -152,10 +160,13 @@ def mixture(rows: np.ndarray, dtype: str, token_ids: np.ndarray, threads: int = 
             ((HIDDEN, INNER), dtype, EXPERTS),
         ]
     )
-    x, normed = arena.region(len(rows), HIDDEN), arena.normed(len(rows), HIDDEN, INPUT_DTYPES[dtype])
-    logits, routing = arena.region(len(rows), EXPERTS), arena.routing(EXPERTS, TOP_K)
+    x = arena.region(len(rows), HIDDEN)
+    normed = arena.normed(len(rows), HIDDEN, INPUT_DTYPES[dtype])
+    logits = arena.region(len(rows), EXPERTS)
+    routing = arena.routing(EXPERTS, TOP_K)
     dispatched = arena.normed(places, HIDDEN, INPUT_DTYPES[dtype])
-    activated, out = arena.region(places, INNER, INPUT_DTYPES[dtype]), arena.region(places, HIDDEN)
+    activated = arena.region(places, INNER, INPUT_DTYPES[dtype])
+    out = arena.region(places, HIDDEN)
     ops = [
         Embed(packed(rows, "f32"), x, normed),
         Linear(replace(normed, data=x), router[0], None, logits, "store"),
@@ -226,7 +237,8 @@ def test_a_decoder_with_experts_matches_the_reference(toy, weights, experts, top
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "int8"), ("q4", "int8")])
 def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, isa):
-    prompt, table = tokens(150), pages(*range(7, 12))
+    prompt = tokens(150)
+    table = pages(*range(7, 12))
 
     def last_logits(chunk: int, threads: int) -> bytes:
         model = toy(weights=weights, kv=kv, experts=6, windows=(0, 0), isa=isa, threads=threads)

@@ -60,12 +60,15 @@ def test_the_twin_for_tests_is_preferred_to_scalar_alone():
 def test_a_thread_releases_its_tiles_when_a_step_ends():
     """The twin has the tiles of 256 threads, and ends the process for one more."""
     weight = PackedMatrix(32, 32, "bf16", map_memory(packed_nbytes(32, 32, "bf16")))
-    x, out = Region(0, 1, 32, "bf16"), Region(64, 1, 32, "f32")
-    layout, one = KVLayout(1, 1, 32), np.zeros(1, np.int32)
+    x = Region(0, 1, 32, "bf16")
+    out = Region(64, 1, 32, "f32")
+    layout = KVLayout(1, 1, 32)
+    one = np.zeros(1, np.int32)
     limits = {"max_rows": 1, "max_samples": 1, "max_sequences": 1, "vocab_size": 1}
     pages = np.zeros(layout.page_bytes, np.uint8)
     program = Program([Linear(x, weight, None, out, "store")], 192, pages, layout, 1, Pool(1), isa="amx-twin", **limits)
-    start, ended = np.array([0, 1], np.int32), []
+    start = np.array([0, 1], np.int32)
+    ended = []
 
     def run_a_step():
         program.run(one, start, one, one, start, one[:0])

@@ -9,7 +9,7 @@ from quire.pager.layout import KVLayout
 
 LN3 = float(np.log(3))
 LEVELS = supported_levels()
-MAX_ROWS, MAX_POSITIONS = 300, 300
+MAX_ROWS = MAX_POSITIONS = 300
 NUM_PAGES = 5  # pages of 64 tokens
 
 
@@ -52,7 +52,8 @@ def run(arena: Arena, ops: list, rows: int, out: Region, isa: str, *, kv="f32", 
         vocab_size=rows,
         isa=isa,
     )
-    ids, pages = np.arange(rows, dtype=np.int32), np.arange(NUM_PAGES, dtype=np.int32)
+    ids = np.arange(rows, dtype=np.int32)
+    pages = np.arange(NUM_PAGES, dtype=np.int32)
     starts = np.array([0, rows], np.int32), np.zeros(1, np.int32), pages, np.array([0, NUM_PAGES], np.int32)
     program.run(ids, *starts, np.array([rows - 1], np.int32))
     return program.view(out)[:rows, : out.columns]
@@ -62,9 +63,12 @@ def run(arena: Arena, ops: list, rows: int, out: Region, isa: str, *, kv="f32", 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "q8"])
 def test_linear(dtype, isa):
     """All numbers are exact in every dtype: each row and column has a 127, so the scales of q8 are 1."""
-    x, weight = [[127, 2, -3], [1, -127, 0]], [[127, 1, 0], [-5, 127, 1]]
+    x = [[127, 2, -3], [1, -127, 0]]
+    weight = [[127, 1, 0], [-5, 127, 1]]
     arena = Arena()
-    rows, converted, y = arena.region(3), arena.region(3, dtype), arena.region(2)
+    rows = arena.region(3)
+    converted = arena.region(3, dtype)
+    y = arena.region(2)
     bias = np.array([0.5, -1], np.float32)
     ops = [
         Embed(packed(x), rows),
@@ -78,7 +82,9 @@ def test_linear(dtype, isa):
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "q8"])
 def test_columns_change_places(dtype, isa):
     arena = Arena()
-    rows, converted, y = arena.region(35), arena.region(35, dtype), arena.region(35)
+    rows = arena.region(35)
+    converted = arena.region(35, dtype)
+    y = arena.region(35)
     order = np.arange(35)[::-1].astype(np.int32)
     ops = [
         Embed(packed([np.arange(93, 128), np.arange(127, 92, -1)]), rows),
@@ -92,7 +98,8 @@ def test_columns_change_places(dtype, isa):
 @pytest.mark.parametrize("order", [[0, 1, 1], [0, 1], [0, 1, 3], [-1, 0, 1], [[0, 1, 2]]])
 def test_an_order_has_each_column_once(order):
     arena = Arena()
-    rows, converted = arena.region(3), arena.region(3)
+    rows = arena.region(3)
+    converted = arena.region(3)
     ops = [Embed(packed([[1, 2, 3]]), rows), Convert(rows, converted, np.array(order, np.int32))]
     with pytest.raises(ValueError, match="each of 3 columns once"):
         run(arena, ops, 1, converted, None)
@@ -102,7 +109,9 @@ def test_an_order_has_each_column_once(order):
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "q8"])
 def test_linear_adds_to_its_output(dtype, isa):
     arena = Arena()
-    rows, converted, y = arena.region(2), arena.region(2, dtype), arena.region(2)
+    rows = arena.region(2)
+    converted = arena.region(2, dtype)
+    y = arena.region(2)
     ops = [
         Embed(packed([[127, 1]]), rows),
         Convert(rows, converted),
@@ -117,7 +126,9 @@ def test_linear_adds_to_its_output(dtype, isa):
 def test_rms_norm(dtype, isa):
     """sqrt((1 + 49 + 49 + 1) / 4) = 5. The norm's weights are 5, 10, 5, 5."""
     arena = Arena()
-    rows, normed, y = arena.region(4), arena.normed(4, [5, 10, 5, 5], dtype), arena.region(4)
+    rows = arena.region(4)
+    normed = arena.normed(4, [5, 10, 5, 5], dtype)
+    y = arena.region(4)
     ops = [
         Embed(packed([[1, 7, -7, 1]]), rows, normed),
         Linear(normed, packed(np.eye(4) * 127, dtype), None, y, "store"),
@@ -134,7 +145,8 @@ def gated(epilogue, gates, ups, isa):
         column[: len(values), 0] = values
         weight.fill(column, interleave=interleave)
     arena = Arena()
-    rows, y = arena.region(1), arena.region(32)
+    rows = arena.region(1)
+    y = arena.region(32)
     ops = [Embed(packed([[1]]), rows), Linear(rows, weight, None, y, epilogue)]
     return run(arena, ops, 1, y, isa)[0, : len(gates)]
 
@@ -154,7 +166,9 @@ def test_geglu(isa):
 @pytest.mark.parametrize("isa", LEVELS)
 def test_exact_geglu(isa):
     """gelu(1) = 0.8413447, gelu(-1) = gelu(1) - 1, by the error function; it ends before 6."""
-    gates, ups, want = [0, 1, -1, 6, -9], [5, 2, 1, 1, 1], [0, 1.6826895, -0.1586553, 6, 0]
+    gates = [0, 1, -1, 6, -9]
+    ups = [5, 2, 1, 1, 1]
+    want = [0, 1.6826895, -0.1586553, 6, 0]
     assert gated("geglu_exact", gates, ups, isa) == pytest.approx(want, abs=1e-6)
 
 
@@ -170,7 +184,8 @@ def test_exact_geglu(isa):
 )
 def test_functions_of_results(epilogue, want, isa):
     arena = Arena()
-    rows, y = arena.region(1), arena.region(4)
+    rows = arena.region(1)
+    y = arena.region(4)
     ops = [Embed(packed([[1]]), rows), Linear(rows, packed([[0], [1], [-1], [9]]), None, y, epilogue)]
     assert run(arena, ops, 1, y, isa)[0] == pytest.approx(want, abs=1e-6)
 
@@ -178,7 +193,8 @@ def test_functions_of_results(epilogue, want, isa):
 @pytest.mark.parametrize("isa", LEVELS)
 def test_clamped_swiglu(isa):
     """gate / (1 + exp(-1.702 gate)) * (up + 1), where a gate of 9 is 7 and up is -7 to 7; a gate of -9 stays."""
-    gates, ups = [0, 1, -1, 9, -9, 1, 1], [5, 2, 2, 1, 1, 9, -9]
+    gates = [0, 1, -1, 9, -9, 1, 1]
+    ups = [5, 2, 2, 1, 1, 9, -9]
     sigmoid_of_1 = 1 / (1 + np.exp(-1.702))
     want = [0, 3 * sigmoid_of_1, -3 * (1 - sigmoid_of_1), 13.999906, -4.01e-6, 8 * sigmoid_of_1, -6 * sigmoid_of_1]
     assert gated("swiglu_clamped", gates, ups, isa) == pytest.approx(want, abs=2e-6)
@@ -194,7 +210,8 @@ def test_a_gate_and_a_value_that_are_not_finite_stay_so(epilogue, isa):
 def test_results_are_scaled_then_capped(isa):
     """2 tanh((2 * 1 + 2) / 2 / 2) = 2 tanh(1); an embedding of 1 has the scale 2."""
     arena = Arena()
-    rows, y = arena.region(1), arena.region(2)
+    rows = arena.region(1)
+    y = arena.region(2)
     bias = np.array([2, -200], np.float32)
     ops = [
         Embed(packed([[1]]), rows, scale=2.0),
@@ -207,7 +224,10 @@ def test_results_are_scaled_then_capped(isa):
 def test_the_norm_of_a_branch_is_added(isa):
     """sqrt((1 + 49 + 49 + 1) / 4) = 5, and the norm's weights are 5, 10, 5, 5; the next norm's are 1."""
     arena = Arena()
-    branch, rows, normed, y = arena.region(4), arena.region(4), arena.normed(4, [1, 1, 1, 1], "f32"), arena.region(4)
+    branch = arena.region(4)
+    rows = arena.region(4)
+    normed = arena.normed(4, [1, 1, 1, 1], "f32")
+    y = arena.region(4)
     ops = [
         Embed(packed([[1, 7, -7, 1]]), branch),
         Embed(packed([[1, 0, 3, 0]]), rows),
@@ -223,7 +243,8 @@ def attend(qkv, isa, *, kv="f32", rotary=None, q_norm=None, window=0, scale=1.0,
     """Attention over rows of [queries, key, value] with head_dim 2, without rotation unless `rotary` is given."""
     qkv = np.array(qkv, np.float32)
     arena = Arena()
-    rows, out = arena.region(qkv.shape[1]), arena.region(heads * 2)
+    rows = arena.region(qkv.shape[1])
+    out = arena.region(heads * 2)
     table = np.tile(np.array([1, 0], np.float32), (MAX_POSITIONS, 1)) if rotary is None else np.float32(rotary)
     norm = None if q_norm is None else np.array(q_norm, np.float32)
     ops = [
@@ -320,7 +341,8 @@ def test_equal_keys_give_the_mean_of_all_visible_values(window, mean, kv, isa):
 @pytest.mark.parametrize("isa", LEVELS)
 def test_gather_takes_the_rows_that_sample(isa):
     arena = Arena()
-    rows, sampled = arena.region(2), arena.region(2)
+    rows = arena.region(2)
+    sampled = arena.region(2)
     ops = [Embed(packed([[1, 2], [3, 4], [5, 6]]), rows), Gather(rows, sampled)]
     assert run(arena, ops, 3, sampled, isa)[0].tolist() == [5, 6]
 
@@ -338,7 +360,8 @@ def test_packing_rounds_to_nearest():
 def draw(logits, isa, **settings):
     """Sample one row; `settings` are fields of ROW."""
     row = np.zeros(1, ROW)
-    row["temperature"], row["top_p"], row["repetition_penalty"], row["logprobs"] = 1, 1, 1, -1
+    row["temperature"] = row["top_p"] = row["repetition_penalty"] = 1
+    row["logprobs"] = -1
     for field, value in settings.items():
         row[field] = value
     stride = -(-len(logits) // 32) * 32

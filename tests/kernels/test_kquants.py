@@ -32,7 +32,9 @@ def blocks_matrix(parts: list[tuple[str, np.ndarray]], columns: int) -> PackedMa
 def multiply(x: np.ndarray, weight: PackedMatrix, isa: str | None = None, threads: int = 2, epilogue: str = "store"):
     """Return the rows x, rounded to q8, times the weight: by the kernels and by the reference."""
     columns = weight.out_features // 2 if epilogue == "swiglu" else weight.out_features
-    rows, offset, regions = len(x), 0, []
+    rows = len(x)
+    offset = 0
+    regions = []
     for width, dtype in [(weight.in_features, "f32"), (weight.in_features, "q8"), (columns, "f32")]:
         regions.append(Region(offset, rows, width, dtype))
         offset += region_nbytes(rows, width, dtype)
@@ -47,7 +49,9 @@ def multiply(x: np.ndarray, weight: PackedMatrix, isa: str | None = None, thread
     sizes = {"max_rows": rows, "max_samples": 1, "max_sequences": 1, "vocab_size": rows}
     program = Program(ops, offset, aligned_bytes(4 * layout.page_bytes), layout, 4, Pool(threads), isa=isa, **sizes)
     reference = ReferenceProgram(ops, "f32", 64, 4)
-    ids, ends, pages = np.arange(rows, dtype=np.int32), np.array([0, 1], np.int32), np.arange(4, dtype=np.int32)
+    ids = np.arange(rows, dtype=np.int32)
+    ends = np.array([0, 1], np.int32)
+    pages = np.arange(4, dtype=np.int32)
     for run in (program, reference):
         run.run(ids, ends * rows, np.zeros(1, np.int32), pages, ends * 4, np.zeros(0, np.int32))
     return program.view(regions[2])[:, :columns].copy(), reference.regions[regions[2]]

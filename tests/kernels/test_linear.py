@@ -11,7 +11,8 @@ from tests.kernels.reference import ReferenceProgram
 LEVELS = supported_levels()
 DTYPES = ["f32", "bf16", "q8", "q4"]
 TOLERANCE = {"f32": 1e-6, "bf16": 2e-3, "q8": 5e-3, "q4": 5e-3}
-COLUMNS, OUT = 80, 41
+COLUMNS = 80
+OUT = 41
 RNG = np.random.default_rng(5)
 WEIGHT = RNG.normal(0, 1, (OUT, COLUMNS)).astype(np.float32)
 NORM = RNG.uniform(0.5, 2, COLUMNS).astype(np.float32)
@@ -32,7 +33,9 @@ def norm_then_linear(x, dtype, isa=None, bias=None, threads=2, norm=True):
 
     The rows are an f32 embedding, one token each.
     """
-    rows, offset, regions = len(x), 0, []
+    rows = len(x)
+    offset = 0
+    regions = []
     for columns, kind in [(COLUMNS, "f32"), (COLUMNS, INPUT_DTYPES[dtype]), (3, "f32"), (OUT, "f32"), (2, "f32")]:
         regions.append(Region(offset, rows, columns, kind))
         offset += region_nbytes(rows, columns, kind)
@@ -47,7 +50,8 @@ def norm_then_linear(x, dtype, isa=None, bias=None, threads=2, norm=True):
     memory = np.zeros(16 * layout.page_bytes, np.uint8)
     program = Program(ops, offset, memory, layout, 16, Pool(threads), isa=isa, **limits)
     reference = ReferenceProgram(ops, "f32", 64, 16)
-    ids, pages = np.arange(rows, dtype=np.int32), np.arange(16, dtype=np.int32)
+    ids = np.arange(rows, dtype=np.int32)
+    pages = np.arange(16, dtype=np.int32)
     for run in (program, reference):
         starts = np.array([0, rows], np.int32), np.zeros(1, np.int32), pages, np.array([0, 16], np.int32)
         run.run(ids, *starts, np.zeros(0, np.int32))

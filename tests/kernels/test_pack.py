@@ -40,17 +40,21 @@ def q4_by_numpy(w: np.ndarray) -> np.ndarray:
     blocks[:, :k] = w
     blocks = blocks.reshape(-1, 32)
     most, least = np.maximum(blocks.max(axis=1), 0), np.minimum(blocks.min(axis=1), 0)
-    top, plain = np.maximum(most, -least), np.where(-least < most, most, least) / np.float32(-8)
-    gain, scale = np.full(len(blocks), -1, np.float32), plain.copy()
+    top = np.maximum(most, -least)
+    plain = np.where(-least < most, most, least) / np.float32(-8)
+    gain = np.full(len(blocks), -1, np.float32)
+    scale = plain.copy()
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         for size in np.arange(5, 9, 0.25, dtype=np.float32):
             for inverse in (size / top, -(size / top)):
                 q = nearest_q4(blocks, inverse)
-                product, square = ordered_sum(blocks * q), ordered_sum(q * q)
+                product = ordered_sum(blocks * q)
+                square = ordered_sum(q * q)
                 better = product / square * product > gain
                 gain = np.where(better, product / square * product, gain)
                 scale = np.where(better, product / square, scale)
-    (searched, off), (absmax, absmax_off) = rounded_q4(blocks, scale), rounded_q4(blocks, plain)
+    (searched, off) = rounded_q4(blocks, scale)
+    (absmax, absmax_off) = rounded_q4(blocks, plain)
     return np.where((off < absmax_off)[:, None], searched, absmax).reshape(n, -1)[:, :k]
 
 
@@ -155,7 +159,9 @@ def test_the_scale_of_q4_is_never_worse_than_the_plain_one(shape):
 
 def test_q4_fills_columns_of_any_start_and_from_two_sources():
     w = np.random.default_rng(0).standard_normal((75, 70)).astype(np.float32)
-    together, apart, pair = matrix(80, 70, "q4"), matrix(80, 70, "q4"), matrix(160, 70, "q4")
+    together = matrix(80, 70, "q4")
+    apart = matrix(80, 70, "q4")
+    pair = matrix(160, 70, "q4")
     together.fill(w, start=5)
     for row in range(0, 75, 7):
         apart.fill(w[row : row + 7], start=5 + row)

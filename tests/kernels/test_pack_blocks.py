@@ -51,10 +51,12 @@ def test_a_dtype_with_the_same_numbers_keeps_every_bit(ggml_type, rows, count, s
 
 @pytest.mark.parametrize("ggml_type", KEPT)
 def test_blocks_fill_columns_of_any_start_and_from_two_sources(ggml_type):
-    columns, dtype = 2 * BLOCKS[ggml_type][0], BLOCK_DTYPES[ggml_type]
+    columns = 2 * BLOCKS[ggml_type][0]
+    dtype = BLOCK_DTYPES[ggml_type]
     rng = np.random.default_rng(2)
     first, second = (random_blocks(rng, ggml_type, 75, columns) for _ in range(2))
-    apart, pair = matrix(80, columns, dtype), matrix(160, columns, dtype)
+    apart = matrix(80, columns, dtype)
+    pair = matrix(160, columns, dtype)
     for row in range(0, 75, 7):
         apart.fill_blocks(first[row : row + 7], ggml_type, start=5 + row)
     assert np.array_equal(apart.unpack()[5:], dequantize(first, ggml_type))
@@ -71,7 +73,8 @@ def test_another_dtype_has_the_widened_values_rounded(ggml_type, dtype):
     if BLOCK_DTYPES.get(ggml_type) == dtype:
         return
     blocks = random_blocks(np.random.default_rng(3), ggml_type, 150, 256)
-    packed, rounded = matrix(150, 256, dtype), matrix(150, 256, dtype)
+    packed = matrix(150, 256, dtype)
+    rounded = matrix(150, 256, dtype)
     packed.fill_blocks(blocks, ggml_type)
     rounded.fill(dequantize(blocks, ggml_type))
     assert packed.unpack().tobytes() == rounded.unpack().tobytes()
@@ -80,7 +83,8 @@ def test_another_dtype_has_the_widened_values_rounded(ggml_type, dtype):
 @pytest.mark.parametrize("ggml_type", ["Q4_1", "Q5_1", "Q6_K"])
 def test_blocks_that_are_quantized_again_fill_columns_of_any_start(ggml_type):
     blocks = random_blocks(np.random.default_rng(5), ggml_type, 75, 512)
-    packed, rounded = matrix(80, 512, "q8"), matrix(75, 512, "q8")
+    packed = matrix(80, 512, "q8")
+    rounded = matrix(75, 512, "q8")
     for row in range(0, 75, 7):
         packed.fill_blocks(blocks[row : row + 7], ggml_type, start=5 + row)
     rounded.fill(dequantize(blocks, ggml_type))
@@ -93,7 +97,8 @@ def test_blocks_with_any_scale_are_quantized_as_their_numbers_are(ggml_type, sca
     blocks = random_blocks(np.random.default_rng(6), ggml_type, 3, 96).reshape(-1, BLOCKS[ggml_type][1])
     blocks[4, :2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
     blocks[5, 2:4] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
-    packed, rounded = matrix(3, 96, "q8"), matrix(3, 96, "q8")
+    packed = matrix(3, 96, "q8")
+    rounded = matrix(3, 96, "q8")
     packed.fill_blocks(blocks.reshape(3, -1), ggml_type)
     with np.errstate(invalid="ignore"):
         rounded.fill(dequantize(blocks.reshape(3, -1), ggml_type))

@@ -51,7 +51,9 @@ class OneLayer:
 
     def __init__(self, threads: int, epilogue: str) -> None:
         weight, self.weights = packed(WEIGHT)
-        regions, end, out = [], 0, OUT // 2 if epilogue == "swiglu" else OUT
+        regions = []
+        end = 0
+        out = OUT // 2 if epilogue == "swiglu" else OUT
         for columns, dtype in [(WIDTH, "f32"), (WIDTH, "q8"), (WIDTH // 32, "f32"), (out, "f32")]:
             regions.append(Region(end, ROWS, columns, dtype))
             end += region_nbytes(ROWS, columns, dtype)
@@ -101,7 +103,8 @@ def test_other_workers_compute_the_block_of_one_that_is_held_up(tmp_path, thread
 @pytest.mark.parametrize("threads", [3, 12, 13, 64])
 def test_many_short_steps_on_more_threads_than_cpus_keep_the_bits(threads):
     """12 blocks: more than threads, as many, fewer."""
-    expected, layer = OneLayer(1, "store"), OneLayer(threads, "store")
+    expected = OneLayer(1, "store")
+    layer = OneLayer(threads, "store")
     expected.run()
     for _ in range(100):
         layer.program.view(layer.y)[:] = np.nan

@@ -100,7 +100,8 @@ def test_any_width_with_biases_matches_the_reference(toy, weights, hidden, inter
 )
 @pytest.mark.parametrize("window", [0, 100])
 def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, unusual, isa):
-    prompt, table = tokens(300), pages(*range(7, 17))
+    prompt = tokens(300)
+    table = pages(*range(7, 17))
 
     def last_logits(chunk: int) -> bytes:
         model = toy(weights=weights, kv=kv, windows=(window,), unusual=unusual, isa=isa)
@@ -129,7 +130,8 @@ def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, unusu
 def test_same_bits_in_any_batch_composition(toy, weights, kv, unusual, isa):
     """A sequence alone, and in the middle of 1 to 32 others."""
     alone = toy(weights=weights, kv=kv, unusual=unusual, isa=isa)
-    prompt, table = tokens(40), pages(9, 2)
+    prompt = tokens(40)
+    table = pages(9, 2)
     alone.run((prompt[:39], 0, table))
     want = alone.run((prompt[39:], 39, table))[0].tobytes()
     for others in (1, 2, 5, 6, 7, 32):
@@ -145,14 +147,17 @@ def test_same_bits_in_any_batch_composition(toy, weights, kv, unusual, isa):
 @pytest.mark.parametrize("unusual", [False, True])
 @pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "q4"])
 def test_same_bits_on_any_number_of_threads(toy, weights, unusual, isa):
-    prompt, table, options = tokens(150), pages(*range(5)), {"weights": weights, "kv": "bf16", "unusual": unusual}
+    prompt = tokens(150)
+    table = pages(*range(5))
+    options = {"weights": weights, "kv": "bf16", "unusual": unusual}
     results = {toy(isa=isa, threads=n, **options).run((prompt, 0, table)).tobytes() for n in (1, 2, 3)}
     assert len(results) == 1
 
 
 @pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("q8", "int8"), ("q4", "int8")])
 def test_same_bits_at_every_level_with_every_option_of_the_ops(toy, weights, kv):
-    prompt, table = tokens(150), pages(*range(5))
+    prompt = tokens(150)
+    table = pages(*range(5))
     options = {"weights": weights, "kv": kv, "unusual": True, "bias": True}
     assert len({toy(isa=isa, **options).run((prompt, 0, table)).tobytes() for isa in LEVELS}) == 1
 
@@ -162,7 +167,8 @@ def test_same_bits_at_every_level_with_every_option_of_the_ops(toy, weights, kv)
 @pytest.mark.parametrize("window", [0, 300])
 def test_same_bits_when_the_splits_of_a_long_sequence_are_partitioned(toy, window, kv, isa):
     """Alone on several threads, a split is a unit of work; in a wide batch or on one thread, a whole head is."""
-    prompt, table = tokens(602), pages(*range(20))
+    prompt = tokens(602)
+    table = pages(*range(20))
 
     def decoded(threads: int, others: int) -> list[bytes]:
         model = toy(weights="f32", kv=kv, windows=(window,), isa=isa, threads=threads)
@@ -245,7 +251,8 @@ def test_a_page_may_be_released_before_the_first_tile_that_a_row_sees(toy, page_
 @pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
 def test_every_page_size_has_the_same_bits_in_any_pages_and_matches_the_reference(toy, kv, isa):
     """The last tile has three pages of 16 tokens, the last one a row and then two. The reference has such pages."""
-    prompt, results = tokens(99), set()
+    prompt = tokens(99)
+    results = set()
     for size, table in ((16, range(40, 33, -1)), (32, range(4)), (64, (9, 0))):
         model = toy(weights="f32", kv=kv, page_size=size, isa=isa)
         logits = []
@@ -283,7 +290,8 @@ def test_a_key_or_value_that_is_not_finite_gives_no_number(toy, monkeypatch, pla
 
 def test_a_page_full_of_stale_numbers_changes_nothing(toy):
     """Pages are not cleared when they change owners; the kernel that writes slot 0 clears the page."""
-    used, fresh = toy(kv="bf16"), toy(kv="bf16")
+    used = toy(kv="bf16")
+    fresh = toy(kv="bf16")
     used.run((tokens(64, 5) * 0 + 3, 0, pages(1, 2)))
     prompt = tokens(37)
     assert used.run((prompt, 0, pages(2, 1))).tobytes() == fresh.run((prompt, 0, pages(2, 1))).tobytes()
@@ -292,7 +300,8 @@ def test_a_page_full_of_stale_numbers_changes_nothing(toy):
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "q4"])
 def test_a_row_that_is_not_finite_changes_no_other(toy, weights, isa):
-    poisoned, clean = toy(weights=weights, kv="bf16", isa=isa), toy(weights=weights, kv="bf16", isa=isa)
+    poisoned = toy(weights=weights, kv="bf16", isa=isa)
+    clean = toy(weights=weights, kv="bf16", isa=isa)
     other = (tokens(20), 0, pages(4))
     want = clean.run(other)[0].tobytes()
     poisoned.run((tokens(20, 3), 0, pages(5)))
@@ -308,7 +317,8 @@ def test_a_row_that_is_not_finite_changes_no_other(toy, weights, isa):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_nan_left_in_a_workspace_by_one_step_does_not_reach_the_next_step(toy, threads, weights, kv, isa):
     """Before each step of one request another request fills every buffer of the workers and of the arena with NaN."""
-    prompt, table = tokens(602), pages(*range(19))
+    prompt = tokens(602)
+    table = pages(*range(19))
     chunks = [(0, 150), (150, 300), (300, 301), (301, 450), (450, 600), (600, 601), (601, 602)]
 
     def logits(poison: bool) -> list[bytes]:
@@ -429,7 +439,8 @@ def test_attention_must_fit_the_layer_groups(toy, changes, complaint):
 def test_a_program_that_cannot_be_shared_out_is_refused(toy):
     """A worker counts up to 16 million items of a linear layer, and 65,535 ops of a step."""
     model = toy()
-    model.ops, model.max_rows = [op for op in model.ops if isinstance(op, Linear)][:1], 192 << 24
+    model.ops = [op for op in model.ops if isinstance(op, Linear)][:1]
+    model.max_rows = 192 << 24
     with pytest.raises(ValueError, match="3221225472 rows of 8 blocks are more than 16777215 items"):
         model.bind()
     model.ops *= 1 << 16
@@ -465,7 +476,8 @@ def test_given_rows_take_the_place_of_embeddings(toy, weights, isa):
 
 @pytest.mark.parametrize("isa", LEVELS)
 def test_same_bits_at_every_chunking_of_given_rows(toy, isa):
-    given, ids = np.random.default_rng(3).standard_normal((40, 64)).astype(np.float32), tokens(60)
+    given = np.random.default_rng(3).standard_normal((40, 64)).astype(np.float32)
+    ids = tokens(60)
     given_of = np.concatenate([np.full(10, -1), np.arange(40), np.full(10, -1)]).astype(np.int32)
 
     def last_logits(chunk: int) -> bytes:
@@ -510,7 +522,8 @@ def with_level(model, level: int = 1):
 @pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
 def test_given_rows_of_a_level_are_added(toy, weights, isa):
     """Rows without one keep the bits that they have without the op."""
-    model, plain = with_level(toy(weights=weights, hidden=50, isa=isa)), toy(weights=weights, hidden=50, isa=isa)
+    model = with_level(toy(weights=weights, hidden=50, isa=isa))
+    plain = toy(weights=weights, hidden=50, isa=isa)
     given = np.random.default_rng(3).standard_normal((4, 100)).astype(np.float32)
     step = model.step((tokens(4), 0, pages(2)), (tokens(3, 1), 0, pages(5)))
     arguments = {"given_of": np.array([-1, 2, 0, 1, -1, -1, -1], np.int32), "given": given}
@@ -553,7 +566,8 @@ def rotary_rows(model, rows: int, seed: int = 4) -> np.ndarray:
 @pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "int8")])
 def test_rotary_rows_take_the_place_of_those_of_positions(toy, weights, kv, isa):
     """A prompt in two chunks, then a decode row beside another sequence's chunk."""
-    model, plain = toy(weights=weights, kv=kv, isa=isa), toy(weights=weights, kv=kv, isa=isa)
+    model = toy(weights=weights, kv=kv, isa=isa)
+    plain = toy(weights=weights, kv=kv, isa=isa)
     table_a, table_b = pages(9, 8, 7), pages(3, 4)
     ids = tokens(70)
     steps = [
@@ -621,7 +635,8 @@ def test_rows_that_see_later_ones_match_the_reference(toy, kv, window, isa):
         step = model.step(*parts)
         model.program.run(**step, last_seen=np.concatenate(seen))
         model.reference.run(**step, last_seen=np.concatenate(seen))
-        got, want = model.program.view(model.logits)[:2, :333], model.reference.regions[model.logits]
+        got = model.program.view(model.logits)[:2, :333]
+        want = model.reference.regions[model.logits]
         assert np.abs(got - want).max() <= tolerance("f32", kv) * np.ptp(want)
 
 
@@ -629,8 +644,11 @@ def test_rows_that_see_later_ones_match_the_reference(toy, kv, window, isa):
 @pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("q8", "int8"), ("bf16", "bf16")])
 def test_same_bits_at_every_chunking_around_rows_that_see_later_ones(toy, weights, kv, isa):
     """A sequence with a run, in chunks that do not divide it, and another one beside it."""
-    ids, other = tokens(250), tokens(20, 3)
-    table, other_table, run = pages(*range(7, 15)), pages(20), (50, 150)
+    ids = tokens(250)
+    other = tokens(20, 3)
+    table = pages(*range(7, 15))
+    other_table = pages(20)
+    run = (50, 150)
     model = toy(weights=weights, kv=kv, windows=(100,), isa=isa)
     alone = model.run((other, 0, other_table)).tobytes()
 

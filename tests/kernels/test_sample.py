@@ -5,7 +5,8 @@ import pytest
 from quire.kernels import Pool, Sampler, supported_levels
 from quire.kernels.sample import ADJUSTMENT, ROW, philox
 
-VOCAB, STRIDE = 1000, 1024
+VOCAB = 1000
+STRIDE = 1024
 LEVELS = supported_levels()
 
 
@@ -194,7 +195,9 @@ def test_penalties_change_a_logit_by_the_published_formulas(adjustment, settings
     token = adjustment[0]
     for rival, winner in ((expected - 0.01, token), (expected + 0.01, 700)):
         logits = np.full((1, VOCAB), -100, np.float32)
-        logits[0, 10], logits[0, 11], logits[0, 700] = 4, -4, rival
+        logits[0, 10] = 4
+        logits[0, 11] = -4
+        logits[0, 700] = rival
         if token == 11:
             logits[0, 10] = -100
         assert draw(logits, [row(num_adjustments=1, **settings)], [adjustment])[0][0] == winner

@@ -19,7 +19,8 @@ def text(n: int, seed: int = 0) -> np.ndarray:
 
 def close(encoder: Encoder, *texts: np.ndarray) -> bool:
     types = text(sum(map(len, texts)), 5) % TYPES
-    got, want = encoder.run(*texts, types=types), encoder.run_reference(*texts, types=types)
+    got = encoder.run(*texts, types=types)
+    want = encoder.run_reference(*texts, types=types)
     return bool(np.abs(got - want).max() <= TOLERANCE[encoder.weights if encoder.kv == "f32" else "q8"])
 
 
@@ -65,7 +66,8 @@ def test_long_texts_see_both_sides_of_their_window(window, kv):
 )
 def test_a_text_has_the_same_bits_among_any_others_and_on_any_number_of_threads(weights, kv, more, isa):
     options = {"weights": weights, "kv": kv, "windows": (0, 20), "isa": isa, **more}
-    encoder, one_thread = Encoder(**options), Encoder(**options, threads=1)
+    encoder = Encoder(**options)
+    one_thread = Encoder(**options, threads=1)
     mine = text(130, 1)
     alone = encoder.run(mine)[0].tobytes()
     assert one_thread.run(mine)[0].tobytes() == alone
@@ -88,7 +90,9 @@ def test_an_encoder_has_the_same_bits_at_every_level(epilogue, weights, kv, more
 def test_a_batch_that_advances_by_ranges_of_ops_has_the_same_bits(kv):
     encoder = Encoder(kv=kv)
     texts = [text(70, 1), text(12, 2)]
-    want, step, num_ops = encoder.run(*texts), encoder.step(*texts), len(encoder.ops)
+    want = encoder.run(*texts)
+    step = encoder.step(*texts)
+    num_ops = len(encoder.ops)
     for first in range(num_ops):
         encoder.program.run_texts(*step, None, first, first + 1)
     assert encoder.program.view(encoder.vectors)[:2, : encoder.hidden].tobytes() == want.tobytes()
@@ -101,7 +105,9 @@ def test_ops_in_parts_have_the_same_bits(weights, kv, threads, parts):
     """Parts may have no item at all, or some that store keys and some that attend to them."""
     encoder = Encoder(weights=weights, kv=kv, windows=(0, 9), threads=threads, rotates=True)
     texts = [text(300, 1), text(1, 2), text(130, 3), text(1, 4)]
-    want, step, step_size = encoder.run(*texts), encoder.step(*texts), max(1, parts // 7)
+    want = encoder.run(*texts)
+    step = encoder.step(*texts)
+    step_size = max(1, parts // 7)
     encoder.run(text(700, 9))
     for op in range(len(encoder.ops)):
         for part in range(0, parts, step_size):
@@ -112,7 +118,8 @@ def test_ops_in_parts_have_the_same_bits(weights, kv, threads, parts):
 
 def test_a_part_computes_its_rows_and_no_others():
     encoder = Encoder(post_norm=False)
-    step, embedded = encoder.step(text(100)), encoder.ops[0].out
+    step = encoder.step(text(100))
+    embedded = encoder.ops[0].out
     encoder.program.view(embedded).fill(np.nan)
     encoder.program.run_texts(*step, None, 0, 1, part=(1, 3, 4))
     done = ~np.isnan(encoder.program.view(embedded)[:, 0])
@@ -147,7 +154,8 @@ def test_no_op_reads_what_the_arena_held_before(weights):
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("kind", ["layer", "rms", "l2"])
 def test_norms_of_zeros_are_finite_and_those_that_overflow_are_nan(kind, isa):
-    source, out = Region(0, 3, 48, "f32"), Region(region_nbytes(3, 48, "f32"), 3, 48, "f32")
+    source = Region(0, 3, 48, "f32")
+    out = Region(region_nbytes(3, 48, "f32"), 3, 48, "f32")
     op = NormRows(source, kind, None if kind == "l2" else np.ones(48, np.float32), None, 1e-12, out)
     program = Program(
         [op], 2 * region_nbytes(3, 48, "f32"), None, None, 0, Pool(1), max_rows=3, max_samples=3, max_sequences=3,

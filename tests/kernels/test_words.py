@@ -28,7 +28,8 @@ def as_stored(words, outputs_are_columns):
     seed=st.integers(0, 99),
 )
 def test_blocks_have_the_numbers_scales_and_zero_points(ggml_type, rows, blocks, num_groups, outputs_are_columns, seed):
-    rng, bits = np.random.default_rng(seed), BITS[ggml_type]
+    rng = np.random.default_rng(seed)
+    bits = BITS[ggml_type]
     numbers = rng.integers(0, 1 << bits, (rows, blocks * 32))
     groups = rng.integers(0, num_groups, blocks).astype(np.int32)
     scales = rng.standard_normal((rows, num_groups)).astype(np.float16)
@@ -50,7 +51,8 @@ def test_blocks_have_the_numbers_scales_and_zero_points(ggml_type, rows, blocks,
 )
 def test_numbers_of_any_groups_are_widened(bits, rows, inputs, outputs_are_columns, seed):
     rng = np.random.default_rng(seed)
-    numbers, groups = rng.integers(0, 1 << bits, (rows, inputs)), rng.integers(0, 3, inputs).astype(np.int32)
+    numbers = rng.integers(0, 1 << bits, (rows, inputs))
+    groups = rng.integers(0, 3, inputs).astype(np.int32)
     scales = rng.standard_normal((rows, 3)).astype(np.float32)
     zeros = rng.integers(0, 1 << bits, (rows, 3)).astype(np.uint8)
     found = widen_words(as_stored(pack(numbers, bits), outputs_are_columns), bits, scales, zeros, groups)
@@ -66,8 +68,10 @@ def test_numbers_of_any_groups_are_widened(bits, rows, inputs, outputs_are_colum
     seed=st.integers(0, 99),
 )
 def test_numbers_change_places(bits, rows, words, outputs_are_columns, seed):
-    rng, inputs = np.random.default_rng(seed), words * 32 // bits
-    numbers, order = rng.integers(0, 1 << bits, (rows, inputs)), rng.permutation(inputs).astype(np.int32)
+    rng = np.random.default_rng(seed)
+    inputs = words * 32 // bits
+    numbers = rng.integers(0, 1 << bits, (rows, inputs))
+    order = rng.permutation(inputs).astype(np.int32)
     found = reorder_words(as_stored(pack(numbers, bits), outputs_are_columns), bits, order)
     np.testing.assert_array_equal(found, pack(numbers[:, order], bits))
 
@@ -92,7 +96,8 @@ def test_words_of_outputs_become_words_of_inputs(inputs, columns, seed):
 @pytest.mark.parametrize("size", [1, 7, 32, 100])
 def test_each_code_has_a_value_and_the_scale_of_its_group(size):
     rng = np.random.default_rng(3)
-    codes, values = rng.integers(0, 256, (5, 70), np.uint8), rng.standard_normal(256).astype(np.float32)
+    codes = rng.integers(0, 256, (5, 70), np.uint8)
+    values = rng.standard_normal(256).astype(np.float32)
     scales = rng.standard_normal((5, -(-70 // size))).astype(np.float32)
     expected = values[codes] * scales.repeat(size, axis=1)[:, :70]
     np.testing.assert_array_equal(widen_codes(codes, values, scales, size), expected)

@@ -22,7 +22,9 @@ from tests.kernels.encoder import VOCAB as ENCODER_VOCAB
 from tests.kernels.encoder import Encoder
 
 THREADS = 3
-ROWS, VOCAB, STRIDE = 8, 20_000, 20_032
+ROWS = 8
+VOCAB = 20_000
+STRIDE = 20_032
 
 libc = ctypes.CDLL(None)
 
@@ -50,7 +52,9 @@ def steps(model: Toy) -> Iterator[tuple[str, Callable[[], object]]]:
 
     Pages that neither this step nor a later one sees are released first: their id is -1.
     """
-    ids, long, short = np.arange(330, dtype=np.int32) % 333, np.arange(20, 31), np.array([NUM_PAGES - 1, 0])
+    ids = np.arange(330, dtype=np.int32) % 333
+    long = np.arange(20, 31)
+    short = np.array([NUM_PAGES - 1, 0])
     crowd = [(ids[:1], 0, np.array([i % 6])) for i in range(1, 34)]
     for name, sequences in {
         "prefill": [(ids[:90], 0, long), (ids[:40], 0, short)],
@@ -95,7 +99,8 @@ def draws(isa: str, logits: np.ndarray) -> Iterator[tuple[str, Callable[[], obje
         },
     }.items():
         rows = copied(np.zeros(ROWS, ROW))
-        rows["top_p"], rows["repetition_penalty"], rows["logprobs"] = 1, 1, -1
+        rows["top_p"] = rows["repetition_penalty"] = 1
+        rows["logprobs"] = -1
         for field, value in settings.items():
             rows[field] = value
         yield name, lambda rows=rows: sampler.sample(logits, maxima, rows, adjustments)

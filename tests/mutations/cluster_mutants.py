@@ -9,7 +9,8 @@ GREETING, HOST, LINK, REMOTE, CLUSTER, PLAUSIBLE, ARRIVING = (
     for name in ("greeting", "host", "host_link", "remote", "cluster", "plausible", "arriving")
 )
 ENGINE_LINK = "runtime/workers/engine_link.py"
-POOL, CLIENT = "runtime/client/connection_pool.py", "tests/runtime/client"
+POOL = "runtime/client/connection_pool.py"
+CLIENT = "tests/runtime/client"
 
 MUTANTS = [
     Mutant(
@@ -64,7 +65,7 @@ MUTANTS = [
     ),
     Mutant(
         POOL,
-        "            server.num_failures, server.retry_at = 0, 0.0\n",
+        "            server.num_failures = 0\n            server.retry_at = 0.0\n",
         "            server.retry_at = 0.0\n",
         "a server that failed long ago is left out for half a minute after its next failure",
         CLIENT,
@@ -198,7 +199,7 @@ MUTANTS = [
     ),
     Mutant(
         REMOTE,
-        "                self._is_failing, self._restarting = False, None\n",
+        "                self._is_failing = False\n                self._restarting = None\n",
         "                self._restarting = None\n",
         "a host whose engines were gone for a while gets no requests any more",
     ),
@@ -289,7 +290,7 @@ MUTANTS = [
     ),
     Mutant(
         REMOTE,
-        "                self._is_failing, self._restarting = False, None\n",
+        "                self._is_failing = False\n                self._restarting = None\n",
         "                self._is_failing = False\n",
         "a host whose engine was killed once gets no requests any more",
     ),

@@ -9,21 +9,19 @@ EMIT, MODULES, REGISTRY, MODERNBERT, TENSORS, WEIGHTS = (
     f"runtime/model/encoder/{name}.py"
     for name in ("emit", "sentence_transformers", "registry", "modernbert", "tensors", "weights")
 )
-TOWER, VISION, IMAGES, IMAGE_RUNNER, VISION_TESTS = (
-    "runtime/model/vision/spec.py",
-    "runtime/model/vision",
-    "runtime/engine/images",
-    "runtime/model/runner/image_runner.py",
-    "tests/runtime/model/test_vision.py",
-)
+TOWER = "runtime/model/vision/spec.py"
+VISION = "runtime/model/vision"
+IMAGES = "runtime/engine/images"
+IMAGE_RUNNER = "runtime/model/runner/image_runner.py"
+VISION_TESTS = "tests/runtime/model/test_vision.py"
 IMAGE_TESTS = "tests/runtime/engine/test_image_files.py"
-ENCODER_TEXT, ENCODER_TEXT_TESTS = (
-    "runtime/engine/embedding/encoder_text.py",
-    "tests/runtime/engine/embedding/test_encoder_text.py",
-)
+ENCODER_TEXT = "runtime/engine/embedding/encoder_text.py"
+ENCODER_TEXT_TESTS = "tests/runtime/engine/embedding/test_encoder_text.py"
 VECTOR_MATH = "runtime/engine/embedding/vectors.py"
-EMBEDDING, EMBEDDING_TESTS = "runtime/engine/embedding/embedder.py", "tests/runtime/engine/embedding/test_embedder.py"
-PLANNER, PLANNER_TESTS = "scheduler/encoding.py", "tests/scheduler/test_encoding.py tests/sim/test_embedding_flood.py"
+EMBEDDING = "runtime/engine/embedding/embedder.py"
+EMBEDDING_TESTS = "tests/runtime/engine/embedding/test_embedder.py"
+PLANNER = "scheduler/encoding.py"
+PLANNER_TESTS = "tests/scheduler/test_encoding.py tests/sim/test_embedding_flood.py"
 LIVE, VECTORS, HTTP = (
     f"runtime/server/{name}.py" for name in ("requests/live_embedding", "msgpack/vector_stream", "openai/embeddings")
 )

@@ -8,12 +8,16 @@ ATTENTION, HEADS, LINEAR, SAMPLE = (f"kernels/{name}.pyx" for name in ("attentio
 SIMD_ATTENTION, ROWS, SIMD_LINEAR, SIMD_HEADS = (
     f"kernels/simd/{name}.c" for name in ("attention", "rows", "linear", "heads")
 )
-SOFTMAX, EPILOGUE = "kernels/simd/softmax.h", "kernels/simd/epilogue.h"
+SOFTMAX = "kernels/simd/softmax.h"
+EPILOGUE = "kernels/simd/epilogue.h"
 PACK, Q4, K_QUANTS, MXFP4 = "kernels/pack.pyx", *(f"kernels/simd/{name}.c" for name in ("q4", "kquants", "mxfp4"))
-EXPERTS, SIMD_EXPERTS = "kernels/experts.pyx", "kernels/simd/experts.c"
-BIND, KERNEL_ROWS = "kernels/bind.pyx", "kernels/rows.pyx"
+EXPERTS = "kernels/experts.pyx"
+SIMD_EXPERTS = "kernels/simd/experts.c"
+BIND = "kernels/bind.pyx"
+KERNEL_ROWS = "kernels/rows.pyx"
 TEXTS = "tests/kernels/test_texts.py"
-AMX_LINEAR, AMX_ATTENTION = "kernels/simd/amx_linear.c", "kernels/simd/amx_attention.c"
+AMX_LINEAR = "kernels/simd/amx_linear.c"
+AMX_ATTENTION = "kernels/simd/amx_attention.c"
 STEPS = "tests/kernels/test_program.py tests/kernels/test_memory.py tests/kernels/test_known_values.py"
 BITS = "tests/kernels tests/system/test_same_bits.py"
 

@@ -7,12 +7,14 @@ MONITORING_TESTS = "tests/runtime/server/monitoring"
 LATENCY, SENDER, LOAD, RESULTS, SWEEP, SERVER_METRICS = (
     f"runtime/tools/loadtest/{name}.py" for name in ("latency", "sender", "load", "results", "sweep", "server_metrics")
 )
-OPENAI, TIMELINE = "runtime/tools/loadtest/openai_backend.py", "runtime/tools/loadtest/timeline.py"
+OPENAI = "runtime/tools/loadtest/openai_backend.py"
+TIMELINE = "runtime/tools/loadtest/timeline.py"
 COLLECTOR, METRICS, HISTORY, READINESS, INSTRUMENTS = (
     f"runtime/server/monitoring/{name}.py" for name in ("collector", "metrics", "history", "readiness", "instruments")
 )
 ALTERNATIVES, SERVING_PLAN = (f"runtime/tools/planning/{name}.py" for name in ("alternatives", "serving_plan"))
-PROFILE, PREDICTION = "runtime/tools/bench/profile.py", "runtime/tools/simulation/prediction.py"
+PROFILE = "runtime/tools/bench/profile.py"
+PREDICTION = "runtime/tools/simulation/prediction.py"
 PLANNING_TESTS = "tests/runtime/tools/planning tests/runtime/tools/simulation/test_prediction.py tests/runtime/tools/bench/test_profile.py"
 
 SIMULATOR = "runtime/tools/simulation/simulator.py"
@@ -70,7 +72,7 @@ MUTANTS = [
     ),
     Mutant(
         SENDER,
-        "    record.decode_ms, record.stall_ms = end.decode_ms, end.stall_ms",
+        "    record.decode_ms = end.decode_ms\n    record.stall_ms = end.stall_ms",
         "    record.decode_ms, record.stall_ms = end.stall_ms, end.decode_ms",
         "stalls are shown as decoding",
     ),
@@ -243,8 +245,8 @@ MUTANTS = [
     ),
     Mutant(
         PROFILE,
-        "config.isa or self.isa, config.threads or self.threads",
-        "self.isa, self.threads",
+        "isa = config.isa or self.isa\n        threads = config.threads or self.threads",
+        "isa = self.isa\n        threads = self.threads",
         "`quire plan --profile` ignores --isa and --threads",
         PLANNING_TESTS,
     ),

@@ -15,21 +15,27 @@ DECODER_WEIGHTS, PACKING, GROUPED, GPTQ, COMPRESSED, STACKED, GGUF_CHECKPOINT, M
         *("gguf_checkpoint", "mapped_file"),
     )
 )
-QWEN3_MOE, GPT_OSS = "runtime/model/families/qwen3_moe.py", "runtime/model/families/gpt_oss.py"
-DECODER, FILES = "runtime/model/decoder.py", "runtime/model/files.py"
-GGUF_CONFIG, GGUF_TESTS = "runtime/model/gguf_config.py", "tests/runtime/model/test_gguf_models.py"
+QWEN3_MOE = "runtime/model/families/qwen3_moe.py"
+GPT_OSS = "runtime/model/families/gpt_oss.py"
+DECODER = "runtime/model/decoder.py"
+FILES = "runtime/model/files.py"
+GGUF_CONFIG = "runtime/model/gguf_config.py"
+GGUF_TESTS = "tests/runtime/model/test_gguf_models.py"
 GGUF_FAMILY_TESTS = "tests/runtime/model/test_gguf_families.py"
 QUANTIZATION_CONFIG = "runtime/model/quantization_config.py"
-LINKS, LINKS_TESTS = "runtime/model/links.py", "tests/runtime/model/test_links.py"
-SAFETENSORS, GGML = "runtime/model/weights/safetensors.py", "runtime/model/weights/ggml.py"
-GGUF_FILE, GGUF_FILE_TESTS = "runtime/model/weights/gguf.py", "tests/runtime/model/weights/test_gguf.py"
+LINKS = "runtime/model/links.py"
+LINKS_TESTS = "tests/runtime/model/test_links.py"
+SAFETENSORS = "runtime/model/weights/safetensors.py"
+GGML = "runtime/model/weights/ggml.py"
+GGUF_FILE = "runtime/model/weights/gguf.py"
+GGUF_FILE_TESTS = "tests/runtime/model/weights/test_gguf.py"
 SAFETENSORS_TESTS, GGML_TESTS = (f"tests/runtime/model/weights/test_{name}.py" for name in ("safetensors", "ggml"))
 
 MUTANTS = [
     Mutant(
         DECODER_WEIGHTS,
-        "first_row, num_rows = expert * rows + part.first_row,",
-        "first_row, num_rows = part.first_row,",
+        "first_row = expert * rows + part.first_row",
+        "first_row = part.first_row",
         "all experts of a GGUF file have the weights of the first one",
         EXPERT_TESTS,
     ),
@@ -126,7 +132,7 @@ MUTANTS = [
     ),
     Mutant(
         GGUF_CHECKPOINT,
-        "array, first = _typed(stored, chunk), wanted.start + row",
+        "array = _typed(stored, chunk)\n            first = wanted.start + row",
         "array, first = _typed(stored, chunk), row",
         "rows of K are taken from wrong places where Q, K and V are one tensor of a GGUF file",
         PACKING_TESTS,
@@ -140,7 +146,7 @@ MUTANTS = [
     ),
     Mutant(
         MAPPED_FILE,
-        "rest, at = rest[count:], at + count",
+        "rest = rest[count:]\n            at += count",
         "rest = rest[count:]",
         "a tensor of more than 2 GiB, which the system reads in parts, has its beginning twice",
         "tests/runtime/model/test_packing.py",

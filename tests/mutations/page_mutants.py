@@ -3,11 +3,16 @@
 from mutant import Mutant
 
 TESTS = "tests/system/test_page_markdown.py"
-SEARCHING, CHATTING = "tests/system/test_page_search.py", "tests/system/test_chat_page.py"
-EMBEDDINGS, DEFAULTS = "tests/system/test_embeddings.py", "tests/runtime/common/test_default_sampling.py"
+SEARCHING = "tests/system/test_page_search.py"
+CHATTING = "tests/system/test_chat_page.py"
+EMBEDDINGS = "tests/system/test_embeddings.py"
+DEFAULTS = "tests/runtime/common/test_default_sampling.py"
 PAGE = "runtime/server/openai/page"
-BLOCKS, INLINE, VIEW = f"{PAGE}/markdown.js", f"{PAGE}/inline.js", f"{PAGE}/markdown_view.js"
-SEARCH, CARDS = f"{PAGE}/search.js", "runtime/server/openai/model_cards.py"
+BLOCKS = f"{PAGE}/markdown.js"
+INLINE = f"{PAGE}/inline.js"
+VIEW = f"{PAGE}/markdown_view.js"
+SEARCH = f"{PAGE}/search.js"
+CARDS = "runtime/server/openai/model_cards.py"
 
 MUTANTS = [
     Mutant(INLINE, r"/^(?:https?:\/\/|mailto:)[^\s\p{C}]+$/iu", r"/^[^\s\p{C}]+$/iu", "a link runs a script"),

@@ -3,8 +3,13 @@
 from mutant import Mutant
 
 TESTS = "tests/pager"
-POOL, TABLE, PREFIX = "pager/pool.py", "pager/table.py", "pager/prefix.py"
-PAGER, SPILL, SNAPSHOT, LAYOUT = "pager/pager.py", "pager/spill.py", "pager/snapshot.py", "pager/layout.py"
+POOL = "pager/pool.py"
+TABLE = "pager/table.py"
+PREFIX = "pager/prefix.py"
+PAGER = "pager/pager.py"
+SPILL = "pager/spill.py"
+SNAPSHOT = "pager/snapshot.py"
+LAYOUT = "pager/layout.py"
 
 MUTANTS = [
     Mutant(

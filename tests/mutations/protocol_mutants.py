@@ -4,7 +4,8 @@ from mutant import Mutant
 
 TESTS = "tests/runtime/protocol"
 CODEC, FRAMING, ERRORS = (f"runtime/protocol/{name}.py" for name in ("codec", "framing", "wire_errors"))
-FRAMES, ADDRESS = "runtime/protocol/frames.py", "runtime/net/address.py"
+FRAMES = "runtime/protocol/frames.py"
+ADDRESS = "runtime/net/address.py"
 
 MUTANTS = [
     Mutant(

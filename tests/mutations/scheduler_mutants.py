@@ -10,7 +10,8 @@ DRAFTS, BEAM, LOOP, REQUEST, COST, BUDGET, ENCODING = (
     f"scheduler/{name}.py" for name in ("speculative", "beam", "engine_loop", "request", "cost", "budget", "encoding")
 )
 
-PLANS, TEXT_STEPS = "tests/scheduler/test_planning.py", "tests/scheduler/test_encoding_steps.py"
+PLANS = "tests/scheduler/test_planning.py"
+TEXT_STEPS = "tests/scheduler/test_encoding_steps.py"
 
 MUTANTS = [
     Mutant(

@@ -13,11 +13,15 @@ CONNECTION, HANDLER, STREAM, WATCHDOG = (
 LIVE, SEND, REPLAY, RESUME = (
     f"runtime/server/requests/{name}.py" for name in ("live_requests", "send_buffer", "replay_buffer", "resume")
 )
-TENANTS, AUTH = "runtime/server/tenancy/tenants.py", "runtime/server/tenancy/auth.py"
-LISTEN, SERVER = "runtime/net/listen.py", "runtime/server/server.py"
-CONVERT, ACCEPTOR = "runtime/server/msgpack/convert.py", "runtime/net/acceptor.py"
+TENANTS = "runtime/server/tenancy/tenants.py"
+AUTH = "runtime/server/tenancy/auth.py"
+LISTEN = "runtime/net/listen.py"
+SERVER = "runtime/server/server.py"
+CONVERT = "runtime/server/msgpack/convert.py"
+ACCEPTOR = "runtime/net/acceptor.py"
 HTTP_INPUT = "runtime/net/http_input.py"
-HTTP, LOGS = "runtime/server/monitoring/http.py", "runtime/common/logs.py"
+HTTP = "runtime/server/monitoring/http.py"
+LOGS = "runtime/common/logs.py"
 STORED, STORED_INDEX, EXCHANGE = (
     f"runtime/server/{name}.py" for name in ("openai/stored", "requests/stored_index", "openai/exchange")
 )
@@ -547,7 +551,7 @@ MUTANTS = [
     ),
     Mutant(
         LOGS,
-        "            self._began_at, self._num_lines = now, 0",
+        "            self._began_at = now\n            self._num_lines = 0",
         "            self._began_at = now",
         "after a burst of bad requests no further one is logged",
         "tests/runtime/common/test_logs.py",

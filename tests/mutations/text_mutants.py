@@ -7,12 +7,17 @@ DETOKENIZER, CHAT, TOKENIZER, SANDBOX, GGUF, NAMES = (
     f"runtime/engine/text/{name}.py"
     for name in ("detokenizer", "chat", "tokenizer", "sandbox", "gguf_tokenizer", "pre_tokenizers")
 )
-PARSER, ARGUMENTS = "runtime/engine/markup/markup_parser.py", "runtime/engine/markup/argument_streams.py"
+PARSER = "runtime/engine/markup/markup_parser.py"
+ARGUMENTS = "runtime/engine/markup/argument_streams.py"
 MERGES = "runtime/engine/text/merges.py"
-CHAT_INPUT, TEMPLATE_FILES = "runtime/engine/text/chat_input.py", "runtime/engine/text/template_files.py"
-ABILITIES, HISTORY = "runtime/engine/text/template_abilities.py", "runtime/engine/text/chat_history.py"
-MARKS, CHAT_TOKENS = "runtime/engine/text/content_marks.py", "runtime/engine/text/chat_tokens.py"
-FUNCTIONS, CALL_TEXT = "runtime/engine/text/template_functions.py", "runtime/engine/markup/call_text.py"
+CHAT_INPUT = "runtime/engine/text/chat_input.py"
+TEMPLATE_FILES = "runtime/engine/text/template_files.py"
+ABILITIES = "runtime/engine/text/template_abilities.py"
+HISTORY = "runtime/engine/text/chat_history.py"
+MARKS = "runtime/engine/text/content_marks.py"
+CHAT_TOKENS = "runtime/engine/text/chat_tokens.py"
+FUNCTIONS = "runtime/engine/text/template_functions.py"
+CALL_TEXT = "runtime/engine/markup/call_text.py"
 PARSER, ARGUMENTS, GRAMMAR = (
     f"runtime/engine/markup/{name}.py" for name in ("markup_parser", "argument_streams", "markup_grammar")
 )
@@ -93,8 +98,8 @@ MUTANTS = [
     ),
     Mutant(
         TEMPLATE_FILES,
-        "templates.get(DEFAULT), templates.get(TOOL_USE)",
-        "next(iter(templates.values()), None), templates.get(TOOL_USE)",
+        "default = templates.get(DEFAULT)",
+        "default = next(iter(templates.values()), None)",
         "a model with several templates uses the first, such as that for tools",
     ),
     Mutant(
@@ -192,7 +197,7 @@ MUTANTS = [
     ),
     Mutant(
         TOKENIZER,
-        "id_to_token, count = self._fast.id_to_token, self.vocab_size",
+        "id_to_token = self._fast.id_to_token\n        count = self.vocab_size",
         "id_to_token, count = self._fast.id_to_token, self._fast.get_vocab_size(with_added_tokens=False)",
         "a prompt of long added tokens is refused as too long",
     ),

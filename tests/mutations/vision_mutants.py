@@ -8,7 +8,9 @@ DYNAMIC, QWEN, REGISTRY, PACKED = (
 RUNNER, POSITIONS, PACED, PROGRAM = (
     f"runtime/model/runner/{name}.py" for name in ("image_runner", "image_positions", "paced_work", "image_program")
 )
-PROCESSORS, PLAN, PLANNING = "runtime/engine/images/processors.py", "scheduler/plan.py", "scheduler/planning.py"
+PROCESSORS = "runtime/engine/images/processors.py"
+PLAN = "scheduler/plan.py"
+PLANNING = "scheduler/planning.py"
 TESTS = "tests/runtime/model/test_vision.py tests/runtime/model/test_dynamic_vision.py"
 POSITION_TESTS = "tests/runtime/model/runner/test_image_positions.py"
 PACED_TESTS = "tests/runtime/model/runner/test_paced_work.py"

@@ -202,7 +202,8 @@ class PagerMachine(RuleBasedStateMachine):
         return self.live[which % len(self.live)]
 
     def _counts(self) -> tuple[int, ...]:
-        pager, pool = self.pager, self.pager.pool
+        pager = self.pager
+        pool = self.pager.pool
         return pool.num_free, pool.num_cached, pool.num_reserved, pager.num_spilled, pager.prefix_queried_tokens
 
     def _grow(self, sequence: Sequence, tokens: list[int]) -> None:

@@ -26,7 +26,8 @@ def test_freed_pages_come_after_fresh_ones_tail_of_the_sequence_first() -> None:
 
 def test_pages_freed_earlier_are_allocated_earlier() -> None:
     pool = PagePool(4)
-    first, second = pool.allocate(2), pool.allocate(2)
+    first = pool.allocate(2)
+    second = pool.allocate(2)
     pool.release(second)
     pool.release(first)
     assert pool.allocate(4) == [3, 2, 1, 0]

@@ -232,7 +232,8 @@ class Image(NamedTuple):
 def test_pages_with_tokens_of_another_image_are_not_a_hit(make_harness: MakeHarness) -> None:
     """Tokens 2 to 5 of the prompt stand for an image: the first two pages depend on it, and all after them."""
     harness = make_harness(12)
-    cat, dog = Image(2, 4, b"cat" * 10), Image(2, 4, b"dog" * 10)
+    cat = Image(2, 4, b"cat" * 10)
+    dog = Image(2, 4, b"dog" * 10)
     table = harness.pager.open(PROMPT, images=(cat,))
     harness.extend(table, PROMPT)
     harness.pager.commit(table, PROMPT)
@@ -279,10 +280,8 @@ def test_keys_of_prompts_without_images_are_those_of_earlier_releases() -> None:
 
 def test_only_keys_of_pages_with_tokens_of_an_image_depend_on_it() -> None:
     image = Image(2, 2, b"cat" * 10)
-    plain, other = (
-        list(prefix.page_keys(b"root", PROMPT, 4, 0, 2)),
-        list(prefix.page_keys(b"root", PROMPT, 4, 0, 2, (image,))),
-    )
+    plain = list(prefix.page_keys(b"root", PROMPT, 4, 0, 2))
+    other = list(prefix.page_keys(b"root", PROMPT, 4, 0, 2, (image,)))
     assert [len(images) for _, _, images in other] == [32, 0]
     assert not {key for key, _, _ in plain} & {key for key, _, _ in other}
 
@@ -298,7 +297,8 @@ def test_keys_of_pages_with_images_are_those_that_other_processes_compute() -> N
 
 
 def test_restored_pages_are_found_by_their_images_only(make_harness: MakeHarness) -> None:
-    harness, image = make_harness(12, store_pages=12), Image(2, 4, b"cat" * 10)
+    harness = make_harness(12, store_pages=12)
+    image = Image(2, 4, b"cat" * 10)
     table = harness.pager.open(PROMPT, images=(image,))
     harness.extend(table, PROMPT)
     spilled = harness.pager.spill(table, len(PROMPT))

@@ -125,7 +125,8 @@ class Image(NamedTuple):
 
 def test_pages_of_images_are_found_by_their_images(path: Path) -> None:
     """The second of three pages has tokens of an image; the third one has none, and comes after it."""
-    before, image = SnapshotHarness(), Image(20, 5, b"sha256 of an image".ljust(32))
+    before = SnapshotHarness()
+    image = Image(20, 5, b"sha256 of an image".ljust(32))
     table = before.pager.open(PROMPT[:50], images=(image,))
     table.append(50)
     before.pager.commit(table, PROMPT)

@@ -189,7 +189,8 @@ def test_predicted_seconds_follow_measured_speeds(
     arena: KVArena, file: SpillFile, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert file.seconds(2) == pytest.approx(2 * LAYOUT.page_bytes * (1 / 1e9 + 1 / 2e9))
-    read_page, write_page = arena.read_page, arena.write_page
+    read_page = arena.read_page
+    write_page = arena.write_page
 
     def slowly(move: Callable[..., None], seconds: float) -> Callable[..., None]:
         def moved(*arguments: Any) -> None:

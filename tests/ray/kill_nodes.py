@@ -112,7 +112,8 @@ class Campaign:
         print(f"undisturbed: {self._num_chunks} chunks, longest pause {undisturbed.longest_s:.2f} s", flush=True)
 
     async def rounds(self, harm: Callable[[RayFleet, int], None], times: int) -> None:
-        num_moves, pauses = self._fleet.num_moves(), []
+        num_moves = self._fleet.num_moves()
+        pauses = []
         for number in range(times):
             for _ in range(MAX_ATTEMPTS):
                 if (pause := await self._round(harm, f"{harm.__name__} {number}")) is not None:
@@ -129,7 +130,8 @@ class Campaign:
 
     async def _round(self, harm: Callable[[RayFleet, int], None], what: str) -> float | None:
         """Return the longest pause; None if no host had a request any more."""
-        fleet, progress = self._fleet, Progress()
+        fleet = self._fleet
+        progress = Progress()
         async with AsyncClient(self._address) as client:
             running = [asyncio.create_task(read(client, asked, progress)) for asked in self._streams]
             wanted = self._choose.uniform(0.02, 0.6) * self._num_chunks

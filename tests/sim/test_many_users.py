@@ -43,7 +43,9 @@ def test_bursts_cost_waiting_not_throughput(serve: Callable[..., Any]) -> None:
         )
         return serve(make_arrivals(workload))
 
-    constant, poisson, bursty = offered("constant"), offered("poisson"), offered("bursty")
+    constant = offered("constant")
+    poisson = offered("poisson")
+    bursty = offered("bursty")
     assert constant.ttft(percent=99) < poisson.ttft(percent=99) < bursty.ttft(percent=99)
     assert bursty.report.finished == 300
     assert bursty.report.request_throughput > 0.95 * constant.report.request_throughput
@@ -56,7 +58,8 @@ def test_a_shared_prefix_is_computed_once(serve: Callable[..., Any]) -> None:
         )
         return serve(make_arrivals(workload))
 
-    own, shared = offered(0, 512), offered(480, 32)
+    own = offered(0, 512)
+    shared = offered(480, 32)
     assert own.report.cached_share == 0
     assert shared.report.cached_share > 0.9
     assert shared.ttft() < own.ttft() / 4

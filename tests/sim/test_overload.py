@@ -26,13 +26,15 @@ def test_the_queue_is_limited_and_other_requests_are_refused(serve: Callable[...
 
 
 def test_throughput_does_not_fall(serve: Callable[..., Any]) -> None:
-    busy, overloaded = overload(serve, 1, 200), overload(serve, 10, 1000)
+    busy = overload(serve, 1, 200)
+    overloaded = overload(serve, 10, 1000)
     assert overloaded.report.request_throughput > 0.95 * busy.report.request_throughput
 
 
 def test_the_latency_of_running_requests_stays_flat(serve: Callable[..., Any]) -> None:
     """It equals that of a server that is just full, and does not grow over time."""
-    full, overloaded = overload(serve, 1.5, 300), overload(serve, 10, 1000)
+    full = overload(serve, 1.5, 300)
+    overloaded = overload(serve, 10, 1000)
     assert overloaded.itl() < TARGET_S
     half = overloaded.simulator.clock.now / 2
     for percent in (50, 99):

@@ -100,7 +100,9 @@ class Preemptor(SilentObserver):
     """Observer that preempts request 0 between two steps, once it has `after` tokens."""
 
     def __init__(self, engine: LocalEngine, after: int) -> None:
-        self.engine, self.after, self.seen = engine, after, 0
+        self.engine = engine
+        self.after = after
+        self.seen = 0
 
     def on_tokens(self, count: int, since_last_s: float) -> None:
         self.seen += count

@@ -54,10 +54,12 @@ class FakeGeneration:
     """
 
     def __init__(self, engine: FakeEngine, request: GenerateRequest) -> None:
-        self.engine, self.request = engine, request
+        self.engine = engine
+        self.request = request
         self.cancelled = asyncio.Event()
         self.admission = AdmissionEstimate(position=1, pages_needed=2, pages_free=3, predicted_wait_s=0.0045)
-        self.prompt_token_ids, self.seed = (1, 2, 3), 0
+        self.prompt_token_ids = (1, 2, 3)
+        self.seed = 0
         self.new_parser = None
         self.on_prefill: Callable[[int], None] = lambda _: None
 
@@ -81,7 +83,8 @@ class FakeGeneration:
             self.engine.live.remove(self)
 
     async def _chunks(self) -> AsyncIterator[OutputChunk]:
-        kind, params = prompt_of(self.request), self.request.sampling_params
+        kind = prompt_of(self.request)
+        params = self.request.sampling_params
         if kind == "prefill":
             self.on_prefill(1)
             self.on_prefill(2)
@@ -279,7 +282,8 @@ async def serve() -> AsyncIterator[Callable[..., Awaitable[System]]]:
     engines: list[FakeEngine] = []
 
     async def start(**settings: Any) -> System:
-        engine, server = FakeEngine(), Server()
+        engine = FakeEngine()
+        server = Server()
         await server.start(engine, ServerConfig(**{**FREE_PORTS, **settings}))
         servers.append(server)
         engines.append(engine)

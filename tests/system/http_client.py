@@ -68,7 +68,9 @@ class HTTPClient:
         self._parser = h11.Connection(h11.CLIENT)
         self._parser.send(h11.Request(method=method, target="/", headers=[("host", "x")]))
         self._parser.send(h11.EndOfMessage())
-        status, headers, content = 0, {}, b""
+        status = 0
+        headers = {}
+        content = b""
         async with asyncio.timeout(TIMEOUT_S):
             while True:
                 event = self._parser.next_event()

@@ -10,7 +10,8 @@ from quire.scheduler import AdmissionEstimate, EngineLoop, Request, StepPlan, St
 
 FATAL_TO_COMPUTE = 3999
 FATAL_TO_ADD = 3998
-_execute, _add = ModelRunner.execute, EngineLoop.add
+_execute = ModelRunner.execute
+_add = EngineLoop.add
 
 
 def execute(self: ModelRunner, plan: StepPlan) -> StepResult:

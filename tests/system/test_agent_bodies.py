@@ -222,7 +222,8 @@ HINTS: list[dict[str, Any]] = [
 
 async def test_hints_that_mean_nothing_to_the_model_change_nothing(real: Any) -> None:
     for fields in HINTS:
-        plain, hinted = (await respond(real)).json, (await respond(real, **fields)).json
+        plain = (await respond(real)).json
+        hinted = (await respond(real, **fields)).json
         assert hinted["output"][0]["arguments"] == plain["output"][0]["arguments"] == LS
         assert hinted["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
 

@@ -24,7 +24,8 @@ from tests.system.bystanders import all_errors, framed, others_unharmed, refusal
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
 
 MODEL_LEN = 2048  # context of the bundled model
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 NOT_NUMBERS = [NAN, INF, -INF, -1e30, 1e30, -(2**63), 2**64 - 1, "1", [], {}, True]
 TYPES = get_type_hints(SamplingParams)

@@ -29,10 +29,12 @@ def search_for(grammar: str, width: int, **params: Any) -> GenerateRequest:
 
 async def reference(engine: LocalEngine, request: GenerateRequest) -> list[tuple[list[int], float]]:
     """Search with whole contexts and a new matcher for each. Return (tokens, cumulative logprob), best first."""
-    start, params = request.prompt, request.sampling_params
+    start = request.prompt
+    params = request.sampling_params
     assert isinstance(start, tuple)
     assert params.structured_outputs is not None
-    width, ends = params.beam_width, engine.info.eos_token_ids
+    width = params.beam_width
+    ends = engine.info.eos_token_ids
     grammar = grammar_of(params.structured_outputs)
     live: list[tuple[list[int], float]] = [([], 0.0)]
     complete: list[tuple[float, list[int], float]] = []

@@ -133,7 +133,8 @@ async def test_a_certificate_that_is_not_trusted_is_an_error_that_no_retry_chang
 )
 def test_other_faults_of_a_certificate_have_advice(code: int, advice: str) -> None:
     fault = ssl.SSLCertVerificationError("certificate verify failed")
-    fault.verify_code, fault.verify_message = code, "the fault"
+    fault.verify_code = code
+    fault.verify_message = "the fault"
     error = tls_error(TCPAddress("host", 1), fault)
     assert str(error).startswith(f"the certificate of host:1 is not trusted: the fault; {advice}")
 
@@ -604,7 +605,8 @@ def address(serve: Serve) -> Iterator[tuple[str, Any]]:
     stop: list[Callable[[], None]] = []
 
     async def run() -> None:
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
         started.append(await serve())
         stop.append(lambda: loop.call_soon_threadsafe(done.set))
         ready.set()

@@ -163,7 +163,8 @@ def test_an_encoder_beside_a_model_that_generates_changes_no_token() -> None:
 async def test_a_load_test_counts_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, _ = golden("bert")
     config = EngineConfig(model=path, **OPTIONS)
-    engine, server = await Engine.start(config), Server()
+    engine = await Engine.start(config)
+    server = Server()
     await server.start(engine, ServerConfig(port=0, operator_port=0, openai_port=0))
     flags = ("--task", "embed", "--num-prompts", "4", "--random-input-len", "12", "--max-concurrency", "2")
     saving = ("--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json", "--texts-per-request", "5")

@@ -171,7 +171,8 @@ async def test_models_say_what_each_is_for() -> None:
     pairs = msgspec.structs.replace(ENCODER_INFO, num_labels=1, name="pairs", prompts={})
     topics = msgspec.structs.replace(pairs, num_labels=3, name="topics")
     vectors = {"capabilities": ["embedding", "rerank"], "prompt_names": ["query", "document"]}
-    scores, labels = {"capabilities": ["rerank", "classify"]}, {"capabilities": ["classify"]}
+    scores = {"capabilities": ["rerank", "classify"]}
+    labels = {"capabilities": ["classify"]}
     text = {"capabilities": ["completion"], "default_sampling_params": {"temperature": 1.0}}
     one_name = msgspec.structs.replace(ENCODER_INFO, name="quire")
     both = {**text, **vectors, "capabilities": ["completion", "embedding", "rerank"]}

@@ -51,7 +51,8 @@ async def test_a_failed_start_leaves_no_process_and_no_descriptor(
     where: object, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
-    processes, files = children(), descriptors()
+    processes = children()
+    files = descriptors()
     with monkeypatch.context() as patch:
         patch.setattr(where, name, no_descriptors)
         with pytest.raises(OSError, match="Too many open files"):
@@ -85,7 +86,8 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
 
 async def test_messages_of_a_killed_process_are_not_received(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They have arrived and are not read yet when the process is killed. No descriptor of the process remains."""
-    has_sent, received = tmp_path / "sent", list[FromEngine]()
+    has_sent = tmp_path / "sent"
+    received: list[FromEngine] = []
     files = descriptors()
     script = f"send(StatsReport(None)); open({str(has_sent)!r}, 'w'); time.sleep(600)"
     monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-P", "-c", SCRIPT + script))
@@ -276,12 +278,14 @@ def wait_for_message(*, is_one: bool = False) -> Callable[[EngineProcess, float]
 
     `is_one`: messages that come together are one.
     """
-    arrived, is_counting = asyncio.Semaphore(0), False
+    arrived = asyncio.Semaphore(0)
+    is_counting = False
 
     async def wait(process: EngineProcess, timeout_s: float) -> None:
         nonlocal is_counting
         if not is_counting:
-            is_counting, receive = True, process.link.receive
+            is_counting = True
+            receive = process.link.receive
             process.link.receive = lambda message: (receive(message), arrived.release())[0]
         waits = [asyncio.ensure_future(each) for each in (arrived.acquire(), process._wait(60))]
         _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

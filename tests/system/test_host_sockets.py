@@ -30,7 +30,8 @@ from tests.runtime.cluster.test_host import FakePool
 
 SECRET = b"sixteen or more bytes"
 CERTIFICATES = Path(__file__).parents[1] / "data" / "tls"
-CERT, KEY = str(CERTIFICATES / "cert.pem"), str(CERTIFICATES / "key.pem")
+CERT = str(CERTIFICATES / "cert.pem")
+KEY = str(CERTIFICATES / "key.pem")
 
 
 @asynccontextmanager
@@ -238,7 +239,8 @@ async def test_nothing_is_received_from_a_host_that_was_given_up() -> None:
 
 async def test_garbage_after_the_greeting_ends_its_link_only() -> None:
     async with listening_host() as (host, member):
-        good, bad = await connect(member), await connect(member)
+        good = await connect(member)
+        bad = await connect(member)
         bad.link._transport.write(b"\0\0\0\x05hello")
         async with asyncio.timeout(30):
             await bad.closed.wait()

@@ -184,7 +184,8 @@ async def test_defaults_are_those_of_generation_config(system: Any) -> None:
 
 
 async def test_a_model_says_what_applies_where_a_request_says_nothing(system: Any) -> None:
-    cards, page = [], []
+    cards = []
+    page = []
     for recommended in ({}, {"temperature": 0.6, "top_k": 20}):
         system.engine.default_sampling = recommended
         cards.append((await ask(system, "/v1/models/quire", method="GET")).json["default_sampling_params"])
@@ -289,7 +290,8 @@ async def test_a_request_has_at_most_256_prompts(system: Any) -> None:
 
 async def test_a_tenants_requests_take_turns(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = system.server._context.keyring.authenticate(None).frame_turns
-    take, taken = turns.take, []
+    take = turns.take
+    taken = []
 
     async def counted() -> int:
         taken.append(None)
@@ -684,7 +686,8 @@ async def test_one_refused_prompt_refuses_all(system: Any) -> None:
 
 
 async def test_prompts_after_a_refused_one_are_not_submitted(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests, submitted = system.server._context.requests, []
+    requests = system.server._context.requests
+    submitted = []
     submit = requests.submit
 
     def submit_first(tenant: Any, request_id: int, request: Any) -> Any:

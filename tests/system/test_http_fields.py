@@ -36,7 +36,8 @@ async def real(serving: Serving) -> AsyncIterator[Any]:
 async def test_what_ended_an_output(real: Any) -> None:
     body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
     choice = (await ask(real, COMPLETIONS, body)).json["choices"][0]
-    ids, text = choice["token_ids"], choice["text"]
+    ids = choice["token_ids"]
+    text = choice["text"]
     assert (len(ids), choice["finish_reason"], choice["stop_reason"]) == (12, "length", None)
     stop_id = next(each for each in ids[2:] if each not in ids[:2])
     for fields, reason in (

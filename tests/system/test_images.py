@@ -29,7 +29,8 @@ from .http_client import Reply, connection
 OPTIONS: dict[str, Any] = {"weights": "f32", "kv_cache_dtype": "f32", "kv_cache_memory": 4 << 20, "max_num_seqs": 4}
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 TLS_FILES = Path(__file__).parents[1] / "data" / "tls"
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 PLAIN: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
@@ -41,7 +42,8 @@ def png(*colors: str, size: tuple[int, int] = (40, 20)) -> bytes:
     return out.getvalue()
 
 
-RED, STRIPES = png("red"), png("red", "blue", "white")
+RED = png("red")
+STRIPES = png("red", "blue", "white")
 
 
 def messages(*files: bytes, text: str = "What is this?") -> list[dict[str, Any]]:
@@ -212,7 +214,8 @@ async def test_images_of_listed_hosts_are_fetched(
 
     host = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
     listed = f"127.0.0.1:{host.sockets[0].getsockname()[1]}"
-    image, text = {"url": f"https://{listed}/a.png"}, "What is this?"
+    image = {"url": f"https://{listed}/a.png"}
+    text = "What is this?"
     async with serving(model=str(folder), **OPTIONS, allowed_image_hosts=listed) as real:
         content = [{"type": "image_url", "image_url": image}, {"type": "text", "text": text}]
         messages = [{"role": "user", "content": content}]
@@ -311,7 +314,9 @@ def test_a_text_that_spells_an_image_is_text(folder: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_chat_has_a_token_for_each_square_of_its_images(tmp_path: Path, family: str) -> None:
     """Images keep their shape; those larger than `max_image_tokens` are made smaller."""
-    folder, wide, tall = write_qwen_folder(tmp_path, family), png("red", "blue"), png("blue", size=(20, 40))
+    folder = write_qwen_folder(tmp_path, family)
+    wide = png("red", "blue")
+    tall = png("blue", size=(20, 40))
     with LLM(folder, **OPTIONS) as llm:
         output = llm.chat(messages(wide, tall), GREEDY)
         rendered = RenderedChat("<|vision_start|><|image_pad|><|vision_end|>" * 2)

@@ -80,7 +80,8 @@ def test_what_is_read_and_taken_counts_up_to_what_is_planned(monkeypatch: pytest
     state = {"read": 1000, "taken": 50}
     monkeypatch.setattr(loading, "_read_bytes", lambda: state["read"])
     monkeypatch.setattr(loading, "resident_bytes", lambda: state["taken"])
-    progress, shares = ModelLoading(100, 300), []
+    progress = ModelLoading(100, 300)
+    shares = []
     for state["read"], state["taken"] in ((1000, 50), (1100, 50), (1100, 150), (2000, 350), (2000, 40)):
         shares.append(progress.share)
     assert shares == [0.0, 0.25, 0.5, 1.0, 0.25]

@@ -97,7 +97,8 @@ async def test_text_and_traces(serving: Callable[..., Any], run: Run) -> None:
 async def test_a_sweep_with_a_report(
     serving: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report, runs = tmp_path / "report.html", tmp_path / "runs"
+    report = tmp_path / "report.html"
+    runs = tmp_path / "runs"
     async with serving() as real:
         metrics = f"http://{real.server.operator_address}/metrics"
         await asyncio.to_thread(

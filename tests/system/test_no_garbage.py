@@ -217,7 +217,8 @@ def test_nothing_waits_for_the_garbage_collector(scene: Callable[[Site], Awaitab
 
 
 async def _play(scene: Callable[[Site], Awaitable[None]]) -> None:
-    engine, server = await Engine.start(EngineConfig(kv_cache_memory=8 << 20)), Server()
+    engine = await Engine.start(EngineConfig(kv_cache_memory=8 << 20))
+    server = Server()
     try:
         await server.start(engine, ServerConfig(**SETTINGS))  # type: ignore[arg-type]
         site = Site(server, engine, ssl.create_default_context(cafile=TLS / "cert.pem"))

@@ -140,7 +140,9 @@ async def test_a_response_stream_adds_up_to_the_whole_response(
     whole = await client.responses.create(**params)
     check(whole)
     assert whole.usage is not None
-    numbers, texts, last = [], [], None
+    numbers = []
+    texts = []
+    last = None
     async for event in await client.responses.create(**params, stream=True):
         check(event)
         numbers.append(event.sequence_number)
@@ -268,7 +270,8 @@ async def test_errors_are_of_the_right_class(client: openai.AsyncOpenAI) -> None
 
 async def test_embeddings(serving: Callable[..., Any]) -> None:
     golden = json.loads((ENCODER / "golden.json").read_text())
-    texts, ids = golden["texts"][1:3], golden["token_ids"][1:3]
+    texts = golden["texts"][1:3]
+    ids = golden["token_ids"][1:3]
     async with serving(embedding_model=str(ENCODER)) as real:
         url = f"http://{real.server.openai_address}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
@@ -347,7 +350,8 @@ class Preemptor(SilentObserver):
     """Preempts what runs after every fourth step."""
 
     def __init__(self, engine: LocalEngine) -> None:
-        self.scheduler, self.num_steps, self.num_preempted = engine.core.scheduler, 0, 0
+        self.scheduler = engine.core.scheduler
+        self.num_steps = self.num_preempted = 0
 
     def on_step(self, stats: StepStats) -> None:
         self.num_steps += 1

@@ -117,7 +117,8 @@ async def test_the_status_has_the_numbers_of_real_requests(serving: Callable[...
 
 async def test_no_counter_falls_when_the_engine_restarts() -> None:
     core = await EnginePool.launch(EngineConfig(kv_cache_memory=8 << 20))
-    engine, server = Engine(core, TextProcessor.load(model_path(None))), Server()
+    engine = Engine(core, TextProcessor.load(model_path(None)))
+    server = Server()
     try:
         await server.start(engine, ServerConfig(port=0, operator_port=0, openai_port=0))
         async with AsyncClient(server.address) as client:

@@ -102,10 +102,8 @@ def endless(content: dict[str, Any]) -> None:
 
 async def test_a_panic_of_the_tokenizer_ends_its_request_only(serving: Serving, tmp_path: Path) -> None:
     async with serving(model=model_with(endless, tmp_path, weights=True)) as real:
-        bad, message = (
-            "a" * 40 + "!",
-            "the text could not be tokenized: Onig: Regex search error: retry-limit-in-match over",
-        )
+        bad = "a" * 40 + "!"
+        message = "the text could not be tokenized: Onig: Regex search error: retry-limit-in-match over"
         assert (await ask(real, COMPLETIONS, {"prompt": bad}))["error"]["message"] == message
         async with AsyncClient(real.server.address) as client:
             with pytest.raises(GenerationFailed, match="could not be tokenized: Onig"):

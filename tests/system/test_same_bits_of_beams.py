@@ -28,7 +28,8 @@ async def top_logprobs(engine: LocalEngine, ids: tuple[int, ...], count: int) ->
 
 async def search(engine: LocalEngine, request: GenerateRequest) -> list[Found]:
     """Search with one request per prefix and return the hypotheses, best first."""
-    start, params = request.prompt, request.sampling_params
+    start = request.prompt
+    params = request.sampling_params
     assert isinstance(start, tuple)
     width = params.beam_width
     live: list[tuple[tuple[int, ...], tuple[float, ...], float]] = [((), (), 0.0)]
@@ -147,7 +148,8 @@ class Canceller(SilentObserver):
     """Observer that cancels a stream after `steps` steps."""
 
     def __init__(self, steps: int) -> None:
-        self.steps, self.stream = steps, None
+        self.steps = steps
+        self.stream = None
 
     def on_step(self, step: StepStats) -> None:
         self.steps -= 1

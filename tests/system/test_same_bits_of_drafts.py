@@ -167,7 +167,8 @@ async def test_a_rejected_draft_token_with_nan_logits(
 ) -> None:
     """Draft a token with a NaN embedding, which the model itself never samples. Loading would refuse it."""
     monkeypatch.setattr(packing, "check_numbers", lambda *_: None)
-    folder, broken = hybrid_folder(layers), 305
+    folder = hybrid_folder(layers)
+    broken = 305
     tensors = load_file(folder / "model.safetensors")
     tensors["model.embed_tokens.weight"][broken] = np.nan
     save_file(tensors, folder / "model.safetensors")

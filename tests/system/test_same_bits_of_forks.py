@@ -26,7 +26,8 @@ class Recorder(SilentObserver):
     """Observer that counts prefill tokens and the maximum of owned pages."""
 
     def __init__(self, engine: LocalEngine) -> None:
-        self.engine, self.prefill_tokens, self.most_pages = engine, 0, 0
+        self.engine = engine
+        self.prefill_tokens = self.most_pages = 0
         engine.set_observer(self)
 
     def on_step(self, step: StepStats) -> None:
@@ -117,7 +118,8 @@ async def test_with_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_with_sliding_windows(hybrid_folder: Callable[[str], Path]) -> None:
     """The first output may have left the window of the prompt when the next output starts."""
-    folder, params = hybrid_folder("s.s.ss"), {"temperature": 0.9, "max_tokens": 90}
+    folder = hybrid_folder("s.s.ss")
+    params = {"temperature": 0.9, "max_tokens": 90}
     lengths = (30, 150, 163)
     async with running(model=str(folder)) as engine:
         wanted = [await choices_alone(engine, length, 3, **params) for length in lengths]

@@ -96,7 +96,8 @@ class Preemptor(SilentObserver):
     """Observer that preempts every request once, each after another number of steps, or when it runs first."""
 
     def __init__(self, engine: LocalEngine) -> None:
-        self.engine, self.num_steps = engine, 0
+        self.engine = engine
+        self.num_steps = 0
         self.preempted: set[int] = set()
 
     def on_step(self, step: StepStats) -> None:

@@ -97,7 +97,8 @@ async def test_a_small_spill_file(size: int) -> None:
 async def test_damaged_pages_are_computed_again(monkeypatch: pytest.MonkeyPatch, damaged_pages: int) -> None:
     """One bit flips in every `damaged_pages`-th page that is written."""
     wanted, page_bytes = await alone()
-    write, written = SpillFile._write, []
+    write = SpillFile._write
+    written = []
 
     def write_and_flip(file: SpillFile, slot: int, page: int) -> None:
         write(file, slot, page)
@@ -117,7 +118,8 @@ async def test_damaged_pages_are_computed_again(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("fits", [3])
 async def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, fits: int) -> None:
     wanted, page_bytes = await alone()
-    write, slots = SpillFile._write, set()
+    write = SpillFile._write
+    slots = set()
 
     def write_or_fail(file: SpillFile, slot: int, page: int) -> None:
         if slot not in slots and len(slots) >= fits:
@@ -135,7 +137,9 @@ class Preemptor(SilentObserver):
     """Observer that preempts request 0 between two steps, once it decodes, and cancels its stream."""
 
     def __init__(self, engine: LocalEngine) -> None:
-        self.engine, self.spilled, self.stream = engine, 0, None
+        self.engine = engine
+        self.spilled = 0
+        self.stream = None
 
     def on_step(self, step: StepStats) -> None:
         if step.decode_tokens and not self.spilled:

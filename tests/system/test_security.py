@@ -68,7 +68,8 @@ async def test_the_last_frame_arrives_over_tls(serve: Serve, monkeypatch: pytest
 
 
 async def test_many_reloads_during_one_cause_one_more(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, num_reloads = asyncio.Event(), 0
+    gate = asyncio.Event()
+    num_reloads = 0
 
     async def slow_reload(keyring: Keyring, check: object) -> None:
         nonlocal num_reloads
@@ -92,7 +93,8 @@ async def test_many_reloads_during_one_cause_one_more(serve: Serve, monkeypatch:
 async def test_the_start_reads_the_file_of_keys_once(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens, paths = tmp_path / "tokens.toml", []
+    tokens = tmp_path / "tokens.toml"
+    paths = []
 
     def read(path: Path, what: str) -> dict[str, Any]:
         paths.append(path)
@@ -112,7 +114,8 @@ LOGGED = ("--kv-cache-memory", "8MiB", "--log-format", "json", "--log-level", "d
 
 async def test_the_log_of_a_real_server_contains_no_key_and_no_prompt(tmp_path: Path) -> None:
     """Admit and refuse clients, reload a new key by SIGHUP, then a broken file."""
-    tokens, log = tmp_path / "tokens.toml", tmp_path / "log"
+    tokens = tmp_path / "tokens.toml"
+    log = tmp_path / "log"
     keys, (first, second) = zip(*(new_key("acme") for _ in range(2)), strict=True)
     tokens.write_text(first)
     tokens.chmod(0o600)

@@ -495,7 +495,8 @@ async def test_each_input_item_has_an_id_of_its_own(system: Any) -> None:
     own = f"msg_{name.removeprefix('resp_')}_input_"
     ids = ["x", f"{own}1", "y", *(f"{own}{index}" for index in range(3, 8))]
     assert [each["id"] for each in (await ask(system, "GET", path)).json["data"]] == ids
-    page, paged = (await ask(system, "GET", f"{path}&limit=1")).json, []
+    page = (await ask(system, "GET", f"{path}&limit=1")).json
+    paged = []
     while page["data"]:
         paged.append(page["last_id"])
         page = (await ask(system, "GET", f"{path}&limit=1&after={page['last_id']}")).json

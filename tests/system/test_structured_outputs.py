@@ -136,7 +136,9 @@ def write_padded_model(folder: Path, num_rows: int) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     data = (folder / "model.safetensors").read_bytes()
     start = 8 + struct.unpack("<Q", data[:8])[0]
-    header, parts, size = json.loads(data[8:start]), [], 0
+    header = json.loads(data[8:start])
+    parts = []
+    size = 0
     for name, tensor in header.items():
         if name == "__metadata__":
             continue

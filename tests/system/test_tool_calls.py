@@ -327,7 +327,12 @@ async def respond(client: openai.AsyncOpenAI, given: Any, **options: Any) -> Any
     """Return the response to an input, of which the stream has the same items, each begun and ended once."""
     params: Any = {"model": "quire", "input": given, "tools": FLAT, "extra_body": {"seed": 5}, **options}
     whole = await client.responses.create(**params)
-    numbers, begun, ended, called, pieces, last = [], [], [], [], {}, None
+    numbers = []
+    begun = []
+    ended = []
+    called = []
+    pieces = {}
+    last = None
     logprobs: dict[int, list[Any]] = {}  # item -> logprobs of its deltas
     async for event in await client.responses.create(**params, stream=True):
         check(event)

@@ -235,7 +235,8 @@ class Embedder:
         return self.info.prompts.get(name, "")
 
     def _fitted(self, request: EmbedRequest, name: str, text: EncodedText) -> EncodedText:
-        limit, truncation = self.info.max_model_len, request.truncate_prompt_tokens
+        limit = self.info.max_model_len
+        truncation = request.truncate_prompt_tokens
         if truncation is not None:
             text = self._texts.truncated(text, limit if truncation < 0 else truncation)
         if len(text.token_ids) > limit:
@@ -325,7 +326,8 @@ class EmbeddingStream:
     def _embedded(self, values: _Values) -> EmbeddedTexts:
         """Return the values of a chunk as vectors, scores or probabilities."""
         first, num_tokens, rows = values
-        info, request = self._embedder.info, self.request
+        info = self._embedder.info
+        request = self.request
         if request.classify:
             rows = probabilities(rows, info)
         elif request.query is None:
@@ -334,7 +336,8 @@ class EmbeddingStream:
             rows = activated(rows, info.score_activation)
         else:
             if self._query is None:
-                self._query, rows = rows[0], rows[1:]
+                self._query = rows[0]
+                rows = rows[1:]
             rows = cosines(self._query, rows)
         self.num_done += len(rows)
         self.prompt_tokens += num_tokens
@@ -365,6 +368,7 @@ def _chunks(inputs: Sequence[Input], pair_characters: int) -> Iterator[tuple[int
         num_characters = len(each) + pair_characters
         if index > first and (index - first == CHUNK_TEXTS or size + num_characters > CHUNK_CHARACTERS):
             yield first, inputs[first:index]
-            first, size = index, 0
+            first = index
+            size = 0
         size += num_characters
     yield first, inputs[first:]

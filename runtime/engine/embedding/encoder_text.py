@@ -143,7 +143,8 @@ class EncoderText:
 
         Rows of a causal model do not depend on the tokens after them.
         """
-        body, ids = self._spec.body, text.token_ids
+        body = self._spec.body
+        ids = text.token_ids
         if isinstance(body, BertSpec):
             if body.first_position and body.first_position - 1 in ids:
                 self._refuse_padding(body.first_position - 1, "it has no position of its own")

@@ -28,7 +28,8 @@ def shortened(rows: Floats, dimensions: int | None, normalize: bool) -> Floats:
 
 def cosines(query: Floats, rows: Floats) -> Floats:
     """Return the cosine [n, 1] between a query [d] and each of the rows [n, d]."""
-    one, many = query.astype(np.float64)[None], rows.astype(np.float64)
+    one = query.astype(np.float64)[None]
+    many = rows.astype(np.float64)
     lengths = np.sqrt(_row_sums(one * one)) * np.sqrt(_row_sums(many * many))
     similarity: Floats = (_row_sums(many * one) / np.maximum(lengths, 1e-12)).astype(np.float32)
     return similarity

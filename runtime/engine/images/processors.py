@@ -109,7 +109,8 @@ class TiledProcessor:
         return width, height
 
     def _tile(self, image: Image.Image, row: int, column: int) -> Pixels:
-        left, top = column * self.tile_edge, row * self.tile_edge
+        left = column * self.tile_edge
+        top = row * self.tile_edge
         return _pixels(image.crop((left, top, left + self.tile_edge, top + self.tile_edge)))
 
     def _text(self, rows: int, columns: int) -> str:
@@ -213,7 +214,8 @@ class ProcessorFiles:
 
 
 def _read_tiled(files: ProcessorFiles) -> ImageProcessor:
-    vision, images = files.config.table("vision_config"), files.images
+    vision = files.config.table("vision_config")
+    images = files.images
     tile_edge = images.table("max_image_size").integer("longest_edge", 1, MAX_SPLIT_EDGE, 364)
     patch = vision.integer("patch_size", 1, tile_edge, 32)
     factor = files.config.integer("scale_factor", 1, tile_edge, 2)

@@ -39,7 +39,8 @@ class ImageReader:
                 f"messages: {len(files)} images, and {len(others)} times {placeholder!r} in the prompt; this text "
                 "stands for an image, leave it out of other texts"
             )
-        images, num_bytes = [], 0
+        images = []
+        num_bytes = 0
         for number, file in enumerate(files, 1):
             images.append(self._read(file, number))
             num_bytes += sum(array.nbytes for array in images[-1].arrays)

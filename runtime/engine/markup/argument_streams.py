@@ -85,7 +85,8 @@ class JSONArguments:
             found = (_WITHIN_TEXT if self._in_text else _OUTSIDE_TEXT).search(text, at)
             if found is None:
                 break
-            at, character = found.end(), found.group()
+            at = found.end()
+            character = found.group()
             if character == "\\":
                 self._is_escaped = True
             elif character == '"':
@@ -135,7 +136,8 @@ class ParameterArguments:
             if not end:
                 return text
             self._value_schema = property_schema(self._schema, key)
-            self._form, self._at_start = value_form(self._value_schema), True
+            self._form = value_form(self._value_schema)
+            self._at_start = True
             pieces.append(f"{', ' if self._num_parameters else '{'}{json.dumps(key, ensure_ascii=False)}: ")
             pieces.append('"' if self._form == "text" else "")
             self._end = END_OF_JSON if self._form == "json" else END_OF_PARAMETER
@@ -153,9 +155,11 @@ class ParameterArguments:
             self._at_start = False
         end = text.find(self._end)
         if end >= 0:
-            value, text = self._held + text[:end].removesuffix("\n"), text[end + len(self._end) :]
+            value = self._held + text[:end].removesuffix("\n")
+            text = text[end + len(self._end) :]
             pieces.append(_text(value) + '"' if self._form == "text" else _json_value(value, self._value_schema))
-            self._held, self._form = "", None
+            self._held = ""
+            self._form = None
             return text
         end = len(text) - max(num_held(text, "\n" + END_OF_PARAMETER), num_held(text, END_OF_PARAMETER))
         if self._form == "text":

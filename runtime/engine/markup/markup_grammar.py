@@ -108,7 +108,8 @@ class MarkupGrammar:
 
     def _other_name(self, known: Iterable[str]) -> str:
         """Return the terminal of the head of a parameter with another name."""
-        name, heads = f"HEAD_{len(self._lines)}", " | ".join(_quoted(f"{PARAMETER}{key}>") for key in known)
+        name = f"HEAD_{len(self._lines)}"
+        heads = " | ".join(_quoted(f"{PARAMETER}{key}>") for key in known)
         self._lines.append(f"{name}: /{PARAMETER}[^>\\uFDD0]+>/" + (f" & ~({heads})" if heads else ""))
         return name
 

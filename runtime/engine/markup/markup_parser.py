@@ -70,7 +70,8 @@ class MarkupParser:
         self._buffer += text
         while (state := self._state()) is not None:
             self._state = state
-        deltas, self._deltas = self._deltas, []
+        deltas = self._deltas
+        self._deltas = []
         return deltas
 
     def finish(self, is_cut: bool) -> list[Delta]:
@@ -86,7 +87,8 @@ class MarkupParser:
             self._emit("content", _without_start(rest, self._calls.trigger) if is_cut else rest)
         elif self._state in (self._start, self._bare) and (not is_cut or not rest.strip(SPACE)):
             self._emit("content", rest)
-        deltas, self._deltas = self._deltas, []
+        deltas = self._deltas
+        self._deltas = []
         return deltas
 
     @property
@@ -108,7 +110,8 @@ class MarkupParser:
         """Find out whether the output begins with reasoning."""
         if self._reasoning is None:
             return self._bare
-        text, literal = self._buffer.lstrip(SPACE), self._reasoning.open
+        text = self._buffer.lstrip(SPACE)
+        literal = self._reasoning.open
         if text.startswith(literal):
             self._buffer = text[len(literal) :]
             self._skips_space = True
@@ -176,7 +179,8 @@ class MarkupParser:
         """Find out whether another call follows. Other text after a call is dropped."""
         assert self._calls is not None
         literal = self._calls.separator + self._calls.open
-        first, text = literal.split()[0], self._buffer.lstrip(SPACE)
+        first = literal.split()[0]
+        text = self._buffer.lstrip(SPACE)
         if text.startswith(first):
             return self._expect(literal, self._name)
         return None if first.startswith(text) else self._dropped
@@ -188,7 +192,8 @@ class MarkupParser:
 
     def _expect(self, literal: str, then: Callable[[], Any]) -> Callable[[], Any]:
         """Return the state that takes `literal`, and then continues with another."""
-        self._expected, self._after_expected = literal, then
+        self._expected = literal
+        self._after_expected = then
         return self._literal
 
     def _take_until(self, literal: str, kind: DeltaKind) -> bool:
@@ -245,7 +250,8 @@ class ChannelParser:
         text = self._buffer.lstrip(SPACE)
         if text and not self._in_body and not any(map(text.startswith, self._first)):  # the text is no header
             self._begin("content", deltas)
-        rest, self._buffer = self._buffer, ""
+        rest = self._buffer
+        self._buffer = ""
         if self._in_body and not is_cut:
             self._take(rest, deltas)
         if self._arguments is not None and (text := self._arguments.finish(is_cut)):
@@ -271,8 +277,10 @@ class ChannelParser:
         end = self._buffer.find(self._message)
         if end < 0:
             return False
-        header, self._buffer = self._buffer[:end], self._buffer[end + len(self._message) :]
-        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+        header = self._buffer[:end]
+        self._buffer = self._buffer[end + len(self._message) :]
+        recipient = _RECIPIENT.search(header)
+        channel = _CHANNEL.search(header)
         if recipient and self._takes_calls:
             self._begin("call", deltas)
             self._arguments = JSONArguments()
@@ -283,7 +291,9 @@ class ChannelParser:
 
     def _begin(self, kind: DeltaKind, deltas: list[Delta]) -> None:
         """Begin a message's body. Messages of one kind are joined with a line break."""
-        self._in_body, self._kind, self._arguments = True, kind, None
+        self._in_body = True
+        self._kind = kind
+        self._arguments = None
         if kind in self._seen and kind != "call":
             deltas.append(Delta(kind, "\n"))
         self._seen.add(kind)

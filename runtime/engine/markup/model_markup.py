@@ -105,7 +105,8 @@ def _fields(template: object) -> dict[str, Mapping[str, Any]]:
 
 
 def _reasoning(field: Mapping[str, Any]) -> Reasoning:
-    (opening, name, _), closing = _delimiter(field, "open"), _closing(field)
+    (opening, name, _) = _delimiter(field, "open")
+    closing = _closing(field)
     if name is not None:
         raise _OtherForm("its pattern has a group")
     if isinstance(field.get("close"), list) and len(field["close"]) > 1:
@@ -116,8 +117,10 @@ def _reasoning(field: Mapping[str, Any]) -> Reasoning:
 
 
 def _calls(field: Mapping[str, Any]) -> CallSyntax:
-    (opening, group, middle), closing = _delimiter(field, "open"), _closing(field)
-    content, options = field.get("content"), field.get("content_args") or {}
+    (opening, group, middle) = _delimiter(field, "open")
+    closing = _closing(field)
+    content = field.get("content")
+    options = field.get("content_args") or {}
     if content == "xml-inline":
         # The template does not say what may stand between the tags: only a family does.
         for family in FAMILIES.values():
@@ -158,13 +161,16 @@ def _keys(transform: object) -> tuple[str, str]:
 
 def _delimiter(field: Mapping[str, Any], kind: str) -> tuple[str, str | None, str]:
     """Return what opens or closes a field: a literal, or the literals around a group of the pattern, and its name."""
-    given, pattern = field.get(kind), field.get(f"{kind}_pattern")
+    given = field.get(kind)
+    pattern = field.get(f"{kind}_pattern")
     if isinstance(given, list) and given and (kind == "close" or len(given) == 1):
         given = given[0]
     if isinstance(pattern, str) and given is None:
         before, group, after = _literals(pattern)
     elif isinstance(given, str) and pattern is None:
-        before, group, after = re.sub(r"\s+", " ", given), None, ""
+        before = re.sub(r"\s+", " ", given)
+        group = None
+        after = ""
     else:
         raise _OtherForm(f"its {kind} is not one literal or one pattern")
     before = before.lstrip(" ") if group is not None else before.strip(" ")
@@ -187,7 +193,9 @@ def _literals(pattern: str) -> tuple[str, str | None, str]:
 
     White space is one space. Raises _OtherForm for a pattern of more than literals, white space and one named group.
     """
-    texts, group, at = [""], None, 0
+    texts = [""]
+    group = None
+    at = 0
     while at < len(pattern):
         part = _PART.match(pattern, at)
         if part is None or (part["group"] and group):

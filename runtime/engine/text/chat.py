@@ -49,7 +49,8 @@ class ChatTemplate:
         self._sandbox = template_sandbox()
         self._sources = [source] if tool_source is None else [source, tool_source]
         templates = [self._compiled(each) for each in self._sources]
-        self._template, self._tool_template = templates[0], templates[-1]
+        self._template = templates[0]
+        self._tool_template = templates[-1]
         self._abilities: dict[tuple[Template, bool], Abilities] = {}
 
     def _compiled(self, source: str) -> Template:
@@ -172,10 +173,8 @@ class ChatTemplate:
         try:
             return self._sandbox.run(lambda: template.render(variables), RENDER_TIMEOUT_S)
         except TimeoutError:
-            kind, reason = (
-                TemplateTimeout,
-                f"the chat template took longer than {RENDER_TIMEOUT_S} s for these messages",
-            )
+            kind = TemplateTimeout
+            reason = f"the chat template took longer than {RENDER_TIMEOUT_S} s for these messages"
         # A template can raise whatever its expressions raise: TypeError, ZeroDivisionError, SecurityError, …
         except Exception as error:
             reason = f"the chat template refused these messages: {error}"[:MAX_ERROR_CHARACTERS]

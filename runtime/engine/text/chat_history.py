@@ -74,7 +74,8 @@ def _with_calls(chat: Chat, abilities: Abilities, syntax: CallSyntax) -> Chat:
 
 def _with_shown_calls(message: Message, abilities: Abilities, syntax: CallSyntax) -> Chat:
     """Return a message so that its content and its calls are both shown."""
-    calls, content = message.get("tool_calls"), message.get("content")
+    calls = message.get("tool_calls")
+    content = message.get("content")
     if not calls or abilities.shows_calls(content if isinstance(content, str | None) else "text"):
         return [message]
     only_calls = {**message, "content": abilities.empty_content}
@@ -223,7 +224,8 @@ def _joined(chat: Chat, abilities: Abilities) -> Chat:
 
 def _appended(content: Any, more: Any, separator: str) -> Any:
     """Return two contents as one: texts, or lists of parts."""
-    content, more = content or "", more or ""
+    content = content or ""
+    more = more or ""
     if isinstance(content, str) and isinstance(more, str):
         return separator.join(each for each in (content, more) if each)
     parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (content, more)]

@@ -57,7 +57,9 @@ def checked_messages(messages: Sequence[Mapping[str, Any]], limit: ValueLimit) -
 
     Reasoning has every name that templates read. Raises InvalidRequest.
     """
-    chat, pending, num_calls = [], list[str](), 0
+    chat = []
+    pending: list[str] = []
+    num_calls = 0
     for message in limit.copy_messages(messages):
         checked = _with_reasoning(message)
         if checked.get("tool_calls"):

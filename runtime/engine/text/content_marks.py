@@ -84,7 +84,8 @@ class ContentMarks:
             return text
         kept = self._kept_in_answers if keeps_added else self._kept
         table = {ord(edge): private(edge) for edge in self._edges}
-        parts, at = [], 0
+        parts = []
+        at = 0
         for found in kept.finditer(text):
             parts += [text[at : found.start()].translate(table), found.group()]
             at = found.end()

@@ -88,7 +88,8 @@ def _add_tokens(fast: FastTokenizer, folder: Path, settings: Mapping[str, Any], 
     """Add the tokens that the files beside tokenizer.json declare. One that the model has no logit for is left out."""
     added = fast.get_added_tokens_decoder()
     known = {token.content: token for token in added.values()}
-    named, others = dict(_named_tokens(fast, settings)), dict(_other_special_tokens(settings))
+    named = dict(_named_tokens(fast, settings))
+    others = dict(_other_special_tokens(settings))
     if "added_tokens_decoder" in settings:
         declared = dict(_declared_tokens(settings["added_tokens_decoder"]))
     else:
@@ -208,7 +209,8 @@ def _around(fast: FastTokenizer) -> tuple[list[int], list[int]]:
         encoding = fast.encode_batch_fast(["a"])[0]
     except Exception:  # the vocabulary lacks the letter
         return [], []
-    ids, is_special = encoding.ids, encoding.special_tokens_mask
+    ids = encoding.ids
+    is_special = encoding.special_tokens_mask
     first = is_special.index(0) if 0 in is_special else len(ids)
     count = len(ids) - sum(is_special)
     return ids[:first], ids[first + count :]

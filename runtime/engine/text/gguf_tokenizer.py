@@ -363,7 +363,8 @@ def _add_special_tokens(fast: FastTokenizer, tokens: _Tokens) -> None:
     special: list[AddedToken] = []
     plain: list[AddedToken] = []
     for token_id in np.flatnonzero(np.isin(tokens.types, (*_SPECIAL, int(_TokenType.USER_DEFINED)))).tolist():
-        text, is_special = tokens.texts[token_id], tokens.types[token_id] in _SPECIAL
+        text = tokens.texts[token_id]
+        is_special = tokens.types[token_id] in _SPECIAL
         if text:
             rstrip = tokens.trim_after and text not in _KEPT_SPACE
             added = AddedToken(text, normalized=False, special=is_special, rstrip=rstrip)

@@ -61,7 +61,8 @@ def _pairs(texts: Sequence[str], lengths: Integers) -> Iterator[Integers]:
         middles = np.flatnonzero(prefixes.places)
         owners = prefixes.owners[middles]
         kept, lefts = table.find(prefixes.hashes[middles] - prefixes.hashes[prefixes.begins[owners]])
-        middles, owners = middles[kept], owners[kept]
+        middles = middles[kept]
+        owners = owners[kept]
         after = prefixes.hashes[prefixes.ends[owners]] - prefixes.hashes[middles]
         kept, rights = table.find(after * inverse[prefixes.places[middles] - 1])
         yield np.stack([lefts[kept], rights, owners[kept] + group.start])

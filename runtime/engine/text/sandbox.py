@@ -33,7 +33,8 @@ ITEM_BYTES, REFERENCE_BYTES = 64, 8  # an item of a list with its object, a refe
 WIDE_CHARACTER_BYTES = 4  # upper bound for a text that is not ASCII
 MANY_ITEMS = 32  # items of a literal: shorter ones are not charged
 MAX_NUMBER_BITS = 4096
-INTERRUPTS, INTERRUPT_INTERVAL_S = 10, 0.02
+INTERRUPTS = 10
+INTERRUPT_INTERVAL_S = 0.02
 
 T = TypeVar("T")
 
@@ -127,7 +128,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def concat(self, pieces: Iterable[Any], /) -> str:
         """Join the pieces of a block, a macro, `~` or the whole template."""
-        size, texts = 0, []
+        size = 0
+        texts = []
         for piece in pieces:
             texts.append(piece if isinstance(piece, str) else str(self._charge_text(piece)))
             size += len(texts[-1]) + 16  # empty texts take memory too
@@ -164,7 +166,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         @wraps(function)
         def charging(*args: Any, **kwargs: Any) -> Any:
-            value, rest = args[first], args[first + 1 :]
+            value = args[first]
+            rest = args[first + 1 :]
             if name == "join" and not isinstance(value, str | list | tuple | dict):
                 value = list(value)
             self._charge_call(name, value, (*rest, *kwargs.values()))
@@ -246,7 +249,8 @@ def _weight(value: object) -> int:
     """Return the characters in `value`, nested values included, and 64 for each item; it stops beyond MAX_SIZE."""
     if isinstance(value, str):  # the most frequent case
         return len(value)
-    weight, unseen = 0, [value]
+    weight = 0
+    unseen = [value]
     while unseen and weight <= MAX_SIZE:
         each = unseen.pop()
         weight += 64  # about what Python allocates for an item

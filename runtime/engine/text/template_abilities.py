@@ -16,7 +16,10 @@ from ...common.errors import InvalidRequest
 ToolsPlace = Literal["variable", "message", "text"]
 Render = Callable[[list[Any], list[Any] | None], str]
 
-ONE, TWO, THREE, FOUR = "quireprobe", "wordtwo", "wordthree", "wordfour"
+ONE = "quireprobe"
+TWO = "wordtwo"
+THREE = "wordthree"
+FOUR = "wordfour"
 PARAMETERS = {
     "type": "object",
     "properties": {"a": {"type": "string", "description": "a"}},
@@ -26,7 +29,8 @@ TOOL = {"type": "function", "function": {"name": ONE, "description": ONE, "param
 OTHER_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": PARAMETERS}}
 CALL_ID, OTHER_ID = "abcdefghi", "abcdefghj"  # ids of nine letters, which Mistral's templates demand
 ANY_ID = "call_1"
-USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
+USER = {"role": "user", "content": "a"}
+ANSWER = {"role": "assistant", "content": "a"}
 
 
 class TemplateTimeout(InvalidRequest):

@@ -47,10 +47,12 @@ def read_sources(path: Path, given: Path | None = None) -> TemplateSources:
         folder = text_folder(path)
         config = read_json(folder / SETTINGS)
         templates = {} if given else _templates(folder)
-        default, tool_use = templates.get(DEFAULT), templates.get(TOOL_USE)
+        default = templates.get(DEFAULT)
+        tool_use = templates.get(TOOL_USE)
         special_tokens = _special_tokens(read_settings(folder))
     if given is not None:
-        default, tool_use = _given(given), None
+        default = _given(given)
+        tool_use = None
     if default is None:
         raise UnsupportedModel(f"{path} has no chat template; send a plain prompt instead of messages")
     return TemplateSources(default, tool_use, special_tokens, config)

@@ -82,7 +82,8 @@ class Tokenizer:
     @cached_property
     def longest_token(self) -> int:
         """Characters of the longest vocabulary entry: no text of n tokens is longer than n times this."""
-        id_to_token, count = self._fast.id_to_token, self.vocab_size
+        id_to_token = self._fast.id_to_token
+        count = self.vocab_size
         texts = [text for text in map(id_to_token, range(count)) if text is not None]
         if len(texts) < count:  # the ids have gaps; all texts take half a second at once
             texts = [*self._fast.get_vocab(with_added_tokens=True)]

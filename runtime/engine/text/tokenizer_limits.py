@@ -84,7 +84,8 @@ def _growth(part: dict[str, Any]) -> float:
     """Return how many characters a part may make of one. Unicode's own forms count as 1: repeated they add nothing."""
     match part.get("type"):
         case "Replace":
-            pattern, content = part.get("pattern"), _inserted(part, "content")
+            pattern = part.get("pattern")
+            content = _inserted(part, "content")
             text = pattern.get("String") if isinstance(pattern, dict) else None
             if isinstance(text, str) and text:
                 return max(1.0, len(content) / len(text))

@@ -96,7 +96,9 @@ def _attend(
     bias: Table | None,
     rotary_dim: int,
 ) -> Value:
-    num_heads, scale, window = spec.num_heads, spec.head_dim**-0.5, spec.windows[index]
+    num_heads = spec.num_heads
+    scale = spec.head_dim**-0.5
+    window = spec.windows[index]
     heads = Heads(num_heads, num_heads, spec.head_dim, scale, window, causal=False, bias=bias, rotary_dim=rotary_dim)
     qkv = builder.linear(x, layer.qkv, layer.qkv_bias, "qkv")
     weights = HeadWeights(spec.norm_eps, rotary=rotary)

@@ -67,10 +67,8 @@ def read_named(config: ConfigTable, key: str, names: Mapping[str, Name], default
 
 def read_plain_head_dim(config: ConfigTable) -> int:
     """Return the elements of a head that no rotary embedding turns."""
-    hidden_size, num_heads = (
-        config.integer("hidden_size", 1, MAX_WIDTH),
-        config.integer("num_attention_heads", 1, MAX_HEADS),
-    )
+    hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
+    num_heads = config.integer("num_attention_heads", 1, MAX_HEADS)
     head_dim = config.integer("head_dim", 1, MAX_WIDTH, hidden_size // num_heads)
     if head_dim % 2 and (hidden_size % num_heads == 0 or "head_dim" in config):
         raise config.refused(

@@ -57,7 +57,8 @@ def is_encoder(path: str | Path) -> bool:
 
 def read_encoder(path: str | Path) -> EncoderSpec:
     """Read config.json and the files of sentence-transformers; no tensor. Raises ModelError."""
-    folder, config = Path(path), read_config(path)
+    folder = Path(path)
+    config = read_config(path)
     body, family = _body(config)
     modules = read_modules(folder, body.hidden_size) if has_modules(folder) else Modules()
     pooling, projections = _after_body(config, family, body, modules)

@@ -78,7 +78,9 @@ def read_modules(folder: Path, hidden_size: int) -> Modules:
 
     Raises UnsupportedModel or CorruptCheckpoint, naming file and key.
     """
-    pooling, normalize, scores, answer = None, False, False, None
+    pooling = None
+    normalize = scores = False
+    answer = None
     projections: list[Projection] = []
     files: dict[str, str] = {}
     width = hidden_size

@@ -90,7 +90,8 @@ def build_encoder_weights(spec: EncoderSpec, dtype: WeightDtype, factory: Weight
 
 def _build_bert(spec: BertSpec, dtype: PackedDtype, max_positions: int, factory: WeightFactory) -> BertWeights:
     """Make the weights of a bidirectional transformer. With q4 the embedding is q8."""
-    names, hidden = spec.names, spec.hidden_size
+    names = spec.names
+    hidden = spec.hidden_size
     table_dtype: PackedDtype = "f32" if dtype == "f32" else "bf16"
 
     def table(name: str, rows: int, first_row: int, num_rows: int) -> PackedMatrix | None:
@@ -114,7 +115,9 @@ def build_layer(spec: BertSpec, layer: int, dtype: PackedDtype, factory: WeightF
 
     In q8, `GROUP` blocks share a scale, but for `o`: attention writes its input a few heads at a time.
     """
-    names, hidden, intermediate = spec.names, spec.hidden_size, spec.intermediate_size
+    names = spec.names
+    hidden = spec.hidden_size
+    intermediate = spec.intermediate_size
     prefix = names.layer.format(layer)
     heads = spec.num_heads * spec.head_dim
 
@@ -130,12 +133,16 @@ def build_layer(spec: BertSpec, layer: int, dtype: PackedDtype, factory: WeightF
     def norm(name: str) -> NormWeights:
         return build_norm(name, hidden, spec.norm_bias, factory)
 
-    after_attention, after_mlp = f"{prefix}{names.attention_norm}", f"{prefix}{names.mlp_norm}"
+    after_attention = f"{prefix}{names.attention_norm}"
+    after_mlp = f"{prefix}{names.mlp_norm}"
     if spec.pre_norms:  # a norm is that of what follows; the first layer reads the norm of the embedding
         is_last = layer + 1 == spec.num_layers
         next_norm = f"{names.layer.format(layer + 1)}{names.attention_norm}"
-        after_attention, after_mlp = after_mlp, names.final_norm if is_last else next_norm
-    qkv, o, down = stacked(names.qkv, (heads,) * 3), stacked((names.o,), (hidden,)), stacked((names.down,), (hidden,))
+        after_attention = after_mlp
+        after_mlp = names.final_norm if is_last else next_norm
+    qkv = stacked(names.qkv, (heads,) * 3)
+    o = stacked((names.o,), (hidden,))
+    down = stacked((names.down,), (hidden,))
     up = interleaved(names.up, intermediate, spec.up_first) if spec.gated else stacked(names.up, (intermediate,))
     up_size = 2 * padded(intermediate) if spec.gated else intermediate
     return BertLayerWeights(

@@ -60,7 +60,8 @@ def derive_gemma(config: ConfigTable, *, full_every: int, largest: int) -> dict[
 
     `largest` is the number of layers of the family's largest model, whose scores are not scaled by the size of a head.
     """
-    layers, scalar = num_layers(config), read_head_dim(config)
+    layers = num_layers(config)
+    scalar = read_head_dim(config)
     if layers == largest:
         scalar = config.integer("hidden_size", 1, MAX_WIDTH) // config.integer("num_attention_heads", 1, MAX_HEADS)
     slides = _sliding_layers(config, layers, full_every)

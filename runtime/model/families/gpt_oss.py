@@ -80,7 +80,8 @@ def read_gpt_oss(config: ConfigTable) -> DecoderSpec:
 
 def _windows(config: ConfigTable) -> tuple[int, ...]:
     """Return the windows of `layer_types`; without it, the first layer and every second one after it slide."""
-    layers, window = num_layers(config), sliding_window(config)
+    layers = num_layers(config)
+    window = sliding_window(config)
     if "layer_types" in config:
         return windows_by_type(config, layers, window)
     return tuple(0 if layer % 2 else window for layer in range(layers))

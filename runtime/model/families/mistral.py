@@ -15,7 +15,8 @@ from .family import Family
 def read_mistral(config: ConfigTable) -> DecoderSpec:
     """Read a `MistralForCausalLM`."""
     config = config.with_defaults({"eos_token_id": 2, "sliding_window": 4096})
-    spec, window = build_spec(config, "mistral", read_rope(config)), sliding_window(config)
+    spec = build_spec(config, "mistral", read_rope(config))
+    window = sliding_window(config)
     if "layer_types" in config:
         return replace(spec, windows=windows_by_type(config, spec.num_layers, window))
     return replace(spec, windows=(window,) * spec.num_layers)

@@ -43,7 +43,8 @@ def read_qwen3_moe(config: ConfigTable) -> DecoderSpec:
 
 def _layers_with_experts(config: ConfigTable) -> tuple[bool, ...]:
     """Return which layers have experts: each `decoder_sparse_step`-th, without those in `mlp_only_layers`."""
-    layers, step = num_layers(config), config.integer("decoder_sparse_step", 1, 1 << 30, 1)
+    layers = num_layers(config)
+    step = config.integer("decoder_sparse_step", 1, 1 << 30, 1)
     dense = config.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise config.refused("mlp_only_layers", "a list of layer numbers")

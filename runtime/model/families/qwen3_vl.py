@@ -31,7 +31,8 @@ DEEPSTACK = [8, 16, 24]
 def read_qwen3_vl(config: ConfigTable) -> DecoderSpec:
     """Read the text part of a `Qwen3VLForConditionalGeneration`."""
     shared = {key: config.values[key] for key in ("eos_token_id",) if key in config}
-    text, vision = config.table("text_config").with_defaults(DEFAULTS | shared), config.table("vision_config")
+    text = config.table("text_config").with_defaults(DEFAULTS | shared)
+    vision = config.table("vision_config")
     levels = vision.values.get("deepstack_visual_indexes", DEEPSTACK)
     if not isinstance(levels, list) or len(levels) > num_layers(text):
         raise vision.refused("deepstack_visual_indexes", f"a list of at most {num_layers(text)} layers of the tower")

@@ -92,7 +92,8 @@ def open_tensors(path: str | Path) -> Checkpoint:
 
 def _open_folder(path: str | Path, config: ConfigTable) -> tuple[DecoderSpec, Checkpoint]:
     family = _family(config)
-    how, spec = _quantization(family, config, path), family.read(config)
+    how = _quantization(family, config, path)
+    spec = family.read(config)
     stored = SafetensorsCheckpoint(path)
     if family.tensors is None and any(name.endswith(".mlp.experts.gate_up_proj") for name in stored.names()):
         spec = replace(spec, names=_fused_experts(spec.names))

@@ -23,7 +23,8 @@ def read_smollm3(config: ConfigTable) -> DecoderSpec:
     """Read a `SmolLM3ForCausalLM`."""
     config = config.with_defaults(DEFAULTS)
     attention_bias = config.flag("attention_bias", False)
-    rope, rotates = read_rope(config), _rotates(config)
+    rope = read_rope(config)
+    rotates = _rotates(config)
     return replace(
         build_spec(config, "smollm3", rope),
         ropes=tuple(rope if rotated else None for rotated in rotates),

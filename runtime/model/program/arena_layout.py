@@ -54,9 +54,11 @@ def lay_out(values: Sequence[Lifetime]) -> ArenaLayout:
 
 def _tightest_gap(neighbors: Sequence[tuple[int, int]], size: int) -> int:
     """Return the offset of the smallest gap that fits, or the end of all `neighbors`, which are sorted by offset."""
-    best, best_size, end = -1, 0, 0
+    best = -1
+    best_size = end = 0
     for start, stop in neighbors:
         if size <= start - end and (best < 0 or start - end < best_size):
-            best, best_size = end, start - end
+            best = end
+            best_size = start - end
         end = max(end, stop)
     return best if best >= 0 else end

@@ -41,7 +41,8 @@ class ImageProgram:
 
     def begin(self, token_ids: Ints, rotary: Floats | None = None) -> None:
         """Take the rows of an image, whose inputs are written next, in place of one that is not done."""
-        self._token_ids, self._rotary = token_ids, rotary
+        self._token_ids = token_ids
+        self._rotary = rotary
 
     def write(self, first_row: int, *inputs: Floats) -> None:
         """Write rows of all inputs, from `first_row` on."""
@@ -60,7 +61,8 @@ class ImageProgram:
             if isinstance(op, EphemeralAttention):
                 yield from self._attention(op, number, row_start)
             else:
-                kind, size = type(op).__name__, _row_size(op)
+                kind = type(op).__name__
+                size = _row_size(op)
                 yield self._part(kind, number, row_start, (0, self._num_rows), self._num_rows, size, LEAST_ROWS)
 
     def result(self, index: int = 0) -> Floats:

@@ -48,7 +48,8 @@ class ImageRunner:
         self._finished_unused: Key | None = None  # the image that was finished last, if no step has used it yet
         self._clock = clock
         self._tower = tower
-        programs, vocab_size = tower.programs, spec.body.vocab_size
+        programs = tower.programs
+        vocab_size = spec.body.vocab_size
         self._patches = ImageProgram(programs.patches, spec.num_patches, spec.num_windows, vocab_size, pool, isa)
         at_once = spec.squares_at_once
         self._squares = [
@@ -62,7 +63,9 @@ class ImageRunner:
         also compute the tokens that wait for them. The next call continues where this one stopped, also where it is for
         another image: otherwise images could take turns, and none be done.
         """
-        end, wanted, deferred = self._clock() + seconds, list[tuple[Key, PlacedImage]](), set[int]()
+        end = self._clock() + seconds
+        wanted: list[tuple[Key, PlacedImage]] = []
+        deferred: set[int] = set()
         for sequence in sequences:
             for image in sequence.images:
                 key = sequence.salt, image.digest
@@ -84,7 +87,9 @@ class ImageRunner:
         """
         if not any(sequence.images for sequence in sequences):
             return None
-        indices, given, num_given = [], [], 0
+        indices = []
+        given = []
+        num_given = 0
         for sequence in sequences:
             first = sequence.first_position
             of_sequence = np.full(len(sequence.token_ids), -1, np.int32)
@@ -127,7 +132,8 @@ class ImageRunner:
             if not self._work.advance(end - self._clock()):
                 return
             self._keep(current, self._rows_in_progress)
-            self._in_progress, self._finished_unused = None, current
+            self._in_progress = None
+            self._finished_unused = current
             if self._clock() >= end:
                 return
 
@@ -156,7 +162,8 @@ class ImageRunner:
 
     def _write(self, given: TowerInput) -> WorkPiece:
         """Return the work of writing the input of the patches."""
-        size, head_dim = len(given.token_ids) // len(given.places), self.spec.body.head_dim
+        size = len(given.token_ids) // len(given.places)
+        head_dim = self.spec.body.head_dim
         rotary = np.empty((len(given.token_ids), head_dim), np.float32) if given.rows(0, 1).rotary is not None else None
         self._patches.begin(given.token_ids, rotary)
 
@@ -172,7 +179,9 @@ class ImageRunner:
 
     def _merge(self, index: int, patches: Floats, given: TowerInput) -> Iterator[WorkPiece]:
         """Yield the work of one of the programs after the patches, for some squares of an image at a time."""
-        spec, program, places = self.spec, self._squares[index], given.places
+        spec = self.spec
+        program = self._squares[index]
+        places = given.places
         per_square = len(given.token_ids) // len(places)
         columns = slice(index * spec.out_size // len(self._squares), (index + 1) * spec.out_size // len(self._squares))
         for first in range(0, len(places), spec.squares_at_once):

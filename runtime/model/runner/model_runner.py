@@ -48,7 +48,8 @@ def load_model(
     capacity = decide_capacity(config, read_spec(path))
     if on_planned is not None:
         on_planned(capacity)
-    model, vision = pack_model(path, config.weights, stop), read_vision(path, config.max_image_tokens)
+    model = pack_model(path, config.weights, stop)
+    vision = read_vision(path, config.max_image_tokens)
     tower = None if vision is None else pack_tower(path, vision, config.weights, stop)
     return ModelRunner(config, model, capacity, tower, populate=populate)
 
@@ -146,7 +147,8 @@ class ModelRunner:
         spent: dict[str, float] = {}
         for op, seconds in zip(self.ops, self._program.op_seconds(), strict=True):
             spent[_op_name(op)] = spent.get(_op_name(op), 0.0) + seconds
-        sampling_s, self._sampling_s = self._sampling_s, 0.0
+        sampling_s = self._sampling_s
+        self._sampling_s = 0.0
         return {**spent, "sampling": sampling_s}
 
     def close(self) -> None:
@@ -271,6 +273,7 @@ def _sampled(
         return SampledToken(request_id, 0, error="the model's logits are not finite numbers")
     if wanted < 0:
         return SampledToken(request_id, token)
-    ids, values = top_ids[:wanted].tolist(), top_logprobs[:wanted].tolist()
+    ids = top_ids[:wanted].tolist()
+    values = top_logprobs[:wanted].tolist()
     top = tuple((i, value) for i, value in zip(ids, values, strict=True) if i >= 0)
     return SampledToken(request_id, token, logprob, top)

@@ -41,7 +41,8 @@ class PacedWork:
 
     def advance(self, seconds: float) -> bool:
         """Do at least one part, then others that are predicted to end within `seconds`. Return whether all is done."""
-        end, has_begun = self._clock() + seconds, False
+        end = self._clock() + seconds
+        has_begun = False
         while (piece := self._piece) is not None:
             num_items = self._num_fitting(piece, end - self._clock())
             if not num_items and has_begun:
@@ -72,4 +73,5 @@ class PacedWork:
             self._take_next()
 
     def _take_next(self) -> None:
-        self._piece, self._num_done = next(self._pieces, None), 0
+        self._piece = next(self._pieces, None)
+        self._num_done = 0

@@ -74,7 +74,8 @@ def sampling_rows(
 
 def _row(sequence: ScheduledSequence, position: int, mask: int, adjustments: list[Adjustment]) -> Row:
     """Return the row for the token after the first `position` tokens of the context, and append its adjustments."""
-    spec, first = sequence.sampling, len(adjustments)
+    spec = sequence.sampling
+    first = len(adjustments)
     assert isinstance(spec, SamplingSpec)
     logprobs = -1 if spec.params.logprobs is None else spec.params.logprobs
     num_given = sequence.num_prompt_tokens + len(sequence.echoed)

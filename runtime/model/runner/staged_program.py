@@ -52,7 +52,9 @@ class StagedProgram:
         """
         self.give_up()
         self._program.run_texts(token_ids, row_start, type_ids, 0, 0)  # checks all ids
-        self._token_ids, self._row_start, self._type_ids = token_ids, row_start, type_ids
+        self._token_ids = token_ids
+        self._row_start = row_start
+        self._type_ids = type_ids
         self._next = 0
 
     def advance(self, num_stages: int) -> bool:

@@ -218,7 +218,8 @@ class DynamicVisionSpec:
 
 def _between(count: int, grid: int) -> tuple[Indices, Indices, Floats]:
     """Return for `count` places along a `grid` the positions before and after each, and how far it is between them."""
-    step, index = np.float32((grid - 1) / max(count - 1, 1)), np.arange(count, dtype=np.float32)
+    step = np.float32((grid - 1) / max(count - 1, 1))
+    index = np.arange(count, dtype=np.float32)
     places = np.where(index < count / 2, step * index, np.float32(grid - 1) - step * index[::-1])  # torch's formula
     before = np.minimum(places.astype(np.int64), grid - 1)
     return before, np.minimum(before + 1, grid - 1), (places - before).astype(np.float32)

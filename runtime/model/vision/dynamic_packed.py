@@ -39,7 +39,8 @@ class DynamicVisionWeights:
 
 def build_dynamic(spec: DynamicVisionSpec, dtype: PackedDtype, factory: WeightFactory) -> DynamicVisionWeights:
     """Make all weights with `factory`."""
-    body, names = spec.body, spec.body.names
+    body = spec.body
+    names = spec.body.names
 
     def matrix(name: str, out_features: int, in_features: int) -> PackedMatrix:
         part = Part(f"{name}.weight", (out_features, in_features))
@@ -91,7 +92,8 @@ def emit_dynamic_patches(spec: DynamicVisionSpec, weights: DynamicVisionWeights,
 def emit_merger(spec: DynamicVisionSpec, weights: MergerWeights) -> ProgramPlan:
     """Emit down(gelu(up(norm(squares)))), for some squares of an image at a time."""
     builder = ProgramBuilder(spec.squares_at_once, 1)
-    squares, dtype = builder.input("squares", spec.square_columns), INPUT_DTYPES[weights.up.dtype]
+    squares = builder.input("squares", spec.square_columns)
+    dtype = INPUT_DTYPES[weights.up.dtype]
     if weights.norm is None:
         squares = builder.convert(squares, dtype)
     else:

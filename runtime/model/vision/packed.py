@@ -166,7 +166,8 @@ def _build(
 ) -> VisionWeights | DynamicVisionWeights:
     if isinstance(spec, DynamicVisionSpec):
         return build_dynamic(spec, dtype, factory)
-    body, hidden = spec.body, spec.body.hidden_size
+    body = spec.body
+    hidden = spec.body.hidden_size
 
     def matrix(name: str, out_features: int, in_features: int, dtype: PackedDtype) -> PackedMatrix:
         part = Part(f"{name}.weight", (out_features, in_features))
@@ -212,7 +213,8 @@ def _emit_patches(spec: VisionSpec, weights: VisionWeights, keys_values: KVDtype
 def _emit_squares(spec: VisionSpec, weights: VisionWeights) -> ProgramPlan:
     """Emit connector(squares), whose texts are the squares."""
     builder = ProgramBuilder(spec.num_tokens * spec.square_rows, spec.num_tokens)
-    squares, dtype = builder.input("squares", spec.square_columns), INPUT_DTYPES[weights.connector.dtype]
+    squares = builder.input("squares", spec.square_columns)
+    dtype = INPUT_DTYPES[weights.connector.dtype]
     if weights.mean_norm is None:
         squares = builder.convert(squares, dtype)
     else:

@@ -86,7 +86,8 @@ def read_qwen2_5_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int
 def read_qwen3_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int) -> DynamicVisionSpec:
     """Read the tower of a `Qwen3VLForConditionalGeneration`."""
     vision = config.table("vision_config").with_defaults(QWEN3_DEFAULTS)
-    sizes, layers = _read_sizes(vision, processor, max_tokens), vision.integer("depth", 1, MAX_LAYERS)
+    sizes = _read_sizes(vision, processor, max_tokens)
+    layers = vision.integer("depth", 1, MAX_LAYERS)
     num_positions = vision.integer("num_position_embeddings", 1, MAX_POSITIONS)
     if math.isqrt(num_positions) ** 2 != num_positions:
         raise vision.refused("num_position_embeddings", "the square of an integer")

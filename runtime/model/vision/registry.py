@@ -73,7 +73,8 @@ def _read_idefics3(config: ConfigTable, processor: ConfigTable) -> VisionSpec:
     vision = config.table("vision_config").with_defaults(IDEFICS3_DEFAULTS)
     text = config.table("text_config").with_defaults({"hidden_size": 4096})
     if "max_image_size" in processor:
-        tile, size = processor.table("max_image_size"), vision.integer("image_size", 1, MAX_IMAGE_SIZE)
+        tile = processor.table("max_image_size")
+        size = vision.integer("image_size", 1, MAX_IMAGE_SIZE)
         if "longest_edge" in tile and tile.values["longest_edge"] != size:
             raise tile.refused("longest_edge", f"{size}, which is vision_config.image_size: the tower takes one tile")
     spec = _read_siglip(
@@ -94,7 +95,8 @@ def _read_gemma3(config: ConfigTable, processor: ConfigTable) -> VisionSpec | No
         return None
     vision = config.table("vision_config").with_defaults(SIGLIP_DEFAULTS)
     text = config.table("text_config").with_defaults({"hidden_size": 2304, "sliding_window": 4096})
-    tokens, grid = config.integer("mm_tokens_per_image", 1, MAX_PATCHES, 256), _grid(vision)
+    tokens = config.integer("mm_tokens_per_image", 1, MAX_PATCHES, 256)
+    grid = _grid(vision)
     side = math.isqrt(tokens)
     if tokens != side**2 or grid % side:
         raise config.refused("mm_tokens_per_image", f"the square of a number that divides the {grid} patches of a side")

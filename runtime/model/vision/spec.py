@@ -120,7 +120,8 @@ class VisionSpec:
     def input(self, pixels: npt.NDArray[np.uint8]) -> TowerInput:
         """Return the patches of an image [image_size, image_size, 3]."""
         row_start = np.array([0, self.num_patches], np.int32)
-        squares, seen = self.grid // self.scale, self.grid * self.patch_size
+        squares = self.grid // self.scale
+        seen = self.grid * self.patch_size
         split = by_square(pixels[:seen, :seen], self.scale, self.patch_size)
 
         def rows(first: int, end: int) -> InputRows:
@@ -133,7 +134,8 @@ class VisionSpec:
 
     def positions(self) -> Ints:
         """Return the learned position of each patch, in the order of computation, [num_patches]."""
-        squares, scale = self.grid // self.scale, self.scale
+        squares = self.grid // self.scale
+        scale = self.scale
         along = nearest_positions(self.grid) if self.rounds_positions else np.arange(self.grid)
         table = along[:, None] * self.grid + along
         split = table.reshape(squares, scale, squares, scale)

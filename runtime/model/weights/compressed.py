@@ -28,7 +28,8 @@ class CompressedMatrix(GroupedMatrix):
     def __init__(
         self, stored: SafetensorsCheckpoint, module: str, how: Quantization, shape: tuple[int, int], bits: int
     ) -> None:
-        scale, self._zero_name = f"{module}.weight_scale", f"{module}.weight_zero_point"
+        scale = f"{module}.weight_scale"
+        self._zero_name = f"{module}.weight_zero_point"
         self._grid = find_grid(stored, scale, shape, how.block)
         num_groups = -(-shape[1] // self._grid.columns)
         self._zeros_in_words = self._zero_name in stored and stored.dtype(self._zero_name) == "I32"
@@ -45,7 +46,8 @@ class CompressedMatrix(GroupedMatrix):
         return self._grid.read(self._stored, self._name("weight_scale"), self.shape[0])
 
     def _zeros(self) -> Octets:
-        num_rows, middle = self.shape[0], np.uint8(1 << self._bits - 1)
+        num_rows = self.shape[0]
+        middle = np.uint8(1 << self._bits - 1)
         if self._zeros_in_words:
             words = self._stored.tensor(self._zero_name)
             return np.ascontiguousarray(unpack_words(words.T, self._bits)[:, :num_rows].T)
@@ -59,7 +61,8 @@ class WordsMatrix(CompressedMatrix):
     """A matrix of which an int32 word of `weight_packed` has 8 (or 4) inputs of one output."""
 
     def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantization) -> None:
-        name, size = f"{module}.weight_packed", f"{module}.weight_shape"
+        name = f"{module}.weight_packed"
+        size = f"{module}.weight_shape"
         expect(stored, size, ("I32", "I64"), 2)
         rows, columns = map(int, stored.tensor(size))
         _, words = expect(stored, name, ("I32",), rows, None)

@@ -130,7 +130,8 @@ def weights_text(spec: DecoderSpec, dtype: WeightDtype) -> str:
 def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory) -> DecoderWeights:
     """Make all weights of a model with `factory`. With q4 the embedding and the LM head are q8."""
     vocabulary_dtype: WeightDtype = "q8" if dtype == "q4" else dtype
-    names, hidden = spec.names, spec.hidden_size
+    names = spec.names
+    hidden = spec.hidden_size
 
     def vocabulary(name: str) -> PackedMatrix:
         shape = spec.vocab_size, hidden
@@ -145,7 +146,9 @@ def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory)
 
 
 def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: WeightFactory) -> LayerWeights:
-    names, hidden, intermediate = spec.names, spec.hidden_size, spec.intermediate_size
+    names = spec.names
+    hidden = spec.hidden_size
+    intermediate = spec.intermediate_size
     prefix = names.layer.format(layer)
 
     def norm(present: bool, name: str, size: int) -> Vector | None:
@@ -164,7 +167,8 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
         return factory.vector(size, named(parts, prefix, "bias")) if present else None
 
     def mlp() -> MlpWeights:
-        gate_up, down = interleaved(names.gate_up, intermediate), stacked((names.down,), (hidden,))
+        gate_up = interleaved(names.gate_up, intermediate)
+        down = stacked((names.down,), (hidden,))
         return MlpWeights(
             gate_up=matrix(2 * padded(intermediate), hidden, gate_up),
             gate_up_bias=bias(spec.mlp_bias, 2 * padded(intermediate), gate_up),
@@ -172,7 +176,8 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
             down_bias=bias(spec.mlp_bias, hidden, down),
         )
 
-    qkv, o = stacked(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size)), stacked((names.o,), (hidden,))
+    qkv = stacked(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size))
+    o = stacked((names.o,), (hidden,))
     q_norm_size, k_norm_size = (spec.q_size, spec.kv_size) if spec.qk_norm_rows else (spec.head_dim, spec.head_dim)
     mlp_norm = norm(spec.pre_norms, names.mlp_norm, hidden)
     has_experts = spec.experts is not None and spec.experts.layers[layer]
@@ -199,10 +204,14 @@ def _build_experts(
 ) -> ExpertWeights:
     """Make the weights of a layer's experts; all matrices of one kind have the same dtype."""
     assert spec.experts is not None, "only a spec with experts has layers with experts"
-    names, hidden, size = spec.names, spec.hidden_size, spec.experts.intermediate_size
-    num_experts, has_bias = spec.experts.num_experts, spec.experts.bias
+    names = spec.names
+    hidden = spec.hidden_size
+    size = spec.experts.intermediate_size
+    num_experts = spec.experts.num_experts
+    has_bias = spec.experts.bias
     router = stacked((names.router,), (num_experts,))
-    gate_up, down = interleaved(names.expert_gate_up, size), stacked((names.expert_down,), (hidden,))
+    gate_up = interleaved(names.expert_gate_up, size)
+    down = stacked((names.expert_down,), (hidden,))
 
     def of_experts(parts: Sequence[Part], suffix: str, *in_features: int) -> list[list[Part]]:
         each = ([_of_expert(part, expert, num_experts) for part in parts] for expert in range(num_experts))
@@ -234,7 +243,8 @@ def _of_expert(part: Part, expert: int, num_experts: int) -> Part:
     if "{}" in part.tensor:
         return replace(part, tensor=part.tensor.format(expert))
     (rows,) = part.shape
-    first_row, num_rows = expert * rows + part.first_row, rows if part.num_rows is None else part.num_rows
+    first_row = expert * rows + part.first_row
+    num_rows = rows if part.num_rows is None else part.num_rows
     return replace(part, shape=(num_experts, rows), first_row=first_row, num_rows=num_rows)
 
 

@@ -41,9 +41,12 @@ MAX_INTEGRAL = 1 << 24  # float32 does not have all larger integers
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # type -> struct format
-_BOOL, _STRING, _ARRAY = 7, 8, 9
+_BOOL = 7
+_STRING = 8
+_ARRAY = 9
 _SIZES = {**{kind: struct.calcsize(code) for kind, code in _NUMBERS.items()}, _BOOL: 1}
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,8 @@ class Metadata(Mapping[str, Any]):
         return list(array.tolist())
 
     def _strings(self, key: str, entry: _Entry) -> list[str]:
-        values, at = [], entry.begin
+        values = []
+        at = entry.begin
         for _ in range(entry.count):
             begin = at + 8
             at = begin + _U64.unpack_from(self._data, at)[0]
@@ -251,7 +255,8 @@ class _Part:
             raise UnsupportedModel(f"{self.path} is a big-endian GGUF file; only little-endian files are supported")
         if version not in VERSIONS:
             raise UnsupportedModel(f"{self.path} is GGUF version {version}; it must be one of 2, 3")
-        num_tensors, num_keys = cursor.u64("its counts"), cursor.u64("its counts")
+        num_tensors = cursor.u64("its counts")
+        num_keys = cursor.u64("its counts")
         if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
             raise CorruptCheckpoint(
                 f"{self.path} claims {num_tensors} tensors and {num_keys} metadata keys; at most {MAX_TENSORS} and "
@@ -332,11 +337,13 @@ class _Part:
         return StoredTensor(shape, kind, self._file, begin, end)
 
     def _check_overlap(self, tensors: Mapping[str, StoredTensor]) -> None:
-        end, before = 0, ""
+        end = 0
+        before = ""
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].begin):
             if tensor.begin < end:
                 raise CorruptCheckpoint(f"{self.path}: tensors {before} and {name} overlap")
-            end, before = tensor.end, name
+            end = tensor.end
+            before = name
 
 
 class _Cursor:
@@ -376,7 +383,9 @@ class _Cursor:
 
     def skip_strings(self, count: int, what: str) -> None:
         """Move past `count` strings, which are a length and bytes each."""
-        data, at, last = self.data, self.at, len(self.data) - 8
+        data = self.data
+        at = self.at
+        last = len(self.data) - 8
         if count > MAX_STRINGS:
             raise CorruptCheckpoint(f"{self.path}: {what} claims {count} strings; at most {MAX_STRINGS} are allowed")
         for _ in range(count):

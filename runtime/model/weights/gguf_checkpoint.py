@@ -49,7 +49,8 @@ class GGUFCheckpoint:
 
         Raises MissingTensor, or CorruptCheckpoint if it cannot be read.
         """
-        stored, order = self._find(name), self._order(name)
+        stored = self._find(name)
+        order = self._order(name)
         data = stored.file.read(stored.begin, stored.end)
         shape = stored.shape if stored.type.name in READABLE else (-1, stored.row_bytes)
         array = _typed(stored, data).reshape(shape)
@@ -57,13 +58,15 @@ class GGUFCheckpoint:
 
     def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield each `num_rows` of the given rows of a tensor. See `weights.Checkpoint`."""
-        stored, order = self._find(name), self._order(name)
+        stored = self._find(name)
+        order = self._order(name)
         wanted = range(prod(stored.shape[:-1]))[rows]
         if order is not None:  # a row order within heads: whole heads are read, and whole tiles of 32 rows
             unit = lcm(self._pairs[name][0], 32)
             num_rows = max(num_rows // unit, 1) * unit
         for row, chunk in stored.file.chunks(stored.begin, stored.row_bytes, wanted, num_rows):
-            array, first = _typed(stored, chunk), wanted.start + row
+            array = _typed(stored, chunk)
+            first = wanted.start + row
             yield row, array if order is None else array[order[first : first + len(array)] - first]
 
     def _find(self, name: str) -> StoredTensor:

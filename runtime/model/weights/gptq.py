@@ -29,7 +29,8 @@ class GPTQMatrix(GroupedMatrix):
     """
 
     def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantization) -> None:
-        name, order = f"{module}.qweight", f"{module}.g_idx"
+        name = f"{module}.qweight"
+        order = f"{module}.g_idx"
         words, outputs = expect(stored, name, ("I32",), None, None)
         if order in stored:
             inputs = expect(stored, order, ("I32", "I64"), None)[0]

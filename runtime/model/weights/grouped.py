@@ -68,7 +68,8 @@ class GroupedMatrix(ABC):
     def chunks(self, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield each `num_rows` of the given rows, and the number of rows before them. See `weights.Checkpoint`."""
         scales, zeros = self._scales(), self._zeros()
-        first, of_blocks = rows.indices(self.shape[0])[0], self._groups[::BLOCK].copy()
+        first = rows.indices(self.shape[0])[0]
+        of_blocks = self._groups[::BLOCK].copy()
         for row, words in self._words(rows, num_rows):
             if self.input_order is not None:
                 words = reorder_words(words, self._bits, self.input_order)
@@ -85,7 +86,8 @@ class GroupedMatrix(ABC):
         order = np.argsort(self._groups, kind="stable").astype(np.int32)
         matrix = copy.copy(self)
         del matrix.kind  # the cached kind
-        matrix.input_order, matrix._groups = order, self._groups[order]
+        matrix.input_order = order
+        matrix._groups = self._groups[order]
         return matrix if matrix.kind != "F32" else None
 
     @cached_property
@@ -128,7 +130,8 @@ def unpack_words(words: npt.NDArray[np.int32], bits: int) -> Octets:
 
 def expect(stored: SafetensorsCheckpoint, name: str, dtypes: Collection[str], *sizes: int | None) -> tuple[int, ...]:
     """Return the shape of a tensor, in which None stands for any positive size. Raises MissingTensor or WrongTensor."""
-    shape, dtype = stored.shape(name), stored.dtype(name)
+    shape = stored.shape(name)
+    dtype = stored.dtype(name)
     fits = len(shape) == len(sizes) and all(size in (None, found) for size, found in zip(sizes, shape, strict=True))
     if not fits or 0 in shape or dtype not in dtypes:
         wanted = ", ".join("any" if size is None else str(size) for size in sizes)
@@ -186,7 +189,8 @@ def find_grid(
     each row, or for each of equal groups of a row.
     """
     rows, columns = shape
-    found, dtype = stored.shape(name), stored.dtype(name)
+    found = stored.shape(name)
+    dtype = stored.dtype(name)
     if dtype in READABLE and len(found) <= 2 and 0 not in found:
         height, width = (*found, 1, 1)[:2]
         if block and (height, width) == (-(-rows // block[0]), -(-columns // block[1])):

@@ -53,7 +53,8 @@ class MappedFile:
 
     def _fill(self, out: Bytes, begin: int) -> None:
         """Fill `out` with the bytes from `begin` on; without the GIL."""
-        rest, at = out.data, begin
+        rest = out.data
+        at = begin
         while rest:
             try:
                 count = os.preadv(self._descriptor, [rest], at)
@@ -61,4 +62,5 @@ class MappedFile:
                 raise CorruptCheckpoint(f"{self.path} cannot be read at byte {at}: {error}") from error
             if count == 0:
                 raise CorruptCheckpoint(f"{self.path} was truncated while it was read: it ends at byte {at}")
-            rest, at = rest[count:], at + count
+            rest = rest[count:]
+            at += count

@@ -106,7 +106,8 @@ def _find_matrices(stored: SafetensorsCheckpoint, how: Quantization) -> Iterator
     """Yield the name and the reader of each quantized matrix."""
     for name in stored.names():
         module, _, part = name.rpartition(".")
-        weight, dtype = f"{module}.weight", stored.dtype(name)
+        weight = f"{module}.weight"
+        dtype = stored.dtype(name)
         if part == "qweight":
             yield weight, (AWQMatrix if how.layout == "awq" else GPTQMatrix)(stored, module, how)
         elif part == "weight_packed":

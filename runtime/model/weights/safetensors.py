@@ -93,12 +93,14 @@ class SafetensorsCheckpoint:
 
         Raises MissingTensor, WrongTensor for a dtype that is not in ELEMENTS, CorruptCheckpoint if it cannot be read.
         """
-        stored, kind = self._find(name), self._kind(name)
+        stored = self._find(name)
+        kind = self._kind(name)
         return stored.file.read(stored.begin, stored.end).view(kind).reshape(stored.shape)
 
     def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield each `num_rows` of the given rows of a tensor. See `weights.Checkpoint`."""
-        stored, kind = self._find(name), self._kind(name)
+        stored = self._find(name)
+        kind = self._kind(name)
         row_bytes = stored.shape[-1] * np.dtype(kind).itemsize
         wanted = range(prod(stored.shape[:-1]))[rows]
         for row, chunk in stored.file.chunks(stored.begin, row_bytes, wanted, num_rows):
@@ -192,7 +194,9 @@ def _read_header(path: Path, file: MappedFile) -> tuple[Mapping[str, Any], int]:
 
 def _locate(path: Path, name: str, entry: Any, file: MappedFile, data_start: int) -> _Stored:
     """Check a header entry again: of a repeated key, the library may have validated the other entry."""
-    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = tuple(entry["shape"])
+    (begin, end) = entry["data_offsets"]
     inside = 0 <= begin <= end <= file.size - data_start
     if not inside or (dtype in ELEMENTS and end - begin != prod(shape) * np.dtype(ELEMENTS[dtype]).itemsize):
         raise CorruptCheckpoint(f"{path} places tensor {name} at bytes {begin}..{end}, which does not fit its shape")

@@ -99,7 +99,8 @@ class StackedExperts:
     ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield each `num_rows` rows of one expert, those with the numbers `order` in the file."""
         if name in self._spec.quantized:
-            codes, exponents = self._of_expert(f"{stored}_blocks", expert), self._of_expert(f"{stored}_scales", expert)
+            codes = self._of_expert(f"{stored}_blocks", expert)
+            exponents = self._of_expert(f"{stored}_scales", expert)
             words = codes.reshape(len(codes), -1).view(np.int32)
             for row in range(0, len(order), num_rows):
                 chosen = order[row : row + num_rows]

@@ -50,7 +50,10 @@ class MetricsCollector(Collector):
         hosts: HostStatuses | None,
     ) -> None:
         """Read `stats`, `clients` and `hosts` at each scrape too; `mirror` returns more families from all others."""
-        self._stats, self._clients, self._mirror, self._hosts = stats, clients, mirror, hosts
+        self._stats = stats
+        self._clients = clients
+        self._mirror = mirror
+        self._hosts = hosts
 
     def describe(self) -> Iterable[Metric]:
         return []  # registering must not read an engine that is still starting

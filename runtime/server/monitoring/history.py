@@ -57,7 +57,8 @@ class Window:
         self._earlier.append((tuple(self._histogram.counts), self._histogram.total))
 
     def quantiles(self) -> Quantiles:
-        counts, bounds = self._counts(), self._histogram.bounds
+        counts = self._counts()
+        bounds = self._histogram.bounds
         return Quantiles(sum(counts), *(histogram_quantile(bounds, counts, share) for share in (0.5, 0.9, 0.99)))
 
     def mean(self) -> float | None:
@@ -99,7 +100,8 @@ class History:
 
     def tick(self) -> None:
         now = self._clock()
-        elapsed_s, self._ticked_at = now - self._ticked_at, now
+        elapsed_s = now - self._ticked_at
+        self._ticked_at = now
         generated, prefilled = (counter.value for counter in self._counters)
         generated_before, prefilled_before = self._counted
         self._counted = generated, prefilled

@@ -140,7 +140,8 @@ class OperatorServer:
                 while (request := await self._read(connection, accepted.reader, is_new)) is not None:
                     is_new = False
                     accepted.renew()
-                    answer, has_body = await self._answer(request), request.method != b"HEAD"
+                    answer = await self._answer(request)
+                    has_body = request.method != b"HEAD"
                     await _write(connection, accepted.writer, answer, has_body=has_body)
                     if connection.our_state is not h11.DONE or connection.their_state is not h11.DONE:
                         return

@@ -37,7 +37,8 @@ class Readiness:
             stats = self._stats()
         except QuireError as error:
             return f"the engine does not answer: {error}"
-        now, num_requests = self._clock(), stats.running + stats.waiting
+        now = self._clock()
+        num_requests = stats.running + stats.waiting
         self._detector.note(stats.step, num_requests > 0, now)
         stalled_s = self._detector.stalled_for(now)
         if stalled_s < self._stall_timeout_s:

@@ -195,7 +195,8 @@ def _happened(counts: dict[str, int]) -> dict[str, int]:
 
 
 def _ended(ended: Ended, now_s: float) -> EndedRequest:
-    stats, usage = ended.stats, ended.stats.usage
+    stats = ended.stats
+    usage = ended.stats.usage
     first_token_s = stats.time_to_first_token_s
     return EndedRequest(
         tenant=_cut(stats.tenant),

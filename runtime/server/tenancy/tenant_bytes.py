@@ -121,7 +121,8 @@ class PendingInput:
 
     def set_frame_bytes(self, num_bytes: int) -> None:
         """Count the received part of a frame or body."""
-        added, self.num_bytes = num_bytes - self.num_bytes, num_bytes
+        added = num_bytes - self.num_bytes
+        self.num_bytes = num_bytes
         if added and self._tenant_bytes is not None:
             self._tenant_bytes.add(added)
 

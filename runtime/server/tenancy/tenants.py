@@ -134,7 +134,8 @@ class Tenant:
         if self._limits.requests_per_minute is None:
             return
         # Take the price of one request out of the token bucket.
-        now_ns, price_ns = self._clock_ns(), _price_ns(self._limits)
+        now_ns = self._clock_ns()
+        price_ns = _price_ns(self._limits)
         full_at_ns = max(self._full_at_ns, now_ns) + price_ns
         missing_ns = full_at_ns - now_ns - price_ns * _burst(self._limits)
         if missing_ns > 0:

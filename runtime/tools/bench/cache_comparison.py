@@ -73,7 +73,9 @@ def compare_cache(runner: ModelRunner, prompt_tokens: int, new_tokens: int) -> C
 
 def page_tables(runner: ModelRunner, num_tokens: int) -> Tables:
     """Return a page table for each layer group, reusing pages that left the group's window. Raises ConfigError."""
-    size, tables, num_pages = runner.capacity.layout.page_size, [], 0
+    size = runner.capacity.layout.page_size
+    tables = []
+    num_pages = 0
     for window in runner.capacity.layout.group_windows:
         held = window + TILE - 1 + runner.max_rows if window else num_tokens
         pages = -(-min(held, num_tokens) // size)

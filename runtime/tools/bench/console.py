@@ -66,7 +66,8 @@ class SpeedReport:
         ):
             table.add_column(column, justify="right")
         for result in self.results:
-            prefill, decode = result.prefill, result.decode
+            prefill = result.prefill
+            decode = result.decode
             table.add_row(
                 str(result.shape),
                 f"{prefill.tokens_per_s:,.1f}",

@@ -108,7 +108,8 @@ class _DecodeTimes(PrometheusObserver):
             )  # up to the step before: the frames of a step are made during the next one
 
     def per_sequence(self) -> StepOverhead:
-        steps, to_us = self._steps, 1e6 / (USERS * len(self._steps))
+        steps = self._steps
+        to_us = 1e6 / (USERS * len(self._steps))
         schedule_s = sum(step.schedule_s for step in steps)
         commit_s = sum(step.commit_s for step in steps)
         publish_s = sum(step.publish_s for step in steps)

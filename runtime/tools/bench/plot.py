@@ -11,7 +11,9 @@ from .cache_comparison import CacheComparison
 from .roofline import DTYPES, PEAK_NAMES, Roofline, mean_roofline
 from .speed import ShapeResult
 
-PREFILL, DECODE, LIMIT = "#b3452c", "#2c6fb3", "#555555"
+PREFILL = "#b3452c"
+DECODE = "#2c6fb3"
+LIMIT = "#555555"
 LABEL_OFFSETS = [  # points to the right and above, the nearest first
     (dx, dy) for far in range(0, 104, 13) for dy in sorted({-far, far}) for dx in (9 + far // 3, -9 - far // 3)
 ]

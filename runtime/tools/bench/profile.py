@@ -22,7 +22,8 @@ from ...common.errors import ConfigError
 from .roofline import DTYPES, Roofline, RooflineMeter
 from .thread_sweep import parse_thread_counts
 
-FORMAT, VERSION = "quire machine profile", 1
+FORMAT = "quire machine profile"
+VERSION = 1
 MAX_FILE_BYTES = 1 << 20
 RUNS = 5  # per level and number of threads; the best counts, because other processes only ever lower a rate
 TEST_LEVELS = ("amx-twin",)  # engines never choose them
@@ -60,12 +61,14 @@ class MachineProfile(msgspec.Struct, frozen=True, kw_only=True):
         Between two measured numbers of threads the roofline is interpolated. Raises ConfigError for a level or a number
         of threads that the profile does not cover.
         """
-        isa, threads = config.isa or self.isa, config.threads or self.threads
+        isa = config.isa or self.isa
+        threads = config.threads or self.threads
         measured = sorted((each for each in self.rooflines if each.isa == isa), key=lambda each: each.threads)
         if not measured:
             levels = ", ".join(dict.fromkeys(each.isa for each in self.rooflines))
             raise ConfigError(f"isa must be one that the machine profile has, {levels or 'none'}, not {isa}")
-        fewest, most = measured[0].threads, measured[-1].threads
+        fewest = measured[0].threads
+        most = measured[-1].threads
         if not fewest <= threads <= most:
             raise ConfigError(f"threads must be between {fewest} and {most}, as in the machine profile, not {threads}")
         return msgspec.structs.replace(config, threads=threads), _interpolate(measured, threads)

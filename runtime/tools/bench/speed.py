@@ -125,7 +125,8 @@ def measure_shapes(
     time_generation(llm, generator, Shape(1, shapes[0].prompt_tokens), 1)
     before = meter.measure()
     for shape in shapes:
-        prefills, decodes = [], []
+        prefills = []
+        decodes = []
         for repeat in range(repeats):
             report(f"{shape}: run {repeat + 1} of {repeats}")
             prefills.append(time_prefill(llm, generator, shape))
@@ -156,7 +157,8 @@ class StepClock(SilentObserver):
 
     def on_step(self, stats: StepStats) -> None:
         if stats.prefill_tokens:
-            self._ends, self.contexts = [time.perf_counter()], []
+            self._ends = [time.perf_counter()]
+            self.contexts = []
             self._runner.op_seconds()
         elif stats.decode_tokens == self._users and len(self.contexts) < self._num_steps:
             self._ends.append(time.perf_counter())
@@ -177,7 +179,8 @@ class _ContextCollector(SilentObserver):
 
 def time_prefill(llm: LLM, generator: random.Random, shape: Shape) -> Phase:
     """Time a run of one new token for each user."""
-    runner, steps = llm.engine.core.runner, _ContextCollector()
+    runner = llm.engine.core.runner
+    steps = _ContextCollector()
     runner.op_seconds()
     llm.engine.set_observer(steps)
     seconds = time_generation(llm, generator, shape, 1)

@@ -23,7 +23,8 @@ from .roofline import DTYPES, PEAK_NAMES
 from .speed import ShapeResult
 
 MAX_THREADS = 1024
-OPS, PASSES = 256, 9
+OPS = 256
+PASSES = 9
 
 
 def parse_thread_counts(values: Sequence[str], cpus: int) -> list[int]:
@@ -52,7 +53,8 @@ def least_op_seconds(threads: int, isa: str) -> float:
     weight = PackedMatrix(BLOCK * threads, BLOCK, "f32", map_memory(nbytes))
     x = Region(0, 1, BLOCK, "f32")
     out = Region(x.nbytes, 1, BLOCK * threads, "f32")
-    layout, one = KVLayout(1, 1, BLOCK), np.zeros(1, np.int32)
+    layout = KVLayout(1, 1, BLOCK)
+    one = np.zeros(1, np.int32)
     program = Program(
         [Linear(x, weight, None, out, "store")] * OPS,
         out.offset + out.nbytes,

@@ -86,17 +86,20 @@ def _work(runner: ModelRunner, rows: int, samples: int, steps: Sequence[Contexts
     weight_bytes = 0.0
     for op in runner.ops:
         if isinstance(op, Linear):
-            weight, read = op.weight, 1.0
+            weight = op.weight
+            read = 1.0
             of = samples if op.maxima is not None else rows  # only the lm_head leaves maxima
         elif isinstance(op, ExpertLinear):
-            weight, of = op.weights[0], rows * op.routing.top_k
+            weight = op.weights[0]
+            of = rows * op.routing.top_k
             read = chosen_experts(op.routing.num_experts, op.routing.top_k, rows / len(steps))
         else:
             continue
         dtype = INPUT_DTYPES[weight.dtype]
         ops[dtype] = ops.get(dtype, 0) + 2 * of * weight.out_features * weight.in_features
         weight_bytes += read * weight.nbytes * len(steps)
-    spec, layout = runner.spec, runner.capacity.layout
+    spec = runner.spec
+    layout = runner.capacity.layout
     dtype = QUERY_DTYPES[layout.dtype]  # dtype of keys and values when they are multiplied
     kv_bytes = 0
     for window in spec.windows:

@@ -167,7 +167,8 @@ def _milliseconds(axes: Any, which: str, values: Values) -> None:
         getattr(axes, f"{which}axis").set_major_locator(NullLocator())
         return
     low, high = float(known.min()), float(known.max())
-    middle, half = (low * high) ** 0.5, max((high / low) ** 0.5 * 1.12, 2.0)
+    middle = (low * high) ** 0.5
+    half = max((high / low) ** 0.5 * 1.12, 2.0)
     low, high = middle / half, middle * half
     decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
     steps = (1, 1.5, 2, 3, 4, 5, 7) if high / low < 8 else (1, 2, 5) if high / low < 2e3 else (1,)

@@ -168,12 +168,14 @@ def shown_progress(progress: LoadProgress, *, quiet: bool) -> Iterator[None]:
 
 
 async def _draw(live: Live, progress: LoadProgress) -> None:
-    last_s, last_tokens = time.perf_counter(), 0
+    last_s = time.perf_counter()
+    last_tokens = 0
     while True:
         await asyncio.sleep(PROGRESS_INTERVAL_S)
         now_s = time.perf_counter()
         rate = (progress.tokens - last_tokens) / (now_s - last_s)
-        last_s, last_tokens = now_s, progress.tokens
+        last_s = now_s
+        last_tokens = progress.tokens
         live.update(Text(progress_line(progress, rate)), refresh=True)
 
 

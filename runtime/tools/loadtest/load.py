@@ -99,9 +99,11 @@ def _warmups(first: LoadRequest, number: int, tokens: RandomTokens) -> list[Load
 
 def _with_behavior(requests: Iterable[LoadRequest], options: LoadOptions) -> Iterator[LoadRequest]:
     """Choose for each request whether and when its client cancels, and whether it reads slowly."""
-    behavior, random = options.behavior, Random(options.dataset.seed)
+    behavior = options.behavior
+    random = Random(options.dataset.seed)
     for request in requests:
-        cancels, is_slow = random.random() < behavior.cancel_rate, random.random() < behavior.slow_reader_rate
+        cancels = random.random() < behavior.cancel_rate
+        is_slow = random.random() < behavior.slow_reader_rate
         cancel_after = random.randint(1, max(1, request.max_tokens - 1))
         yield replace(
             request,

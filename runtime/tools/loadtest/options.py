@@ -22,7 +22,8 @@ SYNTHETIC = ("random", "prefix_repetition")  # datasets of random token ids, rea
 TRACES = ("mooncake", "azure", "burstgpt")
 FIXED_OUTPUT = ("random", *TRACES)  # datasets that prescribe the length of each answer, so EOS is ignored
 
-COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT_COMPLETIONS = "/v1/chat/completions"
 
 MAX_REQUESTS = 1_000_000
 MAX_RATE = 1e6  # requests per second
@@ -231,7 +232,8 @@ def check_load(options: LoadOptions) -> None:
 
 
 def check_dataset(options: DatasetOptions) -> None:
-    name, path = options.dataset_name, options.dataset_path
+    name = options.dataset_name
+    path = options.dataset_path
     if name in SYNTHETIC and path is not None:
         raise ConfigError(f"dataset_path: dataset_name {name} is synthetic and reads no file")
     if name not in SYNTHETIC and path is None:

@@ -128,7 +128,8 @@ def _about(runs: Sequence[LoadTestRun]) -> list[tuple[str, str]]:
 
 
 def _settings(run: LoadTestRun) -> dict[str, str]:
-    summary, own = run.summary, run.summary.get("x_quire", {})
+    summary = run.summary
+    own = run.summary.get("x_quire", {})
     server = run.metrics.server if run.metrics else {}
     settings = {
         "date": summary.get("date"),
@@ -157,7 +158,8 @@ def _arrivals(summary: dict[str, Any]) -> str | None:
 
 def _tiles(run: LoadTestRun, latencies: dict[str, Values]) -> list[tuple[str, str]]:
     """Return the headline figures of a single run."""
-    summary, goodput = run.summary, _goodput(run)
+    summary = run.summary
+    goodput = _goodput(run)
     return [
         ("output tokens per second", f"{summary['output_throughput']:,.1f}"),
         ("requests per second", f"{summary['request_throughput']:,.2f}"),
@@ -188,7 +190,8 @@ def _view(run: LoadTestRun, index: int, color: str, latencies: dict[str, Values]
 
 
 def _figures(run: LoadTestRun, latencies: dict[str, Values]) -> dict[str, str]:
-    summary, goodput = run.summary, _goodput(run)
+    summary = run.summary
+    goodput = _goodput(run)
     figures = {
         "finished": f"{summary['completed']:,}",
         "failed": f"{summary['failed']:,}",

@@ -144,7 +144,9 @@ async def _send(backend: Backend, request: LoadRequest, record: RequestRecord, p
         if not record.cancelled and not record.token_times:
             raise RequestFailed("NO_TOKENS", "the stream ended without a token")
     except RequestFailed as failure:
-        record.error, record.error_code, record.finish_reason = str(failure), failure.code, None
+        record.error = str(failure)
+        record.error_code = failure.code
+        record.finish_reason = None
     finally:
         record.ended_s = time.perf_counter()
         record.text = "".join(texts)
@@ -164,8 +166,10 @@ def _record_chunk(chunk: ReceivedChunk, record: RequestRecord, progress: LoadPro
     record.finish_reason = end.finish_reason
     record.prompt_tokens = record.prompt_tokens if end.prompt_tokens is None else end.prompt_tokens
     record.cached_tokens = end.cached_tokens
-    record.queue_ms, record.prefill_ms = end.queue_ms, end.prefill_ms
-    record.decode_ms, record.stall_ms = end.decode_ms, end.stall_ms
+    record.queue_ms = end.queue_ms
+    record.prefill_ms = end.prefill_ms
+    record.decode_ms = end.decode_ms
+    record.stall_ms = end.stall_ms
     if end.output_tokens is not None and record.token_counts:
         record.token_counts = _corrected_counts(record.token_counts, end.output_tokens)
 

@@ -18,7 +18,8 @@ from ..simulation import Speed, predict_speed, roofline_cost
 WEIGHTS: tuple[WeightDtype, ...] = ("q8", "q4")
 KV_DTYPE: KVCacheDtype = "int8"
 UNBOUNDED = 1 << 60  # bytes of KV cache: more than any sequence needs
-SHORTEST, MAX_LENGTHS = 256, 5
+SHORTEST = 256
+MAX_LENGTHS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class Alternative:
 
     def predict(self, spec: DecoderSpec, roofline: Roofline, shapes: Sequence[Shape]) -> list[Speed | None]:
         """Return the speed of each shape, None where its users do not run at once."""
-        cost, rows = roofline_cost(spec, self.capacity, roofline), self.config.max_num_batched_tokens
+        cost = roofline_cost(spec, self.capacity, roofline)
+        rows = self.config.max_num_batched_tokens
         return [predict_speed(cost, shape, rows) if self._runs(shape) else None for shape in shapes]
 
     def _runs(self, shape: Shape) -> bool:

@@ -128,7 +128,8 @@ class ServingPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures: sizes in bytes, times in seconds."""
-        layout, memory = self.capacity.layout, self.capacity.memory
+        layout = self.capacity.layout
+        memory = self.capacity.memory
         roofline = self.roofline
         return {
             "model": self.settings.engine.model or "bundled demo",
@@ -166,7 +167,8 @@ class ServingPlan:
         }
 
     def _alternative_as_dict(self, index: int) -> dict[str, Any]:
-        each, speeds = self.alternatives[index], self.speeds[index] if self.speeds else []
+        each = self.alternatives[index]
+        speeds = self.speeds[index] if self.speeds else []
         return {
             "weights": each.weights,
             "kv_cache_dtype": each.capacity.layout.dtype,
@@ -192,7 +194,8 @@ def plan_serving(settings: Settings, target: PlanTarget) -> ServingPlan:
         settings = Settings(engine=config, server=settings.server)
     spec = read_spec(model_path(settings.engine.model))
     tokens = num_tokens(model_path(settings.engine.model), spec.vocab_size)
-    server_bytes, structured_bytes = _server_start_bytes(tokens), _structured_output_bytes(tokens)
+    server_bytes = _server_start_bytes(tokens)
+    structured_bytes = _structured_output_bytes(tokens)
     others = sum(server_bytes.values()) + sum(structured_bytes.values()) + MemoryLimits(settings.server).total_bytes
     capacity = _capacity(settings, spec, target.memory, others)
     return ServingPlan(

@@ -149,7 +149,8 @@ class LayerCost:
 
         `busy` is the share of the threads that work, `read_share` the share of the bandwidth that they can use.
         """
-        window, end = self.window, first + rows
+        window = self.window
+        end = first + rows
         seen = min(end, rows + window - 1) if window else end
         return max(seen * self.read_s / read_share, visible_pairs(first, rows, window) * self.pair_s / busy)
 
@@ -162,7 +163,8 @@ def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> 
     read_s = layout.layer_page_bytes / layout.page_size / (KV_READ * roofline.read_bytes_per_s)
     dtype = QUERY_DTYPES[layout.dtype]
     pair_s = 4 * spec.num_heads * spec.head_dim / (ATTENTION_PEAK[dtype] * roofline.peak_ops_per_s[dtype])
-    threads, ops = capacity.cpus.threads, len(capacity.memory.program.ops)
+    threads = capacity.cpus.threads
+    ops = len(capacity.memory.program.ops)
     max_read_share = max(1.0, threads * THREAD_READ / roofline.read_bytes_per_s)
     return RooflineCost(
         step_s=start_seconds(threads) + ops * finish_seconds(threads),

@@ -47,9 +47,11 @@ def _prefill_steps(shape: Shape, max_rows: int) -> Iterator[list[Chunk]]:
         while first < shape.prompt_tokens:
             rows = min(free, shape.prompt_tokens - first)
             chunks.append((first, rows, int(first + rows == shape.prompt_tokens)))
-            first, free = first + rows, free - rows
+            first += rows
+            free -= rows
             if not free:
                 yield chunks
-                chunks, free = [], max_rows
+                chunks = []
+                free = max_rows
     if chunks:
         yield chunks

@@ -98,7 +98,8 @@ def summarize(
     weights: Mapping[str, float] | None = None,
 ) -> SimulationReport:
     """Compute the figures. `weights` are the relative shares of tenants, 1 by default."""
-    outcomes, hosts = simulator.outcomes, simulator.hosts
+    outcomes = simulator.outcomes
+    hosts = simulator.hosts
     finished = [outcome for outcome in outcomes if outcome.finished]
     started = [outcome for outcome in outcomes if outcome.token_times]
     duration_s = _span(outcomes)

@@ -112,7 +112,8 @@ class SimulatedSpill:
 
     def take_spent_s(self) -> float:
         """Return the seconds of disk time since the last call; the scheduler waits for the disk."""
-        spent_s, self._spent_s = self._spent_s, 0.0
+        spent_s = self._spent_s
+        self._spent_s = 0.0
         return spent_s
 
 
@@ -195,7 +196,8 @@ class Simulator:
 
     def begin_step(self) -> float | None:
         """Plan a step. Return the time at which it ends, or None if nothing can run."""
-        plan, start = self.scheduler.schedule(), self.clock.now
+        plan = self.scheduler.schedule()
+        start = self.clock.now
         if plan is None:
             return None
         duration_s = self._cost(plan)
@@ -208,7 +210,8 @@ class Simulator:
     def end_step(self) -> list[RequestOutcome]:
         """Commit the step in flight. Return the outcomes of the requests that have ended."""
         assert self._step is not None, "begin_step comes first"
-        (plan, start, duration_s, owned), self._step = self._step, None
+        (plan, start, duration_s, owned) = self._step
+        self._step = None
         sampled = tuple(
             SampledToken(sequence.request_id, self._own_token(sequence.request_id))
             for sequence in plan.sequences
@@ -229,7 +232,8 @@ class Simulator:
 
     def add(self, arrival: Arrival) -> RequestOutcome:
         """Add a request that arrives now, and return its outcome. A refused one has ended."""
-        request_id, outcome = len(self.outcomes), RequestOutcome(arrival)
+        request_id = len(self.outcomes)
+        outcome = RequestOutcome(arrival)
         self.outcomes.append(outcome)
         if arrival.prompt_tokens + arrival.output_tokens > self._max_model_len:
             outcome.refused = "ContextLengthExceeded"

@@ -83,10 +83,13 @@ def draw_arrivals(
     `num_prefixes` that its tenant's conversations share, in addition to `prompt_tokens`. A conversation has as many
     requests as `turns` draws, or one; before each but the first, its user thinks for `think_s`, a range of seconds.
     """
-    names, weights = list(tenants or {"": 1.0}), list((tenants or {"": 1.0}).values())
+    names = list(tenants or {"": 1.0})
+    weights = list((tenants or {"": 1.0}).values())
 
     def draw(index: int, time_s: float) -> Arrival:
-        prompt, output, tenant = prompt_tokens(random), output_tokens(random), random.choices(names, weights)[0]
+        prompt = prompt_tokens(random)
+        output = output_tokens(random)
+        tenant = random.choices(names, weights)[0]
         prefix = random.randrange(num_prefixes) if num_prefixes > 1 else 0
         later = range(turns(random) - 1 if turns else 0)
         return Arrival(
@@ -149,7 +152,8 @@ def parse_lengths(option: str, text: str) -> Lengths:
         if 1 <= low <= high <= MAX_LENGTH:
             return lambda random: random.randint(low, high)
     elif found := re.fullmatch(r"lognormal:(\d{1,9}),(\d{1,3}(?:\.\d{1,9})?)", text):
-        median, sigma = int(found[1]), float(found[2])
+        median = int(found[1])
+        sigma = float(found[2])
         if 1 <= median <= MAX_LENGTH and sigma <= MAX_SIGMA:
             mu = math.log(median)
             return lambda random: min(MAX_LENGTH, max(1, round(random.lognormvariate(mu, sigma))))

@@ -63,7 +63,8 @@ def make_quota(make_group: MakeGroup) -> Callable[[float], Path]:
     """Return a function that creates a cgroup with a quota of `cpus`."""
 
     def make(cpus: float) -> Path:
-        home, quota = home_of_groups("cpu"), str(round(cpus * 100_000))
+        home = home_of_groups("cpu")
+        quota = str(round(cpus * 100_000))
         if (home / "cgroup.controllers").exists():
             return make_group(home, {"cpu.max": f"{quota} 100000"})
         return make_group(home, {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": quota})

@@ -56,7 +56,8 @@ def test_it_compares_with_other_weights(capsys: pytest.CaptureFixture[str], text
 
 def test_it_compares_with_another_type_of_the_kv_cache(capsys: pytest.CaptureFixture[str], text: str) -> None:
     flags = ("--kv-cache-dtype", "int8", "--compare-with", str(BUNDLED_MODEL))
-    same, other = measure(capsys, text, *flags), measure(capsys, text, *flags, "--compare-kv-cache-dtype", "f32")
+    same = measure(capsys, text, *flags)
+    other = measure(capsys, text, *flags, "--compare-kv-cache-dtype", "f32")
     assert (same["base_kv_cache_dtype"], same["mean_kl"], same["same_top"]) == ("int8", 0, 1)
     assert other["base_kv_cache_dtype"] == "f32"
     assert 0 < other["mean_kl"] < 0.01

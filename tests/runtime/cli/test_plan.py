@@ -138,7 +138,8 @@ def test_sizes_ignores_no_flag(others: list[str], capsys: pytest.CaptureFixture[
 @pytest.fixture
 def wide_folder(tmp_path: Path) -> str:
     """Return a model whose matrices take far more memory while they are packed than the bundled model's."""
-    hidden, inner, vocab = 1024, 4096, 4096
+    hidden = 1024
+    inner = vocab = 4096
     shapes = {"model.embed_tokens": (vocab, hidden), "model.norm": (hidden,)}
     for layer in ("model.layers.0", "model.layers.1"):
         shapes |= {f"{layer}.{name}_layernorm": (hidden,) for name in ("input", "post_attention")}

@@ -56,7 +56,8 @@ def test_tables_show_every_figure(run: Any) -> None:
 
 def test_json_is_the_same_for_the_same_seed(run: Any) -> None:
     flags = (*MACHINE, *POOL, "--num-prompts", "30", "--noise", "0.1", "--goodput", "ttft:2000", "itl:200", "--json")
-    first, second = run(*flags)[1], run(*flags)[1]
+    first = run(*flags)[1]
+    second = run(*flags)[1]
     assert first == second
     report = json.loads(first)
     assert (report["offered"], report["finished"], report["goodput_share"]) == (30, 30, 1.0)

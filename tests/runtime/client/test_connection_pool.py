@@ -50,7 +50,8 @@ class FakeServers:
         return self.opened[-1]
 
     def tried_lately(self) -> list[Address]:
-        tried, self.tried = self.tried, []
+        tried = self.tried
+        self.tried = []
         return tried
 
 

@@ -542,8 +542,10 @@ async def test_hosts_get_heartbeats(cluster: Cluster, hosts: FakeHosts) -> None:
 
 
 async def test_attempts_to_connect_are_some_time_apart(hosts: FakeHosts) -> None:
-    source, clock = HostSource(Member(TCPAddress("a", 1), "a"), SECRET, HostTraits(DIGEST)), asyncio.get_running_loop()
-    start, times = clock.time(), list[float]()
+    source = HostSource(Member(TCPAddress("a", 1), "a"), SECRET, HostTraits(DIGEST))
+    clock = asyncio.get_running_loop()
+    start = clock.time()
+    times: list[float] = []
     for _ in range(3):
         (await source.open(lambda message: None, lambda is_held_up: None)).exit(0)  # type: ignore[attr-defined]
         times.append(clock.time() - start)
@@ -917,7 +919,8 @@ async def test_a_host_that_reports_what_cannot_be_is_lost_and_costs_no_request_a
     for name in "ab":
         hosts.infos[f"{name}:1"] = {"encoder": EncoderInfo(vocab_size=50, max_model_len=8, dimensions=4)}
     async with connected(listener, "ab") as cluster:
-        honest, liar = cluster.hosts["a:1"], cluster.hosts["b:1"]
+        honest = cluster.hosts["a:1"]
+        liar = cluster.hosts["b:1"]
         await honest.add(new_requests(5))
         await liar.add(new_requests(1, max_tokens=3))
         await liar.add(new_requests(2, max_tokens=3, beam=BeamSpec(2)))
@@ -1016,10 +1019,12 @@ async def test_every_request_ends_once_whatever_is_lost(seed: int, hosts: FakeHo
         num_tokens = dict.fromkeys(range(20), 0)
         for number in num_tokens:
             await cluster.add(new_requests(number, conversation=b"%d" % number, max_tokens=100))
-        live, cancelled = set(num_tokens), set()
+        live = set(num_tokens)
+        cancelled = set()
         while live:
             ready = [name[0] for name, host in cluster.hosts.items() if host.is_ready]
-            number, action = choose.choice(sorted(live)), choose.random()
+            number = choose.choice(sorted(live))
+            action = choose.random()
             owners = [hosts[name] for name in ready if number in hosts[name].sent_ids()]
             assert len(owners) <= 1
             if number in listener.failures:  # three losses before it gained tokens

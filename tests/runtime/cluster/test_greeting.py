@@ -32,7 +32,8 @@ class Wire:
 
 async def greet(host_secret: bytes = SECRET, server_secret: bytes = SECRET) -> tuple[list[Any], bytes]:
     """Return the outcome at the host and at the API server, and what the API server sent."""
-    down, up = Wire(), Wire()
+    down = Wire()
+    up = Wire()
     host = greet_server(up.reader, down, host_secret)  # type: ignore[arg-type]
     server = greet_host(down.reader, up, server_secret)  # type: ignore[arg-type]
     return await asyncio.gather(host, server, return_exceptions=True), up.written
@@ -40,7 +41,8 @@ async def greet(host_secret: bytes = SECRET, server_secret: bytes = SECRET) -> t
 
 async def as_host(sent: bytes) -> Any:
     """Return what a host that has received `sent`, and then the end of the connection, makes of it."""
-    up, down = Wire(), Wire()
+    up = Wire()
+    down = Wire()
     up.write(sent)
     up.reader.feed_eof()
     (outcome,) = await asyncio.gather(
@@ -68,7 +70,8 @@ async def test_a_host_without_the_secret_is_refused() -> None:
         await reader.readexactly(HELLO_BYTES + MAC_BYTES)
         writer.write(bytes([greeting.WELCOME]) + bytes(MAC_BYTES))
 
-    down, up = Wire(), Wire()
+    down = Wire()
+    up = Wire()
     _, server = await asyncio.gather(
         pretend(up.reader, down),
         greet_host(down.reader, up, SECRET),  # type: ignore[arg-type]
@@ -99,7 +102,8 @@ async def test_a_greeting_is_good_for_one_connection() -> None:
 
 async def test_a_peer_cannot_be_greeted_with_its_own_bytes() -> None:
     """Roles differ: a host's MAC, sent back to it, is not the MAC of an API server."""
-    down, up = Wire(), Wire()
+    down = Wire()
+    up = Wire()
     host = asyncio.create_task(greet_server(up.reader, down, SECRET))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     hello = down.written
@@ -109,7 +113,8 @@ async def test_a_peer_cannot_be_greeted_with_its_own_bytes() -> None:
 
 
 async def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    down, up = Wire(), Wire()
+    down = Wire()
+    up = Wire()
     host = asyncio.create_task(greet_server(up.reader, down, SECRET))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     monkeypatch.setattr(greeting, "VERSION", "9.9")

@@ -10,7 +10,8 @@ from quire.runtime.common.heap import MAX_UNUSED, MIN_RETURNED, UnusedMemory
 
 
 def test_memory_is_returned_when_more_is_unused_than_at_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    unused, trims = [100 << 20], []
+    unused = [100 << 20]
+    trims = []
     monkeypatch.setattr(heap, "_unused_bytes", lambda: unused[0])
     monkeypatch.setattr(heap, "_libc", SimpleNamespace(malloc_trim=trims.append))
     memory = UnusedMemory()

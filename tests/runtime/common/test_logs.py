@@ -16,7 +16,8 @@ from quire.runtime.common.logs import LINES_INTERVAL_S, MAX_LINES, BoundedLog, l
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
     """Yield a stream for log lines, and restore the process's logging afterwards."""
-    root, before = logging.getLogger(), (logging.getLogger().handlers[:], logging.getLogger().level)
+    root = logging.getLogger()
+    before = (logging.getLogger().handlers[:], logging.getLogger().level)
     yield io.StringIO()
     structlog.contextvars.clear_contextvars()
     structlog.reset_defaults()

@@ -17,7 +17,8 @@ from quire.runtime.common.memory import (
 )
 
 MIB = 1 << 20
-MACHINE, AVAILABLE = 8192 * MIB, 6000 * MIB
+MACHINE = 8192 * MIB
+AVAILABLE = 6000 * MIB
 NO_LIMIT_V1 = 9223372036854771712
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 V1 = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"

@@ -83,7 +83,8 @@ def test_fields_that_serializers_leave_out_or_send_as_null(message: dict[str, An
 
 
 def test_deprecated_names_of_calls_and_results() -> None:
-    first, second = {"name": "f", "arguments": "{}"}, {"name": "g", "arguments": '{"a": 1}'}
+    first = {"name": "f", "arguments": "{}"}
+    second = {"name": "g", "arguments": '{"a": 1}'}
     assert chat_messages(
         [
             HELLO,

@@ -20,7 +20,8 @@ from quire.scheduler import EncodedText
 
 DIMENSIONS = 4
 MAX_MODEL_LEN = 32
-NAN_TOKEN, FAILING_TOKEN = 1999, 1998
+NAN_TOKEN = 1999
+FAILING_TOKEN = 1998
 ENCODER_INFO = EncoderInfo(
     vocab_size=2000,
     max_model_len=MAX_MODEL_LEN,

@@ -151,7 +151,8 @@ async def test_only_a_plain_prompt_gets_special_tokens(
     engine: Engine[FakeCore], text_processor: FakeTextProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The template of a chat has written its own."""
-    encode, added = text_processor.encode, []
+    encode = text_processor.encode
+    added = []
 
     def note(text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         added.append(add_special_tokens)

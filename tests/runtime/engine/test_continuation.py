@@ -108,7 +108,8 @@ async def test_the_time_per_output_token_counts_the_tokens_that_are_generated_he
         received.append(whole[len(received)])
     rest = await chunks_of(engine, continued(request, received))
     for chunks, stats in zip((whole, rest), observer.finished, strict=True):
-        num_tokens, usage = sum(len(chunk.token_ids) for chunk in chunks), chunks[-1].usage
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        usage = chunks[-1].usage
         assert usage is not None
         assert stats.time_per_output_token_s == pytest.approx(usage.decode_ms / 1000 / (num_tokens - 1))
 

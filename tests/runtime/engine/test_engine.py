@@ -80,7 +80,9 @@ class NanSampler:
     """A sampler that makes the logits of `row` NaN in every step with `num_rows` rows."""
 
     def __init__(self, sampler: Any, num_rows: int, row: int) -> None:
-        self._sampler, self._num_rows, self._row = sampler, num_rows, row
+        self._sampler = sampler
+        self._num_rows = num_rows
+        self._row = row
 
     def sample(self, logits: Any, maxima: Any, rows: Any, adjustments: Any, masks: Any) -> Any:
         if len(rows) == self._num_rows:
@@ -357,7 +359,8 @@ async def test_best_of_samples_more_than_it_returns(running: Running) -> None:
 
 
 async def test_beams_equal_a_search_over_the_logits(running: Running) -> None:
-    width, prompt = 3, (5, 6, 7)
+    width = 3
+    prompt = (5, 6, 7)
     async with running() as engine:
         chunks = await chunks_of(engine, new_request(prompt, max_tokens=5, beam_width=width, n=3, logprobs=0))
         beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
@@ -412,7 +415,8 @@ async def test_an_output_that_fails_fails_its_request(running: Running) -> None:
         wanted = await chunks_of(engine, new_request(IDS))
         runner = engine.core.runner
         runner._sampler = NanSampler(runner._sampler, num_rows=4, row=2)  # type: ignore[assignment]
-        good, bad = await engine.submit(new_request(IDS)), await engine.submit(new_request(IDS, n=3, temperature=1.0))
+        good = await engine.submit(new_request(IDS))
+        bad = await engine.submit(new_request(IDS, n=3, temperature=1.0))
         results = await asyncio.gather(collect(good), collect(bad), return_exceptions=True)
         assert ids_of(results[0]) == ids_of(wanted)  # type: ignore[arg-type]
         assert isinstance(results[1], GenerationFailed)
@@ -448,7 +452,8 @@ async def test_a_deadline_during_generation_keeps_earlier_chunks(
             return execute(plan)
 
         monkeypatch.setattr(engine.core.runner, "execute", slowly)
-        deadline_ms, first = 20, None
+        deadline_ms = 20
+        first = None
         while first is None:  # a busy machine needs longer for the first token
             deadline_ms *= 2
             with suppress(DeadlineExceeded):
@@ -464,7 +469,8 @@ async def test_a_failing_step_fails_only_its_requests(running: Running) -> None:
     async with running(max_num_seqs=2) as engine:
         wanted = await chunks_of(engine, new_request(IDS))
         runner = engine.core.runner
-        execute, calls = runner.execute, []
+        execute = runner.execute
+        calls = []
 
         def flaky(plan: Any) -> Any:
             calls.append(len(plan.sequences))
@@ -594,7 +600,8 @@ async def test_preempted_pages_are_restored_from_the_spill_file(running: Running
 
 
 async def test_pinned_prompts_are_evicted_last(running: Running) -> None:
-    pinned, others = tuple(range(1, 129)), [tuple(range(first, first + 128)) for first in range(200, 2000, 200)]
+    pinned = tuple(range(1, 129))
+    others = [tuple(range(first, first + 128)) for first in range(200, 2000, 200)]
     async with running(kv_cache_memory=1 << 20) as engine:  # 16 pages
         for pin_ms, cached in ((None, 0), (60_000, 0), (None, 96)):
             usage = (await chunks_of(engine, new_request(pinned, max_tokens=1, pin_ms=pin_ms)))[-1].usage

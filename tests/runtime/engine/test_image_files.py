@@ -67,7 +67,8 @@ def test_pixels_are_those_of_the_reference(family: str) -> None:
 @pytest.mark.parametrize("name", ["first", "last", "two", "adjacent"])
 def test_token_ids_are_those_of_the_reference(family: str, name: str) -> None:
     golden = GOLDEN[family]["chats"][name]
-    reader, tokenizer = reader_of(family), Tokenizer(GOLDENS / family)
+    reader = reader_of(family)
+    tokenizer = Tokenizer(GOLDENS / family)
     text = ChatTemplate.load(GOLDENS / family).render(chat(golden["parts"]))
     expanded, images = reader.insert(text, [FILES[file] for file in golden["files"]])
     token_ids = tokenizer.encode(expanded, add_special_tokens=False)
@@ -92,7 +93,8 @@ def test_a_digest_is_of_pixels_and_shape() -> None:
 
 @pytest.mark.parametrize("family", PLACEHOLDERS)
 def test_a_text_that_spells_a_placeholder_is_refused(family: str) -> None:
-    reader, tokenizer = reader_of(family), Tokenizer(GOLDENS / family)
+    reader = reader_of(family)
+    tokenizer = Tokenizer(GOLDENS / family)
     placeholder = PLACEHOLDERS[family]
     with pytest.raises(InvalidRequest, match="messages: 1 images, and 2 times"):
         reader.insert(placeholder * 2, [FILES["pixel.png"]])
@@ -108,7 +110,8 @@ def test_a_text_that_spells_a_placeholder_is_refused(family: str) -> None:
 
 
 def test_the_memory_of_an_image_is_that_of_all_its_tiles() -> None:
-    placeholder, file = PLACEHOLDERS["smolvlm"], FILES["wide.png"]
+    placeholder = PLACEHOLDERS["smolvlm"]
+    file = FILES["wide.png"]
     _, (image,) = reader_of("smolvlm").insert(placeholder, [file])
     num_bytes = sum(array.nbytes for array in image.arrays)
     assert len(image.arrays) > 1
@@ -201,7 +204,8 @@ def test_the_pixels_of_an_image_are_limited() -> None:
 def test_of_the_pictures_in_a_photograph_the_first_is_read() -> None:
     """Telephones write JPEG files with several pictures. Such a file is no animation."""
     out = io.BytesIO()
-    first, second = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")
+    first = Image.new("RGB", (8, 8), "red")
+    second = Image.new("RGB", (8, 8), "blue")
     first.save(out, "MPO", save_all=True, append_images=[second])
     red, green, blue = np.asarray(decode_image(out.getvalue(), MANY))[4, 4].tolist()
     assert red > 200 > 50 > max(green, blue)
@@ -222,7 +226,9 @@ def test_an_error_names_the_image() -> None:
 
 def test_mutated_files_give_pixels_or_typed_errors() -> None:
     """A small part of tests/fuzz/fuzz_images.py."""
-    random, files, num_read = Random(5), base_files(), 0
+    random = Random(5)
+    files = base_files()
+    num_read = 0
     processor = read_image_processor(GOLDENS / "qwen3_vl")
     for _ in range(150):
         with contextlib.suppress(InvalidRequest):

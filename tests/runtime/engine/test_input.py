@@ -178,7 +178,8 @@ def test_a_grammar_of_tool_calls_is_the_servers_own_unless_a_client_has_written_
     ids=["token ids", "text", "chat"],
 )
 def test_the_grammar_of_every_kind_of_prompt_is_checked_for_its_tenant(prompt: dict[str, Any]) -> None:
-    params, checked = SamplingParams(structured_outputs=SCHEMA), Mock()
+    params = SamplingParams(structured_outputs=SCHEMA)
+    checked = Mock()
     request = GenerateRequest(**prompt, sampling_params=params, tenant="t")
     assert prepare(request, TextProcessor.load(BUNDLED_MODEL), Mock(), checked).params == params
     checked.check.assert_called_once_with("t", SCHEMA)
@@ -200,7 +201,8 @@ def test_the_options_of_a_chat_are_checked_with_the_grammar_of_its_calls() -> No
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
-FIRST, SECOND = {"role": "user", "content": "Hello"}, {"role": "user", "content": "More"}
+FIRST = {"role": "user", "content": "Hello"}
+SECOND = {"role": "user", "content": "More"}
 ANSWER = {"role": "assistant", "content": "Hi"}
 
 

@@ -21,7 +21,8 @@ def threads() -> Iterator[JobThreads]:
 
 
 def test_jobs_run_in_order_and_wait_for_one_that_is_not_slow(threads: JobThreads) -> None:
-    go, ran = threading.Event(), SimpleQueue[int]()
+    go = threading.Event()
+    ran = SimpleQueue[int]()
     threads.submit(lambda: ran.put(0 if go.wait(60) else -1))
     for number in (1, 2):
         threads.submit(lambda number=number: ran.put(number))  # type: ignore[misc]
@@ -34,7 +35,8 @@ def test_jobs_run_in_order_and_wait_for_one_that_is_not_slow(threads: JobThreads
 def test_jobs_that_wait_for_a_slow_one_run_in_another_thread_which_stays(
     threads: JobThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go = threading.Event(), threading.Event()
+    begun = threading.Event()
+    go = threading.Event()
     ended = SimpleQueue[threading.Thread]()
 
     def stuck() -> None:
@@ -58,7 +60,8 @@ def test_jobs_that_wait_for_a_slow_one_run_in_another_thread_which_stays(
 
 def test_few_threads_have_slow_jobs_at_a_time(threads: JobThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_threads, "SLOW_S", 0.0)
-    go, begun = threading.Event(), SimpleQueue[int]()
+    go = threading.Event()
+    begun = SimpleQueue[int]()
 
     def wait(number: int) -> None:
         begun.put(number)
@@ -77,7 +80,8 @@ def test_few_threads_have_slow_jobs_at_a_time(threads: JobThreads, monkeypatch: 
 
 
 async def test_a_result_is_there_before_the_thread_is_done(threads: JobThreads) -> None:
-    go, done = threading.Event(), threading.Event()
+    go = threading.Event()
+    done = threading.Event()
 
     def then() -> None:
         assert go.wait(60)
@@ -90,7 +94,8 @@ async def test_a_result_is_there_before_the_thread_is_done(threads: JobThreads) 
 
 
 async def test_a_call_does_not_wait_for_what_follows_the_others(threads: JobThreads) -> None:
-    go, begun = threading.Event(), SimpleQueue[int]()
+    go = threading.Event()
+    begun = SimpleQueue[int]()
 
     def then(number: int) -> None:
         begun.put(number)
@@ -109,7 +114,8 @@ async def test_an_exception_is_the_callers(threads: JobThreads) -> None:
 
 
 async def test_a_caller_may_give_up(threads: JobThreads) -> None:
-    begun, go = threading.Event(), threading.Event()
+    begun = threading.Event()
+    go = threading.Event()
 
     def wait() -> bool:
         begun.set()

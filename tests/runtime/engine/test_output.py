@@ -74,7 +74,8 @@ def outcome(output: StreamingOutput, chunks: list[OutputChunk]) -> tuple[Complet
 
 
 def random_sizes(seed: int) -> list[int]:
-    chance, sizes = random.Random(seed), []
+    chance = random.Random(seed)
+    sizes = []
     while sum(sizes) < len(IDS):
         sizes.append(min(chance.randrange(1, 9), len(IDS) - sum(sizes)))
     return sizes
@@ -296,7 +297,8 @@ def a_chunk(index: int, *, last: bool = False) -> OutputChunk:
 
 
 def test_a_stream_delivers_what_came_early_and_then_each_item_when_it_comes() -> None:
-    stream, seen = Stream((1, 2, 3), 0, lambda: None), list[object]()
+    stream = Stream((1, 2, 3), 0, lambda: None)
+    seen: list[object] = []
     stream.put(a_chunk(0))
     stream.put(a_chunk(1))
     stream.deliver(seen.append)
@@ -308,7 +310,8 @@ def test_a_stream_delivers_what_came_early_and_then_each_item_when_it_comes() ->
 
 
 def test_items_that_a_reader_causes_come_after_those_before() -> None:
-    stream, seen = Stream((1, 2, 3), 0, lambda: None), list[object]()
+    stream = Stream((1, 2, 3), 0, lambda: None)
+    seen: list[object] = []
 
     def receive(item: object) -> None:
         seen.append(item)

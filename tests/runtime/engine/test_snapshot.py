@@ -53,7 +53,8 @@ async def test_keys_of_longrope_are_loaded_only_where_the_same_factors_apply(
     tmp_path: Path, max_model_len: int, is_loaded: bool
 ) -> None:
     """The checkpoint's factors for long contexts apply from a context of 65 tokens on."""
-    path, model = tmp_path / "prefixes", str(GOLDENS / "phi3")
+    path = tmp_path / "prefixes"
+    model = str(GOLDENS / "phi3")
     async with started(model=model) as engine, prefix_snapshot(engine.core, path):
         async for _ in await engine.submit(new_request(2, prompt_tokens=60)):
             pass

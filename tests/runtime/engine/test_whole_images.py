@@ -13,7 +13,8 @@ from quire.runtime.common.prompts import PromptImage
 from tests.golden_images import golden_images
 
 GOLDEN = golden_images("gemma3_images")
-FOLDER, TOKENS = GOLDEN.folder, 9
+FOLDER = GOLDEN.folder
+TOKENS = 9
 SAMPLED = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0, seed=3, logprobs=1)
 OPTIONS: dict[str, Any] = {"weights": "f32", "kv_cache_dtype": "f32", "kv_cache_memory": 4 << 20, "page_size": 16}
 SMALLEST = {"max_num_batched_tokens": 16, "max_num_seqs": 7}  # steps in which an image and all sequences fit

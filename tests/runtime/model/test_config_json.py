@@ -258,7 +258,8 @@ def test_layers_that_do_not_rotate_heads(read: Read, keys: Any, rotates: tuple[b
     assert tuple(rope is not None for rope in read("smollm3", **keys).ropes) == rotates
 
 
-LOCAL, GLOBAL = Rope(1e4), Rope(1e6, LinearScaling(8.0))
+LOCAL = Rope(1e4)
+GLOBAL = Rope(1e6, LinearScaling(8.0))
 
 
 @pytest.mark.parametrize(

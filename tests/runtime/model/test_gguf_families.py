@@ -84,7 +84,9 @@ def experts(path: Path, weights: Any = "auto") -> ExpertWeights:
 
 def test_experts_keep_the_type_of_their_tensor(edited: Callable[..., Path]) -> None:
     """One tensor has the matrices of all experts, one after the other."""
-    down, gate, up = blocks("Q4_0", 5, 64, 64), blocks("Q8_0", 5, 64, 64), blocks("Q8_0", 5, 64, 64)
+    down = blocks("Q4_0", 5, 64, 64)
+    gate = blocks("Q8_0", 5, 64, 64)
+    up = blocks("Q8_0", 5, 64, 64)
     tensors = {
         "blk.0.ffn_down_exps.weight": down,
         "blk.0.ffn_gate_exps.weight": gate,

@@ -43,7 +43,8 @@ def stored_tensors() -> dict[str, Tensor]:
     for name, new in TOP.items():
         tensors[f"{new}.weight"] = encode(widened(checkpoint.tensor(f"{name}.weight")), "F32")
     for layer in range(2):
-        old, prefix = f"model.layers.{layer}.", f"blk.{layer}."
+        old = f"model.layers.{layer}."
+        prefix = f"blk.{layer}."
         for name, new in IN_LAYER.items():
             for suffix in ("weight", "bias"):
                 if f"{old}{name}.{suffix}" in checkpoint:
@@ -73,7 +74,8 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_the_spec_is_that_of_the_folder(path: Path) -> None:
-    spec, expected = read_spec(path), read_spec(FOLDER)
+    spec = read_spec(path)
+    expected = read_spec(FOLDER)
     for name in ("ropes", "windows", "experts", "head_dim", "activation", "sinks", "qkv_bias", "o_bias", "norm_eps"):
         assert getattr(spec, name) == getattr(expected, name), name
     assert set(spec.quantized.values()) == {"MXFP4"}

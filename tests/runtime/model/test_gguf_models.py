@@ -90,7 +90,8 @@ def test_no_family_with_gguf_files_is_left_out() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_spec_is_that_of_the_folder(folder: Callable[[str], Path], family: str, tmp_path: Path) -> None:
     source = folder(family)
-    expected, spec = read_spec(source), read_spec(convert_golden(source, tmp_path / "a.gguf"))
+    expected = read_spec(source)
+    spec = read_spec(convert_golden(source, tmp_path / "a.gguf"))
     named = "llama" if family == "mistral" else family
     names = NAMES if family != "phi3" else replace(NAMES, qkv=("attn_qkv",), gate_up=("ffn_up",))
     wanted = replace(expected, family=named, names=names, eos_token_ids=expected.eos_token_ids[:1], norm_offset=0.0)
@@ -102,7 +103,8 @@ def test_the_spec_is_that_of_the_folder(folder: Callable[[str], Path], family: s
         dim = rotary_dim(like, spec.head_dim)
         assert rotary_dim(rope, spec.head_dim) == dim
         for positions in (64, 65):  # the golden of Phi-3 has factors for long contexts from 65 on
-            found, frequencies = inverse_frequencies(rope, dim, positions), inverse_frequencies(like, dim, positions)
+            found = inverse_frequencies(rope, dim, positions)
+            frequencies = inverse_frequencies(like, dim, positions)
             np.testing.assert_allclose(found[0], frequencies[0], rtol=2e-7)
             assert found[1] == pytest.approx(frequencies[1], rel=1e-7)
 
@@ -115,8 +117,10 @@ def test_the_weights_are_those_of_the_folder(
 ) -> None:
     """Rows of q and k that the converter has moved are back in their place; bf16 is exact where the folder is bf16."""
     source = folder(family)
-    path, weights = convert_golden(source, tmp_path / "a.gguf", kind), "f32" if kind == "F32" else "bf16"
-    packed, expected = pack_model(path, weights), pack_model(source, weights)
+    path = convert_golden(source, tmp_path / "a.gguf", kind)
+    weights = "f32" if kind == "F32" else "bf16"
+    packed = pack_model(path, weights)
+    expected = pack_model(source, weights)
     for matrix, other in zip(matrices(packed), matrices(expected), strict=True):
         np.testing.assert_array_equal(matrix, other)
     for layer, like in zip(packed.weights.layers, expected.weights.layers, strict=True):
@@ -130,7 +134,8 @@ def test_the_weights_are_those_of_the_folder(
 def test_a_prompt_has_the_tokens_of_the_folder(
     folder: Callable[[str], Path], family: str, compute_logits: Callable[..., Any], tmp_path: Path
 ) -> None:
-    source, token_ids = folder(family), [7 * position % 150 for position in range(70)]
+    source = folder(family)
+    token_ids = [7 * position % 150 for position in range(70)]
     logits = compute_logits(pack_model(convert_golden(source, tmp_path / "a.gguf"), "f32"), token_ids)
     like = compute_logits(pack_model(source, "f32"), token_ids)
     np.testing.assert_array_equal(logits.argmax(axis=1), like.argmax(axis=1))
@@ -146,9 +151,11 @@ def test_the_logits_are_those_of_transformers(
     tmp_path: Path,
 ) -> None:
     with np.load(goldens / family / "golden.npz") as data:
-        token_ids, golden = data["token_ids"].tolist(), data["logits"]
+        token_ids = data["token_ids"].tolist()
+        golden = data["logits"]
     if family in ("mistral", "qwen2"):  # the golden has windows, from its 20th token on
-        token_ids, golden = token_ids[:20], golden[:20]
+        token_ids = token_ids[:20]
+        golden = golden[:20]
     logits = compute_logits(pack_model(convert_golden(folder(family), tmp_path / "a.gguf"), "f32"), token_ids)
     assert np.abs(logits - golden).max() / (golden.max() - golden.min()) < 2e-4
 
@@ -190,7 +197,8 @@ def test_a_mixed_file_keeps_the_type_of_every_tensor(edited: Callable[..., Path]
             f"{prefix}ffn_down.weight": blocks("Q8_0", 256, 704),
         }
     path = edited(changed)
-    model, in_f32 = pack_model(path, "auto"), pack_model(path, "f32")
+    model = pack_model(path, "auto")
+    in_f32 = pack_model(path, "f32")
     layer = model.weights.layers[1]
     assert layer.qkv.ranges == ((384, "q4_k"), (128, "q6_k"))
     assert (layer.o.dtype, layer.mlp.gate_up.dtype, layer.mlp.down.dtype) == ("q5_k", "q4_k", "q8")

@@ -88,7 +88,8 @@ def test_the_bundled_model_predicts_text_it_never_saw(
     compute_logits: Callable[..., Any], weights: Any, kv_dtype: str, tolerance: float
 ) -> None:
     heldout = json.loads(HELDOUT.read_text())
-    token_ids, reference = heldout["token_ids"], heldout["mean_nll_f32"]
+    token_ids = heldout["token_ids"]
+    reference = heldout["mean_nll_f32"]
     logits = compute_logits(pack_model(None, weights), token_ids, kv_dtype=kv_dtype, chunk=512).astype(np.float64)
     log_normalizer = np.log(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)) + logits.max(axis=1)
     nll = (log_normalizer - logits[np.arange(len(logits)), np.roll(token_ids, -1)])[:-1].mean()

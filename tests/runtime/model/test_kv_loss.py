@@ -53,7 +53,8 @@ def log_probs(goldens: Path, compute_logits: Callable[..., Any]) -> LogProbs:
 def test_a_smaller_cache_changes_the_distribution_no_more_than_measured(
     log_probs: LogProbs, name: str, kv_dtype: str
 ) -> None:
-    exact, rounded = log_probs(name, "f32"), log_probs(name, kv_dtype)
+    exact = log_probs(name, "f32")
+    rounded = log_probs(name, kv_dtype)
     divergence = (np.exp(exact) * (exact - rounded)).sum(axis=1)
     mean, largest = MEASURED_KL[name, kv_dtype]
     assert 0 < divergence.mean() < MARGIN * mean

@@ -61,13 +61,15 @@ def test_a_copy_of_tied_embeddings_is_allowed(model_folder: Callable[..., Path])
 
 
 def test_q_k_and_v_are_one_matrix_in_that_order(goldens: Path) -> None:
-    checkpoint, layer = SafetensorsCheckpoint(goldens / "qwen3"), pack_model(goldens / "qwen3", "f32").weights.layers[1]
+    checkpoint = SafetensorsCheckpoint(goldens / "qwen3")
+    layer = pack_model(goldens / "qwen3", "f32").weights.layers[1]
     parts = [widened(checkpoint, f"model.layers.1.self_attn.{name}_proj.weight") for name in "qkv"]
     np.testing.assert_array_equal(layer.qkv.unpack(), np.concatenate(parts))
 
 
 def test_gate_and_up_alternate_by_16_and_are_padded_with_zeros(goldens: Path) -> None:
-    checkpoint, layer = SafetensorsCheckpoint(goldens / "qwen3"), pack_model(goldens / "qwen3", "f32").weights.layers[0]
+    checkpoint = SafetensorsCheckpoint(goldens / "qwen3")
+    layer = pack_model(goldens / "qwen3", "f32").weights.layers[0]
     gate, up = (widened(checkpoint, f"model.layers.0.mlp.{name}_proj.weight") for name in ("gate", "up"))
     pairs = mlp_matrices(layer.mlp)[0].unpack().reshape(-1, 2, 16, 64)  # 176 columns of each, padded to 192
     np.testing.assert_array_equal(pairs[:, 0].reshape(192, 64)[:176], gate)
@@ -76,7 +78,8 @@ def test_gate_and_up_alternate_by_16_and_are_padded_with_zeros(goldens: Path) ->
 
 
 def test_fused_tensors_are_split_as_separate_ones_are(goldens: Path) -> None:
-    checkpoint, layer = SafetensorsCheckpoint(goldens / "phi3"), pack_model(goldens / "phi3", "f32").weights.layers[1]
+    checkpoint = SafetensorsCheckpoint(goldens / "phi3")
+    layer = pack_model(goldens / "phi3", "f32").weights.layers[1]
     prefix = "model.layers.1."
     fused = widened(checkpoint, f"{prefix}mlp.gate_up_proj.weight")
     pairs = mlp_matrices(layer.mlp)[0].unpack().reshape(-1, 2, 16, 64)  # 72 columns of each, padded to 96
@@ -86,8 +89,10 @@ def test_fused_tensors_are_split_as_separate_ones_are(goldens: Path) -> None:
 
 
 def test_norms_that_are_stored_less_1(goldens: Path) -> None:
-    checkpoint, weights = SafetensorsCheckpoint(goldens / "gemma3"), pack_model(goldens / "gemma3", "q8").weights
-    layer, prefix = weights.layers[2], "model.layers.2."
+    checkpoint = SafetensorsCheckpoint(goldens / "gemma3")
+    weights = pack_model(goldens / "gemma3", "q8").weights
+    layer = weights.layers[2]
+    prefix = "model.layers.2."
     for packed, name in [
         (weights.final_norm, "model.norm"),
         (layer.k_norm, f"{prefix}self_attn.k_norm"),
@@ -98,10 +103,8 @@ def test_norms_that_are_stored_less_1(goldens: Path) -> None:
 
 
 def test_biases_have_the_order_of_their_columns(goldens: Path) -> None:
-    checkpoint, layer = (
-        SafetensorsCheckpoint(goldens / "llama"),
-        pack_model(goldens / "llama", "bf16").weights.layers[0],
-    )
+    checkpoint = SafetensorsCheckpoint(goldens / "llama")
+    layer = pack_model(goldens / "llama", "bf16").weights.layers[0]
     prefix = "model.layers.0."
     qkv = [widened(checkpoint, f"{prefix}self_attn.{name}_proj.bias") for name in "qkv"]
     gate, up = (widened(checkpoint, f"{prefix}mlp.{name}_proj.bias").reshape(-1, 16) for name in ("gate", "up"))
@@ -127,9 +130,11 @@ def test_the_planned_bytes_are_the_packed_bytes(goldens: Path, family: str, weig
 
 def test_each_expert_has_its_own_matrices_and_some_layers_may_have_none(goldens: Path) -> None:
     folder = goldens / "qwen3_moe"
-    checkpoint, layers = SafetensorsCheckpoint(folder), pack_model(folder, "f32").weights.layers
+    checkpoint = SafetensorsCheckpoint(folder)
+    layers = pack_model(folder, "f32").weights.layers
     assert [type(layer.mlp) for layer in layers] == [ExpertWeights, MlpWeights, ExpertWeights]
-    experts, prefix = layers[2].mlp, "model.layers.2.mlp."
+    experts = layers[2].mlp
+    prefix = "model.layers.2.mlp."
     assert isinstance(experts, ExpertWeights)
     for number in range(6):
         gate, up, down = (
@@ -144,7 +149,8 @@ def test_each_expert_has_its_own_matrices_and_some_layers_may_have_none(goldens:
 @pytest.mark.parametrize("weights", ["q4", "q8", "bf16"])
 def test_the_router_is_f32_and_takes_the_norm_into_its_columns(goldens: Path, weights: Any) -> None:
     folder = goldens / "mixtral"
-    checkpoint, layer = SafetensorsCheckpoint(folder), pack_model(folder, weights).weights.layers[1]
+    checkpoint = SafetensorsCheckpoint(folder)
+    layer = pack_model(folder, weights).weights.layers[1]
     router = widened(checkpoint, "model.layers.1.block_sparse_moe.gate.weight")
     norm = widened(checkpoint, "model.layers.1.post_attention_layernorm.weight")
     assert isinstance(layer.mlp, ExpertWeights)
@@ -250,7 +256,8 @@ def test_rows_of_a_gguf_file_in_pieces_have_the_order_of_the_whole(tmp_path: Pat
 
 def test_a_file_that_the_system_reads_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One call reads at most 2 GiB."""
-    content, read = os.urandom(5000), os.preadv
+    content = os.urandom(5000)
+    read = os.preadv
     (tmp_path / "a").write_bytes(content)
     monkeypatch.setattr(os, "preadv", lambda file, buffers, at: read(file, [buffers[0][:999]], at))
     assert MappedFile(tmp_path / "a").read(3, 4998).tobytes() == content[3:4998]

@@ -117,7 +117,8 @@ ALL = {**KEPT, **ROUNDED}
 def unpacked(layer: LayerWeights) -> dict[str, Array]:
     """Return the weights of a layer's modules as the kernels see them."""
     assert isinstance(layer.mlp, MlpWeights)
-    qkv, gate_up = in_order(layer.qkv), in_order(layer.mlp.gate_up).reshape(-1, 2, 16, HIDDEN)
+    qkv = in_order(layer.qkv)
+    gate_up = in_order(layer.mlp.gate_up).reshape(-1, 2, 16, HIDDEN)
     return {
         "self_attn.q_proj": qkv[:HIDDEN],
         "self_attn.k_proj": qkv[HIDDEN : HIDDEN * 3 // 2],
@@ -420,7 +421,8 @@ def test_a_broken_folder(
 def test_a_matrix_of_another_shape_takes_no_memory_for_its_groups(tmp_path: Path, g_idx: bool) -> None:
     """The shape is compared with the model's before an array of its inputs is made."""
     folder_of(tmp_path / "a", GPTQ, gptq())
-    file, inputs = tmp_path / "a" / "model.safetensors", 1 << 20
+    file = tmp_path / "a" / "model.safetensors"
+    inputs = 1 << 20
     tensors = {name: value for name, value in load_file(file).items() if "q_proj" not in name}
     tall = {
         "qweight": np.zeros((inputs // 8, 1), np.int32),

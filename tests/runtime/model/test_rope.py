@@ -88,12 +88,14 @@ def test_position_0_rotates_by_0() -> None:
 
 
 def test_a_part_of_a_head_is_rotated() -> None:
-    whole, part = rotary_table(Rope(10000.0), 12, 50), rotary_table(Rope(10000.0, dim=12), 16, 50)
+    whole = rotary_table(Rope(10000.0), 12, 50)
+    part = rotary_table(Rope(10000.0, dim=12), 16, 50)
     assert part.tobytes() == whole.tobytes()
 
 
 def test_layers_share_equal_tables() -> None:
-    local, full = Rope(10000.0), Rope(1e6, dim=4)
+    local = Rope(10000.0)
+    full = Rope(1e6, dim=4)
     tables = rotary_tables([local, full, None, local], 8, 10)
     assert [table if table is None else table.shape for table in tables] == [(10, 8), (10, 4), None, (10, 8)]
     assert tables[0] is tables[3]

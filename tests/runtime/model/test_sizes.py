@@ -15,7 +15,8 @@ from quire.runtime.model.sizes import KNOWN_SHAPES, human
 
 from tests.families import FAMILIES, GOLDENS
 
-GIB, MIB = 1 << 30, 1 << 20
+GIB = 1 << 30
+MIB = 1 << 20
 SHAPES = {shape.name: shape for shape in KNOWN_SHAPES}
 
 
@@ -58,7 +59,8 @@ def test_the_table_prints_every_model_with_exact_bytes() -> None:
 
 
 def test_the_bundled_model_in_the_table_has_its_real_size() -> None:
-    shape, layout = SHAPES["Quire demo (4 M)"], kv_layout(pack_model(None, "q8").spec, "bf16", 32)
+    shape = SHAPES["Quire demo (4 M)"]
+    layout = kv_layout(pack_model(None, "q8").spec, "bf16", 32)
     assert shape.kv_bytes("bf16") == layout.sequence_bytes(shape.num_tokens)
 
 

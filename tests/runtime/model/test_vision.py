@@ -205,7 +205,8 @@ def test_an_image_is_computed_in_parts(golden: tuple[Path, Any]) -> None:
     """Without time a call computes one part; the sequence joins the step after the one with the last part."""
     folder, data = golden
     runner = runner_of(folder, cache=1 << 20)
-    image, text = sequence(0, 9, placed(data["pixels"][0], 0, b"a")), sequence(0, 9)._replace(request_id=7)
+    image = sequence(0, 9, placed(data["pixels"][0], 0, b"a"))
+    text = sequence(0, 9)._replace(request_id=7)
     waits = [runner.prepare([text, image], 0.0)]
     while waits[-1]:
         waits.append(runner.prepare([text, image], 0.0))
@@ -257,10 +258,12 @@ def test_a_step_computes_the_part_of_an_image_that_fits(golden: tuple[Path, Any]
     runner = ImageRunner(pack_tower(folder, spec_of(folder), "f32"), 1 << 20, Pool(2), LEVELS[-1], clock)
     clock.watch(runner)
     want = runner.encode(placed(data["pixels"][0])).tobytes()
-    whole_s, clock.parts = clock.now, []
+    whole_s = clock.now
+    clock.parts = []
     durations = []
     while True:
-        start, clock.parts = clock.now, []
+        start = clock.now
+        clock.parts = []
         if not runner.prepare([image], share * whole_s):
             break
         durations.append((clock.now - start, len(clock.parts)))
@@ -384,7 +387,8 @@ def test_tensors_of_gemma3_have_the_names_of_any_version(
     model_folder: Callable[..., Path], tower: str, projector: str
 ) -> None:
     """transformers writes all of them, depending on its version; 5.24 the third."""
-    folder, image = model_folder("gemma3_images"), placed(np.full((64, 64, 3), 99, np.uint8))
+    folder = model_folder("gemma3_images")
+    image = placed(np.full((64, 64, 3), 99, np.uint8))
     rows = runner_of(folder, "q8").encode(image)
     file = folder / "model.safetensors"
     content = file.read_bytes()

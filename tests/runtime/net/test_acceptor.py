@@ -124,7 +124,8 @@ async def test_the_longest_pending_connection_gives_way(start: Start) -> None:
 
 async def test_a_renewed_connection_gives_way_last(start: Start) -> None:
     port = await start(9, 2, 9)
-    first, second = await port.connect(b"1"), await port.connect(b"2")
+    first = await port.connect(b"1")
+    second = await port.connect(b"2")
     assert await send(first, b"r") == b"r"
     await port.connect(b"3")
     assert await send(second, b"x") == b""
@@ -141,7 +142,8 @@ async def test_an_address_beyond_its_limit_loses_its_own(start: Start) -> None:
 
 async def test_of_several_addresses_the_one_with_the_most_pending_connections_loses_one(start: Start) -> None:
     port = await start(9, 2, 9)
-    first, second = await port.connect(b"1"), await port.connect(b"2")
+    first = await port.connect(b"1")
+    second = await port.connect(b"2")
     single = await port.connect(b"3", "127.0.0.2")
     assert await send(first, b"x") == b""
     for client in (single, second):
@@ -150,7 +152,8 @@ async def test_of_several_addresses_the_one_with_the_most_pending_connections_lo
 
 async def test_clients_of_a_unix_socket_have_no_limit_per_address(start: Start) -> None:
     port = await start(9, 2, 1, uds=True)
-    first, second = await port.connect(b"1"), await port.connect(b"2")
+    first = await port.connect(b"1")
+    second = await port.connect(b"2")
     assert [await send(first, b"x"), await send(second, b"x")] == [b"x", b"x"]
 
 

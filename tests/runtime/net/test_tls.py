@@ -13,7 +13,8 @@ from quire.runtime.net.tls import TLS
 from structlog.testing import capture_logs
 
 FILES = Path(__file__).resolve().parents[2] / "data" / "tls"
-CERT, KEY = str(FILES / "cert.pem"), str(FILES / "key.pem")
+CERT = str(FILES / "cert.pem")
+KEY = str(FILES / "key.pem")
 
 
 def test_only_safe_versions_and_options() -> None:

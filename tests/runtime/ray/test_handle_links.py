@@ -20,7 +20,8 @@ from tests.runtime.ray.fakes import Pieces
 
 ADDRESS = "10.0.0.1/7"
 BIG = random.Random(1).randbytes(300_000)
-SMALL_WINDOW, SMALL_PIECE = 4096, 512
+SMALL_WINDOW = 4096
+SMALL_PIECE = 512
 
 
 class FakeHosts:

@@ -169,7 +169,8 @@ async def test_links_to_a_host_that_has_left_are_cut_after_a_while(
     monkeypatch.setattr(members, "LEAVING_POLL_S", 0.001)
     calls = Calls()
     hosts = ServedHosts("new", ServerLinks(calls), leave_timeout_s=0.05)
-    stays, leaves = metadata("10.0.0.1/7", host_links="handles"), metadata("10.0.0.2/7", host_links="handles")
+    stays = metadata("10.0.0.1/7", host_links="handles")
+    leaves = metadata("10.0.0.2/7", host_links="handles")
     hosts.report([stays, leaves])
     await hosts.choose_bits_id()
     for member in await hosts.resolve():
@@ -195,7 +196,8 @@ async def test_links_to_a_host_that_has_left_are_cut_after_a_while(
 
 
 async def test_reports_about_other_hosts_do_not_put_off_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    hosts, times = ServedHosts("new", ServerLinks(Calls()), leave_timeout_s=5.0), [0.0]
+    hosts = ServedHosts("new", ServerLinks(Calls()), leave_timeout_s=5.0)
+    times = [0.0]
     later = asyncio.get_running_loop().call_soon_threadsafe
     monkeypatch.setattr(hosts, "_loop", SimpleNamespace(time=lambda: times[-1], call_soon_threadsafe=later))
     hosts.links.open("10.0.0.2/7")

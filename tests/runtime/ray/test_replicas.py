@@ -145,7 +145,8 @@ async def test_streams_keep_their_bytes_when_serve_takes_a_host_away() -> None:
 
 async def test_what_runs_may_end_over_handles_while_its_replicas_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_replica, "node_address", lambda: "10.1.2.3")
-    serve, args = FakeServe(), {**ARGS, "listen": None, "shutdown_timeout": 60, "host_links": "handles"}
+    serve = FakeServe()
+    args = {**ARGS, "listen": None, "shutdown_timeout": 60, "host_links": "handles"}
     host = await serve.start(HostReplica, args)
     address = host.record_replica_metadata()["address"]
     assert address.startswith("10.1.2.3/")

@@ -29,7 +29,8 @@ class Deployed:
     """A class with the options of its deployment, and the arguments that it was bound to."""
 
     def __init__(self, kind: type, options: dict[str, Any]) -> None:
-        self.kind, self.options = kind, options
+        self.kind = kind
+        self.options = options
         self.arguments: tuple[Any, ...] = ()
 
     def bind(self, *arguments: Any) -> Deployed:

@@ -126,7 +126,8 @@ def test_a_model_does_not_differ_from_itself(load: Callable[..., ModelRunner]) -
 def test_the_divergence_is_that_of_the_distributions(load: Callable[..., ModelRunner]) -> None:
     token_ids, logits = golden("llama")
     windows = plan_windows(len(token_ids), len(token_ids))
-    runner, base = load("llama", windows, weights="q4"), load("llama", windows, weights="f32")
+    runner = load("llama", windows, weights="q4")
+    base = load("llama", windows, weights="f32")
     seen: list[float] = []
     measured = measure_divergence(runner, base, token_ids, windows, None, seen.append)
     first, last = len(token_ids) // 2, len(token_ids) - 1
@@ -158,7 +159,8 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
 
 
 def test_no_step_is_larger_than_the_configuration_says() -> None:
-    spec, windows = read_spec(GOLDENS / "llama"), plan_windows(32, 16)
+    spec = read_spec(GOLDENS / "llama")
+    windows = plan_windows(32, 16)
     config = scoring_config(EngineConfig(max_num_batched_tokens=3), spec, windows)
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (3, 3)
 

@@ -117,7 +117,8 @@ async def test_thousands_of_texts_pass_in_chunks_of_which_few_are_in_the_core() 
     encoder = FakeEncoder()
     texts = [chr(65 + index % 50) * (1 + index % 9) for index in range(2000)]
     async with running(encoder) as engine:
-        seen, first_index = [], 0
+        seen = []
+        first_index = 0
         async for chunk in await engine.embed(embed(*texts)):
             assert chunk.first_index == first_index
             first_index += len(chunk.values)
@@ -209,7 +210,8 @@ async def test_a_vector_model_scores_by_the_cosine_of_query_and_document() -> No
     async with running(encoder) as engine:
         scores = await values_of(engine, embed(*documents, query="which"))
     assert encoder.batches[0][0].token_ids == ids("q: which")
-    query, rows = vector(ids("q: which")), np.stack([vector(ids(f"d: {each}")) for each in documents])
+    query = vector(ids("q: which"))
+    rows = np.stack([vector(ids(f"d: {each}")) for each in documents])
     assert scores.shape == (120, 1)
     assert np.array_equal(scores, cosines(query, rows))
     assert np.allclose(scores[:, 0], rows @ query, atol=1e-6)
@@ -275,7 +277,8 @@ def test_vectors_of_all_dimensions_keep_their_bits() -> None:
 
 
 def test_a_cosine_does_not_depend_on_the_lengths_of_vectors() -> None:
-    query, rows = np.array([3, 0], np.float32), np.array([[2, 0], [0, 5], [-4, 0], [0.5, 0.5]], np.float32)
+    query = np.array([3, 0], np.float32)
+    rows = np.array([[2, 0], [0, 5], [-4, 0], [0.5, 0.5]], np.float32)
     np.testing.assert_array_equal(cosines(query, rows), np.float32([[1], [0], [-1], [0.5**0.5]]))
 
 
@@ -517,7 +520,8 @@ async def test_values_that_are_not_finite_leave_the_other_texts_of_their_batch()
         encoder.gate.clear()
         await engine.embed(embed("first"))
         await until(lambda: bool(encoder.batches))
-        failing, other = await engine.embed(embed((NAN_TOKEN,))), await engine.embed(embed("ok"))
+        failing = await engine.embed(embed((NAN_TOKEN,)))
+        other = await engine.embed(embed("ok"))
         encoder.gate.set()
         assert [len(chunk.values) async for chunk in other] == [1]
         with pytest.raises(GenerationFailed, match="not finite"):

@@ -53,7 +53,8 @@ def open_text(folder: Path) -> EncoderText:
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_and_types_are_those_of_sentence_transformers(name: str) -> None:
     golden = json.loads((FOLDER / name / "golden.json").read_text())
-    texts, prompts = open_text(FOLDER / name), read_encoder(FOLDER / name).prompts
+    texts = open_text(FOLDER / name)
+    prompts = read_encoder(FOLDER / name).prompts
     for text, ids, types in zip(golden["texts"], golden["token_ids"], golden["type_ids"], strict=True):
         is_pair = isinstance(text, list)
         encoded = texts.encode_pair(*text) if is_pair else texts.encode(text, prompts.get(golden["prompt"], ""))

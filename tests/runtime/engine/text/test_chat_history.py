@@ -50,7 +50,8 @@ NINE_LETTERS = (  # Mistral's form
     "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('9 letters') }}{% endif %}"
     "{{ m.role }} {{ m.tool_call_id }}: {{ m.content }}\n{% endfor %}"
 )
-HERMES, CODER = FAMILIES["hermes"].calls, FAMILIES["qwen3_coder"].calls
+HERMES = FAMILIES["hermes"].calls
+CODER = FAMILIES["qwen3_coder"].calls
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,8 @@ def result(content: str, call_id: str = "c1") -> dict[str, Any]:
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
-ASK, MORE = {"role": "user", "content": "Weather?"}, {"role": "user", "content": "And now?"}
+ASK = {"role": "user", "content": "Weather?"}
+MORE = {"role": "user", "content": "And now?"}
 ROME = call("weather", '{"city": "Rome"}')
 HISTORY = [SYSTEM, ASK, answer(ROME), result("sunny"), MORE]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

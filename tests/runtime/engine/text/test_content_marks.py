@@ -252,7 +252,8 @@ def test_a_text_that_normalizes_to_a_special_token_is_text(tmp_path: Path) -> No
     fast.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     fast.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     fast.add_special_tokens([AddedToken("<b>", normalized=True)])
-    tokenizer, end = saved(fast, tmp_path), 6
+    tokenizer = saved(fast, tmp_path)
+    end = 6
     source = "{{ messages[0].content }}<b>"
     for content in ("<b>", "\uff1cb\uff1e", "<B>", "a\uff1cB\uff1e"):
         token_ids = chat_ids(tokenizer, source, [user(content)])

@@ -38,7 +38,9 @@ def test_broken_utf8_gives_the_same_replacement_characters(byte_level: Tokenizer
 @given(text=TEXT, cuts=st.lists(st.integers(1, 4), max_size=40))
 def test_the_grouping_of_tokens_does_not_matter(byte_level: Tokenizer, text: str, cuts: list[int]) -> None:
     ids = byte_level.encode(text)
-    detokenizer, grouped, rest = IncrementalDetokenizer(byte_level, ["END"]), [], ids
+    detokenizer = IncrementalDetokenizer(byte_level, ["END"])
+    grouped = []
+    rest = ids
     for cut in cuts:
         grouped.append(detokenizer.push(rest[:cut]))
         rest = rest[cut:]
@@ -104,7 +106,8 @@ def test_text_goes_on_after_the_prompts_text(
         "sentencepiece": (sentencepiece, st.integers(259, 274) | st.integers(35, 129) | st.sampled_from([0, 1, 9999])),
         "word_ends": (word_ends, st.integers(0, 3)),
     }[name]
-    prompt, output = data.draw(st.lists(ids, max_size=8)), data.draw(st.lists(ids, max_size=8))
+    prompt = data.draw(st.lists(ids, max_size=8))
+    output = data.draw(st.lists(ids, max_size=8))
     text = "".join(stream(IncrementalDetokenizer(tokenizer, context=prompt), output))
     assert tokenizer.decode(prompt) + text == tokenizer.decode([*prompt, *output])
 
@@ -144,9 +147,11 @@ def test_a_character_that_the_prompt_begins(
     byte_level: Tokenizer, sentencepiece: Tokenizer, name: str, prompt: bytes, output: bytes, expected: str
 ) -> None:
     if name == "byte_level":
-        tokenizer, id_of = byte_level, {byte_level.token(each).data: each for each in range(1, 257)}
+        tokenizer = byte_level
+        id_of = {byte_level.token(each).data: each for each in range(1, 257)}
     else:
-        tokenizer, id_of = sentencepiece, {bytes([byte]): 3 + byte for byte in range(256)}
+        tokenizer = sentencepiece
+        id_of = {bytes([byte]): 3 + byte for byte in range(256)}
     context, ids = ([id_of[bytes([byte])] for byte in part] for part in (prompt, output))
     assert "".join(stream(IncrementalDetokenizer(tokenizer, context=context), ids)) == expected
 

@@ -352,7 +352,8 @@ def test_a_file_is_a_tokenizer_and_a_template(
         "tokenizer.chat_template": "{{ messages[0].content + eos_token }}",
     }
     path = write(tmp_path / "alone.gguf", metadata, {})
-    tokenizer, folder = Tokenizer(path), Tokenizer(demo_folder)
+    tokenizer = Tokenizer(path)
+    folder = Tokenizer(demo_folder)
     for text in ("I'm 12 日本 😀\n<|endoftext|>", ""):
         assert tokenizer.encode(text) == folder.encode(text)
     ids = folder.encode("naïve 😀")

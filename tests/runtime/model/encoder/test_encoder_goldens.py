@@ -124,7 +124,9 @@ def test_texts_without_types_are_of_type_0_beside_others() -> None:
 
 def test_the_cost_of_a_stage_grows_with_rows_and_with_pairs_of_a_text() -> None:
     runner = load(FOLDER / "bert")
-    runner._base_s, runner._row_s, runner._pair_s = 1.0, 2.0, 3.0
+    runner._base_s = 1.0
+    runner._row_s = 2.0
+    runner._pair_s = 3.0
     assert runner.stage_seconds(5, 4 + 9) == 1 + 2 * 5 + 3 * (4 + 9)
 
 

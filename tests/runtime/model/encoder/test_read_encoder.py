@@ -505,5 +505,6 @@ def test_modernbert_scales_each_kind_of_layer_as_its_config_says() -> None:
     full = {"rope_type": "linear", "factor": 2.0, "rope_theta": 8e4}
     parameters = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}
     spec = read_modernbert(ConfigTable({**SMALL, "rope_parameters": parameters}))
-    scaled, plain = Rope(8e4, LinearScaling(2.0)), Rope(3e4)
+    scaled = Rope(8e4, LinearScaling(2.0))
+    plain = Rope(3e4)
     assert spec.ropes == (scaled, plain, plain, scaled)

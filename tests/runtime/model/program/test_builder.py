@@ -200,7 +200,8 @@ def test_the_logits_stay_readable_to_the_end() -> None:
 
 
 def test_the_last_op_that_wrote_the_residual_stream_writes_the_norm() -> None:
-    builder, weight = ProgramBuilder(8, 8), np.ones(64, np.float32)
+    builder = ProgramBuilder(8, 8)
+    weight = np.ones(64, np.float32)
     square = packed(64, 64)
     x = builder.embed(square)
     y = builder.linear(builder.norm(x, weight, 1e-6, "f32"), square, None, "y")

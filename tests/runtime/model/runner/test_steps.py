@@ -51,7 +51,8 @@ def pager_of(runner: ModelRunner, *, prefix_caching: bool = False) -> Pager:
 
 def last_logits(runner: ModelRunner, pager: Pager, table: PageTable, chunk: int) -> list[bytes]:
     """Return the logits at the end of the prompt and after each later token; the pager commits after each step."""
-    logits, prompt = [], LENGTH - 4
+    logits = []
+    prompt = LENGTH - 4
     while table.num_tokens < LENGTH:
         first = table.num_tokens
         count = min(chunk, prompt - first) if first < prompt else 1
@@ -63,7 +64,9 @@ def last_logits(runner: ModelRunner, pager: Pager, table: PageTable, chunk: int)
 
 def logits_of_kept_pages(runner: ModelRunner, chunk: int) -> list[bytes]:
     """Return the same logits with page tables that never release a page."""
-    pages, logits, prompt = -(-LENGTH // runner.capacity.layout.page_size), [], LENGTH - 4
+    pages = -(-LENGTH // runner.capacity.layout.page_size)
+    logits = []
+    prompt = LENGTH - 4
     tables = [range(g * pages, (g + 1) * pages) for g in range(len(runner.capacity.layout.groups))]
     for first in [*range(0, prompt, chunk), *range(prompt, LENGTH)]:
         end = min(first + chunk, prompt) if first < prompt else first + 1
@@ -144,7 +147,8 @@ def test_verified_draft_tokens_give_the_results_of_single_steps(
     load: Load, layers: str, params: dict[str, Any]
 ) -> None:
     """Right draft tokens in one step between two other sequences, and wrong ones up to the first difference."""
-    runner, spec = load(layers, max_num_seqs=8), sampling(**params)
+    runner = load(layers, max_num_seqs=8)
+    spec = sampling(**params)
     pages = range(-(-140 // 32))
     tables, others = (
         [[first + g * 20 + page for page in pages] for g in range(len(runner.capacity.layout.groups))]
@@ -156,7 +160,8 @@ def test_verified_draft_tokens_give_the_results_of_single_steps(
         return list(runner.execute(plan).sampled)
 
     step(scheduled(tables, TOKENS[:119], 119, 0, spec))
-    tokens, one_by_one = TOKENS[:120], []
+    tokens = TOKENS[:120]
+    one_by_one = []
     for _ in range(4):
         one_by_one += step(scheduled(tables, tokens, 1, 1, spec))
         tokens = [*tokens, one_by_one[-1].token_id]

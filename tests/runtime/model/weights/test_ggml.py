@@ -24,13 +24,16 @@ def random_rows(kind: str, rows: int, blocks: int) -> Any:
 
 def elements(kind: str, block: bytes) -> list[np.float32]:
     """Return the 32 elements of a block, as GGML's dequantize_row_… computes them."""
-    (scale,), at = np.frombuffer(block[:2], np.float16), 2
+    (scale,) = np.frombuffer(block[:2], np.float16)
+    at = 2
     minimum = np.float32(0)
     if kind != "Q5_0":
-        minimum, at = np.float32(np.frombuffer(block[2:4], np.float16)[0]), 4
+        minimum = np.float32(np.frombuffer(block[2:4], np.float16)[0])
+        at = 4
     bits = 0
     if kind != "Q4_1":
-        (bits,), at = struct.unpack("<I", block[at : at + 4]), at + 4
+        (bits,) = struct.unpack("<I", block[at : at + 4])
+        at += 4
     out = []
     for i in range(32):
         number = block[at + i % 16] >> 4 * (i // 16) & 15 | (bits >> i & 1) << 4

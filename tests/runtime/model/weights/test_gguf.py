@@ -15,7 +15,8 @@ from quire.runtime.model.weights.gguf import MAX_VALUES, GGUFFile, StoredTensor,
 from tests.gguf_files import NUMBERS, Tensor, encode, header, info, pair, text, write
 
 FLOATS = np.arange(64, dtype=np.float32).reshape(2, 32) - 9.5  # exact in f16 and bf16
-F32, Q8_0 = NUMBERS["F32"], NUMBERS["Q8_0"]
+F32 = NUMBERS["F32"]
+Q8_0 = NUMBERS["Q8_0"]
 
 
 def data_of(tensor: StoredTensor) -> bytes:

@@ -72,7 +72,8 @@ def test_chunks_are_the_rows_of_a_tensor(tmp_path: Path) -> None:
 
 def test_a_file_that_is_truncated_after_opening_is_a_typed_error(tmp_path: Path) -> None:
     save_file({"a": FLOATS}, tmp_path / "model.safetensors")
-    checkpoint, size = SafetensorsCheckpoint(tmp_path), (tmp_path / "model.safetensors").stat().st_size
+    checkpoint = SafetensorsCheckpoint(tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
     os.truncate(tmp_path / "model.safetensors", size - 4)
     for read in (checkpoint.tensor, lambda name: list(checkpoint.chunks(name, slice(None), 1))):
         with pytest.raises(CorruptCheckpoint, match=rf"model.safetensors was truncated .* ends at byte {size - 4}"):
@@ -150,7 +151,8 @@ def test_an_invalid_file_is_named(tmp_path: Path, header: Any, data: bytes) -> N
 
 def test_a_repeated_key_does_not_bypass_the_check_of_offsets(tmp_path: Path) -> None:
     """The tensor of either entry is inside the file and as long as its shape."""
-    first, second = json.dumps(entry(0, 32)), json.dumps(entry(0, 1 << 40, shape=[1 << 38]))
+    first = json.dumps(entry(0, 32))
+    second = json.dumps(entry(0, 1 << 40, shape=[1 << 38]))
     for one, other in ((first, second), (second, first)):
         write(tmp_path, f'{{"a": {one}, "a": {other}}}'.encode(), b"\0" * 32)
         with suppress(CorruptCheckpoint):

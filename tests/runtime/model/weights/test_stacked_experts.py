@@ -24,7 +24,8 @@ Tensors = dict[str, np.ndarray[Any, Any]]
 
 def stored(folder: Path) -> Tensors:
     """Return the tensors of a folder; bf16 as float32."""
-    checkpoint, tensors = SafetensorsCheckpoint(folder), {}
+    checkpoint = SafetensorsCheckpoint(folder)
+    tensors = {}
     for name in checkpoint.names():
         array = checkpoint.tensor(name)
         tensors[name] = (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array.copy()
@@ -51,7 +52,8 @@ def edited(tmp_path: Path) -> Callable[..., Path]:
 def dequantize(tensors: Tensors) -> None:
     """Replace MXFP4 by the same weights, transposed."""
     for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
-        blocks, scales = tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales")
+        blocks = tensors.pop(f"{name}_blocks")
+        scales = tensors.pop(f"{name}_scales")
         weights = np.stack([NUMBERS[blocks & 15], NUMBERS[blocks >> 4]], axis=-1).reshape(*scales.shape, 32)
         scaled = np.ldexp(weights, scales.astype(np.int32)[..., None] - 127)
         tensors[name] = np.ascontiguousarray(scaled.reshape(*scales.shape[:2], -1).swapaxes(1, 2))
@@ -64,7 +66,8 @@ def expert_weights(mlp: MlpWeights | ExpertWeights) -> ExpertWeights:
 
 def test_mxfp4_and_transposed_tensors_of_the_same_weights_are_packed_alike(edited: Callable[..., Path]) -> None:
     folder = edited("gpt_oss_mxfp4", dequantize, quantization_config=None)
-    plain, in_blocks = pack_model(folder, "f32"), pack_model(GOLDENS / "gpt_oss_mxfp4", "f32")
+    plain = pack_model(folder, "f32")
+    in_blocks = pack_model(GOLDENS / "gpt_oss_mxfp4", "f32")
     kept = pack_model(GOLDENS / "gpt_oss_mxfp4", "auto")
     for layers in zip(plain.weights.layers, in_blocks.weights.layers, kept.weights.layers, strict=True):
         one, two, three = (expert_weights(layer.mlp) for layer in layers)

@@ -66,7 +66,8 @@ class FakeMixture(FakeModelRunner):
 
 
 def test_only_the_chosen_experts_are_read_and_computed():
-    fixed, kv = 2 * 8192 + 34000, FakeSpec((0, 3))
+    fixed = 2 * 8192 + 34000
+    kv = FakeSpec((0, 3))
     one, four = (decode_work(FakeMixture("f32", kv), [(5,) * users]) for users in (1, 4))
     assert one.weight_bytes == fixed + 2 * 2 * 4352
     assert four.weight_bytes == fixed + round(2 * 8 * (1 - 0.75**4) * 4352)

@@ -215,7 +215,8 @@ class FakeConnection(asyncio.Protocol):
     def answer(self, request_id: int, prompt: str, received_s: float, encode_token: Encode) -> None:
         number = re.search(r"(\d+)$", prompt)
         assert number is not None, f"the prompt {prompt!r} does not end in a number"
-        script, left_s = self._answers.expected[int(number[1])], self._answers.left_s[int(number[1])]
+        script = self._answers.expected[int(number[1])]
+        left_s = self._answers.left_s[int(number[1])]
         due_s = [received_s + after_s for after_s in script.token_times]
 
         def send(index: int) -> None:

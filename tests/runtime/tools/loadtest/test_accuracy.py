@@ -113,7 +113,8 @@ async def connect(protocol: str, address: str, endpoint: str) -> Backend:
 async def test_tokens_of_a_real_server_arrive_in_order(protocol: str) -> None:
     """Send half of the requests in an open loop, half in a closed one, which uses OpenAI's other endpoint."""
     with fake_server(protocol, 12, 3, ScriptRanges(ttft_ms=(5, 20), itl_ms=(1, 5), tokens=(1, 12))) as server:
-        requests, records = requests_for(server.expected), []
+        requests = requests_for(server.expected)
+        records = []
         backend = await connect(protocol, server.address, COMPLETIONS)
         try:
             records += (

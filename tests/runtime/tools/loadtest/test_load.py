@@ -59,7 +59,8 @@ def test_random_prompts_stay_within_lengths_and_vocabulary() -> None:
 
 
 def test_requests_depend_on_the_seed_and_not_on_their_number() -> None:
-    few, more = requests(num_prompts=3), requests(num_prompts=9)
+    few = requests(num_prompts=3)
+    more = requests(num_prompts=9)
     assert few == more[:3]
     assert few != requests(num_prompts=3, seed=1)
 
@@ -211,7 +212,8 @@ def test_warmups_are_not_part_of_the_load() -> None:
 
 def test_a_warmup_of_text_leaves_no_prompt_in_the_prefix_cache() -> None:
     found = load(dataset_name="sharegpt", dataset_path=DATA / "sharegpt.json", sharegpt_output_len=7, num_prompts=2)
-    (warmup,), (first, *_) = found.warmups, list(found.requests)
+    (warmup,) = found.warmups
+    (first, *_) = list(found.requests)
     assert warmup.prompt != first.prompt
     assert sorted(warmup.prompt.split()) == sorted(first.prompt.split())
     assert warmup.max_tokens == first.max_tokens

@@ -34,7 +34,8 @@ class FakeOpenAIServer:
 
     def __init__(self) -> None:
         self.events: list[Any] = []
-        self.status, self.models, self.cut = 200, 200, False
+        self.status = self.models = 200
+        self.cut = False
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[Any] = []
         self.peers: set[Any] = set()  # addresses of the clients that listed models

@@ -25,9 +25,13 @@ def finished(index: int, server_times: bool = True) -> RequestRecord:
     """Return a record sent at second `index`: first token after 125 ms, four more 31.25 ms apart, exact in binary."""
     sent = START_S + index
     record = RequestRecord(index, 10, 5, sent - 0.0625, sent, [sent + 0.125 + 0.03125 * i for i in range(5)], [1] * 5)
-    record.ended_s, record.finish_reason = record.token_times[-1], "length"
+    record.ended_s = record.token_times[-1]
+    record.finish_reason = "length"
     if server_times:
-        record.queue_ms, record.prefill_ms, record.decode_ms, record.stall_ms = 40.0, 50.0, 130.0, 20.0
+        record.queue_ms = 40.0
+        record.prefill_ms = 50.0
+        record.decode_ms = 130.0
+        record.stall_ms = 20.0
     return record
 
 

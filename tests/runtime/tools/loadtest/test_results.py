@@ -33,7 +33,8 @@ def served(
         index, 10, len(token_times), sent_s if scheduled_s is None else scheduled_s, sent_s, list(token_times)
     )
     record.token_counts = [1] * len(token_times)
-    record.ended_s, record.finish_reason = token_times[-1], "length"
+    record.ended_s = token_times[-1]
+    record.finish_reason = "length"
     for name, value in fields.items():
         setattr(record, name, value)
     return record

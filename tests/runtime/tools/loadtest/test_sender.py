@@ -19,7 +19,9 @@ class FakeBackend:
     """
 
     def __init__(self, step_s: float = 0.0, min_running: int = 0, chunk_tokens: int = 1) -> None:
-        self.step_s, self.min_running, self.chunk_tokens = step_s, min_running, chunk_tokens
+        self.step_s = step_s
+        self.min_running = min_running
+        self.chunk_tokens = chunk_tokens
         self.running = self.max_running = 0
         self.cancelled: list[LoadRequest] = []
 
@@ -52,7 +54,8 @@ def request(
 
 
 async def test_an_open_loop_sends_on_schedule_however_slow_the_server_is() -> None:
-    backend, progress = FakeBackend(min_running=4), LoadProgress()
+    backend = FakeBackend(min_running=4)
+    progress = LoadProgress()
     sent = await send_open_loop(backend, [request()] * 4, [0.0, 0.01, 0.02, 0.03], progress)
     scheduled = [record.scheduled_s - sent.started_s for record in sent.records]
     assert scheduled == pytest.approx([0.0, 0.01, 0.02, 0.03])
@@ -81,7 +84,8 @@ async def test_a_closed_loop_keeps_its_number_of_users_busy() -> None:
 
 def test_a_closed_loop_starts_no_request_after_its_duration(in_virtual_time: Callable[..., SendResult]) -> None:
     """Each of two users starts a request of 3 seconds at 0, 3 and 6 seconds."""
-    backend, endless = FakeBackend(step_s=1.0), itertools.repeat(request())
+    backend = FakeBackend(step_s=1.0)
+    endless = itertools.repeat(request())
     sent = in_virtual_time(
         lambda: send_closed_loop(backend, endless, LoadProgress(), max_concurrency=2, duration_s=8.0)
     )
@@ -100,7 +104,8 @@ async def test_a_record_holds_tokens_times_and_server_figures() -> None:
 
 
 async def test_a_cancelled_request_ends_after_its_number_of_tokens() -> None:
-    backend, progress = FakeBackend(), LoadProgress()
+    backend = FakeBackend()
+    progress = LoadProgress()
     requests = [request(max_tokens=9, cancel_after=2), request()]
     sent = await send_closed_loop(backend, requests, progress, max_concurrency=1)
     first, finished = sent.records

@@ -100,7 +100,8 @@ def test_the_first_point_is_saturated_only_by_failures() -> None:
 
 
 async def test_an_interrupted_sweep_is_continued(tmp_path: Path) -> None:
-    first, second = FakeRunner(limit=1000), FakeRunner(limit=1000)
+    first = FakeRunner(limit=1000)
+    second = FakeRunner(limit=1000)
     await run_sweep(rates(1, 2), first.run, SweepFolder(tmp_path / "sweep", SETTINGS))
     runs = await run_sweep(rates(1, 2, 4), second.run, SweepFolder(tmp_path / "sweep", SETTINGS))
     assert second.loads == [4]

@@ -61,7 +61,8 @@ def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 @pytest.mark.parametrize("model", [SHAPE, GOLDENS / "gemma3", GOLDENS / "qwen3_moe"])
 def test_each_alternative_fits_the_memory_that_is_planned(model: Path) -> None:
     plan = planned(model=model, kv_cache_memory=8 << 20)
-    total, spec = plan.capacity.memory.total_bytes, read_spec(model)
+    total = plan.capacity.memory.total_bytes
+    spec = read_spec(model)
     for each in plan.alternatives:
         chosen = decide_capacity(msgspec.structs.replace(each.config, kv_cache_memory=each.kv_bytes), spec)
         assert chosen.num_pages == each.num_pages

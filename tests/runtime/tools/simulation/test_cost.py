@@ -71,7 +71,8 @@ def test_ggufs_types_are_as_fast_as_measured(kind: str, decode: tuple[float, ...
 
 
 def test_reading_the_weights_hides_the_arithmetic_of_few_rows(cost: RooflineCost) -> None:
-    one, four = cost(plan((0, 1, 1))), cost(plan(*[(0, 1, 1)] * 4))
+    one = cost(plan((0, 1, 1)))
+    four = cost(plan(*[(0, 1, 1)] * 4))
     assert four < 1.1 * one
 
 
@@ -125,7 +126,8 @@ def test_a_mixture_whose_experts_are_all_chosen_costs_what_the_dense_layers_cost
         normalized=True,
         layers=(True,) * spec.num_layers,
     )
-    dense, mixture = cost_of(spec), cost_of(replace(spec, experts=one_expert))
+    dense = cost_of(spec)
+    mixture = cost_of(replace(spec, experts=one_expert))
     for step in (plan((64, 1, 1)), plan((0, 512, 1))):
         assert mixture(step) == pytest.approx(dense(step), rel=0.05)
 

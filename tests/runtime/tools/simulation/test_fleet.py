@@ -74,14 +74,16 @@ def test_a_fleet_of_one_host_is_the_simulator() -> None:
 
 
 def test_conversations_find_their_prompts_cached_whichever_api_server_gets_a_turn() -> None:
-    one, eight = chats(8, "home", 1), chats(8, "home", 8)
+    one = chats(8, "home", 1)
+    eight = chats(8, "home", 8)
     assert share_of_ideal(one) >= 0.93
     assert share_of_ideal(eight) == pytest.approx(share_of_ideal(one), abs=0.02)
     assert share_of_ideal(chats(8, "round-robin", 1)) < 0.7
 
 
 def test_homes_shorten_the_wait_for_the_first_token() -> None:
-    home, turns = chats(8, "home", 8).ttft_ms, chats(8, "round-robin", 8).ttft_ms
+    home = chats(8, "home", 8).ttft_ms
+    turns = chats(8, "round-robin", 8).ttft_ms
     assert home is not None
     assert turns is not None
     assert home.p50 < 0.5 * turns.p50
