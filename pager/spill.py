@@ -25,7 +25,7 @@ from .exceptions import SpillUnavailable
 from .table import NULL_PAGE
 
 PAUSE_S = 60.0  # pause after a failure
-SMOOTHING = 0.25  # weight of the newest measured speed
+SPEED_WEIGHT = 0.25  # weight of the newest measured speed
 WRITE_BYTES_PER_S, READ_BYTES_PER_S = 1e9, 2e9  # assumptions until measured
 
 
@@ -161,7 +161,7 @@ class SpillFile:
     def _smoothed(self, seconds: float, start: float, num_pages: int) -> float:
         if num_pages == 0:
             return seconds
-        return seconds + SMOOTHING * ((self._clock() - start) / num_pages - seconds)
+        return seconds + SPEED_WEIGHT * ((self._clock() - start) / num_pages - seconds)
 
 
 def _open_nameless(directory: Path) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from quire.runtime.model import read_spec
-from quire.runtime.model.gguf_config import KEYS, NAMES
+from quire.runtime.model.gguf_config import GGUF_NAMES, KEYS
 from quire.runtime.model.spec import DecoderSpec, Llama3Scaling, LongRopeScaling, TensorNames
 from quire.runtime.model.weights.ggml import TYPES
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
@@ -271,7 +271,7 @@ def stored_name(name: str, spec: DecoderSpec) -> str:
     """Return the name in GGUF files of a tensor on Hugging Face; all experts of a layer have one tensor."""
     named = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
     assert named is not None
-    prefix = "" if named[1] is None else NAMES.layer.format(named[1])
+    prefix = "" if named[1] is None else GGUF_NAMES.layer.format(named[1])
     without_number = re.sub(r"experts\.\d+", "experts.{}", named[2])
     return f"{prefix}{_stored_names(spec)[without_number]}.{named[3]}"
 
@@ -284,7 +284,7 @@ def _stored_names(spec: DecoderSpec) -> dict[str, str]:
         if field.name == "mlp_norm" and not spec.pre_norms:
             continue  # OLMo 2's norm with this name follows attention
         names = getattr(spec.names, field.name)
-        others = getattr(NAMES, field.name)
+        others = getattr(GGUF_NAMES, field.name)
         if isinstance(names, str):
             names = (names,)
             others = (others,)

@@ -28,7 +28,7 @@ from ..common.types import SamplingParams, Usage
 from .documentation import read_documentation
 from .local_server import local_server
 
-TURNS = 2
+NUM_TURNS = 2
 QUESTION = "What is a queue?"
 CHAT_TIMEOUT_S = 60
 OPENING = "This module provides access to "
@@ -139,7 +139,7 @@ def _chat(api_url: str) -> str:
 
 async def _converse(client: AsyncClient, user: User, seed: int, max_tokens: int) -> None:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.7, top_p=0.9, seed=seed, ignore_eos=True)
-    for _ in range(TURNS):
+    for _ in range(NUM_TURNS):
         turn = Turn(start=time.monotonic())
         user.turns.append(turn)
         async for chunk in client.generate(user.prompt + user.text, params):

@@ -17,7 +17,7 @@ from cyclopts import Parameter
 
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError, ModelNotFound
-from ..common.types import SAMPLING, CompletionOutput, SamplingParams, Usage, join_chunks
+from ..common.types import SAMPLING_OPTIONS, CompletionOutput, SamplingParams, Usage, join_chunks
 from ..engine import Engine, GenerateRequest, has_tokenizer
 from ..model import model_path
 from ..model.config_json import CONFIG_FILE
@@ -29,7 +29,7 @@ NOT_FLAGS = ("logit_bias", "logprobs", "structured_outputs")  # maps, and figure
 if TYPE_CHECKING:
     SamplingFlags: TypeAlias = Any
 else:
-    SamplingFlags = typed_flags(SamplingParams, SAMPLING, without=NOT_FLAGS)
+    SamplingFlags = typed_flags(SamplingParams, SAMPLING_OPTIONS, without=NOT_FLAGS)
 
 
 def generate(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ..common.errors import Unavailable
 
 START_TIMEOUT_S = 60
-STOP_TIMEOUT_S = 10
+SERVER_STOP_TIMEOUT_S = 10
 FREE_PORTS = ("--port", "0", "--operator-port", "0", "--openai-port", "0")
 TERMINATED = 128 + signal.SIGTERM  # exit status
 
@@ -89,7 +89,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     try:
-        async with asyncio.timeout(STOP_TIMEOUT_S):
+        async with asyncio.timeout(SERVER_STOP_TIMEOUT_S):
             await process.wait()
     except TimeoutError:
         process.kill()

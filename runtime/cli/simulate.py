@@ -31,7 +31,7 @@ from .flags import Json, MemoryFlags, ModelFolder, SchedulingFlags, settings_fro
 
 MAX_GIGA = 1e6
 MAX_NOISE = 2.0
-GOODPUT_HELP = "Milliseconds within which a request is good, such as ttft:2000 itl:200; of ttft, tpot, itl and e2el."
+OBJECTIVES_HELP = "Milliseconds within which a request is good, such as ttft:2000 itl:200; of ttft, tpot, itl and e2el."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def simulate(
     /,
     *,
     workload: Annotated[Workload | None, Parameter(name="*", group="Workload")] = None,
-    goodput: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", help=GOODPUT_HELP)] = (),
+    goodput: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", help=OBJECTIVES_HELP)] = (),
     json: Json = False,
     machine: Annotated[MachineOptions | None, Parameter(name="*", group="Machine")] = None,
     fleet: Annotated[FleetOptions | None, Parameter(name="*", group="Fleet")] = None,

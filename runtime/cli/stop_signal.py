@@ -19,7 +19,7 @@ from ..common.errors import QuireError
 from .interrupts import INTERRUPTED, exit_status
 
 CANCEL_TIMEOUT_S = 1.0  # time to end a start; a thread that loads a model may not end in time
-EXIT_TIMEOUT_S = 0.5  # time for threads that work on a text, when everything else is closed
+THREADS_TIMEOUT_S = 0.5  # time for threads that work on a text, when everything else is closed
 ERROR_TIMEOUT_S = 5.0  # likewise, when the error is to be printed meanwhile
 
 _log = structlog.get_logger("quire.shutdown")
@@ -42,7 +42,7 @@ async def _then_exit(main: Callable[[StopSignal], Coroutine[Any, Any, None]]) ->
         _exit_soon(exit_status(error), ERROR_TIMEOUT_S, str(error))
         raise
     _log.info("stopped", signal=number.name)
-    _exit_soon(INTERRUPTED if number == signal.SIGINT else 0, EXIT_TIMEOUT_S)
+    _exit_soon(INTERRUPTED if number == signal.SIGINT else 0, THREADS_TIMEOUT_S)
     return number
 
 

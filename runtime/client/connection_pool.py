@@ -16,7 +16,7 @@ from ..common.errors import QuireError, Unauthenticated, Unavailable
 from ..net.address import Address
 from .connection import CONNECT_TIMEOUT_S, ClientConnection
 
-NEXT_ADDRESS_S = 2.0  # time that an address has to answer while there is another one to try
+ADDRESS_TIMEOUT_S = 2.0  # time that an address has to answer while there is another one to try
 FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0  # pause in which an address that has failed is tried last
 
 
@@ -120,7 +120,7 @@ class ConnectionPool:
         servers = self._in_order(earlier, has_failed=has_failed, same_server=same_server)
         errors: list[QuireError] = []
         for server in servers:
-            timeout_s = CONNECT_TIMEOUT_S if server is servers[-1] else NEXT_ADDRESS_S
+            timeout_s = CONNECT_TIMEOUT_S if server is servers[-1] else ADDRESS_TIMEOUT_S
             is_same = earlier is not None and server.address == earlier.address
             session = earlier.session if earlier is not None and is_same else None
             try:

@@ -28,7 +28,7 @@ from ..workers.engine_pool import total_info
 from ..workers.supervised_engine import SupervisedEngine
 from ..workers.token_log import MAX_UNBEGUN_HOSTS
 from .members import Member, MemberSource
-from .remote import QUARANTINE_REASON, Credentials, HostLost, HostSource, HostTraits, RemoteHost
+from .remote import LOST_HOSTS_REASON, Credentials, HostLost, HostSource, HostTraits, RemoteHost
 
 CONNECT_POLL_S = 0.02
 RESOLVE_AGAIN_S = 0.25  # pause between lookups while there is no host
@@ -119,7 +119,7 @@ class Cluster(EnginePool):
             except HostLost:
                 num_lost += 1
                 if num_lost >= MAX_UNBEGUN_HOSTS:
-                    raise Quarantined(QUARANTINE_REASON) from None
+                    raise Quarantined(LOST_HOSTS_REASON) from None
             except (NotAccepting, QueueFull) as refusal:
                 refusals[host] = refusal
 

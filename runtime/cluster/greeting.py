@@ -20,16 +20,16 @@ from pathlib import Path
 
 from ..common.errors import ConfigError, ProtocolError, QuireError, Unauthenticated
 
-VERSION = version("quire")  # once: it is read from a file, and strangers may connect at any rate
-MAGIC = b"quirelnk"
+QUIRE_VERSION = version("quire")  # once: it is read from a file, and strangers may connect at any rate
+GREETING_MAGIC = b"quirelnk"
 VERSION_BYTES = 24
 RANDOM_BYTES = 32
-HELLO_BYTES = len(MAGIC) + VERSION_BYTES + RANDOM_BYTES
+HELLO_BYTES = len(GREETING_MAGIC) + VERSION_BYTES + RANDOM_BYTES
 MAC_BYTES = 32
 MIN_SECRET_BYTES = 16
 WELCOME, OTHER_VERSION, OTHER_SECRET = range(3)
-HOST = b"engine host"
-SERVER = b"API server"
+HOST_ROLE = b"engine host"
+SERVER_ROLE = b"API server"
 
 
 def read_secret(path: str) -> bytes:
@@ -57,10 +57,10 @@ async def greet_server(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
         _write(writer, bytes([OTHER_VERSION]))
         raise
     mac = await reader.readexactly(MAC_BYTES)
-    if not hmac.compare_digest(mac, _mac(secret, SERVER, ours, theirs)):
+    if not hmac.compare_digest(mac, _mac(secret, SERVER_ROLE, ours, theirs)):
         _write(writer, bytes([OTHER_SECRET]))
         raise Unauthenticated("the API server has another secret, or repeats the greeting of another connection")
-    _write(writer, bytes([WELCOME]) + _mac(secret, HOST, ours, theirs))
+    _write(writer, bytes([WELCOME]) + _mac(secret, HOST_ROLE, ours, theirs))
 
 
 async def greet_host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
@@ -68,11 +68,11 @@ async def greet_host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
     theirs = await reader.readexactly(HELLO_BYTES)
     _check_hello(theirs, "engine host")
     ours = _hello()
-    _write(writer, ours + _mac(secret, SERVER, theirs, ours))
+    _write(writer, ours + _mac(secret, SERVER_ROLE, theirs, ours))
     (outcome,) = await reader.readexactly(1)
     if outcome != WELCOME:
         raise _refusal(outcome)
-    if not hmac.compare_digest(await reader.readexactly(MAC_BYTES), _mac(secret, HOST, theirs, ours)):
+    if not hmac.compare_digest(await reader.readexactly(MAC_BYTES), _mac(secret, HOST_ROLE, theirs, ours)):
         raise Unauthenticated("the engine host has another secret")
 
 
@@ -83,20 +83,20 @@ def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 def _hello() -> bytes:
-    return MAGIC + _own_version() + secrets.token_bytes(RANDOM_BYTES)
+    return GREETING_MAGIC + _own_version() + secrets.token_bytes(RANDOM_BYTES)
 
 
 def _own_version() -> bytes:
-    return VERSION.encode()[:VERSION_BYTES].ljust(VERSION_BYTES, b"\0")
+    return QUIRE_VERSION.encode()[:VERSION_BYTES].ljust(VERSION_BYTES, b"\0")
 
 
 def _check_hello(hello: bytes, peer: str) -> None:
-    if not hello.startswith(MAGIC):
+    if not hello.startswith(GREETING_MAGIC):
         raise ProtocolError(f"the peer is no {peer} of Quire")
-    theirs = hello[len(MAGIC) : len(MAGIC) + VERSION_BYTES]
+    theirs = hello[len(GREETING_MAGIC) : len(GREETING_MAGIC) + VERSION_BYTES]
     if theirs != _own_version():
         name = theirs.rstrip(b"\0").decode("ascii", "replace")
-        raise ConfigError(f"the {peer} runs Quire {name!r}, this is {VERSION}; both must be the same")
+        raise ConfigError(f"the {peer} runs Quire {name!r}, this is {QUIRE_VERSION}; both must be the same")
 
 
 def _mac(secret: bytes, role: bytes, host_hello: bytes, server_hello: bytes) -> bytes:

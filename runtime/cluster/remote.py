@@ -42,10 +42,10 @@ from .host_link import (
 from .members import Member
 from .plausible import check_answer, check_counts, check_stats, check_step, check_update
 
-CONNECT_TIMEOUT_S = 2.0  # time for connecting and the greeting
-RETRY_S = 0.1
+LINK_TIMEOUT_S = 2.0  # time for connecting and the greeting
+RECONNECT_PAUSE_S = 0.1
 _log = structlog.get_logger("quire.cluster")
-QUARANTINE_REASON = (
+LOST_HOSTS_REASON = (
     f"{MAX_LOST_HOSTS} hosts were lost while they computed this request, or {MAX_UNBEGUN_HOSTS} before they did; "
     "it is not tried again"
 )
@@ -126,7 +126,7 @@ class HostConnection:
         address = member.address
         tls = credentials.tls
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(LINK_TIMEOUT_S):
                 if isinstance(address, TCPAddress):
                     reader, writer = await open_tcp(address, tls, member.name)
                 else:
@@ -208,10 +208,10 @@ class HostSource:
         return "the link was closed" if problem is None else str(problem)
 
     async def open(self, receive: Callable[..., None], on_heartbeat: Callable[[bool], None]) -> HostConnection:
-        """See `EngineSource.open`. Two attempts are at least RETRY_S apart."""
+        """See `EngineSource.open`. Two attempts are at least RECONNECT_PAUSE_S apart."""
         now = asyncio.get_running_loop().time()
-        self._next_attempt = max(now, self._next_attempt) + RETRY_S
-        await asyncio.sleep(self._next_attempt - RETRY_S - now)
+        self._next_attempt = max(now, self._next_attempt) + RECONNECT_PAUSE_S
+        await asyncio.sleep(self._next_attempt - RECONNECT_PAUSE_S - now)
         try:
             self.connection = await HostConnection.open(self.member, self._credentials, receive, on_heartbeat)
         except QuireError as error:
@@ -358,7 +358,7 @@ class RemoteHost(SupervisedEngine):
     def on_process_exit(self, from_outside: bool, reason: str) -> None:
         self._forget_stats()
         self._pending_adds.on_process_exit(from_outside=True)
-        self._end(self._tokens.on_host_lost(is_blameless=self._is_leaving), QUARANTINE_REASON)
+        self._end(self._tokens.on_host_lost(is_blameless=self._is_leaving), LOST_HOSTS_REASON)
         self._is_leaving = self._is_failing = False  # the host may come back
         self._restarting = None
         self._listener.interrupted(())

@@ -25,7 +25,7 @@ TOOL_EXAMPLE = '{"type": "function", "function": {"name": "…", "parameters": {
 OTHER_SCHEMA = "input_schema"  # the name that another API gives the parameters of a tool
 TOOL_PLACE: Callable[[int], str] = "tools[{}]".format  # the name of a tool in errors, by its index
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-EXAMPLE = '{"role": "user", "content": "Hello"}'
+EXAMPLE_MESSAGE = '{"role": "user", "content": "Hello"}'
 PLACE: Callable[[int], str] = "messages[{}]".format  # name of a message in errors, from its index
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 IMAGE = "image"  # type of a part of a message
@@ -95,8 +95,11 @@ def chat_messages(messages: object, place: Callable[[int], str] = PLACE) -> tupl
         tuple(messages) if isinstance(messages, Iterable) and not isinstance(messages, str | bytes | Mapping) else ()
     )
     if not items or not all(isinstance(item, Mapping) for item in items):
-        raise InvalidRequest(f"messages must be a list of at least one map such as {EXAMPLE}, not {shown(messages)}")
-    checked, num_calls = [], 0  # calls in the field `function_call`, which have no ids
+        raise InvalidRequest(
+            f"messages must be a list of at least one map such as {EXAMPLE_MESSAGE}, not {shown(messages)}"
+        )
+    checked = []
+    num_calls = 0  # calls in the field `function_call`, which have no ids
     for index, item in enumerate(items):
         num_calls += item.get("function_call") is not None
         checked.append(_message(dict(item), place(index), f"call{num_calls:05}"))
@@ -151,7 +154,7 @@ def _message(message: dict[str, Any], where: str, called: str) -> dict[str, Any]
     content = message.get("content")
     message = {key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])}
     if "role" not in message:
-        raise InvalidRequest(f"{where} has no 'role'; a message is a map such as {EXAMPLE}")
+        raise InvalidRequest(f"{where} has no 'role'; a message is a map such as {EXAMPLE_MESSAGE}")
     if message["role"] not in ROLES:
         raise InvalidRequest(f"{where}: role must be one of {', '.join(ROLES)}, not {shown(message['role'])}")
     message = _with_new_names(message, where, called)

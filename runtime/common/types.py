@@ -22,8 +22,8 @@ from .errors import GenerationFailed, InvalidRequest
 from .options import Option, nearest_name, option, options_of, suggestion
 from .prompts import shown
 
-SAMPLING = "Sampling"
-_option = partial(option, SAMPLING)
+SAMPLING_OPTIONS = "Sampling"
+_option = partial(option, SAMPLING_OPTIONS)
 
 
 class _NamesRightArgument(msgspec.StructMeta):

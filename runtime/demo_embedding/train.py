@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 TREE = HERE.parents[1]
 DEMO = HERE.parent / "demo_model"
 LAYERS = 2
-MAX_TOKENS = 512
+TRAINED_TOKENS = 512
 TITLE_TOKENS = 24
 BATCH = 64
 TEMPERATURE = 0.05
@@ -90,7 +90,7 @@ def evaluate():
     """Return, of each held-out title, its best passage's rank among all passages, from 1, and the cosine to that passage."""
     model.eval()
     with torch.no_grad():
-        vectors = torch.cat([embed([ids_of(each.text)[:MAX_TOKENS]]) for each in passages])
+        vectors = torch.cat([embed([ids_of(each.text)[:TRAINED_TOKENS]]) for each in passages])
         ranks = []
         cosines = []
         for page, title in (each for each in titles if each in held):
@@ -131,7 +131,7 @@ def write(path, content): path.parent.mkdir(exist_ok=True); path.write_text(json
 kinds = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
 write(out / "modules.json", [{"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"} for i, (path, kind) in enumerate(kinds)])
 write(out / "1_Pooling" / "config.json", {"word_embedding_dimension": model.config.hidden_size, "pooling_mode_mean_tokens": True})
-write(out / "sentence_bert_config.json", {"max_seq_length": MAX_TOKENS, "do_lower_case": False})
+write(out / "sentence_bert_config.json", {"max_seq_length": TRAINED_TOKENS, "do_lower_case": False})
 found = {"recall_at_1": recall(ranks, 1), "recall_at_10": recall(ranks, 10)}
 write(out / "train.json", {"steps": step, "pairs_seen": step * BATCH, "documents": len(documents), "passages": len(passages), "held_out_titles": len(ranks), **found, "log": log})
 write(sections_file, {"torch_ranks": ranks, "torch_cosines": cosines, "held_out": [list(each) for each in titles if each in held], "passages": [[each.page, each.title, each.text] for each in passages]})

@@ -2,7 +2,7 @@
 
 A tenant that floods the server with long texts delays others by the texts that run, not by the texts that wait, which
 the server limits in bytes. A tokenizer whose expressions never end holds its thread for ever: its request ends after
-`LIMIT_S`, another thread takes its place, and the process can exit. Must not import tokenizers or templates.
+`JOB_LIMIT_S`, another thread takes its place, and the process can exit. Must not import tokenizers or templates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..common.errors import GenerationFailed, Unavailable
 from .job_threads import JobThreads
 
 NUM_THREADS = 2  # rendering holds the GIL: more threads would delay the event loop
-LIMIT_S = 60.0  # for one text: a text of a million tokens takes some seconds
+JOB_LIMIT_S = 60.0  # for one text: a text of a million tokens takes some seconds
 MAX_ABANDONED = 4  # threads whose texts took longer
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class FairExecutor:
         if self._is_closed:
             raise _closed()
         if self._num_abandoned == MAX_ABANDONED:
-            raise Unavailable(f"{MAX_ABANDONED} texts have taken more than {LIMIT_S:.0f} s each and have not ended")
+            raise Unavailable(f"{MAX_ABANDONED} texts have taken more than {JOB_LIMIT_S:.0f} s each and have not ended")
         context = contextvars.copy_context()
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         job = _Job(result, [lambda: context.run(function, *args)])
@@ -88,7 +88,7 @@ class FairExecutor:
             self._num_idle += 1
             self._num_abandoned += 1
             if not job.result.done():
-                job.result.set_exception(GenerationFailed(f"the text took more than {LIMIT_S:.0f} s"))
+                job.result.set_exception(GenerationFailed(f"the text took more than {JOB_LIMIT_S:.0f} s"))
             self._run_next()
 
         def on_done(done: asyncio.Future[Any]) -> None:
@@ -108,7 +108,7 @@ class FairExecutor:
                 done.exception()  # seen: the caller has given up
             self._run_next()
 
-        timer = asyncio.get_running_loop().call_later(LIMIT_S, abandon)
+        timer = asyncio.get_running_loop().call_later(JOB_LIMIT_S, abandon)
         self._threads.call(job.call[0]).add_done_callback(on_done)
 
 

@@ -23,8 +23,8 @@ from ..net.address import MAX_PORT
 
 MAX_KEPT_BATCHES = 10_000  # for subscribers that missed some
 MAX_UNSENT_BATCHES = 100_000  # of one subscriber; it loses more than these
-MAX_REQUEST_BYTES = 64  # of a subscriber that asks for batches
-END = (-1).to_bytes(8, "big", signed=True)
+MAX_REPLAY_REQUEST_BYTES = 64  # of a subscriber that asks for batches
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 MEDIUM = "GPU"  # where the engine computes; vLLM's CPU backend says so too
 NO_SALT = root_key(b"")
 
@@ -111,7 +111,7 @@ class KVEventPublisher:
             raise ConfigError(f"{option}: {endpoint!r} has a port above {MAX_PORT}; {allowed}")
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, max_unsent)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLAY_REQUEST_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
         try:
             socket.bind(endpoint)
@@ -180,7 +180,7 @@ class KVEventPublisher:
             batches = [(sequence, payload) for sequence, payload in self._kept if sequence >= first]
         for sequence, payload in batches:
             socket.send_multipart((subscriber, b"", sequence, payload))
-        socket.send_multipart((subscriber, b"", END, b""))
+        socket.send_multipart((subscriber, b"", END_OF_REPLAY, b""))
 
 
 def _extra_keys(content: Content) -> tuple[str, ...] | None:

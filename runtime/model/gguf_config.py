@@ -45,7 +45,7 @@ PER_LAYER = (  # have one value, or one for each layer
 )
 EXPERT_KEYS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 
-NAMES = TensorNames(
+GGUF_NAMES = TensorNames(
     embedding="token_embd",
     layer="blk.{}.",
     input_norm="attn_norm",
@@ -105,7 +105,7 @@ class GGUFFormat:
 
     architecture: str  # general.architecture
     keys: Mapping[str, str] = field(default_factory=lambda: KEYS)
-    names: TensorNames = NAMES
+    names: TensorNames = GGUF_NAMES
     neighboring_pairs: bool = False  # rows of q and k: a rotated pair is two neighbors, not half a head apart
     experts: bool = False  # True: the family, among several with the same architecture, whose files have experts
     derive: Callable[[ConfigTable], Mapping[str, Any]] = lambda config: {}  # keys of config.json that files do not have

@@ -14,7 +14,7 @@ from ..common.errors import UnsupportedModel
 from .config_json import MAX_WIDTH, ConfigTable, read_object
 from .weights.quantization import Quantization
 
-CONFIG_KEYS = ("quantization_config", "compression_config")  # the latter in early folders of compressed-tensors
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # the latter in early folders of compressed-tensors
 # Files of folders whose config.json says nothing, and the method of a file that names none.
 OWN_FILES = {
     "quantize_config.json": "gptq",  # AutoGPTQ
@@ -39,7 +39,7 @@ def read_quantization(config: ConfigTable, folder: str | Path) -> Quantization |
     Raises UnsupportedModel naming the key, and the file if it is not config.json. Raises CorruptCheckpoint for a file
     that is not a JSON object.
     """
-    key = next((key for key in CONFIG_KEYS if key in config), None)
+    key = next((key for key in QUANTIZATION_KEYS if key in config), None)
     if key is not None:
         return _read(config.table(key), "compressed-tensors" if key == "compression_config" else None)
     if "quantization" in config:  # MLX's key

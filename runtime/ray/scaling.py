@@ -11,7 +11,7 @@ from typing import Any
 
 from ..common.errors import ConfigError
 
-MAX_GROWTH = 2.0  # times the hosts there are, in one decision
+MAX_SCALE_UP = 2.0  # times the hosts there are, in one decision
 SPARE_LOAD = 0.7  # load that one host fewer must not exceed: between it and 1.0 nothing changes
 
 
@@ -37,7 +37,7 @@ class HostScaling:
         if load is None or len(context.running_replicas) != num_hosts:  # hosts are starting or leaving
             return num_hosts, {}
         if load > 1.0:
-            return math.ceil(num_hosts * min(load, MAX_GROWTH)), {}
+            return math.ceil(num_hosts * min(load, MAX_SCALE_UP)), {}
         if num_hosts > 1 and load * num_hosts / (num_hosts - 1) < SPARE_LOAD:
             return num_hosts - 1, {}
         return num_hosts, {}

@@ -25,7 +25,7 @@ from .handle_links import ServerLinks
 from .members import SECRET_BYTES, ServedHosts, listen
 from .settings import reachable, release_of, settings_of
 
-RETRY_S = 0.2
+PORT_RETRY_S = 0.2
 TAKEN_MARGIN_S = 30.0  # time beyond shutdown_timeout, that a former replica on this machine may keep the ports
 
 _log = structlog.get_logger("quire.ray")
@@ -92,6 +92,6 @@ async def _started(engine: Engine[Core], config: ServerConfig) -> Server:
             if loop.time() > give_up_at:
                 raise
             _log.info("waiting for a port", reason=str(error))
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(PORT_RETRY_S)
         else:
             return server

@@ -17,7 +17,7 @@ from .members import HostLinkKind
 REPLACED = ("engine_hosts", "secret_file", "in_process", "uds")  # Serve reports hosts and their secrets
 HOST_LINKS = "host_links"  # an argument that only Ray has
 OF_TCP_LINKS = ("listen", "engine_hosts_ca")
-DEFAULTS = {  # defaults that differ from those of the commands
+RAY_DEFAULTS = {  # defaults that differ from those of the commands
     "QUIRE_LISTEN": "0.0.0.0:0",  # Serve reports the port
     "QUIRE_OPENAI_PORT": "8001",  # Serve's own proxy has 8000
 }
@@ -32,7 +32,7 @@ def settings_of(args: Mapping[str, object]) -> Settings:
         for name in OF_TCP_LINKS:
             if args.get(name) is not None:
                 raise ConfigError(f"{name} has no effect with {HOST_LINKS}=handles; leave it out")
-    return resolve_settings({name: args[name] for name in args if name != HOST_LINKS}, DEFAULTS | os.environ)
+    return resolve_settings({name: args[name] for name in args if name != HOST_LINKS}, RAY_DEFAULTS | os.environ)
 
 
 def host_links_of(args: Mapping[str, object]) -> HostLinkKind:

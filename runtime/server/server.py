@@ -40,7 +40,7 @@ from .tenancy.auth import Keyring
 from .tenancy.tenant_bytes import EqualShares
 
 CLOSE_TIMEOUT_S = 1.0  # time for clients to read the last frames and close their connections
-STUCK_S = 0.1
+UNREAD_TIMEOUT_S = 0.1
 DRAIN_POLL_S = 0.05
 DEFAULT_MODEL_NAME = "quire"
 MAX_REFUSALS = 64  # connections beyond max_connections that receive an ERROR; the others are closed immediately
@@ -282,10 +282,10 @@ class Server:
             connection.abort()
 
     async def _until_read(self) -> None:
-        """Wait until every connection is closed; abort the connections whose client has read nothing for `STUCK_S`."""
+        """Wait until every connection is closed; abort those of clients that read nothing for `UNREAD_TIMEOUT_S`."""
         unsent: dict[ClientConnection, int] = {}
         while self._connections:
-            await asyncio.wait(self._connections.values(), timeout=STUCK_S)
+            await asyncio.wait(self._connections.values(), timeout=UNREAD_TIMEOUT_S)
             for connection in self._connections:
                 left = connection.unsent_bytes
                 if left and left == unsent.get(connection):

@@ -22,7 +22,7 @@ from .bench.cache_comparison import Tables, page_tables
 
 LOGITS_BYTES = 32 << 20  # bytes of the rows that are scored in one step
 MAX_SCORED_ROWS = 128
-PERCENTILES = (99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0, 0.1)
+SHOWN_PERCENTILES = (99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0, 0.1)
 
 Floats = npt.NDArray[np.float64]
 
@@ -139,7 +139,7 @@ class Divergence:
             "mean_kl_error": standard_error(self.kl),
             "max_kl": float(self.kl.max()),
             "min_kl": float(self.kl.min()),
-            "kl_percentiles": {f"{p:g}": float(np.percentile(self.kl, p)) for p in PERCENTILES},
+            "kl_percentiles": {f"{p:g}": float(np.percentile(self.kl, p)) for p in SHOWN_PERCENTILES},
             "rms_delta_p": float(np.sqrt((self.delta_p**2).mean())),
             "same_top": float(self.same_top.mean()),
             "same_top_error": standard_error(self.same_top.astype(np.float64)),

@@ -17,13 +17,13 @@ from typing import Any
 from ..common.errors import ConfigError, MissingDependency
 
 INK = "#1f2933"
-QUIET = "#5f6b7a"
+QUIET_COLOR = "#5f6b7a"
 GRID = "#e4e7eb"
 STYLE = {
     "axes.axisbelow": True,
-    "axes.edgecolor": QUIET,
+    "axes.edgecolor": QUIET_COLOR,
     "axes.grid": True,
-    "axes.labelcolor": QUIET,
+    "axes.labelcolor": QUIET_COLOR,
     "axes.linewidth": 0.8,
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -43,9 +43,9 @@ STYLE = {
     "svg.fonttype": "none",  # text stays text: small, selectable, readable by screen readers
     "text.color": INK,
     "text.parse_math": False,
-    "xtick.color": QUIET,
+    "xtick.color": QUIET_COLOR,
     "xtick.labelsize": 8.5,
-    "ytick.color": QUIET,
+    "ytick.color": QUIET_COLOR,
     "ytick.labelsize": 8.5,
 }
 

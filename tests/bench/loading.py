@@ -134,7 +134,7 @@ def packing_seconds(checkpoint: Checkpoint, name: str, dtype: WeightDtype) -> fl
     kind = checkpoint.dtype(name)
     rows, columns = int(np.prod(shape[:-1])), shape[-1]
     matrix = PackedMatrix(rows, columns, dtype, map_memory(packed_nbytes(rows, columns, dtype)))
-    num_rows = max(packing.ELEMENTS_AT_ONCE // columns // 32, 1) * 32
+    num_rows = max(packing.ELEMENTS_PER_CHECK // columns // 32, 1) * 32
     seconds = []
     for _ in range(ROUNDS):
         begin = time.thread_time()

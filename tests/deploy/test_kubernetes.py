@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from quire.runtime.cluster import Members
-from quire.runtime.cluster.greeting import HELLO_BYTES, MAGIC
+from quire.runtime.cluster.greeting import GREETING_MAGIC, HELLO_BYTES
 from quire.runtime.common.settings import Settings, resolve_settings
 from quire.runtime.model import BUNDLED_MODEL, read_spec
 from quire.runtime.model.runner.capacity import decide_capacity
@@ -198,7 +198,7 @@ def test_an_engine_host_is_ready_once_it_greets(fleet: Objects) -> None:
     container = pod(fleet["StatefulSet", "quire-engines"])["containers"][0]
     probe = container["readinessProbe"]["exec"]["command"][-1]
     compile(probe, "probe", "exec")
-    assert f"recv({HELLO_BYTES}).startswith({MAGIC!r})".replace("'", '"') in probe
+    assert f"recv({HELLO_BYTES}).startswith({GREETING_MAGIC!r})".replace("'", '"') in probe
     assert container["startupProbe"]["exec"] == container["readinessProbe"]["exec"]
 
 

@@ -31,7 +31,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.types import StructuredOutputs
 from quire.runtime.engine.json_schema.schema import FORMATS
-from quire.runtime.engine.structured.grammars import LIMITS, MAX_ITEMS, CheckedStructures, grammar_of
+from quire.runtime.engine.structured.grammars import MAX_ITEMS, PARSER_LIMITS, CheckedStructures, grammar_of
 from quire.runtime.engine.structured.trial_process import _Bytes
 
 from .schema_generator import SchemaGenerator
@@ -156,7 +156,7 @@ def _check(
         if found.milliseconds[-1] > SLOW_MS:
             found.show("slow", name, schema, f"{found.milliseconds[-1]:.0f} ms")
     found.compiled[style] += 1
-    limits = LLParserLimits(**LIMITS | {"max_items_in_row": MAX_ITEMS})
+    limits = LLParserLimits(**PARSER_LIMITS | {"max_items_in_row": MAX_ITEMS})
     matcher = LLMatcher(tables, grammar_of(structure), log_level=0, limits=limits)
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     validator = kind(schema, format_checker=_format_checker())

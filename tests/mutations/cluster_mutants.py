@@ -229,7 +229,7 @@ MUTANTS = [
     ),
     Mutant(
         REMOTE,
-        "self._next_attempt = max(now, self._next_attempt) + RETRY_S",
+        "self._next_attempt = max(now, self._next_attempt) + RECONNECT_PAUSE_S",
         "self._next_attempt = now",
         "an API server connects to a host that closes links without a pause",
     ),
@@ -438,7 +438,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/cluster/remote.py",
-        "            async with asyncio.timeout(CONNECT_TIMEOUT_S):",
+        "            async with asyncio.timeout(LINK_TIMEOUT_S):",
         "            async with asyncio.timeout(None):",
         "a host that accepts connections and says nothing is waited for for ever",
         "tests/system/test_host_sockets.py",
@@ -458,8 +458,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/cluster/greeting.py",
-        "    if not hmac.compare_digest(mac, _mac(secret, SERVER, ours, theirs)):",
-        "    if mac != _mac(secret, SERVER, ours, theirs):",
+        "    if not hmac.compare_digest(mac, _mac(secret, SERVER_ROLE, ours, theirs)):",
+        "    if mac != _mac(secret, SERVER_ROLE, ours, theirs):",
         "a host compares the MAC of a stranger in a time that tells how much of it is right",
     ),
     Mutant(
@@ -550,8 +550,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/ray/settings.py",
-        "DEFAULTS | os.environ",
-        "os.environ | DEFAULTS",
+        "RAY_DEFAULTS | os.environ",
+        "os.environ | RAY_DEFAULTS",
         "QUIRE_LISTEN and QUIRE_OPENAI_PORT have no effect on Ray",
         "tests/runtime/ray/test_members.py tests/runtime/ray/test_settings.py",
     ),

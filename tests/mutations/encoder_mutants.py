@@ -103,8 +103,8 @@ MUTANTS = [
     ),
     Mutant(
         MODERNBERT,
-        "KINDS[bool(layer % every)]",
-        "KINDS[bool((layer + 1) % every)]",
+        "LAYER_KINDS[bool(layer % every)]",
+        "LAYER_KINDS[bool((layer + 1) % every)]",
         "other layers of ModernBERT see all tokens",
     ),
     Mutant(
@@ -368,8 +368,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{IMAGES}/processors.py",
-        "if max(width, height) / min(width, height) > MAX_RATIO:",
-        "if max(width, height) / min(width, height) >= MAX_RATIO:",
+        "if max(width, height) / min(width, height) > MAX_ASPECT_RATIO:",
+        "if max(width, height) / min(width, height) >= MAX_ASPECT_RATIO:",
         "an image that is 200 times as long as high is refused",
         "tests/runtime/model/test_dynamic_vision.py",
     ),

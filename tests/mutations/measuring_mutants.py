@@ -252,7 +252,7 @@ MUTANTS = [
     ),
     Mutant(
         PROFILE,
-        "if (profile.format, profile.version) != (FORMAT, VERSION):",
+        "if (profile.format, profile.version) != (FORMAT, PROFILE_VERSION):",
         "if profile.format != FORMAT:",
         "a machine profile of another version is read as if it were of this one",
         PLANNING_TESTS,

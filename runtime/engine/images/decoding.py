@@ -11,7 +11,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from ...common.errors import InvalidRequest
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 SCAN = b"\xff\xda"  # begins each scan of a JPEG file
 MAX_EDGE = (1 << 16) - 1  # pixels, as in JPEG: the filter for resizing takes 48 bytes for each
 MAX_SCANNED_PIXELS = 1 << 30  # pixels times scans: a progressive file may go over all its pixels again and again
@@ -35,7 +35,7 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
     Raises InvalidRequest that says what is allowed. It takes about 16 bytes of memory per pixel: one at a time.
     """
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
             _check_header(image, data, max_pixels)
             image.load()
             return _as_rgb(image)

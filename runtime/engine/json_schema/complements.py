@@ -12,14 +12,14 @@ _ALTERNATIVES = re.compile(r"\((?:\?:)?([^()]*)\)\$?|([^()]*)", re.DOTALL)
 _LITERAL = re.compile(r"(?:[^\\\[\](){}|.*+?^$]|\\[^a-zA-Z0-9])+\$?")
 _ENDED = re.compile(r"((?:[^\\]|\\.)*)\$", re.DOTALL)
 _QUANTIFIERS = ("*", "+", "?", "{")
-MAX_TEXTS = 64  # that a complement leaves out
-MAX_CHARACTERS = 2_000  # of these texts
+MAX_EXCLUDED_TEXTS = 64  # that a complement leaves out
+MAX_EXCLUDED_CHARACTERS = 2_000  # of these texts
 
 
 def other_texts(texts: Iterable[str], *, beginning: bool = False) -> str | None:
     """Return a pattern of all texts but these, or that begin with none of them; None if it would be too long."""
     distinct = sorted(set(texts))
-    if len(distinct) > MAX_TEXTS or sum(map(len, distinct)) > MAX_CHARACTERS:
+    if len(distinct) > MAX_EXCLUDED_TEXTS or sum(map(len, distinct)) > MAX_EXCLUDED_CHARACTERS:
         return None
     return f"^(?:{_others(distinct, beginning)})$" if distinct else r"^[\s\S]*$"
 

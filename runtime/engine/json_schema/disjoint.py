@@ -15,9 +15,9 @@ from typing import Any
 from .numbers import is_number
 from .references import referred
 
-TYPES = ("null", "boolean", "object", "array", "number", "string")  # integers are numbers
+JSON_TYPES = ("null", "boolean", "object", "array", "number", "string")  # integers are numbers
 MAX_CASES = 32  # cases of one schema
-MAX_DEPTH = 8  # of properties and references
+MAX_CASE_DEPTH = 8  # of properties and references
 MAX_COMPARISONS = 60_000  # of one root: a second
 APART = frozenset({"date", "date-time", "time", "ipv4", "ipv6", "uuid"})  # formats of which no text has two
 
@@ -28,7 +28,7 @@ _Schema = Mapping[str, Any]
 class Case:
     """The facts that hold for all values of a schema: each list must be kept completely."""
 
-    types: frozenset[str] = frozenset(TYPES)
+    types: frozenset[str] = frozenset(JSON_TYPES)
     is_integer: bool = False
     values: dict[Any, Any] | None = None  # by what equal values have in common; None: not enumerated
     parts: list[_Schema] = field(default_factory=list)  # schemas without references and combinations
@@ -60,7 +60,7 @@ class Comparer:
         """Return cases, of which each value of a schema is one."""
         if schema is False:
             return []
-        if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        if not isinstance(schema, dict) or depth > MAX_CASE_DEPTH:
             return [Case()]
         known = self._known.get(id(schema))
         if known is None:
@@ -90,7 +90,7 @@ class Comparer:
     def are_disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
         """Return whether it is certain that no value is valid under both schemas."""
         self._num_left -= 1
-        if depth > MAX_DEPTH or self._num_left < 0:
+        if depth > MAX_CASE_DEPTH or self._num_left < 0:
             return False
         pairs = itertools.product(self.cases(one, depth), self.cases(other, depth))
         return all(self._are_disjoint(first, second, depth) for first, second in pairs)
@@ -145,7 +145,9 @@ class Comparer:
         )
 
     def _is_surely_invalid(self, value: Any, schema: Any, depth: int) -> bool:
-        return depth <= MAX_DEPTH and all(self.is_invalid(value, case, depth) for case in self.cases(schema, depth))
+        return depth <= MAX_CASE_DEPTH and all(
+            self.is_invalid(value, case, depth) for case in self.cases(schema, depth)
+        )
 
 
 _LIMITS = {
@@ -191,7 +193,7 @@ def _list(value: Any) -> list[Any]:
 def _types(kinds: Any) -> frozenset[str]:
     names = [kinds] if isinstance(kinds, str) else kinds
     if not isinstance(names, list):
-        return frozenset(TYPES)
+        return frozenset(JSON_TYPES)
     return frozenset("number" if name == "integer" else name for name in names if isinstance(name, str))
 
 

@@ -37,7 +37,7 @@ MAX_NEIGHBORS = 8  # numbers of f64 on each side of a divisor, of which one may 
 MAX_STATES = 12_000
 DECIMAL = 8
 _NEAREST = (("minimum", 1), ("maximum", -1))  # the bounds that count are the greatest, times the sign
-LIMITS = (*BOUNDS, "multipleOf")
+LIMIT_KEYWORDS = (*BOUNDS, "multipleOf")
 
 
 def check_numbers(schema: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ def bounds_of_integers(root: Mapping[str, Any]) -> Counter[str]:
 def _bounds_of_integer(schema: Mapping[str, Any]) -> str | None:
     """Return the JSON of a schema of integers that says nothing but their bounds, without annotations; else None."""
     bounds = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
-    is_alone = bounds.keys() <= {"type", *LIMITS} and "integer" in _kinds(schema)
+    is_alone = bounds.keys() <= {"type", *LIMIT_KEYWORDS} and "integer" in _kinds(schema)
     return json.dumps(bounds, sort_keys=True) if is_alone and len(bounds) > 1 else None
 
 
@@ -148,7 +148,7 @@ def with_left_out(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema that also allows the numbers which its bounds and its divisor allow and llguidance leaves out."""
     if _is_divisor(schema.get("multipleOf")):
         schema = schema | {"multipleOf": _spelled(schema["multipleOf"])}
-    limits = {key: schema[key] for key in LIMITS if key in schema}
+    limits = {key: schema[key] for key in LIMIT_KEYWORDS if key in schema}
     left_out, others = list(_left_out(limits)), schema.get("allOf", [])
     if not left_out or not isinstance(others, list) or not _may_be_fraction(schema.get("type", "number")):
         return schema

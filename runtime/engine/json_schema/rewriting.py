@@ -14,13 +14,13 @@ from typing import Any, TypeGuard
 
 from ...common.errors import InvalidRequest
 from .complements import other_texts, without_look_aheads
-from .disjoint import TYPES, Case, Comparer, identity, required_names, type_of
+from .disjoint import JSON_TYPES, Case, Comparer, identity, required_names, type_of
 from .names import MAX_OPTIONAL, with_least_properties, with_listed_names, with_patterned_names
 from .references import ANNOTATIONS, DATA, EXTENSION, MAPS, referred
 from .unique import with_unique_items
 
 MAX_NEGATED = 6  # alternatives of the negation of a schema
-MAX_LISTED = 64  # values of an enumeration that is negated
+MAX_NEGATED_VALUES = 64  # values of an enumeration that is negated
 MAX_SCHEMAS = 20_000  # within one
 MAX_PAIRS = 2_000  # of alternatives of `oneOf`
 DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
@@ -203,7 +203,7 @@ class _Rewriting:
                 kinds = [value] if isinstance(value, str) else value
                 if not _are_texts(kinds) or "integer" in kinds:
                     return None
-                return [{"type": sorted(set(TYPES).difference(kinds))}]
+                return [{"type": sorted(set(JSON_TYPES).difference(kinds))}]
             case "required" if _are_texts(value):
                 return [{"type": "object", **_without(name)} for name in value]
             case "properties" if isinstance(value, dict):
@@ -258,9 +258,9 @@ def _with_pattern(schema: _Schema) -> _Schema:
 def _others(values: list[Any]) -> list[Any] | None:
     """Return alternatives for all values but these; None if there are arrays or objects among these."""
     kinds = {type_of(value) for value in values}
-    if kinds & {"array", "object"} or len(values) > MAX_LISTED:
+    if kinds & {"array", "object"} or len(values) > MAX_NEGATED_VALUES:
         return None
-    left: list[Any] = [{"type": [kind for kind in TYPES if kind not in kinds]}] if kinds != set(TYPES) else []
+    left: list[Any] = [{"type": [kind for kind in JSON_TYPES if kind not in kinds]}] if kinds != set(JSON_TYPES) else []
     booleans = {value for value in values if isinstance(value, bool)}
     left += [{"const": not value} for value in booleans if len(booleans) == 1]
     if "string" in kinds:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...common.errors import InvalidRequest
 from .numbers import (
-    LIMITS,
+    LIMIT_KEYWORDS,
     MAX_BOUNDS,
     OWN_BOUNDS,
     bounds_of_integers,
@@ -47,7 +47,7 @@ BESIDE_REFERENCES = frozenset({"$ref", "$schema", "$id", "id", *BY_REFERENCE})  
 
 MAX_COMBINATIONS = 200  # combinations of limits of numbers that one schema may lead to
 MAX_LIMITS = 50  # that one number must keep
-MAX_DEPTH = 100  # of references and combinations in one place
+MAX_NESTING = 100  # of references and combinations in one place
 MAX_NAME_PATTERNS = 128  # of one schema: each is compared with each other one, 200 of them for half a second
 MAX_HOSTNAME = 253  # characters (RFC 1123)
 # Those that llguidance enforces. Others are annotations, as JSON Schema says of unknown formats.
@@ -170,12 +170,12 @@ def _limits(root: _Schema, schema: Any, known: dict[int, _Alternatives], depth: 
         return _UNLIMITED
     if id(schema) in known:
         return known[id(schema)]
-    if depth > MAX_DEPTH:
-        raise InvalidRequest(f"a JSON schema has more than {MAX_DEPTH} references or combinations within each other")
+    if depth > MAX_NESTING:
+        raise InvalidRequest(f"a JSON schema has more than {MAX_NESTING} references or combinations within each other")
     known[id(schema)] = _UNLIMITED  # in a circle, nothing is added
     own = tuple(
         (key, schema[key])
-        for key in LIMITS
+        for key in LIMIT_KEYWORDS
         if isinstance(schema.get(key), int | float) and schema[key] != OWN_BOUNDS.get(key)
     )
     found: _Alternatives = ((own,),) if own else _UNLIMITED

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .disjoint import TYPES, Case, Comparer, distinct
+from .disjoint import JSON_TYPES, Case, Comparer, distinct
 from .numbers import is_number
 
 MAX_LISTS = 500  # lists of values of one array
@@ -27,7 +27,7 @@ def with_unique_items(schema: _Schema, comparer: Comparer) -> _Schema:
     """
     if schema["uniqueItems"] is not True:
         return schema
-    kinds = schema.get("type", list(TYPES))
+    kinds = schema.get("type", list(JSON_TYPES))
     kinds = [kinds] if isinstance(kinds, str) else kinds
     least, most = schema.get("minItems", 0), schema.get("maxItems", math.inf)
     if not isinstance(kinds, list) or not is_number(least) or not is_number(most):
@@ -45,7 +45,7 @@ def with_unique_items(schema: _Schema, comparer: Comparer) -> _Schema:
     rest = {key: value for key, value in rest.items() if key not in ("minItems", "maxItems")}
     arrays: dict[str, Any] = {"enum": lists}
     if kinds != ["array"]:
-        arrays = {"anyOf": [{"type": [kind for kind in TYPES if kind != "array"]}, {"type": "array", **arrays}]}
+        arrays = {"anyOf": [{"type": [kind for kind in JSON_TYPES if kind != "array"]}, {"type": "array", **arrays}]}
     given = rest.get("allOf", [])
     return {**rest, "allOf": [*given, arrays] if isinstance(given, list) else [arrays]}
 

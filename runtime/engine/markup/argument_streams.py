@@ -21,13 +21,13 @@ END_OF_PARAMETER = "</parameter>"
 END_OF_JSON = "\n</parameter>"  # "\n" because a text may contain the literal, but no line break before it
 
 # Keys of a schema that say nothing of the value.
-ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
+ANNOTATION_KEYWORDS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
 # Keywords about objects that parameters do not express; some only with certain values.
 UNEXPRESSED = frozenset(
     {"anyOf", "oneOf", "not", "if", "then", "else", "const", "enum", "patternProperties", "propertyNames"}
     | {"dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"}
 )
-MAX_PARTS = 100  # schemas that an object must match, by references and allOf
+MAX_SCHEMA_PARTS = 100  # schemas that an object must match, by references and allOf
 SIMPLE = frozenset({"string", "null", "boolean", "integer", "number"})
 
 ValueForm = Literal["text", "mixed", "json"]
@@ -212,7 +212,7 @@ def _parts(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         part = pending.pop(0)
         if part is True or any(part is each for each in parts):
             continue
-        if not isinstance(part, dict) or len(parts) == MAX_PARTS:
+        if not isinstance(part, dict) or len(parts) == MAX_SCHEMA_PARTS:
             raise InvalidRequest("this model's parameters cannot express the schemas which the arguments must match")
         _check_part(part)
         parts.append(part)
@@ -254,7 +254,7 @@ def _all_of(root: Mapping[str, Any], schemas: list[Any]) -> Any:
 
 def _looked_up(schema: Mapping[str, Any], found: Any) -> Any:
     """Return a schema, or what it refers to if it only refers to another."""
-    if not isinstance(found, dict) or found.keys() - ANNOTATIONS != {"$ref"}:
+    if not isinstance(found, dict) or found.keys() - ANNOTATION_KEYWORDS != {"$ref"}:
         return found
     target = referred(schema, found["$ref"])
     return found if target is None else target
@@ -270,7 +270,7 @@ def value_form(schema: Any) -> ValueForm:
 
 def text_values(schema: Any) -> list[str]:
     """Return the texts to which a schema restricts its value; none if it does not, or if others are allowed too."""
-    keys = schema.keys() - ANNOTATIONS - {"type"} if isinstance(schema, dict) else set()
+    keys = schema.keys() - ANNOTATION_KEYWORDS - {"type"} if isinstance(schema, dict) else set()
     values = schema["enum"] if keys == {"enum"} else [schema["const"]] if keys == {"const"} else []
     if not keys or schema.get("type", "string") != "string" or not isinstance(values, list):
         return []
@@ -291,7 +291,7 @@ def _simple_types(schema: Any) -> frozenset[str] | None:
         return SIMPLE | {"object", "array"}
     if not isinstance(schema, dict):
         return None
-    keys = schema.keys() - ANNOTATIONS
+    keys = schema.keys() - ANNOTATION_KEYWORDS
     if text_values(schema):
         return frozenset({"string"})
     if not keys:

@@ -17,7 +17,7 @@ from .markup import MARK, CallSyntax, Markup
 
 CallsNeeded = Literal["none", "auto", "required"]
 
-HEADER = """%llguidance {}
+GRAMMAR_HEADER = """%llguidance {}
 ANY: /[^\\uFDD0]*/
 SPACES: /[ \\t\\r\\n]*/
 ws: /[ \\t\\r\\n]{1,8}/
@@ -46,7 +46,7 @@ class MarkupGrammar:
             start = self._channels(tools, needed)
         else:
             start = self._outputs(tools, needed, parallel, in_reasoning)
-        return HEADER + "\n".join([f"start: {start}", *self._lines, ""])
+        return GRAMMAR_HEADER + "\n".join([f"start: {start}", *self._lines, ""])
 
     # Literals around reasoning and calls
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-MAX_CHARACTERS = 32 << 10  # of a grammar
-MAX_DEPTH = 100  # of parentheses
+MAX_GBNF_CHARACTERS = 32 << 10  # of a grammar
+MAX_PARENTHESES = 100  # of parentheses
 MAX_REPETITIONS = 2_000  # as in llama.cpp
 
 _SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
@@ -63,8 +63,8 @@ ANY = Characters((), is_negated=True)
 
 def read(grammar: str) -> dict[str, Node]:
     """Return the rules of a grammar. Raises ValueError for one that llama.cpp could not read."""
-    if len(grammar) > MAX_CHARACTERS:
-        raise ValueError(f"a grammar in llama.cpp's notation has at most {MAX_CHARACTERS} characters")
+    if len(grammar) > MAX_GBNF_CHARACTERS:
+        raise ValueError(f"a grammar in llama.cpp's notation has at most {MAX_GBNF_CHARACTERS} characters")
     rules = _Reader(grammar).rules()
     if "root" not in rules:
         raise ValueError("a grammar in llama.cpp's notation needs a rule named root")
@@ -150,8 +150,8 @@ class _Reader:
 
     def _group(self) -> Node:
         self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise self._error(f"more than {MAX_DEPTH} parentheses are open")
+        if self._depth > MAX_PARENTHESES:
+            raise self._error(f"more than {MAX_PARENTHESES} parentheses are open")
         self._at += 1
         self._skip(_SPACE_AND_LINES)
         inside = self._alternatives(_SPACE_AND_LINES)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from .gbnf import ANY, Alternation, Characters, Node, Reference, Repetition, Sequence, read, references
 
-MAX_GROUP = 64  # parts of a sequence that become one terminal
-MAX_POSITIONS = 300  # characters of a part that may become a terminal
+MAX_TERMINAL_PARTS = 64  # parts of a sequence that become one terminal
+MAX_TERMINAL_CHARACTERS = 300  # characters of a part that may become a terminal
 MAX_EXPRESSION = 4_000  # characters of a regular expression that a rule becomes
 
 
@@ -107,7 +107,7 @@ class _Writer:
         at = 0
         while at < len(parts):
             end = at + 1
-            for last in range(at + 1, min(len(parts), at + MAX_GROUP)):
+            for last in range(at + 1, min(len(parts), at + MAX_TERMINAL_PARTS)):
                 if self._regex(parts[last]) is None:
                     break
                 if self._regex(parts[at]) is not None and self._ends(Sequence(parts[at : last + 1])).are_final():
@@ -160,7 +160,7 @@ class Ends:
         """Return the ends of parts that follow each other."""
         found = cls()
         for part in parts:
-            if len(found.follow) + len(part.follow) > MAX_POSITIONS:
+            if len(found.follow) + len(part.follow) > MAX_TERMINAL_CHARACTERS:
                 return cls(last=(0,), follow=((ANY, ANY),))  # too long to decide
             follow = [each + part.first if index in found.last else each for index, each in enumerate(found.follow)]
             last = tuple(len(follow) + index for index in part.last)

@@ -45,7 +45,7 @@ from .trials import Trials
 
 WAIT_S = 0.002  # for masks, after a step's rows are computed, if other sequences sample in it
 WAIT_ALONE_S = 0.02  # if none does
-NUM_THREADS = 2  # that compute masks of one sequence each
+NUM_MASK_THREADS = 2  # that compute masks of one sequence each
 MAX_FORCING_BYTES = 16 << 10  # of a grammar whose forced tokens are looked for: that takes long for long texts
 SHALLOW_CHARACTERS = 4096  # of a grammar that any thread may read
 DEEP_STACK_BYTES = 256 << 20  # 256 KiB of references, the longest grammar, take 70 MB
@@ -58,7 +58,7 @@ MAX_STEP_EXPRESSIONS_ALONE = 20 * MAX_STEP_EXPRESSIONS  # of a grammar that shar
 MAX_LEXER_STATES = 20_000  # of a compiled grammar
 MAX_ITEMS = 20_000  # ways to go on, of a parser: an object with 500 optional properties has 2,000
 MAX_AMBIGUOUS_ITEMS = 350  # of a client's own rules, in which they may be ways to read the text: time is their square
-LIMITS: dict[str, Any] = {
+PARSER_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": MAX_FIRST_EXPRESSIONS,
     "step_lexer_fuel": MAX_STEP_EXPRESSIONS,
     "max_lexer_states": MAX_LEXER_STATES,
@@ -228,7 +228,7 @@ def _check_schemas_inside(grammar: str) -> None:
 def _limits(structure: StructuredOutputs, *, is_own: bool = False) -> dict[str, Any]:
     """Return the fields of a grammar's `LLParserLimits`; `is_own`: it is one of tool calls."""
     is_ambiguous = may_be_ambiguous(structure) and not is_own
-    return LIMITS | {"max_items_in_row": MAX_AMBIGUOUS_ITEMS if is_ambiguous else MAX_ITEMS}
+    return PARSER_LIMITS | {"max_items_in_row": MAX_AMBIGUOUS_ITEMS if is_ambiguous else MAX_ITEMS}
 
 
 def may_be_ambiguous(structure: StructuredOutputs | None) -> bool:
@@ -247,7 +247,7 @@ class Grammars:
         self._beams: dict[tuple[int, tuple[int, ...]], RunningGrammar] = {}  # by search and generated tokens, likewise
         self._compiled = CompiledGrammars()
         self._compiling = JobThreads(1, "quire-compile")
-        self._isolated = JobThreads(NUM_THREADS, "quire-masks-apart")
+        self._isolated = JobThreads(NUM_MASK_THREADS, "quire-masks-apart")
         self._shared = JobThreads(1, "quire-masks")
         self._queue = MaskQueue(max(1, len(os.sched_getaffinity(0)) // 2))
         self.tables = ModelTables(path)

@@ -20,15 +20,15 @@ from pathlib import Path
 from ...common.errors import Unavailable
 
 MAX_PROCESSES = 2
-PROCESS_BYTES = 24 << 20  # that a process takes at start
+TRIAL_PROCESS_BYTES = 24 << 20  # that a process takes at start
 MAX_BYTES = 128 << 20  # that it may take for a grammar: a regular expression of 100 KB takes 60 MiB
 MAX_LEFT_BYTES = 32 << 20  # that it may keep then
-MAX_S = 2  # of CPU time for it, about
+MAX_CPU_S = 2  # of CPU time for it, about
 IDLE_S = 30  # after which processes that try no grammar end
-WAIT_S = 30  # by the clock, on a machine that has no time for it
-PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("trial_process.py")))
-COMMAND = (*PROGRAM, *map(str, (MAX_S, MAX_BYTES, MAX_LEFT_BYTES)))
-TOO_MUCH = f"compiling it takes more than {MAX_S} s or {MAX_BYTES >> 20} MiB"
+TRIAL_WAIT_S = 30  # by the clock, on a machine that has no time for it
+TRIAL_PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("trial_process.py")))
+TRIAL_COMMAND = (*TRIAL_PROGRAM, *map(str, (MAX_CPU_S, MAX_BYTES, MAX_LEFT_BYTES)))
+TOO_MUCH = f"compiling it takes more than {MAX_CPU_S} s or {MAX_BYTES >> 20} MiB"
 FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP, signal.SIGXCPU)
 # Exit statuses of a process that its grammar ended: Rust aborts and Python's thread returns where memory is refused.
 # All other statuses have causes outside.
@@ -142,7 +142,7 @@ def _not_now(reason: str) -> Unavailable:
 def _started() -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
-            COMMAND,
+            TRIAL_COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -158,7 +158,7 @@ def _ask(process: subprocess.Popen[bytes], request: bytes) -> tuple[str, bool] |
     """Return a process's answer, and whether it continues; None if it has ended instead. Raises Unavailable."""
     assert process.stdin is not None, "a pipe"
     assert process.stdout is not None, "a pipe"
-    give_up_at = time.monotonic() + WAIT_S
+    give_up_at = time.monotonic() + TRIAL_WAIT_S
     pipe, unsent = process.stdin.fileno(), memoryview(request)
     os.set_blocking(pipe, False)
     with contextlib.suppress(BrokenPipeError):
@@ -175,7 +175,7 @@ def _wait(pipe: int, event: int, give_up_at: float) -> None:
     ready = select.poll()
     ready.register(pipe, event)
     if not ready.poll(max(0.0, give_up_at - time.monotonic()) * 1e3):
-        raise _not_now(f"there was no answer in {WAIT_S:g} s")
+        raise _not_now(f"there was no answer in {TRIAL_WAIT_S:g} s")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -9,28 +9,28 @@ from typing import Any
 from ...common.errors import InvalidRequest
 
 MAX_MESSAGES = 4096
-MAX_VALUES = 1 << 16  # texts, numbers, lists and maps in all messages together
-MAX_DEPTH = 8  # nested lists and maps in one message
+MAX_MESSAGE_VALUES = 1 << 16  # texts, numbers, lists and maps in all messages together
+MAX_MESSAGE_DEPTH = 8  # nested lists and maps in one message
 MAX_SCHEMA_DEPTH = 64  # depth of a tool, of a call's arguments and of a variable
 MESSAGE = "messages: a message"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of a message, in different families
 
 
 class ValueLimit:
-    """Copies of nested values, which together have at most MAX_VALUES values."""
+    """Copies of nested values, which together have at most MAX_MESSAGE_VALUES values."""
 
     def __init__(self) -> None:
-        self._left = MAX_VALUES
+        self._left = MAX_MESSAGE_VALUES
 
     def copy(self, value: Any, depth: int, what: str) -> Any:
         """Return a copy with lists instead of tuples, nested up to `depth` levels. Raises InvalidRequest."""
         self._left -= 1
         if self._left < 0:
-            raise InvalidRequest(f"messages hold more than {MAX_VALUES} values")
+            raise InvalidRequest(f"messages hold more than {MAX_MESSAGE_VALUES} values")
         if value is None or isinstance(value, str | int | float):
             return value
         if depth == 0:
-            levels = MAX_DEPTH if what == MESSAGE else MAX_SCHEMA_DEPTH
+            levels = MAX_MESSAGE_DEPTH if what == MESSAGE else MAX_SCHEMA_DEPTH
             raise InvalidRequest(f"{what} nests deeper than {levels} levels")
         if isinstance(value, list | tuple):
             return [self.copy(item, depth - 1, what) for item in value]
@@ -49,7 +49,7 @@ class ValueLimit:
             )
         if len(messages) > MAX_MESSAGES:
             raise InvalidRequest(f"messages: there are {len(messages)}; at most {MAX_MESSAGES} are allowed")
-        return [self.copy(each, MAX_DEPTH, MESSAGE) for each in messages]
+        return [self.copy(each, MAX_MESSAGE_DEPTH, MESSAGE) for each in messages]
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]], limit: ValueLimit) -> list[Any]:

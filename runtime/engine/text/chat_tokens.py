@@ -9,7 +9,7 @@ from .chat import ChatTemplate
 from .content_marks import ContentMarks, RenderedChat
 from .tokenizer import Tokenizer
 
-MAX_NAMES = 256  # names of one chat whose ids are kept while it is encoded
+MAX_KEPT_NAMES = 256  # names of one chat whose ids are kept while it is encoded
 ANCHORS = ("\n", " ", ".", "a")  # texts that a text is encoded after, so that no space is put before it
 
 
@@ -56,7 +56,7 @@ class ChatTokens:
             for token_id, span in self._tokenizer.encode_with_spans(chat.marked)
             if token_id in self._markup_ids and self.marks.names.search(chat.marked, *span)
         }
-        as_text = lru_cache(MAX_NAMES)(self._as_text)  # a text may have one name many times
+        as_text = lru_cache(MAX_KEPT_NAMES)(self._as_text)  # a text may have one name many times
         for token_id, span in self._tokenizer.encode_with_spans(chat.text):
             if token_id in self._markup_ids and span not in written:
                 yield from as_text(chat.text[slice(*span)])

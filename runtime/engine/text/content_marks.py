@@ -19,7 +19,7 @@ from ...common.errors import InvalidRequest
 PRIVATE = re.compile("[\U00100000-\U0010fffd]")
 PRIVATE_CODES = range(0x100000, 0x10FFFE)  # the last private plane, which hardly any text uses
 NO_MATCH = "(?!)"
-MAX_LITERAL = 100  # characters of a text that a template compares content with
+MAX_COMPARED = 100  # characters of a text that a template compares content with
 MAX_NESTED = 40  # characters of texts whose common beginnings are compared once
 JSON_SYNTAX = '"\\\n\r\t'  # characters that JSON escapes
 # Keys of messages, parts, calls and tools that code reads by name.
@@ -61,7 +61,7 @@ class ContentMarks:
         self._has_edge = re.compile(f"[{re.escape(''.join(sorted(self._edges)))}]" if self._edges else NO_MATCH)
         self._without_edges = one_of(name for name in names if not {name[0], name[-1]} <= self._edges)
         self._bare_names = frozenset(map(_bare, names)) - {"", *literals}
-        compared = {text for text in literals if 1 < len(text) <= MAX_LITERAL and self._has_edge.search(text)}
+        compared = {text for text in literals if 1 < len(text) <= MAX_COMPARED and self._has_edge.search(text)}
         kept = frozenset(_apart(compared, names, self.names))
         self._kept = one_of(kept)
         self._kept_in_answers = one_of(kept | frozenset(written) - frozenset(special))
@@ -79,7 +79,7 @@ class ContentMarks:
         """
         text = self._without_edges.sub(lambda found: _with_private(found.group(), private), text)
         if not self._has_edge.search(text):
-            if len(text) <= MAX_LITERAL and (bare := _bare(text)) in self._bare_names:
+            if len(text) <= MAX_COMPARED and (bare := _bare(text)) in self._bare_names:
                 return text.replace(bare, _with_private(bare, private), 1)
             return text
         kept = self._kept_in_answers if keeps_added else self._kept

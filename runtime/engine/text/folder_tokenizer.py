@@ -26,8 +26,8 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 MAX_DECLARED = 1 << 16  # tokens in one file
 MAX_DECLARED_CHARACTERS = 1 << 20  # characters of all declared tokens
-ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Classes of transformers 4 whose begin and end tokens are those of tokenizer_config.json, whatever tokenizer.json has.
 CONFIGURED_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
 
@@ -136,12 +136,12 @@ def _tokens_of_old_folder(folder: Path, special: Mapping[str, AddedToken]) -> It
 
 def _named_tokens(fast: FastTokenizer, settings: Mapping[str, Any]) -> Iterator[tuple[str, AddedToken]]:
     """Yield the tokens with a role, as `eos_token`. A role of few models, as `image_token`, makes no new token."""
-    for name in ROLES:
+    for name in TOKEN_ROLES:
         declared = settings.get(name)
         if isinstance(declared, str | dict) and token_text(declared) != "":
             yield _special_token(declared, name)
     extra = settings.get("extra_special_tokens")
-    few = {name: declared for name, declared in settings.items() if name.endswith("_token") and name not in ROLES}
+    few = {name: declared for name, declared in settings.items() if name.endswith("_token") and name not in TOKEN_ROLES}
     for name, declared in (few | (extra if isinstance(extra, dict) else {})).items():
         if not name.startswith("add_") and token_text(declared):
             text, token = _special_token(declared, name)
@@ -167,9 +167,9 @@ def _token(declared: object, where: str) -> tuple[str, AddedToken]:
     text = declared.get("content") if isinstance(declared, dict) else None
     if not isinstance(declared, dict) or not isinstance(text, str) or not text:
         raise CorruptCheckpoint(f"{where}: a token must be an object with content, a text, not {declared!r:.60}")
-    flags = {name: declared[name] for name in FLAGS if declared.get(name) is not None}
+    flags = {name: declared[name] for name in TOKEN_FLAGS if declared.get(name) is not None}
     if not all(type(flag) is bool for flag in flags.values()):
-        raise CorruptCheckpoint(f"{where}: {', '.join(FLAGS)} must be true or false")
+        raise CorruptCheckpoint(f"{where}: {', '.join(TOKEN_FLAGS)} must be true or false")
     try:
         return text, AddedToken(text, **flags)
     except UnicodeEncodeError as error:  # JSON can have half a character

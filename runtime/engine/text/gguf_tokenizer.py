@@ -22,7 +22,7 @@ from .merges import merges_by_score
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 VOCABULARIES = ("gpt2", "llama", "gemma4")  # values of `tokenizer.ggml.model`
-MAX_TOKENS = 1 << 20
+MAX_VOCABULARY = 1 << 20
 MAX_MERGES = 1 << 21
 MAX_TOKEN_CHARACTERS = 1 << 10
 MAX_VOCABULARY_CHARACTERS = 1 << 23
@@ -171,7 +171,7 @@ class _Values:
     def _numbers(self, key: str, count: int, types: set[type]) -> list[Any] | None:
         if key not in self._metadata:
             return None
-        values = self._array(key, MAX_TOKENS)
+        values = self._array(key, MAX_VOCABULARY)
         if len(values) != count:
             raise CorruptCheckpoint(f"{key} has {len(values)} values for {count} tokens")
         if not set(map(type, values)) <= types:
@@ -240,7 +240,7 @@ def _read_kind(values: _Values) -> str:
 
 
 def _read_tokens(values: _Values, kind: str) -> _Tokens:
-    texts = values.texts("tokenizer.ggml.tokens", MAX_TOKENS)
+    texts = values.texts("tokenizer.ggml.tokens", MAX_VOCABULARY)
     if not texts:
         raise CorruptCheckpoint("tokenizer.ggml.tokens is empty")
     if max(map(len, texts)) > MAX_TOKEN_CHARACTERS or sum(map(len, texts)) > MAX_VOCABULARY_CHARACTERS:

@@ -20,17 +20,17 @@ ONE = "quireprobe"
 TWO = "wordtwo"
 THREE = "wordthree"
 FOUR = "wordfour"
-PARAMETERS = {
+TOOL_PARAMETERS = {
     "type": "object",
     "properties": {"a": {"type": "string", "description": "a"}},
     "required": ["a"],
 }
-TOOL = {"type": "function", "function": {"name": ONE, "description": ONE, "parameters": PARAMETERS}}
-OTHER_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": PARAMETERS}}
+TOOL = {"type": "function", "function": {"name": ONE, "description": ONE, "parameters": TOOL_PARAMETERS}}
+OTHER_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": TOOL_PARAMETERS}}
 CALL_ID, OTHER_ID = "abcdefghi", "abcdefghj"  # ids of nine letters, which Mistral's templates demand
 ANY_ID = "call_1"
 USER = {"role": "user", "content": "a"}
-ANSWER = {"role": "assistant", "content": "a"}
+ANSWER_MESSAGE = {"role": "assistant", "content": "a"}
 
 
 class TemplateTimeout(InvalidRequest):
@@ -67,13 +67,13 @@ class Abilities:
     @cached_property
     def takes_later_system(self) -> bool:
         """Whether a chat may have one system message, after its first message."""
-        return self._shows([ONE], [USER, ANSWER, {"role": "system", "content": ONE}, USER])
+        return self._shows([ONE], [USER, ANSWER_MESSAGE, {"role": "system", "content": ONE}, USER])
 
     @cached_property
     def takes_several_systems(self) -> bool:
         """Whether there may be system messages after one at the beginning."""
         first, later = ({"role": "system", "content": word} for word in (ONE, TWO))
-        return self._shows([ONE, TWO], [first, USER, ANSWER, later, USER])
+        return self._shows([ONE, TWO], [first, USER, ANSWER_MESSAGE, later, USER])
 
     @cached_property
     def takes_repeated_users(self) -> bool:
@@ -142,7 +142,7 @@ class Abilities:
     def _tails(self) -> list[list[Any]]:
         """The messages that may follow a call so that the call is shown: its result, then an answer, or nothing."""
         calls = [_calling(content, [self._arguments(TWO)]) for content in ("", None)]
-        tails: list[list[Any]] = [[_result("a")], [_result("a"), ANSWER, USER], []]
+        tails: list[list[Any]] = [[_result("a")], [_result("a"), ANSWER_MESSAGE, USER], []]
         return [tail for tail in tails if any(self._shows([ONE, TWO], [USER, call, *tail]) for call in calls)]
 
     def _writes_none(self, text: str, chat: list[Any]) -> bool:
@@ -177,7 +177,7 @@ class Abilities:
     @cached_property
     def reads_results(self) -> bool:
         """Whether the template shows messages of the role `tool`."""
-        calls: dict[str, Any] = ANSWER
+        calls: dict[str, Any] = ANSWER_MESSAGE
         if self.reads_calls:
             calls = _calling(self.empty_content, [self._arguments(TWO)])
         return self._shows([ONE], [USER, calls, {**_result(ONE), "name": "a"}])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import ConfigError, CorruptCheckpoint, ModelError, UnsupportedModel
-from .folder_tokenizer import ROLES, SETTINGS, read_settings, token_text
+from .folder_tokenizer import SETTINGS, TOKEN_ROLES, read_settings, token_text
 from .gguf_tokenizer import file_vocabulary, read_chat_templates, read_special_texts
 from .text_files import read_file, read_json, text_folder
 
@@ -105,5 +105,5 @@ def _file_source(path: Path) -> str | None:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    texts = {name: token_text(settings.get(name)) for name in ROLES}
+    texts = {name: token_text(settings.get(name)) for name in TOKEN_ROLES}
     return {name: text for name, text in texts.items() if text is not None}

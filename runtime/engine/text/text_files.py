@@ -10,7 +10,7 @@ from typing import Any
 from ...common.errors import CorruptCheckpoint
 from ...model.files import is_gguf
 
-MAX_BYTES = 8 << 20  # size of a file with settings or a template
+MAX_TEXT_FILE_BYTES = 8 << 20  # size of a file with settings or a template
 
 
 def text_folder(path: Path) -> Path:
@@ -18,7 +18,7 @@ def text_folder(path: Path) -> Path:
     return path.parent if is_gguf(path) else path
 
 
-def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes | None:
+def read_file(path: Path, max_bytes: int = MAX_TEXT_FILE_BYTES) -> bytes | None:
     """Return the content of a file, None without one.
 
     Raises CorruptCheckpoint for a longer one, and for anything but a regular file: to open a pipe blocks until its

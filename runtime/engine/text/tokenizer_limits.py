@@ -16,12 +16,12 @@ import msgspec
 
 from ...common.errors import CorruptCheckpoint
 
-MAX_GROWTH = 128  # characters that encoding or decoding may make of one; XLM-RoBERTa's could make 72
-MAX_PARTS = 64  # parts of each of these
-MAX_DEPTH = 16  # depth of nested sequences
+MAX_CHARACTER_GROWTH = 128  # characters that encoding or decoding may make of one; XLM-RoBERTa's could make 72
+MAX_TOKENIZER_PARTS = 64  # parts of each of these
+MAX_SEQUENCE_DEPTH = 16  # depth of nested sequences
 MAX_INSERTED = 1 << 10  # characters of a text that a part inserts
 MAX_WORD_CHARACTERS = 1000  # length of a word that WordPiece divides: its time is quadratic
-PARTS = ("normalizers", "pretokenizers", "decoders", "processors")
+TOKENIZER_PARTS = ("normalizers", "pretokenizers", "decoders", "processors")
 TEMPLATE_TOKENS = 1 << 10  # tokens that a template puts around a text
 
 
@@ -59,13 +59,13 @@ def check_limits(path: Path, data: bytes) -> None:
 
 def _parts(part: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
     """Yield the parts of sequences within sequences."""
-    if depth > MAX_DEPTH:
-        raise CorruptCheckpoint(f"it has sequences within more than {MAX_DEPTH} others")
+    if depth > MAX_SEQUENCE_DEPTH:
+        raise CorruptCheckpoint(f"it has sequences within more than {MAX_SEQUENCE_DEPTH} others")
     if not isinstance(part, dict):
         return
-    inner = [each for name in PARTS if isinstance(part.get(name), list) for each in part[name]]
-    if len(inner) > MAX_PARTS:
-        raise CorruptCheckpoint(f"a sequence has {len(inner)} parts; at most {MAX_PARTS} are supported")
+    inner = [each for name in TOKENIZER_PARTS if isinstance(part.get(name), list) for each in part[name]]
+    if len(inner) > MAX_TOKENIZER_PARTS:
+        raise CorruptCheckpoint(f"a sequence has {len(inner)} parts; at most {MAX_TOKENIZER_PARTS} are supported")
     if not inner:
         yield part
     for each in inner:
@@ -76,8 +76,8 @@ def _check_growth(parts: Iterable[dict[str, Any]], what: str) -> None:
     growth = 1.0
     for part in parts:
         growth *= _growth(part)
-        if growth > MAX_GROWTH:
-            raise CorruptCheckpoint(f"its {what} more than {MAX_GROWTH} characters of one")
+        if growth > MAX_CHARACTER_GROWTH:
+            raise CorruptCheckpoint(f"its {what} more than {MAX_CHARACTER_GROWTH} characters of one")
 
 
 def _growth(part: dict[str, Any]) -> float:

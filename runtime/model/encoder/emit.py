@@ -15,8 +15,8 @@ from .mpnet import distance_bias
 from .spec import BertSpec, EncoderSpec, Projection
 from .weights import BertLayerWeights, BertWeights, EncoderWeights, NormWeights, ProjectionWeights
 
-GATED: dict[str, Epilogue] = {"silu": "swiglu", "gelu": "geglu_exact", "gelu_tanh": "geglu"}
-PLAIN: dict[str, Epilogue] = {
+GATED_EPILOGUES: dict[str, Epilogue] = {"silu": "swiglu", "gelu": "geglu_exact", "gelu_tanh": "geglu"}
+PLAIN_EPILOGUES: dict[str, Epilogue] = {
     "none": "store", "tanh": "tanh", "relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_tanh",
 }  # fmt: skip
 LEAST_LENGTH = 1e-12  # vectors are divided by their length, at least this, as torch does
@@ -77,7 +77,7 @@ def emit_blocks(
             layer.up,
             layer.up_bias,
             spec.intermediate_size,
-            GATED[spec.activation] if spec.gated else PLAIN[spec.activation],
+            GATED_EPILOGUES[spec.activation] if spec.gated else PLAIN_EPILOGUES[spec.activation],
             INPUT_DTYPES[layer.down.dtype],
             layer.down.group,
         )
@@ -132,7 +132,7 @@ def _form(reader: PackedMatrix | None) -> tuple[DType, int]:
 
 def _project(builder: ProgramBuilder, spec: Projection, weights: ProjectionWeights, x: Value) -> Value:
     """Emit norm(activation(linear(x)))."""
-    epilogue = PLAIN[spec.activation]
+    epilogue = PLAIN_EPILOGUES[spec.activation]
     x = builder.activated(x, weights.weight, weights.bias, spec.out_features, epilogue, "f32")
     if weights.norm is None:
         return x

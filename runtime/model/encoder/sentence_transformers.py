@@ -18,10 +18,10 @@ from .family import read_named
 from .spec import Activation, Pooling, Projection, ScoreActivation
 
 MODULES_FILE = "modules.json"
-SETTINGS_FILE = "config_sentence_transformers.json"
-MAX_FILE_BYTES = 1 << 24
+PROMPTS_FILE = "config_sentence_transformers.json"
+MAX_MODULE_FILE_BYTES = 1 << 24
 MAX_MODULES = 16
-MAX_PROMPTS = 256
+MAX_NAMED_PROMPTS = 256
 MAX_PROMPT_CHARACTERS = 1 << 16
 
 POOLINGS: dict[str, Pooling] = {"mean": "mean", "cls": "first", "lasttoken": "last"}
@@ -33,7 +33,7 @@ OLD_POOLINGS = {  # flag -> name of the mode
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-ACTIVATIONS: dict[str, Activation] = {
+TORCH_ACTIVATIONS: dict[str, Activation] = {
     "torch.nn.modules.activation.Tanh": "tanh",
     "torch.nn.modules.linear.Identity": "none",
     "torch.nn.modules.activation.ReLU": "relu",
@@ -159,7 +159,7 @@ def _dense(config: ConfigTable, path: str, width: int) -> Projection:
         in_features=config.integer("in_features", width, width),
         out_features=config.integer("out_features", 1, MAX_WIDTH),
         bias=config.flag("bias", True),
-        activation=read_named(config, "activation_function", ACTIVATIONS, "torch.nn.modules.activation.Tanh"),
+        activation=read_named(config, "activation_function", TORCH_ACTIVATIONS, "torch.nn.modules.activation.Tanh"),
     )
 
 
@@ -172,17 +172,17 @@ def _answer(config: ConfigTable) -> AnswerTokens:
 
 def read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     """Return the prompts by name, and the name of the default one."""
-    config = read_table(folder, SETTINGS_FILE)
+    config = read_table(folder, PROMPTS_FILE)
     if config is None:
         return {}, None
     if config.values.get("truncate_dim") is not None:
         raise config.refused("truncate_dim", "null or absent; requests ask for `dimensions`")
     given = config.table("prompts")
-    if len(given.values) > MAX_PROMPTS:
-        raise UnsupportedModel(f"{SETTINGS_FILE}: prompts has {len(given.values)} entries; at most {MAX_PROMPTS}")
+    if len(given.values) > MAX_NAMED_PROMPTS:
+        raise UnsupportedModel(f"{PROMPTS_FILE}: prompts has {len(given.values)} entries; at most {MAX_NAMED_PROMPTS}")
     prompts = {name: given.text(name, "") for name in given.values}
     if any(len(prompt) > MAX_PROMPT_CHARACTERS for prompt in prompts.values()):
-        raise UnsupportedModel(f"{SETTINGS_FILE}: a prompt has more than {MAX_PROMPT_CHARACTERS} characters")
+        raise UnsupportedModel(f"{PROMPTS_FILE}: a prompt has more than {MAX_PROMPT_CHARACTERS} characters")
     default = config.text("default_prompt_name") if "default_prompt_name" in config else None
     if default is not None and default not in prompts:
         raise config.refused("default_prompt_name", f"one of {', '.join(prompts) or 'the prompts'}")
@@ -191,7 +191,7 @@ def read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
 
 def read_score_activation(folder: Path, config: ConfigTable, labels: int) -> ScoreActivation:
     """Return what makes scores of the values of `labels`: what the files say, or a sigmoid of a single one."""
-    settings = read_table(folder, SETTINGS_FILE) or ConfigTable({}, source=SETTINGS_FILE)
+    settings = read_table(folder, PROMPTS_FILE) or ConfigTable({}, source=PROMPTS_FILE)
     for table, key in (
         (settings, "activation_fn"),
         (config.table("sentence_transformers"), "activation_fn"),
@@ -215,9 +215,9 @@ def read_table(folder: Path, name: str) -> ConfigTable | None:
 def _load(path: Path) -> Any:
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise CorruptCheckpoint(f"{path} has more than {MAX_FILE_BYTES:,} bytes")
+            data = file.read(MAX_MODULE_FILE_BYTES + 1)
+        if len(data) > MAX_MODULE_FILE_BYTES:
+            raise CorruptCheckpoint(f"{path} has more than {MAX_MODULE_FILE_BYTES:,} bytes")
         return json.loads(data)
     except (ValueError, OSError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path} cannot be read as JSON: {error}") from error

@@ -19,12 +19,12 @@ TRANSFORMER_FILES = tuple(  # the name depends on the version that wrote it
     f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta")
 )
 Task = Literal["feature-extraction", "sequence-classification", "text-generation"]
-OUTPUTS: Mapping[Task, tuple[str, str]] = {  # task -> result of the transformer, and the module's name of it
+TASK_OUTPUTS: Mapping[Task, tuple[str, str]] = {  # task -> result of the transformer, and the module's name of it
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
     "text-generation": ("logits", "causal_logits"),
 }
-FORMATS: dict[str, MessageFormat] = {"auto": "auto", "flat": "flat", "structured": "structured"}
+MESSAGE_FORMATS: dict[str, MessageFormat] = {"auto": "auto", "flat": "flat", "structured": "structured"}
 NOT_VARIABLES = (  # arguments of transformers' apply_chat_template
     "chat_template", "continue_final_message", "documents", "max_length", "messages", "padding", "return_dict",
     "return_assistant_tokens_mask", "return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs",
@@ -70,7 +70,7 @@ TEXT_KEYS: Allowed = {
     "padding": _anything,
     "truncation": lambda value: value in (True, False, "longest_first"),
 }
-KEYS: Allowed = {
+READ_KEYS: Allowed = {
     **dict.fromkeys(("max_seq_length", "do_lower_case", "modality_config", "module_output_name"), _anything),
     **dict.fromkeys(("config_args", "config_kwargs", "model_args", "model_kwargs"), _anything),
     **dict.fromkeys(("processing_kwargs", "processor_kwargs", "tokenizer_args", "transformer_task"), _anything),
@@ -103,7 +103,7 @@ def read_transformer_settings(folder: Path, task: Task) -> TransformerSettings:
     configs = ((name, read_table(folder, name)) for name in TRANSFORMER_FILES)
     found = next(((name, config) for name, config in configs if config is not None), None)
     config = found[1] if found else ConfigTable({}, source=TRANSFORMER_FILES[0])
-    _check(config, KEYS)
+    _check(config, READ_KEYS)
     if config.text("transformer_task", task) != task:
         raise config.refused("transformer_task", f'"{task}" for this architecture with these modules')
     for keys, allowed in (
@@ -156,7 +156,7 @@ def _tokenizer_limit(folder: Path) -> int | None:
 
 def _messages(config: ConfigTable, task: Task) -> MessageFormat | None:
     """Return the form of the messages that the chat template gets; None if texts are not made messages."""
-    output, name = OUTPUTS[task]
+    output, name = TASK_OUTPUTS[task]
     if config.text("module_output_name", name) != name:
         raise config.refused("module_output_name", f'"{name}" or absent')
     modalities = config.table("modality_config")
@@ -174,7 +174,7 @@ def _messages(config: ConfigTable, task: Task) -> MessageFormat | None:
         return None
     if task == "feature-extraction":
         raise modalities.refused("message", "absent: texts of a model with vectors are not made chats")
-    return read_named(modalities.table("message"), "format", FORMATS, "auto")
+    return read_named(modalities.table("message"), "format", MESSAGE_FORMATS, "auto")
 
 
 def _variables(config: ConfigTable) -> Mapping[str, Any]:

@@ -19,8 +19,7 @@ from ..config_json import (
     windows_by_type,
 )
 from ..config_rope import read_rope
-from ..gguf_config import EXPERT_KEYS, KEYS, GGUFFormat
-from ..gguf_config import NAMES as GGUF_NAMES
+from ..gguf_config import EXPERT_KEYS, GGUF_NAMES, KEYS, GGUFFormat
 from ..spec import DecoderSpec, TensorNames
 from ..weights.stacked_experts import StackedExperts
 from .family import Family
@@ -49,7 +48,7 @@ DEFAULTS: dict[str, Any] = {  # defaults of transformers' config class
     "num_experts_per_tok": 4,
 }
 MXFP4 = "mxfp4"  # quant_method of checkpoints whose experts are in MXFP4
-LIMIT = 7.0  # limit of the gate and of up, in the kernels
+CLAMP_LIMIT = 7.0  # limit of the gate and of up, in the kernels
 
 
 def read_gpt_oss(config: ConfigTable) -> DecoderSpec:
@@ -57,8 +56,8 @@ def read_gpt_oss(config: ConfigTable) -> DecoderSpec:
     config = config.with_defaults(DEFAULTS)
     if "rope_parameters" not in config and not config.values.get("rope_scaling"):
         config = ConfigTable({**config.values, "rope_parameters": YARN}, config.where, config.source, config.names)
-    if config.positive("swiglu_limit", LIMIT) != LIMIT:
-        raise config.refused("swiglu_limit", f"absent or {LIMIT:g}")
+    if config.positive("swiglu_limit", CLAMP_LIMIT) != CLAMP_LIMIT:
+        raise config.refused("swiglu_limit", f"absent or {CLAMP_LIMIT:g}")
     in_blocks = _experts_are_in_blocks(config)
     if config.text("hidden_act", "silu") != "silu":
         raise config.refused("hidden_act", '"silu"')

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from ..config_json import ConfigTable, build_spec, sliding_window
 from ..config_rope import read_rope
-from ..gguf_config import KEYS, GGUFFormat
-from ..gguf_config import NAMES as GGUF_NAMES
+from ..gguf_config import GGUF_NAMES, KEYS, GGUFFormat
 from ..spec import DecoderSpec, TensorNames
 from .family import Family
 

@@ -20,7 +20,7 @@ from ..encoder import EncoderMemoryPlan, EncoderSpec, plan_encoder_memory, read_
 from ..files import model_path
 from ..vision import VisionMemoryPlan, plan_tower_memory, read_vision
 
-MAX_TEXTS = 256  # texts of a batch: each takes a page of keys and values, or more
+MAX_BATCH_TEXTS = 256  # texts of a batch: each takes a page of keys and values, or more
 LONGEST_BY_DEFAULT = 8192  # tokens; the memory of a batch grows with the longest text
 
 
@@ -115,7 +115,7 @@ def decide_encoder_capacity(config: EngineConfig, spec: EncoderSpec) -> EncoderC
         raise ConfigError(f"max_model_len {wanted} is more than the {spec.max_model_len} tokens this model takes")
     longest = wanted or min(spec.max_model_len, LONGEST_BY_DEFAULT)
     max_rows = max(longest, config.max_num_batched_tokens)
-    max_texts = min(MAX_TEXTS, max_rows)
+    max_texts = min(MAX_BATCH_TEXTS, max_rows)
     cpus = pick_cpus(config)
     memory = plan_encoder_memory(
         replace(spec, max_model_len=longest),

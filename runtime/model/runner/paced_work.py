@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-MEMORY = 0.7  # weight of earlier parts in the seconds that a kind of work takes
+RATE_MEMORY = 0.7  # weight of earlier parts in the seconds that a kind of work takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class PacedWork:
         start = self._clock()
         piece.do(self._num_done, self._num_done + num_items)
         pace = (self._clock() - start) / (num_items * piece.size)
-        self._pace[piece.kind] = MEMORY * self._pace.get(piece.kind, pace) + (1 - MEMORY) * pace
+        self._pace[piece.kind] = RATE_MEMORY * self._pace.get(piece.kind, pace) + (1 - RATE_MEMORY) * pace
         self._num_done += num_items
         if self._num_done == piece.num_items:
             self._take_next()

@@ -18,7 +18,7 @@ MAX_PATCH_SIZE = 1 << 10
 MAX_SCALE = 16
 MAX_SQUARES = 512  # squares merged at a time
 MAX_AREA = 1 << 26  # pixels of an image after resizing
-MAX_RATIO = 200  # ratio of the longer to the shorter edge of an image
+MAX_ASPECT_RATIO = 200  # ratio of the longer to the shorter edge of an image
 ROPE = Rope(10_000.0)  # rotary embedding of rows, and of columns, each in half of a head
 
 Indices = npt.NDArray[np.int64]
@@ -45,8 +45,8 @@ class ImageSizes:
         Each side has at least one block, so very long images may exceed `max_pixels`.
         """
         least, most = self.min_pixels // self.block**2 + 1, self.max_pixels // self.block**2
-        enlarged = least + math.isqrt(MAX_RATIO * least) + math.isqrt(least) + 2  # each side up to one more
-        return max(most, enlarged, math.isqrt(MAX_RATIO * self.max_pixels) // self.block + 1)
+        enlarged = least + math.isqrt(MAX_ASPECT_RATIO * least) + math.isqrt(least) + 2  # each side up to one more
+        return max(most, enlarged, math.isqrt(MAX_ASPECT_RATIO * self.max_pixels) // self.block + 1)
 
 
 def read_sizes(processor: ConfigTable, max_tokens: int) -> ImageSizes:

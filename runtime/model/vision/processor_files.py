@@ -10,7 +10,7 @@ from ..config_json import ConfigTable, read_object
 from .spec import CHANNELS
 
 PROCESSOR_FILES = {"processor_config.json": "image_processor", "preprocessor_config.json": ""}  # file -> key in it
-DEFAULTS: dict[str, Any] = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+PROCESSOR_DEFAULTS: dict[str, Any] = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
 
 
 def read_processor(folder: Path) -> ConfigTable:
@@ -29,7 +29,9 @@ def read_normalization(
     processor: ConfigTable, default_mean: tuple[float, ...], default_std: tuple[float, ...]
 ) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
     """Return the factor of pixels, the means that are subtracted then, and the divisors of the result."""
-    processor = processor.with_defaults(DEFAULTS | {"image_mean": [*default_mean], "image_std": [*default_std]})
+    processor = processor.with_defaults(
+        PROCESSOR_DEFAULTS | {"image_mean": [*default_mean], "image_std": [*default_std]}
+    )
     rescale = processor.positive("rescale_factor") if processor.flag("do_rescale", True) else 1.0
     if not processor.flag("do_normalize", True):
         return rescale, (0.0,) * CHANNELS, (1.0,) * CHANNELS

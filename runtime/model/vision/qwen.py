@@ -15,7 +15,7 @@ from .spec import CHANNELS
 
 MAX_FRAMES = 16
 MAX_WINDOW = 1 << 16  # pixels of a side
-GATED: dict[str, MlpActivation] = {"silu": "silu"}
+TOWER_ACTIVATIONS: dict[str, MlpActivation] = {"silu": "silu"}
 QWEN2_5_DEFAULTS: dict[str, Any] = {  # defaults of transformers' config class
     "depth": 32,
     "hidden_size": 3584,
@@ -42,10 +42,10 @@ QWEN3_DEFAULTS: dict[str, Any] = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [8, 16, 24],
 }
-MAX_POSITIONS = 1 << 20  # learned ones
+MAX_LEARNED_POSITIONS = 1 << 20  # learned ones
 # OpenAI CLIP's means and divisors of pixels, where the processor's file does not say.
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-NORM_EPS = 1e-6  # epsilon of all norms; config.json does not say
+TOWER_NORM_EPS = 1e-6  # epsilon of all norms; config.json does not say
 
 
 def read_qwen2_5_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int) -> DynamicVisionSpec:
@@ -88,7 +88,7 @@ def read_qwen3_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int) 
     vision = config.table("vision_config").with_defaults(QWEN3_DEFAULTS)
     sizes = _read_sizes(vision, processor, max_tokens)
     layers = vision.integer("depth", 1, MAX_LAYERS)
-    num_positions = vision.integer("num_position_embeddings", 1, MAX_POSITIONS)
+    num_positions = vision.integer("num_position_embeddings", 1, MAX_LEARNED_POSITIONS)
     if math.isqrt(num_positions) ** 2 != num_positions:
         raise vision.refused("num_position_embeddings", "the square of an integer")
     rescale, mean, std = read_normalization(processor, MEAN, STD)
@@ -185,9 +185,9 @@ def _read_body(
         num_heads=num_heads,
         head_dim=hidden // num_heads,
         intermediate_size=vision.integer("intermediate_size", 1, MAX_WIDTH),
-        norm_eps=NORM_EPS,
+        norm_eps=TOWER_NORM_EPS,
         max_position_embeddings=1,
-        activation=read_named(vision, "hidden_act", GATED if gated else ACTIVATIONS),
+        activation=read_named(vision, "hidden_act", TOWER_ACTIVATIONS if gated else ACTIVATIONS),
         gated=gated,
         ropes=(None,) * layers,
         windows=(0,) * layers,

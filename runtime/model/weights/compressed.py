@@ -19,7 +19,7 @@ from .grouped import GroupedMatrix, Octets, Words, expect, find_grid, read_group
 from .quantization import Quantization
 from .safetensors import SafetensorsCheckpoint
 
-PARTS = ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+COMPRESSED_TENSORS = ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
 
 class CompressedMatrix(GroupedMatrix):
@@ -40,7 +40,7 @@ class CompressedMatrix(GroupedMatrix):
         if (order := f"{module}.weight_g_idx") in stored:
             expect(stored, order, ("I32", "I64"), shape[1])
         groups = partial(read_group_order, stored, order, shape[1], num_groups, self._grid.columns)
-        super().__init__(stored, module, PARTS, shape, bits, groups)
+        super().__init__(stored, module, COMPRESSED_TENSORS, shape, bits, groups)
 
     def _scales(self) -> npt.NDArray[Any]:
         return self._grid.read(self._stored, self._name("weight_scale"), self.shape[0])

@@ -21,7 +21,7 @@ from ...common.errors import MissingTensor, WrongTensor
 from ..spec import DecoderSpec
 from . import READABLE, Checkpoint, as_f32
 from .packing import (
-    ELEMENTS_AT_ONCE,
+    ELEMENTS_PER_CHECK,
     InputOrder,
     MatrixPlan,
     PackedDtypes,
@@ -105,7 +105,7 @@ def _check_tied(checkpoint: Checkpoint, embedding: str, head: str) -> None:
     except MissingTensor:
         return
     if same:
-        num_rows = max(ELEMENTS_AT_ONCE // checkpoint.shape(head)[1], 1)
+        num_rows = max(ELEMENTS_PER_CHECK // checkpoint.shape(head)[1], 1)
         pairs = zip(*(checkpoint.chunks(name, slice(None), num_rows) for name in (embedding, head)), strict=True)
         same = all(np.array_equal(as_f32(rows), as_f32(others)) for (_, rows), (_, others) in pairs)
     if not same:

@@ -26,13 +26,13 @@ from . import READABLE
 from .ggml import SUPPORTED, TYPES, BlockType
 from .mapped_file import MappedFile
 
-MAGIC = b"GGUF"
+GGUF_MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 16
 MAX_STRINGS = 1 << 24  # strings in one array: tokens or merges of a vocabulary
-MAX_VALUES = 1 << 21  # values of an array that is read: merges of a large vocabulary
+MAX_ITEMS_READ = 1 << 21  # values of an array that is read: merges of a large vocabulary
 MAX_NAME_BYTES = 64  # size of a tensor's name
 MAX_KEY_BYTES = (1 << 16) - 1
 MAX_DIMENSIONS = 4
@@ -69,7 +69,7 @@ class Metadata(Mapping[str, Any]):
     """The metadata of a file: numbers, booleans, strings, and lists of them, which are decoded at each access.
 
     A float32 is the shortest decimal that rounds to it, so that 1e-6 stays 1e-6. Raises CorruptCheckpoint for a value
-    that is not UTF-8, or neither true nor false, and for a list of more than MAX_VALUES.
+    that is not UTF-8, or neither true nor false, and for a list of more than MAX_ITEMS_READ.
     """
 
     def __init__(self, path: Path, data: memoryview, entries: Mapping[str, _Entry]) -> None:
@@ -80,8 +80,10 @@ class Metadata(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         """Return a value. Raises KeyError."""
         entry = self._entries[key]
-        if entry.count > MAX_VALUES:
-            raise CorruptCheckpoint(f"{self.path}: {key} has {entry.count} values; at most {MAX_VALUES} are supported")
+        if entry.count > MAX_ITEMS_READ:
+            raise CorruptCheckpoint(
+                f"{self.path}: {key} has {entry.count} values; at most {MAX_ITEMS_READ} are supported"
+            )
         return self._decode(key, entry) if entry.is_array else self._decode(key, entry)[0]
 
     def __contains__(self, key: object) -> bool:
@@ -247,8 +249,10 @@ class _Part:
 
     def _read_counts(self, cursor: _Cursor) -> tuple[int, int]:
         magic = cursor.data[:4]
-        if magic != MAGIC:
-            raise CorruptCheckpoint(f"{self.path} is not a GGUF file: it begins with {bytes(magic)!r}, not {MAGIC!r}")
+        if magic != GGUF_MAGIC:
+            raise CorruptCheckpoint(
+                f"{self.path} is not a GGUF file: it begins with {bytes(magic)!r}, not {GGUF_MAGIC!r}"
+            )
         cursor.take(4, "its first bytes")
         version = cursor.u32("its version")
         if version & 0xFFFF == 0 and version:

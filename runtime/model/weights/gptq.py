@@ -16,7 +16,7 @@ from .grouped import GroupedMatrix, Octets, Words, consecutive_groups, expect, r
 from .quantization import Quantization
 from .safetensors import SafetensorsCheckpoint
 
-PARTS = ("qweight", "qzeros", "scales", "g_idx")
+GPTQ_TENSORS = ("qweight", "qzeros", "scales", "g_idx")
 AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the place in a word of each of 8 neighboring outputs
 
 
@@ -49,7 +49,7 @@ class GPTQMatrix(GroupedMatrix):
         if order not in stored and inputs % num_groups == 0 and -(-inputs // size) != num_groups:
             size = inputs // num_groups  # the group size of this module, which may differ from config.json
         groups = partial(read_group_order, stored, order, inputs, num_groups, size)
-        super().__init__(stored, module, PARTS, (outputs, inputs), bits, groups)
+        super().__init__(stored, module, GPTQ_TENSORS, (outputs, inputs), bits, groups)
 
     def _words(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Words]]:
         yield from _columns(self._stored.tensor(self._name("qweight")), rows, num_rows)
@@ -78,7 +78,7 @@ class AWQMatrix(GroupedMatrix):
             )
         self.label = "AWQ 4-bit"
         groups = partial(consecutive_groups, inputs, inputs // num_groups)
-        super().__init__(stored, module, PARTS, (outputs, inputs), 4, groups)
+        super().__init__(stored, module, GPTQ_TENSORS, (outputs, inputs), 4, groups)
 
     def _words(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Words]]:
         yield from _columns(inputs_in_words(self._stored.tensor(self._name("qweight"))), rows, num_rows)

@@ -15,7 +15,7 @@ from .grouped import GroupedMatrix, Groups
 from .quantization import SORTED, Quantization
 from .safetensors import SafetensorsCheckpoint
 
-ELEMENTS_AT_ONCE = 1 << 18  # elements of a matrix: intermediate arrays stay in a core's cache
+ELEMENTS_IN_CACHE = 1 << 18  # elements of a matrix: intermediate arrays stay in a core's cache
 
 
 class QuantizedCheckpoint:
@@ -94,7 +94,7 @@ class QuantizedCheckpoint:
         matrix = self._matrix(name)
         if matrix is None:
             return self._stored.chunks(name, rows, num_rows)
-        in_cache = max(ELEMENTS_AT_ONCE // matrix.shape[1] // 32, 1) * 32
+        in_cache = max(ELEMENTS_IN_CACHE // matrix.shape[1] // 32, 1) * 32
         return matrix.chunks(rows, min(num_rows, in_cache))
 
     def _matrix(self, name: str) -> GroupedMatrix | FP8Matrix | None:

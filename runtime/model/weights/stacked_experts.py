@@ -22,7 +22,7 @@ from ..spec import DecoderSpec
 from . import READABLE
 from .safetensors import SafetensorsCheckpoint
 
-BLOCK_BYTES = 16  # bytes of 32 codes
+MXFP4_BLOCK_BYTES = 16  # bytes of 32 codes
 _OF_EXPERTS = re.compile(
     r"(?P<stored>.*\.experts\.(?P<matrix>gate_up_proj|down_proj))\.(?P<kind>weight|bias)", re.DOTALL
 )
@@ -123,11 +123,11 @@ class StackedExperts:
         for part in ("blocks", "scales"):
             if (kind := self._folder.dtype(f"{stored}_{part}")) != "U8":
                 raise WrongTensor(f"tensor {stored}_{part} in {self.path} is {kind}; it must be U8")
-        if nbytes != BLOCK_BYTES or scales != (experts, rows, blocks):
+        if nbytes != MXFP4_BLOCK_BYTES or scales != (experts, rows, blocks):
             found = [experts, rows, blocks, nbytes], list(scales)
             raise WrongTensor(
                 f"tensors {stored}_blocks and _scales in {self.path} are {found[0]} and {found[1]}; they must be "
-                f"[experts, rows, n, {BLOCK_BYTES}] and [experts, rows, n]"
+                f"[experts, rows, n, {MXFP4_BLOCK_BYTES}] and [experts, rows, n]"
             )
         return experts, rows, blocks * 32
 

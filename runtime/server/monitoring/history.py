@@ -17,10 +17,10 @@ from ...common.errors import QuireError
 from ...engine.facade import EngineStats
 from .instruments import Counter, Histogram
 
-TICK_S = 1.0
+HISTORY_TICK_S = 1.0
 TICKS = 120  # kept for rates: 2 minutes
 TICKS_PER_SLICE = 10
-SLICES = 30  # kept for quantiles: 5 minutes
+NUM_SLICES = 30  # kept for quantiles: 5 minutes
 
 FINE_BOUNDS_S = tuple(1e-4 * 10 ** (step / 24) for step in range(24 * 7))  # 10 % apart, from 0.1 ms to 1,000 s
 
@@ -45,11 +45,11 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Window:
-    """The last `SLICES` slices of a histogram: current counts minus the counts at the start of the oldest slice."""
+    """The last `NUM_SLICES` slices of a histogram: current counts minus the counts at the start of the oldest slice."""
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
-        self._earlier: deque[tuple[tuple[int, ...], float]] = deque(maxlen=SLICES)
+        self._earlier: deque[tuple[tuple[int, ...], float]] = deque(maxlen=NUM_SLICES)
         self.turn()
 
     def turn(self) -> None:
@@ -95,7 +95,7 @@ class History:
 
     async def watch(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(HISTORY_TICK_S)
             self.tick()
 
     def tick(self) -> None:

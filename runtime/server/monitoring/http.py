@@ -38,16 +38,16 @@ from .status import Status
 
 # All connections stay pending, so that the longest silent one gives way; `open` leaves room for those being closed.
 # No more are accepted per turn of the event loop than answered: a probe waits in the system's queue instead.
-LIMITS = ConnectionLimits(open=96, pending=64, pending_per_address=32, accepts_per_turn=1)
+OPERATOR_LIMITS = ConnectionLimits(open=96, pending=64, pending_per_address=32, accepts_per_turn=1)
 REQUEST_TIMEOUT_S = 5.0  # limit from the accept, or the end of the last answer, to the end of the request
 ANSWER_TIMEOUT_S = 5.0  # limit from the first to the last byte of an answer
-PAUSE_S = 0.05  # pause between the answers of one connection
+ANSWER_PAUSE_S = 0.05  # pause between the answers of one connection
 MAX_REQUEST_BYTES = 16 << 10
-READ_BYTES = 4 << 10
+REQUEST_READ_BYTES = 4 << 10
 METRICS_MAX_AGE_S = 1.0
 STATUS_MAX_AGE_S = 0.5
 
-PAGE = ("status.html", "status.css", "status.js")  # files in this folder
+STATUS_PAGE = ("status.html", "status.css", "status.js")  # files in this folder
 TEXT = "text/plain; charset=utf-8"
 NOT_CACHED = {**PAGE_HEADERS, "cache-control": "no-store"}
 
@@ -79,11 +79,11 @@ class OperatorServer:
             "/readyz": self._readyz,
             "/status.json": self._status_json,
         }
-        page = read_page(files(__package__), *PAGE)
+        page = read_page(files(__package__), *STATUS_PAGE)
         self._page = {path: Answer(*entry, headers=NOT_CACHED) for path, entry in page.items()}
         self._warnings = BoundedLog(_log)
         self._turns = Turns()
-        self._acceptor = Acceptor(listening, self._serve, LIMITS)
+        self._acceptor = Acceptor(listening, self._serve, OPERATOR_LIMITS)
 
     @property
     def num_connections(self) -> int:
@@ -146,7 +146,7 @@ class OperatorServer:
                     if connection.our_state is not h11.DONE or connection.their_state is not h11.DONE:
                         return
                     connection.start_next_cycle()
-                    await asyncio.sleep(PAUSE_S)
+                    await asyncio.sleep(ANSWER_PAUSE_S)
                     await self._turns.take()
             except h11.RemoteProtocolError as error:
                 error.__traceback__ = None  # a frame of h11 holds the error
@@ -164,7 +164,7 @@ class OperatorServer:
                     check_head(connection, MAX_REQUEST_BYTES)
                     event = connection.next_event()
                     if event is h11.NEED_DATA and request is None:
-                        data = await reader.read(READ_BYTES)
+                        data = await reader.read(REQUEST_READ_BYTES)
                         await self._turns.take(first=is_new)
                         connection.receive_data(data)
                     elif isinstance(event, h11.Request):

@@ -1,7 +1,7 @@
 """`Status`: everything the status page shows, as one frozen struct, `/status.json`.
 
-Its size is bounded: at most `MAX_LIVE` live requests, `NUM_RECENT` ended ones, `MAX_HOSTS` engine hosts and `TICKS`
-seconds, and clients' strings are cut. It counts nothing itself. Must not import HTTP.
+Its size is bounded: at most `MAX_SHOWN_LIVE` live requests, `NUM_RECENT` ended ones, `MAX_SHOWN_HOSTS` engine hosts and
+`TICKS` seconds, and clients' strings are cut. It counts nothing itself. Must not import HTTP.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ...engine.facade import EngineFacade, EngineInfo, EngineStats, HostStatus
 from .history import History, Quantiles, Tick
 from .metrics import Ended, PrometheusObserver
 
-MAX_LIVE = 200
-MAX_HOSTS = 200
+MAX_SHOWN_LIVE = 200
+MAX_SHOWN_HOSTS = 200
 MAX_NAME_CHARACTERS = 80
 MAX_PROBLEM_CHARACTERS = 300  # characters of a host's problem
 
@@ -147,7 +147,7 @@ class StatusCollector:
             fleet=_fleet(self._engine.host_statuses()),
             connections=self._num_connections(),
             batch_size=self._batch_size.mean(),
-            requests=[structs.replace(each, tenant=_cut(each.tenant)) for each in self._live_requests(MAX_LIVE)],
+            requests=[structs.replace(each, tenant=_cut(each.tenant)) for each in self._live_requests(MAX_SHOWN_LIVE)],
             recent=[_ended(each, now_s) for each in reversed(self._observer.recent)],
             latencies=Latencies(**{name: window.quantiles() for name, window in self._windows.items()}),
             outcomes=self._outcomes(),
@@ -175,7 +175,7 @@ def _fleet(hosts: Sequence[HostStatus] | None) -> FleetStatus | None:
         num_hosts=dict(Counter(host.state for host in hosts)),
         bits=dict(Counter(host.bits for host in hosts)),
         moved_requests=sum(host.moved_requests for host in hosts),
-        hosts=[_shown(host) for host in sorted(hosts, key=attention)[:MAX_HOSTS]],
+        hosts=[_shown(host) for host in sorted(hosts, key=attention)[:MAX_SHOWN_HOSTS]],
     )
 
 

@@ -17,7 +17,7 @@ from ...engine.facade import EngineInfo
 # Quire's name without `quire_` -> vLLM's names without `vllm:`. The later ones of several are older spellings that are
 # still in use: gpu_* by vLLM's production stack and early Gateway API endpoint pickers, time_per_output_token by
 # dashboards that are older than the name inter-token latency.
-NAMES = {
+VLLM_NAMES = {
     "num_requests_running": ("num_requests_running",),
     "num_requests_waiting": ("num_requests_waiting",),
     "kv_cache_usage_perc": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
@@ -53,7 +53,7 @@ class VllmNames:
 
     def __call__(self, families: Iterable[Metric]) -> Iterator[Metric]:
         for family in families:
-            for name in NAMES.get(family.name.removeprefix("quire_"), ()):
+            for name in VLLM_NAMES.get(family.name.removeprefix("quire_"), ()):
                 yield self._renamed(family, f"vllm:{name}")
         yield from self._cache_config()
 

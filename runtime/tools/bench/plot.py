@@ -13,7 +13,7 @@ from .speed import ShapeResult
 
 PREFILL = "#b3452c"
 DECODE = "#2c6fb3"
-LIMIT = "#555555"
+ROOF_COLOR = "#555555"
 LABEL_OFFSETS = [  # points to the right and above, the nearest first
     (dx, dy) for far in range(0, 104, 13) for dy in sorted({-far, far}) for dx in (9 + far // 3, -9 - far // 3)
 ]
@@ -81,10 +81,12 @@ def _draw_roofline(axes: Any, roofline: Roofline, intensities: Sequence[float]) 
     slope = ((left, left * bandwidth), (top / bandwidth, top))
     levels = [((peak / bandwidth, peak), (right, peak)) for peak in peaks.values()]
     for (x0, y0), (x1, y1) in (slope, *levels):
-        axes.loglog([x0, x1], [y0, y1], color=LIMIT, linewidth=1)
+        axes.loglog([x0, x1], [y0, y1], color=ROOF_COLOR, linewidth=1)
     for name, peak in peaks.items():
-        axes.annotate(f"{name} {peak:,.0f}", (right, peak), (0, 4), textcoords="offset points", ha="right", color=LIMIT)
-    axes.annotate(f"{bandwidth:.1f} GB/s", slope[0], (2, -4), textcoords="offset points", va="top", color=LIMIT)
+        axes.annotate(
+            f"{name} {peak:,.0f}", (right, peak), (0, 4), textcoords="offset points", ha="right", color=ROOF_COLOR
+        )
+    axes.annotate(f"{bandwidth:.1f} GB/s", slope[0], (2, -4), textcoords="offset points", va="top", color=ROOF_COLOR)
     return [slope, *levels]
 
 

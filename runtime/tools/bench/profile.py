@@ -23,8 +23,8 @@ from .roofline import DTYPES, Roofline, RooflineMeter
 from .thread_sweep import parse_thread_counts
 
 FORMAT = "quire machine profile"
-VERSION = 1
-MAX_FILE_BYTES = 1 << 20
+PROFILE_VERSION = 1
+MAX_PROFILE_BYTES = 1 << 20
 RUNS = 5  # per level and number of threads; the best counts, because other processes only ever lower a rate
 TEST_LEVELS = ("amx-twin",)  # engines never choose them
 
@@ -99,7 +99,12 @@ def measure_profile(isa: str, threads: int, report: Callable[[str], None]) -> Ma
             meter = RooflineMeter(count, level)
             rooflines.append(_best(level, count, [meter.measure() for _ in range(RUNS)]))
     return MachineProfile(
-        format=FORMAT, version=VERSION, machine=_processor(), isa=isa, threads=threads, rooflines=tuple(rooflines)
+        format=FORMAT,
+        version=PROFILE_VERSION,
+        machine=_processor(),
+        isa=isa,
+        threads=threads,
+        rooflines=tuple(rooflines),
     )
 
 
@@ -129,18 +134,18 @@ def read_profile(path: Path) -> MachineProfile:
     """Read a profile. Raises ConfigError for a file that is not a profile of this version."""
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+            content = file.read(MAX_PROFILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"`profile` {path} cannot be read: {error.strerror}") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"`profile` {path} is not a machine profile: it has more than {MAX_FILE_BYTES:,} bytes")
+    if len(content) > MAX_PROFILE_BYTES:
+        raise ConfigError(f"`profile` {path} is not a machine profile: it has more than {MAX_PROFILE_BYTES:,} bytes")
     try:
         profile = msgspec.json.decode(content, type=MachineProfile)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"`profile` {path} is not a machine profile: {error}; {_ADVICE}") from error
-    if (profile.format, profile.version) != (FORMAT, VERSION):
+    if (profile.format, profile.version) != (FORMAT, PROFILE_VERSION):
         raise ConfigError(f"`profile` {path} is {profile.format!r}, version {profile.version}; {_ADVICE}")
     return profile
 
 
-_ADVICE = f"`quire info --measure FILE` writes a {FORMAT!r}, version {VERSION}"
+_ADVICE = f"`quire info --measure FILE` writes a {FORMAT!r}, version {PROFILE_VERSION}"

@@ -15,7 +15,7 @@ from ....kernels.ops import DType
 from ....pager import OutOfMemory, map_memory
 from ...common.errors import ConfigError
 
-BLOCK_BYTES = 512 << 20  # larger than any cache
+MEMORY_BYTES = 512 << 20  # larger than any cache
 DTYPES: tuple[DType, ...] = ("q8", "bf16", "f32")
 PEAK_NAMES: dict[DType, str] = {"q8": "int8", "bf16": "bf16", "f32": "f32"}
 
@@ -35,7 +35,7 @@ class RooflineMeter:
         self._isa = isa
         self._pool = Pool(threads)
         try:
-            self._memory = map_memory(BLOCK_BYTES)
+            self._memory = map_memory(MEMORY_BYTES)
         except OutOfMemory as error:
             raise ConfigError(f"the read bandwidth cannot be measured: {error}") from error
         self._memory.fill(1)  # pages never written would share one physical page of zeros

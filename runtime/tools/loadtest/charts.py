@@ -14,18 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from ..plotting import GRID, INK, QUIET, load_pyplot, svg_figure
-from .latency import PARTS, Values
+from ..plotting import GRID, INK, QUIET_COLOR, load_pyplot, svg_figure
+from .latency import LATENCY_PARTS, Values
 from .timeline import RunTimeline
 
 OPTION = "report"  # the option that needs matplotlib
 
 ALARM = "#c0392b"
-PART_COLORS = dict(zip(PARTS, ("#e69f00", "#56b4e9", "#0072b2", "#d55e00", "#b8bfc8"), strict=True))  # Okabe and Ito's
+LATENCY_COLORS = ("#e69f00", "#56b4e9", "#0072b2", "#d55e00", "#b8bfc8")  # palette of Okabe and Ito
+PART_COLORS = dict(zip(LATENCY_PARTS, LATENCY_COLORS, strict=True))
 SINGLE = "#0b6fa4"
 DASHES = ((), (6, 2), (2, 1.5), (6, 2, 1.5, 2))  # lengths on and off, in line widths
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 99.9, 99.99)
-PLAIN = "{x:,.10g}"  # format of ticks
+PLAIN_TICK = "{x:,.10g}"  # format of ticks
 MAX_SAMPLES_MARKED = 90
 MAX_CDF_POINTS = 400
 MIN_MS = 1e-3  # least value of an axis
@@ -100,14 +101,14 @@ def draw_timeline(timeline: RunTimeline) -> str:
             rows[3].set(title="KV pool in use, %", ylim=(0, 104))
         for axes in rows:
             axes.set_ylim(bottom=0)
-            axes.yaxis.set_major_formatter(PLAIN)
+            axes.yaxis.set_major_formatter(PLAIN_TICK)
             axes.grid(axis="x", visible=False)
         rows[-1].set(xlabel="seconds since the start", xlim=(0, timeline.bin_s * timeline.tokens.size))
     return picture.svg
 
 
 def draw_parts(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """Draw where the time of requests went: a bar per row, of the mean milliseconds of each of PARTS."""
+    """Draw where the time of requests went: a bar per row, of the mean milliseconds of each of LATENCY_PARTS."""
     with svg_figure(OPTION, 10.6, 0.75 + 0.36 * len(rows)) as picture:
         axes = picture.figure.subplots()
         left = np.zeros(len(rows))
@@ -123,10 +124,10 @@ def draw_parts(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
                 (5, 0),
                 textcoords="offset points",
                 va="center",
-                color=QUIET,
+                color=QUIET_COLOR,
             )
         axes.set_yticks(rows_y, [label for label, _ in rows], color=INK)
-        axes.xaxis.set_major_formatter(PLAIN)
+        axes.xaxis.set_major_formatter(PLAIN_TICK)
         axes.set(xlabel="milliseconds, mean", xlim=(0, 1.08 * max(left.max(), 1e-3)))
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
@@ -200,12 +201,12 @@ def _latency_curve(
             (0, 6),
             textcoords="offset points",
             ha="center",
-            color=QUIET,
+            color=QUIET_COLOR,
             size=8,
             bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.5},
         )
     axes.set(title=title, xlabel="output tokens per second", xlim=(0, 1.16 * max(speed.max(), 1e-3)))
-    axes.xaxis.set_major_formatter(PLAIN)
+    axes.xaxis.set_major_formatter(PLAIN_TICK)
 
 
 def _goodput_curve(axes: Any, points: Sequence[CurvePoint]) -> None:
@@ -213,9 +214,15 @@ def _goodput_curve(axes: Any, points: Sequence[CurvePoint]) -> None:
     goodput = np.array([point.goodput for point in points], np.float64)
     finite = rates[np.isfinite(rates)]
     top = max(finite.max() if finite.size else 0.0, goodput.max())
-    axes.plot([0, top], [0, top], color=QUIET, linewidth=1, dashes=DASHES[2])
+    axes.plot([0, top], [0, top], color=QUIET_COLOR, linewidth=1, dashes=DASHES[2])
     axes.annotate(
-        "every request within limits", (top, top), (-4, 2), textcoords="offset points", ha="right", color=QUIET, size=8
+        "every request within limits",
+        (top, top),
+        (-4, 2),
+        textcoords="offset points",
+        ha="right",
+        color=QUIET_COLOR,
+        size=8,
     )
     axes.plot(rates, goodput, "o", color=SINGLE, linestyle="solid", markersize=5)
     axes.set(title="Goodput", xlabel="requests per second sent", ylabel="requests per second within limits")

@@ -23,7 +23,7 @@ from .sender import LoadProgress
 
 PROGRESS_INTERVAL_S = 0.5
 LATE_MS = 10.0  # a generator that is later than this made another load than was wanted
-MAX_MESSAGES = 3
+MAX_SHOWN_MESSAGES = 3
 SWEEP_WIDTH = 140
 METRIC_NAMES = {
     "ttft": ("Time to First Token", "TTFT"),
@@ -139,7 +139,7 @@ def _notes(result: Mapping[str, Any], percentiles: Sequence[float]) -> list[str]
     ]
     lines += [f"Errors: {count} x {code}" for code, count in own["errors"].items()]
     messages = dict.fromkeys(message for message in result["errors"] if message)
-    lines += [f"  {message}" for message in islice(messages, MAX_MESSAGES)]
+    lines += [f"  {message}" for message in islice(messages, MAX_SHOWN_MESSAGES)]
     return lines
 
 

@@ -16,7 +16,7 @@ from .records import RequestRecord
 
 Values = NDArray[np.float64]
 
-PARTS = ("queue", "prefill", "decode", "stall", "elsewhere")  # parts of a request's time, in this order
+LATENCY_PARTS = ("queue", "prefill", "decode", "stall", "elsewhere")  # parts of a request's time, in this order
 BANDS = (("fastest half", 0.0, 0.5), ("p50 to p90", 0.5, 0.9), ("p90 to p99", 0.9, 0.99), ("slowest 1 %", 0.99, 1.0))
 
 
@@ -65,7 +65,7 @@ def latencies_ms(records: Sequence[RequestRecord]) -> dict[str, Values]:
 
 
 def parts_ms(records: Sequence[RequestRecord]) -> dict[str, float] | None:
-    """Return the mean milliseconds of each of PARTS over the measured requests. None: the server reports none.
+    """Return the mean milliseconds of each of LATENCY_PARTS over the measured requests. None: the server reports none.
 
     `elsewhere` is the client's latency beyond the server's own figures: network, API server process, client.
     """

@@ -37,7 +37,7 @@ from .results import LoadTestRun
 from .timeline import run_timeline
 
 TEMPLATE = Path(__file__).with_name("report.html")
-MAX_MESSAGE_CHARACTERS = 240
+MAX_SHOWN_CHARACTERS = 240
 MAX_LATE_MS = 1.0  # mean delay of the load generator above which the page has a note
 
 LATENCIES = {
@@ -241,7 +241,7 @@ def _errors(records: Sequence[RequestRecord]) -> list[tuple[str, int, str]]:
     failed = [record for record in records if record.error is not None]
     counts = Counter(record.error_code or "UNKNOWN" for record in failed)
     first = {record.error_code or "UNKNOWN": record.error or "" for record in reversed(failed)}
-    return [(code, count, first[code][:MAX_MESSAGE_CHARACTERS]) for code, count in counts.most_common()]
+    return [(code, count, first[code][:MAX_SHOWN_CHARACTERS]) for code, count in counts.most_common()]
 
 
 def _notes(run: LoadTestRun) -> list[str]:

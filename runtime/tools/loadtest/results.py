@@ -30,7 +30,7 @@ from .server_metrics import ServerMetrics
 METRICS = ("ttft", "tpot", "itl", "e2el")
 QUEUE_METRICS = ("client_queue_time", "e2el_including_client_queue")  # metrics for runs with max_concurrency
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
+REQUEST_DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 SERVER_TIMES = ("queue", "prefill", "decode", "stall")  # the server's own figures, summed over requests
 
 
@@ -116,7 +116,7 @@ def summarize(records: Sequence[RequestRecord], options: RunOptions) -> dict[str
 
 def without_details(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that vLLM saves without `save_detailed`."""
-    return {key: value for key, value in result.items() if key not in DETAILS}
+    return {key: value for key, value in result.items() if key not in REQUEST_DETAILS}
 
 
 def _setup(options: RunOptions) -> dict[str, Any]:

@@ -22,15 +22,15 @@ from prometheus_client.samples import Sample as PrometheusSample
 
 from ...common.errors import ConfigError
 
-INTERVAL_S = 1.0
-TIMEOUT_S = 2.0
+SCRAPE_INTERVAL_S = 1.0
+SCRAPE_TIMEOUT_S = 2.0
 MAX_SCRAPE_BYTES = 4 << 20
 
-PREFIXES = ("quire_", "vllm:")  # prefixes of metric names; the first one that a server uses
+METRIC_PREFIXES = ("quire_", "vllm:")  # prefixes of metric names; the first one that a server uses
 KV_USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc")  # the latter in vLLM before 0.10
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy, like the load itself
 _KEPT = re.compile(
-    rf"^(?:{'|'.join(PREFIXES)})(?:num_requests_running|num_requests_waiting|num_preemptions_total"
+    rf"^(?:{'|'.join(METRIC_PREFIXES)})(?:num_requests_running|num_requests_waiting|num_preemptions_total"
     rf"|{'|'.join(KV_USAGE)}|kv_pages|cpu_info|build_info)[ {{].*$",
     re.MULTILINE,
 )
@@ -57,7 +57,7 @@ class ServerMetrics(msgspec.Struct):
 
 @contextlib.asynccontextmanager
 async def sample_metrics(url: str | None) -> AsyncIterator[ServerMetrics]:
-    """Sample `url` immediately, then every INTERVAL_S, and once more at the end. Without a URL, sample nothing.
+    """Sample `url` immediately, then every SCRAPE_INTERVAL_S, and once more at the end. Without a URL, sample nothing.
 
     Raises ConfigError unless `url` is an http(s) address.
     """
@@ -83,7 +83,7 @@ def add_scrape(metrics: ServerMetrics, time_s: float, text: str) -> None:
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except ValueError:
         samples = []
-    prefix = next((each for each in PREFIXES if any(sample.name.startswith(each) for sample in samples)), None)
+    prefix = next((each for each in METRIC_PREFIXES if any(sample.name.startswith(each) for sample in samples)), None)
     if prefix is None:
         metrics.failures += 1
         return
@@ -118,7 +118,7 @@ class _Sampler:
         while not self.stop.is_set():
             started = time.perf_counter()
             await self._scrape()
-            rest = INTERVAL_S - (time.perf_counter() - started)
+            rest = SCRAPE_INTERVAL_S - (time.perf_counter() - started)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stop.wait(), max(0.0, rest))
         await self._scrape()
@@ -133,7 +133,7 @@ class _Sampler:
 
 
 def _fetch(url: str) -> str:
-    with _DIRECT.open(url, timeout=TIMEOUT_S) as response:
+    with _DIRECT.open(url, timeout=SCRAPE_TIMEOUT_S) as response:
         text = response.read(MAX_SCRAPE_BYTES).decode()
     return "\n".join(_KEPT.findall(text)) + "\n"
 

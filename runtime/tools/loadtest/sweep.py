@@ -24,7 +24,7 @@ from .results import LoadTestRun
 
 SATURATED_SHARE = 0.1
 MAX_FAILED_SHARE = 0.5
-SETTINGS_FILE = "settings.json"
+SWEEP_FILE = "settings.json"
 
 Kind = Literal["rate", "concurrency"]
 
@@ -104,7 +104,7 @@ class SweepFolder:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self._path = path
-        named = path / SETTINGS_FILE
+        named = path / SWEEP_FILE
         wanted = msgspec.json.format(msgspec.json.encode(settings, order="sorted", enc_hook=str)) + b"\n"
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ class SweepFolder:
         except OSError as error:
             raise ConfigError(f"{path} cannot be used for a sweep: {error.strerror or error}") from error
         if found != wanted:
-            raise ConfigError(f"{path} holds a sweep with other settings (see {SETTINGS_FILE}); name another folder")
+            raise ConfigError(f"{path} holds a sweep with other settings (see {SWEEP_FILE}); name another folder")
 
     def load(self, point: LoadPoint) -> LoadTestRun | None:
         path = self._path / point.file_name

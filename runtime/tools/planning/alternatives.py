@@ -18,7 +18,7 @@ from ..simulation import Speed, predict_speed, roofline_cost
 WEIGHTS: tuple[WeightDtype, ...] = ("q8", "q4")
 KV_DTYPE: KVCacheDtype = "int8"
 UNBOUNDED = 1 << 60  # bytes of KV cache: more than any sequence needs
-SHORTEST = 256
+SHORTEST_CONTEXT = 256
 MAX_LENGTHS = 5
 
 
@@ -94,7 +94,7 @@ def _distinct(found: Sequence[Alternative]) -> Iterator[Alternative]:
 
 def sequence_lengths(longest: int) -> list[int]:
     """Return lengths that grow by factors of 4 up to `longest`, which is the last; at most five."""
-    powers = [SHORTEST << 2 * step for step in range(16)]
+    powers = [SHORTEST_CONTEXT << 2 * step for step in range(16)]
     return [*[length for length in powers if length < longest][1 - MAX_LENGTHS :], longest]
 
 

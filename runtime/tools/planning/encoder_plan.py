@@ -13,7 +13,7 @@ from ...model.encoder import EncoderSpec, read_encoder
 from ...model.memory_plan import PROCESS_BYTES
 from ...model.runner.capacity import EncoderCapacity, decide_encoder_capacity
 from ...server import SERVER_PROCESS_BYTES, MemoryLimits
-from .serving_plan import TOKEN_BYTES, PlanTarget, num_tokens
+from .serving_plan import TOKENIZER_TOKEN_BYTES, PlanTarget, num_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class EncoderPlan:
             "worker scratch": memory.scratch_bytes,
             "engine process": PROCESS_BYTES,
             "API server process": SERVER_PROCESS_BYTES,
-            "tokenizer": self.tokens * TOKEN_BYTES,
+            "tokenizer": self.tokens * TOKENIZER_TOKEN_BYTES,
             "clients, at most": self.clients.total_bytes,
         }
 

@@ -15,7 +15,7 @@ from ...common.options import parse_size
 from ...common.settings import Settings
 from ...engine import has_tokenizer
 from ...engine.structured.compiled_grammars import MAX_LIVE
-from ...engine.structured.trials import MAX_BYTES, MAX_PROCESSES, PROCESS_BYTES
+from ...engine.structured.trials import MAX_BYTES, MAX_PROCESSES, TRIAL_PROCESS_BYTES
 from ...engine.text import Tokenizer
 from ...model import DecoderSpec, model_name, model_path, read_spec, weights_text
 from ...model.rope import short_context, uses_long_factors
@@ -26,7 +26,7 @@ from ..simulation import Speed
 from .alternatives import Alternative, alternatives, fit_capacity, sequence_lengths
 
 GRAMMAR_TOKEN_BYTES = 550  # measured: of the tables for structured output, per token
-TOKEN_BYTES = 350  # measured: of a tokenizer, per token of vocabularies of 49,152 to 262,144: 264 to 397
+TOKENIZER_TOKEN_BYTES = 350  # measured: of a tokenizer, per token of vocabularies of 49,152 to 262,144: 264 to 397
 SHAPES = "1x128,8x128,32x128"
 
 
@@ -229,7 +229,7 @@ def _server_start_bytes(tokens: int) -> dict[str, int]:
 
     `tokens` is the size of the tokenizer's vocabulary, 0 without a tokenizer.
     """
-    return {"Python libraries": SERVER_PROCESS_BYTES, "tokenizer": tokens * TOKEN_BYTES}
+    return {"Python libraries": SERVER_PROCESS_BYTES, "tokenizer": tokens * TOKENIZER_TOKEN_BYTES}
 
 
 def _structured_output_bytes(tokens: int) -> dict[str, int]:
@@ -239,9 +239,9 @@ def _structured_output_bytes(tokens: int) -> dict[str, int]:
     from the first grammar on. The others are limits, of grammars there and of the API server's processes that try them.
     """
     return {
-        "vocabulary": tokens * (TOKEN_BYTES + GRAMMAR_TOKEN_BYTES),
+        "vocabulary": tokens * (TOKENIZER_TOKEN_BYTES + GRAMMAR_TOKEN_BYTES),
         "compiled grammars": MAX_LIVE if tokens else 0,
-        "trials of grammars": MAX_PROCESSES * (PROCESS_BYTES + MAX_BYTES) if tokens else 0,
+        "trials of grammars": MAX_PROCESSES * (TRIAL_PROCESS_BYTES + MAX_BYTES) if tokens else 0,
     }
 
 

@@ -9,7 +9,7 @@ from ....scheduler import ScheduledSequence, StepPlan
 from ..bench import Shape
 from .cost import SEQUENCE_S, StepCost
 
-NEW_TOKENS = 32  # tokens of each user; decode is predicted in the middle of them
+DECODED_TOKENS = 32  # tokens of each user; decode is predicted in the middle of them
 
 Chunk = tuple[int, int, int]  # rows of one sequence: tokens before it, rows, rows that sample
 
@@ -25,7 +25,7 @@ class Speed:
 def predict_speed(cost: StepCost, shape: Shape, max_rows: int) -> Speed:
     """Predict the speed of `shape` with steps of at most `max_rows` tokens."""
     prefill_s = sum(step_seconds(cost, chunks) for chunks in _prefill_steps(shape, max_rows))
-    decode_s = step_seconds(cost, [(shape.prompt_tokens + NEW_TOKENS // 2, 1, 1)] * shape.batch)
+    decode_s = step_seconds(cost, [(shape.prompt_tokens + DECODED_TOKENS // 2, 1, 1)] * shape.batch)
     return Speed(prefill_s, shape.batch / decode_s)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.runtime.cli.demo import DOCUMENTATION
-from quire.runtime.cli.documentation import MAX_CHARACTERS, Passage, read_documentation, read_page
+from quire.runtime.cli.documentation import MAX_PASSAGE_CHARACTERS, Passage, read_documentation, read_page
 
 WORDS = "one two three four five six seven eight"
 PAGE = f"""{WORDS} before
@@ -39,7 +39,7 @@ def test_a_long_section_is_several_passages_that_lose_no_line() -> None:
     passages = list(read_page("a.md", "\n".join(["# Long", *lines])))
     assert {passage.title for passage in passages} == {"Long"}
     assert len(passages) > 1
-    assert max(len(passage.text) for passage in passages) <= MAX_CHARACTERS
+    assert max(len(passage.text) for passage in passages) <= MAX_PASSAGE_CHARACTERS
     assert "\n".join(passage.text for passage in passages).splitlines() == lines
 
 

@@ -12,7 +12,7 @@ import pytest
 from quire.kernels import CpuBudget
 from quire.runtime.cli.main import main
 from quire.runtime.tools.bench import MachineProfile, Roofline, write_profile
-from quire.runtime.tools.bench.profile import FORMAT, VERSION, MeasuredRoofline
+from quire.runtime.tools.bench.profile import FORMAT, PROFILE_VERSION, MeasuredRoofline
 from quire.runtime.tools.simulation import given_roofline
 
 simulate = importlib.import_module("quire.runtime.cli.simulate")
@@ -96,7 +96,7 @@ def test_a_machine_profile_replaces_the_measurement(run: Any, tmp_path: Path) ->
         for threads in (1, 64)
     )
     profile = MachineProfile(
-        format=FORMAT, version=VERSION, machine="a test", isa="another level", threads=64, rooflines=rooflines
+        format=FORMAT, version=PROFILE_VERSION, machine="a test", isa="another level", threads=64, rooflines=rooflines
     )
     path = tmp_path / "machine.json"
     write_profile(profile, path)

@@ -17,7 +17,7 @@ import structlog
 from quire.runtime.cluster import Cluster, Credentials, Members, remote
 from quire.runtime.cluster.host_link import HostRequestFailed
 from quire.runtime.cluster.members import RESOLVE_INTERVAL_S, Member
-from quire.runtime.cluster.remote import RETRY_S, HostSource, HostTraits
+from quire.runtime.cluster.remote import RECONNECT_PAUSE_S, HostSource, HostTraits
 from quire.runtime.common.errors import ConfigError, Quarantined, Unauthenticated, Unavailable
 from quire.runtime.engine import EncoderInfo, Prefilled, StepStats
 from quire.runtime.engine.facade import ImageInfo
@@ -549,7 +549,7 @@ async def test_attempts_to_connect_are_some_time_apart(hosts: FakeHosts) -> None
     for _ in range(3):
         (await source.open(lambda message: None, lambda is_held_up: None)).exit(0)  # type: ignore[attr-defined]
         times.append(clock.time() - start)
-    assert times == pytest.approx([0, RETRY_S, 2 * RETRY_S], abs=RETRY_S / 4)
+    assert times == pytest.approx([0, RECONNECT_PAUSE_S, 2 * RECONNECT_PAUSE_S], abs=RECONNECT_PAUSE_S / 4)
 
 
 async def test_a_refusal_for_lack_of_room_leads_to_another_host(cluster: Cluster, hosts: FakeHosts) -> None:

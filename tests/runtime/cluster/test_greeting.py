@@ -107,7 +107,7 @@ async def test_a_peer_cannot_be_greeted_with_its_own_bytes() -> None:
     host = asyncio.create_task(greet_server(up.reader, down, SECRET))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     hello = down.written
-    up.write(hello + greeting._mac(SECRET, greeting.HOST, hello, hello))
+    up.write(hello + greeting._mac(SECRET, greeting.HOST_ROLE, hello, hello))
     with pytest.raises(Unauthenticated):
         await host
 
@@ -117,7 +117,7 @@ async def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     up = Wire()
     host = asyncio.create_task(greet_server(up.reader, down, SECRET))  # type: ignore[arg-type]
     await asyncio.sleep(0)
-    monkeypatch.setattr(greeting, "VERSION", "9.9")
+    monkeypatch.setattr(greeting, "QUIRE_VERSION", "9.9")
     up.write(greeting._hello() + bytes(MAC_BYTES))
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"the API server runs Quire '9\.9'"):
@@ -126,7 +126,7 @@ async def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_long_versions_keep_the_size_of_the_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeting, "VERSION", "1.2.3.dev4567+g0123456789abcdef")
+    monkeypatch.setattr(greeting, "QUIRE_VERSION", "1.2.3.dev4567+g0123456789abcdef")
     outcomes, _ = await greet()
     assert outcomes == [None, None]
 

@@ -115,7 +115,7 @@ async def test_closing_refuses_what_waits_and_what_comes(executor: FairExecutor,
 async def test_a_text_that_never_ends_ends_its_request_and_holds_up_no_other(
     executor: FairExecutor, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fair_executor, "LIMIT_S", 0.01)
+    monkeypatch.setattr(fair_executor, "JOB_LIMIT_S", 0.01)
     monkeypatch.setattr(fair_executor, "MAX_ABANDONED", 2)
     stuck = executor.submit("a", work, "stuck")
     with pytest.raises(GenerationFailed, match="the text took more than 0 s"):

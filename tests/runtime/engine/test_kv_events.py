@@ -49,7 +49,7 @@ class Router:
         batches = []
         while True:
             _, sequence, payload = self.replays.recv_multipart()
-            if sequence == kv_events.END:
+            if sequence == kv_events.END_OF_REPLAY:
                 assert payload == b""
                 return batches
             batches.append((int.from_bytes(sequence, "big"), msgspec.msgpack.decode(payload)))

@@ -23,7 +23,7 @@ from quire.runtime.model import (
     read_spec,
 )
 from quire.runtime.model.families.registry import FAMILIES as REGISTERED
-from quire.runtime.model.gguf_config import NAMES
+from quire.runtime.model.gguf_config import GGUF_NAMES
 from quire.runtime.model.rope import inverse_frequencies, rotary_dim
 from quire.runtime.model.spec import FrequencyDivisors, LinearScaling
 from quire.runtime.model.weights.decoder_weights import ExpertWeights, MlpWeights, plan_weights
@@ -93,7 +93,7 @@ def test_the_spec_is_that_of_the_folder(folder: Callable[[str], Path], family: s
     expected = read_spec(source)
     spec = read_spec(convert_golden(source, tmp_path / "a.gguf"))
     named = "llama" if family == "mistral" else family
-    names = NAMES if family != "phi3" else replace(NAMES, qkv=("attn_qkv",), gate_up=("ffn_up",))
+    names = GGUF_NAMES if family != "phi3" else replace(GGUF_NAMES, qkv=("attn_qkv",), gate_up=("ffn_up",))
     wanted = replace(expected, family=named, names=names, eos_token_ids=expected.eos_token_ids[:1], norm_offset=0.0)
     assert replace(spec, ropes=expected.ropes) == wanted
     for rope, like in zip(spec.ropes, expected.ropes, strict=True):
@@ -275,7 +275,7 @@ def test_metadata_that_cannot_be_run_is_refused_by_its_key(
 
 def test_one_value_for_all_layers_may_be_a_list(tmp_path: Path) -> None:
     path = convert(BUNDLED_MODEL, tmp_path / "a.gguf", metadata={"qwen3.attention.head_count_kv": [2, 2, 2, 2]})
-    assert read_spec(path) == replace(read_spec(BUNDLED_MODEL), names=NAMES)
+    assert read_spec(path) == replace(read_spec(BUNDLED_MODEL), names=GGUF_NAMES)
 
 
 def test_tokens_that_end_a_text(tmp_path: Path) -> None:

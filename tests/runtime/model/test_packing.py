@@ -277,7 +277,7 @@ def test_tensors_that_are_read_in_pieces_are_packed_alike(
 ) -> None:
     path = convert(goldens / family, tmp_path / "a.gguf") if in_gguf else goldens / family
     whole = pack_model(path, "f32")
-    monkeypatch.setattr(packing, "ELEMENTS_AT_ONCE", 1)
+    monkeypatch.setattr(packing, "ELEMENTS_PER_CHECK", 1)
     for matrix, expected in zip(matrices(pack_model(path, "f32")), matrices(whole), strict=True):
         assert np.array_equal(matrix.unpack(), expected.unpack())
 

@@ -282,7 +282,7 @@ def test_activations_are_sorted_as_the_inputs_are(
 
 def test_a_mixture_of_experts_with_a_quantized_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The router is widened, in two parts."""
-    monkeypatch.setattr(quantized, "ELEMENTS_AT_ONCE", 1)
+    monkeypatch.setattr(quantized, "ELEMENTS_IN_CACHE", 1)
     attention = {name: shape for name, shape in MATRICES.items() if name.startswith("self_attn")}
     shapes = {"w1": (32, HIDDEN), "w2": (HIDDEN, 32), "w3": (32, HIDDEN)}
     names = [f"block_sparse_moe.experts.{expert}.{name}" for expert in range(40) for name in shapes]

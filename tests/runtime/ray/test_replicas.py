@@ -193,7 +193,7 @@ async def test_a_server_does_not_wait_for_a_port_for_ever(monkeypatch: pytest.Mo
             raise AddressTaken("port 7 is taken")
 
     monkeypatch.setattr(server_replica, "Server", TakenServer)
-    monkeypatch.setattr(server_replica, "RETRY_S", 0.001)
+    monkeypatch.setattr(server_replica, "PORT_RETRY_S", 0.001)
     monkeypatch.setattr(server_replica, "TAKEN_MARGIN_S", 0.02)
     info = SimpleNamespace(isa="scalar", threads=1, threads_reason="a test")
     with pytest.raises(AddressTaken, match="port 7 is taken"):

@@ -842,7 +842,7 @@ def test_a_beam_whose_parent_is_in_use_reads_its_text_again(masks: Grammars) -> 
 
 def test_texts_of_other_requests_take_no_request_to_a_limit(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of a compiled grammar share the states of its lexer."""
-    monkeypatch.setitem(grammars.LIMITS, "max_lexer_states", 60)
+    monkeypatch.setitem(grammars.PARSER_LIMITS, "max_lexer_states", 60)
     structure = StructuredOutputs(regex="(a[ab]{60}|b[bc]{60}|c[ca]{60})")
     texts = {number: ids("abc"[number] * 24) for number in range(3)}
     for number, text in texts.items():
@@ -876,7 +876,7 @@ def test_a_replay_reaches_no_limit_that_the_generation_did_not(
 ) -> None:
     """Limits of the library are about a mask and the tokens after it, or about all that a lexer has read."""
     for name, limit in limits.items():
-        monkeypatch.setitem(grammars.LIMITS, name, limit)
+        monkeypatch.setitem(grammars.PARSER_LIMITS, name, limit)
     grammar, chooser = StructuredOutputs(**structure), random.Random(4)
     check_structure(grammar)
     text: list[int] = []

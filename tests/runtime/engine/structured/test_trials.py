@@ -141,7 +141,7 @@ def test_one_process_tries_small_grammars_one_after_the_other(trials: Trials) ->
 
 
 def test_a_process_that_a_grammar_has_made_large_ends(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials_module, "COMMAND", (*trials_module.PROGRAM, *map(str, (2, 128 << 20, 0))))
+    monkeypatch.setattr(trials_module, "TRIAL_COMMAND", (*trials_module.TRIAL_PROGRAM, *map(str, (2, 128 << 20, 0))))
     check_structure(StructuredOutputs(regex="a" * 10_000), trials)
     assert trials._idle == []
 
@@ -192,7 +192,7 @@ def test_each_grammar_has_cpu_time_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_process_may_have_limits_of_its_own(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     shell = ("sh", "-c", 'ulimit -H -t 3600; ulimit -H -d 4194304; ulimit -H -c 0; exec "$@"', "sh")
-    monkeypatch.setattr(trials_module, "COMMAND", (*shell, *trials_module.COMMAND))
+    monkeypatch.setattr(trials_module, "TRIAL_COMMAND", (*shell, *trials_module.TRIAL_COMMAND))
     check_structure(SMALL, trials)
     assert refusal(trials, regex=".*" * 8_000) == TOO_MUCH
 
@@ -235,7 +235,7 @@ def test_close_ends_a_process_that_tries_a_grammar(trials: Trials, monkeypatch: 
         except Unavailable as error:
             outcomes.append(str(error))
 
-    monkeypatch.setattr(trials_module, "COMMAND", command)
+    monkeypatch.setattr(trials_module, "TRIAL_COMMAND", command)
     monkeypatch.setattr(trials_module, "_started", start)
     threads = [threading.Thread(target=check) for _ in range(4)]
     for thread in threads:
@@ -282,15 +282,15 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize("letters", ["a", "a" * 200_000], ids=["waiting", "writing"])
 def test_a_machine_without_time(trials: Trials, monkeypatch: pytest.MonkeyPatch, letters: str) -> None:
     """Nothing tells that the grammar is at fault. The process reads nothing, and a pipe has room for 64 KiB."""
-    monkeypatch.setattr(trials_module, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
-    monkeypatch.setattr(trials_module, "WAIT_S", 0.2)
+    monkeypatch.setattr(trials_module, "TRIAL_COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
+    monkeypatch.setattr(trials_module, "TRIAL_WAIT_S", 0.2)
     with pytest.raises(Unavailable, match=r"cannot be checked now: there was no answer in 0.2 s; try again later"):
         trials.refusal(letters, {})
     assert (trials._idle, trials._trying) == ([], set())
 
 
 def test_a_machine_without_processes(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials_module, "COMMAND", ("/nowhere/python",))
+    monkeypatch.setattr(trials_module, "TRIAL_COMMAND", ("/nowhere/python",))
     with pytest.raises(Unavailable, match="structured_outputs cannot be checked now: No such file"):
         check_structure(SMALL, trials)
 
@@ -318,7 +318,7 @@ def ending(status: str) -> tuple[str, ...]:
 def test_a_process_ended_from_outside_twice_is_no_fault_of_the_grammar(
     num_started: Callable[[], int], monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
-    monkeypatch.setattr(trials_module, "COMMAND", ending(cause))
+    monkeypatch.setattr(trials_module, "TRIAL_COMMAND", ending(cause))
     with pytest.raises(Unavailable, match="now: the processes that check them are ended from outside; try again"):
         check_structure(SMALL, Trials())
     assert num_started() == 2
@@ -328,7 +328,7 @@ def test_a_process_ended_from_outside_twice_is_no_fault_of_the_grammar(
 def test_a_process_ended_by_its_limits_or_a_fault_refuses_the_grammar_at_once(
     num_started: Callable[[], int], monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
-    monkeypatch.setattr(trials_module, "COMMAND", ending(cause))
+    monkeypatch.setattr(trials_module, "TRIAL_COMMAND", ending(cause))
     assert refusal(Trials(), regex="a") == TOO_MUCH
     assert num_started() == 1
 
@@ -337,7 +337,7 @@ def test_a_grammar_is_tried_again_in_a_new_process_after_one_was_ended_from_outs
     trials: Trials, num_started: Callable[[], int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     once = ("sh", "-c", 'mkdir "$0" 2>&- && kill -KILL $$; exec "$@"', str(tmp_path / "began"))
-    monkeypatch.setattr(trials_module, "COMMAND", (*once, *trials_module.COMMAND))
+    monkeypatch.setattr(trials_module, "TRIAL_COMMAND", (*once, *trials_module.TRIAL_COMMAND))
     check_structure(SMALL, trials)
     assert num_started() == 2
     assert trials._trying == set()

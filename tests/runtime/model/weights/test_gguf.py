@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, ModelError, ModelNotFound, UnsupportedModel
-from quire.runtime.model.weights.gguf import MAX_VALUES, GGUFFile, StoredTensor, open_gguf
+from quire.runtime.model.weights.gguf import MAX_ITEMS_READ, GGUFFile, StoredTensor, open_gguf
 
 from tests.gguf_files import NUMBERS, Tensor, encode, header, info, pair, text, write
 
@@ -79,10 +79,14 @@ def test_values_are_checked_when_they_are_read(tmp_path: Path) -> None:
 
 
 def test_a_list_of_millions_of_values_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
-    few, many = (("raw", struct.pack("<IIQ", 9, 0, count) + b"\1" * count) for count in (MAX_VALUES, MAX_VALUES + 1))
+    few, many = (
+        ("raw", struct.pack("<IIQ", 9, 0, count) + b"\1" * count) for count in (MAX_ITEMS_READ, MAX_ITEMS_READ + 1)
+    )
     metadata = GGUFFile(write(tmp_path / "a.gguf", {"a.few": few, "a.many": many}, {})).metadata
-    assert len(metadata["a.few"]) == MAX_VALUES
-    with pytest.raises(CorruptCheckpoint, match=rf"a\.many has {MAX_VALUES + 1} values; at most {MAX_VALUES} are"):
+    assert len(metadata["a.few"]) == MAX_ITEMS_READ
+    with pytest.raises(
+        CorruptCheckpoint, match=rf"a\.many has {MAX_ITEMS_READ + 1} values; at most {MAX_ITEMS_READ} are"
+    ):
         metadata.integer("a.many", 0, 1)
 
 

@@ -10,7 +10,7 @@ from quire.runtime.common.errors import Unavailable
 from quire.runtime.engine.facade import EngineStats
 from quire.runtime.server.monitoring.history import (
     FINE_BOUNDS_S,
-    SLICES,
+    NUM_SLICES,
     TICKS,
     TICKS_PER_SLICE,
     History,
@@ -90,7 +90,7 @@ def test_memory_is_fixed(watched: Watched) -> None:
 def test_quantiles_cover_the_window_only(watched: Watched) -> None:
     watched.latency.observe(5)
     assert watched.window.quantiles().count == 1
-    watched.tick((SLICES - 1) * TICKS_PER_SLICE)
+    watched.tick((NUM_SLICES - 1) * TICKS_PER_SLICE)
     assert watched.window.quantiles().count == 1
     assert watched.window.mean() == 5
     watched.tick(TICKS_PER_SLICE)

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from quire.runtime.common.logs import MAX_LINES
 from quire.runtime.net.listen import listen_tcp
 from quire.runtime.server.monitoring import PrometheusObserver, http
-from quire.runtime.server.monitoring.http import LIMITS, OperatorServer, SharedResult, render_metrics
+from quire.runtime.server.monitoring.http import OPERATOR_LIMITS, OperatorServer, SharedResult, render_metrics
 from quire.runtime.server.monitoring.readiness import Readiness
 
 from ..fakes import FakeEngine
@@ -67,7 +67,7 @@ async def open_port() -> AsyncIterator[Port]:
 
 @pytest.fixture
 async def port(logs: object, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Port]:
-    monkeypatch.setattr(http, "PAUSE_S", 0)
+    monkeypatch.setattr(http, "ANSWER_PAUSE_S", 0)
     async with open_port() as port:
         yield port
 
@@ -115,7 +115,7 @@ async def test_malformed_requests_are_logged_at_a_bounded_rate(
 
 
 async def test_half_sent_requests_do_not_keep_a_probe_out(port: Port) -> None:
-    halves = [await port.connect(READY[:20]) for _ in range(LIMITS.open + LIMITS.pending)]
+    halves = [await port.connect(READY[:20]) for _ in range(OPERATOR_LIMITS.open + OPERATOR_LIMITS.pending)]
     assert b"200 OK" in await port.ask(READY)
     assert await halves[0].read() == b"", "the oldest is closed"
 
@@ -153,7 +153,7 @@ def test_closing_a_half_sent_request_for_a_newer_one_is_no_error(logs: object) -
     async def scene() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
         async with open_port() as port:
-            halves = [await port.connect(READY[:20]) for _ in range(LIMITS.open + LIMITS.pending)]
+            halves = [await port.connect(READY[:20]) for _ in range(OPERATOR_LIMITS.open + OPERATOR_LIMITS.pending)]
             assert b"200 OK" in await port.ask(READY)
             assert await halves[0].read() == b""
         gc.collect()
@@ -169,7 +169,7 @@ async def test_a_half_sent_request_ends_after_the_time_limit(port: Port, monkeyp
 
 
 async def test_clients_that_never_read_do_not_keep_a_probe_out(port: Port) -> None:
-    for _ in range(LIMITS.open):
+    for _ in range(OPERATOR_LIMITS.open):
         await port.connect(METRICS * 1000)
         port.writers[-1].transport.pause_reading()  # type: ignore[attr-defined]
     assert b"200 OK" in await port.ask(READY)

@@ -23,10 +23,10 @@ from quire.runtime.server.monitoring.http import OperatorServer
 from quire.runtime.server.monitoring.metrics import NUM_RECENT, PrometheusObserver
 from quire.runtime.server.monitoring.readiness import Readiness
 from quire.runtime.server.monitoring.status import (
-    MAX_HOSTS,
-    MAX_LIVE,
     MAX_NAME_CHARACTERS,
     MAX_PROBLEM_CHARACTERS,
+    MAX_SHOWN_HOSTS,
+    MAX_SHOWN_LIVE,
     FleetStatus,
     RequestStatus,
     Status,
@@ -220,7 +220,7 @@ def test_the_status_has_a_bounded_size() -> None:
     for _ in range(1000):
         page.observer.on_finished(msgspec.structs.replace(ENDED, tenant="x" * 10_000))
     status = page.collector.collect()
-    assert (len(status.requests), len(status.recent)) == (MAX_LIVE, NUM_RECENT)
+    assert (len(status.requests), len(status.recent)) == (MAX_SHOWN_LIVE, NUM_RECENT)
     assert {len(each.tenant) for each in (*status.requests, *status.recent)} == {MAX_NAME_CHARACTERS + 1}
 
 
@@ -242,7 +242,7 @@ def test_of_a_large_fleet_the_hosts_that_need_attention_are_shown() -> None:
     fleet = page.collector.collect().fleet
     assert fleet is not None
     assert fleet.num_hosts == {"up": 1001, "down": 1}
-    assert [host.address for host in fleet.hosts] == ["b:7072", "busy"] + ["a:7072"] * (MAX_HOSTS - 2)
+    assert [host.address for host in fleet.hosts] == ["b:7072", "busy"] + ["a:7072"] * (MAX_SHOWN_HOSTS - 2)
     assert len(fleet.hosts[0].problem or "") == MAX_PROBLEM_CHARACTERS + 1
 
 

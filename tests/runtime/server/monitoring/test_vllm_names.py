@@ -9,7 +9,7 @@ from quire.runtime.common.errors import Unavailable
 from quire.runtime.common.types import Usage
 from quire.runtime.engine.facade import EngineInfo, RequestStats
 from quire.runtime.server.monitoring.metrics import PrometheusObserver
-from quire.runtime.server.monitoring.vllm_names import NAMES, VllmNames
+from quire.runtime.server.monitoring.vllm_names import VLLM_NAMES, VllmNames
 
 from .samples import INFO, STATS
 
@@ -87,7 +87,7 @@ def test_values_are_those_of_quire_with_labels_of_vllm(observer: PrometheusObser
     del mirrored["cache_config_info"]
     for name, series in mirrored.items():
         assert all(labels.items() <= dict(each).items() for each in series), name
-    for ours, theirs in NAMES.items():
+    for ours, theirs in VLLM_NAMES.items():
         for name in theirs:
             for suffix in ("", "_total", "_bucket", "_sum", "_count"):
                 expected = samples.get(f"quire_{ours}{suffix}", {})

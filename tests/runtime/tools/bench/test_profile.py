@@ -14,7 +14,7 @@ from quire.runtime.cli.main import run
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError
 from quire.runtime.tools.bench import MachineProfile, Roofline, read_profile, write_profile
-from quire.runtime.tools.bench.profile import FORMAT, VERSION, MeasuredRoofline
+from quire.runtime.tools.bench.profile import FORMAT, PROFILE_VERSION, MeasuredRoofline
 
 profile_module = importlib.import_module("quire.runtime.tools.bench.profile")
 LEVELS = [level for level in supported_levels() if level != "amx-twin"]
@@ -27,7 +27,7 @@ def roofline(threads: int, rate: float, isa: str = "avx2") -> MeasuredRoofline:
 
 PROFILE = MachineProfile(
     format=FORMAT,
-    version=VERSION,
+    version=PROFILE_VERSION,
     machine="a test",
     isa="avx2",
     threads=4,

@@ -90,7 +90,7 @@ def test_a_scrape_without_metrics_counts_as_a_failure(text: str) -> None:
 
 
 async def test_a_run_is_sampled_repeatedly_and_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_metrics, "INTERVAL_S", 0.001)
+    monkeypatch.setattr(server_metrics, "SCRAPE_INTERVAL_S", 0.001)
     async with serving(QUIRE) as fake:
         async with sample_metrics(fake.url) as metrics:
             while fake.num_scrapes < 3:

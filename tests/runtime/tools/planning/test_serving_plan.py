@@ -18,10 +18,10 @@ from quire.runtime.common.settings import Settings
 from quire.runtime.model import BUNDLED_MODEL, read_spec
 from quire.runtime.model.runner import decide_capacity
 from quire.runtime.tools.bench import MachineProfile, write_profile
-from quire.runtime.tools.bench.profile import FORMAT, VERSION, MeasuredRoofline
+from quire.runtime.tools.bench.profile import FORMAT, PROFILE_VERSION, MeasuredRoofline
 from quire.runtime.tools.planning import PlanTarget, ServingPlan, plan_serving
 from quire.runtime.tools.planning.alternatives import sequence_lengths
-from quire.runtime.tools.planning.serving_plan import TOKEN_BYTES
+from quire.runtime.tools.planning.serving_plan import TOKENIZER_TOKEN_BYTES
 
 SHAPE = Path(__file__).parents[3] / "data" / "qwen3-0.6b"
 GOLDENS = Path(__file__).parents[3] / "goldens"
@@ -33,7 +33,12 @@ def profile_of(path: Path, threads: int) -> Path:
     peaks: Any = {"q8": 920e9, "bf16": 460e9, "f32": 230e9}
     roofline = MeasuredRoofline(isa="avx512-vnni-bf16", threads=threads, read_bytes_per_s=34.5e9, peak_ops_per_s=peaks)
     machine = MachineProfile(
-        format=FORMAT, version=VERSION, machine="a test", isa=roofline.isa, threads=threads, rooflines=(roofline,)
+        format=FORMAT,
+        version=PROFILE_VERSION,
+        machine="a test",
+        isa=roofline.isa,
+        threads=threads,
+        rooflines=(roofline,),
     )
     write_profile(machine, path)
     return path
@@ -205,14 +210,14 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list
 
 
 def test_a_tokenizer_is_planned_with_the_tokens_that_it_has(tmp_path: Path) -> None:
-    assert planned(model=BUNDLED_MODEL).server_bytes["tokenizer"] == 4096 * TOKEN_BYTES
+    assert planned(model=BUNDLED_MODEL).server_bytes["tokenizer"] == 4096 * TOKENIZER_TOKEN_BYTES
     config = json.loads((BUNDLED_MODEL / "config.json").read_text()) | {"vocab_size": 5000}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert planned(model=tmp_path).server_bytes["tokenizer"] == 0
     shutil.copy(BUNDLED_MODEL / "tokenizer.json", tmp_path)
-    assert planned(model=tmp_path).server_bytes["tokenizer"] == 4096 * TOKEN_BYTES
+    assert planned(model=tmp_path).server_bytes["tokenizer"] == 4096 * TOKENIZER_TOKEN_BYTES
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert planned(model=tmp_path).server_bytes["tokenizer"] == 5000 * TOKEN_BYTES
+    assert planned(model=tmp_path).server_bytes["tokenizer"] == 5000 * TOKENIZER_TOKEN_BYTES
 
 
 def test_parts_of_the_picture_add_up() -> None:
