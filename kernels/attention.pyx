@@ -132,27 +132,27 @@ cdef int64_t run_attention(const AttentionOp *op, const Step *step, const quire_
     """
     cdef Workspace workspace = _workspace(step.scratch + worker * step.scratch_bytes, step.padded_head_dim)
     cdef int64_t chunk_units = num_chunk_units(op, step), items = num_attention_items(op, step), index, computed = 0
-    cdef int64_t first = max(<int64_t>0, first_item(step, items) - chunk_units)
-    cdef int64_t end = max(<int64_t>0, end_item(step, items) - chunk_units)
+    cdef int64_t first_index = max(<int64_t>0, first_item(step, items) - chunk_units)
+    cdef int64_t end_index = max(<int64_t>0, end_item(step, items) - chunk_units)
     cdef bint by_split = partitions_by_split(step, op.heads.num_kv_heads, workers)
-    cdef int64_t most = op.heads.num_kv_heads if chunk_units and not by_split else 1, next
-    cdef Unit unit, after
+    cdef int64_t most = op.heads.num_kv_heads if chunk_units and not by_split else 1, next_index
+    cdef Unit unit, next_unit
     cdef quire_run run
     unit.sequence = step.sequences - 1
-    while quire_next_run(counter, end - first, workers, most, &run):
-        for index in range(end - 1 - run.first, end - 1 - run.end, -1):
-            next = index - 1
-            if index == end - run.end:      # the last one of the run; all workers are equally fast
-                next -= (workers - 1) * (run.end - run.first)
+    while quire_next_run(counter, end_index - first_index, workers, most, &run):
+        for index in range(end_index - 1 - run.first, end_index - 1 - run.end, -1):
+            next_index = index - 1
+            if index == end_index - run.end:    # the last one of the run; all workers are equally fast
+                next_index -= (workers - 1) * (run.end - run.first)
             unit = _unit(op, step, index, unit.sequence, by_split)
-            after = _unit(op, step, max(first, next), unit.sequence, by_split)
+            next_unit = _unit(op, step, max(first_index, next_index), unit.sequence, by_split)
             if unit.decodes and unit.end > step.first_position[unit.sequence]:
                 store_rows(&op.heads, step, tiles, unit.sequence,
                            step.first_position[unit.sequence] // step.page_size, unit.head)
             if unit.decodes and by_split:
-                _attend_shared_split(op, step, tiles, &workspace, &unit, &after, workers)
+                _attend_shared_split(op, step, tiles, &workspace, &unit, &next_unit, workers)
             else:
-                _attend_tile(op, step, tiles, &workspace, &unit, &after)
+                _attend_tile(op, step, tiles, &workspace, &unit, &next_unit)
         computed += run.end - run.first
     return computed
 
@@ -215,20 +215,20 @@ cdef int64_t store_chunks(const AttentionOp *op, const Step *step, const quire_t
 
 
 cdef void _attend_tile(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,
-                       const Unit *unit, const Unit *after) noexcept nogil:
+                       const Unit *unit, const Unit *next_unit) noexcept nogil:
     """Attend with all query heads of one KV head for up to `step.query_tile` queries; each KV byte is read once."""
     cdef int64_t split = unit.begin // SPLIT * SPLIT + SPLIT
     _load_queries(op, step, tiles, workspace, unit)
-    _attend_split(op, step, tiles, workspace, &workspace.total, unit, unit.begin, after)
+    _attend_split(op, step, tiles, workspace, &workspace.total, unit, unit.begin, next_unit)
     while split < unit.end:
-        _attend_split(op, step, tiles, workspace, &workspace.split, unit, split, after)
+        _attend_split(op, step, tiles, workspace, &workspace.split, unit, split, next_unit)
         _merge(tiles, unit.queries * op.heads.group, step.padded_head_dim, &workspace.split, &workspace.total)
         split += SPLIT
     _write_output(op, tiles, workspace, &workspace.total, unit)
 
 
 cdef void _attend_shared_split(const AttentionOp *op, const Step *step, const quire_tiles *tiles,
-                               const Workspace *workspace, const Unit *unit, const Unit *after,
+                               const Workspace *workspace, const Unit *unit, const Unit *next_unit,
                                int workers) noexcept nogil:
     """Attend to one split of a decoding row and merge it after all earlier splits. The last split writes the output."""
     cdef SharedHead shared = _shared_head(step, unit.sequence * op.heads.num_kv_heads + unit.head, workers)
@@ -238,7 +238,7 @@ cdef void _attend_shared_split(const AttentionOp *op, const Step *step, const qu
     if unit.begin >= unit.end:      # the row sees nothing of it
         return
     _load_queries(op, step, tiles, workspace, unit)
-    _attend_split(op, step, tiles, workspace, &workspace.split, unit, unit.begin, after)
+    _attend_split(op, step, tiles, workspace, &workspace.split, unit, unit.begin, next_unit)
     quire_signal_await(shared.merged, <unsigned>(split - first_split))
     if split == first_split:
         memset(total.l, 0, op.heads.group * sizeof(float))      # the rest may be of an earlier step
@@ -279,11 +279,11 @@ cdef void _merge(const quire_tiles *tiles, int64_t rows, int64_t d, const State 
 
 
 cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,
-                        const State *state, const Unit *unit, int64_t token, const Unit *after) noexcept nogil:
+                        const State *state, const Unit *unit, int64_t token, const Unit *next_unit) noexcept nogil:
     """Compute the rows' softmax over the tokens from `token` to the end of its split, by tiles.
 
     Each tile is computed only for the rows that see it, and the one that follows is prefetched: the unit's next, or the
-    first one of `after`.
+    first one of `next_unit`.
     """
     cdef quire_attention_tile tile
     cdef const float *bias[64]      # bias of each row
@@ -315,7 +315,7 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
         if token + QUIRE_TILE < unit.end:
             _prefetch_pages(op, step, unit, token + QUIRE_TILE, &tile)
         else:
-            _prefetch_pages(op, step, after, after.begin, &tile)
+            _prefetch_pages(op, step, next_unit, next_unit.begin, &tile)
         tile.q.data = <char *>workspace.q.data + begin * d * quire_itemsize(step.kv_dtype)
         tile.q.scales = workspace.q.scales + begin * (d // 32)
         tile.q.sums = workspace.q.sums + begin * (d // 32)

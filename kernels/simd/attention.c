@@ -24,7 +24,7 @@
 INLINE void multiply_line(const int dtype, const int rows, const int panels, const char *const *w, int64_t line,
                           const char *a, int64_t lda, vf s[][4]) {
   UNROLL for (int j = 0; j < panels; j++) {
-    const char *bytes = w[j] + line * 64;
+    const char *bytes = w[j] + line * QUIRE_LINE;
     if (dtype == QUIRE_F32) {
       const vf b = vf_load((const float *)bytes);
       UNROLL for (int i = 0; i < rows; i++) s[i][j] = vf_fma(b, vf_set1(((const float *)a)[i * lda + line]), s[i][j]);
@@ -36,7 +36,7 @@ INLINE void multiply_line(const int dtype, const int rows, const int panels, con
   }
 }
 
-// s[rows][64] = q · K
+// s[rows][QUIRE_TILE] = q · K
 INLINE void scores(const int dtype, const int rows, const quire_attention_tile *t, int row) {
   const int64_t d = t->head_dim, lines = dtype == QUIRE_F32 ? d : d / 2;
   const char *q = (const char *)t->q.data + row * d * quire_itemsize(dtype);
@@ -48,7 +48,7 @@ INLINE void scores(const int dtype, const int rows, const quire_attention_tile *
     multiply_line(dtype, rows, 4, w, line, q, d, s);
   }
   UNROLL for (int i = 0; i < rows; i++)
-    UNROLL for (int j = 0; j < 4; j++) vf_store(t->s + (row + i) * 64 + j * 16, s[i][j]);
+    UNROLL for (int j = 0; j < 4; j++) vf_store(t->s + (row + i) * QUIRE_TILE + j * 16, s[i][j]);
 }
 
 // The same for int8, 32 tokens at a time: as in a q8 linear layer, an exact integer dot per 32 of head_dim, multiplied
@@ -64,7 +64,7 @@ INLINE void scores_int8(const int rows, const quire_attention_tile *t, int row, 
     if (row == 0) fetch_pages(t, pair * blocks + b, pair * blocks + b + 1, 4 * blocks);
     UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_dot4_start(t->q.sums[(row + i) * blocks + b]);
     UNROLL for (int k = 0; k < 8; k++) {
-      const wq8 u = wq8_load(w[0] + (b * 8 + k) * 64), v = wq8_load(w[1] + (b * 8 + k) * 64);
+      const wq8 u = wq8_load(w[0] + (b * 8 + k) * QUIRE_LINE), v = wq8_load(w[1] + (b * 8 + k) * QUIRE_LINE);
       UNROLL for (int i = 0; i < rows; i++) {
         dot[i][0] = vi_dot4(dot[i][0], u, q + i * d + b * 32 + k * 4);
         dot[i][1] = vi_dot4(dot[i][1], v, q + i * d + b * 32 + k * 4);
@@ -79,7 +79,7 @@ INLINE void scores_int8(const int rows, const quire_attention_tile *t, int row, 
     }
   }
   UNROLL for (int i = 0; i < rows; i++)
-    UNROLL for (int j = 0; j < 2; j++) vf_store(t->s + (row + i) * 64 + (2 * pair + j) * 16, s[i][j]);
+    UNROLL for (int j = 0; j < 2; j++) vf_store(t->s + (row + i) * QUIRE_TILE + (2 * pair + j) * 16, s[i][j]);
 }
 
 // o[rows][n ...] = o * keep + p · V, all pages of the tile in one chain
@@ -95,8 +95,8 @@ INLINE void values(const int dtype, const int rows, const int panels, const quir
   for (int g = 0; g < t->num_pages; g++) {
     const char *w[4];
     UNROLL for (int j = 0; j < panels; j++) w[j] = (const char *)t->v[g] + (n + 16 * j) * t->page_size * size;
-    const char *p = (const char *)t->p + (row * 64 + g * t->page_size) * size;
-    for (int64_t line = 0; line < lines; line++) multiply_line(dtype, rows, panels, w, line, p, 64, s);
+    const char *p = (const char *)t->p + (row * QUIRE_TILE + g * t->page_size) * size;
+    for (int64_t line = 0; line < lines; line++) multiply_line(dtype, rows, panels, w, line, p, QUIRE_TILE, s);
   }
   UNROLL for (int i = 0; i < rows; i++)
     UNROLL for (int j = 0; j < panels; j++) vf_store(o + i * d + j * 16, s[i][j]);
@@ -104,7 +104,7 @@ INLINE void values(const int dtype, const int rows, const int panels, const quir
 
 // The same for int8, 32 columns at a time: two exact integer dots over the tile, one per digit of p.
 INLINE void values_int8(const int rows, const quire_attention_tile *t, int row, const softmax_result *soft, int64_t n) {
-  const int8_t *high = (const int8_t *)t->p + row * 64, *low = high + QUIRE_TILE * 64;
+  const int8_t *high = (const int8_t *)t->p + row * QUIRE_TILE, *low = high + QUIRE_TILE * QUIRE_TILE;
   vi a[ATTENTION_ROWS][2], b[ATTENTION_ROWS][2];
   UNROLL for (int i = 0; i < rows; i++) {
     a[i][0] = a[i][1] = vi_dot4_start(soft->high_sum[row + i]);
@@ -116,10 +116,10 @@ INLINE void values_int8(const int rows, const quire_attention_tile *t, int row, 
     for (int64_t token = 0; token < t->page_size; token += 4) {
       const wq8 u = wq8_load(w + token * 16), v = wq8_load(w + (t->page_size + token) * 16);
       UNROLL for (int i = 0; i < rows; i++) {
-        a[i][0] = vi_dot4(a[i][0], u, high + i * 64 + g * t->page_size + token);
-        a[i][1] = vi_dot4(a[i][1], v, high + i * 64 + g * t->page_size + token);
-        b[i][0] = vi_dot4(b[i][0], u, low + i * 64 + g * t->page_size + token);
-        b[i][1] = vi_dot4(b[i][1], v, low + i * 64 + g * t->page_size + token);
+        a[i][0] = vi_dot4(a[i][0], u, high + i * QUIRE_TILE + g * t->page_size + token);
+        a[i][1] = vi_dot4(a[i][1], v, high + i * QUIRE_TILE + g * t->page_size + token);
+        b[i][0] = vi_dot4(b[i][0], u, low + i * QUIRE_TILE + g * t->page_size + token);
+        b[i][1] = vi_dot4(b[i][1], v, low + i * QUIRE_TILE + g * t->page_size + token);
       }
     }
   }
@@ -139,12 +139,12 @@ INLINE void attend(const int dtype, int rows, const quire_attention_tile *t) {
   IN_GROUPS(rows, SCORES)
   softmax_tile(dtype, rows, t, &soft);
   int64_t n = 0;
-#define VALUES64(N, row) values(dtype, N, 4, t, row, &soft, n)
-  for (; n + 64 <= t->head_dim; n += 64) IN_GROUPS(rows, VALUES64)
-#define VALUES32(N, row) values(dtype, N, 2, t, row, &soft, n)
-  for (; n + 32 <= t->head_dim; n += 32) IN_GROUPS(rows, VALUES32)
-#define VALUES16(N, row) values(dtype, N, 1, t, row, &soft, n)
-  for (; n < t->head_dim; n += 16) IN_GROUPS(rows, VALUES16)
+#define VALUES_4(N, row) values(dtype, N, 4, t, row, &soft, n)
+  for (; n + 4 * QUIRE_LANES <= t->head_dim; n += 4 * QUIRE_LANES) IN_GROUPS(rows, VALUES_4)
+#define VALUES_2(N, row) values(dtype, N, 2, t, row, &soft, n)
+  for (; n + 2 * QUIRE_LANES <= t->head_dim; n += 2 * QUIRE_LANES) IN_GROUPS(rows, VALUES_2)
+#define VALUES_1(N, row) values(dtype, N, 1, t, row, &soft, n)
+  for (; n < t->head_dim; n += QUIRE_LANES) IN_GROUPS(rows, VALUES_1)
 }
 
 void ISA(attention_f32)(int rows, const quire_attention_tile *t) { attend(QUIRE_F32, rows, t); }

@@ -113,8 +113,16 @@ static const char *obstacle_to_amx(void) {
 }
 
 const char *quire_isa_obstacle(int level) {
-  return level == QUIRE_SCALAR ? NULL : level == QUIRE_AVX2 ? obstacle_to_avx2()
-       : level == QUIRE_AMX    ? obstacle_to_amx() : obstacle_to_avx512();
+  switch (level) {
+    case QUIRE_SCALAR: return NULL;
+    case QUIRE_AVX2: return obstacle_to_avx2();
+#if defined QUIRE_WITH_AMX_TWIN
+    case QUIRE_AMX_TWIN:  // needs the instructions of avx512
+#endif
+    case QUIRE_AVX512: return obstacle_to_avx512();
+    case QUIRE_AMX: return obstacle_to_amx();
+    default: return "this build has no such level";
+  }
 }
 #elif defined __aarch64__
 #include <asm/hwcap.h>

@@ -7,7 +7,7 @@
 
 #include "epilogue.h"
 
-enum { LINE = 64, BLOCKS = 8 };  // bytes with 4 of each column; blocks of 32 in a super-block
+enum { LINE = QUIRE_LINE, BLOCKS = 8 };  // bytes with 4 of each column; blocks of 32 in a super-block
 
 // The integers of one super-block in a panel. Minimums are pairs of 16-bit numbers: of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7.
 typedef struct {

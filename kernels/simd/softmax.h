@@ -15,17 +15,17 @@ typedef struct {
 // Decode is bound by memory: prefetch the lines [from, to) / `all` of the pages of the next tile into L2, one page after the
 // other, because a single stream is read faster than several. A tile's scores fetch the first half, its weighted sum the second.
 INLINE void fetch_pages(const quire_attention_tile *t, int64_t from, int64_t to, int64_t all) {
-  const int64_t of_page = (t->next_bytes + 63) / 64, lines = of_page * t->num_next_pages;
+  const int64_t of_page = (t->next_bytes + QUIRE_LINE - 1) / QUIRE_LINE, lines = of_page * t->num_next_pages;
   int64_t first = lines * from / all, end = lines * to / all;
   for (int page = 0; page < t->num_next_pages; page++, first -= of_page, end -= of_page)
     for (int64_t line = first < 0 ? 0 : first; line < end && line < of_page; line++)
-      __builtin_prefetch(t->next[page] + line * 64, 0, 2);
+      __builtin_prefetch(t->next[page] + line * QUIRE_LINE, 0, 2);
 }
 
 // Replace the columns of row r that it does not see; x are the quarters of the tile.
 INLINE void mask_row(const quire_attention_tile *t, int r, vf x[4], float hidden) {
   const int64_t first = t->oldest[r] - t->first_token, last = t->newest[r] - t->first_token;  // columns of the tile
-  if (last >= 63 && first <= 0) return;
+  if (last >= QUIRE_TILE - 1 && first <= 0) return;
   UNROLL for (int j = 0; j < 4; j++) {
     const int64_t lo = first - 16 * j, hi = last + 1 - 16 * j;
     const int from = (int)(lo < 0 ? 0 : lo > 16 ? 16 : lo), to = (int)(hi < 0 ? 0 : hi > 16 ? 16 : hi);
@@ -45,7 +45,7 @@ INLINE void update_row_max(const int n, const quire_attention_tile *t, int r, fl
   vf top[AT_ONCE];
   float here[AT_ONCE];
   UNROLL for (int i = 0; i < n; i++) {
-    const float *s = t->s + (r + i) * 64;
+    const float *s = t->s + (r + i) * QUIRE_TILE;
     vf x[4] = {vf_load(s), vf_load(s + 16), vf_load(s + 32), vf_load(s + 48)};
     mask_row(t, r + i, x, -INFINITY);
     top[i] = vf_max(vf_max(x[0], x[1]), vf_max(x[2], x[3]));
@@ -77,11 +77,11 @@ INLINE void store_digits(const int n, vf x[][4], const quire_attention_tile *t, 
     out->scale[r + i] = nan[i] ? NAN : top[i] / 16383.f;
   }
   UNROLL for (int i = 0; i < n; i++) {
-    int8_t *high = (int8_t *)t->p + (r + i) * 64;
+    int8_t *high = (int8_t *)t->p + (r + i) * QUIRE_TILE;
     vi digits[4];
     UNROLL for (int j = 0; j < 4; j++)
       digits[j] = vi_from(nan[i] ? vf_zero() : vf_mul(x[i][j], vf_set1(inverse[i])));
-    sums[i] = vi_store_digits(high, high + QUIRE_TILE * 64, digits);
+    sums[i] = vi_store_digits(high, high + QUIRE_TILE * QUIRE_TILE, digits);
   }
   REDUCE(vi_sum4, vi_sum, n, sums, sum)
   UNROLL for (int i = 0; i < n; i++) {
@@ -96,7 +96,7 @@ INLINE void softmax_rows(const int dtype, const int n, const quire_attention_til
   float sum[AT_ONCE];
   UNROLL for (int i = 0; i < n; i++) {
     const vf now = vf_set1(t->m[r + i]);
-    UNROLL for (int j = 0; j < 4; j++) x[i][j] = vf_exp(vf_sub(vf_load(t->s + (r + i) * 64 + 16 * j), now));
+    UNROLL for (int j = 0; j < 4; j++) x[i][j] = vf_exp(vf_sub(vf_load(t->s + (r + i) * QUIRE_TILE + 16 * j), now));
     mask_row(t, r + i, x[i], 0.f);
     sums[i] = vf_add(vf_add(x[i][0], x[i][1]), vf_add(x[i][2], x[i][3]));
   }
@@ -108,18 +108,18 @@ INLINE void softmax_rows(const int dtype, const int n, const quire_attention_til
   }
   UNROLL for (int i = 0; i < n; i++)
     UNROLL for (int j = 0; j < 4; j++) {
-      if (dtype == QUIRE_F32) vf_store((float *)t->p + (r + i) * 64 + 16 * j, x[i][j]);
-      else vf_store_bf16((uint16_t *)t->p + (r + i) * 64 + 16 * j, x[i][j]);
+      if (dtype == QUIRE_F32) vf_store((float *)t->p + (r + i) * QUIRE_TILE + 16 * j, x[i][j]);
+      else vf_store_bf16((uint16_t *)t->p + (r + i) * QUIRE_TILE + 16 * j, x[i][j]);
     }
 }
 
 // The softmax of all rows of this tile.
 INLINE void softmax_tile(const int dtype, int rows, const quire_attention_tile *t, softmax_result *out) {
   if (t->softcap > 0.f)
-    for (int i = 0; i < rows * 64; i += 16) vf_store(t->s + i, vf_soft_cap(vf_load(t->s + i), t->softcap));
+    for (int i = 0; i < rows * QUIRE_TILE; i += 16) vf_store(t->s + i, vf_soft_cap(vf_load(t->s + i), t->softcap));
   if (t->bias)
-    for (int i = 0; i < rows * 64; i += 16)
-      vf_store(t->s + i, vf_add(vf_load(t->s + i), vf_load(t->bias[i / 64] + i % 64)));
+    for (int i = 0; i < rows * QUIRE_TILE; i += 16)
+      vf_store(t->s + i, vf_add(vf_load(t->s + i), vf_load(t->bias[i / QUIRE_TILE] + i % QUIRE_TILE)));
 #define UPDATE_ROW_MAX(N, row) update_row_max(N, t, row, out->keep)
   IN_ROWS_AT_ONCE(rows, UPDATE_ROW_MAX)
   for (int r = rows; r % 16; r++) out->keep[r] = 0.f;

@@ -89,7 +89,7 @@ _NAME_FIRST = ' { "name" : "'
 _ARGUMENTS = '" , "arguments" : '
 
 # The names are those that vLLM gives to its parsers.
-MARKUPS: dict[str, Markup] = {
+KNOWN_MARKUPS: dict[str, Markup] = {
     "hermes": Markup(calls=CallSyntax(f"<tool_call>{_NAME_FIRST}", _ARGUMENTS, " } </tool_call>")),
     "qwen3_coder": Markup(
         calls=CallSyntax("<tool_call> <function=", "> ", " </function> </tool_call>", arguments="parameters")

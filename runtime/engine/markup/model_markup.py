@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from .markup import BRACKETS, MARKUPS, THINK, CallSyntax, Markup, Reasoning
+from .markup import BRACKETS, KNOWN_MARKUPS, THINK, CallSyntax, Markup, Reasoning
 
 # What a chat template or a vocabulary of the family contains; the first family with all of it is the model's.
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -61,7 +61,7 @@ def find_markup(name: str, template: str, tokens: Mapping[str, int], config: Map
 def _family(name: str, template: str, tokens: Collection[str]) -> Markup:
     if name == "auto":
         name = next((each for each, signs in _SIGNS if all(sign in template for sign in signs)), "none")
-    family = MARKUPS.get(name, Markup())
+    family = KNOWN_MARKUPS.get(name, Markup())
     if family.channels:
         return family
     found = [each for each in (THINK, BRACKETS) if each.close in template or each.close in tokens]
@@ -123,7 +123,7 @@ def _calls(field: Mapping[str, Any]) -> CallSyntax:
     options = field.get("content_args") or {}
     if content == "xml-inline":
         # The template does not say what may stand between the tags: only a family does.
-        for family in MARKUPS.values():
+        for family in KNOWN_MARKUPS.values():
             if family.calls is not None and family.calls.arguments == "parameters" and family.calls.open == opening:
                 return family.calls
     is_json = content == "json" and isinstance(options, Mapping)

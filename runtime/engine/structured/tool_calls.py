@@ -15,7 +15,7 @@ from ..facade import NewParser
 from ..json_schema.schema import enforceable_schema
 from ..json_schema.tools import closed, relaxed
 from ..markup.argument_streams import SPACE, parameters_schema
-from ..markup.markup import MARK, MARKUPS
+from ..markup.markup import KNOWN_MARKUPS, MARK
 from ..markup.markup_grammar import MarkupGrammar
 from ..markup.markup_parser import ChannelParser, MarkupParser
 from ..text import Markup
@@ -61,7 +61,7 @@ class ToolCalls:
         if tools and not (markup.calls or markup.channels):
             raise InvalidRequest(
                 "tools: the chat template does not show how this model writes tool calls; serve it with "
-                f"--tool-call-parser and one of {', '.join(MARKUPS)}"
+                f"--tool-call-parser and one of {', '.join(KNOWN_MARKUPS)}"
             )
         self._has_tools = bool(tools)
         self._functions = {

@@ -20,7 +20,7 @@ from quire.runtime.common.types import (
     join_chunks,
 )
 from quire.runtime.engine.facade import GenerateRequest
-from quire.runtime.engine.markup.markup import MARKUPS, THINK
+from quire.runtime.engine.markup.markup import KNOWN_MARKUPS, THINK
 from quire.runtime.engine.markup.markup_parser import MarkupParser
 from quire.runtime.engine.output import Stream, StreamingOutput, output_class
 from quire.runtime.engine.text import IncrementalDetokenizer, Tokenizer
@@ -347,7 +347,7 @@ def test_a_stream_that_has_ended_cancels_nothing(last: Any) -> None:
 def read(*chunks: OutputChunk) -> list[OutputChunk]:
     """Return what a stream that reads outputs makes of chunks."""
     seen: list[Any] = []
-    new_parser = partial(MarkupParser, replace(MARKUPS["hermes"], reasoning=THINK), {})
+    new_parser = partial(MarkupParser, replace(KNOWN_MARKUPS["hermes"], reasoning=THINK), {})
     stream = Stream((1, 2, 3), 0, lambda: None, new_parser, reads_output=True)
     stream.deliver(seen.append)
     for chunk in chunks:

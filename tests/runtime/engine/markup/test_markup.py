@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from quire.runtime.engine.markup.markup import BRACKETS, CHANNEL_TOKENS, MARK, MARKUPS, THINK, CallSyntax, Markup
+from quire.runtime.engine.markup.markup import BRACKETS, CHANNEL_TOKENS, KNOWN_MARKUPS, MARK, THINK, CallSyntax, Markup
 from quire.runtime.engine.markup.markup_parser import ChannelParser, Delta, MarkupParser, OutputParser
 
 Read = list[tuple[str, str]]
@@ -22,7 +22,7 @@ WEATHER = {
 }
 SCHEMAS: dict[str, Any] = {"weather": WEATHER, "time": {"type": "object", "properties": {}}}
 CALL = '{"city": "a }\\" [<b", "days": 2}'
-THINKING = replace(MARKUPS["hermes"], reasoning=THINK)
+THINKING = replace(KNOWN_MARKUPS["hermes"], reasoning=THINK)
 
 # Text of a family -> what it says.
 SAMPLES: list[tuple[Markup, str, Read]] = [
@@ -42,7 +42,7 @@ SAMPLES: list[tuple[Markup, str, Read]] = [
     ),
     (THINKING, "Is 1 < 2 a <tool? Yes.\n", [("content", "Is 1 < 2 a <tool? Yes.\n")]),
     (
-        MARKUPS["qwen3_coder"],
+        KNOWN_MARKUPS["qwen3_coder"],
         'I ask.\n<tool_call>\n<function=weather>\n<parameter=city>\nNew\n"York"\n</parameter>\n<parameter=days>\n2\n'
         "</parameter>\n<parameter=unit>\nnull\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=time>\n"
         "</function>\n</tool_call>",
@@ -55,17 +55,17 @@ SAMPLES: list[tuple[Markup, str, Read]] = [
         ],
     ),
     (
-        MARKUPS["llama3_json"],
+        KNOWN_MARKUPS["llama3_json"],
         f'{{"name": "weather", "parameters": {CALL}}}; {{"name": "time", "parameters": {{}}}}',
         [("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
     ),
     (
-        MARKUPS["llama3_json"],
+        KNOWN_MARKUPS["llama3_json"],
         f'<|python_tag|>{{"name": "weather", "parameters": {CALL}}}',
         [("call", "weather"), ("arguments", CALL)],
     ),
     (
-        replace(MARKUPS["mistral"], reasoning=BRACKETS),
+        replace(KNOWN_MARKUPS["mistral"], reasoning=BRACKETS),
         f"[THINK]So.[/THINK]Let me look.[TOOL_CALLS]weather[ARGS]{CALL}[TOOL_CALLS]time[ARGS]{{}}",
         [
             ("reasoning", "So."),
@@ -77,17 +77,17 @@ SAMPLES: list[tuple[Markup, str, Read]] = [
         ],
     ),
     (
-        MARKUPS["mistral_list"],
+        KNOWN_MARKUPS["mistral_list"],
         f'[TOOL_CALLS] [{{"name": "weather", "arguments": {CALL}}}, {{"name": "time", "arguments": {{}}}}]',
         [("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
     ),
     (
-        MARKUPS["phi4_mini_json"],
+        KNOWN_MARKUPS["phi4_mini_json"],
         f'<|tool_call|>[{{"name": "weather", "arguments": {CALL}}}, {{"name":"time","arguments":{{}}}}]<|/tool_call|>',
         [("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
     ),
     (
-        replace(MARKUPS["deepseek_v3"], reasoning=THINK),
+        replace(KNOWN_MARKUPS["deepseek_v3"], reasoning=THINK),
         "<think>So.</think>I ask.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
         f"{CALL}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>time\n```json\n{{}}\n```"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -101,19 +101,19 @@ SAMPLES: list[tuple[Markup, str, Read]] = [
         ],
     ),
     (
-        MARKUPS["deepseek_v31"],
+        KNOWN_MARKUPS["deepseek_v31"],
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{CALL}<｜tool▁call▁end｜><｜tool▁call▁begin｜>time"
         "<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         [("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
     ),
     (
-        MARKUPS["openai"],
+        KNOWN_MARKUPS["openai"],
         "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me look.<|end|>"
         "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + CALL + "<|call|>",
         [("reasoning", "So."), ("content", "Let me look."), ("call", "weather"), ("arguments", CALL)],
     ),
     (
-        MARKUPS["openai"],
+        KNOWN_MARKUPS["openai"],
         "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>It is late.<|return|>",
         [("reasoning", "So."), ("content", "It is late.")],
     ),
@@ -179,7 +179,7 @@ BOTH = [
 
 def test_every_family_has_a_sample() -> None:
     sampled = [(markup.calls, markup.channels) for markup, _, _ in SAMPLES]
-    assert all((family.calls, family.channels) in sampled for family in MARKUPS.values())
+    assert all((family.calls, family.channels) in sampled for family in KNOWN_MARKUPS.values())
     assert {markup.reasoning for markup, _, _ in SAMPLES} >= {THINK, BRACKETS}
 
 
@@ -220,22 +220,22 @@ def test_without_tools_no_text_is_a_call() -> None:
     text = "<tool_call>\n{}\n</tool_call>"
     assert read(parser(THINKING, None), text) == [("content", text)]
     text = "<|channel|>commentary to=functions.time<|message|>{}<|call|>"
-    assert read(parser(MARKUPS["openai"], None), text) == [("content", "{}")]
+    assert read(parser(KNOWN_MARKUPS["openai"], None), text) == [("content", "{}")]
 
 
 def test_json_that_is_no_call_is_an_answer() -> None:
     text = '{"name": 3}'
-    assert read(parser(MARKUPS["llama3_json"]), text) == [("content", text)]
+    assert read(parser(KNOWN_MARKUPS["llama3_json"]), text) == [("content", text)]
     call = '{"name": "weather", "parameters": {}}'
-    assert read(parser(MARKUPS["llama3_json"], takes_bare_calls=False), call) == [("content", call)]
+    assert read(parser(KNOWN_MARKUPS["llama3_json"], takes_bare_calls=False), call) == [("content", call)]
 
 
 def test_what_only_spells_a_special_token_is_text() -> None:
-    markup, text = marked(MARKUPS["mistral"], "Write [TOOL_CALLS]. [TOOL_CALLS]time[ARGS]{}")
+    markup, text = marked(KNOWN_MARKUPS["mistral"], "Write [TOOL_CALLS]. [TOOL_CALLS]time[ARGS]{}")
     text = text.replace(MARK, "", 1)
     assert read(parser(markup), [text]) == [("content", "Write [TOOL_CALLS]."), ("call", "time"), ("arguments", "{}")]
     # A special token where the markup has none is nothing.
-    markup, text = marked(replace(MARKUPS["mistral"], reasoning=BRACKETS), "a[/THINK]b")
+    markup, text = marked(replace(KNOWN_MARKUPS["mistral"], reasoning=BRACKETS), "a[/THINK]b")
     assert read(parser(markup), [text]) == [("content", "ab")]
 
 
@@ -243,7 +243,7 @@ def test_what_no_grammar_allows_ends_in_no_markup() -> None:
     assert read(parser(THINKING), "a <tool_call> b </tool_call>") == [("content", "a")]
     broken = '<tool_call>{"name": "time", "arguments": null}</tool_call>'
     assert read(parser(THINKING), broken) == [("call", "time"), ("arguments", "{}")]
-    assert read(parser(MARKUPS["openai"]), "no header") == [("content", "no header")]
+    assert read(parser(KNOWN_MARKUPS["openai"]), "no header") == [("content", "no header")]
 
 
 def test_only_a_text_that_is_cut_loses_the_beginning_of_markup() -> None:
@@ -256,7 +256,7 @@ def test_only_a_text_that_is_cut_loses_the_beginning_of_markup() -> None:
 def test_calls_in_channels_follow_each_other() -> None:
     call = "<|channel|>commentary to=functions.time<|message|>{}<|call|>"
     text = f"{call}<|start|>assistant{call}"
-    assert read(parser(MARKUPS["openai"]), text) == [("call", "time"), ("arguments", "{}")] * 2
+    assert read(parser(KNOWN_MARKUPS["openai"]), text) == [("call", "time"), ("arguments", "{}")] * 2
 
 
 def test_much_white_space_is_shown_before_it_ends() -> None:
@@ -268,8 +268,8 @@ def test_much_white_space_is_shown_before_it_ends() -> None:
 
 def test_a_short_answer_that_begins_like_a_header_is_the_answer() -> None:
     for text in ("t", "to", "to=func", "total"):
-        assert read(parser(MARKUPS["openai"]), text) == [("content", text)]
-    assert read(parser(MARKUPS["openai"]), "<|channel|>analysis") == [], "a header is no answer"
+        assert read(parser(KNOWN_MARKUPS["openai"]), text) == [("content", text)]
+    assert read(parser(KNOWN_MARKUPS["openai"]), "<|channel|>analysis") == [], "a header is no answer"
 
 
 PARAMETERS: dict[str, Any] = {
@@ -323,12 +323,12 @@ PARAMETERS: dict[str, Any] = {
 def test_values_of_parameters_have_the_types_of_the_schema(key: str, value: str, expected: object) -> None:
     text = f"<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
     for pieces in ([text], list(text)):
-        (_, (_, arguments)) = read(parser(MARKUPS["qwen3_coder"], {"f": PARAMETERS}), pieces)
+        (_, (_, arguments)) = read(parser(KNOWN_MARKUPS["qwen3_coder"], {"f": PARAMETERS}), pieces)
         assert json.loads(arguments) == {key: expected}
 
 
 def test_a_value_may_be_on_the_line_of_its_parameter() -> None:
     text = "<tool_call>\n<function=f>\n<parameter=text>a</parameter>\n</function>\n</tool_call>"
     for at in range(len(text)):
-        found = read(parser(MARKUPS["qwen3_coder"], {"f": PARAMETERS}), [text[:at], text[at:]])
+        found = read(parser(KNOWN_MARKUPS["qwen3_coder"], {"f": PARAMETERS}), [text[:at], text[at:]])
         assert found == [("call", "f"), ("arguments", '{"text": "a"}')]

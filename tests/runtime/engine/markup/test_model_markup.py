@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from quire.runtime.engine import TextProcessor
-from quire.runtime.engine.markup.markup import BRACKETS, MARK, MARKUPS, THINK, CallSyntax, Markup, Reasoning
+from quire.runtime.engine.markup.markup import BRACKETS, KNOWN_MARKUPS, MARK, THINK, CallSyntax, Markup, Reasoning
 from quire.runtime.engine.markup.model_markup import find_markup
 from quire.runtime.model import BUNDLED_MODEL
 from structlog.testing import capture_logs
 
-HERMES = MARKUPS["hermes"].calls
+HERMES = KNOWN_MARKUPS["hermes"].calls
 THINKING = {"open": "<think>", "close": "</think>", "content": "text"}
 WHOLE = {"type": "function", "function": "{content}"}
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -42,11 +42,11 @@ PARAMETERS = r"<parameter=(?P<key>\w+)>\s*(?P<value>.*?)\s*</parameter>"
 )
 def test_the_chat_template_says_which_family_it_is(template: str, expected: str | None) -> None:
     found = find_markup("auto", template, {})
-    assert found == (Markup() if expected is None else MARKUPS[expected])
+    assert found == (Markup() if expected is None else KNOWN_MARKUPS[expected])
     thinks = find_markup("auto", template + "</think>", {})
     assert thinks.reasoning == (None if found.channels else THINK)
     assert find_markup("hermes", template, {"[/THINK]": 3}) == replace(
-        MARKUPS["hermes"],
+        KNOWN_MARKUPS["hermes"],
         reasoning=replace(BRACKETS, close=f"{MARK}[/THINK]"),
         tokens={"[/THINK]": 3},
     )
@@ -92,7 +92,7 @@ def described(fields: Any, template: str = "plain") -> Markup:
                 "open_pattern": r"<tool_call>\s*<function=(?P<name>\w+)>", "close": "</tool_call>",
                 "content": "xml-inline", "content_args": {"tag_pattern": PARAMETERS}, "transform": NAMED,
             },
-            MARKUPS["qwen3_coder"].calls,
+            KNOWN_MARKUPS["qwen3_coder"].calls,
         ),
     ],
 )  # fmt: skip
@@ -104,7 +104,7 @@ def test_a_response_template_describes_calls(calls: Any, expected: CallSyntax) -
 
 @pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
 def test_a_response_template_describes_reasoning(name: str) -> None:
-    assert described({name: THINKING}, "<tool_call>") == replace(MARKUPS["hermes"], reasoning=THINK)
+    assert described({name: THINKING}, "<tool_call>") == replace(KNOWN_MARKUPS["hermes"], reasoning=THINK)
     thought = {"open_pattern": r"<\|channel>thought\n?", "close": ["<channel|>"]}
     assert described({name: thought}) == Markup(Reasoning("<|channel>thought", "<channel|>"))
     marked = find_markup("auto", "", {"<channel|>": 7}, {"response_template": {"fields": {name: thought}}})
@@ -144,7 +144,7 @@ def test_a_response_template_describes_reasoning(name: str) -> None:
     ],
 )
 def test_what_is_no_markup_is_left_to_the_family(field: Any) -> None:
-    for template, expected in (("plain", Markup()), ("[TOOL_CALLS]", MARKUPS["mistral_list"])):
+    for template, expected in (("plain", Markup()), ("[TOOL_CALLS]", KNOWN_MARKUPS["mistral_list"])):
         with capture_logs() as logs:
             assert described(field, template) == expected
         assert [each["reason"].partition(":")[0] for each in logs] == [*field]
@@ -155,14 +155,14 @@ def test_what_is_no_markup_is_left_to_the_family(field: Any) -> None:
 def test_a_description_that_is_none_is_left_to_the_family(template: Any) -> None:
     for source in ("response_template", "response_schema"):
         with capture_logs() as logs:
-            assert find_markup("auto", "<tool_call>", {}, {source: template}) == MARKUPS["hermes"]
+            assert find_markup("auto", "<tool_call>", {}, {source: template}) == KNOWN_MARKUPS["hermes"]
         assert len(logs) == 1
 
 
 def test_a_family_that_is_named_and_channels_go_before_a_description() -> None:
     config = {"response_template": {"fields": {"thinking": THINKING, "tool_calls": CALLS}}}
-    assert find_markup("mistral", "", {}, config) == MARKUPS["mistral"]
-    assert find_markup("auto", "<|channel|><|message|>", {}, config) == MARKUPS["openai"]
+    assert find_markup("mistral", "", {}, config) == KNOWN_MARKUPS["mistral"]
+    assert find_markup("auto", "<|channel|><|message|>", {}, config) == KNOWN_MARKUPS["openai"]
     assert find_markup("auto", "", {}, {"response_template": None}) == Markup()
 
 

@@ -15,11 +15,11 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.types import StructuredOutputs, ToolChoice
-from quire.runtime.engine.markup.markup import BRACKETS, CHANNEL_TOKENS, MARK, MARKUPS, THINK, CallSyntax, Markup
+from quire.runtime.engine.markup.markup import BRACKETS, CHANNEL_TOKENS, KNOWN_MARKUPS, MARK, THINK, CallSyntax, Markup
 from quire.runtime.engine.structured.grammars import check_structure, grammar_of
 from quire.runtime.engine.structured.tool_calls import ToolCalls
 
-DEEPSEEK = MARKUPS["deepseek_v31"].calls or CallSyntax("", "", "")
+DEEPSEEK = KNOWN_MARKUPS["deepseek_v31"].calls or CallSyntax("", "", "")
 SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>", *CHANNEL_TOKENS)
 PIECES = (
     "<tool_call>", "</tool_call>", "<think>", "</think>", "}}", '"}}\n', '{"name', '": "', "{}", "weather", "time",
@@ -68,7 +68,7 @@ DESCRIBED = (
 MARKUPS = [Markup(calls=calls).with_special(IDS) for calls in DESCRIBED]
 MARKUPS += [
     replace(family, reasoning=None if family.channels else reasoning).with_special(special)
-    for family in MARKUPS.values()
+    for family in KNOWN_MARKUPS.values()
     for reasoning in (None, THINK, BRACKETS)
     for special in ({}, IDS)
     if not (family.channels and reasoning)
@@ -141,11 +141,11 @@ def test_tools_need_a_markup_of_calls() -> None:
     with pytest.raises(InvalidRequest, match="--tool-call-parser and one of hermes, "):
         ToolCalls(Markup(THINK), TOOLS, ToolChoice())
     with pytest.raises(InvalidRequest, match="no tool 'f'"):
-        ToolCalls(MARKUPS["hermes"], TOOLS, ToolChoice(names=("f",)))
+        ToolCalls(KNOWN_MARKUPS["hermes"], TOOLS, ToolChoice(names=("f",)))
 
 
 def test_a_call_in_channels_may_follow_an_announcement() -> None:
-    structure = ToolCalls(MARKUPS["openai"], TOOLS, ToolChoice(needed="required")).structure("prompt", None)
+    structure = ToolCalls(KNOWN_MARKUPS["openai"], TOOLS, ToolChoice(needed="required")).structure("prompt", None)
     assert structure is not None
     announced = "<|channel|>commentary<|message|>Looking.<|end|><|start|>assistant"
     ids = VOCABULARY(f"{announced}<|channel|>commentary to=functions.time<|message|>{{}}")
@@ -157,7 +157,9 @@ def test_parameters_may_refer_to_definitions_of_their_tool() -> None:
     listed = {"type": "array", "items": {"$ref": "#/$defs/city"}}
     parameters = {"properties": {"cities": listed}, "required": ["cities"], "$defs": {"city": CITY["city"]}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    structure = ToolCalls(MARKUPS["qwen3_coder"], (tool,), ToolChoice(needed="required")).structure("prompt", None)
+    structure = ToolCalls(KNOWN_MARKUPS["qwen3_coder"], (tool,), ToolChoice(needed="required")).structure(
+        "prompt", None
+    )
     assert structure is not None
     for city, is_allowed in (("Rome", True), ("Oslo", False)):
         matcher = LLMatcher(TABLES, grammar_of(structure), log_level=0)
@@ -168,7 +170,7 @@ def test_parameters_may_refer_to_definitions_of_their_tool() -> None:
 def coder_calls(parameters: Any, is_strict: bool) -> ToolCalls:
     function = {"name": "f", "parameters": parameters, "strict": is_strict}
     tool = {"type": "function", "function": function}
-    return ToolCalls(MARKUPS["qwen3_coder"], (tool,), ToolChoice(needed="required"), open_arguments=True)
+    return ToolCalls(KNOWN_MARKUPS["qwen3_coder"], (tool,), ToolChoice(needed="required"), open_arguments=True)
 
 
 def coder_arguments(calls: ToolCalls, *parameters: tuple[str, str]) -> Any:
@@ -356,7 +358,7 @@ def test_arguments_are_an_object_where_the_dialect_ignores_a_type_beside_a_refer
         "definitions": {"a": {}},
     }
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    structure = ToolCalls(MARKUPS["hermes"], (tool,), ToolChoice(needed="required")).structure("prompt", None)
+    structure = ToolCalls(KNOWN_MARKUPS["hermes"], (tool,), ToolChoice(needed="required")).structure("prompt", None)
     assert structure is not None
     for arguments, is_allowed in (('{"b": 1}', True), ("1", False)):
         matcher = LLMatcher(TABLES, grammar_of(structure), log_level=0)
@@ -380,7 +382,7 @@ def test_arguments_are_an_object_where_the_dialect_ignores_a_type_beside_a_refer
 def test_a_schema_of_wrong_types_is_no_internal_error(family: str, parameters: Any) -> None:
     for is_strict in (True, False):
         function = {"name": "f", "parameters": parameters, "strict": is_strict}
-        calls = ToolCalls(MARKUPS[family], ({"type": "function", "function": function},), ToolChoice())
+        calls = ToolCalls(KNOWN_MARKUPS[family], ({"type": "function", "function": function},), ToolChoice())
         with suppress(InvalidRequest) if is_strict else nullcontext():
             assert calls.structure("prompt", None) is not None
 
@@ -392,17 +394,17 @@ def test_a_schema_that_is_nested_too_deeply_is_refused_or_left_to_the_model(fami
         parameters = {"properties": {"a": parameters}}
     for is_strict in (True, False):
         function = {"name": "f", "parameters": parameters, "strict": is_strict}
-        calls = ToolCalls(MARKUPS[family], ({"type": "function", "function": function},), ToolChoice())
+        calls = ToolCalls(KNOWN_MARKUPS[family], ({"type": "function", "function": function},), ToolChoice())
         with pytest.raises(InvalidRequest, match="nested too deeply") if is_strict else nullcontext():
             assert calls.structure("prompt", None) is not None
 
 
-@pytest.mark.parametrize("family", MARKUPS)
+@pytest.mark.parametrize("family", KNOWN_MARKUPS)
 def test_numbers_that_cannot_be_enforced_leave_the_arguments_to_the_model(family: str) -> None:
     parameters = {"type": "object", "properties": {"id": {"type": "integer", "minimum": 2**60 + 1}}}
     for is_strict in (True, False):
         function = {"name": "f", "parameters": parameters, "strict": is_strict}
-        calls = ToolCalls(MARKUPS[family], ({"type": "function", "function": function},), ToolChoice())
+        calls = ToolCalls(KNOWN_MARKUPS[family], ({"type": "function", "function": function},), ToolChoice())
         if is_strict:
             with pytest.raises(InvalidRequest, match="'f': a JSON schema with minimum: 1152921504606846977"):
                 calls.structure("prompt", None)
@@ -413,13 +415,13 @@ def test_numbers_that_cannot_be_enforced_leave_the_arguments_to_the_model(family
 
 @pytest.mark.parametrize("prompt", ["<think>", "a <think>\n", "<think> \n\n"])
 def test_reasoning_that_the_prompt_has_begun(prompt: str) -> None:
-    new_parser = ToolCalls(replace(MARKUPS["hermes"], reasoning=THINK), (), ToolChoice()).new_parser(prompt, None)
+    new_parser = ToolCalls(replace(KNOWN_MARKUPS["hermes"], reasoning=THINK), (), ToolChoice()).new_parser(prompt, None)
     assert new_parser is not None
     assert new_parser().feed("So.</think>Hi") == [("reasoning", "So."), ("content", "Hi")]
 
 
 def test_an_answer_of_a_form_is_no_call_that_nothing_announces() -> None:
-    calls, text = ToolCalls(MARKUPS["llama3_json"], TOOLS, ToolChoice()), '{"name": "time", "parameters": {}}'
+    calls, text = ToolCalls(KNOWN_MARKUPS["llama3_json"], TOOLS, ToolChoice()), '{"name": "time", "parameters": {}}'
     for answer, kind in ((None, "call"), (StructuredOutputs(json_object=True), "content")):
         new_parser = calls.new_parser("prompt", answer)
         assert new_parser is not None
@@ -429,7 +431,7 @@ def test_an_answer_of_a_form_is_no_call_that_nothing_announces() -> None:
 @pytest.mark.parametrize("needed", ["auto", "required"])
 @pytest.mark.parametrize("announced", ["", "<|python_tag|>"])
 def test_nothing_must_announce_a_call_of_llama(needed: Any, announced: str) -> None:
-    structure = ToolCalls(MARKUPS["llama3_json"], TOOLS, ToolChoice(needed=needed)).structure("prompt", None)
+    structure = ToolCalls(KNOWN_MARKUPS["llama3_json"], TOOLS, ToolChoice(needed=needed)).structure("prompt", None)
     assert structure is not None
     matcher = LLMatcher(TABLES, grammar_of(structure), log_level=0)
     ids = VOCABULARY(announced + '{"name": "time", "parameters": {}}')
@@ -455,7 +457,7 @@ def test_without_markup_nothing_is_constrained_or_parsed() -> None:
         (StructuredOutputs(gbnf='root ::= "a" other\nother ::= [0-9]+'), "a12"),
     ],
 )
-@pytest.mark.parametrize("markup", [replace(MARKUPS["hermes"], reasoning=THINK), MARKUPS["openai"]])
+@pytest.mark.parametrize("markup", [replace(KNOWN_MARKUPS["hermes"], reasoning=THINK), KNOWN_MARKUPS["openai"]])
 @pytest.mark.parametrize("tools", [(), TOOLS])
 def test_an_answer_of_a_form_may_follow_reasoning(
     markup: Markup, answer: StructuredOutputs, text: str, tools: Any
@@ -475,7 +477,7 @@ def arguments_of(parameters: Any, **options: Any) -> LLMatcher:
     """Return a matcher of the arguments of a required call."""
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     choice = ToolChoice(needed="required", parallel=False)
-    structure = ToolCalls(MARKUPS["hermes"], (tool,), choice, **options).structure("prompt", None)
+    structure = ToolCalls(KNOWN_MARKUPS["hermes"], (tool,), choice, **options).structure("prompt", None)
     assert structure is not None
     return LLMatcher(TABLES, grammar_of(structure), log_level=0)
 
@@ -567,7 +569,7 @@ def test_integers_of_many_tools_have_no_bounds_of_their_own(family: str, num_too
         {"type": "function", "function": {"name": f"f{index}", "parameters": parameters, "strict": True}}
         for index in range(num_tools)
     )
-    structure = ToolCalls(MARKUPS[family], tools, ToolChoice(needed="required")).structure("prompt", None)
+    structure = ToolCalls(KNOWN_MARKUPS[family], tools, ToolChoice(needed="required")).structure("prompt", None)
     assert structure is not None
     assert structure.lark is not None
     check_structure(structure)
@@ -585,7 +587,7 @@ def test_no_grammar_of_a_request_is_tried_twice(kind: str, num_bounded: int) -> 
         tried.append(structure)
         check_structure(structure)
 
-    calls = ToolCalls(MARKUPS["hermes"], tools, ToolChoice(), check)
+    calls = ToolCalls(KNOWN_MARKUPS["hermes"], tools, ToolChoice(), check)
     structure = calls.structure("prompt", None)
     assert structure == calls.structure("prompt", None)
     assert tried[-1] == structure

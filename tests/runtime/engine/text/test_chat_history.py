@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.engine.markup.call_text import call_example, calls_text
-from quire.runtime.engine.markup.markup import MARKUPS
+from quire.runtime.engine.markup.markup import KNOWN_MARKUPS
 from quire.runtime.engine.text import chat, chat_history
 from quire.runtime.engine.text.chat import ChatTemplate
 
@@ -50,8 +50,8 @@ NINE_LETTERS = (  # Mistral's form
     "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('9 letters') }}{% endif %}"
     "{{ m.role }} {{ m.tool_call_id }}: {{ m.content }}\n{% endfor %}"
 )
-HERMES = MARKUPS["hermes"].calls
-CODER = MARKUPS["qwen3_coder"].calls
+HERMES = KNOWN_MARKUPS["hermes"].calls
+CODER = KNOWN_MARKUPS["qwen3_coder"].calls
 
 
 @pytest.fixture(autouse=True)
@@ -345,7 +345,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [("f", {"city": "Rome"}), ("g", {})]
     ],
 )
 def test_calls_are_written_as_the_family_writes_them(family: str, text: str) -> None:
-    syntax = MARKUPS[family].calls
+    syntax = KNOWN_MARKUPS[family].calls
     assert syntax is not None
     assert calls_text(syntax, CALLS).replace("\uff5c", "|") == text
     assert "TOOL" in call_example(syntax)

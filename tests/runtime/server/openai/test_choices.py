@@ -32,7 +32,7 @@ from quire.runtime.common.types import (
     Usage,
 )
 from quire.runtime.engine.facade import GenerateRequest
-from quire.runtime.engine.markup.markup import MARKUPS, THINK
+from quire.runtime.engine.markup.markup import KNOWN_MARKUPS, THINK
 from quire.runtime.engine.markup.markup_parser import MarkupParser
 from quire.runtime.engine.text import Token
 from quire.runtime.server.openai.calls import Call
@@ -48,7 +48,7 @@ from quire.runtime.server.openai.structure import structure_of
 from quire.runtime.server.openai.tools import call_id, qualified_name, request_tools, template_variables, tool_choice
 from quire.runtime.server.requests.send_buffer import SendBuffer
 
-MARKUP = replace(MARKUPS["hermes"], reasoning=THINK)
+MARKUP = replace(KNOWN_MARKUPS["hermes"], reasoning=THINK)
 
 
 def vocabulary_of(texts: Sequence[str]) -> Vocabulary:
