@@ -124,7 +124,7 @@ void quire_pool_report(quire_pool *pool, quire_progress *progress, long long ite
 
 void quire_pool_report_written(quire_pool *pool, quire_progress *progress, const quire_share *shares, uint64_t op,
                                long long total) {
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);  // if two workers count their last items, the later one sees both
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);  // two workers count their last items: the later one sees both
   long long written = 0;
   for (int i = 0; i < pool->workers; i++) {
     const uint64_t word = __atomic_load_n(&shares[i].written, __ATOMIC_ACQUIRE);

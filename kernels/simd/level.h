@@ -63,7 +63,7 @@ float ISA(stream)(const char *p, int64_t bytes, int64_t ahead);
 int64_t ISA(peak)(int dtype, int64_t steps, const void *w, const void *a, float *result);
 
 #if defined QUIRE_ISA_AMX
-enum { AMX_LINEAR_ROWS = LINEAR_ROWS_4_BITS };  // as many rows as stay in L2, ROWS_IN_CACHE in ../linear.pyx
+enum { AMX_LINEAR_ROWS = LINEAR_ROWS_4_BITS };  // the rows that stay in L2, ROWS_IN_CACHE in ../linear.pyx
 void LEVEL(linear_bf16)(int rows, const quire_linear_tile *t);
 void LEVEL(linear_q8)(int rows, const quire_linear_tile *t);
 void LEVEL(linear_q4)(int rows, const quire_linear_tile *t);

@@ -76,7 +76,7 @@ typedef struct {
   int dtype;
   quire_rows rows;
   const float *norm;      // [width]: each column's factor; or NULL
-  float *squares;         // with norm: [rows][squares_width], sum(x^2) of each block of 32 columns
+  float *squares;         // [rows][squares_width], for norms: sum(x^2) of each block of 32 columns
   int64_t squares_width;
 } quire_output;
 

@@ -196,7 +196,7 @@ class HostSource:
 
     def __init__(self, member: Member, credentials: Credentials, traits: HostTraits) -> None:
         self.name = str(member.address)
-        self.member = member  # its secret may change: a host that comes back to its address may have another one
+        self.member = member  # a changing secret: a host that comes back to its address may have another one
         self.problem: QuireError | None = None  # error of the last attempt
         self._credentials = credentials
         self._traits = traits

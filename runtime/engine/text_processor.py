@@ -66,8 +66,8 @@ class TextProcessor:
         self.open_tool_arguments = open_tool_arguments
         self.chat_template = chat_template
         self.chat_problem = "" if chat_template is not None else chat_problem  # why chats are refused
-        self.default_sampling = dict(default_sampling or {})  # what the model recommends
-        self.image_reader: ImageReader | None = None  # of a model that takes images
+        self.default_sampling = dict(default_sampling or {})  # recommendation of the model
+        self.image_reader: ImageReader | None = None  # reader of a model that takes images
         self.markup = Markup()  # how the model writes reasoning and tool calls
         self._chat_tokens: ChatTokens | None = None  # None if content may have special tokens
         if tokenizer is not None and chat_template is not None:
@@ -219,7 +219,7 @@ def _file_sampling(path: Path) -> dict[str, float]:
     for key, name in FILE_SAMPLING.items():
         value: Any = metadata.get(f"general.sampling.{key}")
         if type(value) is float:
-            value = float(str(np.float32(value)))  # as it was before f32
+            value = float(str(np.float32(value)))  # decimal value before its conversion to f32
         _recommend(found, name, value, f"general.sampling.{key}")
     return found
 

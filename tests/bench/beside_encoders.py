@@ -209,7 +209,7 @@ def _pooled(model: Path) -> Any:
             self.bert = AutoModel.from_pretrained(model, attn_implementation="eager").eval()
 
         def forward(self, input_ids: Any, attention_mask: Any) -> Any:
-            added = (1.0 - attention_mask[:, None, None, :].float()) * -1e9  # this mask: making one cannot be exported
+            added = (1.0 - attention_mask[:, None, None, :].float()) * -1e9  # no mask function: it cannot be exported
             rows = self.bert(input_ids=input_ids, attention_mask=added).last_hidden_state
             mask = attention_mask[:, :, None].float()
             mean = (rows * mask).sum(1) / mask.sum(1).clamp(min=1e-9)

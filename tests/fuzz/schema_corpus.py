@@ -42,10 +42,10 @@ NUM_OUTPUTS = 3  # random outputs of each grammar
 NUM_INSTANCES = 8  # valid instances of each schema, and as many changes of each
 MAX_PARTS = 5  # schemas from one file, besides the whole
 MAX_SHOWN = 25
-SLOW_MS = 1500  # on a machine that has nothing else to do
+SLOW_MS = 1500  # slow on an idle machine
 END = _Bytes.eos_token_id
 SPACES = frozenset(b" \n\r\t")
-FORMAT_PATTERNS = {  # which jsonschema checks with other packages, or not as strictly
+FORMAT_PATTERNS = {  # formats that jsonschema checks with other packages, or less strictly
     "date-time": r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d+)?([zZ]|[+-]\d\d:\d\d)",
     "time": r"\d\d:\d\d:\d\d(\.\d+)?([zZ]|[+-]\d\d:\d\d)",
     "duration": r"P(\d+W|(\d+Y)?(\d+M)?(\d+D)?(T(\d+H)?(\d+M)?(\d+S)?)?)(?<=[A-Z])(?<![PT])",
@@ -62,7 +62,7 @@ class Findings:
     milliseconds: list[float] = field(default_factory=list)
     refusals: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
-    compiled: Counter[str] = field(default_factory=Counter)  # by style
+    compiled: Counter[str] = field(default_factory=Counter)  # style -> schemas
     schemas: Counter[str] = field(default_factory=Counter)
 
     def show(self, kind: str, name: str, schema: Any, text: object) -> None:

@@ -24,7 +24,7 @@ _WORDS = (
 )
 NAMES = tuple(_NAMES.split())
 WORDS = tuple(_WORDS.split())
-PATTERNS = (  # of public schemas
+PATTERNS = (  # patterns of public schemas
     r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
     r"^[a-zA-Z_][a-zA-Z0-9_]*$",
     r"^\d+\.\d+\.\d+$",
@@ -62,7 +62,7 @@ class Style:
     """Shares of keywords and kinds in the schemas of one source."""
 
     kinds: dict[str, float]  # weights of a property's form
-    required: float  # of properties
+    required: float  # share of properties
     closed: float = 0.0  # objects with `additionalProperties: false`
     enum: float = 0.12  # strings
     pattern: float = 0.05  # strings

@@ -41,9 +41,9 @@ from make_checkpoint import write_safetensors
 
 LIMIT_S = 2.0
 POLL_S = 0.01
-LATE_S = 20.0  # by the clock of this process, until a late server is killed
-READY_S = 120.0  # for a server to be ready, or to refuse its files
-LOADING_S = 0.6  # after the start of the engine process, in which the files are loaded
+LATE_S = 20.0  # wall time until a late server is killed
+READY_S = 120.0  # limit for a server to be ready, or to refuse its files
+LOADING_S = 0.6  # time after the start of the engine process, which loads the files
 START_S = 2.0
 USE_S = 1.5
 NUM_CLIENTS = 6

@@ -480,8 +480,8 @@ MUTANTS = [
     ),
     Mutant(
         EMBEDDING,
-        "                task.cancel()  # also of",
-        "                pass  # also of",
+        "                task.cancel()  # a failed task",
+        "                pass  # a failed task",
         "each failed request of many texts logs an exception that was not retrieved",
         EMBEDDING_TESTS,
     ),

@@ -482,7 +482,7 @@ MUTANTS = [
     ),
     Mutant(
         MASKS,
-        "                while len(slow) > 1:  # its thread must compute no other\n                    slow.pop()\n",
+        "                while len(slow) > 1:  # the job's thread must compute no other\n                    slow.pop()\n",
         "                pass\n",
         "a thread that was given up computes masks with matchers that others may use",
         MASK_TESTS,
@@ -629,8 +629,8 @@ MUTANTS = [
     ),
     Mutant(
         MASKS,
-        "        job.parts.clear()  # they refer",
-        "        # they refer",
+        "        job.parts.clear()  # parts refer",
+        "        # parts refer",
         "the memory of grammars of ended requests is in use until garbage is collected",
         MASK_TESTS,
     ),

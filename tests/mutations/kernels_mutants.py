@@ -254,7 +254,7 @@ MUTANTS = [
     Mutant(
         SIMD_ATTENTION,
         "    if (total_l[r] == 0.f) {    // the row's first split",
-        "    if (0) {    // its first split",
+        "    if (0) {    // the row's first split",
         "the first split of a decoding row is merged with what an earlier step left",
         "tests/kernels/test_program.py",
     ),

@@ -215,7 +215,7 @@ async def test_a_connection_to_another_server_is_closed_and_the_error_names_its_
             await connect(Member(address, "localhost"))
         async with asyncio.timeout(10):
             await closed.wait()
-        assert refusal.value.__traceback__ is not None  # it refers to the connection: nothing else has closed it
+        assert refusal.value.__traceback__ is not None  # the reference to the connection: nothing else closed it
 
 
 async def test_the_secret_of_a_host_alone_is_used_instead_of_that_of_all() -> None:

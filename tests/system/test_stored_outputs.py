@@ -89,7 +89,7 @@ async def test_a_stream_cut_at_any_event_goes_on_with_the_remaining_bytes(
         first = next(line for line in received.decode().split("\n") if line.startswith("data: {"))
         opening = json.loads(first.removeprefix("data: "))
         name = opening["id"] if path == CHAT else opening["response"]["id"]
-        whole = events(await ask(system, "GET", f"{path}/{name}?stream=True"))  # as Python writes it
+        whole = events(await ask(system, "GET", f"{path}/{name}?stream=True"))  # Python's spelling
         assert len(whole) == length
         for headers, query in (
             ({"last_event_id": str(num_read - 1)}, ""),

@@ -302,7 +302,7 @@ class EmbeddingStream:
             raise
         finally:
             for task in self._running:
-                task.cancel()  # also of a task that has failed: asyncio does not log its exception then
+                task.cancel()  # a failed task, too: asyncio then does not log its exception
             self._running.clear()
             self._embedder.note_end(self, error)
 

@@ -12,8 +12,8 @@ _ALTERNATIVES = re.compile(r"\((?:\?:)?([^()]*)\)\$?|([^()]*)", re.DOTALL)
 _LITERAL = re.compile(r"(?:[^\\\[\](){}|.*+?^$]|\\[^a-zA-Z0-9])+\$?")
 _ENDED = re.compile(r"((?:[^\\]|\\.)*)\$", re.DOTALL)
 _QUANTIFIERS = ("*", "+", "?", "{")
-MAX_EXCLUDED_TEXTS = 64  # that a complement leaves out
-MAX_EXCLUDED_CHARACTERS = 2_000  # of these texts
+MAX_EXCLUDED_TEXTS = 64  # texts that a complement leaves out
+MAX_EXCLUDED_CHARACTERS = 2_000  # characters of these texts
 
 
 def other_texts(texts: Iterable[str], *, beginning: bool = False) -> str | None:

@@ -17,8 +17,8 @@ from .references import referred
 
 JSON_TYPES = ("null", "boolean", "object", "array", "number", "string")  # integers are numbers
 MAX_CASES = 32  # cases of one schema
-MAX_CASE_DEPTH = 8  # of properties and references
-MAX_COMPARISONS = 60_000  # of one root: a second
+MAX_CASE_DEPTH = 8  # depth of properties and references
+MAX_COMPARISONS = 60_000  # comparisons for one root, which take a second
 APART = frozenset({"date", "date-time", "time", "ipv4", "ipv6", "uuid"})  # formats of which no text has two
 
 _Schema = Mapping[str, Any]
@@ -30,7 +30,7 @@ class Case:
 
     types: frozenset[str] = frozenset(JSON_TYPES)
     is_integer: bool = False
-    values: dict[Any, Any] | None = None  # by what equal values have in common; None: not enumerated
+    values: dict[Any, Any] | None = None  # key that equal values share -> value; None: not enumerated
     parts: list[_Schema] = field(default_factory=list)  # schemas without references and combinations
 
     @cached_property
@@ -53,7 +53,7 @@ class Comparer:
     def __init__(self, root: _Schema) -> None:
         self._root = root
         self._known: dict[int, list[Case]] = {}  # cases by id of a schema
-        self._schemas: list[_Schema] = []  # which have these ids
+        self._schemas: list[_Schema] = []  # schemas with these ids, kept alive
         self._num_left = MAX_COMPARISONS
 
     def cases(self, schema: Any, depth: int = 0) -> list[Case]:
@@ -65,7 +65,7 @@ class Comparer:
         known = self._known.get(id(schema))
         if known is None:
             self._schemas.append(schema)
-            self._known[id(schema)] = [Case()]  # in a circle, no conditions are added
+            self._known[id(schema)] = [Case()]  # a circle adds no conditions
             known = self._known[id(schema)] = self._new_cases(schema, depth)
         return known
 

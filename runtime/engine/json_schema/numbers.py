@@ -28,8 +28,8 @@ MIN_INT64 = -(1 << 63)
 # number between it and the least one here.
 OWN_BOUNDS: Mapping[str, int] = {"minimum": MIN_INT64 + 1024, "maximum": MAX_INT64}
 MAX_BOUNDS = 50  # different ones of integers, of 2,000 expressions each, in a schema that gets OWN_BOUNDS
-MAX_DECIMALS = 12  # of a divisor: llguidance reads hardly any with more
-MAX_DIVISOR = 1 << 32  # of llguidance, without the point
+MAX_DECIMALS = 12  # decimals of a divisor: llguidance reads hardly any with more
+MAX_DIVISOR = 1 << 32  # llguidance's limit, without the point
 MAX_NEIGHBORS = 8  # numbers of f64 on each side of a divisor, of which one may be read as the divisor
 # The states of a divisor are about its remainders, times the digits of the bounds; a decimal counts as some digits. At
 # 12,000 a mask takes up to 30 ms, and all take 12 MB, with a vocabulary that has numbers of three digits. With a

@@ -14,11 +14,11 @@ _PATTERN_PART = re.compile(rf"{_ESCAPE}|\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
 # A character of a class, or a class within it.
 _ATOM = re.compile(f"{_ESCAPE}|.", re.DOTALL)
 _ANY_PART = re.compile(f"{_PATTERN_PART.pattern}|.", re.DOTALL)
-_OPENING = re.compile(r"\((?:\?:)?(?!\?)")  # of a group
+_OPENING = re.compile(r"\((?:\?:)?(?!\?)")  # opening of a group
 _TIMES = re.compile(r"\{\d+,\d+\}(?![?+*{])")
 _TIMES_OF_PART = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\})\??")
 MAX_ROTATED = 1_000  # characters of a pattern whose repetitions may be written in another way
-_SYNTAX = frozenset("-[&~")  # of classes in Rust's syntax
+_SYNTAX = frozenset("-[&~")  # syntax of classes in Rust
 _MEANT = frozenset("bBcdDfknrsStuvwWx")  # letters that have a meaning in ECMAScript behind a backslash
 _NUMBERED = re.compile(r"\\[xu]\{?([0-9a-fA-F]+)\}?")
 _ESCAPED = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "b": 8, "0": 0}  # characters behind a backslash, in a class
@@ -154,7 +154,7 @@ def _without_escape(atom: str) -> str:
 
 
 def _atom(atom: str) -> str:
-    code = _code(atom) if atom[:2] in (r"\0", r"\b", r"\c") else None  # which Rust's syntax does not have
+    code = _code(atom) if atom[:2] in (r"\0", r"\b", r"\c") else None  # escapes that Rust's syntax does not have
     return "\\" + atom if atom in _SYNTAX else _without_escape(atom) if code is None else rf"\x{code:02x}"
 
 

@@ -8,14 +8,14 @@ from urllib.parse import quote, unquote, urldefrag, urljoin
 
 from ...common.errors import InvalidRequest
 
-DATA = frozenset({"const", "default", "enum", "example", "examples"})  # their values are no schemas
+DATA = frozenset({"const", "default", "enum", "example", "examples"})  # keywords whose values are no schemas
 # Keywords that say nothing about which values are valid.
 ANNOTATIONS = frozenset({"$comment", "default", "deprecated", "description", "example", "examples", "title"})
 EXTENSION = "x-"  # begins the name of a keyword about which no draft says anything
-MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # of schemas, by name
+MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # name -> schema
 
-BY_REFERENCE = frozenset({"$defs", "definitions"})  # whose schemas apply only where one refers to them
-IN_PLACE = ("allOf", "anyOf", "oneOf")  # with a single schema they say what that one says
+BY_REFERENCE = frozenset({"$defs", "definitions"})  # schemas that apply only where one refers to them
+IN_PLACE = ("allOf", "anyOf", "oneOf")  # a single schema in one of these lists replaces the list
 _DYNAMIC = frozenset({"$dynamicRef", "$recursiveRef"})
 _CONDITIONS = ("not", "if", "then", "else")
 _POINTER = "/~!$&'()*+,;=:@?"  # characters of a JSON pointer that a URI may have in its fragment
@@ -203,7 +203,7 @@ def _same_schema(root: _Schema, schema: _Schema, reference: str) -> tuple[str, A
 def _check_conditions(root: _Schema) -> None:
     """Raise InvalidRequest if whether a value is valid depends on whether the same value is invalid."""
     users: dict[int, list[int]] = {}
-    num_open: dict[int, int] = {}  # by schema: schemas about the same value that may lead in a circle
+    num_open: dict[int, int] = {}  # schema -> number of schemas about the same value that may lead in a circle
     schemas = list(schemas_in_use(root))
     for schema in schemas:
         about_same = [referred(root, schema["$ref"])] if "$ref" in schema else []
@@ -231,8 +231,8 @@ def _check_conditions(root: _Schema) -> None:
 
 
 def _check_finite_values(root: _Schema) -> None:
-    needed: dict[int, int] = {}  # by schema: lists in `_contained` without a schema that has a value
-    waiting: dict[int, list[tuple[int, list[int]]]] = {}  # by schema: those that need it, and their lists
+    needed: dict[int, int] = {}  # schema -> lists in `_contained` without a schema that has a value
+    waiting: dict[int, list[tuple[int, list[int]]]] = {}  # schema -> schemas that need it, and their lists
     finite: list[int] = []
     for schema in schemas_in_use(root):
         lists = _contained(root, schema)

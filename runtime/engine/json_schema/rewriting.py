@@ -21,8 +21,8 @@ from .unique import with_unique_items
 
 MAX_NEGATED = 6  # alternatives of the negation of a schema
 MAX_NEGATED_VALUES = 64  # values of an enumeration that is negated
-MAX_SCHEMAS = 20_000  # within one
-MAX_PAIRS = 2_000  # of alternatives of `oneOf`
+MAX_SCHEMAS = 20_000  # schemas within one
+MAX_PAIRS = 2_000  # pairs of alternatives of `oneOf`
 DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
 FORBIDDEN = False  # the schema of a property that no object has
 
@@ -38,7 +38,7 @@ class _Rewriting:
     def __init__(self, root: _Schema) -> None:
         self._root = root
         self._comparer = Comparer(root)
-        self._negations: dict[int, tuple[_Schema, list[Any] | None]] = {}  # of schemas, by their ids
+        self._negations: dict[int, tuple[_Schema, list[Any] | None]] = {}  # id -> schema and negation
         self._num_left = MAX_SCHEMAS
         self._rules: tuple[tuple[str, Callable[[_Schema], _Schema]], ...] = (
             *((key, partial(self._with_dependencies, key)) for key in DEPENDENCIES),

@@ -42,13 +42,13 @@ from .references import (
 )
 from .rewriting import rewritten
 
-COUNTS = frozenset({"minContains", "maxContains"})  # which those drafts do not have
+COUNTS = frozenset({"minContains", "maxContains"})  # keywords that those drafts do not have
 BESIDE_REFERENCES = frozenset({"$ref", "$schema", "$id", "id", *BY_REFERENCE})  # kept in drafts that ignore others
 
 MAX_COMBINATIONS = 200  # combinations of limits of numbers that one schema may lead to
-MAX_LIMITS = 50  # that one number must keep
-MAX_NESTING = 100  # of references and combinations in one place
-MAX_NAME_PATTERNS = 128  # of one schema: each is compared with each other one, 200 of them for half a second
+MAX_LIMITS = 50  # limits on one number
+MAX_NESTING = 100  # depth of references and combinations in one place
+MAX_NAME_PATTERNS = 128  # patterns of one schema: each is compared with each other one, 200 of them for half a second
 MAX_HOSTNAME = 253  # characters (RFC 1123)
 # Those that llguidance enforces. Others are annotations, as JSON Schema says of unknown formats.
 FORMATS = frozenset(
@@ -172,7 +172,7 @@ def _limits(root: _Schema, schema: Any, known: dict[int, _Alternatives], depth: 
         return known[id(schema)]
     if depth > MAX_NESTING:
         raise InvalidRequest(f"a JSON schema has more than {MAX_NESTING} references or combinations within each other")
-    known[id(schema)] = _UNLIMITED  # in a circle, nothing is added
+    known[id(schema)] = _UNLIMITED  # a circle adds nothing
     own = tuple(
         (key, schema[key])
         for key in LIMIT_KEYWORDS

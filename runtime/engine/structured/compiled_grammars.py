@@ -16,12 +16,12 @@ from ...common.types import StructuredOutputs
 
 MAX_KEPT = 128 << 20  # bytes of the grammars that are kept
 MAX_KEPT_PER_TENANT = MAX_KEPT // 2
-MAX_GROWTH = 128 << 20  # of the process's heap, after which no grammar is kept: they grow while they are used
+MAX_GROWTH = 128 << 20  # growth of the process's heap after which no grammar is kept: grammars grow while they are used
 MAX_LIVE = 512 << 20  # bytes of the grammars that are kept or used by running requests
 MAX_LIVE_PER_TENANT = 192 << 20
-BYTES_PER_CHARACTER = 150  # that a grammar takes, about; text that it forces takes 500 per byte
+BYTES_PER_CHARACTER = 150  # approximate memory of a grammar; text that it forces takes 500 per byte
 LOOKUPS_PER_HEAP_CHECK = 16  # one of 16 look-ups of kept grammars goes to `get`, which checks the heap
-MIN_BYTES = 512 << 10  # for which each grammar counts, however short: it grows while it is used
+MIN_BYTES = 512 << 10  # least memory counted for a grammar, however short: it grows while it is used
 
 
 class CompiledGrammar:
@@ -33,10 +33,10 @@ class CompiledGrammar:
     def __init__(self, tenant: str, matcher: LLMatcher, num_characters: int, num_bytes: int) -> None:
         self.tenant = tenant
         self.matcher = matcher
-        self.num_characters = num_characters  # of the grammar in llguidance's form
+        self.num_characters = num_characters  # length of the grammar in llguidance's form
         self.num_bytes = num_bytes
-        self.first_mask: bytes | None = None  # of each copy, before its first token; None if it cannot be computed
-        self.first_mask_s = 0.0  # that computing it took
+        self.first_mask: bytes | None = None  # first mask of every copy; None if it cannot be computed
+        self.first_mask_s = 0.0  # time that computing the first mask took
         self.num_users = 0  # sequences that have had a copy
         self.lock = threading.Lock()  # held by the job that uses copies
 
@@ -53,9 +53,9 @@ class CompiledGrammars:
     """The grammars of all tenants. Any thread may call `get`. A grammar without references does not count."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, StructuredOutputs], CompiledGrammar] = OrderedDict()  # by tenant
+        self._kept: OrderedDict[tuple[str, StructuredOutputs], CompiledGrammar] = OrderedDict()  # per tenant
         self._live: WeakSet[CompiledGrammar] = WeakSet()
-        self._least_heap = allocated_bytes()  # since the kept grammars were last forgotten for their growth
+        self._least_heap = allocated_bytes()  # least heap since the kept grammars were last forgotten for their growth
         self._unused = UnusedMemory()
         self._num_lookups = 0  # calls of `kept`
         self._lock = threading.Lock()
@@ -144,7 +144,7 @@ class CompiledGrammars:
         heap = allocated_bytes()
         if heap > self._least_heap + MAX_GROWTH:
             self._forget(list(self._kept), 0)
-            self._least_heap = allocated_bytes()  # with what runs, and what others have allocated
+            self._least_heap = allocated_bytes()  # heap including running grammars and other allocations
         self._least_heap = min(self._least_heap, heap)
 
     def _forget(self, keys: list[tuple[str, StructuredOutputs]], limit: int) -> None:

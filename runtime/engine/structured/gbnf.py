@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-MAX_GBNF_CHARACTERS = 32 << 10  # of a grammar
-MAX_PARENTHESES = 100  # of parentheses
-MAX_REPETITIONS = 2_000  # as in llama.cpp
+MAX_GBNF_CHARACTERS = 32 << 10  # characters of a grammar
+MAX_PARENTHESES = 100  # depth of parentheses
+MAX_REPETITIONS = 2_000  # llama.cpp's limit
 
 _SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _SPACE_AND_LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")

@@ -25,7 +25,7 @@ class _Writer:
     def __init__(self, rules: dict[str, Node]) -> None:
         self._rules = rules
         self._names = {name: "start" if name == "root" else f"rule_{index}" for index, name in enumerate(rules)}
-        self._regexes: dict[str, str] = {}  # by name of a rule
+        self._regexes: dict[str, str] = {}  # name of a rule -> its regular expression
 
     def write(self) -> str:
         self._find_regexes()
@@ -138,7 +138,7 @@ class Ends:
 
     first: tuple[Characters, ...] = ()
     last: tuple[int, ...] = ()  # positions at which a text may end, of `follow`
-    follow: tuple[tuple[Characters, ...], ...] = ()  # by position: what may follow it
+    follow: tuple[tuple[Characters, ...], ...] = ()  # position -> characters that may follow it
     is_optional: bool = True
 
     @classmethod

@@ -15,9 +15,9 @@ from ...model import read_spec
 from ..text import Tokenizer
 from ..text_processor import TextProcessor
 
-MAX_FORCED_CHARACTERS = 2048  # of a forced text that are looked at: its first token is allowed, MAX_FORCED are drafts
+MAX_FORCED_CHARACTERS = 2048  # characters read of a forced text: its first token is allowed, MAX_FORCED are drafts
 MAX_KNOWN_TEXTS = 2000  # forced texts whose tokens are kept
-MAX_KNOWN_CHARACTERS = 100  # of such a text
+MAX_KNOWN_CHARACTERS = 100  # longest forced text that is remembered
 LEAD = "\x02"  # a text after this control character is within a text: SentencePiece puts no space before it
 # Tokens that are looked at as one, where a grammar allows all of them: masks of words and names take a quarter of the
 # time. The library's own slices are those of JSON strings.
@@ -52,7 +52,7 @@ class ModelTables:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.holding_up: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._loaded: LLTokenizer | QuireError | None = None  # or why there are none
+        self._loaded: LLTokenizer | QuireError | None = None  # tables, or the reason why there are none
         self._loading = threading.Lock()
 
     def get(self) -> LLTokenizer:

@@ -43,21 +43,21 @@ from .grammar_vocabulary import ModelTables
 from .masks import ITEMS_ERROR, LEXER_ERROR, MaskJob, MaskQueue, RunningGrammar, StepMasks
 from .trials import Trials
 
-WAIT_S = 0.002  # for masks, after a step's rows are computed, if other sequences sample in it
-WAIT_ALONE_S = 0.02  # if none does
-NUM_MASK_THREADS = 2  # that compute masks of one sequence each
-MAX_FORCING_BYTES = 16 << 10  # of a grammar whose forced tokens are looked for: that takes long for long texts
-SHALLOW_CHARACTERS = 4096  # of a grammar that any thread may read
+WAIT_S = 0.002  # wait for masks, after a step's rows are computed, if other sequences sample in it
+WAIT_ALONE_S = 0.02  # wait if no other sequence samples
+NUM_MASK_THREADS = 2  # threads for single-sequence masks
+MAX_FORCING_BYTES = 16 << 10  # size of a grammar whose forced tokens are looked for: that takes long for long texts
+SHALLOW_CHARACTERS = 4096  # size of a grammar that any thread may read
 DEEP_STACK_BYTES = 256 << 20  # 256 KiB of references, the longest grammar, take 70 MB
 MAX_CHECKED = 4096  # structures that are known to be correct
 # Expressions that may be made before the first token. Text that a grammar forces is looked at to its end, and each of
 # these takes up to 270 bytes: a regular expression of 15 characters took 180 MB.
 MAX_FIRST_EXPRESSIONS = 200_000
-MAX_STEP_EXPRESSIONS = 200_000  # with one mask: 15 ms
-MAX_STEP_EXPRESSIONS_ALONE = 20 * MAX_STEP_EXPRESSIONS  # of a grammar that shares nothing with other sequences
-MAX_LEXER_STATES = 20_000  # of a compiled grammar
+MAX_STEP_EXPRESSIONS = 200_000  # expressions of one mask: 15 ms
+MAX_STEP_EXPRESSIONS_ALONE = 20 * MAX_STEP_EXPRESSIONS  # limit for a grammar that shares nothing with other sequences
+MAX_LEXER_STATES = 20_000  # lexer states of a compiled grammar
 MAX_ITEMS = 20_000  # ways to go on, of a parser: an object with 500 optional properties has 2,000
-MAX_AMBIGUOUS_ITEMS = 350  # of a client's own rules, in which they may be ways to read the text: time is their square
+MAX_AMBIGUOUS_ITEMS = 350  # items of a client's rules, which may be alternative readings of the text: time is quadratic
 PARSER_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": MAX_FIRST_EXPRESSIONS,
     "step_lexer_fuel": MAX_STEP_EXPRESSIONS,
@@ -71,7 +71,7 @@ UNFORCED = '\n%llguidance {"no_forcing": true}'
 Result = TypeVar("Result")
 
 _stack_size = threading.Lock()  # held while threads get another stack than usual
-_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")  # in llguidance's message
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")  # part of llguidance's message
 _SCHEMA_INSIDE = re.compile(r"%json\s*")  # a grammar in Lark's notation
 
 
@@ -169,7 +169,7 @@ def _client_grammar(structure: StructuredOutputs) -> str:
     """Return a grammar that a client has written, in Lark's notation. Raises ValueError or InvalidRequest."""
     if structure.lark is None:
         return as_lark(structure.gbnf or "")
-    if structure.lark.lstrip().startswith("{"):  # which llguidance reads as its own form, unchecked
+    if structure.lark.lstrip().startswith("{"):  # llguidance would read it as its own form, unchecked
         raise ValueError("a grammar in Lark's notation begins with a rule, not with {")
     _check_schemas_inside(structure.lark)
     return structure.lark
@@ -243,8 +243,8 @@ class Grammars:
     """
 
     def __init__(self, path: Path) -> None:
-        self._running: dict[int, RunningGrammar] = {}  # by request id: those of the last step
-        self._beams: dict[tuple[int, tuple[int, ...]], RunningGrammar] = {}  # by search and generated tokens, likewise
+        self._running: dict[int, RunningGrammar] = {}  # request id -> grammar, for requests of the last step
+        self._beams: dict[tuple[int, tuple[int, ...]], RunningGrammar] = {}  # beams, likewise
         self._compiled = CompiledGrammars()
         self._compiling = JobThreads(1, "quire-compile")
         self._isolated = JobThreads(NUM_MASK_THREADS, "quire-masks-apart")
@@ -312,7 +312,7 @@ class Grammars:
         is_isolated = running.matcher is None or bool(pending) or running.isolated_masks_left > 0
         job = running.job
         if job is not None and not job.is_done and (is_isolated or job.is_late):
-            return False  # else the two jobs follow each other in one thread
+            return False  # the two jobs share one thread, one after the other
         running.end = end
         if is_isolated:
             own = MaskJob()

@@ -25,15 +25,15 @@ from ...model.runner import AllowedTokens, SamplingSpec
 from ..error_mapping import grammar_fault
 from .compiled_grammars import CompiledGrammar
 
-ISOLATED_MASKS = 4  # that a sequence computes in jobs of its own after its masks were late; doubled each time
-MAX_DOUBLINGS = 8  # of ISOLATED_MASKS
-LIMIT_S = 10.0  # for the masks of one job: some ambiguous grammars never end
-ABANDON_S = LIMIT_S / 2  # for those of a shared job; then each of its sequences restarts in a job of its own
+ISOLATED_MASKS = 4  # masks in jobs of its own for a sequence whose masks were late; doubled each time
+MAX_DOUBLINGS = 8  # doublings of ISOLATED_MASKS
+LIMIT_S = 10.0  # limit for the masks of one job: some ambiguous grammars never end
+ABANDON_S = LIMIT_S / 2  # limit for a shared job; then each of its sequences restarts in a job of its own
 # In llguidance's messages about limits; the first depends on a sequence's text alone.
 ITEMS_ERROR = "items; max is"
 LEXER_ERROR = "lexer error: too many"
-TOKENS_PER_MASK = 16  # that a matcher takes again between two masks
-HOLD_S = 0.0005  # that a job waits for a compiled grammar that another job uses
+TOKENS_PER_MASK = 16  # tokens that a matcher replays between two masks
+HOLD_S = 0.0005  # wait of a job for a compiled grammar that another job uses
 MAX_FORCED = 64  # tokens; after more, forced tokens are not looked for: a text of 250,000 characters takes a second
 
 _log = structlog.get_logger("quire.engine")
@@ -45,14 +45,14 @@ class MaskJob:
     __slots__ = ("held", "is_abandoned", "is_done", "is_late", "masks", "num_masks", "parts", "started")
 
     def __init__(self) -> None:
-        self.parts: list[tuple[RunningGrammar, int, tuple[int, ...]]] = []  # with the first mask and the draft tokens
+        self.parts: list[tuple[RunningGrammar, int, tuple[int, ...]]] = []  # grammar, its first mask, its draft tokens
         self.masks: Any = None  # int32 [num_masks, words]
         self.num_masks = 0
         self.is_done = False
-        self.is_late = False  # its masks missed their step
-        self.is_abandoned = False  # its matchers are lost: its sequences restart
+        self.is_late = False  # the masks missed their step
+        self.is_abandoned = False  # the matchers are lost: their sequences restart
         self.started = 0.0  # time.monotonic() when its computation began; 0 before
-        self.held: list[CompiledGrammar] = []  # whose locks it holds
+        self.held: list[CompiledGrammar] = []  # grammars whose locks the job holds
 
     def note_progress(self) -> None:
         """Count the time of its computation from now on."""
@@ -97,18 +97,18 @@ class RunningGrammar:
 
     sampling: SamplingSpec
     matcher: LLMatcher | None = None  # None until the grammar is compiled
-    compiled: CompiledGrammar | None = None  # what the matcher is a copy of: it counts while this refers to it
+    compiled: CompiledGrammar | None = None  # source of the matcher's copy: this reference makes it count as used
     num_consumed: int = 0  # generated tokens that the matcher has taken
     job: MaskJob | None = None
-    row: int = 0  # of the job's masks: the first of this sequence
+    row: int = 0  # first mask of this sequence among the job's masks
     end: int = 0  # the masks are those after the first `end` tokens of the context, and after each draft token
     drafts: tuple[int, ...] = ()
     error: str | None = None  # why there are no masks
     isolated_masks_left: int = 1  # masks still to compute in jobs of its own, before it joins the shared job again
     num_late: int = 0  # times that its masks missed their step, up to MAX_DOUBLINGS
     is_beam: bool = False
-    may_force: bool = True  # its forced tokens are looked for, in the step's thread
-    is_alone: bool = False  # it shares no compiled grammar
+    may_force: bool = True  # the step's thread looks for forced tokens
+    is_alone: bool = False  # the sequence shares no compiled grammar
     needs_restart: bool = False  # the matcher must be rebuilt: others exhausted or blocked the compiled grammar
     blocked_since: float = 0.0  # time.monotonic() since which jobs of others use its compiled grammar; 0: none does
 
@@ -158,7 +158,7 @@ class RunningGrammar:
 
     def note_late(self) -> None:
         """Isolate the next masks: the last ones missed their step."""
-        if self.matcher is not None:  # else its grammar is being compiled, which says nothing about its masks
+        if self.matcher is not None:  # otherwise the grammar is being compiled, which says nothing about its masks
             self.isolated_masks_left = ISOLATED_MASKS << self.num_late
             self.num_late = min(self.num_late + 1, MAX_DOUBLINGS)
 
@@ -229,7 +229,7 @@ class MaskQueue:
 
     def __init__(self, num_cores: int) -> None:
         self.changed = threading.Condition()  # notified when a job is done, in whatever thread
-        self.num_words = 0  # of a mask; set with the first grammar
+        self.num_words = 0  # words of a mask; set with the first grammar
         self._num_cores = num_cores
         self._executor = LLExecutor(num_cores)
         self._lock = threading.Lock()
@@ -257,7 +257,7 @@ class MaskQueue:
                     job.is_abandoned = True
                 self._executor = LLExecutor(self._num_cores)  # jobs wait for the threads of the other one
                 slow, self._jobs = self._jobs, deque()
-                while len(slow) > 1:  # its thread must compute no other
+                while len(slow) > 1:  # the job's thread must compute no other
                     slow.pop()
 
     def compute(self, job: MaskJob, prepare: Callable[[], None] | None = None) -> None:
@@ -284,7 +284,7 @@ class MaskQueue:
                 running.error = str(error) if is_known else f"computing the masks failed: {_shown(error)}"
         finally:
             job.release()
-        job.parts.clear()  # they refer to the job: matchers of ended sequences would wait for the garbage collector
+        job.parts.clear()  # parts refer to the job: matchers of ended sequences would wait for the garbage collector
         with self.changed:
             job.is_done = True
             self.changed.notify_all()
@@ -323,9 +323,9 @@ class StepMasks:
     """The masks of one step. Its thread calls `wait` when the rows are computed, then `advance` and `compute_next`."""
 
     queue: MaskQueue
-    wait_s: float  # for masks, if other sequences sample in the step
-    wait_alone_s: float  # if none does
-    sampling: list[tuple[RunningGrammar, ScheduledSequence, int]] = field(default_factory=list)  # and its first sample
+    wait_s: float  # wait for masks, if other sequences sample in the step
+    wait_alone_s: float  # wait if no other sequence samples
+    sampling: list[tuple[RunningGrammar, ScheduledSequence, int]] = field(default_factory=list)  # int: first sample
     busy: set[int] = field(default_factory=set)  # request ids whose matcher computes masks for other tokens
     others_sample: bool = False  # sequences without a grammar
     next: MaskJob = field(default_factory=MaskJob)  # the masks after the samples

@@ -23,7 +23,7 @@ from .grammars import check_structure, lark_rule
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
-_SchemaOf = Callable[[Mapping[str, Any], bool], dict[str, Any]]  # of a function; whether its integers are bounded
+_SchemaOf = Callable[[Mapping[str, Any], bool], dict[str, Any]]  # True: bounded integers
 
 _log = structlog.get_logger("quire.engine")
 
@@ -49,7 +49,7 @@ class ToolCalls:
         """
         self._choice = choice
         self._check_anew = check
-        self._refusals: dict[StructuredOutputs, InvalidRequest | None] = {}  # of grammars that were checked; or None
+        self._refusals: dict[StructuredOutputs, InvalidRequest | None] = {}  # None: a valid grammar
         functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         names = functions if choice.names is None else choice.names
         if unknown := [name for name in names if name not in functions]:
@@ -70,7 +70,7 @@ class ToolCalls:
             if name in names and choice.needed != "none"
         }
         self._grammar_markup = markup
-        self.markup = markup if self._functions else markup.without_calls()  # of the text that the parser gets
+        self.markup = markup if self._functions else markup.without_calls()  # markup in the parser's text
 
     def structure(self, prompt: str, answer: StructuredOutputs | None) -> StructuredOutputs | None:
         """Return what the output must match: calls, or else `answer`, after any reasoning. None: any text.

@@ -23,8 +23,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 STACK_BYTES = 256 << 20  # 256 KiB of references, the longest grammar, take 70 MB
 NUM_TOKENS = 4  # bytes that a grammar takes in a trial
-MAX_TOKEN_S = 0.025  # of CPU time for one: the library holds the GIL meanwhile
-DEAD_END = "NoExtension"  # in the library's message: no byte may follow, and the text may not end
+MAX_TOKEN_S = 0.025  # CPU time of one token: the library holds the GIL meanwhile
+DEAD_END = "NoExtension"  # word of the library's message: no byte may follow, and the text may not end
 END = 256  # the token that ends a text
 
 
@@ -99,7 +99,7 @@ def _data_bytes() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # for one that is stopped when its server ends
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a stopped process must end with its server
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=main)
     thread.start()

@@ -20,12 +20,12 @@ from pathlib import Path
 from ...common.errors import Unavailable
 
 MAX_PROCESSES = 2
-TRIAL_PROCESS_BYTES = 24 << 20  # that a process takes at start
-MAX_BYTES = 128 << 20  # that it may take for a grammar: a regular expression of 100 KB takes 60 MiB
-MAX_LEFT_BYTES = 32 << 20  # that it may keep then
-MAX_CPU_S = 2  # of CPU time for it, about
-IDLE_S = 30  # after which processes that try no grammar end
-TRIAL_WAIT_S = 30  # by the clock, on a machine that has no time for it
+TRIAL_PROCESS_BYTES = 24 << 20  # memory of a process at start
+MAX_BYTES = 128 << 20  # growth by a grammar: a regular expression of 100 KB takes 60 MiB
+MAX_LEFT_BYTES = 32 << 20  # growth that may remain after a grammar
+MAX_CPU_S = 2  # CPU seconds per grammar, approximate
+IDLE_S = 30  # idle time after which a process ends
+TRIAL_WAIT_S = 30  # wall time per grammar, on a machine that has no time for it
 TRIAL_PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("trial_process.py")))
 TRIAL_COMMAND = (*TRIAL_PROGRAM, *map(str, (MAX_CPU_S, MAX_BYTES, MAX_LEFT_BYTES)))
 TOO_MUCH = f"compiling it takes more than {MAX_CPU_S} s or {MAX_BYTES >> 20} MiB"
@@ -43,7 +43,7 @@ class Trials:
         self._idle: list[subprocess.Popen[bytes]] = []
         self._trying: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
-        self._timer: threading.Timer | None = None  # until the idle processes end
+        self._timer: threading.Timer | None = None  # timer that ends idle processes
         self._is_closed = False
 
     def refusal(self, grammar: str, limits: Mapping[str, int]) -> str:

@@ -19,7 +19,7 @@ class FakeRequestRouter:
     """Serve's base class of routers."""
 
     def __init__(self) -> None:
-        self.curr_replicas: dict[str, Any] = {}  # by replica id
+        self.curr_replicas: dict[str, Any] = {}  # replica id -> replica
 
     def update_replicas(self, replicas: list[Any]) -> None:
         self.curr_replicas = {replica.replica_id: replica for replica in replicas}
