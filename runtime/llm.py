@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from .common.config import EngineConfig, EngineOptions
 from .common.errors import InvalidRequest, NotOpen
-from .common.images import take_images
+from .common.images import extract_images
 from .common.loop_thread import LoopThread
 from .common.options import suggestion
 from .common.prompts import PromptImage, as_documents, as_prompts, as_token_ids, chat_messages, chat_tools
@@ -115,7 +115,7 @@ class LLM:
         Raises InvalidRequest if the model has no template or the template refuses the messages, and as `generate`.
         """
         engine = self._open_engine()
-        bare, images = take_images(messages)
+        bare, images = extract_images(messages)
         request = GenerateRequest(
             prompt=None,
             messages=chat_messages(bare),

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from ..common.errors import ConfigError, GenerationFailed, InvalidRequest, NotOpen, ProtocolError, QuireError
-from ..common.images import take_images
+from ..common.images import extract_images
 from ..common.prompts import as_documents, as_prompts, as_token_ids, chat_messages, shown
 from ..common.types import ChatOptions, OutputChunk, RequestOutput, SamplingParams, check_arguments, join_chunks
 from ..net.address import UnixAddress, parse_address
@@ -131,7 +131,7 @@ class AsyncClient:
         if not isinstance(sampling_params, SamplingParams | None):
             kind = type(sampling_params).__name__
             raise InvalidRequest(f"sampling_params must be a SamplingParams such as SamplingParams(), not {kind}")
-        messages, images = take_images(options.get("messages"))
+        messages, images = extract_images(options.get("messages"))
         chat = options.get("chat")
         if not isinstance(chat, ChatOptions | None):
             raise InvalidRequest(f"chat must be a ChatOptions such as ChatOptions(tools=[…]), not {shown(chat)}")

@@ -23,7 +23,7 @@ class ReceivedOutputs:
         self._ended: set[int] = set()
         self._without_tokens: set[int] = set()  # outputs that got TOKENS without ids, which only end an output
 
-    def take(self, answer: Tokens | Done) -> OutputChunk | None:
+    def receive(self, answer: Tokens | Done) -> OutputChunk | None:
         """Return the answer as a chunk of its output; None if it was received before.
 
         Raises ProtocolError for tokens before which others are missing.

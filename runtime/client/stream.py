@@ -91,7 +91,7 @@ class TokenStream:
                 self._attempts = self._num_fruitless = 0
                 self._give_up_at = None
                 self._received += len(answer.token_ids) if isinstance(answer, Tokens) else 0
-                return self._outputs.take(answer)
+                return self._outputs.receive(answer)
             case Accepted():
                 self._give_up_at = None  # the first tokens may take long, so keep `_attempts` until they arrive
                 self._was_accepted = True

@@ -308,14 +308,14 @@ class ServerSession:
         if self._flush_handle is not None:
             self._flush_handle.cancel()
             self._flush_handle = None
-        if begun := self._take(self.begun):
+        if begun := self._drain(self.begun):
             self.link.send(RequestsBegun(tuple([self._elsewhere(each) for each in begun])))
-        updates = [self._outgoing(update) for update in self._take(self.updates)]
-        prefilled = [self._elsewhere(each) for each in self._take(self.prefilled)]
+        updates = [self._outgoing(update) for update in self._drain(self.updates)]
+        prefilled = [self._elsewhere(each) for each in self._drain(self.prefilled)]
         if updates or prefilled or step is not None:
             num_waiting = self._pool.num_waiting
             self.link.send(StepReport(tuple(updates), num_waiting, 0, step, tuple(prefilled)))
-        for failure in self._take(self.failures):
+        for failure in self._drain(self.failures):
             self._requests.pop(failure.request_id, None)
             self.link.send(HostRequestFailed(failure.request_id - self._first_id, failure.error, failure.message))
 
@@ -325,7 +325,7 @@ class ServerSession:
         theirs = [each - self._first_id for each in request_ids if each in self._requests and each not in self._adding]
         self.link.send(HostRestarting(tuple(theirs)))
 
-    def _take(self, held: list[T]) -> list[T]:
+    def _drain(self, held: list[T]) -> list[T]:
         taken = [each for each in held if each.request_id not in self._adding] if self._adding else list(held)
         held[:] = [each for each in held if each.request_id in self._adding] if self._adding else ()
         return taken

@@ -20,7 +20,7 @@ DETAILS = ("auto", "low", "high")  # every image gets the resolution that its mo
 IMAGE_PART: dict[str, Any] = {"type": IMAGE}
 
 
-def take_images(messages: object, place: Callable[[int], str] = PLACE) -> tuple[object, tuple[bytes, ...]]:
+def extract_images(messages: object, place: Callable[[int], str] = PLACE) -> tuple[object, tuple[bytes, ...]]:
     """Return the messages with bare image parts, and the encoded images in order.
 
     An image is `{"type": "image", "image": bytes}` or OpenAI's `{"type": "image_url", "image_url": {"url": …}}` with a
@@ -29,7 +29,7 @@ def take_images(messages: object, place: Callable[[int], str] = PLACE) -> tuple[
     if not isinstance(messages, list | tuple):
         return messages, ()
     images: list[bytes] = []
-    bare = [_take(each, place(index), images) for index, each in enumerate(messages)]
+    bare = [_extract(each, place(index), images) for index, each in enumerate(messages)]
     return (bare, tuple(images)) if images else (messages, ())
 
 
@@ -38,7 +38,7 @@ def count_image_parts(messages: Iterable[object]) -> int:
     return sum(_kind(part) == IMAGE for message in messages for part in _parts(message))
 
 
-def _take(message: object, where: str, images: list[bytes]) -> object:
+def _extract(message: object, where: str, images: list[bytes]) -> object:
     """Return the message with bare image parts, after their bytes are added to `images`."""
     parts = list(_parts(message))
     if not isinstance(message, Mapping) or not any(_kind(part) in _READERS for part in parts):

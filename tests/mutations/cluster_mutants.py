@@ -127,8 +127,8 @@ MUTANTS = [
     ),
     Mutant(
         HOST,
-        "        for failure in self._take(self.failures):\n            self._requests.pop(failure.request_id, None)\n",
-        "        for failure in self._take(self.failures):\n",
+        "        for failure in self._drain(self.failures):\n            self._requests.pop(failure.request_id, None)\n",
+        "        for failure in self._drain(self.failures):\n",
         "a host waits for failed requests when it leaves",
     ),
     Mutant(

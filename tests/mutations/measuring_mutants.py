@@ -364,8 +364,8 @@ MUTANTS = [
     ),
     Mutant(
         SIMULATOR,
-        "            end += self._spill.take_spent_s()\n",
-        "            self._spill.take_spent_s()\n",
+        "            end += self._spill.pop_spent_s()\n",
+        "            self._spill.pop_spent_s()\n",
         "a simulated disk takes no time",
         SIMULATOR_TESTS,
     ),

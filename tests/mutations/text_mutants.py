@@ -369,8 +369,8 @@ MUTANTS = [
     ),
     Mutant(
         PARSER,
-        "if self._in_body and not is_cut:\n            self._take(rest, deltas)",
-        "if self._in_body:\n            self._take(rest, deltas)",
+        "if self._in_body and not is_cut:\n            self._add_text(rest, deltas)",
+        "if self._in_body:\n            self._add_text(rest, deltas)",
         "what may be markup is shown at the end of a cut message in channels",
         MARKUP_TESTS,
     ),

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from quire import LLM, ContextLengthExceeded, InvalidRequest, Overloaded, QuotaExceeded, SamplingParams
 from quire.runtime.client import AsyncClient
-from quire.runtime.common.images import take_images
+from quire.runtime.common.images import extract_images
 from quire.runtime.engine.text import Tokenizer
 from quire.runtime.engine.text.content_marks import RenderedChat
 from quire.runtime.server.openai.json_body import BodyReader
@@ -150,7 +150,7 @@ async def test_a_prompt_with_images_can_be_tokenized(real: Any) -> None:
 
 
 async def test_frames_have_images_only_if_they_were_negotiated(real: Any) -> None:
-    bare, files = take_images(messages(RED))
+    bare, files = extract_images(messages(RED))
     fields = [None, {"max_tokens": 2}, None, 0, None, bare, None, None, False, None, None, [], "", list(files)]
     old = await real.raw()
     old.send("MODELS", 1)

@@ -13,7 +13,7 @@ from quire import SamplingParams
 from quire.runtime.cluster import Cluster, Members, connected_cluster
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError
-from quire.runtime.common.images import take_images
+from quire.runtime.common.images import extract_images
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.settings import Settings
 from quire.runtime.engine import EmbedRequest, Engine, GenerateRequest, load_texts
@@ -37,7 +37,7 @@ TEXTS = tuple(f"text {index % 7} " * (1 + index % 11) for index in range(1200))
 
 
 def asked_about(*files: bytes, n: int = 1) -> GenerateRequest:
-    bare, images = take_images(messages(*files))
+    bare, images = extract_images(messages(*files))
     params = SamplingParams(max_tokens=180, ignore_eos=True, temperature=0.8, seed=3, n=n)
     return GenerateRequest(prompt=None, messages=bare, image_files=images, sampling_params=params)
 

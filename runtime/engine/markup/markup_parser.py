@@ -120,7 +120,7 @@ class MarkupParser:
 
     def _thoughts(self) -> Callable[[], Any] | None:
         assert self._reasoning is not None, "the prompt ends with its literal"
-        return self._bare if self._take_until(self._reasoning.close, "reasoning") else None
+        return self._bare if self._read_until(self._reasoning.close, "reasoning") else None
 
     def _bare(self) -> Callable[[], Any] | None:
         """Find out whether the answer begins with calls that nothing announces."""
@@ -135,8 +135,8 @@ class MarkupParser:
     def _answer(self) -> Callable[[], Any] | None:
         calls = self._calls
         if calls is None:
-            self._take_until("", "content")
-        elif self._take_until(calls.trigger, "content"):
+            self._read_until("", "content")
+        elif self._read_until(calls.trigger, "content"):
             return self._expect((calls.begin + calls.open)[len(calls.trigger) :], self._name)
         return None
 
@@ -196,8 +196,8 @@ class MarkupParser:
         self._after_expected = then
         return self._literal
 
-    def _take_until(self, literal: str, kind: DeltaKind) -> bool:
-        """Take text up to `literal`, and it too; return whether it was found. Without a literal take all there is."""
+    def _read_until(self, literal: str, kind: DeltaKind) -> bool:
+        """Read text up to and including `literal`; return whether it was found. Without a literal, read everything."""
         if self._skips_space:
             self._buffer = self._buffer.lstrip(SPACE)
             self._skips_space = not self._buffer
@@ -253,7 +253,7 @@ class ChannelParser:
         rest = self._buffer
         self._buffer = ""
         if self._in_body and not is_cut:
-            self._take(rest, deltas)
+            self._add_text(rest, deltas)
         if self._arguments is not None and (text := self._arguments.finish(is_cut)):
             deltas.append(Delta("arguments", text))
         return deltas
@@ -302,11 +302,11 @@ class ChannelParser:
         places = [(place, each) for each in self._ends if (place := self._buffer.find(each)) >= 0]
         if not places:
             end = len(self._buffer) - max(num_held(self._buffer, each) for each in self._ends)
-            self._take(self._buffer[:end], deltas)
+            self._add_text(self._buffer[:end], deltas)
             self._buffer = self._buffer[end:]
             return False
         end, literal = min(places)
-        self._take(self._buffer[:end], deltas)
+        self._add_text(self._buffer[:end], deltas)
         if self._arguments is not None and (text := self._arguments.finish(is_cut=False)):
             deltas.append(Delta("arguments", text))
         self._arguments = None
@@ -314,7 +314,7 @@ class ChannelParser:
         self._in_body = False
         return True
 
-    def _take(self, text: str, deltas: list[Delta]) -> None:
+    def _add_text(self, text: str, deltas: list[Delta]) -> None:
         if self._arguments is not None:
             if not self._arguments.is_complete and (piece := self._arguments.feed(text)[0]):
                 deltas.append(Delta("arguments", piece))

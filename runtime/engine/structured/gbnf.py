@@ -100,7 +100,7 @@ class _Reader:
         rules: dict[str, Node] = {}
         self._skip(_SPACE_AND_LINES)
         while self._at < len(self._text):
-            name = self._take(_NAME, "the name of a rule")[0]
+            name = self._expect(_NAME, "the name of a rule")[0]
             self._skip(_SPACE)
             if not self._text.startswith("::=", self._at):
                 raise self._error(f"::= must follow the name of the rule {name!r}")
@@ -109,7 +109,7 @@ class _Reader:
             if name in rules:
                 raise self._error(f"the rule {name!r} is defined twice")
             rules[name] = self._alternatives(_SPACE)
-            self._take(_END_OF_LINE, "the end of the line")
+            self._expect(_END_OF_LINE, "the end of the line")
             self._skip(_SPACE_AND_LINES)
         return rules
 
@@ -167,7 +167,7 @@ class _Reader:
                 self._at += 1
                 least, most = _QUANTIFIERS[sign]
             else:
-                times = self._take(_TIMES, "a number of repetitions, as in {2}, {2,} or {2,5}")
+                times = self._expect(_TIMES, "a number of repetitions, as in {2}, {2,} or {2,5}")
                 least = int(times[1])
                 most = least if times[2] is None else None if times[3] is None else int(times[3])
                 if max(least, most or 0) > MAX_REPETITIONS or (most is not None and most < least):
@@ -214,7 +214,7 @@ class _Reader:
         if self._text[self._at] != "\\":
             self._at += 1
             return self._text[self._at - 1]
-        escaped = self._take(_ESCAPED, r"an escape: \n, \r, \t, \\, \", \[, \], \xHH, \uHHHH or \UHHHHHHHH")
+        escaped = self._expect(_ESCAPED, r"an escape: \n, \r, \t, \\, \", \[, \], \xHH, \uHHHH or \UHHHHHHHH")
         if (sign := escaped[4]) is not None:
             return _CONTROLS.get(sign, sign)
         code = int(escaped[1] or escaped[2] or escaped[3], 16)
@@ -226,7 +226,7 @@ class _Reader:
         found = pattern.match(self._text, self._at)
         self._at = found.end() if found else self._at
 
-    def _take(self, pattern: re.Pattern[str], expected: str) -> re.Match[str]:
+    def _expect(self, pattern: re.Pattern[str], expected: str) -> re.Match[str]:
         found = pattern.match(self._text, self._at)
         if found is None:
             raise self._error(f"expected {expected}")

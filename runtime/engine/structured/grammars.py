@@ -370,7 +370,7 @@ class Grammars:
         matcher = running.matcher
         assert matcher is not None, "its grammar is compiled"
         job.hold_all()
-        if job.parts and not running.take_again(pending, job.note_progress):
+        if job.parts and not running.replay(pending, job.note_progress):
             error = matcher.get_error()
             if running.is_alone and ITEMS_ERROR not in error and LEXER_ERROR not in error:
                 raise InvalidRequest(UNMATCHED)

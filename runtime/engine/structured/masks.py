@@ -172,28 +172,28 @@ class RunningGrammar:
         """Return the next mask if it is known since the grammar was compiled: before the first token."""
         return None if self.compiled is None or self.num_consumed else self.compiled.first_mask
 
-    def take(self, token_ids: Sequence[int]) -> bool:
-        """Let the matcher take generated tokens. Return whether the grammar allows them."""
+    def accept(self, token_ids: Sequence[int]) -> bool:
+        """Advance the matcher over generated tokens. Return whether the grammar allows them."""
         matcher = self.matcher
-        assert matcher is not None, "a grammar is compiled before it takes tokens"
+        assert matcher is not None, "a grammar is compiled before it accepts tokens"
         self.num_consumed += len(token_ids)
         return all(map(matcher.consume_token, token_ids))  # one by one: a call holds the GIL
 
-    def take_again(self, token_ids: Sequence[int], note_progress: Callable[[], None]) -> bool:
-        """Let the matcher take tokens that were generated before. Return whether the grammar allows them.
+    def replay(self, token_ids: Sequence[int], note_progress: Callable[[], None]) -> bool:
+        """Advance the matcher over tokens that were generated before. Return whether the grammar allows them.
 
         The library makes a limited number of expressions with each mask and the tokens after it. When they are used up,
         a lexer rejects tokens that the grammar allows. A lexer of one sequence computes all masks, as generation did.
         """
         matcher = self.matcher
-        assert matcher is not None, "a grammar is compiled before it takes tokens"
+        assert matcher is not None, "a grammar is compiled before it accepts tokens"
         for index, token_id in enumerate(token_ids):
             if self.is_alone or index % TOKENS_PER_MASK == 0:
                 matcher.compute_bitmask()
                 note_progress()
                 if matcher.is_error():
                     return True  # `note_limit` says which limit
-            if not self.take((token_id,)):
+            if not self.accept((token_id,)):
                 return False
         return True
 
@@ -360,7 +360,7 @@ class StepMasks:
                     continue
                 held = running.compiled
             accepted = (token.token_id,) if sequence.num_samples == 1 else _accepted(sequence, sampled, at)
-            running.take(accepted)
+            running.accept(accepted)
             running.end += len(accepted)
             forced = running.forced(max_forced) if running.may_force else ()
             if forced:

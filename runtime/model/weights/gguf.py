@@ -253,7 +253,7 @@ class _Part:
             raise CorruptCheckpoint(
                 f"{self.path} is not a GGUF file: it begins with {bytes(magic)!r}, not {GGUF_MAGIC!r}"
             )
-        cursor.take(4, "its first bytes")
+        cursor.skip(4, "its first bytes")
         version = cursor.u32("its version")
         if version & 0xFFFF == 0 and version:
             raise UnsupportedModel(f"{self.path} is a big-endian GGUF file; only little-endian files are supported")
@@ -285,7 +285,7 @@ class _Part:
         if kind == _STRING:
             cursor.skip_strings(count, key)
         elif kind in _SIZES:
-            cursor.take(count * _SIZES[kind], key)
+            cursor.skip(count * _SIZES[kind], key)
         else:
             raise CorruptCheckpoint(f"{self.path}: {key} has type {kind}, which is not a type of a value")
         return _Entry(kind, is_array, count, begin)
@@ -358,7 +358,7 @@ class _Cursor:
         self.data = data
         self.at = 0
 
-    def take(self, nbytes: int, what: str) -> int:
+    def skip(self, nbytes: int, what: str) -> int:
         """Move past `nbytes` bytes; return where they begin."""
         begin = self.at
         if nbytes > len(self.data) - begin:
@@ -367,11 +367,11 @@ class _Cursor:
         return begin
 
     def u32(self, what: str) -> int:
-        value: int = _U32.unpack_from(self.data, self.take(4, what))[0]
+        value: int = _U32.unpack_from(self.data, self.skip(4, what))[0]
         return value
 
     def u64(self, what: str) -> int:
-        value: int = _U64.unpack_from(self.data, self.take(8, what))[0]
+        value: int = _U64.unpack_from(self.data, self.skip(8, what))[0]
         return value
 
     def name(self, most: int, what: str) -> str:
@@ -379,7 +379,7 @@ class _Cursor:
         length = self.u64(what)
         if not 1 <= length <= most:
             raise CorruptCheckpoint(f"{self.path}: {what} has {length} bytes, not 1 to {most}")
-        begin = self.take(length, what)
+        begin = self.skip(length, what)
         try:
             return str(self.data[begin : self.at], "utf-8")
         except UnicodeDecodeError as error:

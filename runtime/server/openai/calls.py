@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ...common.errors import InvalidRequest
-from ...common.images import take_images
+from ...common.images import extract_images
 from ...common.prompts import PLACE, chat_messages, shown
 from ...common.types import SamplingParams
 from ...engine.facade import EngineInfo, GenerateRequest
@@ -176,7 +176,7 @@ def checked_messages(
     if not isinstance(value, list):
         raise BadRequest(f"{field} must be a list, not {shown(value)}", field)
     try:
-        bare, images = take_images(value, place)
+        bare, images = extract_images(value, place)
         messages = chat_messages(bare, place)
         check_num_images(len(images), info)
     except InvalidRequest as error:

@@ -110,7 +110,7 @@ class SimulatedSpill:
     def seconds(self, num_pages: int) -> float | None:
         return num_pages * (self._write_s + self._read_s) if num_pages <= len(self._free) else None
 
-    def take_spent_s(self) -> float:
+    def pop_spent_s(self) -> float:
         """Return the seconds of disk time since the last call; the scheduler waits for the disk."""
         spent_s = self._spent_s
         self._spent_s = 0.0
@@ -203,7 +203,7 @@ class Simulator:
         duration_s = self._cost(plan)
         end = start + duration_s + len(plan.sequences) * self._sequence_s
         if self._spill is not None:
-            end += self._spill.take_spent_s()
+            end += self._spill.pop_spent_s()
         self._step = _Step(plan, start, duration_s, self.pager.pool.num_owned)
         return end
 

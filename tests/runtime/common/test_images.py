@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from quire.runtime.common.errors import InvalidRequest
-from quire.runtime.common.images import count_image_parts, take_images
+from quire.runtime.common.images import count_image_parts, extract_images
 from quire.runtime.common.prompts import chat_messages
 
 URL = f"data:image/png;base64,{base64.b64encode(b'abc').decode()}"
@@ -27,7 +27,7 @@ def test_images_are_taken_in_order() -> None:
         {"role": "assistant", "content": "hm"},
         *user({"type": "image_url", "image_url": URL}),
     ]
-    bare, images = take_images(messages)
+    bare, images = extract_images(messages)
     assert images == (b"abc", b"x", b"abc")
     assert bare == [*user(BARE, text, BARE), {"role": "assistant", "content": "hm"}, *user(BARE)]
     assert chat_messages(bare)[0]["content"] == [BARE, text, BARE]
@@ -37,14 +37,14 @@ def test_images_are_taken_in_order() -> None:
 
 def test_the_header_of_a_data_url_has_any_case() -> None:
     url = URL.replace("data:image/png;base64", "DATA:Image/PNG;Base64")
-    assert take_images(user({"type": "image_url", "image_url": url}))[1] == (b"abc",)
+    assert extract_images(user({"type": "image_url", "image_url": url}))[1] == (b"abc",)
 
 
 @pytest.mark.parametrize(
     "messages", [None, "x", 5, [], [5], [{"role": "user"}], [{"content": 5}], user("x", 5, {"type": 5}, {"type": [1]})]
 )
 def test_other_forms_are_left_alone(messages: Any) -> None:
-    assert take_images(messages) == (messages, ())
+    assert extract_images(messages) == (messages, ())
 
 
 def test_texts_are_joined_without_images() -> None:
@@ -75,12 +75,12 @@ REFUSED = {
 @pytest.mark.parametrize(("url", "reason"), REFUSED.values(), ids=REFUSED.keys())
 def test_another_url_is_refused(url: Any, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=rf"messages\[0\]: content\[1\].*{reason}"):
-        take_images(user({"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": url}}))
+        extract_images(user({"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": url}}))
 
 
 def test_other_details_and_images_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="detail must be one of auto, low, high, not 'huge'"):
-        take_images(user({"type": "image_url", "image_url": {"url": URL, "detail": "huge"}}))
+        extract_images(user({"type": "image_url", "image_url": {"url": URL, "detail": "huge"}}))
     for image in ("x", None, [1], 5):
         with pytest.raises(InvalidRequest, match="image must be the bytes of an image file"):
-            take_images(user({"type": "image", "image": image}))
+            extract_images(user({"type": "image", "image": image}))

@@ -813,7 +813,7 @@ def test_a_call_of_which_one_sequence_is_left_computes_its_own_mask(
     first = ready(masks.begin([sequence(each, [], request_id=number) for number, each in structures.items()]))
     job = MaskJob()
     for number in structures:
-        assert masks._running[number].take(taken)
+        assert masks._running[number].accept(taken)
         job.add(masks._running[number], ())
     compiled, left = masks._running[blocked].compiled, masks._running[3 - blocked]
     assert compiled is not None

@@ -155,8 +155,8 @@ def test_spilling_takes_slots_and_time() -> None:
     assert len(set(slots)) == 2
     assert spill.save([7, 8]) is None
     assert spill.load(slots, [1, 2])
-    assert spill.take_spent_s() == pytest.approx(0.003)
-    assert spill.take_spent_s() == 0.0
+    assert spill.pop_spent_s() == pytest.approx(0.003)
+    assert spill.pop_spent_s() == 0.0
     spill.free(slots)
     assert spill.seconds(3) is not None
 
