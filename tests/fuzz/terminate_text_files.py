@@ -146,7 +146,8 @@ async def use(address: str, random: Random) -> None:
 
 async def wait(this: Round, limit_s: float) -> tuple[bool, float]:
     """Wait until no process of the server lives. Return whether that took at most `limit_s`, and the time it took."""
-    began, num_polls = time.monotonic(), 0
+    began = time.monotonic()
+    num_polls = 0
     while this.living() and num_polls * POLL_S < LATE_S:
         await asyncio.sleep(POLL_S)
         this.look()
@@ -179,7 +180,8 @@ async def serving(this: Round, random: Random) -> None:
 async def one_round(number: int, case: int, weights: Path, seed: int, report: CampaignReport) -> float | None:
     """Run one server to its end. Return how long it took after SIGTERM; None if it had ended before."""
     random = Random(f"{seed} {number} moments")
-    phase, num_breaches = "use" if number % 2 else "load", len(report.breaches)
+    phase = "use" if number % 2 else "load"
+    num_breaches = len(report.breaches)
     what = f"round {number}: case {case} ({kind_of(case)}), {phase}"
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryFile("w+") as log:
         folder = Path(name)
@@ -221,7 +223,8 @@ def _judge(this: Round, what: str, report: CampaignReport) -> None:
 
 async def main(options: argparse.Namespace, report: CampaignReport) -> None:
     took: list[float] = []
-    number, usable = options.first, UsableCases(options.seed)
+    number = options.first
+    usable = UsableCases(options.seed)
     with tempfile.TemporaryDirectory() as name:
         weights = Path(name)
         write_weights(weights)

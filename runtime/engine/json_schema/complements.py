@@ -26,10 +26,12 @@ def other_texts(texts: Iterable[str], *, beginning: bool = False) -> str | None:
 
 def without_look_aheads(pattern: str) -> list[str]:
     """Return patterns of which a text has all if it has this one, which begins with look-aheads; none if unknown."""
-    rest, found = pattern.removeprefix("^"), list[str]()
+    rest = pattern.removeprefix("^")
+    found: list[str] = []
     while rest != pattern and (opening := rest[:3]) in ("(?=", "(?!"):
         end = end_of_group(rest)
-        inner, rest = rest[3 : end - 1], rest[end:]
+        inner = rest[3 : end - 1]
+        rest = rest[end:]
         if end == 0 or rest[:1] in _QUANTIFIERS:
             return []
         other: str | None = f"^(?:{inner})" if opening == "(?=" else _complement(inner)

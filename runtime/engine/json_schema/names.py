@@ -58,7 +58,9 @@ def with_least_properties(schema: _Schema) -> _Schema:
 
     One of the optional properties that it names is required.
     """
-    least, known, required = schema["minProperties"], schema.get("properties"), required_names(schema)
+    least = schema["minProperties"]
+    known = schema.get("properties")
+    required = required_names(schema)
     if not isinstance(least, int) or isinstance(least, bool) or not isinstance(known, dict):
         return schema
     rest = {key: value for key, value in schema.items() if key != "minProperties"}

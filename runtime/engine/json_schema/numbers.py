@@ -149,7 +149,8 @@ def with_left_out(schema: dict[str, Any]) -> dict[str, Any]:
     if _is_divisor(schema.get("multipleOf")):
         schema = schema | {"multipleOf": _spelled(schema["multipleOf"])}
     limits = {key: schema[key] for key in LIMIT_KEYWORDS if key in schema}
-    left_out, others = list(_left_out(limits)), schema.get("allOf", [])
+    left_out = list(_left_out(limits))
+    others = schema.get("allOf", [])
     if not left_out or not isinstance(others, list) or not _may_be_fraction(schema.get("type", "number")):
         return schema
     kept = {key: value for key, value in schema.items() if key not in limits}

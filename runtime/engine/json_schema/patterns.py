@@ -48,11 +48,13 @@ def _with_one_rotation(pattern: str) -> str:
         opening = _OPENING.match(pattern, begin)
         if times is None or opening is None:
             continue
-        moved, kept, behind = "", "", times.end()
+        moved = kept = ""
+        behind = times.end()
         for part in _sequence(pattern[opening.end() : end - 1]):
             is_behind = pattern.startswith(part, behind) and not _TIMES_OF_PART.match(pattern, behind + len(part))
             if is_behind and not kept:
-                moved, behind = moved + part, behind + len(part)
+                moved = moved + part
+                behind = behind + len(part)
             else:
                 kept += part
         if moved and kept:

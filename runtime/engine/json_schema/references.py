@@ -31,7 +31,8 @@ def check_references(root: _Schema) -> None:
     grounded: set[int] = set()  # ids of schemas from which no references lead in a circle
     for schema in schemas_in_use(root):
         path: dict[int, str] = {}
-        reference, at = "", schema
+        reference = ""
+        at = schema
         while isinstance(at, dict) and id(at) not in grounded:
             if id(at) in path:
                 raise InvalidRequest(
@@ -258,7 +259,8 @@ def _check_finite_values(root: _Schema) -> None:
 
 def _needed_items(schema: _Schema) -> list[Any]:
     """Return the schemas of the first `minItems` items of an array."""
-    least, items = schema.get("minItems"), schema.get("items")
+    least = schema.get("minItems")
+    items = schema.get("items")
     first, others = ("items", "additionalItems") if isinstance(items, list) else ("prefixItems", "items")
     known = schema.get(first)
     if not isinstance(least, int) or not isinstance(known, list | None):
@@ -282,7 +284,8 @@ def _contained(root: _Schema, schema: _Schema) -> list[list[_Schema]]:
         inside = schema.get(key)
         if isinstance(inside, list) and inside:
             lists += [[each] for each in inside] if key == "allOf" else [inside]
-    kind, required = schema.get("type"), schema.get("required")
+    kind = schema.get("type")
+    required = schema.get("required")
     if kind in ("object", ["object"]) and isinstance(required, list):
         lists += [[_property(schema, name)] for name in required if isinstance(name, str)]
     if kind in ("array", ["array"]):

@@ -114,7 +114,8 @@ class _Rewriting:
 
     def _with_negation(self, schema: _Schema) -> _Schema:
         """Replace `not` by the values that are left, or by alternatives."""
-        rest, negated = _left_out(schema, "not"), schema["not"]
+        rest = _left_out(schema, "not")
+        negated = schema["not"]
         excluded = self._all_values(negated)
         listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if excluded is not None and isinstance(listed, list):

@@ -207,7 +207,8 @@ def _with_pattern(schema: dict[str, Any], pattern: str) -> dict[str, Any]:
 
 
 def _check_distinct_keys(schema: _Schema) -> None:
-    least, required = schema.get("minProperties"), schema.get("required")
+    least = schema.get("minProperties")
+    required = schema.get("required")
     is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     keys = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
     if isinstance(least, int) and not is_closed and least > len(keys) + 1:

@@ -58,7 +58,8 @@ def _with_maps(key: str, value: Any, written: Callable[[Any], Any]) -> Any:
 
 def _is_declared(schema: _Schema) -> bool:
     """Return whether an object schema declares properties, and says nothing of others."""
-    known, required = schema.get("properties"), schema.get("required", [])
+    known = schema.get("properties")
+    required = schema.get("required", [])
     if not isinstance(known, dict) or not known or schema.keys() & _OPENING:
         return False
     return isinstance(required, list) and all(isinstance(name, str) and name in known for name in required)

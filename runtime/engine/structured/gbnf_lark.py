@@ -31,7 +31,8 @@ class _Writer:
         self._find_regexes()
         if "root" in self._regexes:
             return f"start: {_terminal(self._regexes['root'])}"
-        needed, pending = {"root"}, ["root"]
+        needed = {"root"}
+        pending = ["root"]
         lines: list[str] = []
         while pending:
             name = pending.pop()

@@ -29,7 +29,8 @@ def load_tables(path: Path) -> LLTokenizer:
 
     Raises GenerationFailed if no token ends the output, and what loading the tokenizer raises.
     """
-    spec, tokenizer = read_spec(path), TextProcessor.load(path).tokenizer
+    spec = read_spec(path)
+    tokenizer = TextProcessor.load(path).tokenizer
     assert tokenizer is not None, "Validator.check_options refuses grammars for a model without tokenizer"
     known = tokenizer.eos_token_ids.union(spec.eos_token_ids)
     ends = sorted(token_id for token_id in known if token_id < spec.vocab_size)

@@ -103,7 +103,8 @@ class Trials:
 
     def _end_idle(self) -> None:
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle = self._idle
+            self._idle = []
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
@@ -159,7 +160,8 @@ def _ask(process: subprocess.Popen[bytes], request: bytes) -> tuple[str, bool] |
     assert process.stdin is not None, "a pipe"
     assert process.stdout is not None, "a pipe"
     give_up_at = time.monotonic() + TRIAL_WAIT_S
-    pipe, unsent = process.stdin.fileno(), memoryview(request)
+    pipe = process.stdin.fileno()
+    unsent = memoryview(request)
     os.set_blocking(pipe, False)
     with contextlib.suppress(BrokenPipeError):
         while unsent:

@@ -787,7 +787,8 @@ def test_unions_of_many_alternatives_are_told_apart_by_their_constants() -> None
 
 def test_alternatives_are_negated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pair of alternatives needs the negation of one of them, which here has 900 constants."""
-    num_negated, others = [0], json_rewriting._others
+    num_negated = [0]
+    others = json_rewriting._others
 
     def count(values: list[Any]) -> list[Any] | None:
         num_negated[0] += 1

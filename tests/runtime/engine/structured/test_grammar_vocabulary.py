@@ -39,7 +39,8 @@ def processor(folder: Path) -> TextProcessor:
 
 def generated(tables: LLTokenizer, processor: TextProcessor, structure: StructuredOutputs, seed: int) -> str:
     """Return the text of random tokens that the grammar allows; short ones, so that texts end."""
-    choose, matcher = random.Random(seed), LLMatcher(tables, grammar_of(structure), log_level=0)
+    choose = random.Random(seed)
+    matcher = LLMatcher(tables, grammar_of(structure), log_level=0)
     token_ids: list[int] = []
     while not matcher.is_stopped() and len(token_ids) < 300:
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -89,7 +90,8 @@ TEXTS = ["cafe\u0301", "\uf900", "\u212b", "ﬁ", "Yes", "NO", " a", "  {", "a "
 @pytest.mark.parametrize("text", TEXTS)
 def test_ids_of_a_forced_text_have_its_bytes(tables: LLTokenizer, text: str) -> None:
     """Where the vocabulary has no token for a byte of the text, the ids end before it."""
-    data, found = text.encode(), tables.decode_bytes(tables.tokenize_str(text))
+    data = text.encode()
+    found = tables.decode_bytes(tables.tokenize_str(text))
     assert data.startswith(found)
     known = {tables.decode_bytes([token_id]) for token_id in range(tables.vocab_size)}
     if all(data[at : at + 1] in known for at in range(len(data))):

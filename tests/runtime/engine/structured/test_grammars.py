@@ -209,7 +209,8 @@ def test_masks_have_the_models_tokens_not_the_tokenizers(tmp_path: Path, vocab_s
 )
 def test_tokens_that_are_looked_at_as_one_have_the_same_masks(structure: StructuredOutputs) -> None:
     tables = load_tables(BUNDLED_MODEL)
-    grammar, choose = grammar_of(structure), random.Random(1)
+    grammar = grammar_of(structure)
+    choose = random.Random(1)
     sliced, plain = (grammars.LLMatcher(each, grammar) for each in (tables, tables.with_slices([])))
     for _ in range(60):
         mask = sliced.compute_bitmask()
@@ -221,7 +222,9 @@ def test_tokens_that_are_looked_at_as_one_have_the_same_masks(structure: Structu
 def test_the_vocabulary_is_loaded_with_the_first_grammar_and_its_time_is_not_the_grammars(
     masks: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load, go_on, calls = grammar_vocabulary.load_tables, threading.Event(), []
+    load = grammar_vocabulary.load_tables
+    go_on = threading.Event()
+    calls = []
 
     def slow(path: Path) -> Any:
         calls.append("load")
@@ -450,7 +453,8 @@ def test_draft_tokens_may_come_before_the_job_without_them_runs(
     requests = (1, 2)
     step = masks.begin([sequence(WORD, [], request_id=number) for number in requests])
     ready(step)
-    go, compute = threading.Event(), MaskQueue._masks
+    go = threading.Event()
+    compute = MaskQueue._masks
 
     def slow(self: MaskQueue, job: Any) -> Any:
         assert go.wait(60)
@@ -469,9 +473,11 @@ def test_a_sequence_whose_mask_was_late_computes_the_next_ones_in_jobs_of_its_ow
 ) -> None:
     monkeypatch.setattr(grammars, "WAIT_S", 0.0)
     monkeypatch.setattr(grammars, "WAIT_ALONE_S", 0.0)
-    structure, generated = StructuredOutputs(regex="[ab]{9}"), [A]
+    structure = StructuredOutputs(regex="[ab]{9}")
+    generated = [A]
     ready(masks.begin([sequence(structure, [])]))
-    go, compute = threading.Event(), MaskQueue._masks
+    go = threading.Event()
+    compute = MaskQueue._masks
 
     def slow(self: MaskQueue, job: Any) -> Any:
         assert go.wait(60)
@@ -516,7 +522,8 @@ def step_until(
     found: dict[int, Any] | None = None,
 ) -> dict[int, Any]:
     """Run steps, at least one, until a condition is true. Return what the last step found, which is also in `found`."""
-    found, deadline = {} if found is None else found, time.monotonic() + 60
+    found = {} if found is None else found
+    deadline = time.monotonic() + 60
     while True:
         found.update(given(masks.begin(sequences)))
         if condition():
@@ -530,7 +537,9 @@ def test_masks_that_never_come_end_their_request_and_no_other(masks: Grammars, m
     guilty = StructuredOutputs(regex="[ab]{2}")
     step = masks.begin([sequence(guilty, []), sequence(WORD, [], request_id=2)])
     ready(step)
-    go, begun, compute = threading.Event(), threading.Event(), MaskQueue._masks
+    go = threading.Event()
+    begun = threading.Event()
+    compute = MaskQueue._masks
 
     def stuck(self: MaskQueue, job: Any) -> Any:
         if any(running.sampling.params.structured_outputs is guilty for running, _, _ in job.parts):
@@ -568,8 +577,12 @@ def test_a_beam_begins_again_where_others_took_its_grammar_to_a_limit(masks: Gra
 
 
 def test_jobs_behind_one_that_never_ends_are_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue, first, behind = MaskQueue(1), MaskJob(), MaskJob()
-    begun, go, computed = threading.Event(), threading.Event(), []
+    queue = MaskQueue(1)
+    first = MaskJob()
+    behind = MaskJob()
+    begun = threading.Event()
+    go = threading.Event()
+    computed = []
 
     def compute(job: MaskJob) -> None:
         job.started = time.monotonic()
@@ -606,7 +619,8 @@ def test_one_mask_waits_for_no_thread_of_the_executor(masks: Grammars) -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_grammar_that_is_never_compiled_holds_up_no_other(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     guilty = StructuredOutputs(regex="[ab]{2}")
-    go, compile_it = threading.Event(), Grammars._compile
+    go = threading.Event()
+    compile_it = Grammars._compile
 
     def stuck(self: Grammars, running: Any) -> Any:
         if running.sampling.params.structured_outputs is guilty:
@@ -634,7 +648,8 @@ def test_a_panic_of_the_library_is_an_error_of_its_sequences(masks: Grammars, mo
 
 
 def test_a_panic_ends_no_other_sequence_of_the_call(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    guilty, compute = StructuredOutputs(regex="[ab]{2}"), MaskQueue._masks
+    guilty = StructuredOutputs(regex="[ab]{2}")
+    compute = MaskQueue._masks
     step = masks.begin([sequence(guilty, []), sequence(WORD, [], request_id=2)])
     ready(step)
 
@@ -744,7 +759,8 @@ def test_a_beam_is_computed_apart_if_the_masks_of_its_parent_were_late(
 
     parent = begin()
     assert parent.job is not None
-    parent.job.is_late, parent.isolated_masks_left = is_late, 7
+    parent.job.is_late = is_late
+    parent.isolated_masks_left = 7
     child = begin(A)
     assert child.isolated_masks_left == isolated_masks_left
     assert child.job is not parent.job
@@ -815,7 +831,8 @@ def test_a_call_of_which_one_sequence_is_left_computes_its_own_mask(
     for number in structures:
         assert masks._running[number].accept(taken)
         job.add(masks._running[number], ())
-    compiled, left = masks._running[blocked].compiled, masks._running[3 - blocked]
+    compiled = masks._running[blocked].compiled
+    left = masks._running[3 - blocked]
     assert compiled is not None
     monkeypatch.setattr(np, "empty", np.zeros)  # nothing is left of earlier masks
     with compiled.lock:
@@ -877,7 +894,8 @@ def test_a_replay_reaches_no_limit_that_the_generation_did_not(
     """Limits of the library are about a mask and the tokens after it, or about all that a lexer has read."""
     for name, limit in limits.items():
         monkeypatch.setitem(grammars.PARSER_LIMITS, name, limit)
-    grammar, chooser = StructuredOutputs(**structure), random.Random(4)
+    grammar = StructuredOutputs(**structure)
+    chooser = random.Random(4)
     check_structure(grammar)
     text: list[int] = []
     expected = [allowed(step_until_ready(masks, [sequence(grammar, text)], 1)[1][0])]
@@ -1064,7 +1082,8 @@ def test_kept_grammars_make_room_for_those_of_running_requests(
 def test_memory_that_is_freed_between_blocks_that_stay_is_returned(masks: Grammars) -> None:
     ready(masks.begin([sequence(WORD, [])]))
     libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    libc.malloc.restype = ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
     blocks = [libc.malloc(SCATTERED_BYTES // 2000) for _ in range(2000)]  # 64 KiB: none is mapped apart
     for block in blocks:
         ctypes.memset(block, 1, SCATTERED_BYTES // 2000)
@@ -1099,7 +1118,8 @@ def test_text_that_is_forced_without_end_ends_its_request(masks: Grammars, regex
 
 
 def test_a_grammar_is_compiled_once(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, written = [], []
+    compiled = []
+    written = []
     matcher = grammars.LLMatcher
     monkeypatch.setattr(grammars, "grammar_of", lambda each: written.append(each) or grammar_of(each))
 
@@ -1125,8 +1145,10 @@ def test_a_structure_is_checked_once_for_a_tenant_unless_it_is_refused(monkeypat
 
     monkeypatch.setattr(grammars, "check_structure", check)
     monkeypatch.setattr(grammars, "MAX_CHECKED", 2)
-    known, broken = CheckedStructures(), StructuredOutputs(regex="(")
-    other, third = StructuredOutputs(regex="[bc]"), StructuredOutputs(choice=("[ab]{2}",))
+    known = CheckedStructures()
+    broken = StructuredOutputs(regex="(")
+    other = StructuredOutputs(regex="[bc]")
+    third = StructuredOutputs(choice=("[ab]{2}",))
 
     def is_checked(tenant: str, structure: StructuredOutputs) -> bool:
         checked.clear()

@@ -36,7 +36,8 @@ class Vocabulary:
     names = ("<eos>", *SPECIAL)
 
     def __init__(self) -> None:
-        self.bos_token_id, self.eos_token_id = None, EOS
+        self.bos_token_id = None
+        self.eos_token_id = EOS
         self.special_token_ids = list(range(len(self.names)))
         self.tokens = [each.encode() for each in self.names] + [bytes([byte]) for byte in range(256)]
         self.tokens += [piece.encode() for piece in PIECES]
@@ -180,7 +181,8 @@ def coder_arguments(calls: ToolCalls, *parameters: tuple[str, str]) -> Any:
     check_structure(structure)
     written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in parameters)
     text = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
-    matcher, ids = LLMatcher(TABLES, grammar_of(structure), log_level=0), VOCABULARY(text)
+    matcher = LLMatcher(TABLES, grammar_of(structure), log_level=0)
+    ids = VOCABULARY(text)
     if matcher.try_consume_tokens(ids) < len(ids) or not matcher.is_accepting():
         return None
     new_parser = calls.new_parser("prompt", None)
@@ -421,7 +423,8 @@ def test_reasoning_that_the_prompt_has_begun(prompt: str) -> None:
 
 
 def test_an_answer_of_a_form_is_no_call_that_nothing_announces() -> None:
-    calls, text = ToolCalls(KNOWN_MARKUPS["llama3_json"], TOOLS, ToolChoice()), '{"name": "time", "parameters": {}}'
+    calls = ToolCalls(KNOWN_MARKUPS["llama3_json"], TOOLS, ToolChoice())
+    text = '{"name": "time", "parameters": {}}'
     for answer, kind in ((None, "call"), (StructuredOutputs(json_object=True), "content")):
         new_parser = calls.new_parser("prompt", answer)
         assert new_parser is not None

@@ -152,7 +152,9 @@ class ManualTimer:
     started: ClassVar[list[ManualTimer]] = []
 
     def __init__(self, interval: float, function: Callable[[], None]) -> None:
-        self.interval, self.function, self.daemon = interval, function, False
+        self.interval = interval
+        self.function = function
+        self.daemon = False
 
     def start(self) -> None:
         self.started.append(self)
@@ -198,7 +200,9 @@ def test_a_process_may_have_limits_of_its_own(trials: Trials, monkeypatch: pytes
 
 
 def test_at_most_two_processes_run_and_none_is_left(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, lock, started = [], threading.Lock(), trials_module._started
+    begun = []
+    lock = threading.Lock()
+    started = trials_module._started
 
     def count() -> Any:
         process = started()
@@ -221,7 +225,9 @@ def test_at_most_two_processes_run_and_none_is_left(trials: Trials, monkeypatch:
 
 def test_close_ends_a_process_that_tries_a_grammar(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is stopped. Two of four requests are being tried and two wait for a process."""
-    begun, started, outcomes = threading.Semaphore(0), trials_module._started, []
+    begun = threading.Semaphore(0)
+    started = trials_module._started
+    outcomes = []
     command = (sys.executable, "-c", "import os; os.kill(os.getpid(), 19)")
 
     def start() -> Any:
@@ -297,7 +303,8 @@ def test_a_machine_without_processes(trials: Trials, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def num_started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
-    begun, started = [], trials_module._started
+    begun = []
+    started = trials_module._started
 
     def start() -> Any:
         begun.append(started())
