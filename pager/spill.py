@@ -26,7 +26,8 @@ from .table import NULL_PAGE
 
 PAUSE_S = 60.0  # pause after a failure
 SPEED_WEIGHT = 0.25  # weight of the newest measured speed
-WRITE_BYTES_PER_S, READ_BYTES_PER_S = 1e9, 2e9  # assumptions until measured
+WRITE_BYTES_PER_S = 1e9  # assumption until measured
+READ_BYTES_PER_S = 2e9  # assumption until measured
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -52,7 +52,8 @@ class UnusedMemory:
     def return_excess(self) -> None:
         """Return freed memory to the system if there is `MAX_UNUSED` more of it. That takes some milliseconds."""
         unused = _unused_bytes()
-        self._least, self._left = min(self._least, unused), min(self._left, unused)
+        self._least = min(self._least, unused)
+        self._left = min(self._left, unused)
         if unused > max(self._least + MAX_UNUSED, self._left + MIN_RETURNED):
             return_unused_memory()
             self._left = _unused_bytes()

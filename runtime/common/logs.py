@@ -22,7 +22,8 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 SECRETS = frozenset(
     {"token", "key", "keys", "api_key", "authorization", "password", "secret", "session", "prompt", "messages", "text"}
 )
-MAX_LINES, LINES_INTERVAL_S = 10, 10.0  # limits of a BoundedLog without its own
+MAX_LINES = 10  # limits of a BoundedLog without its own
+LINES_INTERVAL_S = 10.0
 _START = secrets.token_hex(2)
 _numbers = itertools.count(1)
 

@@ -116,7 +116,8 @@ class ChunkLines:
 
     def parsed(self, data: h11.Data) -> None:
         """Note data that h11 has returned."""
-        self._expects_line, self._num_end_bytes = bool(data.chunk_end), len(CRLF)
+        self._expects_line = bool(data.chunk_end)
+        self._num_end_bytes = len(CRLF)
 
 
 def check_chunks(http: h11.Connection) -> None:

@@ -152,7 +152,8 @@ async def _count(
     """Send a request and note when how many marks arrived, until `last` comes."""
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(request)
-    tail, is_over = b"", False  # a mark may begin in the tail
+    tail = b""  # a mark may begin in the tail
+    is_over = False
     while not is_over:
         data = await reader.read(READ_BYTES)
         assert data, "the stream ended early"

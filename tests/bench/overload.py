@@ -49,7 +49,8 @@ from quire.runtime.protocol.frames import (
 
 CONNECTIONS = 8
 LOW, HIGH = 0.5, 10.0  # times capacity
-CANCEL_EVERY, CANCEL_AFTER = 20, 3  # every 20th request is cancelled after 3 updates
+CANCEL_EVERY = 20  # every 20th request is cancelled after 3 updates
+CANCEL_AFTER = 3
 WARM_UP_S = 2.0
 RETRY_S = 0.1
 ENDING_TIMEOUT_S = 60.0

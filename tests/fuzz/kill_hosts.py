@@ -41,7 +41,8 @@ FLAGS = (
 )
 ROUND_TIMEOUT_S = 120.0
 MAX_ATTEMPTS = 5  # attempts at a round whose streams have all ended before the harm
-MAX_MEDIAN_S, MAX_SILENT_MEDIAN_S = 1.0, 2.0  # the latter has a second of silence until it is noticed
+MAX_MEDIAN_S = 1.0
+MAX_SILENT_MEDIAN_S = 2.0  # the latter has a second of silence until it is noticed
 COLORS = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 40}
 KINDS: tuple[dict[str, Any], ...] = (
     {},

@@ -34,7 +34,8 @@ from tests.ray.test_ray import streams
 
 ROUND_TIMEOUT_S = 120.0
 MAX_ATTEMPTS = 5  # attempts at a round in which no host has a request any more at the moment of the harm
-MAX_MEDIAN_S, MAX_SILENT_MEDIAN_S = 1.0, 2.0  # the latter has a second of silence until it is noticed
+MAX_MEDIAN_S = 1.0
+MAX_SILENT_MEDIAN_S = 2.0  # the latter has a second of silence until it is noticed
 
 Asked = tuple[str, SamplingParams]
 

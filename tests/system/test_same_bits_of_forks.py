@@ -19,7 +19,8 @@ from tests.system.bits import asked, one_by_one, outcome, prompt, running, toget
 LEVELS = supported_levels()
 LENGTHS = (1, 31, 32, 33, 40, 64, 100)  # lengths at and around page boundaries
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "max_tokens": 12}
-N, SEED = 4, 2**64 - 2  # seeds wrap around at 2**64
+N = 4
+SEED = 2**64 - 2  # seeds wrap around at 2**64
 
 
 class Recorder(SilentObserver):

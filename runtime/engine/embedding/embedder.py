@@ -29,7 +29,8 @@ CHUNK_TEXTS = 64
 CHUNK_CHARACTERS = 1 << 16  # characters or token ids in a chunk; a longer text is a chunk of its own
 CHUNKS_IN_CORE = 2
 CHARACTERS_PER_TOKEN = 128  # bound by the longest text: a longer one is not tokenized, although spaces may be no tokens
-QUERY_PROMPT, DOCUMENT_PROMPTS = "query", ("document", "passage")  # names of prompts, where a vector model scores
+QUERY_PROMPT = "query"
+DOCUMENT_PROMPTS = ("document", "passage")  # names of prompts, where a vector model scores
 
 Input = str | tuple[int, ...]
 

@@ -13,7 +13,8 @@ from .markup import MARK, CallSyntax
 FUNCTION_TAG = CallSyntax("<function=", ">", "</function>")  # syntax for a model whose own is not known
 EXAMPLE = "TOOL", "ARGUMENT", "VALUE"
 
-NAME, ARGUMENTS = "\x00", "\x01"  # places in a call
+NAME = "\x00"  # place of the name in a call
+ARGUMENTS = "\x01"  # place of the arguments in a call
 
 # The optional white space of a syntax, as models usually write it: after signs of JSON, and as lines between tags.
 _AFTER_SIGNS = re.compile(" ([:,;]) ?")

@@ -138,7 +138,8 @@ class RunningGrammar:
     def note_blocked(self) -> None:
         """Discard the job, so that the next step submits a new one: a job of others uses the compiled grammar."""
         now = time.monotonic()
-        self.job, self.blocked_since = None, self.blocked_since or now
+        self.job = None
+        self.blocked_since = self.blocked_since or now
         self.needs_restart = now - self.blocked_since > ABANDON_S
 
     def note_limit(self) -> None:

@@ -29,7 +29,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_SIZE = 16 << 20  # characters of a text, items of a list
 MAX_BYTES_PER_RUN = 256 << 20  # bytes, about, of all that one run makes
-ITEM_BYTES, REFERENCE_BYTES = 64, 8  # an item of a list with its object, a reference to an object that exists
+ITEM_BYTES = 64  # an item of a list with its object
+REFERENCE_BYTES = 8  # a reference to an object that exists
 WIDE_CHARACTER_BYTES = 4  # upper bound for a text that is not ASCII
 MANY_ITEMS = 32  # items of a literal: shorter ones are not charged
 MAX_NUMBER_BITS = 4096

@@ -16,7 +16,8 @@ from .folder_tokenizer import SETTINGS, TOKEN_ROLES, read_settings, token_text
 from .gguf_tokenizer import file_vocabulary, read_chat_templates, read_special_texts
 from .text_files import read_file, read_json, text_folder
 
-DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
+DEFAULT = "default"  # name of a template
+TOOL_USE = "tool_use"  # name of a template
 FILE = "chat_template.jinja"
 FOLDERS = ("additional_chat_templates", "chat_templates")  # folders of templates, one file per name
 LEGACY_FILES = ("chat_template.json", "processor_config.json", SETTINGS)  # the first with one counts

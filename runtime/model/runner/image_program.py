@@ -33,7 +33,9 @@ class ImageProgram:
                 f"the vision tower needs {plan.arena_bytes:,} bytes for an image, which the system does not give; use "
                 "a smaller model or more memory"
             ) from error
-        self._ops, self._ends, self._workers = plan.ops, stage_ends(plan.ops), pool.workers
+        self._ops = plan.ops
+        self._ends = stage_ends(plan.ops)
+        self._workers = pool.workers
         self._inputs = [self._program.view(given) for given in plan.inputs]  # [rows, padded columns] each
         self._results = [self._program.view(result)[:, : result.columns] for result in plan.results]
         self._token_ids = np.zeros(0, np.int32)

@@ -135,7 +135,9 @@ def warmup_requests(like: LoadRequest, number: int, tokens: RandomTokens) -> lis
 
 # Prompts of text: ShareGPT's conversations, and files with one prompt per line
 
-SHAREGPT_MIN_TOKENS, SHAREGPT_MAX_PROMPT, SHAREGPT_MAX_TOTAL = 4, 1024, 2048  # vLLM's limits
+SHAREGPT_MIN_TOKENS = 4  # vLLM's limits, as the next two
+SHAREGPT_MAX_PROMPT = 1024
+SHAREGPT_MAX_TOTAL = 2048
 CUSTOM_OUTPUT_LEN = 256
 
 

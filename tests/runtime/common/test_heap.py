@@ -17,7 +17,8 @@ def test_memory_is_returned_when_more_is_unused_than_at_the_least(monkeypatch: p
     memory = UnusedMemory()
 
     def is_returned_at(num_bytes: int) -> bool:
-        unused[0], before = num_bytes, len(trims)
+        unused[0] = num_bytes
+        before = len(trims)
         memory.return_excess()
         return len(trims) > before
 

@@ -59,7 +59,8 @@ async def test_the_core_learns_the_conversation_of_a_request(engine: Engine[Fake
 async def test_requests_being_tokenized_count_as_queued(
     engine: Engine[FakeCore], core: FakeCore, text_processor: FakeTextProcessor
 ) -> None:
-    core.max_num_waiting, text_processor.gate = 3, threading.Event()
+    core.max_num_waiting = 3
+    text_processor.gate = threading.Event()
     preparing = [engine.submit(request()), engine.submit(request(n=2))]
     with pytest.raises(Overloaded):
         engine.submit(request())  # refused by the call itself, before it is awaited
@@ -74,7 +75,8 @@ async def test_requests_being_tokenized_count_as_queued(
 async def test_texts_of_one_tenant_do_not_count_for_another(
     engine: Engine[FakeCore], core: FakeCore, text_processor: FakeTextProcessor
 ) -> None:
-    core.max_num_waiting, text_processor.gate = 2, threading.Event()
+    core.max_num_waiting = 2
+    text_processor.gate = threading.Event()
     preparing = [engine.submit(request(tenant=tenant)) for tenant in "aab"]
     with pytest.raises(Overloaded):
         engine.submit(request(tenant="a"))
@@ -110,7 +112,8 @@ async def test_a_cancelled_preparation_frees_its_queue_slot(
     observer: FakeObserver,
     prompt: dict[str, Any],
 ) -> None:
-    core.max_num_waiting, text_processor.gate = 1, threading.Event()
+    core.max_num_waiting = 1
+    text_processor.gate = threading.Event()
     for count in range(1, NUM_THREADS + 2):  # the last one waits for a thread
         preparing = asyncio.ensure_future(engine.submit(request(**prompt)))
         await asyncio.sleep(0)  # the coroutine begins, and waits

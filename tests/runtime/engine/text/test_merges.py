@@ -55,7 +55,8 @@ def test_a_vocabulary_without_pairs_has_no_merges(texts: list[str]) -> None:
 
 
 def test_a_vocabulary_beyond_a_limit_has_none() -> None:
-    texts, scores = ["a", "b", "ab", "ba"], [0.0] * 4  # two pairs of two characters
+    texts = ["a", "b", "ab", "ba"]  # two pairs of two characters
+    scores = [0.0] * 4
     assert merges_by_score(texts, scores, max_merges=2, max_characters=4) == [("a", "b"), ("b", "a")]
     assert merges_by_score(texts, scores, max_merges=1, max_characters=4) is None
     assert merges_by_score(texts, scores, max_merges=2, max_characters=3) is None
