@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-MAX_CHARACTERS = 1000  # longest passage
+MAX_PASSAGE_CHARACTERS = 1000  # longest passage
 MIN_WORDS = 8  # shortest passage: fewer words say nothing to search for
 _HEADING = re.compile(r"(#{1,6}) +(.+?)[ #]*$")
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
@@ -50,11 +50,11 @@ def read_page(page: str, markdown: str) -> Iterator[Passage]:
 
 
 def _passages(page: str, headings: list[tuple[int, str]], lines: list[str]) -> Iterator[Passage]:
-    """Yield a section as texts of at most about `MAX_CHARACTERS`, without texts of too few words."""
+    """Yield a section as texts of at most about `MAX_PASSAGE_CHARACTERS`, without texts of too few words."""
     title = ": ".join(text for _, text in headings) or page
     texts = [""]
     for line in map(_plain, lines):
-        if texts[-1] and len(texts[-1]) + len(line) > MAX_CHARACTERS:
+        if texts[-1] and len(texts[-1]) + len(line) > MAX_PASSAGE_CHARACTERS:
             texts.append("")
         texts[-1] += f"{line}\n"
     yield from (Passage(page, title, text.strip()) for text in texts if len(text.split()) >= MIN_WORDS)

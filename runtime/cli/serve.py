@@ -142,7 +142,8 @@ async def _core(settings: Settings) -> AsyncIterator[Core]:
 
 def _check_machines(settings: Settings) -> None:
     """Raise ConfigError for options that are wrong or have no effect with engine hosts, or without them."""
-    server, engine = settings.server, settings.engine
+    server = settings.server
+    engine = settings.engine
     if server.engine_hosts is None:
         for name in ("secret_file", "engine_hosts_ca"):
             if getattr(server, name) is not None:
@@ -178,7 +179,8 @@ async def _serve_until(stop: StopSignal, engine: Engine[Core], settings: Setting
 
 
 def _ready_line(settings: Settings, engine: Engine[Core], server: Server) -> str:
-    info, config = engine.info, settings.engine
+    info = engine.info
+    config = settings.engine
     scheme = "http" if settings.server.tls_cert is None else "https"
     api = f"api {scheme}://{server.openai_address}/v1  " if server.openai_address else ""
     processes = f"  {info.num_processes} engine processes" if info.num_processes > 1 else ""
@@ -192,7 +194,8 @@ def _ready_line(settings: Settings, engine: Engine[Core], server: Server) -> str
 
 def _ready_json(settings: Settings, engine: Engine[Core], server: Server) -> str:
     """Return the ready line as an event like the log's."""
-    info, scheme = engine.info, "http" if settings.server.tls_cert is None else "https"
+    info = engine.info
+    scheme = "http" if settings.server.tls_cert is None else "https"
     fields = {
         "clients": server.address,
         "metrics": f"http://{server.operator_address}/metrics",
@@ -211,7 +214,8 @@ def _ready_json(settings: Settings, engine: Engine[Core], server: Server) -> str
 
 
 def _dtypes(settings: Settings, info: EngineInfo) -> str:
-    config, hosts = settings.engine, settings.server.engine_hosts
+    config = settings.engine
+    hosts = settings.server.engine_hosts
     if hosts is not None:
         return f"at {hosts}"
     if not info.generates:

@@ -23,7 +23,8 @@ NO_NUMBER = "a logprob that is not a number"
 
 def check_answer(answer: AddAnswer) -> None:
     """Raise ProtocolError for an answer that neither accepts nor refuses, or with a wait that is not finite."""
-    is_refusal, estimate = answer.refusal is not None, answer.estimate
+    is_refusal = answer.refusal is not None
+    estimate = answer.estimate
     if estimate is None:
         is_known = is_refusal
     else:
@@ -54,7 +55,8 @@ def check_counts(*counts: int) -> None:
 
 def check_update(update: RequestUpdate, entry: LoggedRequest, info: CoreInfo) -> None:
     """Raise ProtocolError for an update that cannot be of the logged request, which a core with `info` computes."""
-    request, counters = entry.request, update.counters
+    request = entry.request
+    counters = update.counters
     if update.ended != (counters is not None) or (update.finish_reason is not None and update.error is not None):
         raise _wrong(update, "an end without its counters, or more than one")
     if counters is not None:
@@ -69,7 +71,8 @@ def check_update(update: RequestUpdate, entry: LoggedRequest, info: CoreInfo) ->
 
 
 def _check_tokens(update: RequestUpdate, request: Request, num_generated: int, vocab_size: int) -> None:
-    spec, hypotheses = request.spec, () if update.counters is None else update.counters.hypotheses
+    spec = request.spec
+    hypotheses = () if update.counters is None else update.counters.hypotheses
     if request.beam is None:
         outputs: Sequence[Sequence[SampledToken]] = (update.tokens,)
         has_outputs = not hypotheses

@@ -15,17 +15,18 @@ VALIDATOR, SNAPSHOT, ERRORS, BUILD, PROCESSOR = (
     f"runtime/engine/{name}.py" for name in ("validator", "snapshot", "error_mapping", "build", "text_processor")
 )
 
-OUTPUT_TESTS, INPUT_TESTS = "tests/runtime/engine/test_output.py", "tests/runtime/engine/test_input.py"
-CONTINUATION, OUTPUTS = "runtime/engine/continuation.py", "runtime/engine/live_outputs.py"
+OUTPUT_TESTS = "tests/runtime/engine/test_output.py"
+INPUT_TESTS = "tests/runtime/engine/test_input.py"
+CONTINUATION = "runtime/engine/continuation.py"
+OUTPUTS = "runtime/engine/live_outputs.py"
 GRAMMARS = "runtime/engine/structured/grammars.py"
 COMPILED = "runtime/engine/structured/compiled_grammars.py"
 MASKS = "runtime/engine/structured/masks.py"
-GBNF, GBNF_LARK = "runtime/engine/structured/gbnf.py", "runtime/engine/structured/gbnf_lark.py"
+GBNF = "runtime/engine/structured/gbnf.py"
+GBNF_LARK = "runtime/engine/structured/gbnf_lark.py"
 GBNF_TESTS = "tests/runtime/engine/structured/test_gbnf.py"
-DISJOINT, SCHEMA_TESTS = (
-    "runtime/engine/json_schema/disjoint.py",
-    "tests/runtime/engine/json_schema/test_json_schemas.py",
-)
+DISJOINT = "runtime/engine/json_schema/disjoint.py"
+SCHEMA_TESTS = "tests/runtime/engine/json_schema/test_json_schemas.py"
 MASK_TESTS = (
     "tests/runtime/engine/structured/test_grammars.py tests/system/test_structured_outputs.py "
     "tests/system/test_same_bits_of_grammars.py tests/system/test_beams_of_grammars.py"

@@ -18,11 +18,11 @@ from PIL import Image
 
 from ...common.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
 from ...model.config_json import ConfigTable
-from ...model.vision import MAX_RATIO, read_processor, read_sizes
+from ...model.vision import MAX_ASPECT_RATIO, read_processor, read_sizes
 from ..text.text_files import read_json
 
 MAX_RESIZED_EDGE = 1 << 14  # pixels of the longer edge of a resized image
-MAX_TOKENS = 1 << 16  # tokens of an image
+MAX_IMAGE_TOKENS = 1 << 16  # tokens of an image
 MAX_SPLIT_EDGE = 4096  # an image that is to be split is not made larger
 
 Pixels = npt.NDArray[np.uint8]
@@ -143,9 +143,10 @@ class DynamicProcessor:
 
     def _size(self, width: int, height: int) -> tuple[int, int]:
         """Return the nearest size in whole blocks that has an allowed number of pixels."""
-        if max(width, height) / min(width, height) > MAX_RATIO:
+        if max(width, height) / min(width, height) > MAX_ASPECT_RATIO:
             raise InvalidRequest(
-                f"it has {width} x {height} pixels; the longer edge may be at most {MAX_RATIO} times the shorter one"
+                f"it has {width} x {height} pixels; "
+                f"the longer edge may be at most {MAX_ASPECT_RATIO} times the shorter one"
             )
         block = self.block
         area = round(width / block) * block * round(height / block) * block
@@ -205,7 +206,7 @@ class ProcessorFiles:
 
     def tokens(self, key: str, default: int, computed: int) -> int:
         """Return the number of tokens under a key of processor_config.json, which must be the tower's."""
-        declared = self.processor.integer(key, 1, MAX_TOKENS, default)
+        declared = self.processor.integer(key, 1, MAX_IMAGE_TOKENS, default)
         if declared != computed:
             raise CorruptCheckpoint(
                 f"processor_config.json: {key} is {declared}; the tower in config.json makes {computed} of an image"
@@ -256,12 +257,14 @@ def _read_fixed(files: ProcessorFiles) -> ImageProcessor:
         end_token=files.token("eoi_token", "<end_of_image>"),
         width=size.integer("width", 1, MAX_RESIZED_EDGE, 224),
         height=size.integer("height", 1, MAX_RESIZED_EDGE, 224),
-        tokens=files.tokens("image_seq_length", 256, files.config.integer("mm_tokens_per_image", 1, MAX_TOKENS, 256)),
+        tokens=files.tokens(
+            "image_seq_length", 256, files.config.integer("mm_tokens_per_image", 1, MAX_IMAGE_TOKENS, 256)
+        ),
         filter=files.filter(Image.Resampling.BILINEAR),
     )
 
 
-FAMILIES: Mapping[str, Callable[[ProcessorFiles], ImageProcessor]] = {  # `model_type` of config.json -> processor
+PROCESSORS: Mapping[str, Callable[[ProcessorFiles], ImageProcessor]] = {  # `model_type` of config.json -> processor
     "idefics3": _read_tiled,
     "smolvlm": _read_tiled,
     "qwen2_vl": _read_dynamic,
@@ -271,20 +274,20 @@ FAMILIES: Mapping[str, Callable[[ProcessorFiles], ImageProcessor]] = {  # `model
 }
 
 
-def read_image_processor(folder: Path, max_tokens: int = MAX_TOKENS) -> ImageProcessor:
+def read_image_processor(folder: Path, max_tokens: int = MAX_IMAGE_TOKENS) -> ImageProcessor:
     """Return the preprocessing of a folder's model, which makes images of any size at most about `max_tokens` large.
 
     Raises UnsupportedModel or CorruptCheckpoint.
     """
     files = ProcessorFiles(folder, max_tokens)
     family = files.config.text("model_type", "")
-    if family not in FAMILIES:
-        raise UnsupportedModel(f"{folder}: images are supported for {', '.join(FAMILIES)} models, not for {family!r}")
+    if family not in PROCESSORS:
+        raise UnsupportedModel(f"{folder}: images are supported for {', '.join(PROCESSORS)} models, not for {family!r}")
     if not files.images.values:
         raise CorruptCheckpoint(f"{folder} has no preprocessor_config.json, which says how images are prepared")
     if not files.images.flag("do_resize", True):
         raise files.images.refused("do_resize", "true")
-    return FAMILIES[family](files)
+    return PROCESSORS[family](files)
 
 
 def _pixels(image: Image.Image) -> Pixels:

@@ -10,7 +10,7 @@ from ..spec import Rope
 from .family import GATED_ACTIVATIONS, EncoderFamily, build_bert_spec, read_named
 from .spec import Activation, BertSpec, EncoderNames, Pooling, Projection
 
-KINDS = ("full_attention", "sliding_attention")
+LAYER_KINDS = ("full_attention", "sliding_attention")
 OLD_THETAS = {"full_attention": ("global_rope_theta", 160_000.0), "sliding_attention": ("local_rope_theta", 10_000.0)}
 HEAD_ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "tanh": "tanh",
@@ -32,11 +32,12 @@ NAMES = EncoderNames(
 def read_modernbert(config: ConfigTable) -> BertSpec:
     """Read a `ModernBertModel`."""
     activation = read_named(config, "hidden_activation", GATED_ACTIVATIONS, "gelu")
-    ropes = {kind: _rope(config, kind) for kind in KINDS}
+    ropes = {kind: _rope(config, kind) for kind in LAYER_KINDS}
     spec = build_bert_spec(config, "modernbert", activation, ropes["full_attention"])
     kinds = _kinds(config, spec.num_layers)
     window = config.integer("local_attention", 2, MAX_POSITIONS, 128) // 2
-    attention_bias, mlp_bias = config.flag("attention_bias", False), config.flag("mlp_bias", False)
+    attention_bias = config.flag("attention_bias", False)
+    mlp_bias = config.flag("mlp_bias", False)
     return replace(
         spec,
         norm_eps=config.positive("norm_eps", 1e-5),
@@ -57,10 +58,10 @@ def _kinds(config: ConfigTable, layers: int) -> tuple[str, ...]:
     """Return the kind of each layer: `layer_types`, or all tokens in every `global_attn_every_n_layers`th layer."""
     if "layer_types" not in config:
         every = config.integer("global_attn_every_n_layers", 1, 1 << 30, 3)
-        return tuple(KINDS[bool(layer % every)] for layer in range(layers))
+        return tuple(LAYER_KINDS[bool(layer % every)] for layer in range(layers))
     types = config.values["layer_types"]
-    if not isinstance(types, list) or len(types) != layers or any(kind not in KINDS for kind in types):
-        raise config.refused("layer_types", f"{layers} times {' or '.join(KINDS)}")
+    if not isinstance(types, list) or len(types) != layers or any(kind not in LAYER_KINDS for kind in types):
+        raise config.refused("layer_types", f"{layers} times {' or '.join(LAYER_KINDS)}")
     return tuple(types)
 
 

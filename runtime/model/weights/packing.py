@@ -28,7 +28,7 @@ from .numbers import check_numbers
 Vector = npt.NDArray[np.float32]
 InputOrder = npt.NDArray[np.int32]  # the input that each column along K of a matrix belongs to
 Weights = TypeVar("Weights")  # weights of one kind of model
-ELEMENTS_AT_ONCE = 1 << 20  # elements of a tensor, between two looks at whether the load was cancelled
+ELEMENTS_PER_CHECK = 1 << 20  # elements of a tensor, between two looks at whether the load was cancelled
 PackedDtypes = PackedDtype | Sequence[tuple[int, PackedDtype]]  # dtype of a matrix, or of ranges of its columns
 
 
@@ -147,7 +147,8 @@ class _Packer:
 
     def matrix(self, plan: MatrixPlan) -> PackedMatrix:
         nbytes = packed_nbytes(plan.out_features, plan.in_features, plan.dtype)
-        memory, self._unused = self._unused[:nbytes], self._unused[nbytes:]
+        memory = self._unused[:nbytes]
+        self._unused = self._unused[nbytes:]
         matrix = PackedMatrix(plan.out_features, plan.in_features, plan.dtype, memory, plan.input_order, plan.group)
         self._filling.append(self._threads.submit(self._fill, matrix, plan.parts, plan.factors))
         return matrix
@@ -159,8 +160,9 @@ class _Packer:
 
     def _fill(self, matrix: PackedMatrix, parts: Sequence[Part], factors: Vector | None) -> None:
         for part in parts:
-            kind, columns_per_row = self._checkpoint.dtype(part.tensor), 1 if part.interleave is None else 2
-            num_rows = max(ELEMENTS_AT_ONCE // matrix.in_features // 32, 1) * 32
+            kind = self._checkpoint.dtype(part.tensor)
+            columns_per_row = 1 if part.interleave is None else 2
+            num_rows = max(ELEMENTS_PER_CHECK // matrix.in_features // 32, 1) * 32
             for row, rows in self._checkpoint.chunks(part.tensor, part.rows, num_rows):
                 if self._stop.is_set():
                     raise Unavailable("loading the model was cancelled")

@@ -92,7 +92,8 @@ def _vocabulary(options: TargetOptions, tokenizer: Tokenizer | None, *, only_tex
 
 def _quire_vocabulary(options: TargetOptions, tokenizer: Tokenizer | None, backend: QuireBackend) -> PromptVocabulary:
     """Count tokens at the server where no tokenizer is given. Loads are made in a thread, so counting may block."""
-    model, loop = backend.model, asyncio.get_running_loop()
+    model = backend.model
+    loop = asyncio.get_running_loop()
 
     def count_at_server(text: str) -> int:
         return asyncio.run_coroutine_threadsafe(backend.count_tokens(text), loop).result()

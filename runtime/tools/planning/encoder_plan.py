@@ -73,7 +73,8 @@ class EncoderPlan:
 
     def text(self, arena: bool) -> str:
         """Return the memory map, with the map of the batch arena if `arena` is set."""
-        body, capacity = self.spec.body, self.capacity
+        body = self.spec.body
+        capacity = self.capacity
         made = f"scores of {self.spec.num_labels}" if self.spec.num_labels else f"vectors of {self.spec.dimensions}"
         lines = [
             f"{body.family}: {body.num_layers} layers, hidden {body.hidden_size}, {body.num_heads} heads of "

@@ -25,7 +25,9 @@ def comparison(total_bytes: int, available_bytes: int, limit: MemoryLimit | None
 
 def plan_text(plan: ServingPlan, arena: bool) -> str:
     """Return the memory map, with the map of the step arena if `arena` is set, then the tables of alternatives."""
-    config, spec, capacity = plan.settings.engine, plan.spec, plan.capacity
+    config = plan.settings.engine
+    spec = plan.spec
+    capacity = plan.capacity
     layout = capacity.layout
     lines = [
         f"{spec.family}: {spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} query / "
@@ -99,7 +101,8 @@ def _count(number: int, what: str) -> str:
 
 
 def _pool(plan: ServingPlan) -> str:
-    layout, capacity = plan.capacity.layout, plan.capacity
+    layout = plan.capacity.layout
+    capacity = plan.capacity
     if not any(layout.group_windows):
         return f"{capacity.num_pages * layout.page_size:,} tokens in the pool"
     most = layout.pages_for(capacity.max_model_len)
