@@ -17,7 +17,7 @@ from ..common.errors import GenerationFailed, Unavailable
 from .job_threads import JobThreads
 
 NUM_THREADS = 2  # rendering holds the GIL: more threads would delay the event loop
-JOB_LIMIT_S = 60.0  # for one text: a text of a million tokens takes some seconds
+JOB_LIMIT_S = 60.0  # limit for one text: a text of a million tokens takes some seconds
 MAX_ABANDONED = 4  # threads whose texts took longer
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from .values import Heads, Vector
 class HeadWeights:
     """The weights that attention applies to the heads of a layer before it compares them."""
 
-    eps: float  # of the norms
+    eps: float  # epsilon of the norms
     q_norm: Vector | None = None
     k_norm: Vector | None = None
     rotary: Vector | None = None  # table of angles; None: heads are not rotated by one

@@ -57,7 +57,7 @@ class MatrixPlan:
     dtype: PackedDtypes
     parts: Sequence[Part]
     factors: Vector | None = None  # multiply the columns, in the order of in_features
-    input_order: InputOrder | None = None  # of the inputs in the tensors, and so in the matrix
+    input_order: InputOrder | None = None  # order of the inputs in the tensors and in the matrix
     group: int = 1  # blocks that share a scale in q8
 
 
