@@ -27,7 +27,7 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0  # draft tokens per sequence and step; 0: none
     max_num_waiting: int = 1024  # requests in the queue
     max_num_waiting_per_tenant: int | None = None  # None: no limit besides max_num_waiting
-    max_kv_pages_per_tenant: int | None = None  # of its running requests at their longest, and of its pins; None: any
+    max_kv_pages_per_tenant: int | None = None  # pages of running requests at their longest, and of pins; None: any
     whole_images: bool = False  # the tokens of an image see each other: a step has all that are not cached, or none
 
     def __post_init__(self) -> None:
@@ -43,10 +43,10 @@ class AdmissionEstimate:
     """The prospects of a new request, known when it is accepted or refused."""
 
     position: int  # requests ahead of it in the queue
-    pages_needed: int  # at its longest
+    pages_needed: int  # pages of the request at its longest
     pages_free: int  # pages that can be allocated now, cached ones included
-    predicted_wait_s: float | None = None  # until its first token; None until step costs have been measured
-    pin_refused: bool = False  # its prompt will not be pinned: its tenant's pins would hold too many pages
+    predicted_wait_s: float | None = None  # wait until the first token; None until step costs have been measured
+    pin_refused: bool = False  # the prompt will not be pinned: its tenant's pins would hold too many pages
 
 
 class SchedulerError(Exception):

@@ -96,7 +96,7 @@ class StepBudget:
         cost: CostModel | None = None,
         decode_over_target: float = 0.0,
     ) -> None:
-        self.load = load  # of the step so far: decode rows, then what `spend` adds
+        self.load = load  # load of the step so far: decode rows, then what `spend` adds
         self.decode_over_target = decode_over_target  # predicted decoding time / target; 0 until costs are measured
         self._tokens = tokens
         self._seconds = seconds

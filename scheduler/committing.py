@@ -25,7 +25,7 @@ class Committer:
         self, batch: RunningBatch, queue: RequestQueue, pager: Pager, speculator: Speculator, end: End
     ) -> None:
         """`end` ends a request with its last tokens: its pages are free before the next row is committed."""
-        self.recomputed_tokens = 0  # of all requests
+        self.recomputed_tokens = 0  # total over all requests
         self._batch = batch
         self._queue = queue
         self._policy = queue.policy
@@ -42,7 +42,7 @@ class Committer:
         """
         sampled, start = result.sampled, 0
         updates: list[RequestUpdate | None] = []
-        searches: dict[Request, list[SampledToken]] = {}  # with the samples of all their beams
+        searches: dict[Request, list[SampledToken]] = {}  # searching request -> samples of all its beams
         for row in plan.sequences:
             samples = sampled[start : start + row.num_samples]
             start += row.num_samples
@@ -76,7 +76,7 @@ class Committer:
             self._policy.served(request, len(row.token_ids), 0)
         refused = samples[len(tokens)] if len(tokens) < len(samples) else None
         if refused is not None and refused.error is not None and ending is not None:
-            return self._end(request, ending, tokens)  # its pages may hold NaN: do not put them in the prefix cache
+            return self._end(request, ending, tokens)  # the pages may hold NaN: do not put them in the prefix cache
         table = table_of(request)
         computed = min(table.num_tokens, len(request.token_ids) - bool(tokens))
         is_deferred = refused is not None and refused.is_deferred

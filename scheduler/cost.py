@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-NOISE = 0.15  # of a step's duration, relative
+NOISE = 0.15  # relative noise of a step's duration
 PRIOR_SPREAD = 3.0  # standard deviation of a coefficient before the first observation, relative
 DRIFT = 0.05  # drift of a coefficient per observation, relative to itself
-LEAST_DRIFT = 1e-4  # and at least, relative to its prior
-MAX_RATIO = 2.0  # of measured to predicted time, and the reverse; beyond it an observation is clipped
+LEAST_DRIFT = 1e-4  # least drift, relative to the prior
+MAX_RATIO = 2.0  # limit of measured to predicted time, and of the reverse; observations beyond it are clipped
 WARM = 8  # observations until predictions are used
 
 

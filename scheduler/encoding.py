@@ -27,10 +27,10 @@ from .request import EncodeRequest, Ending, RequestUpdate, State
 ENCODER_SHARE = 0.1  # least share of a step beside sequences that a batch in progress gets
 ALONE_S = 0.05  # seconds of a step without sequences
 RATIO_MEMORY = 0.9  # weight of earlier steps in the ratio of measured to predicted time
-SLACK = 0.1  # of a stage, by which a step may exceed its seconds: `_ratio` changes a little in every step
-MAX_STAGES = 8  # of a step, that a new batch is made to fit; where more fit, little time is left over
-MAX_BATCHES = 8  # of a step; a request that arrives waits for all of them
-MAX_RATIO = 8.0  # of one step; beyond it other processes are the cause
+SLACK = 0.1  # share of a stage by which a step may exceed its seconds: `_ratio` changes a little in every step
+MAX_STAGES = 8  # steps that a new batch may take; where more fit, little time is left over
+MAX_BATCHES = 8  # batches in one step; a request that arrives waits for all of them
+MAX_RATIO = 8.0  # limit of measured to predicted time in one step; beyond it other processes are the cause
 NOT_FINITE = "the model's values for a text are not finite numbers"
 
 
@@ -38,8 +38,8 @@ class EncoderLimits(Protocol):
     """The limits and costs of an encoder."""
 
     max_rows: int  # tokens of a batch
-    max_texts: int  # of a batch
-    num_stages: int  # of a batch
+    max_texts: int  # most texts in a batch
+    num_stages: int  # stages of a batch
 
     def stage_seconds(self, tokens: int, pairs: int) -> float:
         """Return the predicted seconds of one stage of a batch: its tokens, and its pairs of a query and a key."""
@@ -65,7 +65,7 @@ class EncoderStats:
     waiting: int = 0  # requests with texts that are in no batch yet
     running: int = 0  # requests whose texts are all in a batch, or done
     texts: int = 0  # encoded
-    tokens: int = 0  # of them
+    tokens: int = 0  # tokens of the encoded texts
 
 
 class _BatchText(NamedTuple):
@@ -84,7 +84,7 @@ class _Batch:
     stage_s: float  # predicted, before it is corrected by what was measured
     has_begun: bool = False
     planned_s: float = 0.0  # predicted for its stages in the step in flight
-    measured_s: float = 0.0  # of all its stages so far
+    measured_s: float = 0.0  # time of all its stages so far
 
     @property
     def is_wanted(self) -> bool:
@@ -106,14 +106,14 @@ class EncoderPlanner:
         count_waiting: Callable[[str, int], None],
     ) -> None:
         """`count_waiting(tenant, amount)` is called when requests of a tenant begin (1) or cease (-1) to wait."""
-        self.requests: dict[int, EncodeRequest] = {}  # that have not ended, in order of arrival
+        self.requests: dict[int, EncodeRequest] = {}  # requests that have not ended, in order of arrival
         self._limits = limits
         self._policy = policy
         self._cost = cost
         self._count_waiting = count_waiting
         self._waiting_tokens = 0
-        self._batch: _Batch | None = None  # that the next step goes on with
-        self._in_flight: list[_Batch] = []  # of the latest step
+        self._batch: _Batch | None = None  # batch that the next step continues
+        self._in_flight: list[_Batch] = []  # batches of the latest step
         self._ratio = 1.0  # measured to predicted time of a stage
         self._rate: float | None = None  # tokens per second; None until a batch has ended
         self._num_texts = 0
@@ -226,7 +226,7 @@ class EncoderPlanner:
 
     def _fill_batch(self, seconds: float, now: float) -> _Batch:
         """Take texts in the policy's order, up to the row limit and the step's time budget."""
-        limit_s: float | None = None  # of one stage; a text alone needs none
+        limit_s: float | None = None  # limit of one stage; a text alone needs none
         tokens = pairs = 0
         texts: list[_BatchText] = []
         while (request := self._policy.head()) is not None:

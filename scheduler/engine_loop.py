@@ -54,7 +54,7 @@ class EngineLoop:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()  # set while every accepted request has ended
         self._idle.set()
-        self._timer: asyncio.TimerHandle | None = None  # for the earliest deadline
+        self._timer: asyncio.TimerHandle | None = None  # timer for the earliest deadline
         self._timer_at = 0.0
 
     async def _run(self) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 class PlacedImage(NamedTuple):
     """An image in a prompt, and the consecutive tokens that stand for it."""
 
-    position: int  # of the first of these tokens in the prompt
+    position: int  # position in the prompt of the first of these tokens
     tokens: int
     digest: bytes  # sha256 of the size and the pixels
     height: int
@@ -45,14 +45,14 @@ class ScheduledSequence(NamedTuple):
 
     request_id: int
     tables: Sequence[Sequence[int]]  # page table per layer group; pages in the window are owned for the whole step
-    first_position: int  # of token_ids
-    token_ids: Sequence[int]  # to compute; the last num_samples - 1 are draft tokens
+    first_position: int  # position of token_ids[0]
+    token_ids: Sequence[int]  # tokens to compute; the last num_samples - 1 are draft tokens
     num_samples: int  # the last rows that sample; 0: prefill is not complete, 1: the next token, more: verify drafts
     sampling: object  # passed from the request to the model runner
     context: Sequence[int]  # tokens up to the last row, drafts included; sample j sees all but num_samples - 1 - j
     num_prompt_tokens: int  # leading tokens of context
     echoed: Sequence[int] = ()  # the tokens after the prompt that are not sampled
-    images: Sequence[PlacedImage] = ()  # that some of token_ids stand for
+    images: Sequence[PlacedImage] = ()  # images that some of token_ids stand for
     salt: bytes = b""  # only sequences with the same salt share what is computed of an image
     prompt_images: Sequence[PlacedImage] = ()  # all of the prompt: positions in height and width depend on them
 
@@ -61,16 +61,16 @@ class EncodedText(NamedTuple):
     """One text as an encoder takes it."""
 
     token_ids: tuple[int, ...]
-    type_ids: tuple[int, ...] | None = None  # of each token, for models that have token types; None: all 0
+    type_ids: tuple[int, ...] | None = None  # type of each token, for models that have token types; None: all 0
 
 
 class EncoderStep(NamedTuple):
     """Some stages of one batch of texts."""
 
-    texts: tuple[EncodedText, ...]  # of a batch that begins; empty: the last batch of the step before goes on
+    texts: tuple[EncodedText, ...]  # texts of a batch that begins; empty: the batch of the previous step continues
     num_stages: int
     is_last: bool  # the batch ends
-    request_ids: tuple[int, ...]  # of the batch, each once
+    request_ids: tuple[int, ...]  # ids of the batch's requests, each once
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class SampledToken(NamedTuple):
     logprob: float | None = None  # natural log of the raw probability; None unless requested
     top_logprobs: tuple[tuple[int, float], ...] = ()
     error: str | None = None
-    forced: tuple[int, ...] = ()  # what the request's grammar allows next, if that is one text; draft tokens
-    is_deferred: bool = False  # its row must be computed again: which tokens are allowed was not known in time
+    forced: tuple[int, ...] = ()  # the only text that the request's grammar allows next, if there is one; draft tokens
+    is_deferred: bool = False  # the row must be computed again: the mask of allowed tokens was not ready in time
 
 
 class EncoderResult(NamedTuple):
@@ -112,7 +112,7 @@ class StepResult:
 
     step_id: int
     sampled: tuple[SampledToken, ...]
-    duration_s: float  # without `images_s`
+    duration_s: float  # duration without `images_s`
     encoder: tuple[EncoderResult, ...] = ()  # one for each of the plan's
     deferred: frozenset[int] = frozenset()  # ids of sequences that were not computed, as their image is not done
-    images_s: float = 0.0  # that images took before the sequences
+    images_s: float = 0.0  # time of images, before the sequences

@@ -42,7 +42,7 @@ class Planner:
         cost: CostModel,
         clock: Callable[[], float],
     ) -> None:
-        self.load = StepLoad()  # of the last plan
+        self.load = StepLoad()  # load of the last plan
         self.itl_overrun = 0.0  # share of the latency target that decoding alone takes; 0: the target can be met
         self.num_itl_overruns = 0  # steps planned while it could not be met
         self._batch = batch
@@ -56,7 +56,7 @@ class Planner:
         self._cost = cost
         self._encoder = encoder
         self._num_plans = 0
-        self._has_preempted = False  # to free pages, in the step being planned; then no request is admitted
+        self._has_preempted = False  # the step being planned has freed pages by a preemption: it admits no request
         self._has_image = False  # the step being planned has tokens of one
 
     def plan(self) -> StepPlan | None:
@@ -66,7 +66,7 @@ class Planner:
         if not self._batch.requests and not self._queue:
             return self._plan_texts()
         step = self._grow_decodes()
-        seconds_left = step.seconds_left  # before prefill
+        seconds_left = step.seconds_left  # seconds left before prefill
         self._note_target(step)
         if self._encoder.has_work:
             step.keep_half()

@@ -64,7 +64,7 @@ class _TenantQueues(Generic[R]):
     """Queued requests by tenant, each tenant's in a sorted list: moving thousands of entries takes microseconds."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry[R]] = {}  # by request id
+        self._entries: dict[int, _Entry[R]] = {}  # request id -> entry
         self._queues: dict[str, list[_Entry[R]]] = {}
         self._num_added = 0
 

@@ -50,12 +50,12 @@ class RequestSpec:
     sampling: object = None  # passed on to the model runner
     tenant: str = ""
     cache_salt: str = ""  # only requests with the same tenant and salt share cached pages
-    conversation: bytes = b""  # what requests of one conversation have in common: they share cached pages; for routing
+    conversation: bytes = b""  # name of the conversation, for routing: its requests share cached pages
     priority: int = 0  # lower runs earlier
-    deadline: float | None = None  # in seconds of the scheduler's clock
+    deadline: float | None = None  # seconds on the scheduler's clock
     pin_s: float | None = None  # seconds after the end for which the prompt stays pinned in the prefix cache
     echoed: tuple[int, ...] = field(default=(), repr=False)  # the first output tokens, which are not sampled
-    images: tuple[PlacedImage, ...] = field(default=(), repr=False)  # of the prompt, in order
+    images: tuple[PlacedImage, ...] = field(default=(), repr=False)  # images of the prompt, in order
     beam: BeamSpec | None = None  # beam search instead of sampling; `sampling` must ask for 2 * width top logprobs
 
     @property
@@ -73,8 +73,8 @@ class EncodeSpec:
     _: KW_ONLY
     tenant: str = ""
     priority: int = 0  # lower runs earlier
-    deadline: float | None = None  # in seconds of the scheduler's clock
-    is_continuation: bool = False  # of a request that was accepted: the limits of the queue do not apply
+    deadline: float | None = None  # seconds on the scheduler's clock
+    is_continuation: bool = False  # the request was accepted before: the limits of the queue do not apply
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +124,7 @@ class EncodeRequest(QueuedRequest):
 
     spec: EncodeSpec
     num_taken: int = field(default=0, init=False)  # leading texts that are in a batch, or were
-    values: list[bytes] = field(default_factory=list, init=False, repr=False)  # of the leading texts; f32
+    values: list[bytes] = field(default_factory=list, init=False, repr=False)  # values of the leading texts; f32
 
     def __post_init__(self) -> None:
         if not self.spec.texts or not all(text.token_ids for text in self.spec.texts):
@@ -145,16 +145,16 @@ class Request(QueuedRequest):
     token_ids: list[int] = field(init=False, repr=False)  # all known tokens: prompt, then output
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = field(default=0, init=False)  # leading tokens whose keys and values are in `table`
-    table: PageTable | None = field(default=None, init=False, repr=False)  # while running
-    spilled: Spilled | None = field(default=None, init=False, repr=False)  # while preempted, if its pages were spilled
+    table: PageTable | None = field(default=None, init=False, repr=False)  # pages of a running request
+    spilled: Spilled | None = field(default=None, init=False, repr=False)  # pages of a preempted request, if spilled
     beam: BeamSearch | None = field(default=None, init=False)
-    beam_parent: Request | None = field(default=None, init=False, repr=False)  # of a beam: the request that searches
-    in_search: bool = field(default=False, init=False)  # it is a beam, or searches
+    beam_parent: Request | None = field(default=None, init=False, repr=False)  # a beam's searching request
+    in_search: bool = field(default=False, init=False)  # the request is a beam, or searches
     fork_parent: Request | None = field(default=None, init=False, repr=False)  # request whose prompt pages it may fork
-    hypotheses: list[Hypothesis] = field(default_factory=list, init=False, repr=False)  # of a search that has ended
+    hypotheses: list[Hypothesis] = field(default_factory=list, init=False, repr=False)  # results of an ended search
 
-    pages_needed: int = field(default=0, init=False)  # at its longest
-    pages_to_pin: int | None = field(default=None, init=False)  # at its end; None: its prompt is not pinned
+    pages_needed: int = field(default=0, init=False)  # pages of the request at its longest
+    pages_to_pin: int | None = field(default=None, init=False)  # pages to pin at the end; None: none are pinned
     high_water_tokens: int = field(default=0, init=False)  # most tokens that were computed at any time
     preemptions: int = field(default=0, init=False)
     accepted_draft_tokens: int = field(default=0, init=False)
@@ -235,7 +235,7 @@ class Ending(NamedTuple):
 class FinalCounters(NamedTuple):
     """The report of a request's last update about all of its time in the scheduler."""
 
-    seconds_in: tuple[float, ...] = (0.0,) * len(State)  # by State
+    seconds_in: tuple[float, ...] = (0.0,) * len(State)  # seconds per State
     cached_tokens: int = 0
     recomputed_tokens: int = 0
     hypotheses: tuple[Hypothesis, ...] = ()
@@ -272,8 +272,8 @@ class RequestUpdate(NamedTuple):
     tokens: tuple[SampledToken, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
-    counters: FinalCounters | None = None  # if the request ended in the scheduler
-    values: tuple[bytes, ...] = ()  # of an encode request: f32, per text
+    counters: FinalCounters | None = None  # None unless the request ended in the scheduler
+    values: tuple[bytes, ...] = ()  # values of an encode request: f32, per text
 
     @property
     def ended(self) -> bool:

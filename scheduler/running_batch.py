@@ -19,14 +19,14 @@ from .beam import Survivor
 from .cost import CostModel
 from .request import Request, State
 
-MAX_PREEMPTIONS = 3  # after these, a request runs again only with all pages it may ever need
+MAX_PREEMPTIONS = 3  # preemptions after which a request runs again only with all pages it may ever need
 
 
 class RunningBatch:
     """Requests that hold pages, in order of admission."""
 
     def __init__(self, pager: Pager, cost: CostModel) -> None:
-        self.requests: dict[int, Request] = {}  # by id; each beam has an entry next to its parent's
+        self.requests: dict[int, Request] = {}  # request id -> request; each beam has an entry next to its parent's
         self.num_seqs = 0  # sequence slots in use, counting the full width of beam searches
         self.num_spilled = 0  # preemptions whose pages were spilled
         self.num_recomputed = 0  # preemptions whose pages were dropped
@@ -204,7 +204,7 @@ class RunningBatch:
         if request.spilled is None:
             return None
         pager, tokens, spilled = self._pager, request.token_ids, request.spilled
-        spare_pages += pager.pages_for(len(tokens)) - pager.pages_for(spilled.num_tokens)  # for its other known tokens
+        spare_pages += pager.pages_for(len(tokens)) - pager.pages_for(spilled.num_tokens)  # pages of other known tokens
         spec = request.spec
         table = pager.restore(spilled, tokens, spec.prefix_salt, spare_pages, spec.images)
         request.spilled = None
@@ -245,7 +245,7 @@ class RunningBatch:
 
     def _promised_to(self, request: Request) -> int:
         if self.is_protected(request):
-            return 0  # its pages are reserved
+            return 0  # the request's pages are reserved
         table = table_of(request)
         soon = self._pager.pages_for(len(request.token_ids)) + len(table.pages)
         return max(0, min(soon, request.pages_needed) - table.num_pages)

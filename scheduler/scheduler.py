@@ -48,7 +48,7 @@ class SchedulerStats:
     pages_free: int
     pages_reserved: int  # free or cached pages that are kept for running requests
     pages_pinned: int  # cached pages that are evicted last
-    pages_spilled: int  # in the store
+    pages_spilled: int  # pages in the spill store
     prefix_queries_tokens: int
     prefix_hits_tokens: int
     preemptions: int
@@ -56,7 +56,7 @@ class SchedulerStats:
     recomputed_tokens: int  # computed again after a preemption
     draft_tokens: int  # verified
     accepted_draft_tokens: int
-    steps_over_itl_target: int  # whose decoding alone was predicted to exceed the latency target
+    steps_over_itl_target: int  # steps whose decoding alone was predicted to exceed the latency target
     encoder: EncoderStats = field(default_factory=EncoderStats)
 
 
@@ -112,7 +112,7 @@ class Scheduler:
         self._deadlines = DeadlineHeap()
         self._in_flight: StepPlan | None = None
         self._committed_at = 0.0  # time of the last commit
-        self._endings: dict[int, Ending] = {}  # of requests in flight that `finish` was called for
+        self._endings: dict[int, Ending] = {}  # endings of requests in flight that `finish` was called for
         self._num_arrived = 0
         self._num_finished_steps = 0
 
@@ -172,7 +172,7 @@ class Scheduler:
             raise ValueError("a request ends for a reason or with an error")
         ending = Ending(reason, error)
         if (encoding := self._encoder.requests.get(request_id)) is not None:
-            return self._encoder.end(encoding, ending, self._clock())  # at once: it holds nothing of a step
+            return self._encoder.end(encoding, ending, self._clock())  # no wait: it holds nothing of a step
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -210,7 +210,7 @@ class Scheduler:
         updates = self._committer.commit(plan, result, self._endings, now)
         if plan.sequences and not result.deferred:
             self._learn(result.duration_s)
-        if not (plan.num_prefill_tokens or plan.encoder):  # else it may follow an idle time
+        if not (plan.num_prefill_tokens or plan.encoder):  # the pause before other steps may have been idle time
             self._speculator.note_pause(now - self._committed_at - result.duration_s, result.duration_s)
         self._committed_at = now
         updates += self._encoder.commit(result.encoder, now)

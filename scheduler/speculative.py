@@ -23,7 +23,7 @@ LONGEST, SHORTEST = 4, 2  # tokens of a run that is looked up
 INITIAL_ACCEPTANCE = 0.5  # acceptance rate before anything is known
 ACCEPTANCE_MEMORY = 0.8  # weight of the earlier acceptance rate, per verified draft token
 PAUSE_MEMORY = 0.9  # weight of the earlier average of the time between two steps, per step
-FORCED_ACCEPTANCE = 0.9  # of tokens that a grammar forces: the model may cut the same text into other tokens
+FORCED_ACCEPTANCE = 0.9  # share of accepted forced tokens of a grammar: the model may cut the same text differently
 RECOVERY = 0.01  # share of the way back to INITIAL_ACCEPTANCE, each time no draft token pays: the text may change
 
 
@@ -40,8 +40,8 @@ class Speculator:
         self._page_size = page_size
         self._num_tokens = num_tokens
         self._max_rows = max_rows
-        self._indexes: dict[int, NGramIndex] = {}  # by request id, from its first draft to its end
-        self._pause_s = 0.0  # between two steps, on average: a step that is saved saves it too
+        self._indexes: dict[int, NGramIndex] = {}  # request id -> index, from the first draft to the request's end
+        self._pause_s = 0.0  # average pause between two steps: a step that is saved saves it too
         self._known: set[int] = set()  # ids of live requests that have had echoed or forced tokens
 
     def draft(self, requests: Collection[Request], load: StepLoad) -> dict[int, list[int]]:
@@ -61,7 +61,7 @@ class Speculator:
             if request.state is State.DECODE and not request.in_search and request.table is not None:
                 limit = min(self._max_rows - rows, request.table.max_append())
                 limit = min(limit, request.spec.max_tokens - request.num_output_tokens - 1)
-                if request.num_output_tokens < len(echoed):  # these are accepted for certain
+                if request.num_output_tokens < len(echoed):  # the client's tokens are accepted for certain
                     tokens = list(echoed[request.num_output_tokens :][: max(limit, 0)])
                 else:
                     limit = min(limit, len(request.forced) or self._num_tokens)

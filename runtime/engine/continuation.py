@@ -14,7 +14,7 @@ from ..common.types import FinishReason, OutputChunk, SamplingParams
 from .facade import GenerateRequest, NewParser
 from .text import IncrementalDetokenizer, OutputParser
 
-SLICE_TOKENS = 1024  # that are replayed at a time: with many stop strings a token takes some tens of microseconds
+SLICE_TOKENS = 1024  # tokens replayed at a time: with many stop strings a token takes some tens of microseconds
 
 
 class ReplayedOutput(NamedTuple):
@@ -30,8 +30,8 @@ class Continuation(NamedTuple):
     """All outputs of a request that another server began."""
 
     open: tuple[ReplayedOutput, ...]
-    ends: tuple[OutputChunk, ...]  # of outputs whose last token the client has, but not their end
-    num_former_tokens: int  # of outputs that are not open
+    ends: tuple[OutputChunk, ...]  # ends of outputs whose last token the client has, but not their end
+    num_former_tokens: int  # tokens of outputs that are not open
 
 
 def replay(

@@ -19,7 +19,7 @@ class Prefilled(NamedTuple):
     """A request whose prefill continues after a step."""
 
     request_id: int
-    num_tokens: int  # of its prompt: computed by now, or found in the prefix cache
+    num_tokens: int  # prompt tokens computed by now, or found in the prefix cache
 
 
 def _ignore(*_: object) -> None:

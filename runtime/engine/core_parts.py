@@ -31,10 +31,10 @@ class ImageCounts(NamedTuple):
 class DecoderPart(Protocol):
     """The model that generates text, and its pages."""
 
-    path: Path  # of the model that has the vocabulary
+    path: Path  # folder of the model that has the vocabulary
     max_num_samples: int  # rows of a step that sample
     whole_images: bool  # see `SchedulerConfig`
-    kv_bytes: int  # of the KV cache
+    kv_bytes: int  # bytes of the KV cache
 
     @property
     def runner(self) -> ModelRunner:

@@ -121,7 +121,7 @@ class Engine(Generic[CoreT]):
             # Count requests that are still being tokenized as queued; otherwise more are tokenized than can be queued.
             num_queued = num_sequences(request.sampling_params)
             self.core.check_room(request.tenant, num_queued + self._prompts.num_preparing(request.tenant))
-            self._validator.check_prompt(request)  # after the queue: checking a long text takes its time
+            self._validator.check_prompt(request)  # checked after the queue: checking a long text takes its time
             prepared = self._prompts.prepare(request, num_queued)
         except SchedulerError as error:
             raise self._rejected(refusal_error(error)) from error

@@ -25,7 +25,7 @@ NewParser = Callable[[], OutputParser]
 # restarting: connected, without an engine process; failing: its engines do not start
 HostState = Literal["up", "down", "restarting", "failing", "leaving", "removed"]
 
-INT_BYTES = 36  # of a token id in a tuple
+INT_BYTES = 36  # bytes of a token id in a tuple
 MAX_COUNTED = 1000  # values of one request; counting takes time on the event loop
 
 
@@ -34,18 +34,18 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: str | tuple[int, ...] | None
     sampling_params: SamplingParams = SamplingParams()
-    images: tuple[PromptImage, ...] = ()  # of a prompt of token ids, in order
+    images: tuple[PromptImage, ...] = ()  # images of a prompt of token ids, in order
     messages: tuple[dict[str, Any], ...] | None = None  # instead of a prompt; rendered by the model's chat template
     image_files: tuple[bytes, ...] = ()  # one for each image part of the messages, in order
-    tools: tuple[dict[str, Any], ...] = ()  # that the chat template shows to the model, in OpenAI's form
-    template_variables: dict[str, Any] = {}  # for the chat template, such as `enable_thinking`
+    tools: tuple[dict[str, Any], ...] = ()  # tools that the chat template shows to the model, in OpenAI's form
+    template_variables: dict[str, Any] = {}  # variables of the chat template, such as `enable_thinking`
     # Read the output as reasoning, answer and tool calls: it has the markup's special tokens in its text, and a grammar
     # if there are tools. None: the output is plain text.
     tool_choice: ToolChoice | None = None
-    reads_output: bool = False  # with `tool_choice`: chunks have `deltas` instead of a text with markup
-    tenant: str = ""  # from authentication, never from the request's body
+    reads_output: bool = False  # chunks have `deltas` instead of a text with markup; needs `tool_choice`
+    tenant: str = ""  # tenant by authentication, never by the request's body
     priority: int = 0  # lower runs earlier
-    deadline_ms: int | None = None  # from submission
+    deadline_ms: int | None = None  # milliseconds from submission
     pin_ms: int | None = None  # how long the prompt's pages stay in the prefix cache after the request ends
     echo: bool = False  # each output begins with the prompt from its second token on, with logprobs if wanted
     # Per output, the token ids that another server has generated: it continues after these. `ended`: finished outputs.
@@ -83,13 +83,13 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     query: str | None = None  # score each of `inputs` for this query, instead of embedding it
     classify: bool = False  # return the probability of each label of each of `inputs`
     dimensions: int | None = None  # leading elements of each vector; None: all
-    prompt_name: str | None = None  # of the model's prompts, which goes before each text; None: the model's default
+    prompt_name: str | None = None  # name of the model's prompt that goes before each text; None: the model's default
     truncate_prompt_tokens: int | None = None  # keep this many tokens of a text, -1: as many as the model takes
-    tenant: str = ""  # from authentication, never from the request's body
+    tenant: str = ""  # tenant by authentication, never by the request's body
     priority: int = 0  # lower runs earlier
-    deadline_ms: int | None = None  # from submission
-    input_name: str = "inputs[{}]"  # what messages call one of `inputs`, with its index in place of {}
-    query_name: str = "query"  # what messages call `query`
+    deadline_ms: int | None = None  # milliseconds from submission
+    input_name: str = "inputs[{}]"  # name of one of `inputs` in messages, with its index in place of {}
+    query_name: str = "query"  # name of `query` in messages
 
     def text_bytes(self) -> int:
         """Return about how many bytes the texts take in memory."""
@@ -102,9 +102,9 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
 class EmbeddedTexts(msgspec.Struct, frozen=True, kw_only=True):
     """The vectors, or the scores, of consecutive inputs of a request."""
 
-    first_index: int  # of the first one among the request's inputs
+    first_index: int  # index of the first one among the request's inputs
     values: npt.NDArray[np.float32]  # [texts, dimensions], [texts, labels], or [texts, 1] of scores
-    prompt_tokens: int  # of these texts
+    prompt_tokens: int  # tokens of these texts
 
 
 class Embeddings(Protocol):
@@ -168,14 +168,14 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     vocab_size: int
     max_model_len: int  # tokens of a text
-    dimensions: int  # of a vector
-    num_labels: int = 0  # of a model that scores pairs of texts; 0: it makes vectors
-    score_activation: str = "identity"  # what makes a score of a label's value: "sigmoid" or "identity"
+    dimensions: int  # length of a vector
+    num_labels: int = 0  # labels of a model that scores pairs of texts; 0: it makes vectors
+    score_activation: str = "identity"  # function from a label's value to a score: "sigmoid" or "identity"
     normalize: bool = False  # vectors have length 1
     matryoshka: tuple[int, ...] = ()  # smaller numbers of dimensions that the model was trained for; (): not known
     prompts: dict[str, str] = {}  # name -> text that goes before an input
     default_prompt: str | None = None  # name of the prompt of inputs without one
-    name: str = ""  # of the model
+    name: str = ""  # name of the model
     labels: tuple[str, ...] = ()  # names of a classifier's labels; (): it has none
     is_multi_label: bool = False  # any number of labels may be right for a text
 
@@ -183,10 +183,10 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
 class ImageInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The description of a core's vision tower; constant while it runs."""
 
-    token_id: int  # of the placeholder for a row of an image
+    token_id: int  # id of the placeholder for a row of an image
     size: int = 0  # pixels of each side of an image; 0: images have any size
     num_tokens: int  # rows of an image; of images of any size, at most
-    block: int = 0  # of images of any size: pixels of each side of the square that a row stands for
+    block: int = 0  # pixels of each side of the square that a row stands for, in images of any size
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,12 +195,12 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_model_len: int  # prompt and generated tokens of one request
     max_num_seqs: int
-    num_pages: int  # of all engine processes together
+    num_pages: int  # pages of all engine processes together
     page_size: int  # tokens
     isa: str
     threads: int
     threads_reason: str
-    eos_token_ids: frozenset[int] = frozenset()  # from config.json and generation_config.json
+    eos_token_ids: frozenset[int] = frozenset()  # ids from config.json and generation_config.json
     num_processes: int = 0  # engine processes; 0: the core runs in this process
     fingerprint: str = ""  # the bits id: of all that the bits of an output depend on besides its request
     encoder: EncoderInfo | None = None
@@ -218,7 +218,7 @@ class EngineInfo(CoreInfo, frozen=True, kw_only=True):
     has_chat_template: bool
     chat_problem: str = NO_TEMPLATE  # why chats are refused without a template
     default_sampling: dict[str, float] = {}  # sampling parameters that generation_config.json recommends
-    max_images: int = 0  # of one request; 0: no images are taken
+    max_images: int = 0  # images of one request; 0: no images are taken
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,13 +237,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting_by_reason: dict[str, int] = {}
     pages_reserved: int = 0  # cached or free, kept for certain running requests
     pages_pinned: int = 0  # cached, evicted last
-    pages_spilled: int = 0  # in the spill file
+    pages_spilled: int = 0  # pages in the spill file
     preemptions_spilled: int = 0  # preemptions that moved pages to the spill file
     recomputed_tokens: int = 0  # lost to preemption and computed again
     draft_tokens: int = 0  # verified
     accepted_draft_tokens: int = 0
-    restarts: int = 0  # of engine processes
-    replayed_requests: int = 0  # that went on in a new engine process
+    restarts: int = 0  # restarts of engine processes
+    replayed_requests: int = 0  # requests that continued in a new engine process
     quarantined_requests: int = 0
     encoder_waiting: int = 0  # requests with texts to encode that are in no batch yet
     encoder_running: int = 0  # requests whose texts are all in a batch, or encoded
@@ -262,10 +262,10 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None  # why the last attempt to connect failed
     bits: str  # the bits id; empty until the first connection
     isa: str
-    requests: int  # of this API server, that have not ended
-    moved_requests: int  # of this API server, that went on at another host
-    predicted_wait_s: float  # of a new request
-    engine: EngineStats | None  # of all requests of the host, counted since the first connection; None while down
+    requests: int  # running requests of this API server
+    moved_requests: int  # requests of this API server that continued at another host
+    predicted_wait_s: float  # wait of a new request
+    engine: EngineStats | None  # counts of all requests of the host since the first connection; None while it is down
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,7 +278,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     schedule_s: float
     commit_s: float
     publish_s: float  # including detokenizing
-    encoder_s: float = 0.0  # of `duration_s`: texts to embed or score, and images
+    encoder_s: float = 0.0  # part of `duration_s` for texts to embed or score, and images
 
 
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,7 +286,7 @@ class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
 
     tenant: str
     finish_reason: FinishReason | None  # None: it ended with `error`
-    error: QuireError | None  # without its traceback, so that keeping it does not keep the request
+    error: QuireError | None  # an error without its traceback, which would keep the request
     prompt_tokens: int
     usage: Usage | None
     e2e_s: float
@@ -300,8 +300,8 @@ class EmbedStats(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     kind: Literal["embed", "score", "classify"]
     error: QuireError | None  # None also if it was cancelled
-    num_texts: int  # whose values were read
-    prompt_tokens: int  # of these
+    num_texts: int  # texts whose values were read
+    prompt_tokens: int  # tokens of these texts
     e2e_s: float
 
 

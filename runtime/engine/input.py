@@ -27,19 +27,19 @@ from .structured.tool_calls import ToolCalls
 from .text_processor import TextProcessor
 from .validator import SEED_LIMIT, Validator
 
-MAX_KEY_TOKENS = 1024  # of a prompt without messages that its conversation is known by
+MAX_KEY_TOKENS = 1024  # tokens that identify the conversation of a prompt without messages
 
 
 class PreparedInput(NamedTuple):
     """The prepared parts of a request beyond its fields."""
 
-    token_ids: tuple[int, ...]  # of the prompt
-    params: SamplingParams  # with the grammar of the tool calls
-    messages: Sequence[Mapping[str, Any]] = ()  # of a chat, with their content as text, or as parts with images
+    token_ids: tuple[int, ...]  # ids of the prompt
+    params: SamplingParams  # parameters with the grammar of the tool calls
+    messages: Sequence[Mapping[str, Any]] = ()  # messages of a chat; their content is text, or parts with images
     new_parser: NewParser | None = None
     markup: Mapping[str, int] = {}  # ids of the special tokens that the parser gets
-    continuation: Continuation | None = None  # of a request with `generated`
-    images: tuple[PromptImage, ...] = ()  # that some of the token ids stand for, in order
+    continuation: Continuation | None = None  # state of a request with `generated`
+    images: tuple[PromptImage, ...] = ()  # images that some of the token ids stand for, in order
     has_own_grammar: bool = False  # see `SamplingSpec`
 
 

@@ -21,11 +21,11 @@ from ...pager import Content, Pager, root_key
 from ..common.errors import ConfigError
 from ..net.address import MAX_PORT
 
-MAX_KEPT_BATCHES = 10_000  # for subscribers that missed some
-MAX_UNSENT_BATCHES = 100_000  # of one subscriber; it loses more than these
-MAX_REPLAY_REQUEST_BYTES = 64  # of a subscriber that asks for batches
+MAX_KEPT_BATCHES = 10_000  # batches kept for subscribers that missed some
+MAX_UNSENT_BATCHES = 100_000  # unsent batches of one subscriber; it loses more than these
+MAX_REPLAY_REQUEST_BYTES = 64  # size of a subscriber's request for batches
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-MEDIUM = "GPU"  # where the engine computes; vLLM's CPU backend says so too
+MEDIUM = "GPU"  # device of the engine; vLLM's CPU backend says so too
 NO_SALT = root_key(b"")
 
 
@@ -78,7 +78,7 @@ class KVEventPublisher:
         try:
             self._socket = self._bound("kv_events", zmq.PUB, endpoint, MAX_UNSENT_BATCHES)
             if replay_endpoint is not None:
-                num_answers = MAX_KEPT_BATCHES + 1  # to a request; twice as many: one that was read counts for a while
+                num_answers = MAX_KEPT_BATCHES + 1  # answers to a request, doubled: a read answer counts for a while
                 replay = self._bound("kv_events_replay", zmq.ROUTER, replay_endpoint, 2 * num_answers)
                 threading.Thread(target=self._serve, args=(replay,), name="quire-kv-events", daemon=True).start()
         except ConfigError:
@@ -107,7 +107,7 @@ class KVEventPublisher:
     def _bound(self, option: str, kind: int, endpoint: str, max_unsent: int) -> zmq.Socket[bytes]:
         allowed = "an endpoint is tcp://*:5557 or ipc:///run/kv.sock"
         port = endpoint.rpartition(":")[2]
-        if port.isdecimal() and int(port[:6]) > MAX_PORT:  # of which ZeroMQ would take the low 16 bits
+        if port.isdecimal() and int(port[:6]) > MAX_PORT:  # ZeroMQ would take the low 16 bits
             raise ConfigError(f"{option}: {endpoint!r} has a port above {MAX_PORT}; {allowed}")
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, max_unsent)

@@ -127,7 +127,7 @@ class LiveOutputs:
     def _end(self, sequence: SequenceOutput, update: RequestUpdate, chunks: Sequence[OutputChunk], now: float) -> None:
         """Forget a sequence that has ended. The last chunk of its request's last sequence gets the usage."""
         output, request_id = sequence.output, update.request_id
-        if not update.ended:  # it ended at a stop string, which the core cannot see
+        if not update.ended:  # the output ended at a stop string, which the core cannot see
             self._drop(sequence, sequence.finish_reason)
         del self._sequences[request_id]
         if output.num_open:
@@ -173,7 +173,7 @@ class LiveOutputs:
             RequestStats(
                 tenant=output.request.tenant,
                 finish_reason=reason,
-                error=copy.copy(error),  # without its traceback
+                error=copy.copy(error),  # the copy has no traceback
                 prompt_tokens=usage.prompt_tokens,
                 usage=usage,
                 e2e_s=now - output.submitted,

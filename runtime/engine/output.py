@@ -50,7 +50,7 @@ class Stream:
         self.seed = seed
         self.new_parser = new_parser
         self._reads_output = reads_output and new_parser is not None
-        self._parsers: dict[int, OutputParser] = {}  # by output, if the stream reads them
+        self._parsers: dict[int, OutputParser] = {}  # output -> parser, if the stream reads outputs
         self._cancel = cancel
         self._on_prefill: Callable[[int], None] | None = None
         self._early: deque[OutputChunk | QuireError] = deque()  # put before there was a reader
@@ -117,7 +117,7 @@ class Stream:
                     try:
                         raise item
                     finally:
-                        del item  # its traceback holds this frame
+                        del item  # the error's traceback holds this frame
                 yield item
                 if item.usage is not None:
                     return
@@ -129,17 +129,17 @@ class Stream:
 class SequenceOutput:
     """The output of one scheduled sequence of a request."""
 
-    output: StreamingOutput  # of the request
-    index: int  # among the request's sequences
+    output: StreamingOutput  # output of the request
+    index: int  # index among the request's sequences
     request: Request
     detokenizer: IncrementalDetokenizer | None
     num_tokens: int = 0  # generated and kept
-    first_token_s: float | None = None  # when the first of them came, without those of another server
-    last_tokens_s: float | None = None  # when the most recent of them came
-    counters: FinalCounters = NO_COUNTERS  # from the end on
+    first_token_s: float | None = None  # time of the first token, without tokens of another server
+    last_tokens_s: float | None = None  # time of the most recent tokens
+    counters: FinalCounters = NO_COUNTERS  # known from the end on
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # see `OutputChunk`
-    held_tokens: list[SampledToken] = field(default_factory=list)  # of an output that is not streamed
+    held_tokens: list[SampledToken] = field(default_factory=list)  # tokens of an output that is not streamed
     held_text: str = ""
 
     def is_first_to_prefill(self) -> bool:
@@ -198,7 +198,7 @@ class StreamingOutput:
         self.image_bytes = image_bytes  # pixels of the prompt's images, until the request ends
         # Raised instead of the core's error, if the core ends the request with one.
         self.error: QuireError | None = None
-        self._num_former_tokens = 0  # of outputs that another server has ended
+        self._num_former_tokens = 0  # tokens of outputs that another server has ended
         if continuation is None:
             self.sequences = [SequenceOutput(self, i, each, new_detokenizer()) for i, each in enumerate(requests)]
         else:

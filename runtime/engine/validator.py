@@ -54,7 +54,7 @@ def _integer(name: str, value: int, low: int, high: int) -> None:
 
 
 def _number(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # also true of NaN
+    if not low <= value <= high:  # the comparison is also false for NaN
         raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}")
 
 

@@ -19,14 +19,14 @@ COUNTERS = (  # fields of EngineStats that a new process counts from 0
     "encoded_images",
     "image_cache_hits",
 )
-COUNTED_HERE = ("restarts", "replayed_requests", "quarantined_requests")  # and by a host about its own processes
+COUNTED_HERE = ("restarts", "replayed_requests", "quarantined_requests")  # a host counts its own processes, too
 
 
 class EngineCounters:
     """The last statistics of the current process, and the counters of the processes before it."""
 
     def __init__(self) -> None:
-        self.stats: EngineStats | None = None  # of this process; None until it has sent some
+        self.stats: EngineStats | None = None  # stats of this process; None until it has sent some
         self._former_counts = dict.fromkeys(COUNTERS + COUNTED_HERE, 0)
 
     def forget_process(self) -> None:

@@ -117,7 +117,7 @@ async def _run(end: socket.socket, heartbeats: _Heartbeats) -> None:
         return
     _configure_logging(start)
     if start.cpus is not None:
-        os.sched_setaffinity(0, start.cpus)  # before there are threads, and before memory is touched
+        os.sched_setaffinity(0, start.cpus)  # set before there are threads, and before memory is touched
     try:
         with shown_loading(start.config, _terminal(start)) as planned:
             core = await EngineCore.load(start.config, on_planned=planned)

@@ -137,7 +137,7 @@ class EnginePool:
         Raises Unavailable while no process is ready.
         """
         ready: list[EngineStats] = []
-        counters: list[Mapping[str, int]] = []  # of members whose process is not ready
+        counters: list[Mapping[str, int]] = []  # counts of members whose process is not ready
         problem: Unavailable | None = None
         for member in self.members:
             try:

@@ -29,12 +29,12 @@ from .engine_link import (
 )
 from .health import HELD_UP, TICK_S
 
-SAVE_TIMEOUT_S = 20.0  # to finish the step in flight, and to write the next bytes of its snapshot
-STOP_TIMEOUT_S = 1.0  # to exit without a snapshot: what it computes has no reader any more
-EXIT_TIMEOUT_S = 1.0  # between the end of its link and its exit, in either order
-KILL_TIMEOUT_S = 10.0  # for the system to end it and to take its memory back
-STOPPED_TICKS = 4  # after which a process that a signal or a debugger stopped is not waited for
-POLL_S = 0.005  # between two looks for the exit of a process that is about to end
+SAVE_TIMEOUT_S = 20.0  # time to finish the step in flight, and to write the next bytes of its snapshot
+STOP_TIMEOUT_S = 1.0  # time to exit without a snapshot: its results have no reader any more
+EXIT_TIMEOUT_S = 1.0  # time between the end of its link and its exit, in either order
+KILL_TIMEOUT_S = 10.0  # time for the system to end it and to take its memory back
+STOPPED_TICKS = 4  # ticks after which a process that a signal or a debugger stopped is not waited for
+POLL_S = 0.005  # pause between two looks for the exit of a process that is about to end
 # The process ends with its server, also while it imports: prctl(PR_SET_PDEATHSIG, SIGKILL) comes first. It does not
 # begin if the server has ended before. It may write to a terminal where background processes may not (`stty tostop`).
 PROGRAM = (
@@ -71,9 +71,9 @@ class EngineProcess:
         self._pass_on = receive
         self._on_heartbeat = on_heartbeat
         self._heartbeat_fd = heartbeat_fd
-        self._saves = saves  # it writes a snapshot when it stops
-        self._snapshot_bytes = 0  # on disk
-        self._failure: str | None = None  # what the process reported after its start
+        self._saves = saves  # the process writes a snapshot when it stops
+        self._snapshot_bytes = 0  # bytes of the snapshot on disk
+        self._failure: str | None = None  # failure that the process reported after its start
         self._failing_start: asyncio.Task[None] | None = None  # waits for the status of a process that was never ready
 
     @classmethod
@@ -134,7 +134,7 @@ class EngineProcess:
         if has_ended:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EXIT_TIMEOUT_S):
-                    await self.closed.wait()  # its last message has been received
+                    await self.closed.wait()  # the last message has been received
         elif not self.closed.is_set():  # otherwise its work is done, and the system takes its memory back
             why = "it is stopped by a signal or a debugger" if self.is_stopped else f"no progress for {limit_s:g} s"
             self._failure = f"it was killed: {why}"

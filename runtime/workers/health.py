@@ -23,7 +23,7 @@ class HealthTimeouts:
 
     heartbeat_s: float = 1.0
     stall_s: float = 30.0
-    held_up_s: float = 15.0  # without a heartbeat, after one that announced a long call of a library with the GIL
+    held_up_s: float = 15.0  # limit without a heartbeat, after one that announced a long call of a library with the GIL
 
 
 class HealthMonitor:

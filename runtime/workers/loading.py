@@ -20,7 +20,7 @@ from ..model.files import files_bytes
 from ..model.runner import Capacity
 from ..model.runner.capacity import EncoderCapacity
 
-INTERVAL_S = 0.1  # between two states of the bar
+INTERVAL_S = 0.1  # pause between two states of the bar
 WIDTH = 30  # columns
 ERASE_LINE = "\r\x1b[K"
 

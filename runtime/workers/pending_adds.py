@@ -26,7 +26,7 @@ from ..common.errors import DeadlineExceeded, Quarantined
 from .engine_link import AddAnswer
 
 REFUSALS = {refusal.__name__: refusal for refusal in (QueueFull, CannotMeetDeadline, TooLong, PageQuotaExceeded)}
-UNESTIMATED_REFUSALS: dict[str, type[Exception]] = {  # of a host; others are NotAccepting
+UNESTIMATED_REFUSALS: dict[str, type[Exception]] = {  # refusals by a host; others are NotAccepting
     refusal.__name__: refusal for refusal in (DeadlineExceeded, Quarantined)
 }
 
@@ -37,7 +37,7 @@ class PendingAdd:
 
     requests: Sequence[QueuedRequest]
     answer: asyncio.Future[AddAnswer]
-    crash_suspect: bool = False  # it had been sent to a process that crashed
+    crash_suspect: bool = False  # the request had been sent to a process that crashed
 
     @property
     def first_id(self) -> int:
@@ -48,7 +48,7 @@ class PendingAdd:
 class PendingAdds:
     def __init__(self) -> None:
         self._waiting: deque[PendingAdd] = deque()
-        self._sent: dict[int, PendingAdd] = {}  # by first_id
+        self._sent: dict[int, PendingAdd] = {}  # first_id -> pending add
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._sent)

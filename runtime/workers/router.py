@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 NUM_ALTERNATIVES = 4  # members that a saturated home's requests go to, by rank
-MAX_MORE_REQUESTS = 8  # that a home may have than the member with the fewest
-MAX_MORE_WAIT_S = 2.0  # by which the predicted wait at a home may exceed the shortest
+MAX_MORE_REQUESTS = 8  # extra requests that a home may have over the member with the fewest
+MAX_MORE_WAIT_S = 2.0  # extra predicted wait that a home may have over the shortest
 
 
 class MemberLoad(NamedTuple):
     """How busy a member is, as far as the API server knows."""
 
-    num_requests: int  # that have not ended
-    predicted_wait_s: float = 0.0  # until the first token of a new request
+    num_requests: int  # requests that have not ended
+    predicted_wait_s: float = 0.0  # wait until the first token of a new request
 
 
 class Router:

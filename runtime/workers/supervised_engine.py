@@ -309,7 +309,7 @@ class SupervisedEngine:
         if answer.estimate is not None and answer.refusal is None:
             self._predicted_wait_s = answer.estimate.predicted_wait_s or 0.0
         pending = self._pending_adds.answered(answer.request_id)
-        if pending is None:  # its caller left
+        if pending is None:  # the caller left
             return
         if answer.refusal is None:  # logged before the caller can run: the next message may be about these requests
             for request in pending.requests:

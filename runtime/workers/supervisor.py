@@ -22,9 +22,9 @@ from .engine_link import EngineReady, FromEngine, StartEngine, ToEngine
 from .engine_process import EngineProcess, describe_exit
 from .health import TICK_S, HealthMonitor, HealthTimeouts
 
-FIRST_PAUSE_S = 0.2  # after a failed start; each further one doubles it
+FIRST_PAUSE_S = 0.2  # pause after a failed start; each further one doubles it
 MAX_PAUSE_S = 5.0
-RESTART_TIMEOUT_S = 30.0  # that requests wait for the next process while its start fails
+RESTART_TIMEOUT_S = 30.0  # time that requests wait for the next process while its start fails
 LOADING_TIMEOUTS = HealthTimeouts(heartbeat_s=15.0, stall_s=float("inf"))
 
 _log = structlog.get_logger("quire.supervisor")
@@ -57,7 +57,7 @@ class OpenEngine(Protocol):
 class EngineSource(Protocol):
     """Where the engines of one supervisor come from, one after another."""
 
-    what: str  # it opens, for log lines
+    what: str  # object that it opens, for log lines
     name: str
     snapshot: str | None  # file that a stopped engine writes
 

@@ -21,11 +21,11 @@ from typing import NamedTuple
 from ...scheduler import FinalCounters, QueuedRequest, Request, RequestUpdate, State
 from ..engine import Prefilled
 
-MAX_UNPRODUCTIVE_EXITS = 3  # from outside and in a row, before any request gained a token; more count as crashes
-MAX_UNBEGUN_EXITS = 2  # in a row, of processes that had a request and never computed it; then it is suspected, too
-MAX_LOST_HOSTS = 3  # or engine processes, in a row that computed one request, before it gained tokens
-MAX_UNBEGUN_HOSTS = 16  # in a row that had a request and never computed it: all hosts may fall silent at once
-MIN_GAINED_TOKENS = 2  # that clear a suspect: the first comes from the replay's prefill, the second from decoding
+MAX_UNPRODUCTIVE_EXITS = 3  # exits from outside and in a row, before any request gained a token; more count as crashes
+MAX_UNBEGUN_EXITS = 2  # exits in a row of processes that had a request and never computed it; then it is suspected, too
+MAX_LOST_HOSTS = 3  # hosts or engine processes lost in a row while computing one request, before it gained tokens
+MAX_UNBEGUN_HOSTS = 16  # hosts in a row that had a request and never computed it: all hosts may fall silent at once
+MIN_GAINED_TOKENS = 2  # tokens that clear a suspect: the replay's prefill yields the first, decoding the second
 
 
 @dataclass(slots=True, eq=False)
@@ -33,18 +33,18 @@ class LoggedRequest:
     """A request, with the work of the current process and of earlier ones (incarnations)."""
 
     request: QueuedRequest
-    incarnation_began: float  # when the current process got it; while none has it, when the last one exited
+    incarnation_began: float  # time when the current process got it; while none has it, when the last one exited
     is_sent: bool = False  # the current process has it
     is_cancelled: bool = False  # a CancelRequest was sent; the current process has not reported the end yet
-    begun_at: float | None = None  # when the current process began to compute it
+    begun_at: float | None = None  # time when the current process began to compute it
     num_gained: int = 0  # tokens from the current process
-    crash_suspect: bool = False  # it was being computed when a process crashed, and has not gained tokens since
+    crash_suspect: bool = False  # a process crashed while it computed the request, which has gained no tokens since
     num_unbegun_exits: int = 0  # see MAX_UNBEGUN_EXITS, and for hosts MAX_UNBEGUN_HOSTS
     num_lost_hosts: int = 0  # see MAX_LOST_HOSTS
     num_incarnations: int = 0  # earlier processes
-    seconds_in: list[float] = field(default_factory=lambda: [0.0] * len(State))  # in earlier processes
+    seconds_in: list[float] = field(default_factory=lambda: [0.0] * len(State))  # seconds in earlier processes
     cached_tokens: int = 0  # found in the prefix cache when the first process began to compute it
-    lost_tokens: int = 0  # whose keys and values were lost with the last process
+    lost_tokens: int = 0  # tokens whose keys and values were lost with the last process
     generated: list[int] = field(init=False, repr=False)  # output tokens so far
     first_token_time: float | None = field(default=None, init=False)
 
@@ -61,7 +61,7 @@ class ClosedRequest(NamedTuple):
 
     request_id: int
     was_sent: bool  # the process has it
-    counters: FinalCounters  # as far as the log knows them
+    counters: FinalCounters  # counters that the log knows
 
 
 class EndedRequests(NamedTuple):
@@ -74,7 +74,7 @@ class EndedRequests(NamedTuple):
 class TokenLog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._entries: dict[int, LoggedRequest] = {}  # by id, in the order of their acceptance
+        self._entries: dict[int, LoggedRequest] = {}  # id -> request, in the order of acceptance
         self._unsent: deque[LoggedRequest] = deque()
         self._suspects: deque[LoggedRequest] = deque()  # unsent, too
         self._isolated: LoggedRequest | None = None  # the suspect that the process has
@@ -280,7 +280,8 @@ class TokenLog:
 
     def _close(self, entry: LoggedRequest) -> ClosedRequest:
         """Return a request that ends without final counters."""
-        was_sent, recomputed_tokens = entry.is_sent, entry.lost_tokens  # what this process had was not recomputed
+        was_sent = entry.is_sent
+        recomputed_tokens = entry.lost_tokens  # earlier loss: this process's tokens were not recomputed
         _end_incarnation(entry, self._clock())
         counters = entry.known_counters()._replace(recomputed_tokens=recomputed_tokens)
         return ClosedRequest(entry.request.request_id, was_sent, counters)

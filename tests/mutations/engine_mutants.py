@@ -109,7 +109,7 @@ MUTANTS = [
     ),
     Mutant(
         OUTPUTS,
-        "        if not update.ended:  # it ended at a stop string, which the core cannot see\n"
+        "        if not update.ended:  # the output ended at a stop string, which the core cannot see\n"
         "            self._drop(sequence, sequence.finish_reason)\n",
         "",
         "after a stop string the sequence computes on to max_tokens",
@@ -141,7 +141,7 @@ MUTANTS = [
     ),
     Mutant(
         OUTPUTS,
-        "error=copy.copy(error),  # without its traceback",
+        "error=copy.copy(error),  # the copy has no traceback",
         "error=error,",
         "a remembered error holds its request and its prompt by the traceback",
     ),
@@ -351,7 +351,7 @@ MUTANTS = [
     ),
     Mutant(
         VALIDATOR,
-        "    if not low <= value <= high:  # also true of NaN",
+        "    if not low <= value <= high:  # the comparison is also false for NaN",
         "    if value < low or value > high:",
         "a temperature of NaN is accepted",
     ),

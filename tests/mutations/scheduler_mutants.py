@@ -88,8 +88,8 @@ MUTANTS = [
     ),
     Mutant(
         COMMITTING,
-        "            return self._end(request, ending, tokens)  # its pages may hold NaN",
-        "            pass  # its pages may hold NaN",
+        "            return self._end(request, ending, tokens)  # the pages may hold NaN",
+        "            pass  # the pages may hold NaN",
         "pages with NaN go into the prefix cache and end later requests",
     ),
     Mutant(
@@ -498,7 +498,7 @@ MUTANTS = [
     ),
     Mutant(
         "scheduler/running_batch.py",
-        "        spare_pages += pager.pages_for(len(tokens)) - pager.pages_for(spilled.num_tokens)  # for its other known tokens\n",
+        "        spare_pages += pager.pages_for(len(tokens)) - pager.pages_for(spilled.num_tokens)  # pages of other known tokens\n",
         "",
         "a restored request takes pages that are promised to others, for the tokens that it had not computed",
     ),
