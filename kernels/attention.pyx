@@ -329,7 +329,7 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
 
 
 cdef const float *_bias(const AttentionOp *op, const Unit *unit, int64_t row, int64_t token) noexcept nogil:
-    """Return what is added to the scores of a row for the tokens from `token` on."""
+    """Return the biases of a row's scores for the tokens from `token` on."""
     cdef int64_t head = unit.head * op.heads.group + row % op.heads.group
     cdef int64_t position = unit.first_position + row // op.heads.group
     return op.bias + head * op.bias_columns + op.bias_origin + token - position

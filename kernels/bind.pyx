@@ -317,7 +317,7 @@ cdef class Binder:
         return rotary.shape[1]
 
     cdef quire_head _head(self, op, norm, heads, rotary_dim, scale, next) except *:
-        """Return what applies to a kind of head; a worker takes heads that are `next` apart, one after another."""
+        """Return the operations on a kind of head; a worker takes heads that are `next` apart, one after another."""
         cdef quire_head head
         head.head_dim, head.rotary_dim, head.eps, head.factor, head.scale = op.head_dim, rotary_dim, op.eps, 0, scale
         head.norm, head.ahead, head.next = NULL, ROWS_AHEAD * padded(op.qkv.columns), next * op.head_dim

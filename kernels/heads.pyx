@@ -64,7 +64,7 @@ cdef void store_rows(const HeadsOp *op, const Step *step, const quire_tiles *til
 
 cdef inline quire_head _head_of_row(const HeadsOp *op, const quire_head *kind, const quire_tiles *tiles,
                                     const float *row, int64_t heads, int64_t head) noexcept nogil:
-    """Return what applies to one of a row's `heads`: if rows are normed, 1 / rms of all of them and its weights."""
+    """Return the operations on one of a row's `heads`: if rows are normed, 1 / rms of all of them and its weights."""
     cdef quire_head result = kind[0]
     if op.norms_rows:
         result.factor = tiles.inverse_rms(row, kind.eps, heads * op.head_dim)

@@ -209,7 +209,7 @@ cdef void _compute(const LinearOp *op, const Step *step, const quire_tiles *tile
 
 cdef void _prepare_group(const LinearOp *op, const quire_tiles *tiles, const Item *item,
                          Scratch *scratch) noexcept nogil:
-    """Compute what all items of a group need of its rows."""
+    """Compute the values of a group's rows that all its items need."""
     cdef quire_rows rows
     if op.has_factors:
         _compute_factors(op, tiles, item, scratch.factors)

@@ -190,7 +190,7 @@ class PrefixCache:
     def _contents(
         self, parent: bytes, token_ids: Sequence[int], first: int, end: int, images: Sequence[ImageSpan]
     ) -> Iterator[list[Content]]:
-        """Yield what each page from `first` to `end` holds, for every group."""
+        """Yield the content of each page from `first` to `end` holds, for every group."""
         keys = page_keys(parent, token_ids, self._page_size, first, end, images)
         for depth, (key, encoded, in_page) in enumerate(keys, first):
             yield [Content(key, parent, depth, group, encoded, in_page) for group in range(len(self._windows))]

@@ -127,7 +127,7 @@ class _SnapshotReader:
         self._checksums: list[int] = []
 
     def check(self) -> list[Content]:
-        """Check record, memory, key and chain of as many pages as fit. Return what they hold."""
+        """Check record, memory, key and chain of as many pages as fit. Return their content."""
         count = min(self._check_header(), self._pager.pool.num_free)
         contents: list[Content] = []
         seen: list[dict[bytes, int]] = [{} for _ in self._pager.windows]  # key -> depth, per group

@@ -136,7 +136,7 @@ class EncoderPlanner:
         )
 
     def check_deadline(self, request: EncodeRequest, now: float) -> AdmissionEstimate:
-        """Return what the request can expect. Raises CannotMeetDeadline."""
+        """Return the prospects of the request. Raises CannotMeetDeadline."""
         wait_s = None if self._rate is None else (self._waiting_tokens + _num_tokens(request)) / self._rate
         estimate = AdmissionEstimate(len(self._policy), 0, 0, wait_s)
         if request.spec.deadline is not None and wait_s is not None and now + wait_s > request.spec.deadline:

@@ -173,7 +173,7 @@ class Planner:
         return True
 
     def _obstacle(self, request: Request, step: StepBudget) -> str | None:
-        """Return what the request lacks, except for pages, which only `_start` can tell."""
+        """Return the resource that the request lacks, except for pages, which only `_start` can tell."""
         if self._has_preempted:
             return "pages"
         num_seqs = self._batch.num_seqs + request.width

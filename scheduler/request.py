@@ -114,7 +114,7 @@ class QueuedRequest:
         self.state = state
 
     def final_counters(self) -> FinalCounters:
-        """Return what the last update reports about an ended request."""
+        """Return the last update's report about an ended request."""
         return FinalCounters(tuple(self.seconds_in), self.cached_tokens, self.recomputed_tokens)
 
 

@@ -113,7 +113,7 @@ class Speculator:
         self._pause_s = PAUSE_MEMORY * self._pause_s + (1 - PAUSE_MEMORY) * pause_s
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept for a request that has ended."""
+        """Drop the data of a request that has ended."""
         self._indexes.pop(request.request_id, None)
         self._known.discard(request.request_id)
 

@@ -94,7 +94,7 @@ def _flag(option: Option) -> Any:
 
 
 def _metavar(option: Option) -> str:
-    """Return what stands for the value in help texts."""
+    """Return the placeholder of the value in help texts."""
     if choices := _choices(option):
         return choices if len(choices) <= MAX_CHOICES_SHOWN else "NAME"
     match option.kind:

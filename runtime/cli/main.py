@@ -134,7 +134,7 @@ def _open_closed_streams() -> None:
 
 
 def _discard(*streams: TextIO) -> None:
-    """Drop what is still unwritten, so that flushing at exit does not fail again."""
+    """Drop unwritten output, so that flushing at exit does not fail again."""
     for stream in streams:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -151,7 +151,7 @@ def _with_flags(error: QuireError, arguments: Sequence[str]) -> str:
 
 
 def _in_our_words(error: CycloptsError) -> str:
-    """Return what is wrong with the command line; the library's own texts use its internal terms."""
+    """Return the fault of the command line; the library's own texts use its internal terms."""
     from cyclopts import (
         CoercionError,
         MissingArgumentError,
@@ -189,7 +189,7 @@ def _nearest_command(name: str) -> str:
 
 
 def _advice(flag: str, arguments: ArgumentCollection) -> str | None:
-    """Return what to write instead of an unknown flag, None if nothing is close to it."""
+    """Return the replacement of an unknown flag, None if nothing is close to it."""
     from ..common.options import flag_name, nearest_name
 
     names = [name for argument in arguments for name in argument.names]

@@ -1,4 +1,4 @@
-"""`quire models`: print what is known of a model's files, or what is supported; no weights are read."""
+"""`quire models`: print the facts of a model's files, or the supported models; no weights are read."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def supported() -> Iterator[Row]:
 
 
 def known(path: Path) -> Iterator[Row]:
-    """Yield what the headers say: family, types, tokenizer, chat template; then what is missing or not supported."""
+    """Yield the facts of the headers: family, types, tokenizer, chat template; then missing and unsupported parts."""
     yield "model", model_name(path)
     yield "path", str(path)
     problems: list[str] = []

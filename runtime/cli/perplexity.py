@@ -125,7 +125,7 @@ def _weights(config: EngineConfig) -> str:
 
 @contextmanager
 def _progress(windows: Windows, compares: bool) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar on standard error if that is a terminal; yield what to call after each window."""
+    """Show a progress bar on standard error if that is a terminal; yield the function to call after each window."""
     console = Console(stderr=True)
     name = "mean KL" if compares else "perplexity"
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

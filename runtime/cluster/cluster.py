@@ -52,8 +52,8 @@ class Cluster(EnginePool):
     ) -> Cluster:
         """Return a cluster that has tried every host and reached at least one.
 
-        Raises what no further attempt would change, such as a wrong secret; Unavailable if no host has been reached in
-        `restart_timeout_s`.
+        Raises errors that no further attempt would change, such as a wrong secret; Unavailable if no host has been
+        reached in `restart_timeout_s`.
         """
         timeouts = HealthTimeouts(heartbeat_timeout_s, stall_s=math.inf)  # a host finds its own stalls
         cluster = cls(members, credentials, HostTraits(models_digest), timeouts, restart_timeout_s)

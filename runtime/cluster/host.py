@@ -299,12 +299,12 @@ class ServerSession:
         return num_dropped
 
     def flush_soon(self) -> None:
-        """Send what is held after this turn of the event loop, unless a step is observed before."""
+        """Send the held messages after this turn of the event loop, unless a step is observed before."""
         if self._flush_handle is None:
             self._flush_handle = asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self, step: StepStats | None = None) -> None:
-        """Send what is held, but for requests that are not answered yet: the API server does not know them."""
+        """Send the held messages, except for requests that are not answered yet: the API server does not know them."""
         if self._flush_handle is not None:
             self._flush_handle.cancel()
             self._flush_handle = None
@@ -367,7 +367,7 @@ class ServerSession:
         self._pool.readmit(LoggedRequest(request, time.monotonic()))
 
     def _note_added(self, requests: Sequence[QueuedRequest]) -> None:
-        """Send what was held for requests whose answer has been sent."""
+        """Send the messages held for requests whose answer has been sent."""
         for request in requests:
             self._adding.pop(request.request_id, None)
         self.flush()

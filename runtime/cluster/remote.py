@@ -288,7 +288,7 @@ class RemoteHost(SupervisedEngine):
         return "failing" if self._is_failing else "up" if self.is_ready else "restarting"
 
     def status(self) -> HostStatus:
-        """Return what operators see of this host."""
+        """Return the state of this host for operators."""
         info = self.info if self._supervisor.num_opened else None
         return HostStatus(
             address=self.address,

@@ -77,7 +77,7 @@ class Option:
         return _convert(value, self.kind, self, where)
 
     def allowed(self) -> str:
-        """Return what a value must be, such as `a whole number of at least 1`."""
+        """Return the rule for a value, such as `a whole number of at least 1`."""
         return _allowed(self.kind, self.unit)
 
     def default_as_text(self) -> str:

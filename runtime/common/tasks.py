@@ -14,7 +14,7 @@ _log = structlog.get_logger("quire.shutdown")
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]], what: str) -> None:
-    """Cancel tasks, and once more after half of `END_TIMEOUT_S`. Log what is left at its end, and errors of tasks."""
+    """Cancel tasks, and once more after half of `END_TIMEOUT_S`. Log the tasks left at its end, and errors of tasks."""
     asked = set(tasks)
     pending = {task for task in asked if not task.done()}
     for _ in range(2):

@@ -84,7 +84,7 @@ def _loaded(encoder: EncoderRunner, config: EngineConfig) -> LoadedEncoder:
 
 
 def load_texts(config: EngineConfig) -> tuple[TextProcessor, EncoderText | None]:
-    """Return what makes token ids of texts, for the model that generates and for the encoder. Raises ModelError."""
+    """Return the processors of texts, for the model that generates and for the encoder. Raises ModelError."""
     path = model_path(config.model)
     if is_encoder(path):
         texts = EncoderText(path, read_encoder(path))
@@ -121,7 +121,7 @@ class KVEvents(Protocol):
     """A publisher of the pages of the prefix cache."""
 
     def publish(self) -> None:
-        """Send what has changed since the last call."""
+        """Send the changes since the last call."""
 
     def close(self) -> None:
         """Send no more."""
@@ -138,7 +138,7 @@ class NoKVEvents:
 
 
 def build_kv_events(config: EngineConfig, pager: Pager) -> KVEvents:
-    """Return what publishes the pages of the prefix cache, nothing without `kv_events`. Raises ConfigError."""
+    """Return the publisher of the prefix cache's pages, a silent one without `kv_events`. Raises ConfigError."""
     if config.kv_events is None:
         for name in ("kv_events_replay", "kv_events_topic"):
             if getattr(config, name):
@@ -185,7 +185,7 @@ def build_scheduler(
 
 
 def _load_image_reader(path: Path, tokenizer: Tokenizer | None, config: EngineConfig) -> ImageReader | None:
-    """Return what reads images for a model that takes them. Raises ModelError."""
+    """Return the reader of images for a model that takes them. Raises ModelError."""
     if tokenizer is None or read_vision(path, config.max_image_tokens) is None:
         return None
     from .images import ImageReader, read_image_processor  # here: other models need no Pillow

@@ -44,7 +44,7 @@ class DecoderPart(Protocol):
         """Return a pager over the KV cache."""
 
     def describe(self) -> CoreInfo:
-        """Return what the core reports of itself, without the encoder and the fingerprint."""
+        """Return the core's description, without the encoder and the fingerprint."""
 
     def bits_id(self) -> bytes:
         """Return the bits id of the loaded model."""

@@ -182,7 +182,7 @@ class EngineCore:
             await self.engine_loop.close()
 
     async def close(self) -> None:
-        """See `Core.close`. Raises what broke the engine loop, if anything did."""
+        """See `Core.close`. Raises the error that broke the engine loop, if there is one."""
         if self._closed:
             return
         self._closed = True

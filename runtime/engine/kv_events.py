@@ -63,7 +63,7 @@ class AllBlocksCleared(_Event):
 
 
 class KVEventPublisher:
-    """Collects what happens to the pages of a pager's cache, and publishes it after each step. Raises ConfigError."""
+    """Collects the events of the pages of a pager's cache, and publishes it after each step. Raises ConfigError."""
 
     def __init__(self, endpoint: str, replay_endpoint: str | None, topic: str, pager: Pager) -> None:
         self._page_size = pager.page_size
@@ -88,7 +88,7 @@ class KVEventPublisher:
         pager.pool.on_evict = self._note_removed
 
     def publish(self) -> None:
-        """Send what happened since the last call as one batch, if anything did. Never waits for a subscriber."""
+        """Send the events since the last call as one batch, if there are any. Never waits for a subscriber."""
         if not self._events:
             return
         payload = self._encode((time.time(), self._events, None))
@@ -184,6 +184,6 @@ class KVEventPublisher:
 
 
 def _extra_keys(content: Content) -> tuple[str, ...] | None:
-    """Return what a page's key depends on besides its tokens and the pages before it."""
+    """Return the parts of a page's key besides its tokens and the pages before it."""
     salt = (content.parent.hex(),) if content.depth == 0 and content.parent != NO_SALT else ()
     return (*salt, *((content.images.hex(),) if content.images else ())) or None

@@ -167,7 +167,7 @@ class SequenceOutput:
         return tokens, text
 
     def _stopped_by(self, tokens: Sequence[SampledToken], reason: FinishReason) -> int | str | None:
-        """Return what the request's own stop parameters have matched; None if the model ended the output."""
+        """Return the match of the request's own stop parameters; None if the model ended the output."""
         if self.detokenizer is not None and self.detokenizer.stop_string is not None:
             return self.detokenizer.stop_string
         if reason == "stop" and tokens and tokens[-1].token_id in self.output.params.stop_token_ids:
@@ -237,7 +237,7 @@ class StreamingOutput:
         return (chunk,)
 
     def usage(self) -> Usage:
-        """Return what a request that has ended used."""
+        """Return the usage of a request that has ended."""
         all_counters = [sequence.counters for sequence in self.sequences]
         prompt_tokens = len(self.stream.prompt_token_ids)
         num_tokens = sum(max(0, each.num_tokens - len(each.request.spec.echoed)) for each in self.sequences)

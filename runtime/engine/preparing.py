@@ -40,7 +40,7 @@ class PromptPreparer:
         return self._num_preparing[tenant]
 
     def prepare(self, request: GenerateRequest, num_queued: int) -> PreparedInput | asyncio.Future[PreparedInput]:
-        """Return what the engine needs of a request, whose fields are checked, or its future.
+        """Return the prepared parts of a request, whose fields are checked, or their future.
 
         `num_queued` sequences count as being prepared until it is done.
         """
@@ -70,7 +70,7 @@ class PromptPreparer:
         return (await self._submit(request, self._prepared)).token_ids
 
     def new_detokenizer(self, prepared: PreparedInput, num_echoed: int = 0) -> NewDetokenizer:
-        """Return what makes the detokenizers of a request's sequences."""
+        """Return the maker of detokenizers for a request's sequences."""
         markup = frozenset(prepared.markup.values())
         detokenizer = self._text_processor.detokenizer
         return partial(detokenizer, prepared.params, num_echoed, markup=markup, prompt=prepared.token_ids)

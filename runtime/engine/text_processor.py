@@ -86,7 +86,7 @@ class TextProcessor:
         special_tokens_in_content: bool = False,
         open_tool_arguments: bool = False,
     ) -> TextProcessor:
-        """Read what a model's folder or GGUF file has. The file `chat_template` replaces the model's template.
+        """Read the tokenizer and templates of a folder or GGUF file. The file `chat_template` replaces the model's.
 
         A template of the model that cannot be used is `chat_problem`. Raises CorruptCheckpoint or UnsupportedModel, and
         ConfigError for a file `chat_template` that cannot be used.

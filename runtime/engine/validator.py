@@ -240,7 +240,7 @@ class Validator:
             _check_beam(params)
 
     def _check_structure(self, params: SamplingParams) -> None:
-        """Check what needs no grammar to be compiled."""
+        """Check the parts that need no compiled grammar."""
         if params.structured_outputs is None:
             return
         if not self._info.has_tokenizer:

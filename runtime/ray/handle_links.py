@@ -121,7 +121,7 @@ class HostEnd(LinkEnd):
         """Do nothing: the number of links has one limit, greeted or not."""
 
     async def pieces(self) -> AsyncGenerator[bytes]:
-        """Yield what the host sends, at most WINDOW_BYTES ahead of the API server."""
+        """Yield the host's messages, at most WINDOW_BYTES ahead of the API server."""
         while (piece := await self._next_piece(self._room, lambda: False)) is not None:
             self._num_sent += len(piece)
             yield piece

@@ -49,7 +49,7 @@ class HostReplica:
         """Return: a replica that can be called is ready."""
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """Return what API servers need to connect; Serve calls it once."""
+        """Return the record with which API servers connect; Serve calls it once."""
         return {name: getattr(self._record, name) for name in HostRecord.__struct_fields__}
 
     async def link_down(self, address: str, link: str) -> AsyncGenerator[bytes]:
@@ -60,7 +60,7 @@ class HostReplica:
                 yield piece
 
     async def link_up(self, address: str, link: str, sequence: int, data: bytes, num_received: int) -> bool:
-        """Receive what an API server sends on its link. Return whether the link continues."""
+        """Receive the messages of an API server on its link. Return whether the link continues."""
         self._check_is_here(address)
         return await self._links.up(link, sequence, data, num_received)
 

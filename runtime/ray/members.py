@@ -90,7 +90,7 @@ class ServedHosts:
         self._loop = asyncio.get_running_loop()
 
     def report(self, metadata: Iterable[Mapping[str, object]]) -> None:
-        """Replace what is known by the metadata of all replicas there are. Any thread may call it."""
+        """Replace the known hosts by the metadata of all replicas. Any thread may call it."""
         self._loop.call_soon_threadsafe(self._set, [record for each in metadata if (record := self._record(each))])
 
     def _set(self, records: list[HostRecord]) -> None:

@@ -36,7 +36,7 @@ def settings_of(args: Mapping[str, object]) -> Settings:
 
 
 def host_links_of(args: Mapping[str, object]) -> HostLinkKind:
-    """Return what carries the links between API servers and hosts, an argument of its own. Raises ConfigError."""
+    """Return the carrier of the links between API servers and hosts, an argument of its own. Raises ConfigError."""
     match args.get(HOST_LINKS):
         case None | "tcp":
             return "tcp"
@@ -47,7 +47,7 @@ def host_links_of(args: Mapping[str, object]) -> HostLinkKind:
 
 
 def release_of(args: Mapping[str, object]) -> str:
-    """Return what replicas of one update have in common: a digest of the arguments and of Quire's version."""
+    """Return the key that replicas of one update have in common: a digest of the arguments and of Quire's version."""
     text = json.dumps([version("quire"), args], sort_keys=True, default=str)
     return blake2b(text.encode(), digest_size=16).hexdigest()
 

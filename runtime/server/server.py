@@ -294,7 +294,7 @@ class Server:
 
 
 async def check_config(config: ServerConfig) -> tuple[Keyring, TLS | None]:
-    """Check what needs no engine: keys and certificate, which are returned, limits and address. Raises ConfigError."""
+    """Check settings that need no engine: keys and certificate (returned), limits, address. Raises ConfigError."""
     keyring = Keyring.of(config)
     tls = TLS.of(config)
     MemoryLimits(config).check(keyring.num_tenants, machine_memory_bytes())

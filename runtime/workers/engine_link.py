@@ -354,7 +354,7 @@ class EngineLink(asyncio.Protocol):
         self._lost()
 
     def _go_on(self) -> None:
-        """Handle what has waited. Messages that come in the same turn of the event loop wait for the next one."""
+        """Handle the waiting messages. Messages that come in the same turn of the event loop wait for the next one."""
         self._goes_on = False
         if self._handle_received(TURN_S) and not self._goes_on:
             self._wait_for_turn()

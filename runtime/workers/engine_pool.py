@@ -196,7 +196,7 @@ class EnginePool:
     # Members
 
     def _rehome(self, lost: SupervisedEngine) -> bool:
-        """Continue what a lost member has at others. Return False if there are none."""
+        """Continue the requests of a lost member at others. Return False if there are none."""
         has_others = any(member.takes_requests for member in self.members)
         if has_others:
             for entry in lost.give_up():
@@ -262,7 +262,7 @@ async def engine_processes(settings: Settings) -> AsyncIterator[EnginePool]:
 
 
 def total_info(infos: Sequence[CoreInfo]) -> CoreInfo:
-    """Return what several cores are together. Each runs requests of at most the shortest context among them."""
+    """Return the description of several cores as one. Each runs requests of at most the shortest context among them."""
     return msgspec.structs.replace(
         infos[0],
         max_model_len=min(info.max_model_len for info in infos),

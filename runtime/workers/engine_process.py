@@ -119,7 +119,7 @@ class EngineProcess:
             return False
 
     async def stop(self) -> str | None:
-        """Let the process end its requests, write its snapshot and exit. Return what went wrong, or None.
+        """Let the process end its requests, write its snapshot and exit. Return the error, or None.
 
         The process may take as long as it writes bytes to the disk. It is killed when it has written none for
         SAVE_TIMEOUT_S, without a snapshot after STOP_TIMEOUT_S, and if it is stopped by a signal or a debugger.

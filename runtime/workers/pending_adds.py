@@ -63,7 +63,7 @@ class PendingAdds:
         return pending
 
     def send(self) -> Iterator[PendingAdd]:
-        """Yield what may be sent now, in order: everything, or one crash suspect alone."""
+        """Yield the requests that may be sent now, in order: everything, or one crash suspect alone."""
         while self._waiting and not any(pending.crash_suspect for pending in self._sent.values()):
             pending = self._waiting.popleft()
             self._sent[pending.first_id] = pending

@@ -349,7 +349,7 @@ class SupervisedEngine:
         self._note_idle()
 
     def _add_message(self, requests: Sequence[QueuedRequest]) -> AddRequests | AddEncoding:
-        """Return what asks the process to accept the requests of one `PendingAdd`."""
+        """Return the message that asks the process to accept the requests of one `PendingAdd`."""
         first = requests[0]
         if isinstance(first, EncodeRequest):
             return AddEncoding(self._for_link(first.spec))

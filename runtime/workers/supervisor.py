@@ -68,7 +68,7 @@ class EngineSource(Protocol):
         """Open an engine, which may not be ready yet. On failure, raises the cause and cleans up."""
 
     def note_ready(self, ready: EngineReady) -> None:
-        """Note what an engine reports of itself. Raises what makes it unusable."""
+        """Note the description of an engine. Raises the reason if it is unusable."""
 
 
 class ProcessSource:
@@ -90,7 +90,7 @@ class ProcessSource:
         return describe_exit(status)
 
     def note_ready(self, ready: EngineReady) -> None:
-        """Keep what the process derived from the state of the machine for all that follow."""
+        """Keep the values that the process derived from the machine's state for the next processes."""
         config = msgspec.structs.replace(
             self.start.config,
             kv_cache_memory=ready.kv_bytes or None,  # an encoder has none
@@ -113,7 +113,7 @@ class ProcessOwner(Protocol):
         """No process has started for `restart_timeout_s`. Called again after each further failed start."""
 
     def on_tick(self) -> None:
-        """Do what is due by time; called every TICK_S, whether a process is ready or not."""
+        """Do the work that is due; called every TICK_S, whether a process is ready or not."""
 
 
 class Supervisor:

@@ -52,7 +52,7 @@ class LoggedRequest:
         self.generated = [*self.request.generated] if isinstance(self.request, Request) else []
 
     def known_counters(self) -> FinalCounters:
-        """Return what is known of a request whose process reported no counters."""
+        """Return the known counters of a request whose process reported none."""
         return FinalCounters(tuple(self.seconds_in), self.cached_tokens)
 
 

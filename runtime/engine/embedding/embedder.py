@@ -115,7 +115,7 @@ class Embedder:
             future.set_exception(self._closed or error)
 
     def fail_all(self) -> None:
-        """End what is left: the core has ended."""
+        """End the remaining requests: the core has ended."""
         for request_id in list(self._waiting):
             self.fail(request_id, GenerationFailed("the engine stopped unexpectedly"))
 
@@ -226,7 +226,7 @@ class Embedder:
         return text[:most]
 
     def _input_prompt(self, request: EmbedRequest) -> str:
-        """Return what goes before each text: the prompt of the request, or the model's own."""
+        """Return the text before each input: the prompt of the request, or the model's own."""
         if request.query is not None:
             return next(filter(None, map(self._prompt, DOCUMENT_PROMPTS)), "")
         name = request.prompt_name if request.prompt_name is not None else self.info.default_prompt

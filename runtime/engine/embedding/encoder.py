@@ -106,7 +106,7 @@ class NoEncoder:
 
 
 def describe_encoder(encoder: EncoderRunner) -> EncoderInfo:
-    """Return what requests and their answers depend on."""
+    """Return the facts that requests and their answers depend on."""
     spec = encoder.spec
     return EncoderInfo(
         vocab_size=spec.body.vocab_size,

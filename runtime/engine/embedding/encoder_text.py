@@ -194,7 +194,7 @@ def _takes_types(config: ConfigTable, spec: EncoderSpec) -> bool:
 
 
 def _adapt(fast: FastTokenizer, config: ConfigTable, spec: EncoderSpec) -> None:
-    """Do what transformers' tokenizer classes and sentence-transformers do with a tokenizer.json.
+    """Change a tokenizer as transformers' tokenizer classes and sentence-transformers do.
 
     The classes take some settings from tokenizer_config.json, or their defaults, whatever tokenizer.json has.
     """

@@ -167,7 +167,7 @@ def type_of(value: Any) -> str:
 
 
 def identity(value: Any) -> Any:
-    """Return what values have in common that are equal in JSON Schema: 1 and 1.0 are equal, 1 and true are not."""
+    """Return a key that values equal in JSON Schema have in common: 1 and 1.0 are equal, 1 and true are not."""
     if isinstance(value, dict):
         return ("object", frozenset((name, identity(each)) for name, each in value.items()))
     return ("array", *map(identity, value)) if isinstance(value, list) else (type_of(value), value)

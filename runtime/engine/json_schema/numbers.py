@@ -275,7 +275,7 @@ def _decimal(divisor: float) -> Decimal:
 
 
 def _as_read(divisor: float) -> Decimal | None:
-    """Return what llguidance reads: it divides the digits, and multiplies by 10 up to a whole number, all in f64."""
+    """Return a number as llguidance reads it: divides the digits, multiplies by 10 up to a whole one, in f64."""
     num_decimals = _num_decimals(Decimal(repr(divisor)))
     if num_decimals > 2 * MAX_DECIMALS:
         return None

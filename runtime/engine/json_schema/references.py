@@ -47,7 +47,7 @@ def check_references(root: _Schema) -> None:
 
 
 def referred(root: _Schema, reference: Any) -> Any:
-    """Return what a reference to a place in `root` refers to; None for other references, which llguidance resolves."""
+    """Return the value that a reference into `root` refers to; None for other references, which llguidance resolves."""
     pointer = _own_pointer(root, reference)
     return None if pointer is None else _at(root, pointer)
 

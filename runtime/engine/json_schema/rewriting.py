@@ -80,7 +80,7 @@ class _Rewriting:
     # Keywords
 
     def _with_dependencies(self, key: str, schema: _Schema) -> _Schema:
-        """Replace what an object must be if it has a property."""
+        """Replace the rules for objects that have a property."""
         needed = schema[key]
         if not isinstance(needed, dict):
             return schema

@@ -45,7 +45,7 @@ class ArgumentStream(Protocol):
         """Return the JSON that more of the output adds, and the rest of it: to be given again, or after the end."""
 
     def finish(self, is_cut: bool) -> str:
-        """Return what completes the JSON at the output's end; nothing if the output `is_cut`."""
+        """Return the text that completes the JSON at the output's end; nothing if the output `is_cut`."""
 
 
 class JSONArguments:

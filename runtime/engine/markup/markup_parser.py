@@ -27,7 +27,7 @@ class OutputParser(Protocol):
     """A parser of one output."""
 
     def feed(self, text: str) -> list[Delta]:
-        """Return what the next piece of the text adds."""
+        """Return the deltas that the next piece of the text adds."""
 
     def finish(self, is_cut: bool) -> list[Delta]:
         """Return the rest at the end of the text. A possible beginning of markup is dropped if the text `is_cut`."""

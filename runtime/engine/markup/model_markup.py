@@ -160,7 +160,7 @@ def _keys(transform: object) -> tuple[str, str]:
 
 
 def _delimiter(field: Mapping[str, Any], kind: str) -> tuple[str, str | None, str]:
-    """Return what opens or closes a field: a literal, or the literals around a group of the pattern, and its name."""
+    """Return the delimiter of a field: a literal, or the literals around a group of the pattern, and its name."""
     given = field.get(kind)
     pattern = field.get(f"{kind}_pattern")
     if isinstance(given, list) and given and (kind == "close" or len(given) == 1):

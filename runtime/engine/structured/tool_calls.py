@@ -73,7 +73,7 @@ class ToolCalls:
         self.markup = markup if self._functions else markup.without_calls()  # markup in the parser's text
 
     def structure(self, prompt: str, answer: StructuredOutputs | None) -> StructuredOutputs | None:
-        """Return what the output must match: calls, or else `answer`, after any reasoning. None: any text.
+        """Return the rule that the output must match: calls, or else `answer`, after any reasoning. None: any text.
 
         `prompt` is the rendered chat. It takes milliseconds: use a thread. Raises InvalidRequest.
         """
@@ -107,7 +107,7 @@ class ToolCalls:
             raise refusal
 
     def new_parser(self, prompt: str, answer: StructuredOutputs | None) -> NewParser | None:
-        """Return what makes a parser of each output; None if every output is an answer and nothing else."""
+        """Return the maker of a parser for each output; None if every output is an answer and nothing else."""
         schemas = {name: self._types(function) for name, function in self._functions.items()}
         if self.markup.channels:
             return partial(ChannelParser, self.markup, schemas)

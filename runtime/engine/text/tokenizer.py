@@ -29,7 +29,7 @@ class Token(NamedTuple):
     first_data: bytes | None = None  # bytes that it adds at the start of a text, if they differ: mostly without a space
 
     def data_after(self, has_text: bool) -> bytes:
-        """Return what the token adds to a text that has text already, or has none yet; a special token adds nothing."""
+        """Return the bytes that the token adds to a text; a special token adds nothing."""
         if self.is_special:
             return b""
         return self.data if has_text or self.first_data is None else self.first_data

@@ -25,7 +25,7 @@ def read_roberta(config: ConfigTable) -> BertSpec:
 
 
 def read_bert_from(config: ConfigTable, family: str, first_position: int) -> BertSpec:
-    """Read what BERT's relatives share; the row `first_position` of the positions belongs to a text's first token."""
+    """Read the keys that BERT's relatives share; the row `first_position` of the positions is for the first token."""
     if config.text("position_embedding_type", "absolute") != "absolute":
         raise config.refused("position_embedding_type", '"absolute" or absent')
     if config.flag("is_decoder", False):

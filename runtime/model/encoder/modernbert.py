@@ -92,7 +92,7 @@ def read_modernbert_head(config: ConfigTable, labels: int) -> tuple[Projection, 
 
 
 def read_head_pooling(config: ConfigTable) -> Pooling:
-    """Return what a classification head reads."""
+    """Return the input of a classification head."""
     return read_named(config, "classifier_pooling", POOLINGS, "cls")
 
 

@@ -190,7 +190,7 @@ def read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
 
 
 def read_score_activation(folder: Path, config: ConfigTable, labels: int) -> ScoreActivation:
-    """Return what makes scores of the values of `labels`: what the files say, or a sigmoid of a single one."""
+    """Return the function that makes scores of the values of `labels`: the files', or a sigmoid of a single one."""
     settings = read_table(folder, PROMPTS_FILE) or ConfigTable({}, source=PROMPTS_FILE)
     for table, key in (
         (settings, "activation_fn"),

@@ -126,7 +126,7 @@ def read_transformer_settings(folder: Path, task: Task) -> TransformerSettings:
 
 
 def _check(config: ConfigTable, allowed: Allowed) -> None:
-    """Refuse what is not among the allowed keys and values."""
+    """Refuse keys and values that are not allowed."""
     for key, value in config.values.items():
         if key not in allowed:
             raise config.refused(key, "absent: it is not supported")

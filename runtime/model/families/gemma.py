@@ -56,7 +56,7 @@ def build_gemma(config: ConfigTable, family: str, rope: Rope, full_every: int) -
 
 
 def derive_gemma(config: ConfigTable, *, full_every: int, largest: int) -> dict[str, Any]:
-    """Return what llama.cpp derives from a GGUF file's metadata.
+    """Return the keys that llama.cpp derives from a GGUF file's metadata.
 
     `largest` is the number of layers of the family's largest model, whose scores are not scaled by the size of a head.
     """

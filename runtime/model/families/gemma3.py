@@ -52,7 +52,7 @@ def read_gemma3_with_images(config: ConfigTable) -> DecoderSpec:
 
 
 def _rope_table(config: ConfigTable, kind: str) -> ConfigTable:
-    """Return what config.json says of the rotary embedding of full or of sliding layers.
+    """Return config.json's rotary embedding of full or of sliding layers.
 
     transformers 4 has `rope_scaling`, which is for full layers; transformers 5 an object per kind of layer, and beside
     them keys without effect where no layer is of one kind. Both apply where a folder has both.

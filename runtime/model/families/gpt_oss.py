@@ -102,7 +102,7 @@ def _tensors_in_blocks(num_layers: int) -> dict[str, str]:
 
 
 def _derive(config: ConfigTable) -> dict[str, Any]:
-    """Return what GGUF files do not say: every second layer slides, and YaRN does not round its range of dimensions."""
+    """Return keys that GGUF files lack: every second layer slides, and YaRN does not round its dimensions."""
     if config.values.get("sliding_window_pattern") not in (None, 2):
         raise config.refused("sliding_window_pattern", "absent or 2")
     if "rope_local_base_freq" in config:

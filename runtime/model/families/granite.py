@@ -37,7 +37,7 @@ def read_granite(config: ConfigTable) -> DecoderSpec:
 
 
 def _derive(config: ConfigTable) -> Mapping[str, float]:
-    """Return what a file's missing scale of scores means. Granite's files without rotary embedding are refused."""
+    """Return the value of a file's missing scale of scores. Granite's files without rotary embedding are refused."""
     if not config.flag("rotates", True):
         raise config.refused("rotates", "absent or true: heads are rotated")
     return {"attention_multiplier": config.positive("attention_multiplier", read_head_dim(config) ** -0.5)}

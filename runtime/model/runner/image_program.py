@@ -100,7 +100,7 @@ class ImageProgram:
 
 
 def _row_size(op: Op) -> float:
-    """Return what the time of a row of an op is in proportion to: products, or numbers that are read and written."""
+    """Return the measure of the time of a row of an op: products, or numbers that are read and written."""
     if isinstance(op, Linear):
         return float(op.weight.in_features * op.weight.out_features)
     columns: Sequence[int] = [getattr(op, name).columns for name in ("input", "out") if getattr(op, name, None)]

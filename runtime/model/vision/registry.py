@@ -50,7 +50,7 @@ SIGLIP_DEFAULTS: dict[str, Any] = {**IDEFICS3_DEFAULTS, "hidden_size": 768, "num
 
 
 def read_vision(path: str | Path, max_tokens: int = ANY_SIZE) -> VisionSpec | DynamicVisionSpec | None:
-    """Read what the tower of a folder is from its config files; None for a model without a supported tower.
+    """Read the description of a folder's tower from its config files; None for a model without a supported tower.
 
     A tower of images of any size is made for images of about `max_tokens` tokens at most. Raises ModelError.
     """

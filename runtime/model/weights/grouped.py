@@ -175,7 +175,7 @@ class ScaleGrid:
     columns: int
 
     def read(self, stored: SafetensorsCheckpoint, name: str, num_rows: int) -> npt.NDArray[Any]:
-        """Return what a tensor has for each row of the matrix, [num_rows, groups of columns]."""
+        """Return the values of a tensor for each row of the matrix, [num_rows, groups of columns]."""
         values = stored.tensor(name)
         return values.reshape((*values.shape, 1, 1)[:2])[np.arange(num_rows) // self.rows]
 

@@ -174,7 +174,7 @@ def _families_of_this_server(hosts: Mapping[str, HostStatus]) -> list[Metric]:
 
 
 def _families_of_hosts(engines: Mapping[str, EngineStats]) -> list[Metric]:
-    """Return what the hosts report, about the requests of all API servers."""
+    """Return the reports of the hosts, about the requests of all API servers."""
     pages = GaugeMetricFamily("quire_host_kv_pages", "KV pages of the host by state.", labels=["host", "state"])
     for name, stats in engines.items():
         for state, count in (("owned", stats.pages_owned), ("cached", stats.pages_cached), ("free", stats.pages_free)):

@@ -263,7 +263,7 @@ def _one_of(fields: Fields, name: str, other_name: str) -> str:
 
 
 def _named_inputs(fields: Fields) -> tuple[str, tuple[str | tuple[int, ...], ...]]:
-    """Return what messages call one of the inputs, and the inputs."""
+    """Return the name of one input in messages, and the inputs."""
     given = fields.required("input")
     inputs = _inputs(given)
     is_one = isinstance(given, str) or type(next(iter(given), None)) is int

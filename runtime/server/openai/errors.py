@@ -115,7 +115,7 @@ def _body(error: QuireError, fields: Collection[str], names: Mapping[str, str]) 
 
 
 def _retry_headers(error: QuireError) -> dict[str, str]:
-    """Return what openai-python and other clients read before they send the request again."""
+    """Return the headers that openai-python and other clients read before they send the request again."""
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
     if not error.retryable:

@@ -149,7 +149,7 @@ def service_tier(fields: Fields) -> str | None:
 
 
 def answer_fields(fields: Fields, info: EngineInfo) -> dict[str, Any]:
-    """Return what the fields say about the form of the answer of a chat or a completion."""
+    """Return the form of the answer of a chat or a completion."""
     tier = service_tier(fields)
     returns_token_ids = fields.take("return_token_ids", bool, False)
     if returns_token_ids and fields.values.get("echo"):

@@ -122,7 +122,7 @@ def _id_text(token_id: int) -> str:
 
 
 def _entry(data: bytes) -> tuple[bytes, bytes]:
-    """Return what stands before and behind the logprob of a token of a chat."""
+    """Return the text before and behind the logprob of a token of a chat."""
     text, values = (msgspec.json.encode(each) for each in (data.decode(errors="replace"), list(data)))
     return b'{"token":%b,"logprob":' % text, b',"bytes":%b}' % values
 

@@ -35,7 +35,7 @@ def model_card(name: str, info: EngineInfo, created: int, *, is_main: bool) -> d
 
 
 def _capabilities(encoder: EncoderInfo) -> list[str]:
-    """Return what an encoder is asked for: vectors rank texts by their cosine, a single label is a pair's score."""
+    """Return the capabilities of an encoder: vectors rank texts by their cosine, a single label is a pair's score."""
     if not encoder.num_labels:
         return ["embedding", "rerank"]
     return ["rerank", "classify"] if encoder.num_labels == 1 else ["classify"]

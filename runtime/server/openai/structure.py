@@ -28,7 +28,7 @@ _LARK_START = re.compile(r"^[ \t]*[?!]*start(\.\d+)?[ \t]*:(?!:=)", re.MULTILINE
 
 
 def structure_of(values: dict[str, Any]) -> StructuredOutputs | None:
-    """Return what the body's fields ask for, None if they ask for any text. Raises BadRequest."""
+    """Return the rule that the body's fields ask for, None if they ask for any text. Raises BadRequest."""
     found: list[tuple[str, StructuredOutputs]] = []
     if (given := _response_format(values.get("response_format", {"type": "text"}))) is not None:
         found.append(("response_format", given))

@@ -1,4 +1,4 @@
-"""Measure what a KV cache is worth: generate the same tokens with the cache, and by recomputing everything for each.
+"""Measure the gain of a KV cache: generate the same tokens with the cache, and by recomputing everything for each.
 
 Both runs use the same kernels and pages; the uncached one starts from position 0 every time. The tokens must be equal;
 without the cache the time per token grows with the sequence.

@@ -1,4 +1,4 @@
-"""Measure what a step costs besides its kernels: the Python between and around them, per running sequence.
+"""Measure the cost of a step besides its kernels: the Python between and around them, per running sequence.
 
 The bundled model serves 32 users through the whole engine; their output is encoded as TOKENS frames and counted in the
 metrics, as in the server. These costs do not depend on the model, so the bundled one, which has a tokenizer, always

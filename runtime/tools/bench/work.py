@@ -1,8 +1,8 @@
 """Compute the least work of a phase from the model's program: bytes read from memory, and useful operations.
 
-Only what the model's definition requires is counted: no padded rows, no masked half of a tile, no byte read twice in a
-step. So the share of the roofline is never too high. In a mixture of experts only the chosen experts are read; their
-number is the expected one if all experts are chosen equally often.
+Only work that the model's definition requires is counted: no padded rows, no masked half of a tile, no byte read twice
+in a step. So the share of the roofline is never too high. In a mixture of experts only the chosen experts are read;
+their number is the expected one if all experts are chosen equally often.
 """
 
 from __future__ import annotations

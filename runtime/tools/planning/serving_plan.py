@@ -233,7 +233,7 @@ def _server_start_bytes(tokens: int) -> dict[str, int]:
 
 
 def _structured_output_bytes(tokens: int) -> dict[str, int]:
-    """Return what structured output takes; nothing without a tokenizer.
+    """Return the memory of structured output; nothing without a tokenizer.
 
     The first figure is an estimate of a tokenizer and the tables of its vocabulary in an engine process, which has them
     from the first grammar on. The others are limits, of grammars there and of the API server's processes that try them.
