@@ -10,7 +10,7 @@ from ..common.server_config import ServerConfig
 from ..common.types import SamplingParams
 from ..protocol.frames import MIN_FRAME_BYTES
 from ..protocol.framing import PREFIX_BYTES
-from .requests.replay_buffer import ENTRY_BYTES, bytes_to_reserve
+from .requests.output_log import ENTRY_BYTES, bytes_to_reserve
 
 SERVER_PROCESS_BYTES = 46 << 20  # measured: Python and its libraries, without the files that engine processes share
 CONNECTION_BYTES = 16 << 10  # measured: the objects of an idle connection

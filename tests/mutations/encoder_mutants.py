@@ -279,7 +279,7 @@ MUTANTS = [
     ),
     Mutant(
         VECTORS,
-        "        if not self._cancelled:\n            await self._delivery.send_buffer.wait_until_short()\n",
+        "        if not self._cancelled:\n            await self._pace.send_buffer.wait_until_short()\n",
         "",
         "a client that does not read fills the server's memory with vectors",
         STREAM_TESTS,
@@ -546,14 +546,14 @@ MUTANTS = [
     ),
     Mutant(
         HTTP,
-        "        held.close()\n        exchange.lives.clear()\n",
-        "        exchange.lives.clear()\n",
+        "        memory.release()\n        exchange.cancels.clear()\n",
+        "        exchange.cancels.clear()\n",
         "what an answer of vectors held counts after its failure",
         DOOR_TESTS,
     ),
     Mutant(
         HTTP,
-        "        exchange.lives.clear()\n",
+        "        exchange.cancels.clear()\n",
         "        pass\n",
         "a connection that closes after its answer counts as cancelled",
         DOOR_TESTS,

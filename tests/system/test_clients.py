@@ -31,7 +31,7 @@ from quire.runtime.common.errors import (
 )
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.net.address import TCPAddress
-from quire.runtime.server.msgpack.output_stream import CHUNK_BYTES
+from quire.runtime.server.requests.output_log import CHUNK_BYTES
 
 Serve = Callable[..., Awaitable[Any]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]

@@ -60,7 +60,7 @@ class Site:
         assert self.server._context is not None
         replays = self.server._context.replays
         async with asyncio.timeout(60):
-            while replays.buffers or self.server.num_connections or len(asyncio.all_tasks()) > self.num_tasks:
+            while replays.logs or self.server.num_connections or len(asyncio.all_tasks()) > self.num_tasks:
                 await asyncio.sleep(0.002)
 
 

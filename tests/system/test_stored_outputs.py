@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.server.openai import calls, kept_reader, stored
+from quire.runtime.server.openai import calls, playback, stored
 
 from tests.scripted_model import write_scripted_model
 
@@ -181,18 +181,17 @@ async def test_a_stored_stream_waits_for_its_reader(serve: Serve) -> None:
 async def test_a_stored_stream_is_read_in_turns(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     name = await stored_id(system, RESPONSES, response(max_output_tokens=60))
     output_turns = system.server._context.keyring.authenticate(None).output_turns
-    num_taken = 0
-    take = output_turns.take
+    num_turns = 0
+    call_soon = output_turns.call_soon
 
-    async def taking() -> int:
-        nonlocal num_taken
-        num_taken += 1
-        granted: int = await take()
-        return granted
+    def counting(callback: Callable[[], object]) -> None:
+        nonlocal num_turns
+        num_turns += 1
+        call_soon(callback)
 
-    monkeypatch.setattr(output_turns, "take", taking)
+    monkeypatch.setattr(output_turns, "call_soon", counting)
     assert len(events(await ask(system, "GET", f"{RESPONSES}/{name}?stream=true"))) == 38
-    assert num_taken == 4, "31 chunks, 8 per turn"
+    assert num_turns == 4, "31 chunks, 8 per turn"
 
 
 async def test_a_stream_of_a_response_that_is_cancelled_ends_in_an_error(system: Any) -> None:
@@ -449,7 +448,7 @@ async def test_a_response_that_is_deleted_ends_though_it_is_read(system: Any, ev
 
 
 async def test_an_output_has_a_limited_number_of_readers(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_reader, "MAX_SUBSCRIBERS", 1)
+    monkeypatch.setattr(playback, "MAX_READERS", 1)
     name = await stored_id(system, RESPONSES, response("hold", background=True))
     async with connection(system) as client:
         client.send("GET", f"{RESPONSES}/{name}?stream=true")

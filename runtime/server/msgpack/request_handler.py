@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Collection, Coroutine
+from functools import partial
 from typing import Any
 
 from structlog.contextvars import bound_contextvars
@@ -38,12 +39,14 @@ from ...protocol.frames import (
 from ...protocol.wire_errors import error_frame
 from ..app_context import AppContext
 from ..monitoring import CancelCause
-from ..requests.replay_buffer import MAX_SUBSCRIBERS, Subscriber
+from ..requests.output_log import MAX_READERS, OutputLog
+from ..requests.output_reader import OutputReader, Pace
 from ..requests.request_log import quire_error
+from ..requests.resume import Keeping
 from ..requests.send_buffer import SendBuffer
 from ..tenancy.tenants import Tenant, TenantTotals
 from .convert import duplicate_frame, embed_request, engine_request, models_frame, stats_frame
-from .output_stream import Delivery, OutputStream
+from .frame_writer import FrameWriter
 from .vector_stream import VectorStream
 
 MAX_TEXTS = 32  # of one connection that are being tokenized
@@ -67,7 +70,7 @@ class RequestHandler:
         self._session = tenant.name, session
         self._features = features
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the ids of live requests
-        self._streams: dict[int, OutputStream | VectorStream] = {}  # of those: the others are TOKENIZE
+        self._streams: dict[int, OutputReader | VectorStream] = {}  # of those: the others are TOKENIZE
         self._last_accepted_id: int | None = None
         self._last_ended_at = asyncio.get_running_loop().time()
         if context.leaves_at is not None:
@@ -157,12 +160,12 @@ class RequestHandler:
             return
         try:
             self._check_features(frame)
-            stream = self._submit(frame)
+            reader = self._submit(frame)
         except Exception as error:
             self._send_refusal(request_id, quire_error(error, client_id=request_id))
             return
         self._last_accepted_id = request_id
-        self._start(request_id, stream.run, stream)
+        self._play(request_id, reader)
 
     def _check_features(self, frame: Generate) -> None:
         """Raise InvalidRequest for a field of a feature that was not negotiated."""
@@ -175,21 +178,22 @@ class RequestHandler:
             if is_given and feature not in self._features:
                 raise InvalidRequest(f"{field_belongs} to the feature `{feature}`, which HELLO did not request")
 
-    def _submit(self, frame: Generate) -> OutputStream:
-        """Submit the request, or find the earlier one with its key. Return its stream. Raises a refusal."""
+    def _submit(self, frame: Generate) -> OutputReader:
+        """Submit the request, or find the earlier one with its key. Return its reader. Raises a refusal."""
         context, request_id = self._context, frame.request_id
-        request, delivery = engine_request(frame, self.tenant.name), self._delivery(frame)
+        request, pace = engine_request(frame, self.tenant.name), self._pace(frame)
         if not frame.resumable and frame.idempotency_key is None:
-            return OutputStream(context.requests.submit(self.tenant, request_id, request), delivery)
-        buffer = context.replays.open(
-            self.tenant, request_id, request, frame.idempotency_key, resumable=frame.resumable
+            return OutputReader(OutputLog(context.requests.submit(self.tenant, request_id, request)), pace)
+        keeping = Keeping(frame.idempotency_key, frame.resumable)
+        log = context.replays.find(self.tenant, request_id, request, keeping) or context.replays.open(
+            self.tenant, request_id, request, keeping
         )
-        if len(buffer.subscribers) >= MAX_SUBSCRIBERS:
-            raise Overloaded(f"{MAX_SUBSCRIBERS} requests with this idempotency key are being answered")
-        subscriber = Subscriber(buffer, delivery)
+        if len(log.readers) >= MAX_READERS:
+            raise Overloaded(f"{MAX_READERS} requests with this idempotency key are being answered")
+        reader = OutputReader(log, pace)
         if frame.resumable:
-            context.replays.resume_index.add(self._session, request_id, subscriber)
-        return subscriber
+            context.replays.resume_index.add(self._session, request_id, reader)
+        return reader
 
     def _resume(self, frame: Resume) -> None:
         if not self._accepts_id(frame.request_id):
@@ -197,13 +201,16 @@ class RequestHandler:
         index = self._context.replays.resume_index
         try:
             entry = index.find(self._session, frame.request_id)
-            subscriber = Subscriber(entry.buffer, self._delivery(frame), frame.next_index)
+            reader = OutputReader(entry.log, self._pace(frame), frame.next_index)
         except QuireError as error:
             self._send_refusal(frame.request_id, error)
             return
-        index.attach(entry, subscriber)
+        index.attach(entry, reader)
         self._context.requests.log.resumed(self.tenant.name, frame.request_id, frame.next_index)
-        self._start(frame.request_id, subscriber.run, subscriber)
+        self._play(frame.request_id, reader)
+
+    def _play(self, request_id: int, reader: OutputReader) -> None:
+        self._start(request_id, partial(self._writer(request_id).play, reader), reader)
 
     def _embed(self, frame: AskVectors | AskScores) -> None:
         if "embeddings" not in self._features:
@@ -216,14 +223,17 @@ class RequestHandler:
         except Exception as error:
             self._send_refusal(frame.request_id, quire_error(error, client_id=frame.request_id))
             return
-        stream = VectorStream(live, self._delivery(frame), is_score=isinstance(frame, AskScores))
+        writer = self._writer(frame.request_id)
+        stream = VectorStream(live, writer, self._pace(frame), is_score=isinstance(frame, AskScores))
         self._last_accepted_id = frame.request_id
         self._start(frame.request_id, stream.run, stream)
 
-    def _delivery(self, frame: Generate | Resume | AskVectors | AskScores) -> Delivery:
+    def _pace(self, frame: Generate | Resume | AskVectors | AskScores) -> Pace:
         timeout_ms = self._context.config.credit_timeout_ms
-        turns = self.tenant.output_turns
-        return Delivery(frame.request_id, self._send_buffer, frame.credit, timeout_ms, self._features, turns)
+        return Pace(self._send_buffer, self.tenant.output_turns, frame.credit, timeout_ms)
+
+    def _writer(self, request_id: int) -> FrameWriter:
+        return FrameWriter(request_id, self._send_buffer, self._features)
 
     def _tokenize(self, frame: Tokenize) -> None:
         """Answer in a task. Texts wait in memory in the meantime, so their number is limited."""
@@ -304,7 +314,7 @@ class RequestHandler:
         self,
         request_id: int,
         answer: Callable[[], Coroutine[Any, Any, Frame]],
-        stream: OutputStream | VectorStream | None = None,
+        stream: OutputReader | VectorStream | None = None,
     ) -> asyncio.Task[None]:
         task = self._tasks[request_id] = asyncio.create_task(self._run(request_id, answer))
         if stream is not None:

@@ -11,16 +11,15 @@ import contextlib
 import math
 from collections.abc import Iterator
 
-from ....scheduler import AdmissionEstimate
 from ...common.errors import Cancelled, DeadlineExceeded, QuireError
 from ...engine.facade import EmbeddedTexts
 from ...protocol.frames import Done, Error, Scores, Vectors
 from ...protocol.wire_errors import error_frame
 from ..monitoring import CancelCause
 from ..requests.live_embedding import LiveEmbedding
+from ..requests.output_reader import Pace
 from ..requests.request_log import quire_error
-from .convert import accepted_frame
-from .output_stream import Delivery
+from .frame_writer import FrameWriter
 
 FRAME_BYTES = 64  # of a VECTORS frame besides its values, at most
 VALUE_BYTES = 4
@@ -30,26 +29,27 @@ SCORE_BYTES = 9  # of a score in msgpack
 class VectorStream:
     """The answer to EMBED, or to SCORE. `run` it in a task."""
 
-    def __init__(self, live: LiveEmbedding, delivery: Delivery, *, is_score: bool) -> None:
-        live.on_accepted = self._send_accepted
+    def __init__(self, live: LiveEmbedding, writer: FrameWriter, pace: Pace, *, is_score: bool) -> None:
+        live.on_accepted = writer.accept
         self._live = live
-        self._delivery = delivery
+        self._request_id = writer.request_id
+        self._pace = pace
         self._is_score = is_score
-        self._credit = math.inf if delivery.credit is None else delivery.credit  # texts
+        self._credit = math.inf if pace.credit is None else pace.credit  # texts
         self._cancelled = False
         self._stopped: QuireError | None = None
         self._changed = asyncio.Event()
 
     async def run(self) -> Done | Error:
         """Send every frame but the last one, which is returned."""
-        request_id = self._delivery.request_id
+        request_id = self._request_id
         try:
             async with contextlib.aclosing(self._live.chunks()) as chunks:
                 async for chunk in chunks:
                     for frame, num_texts in self._frames(chunk):
                         await self._wait_for_credit()
                         self._credit -= num_texts
-                        self._delivery.send_buffer.send(frame)
+                        self._pace.send_buffer.send(frame)
         except Cancelled:
             if self._stopped is not None:
                 return error_frame(request_id, self._stopped)
@@ -82,13 +82,10 @@ class VectorStream:
         """Release the request, if its task ended before it began to run."""
         self._live.close()
 
-    def _send_accepted(self, admission: AdmissionEstimate) -> None:
-        self._delivery.send_buffer.send(accepted_frame(self._delivery.request_id, admission, self._delivery.features))
-
     def _frames(self, chunk: EmbeddedTexts) -> Iterator[tuple[Vectors | Scores, int]]:
         """Yield the chunk as frames that the client takes, each with its number of texts."""
-        request_id, (num_texts, size) = self._delivery.request_id, chunk.values.shape
-        room = self._delivery.send_buffer.max_frame_bytes - FRAME_BYTES
+        request_id, (num_texts, size) = self._request_id, chunk.values.shape
+        room = self._pace.send_buffer.max_frame_bytes - FRAME_BYTES
         per_frame = max(1, room // (SCORE_BYTES if self._is_score else VALUE_BYTES * size))
         for first in range(0, num_texts, per_frame):
             rows, index = chunk.values[first : first + per_frame], chunk.first_index + first
@@ -99,7 +96,7 @@ class VectorStream:
 
     async def _wait_for_credit(self) -> None:
         """Wait until a frame may be sent. Raises DeadlineExceeded if the client grants no credit, or Cancelled."""
-        timeout_ms = self._delivery.credit_timeout_ms
+        timeout_ms = self._pace.credit_timeout_ms
         while not self._cancelled and self._credit <= 0:
             self._changed.clear()
             try:
@@ -108,6 +105,6 @@ class VectorStream:
             except TimeoutError:
                 raise DeadlineExceeded(f"the client granted no credit in {timeout_ms} ms; grant CREDIT") from None
         if not self._cancelled:
-            await self._delivery.send_buffer.wait_until_short()
+            await self._pace.send_buffer.wait_until_short()
         if self._cancelled:
             raise Cancelled("the request was cancelled")

@@ -20,9 +20,10 @@ from ...engine.facade import EngineInfo
 from ..app_context import AppContext
 from ..monitoring import OperatorServer, Readiness
 from ..monitoring.pages import PAGE_HEADERS, PageFile, read_page
+from ..requests.indexes import ToStore
 from ..requests.request_log import quire_error
-from ..requests.stored_index import ToStore
 from ..tenancy.tenants import Turns
+from .answer_writers import BodyWriter, EventWriter
 from .calls import Call, chat_call, completion_call
 from .embeddings import (
     CLASSIFY_FIELDS,
@@ -42,9 +43,9 @@ from .fields import KNOWN, Fields
 from .formats import ChatFormat, CompletionFormat
 from .logprobs import Vocabulary
 from .model_cards import ServedModels, model_card
+from .playback import Playback
 from .request_reader import RequestReader
 from .responses import RESPONSE_KNOWN, ResponseFormat, response_call
-from .running import CallRunner, StreamedOutput, WholeOutput
 from .stored import Endpoint, KeptRequests, idempotency_key
 from .structure import structure_field
 from .tokens import TokenAnswers
@@ -199,11 +200,11 @@ class Api:
 
     def _submit(self, exchange: Exchange, endpoint: Endpoint, call: Call) -> Awaitable[QuireError | None]:
         """Submit a call whose output is not kept, and return what answers it. Raises a refusal."""
-        runner = CallRunner(exchange, call, self._context.engine)
-        runner.submit(self._context.requests)
+        playback = Playback(exchange, call, self._context.engine)
+        playback.submit(self._context.requests)
         # The engine has checked the number of choices.
         form = endpoint.form_class(call, self._model, self._vocabulary)
-        return runner.run(StreamedOutput(exchange, form) if call.stream else WholeOutput(exchange, form))
+        return playback.run((EventWriter if call.stream else BodyWriter)(exchange, form))
 
     async def _embed(
         self, read_call: Callable[[Fields, str], EmbeddingCall], known: Set[str], exchange: Exchange

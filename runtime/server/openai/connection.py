@@ -313,7 +313,7 @@ class HTTPConnection:
             while len(self._ahead) <= MAX_AHEAD_BYTES and (data := await self._reader.read(READ_BYTES)):
                 self._ahead += data
         exchange.leave("disconnect")
-        if self._answering is not None and not exchange.lives:
+        if self._answering is not None and not exchange.cancels:
             self._answering.cancel()
 
 

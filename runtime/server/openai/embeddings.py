@@ -19,8 +19,9 @@ from ...common.errors import QuireError
 from ...common.prompts import shown
 from ...engine.facade import EmbeddedTexts, EmbedRequest
 from ..requests.live_embedding import LiveEmbedding
+from .answer_writers import AnswerMemory
 from .errors import BadRequest, HTTPAnswer
-from .exchange import Exchange, HeldAnswer
+from .exchange import Exchange
 from .fields import Fields
 from .other_fields import HINTS
 
@@ -130,20 +131,20 @@ def score_call(fields: Fields, tenant: str) -> EmbeddingCall:
 
 async def answer_embedding(exchange: Exchange, live: LiveEmbedding, form: EmbeddingForm) -> QuireError | None:
     """Answer a submitted call, or return the error that ended it."""
-    held = HeldAnswer(exchange, form.advice)
-    exchange.lives.append(live)
+    memory = AnswerMemory(exchange, form.advice)
+    exchange.cancels.append(live.cancel)
     try:
         async with contextlib.aclosing(live.chunks()) as chunks:
             async for chunk in chunks:
-                held.hold(form.add(chunk))
-        held.close()  # what is sent is counted by the connection
+                memory.add(form.add(chunk))
+        memory.release()  # what is sent is counted by the connection
         exchange.respond(HTTPAnswer(200, form.whole(live.prompt_tokens)))
         return None
     except QuireError as error:
         return error.with_traceback(None)  # that holds the texts
     finally:
-        held.close()
-        exchange.lives.clear()
+        memory.release()
+        exchange.cancels.clear()
 
 
 class _VectorForm:

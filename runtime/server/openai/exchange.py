@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Protocol
 
 import h11
 
-from ...common.errors import InvalidRequest, Overloaded, QuireError
+from ...common.errors import QuireError
 from ...common.logs import new_id
 from ..monitoring import CancelCause
 from ..requests.send_buffer import SendBuffer
@@ -30,13 +29,6 @@ END_OF_EVENT = b"\n\n"
 
 _ABSOLUTE = re.compile(r"https?://(?P<host>[^/?#]*)(?P<path>.*)", re.IGNORECASE)
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-
-
-class Cancellable(Protocol):
-    """A computation that an exchange waits for."""
-
-    def cancel(self, cause: CancelCause) -> None:
-        """End soon: the client does not want the rest."""
 
 
 class EventNumbers:
@@ -74,7 +66,7 @@ class Exchange:
         self.field_names: Mapping[str, str] = {}  # of the body, for names that the engine's errors have
         self.send_buffer = send_buffer
         self.tenant: Tenant | None = None  # once authenticated
-        self.lives: list[Cancellable] = []  # requests in the engine, or the reader of kept output
+        self.cancels: list[Callable[[CancelCause], object]] = []  # of the requests that it waits for
         self.is_last = False  # the connection closes after the answer
         self.is_over = False
         self._http = http
@@ -86,6 +78,12 @@ class Exchange:
         self._num_events = 0
         self._numbers: EventNumbers | None = None  # None: the events have no numbers
         self._keep_alive: asyncio.TimerHandle | None = None
+
+    @property
+    def authenticated(self) -> Tenant:
+        """The tenant of a request whose route needs a key."""
+        assert self.tenant is not None, "authenticated"
+        return self.tenant
 
     def respond(self, answer: HTTPAnswer) -> None:
         """Send a whole answer."""
@@ -131,8 +129,8 @@ class Exchange:
     def leave(self, cause: CancelCause) -> None:
         """Cancel what runs: the client has left, or reads too slowly."""
         self._stop()
-        for live in self.lives:
-            live.cancel(cause)
+        for cancel in self.cancels:
+            cancel(cause)
 
     def fail(self, error: QuireError, cause: CancelCause) -> None:
         """End in `error` now, whatever the engine does."""
@@ -171,41 +169,3 @@ class Exchange:
             self._send_data(COMMENT)
         loop = asyncio.get_running_loop()
         self._keep_alive = loop.call_later(KEEP_ALIVE_S, self._watch_silence, self._num_events)
-
-
-class HeldAnswer:
-    """Counts what an answer holds as unsent output of the connection. Implements `send_buffer.WaitingStream`.
-
-    `advice` says how a client can ask for less.
-    """
-
-    def __init__(self, exchange: Exchange, advice: str) -> None:
-        self._exchange = exchange
-        self._advice = advice
-        self._held_bytes = 0
-        self._is_closed = False
-
-    def hold(self, num_bytes: int) -> None:
-        """Count more bytes. Does nothing once closed."""
-        if not self._is_closed:
-            self._held_bytes += num_bytes
-            self._exchange.send_buffer.hold(self, num_bytes)
-
-    def close(self) -> None:
-        """Stop counting. Idempotent."""
-        self._is_closed = True
-        self._exchange.send_buffer.hold(self, -self._held_bytes)
-        self._held_bytes = 0
-
-    def send_soon(self) -> None:
-        """Ignore it: what is held is not sent before the end."""
-
-    def shed(self, error: QuireError) -> None:
-        """End the call: its answer is longer than the limit, or all answers together are."""
-        held, limit = self._held_bytes, self._exchange.send_buffer.max_bytes
-        self.close()
-        text = (
-            f"{held} bytes of this answer exceed what may wait to be sent (`max_outgoing_bytes`, `max_unsent_bytes`)"
-            f"{'' if held > limit else ' beside other answers; try again later'}; {self._advice}"
-        )
-        self._exchange.fail(InvalidRequest(text) if held > limit else Overloaded(text), "slow_reader")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from types import MappingProxyType
@@ -20,28 +21,31 @@ import msgspec
 
 from ...common.errors import QuireError, RequestNotFound
 from ...common.prompts import shown
+from ...common.types import Usage
 from ...engine.facade import EngineInfo
 from ..app_context import AppContext
-from ..requests.replay_buffer import ReplayBuffer, StoredEntry
-from ..requests.stored_index import ToStore
-from ..tenancy.tenants import Tenant
+from ..requests.indexes import ToStore
+from ..requests.output_log import OutputLog, StoredEntry
+from ..requests.output_reader import OutputReader
+from ..requests.resume import Keeping
+from .answer_writers import AnswerWriter, BodyWriter, EventWriter
 from .calls import Call
 from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange
 from .fields import Fields
 from .formats import Format
 from .json_body import BodyReader
-from .kept_reader import KeptReader
 from .logprobs import Vocabulary
+from .playback import Playback, log_reader
 from .response_items import name_in, references_in, unknown_item
 from .responses import input_items, listed_items
-from .running import CallOutput, StreamedOutput, WholeOutput
 
 KEY_HEADER = "idempotency-key"
 LAST_EVENT_HEADER = "last-event-id"
 MAX_KEY_CHARACTERS = 255
 MAX_QUERY_FIELDS = 32
 MAX_EVENT_DIGITS = 15
+CHUNKS_PER_TURN = 8  # of an output that is shown as it is now
 MAX_LISTED = 100  # items of one page
 DEFAULT_LISTED = 20
 # Of a call: what is compared elsewhere, or is not the client's.
@@ -95,106 +99,94 @@ class KeptRequests:
 
         Raises BadRequest or a refusal.
         """
-        tenant = exchange.tenant
-        assert tenant is not None, "authenticated"
         if len(call.requests) > 1:
             raise BadRequest(f"{KEY_HEADER} needs a request with one prompt", "prompt")
         for name, is_given in (("echo", call.echo), ("prompt_logprobs", call.prompt_logprobs is not None)):
             if is_given:
                 raise BadRequest(f"{name} cannot be used with {KEY_HEADER}", name)
         first = _first_event(exchange.headers, {})
-        is_resumable = not call.store
         answer_fields = b"" if key is None else endpoint.answer_fields(call)
-        buffer = self._replays.open(
-            tenant,
-            exchange.number,
-            call.requests[0],
-            key,
-            resumable=is_resumable,
-            stored=stored,
-            answer_fields=answer_fields,
-        )
-        reader = KeptReader(buffer, exchange, tenant)
-        if is_resumable:
-            self._replays.resume_index.add((tenant.name, secrets.token_urlsafe()), 0, reader)
-        form = self._form(endpoint, call, buffer)
+        keeping = Keeping(key, not call.store, stored, answer_fields)
+        submitted = exchange.authenticated, exchange.number, call.requests[0], keeping
+        log = self._replays.find(*submitted) or self._replays.open(*submitted)
+        reader = log_reader(exchange, log)
+        if keeping.is_resumable:
+            self._replays.resume_index.add((log.tenant, secrets.token_urlsafe()), 0, reader)
+        playback = Playback(exchange, call, self._engine)
+        playback.add(reader)
+        form = self._form(endpoint, call, log)
         queued = form.unfinished("queued", None)
         if call.background and not call.stream and queued is not None:
-            return self._answer_before_output(queued, reader)
+            return self._answer_before_output(queued, exchange, reader)
         if call.stream:
             exchange.number_events(first)
-        return self._answer((StreamedOutput if call.stream else WholeOutput)(exchange, form), reader)
+        return self._answer((EventWriter if call.stream else BodyWriter)(exchange, form), playback, log)
 
-    async def _answer(self, output: CallOutput, reader: KeptReader) -> QuireError | None:
+    async def _answer(self, writer: AnswerWriter, playback: Playback, log: OutputLog) -> QuireError | None:
         try:
-            return await reader.answer(output)
+            return await playback.run(writer)
         finally:
-            reader.end()
-            self._forget_refused(reader.buffer)
+            self._forget_refused(log)
 
-    async def _answer_before_output(self, queued: bytes, reader: KeptReader) -> QuireError | None:
+    async def _answer_before_output(self, queued: bytes, exchange: Exchange, reader: OutputReader) -> QuireError | None:
         try:
             if (refusal := await reader.accepted()) is None:
-                reader.exchange.respond(HTTPAnswer(200, queued))
+                exchange.respond(HTTPAnswer(200, queued))
             return refusal
         finally:
+            exchange.cancels.clear()
             reader.end()
-            self._forget_refused(reader.buffer)
+            self._forget_refused(reader.log)
 
-    def _forget_refused(self, buffer: ReplayBuffer) -> None:
+    def _forget_refused(self, log: OutputLog) -> None:
         """Do not store a request that the engine has refused."""
-        if buffer.admission is None and buffer.error is not None and buffer.stored_entry is not None:
-            self._replays.stored_index.remove(buffer.stored_entry)
+        if not log.is_accepted and log.error is not None and log.stored_entry is not None:
+            self._replays.stored_index.remove(log.stored_entry)
 
     async def retrieve(self, endpoint: Endpoint, stored_id: str, exchange: Exchange) -> None:
         """Answer with a stored output: as events from the one that the client asks for, or as an object."""
         query = _query(exchange)
-        entry, tenant = self._find(exchange, endpoint, stored_id)
+        entry = self._find(exchange, endpoint, stored_id)
         with_events = query.get("stream", "").lower() == "true" or (
             b"text/event-stream" in exchange.headers.get("accept", b"") or LAST_EVENT_HEADER in exchange.headers
         )
         first = _first_event(exchange.headers, query)
-        reader = KeptReader(entry.buffer, exchange, tenant)
-        try:
-            form = await self._stored_form(endpoint, entry)
+        with _reading(exchange, entry.log) as reader:
+            call, form = await self._stored_form(endpoint, entry)
+            writer: AnswerWriter = BodyWriter(exchange, form)
             if with_events and exchange.method != "HEAD":
-                self._log.resumed(tenant.name, exchange.number, first)
+                self._log.resumed(entry.log.tenant, exchange.number, first)
                 exchange.number_events(first)
-                failure = await reader.answer(StreamedOutput(exchange, form))
-            elif form.unfinished("queued", None) is None:
-                failure = await reader.answer(WholeOutput(exchange, form))
-            else:
-                await _show_present(form, reader)
+                writer = EventWriter(exchange, form)
+            elif form.unfinished("queued", None) is not None:
+                await _show_present(form, exchange, reader)
                 return
-            if failure is not None:
+            playback = Playback(exchange, call, self._engine)
+            playback.add(reader)
+            if (failure := await playback.run(writer)) is not None:
                 exchange.refuse(failure, endpoint.known)
-        finally:
-            reader.end()
 
     async def cancel(self, endpoint: Endpoint, stored_id: str, exchange: Exchange) -> None:
         """End a stored response, and answer with its object. One that has ended stays as it is."""
-        entry, tenant = self._find(exchange, endpoint, stored_id)
-        reader = KeptReader(entry.buffer, exchange, tenant)
-        try:
-            if not entry.buffer.has_ended:
-                entry.buffer.request.cancel("client")
-            form = await self._stored_form(endpoint, entry)
+        entry = self._find(exchange, endpoint, stored_id)
+        with _reading(exchange, entry.log) as reader:
+            if not entry.log.has_ended:
+                entry.log.request.cancel("client")
+            _, form = await self._stored_form(endpoint, entry)
             await reader.ended()
-            await _show_present(form, reader)
-        finally:
-            reader.end()
+            await _show_present(form, exchange, reader)
 
     async def delete(self, endpoint: Endpoint, stored_id: str, exchange: Exchange) -> None:
         """Forget a stored output, and cancel the request if it runs."""
-        entry, _ = self._find(exchange, endpoint, stored_id)
+        entry = self._find(exchange, endpoint, stored_id)
         self._replays.delete(entry)
         exchange.respond(_json({"id": stored_id, "object": endpoint.deleted_object, "deleted": True}))
 
     async def input_items(self, endpoint: Endpoint, stored_id: str, exchange: Exchange) -> None:
         """Answer with the items that a response was made from, the last one first unless asked otherwise."""
-        entry, _ = self._find(exchange, endpoint, stored_id)
+        entry = self._find(exchange, endpoint, stored_id)
         query = _query(exchange)
-        name = entry.buffer.name
+        name = entry.log.name
         items = await self._read(entry, lambda values: listed_items(input_items(values["input"]), name))
         exchange.respond(_json(_page(items, query)))
 
@@ -217,10 +209,10 @@ class KeptRequests:
         for index, item_id in references.items():
             if item_id not in found:  # its response has not been read
                 try:
-                    entry, tenant = self._find(exchange, endpoint, endpoint.id_prefix + name_in(item_id))
+                    entry = self._find(exchange, endpoint, endpoint.id_prefix + name_in(item_id))
                 except RequestNotFound:
                     raise unknown_item(index, item_id) from None
-                stored = await self._stored_items(endpoint, entry, exchange, tenant)
+                stored = await self._stored_items(endpoint, entry, exchange)
                 found |= {item["id"]: item for item in stored if item["id"] in wanted}
                 num_bytes += len(entry.fields)
                 if item_id not in found:
@@ -229,22 +221,20 @@ class KeptRequests:
         fields.values["input"] = items
         return num_bytes
 
-    async def _stored_items(
-        self, endpoint: Endpoint, entry: StoredEntry, exchange: Exchange, tenant: Tenant
-    ) -> list[dict[str, Any]]:
+    async def _stored_items(self, endpoint: Endpoint, entry: StoredEntry, exchange: Exchange) -> list[dict[str, Any]]:
         """Return the input of a stored response with the ids of its items, and its output if that is whole."""
-        name = entry.buffer.name
+        name = entry.log.name
         given = await self._read(entry, lambda values: listed_items(input_items(values["input"]), name))
-        return given + (await self._whole_output(endpoint, entry, exchange, tenant) or [])
+        return given + (await self._whole_output(endpoint, entry, exchange) or [])
 
     async def _add_previous(self, endpoint: Endpoint, fields: Fields, exchange: Exchange) -> int:
         name = fields.take("previous_response_id", str, "")
         try:
-            entry, tenant = self._find(exchange, endpoint, name)
+            entry = self._find(exchange, endpoint, name)
         except RequestNotFound as error:
             code = "previous_response_not_found"
             raise BadRequest(f"previous_response_id: {error}", "previous_response_id", error_code=code) from None
-        output = await self._whole_output(endpoint, entry, exchange, tenant)
+        output = await self._whole_output(endpoint, entry, exchange)
         if output is None:
             text = "previous_response_id: that response has not ended, was cancelled or failed"
             raise BadRequest(text, "previous_response_id")
@@ -256,39 +246,34 @@ class KeptRequests:
         return len(entry.fields)
 
     async def _whole_output(
-        self, endpoint: Endpoint, entry: StoredEntry, exchange: Exchange, tenant: Tenant
+        self, endpoint: Endpoint, entry: StoredEntry, exchange: Exchange
     ) -> list[dict[str, Any]] | None:
         """Return the output of a stored response as items of an input, None if it is not whole."""
-        reader = KeptReader(entry.buffer, exchange, tenant)
-        try:
-            form = await self._stored_form(endpoint, entry)
-            usage = await reader.read_present(form)
-        finally:
-            reader.end()
-        if usage is None or entry.buffer.finish_reason == "cancelled":
+        with _reading(exchange, entry.log) as reader:
+            _, form = await self._stored_form(endpoint, entry)
+            usage = await _read_present(form, exchange, reader)
+        if usage is None or entry.log.finish_reason == "cancelled":
             return None
         return [_as_input(item) for item in json.loads(form.whole(usage))["output"]]
 
-    def _find(self, exchange: Exchange, endpoint: Endpoint, stored_id: str) -> tuple[StoredEntry, Tenant]:
-        """Return what the endpoint has stored under the id, and the tenant. Raises RequestNotFound."""
-        tenant = exchange.tenant
-        assert tenant is not None, "authenticated"
+    def _find(self, exchange: Exchange, endpoint: Endpoint, stored_id: str) -> StoredEntry:
+        """Return what the endpoint has stored under the id. Raises RequestNotFound."""
         own_id = stored_id if stored_id.startswith(endpoint.id_prefix) else ""
-        return self._replays.stored_index.find(tenant.name, own_id), tenant
+        return self._replays.stored_index.find(exchange.authenticated.name, own_id)
 
-    async def _stored_form(self, endpoint: Endpoint, entry: StoredEntry) -> Format:
-        """Return the form of a stored output."""
-        info, tenant = self._engine.info, entry.buffer.tenant
+    async def _stored_form(self, endpoint: Endpoint, entry: StoredEntry) -> tuple[Call, Format]:
+        """Return the call of a stored output, and the form of its answer."""
+        info, tenant = self._engine.info, entry.log.tenant
         call = await self._read(entry, lambda values: endpoint.read_call(Fields(values), info, tenant))
-        return self._form(endpoint, call, entry.buffer)
+        return call, self._form(endpoint, call, entry.log)
 
     async def _read(self, entry: StoredEntry, read: Callable[[dict[str, Any]], T]) -> T:
         """Return what `read` makes of a stored request's fields."""
         fields = entry.fields
-        return await self._bodies.read(entry.buffer.tenant, len(fields), lambda: read(msgspec.json.decode(fields)))
+        return await self._bodies.read(entry.log.tenant, len(fields), lambda: read(msgspec.json.decode(fields)))
 
-    def _form(self, endpoint: Endpoint, call: Call, buffer: ReplayBuffer) -> Format:
-        named = replace(call, name=buffer.name, created_s=buffer.created_s)
+    def _form(self, endpoint: Endpoint, call: Call, log: OutputLog) -> Format:
+        named = replace(call, name=log.name, created_s=log.created_s)
         return endpoint.form_class(named, self._model, self._vocabulary)
 
 
@@ -320,19 +305,44 @@ def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, An
     return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(items) > limit}
 
 
-async def _show_present(form: Format, reader: KeptReader) -> None:
+@contextmanager
+def _reading(exchange: Exchange, log: OutputLog) -> Iterator[OutputReader]:
+    """Read a log within, so that it is not dropped."""
+    reader = log_reader(exchange, log)
+    try:
+        yield reader
+    finally:
+        exchange.cancels.clear()
+        reader.end()
+
+
+async def _read_present(form: Format, exchange: Exchange, reader: OutputReader) -> Usage | None:
+    """Add the chunks so far to `form`. Return the usage of a request that has ended."""
+    log, usage, position = reader.log, None, 0
+    form.read_with(log.new_parser)
+    while position < log.num_chunks and not reader.is_stopped:
+        await exchange.authenticated.output_turns.take()
+        last = min(position + CHUNKS_PER_TURN, log.num_chunks)
+        for chunk in map(log.chunk, range(position, last)):
+            form.choices[chunk.choice].add(chunk)
+            usage = chunk.usage
+        position = last
+    return usage
+
+
+async def _show_present(form: Format, exchange: Exchange, reader: OutputReader) -> None:
     """Answer with the object of a stored response as it is now."""
-    usage, buffer = await reader.read_present(form), reader.buffer
-    if buffer.error is not None:
-        content = form.unfinished("failed", buffer.error)
-    elif buffer.finish_reason == "cancelled":
+    log, usage = reader.log, await _read_present(form, exchange, reader)
+    if log.error is not None:
+        content = form.unfinished("failed", log.error)
+    elif log.finish_reason == "cancelled":
         content = form.unfinished("cancelled", None)
     elif usage is None:
-        content = form.unfinished("in_progress" if buffer.generated else "queued", None)
+        content = form.unfinished("in_progress" if log.generated else "queued", None)
     else:
         content = form.whole(usage)
     assert content is not None, "only responses are shown before their end"
-    reader.exchange.respond(HTTPAnswer(200, content))
+    exchange.respond(HTTPAnswer(200, content))
 
 
 def _is_broken_call(item: dict[str, Any]) -> bool:

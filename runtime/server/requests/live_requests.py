@@ -130,16 +130,16 @@ def _check_limits(tenant: Tenant, num_requests: int) -> None:
 
 
 class Reader(Protocol):
-    """The only iterator of a request's chunks."""
+    """The receiver of a request's chunks."""
 
-    generated: int  # tokens of all choices, counted as they are read
+    generated: int  # tokens of all outputs that it has received
 
 
 class LiveRequest:
     """A request from its submission to `end`. It can be cancelled before the engine has accepted it.
 
-    Its reader awaits `accepted` once, iterates what that returns, and calls `end` once, with its last chunk or the
-    error that ended it. The end is logged with the context variables of the request's submission.
+    Its reader awaits `accepted` once, has the chunks delivered, and calls `end` once, with the last chunk or the error
+    that ended the request. The end is logged with the context variables of the request's submission.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class LiveRequest:
         self._submission: Awaitable[Generation] | None = submission
         self._release_text = release_text  # once the prompt is tokenized
         self._tenant = tenant
-        self._request_id = request_id
+        self.request_id = request_id
         self._observer = observer
         self._log = log
         self._on_end = on_end
@@ -224,7 +224,7 @@ class LiveRequest:
             state = "prefill"
         return RequestStatus(
             tenant=self._tenant.name,
-            request_id=str(self._request_id),
+            request_id=str(self.request_id),
             age_s=time.monotonic() - self._started,
             state=state,
             prompt_tokens=self._prompt_tokens,
@@ -234,15 +234,15 @@ class LiveRequest:
 
     def _log_end(self, outcome: OutputChunk | QuireError | None) -> None:
         if self._refusal is not None:
-            self._log.refused(self._tenant.name, self._request_id, *self._refusal)
+            self._log.refused(self._tenant.name, self.request_id, *self._refusal)
         elif isinstance(outcome, OutputChunk) and not (
             self._cause == "shutdown" and outcome.finish_reason == "cancelled"
         ):
-            self._log.ended(self._request_id, outcome)
+            self._log.ended(self.request_id, outcome)
         else:
             code = outcome.code if isinstance(outcome, QuireError) else None
             generated = 0 if self.reader is None else self.reader.generated
-            self._log.failed(self._request_id, code, self._cause, generated)
+            self._log.failed(self.request_id, code, self._cause, generated)
 
     def _note_prefill(self, computed_tokens: int) -> None:
         self._prefilled = computed_tokens

@@ -1,4 +1,4 @@
-"""Output that outlives its connection: resumable requests by session and id, stored ones, and idempotency keys.
+"""`ReplayStore`: logs that outlive their connections, and the memory that they take.
 
 A running request lives while a connection reads it or may resume it, or while it is stored; an ended one while it may
 be resumed, is stored or its key is known. Must not import frames or sockets.
@@ -7,11 +7,8 @@ be resumed, is stored or its key is known. Must not import frames or sockets.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import secrets
 from collections.abc import Callable
-
-import msgspec
+from typing import NamedTuple
 
 from ...common.errors import Cancelled, InvalidRequest, Overloaded, QuireError, QuotaExceeded, RequestNotFound
 from ...common.server_config import ServerConfig
@@ -19,153 +16,38 @@ from ...common.tasks import end_tasks
 from ...engine.facade import GenerateRequest
 from ..monitoring import CancelCause
 from ..tenancy.tenants import Tenant
+from .indexes import IdempotencyIndex, ResumeIndex, StoredIndex, ToStore
 from .live_requests import LiveRequests
-from .replay_buffer import (
-    ENTRY_BYTES,
-    BufferReader,
-    IdempotencyEntry,
-    IdempotencyKey,
-    ReplayBuffer,
-    ResumeEntry,
-    Session,
-    StoredEntry,
-    Subscriber,
-    bytes_to_reserve,
-)
-from .stored_index import StoredIndex, ToStore
-
-SESSION_BYTES = 18  # of randomness: a session's name is all that RESUME needs to know
-
-OnChange = Callable[[ReplayBuffer], None]
+from .output_log import ENTRY_BYTES, LogReader, OutputLog, StoredEntry, bytes_to_reserve
 
 
-class ResumeIndex:
-    """Finds a request that may be resumed by its session and id."""
-
-    def __init__(self, timeout_s: float, on_change: OnChange) -> None:
-        self._timeout_s = timeout_s
-        self._on_change = on_change
-        self._sessions: dict[Session, dict[int, ResumeEntry]] = {}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._sessions.values()))
-
-    @property
-    def num_awaited(self) -> int:
-        """Requests whose client was lost before the end and may yet resume."""
-        entries = (entry for session in self._sessions.values() for entry in session.values())
-        return sum(entry.was_cut and entry.subscriber is None for entry in entries)
-
-    def session_name(self, tenant: str, wanted: str | None) -> str:
-        """Return `wanted` if this tenant can resume a request there, else the name of a new session."""
-        if wanted is not None and (tenant, wanted) in self._sessions:
-            return wanted
-        return secrets.token_urlsafe(SESSION_BYTES)
-
-    def add(self, session: Session, request_id: int, subscriber: BufferReader) -> None:
-        """Make the subscriber's request resumable; it replaces an earlier request with the same id."""
-        if (earlier := self._sessions.get(session, {}).get(request_id)) is not None:
-            self.remove(earlier)
-        entry = ResumeEntry(session, request_id, subscriber.buffer, subscriber)
-        self._sessions.setdefault(session, {})[request_id] = entry
-        entry.buffer.resume_entries.add(entry)
-        self._on_change(entry.buffer)
-
-    def find(self, session: Session, request_id: int) -> ResumeEntry:
-        """Raise RequestNotFound when there is nothing to resume."""
-        entry = self._sessions.get(session, {}).get(request_id)
-        if entry is None:
-            raise RequestNotFound(
-                "there is nothing to resume under this id: it is unknown, expired, dropped to keep newer requests of "
-                "this tenant, or of another tenant"
-            )
-        return entry
-
-    def entry_of(self, subscriber: BufferReader) -> ResumeEntry | None:
-        """Return the entry whose present reader `subscriber` is."""
-        return next((entry for entry in subscriber.buffer.resume_entries if entry.subscriber is subscriber), None)
-
-    def attach(self, entry: ResumeEntry, subscriber: BufferReader) -> None:
-        """Hand the request to `subscriber`; the connection that reads it now loses it."""
-        if entry.subscriber is not None:
-            entry.subscriber.stop(Cancelled("this request was resumed on another connection"))
-        if entry.expiry is not None:
-            entry.expiry.cancel()
-        entry.subscriber, entry.expiry = subscriber, None
-
-    def detach(self, entry: ResumeEntry) -> None:
-        """Wait for a client for the resume timeout, now that the subscriber has ended."""
-        assert entry.subscriber is not None, "attached before"
-        entry.was_cut, entry.subscriber = entry.subscriber.was_cut, None
-        entry.expiry = asyncio.get_running_loop().call_later(self._timeout_s, self.remove, entry)
-
-    def remove(self, entry: ResumeEntry) -> None:
-        if entry.expiry is not None:
-            entry.expiry.cancel()
-        entry.buffer.resume_entries.discard(entry)
-        session = self._sessions[entry.session]
-        del session[entry.request_id]
-        if not session:
-            del self._sessions[entry.session]
-        self._on_change(entry.buffer)
-
-
-class IdempotencyIndex:
-    """Finds the request that had an idempotency key before, while it runs and for a time after it has finished."""
-
-    def __init__(self, window_s: float, on_change: OnChange) -> None:
-        self._window_s = window_s
-        self._on_change = on_change
-        self._entries: dict[IdempotencyKey, IdempotencyEntry] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def find(self, key: IdempotencyKey, request: GenerateRequest, answer_fields: bytes) -> ReplayBuffer | None:
-        """Return what answers `request`. Raises InvalidRequest when the key was used for another answer."""
-        entry = self._entries.get(key)
-        if entry is None or entry.buffer.request.is_cancelled:
-            return None
-        if entry.request_digest != _digest(request, answer_fields):
-            raise InvalidRequest("this idempotency key was used for another request; take a fresh key")
-        return entry.buffer
-
-    def add(self, key: IdempotencyKey, request: GenerateRequest, answer_fields: bytes, buffer: ReplayBuffer) -> None:
-        if (cancelled := self._entries.get(key)) is not None:
-            self.remove(cancelled)
-        self._entries[key] = buffer.idempotency_entry = IdempotencyEntry(key, _digest(request, answer_fields), buffer)
-
-    def on_end(self, entry: IdempotencyEntry) -> None:
-        """Remember a finished request for the window. After anything else, a retry is a new attempt."""
-        if entry.buffer.finish_reason in ("stop", "length"):
-            entry.expiry = asyncio.get_running_loop().call_later(self._window_s, self.remove, entry)
-        else:
-            self.remove(entry)
-
-    def remove(self, entry: IdempotencyEntry) -> None:
-        if entry.expiry is not None:
-            entry.expiry.cancel()
-        entry.buffer.idempotency_entry = None
-        del self._entries[entry.key]
-        self._on_change(entry.buffer)
-
-
-class KeptOutput:
-    """The kept output of one tenant."""
+class TenantLogs:
+    """The kept logs of one tenant."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.droppable: dict[ReplayBuffer, int] = {}  # bytes freed by dropping each buffer, least recently used first
+        self.droppable: dict[OutputLog, int] = {}  # bytes freed by dropping each log, least recently used first
+
+
+class Keeping(NamedTuple):
+    """Why the output of a request is kept: for its idempotency key, to be resumed, or stored."""
+
+    key: str | None
+    is_resumable: bool
+    stored: ToStore | None = None
+    answer_fields: bytes = b""  # decide the bytes of the answer besides the request
 
 
 class ReplayStore:
-    """The replay buffers of one server. Implements `replay_buffer.Owner`.
+    """The kept logs of one server. Implements `output_log.Retention`.
 
-    A tenant's buffers take at most its share of `max_kept_bytes`. A running request counts with the most that it may
+    A tenant's logs take at most its share of `max_kept_bytes`. A running request counts with the most that it may
     come to hold, so that its promise can be kept. To make room for a new request, ended requests of the same tenant
     without a reader are dropped, the longest unused first; their idempotency keys are then answered with an error. A
     request for which there is no room is refused.
     """
+
+    keeps = True
 
     def __init__(self, requests: LiveRequests, config: ServerConfig, num_tenants: Callable[[], int]) -> None:
         self.resume_index = ResumeIndex(config.resume_timeout_ms / 1000, self.on_change)
@@ -174,8 +56,8 @@ class ReplayStore:
         self._requests = requests
         self._max_bytes = config.max_kept_bytes
         self._num_tenants = num_tenants
-        self._buffers: dict[ReplayBuffer, int] = {}  # with the bytes that are counted for each
-        self._tenants: dict[str, KeptOutput] = {}  # of those that keep something
+        self._logs: dict[OutputLog, int] = {}  # with the bytes that are counted for each
+        self._tenants: dict[str, TenantLogs] = {}  # of those that keep something
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -183,122 +65,121 @@ class ReplayStore:
         return sum(kept.num_bytes for kept in self._tenants.values())
 
     @property
-    def buffers(self) -> list[ReplayBuffer]:
-        return list(self._buffers)
+    def logs(self) -> list[OutputLog]:
+        return list(self._logs)
 
     @property
     def num_running(self) -> int:
         return len(self._tasks)
 
-    def open(
-        self,
-        tenant: Tenant,
-        request_id: int,
-        request: GenerateRequest,
-        key: str | None,
-        *,
-        resumable: bool,
-        stored: ToStore | None = None,
-        answer_fields: bytes = b"",
-    ) -> ReplayBuffer:
-        """Return the buffer of a new request, or of the one that had this idempotency key before.
+    def find(self, tenant: Tenant, request_id: int, request: GenerateRequest, keeping: Keeping) -> OutputLog | None:
+        """Return the log of the request that had this idempotency key before, None if there is none.
 
-        `answer_fields` decide the bytes of the answer besides the request. A new request with `stored` is stored. The
-        caller must subscribe immediately. Raises InvalidRequest when the key's request was another one or is not stored
-        as asked, Overloaded or QuotaExceeded when the tenant's share has no room, or a refusal of `LiveRequests`.
+        The caller must read it immediately. Raises InvalidRequest if that request was another one or is not stored as
+        asked, Overloaded or QuotaExceeded without room for a resume entry, or the refusal of the tenant's rate.
         """
-        buffer = None if key is None else self.idempotency_index.find((tenant.name, key), request, answer_fields)
-        entry_bytes = ENTRY_BYTES if resumable else 0
-        if buffer is not None and stored is not None and buffer.stored_entry is None:
+        if keeping.key is None:
+            return None
+        log = self.idempotency_index.find((tenant.name, keeping.key), request, keeping.answer_fields)
+        if log is None:
+            return None
+        if keeping.stored is not None and log.stored_entry is None:
             raise InvalidRequest("the output of this idempotency key's request is not stored; take a fresh key")
-        if buffer is not None:
-            with self._requests.reporting_refusals():
-                droppable = self._check_room(tenant.name, entry_bytes, keep=buffer)
-            self._requests.replay(tenant, request_id)
-            self._drop_outputs(droppable)
-            return buffer
+        with self._requests.reporting_refusals():
+            droppable = self._check_room(tenant.name, ENTRY_BYTES if keeping.is_resumable else 0, keep=log)
+        self._requests.replay(tenant, request_id)
+        self._drop_outputs(droppable)
+        return log
+
+    def open(self, tenant: Tenant, request_id: int, request: GenerateRequest, keeping: Keeping) -> OutputLog:
+        """Submit a new request, and return its log. The caller must read it immediately.
+
+        Raises Overloaded or QuotaExceeded when the tenant's share has no room, or a refusal of `LiveRequests`.
+        """
+        key, stored = keeping.key, keeping.stored
         num_bytes = bytes_to_reserve(request.sampling_params, self._requests.most_tokens(request))
+        entry_bytes = ENTRY_BYTES if keeping.is_resumable else 0
         entry_bytes += 0 if stored is None else ENTRY_BYTES + len(stored.fields)
         with self._requests.reporting_refusals():
             droppable = self._check_room(tenant.name, num_bytes + entry_bytes)
-        buffer = ReplayBuffer(self._requests.submit(tenant, request_id, request), self, tenant.name, num_bytes)
+        log = OutputLog(self._requests.submit(tenant, request_id, request), self, tenant.name, num_bytes)
         self._drop_outputs(droppable)
-        self._buffers[buffer] = 0
-        self._tenants.setdefault(tenant.name, KeptOutput())
-        self._tasks.add(buffer.task)
-        buffer.task.add_done_callback(self._tasks.discard)
+        self._logs[log] = 0
+        self._tenants.setdefault(tenant.name, TenantLogs())
+        self._tasks.add(log.task)
+        log.task.add_done_callback(self._tasks.discard)
         if key is not None:
-            self.idempotency_index.add((tenant.name, key), request, answer_fields, buffer)
+            self.idempotency_index.add((tenant.name, key), request, keeping.answer_fields, log)
         if stored is not None:
-            self.stored_index.add(buffer, stored)
-        return buffer
+            self.stored_index.add(log, stored)
+        return log
 
     def delete(self, entry: StoredEntry) -> None:
         """Forget a stored request and its idempotency key, and cancel it if it runs."""
-        buffer = entry.buffer
-        if not buffer.has_ended:
-            buffer.request.cancel("client")
-        if buffer.idempotency_entry is not None:
-            self.idempotency_index.remove(buffer.idempotency_entry)
+        log = entry.log
+        if not log.has_ended:
+            log.request.cancel("client")
+        if log.idempotency_entry is not None:
+            self.idempotency_index.remove(log.idempotency_entry)
         self.stored_index.remove(entry)
 
     def fail(self, error: QuireError) -> None:
         """End every running request with `error`."""
-        for buffer in self.buffers:
-            if not buffer.has_ended:
-                buffer.fail(error)
-                buffer.request.cancel("shutdown")
+        for log in self.logs:
+            if not log.has_ended:
+                log.fail(error)
+                log.request.cancel("shutdown")
 
     async def close(self) -> None:
         """Forget everything and end every task."""
-        for buffer in self.buffers:
-            self._remove_entries(buffer)
+        for log in self.logs:
+            self._remove_entries(log)
         await end_tasks(self._tasks, "resumable and stored requests")
 
-    # replay_buffer.Owner
+    # output_log.Retention
 
-    def on_change(self, buffer: ReplayBuffer, cause: CancelCause = "disconnect") -> None:
-        """Cancel the request without references, stop counting the buffer that cannot be found, and count its bytes."""
-        if not buffer.has_ended and not buffer.num_references:
-            buffer.request.cancel(cause)
-        if buffer not in self._buffers:
+    def on_change(self, log: OutputLog, cause: CancelCause = "disconnect") -> None:
+        """Cancel the request without references, stop counting the log that cannot be found, and count its bytes."""
+        if not log.has_ended and not log.num_references:
+            log.request.cancel(cause)
+        if log not in self._logs:
             return
-        is_used = not buffer.has_ended or bool(buffer.subscribers)
-        is_findable = buffer.resume_entries or buffer.idempotency_entry is not None or buffer.stored_entry is not None
+        is_used = not log.has_ended or bool(log.readers)
+        is_findable = log.resume_entries or log.idempotency_entry is not None or log.stored_entry is not None
         if not (is_used or is_findable):
-            self._stop_counting(buffer)
+            self._stop_counting(log)
             return
-        kept = self._tenants[buffer.tenant]
-        grown = buffer.num_bytes - self._buffers[buffer]
-        self._buffers[buffer] += grown
+        kept = self._tenants[log.tenant]
+        grown = log.num_bytes - self._logs[log]
+        self._logs[log] += grown
         kept.num_bytes += grown
-        if not is_used and (freed := buffer.num_bytes - buffer.bytes_after_drop):
-            kept.droppable[buffer] = freed
+        if not is_used and (freed := log.num_bytes - log.bytes_after_drop):
+            kept.droppable[log] = freed
         else:
-            kept.droppable.pop(buffer, None)
-        if grown > 0 and not buffer.has_ended:
-            self._enforce_share(buffer, kept)
+            kept.droppable.pop(log, None)
+        if grown > 0 and not log.has_ended:
+            self._enforce_share(log, kept)
 
-    def on_end(self, buffer: ReplayBuffer) -> None:
-        if buffer.idempotency_entry is not None:
-            self.idempotency_index.on_end(buffer.idempotency_entry)
-        if buffer.stored_entry is not None:
-            self.stored_index.on_end(buffer.stored_entry)
-        self.on_change(buffer)
+    def on_end(self, log: OutputLog) -> None:
+        if log.idempotency_entry is not None:
+            self.idempotency_index.on_end(log.idempotency_entry)
+        if log.stored_entry is not None:
+            self.stored_index.on_end(log.stored_entry)
+        self.on_change(log)
 
-    def on_cancelled(self, subscriber: Subscriber, cause: CancelCause) -> None:
-        buffer = subscriber.buffer
-        if (entry := self.resume_index.entry_of(subscriber)) is not None:
+    def on_cancelled(self, reader: LogReader, cause: CancelCause) -> None:
+        log = reader.log
+        if (entry := self.resume_index.entry_of(reader)) is not None:
             self.resume_index.remove(entry)
-        if buffer.num_references > 1:
-            subscriber.stop(Cancelled("the client cancelled; others go on with this stream"))
-        elif not buffer.has_ended:
-            buffer.request.cancel(cause)
+        if log.num_references > 1:
+            reader.stop(Cancelled("the client cancelled; others go on with this stream"))
+        elif not log.has_ended:
+            log.request.cancel(cause)
 
-    def on_subscriber_ended(self, subscriber: BufferReader, cause: CancelCause) -> None:
-        if (entry := self.resume_index.entry_of(subscriber)) is not None:
+    def on_reader_ended(self, reader: LogReader, cause: CancelCause) -> None:
+        if (entry := self.resume_index.entry_of(reader)) is not None:
             self.resume_index.detach(entry)
-        self.on_change(subscriber.buffer, cause)
+        self.on_change(reader.log, cause)
 
     # Memory
 
@@ -307,12 +188,12 @@ class ReplayStore:
         """The bytes that one tenant may keep."""
         return self._max_bytes // self._num_tenants()
 
-    def _check_room(self, tenant: str, num_bytes: int, keep: ReplayBuffer | None = None) -> list[ReplayBuffer]:
-        """Return the buffers that the tenant must lose to keep `num_bytes` more; `keep` is not among them.
+    def _check_room(self, tenant: str, num_bytes: int, keep: OutputLog | None = None) -> list[OutputLog]:
+        """Return the logs that the tenant must lose to keep `num_bytes` more; `keep` is not among them.
 
         Raises Overloaded or QuotaExceeded if there is too little to lose.
         """
-        share, kept = self._share, self._tenants.get(tenant) or KeptOutput()
+        share, kept = self._share, self._tenants.get(tenant) or TenantLogs()
         if kept.num_bytes + num_bytes <= share:
             return []
         limit = f"a tenant's share of `max_kept_bytes` is {share} bytes"
@@ -321,11 +202,11 @@ class ReplayStore:
                 f"a request that may generate this much takes up to {num_bytes} bytes to be resumable, stored or to "
                 f"have an idempotency key, and {limit}; lower max_tokens, n or logprobs, or ask for none of these"
             )
-        dropped: list[ReplayBuffer] = []
+        dropped: list[OutputLog] = []
         missing = kept.num_bytes + num_bytes - share
-        for buffer, freed in kept.droppable.items():
-            if buffer is not keep:
-                dropped.append(buffer)
+        for log, freed in kept.droppable.items():
+            if log is not keep:
+                dropped.append(log)
                 missing -= freed
             if missing <= 0:
                 return dropped
@@ -334,7 +215,7 @@ class ReplayStore:
             f"and {limit}; send this request without them, or retry later"
         )
 
-    def _enforce_share(self, grown: ReplayBuffer, kept: KeptOutput) -> None:
+    def _enforce_share(self, grown: OutputLog, kept: TenantLogs) -> None:
         """Keep the tenant within its share although `grown` is larger than its reservation."""
         while kept.num_bytes > self._share and kept.droppable:
             self._drop_outputs([next(iter(kept.droppable))])
@@ -347,44 +228,38 @@ class ReplayStore:
             )
             grown.request.cancel("slow_reader")
 
-    def _drop_outputs(self, buffers: list[ReplayBuffer]) -> None:
+    def _drop_outputs(self, logs: list[OutputLog]) -> None:
         """Drop the output of ended requests without a reader. Their keys remain, so that a retry does not run twice."""
-        for buffer in buffers:
-            if buffer.idempotency_entry is None:
-                self._remove_entries(buffer)
+        for log in logs:
+            if log.idempotency_entry is None:
+                self._remove_entries(log)
                 continue
-            buffer.drop_output(
+            log.drop_output(
                 RequestNotFound(
                     "the request with this idempotency key has run, but its output was dropped to keep newer requests "
                     "of this tenant; take a fresh key to run it again"
                 )
             )
-            for entry in list(buffer.resume_entries):
+            for entry in list(log.resume_entries):
                 self.resume_index.remove(entry)
-            if buffer.stored_entry is not None:
-                self.stored_index.remove(buffer.stored_entry)
-            self.on_change(buffer)
+            if log.stored_entry is not None:
+                self.stored_index.remove(log.stored_entry)
+            self.on_change(log)
 
-    def _remove_entries(self, buffer: ReplayBuffer) -> None:
-        """Remove the buffer from both indexes; its subscribers continue."""
-        self._stop_counting(buffer)
-        for entry in list(buffer.resume_entries):
+    def _remove_entries(self, log: OutputLog) -> None:
+        """Remove the log from the indexes; its readers continue."""
+        self._stop_counting(log)
+        for entry in list(log.resume_entries):
             self.resume_index.remove(entry)
-        if buffer.idempotency_entry is not None:
-            self.idempotency_index.remove(buffer.idempotency_entry)
-        if buffer.stored_entry is not None:
-            self.stored_index.remove(buffer.stored_entry)
-        self.on_change(buffer)
+        if log.idempotency_entry is not None:
+            self.idempotency_index.remove(log.idempotency_entry)
+        if log.stored_entry is not None:
+            self.stored_index.remove(log.stored_entry)
+        self.on_change(log)
 
-    def _stop_counting(self, buffer: ReplayBuffer) -> None:
-        kept = self._tenants[buffer.tenant]
-        kept.num_bytes -= self._buffers.pop(buffer)
-        kept.droppable.pop(buffer, None)
+    def _stop_counting(self, log: OutputLog) -> None:
+        kept = self._tenants[log.tenant]
+        kept.num_bytes -= self._logs.pop(log)
+        kept.droppable.pop(log, None)
         if not kept.num_bytes:
-            del self._tenants[buffer.tenant]
-
-
-def _digest(request: GenerateRequest, answer_fields: bytes) -> bytes:
-    """Return a hash of the fields that decide the answer; a prompt may be long, and is not kept."""
-    outcome = msgspec.structs.replace(request, priority=0, deadline_ms=None, pin_ms=None)
-    return hashlib.sha256(msgspec.msgpack.encode(outcome) + answer_fields).digest()
+            del self._tenants[log.tenant]

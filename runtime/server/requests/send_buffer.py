@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Protocol
 
 from ...common.errors import DeadlineExceeded, QuireError
@@ -22,10 +23,7 @@ MAX_PACED_BYTES = 4 * WRITE_BYTES
 
 
 class WaitingStream(Protocol):
-    """A stream with output that waits: for credit, or until fewer frames are unsent."""
-
-    def send_soon(self) -> None:
-        """Send what may be sent, in the turn of this stream."""
+    """A stream with output that waits for credit or for its end."""
 
     def shed(self, error: QuireError) -> None:
         """Drop the waiting output, and end in `error`."""
@@ -59,6 +57,7 @@ class SendBuffer:
         self._is_blocked = False  # the system did not take a write at once, or the connection is lost
         self._changed = asyncio.Event()  # blocked or closed
         self._shrank = asyncio.Event()
+        self._when_short: dict[Callable[[], None], None] = {}
         self._closed = False
         self.exceeded: str | None = None  # the limit, if the client was too slow for it
         self.max_frame_bytes = MAX_FRAME_BYTES  # that the client takes; set with WELCOME
@@ -144,9 +143,14 @@ class SendBuffer:
             self._shrank.clear()
             await self._shrank.wait()
 
+    def call_when_short(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once less is unsent."""
+        self._when_short[callback] = None
+
     def close(self) -> None:
         """Accept no further frame; `run` ends once the rest is sent."""
         self._closed = True
+        self._when_short.clear()
         self._changed.set()
         self._shrank.set()
 
@@ -193,8 +197,9 @@ class SendBuffer:
                 self._count_frames()
         if was_long and not self.is_long:
             self._shrank.set()
-            for stream in self._waiting:
-                stream.send_soon()
+            callbacks, self._when_short = self._when_short, {}
+            for callback in callbacks:
+                callback()
 
     def _block(self) -> None:
         """Let `run` wait until the system has taken the write, or find that the connection is lost."""

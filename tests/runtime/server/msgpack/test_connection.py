@@ -36,10 +36,11 @@ from quire.runtime.protocol.frames import (
     Tokens,
     Welcome,
 )
-from quire.runtime.server.msgpack import output_stream
-from quire.runtime.server.msgpack.output_stream import STREAM_BYTES, decode_chunk
+from quire.runtime.server.msgpack import frame_writer
 from quire.runtime.server.msgpack.request_handler import MAX_TEXTS
-from quire.runtime.server.requests import replay_buffer
+from quire.runtime.server.requests import output_log
+from quire.runtime.server.requests.output_log import decode_chunk
+from quire.runtime.server.requests.output_reader import READER_BYTES
 from quire.runtime.server.tenancy.tenants import FRAMES_PER_REQUEST, FRAMES_PER_TURN, Tenant, TenantLimits
 
 from ..fakes import FakeClock, FakeEngine, FakePeer, FakeServer, chunk, generate, names, settle
@@ -551,10 +552,10 @@ async def test_the_engine_is_read_while_tokens_wait_for_credit(server: FakeServe
     peer = await server.connect()
     await peer.ask(generate(1, credit=1))
     await server.engine.last.put(*(chunk(index) for index in range(101)))
-    waiting = server.unsent_bytes() - STREAM_BYTES
+    waiting = server.unsent_bytes() - READER_BYTES
     assert 0 < waiting < 100 * 200
     assert len(texts(await peer.ask(Credit(1, 50)))) == 51
-    assert server.unsent_bytes() - STREAM_BYTES == pytest.approx(waiting / 2, rel=0.1)
+    assert server.unsent_bytes() - READER_BYTES == pytest.approx(waiting / 2, rel=0.1)
     assert len(texts(await peer.ask(Credit(1, 1000)))) == 50
     assert server.unsent_bytes() == 0
 
@@ -619,14 +620,14 @@ async def test_a_tenant_without_credit_ends_its_own_largest_stream_only(serve: S
 
 @every_kind
 async def test_streams_that_wait_for_credit_count_however_short_they_are(serve: Serve, kind: dict[str, Any]) -> None:
-    server = serve(max_outgoing_bytes=10 * STREAM_BYTES + 10_000)
+    server = serve(max_outgoing_bytes=10 * READER_BYTES + 10_000)
     peer = await server.connect()
     ended: list[Frame] = []
     for request_id in range(12):
         key = {"idempotency_key": f"k{request_id}"} if "idempotency_key" in kind else {}
         ended += await peer.ask(generate(request_id, credit=0, **kind | key))
         await server.engine.last.put(chunk(0, last=True))
-        assert server.unsent_bytes() <= 10 * STREAM_BYTES + 10_000
+        assert server.unsent_bytes() <= 10 * READER_BYTES + 10_000
     ended += await peer.received()
     assert names(ended) == ["Accepted"] * 11 + ["Error", "Accepted", "Error"]
 
@@ -1005,7 +1006,7 @@ async def test_a_subscriber_without_credit_does_no_work_for_new_chunks(
         num_decoded += 1
         return decode_chunk(data)
 
-    monkeypatch.setattr(replay_buffer, "decode_chunk", decode)
+    monkeypatch.setattr(output_log, "decode_chunk", decode)
     peer = await server.connect()
     await peer.ask(generate(1, credit=1, resumable=True))
     for index in range(100):
@@ -1023,10 +1024,10 @@ async def test_an_error_of_a_reader_ends_its_request_only(server: FakeServer, mo
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(output_stream, "tokens_frame", fail)
+        patch.setattr(frame_writer, "tokens_frame", fail)
         await server.engine.generations[0].put(chunk(0))
     with monkeypatch.context() as patch:
-        patch.setattr(replay_buffer, "encode_chunk", fail)
+        patch.setattr(output_log, "encode_chunk", fail)
         await server.engine.generations[1].put(chunk(0))
     await server.engine.generations[2].put(chunk(0, last=True))
     frames = await peer.received()

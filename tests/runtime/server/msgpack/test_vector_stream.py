@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock, call
 
 import numpy as np
@@ -15,10 +15,14 @@ from quire.runtime.common.errors import Cancelled, GenerationFailed, Unavailable
 from quire.runtime.engine.facade import EmbeddedTexts
 from quire.runtime.protocol.frames import Done, Scores, Vectors
 from quire.runtime.protocol.wire_errors import error_frame
+from quire.runtime.server.msgpack.frame_writer import FrameWriter
 from quire.runtime.server.msgpack.vector_stream import FRAME_BYTES, SCORE_BYTES, VALUE_BYTES, VectorStream
 from quire.runtime.server.openai.embeddings import embedding_call, rerank_call, score_call
 from quire.runtime.server.openai.fields import Fields
 from quire.runtime.server.requests.live_embedding import LiveEmbedding
+from quire.runtime.server.requests.output_reader import Pace
+from quire.runtime.server.requests.send_buffer import SendBuffer
+from quire.runtime.server.tenancy.tenants import Turns
 
 
 class Buffer:
@@ -52,8 +56,8 @@ class Live:
 
 
 def stream_of(live: Live, buffer: Buffer, *, is_score: bool = False, credit: int | None = None) -> VectorStream:
-    delivery = SimpleNamespace(request_id=3, send_buffer=buffer, credit=credit, credit_timeout_ms=60_000, features=())
-    return VectorStream(live, delivery, is_score=is_score)  # type: ignore[arg-type]
+    pace = Pace(cast(SendBuffer, buffer), Turns(), credit, 60_000)
+    return VectorStream(cast(LiveEmbedding, live), FrameWriter(3, pace.send_buffer, ()), pace, is_score=is_score)
 
 
 async def run_until_idle(stream: VectorStream) -> asyncio.Task[Any]:

@@ -11,8 +11,8 @@ import pytest
 from quire.runtime.common.errors import Overloaded, Unavailable
 from quire.runtime.common.types import Delta, SamplingParams
 from quire.runtime.protocol.frames import Cancel, Credit, Done, Error, Frame, Generate, Resume, Tokens
-from quire.runtime.server.requests.replay_buffer import MAX_SUBSCRIBERS
-from quire.runtime.server.requests.stored_index import StoredIndex, ToStore
+from quire.runtime.server.requests.indexes import StoredIndex, ToStore
+from quire.runtime.server.requests.output_log import MAX_READERS
 from quire.runtime.server.tenancy.tenants import Tenant, TenantLimits
 
 from ..fakes import FakeClock, FakePeer, FakeServer, chunk, generate, names, settle
@@ -48,7 +48,7 @@ async def resume(
 
 def assert_nothing_is_kept(server: FakeServer) -> None:
     replays = server.replays
-    kept = replays.num_bytes, len(replays.buffers), len(replays.resume_index), len(replays.idempotency_index)
+    kept = replays.num_bytes, len(replays.logs), len(replays.resume_index), len(replays.idempotency_index)
     assert kept == (0, 0, 0, 0)
     assert (replays.num_running, replays.resume_index.num_awaited) == (0, 0)
 
@@ -473,10 +473,10 @@ async def test_nothing_is_left_when_everything_has_expired(serve: Serve, clock: 
 async def test_a_stream_that_ended_in_an_error_does_not_hold_its_prompt(server: FakeServer) -> None:
     peer = await server.connect()
     await peer.ask(resumable())
-    (buffer,) = server.replays.buffers
+    (log,) = server.replays.logs
     await server.engine.last.put(Unavailable("gone"))
-    assert buffer.error is not None
-    assert buffer.error.__traceback__ is None
+    assert log.error is not None
+    assert log.error.__traceback__ is None
     assert is_error(await peer.received(), "UNAVAILABLE")
 
 
@@ -492,13 +492,13 @@ async def test_closing_releases_everything(server: FakeServer) -> None:
 
 async def test_a_key_answers_a_limited_number_of_requests_at_a_time(server: FakeServer) -> None:
     peer = await server.connect()
-    for request_id in range(1, 1 + MAX_SUBSCRIBERS):
+    for request_id in range(1, 1 + MAX_READERS):
         assert names(await peer.ask(generate(request_id, idempotency_key="k"))) == ["Accepted"]
     (refusal,) = await peer.ask(generate(100, idempotency_key="k"))
     assert isinstance(refusal, Error)
     assert (refusal.request_id, refusal.code, refusal.retryable) == (100, "RESOURCE_EXHAUSTED", True)
     await server.engine.last.put(chunk(0, last=True))
-    assert names(await peer.received()).count("Done") == MAX_SUBSCRIBERS
+    assert names(await peer.received()).count("Done") == MAX_READERS
 
 
 # Stored requests
@@ -506,8 +506,8 @@ async def test_a_key_answers_a_limited_number_of_requests_at_a_time(server: Fake
 
 async def test_a_stored_request_that_is_deleted_does_not_expire_later() -> None:
     index = StoredIndex(3600.0, lambda _: None)
-    buffer: Any = SimpleNamespace(tenant="ann", name="1", stored_entry=None)
-    index.add(buffer, ToStore("resp_", b"{}"))
+    log: Any = SimpleNamespace(tenant="ann", name="1", stored_entry=None)
+    index.add(log, ToStore("resp_", b"{}"))
     entry = index.find("ann", "resp_1")
     index.on_end(entry)
     index.remove(entry)

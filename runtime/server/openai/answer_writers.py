@@ -1,0 +1,127 @@
+"""The writers of an answer over HTTP: `EventWriter` sends chunks as server-sent events, `BodyWriter` sends one body."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ...common.errors import Cancelled, InvalidRequest, Overloaded, QuireError
+from ...common.types import OutputChunk, Usage
+from .errors import HTTPAnswer
+from .exchange import Exchange
+from .formats import Format
+
+CANCELLED = "the request was cancelled"
+FEWER = "stream it, or ask for less"
+
+
+class AnswerWriter(Protocol):
+    """Makes the chunks of an answer's choices its bytes: `begin`, `write` for each chunk, `end` unless it fails."""
+
+    form: Format
+
+    def begin(self) -> None:
+        """Begin the answer: the engine has accepted every request of the call."""
+
+    def write(self, first_choice: int, chunk: OutputChunk) -> None:
+        """Add the next chunk of a prompt whose first choice has this index. Raises Cancelled for a cancelled output."""
+
+    def end(self, usage: Usage) -> None:
+        """End the answer: every request has ended."""
+
+    def close(self) -> None:
+        """Release the memory that is counted. Idempotent."""
+
+
+class EventWriter:
+    """Sends each chunk as events. Implements `AnswerWriter`."""
+
+    def __init__(self, exchange: Exchange, form: Format) -> None:
+        self.form = form
+        self._exchange = exchange
+        self._memory = AnswerMemory(exchange, FEWER)
+
+    def begin(self) -> None:
+        """Send the head of the stream and the first events."""
+        self._exchange.begin_events()
+        self._exchange.send_events(self.form.opening())
+
+    def write(self, first_choice: int, chunk: OutputChunk) -> None:
+        """Send the chunk. Raises Cancelled."""
+        if chunk.finish_reason == "cancelled":
+            raise Cancelled(CANCELLED)
+        form = self.form
+        self._exchange.send_events(form.events(first_choice + chunk.choice, chunk))
+        if form.held_bytes != self._memory.num_bytes:
+            self._memory.add(form.held_bytes - self._memory.num_bytes)
+
+    def end(self, usage: Usage) -> None:
+        """Send the last events."""
+        self._exchange.send_events(self.form.ending(usage))
+        self._exchange.end_events()
+
+    def close(self) -> None:
+        """See `AnswerWriter.close`."""
+        self._memory.release()
+
+
+class BodyWriter:
+    """Sends the whole answer at its end. Implements `AnswerWriter`."""
+
+    def __init__(self, exchange: Exchange, form: Format) -> None:
+        self.form = form
+        self._exchange = exchange
+        self._memory = AnswerMemory(exchange, FEWER)
+
+    def begin(self) -> None:
+        """See `AnswerWriter.begin`."""
+
+    def write(self, first_choice: int, chunk: OutputChunk) -> None:
+        """Keep the chunk for the body. Raises Cancelled."""
+        if chunk.finish_reason == "cancelled":
+            raise Cancelled(CANCELLED)
+        if not self._memory.is_released:
+            self._memory.add(self.form.choices[first_choice + chunk.choice].add(chunk))
+
+    def end(self, usage: Usage) -> None:
+        """Send the answer."""
+        self.close()
+        self._exchange.respond(HTTPAnswer(200, self.form.whole(usage)))
+
+    def close(self) -> None:
+        """See `AnswerWriter.close`."""
+        self._memory.release()
+
+
+class AnswerMemory:
+    """Counts what an answer holds as unsent output of the connection. Implements `send_buffer.WaitingStream`.
+
+    `advice` says how a client can ask for less.
+    """
+
+    def __init__(self, exchange: Exchange, advice: str) -> None:
+        self.num_bytes = 0
+        self.is_released = False
+        self._exchange = exchange
+        self._advice = advice
+
+    def add(self, num_bytes: int) -> None:
+        """Count more bytes. Does nothing once released."""
+        if not self.is_released:
+            self.num_bytes += num_bytes
+            self._exchange.send_buffer.hold(self, num_bytes)
+
+    def release(self) -> None:
+        """Count nothing any more. Idempotent."""
+        self.is_released = True
+        self._exchange.send_buffer.hold(self, -self.num_bytes)
+        self.num_bytes = 0
+
+    def shed(self, error: QuireError) -> None:
+        """End the call: its answer is longer than the limit, or all answers together are."""
+        held, limit = self.num_bytes, self._exchange.send_buffer.max_bytes
+        self.release()
+        text = (
+            f"{held} bytes of this answer exceed what may wait to be sent (`max_outgoing_bytes`, `max_unsent_bytes`)"
+            f"{'' if held > limit else ' beside other answers; try again later'}; {self._advice}"
+        )
+        self._exchange.fail(InvalidRequest(text) if held > limit else Overloaded(text), "slow_reader")

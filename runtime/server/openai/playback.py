@@ -1,0 +1,166 @@
+"""`Playback`: the logs of one call, one per prompt, played into one answer.
+
+A call ends in one way: all its requests are answered, or the first error ends them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from ...common.errors import Overloaded, QuireError
+from ...engine.facade import EngineFacade
+from ..requests.live_requests import LiveRequests
+from ..requests.output_log import MAX_READERS, OutputLog
+from ..requests.output_reader import OutputReader, Pace
+from .answer_writers import AnswerWriter
+from .calls import Call
+from .exchange import Exchange
+from .formats import Format, PromptSize, total_usage
+from .logprobs import CompletionLogprobs
+from .prompt_logprobs import PromptPart
+
+FRAMES_PER_CHUNK = 4  # of a turn: a chunk that waited is read and rendered again
+
+
+def log_reader(exchange: Exchange, log: OutputLog) -> OutputReader:
+    """Return a reader of a log for an exchange. Raises Overloaded if too many connections read the log."""
+    if len(log.readers) >= MAX_READERS:
+        raise Overloaded(f"{MAX_READERS} connections read this output already")
+    pace = Pace(
+        exchange.send_buffer,
+        exchange.authenticated.output_turns,
+        waits_while_long=log.is_kept,  # otherwise waiting would only move the memory
+        frames_per_chunk=FRAMES_PER_CHUNK,
+    )
+    reader = OutputReader(log, pace)
+    exchange.cancels.append(reader.leave)
+    return reader
+
+
+class Playback:
+    """Answers one call. `submit` it, or `add` the reader of its only request; then await `run` in the same task."""
+
+    def __init__(self, exchange: Exchange, call: Call, engine: EngineFacade) -> None:
+        self._exchange = exchange
+        self._requests = list(call.requests)  # until they are accepted: they hold the prompts
+        self._echo = call.echo
+        self._prompt_logprobs = call.prompt_logprobs
+        self._num_logprobs = call.num_logprobs
+        self._n = call.params.n
+        self._engine = engine
+        self._readers: list[OutputReader] = []
+        self._failure: QuireError | None = None
+        self._ended = asyncio.Event()
+
+    def submit(self, requests: LiveRequests) -> None:
+        """Submit every prompt. Raises the refusal of all or the first; that of a later one ends the call in `run`."""
+        tenant = self._exchange.authenticated
+        requests.check_fit(tenant, self._requests)
+        for request in self._requests:
+            try:
+                live = requests.submit(tenant, self._exchange.number, request)
+            except QuireError as error:
+                if not self._readers:
+                    raise
+                self._fail(error)
+                return
+            self.add(log_reader(self._exchange, OutputLog(live)))
+
+    def add(self, reader: OutputReader) -> None:
+        """Answer the next prompt with what `reader` reads."""
+        self._readers.append(reader)
+
+    async def accepted(self) -> QuireError | None:
+        """Wait until the engine has accepted every request. Return the first refusal."""
+        for refusal in await asyncio.gather(*(reader.accepted() for reader in self._readers)):
+            if refusal is not None:
+                self._fail(refusal)
+        return self._failure
+
+    async def run(self, writer: AnswerWriter) -> QuireError | None:
+        """Write the answer with `writer`, or return the first refusal or error of its requests."""
+        try:
+            if await self.accepted() is None:
+                await self._prepare(writer.form)
+                writer.begin()
+                for index, reader in enumerate(self._readers):
+                    write = partial(writer.write, index * self._n)
+                    reader.start(write, partial(self._note_over, reader))
+                await self._ended.wait()
+            if self._failure is not None:
+                return self._failure
+            usages = [reader.usage for reader in self._readers]
+            writer.end(total_usage([usage for usage in usages if usage is not None]))
+            return None
+        finally:
+            writer.close()
+            self._exchange.cancels.clear()
+            for reader in self._readers:
+                reader.end()
+
+    async def _prepare(self, form: Format) -> None:
+        """Give `form` what it shows of the prompts, and its parsers. The prompts are needed no more."""
+        logs = [reader.log for reader in self._readers]
+        if self._prompt_logprobs is not None:
+            self._show_prompts(form, logs, self._prompt_logprobs)
+        self._note_starts(form, logs)
+        form.prompt_sizes = [
+            PromptSize(log.num_prompt_tokens, log.num_prompt_tokens - 1 if request.echo else 0)
+            for request, log in zip(self._requests, logs, strict=True)
+        ]
+        form.read_with(logs[0].new_parser)
+        if self._echo:
+            await self._add_echoes(form, logs)
+        self._requests.clear()
+
+    def _show_prompts(self, form: Format, logs: Sequence[OutputLog], num_shown: int) -> None:
+        """Have each choice take the logprobs of its prompt from what the engine echoes."""
+        for index, log in enumerate(logs):
+            for choice in form.choices[index * self._n : (index + 1) * self._n]:
+                choice.prompt = PromptPart(log.prompt_token_ids, self._engine.token, num_shown, self._num_logprobs)
+                if self._num_logprobs is None:
+                    choice.logprobs = None
+
+    def _note_starts(self, form: Format, logs: Sequence[OutputLog]) -> None:
+        """Have the offsets of each choice count from the start of a text, if no token before it has text."""
+        for index, (log, request) in enumerate(zip(logs, self._requests, strict=True)):
+            choices = form.choices[index * self._n : (index + 1) * self._n]
+            counted = [each.logprobs for each in choices if isinstance(each.logprobs, CompletionLogprobs)]
+            if not counted or log.is_kept or request.sampling_params.structured_outputs is not None:
+                continue
+            tokens = map(self._engine.token, log.prompt_token_ids)
+            has_text = any(token.data and not token.is_special for token in tokens)
+            for logprobs in counted:
+                logprobs.has_text = has_text
+
+    async def _add_echoes(self, form: Format, logs: Sequence[OutputLog]) -> None:
+        """Begin each choice with the prompt, or with its first token where the engine echoes the others."""
+        for index, (request, log) in enumerate(zip(self._requests, logs, strict=True)):
+            first: int | None = None
+            if request.echo:
+                first = log.prompt_token_ids[0]
+                text = self._engine.token(first).data_after(has_text=False).decode(errors="replace")
+            elif isinstance(request.prompt, str):
+                text = request.prompt
+            else:
+                text = await self._engine.detokenize(log.prompt_token_ids, tenant=request.tenant)
+            for choice in form.choices[index * self._n : (index + 1) * self._n]:
+                choice.echo(text, first)
+
+    def _note_over(self, reader: OutputReader) -> None:
+        """End the reader of one prompt, and the call if that has failed or was the last one."""
+        reader.end()
+        if reader.failure is not None:
+            self._fail(reader.failure)
+        if all(each.is_over for each in self._readers):
+            self._ended.set()
+
+    def _fail(self, error: QuireError) -> None:
+        """Note what ends the call, unless something has already, and cancel all that is live."""
+        self._failure = self._failure or error
+        for reader in self._readers:
+            reader.mute()
+            if not (reader.is_over or reader.log.has_ended):
+                reader.cancel("client")
