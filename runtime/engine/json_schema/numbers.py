@@ -275,7 +275,7 @@ def _decimal(divisor: float) -> Decimal:
 
 
 def _as_read(divisor: float) -> Decimal | None:
-    """Return a number as llguidance reads it: divides the digits, multiplies by 10 up to a whole one, in f64."""
+    """Return a number as llguidance reads it: in f64, digits divided and multiplied by 10 up to a whole one."""
     num_decimals = _num_decimals(Decimal(repr(divisor)))
     if num_decimals > 2 * MAX_DECIMALS:
         return None
