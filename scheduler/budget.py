@@ -187,7 +187,8 @@ def _chunk_in(seconds: float, context: int, cost: CostModel) -> int:
     if seconds <= 0:
         return 0
     _, _, token, _, pair = cost.coefficients
-    linear, square = token + pair * (context + 0.5), pair / 2
+    linear = token + pair * (context + 0.5)
+    square = pair / 2
     if square > 0:
         return int((math.sqrt(linear * linear + 4 * square * seconds) - linear) / (2 * square))
     return int(seconds / linear) if linear > 0 else 1 << 30

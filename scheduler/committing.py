@@ -40,7 +40,8 @@ class Committer:
 
         `endings` are those of requests that `finish` was called for during the step; they leave it.
         """
-        sampled, start = result.sampled, 0
+        sampled = result.sampled
+        start = 0
         updates: list[RequestUpdate | None] = []
         searches: dict[Request, list[SampledToken]] = {}  # searching request -> samples of all its beams
         for row in plan.sequences:
@@ -110,7 +111,8 @@ class Committer:
         self, parent: Request, samples: Sequence[SampledToken], endings: dict[int, Ending], now: float
     ) -> RequestUpdate | None:
         """Advance a search by one step of all its beams: fork the surviving beams, release the pages of the others."""
-        search, beams = parent.beam, self._batch.beams_of(parent)
+        search = parent.beam
+        beams = self._batch.beams_of(parent)
         assert search is not None, "only a search has beams"
         error = next((sample.error for sample in samples if sample.error is not None), None)
         ending = endings.pop(parent.request_id, None) or (None if error is None else Ending(error=error))

@@ -30,7 +30,7 @@ RATIO_MEMORY = 0.9  # weight of earlier steps in the ratio of measured to predic
 SLACK = 0.1  # share of a stage by which a step may exceed its seconds: `_ratio` changes a little in every step
 MAX_STAGES = 8  # steps that a new batch may take; where more fit, little time is left over
 MAX_BATCHES = 8  # batches in one step; a request that arrives waits for all of them
-MAX_RATIO = 8.0  # limit of measured to predicted time in one step; beyond it other processes are the cause
+MAX_STEP_RATIO = 8.0  # limit of measured to predicted time in one step; beyond it other processes are the cause
 NOT_FINITE = "the model's values for a text are not finite numbers"
 
 
@@ -303,7 +303,7 @@ class EncoderPlanner:
     def _learn(self, batch: _Batch, seconds: float) -> None:
         batch.measured_s += seconds
         if batch.planned_s > 0 and seconds > 0:
-            ratio = min(max(seconds / batch.planned_s, 1 / MAX_RATIO), MAX_RATIO)
+            ratio = min(max(seconds / batch.planned_s, 1 / MAX_STEP_RATIO), MAX_STEP_RATIO)
             self._ratio = math.exp(RATIO_MEMORY * math.log(self._ratio) + (1 - RATIO_MEMORY) * math.log(ratio))
 
     def _note_rate(self, batch: _Batch) -> None:

@@ -130,7 +130,9 @@ class Planner:
 
         The oldest request takes pages of others for the least chunk that it may have.
         """
-        table, context, images = table_of(request), request.num_computed_tokens, request.spec.images
+        table = table_of(request)
+        context = request.num_computed_tokens
+        images = request.spec.images
         wanted = min(step.prefill_tokens(context), len(request.token_ids) - context)
         fits, least = self._prefill_that_fits(images, context, wanted, step.rows_left)
         if images_between(images, context, context + wanted):
@@ -248,7 +250,8 @@ class Planner:
         decode_rows = prefill_tokens = kv_tokens = pairs = 0
         decoding = State.DECODE
         for request in self._batch.requests.values():
-            table, first = table_of(request), request.num_computed_tokens
+            table = table_of(request)
+            first = request.num_computed_tokens
             end = table.num_tokens
             if first == end:
                 continue
@@ -276,10 +279,13 @@ def _row_of(request: Request, table: PageTable, end: int, drafts: Mapping[int, l
     Rows are made per sequence and step, where keyword arguments would double their cost: the variables have the names
     of the fields, in their order.
     """
-    spec, context, first_position = request.spec, request.token_ids, request.num_computed_tokens
+    spec = request.spec
+    context = request.token_ids
+    first_position = request.num_computed_tokens
     num_samples = 1 if end == len(context) else 0
     if end > len(context):
-        context, num_samples = context + drafts[request.request_id], end - first_position
+        context = context + drafts[request.request_id]
+        num_samples = end - first_position
     prompt_images = spec.images
     images = images_between(prompt_images, first_position, end) if prompt_images else ()
     salt = spec.prefix_salt if images else b""

@@ -18,7 +18,8 @@ R = TypeVar("R", bound=QueuedRequest)
 Rank = tuple[float, ...]  # the smaller is served first
 
 TENANT_CREDIT_TOKENS = 8192  # service that a tenant may receive ahead of others after a pause: a long prompt
-PREFILL_WEIGHT, DECODE_WEIGHT = 1, 2  # service units per token (Sheng et al., 2024)
+PREFILL_WEIGHT = 1  # service units per token (Sheng et al., 2024)
+DECODE_WEIGHT = 2  # likewise
 
 
 class Policy(Protocol[R]):
@@ -163,7 +164,8 @@ class Fair(FirstComeFirstServed[R]):
         self._last = 0.0  # level at which the queue last became empty
 
     def push(self, request: R) -> None:
-        tenant, waiting = request.spec.tenant, self._queues.tenants()
+        tenant = request.spec.tenant
+        waiting = self._queues.tenants()
         if tenant not in waiting:
             level = min(map(self._level, waiting), default=self._last)
             self._starts[tenant] = level
@@ -183,7 +185,8 @@ class Fair(FirstComeFirstServed[R]):
         return self._count(request.spec.tenant), request.order
 
     def served(self, request: R, prefill_tokens: int, decode_tokens: int) -> None:
-        tenant, tokens = request.spec.tenant, PREFILL_WEIGHT * prefill_tokens + DECODE_WEIGHT * decode_tokens
+        tenant = request.spec.tenant
+        tokens = PREFILL_WEIGHT * prefill_tokens + DECODE_WEIGHT * decode_tokens
         self._counts[tenant] = self._count(tenant) + tokens / self._weight(tenant)
 
     def may_displace(self, newcomer: R, running: R, num_seqs: Callable[[str], int]) -> bool:

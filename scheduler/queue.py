@@ -41,7 +41,8 @@ class RequestQueue:
         num_waiting = self._num_waiting + self._encodings.total()
         if num_waiting + count > self._config.max_num_waiting:
             return f"{num_waiting} requests are waiting, the limit is {self._config.max_num_waiting}"
-        limit, num_waiting = self._config.max_num_waiting_per_tenant, self._waiting[tenant] + self._encodings[tenant]
+        limit = self._config.max_num_waiting_per_tenant
+        num_waiting = self._waiting[tenant] + self._encodings[tenant]
         if limit is not None and num_waiting + count > limit:
             return f"{num_waiting} requests of this tenant are waiting, the limit is {limit}"
         return None
@@ -83,7 +84,8 @@ class RequestQueue:
 
         Return False, promising nothing, if the tenant's pins, `num_pinned` by now, would exceed its quota.
         """
-        tenant, limit = requests[0].spec.tenant, self._config.max_kv_pages_per_tenant
+        tenant = requests[0].spec.tenant
+        limit = self._config.max_kv_pages_per_tenant
         if limit is not None and num_pinned + self._promised_pins[tenant] + num_pages > limit:
             return False
         for request in requests:

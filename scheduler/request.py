@@ -161,7 +161,8 @@ class Request(QueuedRequest):
     forced: tuple[int, ...] = field(default=(), init=False)  # draft tokens for the next step, of the last sample
 
     def __post_init__(self) -> None:
-        spec, generated = self.spec, self.generated
+        spec = self.spec
+        generated = self.generated
         if not spec.prompt_token_ids:
             raise ValueError("a request needs at least 1 prompt token")
         if spec.max_tokens < 1:
@@ -217,7 +218,8 @@ class Request(QueuedRequest):
 
     def natural_end(self) -> FinishReason | None:
         """Return why the last output token ends the request, or None if it does not."""
-        spec, num_output_tokens = self.spec, len(self.token_ids) - self.num_prompt_tokens
+        spec = self.spec
+        num_output_tokens = len(self.token_ids) - self.num_prompt_tokens
         if self.token_ids[-1] in spec.stop_token_ids:  # rare: the rest is not computed for most tokens
             num_sampled = num_output_tokens - len(spec.echoed)
             if num_sampled > 0 and num_sampled >= spec.min_tokens:

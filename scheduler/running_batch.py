@@ -78,7 +78,8 @@ class RunningBatch:
 
     def preempt(self, request: Request, now: float) -> None:
         """Take a request's pages, spilling them where that is faster than computing them again; it keeps its tokens."""
-        table, computed = table_of(request), request.num_computed_tokens
+        table = table_of(request)
+        computed = request.num_computed_tokens
         request.spilled = self._pager.spill(table, computed) if self._spilling_pays(request) else None
         if request.spilled is None:
             table.release()
@@ -138,7 +139,8 @@ class RunningBatch:
     def fork_beams(self, parent: Request, survivors: Sequence[Survivor], now: float) -> None:
         """Continue the hypotheses of a search as `survivors`, and release the pages of the others."""
         beams = self.beams_of(parent)
-        tables, contexts = [table_of(beam) for beam in beams], [beam.token_ids for beam in beams]
+        tables = [table_of(beam) for beam in beams]
+        contexts = [beam.token_ids for beam in beams]
         computed = parent.num_computed_tokens
         continued = {survivor.parent for survivor in survivors}
         for index, table in enumerate(tables):
@@ -170,7 +172,9 @@ class RunningBatch:
     def _new_beam(self, parent: Request, now: float) -> Request:
         self._last_beam_id -= 1
         beam = Request(replace(parent.spec, request_id=self._last_beam_id, beam=None))
-        beam.beam_parent, beam.in_search, beam.order = parent, True, parent.order
+        beam.beam_parent = parent
+        beam.in_search = True
+        beam.order = parent.order
         beam.enter(State.PREFILL, now)
         beam.enter(State.DECODE, now)
         self.requests[beam.request_id] = beam
@@ -203,7 +207,9 @@ class RunningBatch:
         """Return the pages that a preempted request spilled; None if there are none or they are damaged."""
         if request.spilled is None:
             return None
-        pager, tokens, spilled = self._pager, request.token_ids, request.spilled
+        pager = self._pager
+        tokens = request.token_ids
+        spilled = request.spilled
         spare_pages += pager.pages_for(len(tokens)) - pager.pages_for(spilled.num_tokens)  # pages of other known tokens
         spec = request.spec
         table = pager.restore(spilled, tokens, spec.prefix_salt, spare_pages, spec.images)
@@ -215,7 +221,8 @@ class RunningBatch:
 
         None if the request is no fork, or its parent's pages do not allow it any more.
         """
-        parent, num_tokens = request.fork_parent, request.num_prompt_tokens - 1
+        parent = request.fork_parent
+        num_tokens = request.num_prompt_tokens - 1
         if request.state is not State.WAITING or parent is None or parent.table is None:
             return None
         if parent.num_computed_tokens < num_tokens or not parent.table.can_roll_back(num_tokens):

@@ -19,7 +19,8 @@ from .request import Ending, Request, State
 
 MARGIN = 1.25  # the expected gain of draft tokens that may be wrong must exceed their cost by this factor
 FORCED_MARGIN = 1.0  # the same for tokens that a grammar forces
-LONGEST, SHORTEST = 4, 2  # tokens of a run that is looked up
+LONGEST = 4  # most tokens of a run that is looked up
+SHORTEST = 2  # fewest tokens of such a run
 INITIAL_ACCEPTANCE = 0.5  # acceptance rate before anything is known
 ACCEPTANCE_MEMORY = 0.8  # weight of the earlier acceptance rate, per verified draft token
 PAUSE_MEMORY = 0.9  # weight of the earlier average of the time between two steps, per step
@@ -148,9 +149,11 @@ class Speculator:
             return 0
         seconds_per_token = (self._cost.predict(load) + self._pause_s) / load.decode_rows
         seconds_per_draft = margin * self._cost.coefficients.decode_row
-        count, probability = 0, acceptance_rate
+        count = 0
+        probability = acceptance_rate
         while count < limit and probability * seconds_per_token > seconds_per_draft:
-            count, probability = count + 1, probability * acceptance_rate
+            count = count + 1
+            probability = probability * acceptance_rate
         return count
 
 

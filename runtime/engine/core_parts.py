@@ -85,7 +85,8 @@ class LoadedDecoder:
 
     def describe(self) -> CoreInfo:
         """See `DecoderPart.describe`."""
-        runner, capacity = self.runner, self.runner.capacity
+        runner = self.runner
+        capacity = self.runner.capacity
         return CoreInfo(
             vocab_size=runner.spec.vocab_size,
             max_model_len=capacity.max_model_len,
@@ -146,7 +147,8 @@ class NoDecoder:
 
     def describe(self) -> CoreInfo:
         """Describe the encoder in place of a decoder."""
-        encoder, info = self._encoder.encoder, self._encoder.info
+        encoder = self._encoder.encoder
+        info = self._encoder.info
         return CoreInfo(
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,

@@ -63,7 +63,8 @@ class Engine(Generic[CoreT]):
     ) -> None:
         self.core = core
         self.text_processor = text_processor
-        info, reader = core.info, text_processor.image_reader
+        info = core.info
+        reader = text_processor.image_reader
         self.info = EngineInfo(
             **msgspec.structs.asdict(info),
             has_tokenizer=text_processor.tokenizer is not None,
@@ -240,7 +241,8 @@ class Engine(Generic[CoreT]):
 
     def _output_of(self, request: GenerateRequest, prepared: PreparedInput, submitted: float) -> StreamingOutput:
         """Return the output of a prepared request, and its stream. Raises InvalidRequest or ContextLengthExceeded."""
-        token_ids, images = prepared.token_ids, prepared.images
+        token_ids = prepared.token_ids
+        images = prepared.images
         request = msgspec.structs.replace(request, sampling_params=prepared.params, image_files=())
         if request.fit_max_tokens:
             request = fitted(request, self.info.max_model_len - len(token_ids))
@@ -281,7 +283,8 @@ class Engine(Generic[CoreT]):
 
     async def _queue(self, output: StreamingOutput, continuation: Continuation | None) -> None:
         """Queue an output's sequences on the core. Raises its refusal or Overloaded, leaving nothing behind."""
-        reader, requests = self.text_processor.image_reader, [sequence.request for sequence in output.sequences]
+        reader = self.text_processor.image_reader
+        requests = [sequence.request for sequence in output.sequences]
         # Registered first: the core's updates may come before its answer.
         self._outputs.add(output, None if reader is None else reader.max_memory)
         try:

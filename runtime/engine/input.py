@@ -50,7 +50,8 @@ def prepare(
 
     Both take their time: call it in a thread. Raises InvalidRequest, ContextLengthExceeded or GenerationFailed.
     """
-    params, check = request.sampling_params, partial(checked.check, request.tenant)
+    params = request.sampling_params
+    check = partial(checked.check, request.tenant)
     if request.messages is not None:
         return _prepare_chat(request, text_processor, validator, check)
     if params.structured_outputs is not None:
@@ -70,7 +71,9 @@ def _prepare_chat(
     chat = text_processor.render(messages, request.tools, request.template_variables)
     text = chat.text
     validator.check_text(text)
-    params, new_parser, has_own_grammar = request.sampling_params, None, False
+    params = request.sampling_params
+    new_parser = None
+    has_own_grammar = False
     markup: Mapping[str, int] = {}
     if request.tool_choice is not None:
         calls = ToolCalls(
@@ -83,7 +86,8 @@ def _prepare_chat(
         answer = params.structured_outputs
         structure = calls.structure(text, answer)
         has_own_grammar = structure is not answer and not may_be_ambiguous(answer)
-        new_parser, markup = calls.new_parser(text, answer), calls.markup.tokens
+        new_parser = calls.new_parser(text, answer)
+        markup = calls.markup.tokens
         params = msgspec.structs.replace(params, structured_outputs=structure)
         validator.check_options(msgspec.structs.replace(request, sampling_params=params))
     if params.structured_outputs is not None:

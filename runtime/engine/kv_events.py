@@ -123,7 +123,8 @@ class KVEventPublisher:
 
     def _note_stored(self, content: Content) -> None:
         token_ids: list[int] = np.frombuffer(content.token_ids, "<u4").tolist()
-        last, group = self._events[-1] if self._events else None, self._group(content)
+        last = self._events[-1] if self._events else None
+        group = self._group(content)
         extra = _extra_keys(content)
         if isinstance(last, BlockStored) and (last.group_idx, last.block_hashes[-1]) == (group, content.parent):
             if extra is not None and last.extra_keys is None:
@@ -151,7 +152,8 @@ class KVEventPublisher:
         )
 
     def _note_removed(self, content: Content) -> None:
-        last, group = self._events[-1] if self._events else None, self._group(content)
+        last = self._events[-1] if self._events else None
+        group = self._group(content)
         if isinstance(last, BlockRemoved) and last.group_idx == group:
             last.block_hashes.append(content.key)
         else:

@@ -83,7 +83,8 @@ class LiveOutputs:
             if sequence is None:  # texts, or its request has failed because of another sequence
                 self._embedder.receive(update)
                 continue
-            output, num_before = sequence.output, sequence.num_tokens
+            output = sequence.output
+            num_before = sequence.num_tokens
             try:
                 chunks = output.receive(sequence, update)
             except Exception as error:  # the detokenizer failed: only this request ends
@@ -92,7 +93,8 @@ class LiveOutputs:
                 continue
             num_tokens = sequence.num_tokens - num_before
             if num_tokens:
-                last_s, sequence.last_tokens_s = sequence.last_tokens_s, now
+                last_s = sequence.last_tokens_s
+                sequence.last_tokens_s = now
                 if last_s is None:
                     sequence.first_token_s = now
                 self.observer.on_tokens(num_tokens, None if last_s is None else now - last_s)
@@ -126,7 +128,8 @@ class LiveOutputs:
 
     def _end(self, sequence: SequenceOutput, update: RequestUpdate, chunks: Sequence[OutputChunk], now: float) -> None:
         """Forget a sequence that has ended. The last chunk of its request's last sequence gets the usage."""
-        output, request_id = sequence.output, update.request_id
+        output = sequence.output
+        request_id = update.request_id
         if not update.ended:  # the output ended at a stop string, which the core cannot see
             self._drop(sequence, sequence.finish_reason)
         del self._sequences[request_id]

@@ -148,7 +148,9 @@ class SequenceOutput:
 
     def read(self, update: RequestUpdate) -> tuple[Sequence[SampledToken], str]:
         """Return the update's tokens up to a stop string, and the text they finished. Record the sequence's end."""
-        tokens, text, reason = update.tokens, "", update.finish_reason
+        tokens = update.tokens
+        text = ""
+        reason = update.finish_reason
         detokenizer = self.detokenizer
         if update.counters is not None:
             self.counters = update.counters
@@ -156,7 +158,8 @@ class SequenceOutput:
             text = detokenizer.push(map(_token_id, tokens))
             if detokenizer.stop_string is not None:
                 assert detokenizer.stop_token_index is not None, "set together"
-                tokens, reason = tokens[: detokenizer.stop_token_index + 1 - self.num_tokens], "stop"
+                tokens = tokens[: detokenizer.stop_token_index + 1 - self.num_tokens]
+                reason = "stop"
             elif reason is not None:
                 text += detokenizer.finish()
         self.num_tokens += len(tokens)

@@ -71,7 +71,8 @@ class TextProcessor:
         self.markup = Markup()  # how the model writes reasoning and tool calls
         self._chat_tokens: ChatTokens | None = None  # None if content may have special tokens
         if tokenizer is not None and chat_template is not None:
-            tokens, config = tokenizer.special_tokens, chat_template.tokenizer_config
+            tokens = tokenizer.special_tokens
+            config = chat_template.tokenizer_config
             self.markup = find_markup(tool_call_parser, chat_template.source, tokens, config)
             if not special_tokens_in_content:
                 self._chat_tokens = ChatTokens(tokenizer, chat_template)

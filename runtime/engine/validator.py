@@ -106,7 +106,8 @@ class Validator:
 
     def check_generated(self, request: GenerateRequest) -> None:
         """Check the outputs of a request that another server began, but for where they end."""
-        generated, params = request.generated or (), request.sampling_params
+        generated = request.generated or ()
+        params = request.sampling_params
         if params.best_of is not None or params.beam_width:
             raise InvalidRequest(
                 "generated cannot be used with best_of or beam_width, whose outputs come at the end: send the request "
@@ -287,12 +288,15 @@ def check_images(token_ids: Sequence[int], images: Sequence[PromptImage], info: 
 
 def _check_pixels(where: str, pixels: npt.NDArray[np.uint8], info: ImageInfo) -> int:
     """Return the number of tokens of an image. Raises InvalidRequest for pixels that the tower does not take."""
-    shape, block = pixels.shape, info.block
+    shape = pixels.shape
+    block = info.block
     if not block:
-        allowed, num_tokens = f"[{info.size}, {info.size}, 3]", info.num_tokens
+        allowed = f"[{info.size}, {info.size}, 3]"
+        num_tokens = info.num_tokens
         fits = shape == (info.size, info.size, 3)
     else:
-        allowed, num_tokens = f"[height, width, 3] in multiples of {block}, of at most {info.num_tokens} tokens", 0
+        allowed = f"[height, width, 3] in multiples of {block}, of at most {info.num_tokens} tokens"
+        num_tokens = 0
         fits = len(shape) == 3 and shape[2] == 3 and not shape[0] % block and not shape[1] % block
         if fits:
             num_tokens = shape[0] // block * (shape[1] // block)

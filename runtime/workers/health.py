@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from ..common.stall import StallDetector
 
 TICK_S = 0.25
-ALIVE, HELD_UP = b".", b"!"  # heartbeats: the process runs; a long call may delay the next heartbeat
+ALIVE = b"."  # heartbeat: the process runs
+HELD_UP = b"!"  # heartbeat: a long call may delay the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class HealthMonitor:
 
     def note_heartbeat(self, is_held_up: bool = False) -> None:
         """Record a heartbeat, and whether a long call may delay the next one."""
-        self._heartbeat_at, self._is_held_up = self._now, is_held_up
+        self._heartbeat_at = self._now
+        self._is_held_up = is_held_up
 
     def note_step(self, step: int, has_work: bool) -> None:
         """Record the number of finished steps, and whether requests wait or run."""
@@ -51,7 +53,8 @@ class HealthMonitor:
 
     def check(self) -> str | None:
         """Return why the process has to be replaced, or None. Call it every TICK_S."""
-        silent_s, stalled_s = self._now - self._heartbeat_at, self._stall.stalled_for(self._now)
+        silent_s = self._now - self._heartbeat_at
+        stalled_s = self._stall.stalled_for(self._now)
         self._now += TICK_S
         if self._is_broken:
             return "its engine loop ended"

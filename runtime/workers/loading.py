@@ -84,7 +84,8 @@ def _draw(stream: TextIO, name: str, progress: ModelLoading, ended: threading.Ev
 
 
 def _log_plan(config: EngineConfig, capacity: Capacity | EncoderCapacity) -> None:
-    memory, fields = capacity.memory, dict[str, object]()
+    memory = capacity.memory
+    fields: dict[str, object] = {}
     if isinstance(capacity, Capacity):
         fields = {
             "kv_cache": capacity.layout.dtype,

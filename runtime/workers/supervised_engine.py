@@ -270,7 +270,8 @@ class SupervisedEngine:
             case StatsReport(None):
                 self._supervisor.health.note_broken()
             case StatsReport(EngineStats() as stats, predicted_wait_s):
-                num_running, num_waiting = stats.running + stats.encoder_running, stats.waiting + stats.encoder_waiting
+                num_running = stats.running + stats.encoder_running
+                num_waiting = stats.waiting + stats.encoder_waiting
                 self._supervisor.health.note_step(stats.step, num_running + num_waiting > 0)
                 self._counters.stats, self._num_waiting, self._predicted_wait_s = stats, num_waiting, predicted_wait_s
             case RequestsBegun(requests):
@@ -322,7 +323,8 @@ class SupervisedEngine:
     def _forget_stats(self) -> None:
         """Keep the counters of a process that is gone, and nothing else that it reported."""
         self._counters.forget_process()
-        self._num_waiting, self._predicted_wait_s = 0, 0.0
+        self._num_waiting = 0
+        self._predicted_wait_s = 0.0
 
     def _end(self, ended: EndedRequests, quarantine_reason: str) -> None:
         """Report requests that left the log when their process exited."""

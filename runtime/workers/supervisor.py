@@ -151,9 +151,11 @@ class Supervisor:
         """Stop the process and start no other; log whether it saved its snapshot. Idempotent."""
         if self._task is None:
             return
-        task, self._task = self._task, None
+        task = self._task
+        self._task = None
         await end_tasks([task], f"supervisor of {self._source.name}")
-        snapshot, problem = self._source.snapshot, None
+        snapshot = self._source.snapshot
+        problem = None
         if self.process is not None:
             problem = await self.process.stop()
             self.process = None
@@ -198,7 +200,9 @@ class Supervisor:
         The time counts from the first failed start: a process that is loading may take as long as it needs.
         """
         now = asyncio.get_running_loop().time
-        num_failures, pause_s, failing_at = 0, FIRST_PAUSE_S, math.inf
+        num_failures = 0
+        pause_s = FIRST_PAUSE_S
+        failing_at = math.inf
         while True:
             try:
                 process, _ = await self._open()

@@ -237,7 +237,8 @@ class TokenLog:
         self._unsent.clear()
         ended = EndedRequests([], [])
         for request_id, entry in list(self._entries.items()):
-            has_begun, is_lost = entry.begun_at is not None, entry.is_sent and not is_blameless
+            has_begun = entry.begun_at is not None
+            is_lost = entry.is_sent and not is_blameless
             entry.num_lost_hosts += is_lost and has_begun
             entry.num_unbegun_exits = 0 if has_begun else entry.num_unbegun_exits + is_lost
             is_quarantined = entry.num_lost_hosts >= MAX_LOST_HOSTS or entry.num_unbegun_exits >= MAX_UNBEGUN_HOSTS
@@ -298,7 +299,8 @@ def _is_beam_search(entry: LoggedRequest) -> bool:
 
 def _end_incarnation(entry: LoggedRequest, now: float) -> None:
     """Add up the seconds that the process, which is gone, cannot report any more."""
-    request, first_token_time = entry.request, entry.first_token_time
+    request = entry.request
+    first_token_time = entry.first_token_time
     phases: tuple[tuple[State, float | None], ...]  # each with its end
     if entry.num_incarnations:
         phases = ((State.PREEMPTED, entry.begun_at), (State.DECODE, now))
@@ -322,7 +324,8 @@ def _total_counters(entry: LoggedRequest, last: FinalCounters) -> FinalCounters:
     """Return a request's counters over all incarnations. Waiting for or in a later process counts as a stall."""
     if not entry.num_incarnations:
         return last
-    former, this = list(entry.seconds_in), list(last.seconds_in)
+    former = list(entry.seconds_in)
+    this = list(last.seconds_in)
     this[State.PREEMPTED] += this[State.WAITING]
     this[State.WAITING] = 0.0
     return FinalCounters(

@@ -122,7 +122,7 @@ MUTANTS = [
     ),
     Mutant(
         OUTPUTS,
-        "last_s, sequence.last_tokens_s = sequence.last_tokens_s, now",
+        "last_s = sequence.last_tokens_s\n                sequence.last_tokens_s = now",
         "last_s = sequence.last_tokens_s",
         "the inter-token latency metric stays empty",
     ),

@@ -588,7 +588,7 @@ MUTANTS = [
     ),
     Mutant(
         ENCODING,
-        "            ratio = min(max(seconds / batch.planned_s, 1 / MAX_RATIO), MAX_RATIO)\n",
+        "            ratio = min(max(seconds / batch.planned_s, 1 / MAX_STEP_RATIO), MAX_STEP_RATIO)\n",
         "            ratio = seconds / batch.planned_s\n",
         "one stall of the machine makes the encoder slow for many steps",
     ),

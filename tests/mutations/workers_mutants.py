@@ -26,7 +26,7 @@ MUTANTS = [
     ),
     Mutant(
         ENGINE,
-        "        self._num_waiting, self._predicted_wait_s = 0, 0.0\n",
+        "        self._num_waiting = 0\n        self._predicted_wait_s = 0.0\n",
         "        self._predicted_wait_s = 0.0\n",
         "after a restart the queue still counts the requests of the old process",
     ),

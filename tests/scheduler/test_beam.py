@@ -145,7 +145,8 @@ def test_a_search_whose_masks_come_late_has_the_same_results(
     """If one beam's sample is deferred, all beams compute their last token again, in prefill and in decode."""
     chance = random.Random(3)
     harness = make_harness(num_pages=64, vocabulary=VOCABULARY, windows=windows)
-    execute, num_deferred = harness.execute, 0
+    execute = harness.execute
+    num_deferred = 0
 
     def deferring(plan: StepPlan) -> StepResult:
         nonlocal num_deferred

@@ -17,14 +17,16 @@ def true_seconds(load: StepLoad) -> float:
 
 
 def some_load(generator: random.Random) -> StepLoad:
-    rows, tokens = generator.randrange(33), generator.choice([0, 0, 16, 64, 300])
+    rows = generator.randrange(33)
+    tokens = generator.choice([0, 0, 16, 64, 300])
     context = generator.randrange(4000)
     return StepLoad(rows, tokens, rows * generator.randrange(50, 3000), chunk_pairs(context, tokens))
 
 
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 30.0])
 def test_the_model_learns_costs_far_from_its_prior(scale: float) -> None:
-    generator, model = random.Random(1), CostModel()
+    generator = random.Random(1)
+    model = CostModel()
     for _ in range(400):
         load = some_load(generator)
         noise = generator.lognormvariate(0, 0.05) * (2.5 if generator.random() < 0.03 else 1)
@@ -35,7 +37,8 @@ def test_the_model_learns_costs_far_from_its_prior(scale: float) -> None:
 
 
 def test_coefficients_without_new_data_are_kept() -> None:
-    generator, model = random.Random(1), CostModel()
+    generator = random.Random(1)
+    model = CostModel()
     for _ in range(300):
         load = some_load(generator)
         model.observe(load, true_seconds(load))
@@ -47,14 +50,16 @@ def test_coefficients_without_new_data_are_kept() -> None:
 
 
 def test_no_coefficient_is_ever_negative() -> None:
-    generator, model = random.Random(2), CostModel()
+    generator = random.Random(2)
+    model = CostModel()
     for _ in range(2000):
         model.observe(some_load(generator), generator.choice([0.0, 1e-4, 1.0, 100.0]))
         assert min(model.coefficients) >= 0
 
 
 def test_one_slow_step_changes_little() -> None:
-    generator, model = random.Random(3), CostModel()
+    generator = random.Random(3)
+    model = CostModel()
     for _ in range(200):
         load = some_load(generator)
         model.observe(load, true_seconds(load))

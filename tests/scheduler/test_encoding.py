@@ -264,7 +264,8 @@ def test_beside_decoding_a_batch_has_so_few_texts_that_a_stage_fits():
 
 
 def test_decoding_goes_on_in_every_step_of_a_batch_with_the_same_tokens():
-    alone, beside = EncoderHarness(), EncoderHarness(FakeEncoder(num_stages=20, stage_s=1.0))
+    alone = EncoderHarness()
+    beside = EncoderHarness(FakeEncoder(num_stages=20, stage_s=1.0))
     for harness in (alone, beside):
         harness.add(1, [1, 2, 3], max_tokens=12)
     beside.encode(2, [1], [2])

@@ -50,7 +50,8 @@ class FakeEngine:
         await asyncio.sleep(0)
         await self.gate.wait()
         if self.failure is not None:
-            failure, self.failure = self.failure, None
+            failure = self.failure
+            self.failure = None
             raise failure
         return self.distort(self.harness.execute(plan))
 
@@ -338,7 +339,8 @@ async def test_a_readmitted_request_wakes_an_idle_loop(make_harness: MakeHarness
             await asyncio.sleep(0)
         tokens = expected([1] * 5, 4)
         request = Request(RequestSpec(7, [1] * 5, max_tokens=4), tokens[:1])
-        engine.harness.requests[7], engine.harness.outputs[7] = request, tokens[:1]
+        engine.harness.requests[7] = request
+        engine.harness.outputs[7] = tokens[:1]
         engine.loop.readmit(request)
         await engine.loop.drain()
         assert engine.harness.outputs[7] == tokens

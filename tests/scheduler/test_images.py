@@ -65,7 +65,8 @@ def test_rows_with_images_have_the_salt_that_their_pages_have(make_harness: Any)
 
 
 def test_a_row_names_all_that_its_computation_depends_on(make_harness: Any) -> None:
-    harness, sampling = make_harness(max_chunk=6), object()
+    harness = make_harness(max_chunk=6)
+    sampling = object()
     harness.add(1, PROMPT[:9], max_tokens=4, images=CATS[:1], tenant="a", sampling=sampling, echoed=(5, 6))
     (row,) = harness.scheduler.schedule().sequences
     assert row._asdict() | {"tables": [list(row.tables[0])]} == {

@@ -196,7 +196,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(is_damaged=st.booleans(), seconds_per_page=st.sampled_from([1e-9, 1e-3, 1e9]))
     def change_the_store(self, is_damaged: bool, seconds_per_page: float) -> None:
-        self.harness.store.is_damaged, self.harness.store.seconds_per_page = is_damaged, seconds_per_page
+        self.harness.store.is_damaged = is_damaged
+        self.harness.store.seconds_per_page = seconds_per_page
 
     @invariant()
     def counters_agree_with_states(self) -> None:
@@ -253,7 +254,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sum(row.num_samples for row in plan.sequences) <= self.max_num_seqs + 3
 
     def _check_end(self, request_id: int, request: Any) -> None:
-        output, end = self.harness.outputs[request_id], self.harness.ended[request_id]
+        output = self.harness.outputs[request_id]
+        end = self.harness.ended[request_id]
         spec = request.spec
         stopped = len(output) >= spec.min_tokens and output[-1] in spec.stop_token_ids if output else False
         if end in ENDINGS:

@@ -91,7 +91,8 @@ def test_readmitted_requests_are_not_refused_again(make_harness: MakeHarness, ex
     tokens = expected(PROMPT, 6)
     for request_id in (2, 3):
         request = Request(RequestSpec(request_id, PROMPT, max_tokens=6), tokens[:2])
-        harness.requests[request_id], harness.outputs[request_id] = request, tokens[:2]
+        harness.requests[request_id] = request
+        harness.outputs[request_id] = tokens[:2]
         harness.scheduler.readmit(request)
     assert harness.scheduler.stats().waiting == 3
     with pytest.raises(DuplicateRequest):

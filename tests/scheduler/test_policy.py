@@ -139,14 +139,16 @@ def test_credit_does_not_lower_the_start_of_the_next_tenant() -> None:
     ("num_seqs", "gives_way"), [((8, 0), True), ((5, 3), True), ((4, 3), False), ((4, 4), False), ((1, 0), False)]
 )
 def test_the_tenant_with_more_sequences_is_displaced(num_seqs: tuple[int, int], gives_way: bool) -> None:
-    running, newcomer = request(1, "flood"), request(2, "other")
+    running = request(1, "flood")
+    newcomer = request(2, "other")
     held = {"flood": num_seqs[0], "other": num_seqs[1]}.__getitem__
     assert Fair().may_displace(newcomer, running, held) == gives_way
     assert not FirstComeFirstServed().may_displace(newcomer, running, held)
 
 
 def test_sequence_slots_are_shared_by_weight() -> None:
-    running, newcomer = request(1, "gold"), request(2, "free")
+    running = request(1, "gold")
+    newcomer = request(2, "free")
     assert not Fair({"gold": 3}).may_displace(newcomer, running, {"gold": 6, "free": 1}.__getitem__)
     assert Fair({"gold": 3}).may_displace(newcomer, running, {"gold": 7, "free": 1}.__getitem__)
 
@@ -178,7 +180,8 @@ def test_service_level_survives_an_empty_queue() -> None:
 
 def test_requests_that_ran_before_come_before_new_ones_of_their_tenant() -> None:
     for queue in (FirstComeFirstServed(), Priority(), Fair()):
-        again, new = request(1, priority=9), request(2, priority=0)
+        again = request(1, priority=9)
+        new = request(2, priority=0)
         queue.push(new)
         queue.push_front(again)
         assert drain(queue) == [1, 2]

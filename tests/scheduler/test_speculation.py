@@ -222,7 +222,8 @@ def test_deferred_samples_are_computed_again(
     """In prefill and in decode, after accepted and rejected drafts, and while other requests run."""
     chance = random.Random(1)
     harness = speculative(make_harness, windows=windows, num_speculative_tokens=draft_tokens)
-    execute, num_deferred = harness.execute, 0
+    execute = harness.execute
+    num_deferred = 0
 
     def deferring(plan: StepPlan) -> StepResult:
         nonlocal num_deferred

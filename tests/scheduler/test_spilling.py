@@ -66,7 +66,8 @@ def test_pages_are_restored_only_if_the_other_known_tokens_fit(make_harness: Mak
     harness.add(1, prompt)
     harness.step()
     assert preempt(harness.scheduler, 1)
-    request, others = harness.requests[1], harness.pager.open(())
+    request = harness.requests[1]
+    others = harness.pager.open(())
     others.append(4 * (harness.pager.pool.num_free - 4))
     with pytest.raises(OutOfPages):
         harness.scheduler._batch.admit(request, harness.now)

@@ -246,7 +246,8 @@ def _eos_token_ids(folder: Path, fast: FastTokenizer, settings: Mapping[str, Any
 
 def unknown_end_ids(folder: Path) -> tuple[list[int], int | None]:
     """Return the end ids of config.json that the model has no logit for, and the number of logits if it is known."""
-    config, limit = read_json(folder / "config.json"), _vocab_size(folder)
+    config = read_json(folder / "config.json")
+    limit = _vocab_size(folder)
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     declared = [part.get("eos_token_id") for part in parts]
     ids = {each for ids in declared for each in (ids if isinstance(ids, list) else [ids]) if type(each) is int}
