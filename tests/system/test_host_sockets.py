@@ -150,7 +150,7 @@ async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.Monk
 
 
 async def test_a_host_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.runtime.cluster.remote.CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("quire.runtime.cluster.remote.LINK_TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(Unavailable, match="no answer"):
         await connect(Member(TCPAddress("127.0.0.1", silent.getsockname()[1]), "localhost"))
 

@@ -266,7 +266,7 @@ def _default_hangup() -> Iterator[None]:
 def test_a_stopped_process_ends_with_its_server() -> None:
     script = (
         "import os, signal, sys; from quire.runtime.engine.structured import trials\n"
-        "trials.COMMAND = (sys.executable, '-c', 'import time; time.sleep(600)')\n"
+        "trials.TRIAL_COMMAND = (sys.executable, '-c', 'import time; time.sleep(600)')\n"
         "process = trials._started(); os.kill(process.pid, signal.SIGSTOP); os.waitid(os.P_PID, process.pid, 4 | 2)\n"
         "print(process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )

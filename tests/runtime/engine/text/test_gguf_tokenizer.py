@@ -470,7 +470,7 @@ def test_merges_of_unknown_tokens_are_refused(byte_level: Callable[[str], dict[s
 
 def test_sizes_are_limited(pieces: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value, message in (
-        ("MAX_TOKENS", 400, "at most 400 are supported"),
+        ("MAX_VOCABULARY", 400, "at most 400 are supported"),
         ("MAX_VOCABULARY_CHARACTERS", 1000, "all together at most 1000"),
         ("MAX_MERGES", 20, "more than 20 pairs"),
         ("MAX_MERGE_CHARACTERS", 50, "more than 50 characters"),
