@@ -546,14 +546,14 @@ MUTANTS = [
     ),
     Mutant(
         HTTP,
-        "        memory.release()\n        exchange.cancels.clear()\n",
-        "        exchange.cancels.clear()\n",
+        "        memory.release()\n        cycle.cancels.clear()\n",
+        "        cycle.cancels.clear()\n",
         "what an answer of vectors held counts after its failure",
         DOOR_TESTS,
     ),
     Mutant(
         HTTP,
-        "        exchange.cancels.clear()\n",
+        "        cycle.cancels.clear()\n",
         "        pass\n",
         "a connection that closes after its answer counts as cancelled",
         DOOR_TESTS,

@@ -23,7 +23,7 @@ ACCEPTOR = "runtime/net/acceptor.py"
 HTTP_INPUT = "runtime/net/http_input.py"
 HTTP = "runtime/server/monitoring/http.py"
 LOGS = "runtime/common/logs.py"
-STORED, EXCHANGE = (f"runtime/server/openai/{name}.py" for name in ("stored", "exchange"))
+STORED, CYCLE = (f"runtime/server/openai/{name}.py" for name in ("stored", "request_cycle"))
 STORING = "tests/system/test_stored_outputs.py"
 RESPONSE, LOGPROBS = (f"runtime/server/openai/{name}.py" for name in ("responses", "logprobs"))
 PAGE = "runtime/server/openai/page"
@@ -38,7 +38,7 @@ AGENTS = "tests/system/test_agent_bodies.py"
 
 MUTANTS = [
     Mutant(
-        EXCHANGE,
+        CYCLE,
         "if number >= self._first",
         "if number > self._first",
         "a resumed stream lacks an event",
@@ -762,7 +762,7 @@ MUTANTS = [
         HTTP_API,
     ),
     Mutant(
-        "runtime/server/openai/exchange.py",
+        "runtime/server/openai/request_cycle.py",
         'self.headers["host"] = whole["path"] or "/", whole["host"].encode()',
         'self.headers["host"] = whole["path"] or "/", self.headers["host"]',
         "a target that is a whole URL is answered for the name of another site",
@@ -896,8 +896,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/server/openai/api.py",
-        'path = exchange.target.partition("?")[0]\n        methods',
-        'path = exchange.target.partition("?")[0].rstrip("/") or "/"\n        methods',
+        'path = cycle.target.partition("?")[0]\n        methods',
+        'path = cycle.target.partition("?")[0].rstrip("/") or "/"\n        methods',
         "a path with a slash at its end is answered, which proxies treat as another path",
         HTTP_API,
     ),
@@ -1091,7 +1091,7 @@ MUTANTS = [
         "tests/system/test_tool_calls.py",
     ),
     Mutant(
-        EXCHANGE,
+        CYCLE,
         "given.decode() if _REQUEST_ID.fullmatch(given) else self.log_id",
         "self.log_id",
         "a client's id of a request is not in the answer",
@@ -1217,7 +1217,7 @@ MUTANTS = [
         "tests/runtime/server/openai/test_choices.py",
     ),
     Mutant(
-        "runtime/server/openai/exchange.py",
+        "runtime/server/openai/request_cycle.py",
         "        self._num_events += 1\n        self.send_buffer",
         "        self.send_buffer",
         "a stream gets comments though it is not silent",
@@ -1231,7 +1231,7 @@ MUTANTS = [
         "tests/runtime/server/openai/test_choices.py",
     ),
     Mutant(
-        "runtime/server/openai/exchange.py",
+        "runtime/server/openai/request_cycle.py",
         "call_later(KEEP_ALIVE_S, self._watch_silence, self._num_events)",
         "call_later(KEEP_ALIVE_S, lambda: self._watch_silence(self._num_events))",
         "a stream gets comments though it is not silent",
@@ -1323,7 +1323,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/server/openai/api.py",
-        "                if exchange.tenant is not None:\n                    await exchange.tenant.frame_turns.take()\n",
+        "                if cycle.tenant is not None:\n                    await cycle.tenant.frame_turns.take()\n",
         "",
         "a tenant that floods the HTTP API delays the others' requests",
         HTTP_API,
@@ -1436,8 +1436,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/server/openai/connection.py",
-        "exchange.is_last = self._context.leaves_at is not None",
-        "exchange.is_last = False",
+        "cycle.is_last = self._context.leaves_at is not None",
+        "cycle.is_last = False",
         "a connection over HTTP stays open after its answer while the server drains",
         "tests/system/test_drain_and_timeouts.py",
     ),
@@ -1680,7 +1680,7 @@ MUTANTS = [
         CHOICES,
     ),
     Mutant(
-        EXCHANGE,
+        CYCLE,
         "        self._stop()\n        for cancel in self.cancels:",
         "        for cancel in self.cancels:",
         "what comes after the client has left is sent",

@@ -17,7 +17,7 @@ from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.types import Usage
 from quire.runtime.engine.facade import EncoderInfo
 from quire.runtime.server import Server
-from quire.runtime.server.openai import exchange as exchange_module
+from quire.runtime.server.openai import request_cycle
 from quire.runtime.server.openai.formats import total_usage
 from structlog.testing import capture_logs
 
@@ -900,7 +900,7 @@ async def test_every_prompt_of_a_client_that_leaves_is_cancelled(system: Any, ev
 async def test_a_silent_stream_is_kept_alive(
     system: Any, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_module, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(request_cycle, "KEEP_ALIVE_S", 0.01)
     async with connection(system) as client:
         client.send("POST", COMPLETIONS, complete("hold", stream=True))
         await client.read_until(b"\r\n:\n\r\n")

@@ -7,8 +7,8 @@ from typing import Protocol
 from ...common.errors import Cancelled, InvalidRequest, Overloaded, QuireError
 from ...common.types import OutputChunk, Usage
 from .errors import HTTPAnswer
-from .exchange import Exchange
 from .formats import Format
+from .request_cycle import RequestCycle
 
 CANCELLED = "the request was cancelled"
 FEWER = "stream it, or ask for less"
@@ -35,29 +35,29 @@ class AnswerWriter(Protocol):
 class EventWriter:
     """Sends each chunk as events. Implements `AnswerWriter`."""
 
-    def __init__(self, exchange: Exchange, form: Format) -> None:
+    def __init__(self, cycle: RequestCycle, form: Format) -> None:
         self.form = form
-        self._exchange = exchange
-        self._memory = AnswerMemory(exchange, FEWER)
+        self._cycle = cycle
+        self._memory = AnswerMemory(cycle, FEWER)
 
     def begin(self) -> None:
         """Send the head of the stream and the first events."""
-        self._exchange.begin_events()
-        self._exchange.send_events(self.form.opening())
+        self._cycle.begin_events()
+        self._cycle.send_events(self.form.opening())
 
     def write(self, first_choice: int, chunk: OutputChunk) -> None:
         """Send the chunk. Raises Cancelled."""
         if chunk.finish_reason == "cancelled":
             raise Cancelled(CANCELLED)
         form = self.form
-        self._exchange.send_events(form.events(first_choice + chunk.choice, chunk))
+        self._cycle.send_events(form.events(first_choice + chunk.choice, chunk))
         if form.held_bytes != self._memory.num_bytes:
             self._memory.add(form.held_bytes - self._memory.num_bytes)
 
     def end(self, usage: Usage) -> None:
         """Send the last events."""
-        self._exchange.send_events(self.form.ending(usage))
-        self._exchange.end_events()
+        self._cycle.send_events(self.form.ending(usage))
+        self._cycle.end_events()
 
     def close(self) -> None:
         """See `AnswerWriter.close`."""
@@ -67,10 +67,10 @@ class EventWriter:
 class BodyWriter:
     """Sends the whole answer at its end. Implements `AnswerWriter`."""
 
-    def __init__(self, exchange: Exchange, form: Format) -> None:
+    def __init__(self, cycle: RequestCycle, form: Format) -> None:
         self.form = form
-        self._exchange = exchange
-        self._memory = AnswerMemory(exchange, FEWER)
+        self._cycle = cycle
+        self._memory = AnswerMemory(cycle, FEWER)
 
     def begin(self) -> None:
         """See `AnswerWriter.begin`."""
@@ -85,7 +85,7 @@ class BodyWriter:
     def end(self, usage: Usage) -> None:
         """Send the answer."""
         self.close()
-        self._exchange.respond(HTTPAnswer(200, self.form.whole(usage)))
+        self._cycle.respond(HTTPAnswer(200, self.form.whole(usage)))
 
     def close(self) -> None:
         """See `AnswerWriter.close`."""
@@ -98,30 +98,30 @@ class AnswerMemory:
     `advice` says how a client can ask for less.
     """
 
-    def __init__(self, exchange: Exchange, advice: str) -> None:
+    def __init__(self, cycle: RequestCycle, advice: str) -> None:
         self.num_bytes = 0
         self.is_released = False
-        self._exchange = exchange
+        self._cycle = cycle
         self._advice = advice
 
     def add(self, num_bytes: int) -> None:
         """Count more bytes. Does nothing once released."""
         if not self.is_released:
             self.num_bytes += num_bytes
-            self._exchange.send_buffer.hold(self, num_bytes)
+            self._cycle.send_buffer.hold(self, num_bytes)
 
     def release(self) -> None:
         """Count nothing any more. Idempotent."""
         self.is_released = True
-        self._exchange.send_buffer.hold(self, -self.num_bytes)
+        self._cycle.send_buffer.hold(self, -self.num_bytes)
         self.num_bytes = 0
 
     def shed(self, error: QuireError) -> None:
         """End the call: its answer is longer than the limit, or all answers together are."""
-        held, limit = self.num_bytes, self._exchange.send_buffer.max_bytes
+        held, limit = self.num_bytes, self._cycle.send_buffer.max_bytes
         self.release()
         text = (
             f"{held} bytes of this answer exceed what may wait to be sent (`max_outgoing_bytes`, `max_unsent_bytes`)"
             f"{'' if held > limit else ' beside other answers; try again later'}; {self._advice}"
         )
-        self._exchange.fail(InvalidRequest(text) if held > limit else Overloaded(text), "slow_reader")
+        self._cycle.fail(InvalidRequest(text) if held > limit else Overloaded(text), "slow_reader")

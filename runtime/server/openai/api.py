@@ -38,12 +38,12 @@ from .embeddings import (
     score_call,
 )
 from .errors import STRUCTURED_OUTPUTS, BadRequest, HTTPAnswer
-from .exchange import Exchange
 from .fields import KNOWN, Fields
 from .formats import ChatFormat, CompletionFormat
 from .logprobs import Vocabulary
 from .model_cards import ServedModels, model_card
 from .playback import Playback
+from .request_cycle import RequestCycle
 from .request_reader import RequestReader
 from .responses import RESPONSE_KNOWN, ResponseFormat, response_call
 from .stored import Endpoint, KeptRequests, idempotency_key
@@ -78,7 +78,7 @@ EMBEDDING_CALLS = {
 class Route(NamedTuple):
     """The handler of one method of a path, and what the request must have."""
 
-    answer: Callable[[Exchange], Awaitable[None]]
+    answer: Callable[[RequestCycle], Awaitable[None]]
     takes_body: bool = False
     needs_key: bool = True
 
@@ -123,24 +123,24 @@ class Api:
         """Read no long body any more. Idempotent."""
         self._reader.bodies.close()
 
-    def route(self, exchange: Exchange) -> Route:
+    def route(self, cycle: RequestCycle) -> Route:
         """Return the route of the request; set its tenant if the route needs a key.
 
         Raises BadRequest or Unauthenticated.
         """
-        self._check_host(exchange.headers)
-        path = exchange.target.partition("?")[0]
+        self._check_host(cycle.headers)
+        path = cycle.target.partition("?")[0]
         methods = self._routes.get(path) or self._page.get(path) or self._routes_below(path)
         if methods is None:
             raise self._not_found(path)
-        route = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
+        route = methods.get("GET" if cycle.method == "HEAD" else cycle.method)
         if route is None:
             allowed = ", ".join([*methods, *(["HEAD"] if "GET" in methods else [])])
             raise BadRequest(f"{path} allows {allowed}", status=405, headers={"allow": allowed})
         if route.needs_key:
-            exchange.tenant = self._context.keyring.authenticate(_key(exchange.headers))
+            cycle.tenant = self._context.keyring.authenticate(_key(cycle.headers))
         if route.takes_body:
-            _check_body_headers(exchange.headers)
+            _check_body_headers(cycle.headers)
         return route
 
     def _routes_below(self, path: str) -> Mapping[str, Route] | None:
@@ -160,72 +160,72 @@ class Api:
             return {"GET": Route(partial(kept.input_items, RESPONSE_ENDPOINT, name))}
         return None
 
-    async def answer(self, exchange: Exchange, route: Route) -> None:
+    async def answer(self, cycle: RequestCycle, route: Route) -> None:
         """Answer the request. Never raises."""
-        with bound_contextvars(request=exchange.log_id):
+        with bound_contextvars(request=cycle.log_id):
             try:
-                if exchange.tenant is not None:
-                    await exchange.tenant.frame_turns.take()
-                await route.answer(exchange)
+                if cycle.tenant is not None:
+                    await cycle.tenant.frame_turns.take()
+                await route.answer(cycle)
             except Exception as error:
-                exchange.refuse(quire_error(error, client_id=exchange.number), KNOWN)
+                cycle.refuse(quire_error(error, client_id=cycle.number), KNOWN)
 
     # Requests to the engine
 
-    async def _generate(self, endpoint: Endpoint, exchange: Exchange) -> None:
-        context, tenant = self._context, exchange.tenant
+    async def _generate(self, endpoint: Endpoint, cycle: RequestCycle) -> None:
+        context, tenant = self._context, cycle.tenant
         assert tenant is not None, "authenticated"
-        with self._reader.reporting(exchange):
+        with self._reader.reporting(cycle):
             self._check_accepting()
-            key = idempotency_key(exchange.headers)
-            num_bytes = len(exchange.body)
-            fields = await self._reader.fields(exchange, endpoint.known)
+            key = idempotency_key(cycle.headers)
+            num_bytes = len(cycle.body)
+            fields = await self._reader.fields(cycle, endpoint.known)
             num_bytes += await self._reader.fetch_images(fields, tenant.name)
             if endpoint is RESPONSE_ENDPOINT:
-                num_bytes += await self._kept.add_stored(endpoint, fields, exchange)
-            exchange.field_names = {**endpoint.field_names, STRUCTURED_OUTPUTS: structure_field(fields.values.keys())}
+                num_bytes += await self._kept.add_stored(endpoint, fields, cycle)
+            cycle.field_names = {**endpoint.field_names, STRUCTURED_OUTPUTS: structure_field(fields.values.keys())}
             read = partial(_read_call, endpoint, fields, context.engine.info, tenant.name)
             to_store, call = await self._reader.bodies.read(tenant.name, num_bytes, read)
         try:
             if key is not None or call.store:
-                answer = self._kept.submit(exchange, endpoint, call, key, to_store if call.store else None)
+                answer = self._kept.submit(cycle, endpoint, call, key, to_store if call.store else None)
             else:
-                answer = self._submit(exchange, endpoint, call)
+                answer = self._submit(cycle, endpoint, call)
         except QuireError as error:
-            context.requests.log.refused(tenant.name, exchange.number, error.code, error.retry_after_ms)
+            context.requests.log.refused(tenant.name, cycle.number, error.code, error.retry_after_ms)
             raise
         del call, fields, read  # they hold the prompt
         if (failure := await answer) is not None:
-            exchange.refuse(failure, endpoint.known)
+            cycle.refuse(failure, endpoint.known)
 
-    def _submit(self, exchange: Exchange, endpoint: Endpoint, call: Call) -> Awaitable[QuireError | None]:
+    def _submit(self, cycle: RequestCycle, endpoint: Endpoint, call: Call) -> Awaitable[QuireError | None]:
         """Submit a call whose output is not kept, and return what answers it. Raises a refusal."""
-        playback = Playback(exchange, call, self._context.engine)
+        playback = Playback(cycle, call, self._context.engine)
         playback.submit(self._context.requests)
         # The engine has checked the number of choices.
         form = endpoint.form_class(call, self._model, self._vocabulary)
-        return playback.run((EventWriter if call.stream else BodyWriter)(exchange, form))
+        return playback.run((EventWriter if call.stream else BodyWriter)(cycle, form))
 
     async def _embed(
-        self, read_call: Callable[[Fields, str], EmbeddingCall], known: Set[str], exchange: Exchange
+        self, read_call: Callable[[Fields, str], EmbeddingCall], known: Set[str], cycle: RequestCycle
     ) -> None:
-        context, tenant = self._context, exchange.tenant
+        context, tenant = self._context, cycle.tenant
         assert tenant is not None, "authenticated"
-        with self._reader.reporting(exchange):
+        with self._reader.reporting(cycle):
             self._check_accepting()
-            call = read_call(await self._reader.fields(exchange, known, "vectors"), tenant.name)
+            call = read_call(await self._reader.fields(cycle, known, "vectors"), tenant.name)
         try:
-            live = context.requests.embed(tenant, exchange.number, call.request)
+            live = context.requests.embed(tenant, cycle.number, call.request)
         except QuireError as error:
-            context.requests.log.refused(tenant.name, exchange.number, error.code, error.retry_after_ms)
-            exchange.refuse(error, known)
+            context.requests.log.refused(tenant.name, cycle.number, error.code, error.retry_after_ms)
+            cycle.refuse(error, known)
             return
         encoder = context.engine.info.encoder
         labels = encoder.labels if encoder is not None else ()
-        answering = answer_embedding(exchange, live, call.new_form(self._models.encoder, labels))
+        answering = answer_embedding(cycle, live, call.new_form(self._models.encoder, labels))
         del call  # it holds the texts
         if (failure := await answering) is not None:
-            exchange.refuse(failure, known)
+            cycle.refuse(failure, known)
 
     def _check_accepting(self) -> None:
         """Raise Unavailable while the server drains."""
@@ -234,29 +234,29 @@ class Api:
 
     # What needs no engine
 
-    async def _health(self, exchange: Exchange) -> None:
+    async def _health(self, cycle: RequestCycle) -> None:
         problem = self._readiness.problem()
         if problem is not None:
             raise Unavailable(problem)
-        exchange.respond(HTTPAnswer(200, b"", "text/plain; charset=utf-8"))
+        cycle.respond(HTTPAnswer(200, b"", "text/plain; charset=utf-8"))
 
-    async def _version(self, exchange: Exchange) -> None:
-        exchange.respond(_json({"version": version("quire")}))
+    async def _version(self, cycle: RequestCycle) -> None:
+        cycle.respond(_json({"version": version("quire")}))
 
-    async def _list_models(self, exchange: Exchange) -> None:
-        exchange.respond(_json({"object": "list", "data": [self._model_card(name) for name in self._models.names]}))
+    async def _list_models(self, cycle: RequestCycle) -> None:
+        cycle.respond(_json({"object": "list", "data": [self._model_card(name) for name in self._models.names]}))
 
-    async def _one_model(self, exchange: Exchange) -> None:
-        name = unquote(exchange.target.partition("?")[0].removeprefix(f"{MODELS}/"))
+    async def _one_model(self, cycle: RequestCycle) -> None:
+        name = unquote(cycle.target.partition("?")[0].removeprefix(f"{MODELS}/"))
         self._models.check(Fields({"model": name}), "any")
-        exchange.respond(_json(self._model_card(name)))
+        cycle.respond(_json(self._model_card(name)))
 
     def _model_card(self, name: str) -> dict[str, object]:
         return model_card(name, self._context.engine.info, self._started, is_main=name == self._model)
 
-    async def _page_settings(self, exchange: Exchange) -> None:
+    async def _page_settings(self, cycle: RequestCycle) -> None:
         """Answer with the sampling parameters that the page sends unless its reader sets others."""
-        exchange.respond(_json({"sampling": page_sampling(self._context.engine.info.default_sampling)}))
+        cycle.respond(_json({"sampling": page_sampling(self._context.engine.info.default_sampling)}))
 
     # Refusals by path and headers
 
@@ -316,13 +316,13 @@ def _check_body_headers(headers: Mapping[str, bytes]) -> None:
         raise BadRequest("a compressed body is not supported; leave out content-encoding", status=415)
 
 
-async def _send_file(file: PageFile, exchange: Exchange) -> None:
-    exchange.respond(HTTPAnswer(200, file.content, file.media_type, PAGE_HEADERS))
+async def _send_file(file: PageFile, cycle: RequestCycle) -> None:
+    cycle.respond(HTTPAnswer(200, file.content, file.media_type, PAGE_HEADERS))
 
 
-async def _send_metrics(operators: OperatorServer, exchange: Exchange) -> None:
+async def _send_metrics(operators: OperatorServer, cycle: RequestCycle) -> None:
     answer = await operators.metrics()
-    exchange.respond(HTTPAnswer(answer.status_code, answer.content, answer.media_type))
+    cycle.respond(HTTPAnswer(answer.status_code, answer.content, answer.media_type))
 
 
 def _json(value: Any) -> HTTPAnswer:

@@ -35,7 +35,7 @@ from ..tenancy.tenant_bytes import PendingInput
 from ..tenancy.tenants import Tenant
 from .api import Api, Route
 from .errors import BadRequest, error_answer
-from .exchange import Exchange
+from .request_cycle import RequestCycle
 
 READ_BYTES = 64 << 10
 MAX_HEAD_BYTES = 32 << 10
@@ -62,8 +62,8 @@ class HTTPConnection:
         self._tenant: Tenant | None = None  # of the last request
         self._ahead = bytearray()  # what the client has sent before its request was answered
         self._num_requests = 0
-        self._exchange: Exchange | None = None  # from the request's head to the end of its answer
-        self._route: Route | None = None  # of the exchange
+        self._cycle: RequestCycle | None = None  # from the request's head to the end of its answer
+        self._route: Route | None = None  # of the cycle
         self._answering: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -89,8 +89,8 @@ class HTTPConnection:
         try:
             await asyncio.wait({self._serving, sending}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if self._exchange is not None:
-                self._exchange.leave("slow_reader" if self._send_buffer.is_stuck else "disconnect")
+            if self._cycle is not None:
+                self._cycle.leave("slow_reader" if self._send_buffer.is_stuck else "disconnect")
             self._serving.cancel()
             self._send_buffer.close()
             tasks = [self._serving, sending, *self.tasks]
@@ -112,13 +112,13 @@ class HTTPConnection:
 
     def go_away(self) -> None:
         """Have the connection closed after the next answer: the server is draining."""
-        if self._exchange is not None:
-            self._exchange.is_last = True
+        if self._cycle is not None:
+            self._cycle.is_last = True
 
     def fail_requests(self, error: QuireError) -> None:
         """End the live request with `error` now."""
-        if self._exchange is not None and self.tasks:
-            self._exchange.fail(error, "shutdown")
+        if self._cycle is not None and self.tasks:
+            self._cycle.fail(error, "shutdown")
             for task in self.tasks:
                 task.cancel()
 
@@ -143,12 +143,12 @@ class HTTPConnection:
         self._end()
 
     def _answer_error(self, error: QuireError) -> None:
-        """Answer a request that has no exchange, or whose exchange has no answer yet, and close."""
+        """Answer a request that has no cycle, or whose cycle has no answer yet, and close."""
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             head = h11.Request(method="GET", target="/", headers=[("host", "")])
-            exchange = self._exchange or Exchange(self._http, self._send_buffer, head, self._num_requests)
-            exchange.is_last = True
-            exchange.respond(error_answer(error))
+            cycle = self._cycle or RequestCycle(self._http, self._send_buffer, head, self._num_requests)
+            cycle.is_last = True
+            cycle.respond(error_answer(error))
 
     # Requests
 
@@ -161,7 +161,7 @@ class HTTPConnection:
                 await self._answer_request()
                 if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
                     return
-                self._exchange = None
+                self._cycle = None
                 self._http.start_next_cycle()
         except OSError:
             pass
@@ -180,18 +180,18 @@ class HTTPConnection:
             self._answer_error(BadRequest(f"not a valid HTTP request: {error}", status=status))
 
     async def _read_request(self) -> bool:
-        """Read a request into a new exchange; return False at the end of the connection. Raises its refusal."""
+        """Read a request into a new cycle; return False at the end of the connection. Raises its refusal."""
         head = await self._read_head()
         if head is None:
             return False
         self._num_requests += 1
-        exchange = self._exchange = Exchange(self._http, self._send_buffer, head, self._num_requests)
-        exchange.is_last = self._context.leaves_at is not None
-        self._route = route = self._api.route(exchange)
-        if exchange.tenant is not None:
+        cycle = self._cycle = RequestCycle(self._http, self._send_buffer, head, self._num_requests)
+        cycle.is_last = self._context.leaves_at is not None
+        self._route = route = self._api.route(cycle)
+        if cycle.tenant is not None:
             self._accepted.settle()
-            self._count_for(exchange.tenant)
-        exchange.body = await self._read_body(head, takes_body=route.takes_body)
+            self._count_for(cycle.tenant)
+        cycle.body = await self._read_body(head, takes_body=route.takes_body)
         return True
 
     async def _read_head(self) -> h11.Request | None:
@@ -296,24 +296,24 @@ class HTTPConnection:
 
     async def _answer_request(self) -> None:
         """Answer the request while the connection is read on."""
-        exchange, route = self._exchange, self._route
-        assert exchange is not None, "a request was read"
+        cycle, route = self._cycle, self._route
+        assert cycle is not None, "a request was read"
         assert route is not None, "a request was read"
-        self._answering = asyncio.create_task(self._api.answer(exchange, route))
-        reading = asyncio.create_task(self._read_ahead(exchange))
+        self._answering = asyncio.create_task(self._api.answer(cycle, route))
+        reading = asyncio.create_task(self._read_ahead(cycle))
         try:
             await asyncio.wait({self._answering})
         finally:
             reading.cancel()
             await asyncio.wait({reading})
 
-    async def _read_ahead(self, exchange: Exchange) -> None:
-        """Keep what the client sends ahead. Leave the exchange when the client has left or sends too much."""
+    async def _read_ahead(self, cycle: RequestCycle) -> None:
+        """Keep what the client sends ahead. Leave the cycle when the client has left or sends too much."""
         with contextlib.suppress(OSError):
             while len(self._ahead) <= MAX_AHEAD_BYTES and (data := await self._reader.read(READ_BYTES)):
                 self._ahead += data
-        exchange.leave("disconnect")
-        if self._answering is not None and not exchange.cancels:
+        cycle.leave("disconnect")
+        if self._answering is not None and not cycle.cancels:
             self._answering.cancel()
 
 

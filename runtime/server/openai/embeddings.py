@@ -21,9 +21,9 @@ from ...engine.facade import EmbeddedTexts, EmbedRequest
 from ..requests.live_embedding import LiveEmbedding
 from .answer_writers import AnswerMemory
 from .errors import BadRequest, HTTPAnswer
-from .exchange import Exchange
 from .fields import Fields
 from .other_fields import HINTS
+from .request_cycle import RequestCycle
 
 FEWER = "send fewer texts per request, or use a client of Quire's protocol"
 HELD_VECTOR_BYTES = HELD_CLASSES_BYTES = 64  # of a text's vector or classes that an answer holds, besides the JSON
@@ -129,22 +129,22 @@ def score_call(fields: Fields, tenant: str) -> EmbeddingCall:
     return EmbeddingCall(request, lambda model, _: _ScoreForm(model))
 
 
-async def answer_embedding(exchange: Exchange, live: LiveEmbedding, form: EmbeddingForm) -> QuireError | None:
+async def answer_embedding(cycle: RequestCycle, live: LiveEmbedding, form: EmbeddingForm) -> QuireError | None:
     """Answer a submitted call, or return the error that ended it."""
-    memory = AnswerMemory(exchange, form.advice)
-    exchange.cancels.append(live.cancel)
+    memory = AnswerMemory(cycle, form.advice)
+    cycle.cancels.append(live.cancel)
     try:
         async with contextlib.aclosing(live.chunks()) as chunks:
             async for chunk in chunks:
                 memory.add(form.add(chunk))
         memory.release()  # what is sent is counted by the connection
-        exchange.respond(HTTPAnswer(200, form.whole(live.prompt_tokens)))
+        cycle.respond(HTTPAnswer(200, form.whole(live.prompt_tokens)))
         return None
     except QuireError as error:
         return error.with_traceback(None)  # that holds the texts
     finally:
         memory.release()
-        exchange.cancels.clear()
+        cycle.cancels.clear()
 
 
 class _VectorForm:

@@ -15,8 +15,8 @@ from ...common.types import Delta, DeltaKind, OutputChunk, Usage
 from ...engine.facade import NewParser
 from .calls import Call
 from .choices import Choice
-from .exchange import END_OF_EVENT
 from .logprobs import ChatLogprobs, Columns, CompletionLogprobs, Vocabulary
+from .request_cycle import END_OF_EVENT
 from .tools import call_id
 
 DONE = b"data: [DONE]\n\n"

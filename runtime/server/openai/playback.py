@@ -16,34 +16,34 @@ from ..requests.output_log import MAX_READERS, OutputLog
 from ..requests.output_reader import OutputReader, Pace
 from .answer_writers import AnswerWriter
 from .calls import Call
-from .exchange import Exchange
 from .formats import Format, PromptSize, total_usage
 from .logprobs import CompletionLogprobs
 from .prompt_logprobs import PromptPart
+from .request_cycle import RequestCycle
 
 FRAMES_PER_CHUNK = 4  # of a turn: a chunk that waited is read and rendered again
 
 
-def log_reader(exchange: Exchange, log: OutputLog) -> OutputReader:
-    """Return a reader of a log for an exchange. Raises Overloaded if too many connections read the log."""
+def log_reader(cycle: RequestCycle, log: OutputLog) -> OutputReader:
+    """Return a reader of a log for an cycle. Raises Overloaded if too many connections read the log."""
     if len(log.readers) >= MAX_READERS:
         raise Overloaded(f"{MAX_READERS} connections read this output already")
     pace = Pace(
-        exchange.send_buffer,
-        exchange.authenticated.output_turns,
+        cycle.send_buffer,
+        cycle.authenticated.output_turns,
         waits_while_long=log.is_kept,  # otherwise waiting would only move the memory
         frames_per_chunk=FRAMES_PER_CHUNK,
     )
     reader = OutputReader(log, pace)
-    exchange.cancels.append(reader.leave)
+    cycle.cancels.append(reader.leave)
     return reader
 
 
 class Playback:
     """Answers one call. `submit` it, or `add` the reader of its only request; then await `run` in the same task."""
 
-    def __init__(self, exchange: Exchange, call: Call, engine: EngineFacade) -> None:
-        self._exchange = exchange
+    def __init__(self, cycle: RequestCycle, call: Call, engine: EngineFacade) -> None:
+        self._cycle = cycle
         self._requests = list(call.requests)  # until they are accepted: they hold the prompts
         self._echo = call.echo
         self._prompt_logprobs = call.prompt_logprobs
@@ -56,17 +56,17 @@ class Playback:
 
     def submit(self, requests: LiveRequests) -> None:
         """Submit every prompt. Raises the refusal of all or the first; that of a later one ends the call in `run`."""
-        tenant = self._exchange.authenticated
+        tenant = self._cycle.authenticated
         requests.check_fit(tenant, self._requests)
         for request in self._requests:
             try:
-                live = requests.submit(tenant, self._exchange.number, request)
+                live = requests.submit(tenant, self._cycle.number, request)
             except QuireError as error:
                 if not self._readers:
                     raise
                 self._fail(error)
                 return
-            self.add(log_reader(self._exchange, OutputLog(live)))
+            self.add(log_reader(self._cycle, OutputLog(live)))
 
     def add(self, reader: OutputReader) -> None:
         """Answer the next prompt with what `reader` reads."""
@@ -96,7 +96,7 @@ class Playback:
             return None
         finally:
             writer.close()
-            self._exchange.cancels.clear()
+            self._cycle.cancels.clear()
             for reader in self._readers:
                 reader.end()
 

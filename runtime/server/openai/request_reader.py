@@ -12,11 +12,11 @@ from functools import partial
 from ...common.errors import QuireError
 from ...engine.validator import check_num_images
 from ..app_context import AppContext
-from .exchange import Exchange
 from .fields import KNOWN, Fields
 from .image_urls import ImageFetcher
 from .json_body import PARSED_AT_ONCE, BodyReader, parse_object
 from .model_cards import ServedModels, Task
+from .request_cycle import RequestCycle
 
 
 class RequestReader:
@@ -28,11 +28,11 @@ class RequestReader:
         self._models = models
         self._images = ImageFetcher(context.config.allowed_image_hosts, context.config.max_frame_bytes)
 
-    async def fields(self, exchange: Exchange, known: Set[str] = KNOWN, task: Task = "text") -> Fields:
+    async def fields(self, cycle: RequestCycle, known: Set[str] = KNOWN, task: Task = "text") -> Fields:
         """Return the body's fields, once its model is checked. Raises BadRequest, or the refusal of a long body."""
-        tenant, body = exchange.tenant, exchange.body
+        tenant, body = cycle.tenant, cycle.body
         assert tenant is not None, "authenticated"
-        exchange.body = b""
+        cycle.body = b""
         is_long = len(body) > PARSED_AT_ONCE
         release = self._context.requests.texts.of(tenant.name).reserve(len(body) if is_long else 0)
         try:
@@ -56,12 +56,12 @@ class RequestReader:
             release()
 
     @contextmanager
-    def reporting(self, exchange: Exchange) -> Iterator[None]:
+    def reporting(self, cycle: RequestCycle) -> Iterator[None]:
         """Count and log a refusal that the engine does not see, and raise it again."""
         try:
             yield
         except QuireError as error:
-            assert exchange.tenant is not None, "authenticated"
+            assert cycle.tenant is not None, "authenticated"
             self._context.observer.on_rejected(error)
-            self._context.requests.log.refused(exchange.tenant.name, exchange.number, error.code, error.retry_after_ms)
+            self._context.requests.log.refused(cycle.tenant.name, cycle.number, error.code, error.retry_after_ms)
             raise

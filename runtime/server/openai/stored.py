@@ -31,12 +31,12 @@ from ..requests.resume import Keeping
 from .answer_writers import AnswerWriter, BodyWriter, EventWriter
 from .calls import Call
 from .errors import BadRequest, HTTPAnswer
-from .exchange import Exchange
 from .fields import Fields
 from .formats import Format
 from .json_body import BodyReader
 from .logprobs import Vocabulary
 from .playback import Playback, log_reader
+from .request_cycle import RequestCycle
 from .response_items import name_in, references_in, unknown_item
 from .responses import input_items, listed_items
 
@@ -93,7 +93,7 @@ class KeptRequests:
         self._vocabulary = vocabulary
 
     def submit(
-        self, exchange: Exchange, endpoint: Endpoint, call: Call, key: str | None, stored: ToStore | None
+        self, cycle: RequestCycle, endpoint: Endpoint, call: Call, key: str | None, stored: ToStore | None
     ) -> Awaitable[QuireError | None]:
         """Submit the call, or find the earlier one with its key; return what answers it.
 
@@ -104,23 +104,23 @@ class KeptRequests:
         for name, is_given in (("echo", call.echo), ("prompt_logprobs", call.prompt_logprobs is not None)):
             if is_given:
                 raise BadRequest(f"{name} cannot be used with {KEY_HEADER}", name)
-        first = _first_event(exchange.headers, {})
+        first = _first_event(cycle.headers, {})
         answer_fields = b"" if key is None else endpoint.answer_fields(call)
         keeping = Keeping(key, not call.store, stored, answer_fields)
-        submitted = exchange.authenticated, exchange.number, call.requests[0], keeping
+        submitted = cycle.authenticated, cycle.number, call.requests[0], keeping
         log = self._replays.find(*submitted) or self._replays.open(*submitted)
-        reader = log_reader(exchange, log)
+        reader = log_reader(cycle, log)
         if keeping.is_resumable:
             self._replays.resume_index.add((log.tenant, secrets.token_urlsafe()), 0, reader)
-        playback = Playback(exchange, call, self._engine)
+        playback = Playback(cycle, call, self._engine)
         playback.add(reader)
         form = self._form(endpoint, call, log)
         queued = form.unfinished("queued", None)
         if call.background and not call.stream and queued is not None:
-            return self._answer_before_output(queued, exchange, reader)
+            return self._answer_before_output(queued, cycle, reader)
         if call.stream:
-            exchange.number_events(first)
-        return self._answer((EventWriter if call.stream else BodyWriter)(exchange, form), playback, log)
+            cycle.number_events(first)
+        return self._answer((EventWriter if call.stream else BodyWriter)(cycle, form), playback, log)
 
     async def _answer(self, writer: AnswerWriter, playback: Playback, log: OutputLog) -> QuireError | None:
         try:
@@ -128,13 +128,15 @@ class KeptRequests:
         finally:
             self._forget_refused(log)
 
-    async def _answer_before_output(self, queued: bytes, exchange: Exchange, reader: OutputReader) -> QuireError | None:
+    async def _answer_before_output(
+        self, queued: bytes, cycle: RequestCycle, reader: OutputReader
+    ) -> QuireError | None:
         try:
             if (refusal := await reader.accepted()) is None:
-                exchange.respond(HTTPAnswer(200, queued))
+                cycle.respond(HTTPAnswer(200, queued))
             return refusal
         finally:
-            exchange.cancels.clear()
+            cycle.cancels.clear()
             reader.end()
             self._forget_refused(reader.log)
 
@@ -143,64 +145,64 @@ class KeptRequests:
         if not log.is_accepted and log.error is not None and log.stored_entry is not None:
             self._replays.stored_index.remove(log.stored_entry)
 
-    async def retrieve(self, endpoint: Endpoint, stored_id: str, exchange: Exchange) -> None:
+    async def retrieve(self, endpoint: Endpoint, stored_id: str, cycle: RequestCycle) -> None:
         """Answer with a stored output: as events from the one that the client asks for, or as an object."""
-        query = _query(exchange)
-        entry = self._find(exchange, endpoint, stored_id)
+        query = _query(cycle)
+        entry = self._find(cycle, endpoint, stored_id)
         with_events = query.get("stream", "").lower() == "true" or (
-            b"text/event-stream" in exchange.headers.get("accept", b"") or LAST_EVENT_HEADER in exchange.headers
+            b"text/event-stream" in cycle.headers.get("accept", b"") or LAST_EVENT_HEADER in cycle.headers
         )
-        first = _first_event(exchange.headers, query)
-        with _reading(exchange, entry.log) as reader:
+        first = _first_event(cycle.headers, query)
+        with _reading(cycle, entry.log) as reader:
             call, form = await self._stored_form(endpoint, entry)
-            writer: AnswerWriter = BodyWriter(exchange, form)
-            if with_events and exchange.method != "HEAD":
-                self._log.resumed(entry.log.tenant, exchange.number, first)
-                exchange.number_events(first)
-                writer = EventWriter(exchange, form)
+            writer: AnswerWriter = BodyWriter(cycle, form)
+            if with_events and cycle.method != "HEAD":
+                self._log.resumed(entry.log.tenant, cycle.number, first)
+                cycle.number_events(first)
+                writer = EventWriter(cycle, form)
             elif form.unfinished("queued", None) is not None:
-                await _show_present(form, exchange, reader)
+                await _show_present(form, cycle, reader)
                 return
-            playback = Playback(exchange, call, self._engine)
+            playback = Playback(cycle, call, self._engine)
             playback.add(reader)
             if (failure := await playback.run(writer)) is not None:
-                exchange.refuse(failure, endpoint.known)
+                cycle.refuse(failure, endpoint.known)
 
-    async def cancel(self, endpoint: Endpoint, stored_id: str, exchange: Exchange) -> None:
+    async def cancel(self, endpoint: Endpoint, stored_id: str, cycle: RequestCycle) -> None:
         """End a stored response, and answer with its object. One that has ended stays as it is."""
-        entry = self._find(exchange, endpoint, stored_id)
-        with _reading(exchange, entry.log) as reader:
+        entry = self._find(cycle, endpoint, stored_id)
+        with _reading(cycle, entry.log) as reader:
             if not entry.log.has_ended:
                 entry.log.request.cancel("client")
             _, form = await self._stored_form(endpoint, entry)
             await reader.ended()
-            await _show_present(form, exchange, reader)
+            await _show_present(form, cycle, reader)
 
-    async def delete(self, endpoint: Endpoint, stored_id: str, exchange: Exchange) -> None:
+    async def delete(self, endpoint: Endpoint, stored_id: str, cycle: RequestCycle) -> None:
         """Forget a stored output, and cancel the request if it runs."""
-        entry = self._find(exchange, endpoint, stored_id)
+        entry = self._find(cycle, endpoint, stored_id)
         self._replays.delete(entry)
-        exchange.respond(_json({"id": stored_id, "object": endpoint.deleted_object, "deleted": True}))
+        cycle.respond(_json({"id": stored_id, "object": endpoint.deleted_object, "deleted": True}))
 
-    async def input_items(self, endpoint: Endpoint, stored_id: str, exchange: Exchange) -> None:
+    async def input_items(self, endpoint: Endpoint, stored_id: str, cycle: RequestCycle) -> None:
         """Answer with the items that a response was made from, the last one first unless asked otherwise."""
-        entry = self._find(exchange, endpoint, stored_id)
-        query = _query(exchange)
+        entry = self._find(cycle, endpoint, stored_id)
+        query = _query(cycle)
         name = entry.log.name
         items = await self._read(entry, lambda values: listed_items(input_items(values["input"]), name))
-        exchange.respond(_json(_page(items, query)))
+        cycle.respond(_json(_page(items, query)))
 
-    async def add_stored(self, endpoint: Endpoint, fields: Fields, exchange: Exchange) -> int:
+    async def add_stored(self, endpoint: Endpoint, fields: Fields, cycle: RequestCycle) -> int:
         """Replace references in the fields' input by stored items, and put the previous response before the input.
 
         Raises BadRequest. Return how many bytes the stored requests have.
         """
-        num_bytes = await self._replace_references(endpoint, fields, exchange)
+        num_bytes = await self._replace_references(endpoint, fields, cycle)
         if "previous_response_id" in fields.values:
-            num_bytes += await self._add_previous(endpoint, fields, exchange)
+            num_bytes += await self._add_previous(endpoint, fields, cycle)
         return num_bytes
 
-    async def _replace_references(self, endpoint: Endpoint, fields: Fields, exchange: Exchange) -> int:
+    async def _replace_references(self, endpoint: Endpoint, fields: Fields, cycle: RequestCycle) -> int:
         given = fields.values.get("input")
         if not isinstance(given, list) or not (references := references_in(given)):
             return 0
@@ -209,10 +211,10 @@ class KeptRequests:
         for index, item_id in references.items():
             if item_id not in found:  # its response has not been read
                 try:
-                    entry = self._find(exchange, endpoint, endpoint.id_prefix + name_in(item_id))
+                    entry = self._find(cycle, endpoint, endpoint.id_prefix + name_in(item_id))
                 except RequestNotFound:
                     raise unknown_item(index, item_id) from None
-                stored = await self._stored_items(endpoint, entry, exchange)
+                stored = await self._stored_items(endpoint, entry, cycle)
                 found |= {item["id"]: item for item in stored if item["id"] in wanted}
                 num_bytes += len(entry.fields)
                 if item_id not in found:
@@ -221,20 +223,20 @@ class KeptRequests:
         fields.values["input"] = items
         return num_bytes
 
-    async def _stored_items(self, endpoint: Endpoint, entry: StoredEntry, exchange: Exchange) -> list[dict[str, Any]]:
+    async def _stored_items(self, endpoint: Endpoint, entry: StoredEntry, cycle: RequestCycle) -> list[dict[str, Any]]:
         """Return the input of a stored response with the ids of its items, and its output if that is whole."""
         name = entry.log.name
         given = await self._read(entry, lambda values: listed_items(input_items(values["input"]), name))
-        return given + (await self._whole_output(endpoint, entry, exchange) or [])
+        return given + (await self._whole_output(endpoint, entry, cycle) or [])
 
-    async def _add_previous(self, endpoint: Endpoint, fields: Fields, exchange: Exchange) -> int:
+    async def _add_previous(self, endpoint: Endpoint, fields: Fields, cycle: RequestCycle) -> int:
         name = fields.take("previous_response_id", str, "")
         try:
-            entry = self._find(exchange, endpoint, name)
+            entry = self._find(cycle, endpoint, name)
         except RequestNotFound as error:
             code = "previous_response_not_found"
             raise BadRequest(f"previous_response_id: {error}", "previous_response_id", error_code=code) from None
-        output = await self._whole_output(endpoint, entry, exchange)
+        output = await self._whole_output(endpoint, entry, cycle)
         if output is None:
             text = "previous_response_id: that response has not ended, was cancelled or failed"
             raise BadRequest(text, "previous_response_id")
@@ -246,20 +248,20 @@ class KeptRequests:
         return len(entry.fields)
 
     async def _whole_output(
-        self, endpoint: Endpoint, entry: StoredEntry, exchange: Exchange
+        self, endpoint: Endpoint, entry: StoredEntry, cycle: RequestCycle
     ) -> list[dict[str, Any]] | None:
         """Return the output of a stored response as items of an input, None if it is not whole."""
-        with _reading(exchange, entry.log) as reader:
+        with _reading(cycle, entry.log) as reader:
             _, form = await self._stored_form(endpoint, entry)
-            usage = await _read_present(form, exchange, reader)
+            usage = await _read_present(form, cycle, reader)
         if usage is None or entry.log.finish_reason == "cancelled":
             return None
         return [_as_input(item) for item in json.loads(form.whole(usage))["output"]]
 
-    def _find(self, exchange: Exchange, endpoint: Endpoint, stored_id: str) -> StoredEntry:
+    def _find(self, cycle: RequestCycle, endpoint: Endpoint, stored_id: str) -> StoredEntry:
         """Return what the endpoint has stored under the id. Raises RequestNotFound."""
         own_id = stored_id if stored_id.startswith(endpoint.id_prefix) else ""
-        return self._replays.stored_index.find(exchange.authenticated.name, own_id)
+        return self._replays.stored_index.find(cycle.authenticated.name, own_id)
 
     async def _stored_form(self, endpoint: Endpoint, entry: StoredEntry) -> tuple[Call, Format]:
         """Return the call of a stored output, and the form of its answer."""
@@ -306,22 +308,22 @@ def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, An
 
 
 @contextmanager
-def _reading(exchange: Exchange, log: OutputLog) -> Iterator[OutputReader]:
+def _reading(cycle: RequestCycle, log: OutputLog) -> Iterator[OutputReader]:
     """Read a log within, so that it is not dropped."""
-    reader = log_reader(exchange, log)
+    reader = log_reader(cycle, log)
     try:
         yield reader
     finally:
-        exchange.cancels.clear()
+        cycle.cancels.clear()
         reader.end()
 
 
-async def _read_present(form: Format, exchange: Exchange, reader: OutputReader) -> Usage | None:
+async def _read_present(form: Format, cycle: RequestCycle, reader: OutputReader) -> Usage | None:
     """Add the chunks so far to `form`. Return the usage of a request that has ended."""
     log, usage, position = reader.log, None, 0
     form.read_with(log.new_parser)
     while position < log.num_chunks and not reader.is_stopped:
-        await exchange.authenticated.output_turns.take()
+        await cycle.authenticated.output_turns.take()
         last = min(position + CHUNKS_PER_TURN, log.num_chunks)
         for chunk in map(log.chunk, range(position, last)):
             form.choices[chunk.choice].add(chunk)
@@ -330,9 +332,9 @@ async def _read_present(form: Format, exchange: Exchange, reader: OutputReader) 
     return usage
 
 
-async def _show_present(form: Format, exchange: Exchange, reader: OutputReader) -> None:
+async def _show_present(form: Format, cycle: RequestCycle, reader: OutputReader) -> None:
     """Answer with the object of a stored response as it is now."""
-    log, usage = reader.log, await _read_present(form, exchange, reader)
+    log, usage = reader.log, await _read_present(form, cycle, reader)
     if log.error is not None:
         content = form.unfinished("failed", log.error)
     elif log.finish_reason == "cancelled":
@@ -342,7 +344,7 @@ async def _show_present(form: Format, exchange: Exchange, reader: OutputReader) 
     else:
         content = form.whole(usage)
     assert content is not None, "only responses are shown before their end"
-    exchange.respond(HTTPAnswer(200, content))
+    cycle.respond(HTTPAnswer(200, content))
 
 
 def _is_broken_call(item: dict[str, Any]) -> bool:
@@ -377,10 +379,10 @@ def _number(name: str, digits: str, low: int, high: int) -> int:
     return int(digits)
 
 
-def _query(exchange: Exchange) -> dict[str, str]:
+def _query(cycle: RequestCycle) -> dict[str, str]:
     """Return the fields of the query. Raises BadRequest."""
     try:
-        return dict(parse_qsl(exchange.target.partition("?")[2], max_num_fields=MAX_QUERY_FIELDS))
+        return dict(parse_qsl(cycle.target.partition("?")[2], max_num_fields=MAX_QUERY_FIELDS))
     except ValueError:
         raise BadRequest(f"the query has more than {MAX_QUERY_FIELDS} fields") from None
 

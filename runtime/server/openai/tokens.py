@@ -13,9 +13,9 @@ from ...engine.facade import EngineInfo, GenerateRequest
 from ..app_context import AppContext
 from .calls import chat_prompt, checked_messages
 from .errors import BadRequest, HTTPAnswer
-from .exchange import Exchange
 from .fields import DETOKENIZE, TOKENIZE, Fields
 from .model_cards import ServedModels
+from .request_cycle import RequestCycle
 from .request_reader import RequestReader
 from .responses import response_call
 from .stored import Endpoint, KeptRequests
@@ -31,19 +31,19 @@ class TokenAnswers:
         self._kept = kept
         self._models = models
 
-    async def tokenize(self, exchange: Exchange) -> None:
+    async def tokenize(self, cycle: RequestCycle) -> None:
         """Answer with the ids of a text, or of a chat as its template writes it."""
-        tenant = exchange.tenant
+        tenant = cycle.tenant
         assert tenant is not None, "authenticated"
-        engine, num_bytes = self._context.engine, len(exchange.body)
-        with self._reader.reporting(exchange):
-            fields = await self._reader.fields(exchange, task="any")
+        engine, num_bytes = self._context.engine, len(cycle.body)
+        with self._reader.reporting(cycle):
+            fields = await self._reader.fields(cycle, task="any")
             fields.check_supported(TOKENIZE, instead={})
             of_encoder = self._is_of_encoder(fields)
             num_bytes += await self._reader.fetch_images(fields, tenant.name)
             if "messages" in fields.values:
                 self._models.check(fields, "text")
-                exchange.field_names = {"prompt": "messages"}
+                cycle.field_names = {"prompt": "messages"}
                 read = partial(_chat_to_tokenize, fields, engine.info, tenant.name)
                 tokens = await self._tokens_of(await self._reader.bodies.read(tenant.name, num_bytes, read))
             else:
@@ -55,14 +55,14 @@ class TokenAnswers:
                 ]
         limits = engine.info.encoder if of_encoder and engine.info.encoder is not None else engine.info
         body = {"count": len(tokens), "max_model_len": limits.max_model_len}
-        _answer(exchange, {**body, "tokens": tokens, "token_strs": texts_of_tokens})
+        _answer(cycle, {**body, "tokens": tokens, "token_strs": texts_of_tokens})
 
-    async def detokenize(self, exchange: Exchange) -> None:
+    async def detokenize(self, cycle: RequestCycle) -> None:
         """Answer with the text of token ids."""
-        tenant = exchange.tenant
+        tenant = cycle.tenant
         assert tenant is not None, "authenticated"
-        with self._reader.reporting(exchange):
-            fields = await self._reader.fields(exchange, task="any")
+        with self._reader.reporting(cycle):
+            fields = await self._reader.fields(cycle, task="any")
             fields.check_supported(DETOKENIZE, instead={})
             fields.required("tokens")
             tokens = fields.take("tokens", list, [])
@@ -75,22 +75,22 @@ class TokenAnswers:
                 tenant=tenant.name,
                 of_encoder=of_encoder,
             )
-        _answer(exchange, {"prompt": text})
+        _answer(cycle, {"prompt": text})
 
-    async def count_input(self, endpoint: Endpoint, exchange: Exchange) -> None:
+    async def count_input(self, endpoint: Endpoint, cycle: RequestCycle) -> None:
         """Answer with the number of tokens that a response with these fields would have as input."""
-        tenant = exchange.tenant
+        tenant = cycle.tenant
         assert tenant is not None, "authenticated"
-        exchange.field_names = endpoint.field_names
-        num_bytes = len(exchange.body)
-        with self._reader.reporting(exchange):
-            fields = await self._reader.fields(exchange, endpoint.known)
+        cycle.field_names = endpoint.field_names
+        num_bytes = len(cycle.body)
+        with self._reader.reporting(cycle):
+            fields = await self._reader.fields(cycle, endpoint.known)
             num_bytes += await self._reader.fetch_images(fields, tenant.name)
-            num_bytes += await self._kept.add_stored(endpoint, fields, exchange)
+            num_bytes += await self._kept.add_stored(endpoint, fields, cycle)
             read = partial(response_call, fields, self._context.engine.info, tenant.name)
             call = await self._reader.bodies.read(tenant.name, num_bytes, read)
             tokens = await self._tokens_of(call.requests[0])
-        _answer(exchange, {"object": "response.input_tokens", "input_tokens": len(tokens)})
+        _answer(cycle, {"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     def _is_of_encoder(self, fields: Fields) -> bool:
         """Return whether the body names an embedding model beside the served model."""
@@ -126,5 +126,5 @@ def _chat_to_tokenize(fields: Fields, info: EngineInfo, tenant: str) -> Generate
     return chat_prompt(fields.values, checked_messages(fields.values["messages"], info), tenant)
 
 
-def _answer(exchange: Exchange, body: dict[str, Any]) -> None:
-    exchange.respond(HTTPAnswer(200, msgspec.json.encode(body)))
+def _answer(cycle: RequestCycle, body: dict[str, Any]) -> None:
+    cycle.respond(HTTPAnswer(200, msgspec.json.encode(body)))

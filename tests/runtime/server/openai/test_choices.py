@@ -38,10 +38,10 @@ from quire.runtime.engine.text import Token
 from quire.runtime.server.openai.calls import Call
 from quire.runtime.server.openai.choices import Choice
 from quire.runtime.server.openai.errors import error_answer
-from quire.runtime.server.openai.exchange import Exchange
 from quire.runtime.server.openai.formats import ChatFormat
 from quire.runtime.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, Vocabulary, shown_in_delta
 from quire.runtime.server.openai.prompt_logprobs import PromptPart
+from quire.runtime.server.openai.request_cycle import RequestCycle
 from quire.runtime.server.openai.response_items import chat_fields, input_messages
 from quire.runtime.server.openai.responses import ResponseFormat, listed_items
 from quire.runtime.server.openai.structure import structure_of
@@ -481,14 +481,14 @@ async def test_a_stream_is_kept_alive_by_its_events_or_else_by_comments(monkeypa
     http.receive_data(b"POST / HTTP/1.1\r\nhost: x\r\n\r\n")
     request = http.next_event()
     assert isinstance(request, h11.Request)
-    exchange = Exchange(http, cast(SendBuffer, SimpleNamespace(send_bytes=sent.append)), request, 1)
-    exchange.begin_events()
-    exchange.send_events(b"data: 1\n\n")
+    cycle = RequestCycle(http, cast(SendBuffer, SimpleNamespace(send_bytes=sent.append)), request, 1)
+    cycle.begin_events()
+    cycle.send_events(b"data: 1\n\n")
     sent.clear()
     timers.pop()()
     assert sent == [], "an event was sent since"
     timers.pop()()
     assert sent == [b"2\r\n:\n\r\n"]
-    exchange.leave("disconnect")
-    exchange.send_events(b"data: 2\n\n")
+    cycle.leave("disconnect")
+    cycle.send_events(b"data: 2\n\n")
     assert sent == [b"2\r\n:\n\r\n"], "the client has left"

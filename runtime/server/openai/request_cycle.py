@@ -1,4 +1,4 @@
-"""`Exchange`: one HTTP request of a connection, and its answer: whole, or a stream of server-sent events.
+"""`RequestCycle`: one HTTP request of a connection, and its answer: whole, or a stream of server-sent events.
 
 Sending never waits: what the system does not take counts as unsent output of the connection. Must not import routes.
 """
@@ -49,8 +49,8 @@ class EventNumbers:
         )
 
 
-class Exchange:
-    """One request, and its answer, which begins with `respond` or `begin_events`.
+class RequestCycle:
+    """One request/response cycle, as h11 names it. The answer begins with `respond` or `begin_events`.
 
     Once the client has left or the server has failed the request, nothing more is sent.
     """
