@@ -1,6 +1,6 @@
 """The ops of a program, and the layout of values in its arena.
 
-`runtime/model/decoder.py` emits a model as a list of ops and `program.pyx` runs it; `tests/kernels/reference.py` is the
+`runtime/model/decoder.py` emits a model as a list of ops and `program.pyx` runs it; `tests/support/reference.py` is the
 numpy reference. Every op reads and writes `Region`s of one arena and is described completely by its own fields.
 
 The rows of a step are the scheduled tokens of all sequences, one sequence after another.

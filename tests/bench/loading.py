@@ -31,9 +31,9 @@ from quire.runtime.model.weights.gguf_checkpoint import GGUFCheckpoint
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 from quire.runtime.model.weights.stacked_experts import StackedExperts
 
-from tests import gguf_files
-from tests.kernels.ggml import random_blocks
-from tests.quantized_folders import (
+from tests.support import gguf_files
+from tests.support.ggml import random_blocks
+from tests.support.quantized_folders import (
     AWQ,
     COMPRESSED,
     FP8_BLOCKS,

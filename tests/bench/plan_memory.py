@@ -33,9 +33,9 @@ from quire.runtime.model.weights.tensors import expected_tensors
 from quire.runtime.tools.planning import PlanTarget, plan_serving
 
 from tests.bench.make_checkpoint import write_safetensors
-from tests.families import FAMILIES, GOLDENS
-from tests.golden_images import FAMILIES as IMAGE_FAMILIES
-from tests.quantized_folders import CONFIG, MATRICES, common_folders
+from tests.support.families import FAMILIES, GOLDENS
+from tests.support.golden_images import FAMILIES as IMAGE_FAMILIES
+from tests.support.quantized_folders import CONFIG, MATRICES, common_folders
 
 WIDER = 16
 SCALED = ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads")

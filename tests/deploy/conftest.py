@@ -16,7 +16,7 @@ from quire.runtime.engine import Engine
 from quire.runtime.server import Server
 
 from tests.deploy.queries import ROOT
-from tests.runtime.server.monitoring.samples import HOSTS
+from tests.support.samples import HOSTS
 
 SUFFIXES = {"histogram": ("_bucket", "_sum", "_count")}
 

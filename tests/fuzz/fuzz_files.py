@@ -36,10 +36,10 @@ from quire.runtime.model.weights.gguf import GGUFFile
 from quire.runtime.model.weights.tensors import expected_tensors
 from safetensors.numpy import save_file
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests.gguf_files
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests.support
 
-from tests.gguf_files import Tensor, describe, rope_factors, stored_tensors, write
-from tests.quantized_folders import Make, awq, folder_of, fp8, gptq, int8, words
+from tests.support.gguf_files import Tensor, describe, rope_factors, stored_tensors, write
+from tests.support.quantized_folders import Make, awq, folder_of, fp8, gptq, int8, words
 
 TRACED = 20  # one case in TRACED runs under tracemalloc
 MAX_PEAK_PER_BYTE = 64  # a metadata entry of 14 bytes is an object, a string and an entry of a dict

@@ -38,9 +38,9 @@ from quire import AsyncClient, SamplingParams
 from quire.runtime.common.types import join_chunks
 from server_process import MIB, ServerProcess, start_server
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests.quantized_folders
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests.support
 
-from tests.quantized_folders import common_folders
+from tests.support.quantized_folders import common_folders
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 GOLDEN_TOKENS = 90  # tokens of each stream; goldens have 128 positions or more, and 160 tokens in their vocabulary

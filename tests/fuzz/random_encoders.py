@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests.kernels
 
-from tests.kernels.reference import ReferenceProgram
+from tests.support.reference import ReferenceProgram
 
 ARCHITECTURES = (
     "BertModel", "RobertaModel", "ModernBertModel", "NomicBertModel", "BertForSequenceClassification",

@@ -30,8 +30,8 @@ from quire.kernels.ops import (
 )
 from quire.pager.layout import KVLayout, first_kept_token, place_layers
 
-from tests.kernels.ggml import random_blocks
-from tests.kernels.reference import ReferenceProgram
+from tests.support.ggml import random_blocks
+from tests.support.reference import ReferenceProgram
 
 BLOCK_DTYPES = {
     "q4_k": 256,

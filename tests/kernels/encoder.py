@@ -26,7 +26,7 @@ from quire.kernels.ops import (
 )
 
 from tests.kernels.conftest import aligned_bytes
-from tests.kernels.reference import ReferenceProgram
+from tests.support.reference import ReferenceProgram
 
 VOCAB = 200
 TYPES = 2

@@ -8,8 +8,8 @@ from quire.kernels.pack import BLOCK_DTYPES
 from quire.pager.layout import KVLayout
 
 from tests.kernels.conftest import aligned_bytes
-from tests.kernels.ggml import BLOCKS, SCALES, dequantize, random_blocks
-from tests.kernels.reference import ReferenceProgram
+from tests.support.ggml import BLOCKS, SCALES, dequantize, random_blocks
+from tests.support.reference import ReferenceProgram
 
 LEVELS = supported_levels()
 NATIVE = ["Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_Z"]  # types with kernels of their own

@@ -6,7 +6,7 @@ from quire.kernels import PackedMatrix, Pool, Program, packed_nbytes, supported_
 from quire.kernels.ops import INPUT_DTYPES, Convert, Embed, Linear, Normed, Region, region_nbytes
 from quire.pager.layout import KVLayout
 
-from tests.kernels.reference import ReferenceProgram
+from tests.support.reference import ReferenceProgram
 
 LEVELS = supported_levels()
 DTYPES = ["f32", "bf16", "q8", "q4"]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from quire.kernels import PackedMatrix, packed_nbytes
 from quire.kernels.pack import widen_blocks
 
-from tests.kernels.reference import round_bf16
+from tests.support.reference import round_bf16
 
 
 def memory(nbytes: int) -> np.ndarray:

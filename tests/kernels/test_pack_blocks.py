@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.kernels.pack import BLOCK_DTYPES, widen_blocks
 
-from tests.kernels.ggml import BLOCKS, SCALES, dequantize, random_blocks
 from tests.kernels.test_pack import matrix
+from tests.support.ggml import BLOCKS, SCALES, dequantize, random_blocks
 
 TYPES = list(BLOCKS)
 KEPT = list(BLOCK_DTYPES)  # types whose blocks a dtype has bit for bit

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from quire.kernels.pack import widen_blocks
 from quire.kernels.words import inputs_in_words, join_blocks, join_mxfp4, reorder_words, widen_codes, widen_words
 
-from tests.quantized_folders import AWQ_PLACES, pack
+from tests.support.quantized_folders import AWQ_PLACES, pack
 
 BITS = {"Q4_0": 4, "Q4_Z": 4, "Q8_0": 8}
 MIDDLE = {"Q4_0": 8, "Q8_0": 128}

@@ -33,7 +33,7 @@ from quire.scheduler import (
     TokenBudget,
 )
 
-from tests.scheduler.chunked_budget import ChunkedBudget
+from tests.support.chunked_budget import ChunkedBudget
 
 PAGE_SIZE = 4
 VOCABULARY = 50

@@ -18,7 +18,7 @@ from quire.scheduler import (
 )
 
 from tests.scheduler.conftest import MakeHarness, top_logprobs
-from tests.scheduler.forced_preemption import preempt
+from tests.support.forced_preemption import preempt
 
 VOCABULARY = 12
 PROMPT = [3, 1, 4, 1, 5]

@@ -6,7 +6,7 @@ import pytest
 from quire.scheduler import DuplicateRequest, Priority, QueueFull, State, TooLong
 
 from tests.scheduler.conftest import Expected, MakeHarness
-from tests.scheduler.forced_preemption import preempt
+from tests.support.forced_preemption import preempt
 
 PROMPT = list(range(10))  # 2 full pages and a half
 

@@ -36,7 +36,7 @@ from quire.scheduler import (
 )
 
 from tests.scheduler.conftest import SchedulerHarness, continuation
-from tests.scheduler.forced_preemption import preempt
+from tests.support.forced_preemption import preempt
 
 prompts = st.lists(
     st.integers(0, 1), min_size=1, max_size=14

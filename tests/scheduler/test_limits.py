@@ -23,7 +23,7 @@ from quire.scheduler import (
 )
 
 from tests.scheduler.conftest import Expected, MakeHarness
-from tests.scheduler.forced_preemption import preempt
+from tests.support.forced_preemption import preempt
 
 PROMPT = list(range(10))
 

@@ -8,7 +8,7 @@ import pytest
 from quire.scheduler import Fair, FirstComeFirstServed, Policy, Priority, State
 
 from tests.scheduler.conftest import Expected, MakeHarness
-from tests.scheduler.forced_preemption import preempt
+from tests.support.forced_preemption import preempt
 
 
 def states(harness: Any) -> dict[int, str]:

@@ -22,7 +22,7 @@ from quire.scheduler import (
 )
 
 from tests.scheduler.conftest import Expected, MakeHarness
-from tests.scheduler.forced_preemption import preempt
+from tests.support.forced_preemption import preempt
 
 
 def rows(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:

@@ -9,7 +9,7 @@ from quire.pager import OutOfPages
 from quire.scheduler import MAX_PREEMPTIONS, State
 
 from tests.scheduler.conftest import Expected, MakeHarness
-from tests.scheduler.forced_preemption import preempt
+from tests.support.forced_preemption import preempt
 
 PROMPT = list(range(10))
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ..scripted_model import write_scripted_model
-from .http_client import Reply, connection
+from tests.support.http_client import Reply, connection
+from tests.support.scripted_model import write_scripted_model
 
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"

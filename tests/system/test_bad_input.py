@@ -19,7 +19,7 @@ from quire.runtime.client import AsyncClient
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.types import SamplingParams
 
-from tests.system.bystanders import all_errors, framed, others_unharmed, refusals
+from tests.support.bystanders import all_errors, framed, others_unharmed, refusals
 
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
 

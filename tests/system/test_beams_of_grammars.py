@@ -12,7 +12,7 @@ from quire.runtime.engine import GenerateRequest, LocalEngine
 from quire.runtime.engine.structured import grammars
 from quire.runtime.engine.structured.grammars import grammar_of
 
-from tests.system.bits import asked, chunks_of, one_by_one, prompt, running, together
+from tests.support.bits import asked, chunks_of, one_by_one, prompt, running, together
 
 GRAMMARS = {
     "regex": StructuredOutputs(regex="[ab]{1,3}(c|dd)"),

@@ -14,11 +14,11 @@ import pytest
 from quire.runtime.common.types import StructuredOutputs
 from quire.runtime.server.openai.api import PAGE
 
-from tests.image_folder import write_image_folder
-from tests.scripted_model import write_scripted_model
+from tests.support.http_client import HTTPClient, Reply
+from tests.support.image_folder import write_image_folder
+from tests.support.scripted_model import write_scripted_model
 
 from .chromium import ALT, SHIFT, OpenTab, Tab, needs_chromium
-from .http_client import HTTPClient, Reply
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 

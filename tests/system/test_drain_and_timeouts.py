@@ -15,7 +15,7 @@ from quire.runtime.common.errors import Unavailable
 from quire.runtime.common.types import SamplingParams
 from structlog.testing import capture_logs
 
-from .http_client import connection
+from tests.support.http_client import connection
 
 Serve = Callable[..., Awaitable[Any]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]

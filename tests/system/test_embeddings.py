@@ -24,7 +24,7 @@ from quire.runtime.model import BUNDLED_MODEL, model_path
 from quire.runtime.model.runner import ModelRunner, load_model
 from quire.runtime.server import Server
 
-from tests.runtime.engine.fake_encoder import (
+from tests.support.fake_encoder import (
     ENCODER_INFO,
     MAX_MODEL_LEN,
     NAN_TOKEN,
@@ -33,9 +33,9 @@ from tests.runtime.engine.fake_encoder import (
     fake_encoder_core,
     vector,
 )
+from tests.support.http_client import Reply, connection
 
 from .conftest import FREE_PORTS, RawClient, System, raw_client
-from .http_client import Reply, connection
 
 FEATURES = ("embeddings",)
 

@@ -24,8 +24,8 @@ from quire.runtime.model import BUNDLED_MODEL
 
 from tests.fuzz.host_process import SECRET, HostProcess, LinkProxy, proxying, running_hosts
 from tests.fuzz.server_process import start_server
+from tests.support.bits import asked, bits, prompt, running, together
 
-from .bits import asked, bits, prompt, running, together
 from .test_survival import Reader, each_gains
 
 FLAGS = (

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgpack
 
-from tests.system.bystanders import framed, others_unharmed
+from tests.support.bystanders import framed, others_unharmed
 
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
 

@@ -21,7 +21,7 @@ from quire.runtime.server.openai import request_cycle
 from quire.runtime.server.openai.formats import total_usage
 from structlog.testing import capture_logs
 
-from .http_client import HTTPClient, Reply, connection
+from tests.support.http_client import HTTPClient, Reply, connection
 
 Serve = Callable[..., Awaitable[Any]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]

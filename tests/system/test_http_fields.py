@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .http_client import HTTPClient, Reply
+from tests.support.http_client import HTTPClient, Reply
 
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
 

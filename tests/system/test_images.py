@@ -22,9 +22,8 @@ from quire.runtime.engine.text.content_marks import RenderedChat
 from quire.runtime.server.openai.json_body import BodyReader
 from quire.scheduler import AdmissionEstimate, QueueFull
 
-from tests.image_folder import TOKENS, write_image_folder, write_qwen_folder
-
-from .http_client import Reply, connection
+from tests.support.http_client import Reply, connection
+from tests.support.image_folder import TOKENS, write_image_folder, write_qwen_folder
 
 OPTIONS: dict[str, Any] = {"weights": "f32", "kv_cache_dtype": "f32", "kv_cache_memory": 4 << 20, "max_num_seqs": 4}
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)

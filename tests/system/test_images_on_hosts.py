@@ -19,9 +19,9 @@ from quire.runtime.common.settings import Settings
 from quire.runtime.engine import EmbedRequest, Engine, GenerateRequest, load_texts
 
 from tests.fuzz.host_process import SECRET, HostProcess, running_hosts
-from tests.image_folder import write_qwen_folder
+from tests.support.bits import outcome, running
+from tests.support.image_folder import write_qwen_folder
 
-from .bits import outcome, running
 from .test_embedding_models import golden
 from .test_engine_hosts import bits_of
 from .test_images import messages, png

@@ -20,9 +20,8 @@ from openai.types.responses import ResponseFunctionCallArgumentsDoneEvent
 from pydantic import BaseModel, Field
 from quire.runtime.engine import LocalEngine, SilentObserver, StepStats
 
-from tests.scheduler.forced_preemption import preempt
-
-from .http_client import HTTPClient
+from tests.support.forced_preemption import preempt
+from tests.support.http_client import HTTPClient
 
 MESSAGES: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is a queue?"}]
 ENCODER = Path(__file__).resolve().parents[1] / "goldens" / "encoders" / "bert"

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from quire import AsyncClient, GenerationFailed, SamplingParams
 
-from tests.changed_tokenizers import CHANGES, model_with
-
-from .http_client import HTTPClient
+from tests.support.changed_tokenizers import CHANGES, model_with
+from tests.support.http_client import HTTPClient
 
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
 COMPLETIONS = "/v1/completions"

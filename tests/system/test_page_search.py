@@ -7,10 +7,10 @@ import pytest
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.model.runner import load_model
 
-from tests.runtime.engine.fake_encoder import ENCODER_INFO, FakeEncoder
+from tests.support.fake_encoder import ENCODER_INFO, FakeEncoder
+from tests.support.http_client import HTTPClient
 
 from .chromium import OpenTab, Tab, needs_chromium
-from .http_client import HTTPClient
 from .test_embeddings import embedding_system
 
 pytestmark = needs_chromium

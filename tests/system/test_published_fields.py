@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .http_client import HTTPClient, connection
+from tests.support.http_client import HTTPClient, connection
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "http-api.md"
 CHAT = "/v1/chat/completions"

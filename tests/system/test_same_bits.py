@@ -16,7 +16,7 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.types import SamplingParams, join_chunks
 from quire.runtime.engine import GenerateRequest
 
-from tests.system.bits import Preemptor, start_chunked
+from tests.support.bits import Preemptor, start_chunked
 
 LEVELS = supported_levels()
 DTYPES = [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8"), ("q4", "int8")]

@@ -14,7 +14,7 @@ from quire.runtime.engine import GenerateRequest, LocalEngine
 from quire.runtime.engine.facade import SilentObserver, StepStats
 from safetensors.numpy import load_file, save_file
 
-from tests.system.bits import asked, chunks_of, outcome, prompt, running, together
+from tests.support.bits import asked, chunks_of, outcome, prompt, running, together
 
 LEVELS = supported_levels()
 Found = tuple[tuple[int, ...], tuple[str, ...], str, str]  # tokens, their logprobs and the sum in hex, reason

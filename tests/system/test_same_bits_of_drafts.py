@@ -22,7 +22,7 @@ from quire.scheduler import speculative
 from quire.scheduler.speculative import NGramIndex
 from safetensors.numpy import load_file, save_file
 
-from tests.system.bits import EVERYTHING, asked, bits, chunks_of, one_by_one, prompt, running, together
+from tests.support.bits import EVERYTHING, asked, bits, chunks_of, one_by_one, prompt, running, together
 
 LEVELS = supported_levels()
 DTYPES = [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8"), ("q4", "int8")]

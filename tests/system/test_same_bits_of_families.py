@@ -12,9 +12,9 @@ import pytest
 from quire.kernels import supported_levels
 from quire.runtime.engine import GenerateRequest, LocalEngine
 
-from tests.families import FAMILIES, GOLDENS
-from tests.system import bits
-from tests.system.bits import Preemptor, asked, chunks_of, one_by_one, outcome, prompt, together
+from tests.support import bits
+from tests.support.bits import Preemptor, asked, chunks_of, one_by_one, outcome, prompt, together
+from tests.support.families import FAMILIES, GOLDENS
 
 LEVELS = supported_levels()
 PAIRS = [("f32", "f32"), ("q8", "int8"), ("q4", "int8"), ("bf16", "bf16")]

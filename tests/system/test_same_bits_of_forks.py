@@ -14,7 +14,7 @@ from quire.runtime.engine.facade import SilentObserver, StepStats
 from quire.runtime.model import kv_layout, read_spec
 from quire.scheduler import speculative
 
-from tests.system.bits import asked, one_by_one, outcome, prompt, running, together
+from tests.support.bits import asked, one_by_one, outcome, prompt, running, together
 
 LEVELS = supported_levels()
 LENGTHS = (1, 31, 32, 33, 40, 64, 100)  # lengths at and around page boundaries

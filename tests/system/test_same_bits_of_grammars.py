@@ -13,8 +13,8 @@ from quire.runtime.engine.facade import SilentObserver, StepStats
 from quire.runtime.engine.structured import grammars
 from quire.scheduler import speculative
 
-from tests.scheduler.forced_preemption import preempt
-from tests.system.bits import asked, one_by_one, outcome, prompt, running, together
+from tests.support.bits import asked, one_by_one, outcome, prompt, running, together
+from tests.support.forced_preemption import preempt
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

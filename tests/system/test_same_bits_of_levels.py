@@ -21,9 +21,8 @@ from quire.runtime.model import BUNDLED_MODEL, model_path
 from quire.runtime.workers import EnginePool
 from quire.runtime.workers.supervisor import ProcessSource
 
-from tests.gguf_files import describe, encode, stored_tensors, write
-
-from .bits import asked, bits, chunks_of, prompt, running
+from tests.support.bits import asked, bits, chunks_of, prompt, running
+from tests.support.gguf_files import describe, encode, stored_tensors, write
 
 LEVELS = supported_levels()
 GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "bits.json").read_text())

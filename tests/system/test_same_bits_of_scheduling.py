@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.bits import EVERYTHING, asked, one_by_one, prompt, running, together
+from tests.support.bits import EVERYTHING, asked, one_by_one, prompt, running, together
 
 REQUESTS = [
     asked(prompt(150 if i % 4 == 0 else 20 + i), tenant="abc"[i % 3], priority=i % 5 - 2, **params)

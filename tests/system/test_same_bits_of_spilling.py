@@ -15,8 +15,8 @@ from quire.runtime.engine.facade import SilentObserver, StepStats
 from quire.runtime.model import kv_layout, read_spec
 from quire.scheduler import CostModel, speculative
 
-from tests.scheduler.forced_preemption import preempt
-from tests.system.bits import EVERYTHING, asked, one_by_one, outcome, prompt, running, together
+from tests.support.bits import EVERYTHING, asked, one_by_one, outcome, prompt, running, together
+from tests.support.forced_preemption import preempt
 
 NAMES = ("greedy", "sampled", "repetition", "presence", "frequency", "bias", "min_p")
 REQUESTS = [asked(prompt(n), **{**EVERYTHING[name], "max_tokens": 80}) for n, name in enumerate(NAMES, 28)]

@@ -8,7 +8,7 @@ import pytest
 from quire.kernels.ops import Linear
 from quire.runtime.engine import GenerateRequest
 
-from .bits import asked, one_by_one, prompt, running, together
+from tests.support.bits import asked, one_by_one, prompt, running, together
 
 OVERSUBSCRIBED = [3, 7, 16, 64]
 ROWS = 64  # rows of a step; the prompts below take several steps

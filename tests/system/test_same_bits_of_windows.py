@@ -11,8 +11,8 @@ from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import GenerateRequest
 from quire.runtime.model import kv_layout, read_spec
 
-from tests.system import bits
-from tests.system.bits import one_by_one, together
+from tests.support import bits
+from tests.support.bits import one_by_one, together
 
 PARAMS = SamplingParams(max_tokens=150, ignore_eos=True, logprobs=2, temperature=0.9, seed=3)
 LENGTHS = (300, 50, 120, 400, 1)

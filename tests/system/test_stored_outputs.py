@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from quire.runtime.server.openai import calls, playback, stored
 
-from tests.scripted_model import write_scripted_model
-
-from .http_client import Reply, connection
+from tests.support.http_client import Reply, connection
+from tests.support.scripted_model import write_scripted_model
 
 Serve = Callable[..., Awaitable[Any]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]

@@ -19,7 +19,7 @@ from quire.runtime.common.types import OutputChunk
 from quire.runtime.engine.structured.grammars import Grammars
 from quire.runtime.model import BUNDLED_MODEL
 
-from tests.system.bits import asked, bits, chunks_of, one_by_one, prompt, running, together
+from tests.support.bits import asked, bits, chunks_of, one_by_one, prompt, running, together
 from tests.system.test_survival import engine_pool
 
 SCHEMA = {

@@ -29,10 +29,10 @@ from quire.runtime.server import Server
 from quire.runtime.workers import EnginePool, HealthTimeouts, engine_process
 from quire.runtime.workers.supervisor import RESTART_TIMEOUT_S
 
-from tests.golden_images import golden_images
+from tests.support.bits import asked, bits, prompt, running, together
+from tests.support.golden_images import golden_images
+from tests.support.http_client import HTTPClient
 
-from .bits import asked, bits, prompt, running, together
-from .http_client import HTTPClient
 from .poisoned_engine import FATAL_TO_ADD, FATAL_TO_COMPUTE
 
 SETTINGS: dict[str, Any] = {"kv_cache_memory": 8 << 20}

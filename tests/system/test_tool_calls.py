@@ -13,7 +13,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 from quire.runtime.engine.markup.markup import CHANNEL_TOKENS
 
-from tests.scripted_model import write_scripted_model
+from tests.support.scripted_model import write_scripted_model
 
 from .test_openai_python import check
 

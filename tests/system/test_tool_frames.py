@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from quire import AsyncClient, ChatOptions, InvalidRequest, RequestOutput, SamplingParams, ToolCall, ToolChoice
 
-from tests.scripted_model import write_scripted_model
+from tests.support.http_client import HTTPClient
+from tests.support.scripted_model import write_scripted_model
 
-from .http_client import HTTPClient
 from .test_tool_calls import BOUNDED, HERMES_CALLS, PARIS, TEMPLATE, TOOLS
 
 MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]

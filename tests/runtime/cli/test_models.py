@@ -10,9 +10,9 @@ import pytest
 from quire.runtime.cli.main import run
 from quire.runtime.model import BUNDLED_MODEL, FAMILIES
 
-from tests.families import GOLDENS
-from tests.gguf_files import convert, describe, stored_tensors, write
-from tests.image_folder import write_image_folder
+from tests.support.families import GOLDENS
+from tests.support.gguf_files import convert, describe, stored_tensors, write
+from tests.support.image_folder import write_image_folder
 
 
 def rows(capsys: pytest.CaptureFixture[str], model: Path | None) -> dict[str, list[str]]:

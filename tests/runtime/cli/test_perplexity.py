@@ -12,8 +12,8 @@ import pytest
 from quire.runtime.cli.main import run
 from quire.runtime.model import BUNDLED_MODEL
 
-from tests.gguf_files import convert
-from tests.runtime.engine.text.gguf_metadata import byte_level_metadata
+from tests.support.gguf_files import convert
+from tests.support.gguf_metadata import byte_level_metadata
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 QUICK = ("--context", "32", "--windows", "2", "--threads", "1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.workers.fakes import FakeListener, VirtualTimeLoop
+from tests.support.engine_processes import FakeListener, VirtualTimeLoop
 
 
 def pytest_asyncio_loop_factories() -> dict[str, type[VirtualTimeLoop]]:

@@ -45,9 +45,8 @@ from quire.scheduler import (
     State,
 )
 
-from tests.runtime.workers.fakes import ESTIMATE, FakeListener, engine_stats, new_encoding, new_requests, until
-
-from .fakes import DIGEST, FakeHosts
+from tests.support.engine_hosts import DIGEST, FakeHosts
+from tests.support.engine_processes import ESTIMATE, FakeListener, engine_stats, new_encoding, new_requests, until
 
 SECRET = Credentials(b"sixteen or more bytes")
 

@@ -47,7 +47,7 @@ from quire.scheduler import (
     State,
 )
 
-from tests.runtime.workers.fakes import ESTIMATE, STEP_STATS, core_info, engine_stats, new_requests
+from tests.support.engine_processes import ESTIMATE, STEP_STATS, core_info, engine_stats, new_requests
 
 MAX_IMAGE_MEMORY = 1000
 OTHERS = FinalCounters((9.0,) * len(State), 9, 9, ())

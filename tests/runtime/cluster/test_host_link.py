@@ -14,7 +14,7 @@ from quire.runtime.protocol.framing import next_payload, with_prefix
 from quire.runtime.workers.engine_link import AddRequests, ImagePixels, PixelReceiver, ReadmitRequest, as_read
 from quire.scheduler import PlacedImage
 
-from tests.runtime.workers.fakes import new_requests
+from tests.support.engine_processes import new_requests
 
 
 class FakeTransport:

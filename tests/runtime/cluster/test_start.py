@@ -15,7 +15,7 @@ from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.settings import Settings
 from quire.runtime.engine.facade import ImageInfo
 
-from tests.runtime.workers.fakes import core_info
+from tests.support.engine_processes import core_info
 
 
 class FakeCluster:

@@ -21,7 +21,7 @@ from quire.runtime.model.vision import packed
 from quire.runtime.workers.engine_link import TO_ENGINE, AddRequests, as_read
 from quire.scheduler import RequestSpec, planning
 
-from tests.golden_images import FAMILIES, GoldenImages, golden_images
+from tests.support.golden_images import FAMILIES, GoldenImages, golden_images
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"weights": "f32", "kv_cache_dtype": "f32", "kv_cache_memory": 4 << 20, "page_size": 16}

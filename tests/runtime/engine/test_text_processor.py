@@ -14,7 +14,7 @@ from quire.runtime.engine import Engine, GenerateRequest, TextProcessor
 from quire.runtime.model import BUNDLED_MODEL
 from structlog.testing import capture_logs
 
-from tests.gguf_files import write
+from tests.support.gguf_files import write
 
 
 @pytest.fixture

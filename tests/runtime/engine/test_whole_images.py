@@ -10,7 +10,7 @@ from quire import LLM, RequestOutput, SamplingParams
 from quire.runtime.common.errors import ConfigError
 from quire.runtime.common.prompts import PromptImage
 
-from tests.golden_images import golden_images
+from tests.support.golden_images import golden_images
 
 GOLDEN = golden_images("gemma3_images")
 FOLDER = GOLDEN.folder

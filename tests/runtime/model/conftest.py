@@ -17,7 +17,7 @@ from quire.kernels.program import Program
 from quire.runtime.model import PackedModel, kv_layout
 from quire.runtime.model.program.arena_layout import Lifetime
 
-from tests.kernels.reference import ReferenceProgram
+from tests.support.reference import ReferenceProgram
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 PAGE_SIZE = 16

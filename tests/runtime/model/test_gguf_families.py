@@ -17,8 +17,8 @@ from quire.runtime.model.weights.decoder_weights import ExpertWeights
 from quire.runtime.model.weights.tensors import expected_tensors
 from safetensors.numpy import save_file
 
-from tests.gguf_files import Tensor, convert, describe, encode, rope_factors, stored_tensors, write
-from tests.kernels.ggml import random_blocks
+from tests.support.ggml import random_blocks
+from tests.support.gguf_files import Tensor, convert, describe, encode, rope_factors, stored_tensors, write
 
 CHANGED: dict[str, dict[str, Any]] = {"qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": []}}
 

@@ -13,8 +13,8 @@ from quire.runtime.model import pack_model, read_spec
 from quire.runtime.model.weights.decoder_weights import ExpertWeights
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 
-from tests.families import GOLDENS
-from tests.gguf_files import Tensor, describe, encode, widened, write
+from tests.support.families import GOLDENS
+from tests.support.gguf_files import Tensor, describe, encode, widened, write
 
 FOLDER = GOLDENS / "gpt_oss_mxfp4"
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}

@@ -28,8 +28,8 @@ from quire.runtime.model.rope import inverse_frequencies, rotary_dim
 from quire.runtime.model.spec import FrequencyDivisors, LinearScaling
 from quire.runtime.model.weights.decoder_weights import ExpertWeights, MlpWeights, plan_weights
 
-from tests.gguf_files import ARCHITECTURES, Tensor, convert, describe, encode, stored_tensors, write
-from tests.kernels.ggml import random_blocks
+from tests.support.ggml import random_blocks
+from tests.support.gguf_files import ARCHITECTURES, Tensor, convert, describe, encode, stored_tensors, write
 
 FULL: dict[str, Any] = {"sliding_window": None, "use_sliding_window": False}
 CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens that GGUF files of a family cannot have

@@ -13,7 +13,7 @@ import pytest
 from quire.runtime.model import BUNDLED_MODEL, pack_model, read_spec
 from quire.runtime.model.families.registry import FAMILIES as REGISTRY
 
-from tests.families import FAMILIES
+from tests.support.families import FAMILIES
 
 HELDOUT = Path(__file__).parents[2] / "data" / "heldout.json"
 

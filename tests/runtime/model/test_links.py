@@ -10,7 +10,7 @@ from quire.runtime.common.errors import CorruptCheckpoint
 from quire.runtime.model import BUNDLED_MODEL, model_path
 from quire.runtime.model.families.registry import open_model
 
-from tests.gguf_files import write
+from tests.support.gguf_files import write
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 

@@ -26,8 +26,8 @@ from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 from quire.runtime.model.weights.tensors import expected_tensors
 from safetensors.numpy import load_file, save_file
 
-from tests.families import FAMILIES
-from tests.gguf_files import convert, encode, write
+from tests.support.families import FAMILIES
+from tests.support.gguf_files import convert, encode, write
 
 
 def widened(checkpoint: Checkpoint, name: str) -> Any:

@@ -21,7 +21,7 @@ from quire.runtime.model.weights import quantized
 from quire.runtime.model.weights.decoder_weights import ExpertWeights, LayerWeights, MlpWeights, plan_weights
 from safetensors.numpy import load_file
 
-from tests.quantized_folders import (
+from tests.support.quantized_folders import (
     AWQ,
     COMPRESSED,
     GPTQ,
@@ -37,8 +37,8 @@ from tests.quantized_folders import (
     int8,
     save_tensors,
 )
-from tests.quantized_folders import FP8_BLOCKS as FP8
-from tests.quantized_folders import words as words_of
+from tests.support.quantized_folders import FP8_BLOCKS as FP8
+from tests.support.quantized_folders import words as words_of
 
 
 def _fp8_blocks(*sizes: list[int] | str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from quire.runtime.model import describe_sizes, kv_layout, pack_model, plan_memo
 from quire.runtime.model.rope import rotary_tables
 from quire.runtime.model.sizes import KNOWN_SHAPES, human
 
-from tests.families import FAMILIES, GOLDENS
+from tests.support.families import FAMILIES, GOLDENS
 
 GIB = 1 << 30
 MIB = 1 << 20

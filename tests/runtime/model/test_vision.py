@@ -25,7 +25,7 @@ from quire.runtime.model.vision import dynamic, pack_tower, plan_tower_memory, r
 from quire.runtime.model.vision.spec import SQUARES_WRITTEN, nearest_positions
 from quire.scheduler import PlacedImage, ScheduledSequence
 
-from tests.golden_images import FAMILIES, golden_images
+from tests.support.golden_images import FAMILIES, golden_images
 
 LEVELS = supported_levels()
 Floats = npt.NDArray[np.float32]

@@ -16,7 +16,7 @@ from quire.runtime.common.errors import Unavailable
 from quire.runtime.ray import handle_links
 from quire.runtime.ray.handle_links import HostLinks, ServerLinks
 
-from tests.runtime.ray.fakes import Pieces
+from tests.support.serve_handles import Pieces
 
 ADDRESS = "10.0.0.1/7"
 BIG = random.Random(1).randbytes(300_000)

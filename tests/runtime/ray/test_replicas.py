@@ -20,7 +20,7 @@ from quire.runtime.ray.host_replica import HostReplica
 from quire.runtime.ray.server_replica import ServerReplica
 from quire.scheduler import AdmissionEstimate, NotAccepting, QueueFull
 
-from tests.runtime.ray.fakes import Pieces
+from tests.support.serve_handles import Pieces
 
 PORTS = ("port", "operator_port", "openai_port")
 ENGINE = {"weights": "q8", "kv_cache_dtype": "int8", "kv_cache_memory": "8M", "threads": 1}

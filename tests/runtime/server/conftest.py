@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from .fakes import FakeClock, FakeServer
+from tests.support.server import FakeClock, FakeServer
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ from quire.scheduler import (
     StepPlan,
 )
 
-from .fakes import ESTIMATE, STEP_STATS, core_info, engine_stats, new_encoding, new_requests
+from tests.support.engine_processes import ESTIMATE, STEP_STATS, core_info, engine_stats, new_encoding, new_requests
 
 
 @dataclass

@@ -22,7 +22,7 @@ from quire.runtime.workers.router import MAX_MORE_REQUESTS, MAX_MORE_WAIT_S
 from quire.runtime.workers.token_log import MAX_LOST_HOSTS
 from quire.scheduler import CannotMeetDeadline, NotAccepting, QueueFull
 
-from .fakes import (
+from tests.support.engine_processes import (
     ESTIMATE,
     FakeListener,
     FakeProcess,

@@ -10,7 +10,7 @@ from quire.runtime.workers.engine_link import AddAnswer
 from quire.runtime.workers.pending_adds import PendingAdd, PendingAdds
 from quire.scheduler import NotAccepting
 
-from .fakes import ESTIMATE, new_requests
+from tests.support.engine_processes import ESTIMATE, new_requests
 
 
 def add(pending: PendingAdds, *ids: int) -> list[PendingAdd]:

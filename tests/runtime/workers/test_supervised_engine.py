@@ -35,7 +35,7 @@ from quire.scheduler import (
 )
 from structlog.testing import capture_logs
 
-from .fakes import (
+from tests.support.engine_processes import (
     ESTIMATE,
     STEP_STATS,
     FakeListener,

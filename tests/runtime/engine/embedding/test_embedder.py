@@ -47,7 +47,7 @@ from quire.runtime.engine.validator import MAX_INPUTS
 from quire.runtime.model.runner import ModelRunner, load_model
 from quire.scheduler import AdmissionEstimate, EncodedText, RequestUpdate
 
-from ..fake_encoder import (
+from tests.support.fake_encoder import (
     ENCODER_INFO,
     FAILING_TOKEN,
     MAX_MODEL_LEN,

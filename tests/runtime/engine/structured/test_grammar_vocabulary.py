@@ -19,7 +19,7 @@ from quire.runtime.engine.text.tokenizer import Tokenizer
 from quire.runtime.engine.text_processor import TextProcessor
 from quire.runtime.model import BUNDLED_MODEL
 
-from tests.changed_tokenizers import CHANGES, model_with
+from tests.support.changed_tokenizers import CHANGES, model_with
 
 
 @pytest.fixture(scope="module", params=CHANGES)

@@ -18,8 +18,8 @@ from quire.runtime.engine.text.pre_tokenizers import PRE_TOKENIZERS
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
-from tests.gguf_files import write
-from tests.runtime.engine.text.gguf_metadata import (
+from tests.support.gguf_files import write
+from tests.support.gguf_metadata import (
     CONTROL,
     NORMAL,
     UNUSED,

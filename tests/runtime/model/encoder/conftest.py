@@ -17,7 +17,7 @@ from quire.runtime.model.encoder import PackedEncoder
 from quire.runtime.model.runner.encoder_runner import EncoderRunner, load_encoder
 from quire.scheduler import EncodedText
 
-from tests.kernels.reference import ReferenceProgram
+from tests.support.reference import ReferenceProgram
 
 FOLDER = Path(__file__).parents[3] / "goldens" / "encoders"
 NAMES = sorted(path.name for path in FOLDER.iterdir())

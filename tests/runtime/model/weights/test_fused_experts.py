@@ -16,7 +16,7 @@ from quire.runtime.model.weights.decoder_weights import ExpertWeights
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 from safetensors.numpy import save_file
 
-from tests.gguf_files import widened
+from tests.support.gguf_files import widened
 
 GOLDENS = Path(__file__).parents[3] / "goldens"
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(gate_proj|w1|up_proj|w3|down_proj|w2)\.weight")

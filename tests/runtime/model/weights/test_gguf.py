@@ -12,7 +12,7 @@ import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, ModelError, ModelNotFound, UnsupportedModel
 from quire.runtime.model.weights.gguf import MAX_ITEMS_READ, GGUFFile, StoredTensor, open_gguf
 
-from tests.gguf_files import NUMBERS, Tensor, encode, header, info, pair, text, write
+from tests.support.gguf_files import NUMBERS, Tensor, encode, header, info, pair, text, write
 
 FLOATS = np.arange(64, dtype=np.float32).reshape(2, 32) - 9.5  # exact in f16 and bf16
 F32 = NUMBERS["F32"]

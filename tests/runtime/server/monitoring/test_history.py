@@ -19,7 +19,7 @@ from quire.runtime.server.monitoring.history import (
 )
 from quire.runtime.server.monitoring.instruments import Counter, Histogram
 
-from . import samples
+from tests.support import samples
 
 STATS = msgspec.structs.replace(
     samples.STATS,

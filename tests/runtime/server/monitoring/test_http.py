@@ -17,7 +17,7 @@ from quire.runtime.server.monitoring import PrometheusObserver, http
 from quire.runtime.server.monitoring.http import OPERATOR_LIMITS, OperatorServer, SharedResult, render_metrics
 from quire.runtime.server.monitoring.readiness import Readiness
 
-from ..fakes import FakeEngine
+from tests.support.server import FakeEngine
 
 READY = b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n"
 METRICS = b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -15,7 +15,7 @@ from quire.runtime.server.monitoring.collector import ClientLoad
 from quire.runtime.server.monitoring.instruments import MAX_TENANTS
 from quire.runtime.server.monitoring.metrics import PrometheusObserver, error_codes
 
-from . import samples
+from tests.support import samples
 
 STATS = msgspec.structs.replace(
     samples.STATS,

@@ -10,7 +10,7 @@ from quire.runtime.common.errors import Unavailable
 from quire.runtime.engine.facade import EngineStats
 from quire.runtime.server.monitoring.readiness import Readiness
 
-from . import samples
+from tests.support import samples
 
 
 @dataclass

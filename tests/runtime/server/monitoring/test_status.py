@@ -33,7 +33,7 @@ from quire.runtime.server.monitoring.status import (
     StatusCollector,
 )
 
-from .samples import HOSTS
+from tests.support.samples import HOSTS
 
 HOSTILE = '<img src=x onerror="alert(1)">&lt;</td><script>alert(2)</script>'
 

@@ -11,7 +11,7 @@ from quire.runtime.engine.facade import EngineInfo, RequestStats
 from quire.runtime.server.monitoring.metrics import PrometheusObserver
 from quire.runtime.server.monitoring.vllm_names import VLLM_NAMES, VllmNames
 
-from .samples import INFO, STATS
+from tests.support.samples import INFO, STATS
 
 Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]  # name -> labels -> value
 

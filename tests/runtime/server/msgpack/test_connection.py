@@ -43,7 +43,7 @@ from quire.runtime.server.requests.output_log import decode_chunk
 from quire.runtime.server.requests.output_reader import READER_BYTES
 from quire.runtime.server.tenancy.tenants import FRAMES_PER_REQUEST, FRAMES_PER_TURN, Tenant, TenantLimits
 
-from ..fakes import FakeClock, FakeEngine, FakePeer, FakeServer, chunk, generate, names, settle
+from tests.support.server import FakeClock, FakeEngine, FakePeer, FakeServer, chunk, generate, names, settle
 
 Serve = Callable[..., FakeServer]
 

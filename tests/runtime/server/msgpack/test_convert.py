@@ -7,7 +7,7 @@ from quire.runtime.protocol.frames import Accepted, AskScores, AskVectors
 from quire.runtime.server.msgpack.convert import accepted_frame, embed_request, stats_frame
 from quire.scheduler import AdmissionEstimate
 
-from ..monitoring.samples import STATS
+from tests.support.samples import STATS
 
 
 def test_the_options_of_texts_reach_the_engine() -> None:

@@ -9,7 +9,7 @@ import pytest
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.server.msgpack.watchdog import Watchdog
 
-from ..fakes import FakeClock
+from tests.support.server import FakeClock
 
 
 class Watched:

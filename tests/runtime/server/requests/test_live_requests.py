@@ -9,7 +9,7 @@ from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.engine.facade import GenerateRequest
 from quire.runtime.server.tenancy.tenants import Tenant, TenantLimits
 
-from ..fakes import FakeServer, generate, names
+from tests.support.server import FakeServer, generate, names
 
 Serve = Callable[..., FakeServer]
 

@@ -11,7 +11,7 @@ from quire.runtime.protocol.frames import MIN_FRAME_BYTES, Resume, Tokenize
 from quire.runtime.server.requests.request_log import MAX_FREE_LINES, RequestLog
 from quire.runtime.server.tenancy.tenants import FRAMES_PER_TURN
 
-from ..fakes import FakeClock, FakeServer, chunk, generate, settle
+from tests.support.server import FakeClock, FakeServer, chunk, generate, settle
 
 Serve = Callable[..., FakeServer]
 Logs = list[MutableMapping[str, Any]]

@@ -15,7 +15,7 @@ from quire.runtime.server.requests.indexes import StoredIndex, ToStore
 from quire.runtime.server.requests.output_log import MAX_READERS
 from quire.runtime.server.tenancy.tenants import Tenant, TenantLimits
 
-from ..fakes import FakeClock, FakePeer, FakeServer, chunk, generate, names, settle
+from tests.support.server import FakeClock, FakePeer, FakeServer, chunk, generate, names, settle
 
 Serve = Callable[..., FakeServer]
 

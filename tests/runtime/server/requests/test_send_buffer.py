@@ -13,7 +13,7 @@ from quire.runtime.protocol.frames import MAX_FRAME_BYTES, SERVER_FRAMES, Ping, 
 from quire.runtime.server.requests.send_buffer import SendBuffer
 from quire.runtime.server.tenancy.tenant_bytes import TenantBytes
 
-from ..fakes import FakeClock, FakeWriter, settle
+from tests.support.server import FakeClock, FakeWriter, settle
 
 
 class Wire:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from quire.runtime.common.prompts import PromptImage, image_digest
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 FAMILIES = tuple(sorted(path.parent.name for path in GOLDENS.glob("*/images.npz")))
 PLACEHOLDER = 159
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 PLACES = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
 SPECIAL = (*PLACES, "<|im_start|>", "<end_of_utterance>", "<global-img>", "<fake_token_around_image>", "<image>")

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from pathlib import Path
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 FAMILIES = tuple(sorted(path.parent.name for path in GOLDENS.glob("*/golden.npz")))

@@ -17,8 +17,8 @@ from quire.runtime.engine import Engine, GenerateRequest, LocalEngine, build
 from quire.runtime.engine.facade import SilentObserver
 from quire.scheduler import TokenBudget
 
-from tests.scheduler.chunked_budget import ChunkedBudget
-from tests.scheduler.forced_preemption import preempt
+from tests.support.chunked_budget import ChunkedBudget
+from tests.support.forced_preemption import preempt
 
 EVERYTHING: dict[str, dict[str, Any]] = {  # one entry per parameter that affects sampling, the end or the output
     "greedy": {},

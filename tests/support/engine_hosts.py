@@ -20,7 +20,7 @@ from quire.runtime.cluster.remote import Credentials
 from quire.runtime.common.errors import ProtocolError, QuireError
 from quire.runtime.workers.engine_link import ToEngine
 
-from tests.runtime.workers.fakes import FakeProcess, core_info
+from tests.support.engine_processes import FakeProcess, core_info
 
 DIGEST = "model"
 
