@@ -17,7 +17,7 @@ cdef enum:
 
 cdef int64_t run_route(const RouteOp *op, const Step *step, const quire_tiles *tiles,
                        long long *counter) noexcept nogil:
-    """Choose the experts of each row; until `group_places`, their indices are where the places will be."""
+    """Choose the experts of each row. Write their indices to `places`, where `group_places` replaces them."""
     cdef int64_t row = quire_next_index(counter), computed = 0
     cdef const RoutingTables *to = &op.routing
     while row < step.rows:
@@ -58,7 +58,7 @@ cdef void group_places(const RouteOp *op, const Step *step, int worker) noexcept
 
 cdef int64_t _add_groups(const RoutingTables *to, int64_t groups, int64_t expert, int64_t first,
                          int64_t count) noexcept nogil:
-    """Write the groups of an expert after `groups` others; return the number of all."""
+    """Write the groups of an expert after the first `groups` groups; return the new number of groups."""
     cdef int64_t parts = (count + ROWS_IN_CACHE - 1) // ROWS_IN_CACHE, part
     cdef int32_t *group
     for part in range(parts):

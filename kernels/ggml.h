@@ -1,5 +1,5 @@
-// Rows of GGML blocks, as GGUF files have them: packed into panels of the same numbers, and widened to f32. And weights
-// quantized as GGML does. Q4_Z is no type of GGML, but Q4_0 with a byte for the zero point behind the scale.
+// Rows of GGML blocks, as GGUF files have them: packed into panels of the same numbers, and widened to f32. Also GGML's
+// quantization of weights. Q4_Z is not a type of GGML: it is Q4_0 with a byte for the zero point after the scale.
 // A row is consecutive blocks along K. Each block has its own scales, so rows and blocks are independent.
 #pragma once
 #include <stdint.h>
@@ -21,8 +21,7 @@ float quire_top(const float *w, int64_t n);
 
 // Quantize n <= 32 weights of one column; with `top` their max|w|, to the bits that llama.cpp gives them in Q8_0: the numbers
 // are rounded with the exact scale top / 127, halves away from zero, and the scale is stored in fp16. A NaN becomes the least
-// number.
-// Writes 4 bytes of each of 8 lines of 64 bytes from `at` on; weights from n on are zero.
+// number. Writes 4 bytes of each of 8 lines of 64 bytes from `at` on; weights from n on are zero.
 void quire_quantize_q8(const float *w, int64_t n, float top, uint8_t *at, uint16_t *scale);
 
 // Write `rows` rows of `n` blocks, `stride` bytes apart, as columns [lane, lane + rows) of one panel of the dtype with the

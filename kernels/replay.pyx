@@ -102,7 +102,7 @@ cdef int64_t _items(const Step *step, int64_t items) noexcept nogil:
 
 
 cdef bint _run_linear(Record *record, const Replay *replay, int worker, int workers) noexcept nogil:
-    """Compute items, and those again with which other workers do not come to an end."""
+    """Compute items, then once more the items that other workers do not finish in time."""
     cdef const LinearOp *op = &record.op.linear
     cdef quire_share *shares = replay.shares
     cdef int64_t number = record - replay.records + 1
@@ -110,7 +110,7 @@ cdef bint _run_linear(Record *record, const Replay *replay, int worker, int work
     cdef int64_t computed = run_linear(op, &replay.step, replay.tiles, shares, number, worker, workers)
     quire_pool_report_written(replay.pool, &record.progress, shares, number, total)
     if computed:
-        patience = max(patience, 2 * (now() - begun) // computed)      # two items
+        patience = max(patience, 2 * (now() - begun) // computed)      # time of two items
     if not _finishes_within(&record.progress, patience):
         help_linear(op, &replay.step, replay.tiles, shares, number, worker, workers)
         quire_pool_report_written(replay.pool, &record.progress, shares, number, total)

@@ -1,5 +1,5 @@
-// What attention shares at all levels: the softmax of one 64-token tile, between its scores and its weighted sum, and
-// prefetching the next tile. Internal to simd/.
+// Attention at all levels: the softmax of one 64-token tile, between its scores and its weighted sum, and the prefetch of
+// the next tile. Internal to simd/.
 #pragma once
 #include <math.h>
 

@@ -6,10 +6,10 @@
 
 enum { QUIRE_LANES = 16, QUIRE_BLOCK = 32, QUIRE_TILE = 64, QUIRE_MAX_HEAD = 512 };
 enum { QUIRE_LINE = 64 };  // bytes of a line: 4 for each lane
-// Dtypes of weights; the first three of activations. Those of super-blocks have their bits as codes.
+// Dtypes of weights; the first three are also dtypes of activations. The code of a k-quant is its number of bits.
 enum { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_Q8 = 2, QUIRE_Q4 = 3 };
 enum { QUIRE_Q4_K = 4, QUIRE_Q5_K = 5, QUIRE_Q6_K = 6, QUIRE_MXFP4 = 7, QUIRE_Q4_Z = 8, QUIRE_DTYPES = 9 };
-// Epilogues: those from GELU on are functions of each result, those from SWIGLU on of pairs.
+// Epilogues: from GELU on, functions of each result; from SWIGLU on, functions of pairs of results.
 enum { QUIRE_STORE = 0, QUIRE_ADD = 1, QUIRE_GELU = 2, QUIRE_GELU_TANH = 3, QUIRE_RELU = 4, QUIRE_TANH = 5 };
 enum { QUIRE_SWIGLU = 6, QUIRE_GEGLU = 7, QUIRE_CLAMPED = 8, QUIRE_GEGLU_EXACT = 9 };
 enum { QUIRE_LAYER_NORM = 0, QUIRE_RMS_NORM = 1, QUIRE_L2_NORM = 2 };
@@ -36,12 +36,12 @@ static inline __attribute__((always_inline)) int64_t quire_mxfp4_scale_bytes(con
   return (width / 2 + 63) / 64 * 64;
 }
 
-// One of q4_z begins with fp16 scales [width / 32][16] and bytes with zero points [width / 32][16], padded to whole lines.
+// A panel of q4_z begins with fp16 scales [width / 32][16] and bytes with zero points [width / 32][16], padded to whole lines.
 static inline __attribute__((always_inline)) int64_t quire_q4_z_scale_bytes(const int64_t width) {
   return (width * 3 / 2 + 63) / 64 * 64;
 }
 
-// Of 16 columns and `width` of K, without the scales of q8 and q4.
+// Bytes of a panel: 16 columns and `width` of K, without the scales of q8 and q4.
 static inline __attribute__((always_inline)) int64_t quire_panel_bytes(const int dtype, const int64_t width) {
   if (dtype == QUIRE_MXFP4) return quire_mxfp4_scale_bytes(width) + width * 8;
   if (dtype == QUIRE_Q4_Z) return quire_q4_z_scale_bytes(width) + width * 8;
@@ -49,14 +49,14 @@ static inline __attribute__((always_inline)) int64_t quire_panel_bytes(const int
   return dtype == QUIRE_Q4 ? width * 8 : width * 16 * quire_itemsize(dtype);
 }
 
-// A super-block of one panel of q4_k, unpacked for many rows; `least` is what its minimums are multiplied by.
+// A super-block of one panel of q4_k, unpacked for many rows; `least` has the factors of its minimums.
 typedef struct {
   uint8_t weights[8][512];  // weights of each block of 32: q8 without its offset of 128
   float scales[8][16], least[16];
   uint32_t minimums[4][16];  // pairs of 16 bits: of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7
 } quire_unpacked;
 
-// Of one panel when it is unpacked for many rows: q4 becomes q8.
+// Bytes of a panel that is unpacked for many rows: q4 becomes q8.
 static inline int64_t quire_unpacked_bytes(const int dtype, const int64_t width) {
   if (dtype == QUIRE_Q4) return quire_panel_bytes(QUIRE_Q8, width);
   return dtype == QUIRE_Q4_K ? width / QUIRE_SUPER_BLOCK * (int64_t)sizeof(quire_unpacked) : 0;
@@ -80,7 +80,7 @@ typedef struct {
   int64_t squares_width;
 } quire_output;
 
-// What minimums of one super-block are multiplied by: -sum(a) * scale of each block of activations, as integers of one unit.
+// Factors of a super-block's minimums: -sum(a) * scale of each block of activations, as integers of one unit.
 typedef struct {
   int16_t pairs[4][2];  // pairs of blocks: 0 and 2, 1 and 3, 4 and 6, 5 and 7
   float unit;           // a power of two
@@ -98,7 +98,7 @@ typedef struct {
   const float *bias;       // [32] or NULL
   const char *next;        // prefetched into L2 in the meantime, `next_lines` cache lines per 32 of K; or NULL
   int next_lines;
-  const char *next_scales;  // q8, q4: those of the next pair, prefetched too; or NULL
+  const char *next_scales;  // q8, q4: scales of the next pair, prefetched too; or NULL
   float *c;                // first output column of the pair; from SWIGLU on the pair yields 16 columns
   int64_t ldc;             // floats
   int epilogue;
@@ -145,13 +145,13 @@ typedef struct {
   float eps;
   float factor;        // the norm's 1 / rms if the norm is over the whole row; 0: the head is normed alone
   float scale;
-  int64_t ahead;       // floats to the heads that are prefetched meanwhile: that of a later row,
-  int64_t next;        // floats to another head of the same row, prefetched too
+  int64_t ahead;       // floats to the head of a later row, which is prefetched
+  int64_t next;        // floats to another head of the same row, which is prefetched too
 } quire_head;
 
 typedef struct {
   const char *name;
-  int linear_rows[QUIRE_DTYPES];  // maximum rows of one linear tile, by dtype of the weight; those of q4 and k-quants are q8
+  int linear_rows[QUIRE_DTYPES];  // maximum rows of one linear tile, by dtype of the weight
   void (*linear[QUIRE_DTYPES])(int rows, const quire_linear_tile *t);
   void (*sum_blocks)(const quire_rows *a, int64_t rows, quire_block_sums *out);  // sums of all super-blocks of the rows
   void (*attention[3])(int rows, const quire_attention_tile *t);  // one function per KV dtype

@@ -82,7 +82,7 @@ class SupervisedEngine:
         self._tokens = TokenLog(clock)
         self._pending_adds = PendingAdds()
         self._num_waiting = 0  # last reported by the process
-        self._predicted_wait_s = 0.0  # likewise
+        self._predicted_wait_s = 0.0  # last reported by the process
         self._counters = EngineCounters()
         self._num_replayed = self._num_quarantined = 0
         self._down: str | None = None  # why processes fail to start; nothing is accepted in the meantime
@@ -370,7 +370,7 @@ class SupervisedEngine:
         return spec
 
     def _withdraw(self, pending: PendingAdd) -> None:
-        """Take requests back whose caller is gone, wherever they are."""
+        """Remove requests whose caller left, from this log and from the process."""
         is_sent = self._pending_adds.remove(pending)
         for request in pending.requests:
             closed = self._tokens.forget(request.request_id)

@@ -15,7 +15,7 @@ from ...common.errors import CorruptCheckpoint
 from . import READABLE, as_f32
 
 LARGEST = 1 << 18  # more than any trained model has; the f16 scales of q4 and q8 hold it
-_SCALES = {  # type of blocks -> bytes of a block, and where its f16 scales begin
+_SCALES = {  # type of blocks -> bytes of a block, and the offsets of its f16 scales
     "Q8_0": (34, (0,)),
     "Q4_0": (18, (0,)),
     "Q4_Z": (19, (0,)),

@@ -32,7 +32,7 @@ def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> Set[str]:
 
 
 def check_built(build: Callable[[WeightFactory], object], checkpoint: Checkpoint) -> Set[str]:
-    """Check the tensors of all weights that `build` makes, as `check_tensors` does those of a decoder."""
+    """Check the tensors of all weights that `build` makes, as `check_tensors` does for a decoder."""
     checker = _Checker(checkpoint)
     build(checker)
     return checker.tensors.keys()

@@ -79,10 +79,10 @@ class Outcomes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine hosts of an API server. Sums are over all of them."""
+    """The engine hosts of an API server. Sums are over all hosts."""
 
     num_hosts: dict[str, int]  # state -> number of hosts, without zeros
-    bits: dict[str, int]  # hosts by bits id; those of "" have never been connected to
+    bits: dict[str, int]  # bits id -> number of hosts; "": hosts without a connection so far
     moved_requests: int
     hosts: list[HostStatus]  # first the hosts that take no requests, then the busiest
 
@@ -95,7 +95,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float
     problem: str | None  # why requests should go elsewhere now, as in /readyz
     info: EngineInfo | None
-    engine: EngineStats | None  # None: it does not answer
+    engine: EngineStats | None  # None: the engine does not answer
     fleet: FleetStatus | None  # None: the engine computes on this machine
     connections: int
     batch_size: float | None  # mean of the steps in the last minutes

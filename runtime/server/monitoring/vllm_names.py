@@ -1,6 +1,6 @@
 """`metrics_compat = "vllm"`: the metrics once more, under the names that routers and dashboards hard-code.
 
-A mirrored sample has the value of Quire's own. The name and one finish reason differ, and two labels are added:
+A mirrored sample has the value of Quire's sample. The name and one finish reason differ, and two labels are added:
 `model_name` and `engine`, which vLLM puts on every series.
 """
 
@@ -14,9 +14,9 @@ from prometheus_client.samples import Sample
 from ...common.errors import QuireError
 from ...engine.facade import EngineInfo
 
-# Quire's name without `quire_` -> vLLM's names without `vllm:`. The later ones of several are older spellings that are
-# still in use: gpu_* by vLLM's production stack and early Gateway API endpoint pickers, time_per_output_token by
-# dashboards that are older than the name inter-token latency.
+# Quire's name without `quire_` -> vLLM's names without `vllm:`. A second name is an older spelling that is still used:
+# gpu_* in vLLM's production stack and early Gateway API endpoint pickers, time_per_output_token in dashboards that are
+# older than the name inter-token latency.
 VLLM_NAMES = {
     "num_requests_running": ("num_requests_running",),
     "num_requests_waiting": ("num_requests_waiting",),

@@ -44,11 +44,8 @@ ARITHMETIC: dict[WeightDtype, float] = {  # arithmetic of a dtype, relative to q
     "q5_k": 1.18,
     "q6_k": 1.5,
 }
-ATTENTION_PEAK: dict[DType, float] = {
-    "q8": 0.40,
-    "bf16": 0.74,
-    "f32": 0.60,
-}  # 512 rows after 3,584 tokens; f32: 1 x 1,024
+# Share of the peak: 512 rows after 3,584 tokens; f32: 1 x 1,024.
+ATTENTION_PEAK: dict[DType, float] = {"q8": 0.40, "bf16": 0.74, "f32": 0.60}
 SEQUENCE_S = 30e-6  # time per sequence between steps: schedule, commit, publish, arrays (measured by `quire bench`)
 HEAD_S = 1.4e-6  # time of one thread in attention, per sequence, layer and KV head, whatever the context
 SPLIT = 256  # tokens of a unit of decode attention, as in kernels/attention.pyx
@@ -210,7 +207,7 @@ def _linear_costs(linears: Iterable[Linear], roofline: Roofline) -> tuple[Linear
 def _experts_costs(
     linears: Iterable[ExpertLinear], roofline: Roofline, threads: int, max_read_share: float
 ) -> tuple[ExpertsCost, ...]:
-    seconds: dict[tuple[int, int, int], tuple[float, float]] = {}  # reading, and per row
+    seconds: dict[tuple[int, int, int], tuple[float, float]] = {}  # seconds of reading, and seconds per row
     for op in linears:
         shape = op.routing.num_experts, op.routing.top_k, num_blocks(op)
         read_s, row_s = seconds.get(shape, (0.0, 0.0))
