@@ -265,7 +265,7 @@ MUTANTS = [
     ),
     Mutant(
         HTTP,
-        'shows_documents = fields.take("return_documents", bool, True)',
+        'shows_documents = fields.get("return_documents", bool, True)',
         "shows_documents = True",
         "rerank sends all documents back although the client asked it not to",
         DOOR_TESTS,

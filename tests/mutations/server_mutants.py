@@ -910,7 +910,7 @@ MUTANTS = [
     ),
     Mutant(
         ITEMS,
-        'place["logprobs"], logprobs = logprobs, []',
+        'place["logprobs"] = logprobs\n                logprobs = []',
         'place["logprobs"] = logprobs',
         "the logprobs of a chunk are in two deltas of a response",
         CHOICES,
@@ -1008,7 +1008,7 @@ MUTANTS = [
     ),
     Mutant(
         CHOICE,
-        "shown, self._held = self._held or chunk.logprobs, []",
+        "shown = self._held or chunk.logprobs\n        self._held = []",
         "shown = self._held or chunk.logprobs",
         "logprobs of tokens are shown with each later token again",
         CHOICES,
@@ -1288,7 +1288,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/server/openai/connection.py",
-        "                        await self._api.turns.take()\n",
+        "                        await self._api.turns.wait()\n",
         "                        pass\n",
         "heads that come together are all parsed in one turn of the event loop",
         "tests/runtime/server/openai/test_connection.py",
@@ -1323,7 +1323,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/server/openai/api.py",
-        "                if cycle.tenant is not None:\n                    await cycle.tenant.frame_turns.take()\n",
+        "                if cycle.tenant is not None:\n                    await cycle.tenant.frame_turns.wait()\n",
         "",
         "a tenant that floods the HTTP API delays the others' requests",
         HTTP_API,

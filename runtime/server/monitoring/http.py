@@ -147,7 +147,7 @@ class OperatorServer:
                         return
                     connection.start_next_cycle()
                     await asyncio.sleep(ANSWER_PAUSE_S)
-                    await self._turns.take()
+                    await self._turns.wait()
             except h11.RemoteProtocolError as error:
                 error.__traceback__ = None  # a frame of h11 holds the error
                 self._warnings.write(logging.WARNING, "http request refused", peer=accepted.address, reason=str(error))
@@ -165,7 +165,7 @@ class OperatorServer:
                     event = connection.next_event()
                     if event is h11.NEED_DATA and request is None:
                         data = await reader.read(REQUEST_READ_BYTES)
-                        await self._turns.take(first=is_new)
+                        await self._turns.wait(first=is_new)
                         connection.receive_data(data)
                     elif isinstance(event, h11.Request):
                         check_request(event)

@@ -42,7 +42,7 @@ from .request_handler import RequestHandler
 from .watchdog import Watchdog
 
 READ_BYTES = 64 << 10
-BYTES_PER_FRAME = 4 << 10  # that count as one frame
+BYTES_PER_FRAME = 4 << 10  # bytes that count as one frame
 REQUESTS = (Generate, Resume, AskVectors, AskScores, Tokenize)
 
 TLS_HANDSHAKE = b"\x16\x03"
@@ -69,7 +69,7 @@ class Connection:
             write_timeout_s=self._config.write_timeout_ms / 1000,
         )
         self._pending_input = PendingInput(context.pending.of(None), self._refuse)
-        self._handler: RequestHandler | None = None  # from WELCOME on
+        self._handler: RequestHandler | None = None  # handler of frames; None before WELCOME
         self._watchdog: Watchdog | None = None  # likewise
         self._reading: asyncio.Task[None] | None = None
         self._has_ended = False
@@ -160,7 +160,7 @@ class Connection:
                 if self._handler is not None:
                     granted -= len(data) // BYTES_PER_FRAME  # decoding a long frame takes the time of many short ones
                     while granted <= 0:
-                        granted += await self._handler.turns.take()
+                        granted += await self._handler.turns.wait()
                 for frame in self._decoder.feed(data):
                     if self._has_ended:
                         break
@@ -170,7 +170,7 @@ class Connection:
                         hello_timer.cancel()
                     else:
                         if granted <= 0:
-                            granted += await self._handler.turns.take()
+                            granted += await self._handler.turns.wait()
                         granted -= FRAMES_PER_REQUEST if isinstance(frame, REQUESTS) else 1
                         self._handler.handle(frame)
                     num_frames += 1

@@ -34,7 +34,7 @@ from ...protocol.frames import (
 )
 from ..tenancy.tenants import TenantTotals
 
-MAX_TOOLS_CHARACTERS = 256 << 10  # of one request: the event loop waits while their JSON is read
+MAX_TOOLS_CHARACTERS = 256 << 10  # characters of one request's tools: the event loop waits while their JSON is read
 
 
 def check_hello(frame: Frame | Malformed) -> Hello:

@@ -49,7 +49,7 @@ from .convert import duplicate_frame, embed_request, engine_request, models_fram
 from .frame_writer import FrameWriter
 from .vector_stream import VectorStream
 
-MAX_TEXTS = 32  # of one connection that are being tokenized
+MAX_TEXTS = 32  # texts of one connection that are being tokenized
 
 
 class RequestHandler:
@@ -69,8 +69,8 @@ class RequestHandler:
         self.turns = tenant.frame_turns
         self._session = tenant.name, session
         self._features = features
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by the ids of live requests
-        self._streams: dict[int, OutputReader | VectorStream] = {}  # of those: the others are TOKENIZE
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # request id -> task, for live requests
+        self._streams: dict[int, OutputReader | VectorStream] = {}  # streams; TOKENIZE has none
         self._last_accepted_id: int | None = None
         self._last_ended_at = asyncio.get_running_loop().time()
         if context.leaves_at is not None:
@@ -180,8 +180,10 @@ class RequestHandler:
 
     def _submit(self, frame: Generate) -> OutputReader:
         """Submit the request, or find the earlier one with its key. Return its reader. Raises a refusal."""
-        context, request_id = self._context, frame.request_id
-        request, pace = engine_request(frame, self.tenant.name), self._pace(frame)
+        context = self._context
+        request_id = frame.request_id
+        request = engine_request(frame, self.tenant.name)
+        pace = self._pace(frame)
         if not frame.resumable and frame.idempotency_key is None:
             return OutputReader(OutputLog(context.requests.submit(self.tenant, request_id, request)), pace)
         keeping = Keeping(frame.idempotency_key, frame.resumable)
@@ -326,7 +328,7 @@ class RequestHandler:
         """Send what `answer` returns. The id is free again before the client can know that its request ended."""
         try:
             last = await answer()
-        except Exception as error:  # of a text: a stream returns its error
+        except Exception as error:  # a text failed: a stream returns its error
             last = self._refused_text(request_id, error)
         del self._tasks[request_id]
         self._streams.pop(request_id, None)

@@ -21,9 +21,9 @@ from ..requests.output_reader import Pace
 from ..requests.request_log import quire_error
 from .frame_writer import FrameWriter
 
-FRAME_BYTES = 64  # of a VECTORS frame besides its values, at most
+FRAME_BYTES = 64  # upper bound for a VECTORS frame without its values
 VALUE_BYTES = 4
-SCORE_BYTES = 9  # of a score in msgpack
+SCORE_BYTES = 9  # bytes of a score in msgpack
 
 
 class VectorStream:
@@ -84,11 +84,13 @@ class VectorStream:
 
     def _frames(self, chunk: EmbeddedTexts) -> Iterator[tuple[Vectors | Scores, int]]:
         """Yield the chunk as frames that the client takes, each with its number of texts."""
-        request_id, (num_texts, size) = self._request_id, chunk.values.shape
+        request_id = self._request_id
+        (num_texts, size) = chunk.values.shape
         room = self._pace.send_buffer.max_frame_bytes - FRAME_BYTES
         per_frame = max(1, room // (SCORE_BYTES if self._is_score else VALUE_BYTES * size))
         for first in range(0, num_texts, per_frame):
-            rows, index = chunk.values[first : first + per_frame], chunk.first_index + first
+            rows = chunk.values[first : first + per_frame]
+            index = chunk.first_index + first
             if self._is_score:
                 yield Scores(request_id, index, tuple(rows[:, 0].tolist())), len(rows)
             else:

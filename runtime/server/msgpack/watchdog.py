@@ -37,7 +37,7 @@ class Watchdog:
         self._ping = ping
         self._on_timeout = on_timeout
         self._received_at = self._pinged_at = self._loop.time()
-        self._silent_intervals = 0  # of heartbeat_ms, since something was received
+        self._silent_intervals = 0  # intervals of heartbeat_ms since something was received
         self._frame_timer: asyncio.TimerHandle | None = None
         self._silence_timer: asyncio.TimerHandle | None = None
         self._check_silence()

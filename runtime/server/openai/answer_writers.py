@@ -11,7 +11,7 @@ from .formats import Format
 from .request_cycle import RequestCycle
 
 CANCELLED = "the request was cancelled"
-FEWER = "stream it, or ask for less"
+SMALLER_ANSWER = "stream it, or ask for less"
 
 
 class AnswerWriter(Protocol):
@@ -38,7 +38,7 @@ class EventWriter:
     def __init__(self, cycle: RequestCycle, form: Format) -> None:
         self.form = form
         self._cycle = cycle
-        self._memory = AnswerMemory(cycle, FEWER)
+        self._memory = AnswerMemory(cycle, SMALLER_ANSWER)
 
     def begin(self) -> None:
         """Send the head of the stream and the first events."""
@@ -70,7 +70,7 @@ class BodyWriter:
     def __init__(self, cycle: RequestCycle, form: Format) -> None:
         self.form = form
         self._cycle = cycle
-        self._memory = AnswerMemory(cycle, FEWER)
+        self._memory = AnswerMemory(cycle, SMALLER_ANSWER)
 
     def begin(self) -> None:
         """See `AnswerWriter.begin`."""
@@ -118,7 +118,8 @@ class AnswerMemory:
 
     def shed(self, error: QuireError) -> None:
         """End the call: its answer is longer than the limit, or all answers together are."""
-        held, limit = self.num_bytes, self._cycle.send_buffer.max_bytes
+        held = self.num_bytes
+        limit = self._cycle.send_buffer.max_bytes
         self.release()
         text = (
             f"{held} bytes of this answer exceed what may wait to be sent (`max_outgoing_bytes`, `max_unsent_bytes`)"

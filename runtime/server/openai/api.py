@@ -59,15 +59,15 @@ CHAT_ENDPOINT = Endpoint(chat_call, ChatFormat, KNOWN, "chat.completion.deleted"
 COMPLETION_ENDPOINT = Endpoint(completion_call, CompletionFormat, KNOWN)
 RESPONSE_NAMES = {"prompt": "input", "messages": "input", "reasoning_effort": "reasoning.effort"}
 RESPONSE_ENDPOINT = Endpoint(response_call, ResponseFormat, RESPONSE_KNOWN, "response", RESPONSE_NAMES)
-PAGE = (  # in the folder `page`
+PAGE = (  # files in the folder `page`
     "chat.html", "chat.css", "chat.js", "api.js", "conversations.js", "elements.js", "inline.js", "markdown.js",
     "markdown_view.js", "search.js", "token_view.js", "turn_view.js", "view.js",
 )  # fmt: skip
-PAGE_SETTINGS = "/settings.json"  # of the page
+PAGE_SETTINGS = "/settings.json"  # path of the page's settings
 EMBEDDING_CALLS = {
     "/v1/embeddings": (embedding_call, EMBEDDING_FIELDS),
     "/v1/rerank": (rerank_call, RERANK_FIELDS),
-    "/v2/rerank": (rerank_call, RERANK_FIELDS),  # of the client of Cohere
+    "/v2/rerank": (rerank_call, RERANK_FIELDS),  # path of Cohere's client
     "/rerank": (rerank_call, RERANK_FIELDS),
     "/v1/score": (score_call, SCORE_FIELDS),
     "/score": (score_call, SCORE_FIELDS),
@@ -94,7 +94,7 @@ class Api:
         self._readiness = readiness
         self._model = model
         self._started = int(time.time())
-        self.turns = Turns()  # of connections, each of which begins a request
+        self.turns = Turns()  # turns of connections, each of which begins a request
         self._models = ServedModels(model, context.engine)
         self._reader = RequestReader(context, self._models)
         self._vocabulary = Vocabulary(context.engine.token)
@@ -151,7 +151,8 @@ class Api:
         parent, _, last = path.rpartition("/")
         for base, endpoint in ((CHATS, CHAT_ENDPOINT), (RESPONSES, RESPONSE_ENDPOINT)):
             if parent == base and last:
-                get, delete = partial(kept.retrieve, endpoint, last), partial(kept.delete, endpoint, last)
+                get = partial(kept.retrieve, endpoint, last)
+                delete = partial(kept.delete, endpoint, last)
                 return {"GET": Route(get), "DELETE": Route(delete)}
         base, _, name = parent.rpartition("/")
         if base == RESPONSES and last == "cancel":
@@ -165,7 +166,7 @@ class Api:
         with bound_contextvars(request=cycle.log_id):
             try:
                 if cycle.tenant is not None:
-                    await cycle.tenant.frame_turns.take()
+                    await cycle.tenant.frame_turns.wait()
                 await route.answer(cycle)
             except Exception as error:
                 cycle.refuse(quire_error(error, client_id=cycle.number), KNOWN)
@@ -173,7 +174,8 @@ class Api:
     # Requests to the engine
 
     async def _generate(self, endpoint: Endpoint, cycle: RequestCycle) -> None:
-        context, tenant = self._context, cycle.tenant
+        context = self._context
+        tenant = cycle.tenant
         assert tenant is not None, "authenticated"
         with self._reader.reporting(cycle):
             self._check_accepting()
@@ -194,7 +196,7 @@ class Api:
         except QuireError as error:
             context.requests.log.refused(tenant.name, cycle.number, error.code, error.retry_after_ms)
             raise
-        del call, fields, read  # they hold the prompt
+        del call, fields, read  # the objects hold the prompt
         if (failure := await answer) is not None:
             cycle.refuse(failure, endpoint.known)
 
@@ -209,7 +211,8 @@ class Api:
     async def _embed(
         self, read_call: Callable[[Fields, str], EmbeddingCall], known: Set[str], cycle: RequestCycle
     ) -> None:
-        context, tenant = self._context, cycle.tenant
+        context = self._context
+        tenant = cycle.tenant
         assert tenant is not None, "authenticated"
         with self._reader.reporting(cycle):
             self._check_accepting()
@@ -223,7 +226,7 @@ class Api:
         encoder = context.engine.info.encoder
         labels = encoder.labels if encoder is not None else ()
         answering = answer_embedding(cycle, live, call.new_form(self._models.encoder, labels))
-        del call  # it holds the texts
+        del call  # the call holds the texts
         if (failure := await answering) is not None:
             cycle.refuse(failure, known)
 

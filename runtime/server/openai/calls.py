@@ -29,8 +29,8 @@ from .fields import (
 )
 from .tools import check_verbosity, is_named, request_tools, template_variables, tool_choice
 
-MAX_PROMPTS = 256  # of one completion request
-MAX_MESSAGE_VALUES = 1 << 16  # in all messages together
+MAX_PROMPTS = 256  # prompts of one completion request
+MAX_MESSAGE_VALUES = 1 << 16  # values in all messages together
 COMPLETION_MAX_TOKENS = 16
 
 
@@ -43,19 +43,19 @@ class Call:
     include_usage: bool = False
     echo: bool = False
     prompt_logprobs: int | None = None  # alternatives of each prompt token to show
-    num_logprobs: int | None = None  # of each output token, if the prompt's are shown
-    is_call_named: bool = False  # it asks for a call of one certain tool
+    num_logprobs: int | None = None  # logprobs of each output token, if the prompt's are shown
+    is_call_named: bool = False  # the request asks for a call of one certain tool
     repeated: Mapping[str, Any] = field(default_factory=dict)  # fields that the answer repeats
     store: bool = False
     background: bool = False  # the answer comes before the output
-    fingerprint: str = ""  # of the engine
+    fingerprint: str = ""  # fingerprint of the engine
     service_tier: str | None = None  # shown in the answer
     returns_token_ids: bool = False
-    returns_timings: bool = False  # in the usage
-    shows_tokens_as_ids: bool = False  # in logprobs
+    returns_timings: bool = False  # usage includes timings
+    shows_tokens_as_ids: bool = False  # logprobs name tokens by their ids
     shows_stop_reason: bool = False
-    shows_usage_so_far: bool = False  # in each event of a stream
-    name: str = field(default_factory=lambda: secrets.token_hex(16))  # in the ids of the answer
+    shows_usage_so_far: bool = False  # each event of a stream has the usage so far
+    name: str = field(default_factory=lambda: secrets.token_hex(16))  # name in the ids of the answer
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -95,8 +95,8 @@ def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     messages = checked_messages(fields.required("messages"), info)
     check_verbosity(values.get("verbosity", "medium"))
     sampling = sampling_fields(fields, info)
-    with_logprobs = fields.take("logprobs", bool, False)
-    top_logprobs = fields.take_between("top_logprobs", 0, MAX_ALTERNATIVES, 0)
+    with_logprobs = fields.get("logprobs", bool, False)
+    top_logprobs = fields.get_between("top_logprobs", 0, MAX_ALTERNATIVES, 0)
     if with_logprobs:
         sampling["logprobs"] = top_logprobs
     elif top_logprobs:
@@ -113,7 +113,7 @@ def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
         (request,),
         *streaming(fields),
         is_call_named=is_named(values),
-        store=fields.take("store", bool, False),
+        store=fields.get("store", bool, False),
         **answer_fields(fields, info),
     )
 
@@ -121,7 +121,7 @@ def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
 def _max_tokens_of_chat(fields: Fields, limit: int) -> tuple[int, bool]:
     """Return how many tokens to generate, and whether the limit may be lowered to fit. Raises BadRequest."""
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in fields.values]  # the new name decides
-    given = [fields.take_num_tokens(name, limit) for name in names]
+    given = [fields.get_num_tokens(name, limit) for name in names]
     return (given[0], False) if given else (limit, True)
 
 
@@ -131,16 +131,18 @@ def completion_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     prompts = _prompts(fields.required("prompt"))
     sampling = sampling_fields(fields, info)
     if "logprobs" in fields.values:
-        sampling["logprobs"] = fields.take("logprobs", int, 0)
+        sampling["logprobs"] = fields.get("logprobs", int, 0)
     if "best_of" in fields.values:
-        sampling["best_of"] = fields.take("best_of", int, 1)
-    sampling["max_tokens"] = fields.take("max_tokens", int, COMPLETION_MAX_TOKENS)
-    echo = fields.take("echo", bool, False)
-    num_logprobs, prompt_logprobs = sampling.get("logprobs"), _prompt_logprobs(fields)
+        sampling["best_of"] = fields.get("best_of", int, 1)
+    sampling["max_tokens"] = fields.get("max_tokens", int, COMPLETION_MAX_TOKENS)
+    echo = fields.get("echo", bool, False)
+    num_logprobs = sampling.get("logprobs")
+    prompt_logprobs = _prompt_logprobs(fields)
     if prompt_logprobs is not None:
         sampling["logprobs"] = max(prompt_logprobs, num_logprobs or 0)
     stream, include_usage = streaming(fields)
-    params, request = SamplingParams(**sampling), request_fields(fields)
+    params = SamplingParams(**sampling)
+    request = request_fields(fields)
     if stream and params.best_of not in (None, params.n):
         raise BadRequest("best_of cannot be streamed: leave out stream", "best_of")
     if params.best_of == params.n:
@@ -157,7 +159,7 @@ def _prompt_logprobs(fields: Fields) -> int | None:
     """Return how many alternatives of each prompt token to show, None for no logprobs of them. Raises BadRequest."""
     if "prompt_logprobs" not in fields.values:
         return None
-    num_shown = fields.take_between("prompt_logprobs", 0, MAX_ALTERNATIVES, 0)
+    num_shown = fields.get_between("prompt_logprobs", 0, MAX_ALTERNATIVES, 0)
     values = fields.values
     for name, neutral in (("stream", False), ("echo", False), ("best_of", values.get("n", 1))):
         if values.get(name, neutral) != neutral:
@@ -186,7 +188,8 @@ def checked_messages(
 
 def _check_size(value: object, field: str) -> None:
     """Raise BadRequest if the messages have more values than a chat template may get."""
-    num_values, unseen = 0, [value]
+    num_values = 0
+    unseen = [value]
     while unseen:
         each = unseen.pop()
         if isinstance(each, dict):

@@ -18,7 +18,7 @@ class Run:
     def __init__(self, kind: DeltaKind, name: str) -> None:
         self.kind = kind
         self.name = name
-        self.texts: list[str] = []  # of a call: its arguments
+        self.texts: list[str] = []  # texts of a call: its arguments
         self.columns: list[Columns] = []  # logprobs of its text
 
     @property
@@ -39,19 +39,19 @@ class Choice:
     def __init__(self, logprobs: ChatLogprobs | CompletionLogprobs | None) -> None:
         self.logprobs = logprobs
         self.parser: OutputParser | None = None
-        self.prompt: PromptPart | None = None  # with which the chunks begin
+        self.prompt: PromptPart | None = None  # prompt that the chunks begin with
         self.echoed: tuple[str, Columns | None] | None = None  # the prompt that begins the text, and its logprobs
-        self.texts: list[str] = []  # of the answer
-        self.runs: list[Run] = []  # with a parser
+        self.texts: list[str] = []  # texts of the answer
+        self.runs: list[Run] = []  # runs that a parser found
         self.num_calls = 0
-        self.num_tokens = 0  # that the engine has sent
+        self.num_tokens = 0  # tokens that the engine has sent
         self.columns: list[Columns] = []
         self.token_ids = array("I")
         self.finish_reason = ""
         self.stop_reason: int | str | None = None
         self.num_reasoning_tokens = 0
-        self.shown: Sequence[TokenLogprobs] = ()  # of the answer in the chunk that was read last
-        self._held: list[TokenLogprobs] = []  # of text that the parser may still show
+        self.shown: Sequence[TokenLogprobs] = ()  # tokens of the answer in the chunk that was read last
+        self._held: list[TokenLogprobs] = []  # tokens of text that the parser may still show
 
     def read_with(self, new_parser: NewParser | None) -> None:
         """Read the text with a parser that `new_parser` makes, before the first chunk."""
@@ -62,7 +62,8 @@ class Choice:
 
         The calls are counted.
         """
-        self.finish_reason, self.stop_reason = chunk.finish_reason or "", chunk.stop_reason
+        self.finish_reason = chunk.finish_reason or ""
+        self.stop_reason = chunk.stop_reason
         self.num_tokens += len(chunk.token_ids)
         if self.parser is None:
             deltas: Sequence[Delta] = [Delta("content", chunk.text)] if chunk.text else ()
@@ -124,7 +125,8 @@ class Choice:
         self._held = [*self._held, *chunk.logprobs] if is_answer else []
         if not any(delta.kind == "content" for delta in deltas):
             return ()
-        shown, self._held = self._held or chunk.logprobs, []
+        shown = self._held or chunk.logprobs
+        self._held = []
         return shown
 
     def _piece(self, logprobs: Sequence[TokenLogprobs] | None) -> Columns | None:

@@ -39,7 +39,7 @@ from .request_cycle import RequestCycle
 
 READ_BYTES = 64 << 10
 MAX_HEAD_BYTES = 32 << 10
-MAX_AHEAD_BYTES = 64 << 10  # that a client may send before its request is answered
+MAX_AHEAD_BYTES = 64 << 10  # bytes that a client may send before its request is answered
 
 
 class HTTPConnection:
@@ -59,11 +59,11 @@ class HTTPConnection:
             write_timeout_s=self._config.write_timeout_ms / 1000,
         )
         self._pending_input = PendingInput(context.pending.of(None), self._refuse)
-        self._tenant: Tenant | None = None  # of the last request
-        self._ahead = bytearray()  # what the client has sent before its request was answered
+        self._tenant: Tenant | None = None  # tenant of the last request
+        self._ahead = bytearray()  # bytes that the client has sent before its request was answered
         self._num_requests = 0
-        self._cycle: RequestCycle | None = None  # from the request's head to the end of its answer
-        self._route: Route | None = None  # of the cycle
+        self._cycle: RequestCycle | None = None  # cycle from the request's head to the end of its answer
+        self._route: Route | None = None  # route of the cycle
         self._answering: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -169,7 +169,7 @@ class HTTPConnection:
             error.__traceback__ = None  # a frame of h11 holds the error
             self._refuse_bytes(error)
         except Exception as error:
-            refusal = quire_error(error, "connection").with_traceback(None)  # whose frames hold the refusal
+            refusal = quire_error(error, "connection").with_traceback(None)  # the traceback's frames hold the refusal
             self._context.connection_log.write(logging.WARNING, "http request refused", code=refusal.code)
             self._answer_error(refusal)
 
@@ -206,7 +206,7 @@ class HTTPConnection:
             async with asyncio.timeout_at(awaited_since + (head_s if is_begun else silence_s)) as limit:
                 while True:
                     if self._http.trailing_data[0]:
-                        await self._api.turns.take()
+                        await self._api.turns.wait()
                     check_head(self._http, MAX_HEAD_BYTES)
                     event = self._http.next_event()
                     if isinstance(event, h11.Request):
@@ -236,7 +236,8 @@ class HTTPConnection:
         timeout_ms = self._config.frame_timeout_ms
         in_chunks = _has(head, b"transfer-encoding")
         lines = ChunkLines(self._http, in_chunks=in_chunks)
-        body, num_chunks = bytearray(), 0
+        body = bytearray()
+        num_chunks = 0
         try:
             async with asyncio.timeout(timeout_ms / 1000):
                 if in_chunks:
@@ -296,7 +297,8 @@ class HTTPConnection:
 
     async def _answer_request(self) -> None:
         """Answer the request while the connection is read on."""
-        cycle, route = self._cycle, self._route
+        cycle = self._cycle
+        route = self._route
         assert cycle is not None, "a request was read"
         assert route is not None, "a request was read"
         self._answering = asyncio.create_task(self._api.answer(cycle, route))

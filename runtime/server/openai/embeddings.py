@@ -25,15 +25,16 @@ from .fields import Fields
 from .other_fields import HINTS
 from .request_cycle import RequestCycle
 
-FEWER = "send fewer texts per request, or use a client of Quire's protocol"
-HELD_VECTOR_BYTES = HELD_CLASSES_BYTES = 64  # of a text's vector or classes that an answer holds, besides the JSON
-HELD_SCORE_BYTES = 64  # of a score that an answer holds, about
+FEWER_TEXTS = "send fewer texts per request, or use a client of Quire's protocol"
+HELD_VECTOR_BYTES = HELD_CLASSES_BYTES = 64  # bytes of a text's vector or classes in an answer, besides the JSON
+HELD_SCORE_BYTES = 64  # approximate bytes of a score that an answer holds
 _COMMON = frozenset({"model", "priority", "deadline_ms", "truncate_prompt_tokens"}) | HINTS
 _RANKED = frozenset({"query", "documents", "top_n", "return_documents"})
 _SCORED = frozenset({"text_1", "text_2", "queries", "documents"})
 CLASSIFY_FIELDS = _COMMON | {"input"}
 EMBEDDING_FIELDS = _COMMON | {"input", "encoding_format", "dimensions", "prompt_name"}
-RERANK_FIELDS, SCORE_FIELDS = _COMMON | _RANKED, _COMMON | _SCORED
+RERANK_FIELDS = _COMMON | _RANKED
+SCORE_FIELDS = _COMMON | _SCORED
 # Fields of these paths elsewhere, with the values that ask for nothing; and what to use instead.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "encoding_format": ("float",),
@@ -56,7 +57,7 @@ class EmbeddingCall(NamedTuple):
     """The fields of one HTTP request."""
 
     request: EmbedRequest
-    new_form: Callable[[str, tuple[str, ...]], EmbeddingForm]  # of the answer, from the model's name and labels
+    new_form: Callable[[str, tuple[str, ...]], EmbeddingForm]  # form of the answer, from the model's name and labels
 
 
 class EmbeddingForm(Protocol):
@@ -74,14 +75,14 @@ class EmbeddingForm(Protocol):
 def embedding_call(fields: Fields, tenant: str) -> EmbeddingCall:
     """Return the call of `/v1/embeddings`. Raises BadRequest."""
     _check_known(fields, EMBEDDING_FIELDS)
-    encoding = fields.take("encoding_format", str, "float")
+    encoding = fields.get("encoding_format", str, "float")
     if encoding not in ("float", "base64"):
         raise BadRequest(f"encoding_format must be float or base64, not {encoding[:80]!r}", "encoding_format")
     options = _options(fields, tenant)
     if "dimensions" in fields.values:
-        options["dimensions"] = fields.take("dimensions", int, 0)
+        options["dimensions"] = fields.get("dimensions", int, 0)
     if "prompt_name" in fields.values:
-        options["prompt_name"] = fields.take("prompt_name", str, "")
+        options["prompt_name"] = fields.get("prompt_name", str, "")
     name, inputs = _named_inputs(fields)
     request = EmbedRequest(inputs=inputs, input_name=name, **options)
     return EmbeddingCall(request, lambda model, _: _VectorForm(model, is_base64=encoding == "base64"))
@@ -98,10 +99,11 @@ def classify_call(fields: Fields, tenant: str) -> EmbeddingCall:
 def rerank_call(fields: Fields, tenant: str) -> EmbeddingCall:
     """Return the call of `/v1/rerank`. Raises BadRequest."""
     _check_known(fields, RERANK_FIELDS)
-    query, documents = _text("query", fields.required("query")), _texts("documents", fields.required("documents"))
-    if (top_n := fields.take("top_n", int, max(1, len(documents)))) < 1:
+    query = _text("query", fields.required("query"))
+    documents = _texts("documents", fields.required("documents"))
+    if (top_n := fields.get("top_n", int, max(1, len(documents)))) < 1:
         raise BadRequest(f"top_n must be at least 1, not {top_n}", "top_n")
-    shows_documents = fields.take("return_documents", bool, True)
+    shows_documents = fields.get("return_documents", bool, True)
     return EmbeddingCall(
         EmbedRequest(inputs=documents, query=query, input_name="documents[{}]", **_options(fields, tenant)),
         lambda model, _: _RankForm(model, top_n, documents if shows_documents else None),
@@ -111,7 +113,8 @@ def rerank_call(fields: Fields, tenant: str) -> EmbeddingCall:
 def score_call(fields: Fields, tenant: str) -> EmbeddingCall:
     """Return the call of `/v1/score`: one query and its documents. Raises BadRequest."""
     _check_known(fields, SCORE_FIELDS)
-    query_name, name = _one_of(fields, "text_1", "queries"), _one_of(fields, "text_2", "documents")
+    query_name = _one_of(fields, "text_1", "queries")
+    name = _one_of(fields, "text_2", "documents")
     query = fields.required(query_name)
     if isinstance(query, list):
         if len(query) != 1:
@@ -137,11 +140,11 @@ async def answer_embedding(cycle: RequestCycle, live: LiveEmbedding, form: Embed
         async with contextlib.aclosing(live.chunks()) as chunks:
             async for chunk in chunks:
                 memory.add(form.add(chunk))
-        memory.release()  # what is sent is counted by the connection
+        memory.release()  # the connection counts sent bytes
         cycle.respond(HTTPAnswer(200, form.whole(live.prompt_tokens)))
         return None
     except QuireError as error:
-        return error.with_traceback(None)  # that holds the texts
+        return error.with_traceback(None)  # the traceback holds the texts
     finally:
         memory.release()
         cycle.cancels.clear()
@@ -153,7 +156,7 @@ class _VectorForm:
     def __init__(self, model: str, *, is_base64: bool) -> None:
         self._model = model
         self._is_base64 = is_base64
-        self.advice = FEWER if is_base64 else f"{FEWER}, or ask for base64"
+        self.advice = FEWER_TEXTS if is_base64 else f"{FEWER_TEXTS}, or ask for base64"
         self._pieces: list[bytes] = []
 
     def add(self, chunk: EmbeddedTexts) -> int:
@@ -173,7 +176,7 @@ class _VectorForm:
 class _Scores:
     """The scores of a call, in the order of the documents."""
 
-    advice = FEWER
+    advice = FEWER_TEXTS
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -193,7 +196,8 @@ class _RankForm(_Scores):
         self._documents = documents
 
     def whole(self, prompt_tokens: int) -> bytes:
-        scores, documents = self._scores, self._documents
+        scores = self._scores
+        documents = self._documents
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: self._top_n]
         results = [
             {"index": index, "relevance_score": scores[index]}
@@ -216,7 +220,7 @@ class _ScoreForm(_Scores):
 class _LabelForm:
     """vLLM's list of labels with their probabilities."""
 
-    advice = FEWER
+    advice = FEWER_TEXTS
 
     def __init__(self, model: str, labels: tuple[str, ...]) -> None:
         self._model = model
@@ -250,7 +254,7 @@ def _options(fields: Fields, tenant: str) -> dict[str, Any]:
     options: dict[str, Any] = {"tenant": tenant}
     for name in ("priority", "deadline_ms", "truncate_prompt_tokens"):
         if name in fields.values:
-            options[name] = fields.take(name, int, 0)
+            options[name] = fields.get(name, int, 0)
     return options
 
 

@@ -23,7 +23,7 @@ from ...common.errors import (
 
 JSON = "application/json"
 STRUCTURED_OUTPUTS = "structured_outputs"  # the engine's name of the field with a grammar
-RETRY_UNAVAILABLE_MS = 1000  # for Unavailable, which says nothing of when it ends
+RETRY_UNAVAILABLE_MS = 1000  # retry time for Unavailable, which says nothing of when it ends
 
 
 class HTTPAnswer(NamedTuple):
@@ -100,7 +100,8 @@ def _kind(error: QuireError) -> _Kind:
 def _body(error: QuireError, fields: Collection[str], names: Mapping[str, str]) -> bytes:
     kind = _kind(error)
     message = str(error).encode("utf-8", "replace").decode()  # a lone surrogate that it quotes becomes "?"
-    param, code = None, kind.code
+    param = None
+    code = kind.code
     if isinstance(error, BadRequest):
         param = error.param and error.param.encode("utf-8", "replace").decode()  # likewise
         code = error.error_code
@@ -109,7 +110,7 @@ def _body(error: QuireError, fields: Collection[str], names: Mapping[str, str]) 
         first = first.partition(" ")[0].rstrip(":").partition("[")[0]
         if first in fields or first in names or first == STRUCTURED_OUTPUTS:
             param = names.get(first, first)
-        if param is not None and first != "prompt":  # which is what the engine makes of messages, too
+        if param is not None and first != "prompt":  # the engine names messages "prompt", too
             message = param + message.removeprefix(first)
     return msgspec.json.encode({"error": {"message": message, "type": kind.type, "param": param, "code": code}})
 

@@ -20,7 +20,7 @@ from .tools import TOOL_FIELDS
 
 T = TypeVar("T")
 
-MAX_ALTERNATIVES = 20  # of one token, with their logprobs
+MAX_ALTERNATIVES = 20  # alternatives of one token, with their logprobs
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 SEEDS = 1 << 64  # a negative seed counts from the end
 
@@ -59,9 +59,9 @@ class Fields:
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.values = {name: value for name, value in body.items() if value is not None}
-        self.num_previous_items = 0  # of `input`, those of the response that it continues
+        self.num_previous_items = 0  # items of `input` from the response that it continues
 
-    def take(self, name: str, kind: type[T], default: T) -> T:
+    def get(self, name: str, kind: type[T], default: T) -> T:
         """Return the field, or `default` without it. Raises BadRequest for another type."""
         value = self.values.get(name, default)
         if type(value) is not kind:
@@ -74,16 +74,16 @@ class Fields:
             raise BadRequest(f"{name} is missing", name, error_code="missing_required_parameter")
         return self.values[name]
 
-    def take_between(self, name: str, least: int, most: int, default: int) -> int:
+    def get_between(self, name: str, least: int, most: int, default: int) -> int:
         """Return the field, an integer between `least` and `most`, or `default` without it. Raises BadRequest."""
-        value = self.take(name, int, default)
+        value = self.get(name, int, default)
         if not least <= value <= most:
             raise BadRequest(f"{name} must be between {least} and {most}, not {value}", name)
         return value
 
-    def take_num_tokens(self, name: str, limit: int) -> int:
+    def get_num_tokens(self, name: str, limit: int) -> int:
         """Return the field, a number of tokens to generate, or `limit` without it. Raises BadRequest."""
-        value = self.take(name, int, limit)
+        value = self.get(name, int, limit)
         if not 1 <= value <= limit:
             code = "context_length_exceeded" if value > limit else None
             raise BadRequest(f"{name} must be between 1 and {limit}, not {value}", name, error_code=code)
@@ -116,9 +116,9 @@ def sampling_fields(fields: Fields, info: EngineInfo) -> dict[str, Any]:
     sampling: dict[str, Any] = {**http_sampling(info.default_sampling)}
     sampling |= {name: value for name, value in values.items() if name in SAMPLING}
     if "seed" in values:
-        sampling["seed"] = fields.take("seed", int, 0) % SEEDS
+        sampling["seed"] = fields.get("seed", int, 0) % SEEDS
     if "logit_bias" in values:
-        sampling["logit_bias"] = _logit_bias(fields.take("logit_bias", dict, {}))
+        sampling["logit_bias"] = _logit_bias(fields.get("logit_bias", dict, {}))
     sampling["structured_outputs"] = structure_of(values)
     return sampling
 
@@ -132,7 +132,7 @@ def _logit_bias(given: dict[str, Any]) -> dict[int, Any]:
 def request_fields(fields: Fields) -> dict[str, Any]:
     """Return the fields of the request to the engine besides prompt and sampling. Raises BadRequest."""
     values: dict[str, Any] = {
-        name: fields.take(name, int, 0) if name in NUMBERS else fields.take(name, str, "")
+        name: fields.get(name, int, 0) if name in NUMBERS else fields.get(name, str, "")
         for name in REQUEST & fields.values.keys()
     }
     if values.get("cache_salt") == "":
@@ -151,10 +151,10 @@ def service_tier(fields: Fields) -> str | None:
 def answer_fields(fields: Fields, info: EngineInfo) -> dict[str, Any]:
     """Return the form of the answer of a chat or a completion."""
     tier = service_tier(fields)
-    returns_token_ids = fields.take("return_token_ids", bool, False)
+    returns_token_ids = fields.get("return_token_ids", bool, False)
     if returns_token_ids and fields.values.get("echo"):
         raise BadRequest("return_token_ids cannot be used with echo", "return_token_ids")
-    returns_timings = fields.take("return_timings", bool, False)
+    returns_timings = fields.get("return_timings", bool, False)
     if returns_timings and fields.values.get("stream") and not streaming(fields)[1]:
         text = "return_timings needs stream_options.include_usage: true in a stream, whose usage has the times"
         raise BadRequest(text, "return_timings")
@@ -163,7 +163,7 @@ def answer_fields(fields: Fields, info: EngineInfo) -> dict[str, Any]:
         "service_tier": None if tier is None else TIERS[tier][1],
         "returns_token_ids": returns_token_ids,
         "returns_timings": returns_timings,
-        "shows_tokens_as_ids": fields.take("return_tokens_as_token_ids", bool, False),
+        "shows_tokens_as_ids": fields.get("return_tokens_as_token_ids", bool, False),
         "shows_usage_so_far": streaming(fields)[1] and stream_option(fields, "continuous_usage_stats"),
         "shows_stop_reason": any(fields.values.get(name) for name in SHOWING_STOP_REASON),
     }
@@ -177,7 +177,7 @@ def _is_same(value: object, neutral: object) -> bool:
 
 def streaming(fields: Fields) -> tuple[bool, bool]:
     """Return whether to stream, and whether with usage."""
-    stream = fields.take("stream", bool, False)
+    stream = fields.get("stream", bool, False)
     if "stream_options" not in fields.values:
         return stream, False
     if not stream:
@@ -187,14 +187,14 @@ def streaming(fields: Fields) -> tuple[bool, bool]:
 
 def stream_option(fields: Fields, name: str) -> bool:
     """Return an option of the stream, false without it. Raises BadRequest for a wrong or unsupported one."""
-    options = Fields(fields.take("stream_options", dict, {}))
+    options = Fields(fields.get("stream_options", dict, {}))
     for each in STREAM_OPTIONS:
         if type(options.values.get(each, False)) is not bool:
             raise BadRequest(f"stream_options.{each} must be true or false", f"stream_options.{each}")
     if options.values.get("include_obfuscation"):
         text = "stream_options.include_obfuscation is not supported; leave it out"
         raise BadRequest(text, "stream_options.include_obfuscation")
-    return options.take(name, bool, False)
+    return options.get(name, bool, False)
 
 
 _NAMES: dict[type, str] = {str: "text", int: "an integer", bool: "true or false", dict: "an object", list: "a list"}

@@ -22,7 +22,7 @@ from .tools import call_id
 DONE = b"data: [DONE]\n\n"
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
-TIMINGS = ("queue_ms", "prefill_ms", "decode_ms", "stall_ms")  # of `Usage`
+TIMINGS = ("queue_ms", "prefill_ms", "decode_ms", "stall_ms")  # timings of `Usage`
 
 _encode = msgspec.json.encode
 
@@ -39,7 +39,7 @@ class Format(Protocol):
 
     id_prefix: bytes
     choices: list[Choice]
-    prompt_sizes: Sequence[PromptSize]  # of each prompt, before the first event
+    prompt_sizes: Sequence[PromptSize]  # sizes of each prompt, before the first event
     held_bytes: int  # text of earlier events that the last events of a stream repeat
 
     def __init__(self, call: Call, model: str, vocabulary: Vocabulary) -> None: ...
@@ -69,8 +69,8 @@ class ChoiceFormat:
     id_prefix: bytes
     object_name: bytes
     chunk_name: bytes
-    text_begin: bytes  # before the text of a chunk
-    text_end: bytes  # after the text of a chunk
+    text_begin: bytes  # part before the text of a chunk
+    text_end: bytes  # part after the text of a chunk
     no_text: bytes  # fields of a chunk without text
     held_bytes = 0
 
@@ -87,14 +87,17 @@ class ChoiceFormat:
         self._include_usage = call.include_usage
         self._returns_timings = call.returns_timings
         self._event_end = (b'],"usage":null}' if call.include_usage else b"]}") + END_OF_EVENT
-        self._shows_usage_so_far, self._n = call.shows_usage_so_far, call.params.n
+        self._shows_usage_so_far = call.shows_usage_so_far
+        self._n = call.params.n
         self.prompt_sizes: Sequence[PromptSize] = ()
         self._choice_heads = [self._event_head + b'{"index":%d,' % index for index in range(call.num_choices)]
         self._text_heads = [head + self.text_begin for head in self._choice_heads]
         self._text_end = self.text_end + b',"logprobs":'
         self._choice_end = b',"finish_reason":null}'
-        self._returns_token_ids, self._shows_stop_reason = call.returns_token_ids, call.shows_stop_reason
-        has_logprobs, as_ids = call.params.logprobs is not None, call.shows_tokens_as_ids
+        self._returns_token_ids = call.returns_token_ids
+        self._shows_stop_reason = call.shows_stop_reason
+        has_logprobs = call.params.logprobs is not None
+        as_ids = call.shows_tokens_as_ids
         self.choices = [
             Choice(self._logprobs(vocabulary, as_ids) if has_logprobs else None) for _ in range(call.num_choices)
         ]
@@ -203,7 +206,9 @@ class ChatFormat(ChoiceFormat):
     id_prefix = b"chatcmpl-"
     object_name = b"chat.completion"
     chunk_name = b"chat.completion.chunk"
-    text_begin, text_end, no_text = b'"delta":{"content":', b"}", b'"delta":{}'
+    text_begin = b'"delta":{"content":'
+    text_end = b"}"
+    no_text = b'"delta":{}'
 
     def opening(self) -> bytes:
         """Return the role of every choice, in order: openai-python appends to its list of choices."""
@@ -220,7 +225,7 @@ class ChatFormat(ChoiceFormat):
             return super()._delta_events(index, deltas, piece, token_ids)
         events = []
         call = choice.num_calls - sum(delta.kind == "call" for delta in deltas) - 1
-        if not deltas and self._returns_token_ids and token_ids:  # without text: the content may stay null
+        if not deltas and self._returns_token_ids and token_ids:  # no text, but token ids: the content may stay null
             shown = self.no_text + b',"logprobs":null,"finish_reason":null' + self._token_ids(token_ids)
             return self._choice_heads[index] + shown + b"}" + self._end(index)
         for kind, text in deltas:
@@ -275,7 +280,9 @@ class CompletionFormat(ChoiceFormat):
 
     id_prefix = b"cmpl-"
     object_name = chunk_name = b"text_completion"
-    text_begin, text_end, no_text = b'"text":', b"", b'"text":""'
+    text_begin = b'"text":'
+    text_end = b""
+    no_text = b'"text":""'
 
     def opening(self) -> bytes:
         """Return the echo of each choice that begins with its prompt."""

@@ -24,13 +24,14 @@ from ...common.prompts import shown
 from ...net.http_input import check_head
 from .errors import BadRequest
 
-WEB, PORT = ("https://", "http://"), 443
+WEB = ("https://", "http://")
+PORT = 443
 MAX_URL = 2048  # characters
 MAX_HEAD = 16 << 10  # bytes of an answer before its body
 READ_BYTES = 64 << 10
-TIMEOUT_S = 10.0  # of all images of a request
+TIMEOUT_S = 10.0  # limit for all images of a request
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-_KINDS = ("image_url", "input_image")  # of parts
+_KINDS = ("image_url", "input_image")  # types of parts
 _MEDIA_TYPE = re.compile(r"image/[a-z0-9.+-]{1,40}")
 _HOST = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
 
@@ -38,14 +39,14 @@ _HOST = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9
 class Source(NamedTuple):
     """A host and a port: an entry of the list, or what a URL names."""
 
-    host: str  # in lower case; an IPv6 address in its shortest form, without brackets
+    host: str  # lower-case host; an IPv6 address in its shortest form, without brackets
     port: int
 
 
 class RemoteImage(NamedTuple):
     """An https URL in a part of a message, `fields[key]`."""
 
-    field: str  # of the request's body
+    field: str  # field of the request's body
     where: str
     fields: dict[str, Any]
     key: str
@@ -141,7 +142,8 @@ async def _get(
     headers += [("accept-encoding", "identity"), ("connection", "close"), ("user-agent", "quire")]
     writer.write(http.send(h11.Request(method="GET", target=target, headers=headers)) or b"")
     http.send(h11.EndOfMessage())
-    content, media_type = bytearray(), ""
+    content = bytearray()
+    media_type = ""
     while True:
         if not media_type:
             check_head(http, MAX_HEAD)

@@ -23,12 +23,12 @@ T = TypeVar("T")
 PARSED_AT_ONCE = 64 << 10  # bytes of a body, which takes about a millisecond
 MAX_CONTAINERS = 1 << 16  # lists, objects and keys of one body, of which each costs as much as several numbers
 MAX_VALUES = 1 << 18  # such as token ids
-MAX_LEVELS = 500  # of lists and objects: what reads a body later calls itself for each, up to twice
-MAX_DIGITS = 20  # of an integer: converting a long one takes quadratic time
+MAX_LEVELS = 500  # levels of lists and objects: later readers call themselves for each, up to twice
+MAX_DIGITS = 20  # digits of an integer: converting a long one takes quadratic time
 
 
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_CHANGES = bytes.maketrans(b"[{]}", b"\1\1\xff\xff")  # of the level, as int8
+_CHANGES = bytes.maketrans(b"[{]}", b"\1\1\xff\xff")  # changes of the level, as int8
 
 
 class BodyReader:

@@ -43,7 +43,7 @@ class Vocabulary:
     def __init__(self, token: Callable[[int], Token]) -> None:
         self._token = token
         self.texts = _Known(lambda token_id: _unique_text(token(token_id)))
-        self.entries = _Known(lambda token_id: _entry(token(token_id).data))  # of chats, around the logprob
+        self.entries = _Known(lambda token_id: _entry(token(token_id).data))  # chat's JSON around the logprob
 
     def __call__(self, token_id: int) -> Token:
         return self._token(token_id)
@@ -83,7 +83,7 @@ class CompletionLogprobs:
         self._vocabulary = vocabulary
         self._texts = _TEXTS_OF_IDS if as_ids else vocabulary.texts
         self.has_text = True  # a text before the tokens, or in the tokens so far
-        self._num_characters = 0  # that begin in the tokens so far
+        self._num_characters = 0  # characters that begin in the tokens so far
 
     def first(self, token_id: int) -> Columns:
         """Return the first token of an echoed prompt, which has no probability."""
@@ -94,7 +94,10 @@ class CompletionLogprobs:
     def piece(self, tokens: Iterable[TokenLogprobs]) -> Columns:
         """Return the next tokens of the choice."""
         known = self._texts
-        texts, logprobs, tops, offsets = [], [], [], []
+        texts = []
+        logprobs = []
+        tops = []
+        offsets = []
         for each in tokens:
             text = known[each.token_id]
             texts.append(text)

@@ -9,7 +9,7 @@ from ...engine.facade import EncoderInfo, EngineFacade, EngineInfo
 from .errors import BadRequest
 from .fields import Fields
 
-Task = Literal["text", "vectors", "any"]  # what a request wants of its model; scores count as vectors
+Task = Literal["text", "vectors", "any"]  # model that a request needs; scores count as vectors
 
 
 def model_card(name: str, info: EngineInfo, created: int, *, is_main: bool) -> dict[str, object]:
@@ -60,7 +60,7 @@ class ServedModels:
 
     def check(self, fields: Fields, task: Task) -> str:
         """Return the name of the model that a body asks for. Raises BadRequest for one that cannot do the task."""
-        name = fields.take("model", str, self.encoder if task == "vectors" else self.main)
+        name = fields.get("model", str, self.encoder if task == "vectors" else self.main)
         if name not in self.names:
             raise BadRequest(
                 f"the model {name[:80]!r} does not exist here; this server has {' and '.join(map(repr, self.names))}",

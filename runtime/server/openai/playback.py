@@ -21,7 +21,7 @@ from .logprobs import CompletionLogprobs
 from .prompt_logprobs import PromptPart
 from .request_cycle import RequestCycle
 
-FRAMES_PER_CHUNK = 4  # of a turn: a chunk that waited is read and rendered again
+FRAMES_PER_CHUNK = 4  # frames of a turn: a chunk that waited is read and rendered again
 
 
 def log_reader(cycle: RequestCycle, log: OutputLog) -> OutputReader:
@@ -44,7 +44,7 @@ class Playback:
 
     def __init__(self, cycle: RequestCycle, call: Call, engine: EngineFacade) -> None:
         self._cycle = cycle
-        self._requests = list(call.requests)  # until they are accepted: they hold the prompts
+        self._requests = list(call.requests)  # requests, which hold the prompts, until they are accepted
         self._echo = call.echo
         self._prompt_logprobs = call.prompt_logprobs
         self._num_logprobs = call.num_logprobs

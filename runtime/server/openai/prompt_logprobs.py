@@ -25,7 +25,7 @@ class PromptPart:
         self.num_logprobs = num_logprobs
         self._token_of = token_of
         self._num_shown = num_shown
-        self.num_bytes = 0  # of the entries
+        self.num_bytes = 0  # bytes of the entries
         self._entries = [b"null"]  # the first token has no probability
         self._tokens_left = len(token_ids) - 1
         self._characters_left = _num_characters(token_ids, token_of) - _num_characters(token_ids[:1], token_of)

@@ -20,7 +20,7 @@ from ..requests.send_buffer import SendBuffer
 from ..tenancy.tenants import Tenant
 from .errors import HTTPAnswer, error_answer, error_event
 
-KEEP_ALIVE_S = 15.0  # between comments that keep a silent stream alive through proxies
+KEEP_ALIVE_S = 15.0  # pause between comments that keep a silent stream alive through proxies
 # One line without the empty one that ends an event: after it, clients that saw an `id` would read an empty event.
 COMMENT = b":\n"
 EVENT_HEADERS = [("content-type", "text/event-stream; charset=utf-8"), ("x-accel-buffering", "no")]
@@ -41,7 +41,8 @@ class EventNumbers:
 
     def numbered(self, events: bytes) -> bytes:
         """Return the next events as they are sent."""
-        first, self._next = self._next, self._next + events.count(END_OF_EVENT)
+        first = self._next
+        self._next = self._next + events.count(END_OF_EVENT)
         return b"".join(
             b"id: %d\n%b\n\n" % (number, event)
             for number, event in enumerate(events.split(END_OF_EVENT)[:-1], first)
@@ -56,17 +57,17 @@ class RequestCycle:
     """
 
     def __init__(self, http: h11.Connection, send_buffer: SendBuffer, request: h11.Request, number: int) -> None:
-        self.number = number  # on its connection
+        self.number = number  # number of the request on its connection
         self.method = request.method.decode("ascii")
         self.headers = {name.decode("ascii"): value for name, value in request.headers}
         self.target = request.target.decode("ascii", "replace")
-        if (whole := _ABSOLUTE.fullmatch(self.target)) is not None:  # as clients send it to proxies
+        if (whole := _ABSOLUTE.fullmatch(self.target)) is not None:  # the form that clients send to proxies
             self.target, self.headers["host"] = whole["path"] or "/", whole["host"].encode()
         self.body = b""
-        self.field_names: Mapping[str, str] = {}  # of the body, for names that the engine's errors have
+        self.field_names: Mapping[str, str] = {}  # engine's name of a field -> name in the body
         self.send_buffer = send_buffer
         self.tenant: Tenant | None = None  # once authenticated
-        self.cancels: list[Callable[[CancelCause], object]] = []  # of the requests that it waits for
+        self.cancels: list[Callable[[CancelCause], object]] = []  # running requests
         self.is_last = False  # the connection closes after the answer
         self.is_over = False
         self._http = http

@@ -30,7 +30,8 @@ class RequestReader:
 
     async def fields(self, cycle: RequestCycle, known: Set[str] = KNOWN, task: Task = "text") -> Fields:
         """Return the body's fields, once its model is checked. Raises BadRequest, or the refusal of a long body."""
-        tenant, body = cycle.tenant, cycle.body
+        tenant = cycle.tenant
+        body = cycle.body
         assert tenant is not None, "authenticated"
         cycle.body = b""
         is_long = len(body) > PARSED_AT_ONCE

@@ -135,10 +135,10 @@ class OutputItems:
         namespaces: Mapping[str, tuple[str, str]],
     ) -> None:
         self._choice = choice
-        self._name = name  # of the response, in the items' ids
+        self._name = name  # name of the response, in the items' ids
         self._event = event
-        self._logprobs = logprobs  # of a run's text, with the tokens' bytes or without
-        self._namespaces = namespaces  # and names of functions in them, by the name that the model writes
+        self._logprobs = logprobs  # logprobs of a run's text, with the tokens' bytes or without
+        self._namespaces = namespaces  # function's name for the model -> its namespace and name there
         self._num_begun = 0  # items in events; all but the last have ended
 
     def shown(self, status: str) -> list[dict[str, Any]]:
@@ -159,7 +159,8 @@ class OutputItems:
                 continue
             place = self._place(index)
             if kind == "content":
-                place["logprobs"], logprobs = logprobs, []
+                place["logprobs"] = logprobs
+                logprobs = []
             name = DELTAS[kind]
             events.append(self._event(f"response.{name}.delta", **place, delta=text))
         return b"".join(events)
@@ -169,7 +170,8 @@ class OutputItems:
         if not self._num_begun:
             return b""
         index = self._num_begun - 1
-        run, place = self._choice.runs[index], self._place(index)
+        run = self._choice.runs[index]
+        place = self._place(index)
         item = self._item(index, status)
         if run.kind == "call":
             named = {"name": item["name"], "arguments": run.text}
@@ -197,7 +199,8 @@ class OutputItems:
         return f"{PREFIXES[self._choice.runs[index].kind]}_{self._name}_{index}"
 
     def _item(self, index: int, status: str, *, is_empty: bool = False) -> dict[str, Any]:
-        run, own = self._choice.runs[index], {"id": self._id(index), "status": status}
+        run = self._choice.runs[index]
+        own = {"id": self._id(index), "status": status}
         if run.kind == "call":
             namespace, name = self._namespaces.get(run.name, ("", run.name))
             named = {"call_id": call_id(self._name, 0, index), "name": name, "arguments": "" if is_empty else run.text}
@@ -232,7 +235,8 @@ def _is_reference(item: object) -> bool:
 
 def _function(item: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a call as messages of chats have it: whatever a tool receives is the arguments of a function."""
-    kind, field = item["type"], CALLS[item["type"]]
+    kind = item["type"]
+    field = CALLS[item["type"]]
     if kind == "function_call":
         name = qualified_name(_text(item, "name", where), item.get("namespace"))
         return {"name": name, "arguments": _text(item, field, where)}

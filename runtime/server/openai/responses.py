@@ -34,7 +34,7 @@ RESPONSE_FIELDS |= {"input", "instructions", "max_output_tokens", "text", "store
 RESPONSE_FIELDS |= {"stream_options", "max_tool_calls", "include", "top_logprobs", "service_tier", "reasoning"}
 RESPONSE_FIELDS |= TOOL_FIELDS - {"reasoning_effort"}
 TEXT_FORMAT = {"type": "text"}
-FORMAT_OPTIONS: dict[str, type] = {"description": str, "strict": bool}  # of a JSON schema, besides its name
+FORMAT_OPTIONS: dict[str, type] = {"description": str, "strict": bool}  # options of a JSON schema, besides its name
 UNSUPPORTED_HERE: dict[str, tuple[object, ...]] = {
     **UNSUPPORTED,
     "n": (1,),
@@ -68,18 +68,18 @@ _encode = msgspec.json.encode
 def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     """Return the call of a response, whose input includes the input of the previous one. Raises InvalidRequest."""
     fields.check_supported(RESPONSE_FIELDS, UNSUPPORTED_HERE, INSTEAD_HERE)
-    background = fields.take("background", bool, False)
-    store = fields.take("store", bool, background)
+    background = fields.get("background", bool, False)
+    store = fields.get("store", bool, background)
     if background and not store:
         raise BadRequest("background needs store: true", "background")
     stream_option(fields, "include_usage")  # the last event always has the usage
-    fields.take("max_tool_calls", int, 0)  # of tools that only other servers have
+    fields.get("max_tool_calls", int, 0)  # limit for tools that only other servers have
     placed = _messages(fields)
     messages = checked_messages([each for _, each in placed], info, "input", lambda index: placed[index][0])
     has_limit = "max_output_tokens" in fields.values
     _use_text_format(fields)
     sampling = sampling_fields(fields, info)
-    sampling["max_tokens"] = fields.take_num_tokens("max_output_tokens", info.max_model_len)
+    sampling["max_tokens"] = fields.get_num_tokens("max_output_tokens", info.max_model_len)
     sampling["logprobs"] = _num_logprobs(fields)
     chat = chat_fields(fields.values)
     request = with_answer(
@@ -91,7 +91,7 @@ def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     )
     return Call(
         (request,),
-        fields.take("stream", bool, False),
+        fields.get("stream", bool, False),
         repeated=_repeated(fields) | {"background": background},
         store=store,
         background=background,
@@ -141,7 +141,8 @@ def _listed_part(part: dict[str, Any], of_text: dict[str, Any]) -> dict[str, Any
 
 def _listed_image(part: dict[str, Any]) -> dict[str, Any]:
     """Convert a chat-style or response-style image part to response style."""
-    url, detail = part["image_url"], part.get("detail")
+    url = part["image_url"]
+    detail = part.get("detail")
     if isinstance(url, dict):
         url, detail = url["url"], url.get("detail")
     return {"type": INPUT_IMAGE, "image_url": url, "detail": detail or "auto"}
@@ -149,7 +150,8 @@ def _listed_image(part: dict[str, Any]) -> dict[str, Any]:
 
 def _num_logprobs(fields: Fields) -> int | None:
     """Return how many alternatives of each token to show, None for no logprobs. Raises BadRequest."""
-    included, top = fields.take("include", list, []), fields.take_between("top_logprobs", 0, MAX_ALTERNATIVES, 0)
+    included = fields.get("include", list, [])
+    top = fields.get_between("top_logprobs", 0, MAX_ALTERNATIVES, 0)
     if other := [each for each in included if each not in INCLUDED]:
         raise BadRequest(f"include may have {', '.join(INCLUDED)}, not {shown(other[0])}", "include")
     has_logprobs = WITH_LOGPROBS in included
@@ -160,8 +162,8 @@ def _num_logprobs(fields: Fields) -> int | None:
 
 def _use_text_format(fields: Fields) -> None:
     """Give `text.format` the name and form that it has in chats. Raises BadRequest."""
-    text = Fields(fields.take("text", dict, {}))
-    given = text.take("format", dict, TEXT_FORMAT)
+    text = Fields(fields.get("text", dict, {}))
+    given = text.get("format", dict, TEXT_FORMAT)
     check_verbosity(text.values.get("verbosity", "medium"), "text.verbosity")
     if other := sorted(text.values.keys() - {"format", "verbosity"}):
         raise BadRequest(f"text.{other[0]} is not supported; leave it out", f"text.{other[0]}")
@@ -171,7 +173,7 @@ def _use_text_format(fields: Fields) -> None:
                 name = "text.format.schema"
                 raise BadRequest(f"{name} must be a JSON schema, not {shown(schema)}", name)
             for name, kind in FORMAT_OPTIONS.items():
-                Fields(rest).take(name, kind, kind())
+                Fields(rest).get(name, kind, kind())
             fields.values["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
         case {"type": "text" | "json_object" as kind, **rest} if not rest:
             fields.values["response_format"] = {"type": kind}
@@ -185,7 +187,7 @@ def _use_text_format(fields: Fields) -> None:
 
 def _messages(fields: Fields) -> list[tuple[str, dict[str, Any]]]:
     """Return instructions and input as the messages of a chat, each after its place in the body. Raises BadRequest."""
-    instructions = fields.take("instructions", str, "")
+    instructions = fields.get("instructions", str, "")
     first = [("instructions", {"role": "system", "content": instructions})] if instructions else []
     given = fields.required("input")
     if isinstance(given, str):
@@ -200,8 +202,8 @@ def _messages(fields: Fields) -> list[tuple[str, dict[str, Any]]]:
 
 def _repeated(fields: Fields) -> dict[str, Any]:
     """Return the request's fields that its response repeats. Raises BadRequest."""
-    fields.take("user", str, "")
-    if not all(isinstance(each, str) for each in fields.take("metadata", dict, {}).values()):
+    fields.get("user", str, "")
+    if not all(isinstance(each, str) for each in fields.get("metadata", dict, {}).values()):
         raise BadRequest("metadata must have texts as values", "metadata")
     names = (
         "instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user",
@@ -244,7 +246,7 @@ class ResponseFormat:
         self._repeated["metadata"] = call.repeated.get("metadata") or {}
         self._num_events = 0
         self._name = call.name
-        self._items: OutputItems | None = None  # with a parser
+        self._items: OutputItems | None = None  # items with a parser
         delta = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         self._delta_head = (
             b"event: response.output_text.delta\ndata: " + _encode({"type": "response.output_text.delta", **delta})[:-1]
@@ -310,7 +312,8 @@ class ResponseFormat:
         if self._items is not None:
             return self._items.close(response["status"]) + self._event(name, response=response)
         place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-        text, message = "".join(self.choices[0].texts), response["output"][0]
+        text = "".join(self.choices[0].texts)
+        message = response["output"][0]
         logprobs = _without_bytes(self.choices[0].columns)
         return b"".join(
             (
@@ -337,7 +340,8 @@ class ResponseFormat:
 
     def _part(self) -> dict[str, Any]:
         """Return the text so far, with its logprobs."""
-        text, logprobs = "".join(self.choices[0].texts), msgspec.Raw(_joined(self.choices[0].columns))
+        text = "".join(self.choices[0].texts)
+        logprobs = msgspec.Raw(_joined(self.choices[0].columns))
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _logprobs_of(self, run: Run, with_bytes: bool) -> Any:

@@ -45,7 +45,7 @@ LAST_EVENT_HEADER = "last-event-id"
 MAX_KEY_CHARACTERS = 255
 MAX_QUERY_FIELDS = 32
 MAX_EVENT_DIGITS = 15
-CHUNKS_PER_TURN = 8  # of an output that is shown as it is now
+CHUNKS_PER_TURN = 8  # chunks of an output that is shown in its present state
 MAX_LISTED = 100  # items of one page
 DEFAULT_LISTED = 20
 # Of a call: what is compared elsewhere, or is not the client's.
@@ -60,8 +60,8 @@ class Endpoint(NamedTuple):
     read_call: Callable[[Fields, EngineInfo, str], Call]
     form_class: type[Format]
     known: Set[str]
-    deleted_object: str = ""  # what the answer to DELETE calls itself, where outputs can be stored
-    field_names: Mapping[str, str] = MappingProxyType({})  # of the body, for names that the engine's errors have
+    deleted_object: str = ""  # object name in the answer to DELETE, where outputs can be stored
+    field_names: Mapping[str, str] = MappingProxyType({})  # engine's name of a field -> name in the body
 
     @property
     def id_prefix(self) -> str:
@@ -206,10 +206,12 @@ class KeptRequests:
         given = fields.values.get("input")
         if not isinstance(given, list) or not (references := references_in(given)):
             return 0
-        items, wanted, num_bytes = list(given), set(references.values()), 0
+        items = list(given)
+        wanted = set(references.values())
+        num_bytes = 0
         found: dict[str, Any] = {}
         for index, item_id in references.items():
-            if item_id not in found:  # its response has not been read
+            if item_id not in found:  # the item's response has not been read
                 try:
                     entry = self._find(cycle, endpoint, endpoint.id_prefix + name_in(item_id))
                 except RequestNotFound:
@@ -230,7 +232,7 @@ class KeptRequests:
         return given + (await self._whole_output(endpoint, entry, cycle) or [])
 
     async def _add_previous(self, endpoint: Endpoint, fields: Fields, cycle: RequestCycle) -> int:
-        name = fields.take("previous_response_id", str, "")
+        name = fields.get("previous_response_id", str, "")
         try:
             entry = self._find(cycle, endpoint, name)
         except RequestNotFound as error:
@@ -265,7 +267,8 @@ class KeptRequests:
 
     async def _stored_form(self, endpoint: Endpoint, entry: StoredEntry) -> tuple[Call, Format]:
         """Return the call of a stored output, and the form of its answer."""
-        info, tenant = self._engine.info, entry.log.tenant
+        info = self._engine.info
+        tenant = entry.log.tenant
         call = await self._read(entry, lambda values: endpoint.read_call(Fields(values), info, tenant))
         return call, self._form(endpoint, call, entry.log)
 
@@ -320,10 +323,12 @@ def _reading(cycle: RequestCycle, log: OutputLog) -> Iterator[OutputReader]:
 
 async def _read_present(form: Format, cycle: RequestCycle, reader: OutputReader) -> Usage | None:
     """Add the chunks so far to `form`. Return the usage of a request that has ended."""
-    log, usage, position = reader.log, None, 0
+    log = reader.log
+    usage = None
+    position = 0
     form.read_with(log.new_parser)
     while position < log.num_chunks and not reader.is_stopped:
-        await cycle.authenticated.output_turns.take()
+        await cycle.authenticated.output_turns.wait()
         last = min(position + CHUNKS_PER_TURN, log.num_chunks)
         for chunk in map(log.chunk, range(position, last)):
             form.choices[chunk.choice].add(chunk)
@@ -334,7 +339,8 @@ async def _read_present(form: Format, cycle: RequestCycle, reader: OutputReader)
 
 async def _show_present(form: Format, cycle: RequestCycle, reader: OutputReader) -> None:
     """Answer with the object of a stored response as it is now."""
-    log, usage = reader.log, await _read_present(form, cycle, reader)
+    log = reader.log
+    usage = await _read_present(form, cycle, reader)
     if log.error is not None:
         content = form.unfinished("failed", log.error)
     elif log.finish_reason == "cancelled":

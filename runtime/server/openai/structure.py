@@ -22,7 +22,7 @@ ALIASES = {
     "ebnf": "grammar",
     "grammar": "grammar",
 }
-KINDS = ("json", "json_object", "regex", "choice", "grammar")  # in vLLM's `structured_outputs`
+KINDS = ("json", "json_object", "regex", "choice", "grammar")  # keys of vLLM's `structured_outputs`
 STRUCTURE_FIELDS = frozenset({"response_format", "structured_outputs", *ALIASES})
 _LARK_START = re.compile(r"^[ \t]*[?!]*start(\.\d+)?[ \t]*:(?!:=)", re.MULTILINE)  # GBNF has "::="
 

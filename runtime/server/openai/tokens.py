@@ -35,7 +35,8 @@ class TokenAnswers:
         """Answer with the ids of a text, or of a chat as its template writes it."""
         tenant = cycle.tenant
         assert tenant is not None, "authenticated"
-        engine, num_bytes = self._context.engine, len(cycle.body)
+        engine = self._context.engine
+        num_bytes = len(cycle.body)
         with self._reader.reporting(cycle):
             fields = await self._reader.fields(cycle, task="any")
             fields.check_supported(TOKENIZE, instead={})
@@ -49,7 +50,7 @@ class TokenAnswers:
             else:
                 tokens = await self._tokens_of_prompt(fields, tenant.name, of_encoder=of_encoder)
             texts_of_tokens = None
-            if fields.take("return_token_strs", bool, False):
+            if fields.get("return_token_strs", bool, False):
                 texts_of_tokens = [
                     engine.token(token, of_encoder=of_encoder).data.decode(errors="replace") for token in tokens
                 ]
@@ -65,13 +66,13 @@ class TokenAnswers:
             fields = await self._reader.fields(cycle, task="any")
             fields.check_supported(DETOKENIZE, instead={})
             fields.required("tokens")
-            tokens = fields.take("tokens", list, [])
+            tokens = fields.get("tokens", list, [])
             if set(map(type, tokens)) - {int}:
                 raise BadRequest(f"tokens must be a list of token ids, not {shown(tokens)}", "tokens")
             of_encoder = self._is_of_encoder(fields)
             text = await self._context.engine.detokenize(
                 tuple(tokens),
-                skip_special_tokens=fields.take("skip_special_tokens", bool, True),
+                skip_special_tokens=fields.get("skip_special_tokens", bool, True),
                 tenant=tenant.name,
                 of_encoder=of_encoder,
             )
@@ -101,8 +102,8 @@ class TokenAnswers:
         fields.required("prompt")
         if chat_fields := sorted(TOOL_FIELDS & fields.values.keys()):
             raise BadRequest(f"{chat_fields[0]} cannot be used with prompt; send messages", chat_fields[0])
-        text = fields.take("prompt", str, "")
-        adds_special = fields.take("add_special_tokens", bool, True)
+        text = fields.get("prompt", str, "")
+        adds_special = fields.get("add_special_tokens", bool, True)
         release = self._context.requests.texts.of(tenant).reserve(sys.getsizeof(text))
         try:
             return await self._context.engine.tokenize(text, adds_special, tenant=tenant, of_encoder=of_encoder)

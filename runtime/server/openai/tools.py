@@ -24,7 +24,7 @@ TOOL_FIELDS = frozenset(
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # all that Mistral's templates accept
-JOINT = "__"  # between the names of a namespace and of a function
+JOINT = "__"  # joint between the names of a namespace and of a function
 VERBOSITIES = ("low", "medium", "high")
 CHOICE_FORMS = (
     'tool_choice must be "none", "auto", "required", {"type": "function", "function": {"name": "…"}} or '

@@ -17,7 +17,7 @@ from ...common.errors import Cancelled, InvalidRequest, RequestNotFound
 from ...engine.facade import GenerateRequest
 from .output_log import IdempotencyEntry, IdempotencyKey, LogReader, OutputLog, ResumeEntry, Session, StoredEntry
 
-SESSION_BYTES = 18  # of randomness: a session's name is all that RESUME needs to know
+SESSION_BYTES = 18  # random bytes: a session's name is all that RESUME needs to know
 
 OnChange = Callable[[OutputLog], None]
 
@@ -138,7 +138,7 @@ class IdempotencyIndex:
 class ToStore(NamedTuple):
     """The data to store of a request besides its output."""
 
-    id_prefix: str  # of its id, which the name of its output completes
+    id_prefix: str  # prefix of its id, which the name of its output completes
     fields: bytes  # JSON
 
 

@@ -33,7 +33,7 @@ class LiveEmbedding:
         log: RequestLog,
         on_end: Callable[[LiveEmbedding], object],
     ) -> None:
-        self.prompt_tokens = 0  # of the texts that were read
+        self.prompt_tokens = 0  # tokens of the texts that were read
         self.on_accepted: Callable[[AdmissionEstimate], object] = lambda admission: None
         self._submission: Awaitable[Embeddings] | None = submission
         self._release_text = release_text
@@ -44,7 +44,7 @@ class LiveEmbedding:
         self._on_end = on_end
         self._context = copy_context()
         self._cause: CancelCause | None = None
-        self._waiting: asyncio.Future[Any] | None = None  # what `chunks` waits for
+        self._waiting: asyncio.Future[Any] | None = None  # future that `chunks` waits for
         self._started = time.monotonic()
         self._is_accepted = False
 
@@ -60,9 +60,10 @@ class LiveEmbedding:
         usage: Usage | None = None
         try:
             assert self._submission is not None, "iterated once"
-            submission, self._submission = self._submission, None
+            submission = self._submission
+            self._submission = None
             stream = await self._wait(submission)
-            del submission  # it holds the texts
+            del submission  # the submission holds the texts
             self._is_accepted = True
             self.on_accepted(stream.admission)
             async with contextlib.aclosing(aiter(stream)) as chunks:
@@ -80,7 +81,8 @@ class LiveEmbedding:
 
     def close(self) -> None:
         """End a request whose chunks were never asked for. Idempotent."""
-        submission, self._submission = self._submission, None
+        submission = self._submission
+        self._submission = None
         if submission is not None:
             asyncio.ensure_future(submission).cancel()
             self._end(None, None)

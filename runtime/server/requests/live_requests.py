@@ -52,7 +52,8 @@ class LiveRequests:
             return
         with self.reporting_refusals():
             _check_limits(tenant, len(requests))
-            num_bytes, texts = sum(request.text_bytes() for request in requests), self.texts.of(tenant.name)
+            num_bytes = sum(request.text_bytes() for request in requests)
+            texts = self.texts.of(tenant.name)
             if num_bytes > texts.limit:
                 raise QuotaExceeded(f"these prompts take {num_bytes} bytes, and {texts.describe_limit()}; {FEWER}")
 
@@ -102,7 +103,8 @@ class LiveRequests:
 
     def most_tokens(self, request: GenerateRequest) -> int:
         """Return the most tokens that the request's outputs can have together."""
-        info, params = self._engine.info, request.sampling_params
+        info = self._engine.info
+        params = request.sampling_params
         num_outputs = min(max(params.n, 0), info.max_num_seqs)
         return num_outputs * min(max(params.max_tokens, 0), info.max_model_len)
 
@@ -118,8 +120,10 @@ class LiveRequests:
 
 def _check_limits(tenant: Tenant, num_requests: int) -> None:
     """Raise QuotaExceeded or Overloaded if the tenant may not send that many requests at once."""
-    limits, num_live = tenant.limits, tenant.totals.live
-    most, burst = limits.max_concurrent_requests, limits.burst or limits.requests_per_minute
+    limits = tenant.limits
+    num_live = tenant.totals.live
+    most = limits.max_concurrent_requests
+    burst = limits.burst or limits.requests_per_minute
     what = f"{num_requests} prompts are as many requests, and this tenant may"
     if most is not None and num_requests > most:
         raise QuotaExceeded(f"{what} have {most} at a time; {FEWER}")

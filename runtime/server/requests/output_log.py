@@ -29,11 +29,11 @@ CHUNK_BYTES = 56  # a chunk besides its encoding
 LOG_BYTES = 4096  # a kept log without chunks, with a session and a key of its own
 ENTRY_BYTES = 1024  # a resume entry, with a session of its own
 # Reserved for each token that a request may generate, as a chunk of its own.
-TOKEN_BYTES = CHUNK_BYTES + 40  # its encoding, with 16 bytes of text
+TOKEN_BYTES = CHUNK_BYTES + 40  # bytes of an encoded token, with 16 bytes of text
 LOGPROB_BYTES = 20  # the token's own log probability
 TOP_LOGPROB_BYTES = 16  # an alternative
 
-MAX_READERS = 16  # of one kept log: requests with its idempotency key, and connections that read stored output
+MAX_READERS = 16  # readers of one kept log: requests with its idempotency key, and connections that read stored output
 
 Session = tuple[str, str]  # tenant, name
 IdempotencyKey = tuple[str, str]  # tenant, key
@@ -50,8 +50,8 @@ class ResumeEntry:
     request_id: int
     log: OutputLog
     reader: LogReader | None
-    expiry: asyncio.TimerHandle | None = None  # while there is no reader
-    was_cut: bool = False  # its client was lost before the end
+    expiry: asyncio.TimerHandle | None = None  # timer while there is no reader
+    was_cut: bool = False  # the client was lost before the end
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +69,7 @@ class StoredEntry:
     """A request that is kept until it is deleted or expires, in a `StoredIndex`."""
 
     key: tuple[str, str]  # tenant, id
-    fields: bytes  # of the HTTP request, as JSON
+    fields: bytes  # fields of the HTTP request, as JSON
     log: OutputLog
     expiry: asyncio.TimerHandle | None = None  # once the request has ended
 
@@ -82,7 +82,7 @@ class LogReader(Protocol):
     """One reader of a log."""
 
     log: OutputLog
-    was_cut: bool  # its connection was lost before the end
+    was_cut: bool  # the connection was lost before the end
 
     def offer(self, position: int, chunk: OutputChunk) -> bool:
         """Write the newest chunk if its turn has come. Return whether this reader needs it no more. Never raises."""
@@ -154,7 +154,7 @@ class OutputLog:
     def __init__(
         self, request: LiveRequest, retention: Retention = READ_ONCE, tenant: str = "", reserved_bytes: int = 0
     ) -> None:
-        self.name = secrets.token_hex(16)  # of the output, the same in every answer
+        self.name = secrets.token_hex(16)  # name of the output, the same in every answer
         self.created_s = int(time.time())
         self.request = request
         self.retention = retention
@@ -163,15 +163,15 @@ class OutputLog:
         self.readers: tuple[LogReader, ...] = ()
         self.generated = 0  # tokens
         self.num_chunks = 0
-        self.generation: Generation | None = None  # from acceptance to `deliver`: it holds the prompt
+        self.generation: Generation | None = None  # set from acceptance to `deliver`: it holds the prompt
         self.is_accepted = False
         self.seed = 0  # once accepted, as are the parser and the size of the prompt
         self.new_parser: NewParser | None = None
         self.num_prompt_tokens = 0
-        self.finish_reason: FinishReason | None = None  # of the last chunk
+        self.finish_reason: FinishReason | None = None  # reason in the last chunk
         self.error: QuireError | None = None
         self.is_complete = False  # the engine delivers nothing more, or it is not wanted
-        self._outcome: OutputChunk | QuireError | None = None  # of the request: its last chunk or its error
+        self._outcome: OutputChunk | QuireError | None = None  # the request's last chunk or its error
         self._chunks: list[bytes] = []  # the last of `num_chunks`
         request.reader = self
         # Of a kept log
@@ -180,7 +180,7 @@ class OutputLog:
         self.stored_entry: StoredEntry | None = None
         self._reserved_bytes = reserved_bytes
         self._generated_after = array("Q")  # tokens up to the end of each chunk
-        self._output_bytes = LOG_BYTES  # without entries
+        self._output_bytes = LOG_BYTES  # bytes without entries
         if self.is_kept:
             self._was_delivered = asyncio.Event()
             self.task = asyncio.create_task(self._run())
@@ -222,7 +222,8 @@ class OutputLog:
 
     def drop_output(self, error: QuireError) -> None:
         """Drop the output of an ended request: `error` answers its key from now on."""
-        self.finish_reason, self.error = None, error
+        self.finish_reason = None
+        self.error = error
         self.num_chunks = 0
         self._chunks.clear()
         del self._generated_after[:]
@@ -286,7 +287,8 @@ class OutputLog:
             self._fail(error)
             return
         self.is_accepted = True
-        self.seed, self.new_parser = generation.seed, generation.new_parser
+        self.seed = generation.seed
+        self.new_parser = generation.new_parser
         self.admission = generation.admission
         self.num_prompt_tokens = len(generation.prompt_token_ids)
         self._wake_readers()
@@ -349,7 +351,7 @@ class OutputLog:
         """End with an error of the engine or of this log."""
         self._complete()
         self.request.forget_generation()
-        failure = quire_error(error, client_id=self.request.request_id).with_traceback(None)  # it holds the prompt
+        failure = quire_error(error, client_id=self.request.request_id).with_traceback(None)  # no prompt is kept
         self._outcome = self._outcome or failure
         self._end(failure)
 

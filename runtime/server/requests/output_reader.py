@@ -22,7 +22,7 @@ from .request_log import quire_error
 from .send_buffer import SendBuffer
 
 READER_BYTES = 10 << 10  # measured: a reader that waits for credit, with its request and task
-BYTES_PER_FRAME = 1 << 10  # of a waiting chunk, that count as one frame of a turn
+OUTPUT_BYTES_PER_FRAME = 1 << 10  # bytes of a waiting chunk that count as one frame of a turn
 READ_SHARE = 32  # a client must take 1 of this many waiting tokens within the credit timeout
 
 
@@ -30,11 +30,11 @@ class Pace(NamedTuple):
     """How fast a reader writes."""
 
     send_buffer: SendBuffer
-    turns: Turns  # of the tenant's readers that write output that waited
+    turns: Turns  # turns of the tenant's readers that write output that waited
     credit: int | None = None  # tokens; None: unlimited
     credit_timeout_ms: int = 0
     waits_while_long: bool = True  # a chunk waits while much is unsent
-    frames_per_chunk: int = 1  # of a turn
+    frames_per_chunk: int = 1  # frames of a turn that a chunk counts as
 
 
 class OutputReader:
@@ -48,7 +48,7 @@ class OutputReader:
         """Begin after the first `next_index` tokens. Raises InvalidRequest if no chunk ends there."""
         self.log = log
         self.was_cut = False
-        self.usage: Usage | None = None  # of the last chunk, once it is written
+        self.usage: Usage | None = None  # usage of the last chunk, once it is written
         self.failure: QuireError | None = None  # once over
         self.is_over = False  # everything is written, or nothing more will be
         self._send_buffer = pace.send_buffer
@@ -57,7 +57,7 @@ class OutputReader:
         self._credit_timeout_ms = pace.credit_timeout_ms
         self._waits_while_long = pace.waits_while_long
         self._frames_per_chunk = pace.frames_per_chunk
-        self._position = log.position_after(next_index)  # of the next chunk
+        self._position = log.position_after(next_index)  # position of the next chunk
         self._num_sent = next_index  # tokens
         self._has_started = False
         self._is_open = False  # chunks may be written: from the start to the end or `stop`
@@ -67,9 +67,9 @@ class OutputReader:
         self._stopped: QuireError | None = None
         self._cause: CancelCause = "disconnect"
         self._awaits_turn = False
-        self._held_bytes = 0  # of chunks that wait in a log that is not kept
+        self._held_bytes = 0  # bytes of chunks that wait in a log that is not kept
         self._changed = asyncio.Event()  # the request was accepted or has ended, or the reader is stopped
-        self._reading_timer: asyncio.TimerHandle | None = None  # while tokens wait for credit
+        self._reading_timer: asyncio.TimerHandle | None = None  # timer while tokens wait for credit
         self._reading_goal = 0  # value of `_num_sent` that the client must reach before the timer ends
         log.join(self)
 
@@ -198,7 +198,7 @@ class OutputReader:
             if granted <= 0:
                 self.send_soon()
                 break
-            granted -= self._frames_per_chunk + num_bytes // BYTES_PER_FRAME
+            granted -= self._frames_per_chunk + num_bytes // OUTPUT_BYTES_PER_FRAME
             self._position += 1
             self.log.forget(1)
             if self._held_bytes:

@@ -17,7 +17,7 @@ from ...common.logs import BoundedLog
 from ...common.types import OutputChunk
 from ..monitoring import CancelCause, PrometheusObserver
 
-SHUTDOWN_CODE = Unavailable.code  # of requests that the server cut as it shut down, in the log and for the client
+SHUTDOWN_CODE = Unavailable.code  # code of requests that the server cut as it shut down, in the log and for the client
 MAX_FREE_LINES, FREE_INTERVAL_S = 1000, 10.0  # refusals, resumptions and replays cost the client nothing
 
 _log = structlog.get_logger("quire.server")

@@ -56,8 +56,8 @@ class ReplayStore:
         self._requests = requests
         self._max_bytes = config.max_kept_bytes
         self._num_tenants = num_tenants
-        self._logs: dict[OutputLog, int] = {}  # with the bytes that are counted for each
-        self._tenants: dict[str, TenantLogs] = {}  # of those that keep something
+        self._logs: dict[OutputLog, int] = {}  # log -> bytes counted for it
+        self._tenants: dict[str, TenantLogs] = {}  # tenants that keep something
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -96,7 +96,8 @@ class ReplayStore:
 
         Raises Overloaded or QuotaExceeded when the tenant's share has no room, or a refusal of `LiveRequests`.
         """
-        key, stored = keeping.key, keeping.stored
+        key = keeping.key
+        stored = keeping.stored
         num_bytes = bytes_to_reserve(request.sampling_params, self._requests.most_tokens(request))
         entry_bytes = ENTRY_BYTES if keeping.is_resumable else 0
         entry_bytes += 0 if stored is None else ENTRY_BYTES + len(stored.fields)
@@ -193,7 +194,8 @@ class ReplayStore:
 
         Raises Overloaded or QuotaExceeded if there is too little to lose.
         """
-        share, kept = self._share, self._tenants.get(tenant) or TenantLogs()
+        share = self._share
+        kept = self._tenants.get(tenant) or TenantLogs()
         if kept.num_bytes + num_bytes <= share:
             return []
         limit = f"a tenant's share of `max_kept_bytes` is {share} bytes"

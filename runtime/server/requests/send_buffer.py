@@ -17,7 +17,7 @@ from ...protocol.codec import encode
 from ...protocol.frames import MAX_FRAME_BYTES, Frame
 from ..tenancy.tenant_bytes import TenantBytes
 
-WRITE_BYTES = 64 << 10  # of one write; each such piece must be taken within `write_timeout_s`
+WRITE_BYTES = 64 << 10  # bytes of one write; each such piece must be taken within `write_timeout_s`
 # A stream that can wait sends only while fewer bytes than this, and than half of `max_bytes`, are unsent.
 MAX_PACED_BYTES = 4 * WRITE_BYTES
 
@@ -49,18 +49,18 @@ class SendBuffer:
         self._max_paced_bytes = min(MAX_PACED_BYTES, max_bytes // 2)
         self._write_timeout_s = write_timeout_s
         self._unsent = bytearray()
-        self._writing_bytes = 0  # of a write that the system did not take at once
-        self._counted_bytes = 0  # of frames
+        self._writing_bytes = 0  # bytes of a write that the system did not take at once
+        self._counted_bytes = 0  # bytes of frames
         self._waiting: dict[WaitingStream, int] = {}  # bytes of each stream's output that waits for credit
-        self._tenant_output: TenantBytes | None = None  # from WELCOME to the end
-        self._will_write = False  # in this turn of the event loop
+        self._tenant_output: TenantBytes | None = None  # bytes of the tenant, from WELCOME to the end
+        self._will_write = False  # a write is due in this turn of the event loop
         self._is_blocked = False  # the system did not take a write at once, or the connection is lost
         self._changed = asyncio.Event()  # blocked or closed
         self._shrank = asyncio.Event()
         self._when_short: dict[Callable[[], None], None] = {}
         self._closed = False
         self.exceeded: str | None = None  # the limit, if the client was too slow for it
-        self.max_frame_bytes = MAX_FRAME_BYTES  # that the client takes; set with WELCOME
+        self.max_frame_bytes = MAX_FRAME_BYTES  # limit of the client; set with WELCOME
         # With a limit of 1, drain() waits until the system has taken all but one byte, so a time limit on it measures
         # progress. With a limit of 0 a TLS transport would never write again: to it, an empty buffer is full.
         writer.transport.set_write_buffer_limits(high=1)
@@ -73,7 +73,8 @@ class SendBuffer:
     @property
     def max_bytes(self) -> int:
         """Most bytes that the connection may hold, if no other of its tenant holds any."""
-        own, output = self._max_bytes, self._tenant_output
+        own = self._max_bytes
+        output = self._tenant_output
         return own if output is None else min(own, output.limit)
 
     def send(self, frame: Frame) -> None:
@@ -197,7 +198,8 @@ class SendBuffer:
                 self._count_frames()
         if was_long and not self.is_long:
             self._shrank.set()
-            callbacks, self._when_short = self._when_short, {}
+            callbacks = self._when_short
+            self._when_short = {}
             for callback in callbacks:
                 callback()
 

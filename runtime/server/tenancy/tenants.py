@@ -58,7 +58,7 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._waiting_first: deque[asyncio.Future[None]] = deque()
 
-    async def take(self, *, first: bool = False) -> int:
+    async def wait(self, *, first: bool = False) -> int:
         """Wait for the caller's turn, and return the number of frames that it may handle or send.
 
         `first`: before all that wait without it.

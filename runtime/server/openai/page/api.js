@@ -1,6 +1,6 @@
 // Requests to the server's HTTP API, and its streams of server-sent events. Must not touch the document.
 
-const KEY = "quire.key"; // in the tab's storage
+const KEY = "quire.key"; // key in the tab's storage
 
 export const savedKey = () => sessionStorage.getItem(KEY) ?? "";
 export const saveKey = (key) => sessionStorage.setItem(KEY, key);

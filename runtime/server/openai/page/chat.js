@@ -216,7 +216,7 @@ $("key-form").onsubmit = (event) => {
 
 const items = new WeakMap(); // conversation -> its item in the list
 const drawn = new Map(); // turn -> {view, version, isLast}
-let drawnImages = null; // of the composer
+let drawnImages = null; // images of the composer
 let stickToEnd = true;
 let isDrawPending = false;
 
@@ -307,7 +307,7 @@ $("question").onpaste = (event) => {
 $("attach").onclick = () => $("files").click();
 $("files").onchange = () => {
   attach($("files").files);
-  $("files").value = ""; // so that the same file can be chosen again
+  $("files").value = ""; // cleared, so that the same file can be chosen again
   $("question").focus();
 };
 document.body.ondragover = (event) => {
@@ -329,7 +329,7 @@ $("show-search").onclick = () => show("search");
 $("raw").onclick = toggleTokens;
 $("open-settings").onclick = toggleSettings;
 $("open-help").onclick = () => $("help").showModal();
-$("key-dialog").oncancel = (event) => event.preventDefault(); // without a key the page can do nothing
+$("key-dialog").oncancel = (event) => event.preventDefault(); // the page can do nothing without a key
 
 document.onkeydown = (event) => {
   if (document.querySelector("dialog[open]") || document.body.className === "search") return;
@@ -340,7 +340,7 @@ document.onkeydown = (event) => {
   const [, , , act] = shortcut;
   act();
 };
-window.onbeforeunload = () => conversations.forEach((each) => each.stop()); // else their answers would count as failed
+window.onbeforeunload = () => conversations.forEach((each) => each.stop()); // stopped answers do not count as failed
 window.onpagehide = () => save(conversations);
 
 $("shortcuts").append(...[...OTHER_KEYS, ...SHORTCUTS.map(([keys, , does]) => [keys, does])].map(([keys, does]) =>

@@ -2,8 +2,8 @@
 
 import { ApiError, stream } from "./api.js";
 
-const STORED = "quire.conversations"; // in the tab's storage
-const TEXT_MAX_TOKENS = 200; // in mode `text`, where the server's default is 16
+const STORED = "quire.conversations"; // key in the tab's storage
+const TEXT_MAX_TOKENS = 200; // limit in mode `text`, where the server's default is 16
 const TOP_LOGPROBS = 4;
 const MAX_SEED = 2 ** 32;
 
@@ -39,15 +39,15 @@ export class Answer {
   reasoning = "";
   tokens = []; // {text, bytes, logprob, top: [{text, logprob}]}, if the request asks for probabilities
   pieces = 0; // events with text
-  state = "waiting"; // then streaming; in the end done, stopped or failed
-  problem = ""; // of a failed one
+  state = "waiting"; // "waiting", then "streaming"; at the end "done", "stopped" or "failed"
+  problem = ""; // problem of a failed answer
   finishReason = null;
   usage = null;
   seed = null;
   sampling = {}; // the parameters that decide how its tokens are drawn, besides the seed
-  isMarkdown = true; // else a text or JSON
+  isMarkdown = true; // false: a text or JSON
   startedMs = 0;
-  firstMs = null; // of the first text
+  firstMs = null; // time of the first text
   endedMs = null;
   version = 0; // grows with each change
 
@@ -108,7 +108,7 @@ function tokensOf(logprobs) {
 
 export class Conversation {
   draft = ""; // the text of the composer
-  images = []; // those of the composer: {name, url}, with a data URL; "" if the tab's storage could not keep it
+  images = []; // images of the composer: {name, url}, with a data URL; "" if the tab's storage could not keep it
   turns = []; // {question, images, answer}
   #abort = null; // stops the live answer
 
@@ -189,7 +189,7 @@ export class Conversation {
 
   #messages() {
     const messages = this.settings.system ? [{ role: "system", content: this.settings.system }] : [];
-    for (const { question, images, answer } of this.turns) { // those without an answer are left out, but for the last
+    for (const { question, images, answer } of this.turns) { // turns without an answer are left out, except the last
       if (answer.text || answer.isLive) messages.push({ role: "user", content: contentOf(question, images) });
       if (answer.text) messages.push({ role: "assistant", content: answer.text });
     }

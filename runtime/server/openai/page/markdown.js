@@ -20,11 +20,11 @@ const UNDECIDED = /^[\s>]*(?:[`~|:=_*+#-][\s`~|:=_*+#-]*|\d{1,9}[.)]?)?$/;
 
 export class MarkdownParser {
   document = { kind: "document", children: [], version: 0 };
-  #containers = [this.document]; // those that the next line may continue, outermost first
+  #containers = [this.document]; // containers that the next line may continue, outermost first
   #leaf = null; // the open paragraph, code block or table: the last child of the last container
   #isAfterBlank = false;
   #rest = ""; // the line that has not ended
-  #undo = []; // what takes the unfinished line out again
+  #undo = []; // functions that take the unfinished line out again
   #clock = 0;
 
   // Add text to the last line that `text` does not end, too, so that the document is what a reader may see now.
@@ -112,14 +112,14 @@ export class MarkdownParser {
       if (next === null) break;
       rest = next;
     }
-    if (BLANK.test(rest)) return undefined; // of an item that begins without text
+    if (BLANK.test(rest)) return undefined; // an item that begins without text
     const block = this.#leafBlock(rest, open ?? (isNew ? null : paragraph));
     if (block) {
       begin();
       this.#add(block, block.lines || block.rows ? block : null);
     } else if (isContinued && !isNew && this.#leaf?.rows) {
       this.#push(this.#leaf.rows, cells(rest).slice(0, this.#leaf.alignments.length));
-    } else if (!isNew && paragraph) { // also where a quote or an item has ended: a lazy continuation
+    } else if (!isNew && paragraph) { // a lazy continuation, also where a quote or an item has ended
       this.#set(paragraph, "text", `${paragraph.text}\n${rest.trimStart()}`);
     } else {
       begin();

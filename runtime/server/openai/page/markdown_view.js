@@ -5,7 +5,7 @@ import { parseInline } from "./inline.js";
 import { MarkdownParser } from "./markdown.js";
 
 const MAX_PIECE = 8192; // characters of a paragraph whose emphasis is found together
-const FIRST_LEVEL = 3; // of headings: those above are the page's own
+const FIRST_LEVEL = 3; // level of headings: higher ones are the page's own
 
 export class MarkdownView {
   element = element("div", { className: "answer markdown" });
@@ -78,7 +78,7 @@ function containerTag({ kind, number }) {
 
 // A long paragraph is drawn in pieces, of which only the last one changes.
 class TextView {
-  #ends = []; // of the pieces that are complete
+  #ends = []; // ends of the complete pieces
 
   constructor({ kind, level }) {
     this.element = kind === "heading" ? element(`h${Math.min(6, FIRST_LEVEL + level - 1)}`, { className: `level${level}` }) : element("p");

@@ -4,10 +4,10 @@
 import { post } from "./api.js";
 import { element, percent, whole } from "./elements.js";
 
-const STORED = "quire.search"; // in the tab's storage
+const STORED = "quire.search"; // key in the tab's storage
 const BATCH = 64; // texts of one request: the server takes that many at a time, and the page shows how far it is
 const MAX_SHOWN = 100;
-const TRUNCATED = { truncate_prompt_tokens: -1 }; // of a long text, the model gets as much as it takes
+const TRUNCATED = { truncate_prompt_tokens: -1 }; // the model gets as much of a long text as it takes
 const QUERY_PROMPTS = ["query", "search_query", "web_search_query"], TEXT_PROMPTS = ["document", "passage", "search_document"];
 const EXAMPLE = {
   query: "Which animal sleeps in winter?",

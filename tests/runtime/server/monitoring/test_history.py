@@ -67,7 +67,8 @@ def watched() -> Watched:
 
 
 def test_a_tick_has_the_rates_since_the_last_one(watched: Watched) -> None:
-    watched.generation.value, watched.prefill.value = 50, 400
+    watched.generation.value = 50
+    watched.prefill.value = 400
     watched.tick()
     watched.generation.value += 30
     watched.now_s += 1  # a tick that comes late
@@ -121,7 +122,7 @@ def test_quantiles_are_linear_between_bounds() -> None:
 def test_finer_bounds_are_not_exposed(watched: Watched) -> None:
     for value in (0.05, 0.1, 0.3, 7):
         watched.latency.observe(value)
-    (family,) = (watched.latency.family(),)
+    family = watched.latency.family()
     assert [
         (sample.labels.get("le"), sample.value) for sample in family.samples if sample.name.endswith("_bucket")
     ] == [

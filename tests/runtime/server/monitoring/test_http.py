@@ -200,7 +200,8 @@ async def test_rendering_in_pieces_is_rendering_as_a_whole() -> None:
 
 
 async def test_other_tasks_run_between_the_families_of_the_metrics() -> None:
-    registry, num_turns = PrometheusObserver().registry, 0
+    registry = PrometheusObserver().registry
+    num_turns = 0
 
     async def count_turns() -> None:
         nonlocal num_turns
@@ -215,7 +216,8 @@ async def test_other_tasks_run_between_the_families_of_the_metrics() -> None:
 
 
 async def test_a_result_is_made_once_per_interval() -> None:
-    now, made = 5.0, 0
+    now = 5.0
+    made = 0
 
     async def make() -> bytes:
         nonlocal made

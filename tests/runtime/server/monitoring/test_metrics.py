@@ -365,7 +365,8 @@ def test_other_metrics_are_exposed_while_the_engine_does_not_answer() -> None:
 
 
 def test_two_observers_share_nothing() -> None:
-    first, second = PrometheusObserver(), PrometheusObserver()
+    first = PrometheusObserver()
+    second = PrometheusObserver()
     first.on_tokens(5, None)
     assert exposed(second)["quire_generation_tokens_total"] == 0
 

@@ -235,7 +235,8 @@ def test_the_fleet_has_its_hosts_by_state_and_bits() -> None:
 
 
 def test_of_a_large_fleet_the_hosts_that_need_attention_are_shown() -> None:
-    page, (up, down) = Page(), HOSTS
+    page = Page()
+    (up, down) = HOSTS
     busy = msgspec.structs.replace(up, address="busy", requests=9)
     broken = msgspec.structs.replace(down, problem="x" * 10_000)
     page.engine.hosts = [up] * 1000 + [busy, broken]
@@ -282,7 +283,8 @@ async def test_nothing_is_loaded_from_another_host(get: Get) -> None:
 
 
 async def test_the_script_sets_text_and_no_markup(get: Get) -> None:
-    js, html = (await get("/status.js")).text, (await get("/")).text
+    js = (await get("/status.js")).text
+    html = (await get("/")).text
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|setTimeout\(\"", js
     )

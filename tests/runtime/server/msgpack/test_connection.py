@@ -399,7 +399,8 @@ async def test_stats_show_a_tenant_its_own_totals_and_an_operator_all(serve: Ser
 async def test_a_tenant_with_too_much_pending_input_loses_its_largest_connection(serve: Serve) -> None:
     """However many connections send frames without an end, the server holds no more than its limit."""
     server = serve(tenants=["a", "b"], max_pending_bytes=300_000)
-    bystander, small = await server.connect(token="b"), await server.connect(token="a")
+    bystander = await server.connect(token="b")
+    small = await server.connect(token="a")
     bystander.reader.feed_data(encode(generate(1, "x" * 60_000))[:50_000])
     small.reader.feed_data(encode(generate(1, "x" * 60_000))[:10_000])
     refused = 0
@@ -446,7 +447,8 @@ async def test_prompts_and_texts_to_tokenize_are_limited_together(serve: Serve, 
 
 
 async def test_a_refused_or_lost_prompt_does_not_count_any_more(server: FakeServer) -> None:
-    texts, peer = server.context.requests.texts, await server.connect()
+    texts = server.context.requests.texts
+    peer = await server.connect()
     server.engine.refusal = Overloaded("full")
     error(await peer.ask(generate(1, "x" * 1000)))
     assert texts.num_bytes == 0
@@ -858,7 +860,8 @@ async def test_frames_that_end_in_time_may_follow_each_other_without_a_pause(ser
 
 async def test_only_clients_that_negotiated_a_heartbeat_are_pinged(serve: Serve, clock: FakeClock) -> None:
     server = serve(heartbeat_ms=1000)
-    with_heartbeat, without = await server.connect(features=("heartbeat",)), await server.connect()
+    with_heartbeat = await server.connect(features=("heartbeat",))
+    without = await server.connect()
     await clock.advance(1.5)
     assert names(await with_heartbeat.received()) == ["Ping"]
     await clock.advance(10, step=0.5)
@@ -883,7 +886,8 @@ async def test_an_ended_connection_has_no_timers(
 
 
 async def test_a_connection_with_many_frames_does_not_delay_others(server: FakeServer) -> None:
-    busy, other = await server.connect(), await server.connect()
+    busy = await server.connect()
+    other = await server.connect()
     welcome_bytes = len(other.writer.transport.taken)
     busy.reader.feed_data(encode(Ping(1)) * 500)
     other.send(Ping(2))

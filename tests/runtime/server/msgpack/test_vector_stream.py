@@ -69,7 +69,8 @@ async def run_until_idle(stream: VectorStream) -> asyncio.Task[Any]:
 
 
 async def test_a_frame_has_the_vectors_that_the_client_takes() -> None:
-    live, buffer = Live(6), Buffer(room=3 * 6 * VALUE_BYTES)
+    live = Live(6)
+    buffer = Buffer(room=3 * 6 * VALUE_BYTES)
     buffer.may_send.set()
     await stream_of(live, buffer).run()
     pieces = [live.values[first:end].tobytes() for first, end in ((0, 3), (3, 4), (4, 5))]
@@ -77,7 +78,8 @@ async def test_a_frame_has_the_vectors_that_the_client_takes() -> None:
 
 
 async def test_a_frame_has_the_scores_that_the_client_takes() -> None:
-    live, buffer = Live(1), Buffer(room=2 * SCORE_BYTES)
+    live = Live(1)
+    buffer = Buffer(room=2 * SCORE_BYTES)
     buffer.may_send.set()
     await stream_of(live, buffer, is_score=True).run()
     assert buffer.sent == [Scores(3, 0, (0.0, 1.0)), Scores(3, 2, (2.0, 3.0)), Scores(3, 4, (4.0,))]
@@ -183,7 +185,8 @@ async def test_a_request_shows_how_far_it_is_and_ends_between_two_chunks() -> No
     async def submit() -> Any:
         return Submitted()
 
-    observer, log = Mock(), Mock()
+    observer = Mock()
+    log = Mock()
     live = LiveEmbedding(submit(), Mock(), tenant_that([]), 3, observer, log, Mock())
     assert (live.status().state, live.status().prefilled) == ("queued", 0)
     chunks = live.chunks()

@@ -305,10 +305,8 @@ def deltas_of(events: bytes) -> list[dict[str, Any]]:
 
 
 def test_the_logprobs_of_a_chunk_with_two_texts_are_shown_once() -> None:
-    chunk, parser = (
-        TWO_TEXTS,
-        partial(FakeParser, [Delta("content", "a"), Delta("reasoning", "So"), Delta("content", "b")]),
-    )
+    chunk = TWO_TEXTS
+    parser = partial(FakeParser, [Delta("content", "a"), Delta("reasoning", "So"), Delta("content", "b")])
     form = ChatFormat(CALL, "m", vocabulary)
     form.read_with(cast(Any, parser))
     choices = [event["choices"][0] for event in deltas_of(form.events(0, chunk))]
@@ -323,7 +321,8 @@ def test_the_logprobs_of_a_chunk_with_two_texts_are_shown_once() -> None:
 class FakeParser:
     """A parser that reads the same deltas of every chunk."""
 
-    kind, holds_text = "content", False
+    kind = "content"
+    holds_text = False
 
     def __init__(self, deltas: list[Delta]) -> None:
         self._deltas = deltas
@@ -374,7 +373,8 @@ def test_an_item_begins_empty_though_its_chunk_has_all_of_it() -> None:
 def test_an_output_that_is_only_reasoning_is_shown() -> None:
     cut = OutputChunk(first_index=0, token_ids=(97, 98), text="<think>So", logprobs=(), finish_reason="length")
     usage = Usage(prompt_tokens=1, completion_tokens=2)
-    chat, response = ChatFormat(CALL, "m", vocabulary), ResponseFormat(CALL, "m", vocabulary)
+    chat = ChatFormat(CALL, "m", vocabulary)
+    response = ResponseFormat(CALL, "m", vocabulary)
     for form in (chat, response):
         form.read_with(partial(MarkupParser, MARKUP, {}))
         form.choices[0].add(cut)

@@ -15,8 +15,11 @@ HEAD = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 async def test_one_head_is_parsed_per_turn_of_the_event_loop() -> None:
-    api, context = SimpleNamespace(turns=Turns()), MagicMock(config=ServerConfig())
-    loop, read_in, turn = asyncio.get_running_loop(), list[int](), 0
+    api = SimpleNamespace(turns=Turns())
+    context = MagicMock(config=ServerConfig())
+    loop = asyncio.get_running_loop()
+    read_in: list[int] = []
+    turn = 0
 
     def count_turns() -> None:
         nonlocal turn

@@ -102,7 +102,8 @@ async def refusal(fetcher: ImageFetcher, url: str) -> str:
 
 
 async def test_images_of_listed_hosts_become_data_urls(host: Host) -> None:
-    base, name = f"https://127.0.0.1:{host.port}", f"HTTPS://LocalHost:{host.port}"
+    base = f"https://127.0.0.1:{host.port}"
+    name = f"HTTPS://LocalHost:{host.port}"
     values = body({"url": f"{base}/cat.png", "detail": "low"}, f"{name}/cat.png?size=1&x=%20#part", f"{base}/chunked")
     first, second, third = await fetched(fetcher_of(host), values)
     assert first == {"url": f"data:image/png;base64,{base64.b64encode(IMAGE).decode()}", "detail": "low"}
@@ -112,7 +113,8 @@ async def test_images_of_listed_hosts_become_data_urls(host: Host) -> None:
 
 
 async def test_images_of_a_responses_input_are_found(host: Host) -> None:
-    fetcher, url = fetcher_of(host), f"https://127.0.0.1:{host.port}/chunked"
+    fetcher = fetcher_of(host)
+    url = f"https://127.0.0.1:{host.port}/chunked"
     values = {"input": body(url, kind="input_image")["messages"]}
     (image,) = fetcher.remote_images(values)
     assert (image.where, image.field) == ("input[0]: content[1]", "input")

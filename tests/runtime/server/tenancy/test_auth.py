@@ -40,7 +40,8 @@ def write(tmp_path: Path) -> Write:
 
 def test_each_key_belongs_to_its_tenant(write: Write) -> None:
     keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]\nrequests_per_minute = 60\n[lab]\nkeys = ["{B}"]\n'))
-    acme, lab = keyring.authenticate("key a"), keyring.authenticate("key b")
+    acme = keyring.authenticate("key a")
+    lab = keyring.authenticate("key b")
     assert (acme.name, lab.name) == ("acme", "lab")
     assert acme.limits.requests_per_minute == 60
     assert keyring.authenticate("key a") is acme
@@ -170,7 +171,8 @@ async def test_a_reload_applies_new_keys_and_limits_and_keeps_tenants_and_their_
 
 async def test_a_tenant_that_is_gone_is_revoked(write: Write) -> None:
     keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]\n[lab]\nkeys = ["{B}"]'))
-    acme, lab = keyring.authenticate("key a"), keyring.authenticate("key b")
+    acme = keyring.authenticate("key a")
+    lab = keyring.authenticate("key b")
     write(f'[lab]\nkeys = ["{B}"]')
     await keyring.reload(accept)
     assert (acme.revoked, lab.revoked) == (True, False)
@@ -203,7 +205,8 @@ async def test_more_tenants_than_memory_allows_change_nothing(write: Write) -> N
 async def test_the_event_loop_goes_on_while_the_file_is_read(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]'))
     write(f'[acme]\nkeys = ["{B}"]')
-    entered, gate = threading.Event(), threading.Event()
+    entered = threading.Event()
+    gate = threading.Event()
 
     def slow_read(path: Path, what: str) -> dict[str, object]:
         entered.set()

@@ -9,7 +9,8 @@ from quire.runtime.server.tenancy.tenant_bytes import TenantBytes
 
 def test_texts_fill_a_share_exactly_and_free_it_once() -> None:
     texts = TenantBytes("texts", "max_text_bytes", lambda: 100)
-    first, second = texts.reserve(60), texts.reserve(40)
+    first = texts.reserve(60)
+    second = texts.reserve(40)
     with pytest.raises(Overloaded, match="this text takes 1 bytes, and all texts of this tenant may be 100 bytes"):
         texts.reserve(1)
     for _ in range(2):

@@ -134,12 +134,13 @@ def test_never_more_than_allowed_and_every_wait_is_exact(rate: int, burst: int |
 
 async def test_connections_of_a_tenant_take_turns_and_other_tenants_do_not_wait() -> None:
     """A flood on many connections is handled one connection per turn of the event loop."""
-    flood, other = Turns(), Turns()
+    flood = Turns()
+    other = Turns()
     order: list[str] = []
 
     async def connection(name: str, turns: Turns, grants: int) -> None:
         for _ in range(grants):
-            assert await turns.take() == FRAMES_PER_TURN
+            assert await turns.wait() == FRAMES_PER_TURN
             order.append(name)
 
     async with asyncio.TaskGroup() as group:
@@ -152,28 +153,31 @@ async def test_connections_of_a_tenant_take_turns_and_other_tenants_do_not_wait(
 
 
 async def test_callbacks_take_turns_with_those_that_wait() -> None:
-    turns, order = Turns(), list[str]()
+    turns = Turns()
+    order: list[str] = []
     for name in "ab":
         turns.call_soon(lambda name=name: order.append(name))
     assert order == []
-    await turns.take()
+    await turns.wait()
     assert order == ["a", "b"]
 
 
 async def test_a_connection_that_ends_while_it_waits_takes_no_turn() -> None:
     turns = Turns()
-    await turns.take()
-    ended, waiting = asyncio.create_task(turns.take()), asyncio.create_task(turns.take())
+    await turns.wait()
+    ended = asyncio.create_task(turns.wait())
+    waiting = asyncio.create_task(turns.wait())
     await asyncio.sleep(0)
     ended.cancel()
     assert await waiting == FRAMES_PER_TURN
 
 
 async def test_what_comes_first_does_not_wait_for_the_rest() -> None:
-    turns, order = Turns(), list[str]()
+    turns = Turns()
+    order: list[str] = []
 
     async def take(name: str) -> None:
-        await turns.take(first=name.isupper())
+        await turns.wait(first=name.isupper())
         order.append(name)
 
     await asyncio.gather(*map(take, "abCD"))
