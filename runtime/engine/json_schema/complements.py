@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from .patterns import may_have_newline
+
 _PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 _ANYWHERE = re.compile(r"\.\*(\[(?:\\.|[^\]\\^])(?:\\.|[^\]\\])*\]|\\[sdw]|[^\\\[\](){}|.*+?^$])")
 _ONE_CLASS = re.compile(r"\^?(\\[sdw]|\[(?!\^)(?:\\.|[^\\\]])+\])([*+])\$")
@@ -58,7 +60,9 @@ def _complement(inner: str) -> str | None:
         return other if part[2] == "*" else f"^$|{other}"
     if part := _ANYWHERE.fullmatch(inner):
         excluded = part[1][1:-1] if part[1][0] == "[" else part[1]
-        return rf"^[^\n{excluded}]*(?:$|\n)"
+        end = "$" if may_have_newline(excluded) else r"(?:$|\n)"
+        escape = "\\" if excluded[0] == "-" else ""  # Behind another character, a hyphen would make a range.
+        return rf"^[^\n{escape}{excluded}]*{end}"
     alternatives = _ALTERNATIVES.fullmatch(inner)
     texts = [each.removeprefix("^") for each in (alternatives[1] or alternatives[2]).split("|")] if alternatives else []
     is_whole = _without_end(inner) != inner

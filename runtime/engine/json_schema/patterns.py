@@ -42,6 +42,18 @@ def rotated(pattern: str) -> str:
     return pattern
 
 
+def may_have_newline(inner: str) -> bool:
+    """Return whether a class of characters, without its brackets, may have a line feed."""
+    for ends in _ranges(_ATOM.findall(inner)):
+        first, last = _code(ends[0]), _code(ends[-1])
+        if first is None or last is None:
+            if ends[0] not in (r"\d", r"\w"):
+                return True
+        elif first <= ord("\n") <= last:
+            return True
+    return False
+
+
 def _with_one_rotation(pattern: str) -> str:
     for begin, end in _groups(pattern):
         times = _TIMES.match(pattern, end)

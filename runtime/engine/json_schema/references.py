@@ -12,7 +12,8 @@ DATA = frozenset({"const", "default", "enum", "example", "examples"})  # keyword
 # Keywords that say nothing about which values are valid.
 ANNOTATIONS = frozenset({"$comment", "default", "deprecated", "description", "example", "examples", "title"})
 EXTENSION = "x-"  # begins the name of a keyword about which no draft says anything
-MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # name -> schema
+# Keywords whose value maps names to schemas; `dependencies` also maps names to lists of names.
+MAPS = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"})
 
 BY_REFERENCE = frozenset({"$defs", "definitions"})  # schemas that apply only where one refers to them
 IN_PLACE = ("allOf", "anyOf", "oneOf")  # a single schema in one of these lists replaces the list
