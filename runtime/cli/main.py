@@ -110,7 +110,7 @@ def _with_standard_input(arguments: Sequence[str]) -> list[str]:
     from .app import app
 
     chain, apps, given = app.parse_commands(arguments[:end])
-    if not chain:
+    if not chain or chain[-1].startswith("-"):  # no command, or the help or version in place of one
         return list(arguments)
     collection = apps[-1].assemble_argument_collection(parse_docstring=False)
     takes_value = {name for argument in collection if argument.token_count()[0] for name in argument.names}

@@ -157,6 +157,8 @@ def test_errors_of_the_command_line_are_in_plain_words(
         ("generate - -- -", "generate -- - -"),
         ("loadtest --report - --seed 1", "loadtest --report=- --seed 1 --"),
         ("- a", "- a"),
+        ("--version -", "--version -"),
+        ("generate --help -", "generate --help -"),
         ("unknown -", "unknown -"),
     ],
 )
