@@ -75,7 +75,7 @@ class EngineCore:
         self._started = False
         self._scoring = asyncio.Lock()  # held while `logits` computes
         self._closed = False
-        self._misses_itl_target = False  # and that is logged
+        self._misses_itl_target = False  # the latency target is missed, and that is logged
 
     @classmethod
     async def load(
@@ -190,7 +190,7 @@ class EngineCore:
             await self.stop()
             async with self._scoring:  # `logits` ends before its next chunk
                 pass
-        finally:  # also if the loop is broken or this call is cancelled
+        finally:  # cleanup also if the loop is broken or this call is cancelled
             self._kv_events.close()
             self._step_threads.close()
             self.grammars.close()

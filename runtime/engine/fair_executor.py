@@ -37,7 +37,7 @@ class FairExecutor:
         self._num_idle = num_threads
         self._num_abandoned = 0
         self._is_closed = False
-        self._waiting: dict[str, deque[_Job]] = {}  # by tenant; the first one's turn is next
+        self._waiting: dict[str, deque[_Job]] = {}  # jobs by tenant; the first tenant's turn is next
 
     def submit(self, tenant: str, function: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Return the future result of `function(*args)`. Raises Unavailable after `close`.

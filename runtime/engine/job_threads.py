@@ -25,7 +25,7 @@ class JobThreads:
         self._name = name
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._workers: list[_Worker] = []
-        self._slow: list[_Worker] = []  # those that others have replaced
+        self._slow: list[_Worker] = []  # workers that others have replaced
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run a job, which must not raise, when those before it have begun."""
@@ -93,7 +93,7 @@ class _Worker:
         """Run the next job. Return False if there will be none. The thread keeps no job while it waits."""
         job = self._queue.get()
         if job is None:
-            self._queue.put(None)  # for the next thread
+            self._queue.put(None)  # None ends the next thread too
             return False
         self.started = time.monotonic()
         job()

@@ -27,7 +27,7 @@ class PromptPreparer:
     """Prepares prompts for one engine, whose thread calls every method."""
 
     def __init__(self, text_processor: TextProcessor, validator: Validator, eos_token_ids: frozenset[int]) -> None:
-        self.executor = FairExecutor()  # for other work with texts, too
+        self.executor = FairExecutor()  # shared with other work on texts
         self._image_executor = FairExecutor(1)
         self._num_preparing: Counter[str] = Counter()  # tenant -> sequences whose prompt is being prepared
         self._text_processor = text_processor

@@ -39,7 +39,7 @@ READ_BYTES = 1 << 16
 PIXELS_MESSAGE_BYTES = 1 << 20
 TURN_S = 0.0005  # of CPU time for messages, before other callbacks of the event loop run
 SMOOTHING = 8  # reports that the mean time of an update follows
-SHARED_FIELDS = ("prompt_token_ids", "images", "echoed")  # of the specs of one request's samples
+SHARED_FIELDS = ("prompt_token_ids", "images", "echoed")  # fields that the specs of one request's samples share
 
 SpecT = TypeVar("SpecT", bound=RequestSpec | EncodeSpec)
 MessageT = TypeVar("MessageT")
@@ -67,9 +67,9 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 class StartEngine(_Message, tag="START", frozen=True):
     config: EngineConfig
-    cpus: frozenset[int] | None  # to run on; None: all that are allowed
+    cpus: frozenset[int] | None  # CPUs to run on; None: all that are allowed
     snapshot: str | None  # file that keeps the prefix cache
-    name: str  # for log lines
+    name: str  # name in log lines
     log: LogOptions | None  # None: no logging
 
 
@@ -177,7 +177,7 @@ class AddAnswer(_Message, tag="ANSWER", frozen=True):
 class RequestsBegun(_Message, tag="BEGUN", frozen=True):
     """Requests that the next step computes for the first time. Sent before the step, which may crash the process."""
 
-    requests: tuple[Prefilled, ...]  # with the tokens that the prefix cache had
+    requests: tuple[Prefilled, ...]  # requests with the tokens that the prefix cache had
 
 
 class StepReport(_Message, tag="REPORT", frozen=True):
@@ -203,7 +203,7 @@ class StatsReport(_Message, tag="STATS", frozen=True):
     """Sent every STATS_INTERVAL_S."""
 
     stats: EngineStats | None  # None: the engine loop has ended unexpectedly
-    predicted_wait_s: float = 0.0  # of a new request; 0 until step costs have been measured
+    predicted_wait_s: float = 0.0  # wait of a new request; 0 until step costs have been measured
 
 
 ToEngine = (
@@ -226,7 +226,7 @@ class PixelSender:
     """Divides the messages with images that are sent over one link."""
 
     def __init__(self) -> None:
-        self._digests: list[bytes] = []  # of the images that were sent last
+        self._digests: list[bytes] = []  # digests of the images that were sent last
 
     def parts(self, message: MessageT) -> Iterator[MessageT | ImagePixels | AddRequests | ReadmitRequest]:
         """Yield the pixels of a request's images in pieces, and then the request without them; other messages alone."""

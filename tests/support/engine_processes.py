@@ -70,7 +70,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self.clock()
 
 
-class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]  # its type depends on the system
+class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]  # a base that depends on the system
     def __init__(self, clock: FakeClock) -> None:
         super().__init__()
         self._clock = clock
