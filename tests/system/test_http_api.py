@@ -151,8 +151,9 @@ async def test_the_text_of_a_prompt_is_echoed(system: Any) -> None:
     several = (await ask(system, COMPLETIONS, complete(["a", "b"], n=2, echo=True))).json["choices"]
     assert [each["text"][:8] for each in several] == ["a a:0é日 ", "achoice ", "b b:0é日 ", "bchoice "]
     assert not any(each.echo for each in system.engine.requests)
-    await ask(system, COMPLETIONS, complete([97, 98], echo=True, logprobs=0))
-    assert system.engine.requests[-1].echo
+    for whole in ({"logprobs": 0}, {"max_tokens": 0}):
+        await ask(system, COMPLETIONS, complete([97, 98], **{"echo": True, **whole}))
+        assert system.engine.requests[-1].echo, whole
 
 
 async def test_parameters_arrive_and_defaults_are_openais(system: Any) -> None:

@@ -126,6 +126,12 @@ def test_options_of_tools_and_templates_are_the_same_in_responses_and_chats() ->
     assert chat_fields({**values, "input": "a"}) == values
 
 
+def test_an_image_of_a_response_is_that_of_a_chat() -> None:
+    image = {"type": "input_image", "image_url": "data:a", "detail": "low"}
+    ((_, message),) = input_messages([{"role": "user", "content": [image]}])
+    assert message["content"] == [{"type": "image_url", "image_url": {"url": "data:a", "detail": "low"}}]
+
+
 def test_reasoning_after_a_call_or_a_text_begins_a_message() -> None:
     def thought(text: str) -> dict[str, Any]:
         return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
