@@ -107,19 +107,18 @@ class Toy:
             isa=self.isa,
         )
 
-    def run(self, *sequences, reference: bool = False):
+    def run(self, *sequences) -> np.ndarray:
         """Run (token_ids, first_position, tables) sequences and return the logits of each sequence's last row.
 
-        `tables` is a list of page id arrays, one for each layer group, or a single array. With `reference` the numpy
-        reference runs too, and its logits are returned as well.
+        `tables` is a list of page id arrays, one for each layer group, or a single array.
         """
-        step = self.step(*sequences)
-        self.program.run(**step)
-        logits = self.program.view(self.logits)[: len(sequences), :VOCAB].copy()
-        if not reference:
-            return logits
-        self.reference.run(**step)
-        return logits, self.reference.regions[self.logits]
+        self.program.run(**self.step(*sequences))
+        return self.program.view(self.logits)[: len(sequences), :VOCAB].copy()
+
+    def run_reference(self, *sequences) -> np.ndarray:
+        """Run the sequences in the numpy reference and return their logits, which are the same for all ISA levels."""
+        self.reference.run(**self.step(*sequences))
+        return self.reference.regions[self.logits]
 
     def step(self, *sequences) -> dict[str, np.ndarray]:
         """Return the arrays of `Program.run` for such sequences."""
