@@ -53,6 +53,14 @@ OPENINGS = {  # pattern in a sentence of a document or docstring -> advice
     r"\b(go|goes|going|went|gone) on\b": "continue",
 }
 NOT_DOCUMENTS = ("tests/bench/LOG.md",)  # a log
+CONTINUATIONS = (  # words that continue the sentence of the code before a trailing comment
+    "of|that|whose|which|whom|and|or|those|its?|they|their|them|where|so|also|but|these|this|there|nor|than|what"
+    "|in|for|by|with|from|to|into|as|at|on|until|after|before|between|without|while|since|if|when|through|under|over"
+    "|beyond|within|among|against|upon|besides?|during|unless|because|though|although|then|else"
+)
+CONTINUED_COMMENT = re.compile(
+    rf"^[ \t]*(?!#|//|/\*|\*)\S.*?\s(?:#|//|/\*) ((?:{CONTINUATIONS})(?![-\w]).*)$", re.MULTILINE
+)
 
 
 def text_files() -> list[Path]:
@@ -121,6 +129,34 @@ def test_sentences_of_documents_and_docstrings_name_their_nouns():
         if path.suffix in (".md", ".py", ".pyx") and name not in NOT_DOCUMENTS:
             found += [f"{name}: {sentence}: {advice}" for block in prose(path) for sentence, advice in openings(block)]
     assert not found, f"{len(found)} sentences\n" + "\n".join(found)
+
+
+def test_a_trailing_comment_is_a_noun_phrase_or_a_sentence_of_its_own():
+    found = [
+        f"{path.relative_to(ROOT)}: {comment}"
+        for path in text_files()
+        if path.suffix not in (".md", ".html", ".css")
+        for comment in CONTINUED_COMMENT.findall(path.read_text("utf-8"))
+    ]
+    assert not found, f"{len(found)} trailing comments\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("    MAX_TEXTS = 64  # of one batch", ["of one batch"]),
+        ("cdef int64_t next     # what comes after", ["what comes after"]),
+        ("  int at;  // in the rows", ["in the rows"]),
+        ("  int at;  /* with the first one */", ["with the first one */"]),
+        ("replicas: 1 # as in the base", ["as in the base"]),
+        ("MAX_TEXTS = 64  # texts of one batch", []),
+        ("    # of one batch", []),
+        ("    const int a;  // in-place result", []),
+        (" * in the rows // of a comment", []),
+    ],
+)
+def test_a_trailing_comment_that_continues_the_code_is_found(line: str, found: list[str]):
+    assert CONTINUED_COMMENT.findall(line) == found
 
 
 @pytest.mark.parametrize(

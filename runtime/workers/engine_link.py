@@ -37,7 +37,7 @@ from ..protocol.framing import next_payload, with_prefix
 STATS_INTERVAL_S = 0.25  # each message wakes a process whose CPUs compute
 READ_BYTES = 1 << 16
 PIXELS_MESSAGE_BYTES = 1 << 20
-TURN_S = 0.0005  # of CPU time for messages, before other callbacks of the event loop run
+TURN_S = 0.0005  # CPU time for messages, before other callbacks of the event loop run
 SMOOTHING = 8  # reports that the mean time of an update follows
 SHARED_FIELDS = ("prompt_token_ids", "images", "echoed")  # fields that the specs of one request's samples share
 
