@@ -14,7 +14,8 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Literal, TextIO
+from contextlib import suppress
+from typing import Any, Literal, TextIO, cast
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
@@ -53,13 +54,31 @@ def log_to_stderr(
     structlog.configure(
         processors=[*shared, render],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.PrintLoggerFactory(stream),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _LossyStream(stream))),
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(stream)
     remove_meta = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[*shared, remove_meta, render]))
     logging.basicConfig(handlers=[handler], level=max(threshold, logging.WARNING), force=True)
+
+
+class _LossyStream:
+    """A stream for log lines that drops lines which cannot be written.
+
+    A closed terminal, a closed pipe or a full disk must not fail a request, nor the restart of an engine process.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 class BoundedLog:

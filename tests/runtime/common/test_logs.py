@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,3 +93,16 @@ def test_a_bounded_log_says_how_many_lines_it_left_out(stream: io.StringIO) -> N
     written = lines(stream)
     assert {line["level"] for line in written} == {"warning"}
     assert [line.get("lines_left_out") for line in written[MAX_LINES:]] == [3, None]
+
+
+@pytest.mark.usefixtures("stream")
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_a_line_that_cannot_be_written_is_dropped(form: Any) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    closed = os.fdopen(writing, "w", buffering=1)
+    log_to_stderr(form, stream=closed)
+    structlog.get_logger("quire.server").info("request ended")
+    structlog.get_logger("quire.server").error("engine process ended")
+    with pytest.raises(BrokenPipeError):
+        closed.close()
