@@ -11,15 +11,18 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import IO
 
 from ..common.errors import Unavailable
 
 START_TIMEOUT_S = 60
 SERVER_STOP_TIMEOUT_S = 10
 FREE_PORTS = ("--port", "0", "--operator-port", "0", "--openai-port", "0")
+QUIET = ("--log-level", "error")
 TERMINATED = 128 + signal.SIGTERM  # exit status
 
 
@@ -37,7 +40,7 @@ class LocalServer:
 async def local_server(*flags: str) -> AsyncIterator[LocalServer]:
     """Run a server on the bundled model, with `flags` and without QUIRE_* variables.
 
-    Raises Unavailable if it does not start.
+    Raises Unavailable with the server's error if it does not start.
 
     SIGTERM cancels the calling task and then exits with `TERMINATED`; only the main thread can handle signals.
     """
@@ -53,26 +56,27 @@ async def local_server(*flags: str) -> AsyncIterator[LocalServer]:
     handles_signals = threading.current_thread() is threading.main_thread()
     if handles_signals:
         loop.add_signal_handler(signal.SIGTERM, terminate)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", *FREE_PORTS, *flags),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")},
-    )
-    try:
-        line = await _ready_line(process)
-        found = re.search(r"clients (\S+)\s+metrics (\S+)\s+api (\S+)", line)
-        if found is None:
-            raise Unavailable("the server did not start; run `quire serve` to see why")
-        yield LocalServer(found[1], found[2], found[3], line)
-    except asyncio.CancelledError:
-        if terminated.is_set():
-            raise SystemExit(TERMINATED) from None
-        raise
-    finally:
-        await _stop(process)
-        if handles_signals:
-            loop.remove_signal_handler(signal.SIGTERM)
+    with tempfile.TemporaryFile() as errors:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", *FREE_PORTS, *QUIET, *flags),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env={name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")},
+        )
+        try:
+            line = await _ready_line(process)
+            found = re.search(r"clients (\S+)\s+metrics (\S+)\s+api (\S+)", line)
+            if found is None:
+                raise Unavailable(f"the server did not start: {_last_line(errors)}")
+            yield LocalServer(found[1], found[2], found[3], line)
+        except asyncio.CancelledError:
+            if terminated.is_set():
+                raise SystemExit(TERMINATED) from None
+            raise
+        finally:
+            await _stop(process)
+            if handles_signals:
+                loop.remove_signal_handler(signal.SIGTERM)
 
 
 async def _ready_line(process: asyncio.subprocess.Process) -> str:
@@ -83,6 +87,13 @@ async def _ready_line(process: asyncio.subprocess.Process) -> str:
             return (await process.stdout.readline()).decode().strip()
     except TimeoutError:
         return ""
+
+
+def _last_line(errors: IO[bytes]) -> str:
+    """Return the last line that the server wrote to standard error."""
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").splitlines() or [f"it was not ready after {START_TIMEOUT_S} s"]
+    return lines[-1].removeprefix("quire: ")
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 from quire import LLM, Client, SamplingParams, StructuredOutputs
 from quire.kernels import supported_levels, unsupported_levels
+from quire.runtime.cli.local_server import local_server
 from quire.runtime.cli.main import run
 from quire.runtime.cli.serve import _together
-from quire.runtime.common.errors import ConfigError
+from quire.runtime.common.errors import ConfigError, Unavailable
 from quire.runtime.model import BUNDLED_MODEL, kv_layout, read_spec
 from quire.runtime.server.tenancy.auth import Keyring
 
@@ -609,6 +610,17 @@ def test_demo_shows_its_users_and_ends_its_processes(quire: Quire) -> None:
     for shown in ("user 1", "user 2", "user 3", "TTFT ms", "cached", "120 tokens for 3 concurrent users", "searched"):
         assert shown in done.stdout
     assert not processes_with(mark)
+
+
+def test_a_local_server_that_does_not_start_says_why() -> None:
+    async def start() -> None:
+        async with local_server("--max-num-seqs", "0"):
+            pass
+
+    with pytest.raises(
+        Unavailable, match=r"^the server did not start: --max-num-seqs must be a whole number of at least 1, not '0'$"
+    ):
+        asyncio.run(start())
 
 
 def test_sigterm_to_a_demo_ends_its_processes() -> None:
