@@ -3,7 +3,7 @@
 Prefill is the time until every user has its first token. Decode is timed in a second run, over steps in which all users
 decode and none prefills. The difference of two runs would flatter decode: with chunked prefill, early users decode
 beside later prompts. Prompts are random ids and EOS is ignored, so every user does the same work. The machine's
-roofline is measured before each shape and after the last.
+roofline is measured before the shapes, and after each shape if the last measurement is older than a second.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .roofline import Roofline, RooflineMeter, mean_roofline
 from .work import Contexts, Work, decode_work, prefill_work
 
 SEED = 1
+ROOFLINE_LASTS_S = 1.0  # a measurement takes half a second, and a shared machine changes by the minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ def measure_shapes(
     generator = random.Random(SEED)
     time_generation(llm, generator, Shape(1, shapes[0].prompt_tokens), 1)
     before = meter.measure()
+    measured_at = time.perf_counter()
     for shape in shapes:
         prefills = []
         decodes = []
@@ -131,7 +133,10 @@ def measure_shapes(
             report(f"{shape}: run {repeat + 1} of {repeats}")
             prefills.append(time_prefill(llm, generator, shape))
             decodes.append(time_decode(llm, generator, shape, new_tokens))
-        after = meter.measure()
+        after = before
+        if time.perf_counter() - measured_at > ROOFLINE_LASTS_S:
+            after = meter.measure()
+            measured_at = time.perf_counter()
         yield ShapeResult(shape, _median(prefills), _median(decodes), mean_roofline([before, after]))
         before = after
 
