@@ -38,7 +38,7 @@ from ..engine import (
     prefix_snapshot,
 )
 from ..model import model_name, model_path, projectors, read_spec, weights_text
-from ..server import Server, check_config
+from ..server import Server, check_config, check_ports
 from ..server.monitoring import PrometheusObserver
 from ..workers import engine_processes
 from ..workers.loading import shown_loading, terminal
@@ -86,6 +86,7 @@ async def _start_and_serve(settings: Settings, stop: StopSignal) -> None:
     if settings.server.in_process and settings.server.engine_processes > 1:
         raise ConfigError("engine_processes cannot be above 1 with `in_process`; leave out one of them")
     await check_config(settings.server)
+    await check_ports(settings.server)
     if settings.server.prefix_snapshot is not None:
         check_snapshot_path(Path(settings.server.prefix_snapshot))
     _log.info("reading the tokenizer", model=settings.engine.model or "bundled demo")

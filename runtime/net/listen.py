@@ -14,6 +14,7 @@ import os
 import resource
 import socket
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,21 +45,39 @@ class ListeningSocket:
 
 async def listen_tcp(host: str, port: int) -> ListeningSocket:
     """Listen on the first address of `host`. Raises ConfigError if it cannot be resolved or bound; see AddressTaken."""
-    family, sockaddr = (await _resolve(host, port))[0]
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted sockets inherit this. Without it a small frame may wait 40 ms for the client's acknowledgment.
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listening.bind(sockaddr)
+    listening = await _bind_tcp(host, port)
+    with _closing_if_it_fails(listening, host, port):
         listening.listen(BACKLOG)
-    except OSError as error:
-        listening.close()
-        kind = AddressTaken if error.errno == errno.EADDRINUSE else ConfigError
-        raise kind(f"cannot listen on {TCPAddress(host, port)}: {error.strerror}") from error
     listening.setblocking(False)
     bound_host, bound_port = listening.getsockname()[:2]
     return ListeningSocket(listening, TCPAddress(bound_host, bound_port))
+
+
+async def check_tcp(host: str, port: int) -> None:
+    """Raise ConfigError if `listen_tcp` would now. The port is bound for a moment, but does not accept connections."""
+    (await _bind_tcp(host, port)).close()
+
+
+async def _bind_tcp(host: str, port: int) -> socket.socket:
+    family, sockaddr = (await _resolve(host, port))[0]
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    with _closing_if_it_fails(bound, host, port):
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted sockets inherit this. Without it a small frame may wait 40 ms for the client's acknowledgment.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        bound.bind(sockaddr)
+    return bound
+
+
+@contextlib.contextmanager
+def _closing_if_it_fails(opened: socket.socket, host: str, port: int) -> Iterator[None]:
+    """Turn an OSError into the ConfigError that names the address, and close the socket."""
+    try:
+        yield
+    except OSError as error:
+        opened.close()
+        kind = AddressTaken if error.errno == errno.EADDRINUSE else ConfigError
+        raise kind(f"cannot listen on {TCPAddress(host, port)}: {error.strerror}") from error
 
 
 def listen_unix(path: Path) -> ListeningSocket:

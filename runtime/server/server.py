@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..common.memory import machine_memory_bytes
 from ..common.server_config import ServerConfig
 from ..engine.facade import EngineFacade
 from ..net.acceptor import AcceptedConnection, Acceptor, ConnectionLimits
-from ..net.listen import ListeningSocket, fit_connections, is_loopback, listen_tcp, listen_unix
+from ..net.listen import ListeningSocket, check_tcp, fit_connections, is_loopback, listen_tcp, listen_unix
 from ..net.tls import TLS
 from .app_context import AppContext
 from .memory_limits import MemoryLimits
@@ -335,8 +335,24 @@ async def _listen_openai(config: ServerConfig) -> ListeningSocket | None:
     if not config.serves_api:
         _log.info("no HTTP API: `uds` without keys lets in this user only; set `token` or `auth_tokens` to have both")
         return None
-    try:
+    with _naming_openai_port():
         return await listen_tcp(config.openai_host, config.openai_port)
+
+
+async def check_ports(config: ServerConfig) -> None:
+    """Raise ConfigError if a TCP port of the server is in use, before an engine is loaded for nothing."""
+    if config.uds is None:
+        await check_tcp(config.host, config.port)
+    await check_tcp(config.operator_host, config.operator_port)
+    if config.serves_api:
+        with _naming_openai_port():
+            await check_tcp(config.openai_host, config.openai_port)
+
+
+@contextlib.contextmanager
+def _naming_openai_port() -> Iterator[None]:
+    try:
+        yield
     except ConfigError as error:
         raise type(error)(f"{error}; this is the port of the HTTP API, `openai_port`") from None
 

@@ -521,6 +521,8 @@ def test_a_port_in_use_is_an_error(quire: Quire) -> None:
         refused(quire("serve", "--port", "0", "--operator-port", port, "--openai-port", "0", *QUICK), message)
         answer = quire("serve", "--port", "0", "--operator-port", "0", "--openai-port", port, *QUICK)
         refused(answer, f"{message}: Address already in use; this is the port of the HTTP API, --openai-port")
+        started, _ = answer.stderr.splitlines()
+        assert started.endswith("starting serve"), "the port is found before the model is read"
 
 
 # serve --prefix-snapshot
