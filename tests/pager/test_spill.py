@@ -14,6 +14,7 @@ import pytest
 from quire.pager import KVArena, KVLayout, OutOfPages, Pager, SpillFile, SpillUnavailable, check
 
 from tests.pager.conftest import MakeHarness
+from tests.support.clock import FakeClock
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, page_size=16)
 TOKENS = list(range(100, 140))
@@ -28,13 +29,6 @@ def arena() -> KVArena:
     arena = KVArena(LAYOUT, 8)
     arena.memory[:] = np.random.default_rng(1).integers(0, 256, arena.memory.size, np.uint8)
     return arena
-
-
-class FakeClock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -41,22 +41,14 @@ from quire.scheduler import (
     State,
 )
 
+from tests.support.clock import FakeClock
+
 HEARTBEAT_S = 0.2
 MAX_VIRTUAL_S = 600.0
 STEP_STATS = StepStats(
     duration_s=0.5, prefill_tokens=0, decode_tokens=1, context_tokens=(4,), schedule_s=0.0, commit_s=0.0, publish_s=0.0
 )
 ESTIMATE = AdmissionEstimate(0, 1, 9)
-
-
-class FakeClock:
-    """Seconds that only a test moves."""
-
-    def __init__(self, now: float = 100.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -70,7 +62,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self.clock()
 
 
-class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]  # a base that depends on the system
+class _JumpingSelector(selectors.DefaultSelector):
     def __init__(self, clock: FakeClock) -> None:
         super().__init__()
         self._clock = clock

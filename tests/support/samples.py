@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from quire.runtime.engine.facade import EngineInfo, EngineStats, HostStatus
 
 STATS = EngineStats(
@@ -27,6 +28,9 @@ INFO = EngineInfo(
     threads_reason="--threads",
     has_tokenizer=True,
     has_chat_template=False,
+)
+BYTES_INFO = msgspec.structs.replace(  # a model whose token ids are bytes
+    INFO, vocab_size=256, max_model_len=100, page_size=10
 )
 HOSTS = [
     HostStatus(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
 from prometheus_client import generate_latest
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.server_config import ServerConfig
@@ -23,6 +24,8 @@ from quire.runtime.server.tenancy.auth import Keyring, hash_key
 from quire.runtime.server.tenancy.tenant_bytes import EqualShares
 from quire.runtime.server.tenancy.tenants import Tenant
 from quire.scheduler import AdmissionEstimate
+
+from tests.support.samples import BYTES_INFO, STATS
 
 TURNS = 20  # turns of the event loop: more than any chain of tasks in the server needs
 
@@ -164,33 +167,11 @@ class FakeEngine:
         return None
 
     def stats(self) -> EngineStats:
-        return EngineStats(
-            step=0,
-            running=len(self.generations),
-            waiting=0,
-            pages_total=10,
-            pages_owned=0,
-            pages_cached=0,
-            pages_free=10,
-            prefix_queries_tokens=0,
-            prefix_hits_tokens=0,
-            preemptions=0,
-        )
+        return msgspec.structs.replace(STATS, running=len(self.generations), waiting=0)
 
     @property
     def info(self) -> EngineInfo:
-        return EngineInfo(
-            vocab_size=256,
-            max_model_len=100,
-            max_num_seqs=8,
-            num_pages=10,
-            page_size=10,
-            isa="fake",
-            threads=1,
-            threads_reason="it is a fake",
-            has_tokenizer=True,
-            has_chat_template=False,
-        )
+        return BYTES_INFO
 
 
 class FakeTransport:

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import msgpack
+import msgspec
 import pytest
 from prometheus_client import generate_latest
 from quire.pager import check
@@ -31,6 +32,8 @@ from quire.runtime.engine.text import Token
 from quire.runtime.server import Server
 from quire.runtime.workers import engine_process
 from quire.scheduler import AdmissionEstimate
+
+from tests.support.samples import BYTES_INFO, STATS
 
 from .chromium import Browser, OpenTab, Tab
 
@@ -176,16 +179,8 @@ class FakeEngine:
 
     @property
     def info(self) -> EngineInfo:
-        return EngineInfo(
-            vocab_size=256,
-            max_model_len=100,
-            max_num_seqs=8,
-            num_pages=10,
-            page_size=10,
-            isa="fake",
-            threads=1,
-            threads_reason="it is a fake",
-            has_tokenizer=True,
+        return msgspec.structs.replace(
+            BYTES_INFO,
             has_chat_template=True,
             fingerprint=self.fingerprint,
             default_sampling=self.default_sampling,
@@ -199,18 +194,7 @@ class FakeEngine:
         return None
 
     def stats(self) -> EngineStats:
-        return EngineStats(
-            step=self.steps,
-            running=len(self.live),
-            waiting=0,
-            pages_total=10,
-            pages_owned=4,
-            pages_cached=1,
-            pages_free=5,
-            prefix_queries_tokens=100,
-            prefix_hits_tokens=30,
-            preemptions=2,
-        )
+        return msgspec.structs.replace(STATS, step=self.steps, running=len(self.live), waiting=0)
 
     def set_observer(self, observer: EngineObserver) -> None:
         self.observer = observer

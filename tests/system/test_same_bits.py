@@ -4,19 +4,21 @@ any chunking of its prompt and any number of threads, after a prefix hit or a pr
 
 from __future__ import annotations
 
-import asyncio
-import random
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import msgspec
 import pytest
 from quire.kernels import supported_levels
 from quire.pager import KVLayout
-from quire.runtime.common.config import EngineConfig
-from quire.runtime.common.types import SamplingParams, join_chunks
-from quire.runtime.engine import GenerateRequest
+from quire.runtime.common.types import SamplingParams
+from quire.runtime.engine import GenerateRequest, LocalEngine
 
-from tests.support.bits import Preemptor, start_chunked
+from tests.support.bits import Preemptor, bits, chunks_of, one_by_one, outcome, prompt, running, together
+
+Dtypes = tuple[str, str]  # of the weights and of the KV cache
+Alone = Callable[[str, Dtypes], Awaitable[list[list[str]]]]
 
 LEVELS = supported_levels()
 DTYPES = [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8"), ("q4", "int8")]
@@ -34,115 +36,94 @@ def of_each_level(fast: tuple[int, ...], slow: tuple[int, ...]) -> list[tuple[st
     return [(isa, number) for isa in LEVELS for number in (slow if isa in ("scalar", "amx-twin") else fast)]
 
 
-def prompt(length: int, seed: int) -> tuple[int, ...]:
-    return tuple(random.Random(seed).randrange(1, 4096) for _ in range(length))
+def prompt_of(length: int) -> tuple[int, ...]:
+    return prompt(length, seed=length, vocabulary=4096)
 
 
 REQUESTS = [
-    GenerateRequest(prompt=prompt(length, length), sampling_params=params)
+    GenerateRequest(prompt=prompt_of(length), sampling_params=params)
     for length, params in [(100, GREEDY), (33, SEEDED), (64, PENALIZED), (1, SEEDED), (65, GREEDY)]
 ]
 
 
-@asynccontextmanager
-async def running(isa, dtypes, *, chunk=None, **settings):
+def engine_of(isa: str, dtypes: Dtypes, **settings: Any) -> AbstractAsyncContextManager[LocalEngine]:
     weights, kv = dtypes
-    settings = {"kv_cache_memory": 32 << 20, **settings}
-    config = EngineConfig(weights=weights, kv_cache_dtype=kv, isa=isa, **settings)
-    engine = await start_chunked(config, chunk)
-    try:
-        yield engine
-        stats = engine.stats()
-        assert stats.pages_owned == 0
-        assert stats.pages_free + stats.pages_cached == stats.pages_total
-    finally:
-        await engine.close()
+    return running(weights=weights, kv_cache_dtype=kv, isa=isa, **{"kv_cache_memory": 32 << 20, **settings})
 
 
-async def outcome(engine, request):
-    """Return the token ids and logprobs, to the last bit."""
-    return bits([chunk async for chunk in await engine.submit(request)])
-
-
-def bits(chunks):
-    return tuple((token.token_id, token.logprob.hex(), token.top) for chunk in chunks for token in chunk.logprobs)
-
-
-async def together(engine, requests):
-    return await asyncio.gather(*(outcome(engine, request) for request in requests))
-
-
-_alone: dict = {}
-
-
-async def alone(isa, dtypes):
+@pytest.fixture(scope="module")
+def alone() -> Alone:
     """Return the outcome of each request run alone; computed once per ISA level and dtypes."""
-    key = (isa, dtypes)
-    if key not in _alone:
-        async with running(isa, dtypes, enable_prefix_caching=False, threads=1) as engine:
-            _alone[key] = [await outcome(engine, request) for request in REQUESTS]
-    return _alone[key]
+    outcomes: dict[tuple[str, Dtypes], list[list[str]]] = {}
+
+    async def run(isa: str, dtypes: Dtypes) -> list[list[str]]:
+        if (isa, dtypes) not in outcomes:
+            async with engine_of(isa, dtypes, enable_prefix_caching=False, threads=1) as engine:
+                outcomes[isa, dtypes] = await one_by_one(engine, REQUESTS)
+        return outcomes[isa, dtypes]
+
+    return run
 
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
 @pytest.mark.parametrize("threads", [1, 2])
-async def test_requests_together_match_requests_alone(isa, dtypes, threads):
-    async with running(isa, dtypes, threads=threads) as engine:
+async def test_requests_together_match_requests_alone(isa: str, dtypes: Dtypes, threads: int, alone: Alone) -> None:
+    async with engine_of(isa, dtypes, threads=threads) as engine:
         assert await together(engine, REQUESTS) == await alone(isa, dtypes)
 
 
 @pytest.mark.parametrize(("isa", "chunk"), of_each_level(fast=(1, 7, 32, 33), slow=(1, 33)))
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-async def test_any_chunking_of_the_prompt(isa, dtypes, chunk):
-    async with running(isa, dtypes, chunk=chunk) as engine:
+async def test_any_chunking_of_the_prompt(isa: str, dtypes: Dtypes, chunk: int, alone: Alone) -> None:
+    async with engine_of(isa, dtypes, chunk=chunk) as engine:
         assert await together(engine, REQUESTS) == await alone(isa, dtypes)
 
 
 @pytest.mark.parametrize(("isa", "batch"), of_each_level(fast=(2, 3, 8, 32, 33), slow=(3, 17)))
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-async def test_any_batch(isa, dtypes, batch):
+async def test_any_batch(isa: str, dtypes: Dtypes, batch: int, alone: Alone) -> None:
     others = [
-        GenerateRequest(prompt=prompt(3 + i % 40, 1000 + i), sampling_params=(GREEDY, SEEDED, PENALIZED)[i % 3])
+        GenerateRequest(prompt=prompt(3 + i % 40, 1000 + i, 4096), sampling_params=(GREEDY, SEEDED, PENALIZED)[i % 3])
         for i in range(batch - 1)
     ]
     wanted = (await alone(isa, dtypes))[1]
-    async with running(isa, dtypes) as engine:
+    async with engine_of(isa, dtypes) as engine:
         results = await together(engine, [*others[: batch // 2], REQUESTS[1], *others[batch // 2 :]])
     assert results[batch // 2] == wanted
 
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-async def test_a_prefix_hit_changes_only_the_tokens_computed(isa, dtypes):
-    async with running(isa, dtypes) as engine:
+async def test_a_prefix_hit_changes_only_the_tokens_computed(isa: str, dtypes: Dtypes, alone: Alone) -> None:
+    async with engine_of(isa, dtypes) as engine:
         first = await outcome(engine, REQUESTS[0])
-        chunks = [chunk async for chunk in await engine.submit(REQUESTS[0])]
+        chunks = await chunks_of(engine, REQUESTS[0])
     assert chunks[-1].usage.cached_tokens == 96
     assert first == bits(chunks) == (await alone(isa, dtypes))[0]
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-async def test_preempted_when_pages_run_out(isa):
+async def test_preempted_when_pages_run_out(isa: str) -> None:
     """Three requests grow to four pages each in a pool of six: the scheduler must preempt and recompute."""
     dtypes = ("bf16", "bf16")
     growing = [
-        GenerateRequest(prompt=prompt(length, length), sampling_params=msgspec.structs.replace(params, max_tokens=80))
+        GenerateRequest(prompt=prompt_of(length), sampling_params=msgspec.structs.replace(params, max_tokens=80))
         for length, params in ((33, GREEDY), (20, SEEDED), (30, PENALIZED))
     ]
-    async with running(isa, dtypes, enable_prefix_caching=False) as engine:
-        wanted = [await outcome(engine, request) for request in growing]
-    async with running(isa, dtypes, kv_cache_memory=6 * PAGE_BYTES) as engine:
+    async with engine_of(isa, dtypes, enable_prefix_caching=False) as engine:
+        wanted = await one_by_one(engine, growing)
+    async with engine_of(isa, dtypes, kv_cache_memory=6 * PAGE_BYTES) as engine:
         assert await together(engine, growing) == wanted
         assert engine.stats().preemptions > 0
 
 
 @pytest.mark.parametrize("after", [1, 4, 11])
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-async def test_preempted_at_any_token(dtypes, after):
-    async with running(LEVELS[-1], dtypes, enable_prefix_caching=False) as engine:
+async def test_preempted_at_any_token(dtypes: Dtypes, after: int, alone: Alone) -> None:
+    async with engine_of(LEVELS[-1], dtypes, enable_prefix_caching=False) as engine:
         engine.set_observer(Preemptor(engine, after))
-        chunks = [chunk async for chunk in await engine.submit(REQUESTS[2])]
+        chunks = await chunks_of(engine, REQUESTS[2])
     assert chunks[-1].usage.recomputed_tokens > 0
     assert bits(chunks) == (await alone(LEVELS[-1], dtypes))[2]
 
@@ -154,9 +135,9 @@ KINDS = [
     GenerateRequest(prompt=request_prompt, sampling_params=msgspec.structs.replace(params, **more))
     for request_prompt, params, more in [
         (REPEATED, GREEDY, {"max_tokens": 40}),
-        (prompt(70, 70), SEEDED, {"n": 3}),
-        (prompt(40, 40), SEEDED, {"n": 2, "best_of": 4, "max_tokens": 30}),
-        (prompt(50, 50), GREEDY, {"n": 3, "beam_width": 3, "logprobs": 0, "max_tokens": 20}),
+        (prompt_of(70), SEEDED, {"n": 3}),
+        (prompt_of(40), SEEDED, {"n": 2, "best_of": 4, "max_tokens": 30}),
+        (prompt_of(50), GREEDY, {"n": 3, "beam_width": 3, "logprobs": 0, "max_tokens": 20}),
         (REPEATED, PENALIZED, {"max_tokens": 30, "logit_bias": {11: 8.0, 12: 8.0, 13: 8.0, 14: 8.0}}),
         (REPEATED[1:], SEEDED, {"n": 2, "temperature": 0.3, "logit_bias": {11: 9.0, 12: 9.0}, "stop_token_ids": (14,)}),
     ]
@@ -170,27 +151,13 @@ SETTINGS = {
 }
 
 
-async def choices_of(engine, request):
-    chunks = [chunk async for chunk in await engine.submit(request)]
-    usage = chunks[-1].usage
-    return usage.completion_tokens, tuple(
-        (
-            choice.text,
-            choice.finish_reason,
-            choice.cumulative_logprob.hex(),
-            tuple((token.token_id, token.logprob.hex(), token.top) for token in choice.logprobs),
-        )
-        for choice in join_chunks(chunks)
-    )
-
-
 @pytest.mark.parametrize("isa", LEVELS[-2:])  # independent of the kernels, and scalar is slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-async def test_outputs_draft_tokens_and_policies(isa, settings):
+async def test_outputs_draft_tokens_and_policies(isa: str, settings: dict[str, Any]) -> None:
     """Sampling, draft tokens, scheduling order, forks, preemption and caching do not change the outcome."""
     dtypes = ("q8", "int8")
-    async with running(isa, dtypes, enable_prefix_caching=False) as engine:
-        wanted = [await choices_of(engine, request) for request in KINDS]
-    async with running(isa, dtypes, **settings) as engine:
+    async with engine_of(isa, dtypes, enable_prefix_caching=False) as engine:
+        wanted = await one_by_one(engine, KINDS)
+    async with engine_of(isa, dtypes, **settings) as engine:
         for _ in range(2):  # the second time with a warm prefix cache
-            assert await asyncio.gather(*(choices_of(engine, request) for request in KINDS)) == wanted
+            assert await together(engine, KINDS) == wanted

@@ -10,20 +10,13 @@ import pytest
 from quire.runtime.common.errors import ContextLengthExceeded, InvalidRequest
 from quire.runtime.common.prompts import PromptImage
 from quire.runtime.common.types import SamplingParams
-from quire.runtime.engine import EngineInfo, GenerateRequest
+from quire.runtime.engine import GenerateRequest
 from quire.runtime.engine.validator import Validator, check_num_images
 
-INFO = EngineInfo(
-    vocab_size=100,
-    max_model_len=50,
-    max_num_seqs=16,
-    num_pages=8,
-    page_size=16,
-    isa="scalar",
-    threads=1,
-    threads_reason="a test",
-    has_tokenizer=True,
-    has_chat_template=True,
+from tests.support import samples
+
+INFO = msgspec.structs.replace(
+    samples.INFO, max_model_len=50, max_num_seqs=16, page_size=16, num_pages=8, has_chat_template=True
 )
 VALIDATOR = Validator(INFO, max_prompt_characters=200)
 IMAGES = (PromptImage(0, 1, np.zeros((1, 1, 3), np.uint8), b""),)

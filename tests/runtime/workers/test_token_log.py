@@ -9,7 +9,8 @@ from quire.runtime.engine import Prefilled
 from quire.runtime.workers.token_log import MAX_UNBEGUN_EXITS, MAX_UNPRODUCTIVE_EXITS, ClosedRequest, TokenLog
 from quire.scheduler import BeamSpec, FinalCounters, Request, RequestSpec, RequestUpdate, SampledToken
 
-from tests.support.engine_processes import FakeClock, new_requests
+from tests.support.clock import FakeClock
+from tests.support.engine_processes import new_requests
 
 NO_COUNTERS = FinalCounters()
 

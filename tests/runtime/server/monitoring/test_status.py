@@ -33,6 +33,7 @@ from quire.runtime.server.monitoring.status import (
     StatusCollector,
 )
 
+from tests.support import samples
 from tests.support.samples import HOSTS
 
 HOSTILE = '<img src=x onerror="alert(1)">&lt;</td><script>alert(2)</script>'
@@ -56,19 +57,7 @@ STATS = EngineStats(
     replayed_requests=6,
     quarantined_requests=2,
 )
-INFO = EngineInfo(
-    vocab_size=100,
-    max_model_len=8192,
-    max_num_seqs=8,
-    num_pages=2000,
-    page_size=32,
-    isa="avx2",
-    threads=2,
-    threads_reason="--threads",
-    has_tokenizer=True,
-    has_chat_template=False,
-    num_processes=1,
-)
+INFO = msgspec.structs.replace(samples.INFO, max_model_len=8192, num_pages=2000)
 STEP = StepStats(
     duration_s=0.02,
     prefill_tokens=60,
