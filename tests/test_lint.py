@@ -72,9 +72,8 @@ def test_every_file_is_formatted():
 
 def test_mypy_passes():
     lay_out_as_installed()
-    config = ROOT / "pyproject.toml"
-    cache = ROOT / ".mypy_cache"
-    run("mypy", f"--config-file={config}", f"--cache-dir={cache}", "--no-error-summary", "-p", "quire", cwd=VIEW)
+    flags = [f"--config-file={ROOT / 'pyproject.toml'}", f"--cache-dir={ROOT / '.mypy_cache'}", "--no-error-summary"]
+    run("mypy", *flags, "-p", "quire", "-p", "tests.support", cwd=VIEW)
 
 
 def test_cython_lint_passes():
@@ -88,12 +87,13 @@ def test_the_public_api_is_documented():
 
 
 def lay_out_as_installed():
-    """Create the package `quire` as symbolic links into the tree, with runtime/public.py as its `__init__.py`."""
+    """Create `quire`, with runtime/public.py as its `__init__.py`, and `tests` as symbolic links into the tree."""
     package = VIEW / "quire"
     package.mkdir(parents=True, exist_ok=True)
     link(package / "__init__.py", ROOT / "runtime" / "public.py")
     for name in PACKAGES:
         link(package / name, ROOT / name)
+    link(VIEW / "tests", ROOT / "tests")
 
 
 def link(path, target):

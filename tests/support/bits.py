@@ -104,7 +104,7 @@ class Preemptor(SilentObserver):
         self.after = after
         self.seen = 0
 
-    def on_tokens(self, count: int, since_last_s: float) -> None:
+    def on_tokens(self, count: int, since_last_s: float | None) -> None:
         self.seen += count
         if self.seen == self.after:
             assert preempt(self.engine.core.scheduler, 0)

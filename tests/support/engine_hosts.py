@@ -51,7 +51,7 @@ class FakeConnection(FakeProcess):
 
     def restart(self, *request_ids: int) -> None:
         """Report that the host has no engine process, for which these wait."""
-        self.reply(HostRestarting(request_ids))  # type: ignore[arg-type]
+        self.reply(HostRestarting(request_ids))
 
     def fail(self, request_id: int, error: str) -> None:
         self.reply(HostRequestFailed(request_id, error, "why"))

@@ -34,7 +34,8 @@ ENCODER_INFO = EncoderInfo(
 def vector(token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
     """Return the vector of a text."""
     values = np.array([len(token_ids), token_ids[0], token_ids[-1], 1 + sum(token_ids) % 7], np.float64)
-    return (values / np.sqrt(np.cumsum(values * values)[-1])).astype(np.float32)
+    unit: npt.NDArray[np.float32] = (values / np.sqrt(np.cumsum(values * values)[-1])).astype(np.float32)
+    return unit
 
 
 class FakeTexts:

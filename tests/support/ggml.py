@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
 
 BLOCKS = {
     "Q8_0": (32, 34),
@@ -43,7 +48,7 @@ SIZES = {
 }
 
 
-def random_blocks(rng: np.random.Generator, ggml_type: str, rows: int, columns: int, size: float = 1) -> np.ndarray:
+def random_blocks(rng: np.random.Generator, ggml_type: str, rows: int, columns: int, size: float = 1) -> Array:
     """Return random rows of blocks, uint8 [rows, bytes], of weights of about `size`."""
     weights, nbytes = BLOCKS[ggml_type]
     blocks = rng.integers(0, 256, (rows, columns // weights, nbytes), np.uint8)
@@ -57,27 +62,27 @@ def random_blocks(rng: np.random.Generator, ggml_type: str, rows: int, columns: 
     return blocks.reshape(rows, columns // weights * nbytes)
 
 
-def dequantize(blocks: np.ndarray, ggml_type: str) -> np.ndarray:
+def dequantize(blocks: Array, ggml_type: str) -> Array:
     """Return rows of blocks, uint8 [rows, bytes], as float32 [rows, columns]."""
     split = blocks.reshape(-1, BLOCKS[ggml_type][1])
     columns = blocks.shape[1] // BLOCKS[ggml_type][1] * BLOCKS[ggml_type][0]
     return FORMULAS[ggml_type](split).astype(np.float32).reshape(len(blocks), columns)
 
 
-def _f16(blocks: np.ndarray, offset: int) -> np.ndarray:
+def _f16(blocks: Array, offset: int) -> Array:
     return np.ascontiguousarray(blocks[:, offset : offset + 2]).view(np.float16).astype(np.float32)
 
 
-def _q8_0(blocks: np.ndarray) -> np.ndarray:
+def _q8_0(blocks: Array) -> Array:
     return _f16(blocks, 0) * np.ascontiguousarray(blocks[:, 2:]).view(np.int8).astype(np.float32)
 
 
-def _q4_0(blocks: np.ndarray) -> np.ndarray:
+def _q4_0(blocks: Array) -> Array:
     halves = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
     return _f16(blocks, 0) * (halves.astype(np.float32) - 8)
 
 
-def _with_minimums(blocks: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def _with_minimums(blocks: Array, weights: Array) -> Array:
     """Scale weights [n, 8, 32] by the 6-bit scales, and subtract the 6-bit minimums, of Q4_K and Q5_K."""
     low, middle, high = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1).astype(np.float32)
@@ -86,59 +91,62 @@ def _with_minimums(blocks: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return scaled - (_f16(blocks, 2) * minimums)[:, :, None]
 
 
-def _halves(pairs: np.ndarray) -> np.ndarray:
+def _halves(pairs: Array) -> Array:
     """Return [n, 8, 32] half bytes of four pairs of sub-blocks: low halves are the first sub-block of a pair."""
     pairs = pairs.reshape(len(pairs), 4, 1, 32)
     return np.concatenate([pairs & 15, pairs >> 4], axis=2).reshape(len(pairs), 8, 32)
 
 
-def _q4_k(blocks: np.ndarray) -> np.ndarray:
+def _q4_k(blocks: Array) -> Array:
     return _with_minimums(blocks, _halves(blocks[:, 16:]))
 
 
-def _q5_k(blocks: np.ndarray) -> np.ndarray:
+def _q5_k(blocks: Array) -> Array:
     fifth = blocks[:, 16:48][:, None, :] >> np.arange(8, dtype=np.uint8)[:, None] & 1
     return _with_minimums(blocks, _halves(blocks[:, 48:]) | fifth << 4)
 
 
-def _q6_k(blocks: np.ndarray) -> np.ndarray:
+def _q6_k(blocks: Array) -> Array:
     low, high = blocks[:, :128].reshape(len(blocks), 2, 1, 64), blocks[:, 128:192].reshape(len(blocks), 2, 1, 32)
     low = np.concatenate([low & 15, low >> 4], axis=2).reshape(len(blocks), 2, 4, 32)
     weights = low | (high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3) << 4
     scales = _f16(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
-    return scales[:, :, None] * (weights.reshape(len(blocks), 16, 16).astype(np.float32) - 32)
+    scaled: Array = scales[:, :, None] * (weights.reshape(len(blocks), 16, 16).astype(np.float32) - 32)
+    return scaled
 
 
-def _mxfp4(blocks: np.ndarray) -> np.ndarray:
+def _mxfp4(blocks: Array) -> Array:
     numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
     exponents = np.where(blocks[:, :1] == 255, np.inf, blocks[:, :1].astype(np.float64) - 127)
     halves = np.concatenate([blocks[:, 1:] & 15, blocks[:, 1:] >> 4], axis=1)
     with np.errstate(invalid="ignore", over="ignore"):
-        return (np.exp2(exponents) * numbers[halves]).astype(np.float32)
+        scaled: Array = np.exp2(exponents) * numbers[halves]
+        return scaled.astype(np.float32)
 
 
-def _q4_z(blocks: np.ndarray) -> np.ndarray:
+def _q4_z(blocks: Array) -> Array:
     halves = np.concatenate([blocks[:, 3:] & 15, blocks[:, 3:] >> 4], axis=1)
     return _f16(blocks, 0) * (halves.astype(np.float32) - blocks[:, 2:3])
 
 
-def _with_fifth_bits(blocks: np.ndarray, offset: int) -> np.ndarray:
+def _with_fifth_bits(blocks: Array, offset: int) -> Array:
     """Return the half bytes behind four bytes at `offset`, whose bits are the fifth bits of the 32 weights."""
     fifth = np.unpackbits(blocks[:, offset : offset + 4], axis=1, bitorder="little")
     packed = blocks[:, offset + 4 :]
-    return np.concatenate([packed & 15, packed >> 4], axis=1) | fifth << 4
+    whole: Array = np.concatenate([packed & 15, packed >> 4], axis=1) | fifth << 4
+    return whole
 
 
-def _q4_1(blocks: np.ndarray) -> np.ndarray:
+def _q4_1(blocks: Array) -> Array:
     halves = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
     return _f16(blocks, 0) * halves.astype(np.float32) + _f16(blocks, 2)
 
 
-def _q5_0(blocks: np.ndarray) -> np.ndarray:
+def _q5_0(blocks: Array) -> Array:
     return _f16(blocks, 0) * (_with_fifth_bits(blocks, 2).astype(np.float32) - 16)
 
 
-def _q5_1(blocks: np.ndarray) -> np.ndarray:
+def _q5_1(blocks: Array) -> Array:
     return _f16(blocks, 0) * _with_fifth_bits(blocks, 4).astype(np.float32) + _f16(blocks, 2)
 
 

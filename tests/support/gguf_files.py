@@ -69,7 +69,7 @@ def header(
 def pair(key: str | bytes, value: Any) -> bytes:
     kind, value = value if isinstance(value, tuple) else (_kind(value), value)
     if kind == "raw":
-        return text(key) + value
+        return text(key) + bytes(value)
     if isinstance(value, list):
         body = b"".join(_encode(kind, element) for element in value)
         return text(key) + struct.pack("<IIQ", 9, KINDS[kind], len(value)) + body
@@ -154,8 +154,8 @@ def q6_k(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     numbers = (np.clip(np.rint(scaled), -32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
     low = numbers[:, :, :2] & 15 | (numbers[:, :, 2:] & 15) << 4
     high = sum((numbers[:, :, quarter] >> 4 << 2 * quarter for quarter in range(1, 4)), start=numbers[:, :, 0] >> 4)
-    parts = [low.reshape(-1, 128), high.reshape(-1, 64), scales, scale.astype("<f2").view(np.uint8)]
-    return np.concatenate(parts, axis=1).reshape(len(values), -1)
+    packed = [low.reshape(-1, 128), high.reshape(-1, 64), scales, scale.astype("<f2").view(np.uint8)]
+    return np.concatenate(packed, axis=1).reshape(len(values), -1)
 
 
 def _shared_scale(scales: npt.NDArray[np.float32], most: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
@@ -207,6 +207,7 @@ def describe(folder: Path) -> dict[str, Any]:
         if spec.family in families and config.get(key) is not None:
             values[f"{family}.{name}"] = config[key]
     rope = spec.ropes[0]
+    assert rope is not None
     values[f"{family}.attention.key_length"] = values[f"{family}.attention.value_length"] = spec.head_dim
     values[f"{family}.rope.dimension_count"] = rope.dim or spec.head_dim
     if spec.experts:
@@ -251,6 +252,7 @@ def stored_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
 def rope_factors(folder: Path) -> dict[str, Tensor]:
     """Return the factors of LongRoPE, and the divisors of Llama 3.1's frequencies as the converter computes them."""
     rope = read_spec(folder).ropes[0]
+    assert rope is not None
     head_dim = read_spec(folder).head_dim
     scaling = rope.scaling
     if isinstance(scaling, LongRopeScaling):
@@ -279,7 +281,7 @@ def stored_name(name: str, spec: DecoderSpec) -> str:
 def _stored_names(spec: DecoderSpec) -> dict[str, str]:
     """Return the name in GGUF files for each name on Hugging Face."""
     fused = {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)}  # the names of tensors that Phi-3 has
-    stored = {}
+    stored: dict[str, str] = {}
     for field in fields(TensorNames):
         if field.name == "mlp_norm" and not spec.pre_norms:
             continue  # OLMo 2's norm with this name follows attention

@@ -57,7 +57,7 @@ Array = np.ndarray[Any, Any]
 class Quantized:
     """The tensors of one module by the names that follow the module's, and the weights that they mean."""
 
-    tensors: dict[str, Array]
+    tensors: dict[str, Any]  # arrays, and FP8
     weights: Array  # float32 [out, in]
 
 

@@ -7,8 +7,9 @@ any region. Arithmetic is float64; values are rounded as their dtype rounds (bf1
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +64,8 @@ def quantize_q8(x: Array, group: int = 1) -> Array:
     exact = np.where(top > 0, top.astype(np.float32) / np.float32(127), np.float32(1))
     step = np.exp2(np.floor(np.log2(exact.astype(np.float64)))) / 4
     scale = np.ceil(exact / step) * step if group == 1 else exact
-    return (np.rint(blocks / scale) * scale).reshape(x.shape[0], -1)[:, : x.shape[1]]
+    rounded: Array = (np.rint(blocks / scale) * scale).reshape(x.shape[0], -1)[:, : x.shape[1]]
+    return rounded
 
 
 def as_dtype(x: Array, dtype: StoredDtype, group: int = 1) -> Array:
@@ -131,7 +133,12 @@ def gelu_exact(x: Array) -> Array:
     return activated
 
 
-FUNCTIONS = {"gelu": gelu_exact, "gelu_tanh": gelu, "relu": lambda y: np.maximum(y, 0), "tanh": np.tanh}
+FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": gelu_exact,
+    "gelu_tanh": gelu,
+    "relu": lambda y: np.maximum(y, 0),
+    "tanh": np.tanh,
+}
 
 
 def gated(y: Array, epilogue: str) -> Array:
@@ -188,7 +195,7 @@ class ReferenceProgram:
         slots = 1 + max((op.layer for op in layers), default=-1)
         shape = (slots, num_pages, page_size, layers[0].num_kv_heads, layers[0].head_dim) if layers else (0,) * 5
         self.keys, self.values = np.zeros(shape), np.zeros(shape)
-        self.regions: dict[Region, Array] = {}
+        self.regions: dict[Region, npt.NDArray[Any]] = {}  # float64; int64 for the places and groups of experts
 
     def run(
         self,

@@ -115,13 +115,15 @@ def _write_texts(
 
 
 def _weights(num_tokens: int, following: Mapping[int, int]) -> dict[str, npt.NDArray[np.float32]]:
-    signs = np.random.default_rng(3).choice(np.float32([-1, 1]), (num_tokens, HIDDEN))
+    signs = np.random.default_rng(3).choice(np.array([-1, 1], np.float32), (num_tokens, HIDDEN))
     output = np.zeros((num_tokens, HIDDEN), np.float32)
     for token, after in following.items():
         output[after] += signs[token]
     layer = "model.layers.0."
     shapes = {"q": (64, HIDDEN), "k": (64, HIDDEN), "v": (64, HIDDEN), "o": (HIDDEN, 64)}
-    weights = {f"{layer}self_attn.{name}_proj.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    weights: dict[str, npt.NDArray[np.float32]] = {
+        f"{layer}self_attn.{name}_proj.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()
+    }
     shapes = {"gate": (64, HIDDEN), "up": (64, HIDDEN), "down": (HIDDEN, 64)}
     weights |= {f"{layer}mlp.{name}_proj.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()}
     norms = (f"{layer}input_layernorm", f"{layer}post_attention_layernorm", "model.norm")
