@@ -22,7 +22,7 @@ from ..common.errors import Unavailable
 START_TIMEOUT_S = 60
 SERVER_STOP_TIMEOUT_S = 10
 FREE_PORTS = ("--port", "0", "--operator-port", "0", "--openai-port", "0")
-QUIET = ("--log-level", "error")
+QUIET_FLAGS = ("--log-level", "error")
 TERMINATED = 128 + signal.SIGTERM  # exit status
 
 
@@ -58,7 +58,7 @@ async def local_server(*flags: str) -> AsyncIterator[LocalServer]:
         loop.add_signal_handler(signal.SIGTERM, terminate)
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", *FREE_PORTS, *QUIET, *flags),
+            *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", *FREE_PORTS, *QUIET_FLAGS, *flags),
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
             env={name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")},

@@ -291,16 +291,16 @@ async def test_a_request_has_at_most_256_prompts(system: Any) -> None:
 
 async def test_a_tenants_requests_take_turns(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = system.server._context.keyring.authenticate(None).frame_turns
-    take = turns.take
-    taken = []
+    wait = turns.wait
+    waits = []
 
     async def counted() -> int:
-        taken.append(None)
-        return int(await take())
+        waits.append(None)
+        return int(await wait())
 
-    monkeypatch.setattr(turns, "take", counted)
+    monkeypatch.setattr(turns, "wait", counted)
     assert (await ask(system, COMPLETIONS, complete())).status == 200
-    assert len(taken) == 1
+    assert len(waits) == 1
 
 
 async def test_a_body_is_no_pending_input_once_it_is_read(system: Any) -> None:
