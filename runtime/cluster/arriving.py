@@ -38,7 +38,7 @@ def arrived_requests(
             raise ProtocolError(f"a request of more than {info.max_model_len} tokens")
         check_tokens(spec.prompt_token_ids, info.vocab_size)
         check_tokens(spec.echoed, info.vocab_size)
-    images = pixels.take(specs[0].images)
+    images = pixels.with_pixels(specs[0].images)
     _check_images(specs[0].prompt_token_ids, images, info)
     return [replace(arrived(spec, id_here(spec.request_id), now), images=images) for spec in specs]
 

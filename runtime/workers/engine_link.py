@@ -1,4 +1,4 @@
-"""The engine link: the messages between the server and an engine process, and the socket they pass.
+"""The messages between the server and an engine process, on the link whose ends are in `link_end.py`.
 
 Each message is a length prefix and one msgpack array, `[type, field, …]`. Both ends are the same build, so fields may
 change freely. Requests, updates and tokens are the scheduler's own structs. Pixels of images pass before their request.
@@ -6,14 +6,8 @@ change freely. Requests, updates and tokens are the scheduler's own structs. Pix
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import math
-import socket
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
@@ -32,13 +26,9 @@ from ..common.config import EngineConfig
 from ..common.errors import ProtocolError
 from ..engine import CoreInfo, EngineStats, Prefilled, StepStats
 from ..model.runner import SamplingSpec
-from ..protocol.framing import next_payload, with_prefix
 
 STATS_INTERVAL_S = 0.25  # each message wakes a process whose CPUs compute
-READ_BYTES = 1 << 16
 PIXELS_MESSAGE_BYTES = 1 << 20
-TURN_S = 0.0005  # CPU time for messages, before other callbacks of the event loop run
-SMOOTHING = 8  # reports that the mean time of an update follows
 SHARED_FIELDS = ("prompt_token_ids", "images", "echoed")  # fields that the specs of one request's samples share
 
 SpecT = TypeVar("SpecT", bound=RequestSpec | EncodeSpec)
@@ -262,7 +252,7 @@ class PixelReceiver:
         if len(self._arrived) > self._max_bytes:
             raise ProtocolError(f"images of more than {self._max_bytes} bytes")
 
-    def take(self, images: Sequence[PlacedImage]) -> tuple[PlacedImage, ...]:
+    def with_pixels(self, images: Sequence[PlacedImage]) -> tuple[PlacedImage, ...]:
         """Return the images of the request that has arrived now, with their pixels. Raises ProtocolError."""
         if not self._arrived and [image.digest for image in images] == [image.digest for image in self._last]:
             return tuple(image._replace(pixels=last.pixels) for image, last in zip(images, self._last, strict=True))
@@ -282,122 +272,3 @@ class PixelReceiver:
 def without_pixels(spec: SampledRequestSpec) -> SampledRequestSpec:
     """Return `spec` with its images as they travel."""
     return replace(spec, images=tuple(image._replace(pixels=b"") for image in spec.images))
-
-
-class EngineLink(asyncio.Protocol):
-    """One end of the link. `receive` gets each message, in order; `lost` is called when the other end is closed.
-
-    If many messages came together, one turn of the event loop handles them for `TURN_S`, and the next turns handle
-    the rest. A report that takes longer is divided: an update with many logprobs takes several times as
-    long as another.
-    """
-
-    def __init__(
-        self,
-        end: socket.socket,
-        decoder: msgspec.msgpack.Decoder[ToEngine] | msgspec.msgpack.Decoder[FromEngine],
-        receive: Callable[..., None],
-        lost: Callable[[], None],
-    ) -> None:
-        self.receive = receive
-        self._lost = lost
-        self._end = end
-        self._decode = decoder.decode
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._pixels = PixelSender()
-        self._received = bytearray()
-        self._waiting: deque[ToEngine | FromEngine] = deque()  # parts of the last message, or that message
-        self._update_s = 0.0  # CPU time that an update takes, a moving average
-        self._goes_on = False  # the next turn handles what is received
-        self._transport: asyncio.Transport | None = None
-
-    @classmethod
-    async def open(
-        cls,
-        end: socket.socket,
-        decoder: msgspec.msgpack.Decoder[ToEngine] | msgspec.msgpack.Decoder[FromEngine],
-        receive: Callable[..., None],
-        lost: Callable[[], None],
-    ) -> EngineLink:
-        end.setblocking(False)
-        loop = asyncio.get_running_loop()
-        _, link = await loop.create_unix_connection(lambda: cls(end.dup(), decoder, receive, lost), sock=end)
-        return link
-
-    def send(self, message: ToEngine | FromEngine) -> None:
-        """Write `message` without waiting; drop it when the other end is closed."""
-        if self._transport is not None and not self._transport.is_closing():
-            for part in self._pixels.parts(message):
-                self._transport.write(with_prefix(self._encode(part)))
-
-    def close(self) -> None:
-        """Close this end after the messages sent before have left."""
-        if self._transport is not None:
-            self._transport.close()
-
-    # asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # a stream socket's; uvloop's has no such base class
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        if not self._goes_on:
-            self._handle_received(TURN_S)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        with contextlib.suppress(OSError):  # a failed write closes the transport before all has been read
-            while data := self._end.recv(READ_BYTES):
-                self._received += data
-        self._handle_received(math.inf)
-        self._end.close()
-        self._lost()
-
-    def _go_on(self) -> None:
-        """Handle the waiting messages. Messages that come in the same turn of the event loop wait for the next one."""
-        self._goes_on = False
-        if self._handle_received(TURN_S) and not self._goes_on:
-            self._wait_for_turn()
-
-    def _wait_for_turn(self) -> None:
-        self._goes_on = True
-        asyncio.get_running_loop().call_soon(self._go_on)
-
-    def _handle_received(self, limit_s: float) -> bool:
-        """Handle messages for `limit_s`, and have the next turn continue. Return False if no message was complete.
-
-        An error of `receive` ends the link.
-        """
-        began_s = now_s = time.thread_time()
-        try:
-            while (message := self._next_message()) is not None:
-                if now_s > began_s and now_s - began_s + self._expected_s(message) > limit_s:
-                    self._waiting.appendleft(message)
-                    self._wait_for_turn()
-                    return True
-                self.receive(message)
-                before_s, now_s = now_s, time.thread_time()
-                if isinstance(message, StepReport) and message.updates:
-                    self._update_s += ((now_s - before_s) / len(message.updates) - self._update_s) / SMOOTHING
-        except Exception:
-            if self._transport is not None:
-                self._transport.abort()
-            raise
-        return now_s > began_s
-
-    def _next_message(self) -> ToEngine | FromEngine | None:
-        """Return the next message, or the first part of one that takes long; None if the rest is not complete."""
-        if self._waiting:
-            return self._waiting.popleft()
-        payload = next_payload(self._received)
-        if payload is None:
-            return None
-        message = self._decode(payload)
-        if isinstance(message, StepReport) and self._expected_s(message) > TURN_S:
-            first, *others = message.parts(max(1, int(TURN_S / self._update_s)))
-            self._waiting.extend(others)
-            return first
-        return message
-
-    def _expected_s(self, message: ToEngine | FromEngine) -> float:
-        return len(message.updates) * self._update_s if isinstance(message, StepReport) else 0.0

@@ -40,7 +40,6 @@ from .engine_link import (
     CancelRequest,
     DropRequest,
     EngineFailed,
-    EngineLink,
     EngineReady,
     ImagePixels,
     PixelReceiver,
@@ -55,6 +54,7 @@ from .engine_link import (
     ToEngine,
 )
 from .health import ALIVE, HELD_UP
+from .link_end import EngineLink
 from .loading import shown_loading, terminal
 
 HEARTBEAT_INTERVAL_S = 0.25
@@ -182,11 +182,11 @@ class CoreServer:
                     self._pixels.add(pixels)
                 case AddRequests():
                     specs = message.specs()
-                    images = self._pixels.take(specs[0].images)
+                    images = self._pixels.with_pixels(specs[0].images)
                     requests = message.as_requests([replace(spec, images=images) for spec in specs])
                     self._add(requests[0].request_id, partial(loop.add, *requests))
                 case ReadmitRequest(spec, generated):
-                    loop.readmit(Request(replace(spec, images=self._pixels.take(spec.images)), generated))
+                    loop.readmit(Request(replace(spec, images=self._pixels.with_pixels(spec.images)), generated))
                 case AddEncoding(encode_spec):
                     self._add(encode_spec.request_id, partial(loop.add_encoding, EncodeRequest(encode_spec)))
                 case ReadmitEncoding(encode_spec):

@@ -20,7 +20,6 @@ from ..common.memory import killing_limit, machine_memory_bytes
 from .engine_link import (
     FROM_ENGINE,
     EngineFailed,
-    EngineLink,
     EngineReady,
     FromEngine,
     SnapshotProgress,
@@ -28,6 +27,7 @@ from .engine_link import (
     StopEngine,
 )
 from .health import HELD_UP, TICK_S
+from .link_end import EngineLink
 
 SAVE_TIMEOUT_S = 20.0  # time to finish the step in flight, and to write the next bytes of its snapshot
 STOP_TIMEOUT_S = 1.0  # time to exit without a snapshot: its results have no reader any more

@@ -9,7 +9,7 @@ ADDS, ROUTER, LOG, HEALTH = (f"runtime/workers/{name}.py" for name in ("pending_
 MAIN, PROCESS, LINK, PLACEMENT = (
     f"runtime/workers/{name}.py" for name in ("engine_main", "engine_process", "engine_link", "placement")
 )
-COUNTERS = "runtime/workers/engine_counters.py"
+COUNTERS, LINK_END = "runtime/workers/engine_counters.py", "runtime/workers/link_end.py"
 
 MUTANTS = [
     Mutant(
@@ -380,25 +380,25 @@ MUTANTS = [
         PROCESSES,
     ),
     Mutant(
-        LINK,
+        LINK_END,
         "            while data := self._end.recv(READ_BYTES):\n                self._received += data",
         "            pass",
         "the last messages of a process that exits are lost",
     ),
     Mutant(
-        LINK,
+        LINK_END,
         "if now_s > began_s and now_s - began_s + self._expected_s(message) > limit_s:",
         "if False:",
         "a burst of the engine's messages delays all clients",
     ),
     Mutant(
-        LINK,
+        LINK_END,
         "            self._waiting.extend(others)\n            return first",
         "            return message",
         "an engine's report of many logprobs delays all clients",
     ),
     Mutant(
-        LINK,
+        LINK_END,
         "        self._handle_received(math.inf)\n",
         "        self._handle_received(TURN_S)\n",
         "the last messages of a process that exits come after its end",

@@ -22,8 +22,9 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import Unavailable
 from quire.runtime.common.memory import MemoryLimit
 from quire.runtime.workers import engine_process
-from quire.runtime.workers.engine_link import EngineLink, FromEngine, StartEngine
+from quire.runtime.workers.engine_link import FromEngine, StartEngine
 from quire.runtime.workers.engine_process import PROGRAM, EngineProcess, describe_exit
+from quire.runtime.workers.link_end import EngineLink
 from structlog.testing import capture_logs
 
 Stopped = Callable[..., Awaitable[str | None]]

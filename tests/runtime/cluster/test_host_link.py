@@ -130,19 +130,19 @@ async def test_pixels_travel_in_pieces_before_their_request_and_once_for_all_sam
     assert not any(image.pixels for spec in added.requests for image in spec.images)
     for piece in pieces:
         pixels.add(piece.pixels)
-    assert pixels.take(added.requests[0].images) == images
+    assert pixels.with_pixels(added.requests[0].images) == images
     link.send(ReadmitRequest(second, (7,)))
     (readmitted,) = messages_in(transport.written)
-    assert pixels.take(readmitted.request.images) == images
+    assert pixels.with_pixels(readmitted.request.images) == images
     link.send(ReadmitRequest(as_read(other.spec), ()))
     piece, readmitted = messages_in(transport.written)
     assert isinstance(piece, ImagePixels)
     pixels.add(piece.pixels)
-    assert pixels.take(readmitted.request.images) == images[1:]
-    assert pixels.take(()) == ()
+    assert pixels.with_pixels(readmitted.request.images) == images[1:]
+    assert pixels.with_pixels(()) == ()
     link.send(ReadmitRequest(as_read(other.spec), ()))
     (readmitted,) = messages_in(transport.written)
-    assert pixels.take(readmitted.request.images) == images[1:], "a request without images came between"
+    assert pixels.with_pixels(readmitted.request.images) == images[1:], "a request without images came between"
 
 
 @pytest.mark.parametrize("deadline", [None, 12.5, 7.0, 5.0])

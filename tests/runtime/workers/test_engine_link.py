@@ -17,16 +17,16 @@ from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import Prefilled
 from quire.runtime.model.runner import SamplingSpec
 from quire.runtime.protocol.framing import with_prefix
-from quire.runtime.workers import engine_link
+from quire.runtime.workers import link_end
 from quire.runtime.workers.engine_link import (
     FROM_ENGINE,
     TO_ENGINE,
     AddRequests,
-    EngineLink,
     ReadmitRequest,
     StepReport,
     StopEngine,
 )
+from quire.runtime.workers.link_end import EngineLink
 from quire.scheduler import (
     BeamSpec,
     FinalCounters,
@@ -126,7 +126,7 @@ async def test_messages_arrive_whole_and_in_order_and_then_the_end() -> None:
 
 
 async def test_messages_that_came_together_are_handled_over_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_link, "TURN_S", 0.0)  # one message takes longer
+    monkeypatch.setattr(link_end, "TURN_S", 0.0)  # one message takes longer
     ours, theirs = socket.socketpair()
     loop, seen, lost = asyncio.get_running_loop(), list[object](), asyncio.Event()
 
@@ -151,7 +151,7 @@ async def test_messages_that_came_together_are_handled_over_several_turns(monkey
 async def test_what_comes_in_a_turn_that_goes_on_with_messages_waits_for_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_link, "TURN_S", 0.0)  # one message takes longer
+    monkeypatch.setattr(link_end, "TURN_S", 0.0)  # one message takes longer
     ours, theirs = socket.socketpair()
     seen: list[StepReport] = []
     link = await EngineLink.open(ours, FROM_ENGINE, seen.append, lambda: None)
@@ -174,7 +174,7 @@ async def test_what_comes_in_a_turn_that_goes_on_with_messages_waits_for_the_nex
 
 
 async def test_a_report_that_takes_long_is_handled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_link, "TURN_S", 0.0)  # one update takes longer
+    monkeypatch.setattr(link_end, "TURN_S", 0.0)  # one update takes longer
     ours, theirs = socket.socketpair()
     loop, seen, lost = asyncio.get_running_loop(), list[object](), asyncio.Event()
 

@@ -19,7 +19,6 @@ from quire.runtime.workers.engine_link import (
     AddRequests,
     CancelRequest,
     DropRequest,
-    EngineLink,
     EngineReady,
     FromEngine,
     ReadmitEncoding,
@@ -32,6 +31,7 @@ from quire.runtime.workers.engine_link import (
 )
 from quire.runtime.workers.engine_main import CoreServer
 from quire.runtime.workers.health import ALIVE, HELD_UP
+from quire.runtime.workers.link_end import EngineLink
 from quire.scheduler import (
     AdmissionEstimate,
     EncodedText,
