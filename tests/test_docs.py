@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import quire
-from quire.runtime.model import describe_sizes
+from quire.runtime.tools.planning.kv_sizes import describe_sizes
 
 from docs import files
 from tests.bench import many_cores

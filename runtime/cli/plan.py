@@ -13,7 +13,7 @@ from ..common.errors import ConfigError
 from ..common.memory import deciding_limit, free_memory_bytes
 from ..engine.facade import NO_TEMPLATE
 from ..engine.text_processor import load_template
-from ..model import describe_sizes, model_path
+from ..model import model_path
 from ..model.encoder import is_encoder
 from ..tools.planning import (
     EncoderPlan,
@@ -25,6 +25,7 @@ from ..tools.planning import (
     plan_text,
     plot_memory,
 )
+from ..tools.planning.kv_sizes import describe_sizes
 from ..tools.plotting import check_plot
 from .flags import Json, LimitFlags, MemoryFlags, ModelFolder, settings_from
 

@@ -17,6 +17,7 @@ import msgspec
 
 from ..common.errors import InvalidRequest, ProtocolError, QuireError, Unavailable
 from ..net.address import Address, UnixAddress
+from ..net.connecting import open_tcp, tls_error
 from ..protocol.codec import MAX_ARRAY_LENGTH, MAX_ARRAYS, Decoder, Malformed, check_limits, encode
 from ..protocol.frames import (
     FEATURES,
@@ -52,8 +53,6 @@ from ..protocol.frames import (
     Welcome,
 )
 from ..protocol.wire_errors import error_from_frame
-from .connecting import open_tcp
-from .tls import tls_error
 
 CONNECT_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 1.0  # time for unsent bytes to leave; the server cancels the requests anyway

@@ -16,12 +16,11 @@ from typing import NamedTuple, cast
 import structlog
 
 from ...scheduler import NotAccepting
-from ..client.connecting import open_tcp
-from ..client.tls import tls_error
 from ..common import errors
 from ..common.errors import ConfigError, ProtocolError, QuireError, Unavailable
 from ..engine import CoreInfo, HostState, HostStatus
 from ..net.address import TCPAddress
+from ..net.connecting import open_tcp, tls_error
 from ..workers import HealthTimeouts
 from ..workers.engine_link import AddAnswer, DropRequest, EngineReady, RequestsBegun, SpecT, StatsReport, StepReport
 from ..workers.supervised_engine import SupervisedEngine

@@ -34,6 +34,7 @@ from ...scheduler import (
 )
 from ..common.config import EngineConfig
 from ..common.errors import ContextLengthExceeded, Unavailable
+from ..common.job_threads import JobThreads
 from ..model.runner import Capacity, ModelRunner
 from ..model.runner.capacity import EncoderCapacity
 from .build import build_kv_events, build_scheduler, load_models
@@ -41,7 +42,6 @@ from .core import CoreListener, Prefilled
 from .core_parts import DecoderPart
 from .embedding.encoder import EncoderPart
 from .facade import EngineStats, HostStatus, StepStats
-from .job_threads import JobThreads
 from .structured.grammars import Grammars
 from .structured.masks import StepMasks
 

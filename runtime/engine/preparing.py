@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from ..common.fair_executor import FairExecutor
 from .continuation import replay
 from .facade import GenerateRequest
-from .fair_executor import FairExecutor
 from .input import PreparedInput, prepare, stop_ids_of
 from .output import NewDetokenizer
 from .structured.grammars import CheckedStructures

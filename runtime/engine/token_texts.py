@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .fair_executor import FairExecutor
+from ..common.fair_executor import FairExecutor
 from .text import Token
 from .text_processor import TextProcessor
 from .validator import Validator

@@ -4,7 +4,6 @@ from .families.registry import FAMILIES, open_tensors, read_spec
 from .files import BUNDLED_MODEL, fingerprint, model_name, model_path, projectors
 from .memory_plan import MemoryPlan, plan_memory
 from .packed_model import PackedModel, kv_layout, pack_model
-from .sizes import describe_sizes
 from .spec import DecoderSpec
 from .weights.decoder_weights import weights_text
 
@@ -14,7 +13,6 @@ __all__ = [
     "DecoderSpec",
     "MemoryPlan",
     "PackedModel",
-    "describe_sizes",
     "fingerprint",
     "kv_layout",
     "model_name",

@@ -419,18 +419,18 @@ MUTANTS = [
         "memory grows with each tenant that ever sent a text",
     ),
     Mutant(
-        "runtime/engine/fair_executor.py",
+        "runtime/common/fair_executor.py",
         "            self._num_idle += 1\n            if not job.result.done():\n",
         "            if not job.result.done():\n                self._num_idle += 1\n",
         "a text thread whose caller gave up is never used again",
-        "tests/runtime/engine/test_fair_executor.py",
+        "tests/runtime/common/test_fair_executor.py",
     ),
     Mutant(
-        "runtime/engine/fair_executor.py",
+        "runtime/common/fair_executor.py",
         "lambda _: job.call.clear()",
         "lambda _: None",
         "a text that its caller gave up stays in memory while it waits",
-        "tests/runtime/engine/test_fair_executor.py",
+        "tests/runtime/common/test_fair_executor.py",
     ),
     Mutant(
         "runtime/engine/engine_core.py",
@@ -503,11 +503,11 @@ MUTANTS = [
         MASK_TESTS,
     ),
     Mutant(
-        "runtime/engine/job_threads.py",
+        "runtime/common/job_threads.py",
         "        while not self.is_replaced and self._run_next():\n",
         "        while self._run_next():\n",
         "each slow job leaves a thread behind",
-        "tests/runtime/engine/test_job_threads.py",
+        "tests/runtime/common/test_job_threads.py",
     ),
     Mutant(
         MASKS,
@@ -879,7 +879,7 @@ MUTANTS = [
         "tests/runtime/engine/structured/test_trials.py",
     ),
     Mutant(
-        "runtime/workers/engine_link.py",
+        "runtime/workers/link_end.py",
         "if self._handle_received(TURN_S) and not self._goes_on:",
         "if False:",
         "a turn handles messages twice",

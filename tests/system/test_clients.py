@@ -16,7 +16,6 @@ import msgpack
 import pytest
 import uvloop
 from quire.runtime.client import AsyncClient, Client
-from quire.runtime.client.tls import tls_error
 from quire.runtime.common.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -31,6 +30,7 @@ from quire.runtime.common.errors import (
 )
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.net.address import TCPAddress
+from quire.runtime.net.connecting import tls_error
 from quire.runtime.server.requests.output_log import CHUNK_BYTES
 
 Serve = Callable[..., Awaitable[Any]]

@@ -17,10 +17,10 @@ import numpy as np
 
 from ....scheduler import AdmissionEstimate, EncodedText, EncodeRequest, EncodeSpec, RequestUpdate, SchedulerError
 from ...common.errors import ContextLengthExceeded, GenerationFailed, InvalidRequest, QuireError, Unavailable
+from ...common.fair_executor import FairExecutor
 from ..core import Core
 from ..error_mapping import failure_error, refusal_error
 from ..facade import EmbeddedTexts, EmbedRequest, EmbedStats, EncoderInfo, EngineObserver, SilentObserver
-from ..fair_executor import FairExecutor
 from ..text import Tokenizer
 from ..validator import check_embed_options
 from .vectors import Floats, activated, cosines, probabilities, shortened

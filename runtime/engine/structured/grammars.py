@@ -31,10 +31,10 @@ from llguidance import LLMatcher, LLParserLimits
 from ....scheduler.plan import ScheduledSequence
 from ...common.errors import InvalidRequest
 from ...common.heap import UnusedMemory
+from ...common.job_threads import JobThreads
 from ...common.types import StructuredOutputs
 from ...model.runner import SamplingSpec
 from ..error_mapping import UNMATCHED
-from ..job_threads import JobThreads
 from ..json_schema.references import check_references
 from ..json_schema.schema import enforceable_schema, library_options
 from .compiled_grammars import CompiledGrammar, CompiledGrammars

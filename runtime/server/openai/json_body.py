@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from ...engine.fair_executor import FairExecutor
+from ...common.fair_executor import FairExecutor
 from .errors import BadRequest
 
 T = TypeVar("T")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...model.sizes import human
 from ..plotting import load_pyplot, save_plot
+from .kv_sizes import human
 
 COLORS = ("#2c6fb3", "#7fb0dc", "#174a7c", "#a9c9e8", "#b3452c", "#6a994e", "#bc9c22", "#7b5ea7", "#888888", "#4a8f8c")
 SMALL = 0.05  # share of the whole below which a part is drawn in the second bar

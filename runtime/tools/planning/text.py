@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from ...common.memory import MemoryLimit
 from ...model import weights_text
 from ...model.rope import short_context
-from ...model.sizes import human
 from ...model.spec import DecoderSpec
 from ..simulation import Speed
 from .alternatives import Alternative
+from .kv_sizes import human
 from .serving_plan import ServingPlan, WindowLayers
 
 

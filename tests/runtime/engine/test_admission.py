@@ -18,9 +18,9 @@ from quire.runtime.common.errors import (
     QuotaExceeded,
     Unavailable,
 )
+from quire.runtime.common.fair_executor import NUM_THREADS
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import Engine, GenerateRequest, Prefilled, StepStats
-from quire.runtime.engine.fair_executor import NUM_THREADS
 from quire.scheduler import NotAccepting, PageQuotaExceeded, QueueFull, Request, RequestUpdate, SampledToken
 
 from .conftest import ESTIMATE, INFO, FakeCore, FakeObserver, FakeTextProcessor

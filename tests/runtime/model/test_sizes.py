@@ -9,9 +9,9 @@ import pytest
 from quire.kernels import scratch_nbytes
 from quire.kernels.ops import padded
 from quire.pager import KVArena
-from quire.runtime.model import describe_sizes, kv_layout, pack_model, plan_memory, read_spec
+from quire.runtime.model import kv_layout, pack_model, plan_memory, read_spec
 from quire.runtime.model.rope import rotary_tables
-from quire.runtime.model.sizes import KNOWN_SHAPES, human
+from quire.runtime.tools.planning.kv_sizes import KNOWN_SHAPES, describe_sizes, human
 
 from tests.support.families import FAMILIES, GOLDENS
 

@@ -24,6 +24,7 @@ from quire.runtime.common.errors import (
     Unavailable,
     UnsupportedModel,
 )
+from quire.runtime.common.fair_executor import FairExecutor
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import (
     EmbedRequest,
@@ -42,7 +43,6 @@ from quire.runtime.engine.embedding.embedder import (
     EmbeddingStream,
 )
 from quire.runtime.engine.embedding.vectors import activated, cosines, probabilities, shortened
-from quire.runtime.engine.fair_executor import FairExecutor
 from quire.runtime.engine.validator import MAX_INPUTS
 from quire.runtime.model.runner import ModelRunner, load_model
 from quire.scheduler import AdmissionEstimate, EncodedText, RequestUpdate

@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 from quire import LLM
+from quire.runtime.common import job_threads
 from quire.runtime.common.errors import GenerationFailed, InvalidRequest
 from quire.runtime.common.heap import allocated_bytes, resident_bytes
 from quire.runtime.common.types import SamplingParams, StructuredOutputs
-from quire.runtime.engine import job_threads
 from quire.runtime.engine.structured import compiled_grammars, grammar_vocabulary, grammars
 from quire.runtime.engine.structured import masks as masks_module
 from quire.runtime.engine.structured.compiled_grammars import MAX_GROWTH, CompiledGrammars

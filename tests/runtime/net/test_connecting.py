@@ -10,9 +10,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from quire.runtime.client import connecting
-from quire.runtime.client.connecting import open_tcp
+from quire.runtime.net import connecting
 from quire.runtime.net.address import TCPAddress
+from quire.runtime.net.connecting import open_tcp
 
 NAME = TCPAddress("a.name", 7070)
 TIMEOUT_S = 60  # a dead address would use more than that

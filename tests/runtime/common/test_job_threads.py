@@ -9,8 +9,8 @@ from functools import partial
 from queue import SimpleQueue
 
 import pytest
-from quire.runtime.engine import job_threads
-from quire.runtime.engine.job_threads import JobThreads
+from quire.runtime.common import job_threads
+from quire.runtime.common.job_threads import JobThreads
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Opening a TCP connection to a name that has several addresses, some of which may be dead (RFC 8305).
 
-uvloop has no such option.
+uvloop has no such option. The error of a failed TLS handshake says what to do about it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-from ..net.address import TCPAddress
+from ..common.errors import TLSError
+from .address import Address, TCPAddress
 
 NEXT_ADDRESS_S = 0.25  # silence after which the next address of a name is tried as well
+OTHER_NAME = (62, 64)  # OpenSSL's codes of a certificate for another host name or IP address
+EXPIRED = 10
 
 
 async def open_tcp(
@@ -35,6 +38,21 @@ async def open_tcp(
     except BaseException:
         connected.close()
         raise
+
+
+def tls_error(address: Address | str, error: ssl.SSLError) -> TLSError:
+    """Return the error of a handshake that cannot succeed by a retry, with advice."""
+    reason = getattr(error, "reason", None) or str(error)  # only OpenSSL sets it
+    if isinstance(error, ssl.SSLCertVerificationError):
+        reason = error.verify_message.rstrip(".")
+        advice = "pass the file of its CA, or of the certificate itself, as tls="
+        if error.verify_code in OTHER_NAME:
+            advice = "connect by a name in the certificate"
+        elif error.verify_code == EXPIRED:
+            advice = "renew it"
+        return TLSError(f"the certificate of {address} is not trusted: {reason}; {advice}")
+    advice = "; the server may not use TLS: leave out tls=" if reason == "WRONG_VERSION_NUMBER" else ""
+    return TLSError(f"no TLS connection to {address}: {reason}{advice}")
 
 
 async def _first_connected(found: list[tuple[Any, ...]]) -> socket.socket:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...pager.layout import KVLayout
-from ..common.config import KVCacheDtype
+from ....pager.layout import KVLayout
+from ...common.config import KVCacheDtype
 
 SIZED_DTYPES: tuple[KVCacheDtype, ...] = ("f32", "bf16")
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
-from ..common.errors import GenerationFailed, Unavailable
+from .errors import GenerationFailed, Unavailable
 from .job_threads import JobThreads
 
 NUM_THREADS = 2  # rendering holds the GIL: more threads would delay the event loop
