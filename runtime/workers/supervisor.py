@@ -25,7 +25,7 @@ from .health import TICK_S, HealthMonitor, HealthTimeouts
 FIRST_PAUSE_S = 0.2  # pause after a failed start; each further one doubles it
 MAX_PAUSE_S = 5.0
 RESTART_TIMEOUT_S = 30.0  # time that requests wait for the next process while its start fails
-LOADING_TIMEOUTS = HealthTimeouts(heartbeat_s=15.0, stall_s=float("inf"))
+LOADING_TIMEOUTS = HealthTimeouts(heartbeat_s=60.0, stall_s=float("inf"))  # imports take 15 s under a load of 20
 
 _log = structlog.get_logger("quire.supervisor")
 
