@@ -17,7 +17,7 @@ from quire.runtime.engine import GenerateRequest, LocalEngine
 
 from tests.support.bits import Preemptor, bits, chunks_of, one_by_one, outcome, prompt, running, together
 
-Dtypes = tuple[str, str]  # of the weights and of the KV cache
+Dtypes = tuple[str, str]  # dtypes of the weights and of the KV cache
 Alone = Callable[[str, Dtypes], Awaitable[list[list[str]]]]
 
 LEVELS = supported_levels()
