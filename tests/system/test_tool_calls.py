@@ -391,6 +391,7 @@ async def test_responses_have_an_item_for_each_part(client: Client) -> None:
         assert (await respond(connected, after)).output_text == "It rains."
         cut = await respond(connected, "Hello <|0|>", max_output_tokens=8)
         assert (cut.status, cut.output[-1].status) == ("incomplete", "incomplete")
+        assert cut.incomplete_details.reason == "max_output_tokens"
         named = await respond(connected, "<|1|>", tool_choice={"type": "function", "name": "time"})
         assert [(item.type, item.name) for item in named.output] == [("function_call", "time")]
         stored = await connected.responses.create(model="quire", input="Hello <|0|>", tools=FLAT, store=True)

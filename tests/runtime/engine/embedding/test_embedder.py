@@ -209,6 +209,8 @@ async def test_a_vector_model_scores_by_the_cosine_of_query_and_document() -> No
     documents = ["one", "two", "three"] * 40
     async with running(encoder) as engine:
         scores = await values_of(engine, embed(*documents, query="which"))
+        (ended,) = engine._outputs.observer.ended  # type: ignore[attr-defined]
+        assert (ended.kind, ended.num_texts) == ("score", 120)
     assert encoder.batches[0][0].token_ids == ids("q: which")
     query = vector(ids("q: which"))
     rows = np.stack([vector(ids(f"d: {each}")) for each in documents])
