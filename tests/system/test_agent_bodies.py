@@ -170,6 +170,8 @@ ITEMS: list[tuple[list[dict[str, Any]], str]] = [
         ],
         f'[{{"name": "mcp__x__shell", "arguments": {LS}}}] ok',
     ),
+    ([{"type": "item_reference", "id": "msg_1"}], ""),
+    ([{"id": "msg_1"}], ""),
     ([{"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}}], ""),
     ([{"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "x"}], ""),
 ]

@@ -29,7 +29,7 @@ CALLS = {
 OUTPUTS = frozenset(f"{kind}_output" for kind in CALLS)
 LEFT_OUT = frozenset(
     {
-        "compaction", "web_search_call", "file_search_call", "code_interpreter_call",
+        REFERENCE, "compaction", "web_search_call", "file_search_call", "code_interpreter_call",
         "image_generation_call", "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response",
         "tool_search_call", "tool_search_output", "additional_tools",
     }
@@ -89,16 +89,6 @@ def references_in(items: list[Any]) -> dict[int, str]:
 def name_in(item_id: str) -> str:
     """Return the name of the response that made an item: `OutputItems` and `listed_items` put it into the id."""
     return item_id.split("_")[1] if "_" in item_id else ""
-
-
-def unknown_item(index: int, item_id: str) -> BadRequest:
-    """Return the error to raise for a reference to an item that is not stored."""
-    return BadRequest(
-        f"input[{index}]: no item with the id {shown(item_id)} is stored: it is unknown, expired or of another tenant, "
-        "or its response has not ended or was sent without `store: true`; send the item itself",
-        "input",
-        status=404,
-    )
 
 
 def chat_fields(values: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ to its end. Must not import `api`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
@@ -37,7 +38,7 @@ from .json_body import BodyReader
 from .logprobs import Vocabulary
 from .playback import Playback, log_reader
 from .request_cycle import RequestCycle
-from .response_items import name_in, references_in, unknown_item
+from .response_items import REFERENCE, name_in, references_in
 from .responses import input_items, listed_items
 
 KEY_HEADER = "idempotency-key"
@@ -203,6 +204,7 @@ class KeptRequests:
         return num_bytes
 
     async def _replace_references(self, endpoint: Endpoint, fields: Fields, cycle: RequestCycle) -> int:
+        """Put stored items in the place of references; references to other servers' items are left out later."""
         given = fields.values.get("input")
         if not isinstance(given, list) or not (references := references_in(given)):
             return 0
@@ -212,15 +214,12 @@ class KeptRequests:
         found: dict[str, Any] = {}
         for index, item_id in references.items():
             if item_id not in found:  # the item's response has not been read
-                try:
+                found[item_id] = {"type": REFERENCE, "id": item_id}
+                with contextlib.suppress(RequestNotFound):
                     entry = self._find(cycle, endpoint, endpoint.id_prefix + name_in(item_id))
-                except RequestNotFound:
-                    raise unknown_item(index, item_id) from None
-                stored = await self._stored_items(endpoint, entry, cycle)
-                found |= {item["id"]: item for item in stored if item["id"] in wanted}
-                num_bytes += len(entry.fields)
-                if item_id not in found:
-                    raise unknown_item(index, item_id)
+                    stored = await self._stored_items(endpoint, entry, cycle)
+                    found |= {item["id"]: item for item in stored if item["id"] in wanted}
+                    num_bytes += len(entry.fields)
             items[index] = found[item_id]
         fields.values["input"] = items
         return num_bytes
