@@ -51,7 +51,9 @@ class CampaignReport:
     slowest_wakeup_s: float = 0.0  # how late this process woke up: it shares the machine with the server
 
     def breach(self, text: str) -> None:
+        """Record a breach, and print it at once: a campaign may be ended before its report."""
         self.breaches.append(text)
+        print(f"breach: {text}", file=sys.stderr, flush=True)
 
     def check_log(self, server: ServerProcess) -> None:
         """Report a traceback in the server's log as a breach."""

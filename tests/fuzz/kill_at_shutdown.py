@@ -77,6 +77,20 @@ class Round:
         self._log.seek(0)
         return self._log.read()
 
+    def judge_exit(self, what: str, report: CampaignReport, *allowed: int) -> None:
+        """Report an exit status that is neither `allowed` nor of SIGTERM, and a traceback."""
+        status = self.process.poll()
+        if status not in {None, 0, 128 + signal.SIGTERM, -signal.SIGTERM, *allowed}:
+            report.breach(f"{what}: exit status {status}: {self.log()[-1000:]}")
+        if "Traceback" in (log := self.log()):
+            report.breach(f"{what}: a traceback: {log[log.index('Traceback') :][:2000]}")
+
+    async def end_late(self, what: str, report: CampaignReport) -> None:
+        """Report processes that should have ended, kill them, and print the end of their log."""
+        report.breach(f"{what}: {self.names()} still there")
+        await self.kill_late()
+        print(f"{what}\n" + "\n".join(self.log().splitlines()[-60:]), flush=True)
+
     def look(self) -> None:
         """Note the processes that there are now."""
         self._seen |= identities([self.process.pid, *descendants(self.process.pid)])
@@ -211,9 +225,7 @@ async def one_round(number: int, moment: str, options: argparse.Namespace, repor
                 return None
             took_s = await this.end()
             if took_s is None:
-                report.breach(f"{what}: {this.names()} still there {MARGIN_S:g} s after the drain")
-                await this.kill_late()
-                print(f"{what}\n" + "\n".join(this.log().splitlines()[-60:]), flush=True)
+                await this.end_late(f"{what}: {MARGIN_S:g} s after the drain", report)
             await _judge(this, what, report)
             report.cases[f"{moment}: {'late' if took_s is None else 'ended'}"] += 1
             return took_s
@@ -258,12 +270,7 @@ async def _judge(this: Round, what: str, report: CampaignReport) -> None:
             client.cancel()
         await asyncio.wait(this.clients)
         report.rounds.update(task.result() for task in this.clients if task.done() and not task.cancelled())
-    status = this.process.poll()
-    allowed = {0, 128 + signal.SIGTERM, -signal.SIGTERM, *((-signal.SIGKILL,) if this.was_killed else ())}
-    if status is not None and status not in allowed:
-        report.breach(f"{what}: exit status {status}: {this.log()[-1000:]}")
-    if "Traceback" in (log := this.log()):
-        report.breach(f"{what}: a traceback: {log[log.index('Traceback') :][:2000]}")
+    this.judge_exit(what, report, *((-signal.SIGKILL,) if this.was_killed else ()))
 
 
 async def main(options: argparse.Namespace, report: CampaignReport) -> None:
@@ -273,14 +280,15 @@ async def main(options: argparse.Namespace, report: CampaignReport) -> None:
         took_s = await one_round(number, moments[number % len(moments)], options, report)
         took += [] if took_s is None else [took_s]
         if number % 20 == 19:
-            _print_times(took, report)
-    _print_times(took, report)
+            print_times(took, report)
+    print_times(took, report)
 
 
-def _print_times(took: Sequence[float], report: CampaignReport) -> None:
+def print_times(took: Sequence[float], report: CampaignReport) -> None:
+    """Print how many servers ended within each half second, and the cases and breaches so far."""
     counts = Counter(int(each * 2) / 2 for each in took)
     shares = ", ".join(f"{count} in less than {half + 0.5:g} s" for half, count in sorted(counts.items()))
-    print(f"{len(took)} ended after their drain: {shares}; {len(report.breaches)} breaches", flush=True)
+    print(f"{len(took)} ended: {shares}; {dict(report.cases)}; {len(report.breaches)} breaches", flush=True)
 
 
 if __name__ == "__main__":
@@ -294,7 +302,5 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     outcome = CampaignReport()
     uvloop.run(main(arguments, outcome))
-    print(f"rounds: {dict(outcome.cases)}; streams ended in {dict(outcome.rounds)}")
-    for breach in outcome.breaches:
-        print(f"  {breach}")
+    print(f"streams ended in {dict(outcome.rounds)}")
     raise SystemExit(int(bool(outcome.breaches)))

@@ -19,11 +19,10 @@ import asyncio
 import contextlib
 import json
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections import Counter, deque
+from collections import deque
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,7 +30,7 @@ from typing import Any
 import uvloop
 from campaign import CampaignReport
 from fuzz_text_files import CHAT, TEXTS, kind_of, write_case
-from kill_at_shutdown import DRAIN_S, Round, start
+from kill_at_shutdown import DRAIN_S, Round, print_times, start
 from quire.runtime.model import read_spec
 from quire.runtime.model.weights.tensors import expected_tensors
 from server_process import descendants
@@ -181,7 +180,6 @@ async def one_round(number: int, case: int, weights: Path, seed: int, report: Ca
     """Run one server to its end. Return how long it took after SIGTERM; None if it had ended before."""
     random = Random(f"{seed} {number} moments")
     phase = "use" if number % 2 else "load"
-    num_breaches = len(report.breaches)
     what = f"round {number}: case {case} ({kind_of(case)}), {phase}"
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryFile("w+") as log:
         folder = Path(name)
@@ -198,27 +196,14 @@ async def one_round(number: int, case: int, weights: Path, seed: int, report: Ca
             this.terminate()
             in_time, took_s = await wait(this, LIMIT_S + (DRAIN_S if phase == "use" else 0.0))
             if not in_time:
-                report.breach(f"{what}: {this.names()} there {took_s:.1f} s after SIGTERM")
-                await this.kill_late()
-                print(f"{what}\n" + "\n".join(this.log().splitlines()[-60:]), flush=True)
+                await this.end_late(f"{what}: {took_s:.1f} s after SIGTERM", report)
             report.cases[f"{phase}: {'ended' if in_time else 'late'}"] += 1
-            _judge(this, what, report)
-            for breach in report.breaches[num_breaches:]:
-                print(f"  {breach}", flush=True)
+            this.judge_exit(what, report, REFUSED)
             return took_s
         finally:
             for client in this.clients:
                 client.cancel()
             this.close()
-
-
-def _judge(this: Round, what: str, report: CampaignReport) -> None:
-    """Report a wrong exit status and a traceback."""
-    status = this.process.poll()
-    if status not in {0, REFUSED, 128 + signal.SIGTERM, -signal.SIGTERM, None}:
-        report.breach(f"{what}: exit status {status}: {this.log()[-1000:]}")
-    if "Traceback" in (log := this.log()):
-        report.breach(f"{what}: a traceback: {log[log.index('Traceback') :][:2000]}")
 
 
 async def main(options: argparse.Namespace, report: CampaignReport) -> None:
@@ -234,14 +219,8 @@ async def main(options: argparse.Namespace, report: CampaignReport) -> None:
             took += [] if took_s is None else [took_s]
             number += 1
             if number % 20 == 0:
-                _print(took, report)
-    _print(took, report)
-
-
-def _print(took: list[float], report: CampaignReport) -> None:
-    counts = Counter(int(each * 2) / 2 for each in took)
-    shares = ", ".join(f"{count} in less than {half + 0.5:g} s" for half, count in sorted(counts.items()))
-    print(f"{len(took)} ended: {shares}; {dict(report.cases)}; {len(report.breaches)} breaches", flush=True)
+                print_times(took, report)
+    print_times(took, report)
 
 
 if __name__ == "__main__":
