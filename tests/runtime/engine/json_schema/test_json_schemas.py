@@ -18,7 +18,8 @@ from quire.runtime.common.types import StructuredOutputs
 from quire.runtime.engine.json_schema import numbers as json_numbers
 from quire.runtime.engine.json_schema import rewriting as json_rewriting
 from quire.runtime.engine.json_schema.patterns import as_read, rotated
-from quire.runtime.engine.structured.grammars import Grammars, check_structure, grammar_of
+from quire.runtime.engine.structured.grammar_vocabulary import load_tables
+from quire.runtime.engine.structured.grammars import check_structure, grammar_of
 from quire.runtime.engine.text_processor import TextProcessor
 from quire.runtime.model import BUNDLED_MODEL
 
@@ -94,11 +95,7 @@ REFUSED: dict[str, Any] = {
 @cache
 def tables() -> Any:
     """Return llguidance's tables of the bundled model's vocabulary."""
-    grammars = Grammars(BUNDLED_MODEL)
-    try:
-        return grammars.tables.get()
-    finally:
-        grammars.close()
+    return load_tables(BUNDLED_MODEL)
 
 
 def can_be_generated(matcher: LLMatcher, instance: Any) -> bool:

@@ -9,7 +9,8 @@ import pytest
 from llguidance import LLMatcher
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.types import StructuredOutputs
-from quire.runtime.engine.structured.grammars import Grammars, check_structure, grammar_of
+from quire.runtime.engine.structured.grammar_vocabulary import load_tables
+from quire.runtime.engine.structured.grammars import check_structure, grammar_of
 from quire.runtime.engine.text_processor import TextProcessor
 from quire.runtime.model import BUNDLED_MODEL
 
@@ -76,11 +77,7 @@ cjk      ::= [一-鿿]
 
 @cache
 def tables() -> Any:
-    grammars = Grammars(BUNDLED_MODEL)
-    try:
-        return grammars.tables.get()
-    finally:
-        grammars.close()
+    return load_tables(BUNDLED_MODEL)
 
 
 @pytest.mark.parametrize(
