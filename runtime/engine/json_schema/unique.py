@@ -1,6 +1,7 @@
 """Arrays of unique items in JSON schemas: as lists of values, where the items are few.
 
-Orders are listed as long as they are few, then only that of the items' schema, and at last the shorter lists.
+While the lists are few, they have the values in every order. Else they have the values in the order of the items'
+schema only, and if those lists are many, too, the longest are left out.
 """
 
 from __future__ import annotations

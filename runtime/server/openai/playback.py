@@ -25,7 +25,7 @@ FRAMES_PER_CHUNK = 4  # frames of a turn: a chunk that waited is read and render
 
 
 def log_reader(cycle: RequestCycle, log: OutputLog) -> OutputReader:
-    """Return a reader of a log for an cycle. Raises Overloaded if too many connections read the log."""
+    """Return a reader of a log for a cycle. Raises Overloaded if too many connections read the log."""
     if len(log.readers) >= MAX_READERS:
         raise Overloaded(f"{MAX_READERS} connections read this output already")
     pace = Pace(

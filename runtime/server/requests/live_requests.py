@@ -12,7 +12,6 @@ from contextvars import copy_context
 from itertools import islice
 from typing import Protocol, TypeVar
 
-from ....scheduler import AdmissionEstimate
 from ...common.errors import Overloaded, QuireError, QuotaExceeded
 from ...common.types import OutputChunk
 from ...engine.facade import EmbedRequest, EngineFacade, GenerateRequest, Generation
@@ -173,11 +172,6 @@ class LiveRequest:
         self._generation: Generation | None = None
         self._prompt_tokens: int | None = None
         self._prefilled: int | None = None
-
-    @property
-    def admission(self) -> AdmissionEstimate:
-        assert self._generation is not None, "known once `accepted` has returned, until the end"
-        return self._generation.admission
 
     async def accepted(self) -> Generation:
         """Wait for the engine's answer and return its stream. Raises the engine's refusal."""

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from ....scheduler import AdmissionEstimate
 from ...common.errors import InvalidRequest, QuireError
 from ...common.types import FinishReason, OutputChunk, SamplingParams
 from ...engine.facade import Generation, NewParser
@@ -150,6 +151,8 @@ class OutputLog:
     A log whose `retention` keeps chunks has a task that lasts until the request ends, and counts as at least
     `reserved_bytes` until then. The only reader of another one awaits `accept` and calls `deliver`.
     """
+
+    admission: AdmissionEstimate  # once accepted
 
     def __init__(
         self, request: LiveRequest, retention: Retention = READ_ONCE, tenant: str = "", reserved_bytes: int = 0
