@@ -31,7 +31,7 @@ def group_folders(controller: str, root: Path = Path("/")) -> Iterator[GroupFold
 
 
 def _mounts(root: Path, controller: str | None) -> Iterator[tuple[Path, PurePosixPath]]:
-    """Yield the mount points of a v1 controller's hierarchy, or with None of the v2 hierarchy, and their root groups.
+    """Yield the mount points and root groups of a v1 controller's hierarchy; None stands for the v2 hierarchy.
 
     The fields are those of proc_pid_mountinfo(5): `36 35 98:0 GROUP MOUNT_POINT options [tags] - TYPE source options`.
     """

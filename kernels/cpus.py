@@ -55,7 +55,7 @@ def _v1_quota(folder: Path) -> tuple[Path, float | None]:
 
 
 def _ratio(quota: str, period: str) -> float | None:
-    """Return quota / period; None for `max`, -1 and anything else that is no limit."""
+    """Return quota / period; None where there is no limit (`max`, -1 or an unreadable value)."""
     try:
         return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
     except ValueError:

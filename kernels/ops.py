@@ -45,7 +45,7 @@ INPUT_DTYPES: dict[WeightDtype, DType] = {  # weight's dtype -> dtype of the inp
     "f32": "f32",
 }
 BLOCK = 32  # columns that share one activation scale; every row is padded to a multiple of it
-ALIGNMENT = 64  # bytes; of every plane of a region
+ALIGNMENT = 64  # alignment in bytes of every plane of a region
 EPHEMERAL_PAGE_SIZE = 32  # tokens
 BIAS_PADDING = 63  # columns of a bias that belong to no key: whole tiles of 64 tokens are read, and then masked
 ROWS_IN_CACHE = 192  # activations that stay in L2 while the weights of a linear layer pass over them
@@ -63,11 +63,11 @@ def aligned(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A [rows, columns] value at `offset` bytes in the arena. `rows` is the capacity; a step uses the first rows of it.
+    """A [rows, columns] value at `offset` bytes in the arena. `rows` is the capacity; a step uses the first rows.
 
     f32, bf16, i32: [rows, padded(columns)]. q8: three planes, each aligned: int8 [rows, padded], f32 scales
-    [rows, padded / 32], int32 sums [rows, padded / 32] holding `-128 * sum(block)`. From 2 on, `group` blocks share a
-    scale and a sum, which stand at the first of them.
+    [rows, padded / 32], int32 sums [rows, padded / 32] holding `-128 * sum(block)`. With `group` 2 or more, that many
+    blocks share a scale and a sum, stored at the first block.
     """
 
     offset: int
@@ -128,7 +128,7 @@ class EphemeralPages:
 
 
 def ephemeral_pages(tokens: int, texts: int) -> int:
-    """Return the largest number of pages that `texts` texts of `tokens` tokens in all can take."""
+    """Return the largest number of pages that `texts` texts with `tokens` tokens in total can take."""
     texts = min(texts, tokens)
     return texts + (tokens - texts) // EPHEMERAL_PAGE_SIZE
 
@@ -150,7 +150,7 @@ class Normed:
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """out[r] = column token_ids[r] of `weight`, widened to f32, times `scale`; or a row that the step gives instead.
+    """out[r] = column token_ids[r] of `weight`, widened to f32, times `scale`; or a row that the step provides instead.
 
     Encoders with learned embeddings of the type and the position of a token add a column of each: first
     `types`[type_ids[r]], then `positions`[number of the row in its sequence].
@@ -166,13 +166,14 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class AddGiven:
-    """out[r] += columns of the row that the step gives for row r in place of its embedding, where it gives one.
+    """out[r] += columns of the row that the step provides in place of the embedding of row r, if it provides one.
 
-    The given rows are as wide as the embedding and all levels side by side: this op adds those of its `level`, from 1.
+    A provided row holds the embedding and then the columns of each level: this op adds the columns of its `level`, from
+    1.
     """
 
     level: int
-    out: Region  # f32 [tokens, columns], as many columns as the embedding
+    out: Region  # f32 [tokens, columns of the embedding]
     normed: Normed | None = None  # norm of out
 
 
@@ -194,10 +195,11 @@ class Linear:
     `add`: out += y; `swiglu`: out = silu(gate) * up; `geglu`: out = gelu(gate) * up, by the approximation with tanh;
     `swiglu_clamped`: out = gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up between -7 and 7;
     `geglu_exact`: out = gelu(gate) * up, by the error function. `gelu`, `gelu_tanh`, `relu` and `tanh`: out is the
-    function of each y; `gelu` is the one by the error function.
+    function of each y; `gelu` uses the error function.
 
-    For the gated ones the weight's columns are 16 of gate and 16 of up in turn, and `out` has half as many. `out` may
-    have any dtype, but f32 with `add`, `normed` or `maxima`: the maximum of each 32 columns, NaN if one of them is NaN.
+    In a gated layer the weight alternates 16 columns of gate and 16 of up, and `out` has half as many columns. `out`
+    may have any dtype, but must be f32 with `add`, `normed` or `maxima` (the maximum of each 32 columns, NaN if one is
+    NaN).
     """
 
     input: Region | Normed  # [rows, in_features] in the dtype of INPUT_DTYPES

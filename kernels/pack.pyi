@@ -9,7 +9,7 @@ WeightDtypes = WeightDtype | Sequence[tuple[int, WeightDtype]]  # dtype of a mat
 
 GGML_DTYPES: dict[str, WeightDtype]  # GGML's type -> the dtype that packs its blocks bit for bit
 BLOCK_DTYPES: dict[str, WeightDtype]  # the same, with Q4_Z: Q4_0 with a byte for the zero point behind the scale
-BLOCK_TYPES: tuple[str, ...]  # all types of blocks: these, and Q4_1 and Q5_1, which no dtype packs bit for bit
+BLOCK_TYPES: tuple[str, ...]  # all types of blocks: BLOCK_DTYPES, and Q4_1 and Q5_1, which no dtype packs bit for bit
 
 def packed_nbytes(out_features: int, in_features: int, dtype: WeightDtypes) -> int:
     """Return the bytes of one matrix's packed tiles and scales, a multiple of 64. Both sizes are padded to 32.
@@ -21,7 +21,7 @@ def column_ranges(out_features: int, dtype: WeightDtypes) -> tuple[tuple[int, We
     """Return the ranges of columns with one dtype each, neighbors of one dtype joined.
 
     Raises ValueError if their columns do not add up to `out_features`, for more than four ranges, for a range in bf16
-    or f32 beside another one, and for one that is not a multiple of 32 columns, unless it is the last one.
+    or f32 beside another range, and for a range before the last that is not a multiple of 32 columns.
     """
 
 def widen_blocks(blocks: npt.NDArray[np.uint8], ggml_type: str) -> npt.NDArray[np.float32]:
@@ -66,7 +66,7 @@ class PackedMatrix:
         With `interleave` 0 or 1, row r goes to column `start + r // 16 * 32 + 16 * interleave + r % 16`: gate and up of
         one SwiGLU layer. q8 and q4 quantize by blocks of 32 along K with a scale in fp16. For q8 the scale is
         max|w| / 127 of a block, or of each `group` blocks; for q4, whose values are -8 to 7, it is the best of 33 of
-        either sign by squared error. The others are filled by `fill_blocks` only.
+        either sign by squared error. Only `fill_blocks` fills matrices of other dtypes.
         """
     def fill_blocks(
         self, blocks: npt.NDArray[np.uint8], ggml_type: str, start: int = 0, interleave: int | None = None

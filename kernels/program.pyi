@@ -71,9 +71,10 @@ class Program:
         the pages page_ids[page_start[g*n+i]..page_start[g*n+i+1]]. A group with a window may have -1 for released pages
         before the first tile of 64 tokens that the sequence's first row sees. Row r has row given_of[r] of `given` in
         place of the embedding of its token, unless that is -1. With `rotary` [rows, rotary_dim], the heads of row r are
-        rotated by its row r, else by that of the row's position. Row r sees tokens up to position last_seen[r], which
-        is its own or a later one of the sequence's rows, and at least that of the row before; without `last_seen`, none
-        after itself. Raises ValueError for an array that would lead outside the program's memory.
+        rotated by row r of it, else by the table's row for the position. Row r sees tokens up to position last_seen[r]:
+        its own or a later position among the sequence's rows, never before that of the previous row. Without
+        `last_seen`, a row sees no later token. Raises ValueError for an array that would lead outside the program's
+        memory.
         """
 
     def run_texts(

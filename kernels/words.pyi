@@ -1,7 +1,7 @@
 """Numbers in the layouts of other tools: integers of 4 or 8 bits in int32 words, least significant first, and codes.
 
-Words are [rows, words per row], with any strides: a row is an output, also of a tensor that has outputs side by side.
-All functions release the GIL, and raise ValueError for arrays that do not fit together.
+Words are [rows, words per row], with any strides: a row is an output, even where the tensor stores outputs side by
+side. All functions release the GIL, and raise ValueError for arrays that do not fit together.
 """
 
 import numpy as np
@@ -30,13 +30,13 @@ def widen_words(words: Words, bits: int, scales: Scales, zeros: Octets, groups: 
     """
 
 def reorder_words(words: Words, bits: int, order: npt.NDArray[np.int32]) -> Words:
-    """Return words in which number i of a row is number `order[i]` of `words`; a word has no other numbers."""
+    """Return words in which number i of a row is number `order[i]` of `words`. Each word must be full of numbers."""
 
 def widen_codes(codes: Octets, values: Scales, scales: Scales, size: int) -> Scales:
     """Return `values[code] * scale` of each code, [rows, columns]; each `size` columns of a row share a scale."""
 
 def inputs_in_words(words: Words) -> Words:
-    """Return AWQ's words [inputs, outputs / 8] as GPTQ has them: [inputs / 8, outputs], each with 8 inputs.
+    """Convert AWQ's words [inputs, outputs / 8] to GPTQ's: [inputs / 8, outputs], with 8 inputs per word.
 
     Inputs up to a multiple of 8 are 0.
     """

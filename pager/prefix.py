@@ -62,7 +62,7 @@ def page_keys(
 
 
 def _images_in_page(images: Sequence[ImageSpan], start: int, page_size: int) -> bytes:
-    """Return the digest of the images that have tokens in the page from token `start` on; empty if none has."""
+    """Return the digest of the images with tokens in the page that starts at token `start`; empty without images."""
     parts = [
         _SPAN.pack(image.position - start, image.tokens) + image.digest
         for image in images_between(images, start, start + page_size)
@@ -120,7 +120,7 @@ class PrefixCache:
     def find(
         self, root: bytes, token_ids: Sequence[int], num_pages: int, images: Sequence[ImageSpan] = ()
     ) -> PrefixHit:
-        """Return each of the first `num_pages` pages that is indexed, NULL_PAGE for the others."""
+        """Return the first `num_pages` pages, with NULL_PAGE for each that is not indexed."""
         hit = PrefixHit([], [[] for _ in self._windows])
         for contents in self._contents(root, token_ids, 0, num_pages, images):
             for pages, content in zip(hit.pages, contents, strict=True):
@@ -190,7 +190,7 @@ class PrefixCache:
     def _contents(
         self, parent: bytes, token_ids: Sequence[int], first: int, end: int, images: Sequence[ImageSpan]
     ) -> Iterator[list[Content]]:
-        """Yield the content of each page from `first` to `end` holds, for every group."""
+        """Yield the content of each page from `first` to `end`, for every group."""
         keys = page_keys(parent, token_ids, self._page_size, first, end, images)
         for depth, (key, encoded, in_page) in enumerate(keys, first):
             yield [Content(key, parent, depth, group, encoded, in_page) for group in range(len(self._windows))]

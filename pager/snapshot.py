@@ -1,7 +1,7 @@
 """Saves the prefix cache to a file when the engine drains and loads it at start, so a restart begins warm.
 
-Must not import models or requests: `identity`, any bytes that the caller chooses, says which model a snapshot belongs
-to. Loading changes nothing before everything that will be used has been checked. The format, little-endian:
+Must not import models or requests: the caller chooses the bytes of `identity`, which identify the model of a snapshot.
+Loading checks everything that it will use before it changes anything. The format, little-endian:
 
     header   magic "QUIREKV\\0" · version u32 · page_size u32 · groups u32 · page_bytes u64 · pages u64
              · sha256 of the identity · sha256 of the layout · crc32 of all this
@@ -76,7 +76,7 @@ def save_snapshot(
 
 
 def prove_writable(path: str | os.PathLike[str]) -> None:
-    """Create the temporary file of `save_snapshot` and remove it, also one that a killed process left behind.
+    """Create and remove the temporary file of `save_snapshot`, even if a killed process left one behind.
 
     Raises SnapshotError.
     """
@@ -249,7 +249,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 def _temporary(path: Path) -> Iterator[BinaryIO]:
     """Yield a new private file in the folder of `path`. It has no name, so it disappears with its process.
 
-    Where the file system has no unnamed files, the file has the temporary name, which the next one takes over.
+    Where the file system has no unnamed files, the file has the temporary name, and the next save replaces it.
     """
     name = _temporary_name(path)
     name.unlink(missing_ok=True)

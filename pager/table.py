@@ -107,7 +107,7 @@ class PageTable:
         return len(self.pages) * len(self.pages[0]) - sum(self._num_null)
 
     def append(self, num_tokens: int) -> None:
-        """Add slots for `num_tokens` more tokens, from the reservation first. Raises OutOfPages, changing nothing."""
+        """Add slots for `num_tokens` more tokens, using the reservation first. Raises OutOfPages, changing nothing."""
         end = self.num_tokens + num_tokens
         if end > self._writable:
             self._extend(end)
@@ -172,7 +172,7 @@ class PageTable:
         return kept
 
     def can_roll_back(self, num_tokens: int) -> bool:
-        """Return whether `rollback` accepts `num_tokens`: it needs the pages that the next row's windows reach."""
+        """Return whether `rollback` accepts `num_tokens`: the pages in the next row's windows must still be held."""
         return self._shortest <= num_tokens <= self.num_tokens
 
     def rollback(self, num_tokens: int) -> None:

@@ -27,8 +27,8 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0  # draft tokens per sequence and step; 0: none
     max_num_waiting: int = 1024  # requests in the queue
     max_num_waiting_per_tenant: int | None = None  # None: no limit besides max_num_waiting
-    max_kv_pages_per_tenant: int | None = None  # pages of running requests at their longest, and of pins; None: any
-    whole_images: bool = False  # the tokens of an image see each other: a step has all that are not cached, or none
+    max_kv_pages_per_tenant: int | None = None  # longest running requests and pins; None: no limit
+    whole_images: bool = False  # an image's tokens attend to each other, so one step computes all of them
 
     def __post_init__(self) -> None:
         for field in fields(self):

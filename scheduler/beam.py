@@ -106,7 +106,7 @@ class BeamSearch:
         return cumulative_logprob / float(length**self.length_penalty)
 
     def _cannot_improve(self) -> bool:
-        """Return whether `width` hypotheses are complete and no live one scores better now.
+        """Return whether `width` hypotheses are complete and no live hypothesis scores better now.
 
         This is the usual rule; it is exact for a length penalty of 0.
         """

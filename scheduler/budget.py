@@ -8,7 +8,7 @@ Must not import requests or pages.
 2. Prefill gets the time that is left, and at least `LEAST_PREFILL` tokens.
 3. Where decoding alone exceeds the limit (contexts grew, or the machine is too slow), prefill gets `PREFILL_SHARE` of
    the step: the target is missed without prefill too, and a prompt must not wait for the end of other outputs.
-4. Where one sequence alone exceeds the limit, no sequence waits for it: running fewer would not meet the target.
+4. Where a single sequence exceeds the limit, no sequence waits: running fewer would not meet the target.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol
 from .cost import CostModel, StepLoad, chunk_pairs
 
 TARGET_SHARE = 0.9  # share of the latency target to plan for; the rest is for work around a step and for errors
-LEAST_PREFILL = 16  # prefill tokens in every step, whatever the target: limits how long a prompt takes
+LEAST_PREFILL = 16  # prefill tokens in every step, whatever the target, so that a prompt finishes in bounded time
 PREFILL_SHARE = 0.3  # share of a step's time that prefill gets where decoding alone exceeds the limit
 OUTPUT_MEMORY = 0.95  # weight of the earlier mean output length, per finished request
 

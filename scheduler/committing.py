@@ -1,7 +1,7 @@
-"""Committing a step: its samples become tokens, its slots computed tokens, and requests that are complete end.
+"""Committing a step: samples become output tokens, slots become computed tokens, and complete requests end.
 
-Must not import budgets or the scheduler. If the step left a row out, or its sample must be taken again, the row gives
-its slots back; a later step computes them.
+Must not import budgets or the scheduler. If the step skipped a row, or a row must be sampled again, its slots are
+rolled back, and a later step computes them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Committer:
     def commit(
         self, plan: StepPlan, result: StepResult, endings: dict[int, Ending], now: float
     ) -> list[RequestUpdate | None]:
-        """Take the result of `plan`, which it fits. Return the updates, None for a row without one.
+        """Take the result of `plan`, which has been checked against it. Return the updates, None for a row without one.
 
-        `endings` are those of requests that `finish` was called for during the step; they leave it.
+        `endings` belong to requests for which `finish` was called during the step; they end now.
         """
         sampled = result.sampled
         start = 0
@@ -82,7 +82,7 @@ class Committer:
         computed = min(table.num_tokens, len(request.token_ids) - bool(tokens))
         is_deferred = refused is not None and refused.is_deferred
         if is_deferred:
-            computed = len(request.token_ids) - 1  # the last token again: its row has no sample yet
+            computed = len(request.token_ids) - 1  # recompute the last token: its row has no sample yet
         if is_deferred or len(samples) > 1:
             computed = self._speculator.resolve(request, samples, tokens, computed, now)
         if tokens and (tokens[-1].forced or request.forced):

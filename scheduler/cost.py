@@ -4,8 +4,8 @@ Must not import requests, pages or clocks. No coefficient is ever negative, so m
 
 The estimate is a Kalman filter over the coefficients, which drift slowly, with noise in proportion to the predicted
 time. Its uncertainty is bounded by the prior's, so a coefficient without new data (no prefill for an hour) keeps its
-estimate and is quick to learn again. Steps that took much longer or shorter than predicted count only in part: on a
-shared machine most of them are caused by other processes.
+estimate and adapts quickly when data returns. Steps that took much longer or shorter than predicted count only in part:
+on a shared machine most of them are caused by other processes.
 """
 
 from __future__ import annotations
@@ -114,9 +114,10 @@ class CostModel:
 
 
 def _not_negative(theta: list[float], covariance: Sequence[Sequence[float]]) -> list[float]:
-    """Return the estimate with its negative coefficients at 0, and the others as they are likeliest with those at 0.
+    """Return the estimate with its negative coefficients at 0, and the others at their likeliest values given that.
 
-    Setting only the negative ones to 0 would leave the others wrong: they were corrected in the opposite direction.
+    Setting only the negative coefficients to 0 would leave the others wrong: they were corrected in the opposite
+    direction.
     """
     while (k := next((k for k, value in enumerate(theta) if value < 0), None)) is not None:
         row = covariance[k]

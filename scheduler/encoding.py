@@ -4,11 +4,11 @@ Must not import sequences' requests, pages or budgets. Batches run one after ano
 a layer each), so that sequences decode between two of them:
 
 * While sequences decode under a latency target, batches get the time that is left under it, and at least
-  `ENCODER_SHARE` of the step. A new batch has the number of texts with which whole stages fill that time best. Without
-  a target they get as much time as the sequences take.
-* Alone they get `ALONE_S` per step, so that a sequence that arrives does not wait for the end of a long batch.
+  `ENCODER_SHARE` of the step. A new batch has the number of texts for which whole stages fill that time best. Without a
+  target, batches get as much time as the sequences take.
+* Without sequences, batches get `ALONE_S` per step, so that a new sequence does not wait for the end of a long batch.
 
-A text's values do not depend on the other texts of its batch, nor on how stages are divided among steps.
+A text's values depend neither on the other texts of its batch nor on the division of stages among steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENCODER_SHARE = 0.1  # least share of a step beside sequences that a batch in pr
 ALONE_S = 0.05  # seconds of a step without sequences
 RATIO_MEMORY = 0.9  # weight of earlier steps in the ratio of measured to predicted time
 SLACK = 0.1  # share of a stage by which a step may exceed its seconds: `_ratio` changes a little in every step
-MAX_STAGES = 8  # steps that a new batch may take; where more fit, little time is left over
+MAX_STAGES = 8  # most stages of a new batch in one step: with more, little time is left over
 MAX_BATCHES = 8  # batches in one step; a request that arrives waits for all of them
 MAX_STEP_RATIO = 8.0  # limit of measured to predicted time in one step; beyond it other processes are the cause
 NOT_FINITE = "the model's values for a text are not finite numbers"
@@ -64,7 +64,7 @@ class EncoderStats:
 
     waiting: int = 0  # requests with texts that are in no batch yet
     running: int = 0  # requests whose texts are all in a batch, or done
-    texts: int = 0  # encoded
+    texts: int = 0  # encoded texts
     tokens: int = 0  # tokens of the encoded texts
 
 
@@ -81,7 +81,7 @@ class _Batch:
 
     texts: list[_BatchText]
     num_stages_left: int
-    stage_s: float  # predicted, before it is corrected by what was measured
+    stage_s: float  # predicted, before the correction by measured times
     has_begun: bool = False
     planned_s: float = 0.0  # predicted for its stages in the step in flight
     measured_s: float = 0.0  # time of all its stages so far
@@ -95,7 +95,7 @@ class _Batch:
 class EncoderPlanner:
     """Encode requests, from `add` to their last update. `plan` and `commit` alternate.
 
-    Without an encoder there are no requests: no step has a part of it.
+    Without an encoder there are no requests, and steps have no encoder part.
     """
 
     def __init__(
@@ -245,9 +245,9 @@ class EncoderPlanner:
         return _Batch(texts, self._limits.num_stages, self._limits.stage_seconds(tokens, pairs))
 
     def _stage_limit(self, seconds: float, length: int) -> float:
-        """Return the seconds that a stage of a batch may take, so that whole stages fill these of a step.
+        """Return the seconds that a stage of a batch may take, so that whole stages fill the seconds of a step.
 
-        Where all texts are as long as its first one, `length`, the stages of a step then compute the most texts.
+        If all texts have the `length` of the batch's first one, this limit lets a step compute the most texts.
         """
         one_s, two_s = (self._stage_s(count * length, count * length * length) for count in (1, 2))
         most = min(self._limits.max_texts, max(1, self._limits.max_rows // length))
@@ -261,7 +261,7 @@ class EncoderPlanner:
         return seconds / max(fitting, key=lambda stages: stages * fitting[stages])
 
     def _stage_s(self, tokens: int, pairs: int) -> float:
-        """Return the predicted seconds of one stage, corrected by what was measured."""
+        """Return the predicted seconds of one stage, corrected by measured times."""
         return self._limits.stage_seconds(tokens, pairs) * self._ratio
 
     def _take(self, request: EncodeRequest, num_tokens: int, now: float) -> None:
@@ -313,7 +313,7 @@ class EncoderPlanner:
 
 
 def seconds_beside(load: StepLoad, seconds_left: float | None, cost: CostModel) -> float:
-    """Return the seconds that an encoder may take of a step whose sequences are `load`."""
+    """Return the seconds that an encoder may use in a step whose sequences are `load`."""
     if not load.decode_rows and not load.prefill_tokens:
         return ALONE_S
     sequences_s = cost.predict(load)

@@ -1,6 +1,6 @@
-"""The engine loop: plan a step, run it, commit its result, publish what happened; wait when there is nothing to do.
+"""The engine loop: plan a step, run it, commit its result, publish its updates; wait when there is no work.
 
-Must not import what runs a step or reads the results: `execute`, `publish` and `observe` are passed in. Every accepted
+Must not import model runners or readers of results: `execute`, `publish` and `observe` are passed in. Every accepted
 request ends exactly once, whatever `execute` does and however the loop ends. Its end is published, unless the caller of
 `Scheduler.finish` received it as a return value.
 
@@ -174,7 +174,7 @@ class EngineLoop:
         self._note_idle()
 
     def _set_timer(self) -> None:
-        """Keep one timer for the earliest deadline; one that fires for an ended request is set again."""
+        """Keep one timer for the earliest deadline; a timer that fires for an ended request is set again."""
         deadline = self._scheduler.next_deadline
         if deadline is None or (self._timer is not None and self._timer_at <= deadline):
             return

@@ -51,10 +51,10 @@ class ScheduledSequence(NamedTuple):
     sampling: object  # passed from the request to the model runner
     context: Sequence[int]  # tokens up to the last row, drafts included; sample j sees all but num_samples - 1 - j
     num_prompt_tokens: int  # leading tokens of context
-    echoed: Sequence[int] = ()  # the tokens after the prompt that are not sampled
+    echoed: Sequence[int] = ()  # output tokens that are not sampled
     images: Sequence[PlacedImage] = ()  # images that some of token_ids stand for
-    salt: bytes = b""  # only sequences with the same salt share what is computed of an image
-    prompt_images: Sequence[PlacedImage] = ()  # all of the prompt: positions in height and width depend on them
+    salt: bytes = b""  # only sequences with the same salt share computed images
+    prompt_images: Sequence[PlacedImage] = ()  # all images of the prompt: positions in height and width depend on them
 
 
 class EncodedText(NamedTuple):
@@ -83,7 +83,7 @@ class StepPlan:
     num_prefill_tokens: int
     encoder: tuple[EncoderStep, ...] = ()  # batches, one after another
     images_s: float = 0.0  # approximate time budget for images; sequences whose image takes longer are deferred
-    max_forced: int = 0  # tokens forced by a grammar that would pay as draft tokens of each sequence, in the next step
+    max_forced: int = 0  # most grammar-forced tokens per sequence that are worth drafting in the next step
 
 
 class SampledToken(NamedTuple):
@@ -102,7 +102,7 @@ class EncoderResult(NamedTuple):
     """The result of one `EncoderStep`: an error ends every request of the batch."""
 
     duration_s: float
-    values: tuple[bytes | None, ...] = ()  # f32 per text, if the batch ends; None: they are not finite numbers
+    values: tuple[bytes | None, ...] = ()  # f32 per text, if the batch ends; None: not finite
     error: str | None = None
 
 
@@ -113,6 +113,6 @@ class StepResult:
     step_id: int
     sampled: tuple[SampledToken, ...]
     duration_s: float  # duration without `images_s`
-    encoder: tuple[EncoderResult, ...] = ()  # one for each of the plan's
-    deferred: frozenset[int] = frozenset()  # ids of sequences that were not computed, as their image is not done
+    encoder: tuple[EncoderResult, ...] = ()  # one result per batch of the plan
+    deferred: frozenset[int] = frozenset()  # ids of sequences that were not computed because their image is not done
     images_s: float = 0.0  # time of images, before the sequences

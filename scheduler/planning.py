@@ -57,7 +57,7 @@ class Planner:
         self._encoder = encoder
         self._num_plans = 0
         self._has_preempted = False  # the step being planned has freed pages by a preemption: it admits no request
-        self._has_image = False  # the step being planned has tokens of one
+        self._has_image = False  # the step being planned has tokens of an image
 
     def plan(self) -> StepPlan | None:
         """Return the next step, or None when there is nothing to run."""
@@ -107,7 +107,7 @@ class Planner:
         return self._budget.begin(rows, kv_tokens)
 
     def _note_target(self, step: StepBudget) -> None:
-        """Note whether decoding alone exceeds the latency target, and from then on until it falls to TARGET_SHARE."""
+        """Note whether decoding alone exceeds the latency target; the note stays until it falls to TARGET_SHARE."""
         if step.load.decode_rows:
             is_over = step.decode_over_target > (TARGET_SHARE if self.itl_overrun else 1.0)
             self.itl_overrun = step.decode_over_target if is_over else 0.0
@@ -128,7 +128,7 @@ class Planner:
     def _grow_prefill(self, request: Request, step: StepBudget) -> None:
         """Add the next chunk of a running request's known tokens, as long as the step and the free pages allow.
 
-        The oldest request takes pages of others for the least chunk that it may have.
+        For its smallest possible chunk, the oldest request may preempt others.
         """
         table = table_of(request)
         context = request.num_computed_tokens
@@ -149,10 +149,10 @@ class Planner:
     def _prefill_that_fits(
         self, images: Sequence[PlacedImage], context: int, num_tokens: int, rows_left: int
     ) -> tuple[int, int]:
-        """Return how many of the `num_tokens` tokens after `context` a step may have, and the fewest it may have.
+        """Return the most of the `num_tokens` tokens after `context` that a step may compute, and the fewest.
 
-        Only images limit them: the step has one at most. With `whole_images`, a chunk ends inside no image, and the
-        one that it begins with may need more than `num_tokens`, up to `rows_left`.
+        Only images limit the chunk: a step has at most one image. With `whole_images`, a chunk ends inside no image,
+        and an image at its start may need more than `num_tokens`, up to `rows_left`.
         """
         if not images:
             return num_tokens, 1
@@ -175,7 +175,7 @@ class Planner:
         return True
 
     def _obstacle(self, request: Request, step: StepBudget) -> str | None:
-        """Return the resource that the request lacks, except for pages, which only `_start` can tell."""
+        """Return the resource that the request lacks. Pages are not considered: `_start` checks them."""
         if self._has_preempted:
             return "pages"
         num_seqs = self._batch.num_seqs + request.width

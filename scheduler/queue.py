@@ -37,7 +37,7 @@ class RequestQueue:
         return self._num_waiting
 
     def limit_reached(self, tenant: str, count: int) -> str | None:
-        """Return which limit of the queue `count` more requests of the tenant would exceed, in words."""
+        """Describe the limit of the queue that `count` more requests of the tenant would exceed."""
         num_waiting = self._num_waiting + self._encodings.total()
         if num_waiting + count > self._config.max_num_waiting:
             return f"{num_waiting} requests are waiting, the limit is {self._config.max_num_waiting}"
@@ -48,7 +48,7 @@ class RequestQueue:
         return None
 
     def count_encodings(self, tenant: str, amount: int) -> None:
-        """Add to the tenant's queued encode requests, which wait elsewhere within the same limits."""
+        """Change the tenant's number of queued encode requests. They wait elsewhere, but within the same limits."""
         _add(self._encodings, tenant, amount)
 
     def check_fit(self, request: Request, estimate: AdmissionEstimate, now: float) -> None:
@@ -82,7 +82,7 @@ class RequestQueue:
     def promise_pin(self, requests: Sequence[Request], num_pages: int, num_pinned: int) -> bool:
         """Promise requests with one prompt that its `num_pages` unpinned pages will be pinned.
 
-        Return False, promising nothing, if the tenant's pins, `num_pinned` by now, would exceed its quota.
+        Return False, promising nothing, if the tenant's pins, now `num_pinned`, would exceed its quota.
         """
         tenant = requests[0].spec.tenant
         limit = self._config.max_kv_pages_per_tenant

@@ -44,8 +44,8 @@ class RequestSpec:
     request_id: int
     prompt_token_ids: Sequence[int] = field(repr=False)
     _: KW_ONLY
-    max_tokens: int  # `echoed` ones included
-    min_tokens: int = 0  # stop tokens do not end the request before it has these, besides `echoed`
+    max_tokens: int  # output tokens, including `echoed`
+    min_tokens: int = 0  # output tokens, besides `echoed`, before stop tokens end the request
     stop_token_ids: frozenset[int] = frozenset()  # includes the end-of-sequence tokens unless they are ignored
     sampling: object = None  # passed on to the model runner
     tenant: str = ""
@@ -66,7 +66,7 @@ class RequestSpec:
 
 @dataclass(frozen=True, slots=True)
 class EncodeSpec:
-    """Texts to encode: each is run through the encoder once and gets the values that the encoder returns for it."""
+    """Texts to encode: each runs through the encoder once and gets the encoder's values."""
 
     request_id: int
     texts: tuple[EncodedText, ...] = field(repr=False)
@@ -92,7 +92,7 @@ class QueuedRequest:
     first_token_time: float | None = field(default=None, init=False)
     state_since: float = field(default=0.0, init=False)
     seconds_in: list[float] = field(default_factory=lambda: [0.0] * len(State), init=False, repr=False)
-    cached_tokens: int = field(default=0, init=False)  # found in the prefix cache when it was first admitted
+    cached_tokens: int = field(default=0, init=False)  # prompt tokens found in the prefix cache at the first admission
     recomputed_tokens: int = field(default=0, init=False)  # computed again after a preemption
 
     @property
@@ -114,7 +114,7 @@ class QueuedRequest:
         self.state = state
 
     def final_counters(self) -> FinalCounters:
-        """Return the last update's report about an ended request."""
+        """Return the counters of an ended request for its last update."""
         return FinalCounters(tuple(self.seconds_in), self.cached_tokens, self.recomputed_tokens)
 
 
@@ -220,7 +220,7 @@ class Request(QueuedRequest):
         """Return why the last output token ends the request, or None if it does not."""
         spec = self.spec
         num_output_tokens = len(self.token_ids) - self.num_prompt_tokens
-        if self.token_ids[-1] in spec.stop_token_ids:  # rare: the rest is not computed for most tokens
+        if self.token_ids[-1] in spec.stop_token_ids:  # rare: most tokens skip the rest
             num_sampled = num_output_tokens - len(spec.echoed)
             if num_sampled > 0 and num_sampled >= spec.min_tokens:
                 return "stop"

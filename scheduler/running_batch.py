@@ -3,10 +3,10 @@
 Must not import the queue, budgets or the planner. A request runs exactly as long as it has a page table, and every
 owned page belongs to a running request.
 
-A protected request is never preempted. It is admitted only when the pool could supply all pages it may ever need, not
-counting pages it shares; it keeps the pages reserved that it does not hold yet, and takes missing pages from
+A protected request is never preempted. It is admitted only when the pool could supply all pages that it may ever need
+besides shared ones. The pages that it does not hold yet stay reserved for it, and missing pages are taken from
 unprotected requests. So all protected requests fit together. Beam searches are protected from the start, other requests
-after `MAX_PREEMPTIONS` preemptions. Among the others, the oldest is preempted only for a protected one.
+after `MAX_PREEMPTIONS` preemptions. The oldest unprotected request is preempted only for a protected one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RunningBatch:
         self.num_recomputed = 0  # preemptions whose pages were dropped
         self._pager = pager
         self._cost = cost
-        self._promised: int | None = None  # see `_pages_promised`; None: to be counted again
+        self._promised: int | None = None  # see `_pages_promised`; None: not counted yet
         self._num_beams = 0
         self._last_beam_id = 0  # ids of beams are negative, those of user requests are not
 
@@ -47,12 +47,12 @@ class RunningBatch:
         return self.num_spilled + self.num_recomputed
 
     def pages_at_longest(self, request: Request) -> int:
-        """Return the pages that a request may come to need; each beam may copy its last pages and share the others."""
+        """Return the most pages that a request can need; each beam may copy its last pages and share the others."""
         pages = self._pager.pages_for(request.num_prompt_tokens + request.spec.max_tokens)
         return pages if request.beam is None else request.width * (pages + len(self._pager.windows))
 
     def admit(self, request: Request, now: float) -> None:
-        """Run a request, starting with the pages that need no computing.
+        """Run a request, starting with its cached, spilled or shared pages.
 
         Raises OutOfPages, changing nothing, unless its known tokens fit in the pages not promised to running requests.
         """
@@ -77,7 +77,7 @@ class RunningBatch:
         self._drop(request)
 
     def preempt(self, request: Request, now: float) -> None:
-        """Take a request's pages, spilling them where that is faster than computing them again; it keeps its tokens."""
+        """Take a request's pages, spilling them where that is faster than computing them again; its tokens are kept."""
         table = table_of(request)
         computed = request.num_computed_tokens
         request.spilled = self._pager.spill(table, computed) if self._spilling_pays(request) else None
@@ -131,7 +131,7 @@ class RunningBatch:
         for table in tables:
             table.reserve(0)
         missing = request.pages_needed - _num_distinct(tables)
-        for table in reversed(tables):  # one more token for every beam, the rest for the first
+        for table in reversed(tables):  # one more token for every beam, the remaining pages for the first
             wanted = table.pages_needed(1) if table is not tables[0] else missing
             table.reserve(max(0, min(wanted, self._pager.pool.num_available)))
             missing -= table.reserved
@@ -217,9 +217,9 @@ class RunningBatch:
         return table
 
     def _fork_parent(self, request: Request, spare_pages: int) -> PageTable | None:
-        """Return a fork of the parent's prompt without the last token, which a fork computes itself to sample.
+        """Return a fork of the parent's prompt without the last token, which the fork computes itself to sample.
 
-        None if the request is no fork, or its parent's pages do not allow it any more.
+        None if the request is no fork, or if its parent's pages can no longer be forked.
         """
         parent = request.fork_parent
         num_tokens = request.num_prompt_tokens - 1
@@ -244,7 +244,8 @@ class RunningBatch:
     def _pages_promised(self) -> int:
         """Return the pages that running requests still need for their known tokens and a few more.
 
-        New requests must leave these: a request that is admitted too early is preempted soon, and its work is lost.
+        New requests must not take these pages: a request that is admitted too early is preempted soon, and its work is
+        lost.
         """
         if self._promised is None:
             self._promised = sum(map(self._promised_to, self.requests.values()))

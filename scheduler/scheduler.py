@@ -41,7 +41,7 @@ class SchedulerStats:
     step: int  # finished steps
     running: int
     waiting: int
-    waiting_by_reason: dict[str, int]  # sequences, pages, latency, tokens, quota, or fork (its parent)
+    waiting_by_reason: dict[str, int]  # keys: sequences, pages, latency, tokens, quota, fork
     pages_total: int
     pages_owned: int
     pages_cached: int
@@ -53,8 +53,8 @@ class SchedulerStats:
     prefix_hits_tokens: int
     preemptions: int
     preemptions_spilled: int  # preemptions whose pages were spilled
-    recomputed_tokens: int  # computed again after a preemption
-    draft_tokens: int  # verified
+    recomputed_tokens: int  # tokens computed again after a preemption
+    draft_tokens: int  # verified draft tokens
     accepted_draft_tokens: int
     steps_over_itl_target: int  # steps whose decoding alone was predicted to exceed the latency target
     encoder: EncoderStats = field(default_factory=EncoderStats)
@@ -125,7 +125,7 @@ class Scheduler:
             raise QueueFull(f"the queue is full: {limit}", self._estimate(0, 0))
 
     def add(self, request: Request, *forks: Request) -> AdmissionEstimate:
-        """Queue a request, and `forks` of it with the same prompt: it computes the prompt, they fork its pages.
+        """Queue a request and its `forks`, which have the same prompt: it computes the prompt, and they fork its pages.
 
         Raises DuplicateRequest or a Refused error before anything has changed: all are queued, or none.
         """
@@ -172,7 +172,7 @@ class Scheduler:
             raise ValueError("a request ends for a reason or with an error")
         ending = Ending(reason, error)
         if (encoding := self._encoder.requests.get(request_id)) is not None:
-            return self._encoder.end(encoding, ending, self._clock())  # no wait: it holds nothing of a step
+            return self._encoder.end(encoding, ending, self._clock())  # no step in flight refers to it
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -193,7 +193,7 @@ class Scheduler:
     # Stepping.
 
     def schedule(self) -> StepPlan | None:
-        """Return the next step, or None when there is nothing to run. `commit` or `abandon` it before the next."""
+        """Return the next step, or None without work. Call `commit` or `abandon` for it before the next `schedule`."""
         if self._in_flight is not None:
             raise StepMismatch(f"step {self._in_flight.step_id} is still in flight")
         self._in_flight = self._planner.plan()
@@ -210,7 +210,7 @@ class Scheduler:
         updates = self._committer.commit(plan, result, self._endings, now)
         if plan.sequences and not result.deferred:
             self._learn(result.duration_s)
-        if not (plan.num_prefill_tokens or plan.encoder):  # the pause before other steps may have been idle time
+        if not (plan.num_prefill_tokens or plan.encoder):  # pauses before other steps may be idle time
             self._speculator.note_pause(now - self._committed_at - result.duration_s, result.duration_s)
         self._committed_at = now
         updates += self._encoder.commit(result.encoder, now)
@@ -248,7 +248,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, those to encode included."""
+        """Requests in the queue, including encode requests."""
         return len(self._queue) + self._encoder.stats().waiting
 
     @property
@@ -336,7 +336,7 @@ class Scheduler:
         return AdmissionEstimate(len(self._queue), pages_needed, self._pager.pool.num_available, wait_s)
 
     def _accept(self, requests: Sequence[Request], now: float) -> bool:
-        """Queue the requests. Return False if their prompt will not be pinned, though they ask for it."""
+        """Queue the requests. Return False if their prompt was to be pinned and will not be."""
         for request in requests:
             self._arrive(request, now)
             self._requests[request.request_id] = request

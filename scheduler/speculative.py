@@ -3,9 +3,9 @@
 Must not import the planner or the scheduler. Draft tokens never change what a request generates, only the number of
 steps it takes.
 
-Where the last few tokens of a text occurred before in it, the tokens that followed them are the draft. Text that quotes
-its prompt (code, summaries, tables) is drafted well, other text not at all, so the share of accepted tokens is tracked
-for each request. A draft token is verified only while its expected time per accepted token is below the current
+Where the last few tokens of a text occurred earlier in it, the tokens that followed them are the draft. Drafts are good
+for text that quotes its prompt (code, summaries, tables) and useless for other text, so the share of accepted tokens is
+tracked for each request. A draft token is verified only while its expected time per accepted token is below the current
 time per token. In a wide batch a row costs as much as a token, so no draft is made.
 """
 
@@ -21,17 +21,17 @@ MARGIN = 1.25  # the expected gain of draft tokens that may be wrong must exceed
 FORCED_MARGIN = 1.0  # the same for tokens that a grammar forces
 LONGEST = 4  # most tokens of a run that is looked up
 SHORTEST = 2  # fewest tokens of such a run
-INITIAL_ACCEPTANCE = 0.5  # acceptance rate before anything is known
+INITIAL_ACCEPTANCE = 0.5  # acceptance rate before any measurement
 ACCEPTANCE_MEMORY = 0.8  # weight of the earlier acceptance rate, per verified draft token
 PAUSE_MEMORY = 0.9  # weight of the earlier average of the time between two steps, per step
-FORCED_ACCEPTANCE = 0.9  # share of accepted forced tokens of a grammar: the model may cut the same text differently
-RECOVERY = 0.01  # share of the way back to INITIAL_ACCEPTANCE, each time no draft token pays: the text may change
+FORCED_ACCEPTANCE = 0.9  # acceptance rate of forced tokens: the model may tokenize the same text differently
+RECOVERY = 0.01  # step back towards INITIAL_ACCEPTANCE each time that no draft token pays: the text may change
 
 
 class Speculator:
     """Adds draft tokens to a step that only decodes: tokens that a grammar forces, or else tokens of earlier text.
 
-    `num_tokens` limits what is found for one sequence, `max_rows` the step.
+    `num_tokens` limits the draft of one sequence, `max_rows` the step.
     """
 
     def __init__(self, cost: CostModel, page_size: int, num_tokens: int, max_rows: int) -> None:
@@ -42,7 +42,7 @@ class Speculator:
         self._num_tokens = num_tokens
         self._max_rows = max_rows
         self._indexes: dict[int, NGramIndex] = {}  # request id -> index, from the first draft to the request's end
-        self._pause_s = 0.0  # average pause between two steps: a step that is saved saves it too
+        self._pause_s = 0.0  # average pause between two steps, which a saved step saves as well
         self._known: set[int] = set()  # ids of live requests that have had echoed or forced tokens
 
     def draft(self, requests: Collection[Request], load: StepLoad) -> dict[int, list[int]]:
@@ -62,7 +62,7 @@ class Speculator:
             if request.state is State.DECODE and not request.in_search and request.table is not None:
                 limit = min(self._max_rows - rows, request.table.max_append())
                 limit = min(limit, request.spec.max_tokens - request.num_output_tokens - 1)
-                if request.num_output_tokens < len(echoed):  # the client's tokens are accepted for certain
+                if request.num_output_tokens < len(echoed):  # the client's tokens are always accepted
                     tokens = list(echoed[request.num_output_tokens :][: max(limit, 0)])
                 else:
                     limit = min(limit, len(request.forced) or self._num_tokens)
@@ -83,7 +83,7 @@ class Speculator:
     ) -> int:
         """Record which draft tokens were accepted and roll back the rows of the others.
 
-        `computed` tokens would be computed if no sample had failed. Returns how many are computed.
+        `computed` is the number of computed tokens if no sample failed. Returns the actual number.
         """
         self._note(request, len(samples) - 1, max(0, len(accepted) - 1))
         table = request.table
@@ -105,11 +105,11 @@ class Speculator:
         self._known.add(request.request_id)
 
     def max_forced(self, load: StepLoad) -> int:
-        """Return how many tokens that a grammar forces pay as draft tokens of each sequence of a decoding step."""
+        """Return how many grammar-forced tokens per sequence are worth drafting in a decoding step."""
         return self._tokens_that_pay(FORCED_ACCEPTANCE, self._max_rows - load.decode_rows, load, FORCED_MARGIN)
 
     def note_pause(self, pause_s: float, step_s: float) -> None:
-        """Learn the seconds between two steps that follow each other; `step_s` of the second limits what counts."""
+        """Learn the seconds between two consecutive steps, counted up to `step_s` of the second."""
         pause_s = min(max(pause_s, 0.0), step_s)
         self._pause_s = PAUSE_MEMORY * self._pause_s + (1 - PAUSE_MEMORY) * pause_s
 
@@ -142,8 +142,9 @@ class Speculator:
     def _tokens_that_pay(self, acceptance_rate: float, limit: int, load: StepLoad, margin: float) -> int:
         """Return how many draft tokens one sequence of a decoding step should verify.
 
-        The j-th is used with probability acceptance_rate^j, and adds a row. The step yields a token per sequence: a
-        draft token is verified only while its expected time per accepted token is below the current time per token.
+        The j-th draft token is used with probability acceptance_rate^j, and adds a row. The step yields a token per
+        sequence: a draft token is verified only while its expected time per accepted token is below the current time
+        per token.
         """
         if not load.decode_rows:
             return 0
@@ -158,7 +159,7 @@ class Speculator:
 
 
 class NGramIndex:
-    """Where each short run of tokens occurred last in one text. Extending it costs O(1) per token."""
+    """The last position of each short run of tokens in one text. Extending the index costs O(1) per token."""
 
     def __init__(self) -> None:
         self._ends: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in range(SHORTEST, LONGEST + 1))
@@ -166,7 +167,10 @@ class NGramIndex:
         self.acceptance_rate = INITIAL_ACCEPTANCE
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Index `tokens`, which start with the tokens indexed before, except the last: nothing follows it yet."""
+        """Index `tokens`, which start with the tokens indexed before.
+
+        The last token is left out: nothing follows it yet.
+        """
         for end in range(max(self._num_indexed, 1), len(tokens)):
             for size, ends in enumerate(self._ends, SHORTEST):
                 if end >= size:
@@ -197,8 +201,9 @@ def accept_samples(
     """Append the samples to the request as long as the draft token before each was right.
 
     Returns the accepted samples, and the request's end if one of them ends it. Without draft tokens a failed sample is
-    the end. With them, the failure may come from the key and value of a wrong draft, which every row of the step reads,
-    masked (0 * NaN is NaN): that row must be computed again without drafts. So must the row of a deferred sample.
+    the end. With draft tokens, the failure may come from the key and value of a wrong draft, which every row of the
+    step reads, masked (0 * NaN is NaN): that row must be computed again without drafts. So must the row of a deferred
+    sample.
     """
     last = len(samples) - 1
     for index, sample in enumerate(samples):

@@ -480,7 +480,7 @@ MUTANTS = [
     ),
     Mutant(
         EMBEDDING,
-        "                task.cancel()  # a failed task",
+        "                task.cancel()  # even a failed task",
         "                pass  # a failed task",
         "each failed request of many texts logs an exception that was not retrieved",
         EMBEDDING_TESTS,

@@ -483,7 +483,7 @@ MUTANTS = [
     ),
     Mutant(
         MASKS,
-        "                while len(slow) > 1:  # the job's thread must compute no other\n                    slow.pop()\n",
+        "                while len(slow) > 1:  # the job's thread must not compute another job\n                    slow.pop()\n",
         "                pass\n",
         "a thread that was given up computes masks with matchers that others may use",
         MASK_TESTS,

@@ -522,7 +522,7 @@ MUTANTS = [
     ),
     Mutant(
         COMMITTING,
-        "computed = len(request.token_ids) - 1  # the last token again: its row has no sample yet",
+        "computed = len(request.token_ids) - 1  # recompute the last token: its row has no sample yet",
         "pass",
         "a deferred sample is never computed",
     ),

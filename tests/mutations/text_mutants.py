@@ -165,7 +165,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/engine/text/folder_tokenizer.py",
-        "            fast.model.dropout = None  # a text would have other tokens each time\n",
+        "            fast.model.dropout = None  # the tokens of a text would vary\n",
         "            pass\n",
         "a text has other tokens each time",
         "tests/runtime/engine/text/test_tokenizer_limits.py",
