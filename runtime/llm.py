@@ -35,9 +35,9 @@ class LLM:
 
     `model` is a folder in Hugging Face's format or a GGUF file; None is the bundled model. `options` are those of
     `EngineConfig`, such as weights="q8" or kv_cache_memory="4GiB"; docs/reference/options.md lists them. Among the
-    QUIRE_* variables, only QUIRE_ISA and QUIRE_DEBUG have an effect. A KV cache of the size `kv_cache_memory` is taken
-    at once; the default size is a limit, up to which the cache takes memory as requests use it. Raises ModelError or
-    ConfigError.
+    QUIRE_* variables, only QUIRE_ISA and QUIRE_DEBUG have an effect. With `kv_cache_memory`, the KV cache takes its
+    memory at once; the default size is only a limit, up to which the cache takes memory as requests use it. Raises
+    ModelError or ConfigError.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Unpack[EngineOptions]) -> None:
@@ -76,8 +76,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return one output per prompt, in order. A prompt is text or token ids.
 
-        `sampling_params` is one for all prompts or one for each. `images` are those of each prompt of token ids, a list
-        for each prompt.
+        `sampling_params` is one value for all prompts or one for each. `images` has a list of images for each prompt of
+        token ids.
 
         Raises InvalidRequest, ContextLengthExceeded or GenerationFailed if any prompt is refused or fails; the others
         are then cancelled. Raises TypeError for an unknown argument.
@@ -109,8 +109,8 @@ class LLM:
         `{"type": "image", "image": the bytes of a file}`, or OpenAI's `image_url` with a data URL.
 
         The template gets `tools` in OpenAI's form and the variables in `chat_template_kwargs`. With a `tool_choice`, an
-        output's `reasoning` and `tool_calls` come apart from its text, and calls are valid. Without one, the text is
-        what the model writes, with the markup of reasoning and tool calls that is no special token.
+        output's `reasoning` and `tool_calls` are separate from its text, and calls are valid. Without one, the text
+        includes the model's markup of reasoning and tool calls, except special tokens.
 
         Raises InvalidRequest if the model has no template or the template refuses the messages, and as `generate`.
         """
@@ -140,7 +140,7 @@ class LLM:
 
         `prompt_name` is one of the model's prompts, such as "query", which goes before each text. A text that is too
         long is refused, unless `truncate_prompt_tokens` says how many tokens to keep (-1: as many as the model takes).
-        Raises InvalidRequest, ContextLengthExceeded or GenerationFailed, and then returns no vector at all.
+        Raises InvalidRequest, ContextLengthExceeded or GenerationFailed if any input fails.
         """
         request = EmbedRequest(
             inputs=tuple(as_prompts(inputs)),
@@ -153,9 +153,10 @@ class LLM:
     def score(
         self, query: str, documents: Sequence[str], *, truncate_prompt_tokens: int | None = None
     ) -> npt.NDArray[np.float32]:
-        """Return how well each document answers the query, f32 [documents]; higher is better.
+        """Return a score of each document as an answer to the query, f32 [documents]; higher is better.
 
-        A reranker scores each pair of texts; of a model with vectors, it is the cosine of the two. Raises as `embed`.
+        A reranker scores each pair of texts; a model with vectors gives the cosine of the two vectors. Raises as
+        `embed`.
         """
         texts = as_documents(query, documents)
         request = EmbedRequest(
@@ -218,7 +219,7 @@ async def _generate(engine: LocalEngine, requests: Sequence[GenerateRequest]) ->
             outputs.append(asyncio.create_task(_collect(streams[-1])))
         if outputs:
             await asyncio.wait(outputs, return_when=asyncio.FIRST_EXCEPTION)
-    finally:  # the other requests end first, after a failure or a cancellation too
+    finally:  # the other requests end first, even after a failure or a cancellation
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*outputs, return_exceptions=True)

@@ -1,6 +1,6 @@
 """The public names of Quire, installed as `quire/__init__.py`.
 
-All but the errors are imported when they are first used, so `import quire` loads neither numpy nor the kernels.
+All names except the errors are imported at their first use, so `import quire` loads neither numpy nor the kernels.
 """
 
 from __future__ import annotations

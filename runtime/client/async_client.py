@@ -52,9 +52,9 @@ class RequestOptions(TypedDict, total=False):
     deadline_ms: int | None  # milliseconds from arrival at the server
     priority: int  # requests with a lower number run earlier; default 0
     pin_ms: int | None  # how long the prompt stays in the prefix cache after the request has ended
-    prompt_cache_key: str  # requests with the same key go to the same engine, where their prompts' beginning is cached
+    prompt_cache_key: str  # requests with the same key go to the same engine, which caches their prompts
     idempotency_key: str | None  # a second request with this key receives the first one's stream, running or finished
-    resumable: bool  # continue after a lost connection also with a single address; the server keeps the request then
+    resumable: bool  # continue after a lost connection even with a single address; the server keeps the request
     on_accepted: OnAccepted | None  # called with ACCEPTED: queue position, pages, predicted wait
     on_progress: OnProgress | None  # called with each PROGRESS of a prefill that takes several steps
 
@@ -73,8 +73,8 @@ class AsyncClient:
     `async with AsyncClient("127.0.0.1:7070") as client: async for chunk in client.generate(…): …`
 
     `address` is `host:port`, `[v6]:port` or `unix:/path`, or several of them; ConfigError otherwise. If there are
-    several servers, the client uses the first one that answers. If it fails, every stream continues at another one that
-    serves the same build and model, with the same bytes, without losing or repeating a token. `tls` is True for a
+    several servers, the client uses the first one that answers. If that server fails, every stream continues at another
+    server with the same build and model, with the same bytes, without losing or repeating a token. `tls` is True for a
     certificate that the system trusts, the path of a CA file in PEM, or an `ssl.SSLContext`. Entering the context
     raises Unavailable if the server does not answer, TLSError if its certificate is not trusted and Unauthenticated if
     it refuses the token. Calls outside the context raise NotOpen. The next call replaces a connection that is lost or
@@ -176,7 +176,7 @@ class AsyncClient:
     ) -> npt.NDArray[np.float32]:
         """Return one vector per input, f32 [inputs, dimensions], as `LLM.embed` does.
 
-        `on_progress` is called with the number of inputs that are done, and of all. Cancelling the call cancels the
+        `on_progress` is called with the number of finished inputs and of all inputs. Cancelling the call cancels the
         request. Raises InvalidRequest if the server makes no embeddings, or for an input of another form; the server's
         error by its class; Unavailable if the connection is lost.
         """
@@ -192,7 +192,10 @@ class AsyncClient:
         on_progress: OnEmbedded | None = None,
         **options: Unpack[EmbedOptions],
     ) -> npt.NDArray[np.float32]:
-        """Return how well each document answers the query, f32 [documents], as `LLM.score` does. Raises as `embed`."""
+        """Return a score of each document as an answer to the query, f32 [documents], as `LLM.score` does.
+
+        Raises as `embed`.
+        """
         check_arguments(options, ("query", "documents", "on_progress", *EmbedOptions.__annotations__))
         frame = AskScores(next(self._ids), query, as_documents(query, documents), **options)
         return (await receive_values(self._entered(), frame, on_progress))[:, 0]

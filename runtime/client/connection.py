@@ -60,7 +60,7 @@ READ_BYTES = 64 << 10
 
 
 class ConnectionLost(NamedTuple):
-    """Last entry of an inbox when the connection is lost; the request may still be running on the server."""
+    """The last entry of an inbox when the connection is lost; the request may still be running on the server."""
 
     reason: QuireError
 
@@ -129,7 +129,7 @@ class ClientConnection:
 
     @property
     def fingerprint(self) -> str:
-        """The parts besides the request that decide an output's bits; empty if the server cannot continue outputs."""
+        """The server's identity for the bits of outputs; empty if the server cannot continue outputs."""
         return self._welcome.result().fingerprint
 
     def ask(self, frame: Generate | Resume | AskVectors | AskScores | Tokenize | ListModels | AskStats) -> Inbox:
@@ -272,7 +272,7 @@ class ClientConnection:
     def _await_heartbeat(self) -> None:
         """Close the connection after HEARTBEATS_MISSED intervals without a byte from the server.
 
-        Counting intervals instead of seconds keeps a suspended client from blaming the server.
+        Counting intervals instead of seconds keeps a suspended client from closing a healthy connection.
         """
         if self._silent_intervals == HEARTBEATS_MISSED:
             self._lose(Unavailable(f"the server sent nothing for {HEARTBEATS_MISSED * self._heartbeat_s:.3g} s"))

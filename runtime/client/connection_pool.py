@@ -16,7 +16,7 @@ from ..common.errors import QuireError, Unauthenticated, Unavailable
 from ..net.address import Address
 from .connection import CONNECT_TIMEOUT_S, ClientConnection
 
-ADDRESS_TIMEOUT_S = 2.0  # time that an address has to answer while there is another one to try
+ADDRESS_TIMEOUT_S = 2.0  # time limit of an address while there is another one to try
 FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0  # pause in which an address that has failed is tried last
 
 
@@ -64,10 +64,10 @@ class ConnectionPool:
         return await self._joined(self._opening or self._open(latest))
 
     async def after(self, earlier: ClientConnection, *, same_server: bool) -> ClientConnection:
-        """Return the connection on which requests of `earlier` continue: it is lost, or its server refuses them.
+        """Return the connection on which requests of `earlier`, which is lost or whose server refuses them, continue.
 
-        Its server has the same fingerprint. `same_server`: it is the same server, if that can be reached. The server
-        may have forgotten the session. Raises as `ClientConnection.open`.
+        Its server has the same fingerprint, and with `same_server` is the same server if that can be reached. The
+        server may have forgotten the session. Raises as `ClientConnection.open`.
         """
         while self._opening is not None:
             await self._joined(self._opening)  # the opening may be for this session
@@ -110,7 +110,7 @@ class ConnectionPool:
         try:
             return await self._first_to_answer(earlier, same_server, same_bits)
         finally:
-            self._opening = None  # not later: waiting for a finished task does not suspend the caller
+            self._opening = None  # here, because waiting for a finished task does not suspend the caller
 
     async def _first_to_answer(
         self, earlier: ClientConnection | None, same_server: bool, same_bits: bool
@@ -142,7 +142,7 @@ class ConnectionPool:
     def _in_order(self, earlier: ClientConnection | None, *, has_failed: bool, same_server: bool) -> list[_Server]:
         """Return the servers in the order in which to try them.
 
-        The server of `earlier` is in its back-off if it `has_failed`, but comes first if the same server is wanted.
+        The server of `earlier` is in its back-off if it `has_failed`, but comes first with `same_server`.
         """
         now = asyncio.get_running_loop().time()
         before = next((each for each in self._servers if earlier is not None and each.address == earlier.address), None)

@@ -1,4 +1,4 @@
-"""One request of a client to embed or score texts: collects its values, and grants credit as they come."""
+"""One request of a client to embed or score texts: collects its values, and grants credit as they arrive."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 CREDIT_TEXTS = 1024  # most texts whose values are in transit or unread
 
-OnEmbedded = Callable[[int, int], None]  # called with the texts whose values are there, and with all texts
+OnEmbedded = Callable[[int, int], None]  # called with the number of finished texts, and of all texts
 
 
 async def receive_values(
     pool: ConnectionPool, frame: AskVectors | AskScores, on_progress: OnEmbedded | None
 ) -> npt.NDArray[np.float32]:
     """Send the request and return its vectors [texts, dimensions], or its scores [texts, 1]."""
-    import numpy as np  # here: a program that only generates text does not need it
+    import numpy as np  # imported here, because a program that only generates text does not need it
 
     num_texts = len(frame.inputs if isinstance(frame, AskVectors) else frame.documents)
     parts: list[npt.NDArray[np.float32]] = []

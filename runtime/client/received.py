@@ -21,12 +21,12 @@ class ReceivedOutputs:
         self.seed: int | None = None  # seed from ACCEPTED
         self._token_ids: dict[int, list[int]] = {}
         self._ended: set[int] = set()
-        self._without_tokens: set[int] = set()  # outputs that got TOKENS without ids, which only end an output
+        self._without_tokens: set[int] = set()  # outputs that were ended by TOKENS without ids
 
     def receive(self, answer: Tokens | Done) -> OutputChunk | None:
         """Return the answer as a chunk of its output; None if it was received before.
 
-        Raises ProtocolError for tokens before which others are missing.
+        Raises ProtocolError for a gap before its tokens.
         """
         if isinstance(answer, Done):
             return self._end(answer)
@@ -68,7 +68,7 @@ class ReceivedOutputs:
         return msgspec.structs.replace(frame, generated=generated, ended=tuple(sorted(self._ended)))
 
     def _has_seen(self, answer: Tokens) -> bool:
-        """Return whether the answer repeats what came before.
+        """Return whether the answer repeats an earlier one.
 
         RESUME, which counts tokens, repeats TOKENS without ids. A request that was sent again repeats whole outputs.
         """

@@ -1,7 +1,7 @@
 """One generation request of a client: turns answers into chunks, grants credit, and continues after lost connections.
 
-Every token is delivered exactly once and in order, however many connections were lost and at however many servers the
-request continued; the stream ends with a chunk that has `usage`, or raises a QuireError.
+Every token is delivered exactly once and in order, regardless of lost connections and of the number of servers that
+served the request; the stream ends with a chunk that has `usage`, or raises a QuireError.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .received import ReceivedOutputs
 CREDIT_TOKENS = 1024  # most tokens that are in transit or unread
 RESUME_FOR_S = 60.0  # how long servers keep a resumable request by default
 FIRST_RETRY_S, LAST_RETRY_S = 0.01, 2.0
-MAX_FRUITLESS = 5  # servers that accepted the request and were lost before a token: it may be what crashes them
+MAX_FRUITLESS = 5  # servers lost after accepting the request and before a token: the request may be the cause
 
 OnAccepted = Callable[[Accepted], None]
 OnProgress = Callable[[Progress], None]
 
 
 class TokenStream:
-    """The stream of one GENERATE frame. `frame` must have every field set but `credit`. Iterate `chunks` once.
+    """The stream of one GENERATE frame. `frame` must have every field except `credit` set. Iterate `chunks` once.
 
     Leaving the iteration early cancels the request. If the connection is lost at that moment, the server cancels the
     request when its resume time has passed.
@@ -54,7 +54,7 @@ class TokenStream:
         self._is_resuming = False
         self._was_accepted = False
         self._num_fruitless = 0  # see MAX_FRUITLESS
-        self._attempts = 0  # attempts to go on since the last tokens
+        self._attempts = 0  # attempts to continue since the last tokens
         self._give_up_at: float | None = None  # event loop time; None while a server works on the request
         self._deadline = math.inf  # event loop time
 
@@ -114,7 +114,7 @@ class TokenStream:
             self._credited = self._received
             connection.send(Credit(self._id, due))
 
-    # After a lost connection, or an error of a server that another one may not have
+    # After a lost connection, or an error that another server may not have
 
     def _go_on(
         self, lost: ClientConnection, connection: ClientConnection, answer: ConnectionLost | QuireError
@@ -128,7 +128,7 @@ class TokenStream:
         return connection.ask(Resume(self._id, self._received, CREDIT_TOKENS))
 
     def _ask_again(self, connection: ClientConnection, reason: QuireError) -> Inbox:
-        """Send GENERATE for the tokens that were not received. Raises `reason` if the server cannot continue there."""
+        """Send GENERATE for the missing tokens. Raises `reason` if the server cannot continue the output."""
         frame = self._outputs.rest_of(self._frame)
         if frame is None or (frame.generated is not None and "continue" not in connection.features):
             raise reason
@@ -169,7 +169,7 @@ class TokenStream:
             return False
         if isinstance(answer, ConnectionLost):
             return self._frame.resumable or self._pool.has_alternatives
-        # A full queue refuses a new request; one that a server had accepted waits for room.
+        # A full queue refuses new requests only; an accepted request waits for room.
         return self._pool.has_alternatives and (self._was_accepted or isinstance(answer, Unavailable))
 
 

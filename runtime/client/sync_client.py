@@ -110,7 +110,7 @@ class Client:
         on_progress: OnEmbedded | None = None,
         **options: Unpack[EmbedOptions],
     ) -> npt.NDArray[np.float32]:
-        """Return how well each document answers the query, as `AsyncClient.score` does."""
+        """Return a score of each document for the query, as `AsyncClient.score` does."""
         return self._await(self._client.score(query, documents, on_progress=on_progress, **options))
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""TLS of the clients: the context that `tls=` asks for."""
+"""TLS of the clients: the context for the value of `tls=`."""
 
 from __future__ import annotations
 

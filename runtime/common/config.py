@@ -27,7 +27,7 @@ SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 CountOrZero = Annotated[int, msgspec.Meta(ge=0)]
 DraftTokens = Annotated[int, msgspec.Meta(ge=0, le=16)]
 Images = Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGES)]
-Pixels = Annotated[int, msgspec.Meta(ge=1, le=178_956_970)]  # the most that Pillow decodes
+Pixels = Annotated[int, msgspec.Meta(ge=1, le=178_956_970)]  # Pillow's limit
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 

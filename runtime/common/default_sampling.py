@@ -1,4 +1,4 @@
-"""Sampling parameters that apply where a request leaves them out, by the way a request comes in. One table.
+"""Default sampling parameters of requests, by the door through which a request arrives.
 
 A recommendation of the model, in generation_config.json, has precedence over the values for HTTP and the chat page.
 """
@@ -16,12 +16,12 @@ _DRAWING = frozenset({"temperature", "top_p", "top_k", "min_p"})
 
 
 def http_sampling(recommended: Mapping[str, float]) -> dict[str, float]:
-    """Return the parameters of an HTTP request that has none, given the model's recommendation."""
+    """Return the defaults of an HTTP request, given the model's recommendation."""
     return {**HTTP_SAMPLING, **recommended}
 
 
 def page_sampling(recommended: Mapping[str, float]) -> dict[str, float]:
-    """Return the parameters that the chat page sends unless its reader sets others.
+    """Return the parameters that the chat page sends unless its user sets others.
 
     They are empty if the model recommends how tokens are drawn. A recommended penalty does not count.
     """

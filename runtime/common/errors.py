@@ -1,6 +1,6 @@
 """All errors that a user of Quire can meet: their names, their codes, and whether a retry can help.
 
-Whatever leaves the engine towards a user is a `QuireError`:
+Every error that reaches a user is a `QuireError`:
 
     QuireError
     ├── InvalidRequest            INVALID_ARGUMENT

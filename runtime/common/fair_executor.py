@@ -1,6 +1,6 @@
 """`FairExecutor`: runs the text work of all tenants in a few threads; the tenants take turns.
 
-A tenant that floods the server with long texts delays others by the texts that run, not by the texts that wait, which
+A tenant that floods the server with long texts delays others only by its running texts, not by its waiting ones, which
 the server limits in bytes. A tokenizer whose expressions never end holds its thread for ever: its request ends after
 `JOB_LIMIT_S`, another thread takes its place, and the process can exit. Must not import tokenizers or templates.
 """
@@ -18,7 +18,7 @@ from .job_threads import JobThreads
 
 NUM_THREADS = 2  # rendering holds the GIL: more threads would delay the event loop
 JOB_LIMIT_S = 60.0  # limit for one text: a text of a million tokens takes some seconds
-MAX_ABANDONED = 4  # threads whose texts took longer
+MAX_ABANDONED = 4  # threads whose texts exceeded the limit
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -26,11 +26,11 @@ Ts = TypeVarTuple("Ts")
 
 class _Job(NamedTuple):
     result: asyncio.Future[Any]
-    call: list[Callable[[], Any]]  # emptied when the caller gives up, so that its text is not kept
+    call: list[Callable[[], Any]]  # emptied when the caller gives up, so that the text is freed
 
 
 class FairExecutor:
-    """Lives on the event loop that calls `submit`."""
+    """An executor on the event loop that calls `submit`."""
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._threads = JobThreads(num_threads, "quire-text")
@@ -105,7 +105,7 @@ class FairExecutor:
                 else:
                     job.result.set_result(done.result())
             elif not done.cancelled():
-                done.exception()  # seen: the caller has given up
+                done.exception()  # retrieved, or asyncio logs it: the caller has given up
             self._run_next()
 
         timer = asyncio.get_running_loop().call_later(JOB_LIMIT_S, abandon)

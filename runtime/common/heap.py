@@ -1,4 +1,7 @@
-"""The heap of glibc: how much of it is allocated, and the fate of freed memory. Other libraries lack the calls."""
+"""The heap of glibc: how much of it is allocated, and when freed memory returns to the system.
+
+Other C libraries lack the calls.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ import resource
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
-MAX_ARENAS = 4  # the default is 8 per core: each keeps what its threads have freed
+MAX_ARENAS = 4  # glibc's default is 8 per core, and each keeps memory that its threads have freed
 MAPPED_BYTES = 4 << 20  # blocks of this size go back to the system when they are freed; glibc would raise it to 32 MiB
-MAX_UNUSED = 16 << 20  # bytes that are freed inside arenas, where glibc keeps them, before they are returned
-MIN_RETURNED = 8 << 20  # bytes that are freed since, before they are returned again
+MAX_UNUSED = 16 << 20  # freed bytes inside arenas, which glibc keeps, before they are returned
+MIN_RETURNED = 8 << 20  # freed bytes since the last return before the next one
 TRIMMED_BYTES = 16 << 20  # freed memory at the end of an arena
 INFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
@@ -43,11 +46,11 @@ def return_unused_memory() -> None:
 
 
 class UnusedMemory:
-    """Watches the memory that the process holds and does not use: what jobs free between blocks that stay."""
+    """The memory that the process holds but does not use: freed blocks between live ones."""
 
     def __init__(self) -> None:
         self._least = _unused_bytes()  # least unused memory since the start; it includes mapped files and the KV cache
-        self._left = self._least  # memory left when some was last returned: not all of it can be
+        self._left = self._least  # memory left after the last return: not all of it can be returned
 
     def return_excess(self) -> None:
         """Return freed memory to the system if there is `MAX_UNUSED` more of it. That takes some milliseconds."""

@@ -1,6 +1,6 @@
 """Images in the messages of a chat: their encoded bytes, apart from the messages.
 
-Messages that name images have parts `{"type": "image"}` in their content; the images are beside them, in that order.
+Messages with images have parts `{"type": "image"}` in their content; the images are kept separately, in that order.
 Functions raise InvalidRequest, which names the part and what is allowed.
 """
 

@@ -1,4 +1,4 @@
-"""Threads that run jobs which may take long, or never end. Must not import what the jobs are."""
+"""Threads for jobs that may take long or never end. Must not import any job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
-SLOW_S = 10.0  # a job that takes longer holds up no others
+SLOW_S = 10.0  # time after which another thread takes over for the jobs that wait
 MAX_SLOW = 2  # slow jobs that run beside others: each takes memory, and time of a core
 STUCK_S = 60.0  # a job that takes longer is not counted: it may never end
 
@@ -18,24 +18,27 @@ Result = TypeVar("Result")
 
 
 class JobThreads:
-    """Daemon threads that run `num_threads` jobs at a time, in order. Others take the place of those with slow jobs."""
+    """Daemon threads that run `num_threads` jobs at a time, in order.
+
+    A thread with a slow job is replaced by another one.
+    """
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._num_threads = num_threads
         self._name = name
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._workers: list[_Worker] = []
-        self._slow: list[_Worker] = []  # workers that others have replaced
+        self._slow: list[_Worker] = []  # workers that were replaced
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run a job, which must not raise, when those before it have begun."""
+        """Run a job, which must not raise, after all earlier jobs have begun."""
         self._queue.put(job)
         self.replace_slow()
 
     def call(self, function: Callable[[], Result], then: Callable[[], None] | None = None) -> asyncio.Future[Result]:
-        """Run a function in a thread; return its future result. The thread calls `then` when that is on its way.
+        """Run a function in a thread; return its future result. The thread then calls `then`.
 
-        A spare thread is started so that no call waits for another's `then`.
+        If necessary, a spare thread is started, so that no call waits for another call's `then`.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()

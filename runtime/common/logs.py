@@ -1,7 +1,7 @@
 """Set-up of logging: each server and engine process calls `log_to_stderr` once at its start.
 
-Lines of structlog and of `logging` are written alike. Values under the names in SECRETS are removed, and tracebacks do
-not show local variables. Callers bind what a line is about: `connection`, `tenant` and `request`. The latter is a
+Lines of structlog and of `logging` have the same form. Values under the names in SECRETS are removed, and tracebacks do
+not show local variables. Callers bind the subject of a line: `connection`, `tenant` and `request`. The latter is a
 `new_id` of the server, because clients' ids are unique on one connection only.
 """
 
@@ -37,7 +37,7 @@ def new_id() -> str:
 def log_to_stderr(
     form: Literal["console", "json"] = "console", level: str = "info", stream: TextIO | None = None
 ) -> None:
-    """Write events of `level` and above to standard error, one line each; of other libraries only warnings and above.
+    """Write events of `level` and above to standard error, one line each; events of other libraries from warnings on.
 
     `structlog.contextvars.bind_contextvars(engine=1)` adds a value to every line of a process.
     """
@@ -82,9 +82,9 @@ class _LossyStream:
 
 
 class BoundedLog:
-    """Writes at most `max_lines` per `interval_s`; the first line after that says how many were left out.
+    """A log of at most `max_lines` per `interval_s`; the next line says how many were left out.
 
-    For lines that a peer can cause as often as it likes.
+    It is for lines that a peer can cause as often as it likes.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...kernels.cgroups import group_folders, read_system_file
 
-UNKNOWN_BYTES = 1 << 30  # taken as free where the system does not say
+UNKNOWN_BYTES = 1 << 30  # free memory assumed where the system does not report it
 V1_FILES = ("memory.limit_in_bytes",)
 V2_FILES = ("memory.max", "memory.high")
 STAT = "memory.stat"
@@ -57,7 +57,7 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def deciding_limit(root: Path = Path("/")) -> MemoryLimit | None:
-    """Return the limit that leaves the least free memory, None if the machine has less than all limits leave."""
+    """Return the limit that leaves the least free memory; None if the machine itself has less."""
     limit = min(memory_limits(root), key=lambda limit: limit.free_bytes, default=None)
     return limit if limit is not None and limit.free_bytes < _available_bytes(root) else None
 
@@ -67,9 +67,9 @@ def _below_machine(limits: Iterable[MemoryLimit]) -> list[MemoryLimit]:
 
 
 def _group_limits(root: Path) -> Iterator[MemoryLimit]:
-    """Yield the limits of all groups of this process, those with a file of their own first.
+    """Yield the limits of all groups of this process, first the limits with a file of their own.
 
-    The last ones are the limits that v1 shows for all parents together: a container does not see every parent.
+    Then come the limits that v1 shows for all parents together, because a container does not see every parent.
     """
     folders = [(folder, is_v1, _used_bytes(folder, is_v1=is_v1)) for folder, is_v1 in group_folders("memory", root)]
     for folder, is_v1, used in folders:

@@ -1,4 +1,4 @@
-"""Options as data: what a config struct's field says about its option, and how a value of it is parsed.
+"""Options as data: the description of an option in its config struct's field, and the parsing of its values.
 
 A field declares its option with `option` in its annotation; `options_of` reads all options of a struct.
 """
@@ -64,7 +64,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The option's name on the command line."""
+        """The name of the option on the command line."""
         return flag_name(self.name)
 
     @property
@@ -106,13 +106,13 @@ def flag_name(option: str) -> str:
 
 
 def suggestion(name: str, options: Iterable[str]) -> str:
-    """Return ` (did you mean 'weights'?)` with the option that an unknown name is close to, empty if there is none."""
+    """Return ` (did you mean 'weights'?)` with the option closest to an unknown name, or an empty text."""
     nearest = nearest_name(name, options)
     return f" (did you mean {nearest!r}?)" if nearest else ""
 
 
 def nearest_name(name: str, options: Iterable[str], least_similarity: float = 0.6) -> str | None:
-    """Return the option that an unknown name is close to, None if there is none. Similarities are 0 to 1."""
+    """Return the option closest to an unknown name, None if none is close. Similarities are 0 to 1."""
     options = list(options)
     known = NAMES_ELSEWHERE.get(name)
     return known if known in options else next(iter(get_close_matches(name, options, 1, least_similarity)), None)

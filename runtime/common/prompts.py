@@ -22,7 +22,7 @@ from .errors import InvalidRequest
 
 UNORDERED_OR_TEXT = (str, bytes, bytearray, Mapping, Set)
 TOOL_EXAMPLE = '{"type": "function", "function": {"name": "…", "parameters": {…}}}'
-OTHER_SCHEMA = "input_schema"  # the name that another API gives the parameters of a tool
+OTHER_SCHEMA = "input_schema"  # name of a tool's parameters in another API
 TOOL_PLACE: Callable[[int], str] = "tools[{}]".format  # the name of a tool in errors, by its index
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 EXAMPLE_MESSAGE = '{"role": "user", "content": "Hello"}'
@@ -141,7 +141,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """Return the value as Python writes it, cut to 80 characters."""
+    """Return the value's `repr`, cut to 80 characters."""
     try:
         text = repr(value)
     except RecursionError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class StallDetector:
-    """Compares step counters. Its callers decide what `now` counts: seconds, or ticks of their own."""
+    """Compares step counters. Callers choose the unit of `now`: seconds, or ticks of their own."""
 
     def __init__(self, now: float) -> None:
         self._step = -1

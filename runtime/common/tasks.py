@@ -1,4 +1,4 @@
-"""Ends tasks within a time limit, so that a task that does not end holds up no shutdown."""
+"""Ends tasks within a time limit, so that a stuck task does not delay a shutdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = structlog.get_logger("quire.shutdown")
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]], what: str) -> None:
-    """Cancel tasks, and once more after half of `END_TIMEOUT_S`. Log the tasks left at its end, and errors of tasks."""
+    """Cancel tasks, and again after half of `END_TIMEOUT_S`. Log errors, and the tasks still running at the end."""
     asked = set(tasks)
     pending = {task for task in asked if not task.done()}
     for _ in range(2):

@@ -261,7 +261,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0  # decoding time of the slowest output
-    stall_ms: float = 0.0  # preempted; of the output that was preempted longest
+    stall_ms: float = 0.0  # preempted time of the output that was preempted longest
 
 
 DeltaKind = Literal["reasoning", "content", "call", "arguments"]
@@ -288,13 +288,13 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     choice: int = 0  # index of the output
-    cumulative_logprob: float | None = None  # logprob of the whole output, if outputs were ranked by it
+    cumulative_logprob: float | None = None  # logprob of the whole output, only where it ranked the outputs
     stop_reason: int | str | None = None  # the id in `stop_token_ids`, or the text in `stop`, that ended the output
     deltas: tuple[Delta, ...] | None = None  # reasoning and calls of a chat with `ChatOptions`, which `text` lacks
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of a tool that an answer asks for."""
+    """One call of a tool, requested by an answer."""
 
     name: str
     arguments: str  # JSON
@@ -308,7 +308,7 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: FinishReason
     cumulative_logprob: float | None  # None unless the request has logprobs, best_of or beam_width
-    reasoning: str = ""  # reasoning of a chat with `ChatOptions`; like the calls below
+    reasoning: str = ""  # reasoning of a chat with `ChatOptions`, as are the calls below
     tool_calls: tuple[ToolCall, ...] = ()
 
 

@@ -1,9 +1,9 @@
-"""`Acceptor`: accepts the connections of one listening socket, within limits that count from the accept on.
+"""`Acceptor`: accepts the connections of one listening socket, within limits that apply from the moment of accepting.
 
 A connection is pending until `settle`: during its TLS handshake and until its first complete message. Beyond a limit of
-pending connections the one that is pending longest is closed, so clients that stay silent cannot keep others out. Where
-a port says what a complete message is, a client that has sent none costs neither a task nor a stream. Must not import
-frames, HTTP or requests.
+pending connections, the longest pending one is closed, so silent clients cannot keep others out. Where a port defines a
+complete message, a client that has sent none costs neither a task nor a stream. Must not import frames, HTTP or
+requests.
 """
 
 from __future__ import annotations
@@ -95,18 +95,18 @@ class AcceptedConnection:
     def __init__(self, acceptor: Acceptor, accepted: socket.socket, address: str, num_open_at_accept: int) -> None:
         self.num_open_at_accept = num_open_at_accept  # connections of the port, this one included
         self.address = address
-        self.socket = accepted  # `transport`'s, once there is one
+        self.socket = accepted  # the socket of `transport`, once there is one
         self.first_bytes: FirstBytes | None = None  # first bytes of a connection without a reader
-        self.awaited_since = asyncio.get_running_loop().time()  # the client could send its first message from then on
+        self.awaited_since = asyncio.get_running_loop().time()  # earliest time of the client's first message
         self.transport: asyncio.WriteTransport | None = None  # the writer's
         self._acceptor = acceptor
 
     def settle(self) -> None:
-        """Stop being pending: the first message was complete. Idempotent."""
+        """End the pending state: the first message was complete. Idempotent."""
         self._acceptor.settle(self)
 
     def renew(self) -> None:
-        """Become the connection that is pending for the shortest time."""
+        """Restart the pending time."""
         self._acceptor.renew(self)
 
 
@@ -114,8 +114,8 @@ class Acceptor:
     """Accepts until `close`. `serve` runs once per connection, in a task; the connection is closed when it returns.
 
     `on_refused` is called with the cause for each connection that was closed before `serve` or while pending. With
-    `is_complete`, a connection without TLS is served when that takes its first bytes, or after `handshake_timeout_s`;
-    one that is lost before is not served.
+    `is_complete`, a connection without TLS is served when `is_complete` accepts its first bytes, or after
+    `handshake_timeout_s`. A connection that is lost before that is not served.
     """
 
     def __init__(
@@ -130,7 +130,10 @@ class Acceptor:
         plain_answer: bytes = b"",
         on_refused: Callable[[RefusalCause], None] = lambda _: None,
     ) -> None:
-        """Accept clients at once. One that begins no TLS handshake where there must be one gets the `plain_answer`."""
+        """Accept clients at once.
+
+        A client that begins no TLS handshake where TLS is required gets the `plain_answer`.
+        """
         self._loop = asyncio.get_running_loop()
         self._listening = listening
         self._serve = serve
@@ -231,7 +234,7 @@ class Acceptor:
     def _begin(self, connection: AcceptedConnection) -> None:
         """Serve the connection in a task of its own."""
         task = self._open[connection] = self._loop.create_task(self._run(connection))
-        # Not a `finally` in the task: one that is cancelled before it begins runs nothing.
+        # Not a `finally` in the task: a task that is cancelled before it begins runs no code.
         task.add_done_callback(lambda _: self._forget(connection))
 
     def _after_first_bytes(self, connection: AcceptedConnection, is_open: bool) -> None:
@@ -241,7 +244,7 @@ class Acceptor:
             self._forget(connection)
 
     def _limit_pending(self, newest: str) -> None:
-        """Close the longest pending connection of an address beyond its limit, or of the address with the most."""
+        """Close the longest pending connection of an address beyond its limit, or of the busiest address."""
         if newest != LOCAL and len(self._pending[newest]) > self._limits.pending_per_address:
             self._shed(newest)
         elif self.num_pending > self._limits.pending:
@@ -260,7 +263,7 @@ class Acceptor:
         )
 
     def _end(self, connection: AcceptedConnection) -> None:
-        """Have the connection's task end, or close the connection if it has none yet."""
+        """End the connection's task, or close the connection if it has no task yet."""
         if (task := self._open[connection]) is not None:
             task.cancel()
         elif connection.first_bytes is not None:
@@ -317,7 +320,7 @@ class Acceptor:
         return True
 
     async def _answer_plainly(self, connection: AcceptedConnection) -> None:
-        """Tell a client without TLS what the port wants."""
+        """Send the `plain_answer` to a client without TLS."""
         reader, writer = await asyncio.open_connection(sock=connection.socket)
         connection.transport = writer.transport
         connection.reader = reader
@@ -330,7 +333,7 @@ class Acceptor:
     async def _begins_handshake(self, accepted: socket.socket) -> bool:
         """Wait for the client's first byte: until then a TLS connection would cost memory and time.
 
-        Return whether it begins a handshake, or there is nothing to say to another client. Raises TimeoutError.
+        Return whether the byte begins a handshake, or there is no `plain_answer`. Raises TimeoutError.
         """
         readable = asyncio.Event()
         self._loop.add_reader(accepted.fileno(), readable.set)

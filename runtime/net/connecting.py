@@ -23,7 +23,7 @@ EXPIRED = 10
 async def open_tcp(
     address: TCPAddress, tls: ssl.SSLContext | None = None, server_hostname: str | None = None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the address that answers first. Raises OSError: that of the first address, if all fail.
+    """Connect to the address that answers first. Raises the OSError of the first address if all fail.
 
     `server_hostname` is the name in the server's certificate; None: that of `address`.
     """
@@ -72,7 +72,7 @@ async def _first_connected(found: list[tuple[Any, ...]]) -> socket.socket:
         if winner is None:
             raise next(error for attempt in attempts if (error := attempt.exception()) is not None)
         return winner
-    finally:  # no await here: a cancelled caller would lose the winner at it
+    finally:  # no await here: a cancelled caller would lose the connected socket
         for attempt in attempts:
             attempt.cancel()
             attempt.add_done_callback(partial(_close_other, winner))

@@ -1,10 +1,11 @@
-"""Checks of the bytes that a client sends, around h11's parser. Must not import what serves.
+"""Checks of the bytes that a client sends, around h11's parser. Must not import servers.
 
-h11 takes 2 µs for a line of a head and 5 µs for a chunk of a body. For blanks before a character that no line may have,
-its time grows with the square of their number: 30 KB of them take 3 s.
+h11 takes 2 µs for a line of a head and 5 µs for a chunk of a body. For blanks before an illegal character, its time
+grows with the square of their number: 30 KB of blanks take 3 s.
 
-h11 also accepts heads and chunks in which another parser, such as a proxy, finds other requests: lines that end without
-a carriage return, folded lines, a length beside chunks. `check_head`, `check_request` and `ChunkLines` refuse them.
+h11 also accepts heads and chunks that another parser, such as a proxy's, reads as other requests: lines that end
+without a carriage return, folded lines, a length beside chunks. `check_head`, `check_request` and `ChunkLines` refuse
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import h11
 
 MAX_HEAD_LINES = 256
 PIECE_BYTES = 4 << 10  # bytes of a chunked body that one turn of the event loop parses
-MAX_KEPT_BYTES = 1 << 10  # bytes of such a body that h11 keeps: the beginning of a chunk's line, or the last fields
+MAX_KEPT_BYTES = 1 << 10  # bytes of a chunked body that h11 may keep: part of a chunk's line, or the last fields
 MAX_SMALL_CHUNKS = 1024  # small chunks of a body; one more for each `BYTES_PER_CHUNK`
 BYTES_PER_CHUNK = 16
 CRLF = b"\r\n"
@@ -42,7 +43,7 @@ def can_answer(data: bytearray, max_bytes: int) -> bool:
 
 
 def check_head(http: h11.Connection, max_bytes: int) -> None:
-    """Raise RemoteProtocolError unless h11 may parse what it has: a head, or the beginning of one."""
+    """Raise RemoteProtocolError unless h11 may parse its buffer: a head, or the beginning of one."""
     data = http.trailing_data[0]
     end = _END_OF_HEAD.search(data, 0, max_bytes)
     fault = _fault(data if end is None else data[: end.end()], max_bytes)
@@ -51,7 +52,7 @@ def check_head(http: h11.Connection, max_bytes: int) -> None:
 
 
 def _fault(head: bytes | bytearray, max_bytes: int) -> tuple[str, int] | None:
-    """Return why h11 may not parse a head, or the beginning of one, and the status of the answer."""
+    """Return the fault because of which h11 must not parse a head or its beginning, and the status of the answer."""
     if len(head) > max_bytes:
         return f"a head has at most {max_bytes} bytes", 431
     if head.count(b"\n") > MAX_HEAD_LINES:
@@ -85,14 +86,14 @@ class ChunkLines:
     """The lines between the chunks of one body. `check` them before each call of h11, then note its data."""
 
     def __init__(self, http: h11.Connection, *, in_chunks: bool) -> None:
-        """Check nothing of a body that is not `in_chunks`."""
+        """Disable all checks unless the body comes `in_chunks`."""
         self._http = http
         self._expects_line = in_chunks  # the next bytes are the line of a chunk, after the end of the last one
         self._num_end_bytes = 0  # bytes of the last chunk, before that line
         self._in_trailer = False
 
     def check(self) -> None:
-        """Raise RemoteProtocolError for a chunk's line, or fields at the end, that other parsers read in other ways."""
+        """Raise RemoteProtocolError for a chunk's line, or trailing fields, that other parsers may read differently."""
         if not self._expects_line:
             return
         data = self._http.trailing_data[0]
@@ -121,13 +122,13 @@ class ChunkLines:
 
 
 def check_chunks(http: h11.Connection) -> None:
-    """Raise RemoteProtocolError unless h11 may parse what it has of a body in chunks."""
+    """Raise RemoteProtocolError unless h11 may parse its buffered part of a chunked body."""
     data = http.trailing_data[0]
     if _IN_NO_LINE.search(data) and _BLANKS.search(data):
         raise h11.RemoteProtocolError("a body has characters that neither a line nor JSON may have")
 
 
 def check_kept(http: h11.Connection) -> None:
-    """Raise RemoteProtocolError if h11 has parsed what it can of a body in chunks, and keeps a long rest."""
+    """Raise RemoteProtocolError if h11 cannot parse a long buffered part of a chunked body."""
     if len(http.trailing_data[0]) > MAX_KEPT_BYTES:
         raise h11.RemoteProtocolError(f"a chunk's line, or the last fields, have at most {MAX_KEPT_BYTES} bytes")

@@ -1,6 +1,6 @@
 """TLS for the clients' TCP port, from two PEM files.
 
-A context is made only of a certificate and a key that were found to match. Clients authenticate with tokens, not with
+A context is made only from a certificate and a key that match. Clients authenticate with tokens, not with
 certificates.
 """
 
@@ -28,7 +28,7 @@ class TLS:
 
     @classmethod
     def of(cls, config: ServerConfig) -> TLS | None:
-        """Return what `tls_cert` and `tls_key` ask for, None without them. Raises ConfigError."""
+        """Return the context of `tls_cert` and `tls_key`, None without them. Raises ConfigError."""
         match config.tls_cert, config.tls_key:
             case None, None:
                 return None

@@ -34,7 +34,7 @@ from .framing import PREFIX_BYTES, next_payload, with_prefix
 MAX_DEPTH = 8  # levels of nesting; TOKENS needs 5: frame, logprobs, token, alternatives, pair
 MAX_ARRAY_LENGTH = 1 << 20
 MAX_ARRAYS = 1 << 18  # per frame; logprobs of 8,192 tokens with 20 alternatives need 180,000
-MAX_MAP_ENTRIES = 1 << 15  # entries of all maps in a frame, plus one per map; parsing that many takes 15 ms
+MAX_MAP_ENTRIES = 1 << 15  # entries of all maps in a frame, plus one per map; parsing them takes 15 ms
 UNCHECKED_BYTES = 1 << 10  # shorter frames skip a check: false array lengths cost at most 3 MB and 2 ms there
 MAX_ERROR_CHARACTERS = 500  # messages quote the peer's input
 
@@ -50,7 +50,7 @@ _BINARY = {
     "VECTORS": 1 + Vectors.__struct_fields__.index("values"),
 }
 _pack = msgspec.msgpack.Encoder().encode
-_ARRAY = 0x90  # first byte of a msgpack array with up to 15 items, which is added to it
+_ARRAY = 0x90  # first byte of a msgpack array of up to 15 items; the number of items is added to it
 _CONTAINERS = frozenset({tuple, dict})
 _CHECKED_TYPES = _CONTAINERS | {bytes}
 
@@ -81,7 +81,7 @@ def encode(frame: Frame, max_frame_bytes: int = MAX_FRAME_BYTES) -> bytes:
 
 
 def _as_array(frame: Frame) -> list[Any]:
-    """Return a client's frame as an array without what has its default: a server of an earlier release may not know it.
+    """Return a client's frame as an array without default values, which a server of an earlier release may not know.
 
     Trailing fields and sampling parameters are left out.
     """
@@ -99,7 +99,7 @@ def _as_array(frame: Frame) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Short:
-    """How a frame type is sent: packed whole, then cut before the trailing fields that have their defaults."""
+    """The encoding of a frame type: packed whole, then cut before the trailing fields that have their defaults."""
 
     optional: Callable[[Frame], object]
     all_defaults: object  # result of `optional` if every field has its default
@@ -120,7 +120,7 @@ class _Short:
         )
 
     def pack(self, frame: Frame) -> bytes:
-        """Pack a frame of which not all optional fields have their defaults."""
+        """Pack a frame that has optional fields without their defaults."""
         packed = _pack(frame)
         header = packed[0]
         end = len(packed)
@@ -132,7 +132,7 @@ class _Short:
         return bytes([header]) + packed[1:end]
 
 
-# Of the server only: the values of a client's user may have types that `msgspec.to_builtins` has to convert.
+# For the server only: values from a client's user may have types that `msgspec.to_builtins` has to convert.
 _SHORT = {frame: _Short.of(frame) for frame in SERVER_FRAMES.values()}
 
 
@@ -259,7 +259,7 @@ def _check_complete(payload: bytes) -> None:
     """Raise an error unless `payload` holds one complete value, without building it.
 
     msgpack allocates an array with its declared length before it reads the items: 3 KB of a thousand nested arrays
-    would take 80 MB and 86 ms before they are found incomplete.
+    would take 80 MB and 86 ms before the frame is found incomplete.
     """
     walker = msgpack.Unpacker(max_buffer_size=len(payload))
     walker.feed(payload)

@@ -41,7 +41,7 @@ from ..common.images import MAX_IMAGES
 from ..common.types import ChatOptions, Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
 
 PROTOCOL_VERSION = 1
-MAX_FRAME_BYTES = 4 << 20  # default of what each side offers; the smaller offer applies
+MAX_FRAME_BYTES = 4 << 20  # default offer of each side; the smaller offer applies
 MIN_FRAME_BYTES = 64 << 10  # limit before WELCOME, and the least that a peer may offer
 HEARTBEAT_NONCE = 1  # PING that only breaks silence; a default would not be sent, and earlier peers expect a nonce
 HEARTBEATS_MISSED = 3  # intervals of silence after which a connection is closed
@@ -90,10 +90,10 @@ class Generate(_Frame, tag="GENERATE", frozen=True):
     credit: NumTokens | None = None  # tokens that may be sent before CREDIT; None: no limit
     idempotency_key: IdempotencyKey | None = None  # unique for this tenant
     resumable: bool = False  # continue for a while after the connection is lost
-    chat: ChatOptions | None = None  # sent if `tools` was negotiated: of messages, whose answer is read
-    # Sent if `continue` was negotiated: the ids of each output that were received before, from another server.
+    chat: ChatOptions | None = None  # sent if `tools` was negotiated; only with messages
+    # Sent if `continue` was negotiated: the ids of each output that were received from another server.
     generated: tuple[tuple[int, ...], ...] | None = None
-    ended: tuple[NumTokens, ...] = ()  # outputs whose end was received, too
+    ended: tuple[NumTokens, ...] = ()  # outputs whose end was also received
     # Sent if `cache_key` was negotiated: the tenant's requests with the same key go to the same engine.
     prompt_cache_key: Annotated[str, msgspec.Meta(max_length=MAX_CACHE_KEY)] = ""
     # Sent if `images` was negotiated: image files, one for each part `{"type": "image"}` of the messages, in order.
@@ -171,7 +171,7 @@ class Welcome(_Frame, tag="WELCOME", frozen=True):
     model: str  # served name
     session: str = ""  # secret name of this connection, needed to resume its requests
     heartbeat_ms: int | None = None  # set if `heartbeat` was granted
-    fingerprint: str = ""  # all that decides the bits of an output besides its request; sent if `continue` was granted
+    fingerprint: str = ""  # identity of model and build, which decide bits; sent if `continue` was granted
 
 
 class Accepted(_Frame, tag="ACCEPTED", frozen=True):

@@ -29,7 +29,7 @@ MAX_MESSAGE_CHARACTERS = 2000  # messages may quote the request; ERROR frames st
 
 
 class RetryableError(QuireError):
-    """An error with an unknown code, of which the server says that a retry can help."""
+    """An error with an unknown code that the server calls retryable."""
 
     retryable = True
 
