@@ -30,7 +30,7 @@ MAX_GROUP = 64  # QUIRE_TILE of the kernels: the query heads of one KV head shar
 class ConfigTable:
     """The object in config.json, or an object inside it.
 
-    Messages begin with `source` and name a key as `names` does, or else as it is, after `where`.
+    Messages begin with `source`. They name a key by its entry in `names`, or by itself after `where`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ConfigTable:
         return self.values.get(key) is not None
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigTable:
-        """Return a table that has `defaults` under absent keys, as a config class has; null stays null."""
+        """Return a table with `defaults` for absent keys, as in a config class; null stays null."""
         return ConfigTable({**defaults, **self.values}, self.where, self.source, self.names)
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
@@ -118,9 +118,9 @@ def read_config(folder: str | Path) -> ConfigTable:
 
 
 def read_object(path: Path, key: str = "") -> dict[str, Any]:
-    """Read the JSON object in a file, or with `key` the one under that key in it: empty if it is absent or null.
+    """Read the JSON object in a file, or with `key` the object under that key: empty if it is absent or null.
 
-    Raises CorruptCheckpoint for anything else.
+    Raises CorruptCheckpoint for any other content.
     """
     try:
         values = json.loads(path.read_bytes())

@@ -22,7 +22,7 @@ def read_rope(config: ConfigTable, *, partial: bool = False) -> Rope:
 def read_mrope(config: ConfigTable, *, interleaved: bool, default: list[int] | None = None) -> Rope:
     """Read the M-RoPE that all layers share: a token has positions in time, height and width.
 
-    `mrope_section` says how many pairs each of them turns: the pairs are in this order, or `interleaved`.
+    `mrope_section` has the number of pairs that each position rotates; the pairs are in this order, or `interleaved`.
     """
     table = _shared_table(config)
     if table.text("rope_type", table.text("type", "default")) == "mrope":

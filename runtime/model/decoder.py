@@ -39,9 +39,9 @@ def emit_layers(
     *,
     causal: bool = True,
 ) -> Value:
-    """Emit the ops from token ids to the output of the last layer, which the final norm has not seen.
+    """Emit the ops from token ids to the output of the last layer, before the final norm.
 
-    Only attention that keeps nothing may be other than `causal`.
+    Only attention without KV pages may be non-`causal`.
     """
     x = builder.embed(weights.embedding, _embedding_scale(spec, weights))
     for layer, layer_weights in enumerate(weights.layers):

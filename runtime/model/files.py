@@ -27,9 +27,9 @@ _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a model on Hugging Face: org
 def model_path(model: str | Path | None) -> Path:
     """Return the folder or GGUF file of a model setting; None is the bundled model. Raises ModelNotFound.
 
-    A folder without safetensors that has one GGUF file, or the parts of one, stands for this file. Files for images
-    may lie beside it; they are not read. The names of the bundled models' folders are these models, where there is no
-    such file. Raises CorruptCheckpoint for a link out of the folder.
+    A folder without safetensors that has one GGUF file, or the parts of one, stands for this file. Files for images may
+    be next to it; they are not read. The name of a bundled model stands for it if no such file exists. Raises
+    CorruptCheckpoint for a link out of the folder.
     """
     if model is None:
         return BUNDLED_MODEL
@@ -58,7 +58,7 @@ def model_path(model: str | Path | None) -> Path:
 
 
 def projectors(path: Path) -> list[str]:
-    """Return the names of the files beside a GGUF file that only images need, which are not read."""
+    """Return the names of the files next to a GGUF file that only images need; they are not read."""
     beside = path.parent.glob("*.gguf") if is_gguf(path) else ()
     return sorted(file.name for file in beside if _is_projector(file) and file != path)
 
@@ -85,9 +85,9 @@ def model_name(path: Path) -> str:
 def fingerprint(path: Path) -> bytes:
     """Return a sha256 over names and contents of a model's files; takes about a second per GB.
 
-    They are config.json, all safetensors files and the settings that normalize images in a folder, or all parts of a
-    GGUF file. Models with the same fingerprint compute the same keys and values. Raises CorruptCheckpoint for an
-    unreadable file.
+    In a folder, the files are config.json, all safetensors files and the settings of image normalization; otherwise all
+    parts of the GGUF file. Models with the same fingerprint compute the same keys and values. Raises CorruptCheckpoint
+    for an unreadable file.
     """
     return _digest(path, lambda file: hashlib.file_digest(file, "sha256"))
 

@@ -1,6 +1,6 @@
 """Hyper-parameters in the metadata of GGUF files, read into a `DecoderSpec` by the readers of config.json.
 
-A family's `GGUFFormat` says which metadata key is which key of config.json, and how its tensors are named. Must not
+A family's `GGUFFormat` maps metadata keys to keys of config.json, and has the names of tensors. Must not
 import families.
 """
 
@@ -36,7 +36,7 @@ KEYS: dict[str, str] = {
     "rope_scaling.beta_fast": "rope.scaling.yarn_beta_fast",
     "rope_scaling.beta_slow": "rope.scaling.yarn_beta_slow",
 }
-PER_LAYER = (  # have one value, or one for each layer
+PER_LAYER = (  # keys with one value, or one for each layer
     "attention.head_count",
     "attention.head_count_kv",
     "feed_forward_length",
@@ -66,14 +66,14 @@ GGUF_NAMES = TensorNames(
 )
 FUSED_QKV = "attn_qkv"  # instead of three tensors
 ROPE_FREQS = "rope_freqs.weight"  # f32 [rotated elements / 2]: divisors of the frequencies
-LONG_ROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # f32, as many
+LONG_ROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # the same
 LONG_ROPE_SCALE = "rope.scaling.attn_factor"
 QUANTIZATION = 2  # the version of GGML's block formats
 EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
-NO_TOKEN = (-1, 0xFFFFFFFF)  # ids that converters write for a token that the model has not
+NO_TOKEN = (-1, 0xFFFFFFFF)  # ids that converters write for a token that the model does not have
 
-# Keys that change what is computed, and their values without effect, for families without a use for the key.
+# Keys that families may ignore only while they have one of these values, which change nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
@@ -106,8 +106,8 @@ class GGUFFormat:
     architecture: str  # general.architecture
     keys: Mapping[str, str] = field(default_factory=lambda: KEYS)
     names: TensorNames = GGUF_NAMES
-    neighboring_pairs: bool = False  # rows of q and k: a rotated pair is two neighbors, not half a head apart
-    experts: bool = False  # True: the family, among several with the same architecture, whose files have experts
+    neighboring_pairs: bool = False  # a rotated pair is two neighboring rows of q and k, not rows half a head apart
+    experts: bool = False  # True: this family, among several with the same architecture, has experts
     derive: Callable[[ConfigTable], Mapping[str, Any]] = lambda config: {}  # keys of config.json that files do not have
 
     def open(self, file: GGUFFile, read: Callable[[ConfigTable], DecoderSpec]) -> tuple[DecoderSpec, GGUFCheckpoint]:
@@ -134,12 +134,12 @@ class GGUFFormat:
                 raise metadata.refused(key, f"absent{''.join(f' or {value}' for value in allowed)}")
 
     def _names(self, file: GGUFFile) -> TensorNames:
-        """Return the names of the tensors: any family may have q, k and v in one tensor."""
+        """Return the names of the tensors. In files of any family, q, k and v may be one tensor."""
         fused = f"{self.names.layer.format(0)}{FUSED_QKV}.weight" in file.tensors
         return replace(self.names, qkv=(FUSED_QKV,)) if fused else self.names
 
     def _config(self, file: GGUFFile, names: TensorNames) -> ConfigTable:
-        """Return the metadata as an object like that in config.json.
+        """Return the metadata in the form of config.json.
 
         A key that is absent is null, so that the defaults of the family's config class do not apply.
         """
@@ -176,8 +176,8 @@ class GGUFFormat:
     def _head_dim(self, config: ConfigTable, metadata: Metadata) -> int:
         """Return the size of a head.
 
-        Raises UnsupportedModel for metadata that the keys of config.json cannot express: heads that differ, or that are
-        rotated in part where the family's are not.
+        Raises UnsupportedModel for metadata that the keys of config.json cannot express: heads of different sizes, or a
+        partial rotation that the family does not have.
         """
         if "rms_norm_eps" not in config:
             raise config.refused("rms_norm_eps", "a number from 1e-12 to 1e12")
@@ -198,7 +198,7 @@ class GGUFFormat:
         return 1.0 if rotated == head_dim else (rotated + 0.5) / head_dim  # the reader rounds the product down
 
     def _pairs(self, spec: DecoderSpec) -> dict[str, tuple[int, int]]:
-        """Return for each tensor with rows in neighboring pairs the size of a head, and the number of these rows."""
+        """Return the tensors with rows in neighboring pairs: name -> size of a head, and number of such rows."""
         if not self.neighboring_pairs:
             return {}
         sizes = (spec.q_size, spec.kv_size) if len(spec.names.qkv) > 1 else (spec.q_size + spec.kv_size,)
@@ -211,7 +211,7 @@ class GGUFFormat:
 
 
 def _found_in_tensors(file: GGUFFile, names: TensorNames) -> dict[str, Any]:
-    """Return the keys of config.json that the presence of tensors stands for, and the size of the vocabulary."""
+    """Return the keys of config.json that follow from the tensors, and the size of the vocabulary."""
     first = names.layer.format(0)
     embedding = file.tensors.get(f"{names.embedding}.weight")
     return {
@@ -241,7 +241,7 @@ def _rope_scaling(file: GGUFFile, architecture: str, scaling: dict[str, Any]) ->
 
 
 def _with_divisors(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
-    """Return `spec` with the divisors of frequencies that a file may have: the scaling of Llama 3.1, evaluated."""
+    """Return `spec` with a file's divisors of frequencies, if it has them: the evaluated scaling of Llama 3.1."""
     if ROPE_FREQS not in file.tensors:
         return spec
     divisors = _factors(file, ROPE_FREQS)
@@ -258,7 +258,7 @@ def _with_divisors(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
 
 
 def _factors(file: GGUFFile, name: str) -> tuple[float, ...]:
-    """Return a vector of factors of frequencies. Raises UnsupportedModel or CorruptCheckpoint."""
+    """Return a vector that divides frequencies. Raises UnsupportedModel or CorruptCheckpoint."""
     stored = file.tensors[name]
     if stored.type.name != "F32" or len(stored.shape) != 1 or stored.shape[0] > MAX_HEAD_DIM // 2:
         raise UnsupportedModel(

@@ -21,7 +21,7 @@ READ_ENDINGS = (*TEXT_ENDINGS, ".safetensors", ".gguf")  # endings of files that
 def check_links(path: Path) -> None:
     """Raise CorruptCheckpoint if a file that a model may have is a link out of the model's folder.
 
-    `path` is a folder or a GGUF file, and may be a link itself: the user gave it.
+    `path` is a folder or a GGUF file. It may be a link itself, because the user chose it.
     """
     folder = path if isdir(path) else path.parent
     allowed = _allowed(folder)
@@ -35,7 +35,7 @@ def check_links(path: Path) -> None:
 
 
 def _allowed(folder: Path) -> list[str]:
-    """Return the folders that may contain the targets of links: the model's own, and the blobs of its cache."""
+    """Return the folders that may contain the targets of links: the model's folder, and the blobs of its cache."""
     root = realpath(folder)
     found = [root]
     at = root

@@ -22,7 +22,7 @@ from .spec import DecoderSpec
 from .vision import VisionMemoryPlan
 from .weights.decoder_weights import plan_weights
 
-PROCESS_BYTES = 68 << 20  # measured: Python, numpy and the other libraries of an engine process, their files included
+PROCESS_BYTES = 68 << 20  # measured for an engine process: Python, numpy and other libraries, with their mapped files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class MemoryPlan:
     rotary_bytes: int
     scratch_bytes: int  # scratch memory of ops, over all worker threads
     sampling_bytes: int
-    encoder: EncoderMemoryPlan | None = None  # encoder beside the decoder
-    images: VisionMemoryPlan | None = None  # the model's vision tower, and the cache of what it computed
+    encoder: EncoderMemoryPlan | None = None  # encoder that is served next to the decoder
+    images: VisionMemoryPlan | None = None  # the model's vision tower and the cache of its results
     process_bytes: int = PROCESS_BYTES  # Python and its libraries
     program: ProgramPlan
 
@@ -100,7 +100,7 @@ def plan_memory(
     encoder: EncoderMemoryPlan | None = None,
     images: VisionMemoryPlan | None = None,
 ) -> MemoryPlan:
-    """Plan the memory; the arguments are those of loading, compiling and running, and the plans of what is beside."""
+    """Plan the memory of loading, compiling and running with these arguments; `encoder` and `images` are added."""
     shapes, weights_bytes = plan_weights(spec, weights)
     rotary = planned_tables(spec.ropes, spec.head_dim, max_positions)
     builder = ProgramBuilder(max_tokens, max_samples)

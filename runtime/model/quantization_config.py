@@ -34,7 +34,7 @@ COMPRESSED_FORMATS = (
 
 
 def read_quantization(config: ConfigTable, folder: str | Path) -> Quantization | None:
-    """Read how a folder with this config.json is quantized; None if it is not.
+    """Read the quantization of a folder with this config.json; None without one.
 
     Raises UnsupportedModel naming the key, and the file if it is not config.json. Raises CorruptCheckpoint for a file
     that is not a JSON object.
@@ -157,7 +157,7 @@ def _group_size(table: ConfigTable, key: str) -> int:
 
 
 def _block(table: ConfigTable, key: str) -> tuple[int, int] | None:
-    """Return rows and columns of a block, which are a list or a text such as "128x128"; None if the key is absent."""
+    """Return rows and columns of a block, from a list or a text such as "128x128"; None if the key is absent."""
     if key not in table:
         return None
     if isinstance(text := table.values[key], str):

@@ -132,13 +132,13 @@ def uses_long_factors(ropes: Sequence[Rope | None], max_positions: int) -> bool:
 
 
 def short_context(ropes: Sequence[Rope | None]) -> int | None:
-    """Return the longest context, in tokens, with LongRoPE's factors for short ones; None for a model without both."""
+    """Return the longest context, in tokens, for LongRoPE's short factors; None for a model without both kinds."""
     scalings = [rope.scaling for rope in ropes if rope is not None and isinstance(rope.scaling, LongRopeScaling)]
     return min((scaling.original_max_position_embeddings for scaling in scalings), default=None)
 
 
 def _llama3(plain: Frequencies, scaling: Llama3Scaling) -> Frequencies:
-    """Divide the frequencies with few turns in the original context by `factor`, keep those with many, interpolate."""
+    """Divide frequencies with few turns in the original context by `factor`; keep high ones; interpolate others."""
     wavelengths = np.float32(2 * math.pi) / plain
     turns = np.float32(scaling.original_max_position_embeddings) / wavelengths
     low, high = np.float32(scaling.low_freq_factor), np.float32(scaling.high_freq_factor)

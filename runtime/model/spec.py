@@ -69,7 +69,7 @@ class Rope:
     theta: float
     scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | FrequencyDivisors | None = None
     dim: int | None = None  # elements of a head that are rotated, from the first one on; None: all
-    # M-RoPE: for each rotated pair, which position of a token turns it: 0 time, 1 height, 2 width; (): they are one
+    # M-RoPE: the position that rotates each pair: 0 time, 1 height, 2 width; (): a token has one position
     axes: tuple[int, ...] = ()
 
 
@@ -80,7 +80,7 @@ class Experts:
     num_experts: int
     top_k: int  # experts per token
     intermediate_size: int  # size of each expert
-    normalized: bool  # a token's weights are a softmax over its own experts, not over all
+    normalized: bool  # a token's weights are a softmax over its chosen experts, not over all experts
     layers: tuple[bool, ...]  # one per layer: whether it has experts or an MLP
     bias: bool = False  # bias of the router and of each expert
 
@@ -101,7 +101,7 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     o: str = "self_attn.o_proj"
-    sinks: str = "self_attn.sinks"  # name with its suffix, if it has one
+    sinks: str = "self_attn.sinks"  # full name, with any suffix
     attention_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -129,7 +129,7 @@ class DecoderSpec:
     norm_eps: float
     attention_scale: float  # factor of queries, usually head_dim ** -0.5
     ropes: tuple[Rope | None, ...]  # one per layer; None: heads are not rotated
-    windows: tuple[int, ...]  # one per layer: the number of tokens it sees; 0: all
+    windows: tuple[int, ...]  # one per layer: the number of tokens in its window; 0: all
     tie_embeddings: bool  # the embedding is also the lm_head
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
@@ -142,19 +142,19 @@ class DecoderSpec:
     sinks: bool = False  # each query head has a score in its softmax that belongs to no token
     pre_norms: bool = True  # norms of the input of attention and MLP
     post_norms: bool = False  # norms of their output, before it is added to the residual stream
-    norm_offset: float = 0.0  # is added to the weights of all norms
+    norm_offset: float = 0.0  # offset added to the weights of all norms
     embedding_scale: float = 1.0
-    round_embedding_scale: bool = False  # round to bf16 unless the weights are f32: the family keeps it in their dtype
+    round_embedding_scale: bool = False  # round to bf16 unless weights are f32: the scale has the weights' dtype
     residual_scale: float = 1.0  # factor of the output of attention and MLP; only without post_norms
     logits_scale: float = 1.0
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: none
     logits_softcap: float = 0.0  # the same for logits
     experts: Experts | None = None
-    deepstack: int = 0  # layers after which rows that images give are added, from the first one on
+    deepstack: int = 0  # leading layers after which rows of images are added
     names: TensorNames = TensorNames()
-    # tensor -> type, of the tensors that the checkpoint has in blocks of integers; a change of it changes no shape
+    # tensor -> type, for tensors in blocks of integers; the type does not affect shapes
     quantized: Mapping[str, str] = field(default_factory=dict, compare=False)
-    # tensor -> the input of each column, of the tensors that the checkpoint has in blocks only in this order
+    # tensor -> the input of each column, for tensors that are in blocks only in this order
     input_orders: Mapping[str, npt.NDArray[np.int32]] = field(default_factory=dict, compare=False)
 
     @property

@@ -25,7 +25,7 @@ def read_roberta(config: ConfigTable) -> BertSpec:
 
 
 def read_bert_from(config: ConfigTable, family: str, first_position: int) -> BertSpec:
-    """Read the keys that BERT's relatives share; the row `first_position` of the positions is for the first token."""
+    """Read the keys that BERT's relatives share; the first token has row `first_position` of the positions."""
     if config.text("position_embedding_type", "absolute") != "absolute":
         raise config.refused("position_embedding_type", '"absolute" or absent')
     if config.flag("is_decoder", False):

@@ -106,7 +106,7 @@ def _attend(
 
 
 def _norm(builder: ProgramBuilder, spec: BertSpec, norm: NormWeights, x: Value, reader: PackedMatrix | None) -> Value:
-    """Norm the residual stream for `reader`, f32 for none; in place if the family norms after the additions."""
+    """Norm the residual stream in the dtype of `reader` (None: f32); in place if the family norms after additions."""
     if not spec.pre_norms:
         return _norm_in_place(builder, spec, norm, x, reader)
     return norm_for(builder, x, spec.norm_kind, norm, spec.norm_eps, reader)
@@ -115,7 +115,7 @@ def _norm(builder: ProgramBuilder, spec: BertSpec, norm: NormWeights, x: Value, 
 def norm_for(
     builder: ProgramBuilder, x: Value, kind: NormKind, norm: NormWeights, eps: float, reader: PackedMatrix | None
 ) -> Value:
-    """Norm each row of `x` as the layer that reads it takes its input."""
+    """Norm each row of `x` in the dtype of the layer that reads it."""
     return builder.norm_rows(x, kind, norm.weight, norm.bias, eps, *_form(reader))
 
 

@@ -1,4 +1,4 @@
-"""The definitions in the module of an encoder family: its names in config.json, and the readers of body and head."""
+"""The struct that describes an encoder family: its names in config.json, and the readers of body and head."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def build_bert_spec(config: ConfigTable, family: str, activation: MlpActivation,
 
 
 def read_named(config: ConfigTable, key: str, names: Mapping[str, Name], default: str | None = None) -> Name:
-    """Return what `names` has for the text under `key`."""
+    """Return the value of `names` for the text under `key`."""
     found = names.get(config.text(key, default))
     if found is None:
         raise config.refused(key, f"one of {', '.join(names)}")
@@ -66,7 +66,7 @@ def read_named(config: ConfigTable, key: str, names: Mapping[str, Name], default
 
 
 def read_plain_head_dim(config: ConfigTable) -> int:
-    """Return the elements of a head that no rotary embedding turns."""
+    """Return the size of a head without a rotary embedding."""
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = config.integer("num_attention_heads", 1, MAX_HEADS)
     head_dim = config.integer("head_dim", 1, MAX_WIDTH, hidden_size // num_heads)

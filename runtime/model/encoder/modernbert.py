@@ -55,7 +55,7 @@ def read_modernbert(config: ConfigTable) -> BertSpec:
 
 
 def _kinds(config: ConfigTable, layers: int) -> tuple[str, ...]:
-    """Return the kind of each layer: `layer_types`, or all tokens in every `global_attn_every_n_layers`th layer."""
+    """Return the kind of each layer: `layer_types`, or full attention in every `global_attn_every_n_layers`th layer."""
     if "layer_types" not in config:
         every = config.integer("global_attn_every_n_layers", 1, 1 << 30, 3)
         return tuple(LAYER_KINDS[bool(layer % every)] for layer in range(layers))

@@ -1,4 +1,4 @@
-"""MPNet: RoBERTa's shape, and a bias of each score by the distance of key and query, which all layers share."""
+"""MPNet: RoBERTa's shape, and a bias on each score by the distance of key and query; all layers share the biases."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .family import EncoderFamily
 from .spec import BertSpec, EncoderNames
 
 FIRST_POSITION = 2  # whatever config.json calls the padding token
-NUM_DISTANCES = 32  # the only number that transformers computes; half of them for keys behind the query, half ahead
-EXACT_DISTANCES = 8  # exact distances on each side; the others are for ranges that grow up to FARTHEST
+NUM_DISTANCES = 32  # the only number that transformers supports; half for keys before the query, half after
+EXACT_DISTANCES = 8  # exact distances on each side; the other ones are ranges that grow up to FARTHEST
 FARTHEST = 128
 NAMES = EncoderNames(
     qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),

@@ -44,9 +44,9 @@ MULTI_LABEL = "multi_label_classification"
 
 
 def is_encoder(path: str | Path) -> bool:
-    """Return whether the model of a folder makes vectors or scores instead of text. Raises ModelError.
+    """Return whether a folder's model makes vectors or scores instead of text. Raises ModelError.
 
-    It does if its architecture is an encoder's or has a classification head, and with sentence-transformers' modules.
+    A model does if it is an encoder, has a classification head or comes with sentence-transformers' modules.
     """
     if is_gguf(path):
         return False
@@ -116,7 +116,7 @@ def _by_architecture() -> dict[str, EncoderFamily]:
 def _decoder(name: str) -> Family | None:
     """Return the family of decoders whose body or classifier has the architecture `name`.
 
-    Families that have models with images too call the body without them `<family>TextModel`.
+    Families that also have models with images call the text part `<family>TextModel`.
     """
     if name.endswith(CAUSAL):
         return None
@@ -145,7 +145,7 @@ def _body(config: ConfigTable) -> tuple[BertSpec | DecoderSpec, EncoderFamily | 
 
 
 def _bidirectional(config: ConfigTable, family: Family) -> DecoderSpec:
-    """Read a decoder whose rows see later ones too. Half of a window is on each side of a row."""
+    """Read a decoder whose rows also attend to later rows. Half of a window is on each side of a row."""
     if family is not GEMMA3:
         raise config.refused(BIDIRECTIONAL, "false or absent: decoders attend causally")
     spec = family.read(ConfigTable({**config.values, BIDIRECTIONAL: False}))
@@ -191,7 +191,7 @@ def _task(config: ConfigTable, modules: Modules) -> Task:
 
 
 def _pad_token_id(config: ConfigTable, body: BertSpec | DecoderSpec, modules: Modules) -> int | None:
-    """Return the token after whose last run a decoder's classifier does not pool; None of other models."""
+    """Return the padding token that a decoder's classifier skips at the end of a text; None for other models."""
     if (
         isinstance(body, BertSpec)
         or modules.pooling

@@ -57,7 +57,7 @@ class AnswerTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modules:
-    """The modules after the transformer. The tensors of a projection have the prefix of its folder, as in `files`."""
+    """The modules after the transformer. A projection's tensors have its folder's prefix, as in `files`."""
 
     is_declared: bool = False  # True: there is a modules.json
     pooling: Pooling | None = None  # None: no module pools
@@ -190,7 +190,7 @@ def read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
 
 
 def read_score_activation(folder: Path, config: ConfigTable, labels: int) -> ScoreActivation:
-    """Return the function that makes scores of the values of `labels`: the files', or a sigmoid of a single one."""
+    """Return the function from the values of `labels` to scores: the declared one, or a sigmoid for a single label."""
     settings = read_table(folder, PROMPTS_FILE) or ConfigTable({}, source=PROMPTS_FILE)
     for table, key in (
         (settings, "activation_fn"),

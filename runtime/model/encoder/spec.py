@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 from ..spec import DecoderSpec, Rope
 
-ANSWER = "answer"  # the tensor of a projection that no file has: one row, made from those of `AnswerRows`
+ANSWER = "answer"  # the tensor of a projection that no file has: one row, made from the rows of `AnswerRows`
 Pooling = Literal["mean", "first", "last"]
 MlpActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]  # gelu: with erf; gelu_tanh: its approximation
 Activation = Literal["none", "tanh", "gelu", "gelu_tanh", "relu"]  # activation after pooling
 ScoreActivation = Literal["sigmoid", "identity"]
 MessageFormat = Literal[
     "auto", "flat", "structured"
-]  # contents are texts, or lists of parts; auto: as a template needs
+]  # contents are texts, or lists of parts; auto: the form that the template needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class EncoderNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertSpec:
-    """A bidirectional transformer, as BERT and its successors. Only with norms before may they be RMS norms."""
+    """A bidirectional transformer, as BERT and its successors. RMS norms are only possible with `pre_norms`."""
 
     family: str  # model_type: "bert", …
     vocab_size: int
@@ -64,9 +64,9 @@ class BertSpec:
     num_types: int = 0  # rows of the table of token types; 0: none
     num_distances: int = 0  # rows of the table of scores' biases, by the distance of key and query; 0: no bias
     ropes: tuple[Rope | None, ...]  # one per layer; None: heads are not rotated
-    windows: tuple[int, ...]  # one per layer: a token sees those at most this far away; 0: all
+    windows: tuple[int, ...]  # one per layer: largest distance of a token that another one attends to; 0: no limit
     norm_kind: Literal["layer", "rms"] = "layer"
-    pre_norms: bool = False  # norms are before attention and MLP, and at the end; not after the residual additions
+    pre_norms: bool = False  # norms before attention and MLP and at the end, instead of after the residual additions
     qkv_bias: bool = True
     o_bias: bool = True
     up_bias: bool = True
@@ -107,22 +107,22 @@ class EncoderSpec:
     """A model that makes one vector of each text, or scores it."""
 
     body: BertSpec | DecoderSpec  # a decoder attends without pages
-    causal: bool = True  # True: a decoder; False: its rows see later ones too, and windows are as in `BertSpec`
+    causal: bool = True  # True: a decoder; False: rows also attend to later rows, and windows are as in `BertSpec`
     pooling: Pooling
     projections: tuple[Projection, ...] = ()
     normalize: bool = False  # vectors have length 1
     num_labels: int = 0  # scores of a text; 0: the result is a vector
     score_activation: ScoreActivation = "identity"  # function from a label's value to a score
     labels: tuple[str, ...] = ()  # names of a classifier's labels; (): it has none
-    is_multi_label: bool = False  # any number of labels may be right for a text
+    is_multi_label: bool = False  # a text may have any number of labels
     max_model_len: int  # tokens of the longest text
     lower_case: bool = False  # texts are lower-cased before they are tokenized
     messages: MessageFormat | None = None  # format of a pair for the chat template; None: the tokenizer joins pairs
     template_variables: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
-    # The token that is not pooled where a text ends with it, however often; None: the last token is pooled.
+    # The token that is skipped at the end of a text, even repeatedly; None: the last token is pooled.
     pad_token_id: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)  # name -> text that goes before an input
-    default_prompt: str | None = None  # the name of the prompt of inputs without one
+    default_prompt: str | None = None  # name of the prompt for inputs without a prompt
     matryoshka: tuple[int, ...] = ()  # smaller numbers of dimensions that the model was trained for; (): not known
     tensor_prefix: str = ""  # prefix of the body's names in a checkpoint with a head
     files: Mapping[str, str] = field(default_factory=dict)  # folder of a projection's own file -> prefix of its tensors

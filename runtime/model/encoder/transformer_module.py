@@ -1,6 +1,6 @@
-"""The settings of sentence-transformers' first module: how texts become token ids, and what the transformer returns.
+"""The settings of sentence-transformers' first module: the making of token ids, and the transformer's result.
 
-Keys that cannot change a result are skipped; every other one is honored, or refused by name.
+Keys that cannot change a result are skipped; every other key is honored, or refused by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TRANSFORMER_FILES = tuple(  # the name depends on the version that wrote it
     f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta")
 )
 Task = Literal["feature-extraction", "sequence-classification", "text-generation"]
-TASK_OUTPUTS: Mapping[Task, tuple[str, str]] = {  # task -> result of the transformer, and the module's name of it
+TASK_OUTPUTS: Mapping[Task, tuple[str, str]] = {  # task -> result of the transformer, and its name in the module
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
     "text-generation": ("logits", "causal_logits"),
@@ -85,7 +85,7 @@ READ_KEYS: Allowed = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerSettings:
-    """How texts are made for the transformer; the fields with the names of `EncoderSpec` have its meaning."""
+    """The preparation of texts for the transformer; fields mean the same as in `EncoderSpec`."""
 
     max_length: int | None = None  # tokens; None: as many as the transformer has positions for
     lower_case: bool = False
@@ -155,7 +155,7 @@ def _tokenizer_limit(folder: Path) -> int | None:
 
 
 def _messages(config: ConfigTable, task: Task) -> MessageFormat | None:
-    """Return the form of the messages that the chat template gets; None if texts are not made messages."""
+    """Return the form of the messages that the chat template receives; None if texts do not become messages."""
     output, name = TASK_OUTPUTS[task]
     if config.text("module_output_name", name) != name:
         raise config.refused("module_output_name", f'"{name}" or absent')

@@ -15,7 +15,7 @@ from ..weights.decoder_weights import DecoderWeights, build_weights
 from ..weights.packing import MatrixPlan, Part, Vector, WeightFactory, WeightPlanner, interleaved, named, stacked
 from .spec import BertSpec, EncoderSpec, Projection
 
-GROUP = 4  # blocks of 32 that share a scale in q8: more are faster, and less exact where some columns are far larger
+GROUP = 4  # blocks of 32 that share a scale in q8: a larger group is faster, but less exact with outlier columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _build_bert(spec: BertSpec, dtype: PackedDtype, max_positions: int, factory:
 def build_layer(spec: BertSpec, layer: int, dtype: PackedDtype, factory: WeightFactory) -> BertLayerWeights:
     """Make the weights of one layer.
 
-    In q8, `GROUP` blocks share a scale, but for `o`: attention writes its input a few heads at a time.
+    In q8, `GROUP` blocks share a scale, except in `o`: attention writes its input a few heads at a time.
     """
     names = spec.names
     hidden = spec.hidden_size
@@ -135,7 +135,7 @@ def build_layer(spec: BertSpec, layer: int, dtype: PackedDtype, factory: WeightF
 
     after_attention = f"{prefix}{names.attention_norm}"
     after_mlp = f"{prefix}{names.mlp_norm}"
-    if spec.pre_norms:  # a norm is that of what follows; the first layer reads the norm of the embedding
+    if spec.pre_norms:  # each norm precedes the next block; the first layer reads the norm of the embedding
         is_last = layer + 1 == spec.num_layers
         next_norm = f"{names.layer.format(layer + 1)}{names.attention_norm}"
         after_attention = after_mlp

@@ -1,6 +1,6 @@
 """The common parts of Gemma 2 and 3: norms around attention and MLP whose weights are stored less 1, embeddings times
-sqrt(hidden_size), a MLP with GELU, scores scaled by a number of config.json, and caps. GGUF files have neither that
-number nor the layers that slide.
+sqrt(hidden_size), an MLP with GELU, scores scaled by a number in config.json, and caps. GGUF files lack that number and
+the list of sliding layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GGUF_KEYS = KEYS | {
 
 
 def build_gemma(config: ConfigTable, family: str, rope: Rope, full_every: int) -> DecoderSpec:
-    """Read the keys of both families; without `layer_types` one layer in `full_every` sees all tokens, others slide."""
+    """Read the keys of both families; without `layer_types`, one layer in `full_every` is full and the others slide."""
     if config.flag("use_bidirectional_attention", False):
         raise config.refused("use_bidirectional_attention", "false: attention is causal")
     spec = build_spec(config, family, rope)

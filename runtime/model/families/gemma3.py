@@ -32,7 +32,7 @@ DEFAULTS: dict[str, Any] = {  # defaults of transformers' config class; checkpoi
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
 }
-WHOLE_MODEL = ("eos_token_id", "tie_word_embeddings")  # keys beside text_config that apply to it too
+WHOLE_MODEL = ("eos_token_id", "tie_word_embeddings")  # keys outside text_config that also apply to the text part
 
 
 def read_gemma3(config: ConfigTable) -> DecoderSpec:
@@ -52,10 +52,10 @@ def read_gemma3_with_images(config: ConfigTable) -> DecoderSpec:
 
 
 def _rope_table(config: ConfigTable, kind: str) -> ConfigTable:
-    """Return config.json's rotary embedding of full or of sliding layers.
+    """Return config.json's rotary embedding of either the full or the sliding layers.
 
-    transformers 4 has `rope_scaling`, which is for full layers; transformers 5 an object per kind of layer, and beside
-    them keys without effect where no layer is of one kind. Both apply where a folder has both.
+    transformers 4 has `rope_scaling`, for full layers only. transformers 5 has an object per kind of layer, and also
+    writes keys of kinds that no layer has. Both forms apply where a folder has both.
     """
     by_kind = config.table("rope_parameters")
     for key, value in by_kind.values.items():

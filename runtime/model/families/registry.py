@@ -59,7 +59,7 @@ FAMILIES = (
 def read_spec(path: str | Path) -> DecoderSpec:
     """Read a folder's config.json, or a GGUF file's header. Raises ModelError.
 
-    A folder needs no weights, unless it is quantized: its tensors show which matrices are.
+    A folder needs no weights unless it is quantized: then its tensors show which matrices are quantized.
     """
     if is_gguf(path):
         return _open_gguf(path)[0]
@@ -78,7 +78,7 @@ def open_model(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:
 def open_tensors(path: str | Path) -> Checkpoint:
     """Return the tensors of a folder or GGUF file of any family, as they are stored. Raises ModelError.
 
-    The tensors of a quantized matrix are one where their format is supported.
+    The tensors of a quantized matrix appear as one tensor if their format is supported.
     """
     if is_gguf(path):
         return GGUFCheckpoint(open_gguf(path), {})
@@ -118,7 +118,7 @@ def _fused_experts(names: TensorNames) -> TensorNames:
 
 
 def _quantization(family: Family, config: ConfigTable, path: str | Path) -> Quantization | None:
-    """Return how a folder is quantized; None for a family that reads its own form, and for a folder that is not."""
+    """Return the quantization of a folder; None without one, and for a family that reads its own form."""
     return read_quantization(config, path) if family.tensors is None else None
 
 

@@ -48,7 +48,7 @@ def _rotates(config: ConfigTable) -> list[bool]:
 
 
 def _windows(config: ConfigTable, rotates: list[bool]) -> tuple[int, ...]:
-    """Return the windows of `layer_types`; without them layers that do not rotate heads slide."""
+    """Return the windows of `layer_types`; without it, layers that do not rotate heads slide."""
     window = sliding_window(config) if config.flag("use_sliding_window", False) else 0
     if "layer_types" in config:
         return windows_by_type(config, len(rotates), window)

@@ -39,9 +39,9 @@ class ArenaLayout:
 def lay_out(values: Sequence[Lifetime]) -> ArenaLayout:
     """Place the values, longest lifetime first, then largest, each in the smallest gap between overlapping lifetimes.
 
-    This is Pisarchyk and Lee's greedy by size (2020), except that long lifetimes come first: they overlap most others,
-    and the others would fragment the space. Offsets are aligned for every plane of a region. The result is
-    deterministic: equal values are placed in order of their first op.
+    This is Pisarchyk and Lee's greedy by size (2020), except that long lifetimes come first: they overlap most other
+    values, which would fragment the space if they were placed before. Offsets are aligned for every plane of a region.
+    The result is deterministic: equal values are placed in order of their first op.
     """
     offsets = [0] * len(values)
     placed: list[tuple[int, int, int]] = []  # (offset, end, index), sorted: neighbors are found in order

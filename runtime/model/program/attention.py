@@ -1,4 +1,4 @@
-"""The attention ops of a layer, made of its heads and the weights that apply to them."""
+"""The attention ops of a layer, made from its heads and their weights."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .values import Heads, Vector
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The weights that attention applies to the heads of a layer before it compares them."""
+    """The weights that attention applies to heads: norms, rotation and sinks."""
 
     eps: float  # epsilon of the norms
     q_norm: Vector | None = None
     k_norm: Vector | None = None
-    rotary: Vector | None = None  # table of angles; None: heads are not rotated by one
-    sinks: Vector | None = None  # a score per head that has no value
+    rotary: Vector | None = None  # rotary table; None: no rotation by a table
+    sinks: Vector | None = None  # one more score per head, without a value
 
 
 class _HeadFields(TypedDict):

@@ -46,14 +46,14 @@ AnyValue = TypeVar("AnyValue", Value, NormedValue, Value | NormedValue)
 
 
 def input_dtype(weight: PackedMatrix) -> DType:
-    """Return the dtype of the rows that a linear layer takes; f32 if their columns change places before."""
+    """Return the dtype of a linear layer's input; f32 if the columns of the input are reordered first."""
     return INPUT_DTYPES[weight.dtype] if weight.input_order is None else "f32"
 
 
 class ProgramBuilder(OpRecorder):
     """Adds the layers of a program, in order, for steps of up to `max_tokens` rows, `max_samples` of which sample.
 
-    With `ephemeral`, attention keeps nothing: keys and values have this dtype, and are in the arena instead of pages.
+    With `ephemeral`, attention has no pages: keys and values have this dtype and are in the arena.
     """
 
     def __init__(self, max_tokens: int, max_samples: int, ephemeral: KVDtype | None = None) -> None:
@@ -174,7 +174,7 @@ class ProgramBuilder(OpRecorder):
         return out
 
     def router(self, x: Value, normed: NormedValue, weight: PackedMatrix, bias: Vector | None) -> Value:
-        """Compute the logits of the experts, f32 [rows, experts], from the f32 row that `normed` is the norm of.
+        """Compute the logits of the experts, f32 [rows, experts], from the f32 row before the norm of `normed`.
 
         The weight's columns have been multiplied by the norm's weights.
         """
@@ -189,7 +189,7 @@ class ProgramBuilder(OpRecorder):
         self._add([x, residual], lambda at: Linear(x.placed(at), weight, bias, residual.placed(at), "add", scale=scale))
 
     def add_given(self, residual: Value, level: int) -> None:
-        """Add to `residual`, in place, what the step gives of a level, from 1, for rows whose embedding it gives."""
+        """Add a level, from 1, of the rows that the step provides in place of embeddings to `residual`, in place."""
         self._norm_writers[residual.index] = len(self._emit)
         self._add([residual], lambda at: AddGiven(level, residual.placed(at)))
 
@@ -210,8 +210,8 @@ class ProgramBuilder(OpRecorder):
     ) -> Value:
         """Compute the activation of x @ weight.T + bias that `epilogue` names, [rows, columns] in `dtype`.
 
-        In q8, `group` blocks share a scale. With a gated epilogue the weight's columns are 16 of gate and 16 of up in
-        turn, and the result is their product.
+        In q8, `group` blocks share a scale. With a gated epilogue, the weight alternates 16 columns of gate and 16 of
+        up, and the result is their product.
         """
         x = self._in_order(x, weight)
         out = self._value("activated", x.rows, columns, dtype, group=group)
@@ -304,7 +304,7 @@ class ProgramBuilder(OpRecorder):
         return self.convert(out, dtype)
 
     def _ephemeral_pages(self, heads: Heads) -> tuple[Value, EphemeralPages]:
-        """Return the pages of all layers, which have the same heads, and the value that takes their place."""
+        """Return the pages that all layers share, and the value that reserves their space in the arena."""
         if self._keys_values is None:
             assert self.ephemeral is not None, "only attention that keeps nothing has its pages in the arena"
             num_pages = ephemeral_pages(self.max_tokens, self.max_samples)
@@ -326,7 +326,7 @@ class ProgramBuilder(OpRecorder):
         return out
 
     def logits(self, x: Value | NormedValue, weight: PackedMatrix, scale: float = 1.0, softcap: float = 0.0) -> Logits:
-        """Compute x @ weight.T * scale, soft-capped if there is a cap: the logits of the rows that sample."""
+        """Compute the logits of the rows that sample: x @ weight.T * scale, soft-capped if there is a cap."""
         values = self._value("logits", x.rows, weight.out_features, "f32")
         maxima = self._value("maxima", x.rows, padded(weight.out_features) // BLOCK, "f32")
         self._add(
@@ -345,7 +345,7 @@ class ProgramBuilder(OpRecorder):
         return Logits(values, maxima)
 
     def _in_order(self, x: AnyValue, weight: PackedMatrix) -> AnyValue:
-        """Return `x` with its columns in the order of the weight's inputs, in the dtype that it multiplies."""
+        """Return `x` with its columns in the order of the weight's inputs, in the dtype that the weight multiplies."""
         if (order := weight.input_order) is None:
             return x
         data = x.data if isinstance(x, NormedValue) else x

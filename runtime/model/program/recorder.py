@@ -1,4 +1,4 @@
-"""The ops of a program in order, and the values that they write and read, up to their place in the arena.
+"""The ops of a program in order, and the values that they write and read, until these have a place in the arena.
 
 Independent of the arithmetic of ops: `builder.py` has a method for each. Every op of the result reads only values that
 an earlier op wrote and no later op overwrote.
@@ -14,7 +14,7 @@ from .values import Logits, PlacedValue, ProgramPlan, Value
 
 
 class OpRecorder:
-    """Collects ops and values, and places the values when all ops are known."""
+    """A list of ops and values; places the values when all ops are known."""
 
     def __init__(self) -> None:
         self._values: list[Value] = []

@@ -97,11 +97,11 @@ class Heads:
     window: int  # 0: all earlier tokens, or with causal = False all tokens
     group: int = 0  # layer group: layers that share a page table
     layer: int = 0  # slot in the group's pages
-    softcap: float = 0.0  # softcap of scores; 0: none
+    softcap: float = 0.0  # cap of scores; 0: no cap
     norms_rows: bool = False  # q_norm and k_norm are over all heads of a row
     causal: bool = True  # a row sees itself and earlier rows only
     bias: npt.NDArray[np.float32] | None = None  # bias of scores, by positions of query and key: `EphemeralAttention`
-    rotary_dim: int = 0  # elements that are rotated by rows that every step gives, without a table
+    rotary_dim: int = 0  # elements that are rotated by rows of every step instead of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class ProgramPlan:
 
     ops: list[Op]
     arena_bytes: int
-    inputs: tuple[Region, ...]  # f32 [max_tokens, columns]: what the caller writes before a step
+    inputs: tuple[Region, ...]  # f32 [max_tokens, columns]: values that the caller writes before a step
     results: tuple[
         Region, ...
     ]  # f32 [max_samples, columns]: logits and their maxima, vectors, scores; or rows of images

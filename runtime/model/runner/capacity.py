@@ -20,7 +20,7 @@ from ..encoder import EncoderMemoryPlan, EncoderSpec, plan_encoder_memory, read_
 from ..files import model_path
 from ..vision import VisionMemoryPlan, plan_tower_memory, read_vision
 
-MAX_BATCH_TEXTS = 256  # texts of a batch: each takes a page of keys and values, or more
+MAX_BATCH_TEXTS = 256  # texts of a batch: each takes at least a page of keys and values
 LONGEST_BY_DEFAULT = 8192  # tokens; the memory of a batch grows with the longest text
 
 
@@ -66,7 +66,7 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
 
 
 def _encoder_beside(config: EngineConfig) -> EncoderCapacity | None:
-    """Return the capacity of the encoder that is served beside the decoder, if there is one."""
+    """Return the capacity of the encoder that is served next to the decoder, if there is one."""
     if config.embedding_model is None:
         return None
     return decide_encoder_capacity(encoder_config(config), read_encoder(model_path(config.embedding_model)))
@@ -175,7 +175,7 @@ def _max_num_samples(config: EngineConfig) -> int:
 def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, other_bytes: int) -> int:
     """Return the configured number of pages, or enough for all sequences at full length, within a share of free memory.
 
-    `other_bytes`, of an encoder and a vision tower, are not free. A chunk of prefill needs all its pages before a
+    `other_bytes` are needed by an encoder and a vision tower. A chunk of prefill needs all its pages before a
     sliding layer group releases any, so one step's pages are added.
     """
     least = layout.pages_for(1)

@@ -22,7 +22,7 @@ from ..files import model_path
 from .capacity import EncoderCapacity, decide_encoder_capacity, encoder_config
 from .staged_program import StagedProgram
 
-MEASURED = ((1,), (16,) * 4, (256,))  # tokens of the texts of each batch that the cost of a stage is measured with
+MEASURED = ((1,), (16,) * 4, (256,))  # batches for measuring the cost of a stage: tokens of their texts
 
 Floats = npt.NDArray[np.float32]
 
@@ -82,7 +82,7 @@ class EncoderRunner:
         self._base_s, self._row_s, self._pair_s = self._measure()
 
     def begin(self, texts: Sequence[EncodedText]) -> None:
-        """Take the texts of the next batch; an unfinished one is given up.
+        """Take the texts of the next batch, and drop an unfinished batch.
 
         Raises ValueError for texts that do not fit: more than `max_rows` tokens or `max_texts` texts, a text without
         tokens or with more than `spec.max_model_len`, an unknown token or type.
@@ -113,7 +113,7 @@ class EncoderRunner:
     def stage_seconds(self, tokens: int, pairs: int) -> float:
         """Return the predicted seconds of one stage of a batch: its tokens, and its pairs of a query and a key.
 
-        They cost what they cost in the first layer when the runner was built.
+        The costs were measured in the first layer when the runner was built.
         """
         return self._base_s + self._row_s * tokens + self._pair_s * pairs
 

@@ -1,6 +1,6 @@
-"""M-RoPE: the positions of tokens in time, height and width, and the cosines and sines of a step's rows that follow.
+"""M-RoPE: the positions of tokens in time, height and width, and the resulting cosines and sines of a step's rows.
 
-The positions of a token follow from the images of its prompt alone: their places and sizes.
+The positions of a token depend only on the places and sizes of the images in its prompt.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Floats = npt.NDArray[np.float32]
 
 
 class ImagePositions:
-    """The rotation of the heads of a step with images: each rotated pair by one of the positions of its token."""
+    """The rotation of heads in a step with images: one of the token's positions rotates each pair."""
 
     def __init__(self, table: Table, axes: Sequence[int], block: int) -> None:
         """Take the rotary `table` of single positions, and the axis of each pair: 0 time, 1 height, 2 width.
 
-        `block`: pixels of each side of what one token stands for.
+        `block`: side in pixels of the square that one token represents.
         """
         self._table = table
         self._block = block
@@ -47,8 +47,8 @@ class ImagePositions:
 def token_positions(images: Sequence[PlacedImage], first: int, count: int, block: int) -> npt.NDArray[np.int64]:
     """Return the positions in time, height and width of the tokens from `first` on, [count, 3].
 
-    The tokens of an image have one time, and the row and the column of their square from it on. Text after an image
-    continues after the longer side of its squares.
+    The tokens of an image share one time; the row and the column of their square are added to it. Text continues after
+    the longer side of the image's squares.
     """
     positions = np.repeat(np.arange(first, first + count)[:, None], 3, axis=1)
     shift = 0  # offset of positions after the images so far: an image has more tokens than positions

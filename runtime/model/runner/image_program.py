@@ -42,7 +42,7 @@ class ImageProgram:
         self._rotary: Floats | None = None
 
     def begin(self, token_ids: Ints, rotary: Floats | None = None) -> None:
-        """Take the rows of an image, whose inputs are written next, in place of one that is not done."""
+        """Take the rows of an image, whose inputs are written next, and drop an unfinished image."""
         self._token_ids = token_ids
         self._rotary = rotary
 
@@ -54,9 +54,9 @@ class ImageProgram:
             memory[rows, columns:] = 0  # another value of the arena may have been there
 
     def stage(self, index: int, row_start: Ints) -> Iterator[WorkPiece]:
-        """Yield the work of a layer; the first and the last one include the work before and after them.
+        """Yield the work of a layer; the first and the last layer include the work before and after the layers.
 
-        `row_start` has the first row of each group of rows that see each other, and the end.
+        `row_start` has the first row of each group of rows that attend to each other, and the end.
         """
         for number in range(self._ends[index - 1] if index else 0, self._ends[index]):
             op = self._ops[number]
@@ -81,7 +81,7 @@ class ImageProgram:
         tiles = -(-lengths // TILE)
         stored = int(tiles[lengths > 1].sum()) * op.num_kv_heads
         items = stored + int(tiles.sum()) * op.num_heads
-        seen = float((tiles * lengths).sum() / tiles.sum())  # tokens, on the average
+        seen = float((tiles * lengths).sum() / tiles.sum())  # average number of tokens
         tile = TILE * op.head_dim
         if stored:
             yield self._part("store", number, row_start, (0, stored), items, tile, self._workers)
@@ -100,7 +100,7 @@ class ImageProgram:
 
 
 def _row_size(op: Op) -> float:
-    """Return the measure of the time of a row of an op: products, or numbers that are read and written."""
+    """Return the size of a row's work in an op: products, or numbers that are read and written."""
     if isinstance(op, Linear):
         return float(op.weight.in_features * op.weight.out_features)
     columns: Sequence[int] = [getattr(op, name).columns for name in ("input", "out") if getattr(op, name, None)]

@@ -25,7 +25,7 @@ Key = tuple[bytes, bytes]  # salt of the sequence, digest of the image
 class ImageRunner:
     """A tower bound to memory and threads. The constructor takes all memory but the cache's.
 
-    The cache holds the rows of at most `max_cache_bytes`, the ones used last, and at least the rows of one image.
+    The cache holds up to `max_cache_bytes` of recently used rows, and at least the rows of one image.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class ImageRunner:
         ]
 
     def prepare(self, sequences: Sequence[ScheduledSequence], seconds: float) -> frozenset[int]:
-        """Compute the images of a step: one part at least, then others that are predicted to end within `seconds`.
+        """Compute the images of a step: at least one part, then parts that are predicted to end within `seconds`.
 
         Returns the ids of the sequences whose images were not in the cache before: a step that computes images does not
-        also compute the tokens that wait for them. The next call continues where this one stopped, also where it is for
-        another image: otherwise images could take turns, and none be done.
+        also compute the tokens that wait for them. The next call continues where this call stopped, even if the step
+        has other images: otherwise images could alternate without end.
         """
         end = self._clock() + seconds
         wanted: list[tuple[Key, PlacedImage]] = []
@@ -103,7 +103,7 @@ class ImageRunner:
         return np.concatenate(indices), np.concatenate(given)
 
     def last_seen(self, sequences: Sequence[ScheduledSequence]) -> Ints | None:
-        """Return the position of the last token that each row of a step sees; None if each sees none after itself."""
+        """Return the position of the last token that each row attends to; None if no row attends to later ones."""
         if not self.spec.whole_images or not any(sequence.images for sequence in sequences):
             return None
         seen = []
@@ -123,7 +123,7 @@ class ImageRunner:
         return self._rows_in_progress
 
     def _compute(self, key: Key, image: PlacedImage, end: float) -> None:
-        """Continue the image in progress, then with this one, until `end`."""
+        """Compute the image in progress, then this image, until `end`."""
         while key not in self._cache:
             current = self._in_progress
             if current is None:
@@ -144,7 +144,7 @@ class ImageRunner:
         return self._cache[key]
 
     def _begin(self, image: PlacedImage) -> None:
-        """Take an image, in place of the one in progress."""
+        """Take an image, and drop the one in progress."""
         pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, -1)
         given = self._tower.input(pixels)
         self._rows_in_progress = np.empty((len(given.places), self.spec.out_size), np.float32)

@@ -107,7 +107,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan, masks: Masks | None = None) -> StepResult:
         """Run a step. A sample whose logits are not finite gets an error of its own; the others are untouched.
 
-        `masks` are waited for when all rows are computed. A sample whose mask is not ready then is deferred.
+        The runner waits for `masks` after all rows are computed. A sample whose mask is not ready then is deferred.
         """
         start = time.perf_counter()
         deferred = frozenset[int]() if self.images is None else self.images.prepare(plan.sequences, plan.images_s)

@@ -1,7 +1,7 @@
-"""Work that is done in parts, as much of it in each step as the time of the step allows.
+"""Work that is done in parts: each step does as much as its time allows.
 
-Must not import models or kernels. A part is some of the equal items of a piece of work. How long it takes is predicted
-from how long earlier parts of the same kind took, so that a step ends in time.
+Must not import models or kernels. A part is some of the equal items of a piece of work. Its duration is predicted from
+earlier parts of the same kind, so that a step ends in time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RATE_MEMORY = 0.7  # weight of earlier parts in the seconds that a kind of work 
 class WorkPiece:
     """Equal items, which are done in order."""
 
-    kind: str  # items of one kind take about as long in proportion to their size
+    kind: str  # items of one kind take time in proportion to their size
     num_items: int
     size: float  # work of one item
     part_items: int  # each part is a multiple of this number of items, except the last
@@ -25,7 +25,7 @@ class WorkPiece:
 
 
 class PacedWork:
-    """Does pieces of work, one after another, a step at a time."""
+    """Pieces of work in order, of which each step does some."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -35,7 +35,7 @@ class PacedWork:
         self._pace: dict[str, float] = {}  # kind -> seconds of an item of size 1
 
     def begin(self, pieces: Iterable[WorkPiece]) -> None:
-        """Take the next work, in place of unfinished work. `pieces` yields a piece when those before it are done."""
+        """Take the next work, and drop unfinished work. `pieces` yields a piece after all earlier pieces are done."""
         self._pieces = iter(pieces)
         self._take_next()
 

@@ -24,7 +24,7 @@ PARAMETERS = tuple(ROW.fields or ())[2:-4]  # fields after seed and position, be
 _parameters = attrgetter(*PARAMETERS)
 Adjustment = tuple[int, int, int, float]
 GREEDY = SamplingParams()
-CERTAIN = 1e30  # bias that makes a token the most likely one; logprobs are those before it
+CERTAIN = 1e30  # bias that makes a token the most likely one; logprobs do not include it
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class SamplingSpec:
     seed: int  # seed by the client, or chosen by the engine
     stop_token_ids: frozenset[int]  # forbidden before min_tokens
     tenant: str = ""
-    has_own_grammar: bool = False  # a grammar of tool calls, without rules by a client: it is never ambiguous
+    has_own_grammar: bool = False  # a grammar of tool calls without a client's rules: it is never ambiguous
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,15 @@ class AllowedTokens:
     """The masks of a step's samples. Sequences that may generate any token have neither masks nor an entry."""
 
     masks: Ints | None = None  # [masks, words]: a bit per token of the vocabulary, the lowest first
-    first: Mapping[int, int] = field(default_factory=dict)  # request id -> the mask of its first sample; others follow
+    first: Mapping[int, int] = field(default_factory=dict)  # request id -> its first sample's mask; others follow
     missing: Mapping[int, str | None] = field(default_factory=dict)  # request id -> the error; None: not ready in time
 
 
 class Masks(Protocol):
-    """The masks of a step's samples, which are computed while the rows are."""
+    """The masks of a step's samples, which are computed at the same time as the rows."""
 
     def wait(self) -> AllowedTokens:
-        """Return the masks that are ready, and which are missing."""
+        """Wait for the masks, and return them with the missing requests."""
 
 
 def sampling_rows(

@@ -1,4 +1,4 @@
-"""A program that keeps nothing between runs: it has no pages, and computes its rows in stages."""
+"""A program without state between runs: it has no pages, and computes its rows in stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StagedProgram:
     ) -> None:
         """Take `plan.arena_bytes` of memory. Raises MemoryError."""
         self._ends = stage_ends(plan.ops)
-        self.num_stages = len(self._ends)  # one per layer; the first and the last one do what comes before and after
+        self.num_stages = len(self._ends)  # one per layer, with the ops before the first and after the last
         self._program = Program(
             plan.ops,
             plan.arena_bytes,
@@ -68,7 +68,7 @@ class StagedProgram:
         return self._next == self.num_stages
 
     def give_up(self) -> None:
-        """Compute no more stages of the rows there are."""
+        """Drop the remaining stages of the current rows."""
         self._next = self.num_stages
 
 

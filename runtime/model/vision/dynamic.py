@@ -35,7 +35,7 @@ class ImageSizes:
 
     @property
     def block(self) -> int:
-        """Pixels of each side of what one token stands for."""
+        """Side in pixels of the square that one token represents."""
         return self.patch_size * self.scale
 
     @property
@@ -67,20 +67,20 @@ def read_sizes(processor: ConfigTable, max_tokens: int) -> ImageSizes:
 
 @dataclass(frozen=True, slots=True)
 class Merger:
-    """Two layers that make a row of each square of patches, with GELU between them; names of tensors."""
+    """The names of the tensors of two layers, with GELU in between, that turn each square of patches into a row."""
 
     up: str
     down: str
-    layer: int = -1  # layer whose rows the merger takes; -1: the last layer's, normed, as the first merger does
+    layer: int = -1  # layer whose rows the merger takes; -1: the normed rows of the last layer, for the first merger
     norm: str | None = None  # norm of a square, before `up`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicVisionSpec:
-    """A transformer over the patches of an image of any size, and layers that make a row of each square of patches.
+    """A transformer over the patches of an image of any size, and layers that turn each square of patches into a row.
 
-    Heads are rotated by the row and the column of a patch. Patches are computed window by window, and within a window
-    square by square. In some layers a patch sees its window only.
+    The row and the column of a patch rotate its heads. Patches are computed window by window, and within a window
+    square by square. In some layers a patch attends to its window only.
     """
 
     body: BertSpec
@@ -89,14 +89,14 @@ class DynamicVisionSpec:
     window: int  # squares of each side of a window; 0: all layers see the whole image
     sees_all: tuple[bool, ...]  # one per layer
     hidden_out: int  # columns of the text model's embedding
-    image_token_id: int  # id of the placeholder that stands for a row
+    image_token_id: int  # id of the placeholder for a row
     rescale: float  # factor of pixels
     mean: tuple[float, ...]
     std: tuple[float, ...]
     patch_embedding: str  # names of tensors, without `.weight` and `.bias`
     patch_bias: bool
     mergers: tuple[Merger, ...]  # mergers, whose results are the columns of a row, side by side
-    grid: int = 0  # learned positions of each side, between which those of patches are interpolated; 0: there are none
+    grid: int = 0  # learned positions per side, from which the positions of patches are interpolated; 0: none
     positions: str = ""  # name of their tensor
     whole_images: bool = False  # see `VisionSpec`
     square_rows: int = 1  # rows per square, as in `VisionSpec`: the rows of a square are side by side
@@ -124,12 +124,12 @@ class DynamicVisionSpec:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of an image, at most."""
+        """Maximum number of rows of an image."""
         return self.sizes.max_tokens
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image, at most."""
+        """Maximum number of patches of an image."""
         return self.num_tokens * self.sizes.scale**2
 
     @property
@@ -139,7 +139,7 @@ class DynamicVisionSpec:
 
     @property
     def num_windows(self) -> int:
-        """Windows of an image, at most: an image that is one square high has the most, for its squares."""
+        """Maximum number of windows of an image: an image that is one square high has the most per square."""
         return -(-self.num_tokens // self.window) if self.window else 1
 
     @property
@@ -183,14 +183,14 @@ class DynamicVisionSpec:
         return np.argsort(windows, kind="stable"), np.bincount(windows)
 
     def _along(self, squares: Indices, axis: int) -> Indices:
-        """Return the row (axis 1) or the column (axis 0) of the patches of squares in this row or column of squares."""
+        """Return the row (axis 1) or column (axis 0) of each patch in squares with these rows or columns."""
         scale = self.sizes.scale
         inner = np.arange(scale)[:, None] if axis else np.arange(scale)
         patches = squares[:, None, None] * scale + inner
         return np.broadcast_to(patches, (len(squares), scale, scale)).reshape(-1)
 
     def _with_frames(self, patches: Floats) -> Floats:
-        """Return patches [squares, scale, scale, channels, patch, patch], which all frames have, as rows."""
+        """Return patches [squares, scale, scale, channels, patch, patch], repeated for all frames, as rows."""
         still = patches.reshape(-1, CHANNELS, 1, self.sizes.patch_size**2)
         return np.tile(still, (self.frames, 1)).reshape(-1, self.patch_columns)
 
@@ -201,9 +201,9 @@ class DynamicVisionSpec:
         return np.concatenate([cos[y], cos[x], sin[y], sin[x]], axis=-1)
 
     def _interpolated(self, learned: Floats, y: Indices, x: Indices, rows: int, columns: int) -> Floats:
-        """Return the positions of patches, each between the four next to it of `learned` [grid * grid, hidden].
+        """Return the positions of patches, interpolated from the four nearest of `learned` [grid * grid, hidden].
 
-        The corners of an image of these rows and columns of squares are the corners of the grid.
+        The corners of an image with these rows and columns of squares are the corners of the grid.
         """
         scale = self.sizes.scale
         table = learned.reshape(self.grid, self.grid, self.body.hidden_size)
@@ -217,7 +217,7 @@ class DynamicVisionSpec:
 
 
 def _between(count: int, grid: int) -> tuple[Indices, Indices, Floats]:
-    """Return for `count` places along a `grid` the positions before and after each, and how far it is between them."""
+    """Return the grid positions before and after each of `count` places, and the fraction between them."""
     step = np.float32((grid - 1) / max(count - 1, 1))
     index = np.arange(count, dtype=np.float32)
     places = np.where(index < count / 2, step * index, np.float32(grid - 1) - step * index[::-1])  # torch's formula

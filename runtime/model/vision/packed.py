@@ -1,7 +1,7 @@
 """Packed vision towers: their weights, their programs, and the memory that they take.
 
-The first program makes a row of each patch, the others a row of each square of patches. They run one after another, on
-one image at a time, so an image's rows have the same bits whatever else is computed.
+The first program turns each patch into a row, the others turn each square of patches into a row. They run one after
+another, on one image at a time, so an image's rows have the same bits whatever else is computed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .spec import TowerInput, VisionSpec
 # In some files, names begin with `model.`, and those of SigLIP's tower have `vision_model.` in them.
 _TOWER = re.compile(r"^(?:model\.)?(visual|vision_tower|multi_modal_projector)\.(?:(?<=vision_tower\.)vision_model\.)?")
 TOWER_DTYPES: dict[WeightDtype, PackedDtype] = {"auto": "bf16", "q4": "q8", "bf16": "bf16", "q8": "q8", "f32": "f32"}
-HEAP_BYTES = 4 << 20  # measured: what the arrays of images leave in the heap
+HEAP_BYTES = 4 << 20  # measured: heap memory left over by the arrays of images
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def _emit(
 
 
 def _emit_patches(spec: VisionSpec, weights: VisionWeights, keys_values: KVDtype) -> ProgramPlan:
-    """Emit layers(positions + patches), whose token ids are the learned positions of the patches."""
+    """Emit layers(positions + patches); the token ids are the learned positions of the patches."""
     builder = ProgramBuilder(spec.num_patches, 1, keys_values)
     patches = builder.input("patches", spec.patch_columns)
     x = builder.embed(weights.positions)
@@ -211,7 +211,7 @@ def _emit_patches(spec: VisionSpec, weights: VisionWeights, keys_values: KVDtype
 
 
 def _emit_squares(spec: VisionSpec, weights: VisionWeights) -> ProgramPlan:
-    """Emit connector(squares), whose texts are the squares."""
+    """Emit connector(squares); the texts are the squares."""
     builder = ProgramBuilder(spec.num_tokens * spec.square_rows, spec.num_tokens)
     squares = builder.input("squares", spec.square_columns)
     dtype = INPUT_DTYPES[weights.connector.dtype]

@@ -14,7 +14,7 @@ PROCESSOR_DEFAULTS: dict[str, Any] = {"do_rescale": True, "rescale_factor": 1 / 
 
 
 def read_processor(folder: Path) -> ConfigTable:
-    """Return how a folder's processor prepares images; an empty table if no file says.
+    """Return the settings of a folder's image processor; an empty table without a file.
 
     The object in processor_config.json has precedence over preprocessor_config.json, as in transformers 5. Raises
     CorruptCheckpoint.
@@ -28,7 +28,7 @@ def read_processor(folder: Path) -> ConfigTable:
 def read_normalization(
     processor: ConfigTable, default_mean: tuple[float, ...], default_std: tuple[float, ...]
 ) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
-    """Return the factor of pixels, the means that are subtracted then, and the divisors of the result."""
+    """Return the factor of pixels, the means to subtract after scaling, and the divisors of the result."""
     processor = processor.with_defaults(
         PROCESSOR_DEFAULTS | {"image_mean": [*default_mean], "image_std": [*default_std]}
     )

@@ -42,10 +42,10 @@ QWEN3_DEFAULTS: dict[str, Any] = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [8, 16, 24],
 }
-MAX_LEARNED_POSITIONS = 1 << 20  # learned ones
-# OpenAI CLIP's means and divisors of pixels, where the processor's file does not say.
+MAX_LEARNED_POSITIONS = 1 << 20
+# OpenAI CLIP's means and divisors of pixels, for folders whose processor's file has none.
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-TOWER_NORM_EPS = 1e-6  # epsilon of all norms; config.json does not say
+TOWER_NORM_EPS = 1e-6  # epsilon of all norms; config.json does not have it
 
 
 def read_qwen2_5_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int) -> DynamicVisionSpec:
@@ -149,7 +149,7 @@ def _read_hidden_out(config: ConfigTable, vision: ConfigTable, default: int) -> 
 
 
 def _read_sizes(vision: ConfigTable, processor: ConfigTable, max_tokens: int) -> ImageSizes:
-    """Read the sizes of images, which the processor's file and the tower must agree about."""
+    """Read the sizes of images; the processor's file and the tower must agree on them."""
     sizes = read_sizes(processor, max_tokens)
     for key, value in (("patch_size", sizes.patch_size), ("spatial_merge_size", sizes.scale)):
         if vision.integer(key, 1, MAX_WIDTH) != value:

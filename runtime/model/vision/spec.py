@@ -1,4 +1,4 @@
-"""The description of a vision tower: it makes rows of the text model's embedding of the pixels of an image.
+"""The description of a vision tower, which turns the pixels of an image into rows for the text model's embedding.
 
 Every `VisionSpec` can be run: the readers of this package refuse all other values.
 """
@@ -23,11 +23,11 @@ Ints = npt.NDArray[np.int32]
 
 
 class InputRows(NamedTuple):
-    """The inputs of a tower for each of some patches."""
+    """The inputs of a tower for some patches."""
 
     patches: Floats  # [patches, patch_columns]
     rotary: Floats | None = None  # [patches, head_dim]: cosines and sines; None: heads are not rotated
-    positions: Floats | None = None  # [patches, hidden]: what is added to the embeddings of patches
+    positions: Floats | None = None  # [patches, hidden]: added to the embeddings of patches
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,15 @@ class TowerInput:
 
     places: npt.NDArray[np.int64]  # [squares]: which row of the image each square becomes
     token_ids: Ints  # [patches], of learned positions
-    row_starts: tuple[Ints, ...]  # one per layer: the first patch of each group that sees itself, and the end
-    rows: Callable[[int, int], InputRows]  # returns those of the squares [first, end)
+    row_starts: tuple[Ints, ...]  # one per layer: the first patch of each attention group, and the end
+    rows: Callable[[int, int], InputRows]  # returns the inputs of the squares [first, end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec:
-    """A transformer over the patches of a square image, and a matrix that makes a row of each square of patches.
+    """A transformer over the patches of a square image, and a matrix that turns each square of patches into a row.
 
-    Patches are computed in the order of these squares: attention sees all of them, in any order. The matrix takes the
+    Patches are computed in the order of these squares; attention covers all of them, in any order. The matrix takes the
     rows of a square side by side or, with `mean_norm`, the RMS norm of their mean.
     """
 
@@ -52,16 +52,16 @@ class VisionSpec:
     image_size: int  # pixels of each side of an image
     patch_size: int  # pixels of each side of a patch; pixels beyond the last whole patch are not seen
     scale: int  # patches of each side of the square that becomes one row
-    out_size: int  # columns of a row: those of the text model's embedding
-    image_token_id: int  # id of the placeholder that stands for a row
+    out_size: int  # columns of a row, as of the text model's embedding
+    image_token_id: int  # id of the placeholder for a row
     rescale: float  # factor of pixels
-    mean: tuple[float, ...]  # [channels], of rescaled pixels: subtracted
-    std: tuple[float, ...]  # [channels]; divides what is left
+    mean: tuple[float, ...]  # [channels]; subtracted from rescaled pixels
+    std: tuple[float, ...]  # [channels]; divides the differences
     patch_embedding: str  # names of tensors, without `.weight`
     connector: str
     mean_norm: str | None = None
     rounds_positions: bool = False  # the learned position of a patch is found as `nearest_positions` does
-    whole_images: bool = False  # the tokens of an image see each other in the text model: one step computes them all
+    whole_images: bool = False  # the tokens of an image attend to each other in the text model
 
     @property
     def grid(self) -> int:
@@ -89,7 +89,7 @@ class VisionSpec:
 
     @property
     def read_layers(self) -> tuple[int, ...]:
-        """Layers before the last whose rows become rows of the image, too: none."""
+        """Earlier layers whose rows also become rows of the image: none."""
         return ()
 
     @property
@@ -99,7 +99,7 @@ class VisionSpec:
 
     @property
     def num_windows(self) -> int:
-        """Groups of patches that see each other: all patches are one."""
+        """Groups of patches that attend to each other: all patches are one group."""
         return 1
 
     @property
@@ -109,7 +109,7 @@ class VisionSpec:
 
     @property
     def square_rows(self) -> int:
-        """Rows that the matrix after the transformer takes for a square of patches, before their mean."""
+        """Rows of a square of patches that the matrix after the transformer takes, before their mean."""
         return 1 if self.mean_norm is None else self.scale**2
 
     @property
@@ -166,9 +166,9 @@ def normalized(
 def nearest_positions(grid: int) -> Ints:
     """Return the learned position along one side of each of `grid` patches, as the reference finds it, in f32.
 
-    It compares the fraction of the side before a patch with the fractions before the positions. Both are the same
-    numbers in theory, but are rounded differently, so that in some grids a few patches get the position before their
-    own. torch computes 16 bounds at a time, each from the rounded first one of its 8.
+    The reference compares the fraction of the side before a patch with the fractions before the positions. Both are
+    equal in theory, but are rounded differently, so that in some grids a few patches get the position before their own.
+    torch computes 16 bounds at a time, each from the rounded first one of its 8.
     """
     step = 1.0 / grid
     exact = step + step * np.arange(math.ceil((1.0 - step) / step))

@@ -22,7 +22,8 @@ def as_f32(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 class Checkpoint(Protocol):
     """The tensors of a model's files. Rows of q and k are in Hugging Face's order: a rotated pair is half a head apart.
 
-    No tensor is read on opening, and every tensor lay completely inside its file then. The methods raise MissingTensor.
+    No tensor is read on opening, but every tensor is checked to lie completely inside its file. The methods raise
+    MissingTensor.
     """
 
     path: Path  # the folder or file, for messages
@@ -48,7 +49,7 @@ class Checkpoint(Protocol):
         """Yield each `num_rows` of the given rows of a tensor, or fewer, in order, and the number of rows before them.
 
         A tensor of experts has the rows of the first expert, then the rows of the second one, and so on.
-        The array may be overwritten when the next rows are asked for. Raises CorruptCheckpoint if rows cannot be read.
+        The next iteration may overwrite the array. Raises CorruptCheckpoint if rows cannot be read.
         """
 
 

@@ -23,7 +23,7 @@ COMPRESSED_TENSORS = ("weight_packed", "weight", "weight_scale", "weight_zero_po
 
 
 class CompressedMatrix(GroupedMatrix):
-    """A matrix of signed numbers, of which subclasses yield `number + half its range`."""
+    """A matrix of signed numbers; subclasses yield `number + half its range`."""
 
     def __init__(
         self, stored: SafetensorsCheckpoint, module: str, how: Quantization, shape: tuple[int, int], bits: int
@@ -58,7 +58,7 @@ class CompressedMatrix(GroupedMatrix):
 
 
 class WordsMatrix(CompressedMatrix):
-    """A matrix of which an int32 word of `weight_packed` has 8 (or 4) inputs of one output."""
+    """A matrix in int32 words: each word of `weight_packed` has 8 (or 4) inputs of one output."""
 
     def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantization) -> None:
         name = f"{module}.weight_packed"

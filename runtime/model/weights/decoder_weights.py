@@ -51,7 +51,7 @@ class MlpWeights:
 class ExpertWeights:
     """The weights of a mixture of experts: the router's, and an MLP's for each expert."""
 
-    router: PackedMatrix  # f32 [experts, hidden]; columns multiplied by those of the norm, whose input the router reads
+    router: PackedMatrix  # f32 [experts, hidden]; columns multiplied by the norm's weights: its input is not normed
     router_bias: Vector | None
     gate_up: tuple[PackedMatrix, ...]
     gate_up_biases: tuple[Vector, ...] | None
@@ -239,7 +239,7 @@ def _build_experts(
 
 
 def _of_expert(part: Part, expert: int, num_experts: int) -> Part:
-    """Return a part of one expert's matrix: of a tensor of its own, or of one tensor with all experts."""
+    """Return a part of one expert's matrix, from its own tensor or from one tensor with all experts."""
     if "{}" in part.tensor:
         return replace(part, tensor=part.tensor.format(expert))
     (rows,) = part.shape
@@ -249,7 +249,7 @@ def _of_expert(part: Part, expert: int, num_experts: int) -> Part:
 
 
 def _input_order(spec: DecoderSpec, dtype: WeightDtype, parts: Sequence[Part]) -> InputOrder | None:
-    """Return the order of inputs that all tensors of a matrix need to be in blocks; with `auto` only."""
+    """Return the order of inputs in which all tensors of a matrix are in blocks; only with `auto`."""
     order = spec.input_orders.get(parts[0].tensor)
     if dtype != "auto" or order is None:
         return None
@@ -257,7 +257,7 @@ def _input_order(spec: DecoderSpec, dtype: WeightDtype, parts: Sequence[Part]) -
 
 
 def _packed_dtype(spec: DecoderSpec, dtype: WeightDtype, parts: Sequence[Part]) -> PackedDtypes:
-    """Return the dtype of a matrix; with `auto` those of its tensors in the checkpoint, bf16 if one is not in blocks.
+    """Return the dtype of a matrix; with `auto` the dtypes of its stored tensors, bf16 if one is not in blocks.
 
     Tensors of different types in ranges of columns keep them, if the kernels can have such ranges; else all are q8.
     """

@@ -19,7 +19,7 @@ class BlockType:
 
 
 # All types are listed, so that the bytes of a tensor are known even if its type is not supported. llama.cpp of 2024
-# wrote 31 to 33 and 36 to 38, whose blocks are in the order that its kernels read.
+# wrote 31 to 33 and 36 to 38; their blocks have the order of its kernels.
 TYPES = {
     number: BlockType(name, block, nbytes)
     for number, name, block, nbytes in [

@@ -1,7 +1,7 @@
 """GGUF files, versions 2 and 3: metadata and tensors, from one file or from the parts of a split one.
 
 A file is read as untrusted input: every count, length, dimension and offset is checked against the bytes of the file
-before anything of that size is made, and values are decoded on access. Must not import the names that
+before memory of that size is allocated, and values are decoded on access. Must not import the names that
 model families use.
 """
 
@@ -37,7 +37,7 @@ MAX_NAME_BYTES = 64  # size of a tensor's name
 MAX_KEY_BYTES = (1 << 16) - 1
 MAX_DIMENSIONS = 4
 SETTLED_NS = 2_000_000_000  # age after which a written file is settled
-MAX_INTEGRAL = 1 << 24  # float32 does not have all larger integers
+MAX_INTEGRAL = 1 << 24  # float32 cannot represent all larger integers
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # type -> struct format
@@ -61,15 +61,15 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of one row: of all elements that differ in the last dimension only."""
+        """The bytes of one row, the elements along the last dimension."""
         return self.shape[-1] // self.type.block * self.type.nbytes
 
 
 class Metadata(Mapping[str, Any]):
     """The metadata of a file: numbers, booleans, strings, and lists of them, which are decoded at each access.
 
-    A float32 is the shortest decimal that rounds to it, so that 1e-6 stays 1e-6. Raises CorruptCheckpoint for a value
-    that is not UTF-8, or neither true nor false, and for a list of more than MAX_ITEMS_READ.
+    A float32 becomes the shortest decimal that rounds to it, so that 1e-6 stays 1e-6. Raises CorruptCheckpoint for a
+    value that is not UTF-8, or neither true nor false, and for a list of more than MAX_ITEMS_READ.
     """
 
     def __init__(self, path: Path, data: memoryview, entries: Mapping[str, _Entry]) -> None:
@@ -144,15 +144,15 @@ class Metadata(Mapping[str, Any]):
 
 
 def _is_integral(array: npt.NDArray[np.float32]) -> bool:
-    """Return whether all values are integers that are their own shortest decimals, as scores of tokens are."""
+    """Return whether all values, such as scores of tokens, are integers that float32 represents exactly."""
     return bool(np.all((np.abs(array) < MAX_INTEGRAL) & (array == np.trunc(array))))
 
 
 class GGUFFile:
     """The metadata and tensors of a GGUF file; `path` may name any part of a split file.
 
-    Raises ModelNotFound without the file, CorruptCheckpoint if it or a part is invalid or missing, UnsupportedModel for
-    a version, byte order or type of tensor that is not known.
+    Raises ModelNotFound without the file, CorruptCheckpoint if the file or a part is invalid or missing,
+    UnsupportedModel for an unknown version, byte order or type of tensor.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -173,10 +173,10 @@ class GGUFFile:
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
-    """Return `GGUFFile(path)`, or the one that was made of the same unchanged file before. Raises as GGUFFile.
+    """Return `GGUFFile(path)`, from a cache if the file has not changed. Raises as GGUFFile.
 
     Several readers of a model's header follow each other, and reading a large vocabulary takes a tenth of a second. A
-    file that was written a moment ago is opened each time: another change may leave its time as it is.
+    file that was written a moment ago is opened each time, because another change may not change its timestamp.
     """
     try:
         status = os.stat(path)
@@ -351,7 +351,7 @@ class _Part:
 
 
 class _Cursor:
-    """A position in the bytes of a file. Its methods raise CorruptCheckpoint if the file ends before `what` does."""
+    """A position in the bytes of a file. Its methods raise CorruptCheckpoint if the file ends within `what`."""
 
     def __init__(self, path: Path, data: memoryview) -> None:
         self.path = path

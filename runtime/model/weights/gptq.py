@@ -17,15 +17,15 @@ from .quantization import Quantization
 from .safetensors import SafetensorsCheckpoint
 
 GPTQ_TENSORS = ("qweight", "qzeros", "scales", "g_idx")
-AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the place in a word of each of 8 neighboring outputs
+AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # place in a word of each of 8 neighboring outputs
 
 
 class GPTQMatrix(GroupedMatrix):
     """A matrix in GPTQ's layout: a word of `qweight` has 8 (or 4) inputs of one output.
 
-    `g_idx` has the group of each input; with act-order, inputs of a group are not neighbors. Without it, the shapes of
-    scales and zero points say how many inputs a group has, and of how many bits. Version 1 of the format stores each
-    zero point minus 1.
+    `g_idx` has the group of each input; with act-order, inputs of a group are not neighbors. Without it, the size of a
+    group and the bits of its numbers follow from the shapes of scales and zero points. Version 1 of the format stores
+    each zero point minus 1.
     """
 
     def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantization) -> None:
@@ -92,7 +92,7 @@ class AWQMatrix(GroupedMatrix):
 
 
 def _bits_of_zeros(stored: SafetensorsCheckpoint, name: str, outputs: int, default: int) -> int:
-    """Return the bits of the zero points of `outputs` outputs: `default`, unless only 4 or 8 fit their shape."""
+    """Return the bits of the zero points of `outputs` outputs: `default`, unless only the other width fits."""
     words = expect(stored, name, ("I32",), None, None)[1]
     return next((bits for bits in (default, 4, 8) if words == -(-outputs * bits // 32)), default)
 

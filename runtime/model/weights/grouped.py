@@ -30,9 +30,9 @@ BLOCK = 32  # inputs of a block of Q4_0 and Q8_0
 class GroupedMatrix(ABC):
     """A quantized matrix of shape [out, in], in the tensors `tensors` of a folder.
 
-    `kind` is the type of its chunks: Q4_0, Q4_Z or Q8_0, blocks with the numbers of the file, where each 32 inputs
-    share a group, and 8-bit numbers have no zero point; else F32. Scales of blocks are rounded to fp16. The zero points
-    and the order of groups are read when `kind` is asked for: no array is made before the shape was compared with the
+    `kind` is the type of its chunks. Where each 32 inputs share a group, and 8-bit numbers have no zero point, chunks
+    are blocks with the numbers of the file: Q4_0, Q4_Z or Q8_0; otherwise F32. Scales of blocks are rounded to fp16.
+    The zero points and the order of groups are read at the first use of `kind`, after the shape was compared with the
     model's.
     """
 
@@ -53,7 +53,7 @@ class GroupedMatrix(ABC):
         self._module = module
         self._bits = bits
         self._read_groups = read_groups
-        self.input_order: Groups | None = None  # the input of each column of the chunks, if it is another one
+        self.input_order: Groups | None = None  # the input of each column of the chunks, if the order differs
 
     @cached_property
     def kind(self) -> str:
@@ -80,7 +80,7 @@ class GroupedMatrix(ABC):
                 yield row, join_blocks(words, _f16_bits(scales[here]), zeros[here], of_blocks, self.kind)
 
     def sorted_by_group(self) -> GroupedMatrix | None:
-        """Return the matrix with its inputs sorted by group, if only this order makes its chunks blocks."""
+        """Return the matrix with its inputs sorted by group, if its chunks are blocks in this order only."""
         if self.kind != "F32":
             return None
         order = np.argsort(self._groups, kind="stable").astype(np.int32)
@@ -147,9 +147,9 @@ def consecutive_groups(inputs: int, size: int) -> Groups:
 
 
 def read_group_order(stored: SafetensorsCheckpoint, name: str, inputs: int, num_groups: int, size: int) -> Groups:
-    """Return the group of each input, which tensor `name` has; without one, groups are `size` consecutive inputs.
+    """Return the group of each input from the tensor `name`; without it, groups are `size` consecutive inputs.
 
-    A -1, or all zeros where there are several groups, stand for consecutive groups too. Raises CorruptCheckpoint, or
+    A -1, or all zeros where there are several groups, also stand for consecutive groups. Raises CorruptCheckpoint, or
     WrongTensor if the inputs have another number of consecutive groups.
     """
     order = stored.tensor(name) if name in stored else np.full(1, -1)
@@ -183,10 +183,10 @@ class ScaleGrid:
 def find_grid(
     stored: SafetensorsCheckpoint, name: str, shape: tuple[int, int], block: tuple[int, int] | None
 ) -> ScaleGrid:
-    """Return the grid of scales that their shape implies, in blocks of `block` where it has their number.
+    """Return the grid of scales that their shape implies: blocks of `block` if the shape fits their number.
 
-    Raises MissingTensor, or WrongTensor if the shape is neither that of blocks, nor of one scale for the matrix, for
-    each row, or for each of equal groups of a row.
+    Raises MissingTensor, or WrongTensor if the shape fits neither blocks nor one scale per matrix, row or equal group
+    of a row.
     """
     rows, columns = shape
     found = stored.shape(name)

@@ -19,8 +19,8 @@ Bytes = npt.NDArray[np.uint8]
 class MappedFile:
     """A file opened for reading. Raises OSError if it cannot be opened, ValueError if it is empty.
 
-    `read` and `chunks` do not use the map: if the file were truncated meanwhile, an access beyond its new end would end
-    the process.
+    `read` and `chunks` do not use the map: if the file were truncated, an access beyond its new end would kill the
+    process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class MappedFile:
     def chunks(self, begin: int, row_bytes: int, rows: range, num_rows: int) -> Iterator[tuple[int, Bytes]]:
         """Yield the bytes of each `num_rows` of `rows`, as [rows, row_bytes], and the number of rows before them.
 
-        Row 0 begins at byte `begin`. The array is overwritten when the next rows are asked for; they are read ahead.
+        Row 0 begins at byte `begin`. The next iteration overwrites the array; its rows are read ahead.
         Raises CorruptCheckpoint if bytes cannot be read.
         """
         buffer = np.empty((min(num_rows, len(rows)), row_bytes), np.uint8)

@@ -1,6 +1,6 @@
 """The check of a tensor's numbers while it is packed: a damaged file must not become a model that answers.
 
-Integers hide errors: a NaN in q8 is a small number, and an infinite one leaves a scale without numbers.
+Quantizing hides errors: a NaN in q8 becomes a small number, and an infinite weight makes its block's scale useless.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ...common.errors import CorruptCheckpoint
 from . import READABLE, as_f32
 
-LARGEST = 1 << 18  # more than any trained model has; the f16 scales of q4 and q8 hold it
+LARGEST = 1 << 18  # larger than any trained weight; the f16 scales of q4 and q8 can hold it
 _SCALES = {  # type of blocks -> bytes of a block, and the offsets of its f16 scales
     "Q8_0": (34, (0,)),
     "Q4_0": (18, (0,)),

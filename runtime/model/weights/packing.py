@@ -1,7 +1,7 @@
 """Packing of weights for the kernels, in one block of memory, and its plan, for descriptions of weights of any model.
 
 A description, such as `build_weights` in `decoder_weights.py`, makes matrices and vectors with a `WeightFactory`: one
-packs, one plans, and one checks the tensors.
+factory packs, one plans, and one checks the tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .numbers import check_numbers
 Vector = npt.NDArray[np.float32]
 InputOrder = npt.NDArray[np.int32]  # the input that each column along K of a matrix belongs to
 Weights = TypeVar("Weights")  # weights of one kind of model
-ELEMENTS_PER_CHECK = 1 << 20  # elements of a tensor, between two looks at whether the load was cancelled
+ELEMENTS_PER_CHECK = 1 << 20  # elements of a tensor between two checks for cancellation
 PackedDtypes = PackedDtype | Sequence[tuple[int, PackedDtype]]  # dtype of a matrix, or of ranges of its columns
 
 
@@ -39,7 +39,7 @@ class Part:
     tensor: str
     shape: tuple[int, ...]  # [rows, in_features], [experts, rows, in_features], or a vector's [rows]
     first_row: int = 0  # first row among all rows of all experts
-    num_rows: int | None = None  # None: all that follow
+    num_rows: int | None = None  # None: all rows from `first_row`
     start: int = 0
     interleave: int | None = None
 
@@ -78,8 +78,8 @@ def pack_built(
 ) -> Weights:
     """Pack every matrix that `build` makes into one block of exactly the planned size.
 
-    Raises ModelError when the system has no memory for the block, and Unavailable after the tensors in work when
-    another thread sets `stop`.
+    Raises ModelError when the system has no memory for the block, and Unavailable when another thread sets `stop`,
+    after the tensors in progress.
     """
     block = _map_weights(build, dtype)
     with ThreadPoolExecutor(available_cpus().threads) as threads:
@@ -106,7 +106,7 @@ def _planned_bytes(build: Callable[[WeightFactory, WeightDtype], Weights], dtype
 
 
 def stacked(names: Sequence[str], sizes: Sequence[int]) -> list[Part]:
-    """Return the parts of a matrix whose columns come from several tensors in turn, or from one tensor with all."""
+    """Return the parts of a matrix whose columns come from several tensors, one after another, or from one tensor."""
     if len(names) == 1:
         return [Part(names[0], (sum(sizes),))]
     starts = np.cumsum([0, *sizes[:-1]]).tolist()
@@ -114,9 +114,9 @@ def stacked(names: Sequence[str], sizes: Sequence[int]) -> list[Part]:
 
 
 def interleaved(names: Sequence[str], size: int, up_first: bool = False) -> list[Part]:
-    """Return the parts of a matrix of gate and up, `size` columns each, 16 of one and 16 of the other in turn.
+    """Return the parts of a matrix that alternates 16 columns of gate and 16 of up, `size` columns each.
 
-    With `up_first`, a tensor that has both has up above.
+    With `up_first`, a tensor that has both begins with up.
     """
     if len(names) == 1:
         return [Part(names[0], (2 * size,), (phase ^ up_first) * size, size, interleave=phase) for phase in (0, 1)]
@@ -130,7 +130,7 @@ def named(parts: Sequence[Part], prefix: str, suffix: str, *in_features: int) ->
 
 
 class _Packer:
-    """Takes memory for matrices from the block, front to back, and fills them on threads: filling releases the GIL."""
+    """A factory that takes memory for matrices from the block, front to back, and fills them on threads."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ def fill_rows(matrix: PackedMatrix, rows: npt.NDArray[Any], kind: str, start: in
 
 
 def _columns(part: Part, count: int) -> npt.NDArray[np.int64] | slice:
-    """Return the columns of a bias's values, equal to the columns of the weight's rows in `PackedMatrix.fill`."""
+    """Return the columns of a bias's values, in the order in which `PackedMatrix.fill` places the weight's rows."""
     if part.interleave is None:
         return slice(part.start, part.start + count)
     rows = np.arange(count)
@@ -212,7 +212,7 @@ class _MatrixShape:
 
 
 class WeightPlanner:
-    """Counts bytes and lists tensors; returns shapes instead of matrices."""
+    """A factory that counts bytes and lists tensors; it returns shapes instead of matrices."""
 
     def __init__(self) -> None:
         self.nbytes: Counter[PackedDtype] = Counter()  # bytes of packed matrices

@@ -19,11 +19,11 @@ ELEMENTS_IN_CACHE = 1 << 18  # elements of a matrix: intermediate arrays stay in
 
 
 class QuantizedCheckpoint:
-    """The tensors of `stored`, in which each quantized matrix has the name that it has without quantization.
+    """The tensors of `stored`, with each quantized matrix under its name in an unquantized folder.
 
     A matrix is quantized if its tensors are, whatever config.json lists as excluded. Other tensors, such as scales of
-    activations and of a KV cache, are not used. Nothing is read on opening; the other methods read the zero points and
-    orders of groups of the matrices that they name.
+    activations and of a KV cache, are not used. No tensor is read on opening; other methods read the zero points and
+    orders of groups of their matrices.
 
     Raises MissingTensor or WrongTensor if a matrix lacks a tensor, or has one of another type or shape.
     """
@@ -59,7 +59,7 @@ class QuantizedCheckpoint:
         yield from ((self._stored.dtype(name), self._stored.nbytes(name)) for name in rest)
 
     def sort_by_group(self, names: Collection[str]) -> dict[str, Groups]:
-        """Sort the inputs of the matrices in `names` that are blocks only in this order; return their orders.
+        """Sort the inputs by group in the matrices of `names` that only then are blocks; return their orders.
 
         The sorted matrix is a tensor of its own, with SORTED behind the name. Raises CorruptCheckpoint if an
         order of groups names a group that does not exist.
@@ -98,7 +98,7 @@ class QuantizedCheckpoint:
         return matrix.chunks(rows, min(num_rows, in_cache))
 
     def _matrix(self, name: str) -> GroupedMatrix | FP8Matrix | None:
-        """Return a quantized matrix; None if the tensor is no such matrix."""
+        """Return a quantized matrix; None if the tensor is not one."""
         return self._sorted.get(name.removesuffix(SORTED)) if name.endswith(SORTED) else self._matrices.get(name)
 
 

@@ -25,7 +25,7 @@ from ...common.errors import CorruptCheckpoint, MissingTensor, ModelNotFound, Wr
 from . import READABLE
 from .mapped_file import MappedFile
 
-# Element types that can be returned: READABLE, and those of quantized tensors, of which FP8 is returned as bits.
+# Element types that can be returned: READABLE, and the types of quantized tensors; FP8 is returned as bits.
 ELEMENTS: dict[str, type[np.generic]] = {
     **READABLE, "F8_E4M3": np.uint8, "U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64,
 }  # fmt: skip
@@ -33,7 +33,7 @@ ELEMENTS: dict[str, type[np.generic]] = {
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-# A model with images has its language model under one of these, depending on what wrote the file.
+# Prefixes of the language model in a model with images, depending on the program that wrote the file.
 _LANGUAGE_MODEL = re.compile(r"(model\.)?language_model\.(model\.)?(?P<tensor>.*)", re.DOTALL)
 
 
@@ -51,7 +51,7 @@ class _Stored:
 class SafetensorsCheckpoint:
     """The tensors of `folder`, from `model.safetensors` or from the shards in its index; no tensor is read on opening.
 
-    The tensors of a model with images are found by the names that they have in a model without.
+    The tensors of a model with images are found by their names in a model without images.
 
     Raises ModelNotFound without a folder or weights in it, CorruptCheckpoint when a file is invalid, MissingTensor when
     a shard does not have a tensor of the index.
@@ -193,7 +193,7 @@ def _read_header(path: Path, file: MappedFile) -> tuple[Mapping[str, Any], int]:
 
 
 def _locate(path: Path, name: str, entry: Any, file: MappedFile, data_start: int) -> _Stored:
-    """Check a header entry again: of a repeated key, the library may have validated the other entry."""
+    """Check a header entry again: if a key is repeated, the library may have validated the other entry."""
     dtype = entry["dtype"]
     shape = tuple(entry["shape"])
     (begin, end) = entry["data_offsets"]

@@ -1,4 +1,4 @@
-"""The tensors of gpt-oss folders as the packing reads them: a row for each output column, gate before up.
+"""The tensors of gpt-oss folders in the order of packing: a row for each output column, gate before up.
 
 A folder has one tensor for all experts of a layer. `gate_up_proj` [experts, hidden, 2 size] and `down_proj` [experts,
 size, hidden] are transposed, and columns of gate and up take turns. In MXFP4, `gate_up_proj_blocks` [experts, 2 size,
@@ -74,7 +74,7 @@ class StackedExperts:
         found = _OF_EXPERTS.fullmatch(name)
         if found is None:
             return self._folder.tensor(name)
-        if self._biases[0] != name:  # a layer's biases are asked for once per expert
+        if self._biases[0] != name:  # the biases of a layer are requested once per expert
             biases = self._folder.tensor(f"{found['stored']}_bias")
             self._biases = name, biases[:, _file_order(found["matrix"], biases.shape[1])]
         return self._biases[1]

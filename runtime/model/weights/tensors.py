@@ -1,7 +1,7 @@
 """The tensors that a spec implies, by name and shape, and the check that a checkpoint has them.
 
 A checkpoint that passed `check_tensors` can be packed without errors. Other tensors are ignored: old checkpoints have
-rotary buffers, and tied ones may have a copy of the head.
+rotary buffers, and checkpoints with tied embeddings may have a copy of the head.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_built(build: Callable[[WeightFactory], object], checkpoint: Checkpoint
 
 
 class _Checker(WeightPlanner):
-    """Checks the tensors of each matrix and vector before the next one: a config.json may imply millions of them."""
+    """A factory that checks the tensors of each matrix before the next one: a config.json may imply millions."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__()
