@@ -18,7 +18,7 @@ from ..model.runner import ModelRunner
 
 
 def bits_id(runner: ModelRunner, config: EngineConfig, model_digest: bytes) -> bytes:
-    """Return the bits id, 32 bytes, of a loaded model. `model_digest` is one of those in `model/files.py`."""
+    """Return the bits id, 32 bytes, of a loaded model. `model_digest` comes from `model/files.py`."""
     capacity = runner.capacity
     weights = weights_text(runner.spec, config.weights)
     by_level = "bf16" in weights.split(", ") or config.kv_cache_dtype == "bf16"

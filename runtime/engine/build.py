@@ -1,4 +1,4 @@
-"""Load the models that the configuration names, and what reads their texts; build the pager and the scheduler."""
+"""Load the configured models and their text processors; build the pager and the scheduler."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def load_models(
     populate: bool = True,
     on_planned: Callable[[Capacity | EncoderCapacity], None] | None = None,
 ) -> tuple[DecoderPart, EncoderPart]:
-    """Load what `config` names: a model that generates, an encoder, or both, which share their threads.
+    """Load the models of `config`: a model that generates, an encoder, or both, which share their threads.
 
     Raises ModelError or ConfigError, and Unavailable soon after another thread has set `stop`.
     """
@@ -188,7 +188,7 @@ def _load_image_reader(path: Path, tokenizer: Tokenizer | None, config: EngineCo
     """Return the reader of images for a model that takes them. Raises ModelError."""
     if tokenizer is None or read_vision(path, config.max_image_tokens) is None:
         return None
-    from .images import ImageReader, read_image_processor  # here: other models need no Pillow
+    from .images import ImageReader, read_image_processor  # imported here, because other models need no Pillow
 
     return ImageReader(read_image_processor(path, config.max_image_tokens), tokenizer, config)
 

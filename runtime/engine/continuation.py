@@ -1,7 +1,7 @@
 """Outputs that another server began, replayed so that they continue with the same bytes.
 
-The tokens that a client has received go through the detokenizer and the parser again; what these return was sent
-before and is dropped. Afterwards both hold back exactly what the other server held back.
+The tokens that a client has received pass through the detokenizer and the parser again, and the result is dropped,
+since it was sent before. Afterwards both hold back exactly the text that the other server held back.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def replay(
     new_detokenizer: Callable[[], IncrementalDetokenizer | None],
     new_parser: NewParser | None,
 ) -> Iterator[Continuation | None]:
-    """Replay the outputs of a request with `generated` in slices: yield None after each, and at last all outputs.
+    """Replay the outputs of a request with `generated` in slices: yield None after each slice, and finally all outputs.
 
     Compute each slice in a thread. `params` are the parameters that the request runs with. Raises InvalidRequest for
     ids after the end of an output.
@@ -68,7 +68,7 @@ def replay(
 def _push(
     output: ReplayedOutput, params: SamplingParams, stop_ids: Collection[int]
 ) -> Generator[None, None, FinishReason | None]:
-    """Replay the tokens of one output. Return why the last one ends it, None if it does not. Raises InvalidRequest."""
+    """Replay the tokens of one output. Return the reason why the last token ends it, or None. Raises InvalidRequest."""
     choice, token_ids, detokenizer, parser = output
     reason: FinishReason | None = None
     for num_tokens, token_id in enumerate(token_ids, 1):

@@ -1,7 +1,7 @@
-"""The core protocol: what runs sequences of token ids, and texts for an encoder, for an `Engine`.
+"""The core protocol: an `Engine`'s interface to the part that runs sequences of token ids, and an encoder's texts.
 
-A core must not import text, frames or sockets. It reports every request it accepted to its end exactly once, unless
-the `Engine` dropped it. `EngineCore` runs them in this process, `workers.EnginePool` in others.
+A core must not import text, frames or sockets. It reports the end of every accepted request exactly once, unless the
+`Engine` dropped the request. `EngineCore` runs them in this process, `workers.EnginePool` in others.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class CoreListener:
     """The listener that a core calls on the event loop. The callables must not raise."""
 
     publish: Callable[[Sequence[RequestUpdate]], None] = _ignore
-    # A request ended with an error that is not the scheduler's. The counters are as far as they are known.
+    # A request ended with an error that is not the scheduler's. The counters are the last known ones.
     fail: Callable[[int, QuireError, FinalCounters], None] = _ignore
     observe: Callable[[StepStats, Sequence[Prefilled]], None] = _ignore  # a step ended and its updates are published
     ended: Callable[[], None] = _ignore  # nothing will be published any more
     begin: Callable[[StepPlan], None] = _ignore  # a step is about to be computed in this process
-    begun: Callable[[Sequence[Prefilled]], None] = _ignore  # another process computes these for the first time
-    interrupted: Callable[[Sequence[int]], None] = _ignore  # no process computes; another core may continue these
+    begun: Callable[[Sequence[Prefilled]], None] = _ignore  # another process computes these requests for the first time
+    interrupted: Callable[[Sequence[int]], None] = _ignore  # no process computes; another core may continue
     resumed: Callable[[], None] = _ignore  # a process computes again
 
 
@@ -55,10 +55,10 @@ class Core(Protocol):
         """Raise QueueFull or NotAccepting if `add` would: a cheap check before a prompt is prepared."""
 
     async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
-        """Queue a request, or the samples of one prompt. Raises Refused or NotAccepting and then changes nothing."""
+        """Queue a request, or the samples of one prompt. Raises Refused or NotAccepting, changing nothing."""
 
     async def add_encoding(self, request: EncodeRequest) -> AdmissionEstimate:
-        """Queue texts for the encoder. Raises Refused or NotAccepting and then changes nothing."""
+        """Queue texts for the encoder. Raises Refused or NotAccepting, changing nothing."""
 
     def cancel(self, request_id: int) -> None:
         """End a request; its end is published. Allowed in every state, idempotent."""
@@ -66,9 +66,9 @@ class Core(Protocol):
     def drop(
         self, request_id: int, reason: FinishReason | None = None, error: str | None = None
     ) -> FinalCounters | None:
-        """End a request without publishing anything more of it. Idempotent.
+        """End a request without further updates. Idempotent.
 
-        Return its counters; None if there is no such request, or a step is computing it.
+        Return its counters; None for an unknown request and during a step that computes it.
         """
 
     def stats(self) -> EngineStats:

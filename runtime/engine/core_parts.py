@@ -1,4 +1,4 @@
-"""The decoder of an engine core: a model that generates text, or its absence, an object whose steps have no sequences.
+"""The decoder of an engine core: a model that generates text, or a null object whose steps have no sequences.
 
 Like the core, this file must not import text, frames or sockets. The encoder's part is in `embedding/encoder.py`.
 """
@@ -142,7 +142,7 @@ class NoDecoder:
         raise UnsupportedModel("this model is an encoder: it makes embeddings or scores, and generates no text")
 
     def open_pager(self) -> Pager:
-        """Return a pager without memory, which nothing uses."""
+        """Return an unused pager without memory."""
         return Pager(self._config.page_size, 1, enable_prefix_caching=False)
 
     def describe(self) -> CoreInfo:

@@ -91,7 +91,7 @@ class Engine(Generic[CoreT]):
     async def start(cls, config: EngineConfig, *, populate: bool = True) -> Engine[EngineCore]:
         """Load the model into this process and allocate all memory. Raises ModelError or ConfigError.
 
-        `populate` is that of `EngineCore.load`.
+        `populate` is passed to `EngineCore.load`.
         """
         loading = asyncio.create_task(EngineCore.load(config, populate=populate))
         try:
@@ -105,7 +105,7 @@ class Engine(Generic[CoreT]):
         return Engine(await loading, *texts)
 
     def _texts_of_encoder(self, encoder: EncoderInfo, encoder_texts: EncoderTextProcessor) -> TokenTexts:
-        """Return the texts of the encoder's tokens, which differ from the tokens of a model beside it."""
+        """Return the texts of the encoder's tokens, which differ from the tokens of the model that generates."""
         info = msgspec.structs.replace(
             self.info, vocab_size=encoder.vocab_size, max_model_len=encoder.max_model_len, has_tokenizer=True
         )
@@ -119,10 +119,10 @@ class Engine(Generic[CoreT]):
             if not self.info.generates:
                 raise InvalidRequest("this model is an encoder, which generates no text: it makes embeddings or scores")
             self._validator.check_options(request)
-            # Count requests that are still being tokenized as queued; otherwise more are tokenized than can be queued.
+            # Count requests that are still being tokenized as queued, or more would be tokenized than can be queued.
             num_queued = num_sequences(request.sampling_params)
             self.core.check_room(request.tenant, num_queued + self._prompts.num_preparing(request.tenant))
-            self._validator.check_prompt(request)  # checked after the queue: checking a long text takes its time
+            self._validator.check_prompt(request)  # last, because checking a long text takes time
             prepared = self._prompts.prepare(request, num_queued)
         except SchedulerError as error:
             raise self._rejected(refusal_error(error)) from error
@@ -213,7 +213,7 @@ class Engine(Generic[CoreT]):
     async def logits(
         self: Engine[EngineCore], token_ids: tuple[int, ...], images: Sequence[PromptImage] = ()
     ) -> npt.NDArray[np.float32]:
-        """Return what `EngineCore.logits` does. Raises InvalidRequest or ContextLengthExceeded too."""
+        """Return the logits of `EngineCore.logits`. Also raises InvalidRequest or ContextLengthExceeded."""
         self._validator.check_token_ids(token_ids)
         self._validator.check_images(token_ids, images)
         return await self.core.logits(token_ids, placed_images(images))
@@ -227,7 +227,10 @@ class Engine(Generic[CoreT]):
     async def _accept(
         self, request: GenerateRequest, preparing: PreparedInput | asyncio.Future[PreparedInput], submitted: float
     ) -> Stream:
-        """Queue a request on the core when its prompt is prepared, and return its stream. Raises its refusal."""
+        """Queue a request on the core when its prompt is prepared, and return its stream.
+
+        Raises the request's refusal.
+        """
         try:
             prepared = preparing if isinstance(preparing, PreparedInput) else await preparing
             output = self._output_of(request, prepared, submitted)
@@ -285,7 +288,7 @@ class Engine(Generic[CoreT]):
         """Queue an output's sequences on the core. Raises its refusal or Overloaded, leaving nothing behind."""
         reader = self.text_processor.image_reader
         requests = [sequence.request for sequence in output.sequences]
-        # Registered first: the core's updates may come before its answer.
+        # The output is registered first, because the core's updates may come before its answer.
         self._outputs.add(output, None if reader is None else reader.max_memory)
         try:
             if continuation is not None:

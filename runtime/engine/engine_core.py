@@ -58,7 +58,10 @@ class EngineCore:
     _listener: CoreListener  # set by `start`
 
     def __init__(self, config: EngineConfig, decoder: DecoderPart, encoder: EncoderPart) -> None:
-        """Own the decoder and the encoder, which are closed with the core. Raises ConfigError, owning neither."""
+        """Take over the decoder and the encoder, and close them with the core.
+
+        If it raises ConfigError, both stay the caller's.
+        """
         self.config = config
         self.pager = decoder.open_pager()
         self._decoder = decoder
@@ -75,7 +78,7 @@ class EngineCore:
         self._started = False
         self._scoring = asyncio.Lock()  # held while `logits` computes
         self._closed = False
-        self._misses_itl_target = False  # the latency target is missed, and that is logged
+        self._misses_itl_target = False  # the latency target is missed, and this has been logged
 
     @classmethod
     async def load(
@@ -190,7 +193,7 @@ class EngineCore:
             await self.stop()
             async with self._scoring:  # `logits` ends before its next chunk
                 pass
-        finally:  # cleanup also if the loop is broken or this call is cancelled
+        finally:  # even if the loop is broken or this call is cancelled
             self._kv_events.close()
             self._step_threads.close()
             self.grammars.close()
@@ -201,8 +204,8 @@ class EngineCore:
     async def logits(self, token_ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> npt.NDArray[np.float32]:
         """Return the raw logits [len(token_ids), vocab] after each token, for evaluation.
 
-        They bypass the scheduler and the prefix cache. Raises Unavailable while requests run; none is accepted in
-        the meantime.
+        The computation bypasses the scheduler and the prefix cache. Raises Unavailable while requests run; no request
+        is accepted in the meantime.
         """
         if self._closed or self.scheduler.has_work or self._scoring.locked():
             raise Unavailable("logits are computed between requests; wait until the running ones have ended")

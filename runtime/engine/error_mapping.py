@@ -1,4 +1,4 @@
-"""From the scheduler's errors to the errors that users get."""
+"""Translation of the scheduler's errors into the errors that users receive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = structlog.get_logger("quire.engine")
 def refusal_error(error: SchedulerError) -> errors.QuireError:
     """Return the error to raise for a refused request; its message includes the queue, the pages and the wait.
 
-    An error that is no refusal is a bug in Quire and is raised again.
+    An error that is not a refusal is a bug in Quire and is raised again.
     """
     if isinstance(error, NotAccepting):
         return errors.Unavailable(str(error))
@@ -42,11 +42,11 @@ def refusal_error(error: SchedulerError) -> errors.QuireError:
     raise error
 
 
-GRAMMAR_FAULT = "structured_outputs: "  # begins errors about a request's grammar, which may reach a limit at any token
+GRAMMAR_FAULT = "structured_outputs: "  # beginning of errors about a grammar, which may reach a limit at any token
 UNMATCHED = "generated: the ids do not match structured_outputs"  # error of a request that another server began
 
-# Beginnings of llguidance's messages: about a failure of its own or of the tokenizer, and about a grammar that no token
-# of the vocabulary can follow.
+# Beginnings of llguidance's messages: about a failure of llguidance or of the tokenizer, and about a grammar that no
+# token of the vocabulary can follow.
 _FAILURES = ("panic: ", "Parser Error: token ")
 _NO_TOKEN = "NoExtensionBias"
 

@@ -1,6 +1,6 @@
-"""The engine's interface: all that the server, `LLM`, the tools and the tests use of an engine.
+"""The engine's interface, for the server, `LLM`, the tools and the tests.
 
-A submitted request ends in exactly one way: with a last chunk that has `usage`, or with a `QuireError` raised from its
+A submitted request ends in exactly one way: with a last chunk that has `usage`, or with a `QuireError` raised by its
 iterator.
 """
 
@@ -39,10 +39,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     image_files: tuple[bytes, ...] = ()  # one for each image part of the messages, in order
     tools: tuple[dict[str, Any], ...] = ()  # tools that the chat template shows to the model, in OpenAI's form
     template_variables: dict[str, Any] = {}  # variables of the chat template, such as `enable_thinking`
-    # Read the output as reasoning, answer and tool calls: it has the markup's special tokens in its text, and a grammar
-    # if there are tools. None: the output is plain text.
+    # Read the output as reasoning, answer and tool calls. Its text then has the markup's special tokens, and its
+    # grammar follows the tools. None: the output is plain text.
     tool_choice: ToolChoice | None = None
-    reads_output: bool = False  # chunks have `deltas` instead of a text with markup; needs `tool_choice`
+    reads_output: bool = False  # chunks have `deltas` instead of text with markup; needs `tool_choice`
     tenant: str = ""  # tenant by authentication, never by the request's body
     priority: int = 0  # lower runs earlier
     deadline_ms: int | None = None  # milliseconds from submission
@@ -51,12 +51,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     # Per output, the token ids that another server has generated: it continues after these. `ended`: finished outputs.
     generated: tuple[tuple[int, ...], ...] | None = None
     ended: tuple[int, ...] = ()
-    fit_max_tokens: bool = False  # lower max_tokens to what the context leaves after the prompt, instead of refusing
+    fit_max_tokens: bool = False  # lower max_tokens to the rest of the context instead of refusing
     cache_salt: str = ""  # only requests of the tenant with the same salt share cached pages
     prompt_cache_key: str = ""  # requests of the tenant with the same key go to the same engine process if it has room
 
     def text_bytes(self) -> int:
-        """Return about how many bytes the text to tokenize takes in memory, counting at most `MAX_COUNTED` values.
+        """Estimate the memory in bytes of the text to tokenize, counting at most `MAX_COUNTED` values.
 
         Image files count as text.
         """
@@ -88,11 +88,11 @@ class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""  # tenant by authentication, never by the request's body
     priority: int = 0  # lower runs earlier
     deadline_ms: int | None = None  # milliseconds from submission
-    input_name: str = "inputs[{}]"  # name of one of `inputs` in messages, with its index in place of {}
+    input_name: str = "inputs[{}]"  # name of an input in messages; {} stands for its index
     query_name: str = "query"  # name of `query` in messages
 
     def text_bytes(self) -> int:
-        """Return about how many bytes the texts take in memory."""
+        """Estimate the memory in bytes of the texts."""
         num_bytes = sys.getsizeof(self.inputs) + sys.getsizeof(self.query)
         for each in self.inputs:
             num_bytes += sys.getsizeof(each) + (INT_BYTES * len(each) if isinstance(each, tuple) else 0)
@@ -139,18 +139,19 @@ class Generation(Protocol):
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """The prompt as the model gets it."""
+        """The prompt's token ids."""
 
     @property
     def new_parser(self) -> NewParser | None:
-        """A function that makes a parser of each output; None for a request without `tool_choice`."""
+        """A function that makes a parser for an output; None for a request without `tool_choice`."""
 
     def __aiter__(self) -> AsyncIterator[OutputChunk]: ...
 
     def deliver(self, receive: Callable[[OutputChunk | QuireError], object]) -> None:
-        """Call `receive` with every chunk when it comes, the last one or the error included.
+        """Call `receive` with every chunk as it arrives, including the last chunk or the error.
 
-        It is called on the event loop, outside any task, and must not raise. It costs less per chunk than iterating.
+        `receive` is called on the event loop, outside any task, and must not raise. A call costs less than an
+        iteration.
         """
 
     def cancel(self) -> None:
@@ -159,7 +160,7 @@ class Generation(Protocol):
     def watch_prefill(self, callback: Callable[[int], None]) -> None:
         """Call `callback` after every step that leaves prefill unfinished, with the number of computed prompt tokens.
 
-        It is called on the event loop and must not raise.
+        `callback` is called on the event loop and must not raise.
         """
 
 
@@ -202,10 +203,10 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     threads_reason: str
     eos_token_ids: frozenset[int] = frozenset()  # ids from config.json and generation_config.json
     num_processes: int = 0  # engine processes; 0: the core runs in this process
-    fingerprint: str = ""  # the bits id: of all that the bits of an output depend on besides its request
+    fingerprint: str = ""  # the bits id
     encoder: EncoderInfo | None = None
     generates: bool = True  # False: the model is an encoder, which generates no text
-    images: ImageInfo | None = None  # None: no images are taken
+    images: ImageInfo | None = None  # None: the model takes no images
 
 
 NO_TEMPLATE = "this model has no chat template; send a prompt instead of messages"
@@ -218,7 +219,7 @@ class EngineInfo(CoreInfo, frozen=True, kw_only=True):
     has_chat_template: bool
     chat_problem: str = NO_TEMPLATE  # why chats are refused without a template
     default_sampling: dict[str, float] = {}  # sampling parameters that generation_config.json recommends
-    max_images: int = 0  # images of one request; 0: no images are taken
+    max_images: int = 0  # images of one request; 0: the model takes no images
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,8 +240,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_pinned: int = 0  # cached, evicted last
     pages_spilled: int = 0  # pages in the spill file
     preemptions_spilled: int = 0  # preemptions that moved pages to the spill file
-    recomputed_tokens: int = 0  # lost to preemption and computed again
-    draft_tokens: int = 0  # verified
+    recomputed_tokens: int = 0  # tokens computed again after a preemption
+    draft_tokens: int = 0  # verified draft tokens
     accepted_draft_tokens: int = 0
     restarts: int = 0  # restarts of engine processes
     replayed_requests: int = 0  # requests that continued in a new engine process
@@ -251,15 +252,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     encoded_tokens: int = 0
     encoded_images: int = 0
     image_cache_hits: int = 0  # parts of a prompt whose image was in the cache
-    steps_over_itl_target: int = 0  # steps since decoding alone exceeded the latency target, until 90 % of it
+    steps_over_itl_target: int = 0  # steps after decoding alone exceeded the latency target, until it fell to 90 %
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine host as one API server sees it."""
+    """The state of an engine host, as observed by one API server."""
 
     address: str
     state: HostState
-    problem: str | None  # why the last attempt to connect failed
+    problem: str | None  # error of the last attempt to connect
     bits: str  # the bits id; empty until the first connection
     isa: str
     requests: int  # running requests of this API server
@@ -272,9 +273,9 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """One finished step. The step took `duration_s`; the other times were spent before and after it."""
 
     duration_s: float
-    prefill_tokens: int  # computed, without those found in the prefix cache
+    prefill_tokens: int  # computed tokens, without tokens found in the prefix cache
     decode_tokens: int
-    context_tokens: tuple[int, ...]  # per sequence: its tokens in the KV cache after the step
+    context_tokens: tuple[int, ...]  # tokens in the KV cache after the step, per sequence
     schedule_s: float
     commit_s: float
     publish_s: float  # including detokenizing
@@ -340,12 +341,12 @@ class SilentObserver:
 
 
 class EngineFacade(Protocol):
-    """An engine, as its users see it."""
+    """The interface of an engine."""
 
     def submit(self, request: GenerateRequest) -> Awaitable[Generation]:
         """Check a request and prepare its prompt; when awaited, queue it and return its stream.
 
-        The call itself refuses what needs no token ids to be refused, so a full queue costs the server no task. Raises
+        Checks that need no token ids are made by the call itself, so a full queue costs the server no task. Raises
         InvalidRequest, ContextLengthExceeded, Overloaded, QuotaExceeded, DeadlineExceeded or Unavailable, before any
         computation; a refused request changes nothing.
         """
@@ -353,7 +354,7 @@ class EngineFacade(Protocol):
     def embed(self, request: EmbedRequest) -> Awaitable[Embeddings]:
         """Check a request; when awaited, tokenize and queue its first texts and return its stream.
 
-        Raises as `submit`, ContextLengthExceeded for a text that is too long as well from the stream.
+        Raises as `submit`. The stream may also raise ContextLengthExceeded, for a text that is too long.
         """
 
     @property
@@ -363,7 +364,7 @@ class EngineFacade(Protocol):
     async def tokenize(
         self, text: str, add_special_tokens: bool = True, *, tenant: str = "", of_encoder: bool = False
     ) -> tuple[int, ...]:
-        """Return the token ids of `text`, `of_encoder` those of the encoder; tenants take turns.
+        """Return the token ids of `text`, by the encoder's tokenizer if `of_encoder`; tenants take turns.
 
         Raises InvalidRequest without a tokenizer, and as `submit` for the text.
         """
@@ -394,7 +395,7 @@ class EngineFacade(Protocol):
         """Return the state of each engine host; None if the engine computes on this machine."""
 
     def set_observer(self, observer: EngineObserver) -> None:
-        """Report to `observer` from now on, instead of the one before."""
+        """Replace the observer."""
 
     async def drain(self) -> None:
         """Refuse new requests (Unavailable) and wait until every accepted one has ended."""

@@ -1,7 +1,7 @@
 """From a user's request to the scheduler's requests: token ids, then one or several scheduler requests.
 
 A request becomes one sequence, one for each of its samples, or one beam search. Sample i has, bit for bit, the output
-of a request of its own with seed + i.
+of a separate request with seed + i.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PreparedInput(NamedTuple):
     params: SamplingParams  # parameters with the grammar of the tool calls
     messages: Sequence[Mapping[str, Any]] = ()  # messages of a chat; their content is text, or parts with images
     new_parser: NewParser | None = None
-    markup: Mapping[str, int] = {}  # ids of the special tokens that the parser gets
+    markup: Mapping[str, int] = {}  # ids of the parser's special tokens
     continuation: Continuation | None = None  # state of a request with `generated`
     images: tuple[PromptImage, ...] = ()  # images that some of the token ids stand for, in order
     has_own_grammar: bool = False  # see `SamplingSpec`
@@ -48,7 +48,7 @@ def prepare(
 ) -> PreparedInput:
     """Return the prompt as token ids; a chat is rendered first. The grammar of a structured output is checked.
 
-    Both take their time: call it in a thread. Raises InvalidRequest, ContextLengthExceeded or GenerationFailed.
+    Both take time: call this function in a thread. Raises InvalidRequest, ContextLengthExceeded or GenerationFailed.
     """
     params = request.sampling_params
     check = partial(checked.check, request.tenant)
@@ -101,8 +101,8 @@ def _prepare_chat(
 def conversation_of(request: GenerateRequest, prepared: PreparedInput) -> bytes:
     """Return a digest of the beginning that all turns of a request's conversation share; the token ids must be valid.
 
-    It is the given `prompt_cache_key`; else the messages up to the user's first; else the first tokens of the prompt.
-    From these it takes the largest power of two, at most `MAX_KEY_TOKENS`: they change rarely while a conversation
+    The beginning is the given `prompt_cache_key`, or the messages up to the user's first one, or else the first tokens
+    of the prompt: the largest power of two of them, at most `MAX_KEY_TOKENS`, which changes rarely while a conversation
     grows.
     """
     parts = [request.tenant, request.cache_salt]
@@ -120,7 +120,7 @@ def conversation_of(request: GenerateRequest, prepared: PreparedInput) -> bytes:
 
 
 def _text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """Return the text of a message, whose images a conversation is not known by."""
+    """Return the text of a message, without its images."""
     return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content or ())
 
 
@@ -155,7 +155,7 @@ def scheduled_requests(
         if not echoed and not params.max_tokens:
             raise InvalidRequest("max_tokens must be at least 1 for a prompt of one token, not 0")
     stop_ids = stop_ids_of(params, eos_token_ids)
-    begun: Sequence[tuple[int, tuple[int, ...]]]  # index of each sample, and the tokens that it has
+    begun: Sequence[tuple[int, tuple[int, ...]]]  # index of each sample, and its first tokens
     if continuation is None:
         begun = [(index, ()) for index in range(num_sequences(params))]
     else:
@@ -190,7 +190,7 @@ def scheduled_requests(
 
 
 def placed_images(images: Sequence[PromptImage]) -> tuple[PlacedImage, ...]:
-    """Return checked images as the scheduler takes them."""
+    """Return checked images in the scheduler's form."""
     placed = []
     for image in images:
         height, width, _ = image.pixels.shape
@@ -205,7 +205,7 @@ def stop_ids_of(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozen
 
 
 def num_sequences(params: SamplingParams) -> int:
-    """Return how many scheduler requests a user's request becomes."""
+    """Return the number of scheduler requests of a user's request."""
     return 1 if params.beam_width else params.best_of or params.n
 
 

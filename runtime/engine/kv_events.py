@@ -1,7 +1,7 @@
-"""KV events: tells routers over ZeroMQ which pages the prefix cache of an engine process has, in vLLM's encoding.
+"""KV events: a publisher of the pages in an engine process's prefix cache, over ZeroMQ, in vLLM's encoding.
 
 A batch has three frames: topic, sequence number (8 bytes, big-endian), and msgpack `[time, events, nil]`. Each event is
-a map. The first batch says that the cache is empty. Token ids are sent in clear, and subscribers need no key.
+a map. The first batch clears the cache. Token ids are sent in clear, and subscribers need no key.
 
 Must not be imported without the extra `events`.
 """
@@ -22,10 +22,10 @@ from ..common.errors import ConfigError
 from ..net.address import MAX_PORT
 
 MAX_KEPT_BATCHES = 10_000  # batches kept for subscribers that missed some
-MAX_UNSENT_BATCHES = 100_000  # unsent batches of one subscriber; it loses more than these
+MAX_UNSENT_BATCHES = 100_000  # unsent batches of one subscriber; further ones are lost
 MAX_REPLAY_REQUEST_BYTES = 64  # size of a subscriber's request for batches
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-MEDIUM = "GPU"  # device of the engine; vLLM's CPU backend says so too
+MEDIUM = "GPU"  # device of the engine; vLLM's CPU backend sends the same
 NO_SALT = root_key(b"")
 
 
@@ -34,7 +34,7 @@ class _Event(msgspec.Struct, omit_defaults=True, tag=True):
 
 
 class BlockStored(_Event):
-    """Pages of one group, each after the one before, that requests can find from now on."""
+    """Consecutive pages of one group that requests can find from now on."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None  # None: the first page of a prompt
@@ -51,7 +51,7 @@ class BlockStored(_Event):
 
 
 class BlockRemoved(_Event):
-    """Pages whose memory other content takes."""
+    """Pages whose memory is reused."""
 
     block_hashes: list[bytes]
     medium: str
@@ -160,10 +160,10 @@ class KVEventPublisher:
             self._events.append(BlockRemoved([content.key], MEDIUM, group))
 
     def _group(self, content: Content) -> int | None:
-        """Return the layer group; None if the model has one, as in most consumers' events."""
+        """Return the layer group; None if the model has one group, as most consumers expect."""
         return content.group if len(self._windows) > 1 else None
 
-    # The thread that sends batches again
+    # The thread that replays batches
 
     def _serve(self, socket: zmq.Socket[bytes]) -> None:
         with closing(socket):
@@ -174,7 +174,7 @@ class KVEventPublisher:
                 pass
 
     def _replay(self, socket: zmq.Socket[bytes], request: list[bytes]) -> None:
-        """Send the batches that a request asks for, from a sequence number on; ignore other requests."""
+        """Send the batches from a request's sequence number on; ignore malformed requests."""
         if len(request) != 3 or request[1] or len(request[2]) != 8:
             return
         subscriber, _, first = request

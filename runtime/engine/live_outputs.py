@@ -38,7 +38,10 @@ class LiveOutputs:
         return CoreListener(self._publish, self._fail_request, self._observe_step, self._fail_all)
 
     def add(self, output: StreamingOutput, max_image_bytes: int | None) -> None:
-        """Register the sequences of a request. Raises Overloaded for images beyond `max_image_bytes`; None: any."""
+        """Register the sequences of a request.
+
+        Raises Overloaded for images beyond `max_image_bytes`, None for no limit.
+        """
         num_bytes = output.image_bytes
         if max_image_bytes is not None and self.image_bytes + num_bytes > max_image_bytes:
             raise Overloaded(
@@ -63,7 +66,7 @@ class LiveOutputs:
                 self._report(output, end.finish_reason, None, usage, time.monotonic())
 
     def stop(self) -> None:
-        """Let every request that the core ends from now on end with Unavailable."""
+        """End every request that the core still ends with Unavailable."""
         for sequence in self._sequences.values():
             sequence.output.error = Unavailable("the engine was closed before this request ended; try again")
 
@@ -80,7 +83,7 @@ class LiveOutputs:
         now = time.monotonic()
         for update in updates:
             sequence = self._sequences.get(update.request_id)
-            if sequence is None:  # texts, or its request has failed because of another sequence
+            if sequence is None:  # an encode request, or a sequence of a failed request
                 self._embedder.receive(update)
                 continue
             output = sequence.output
@@ -115,7 +118,7 @@ class LiveOutputs:
             self._fail(sequence.output, sequence.output.error or error, time.monotonic())
 
     def _fail_all(self) -> None:
-        """End the requests that are left when the core has ended: the step that broke it may have ended some."""
+        """End the remaining requests after the core has ended; the step that broke it may have ended some."""
         now = time.monotonic()
         self._embedder.fail_all()
         for output in {id(sequence.output): sequence.output for sequence in self._sequences.values()}.values():
@@ -170,7 +173,7 @@ class LiveOutputs:
         usage: Usage,
         now: float,
     ) -> None:
-        """Report the end of a request to the observer, and release what it holds."""
+        """Report the end of a request to the observer, and release its resources."""
         first = output.first_token_time()
         self.observer.on_finished(
             RequestStats(

@@ -1,8 +1,8 @@
-"""From the core's updates to the chunks of text that a request's reader gets.
+"""Conversion of the core's updates into chunks of text for a request's reader.
 
 A `Stream` carries the chunks of one request. The class that makes them depends on the request: `StreamingOutput` passes
-on tokens as they come, `BestOfOutput` and `BeamOutput` wait until the outputs can be ranked. A chunk's content depends
-on the tokens alone, not on how the core grouped them into updates, and tokens after a stop string are dropped.
+on tokens as they arrive, `BestOfOutput` and `BeamOutput` wait until the outputs can be ranked. A chunk's content
+depends on the tokens alone, not on how the core grouped them into updates, and tokens after a stop string are dropped.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Stream:
         self._parsers: dict[int, OutputParser] = {}  # output -> parser, if the stream reads outputs
         self._cancel = cancel
         self._on_prefill: Callable[[int], None] | None = None
-        self._early: deque[OutputChunk | QuireError] = deque()  # put before there was a reader
+        self._early: deque[OutputChunk | QuireError] = deque()  # items that came before there was a reader
         self._receive: Callable[[OutputChunk | QuireError], object] = self._early.append
         self._ended = False
         self._has_reader = False
@@ -61,7 +61,7 @@ class Stream:
     def put(self, item: OutputChunk | QuireError, *, is_read: bool = False) -> None:
         """Append a chunk or the error that ends the stream. A chunk with usage ends it too.
 
-        `is_read`: all of the output's text has been read by a parser, also what it held until the end.
+        `is_read`: a parser has read all of the output's text, including the text that it held back.
         """
         if not self._ended:
             self._ended = isinstance(item, QuireError) or item.usage is not None
@@ -69,7 +69,7 @@ class Stream:
             self._receive(self._read(item) if reads and isinstance(item, OutputChunk) else item)
 
     def go_on(self, choice: int, parser: OutputParser) -> None:
-        """Read an output with a parser that has had the beginning of its text."""
+        """Read an output with a parser that has already read the beginning of its text."""
         self._parsers[choice] = parser
 
     def _read(self, chunk: OutputChunk) -> OutputChunk:
@@ -133,7 +133,7 @@ class SequenceOutput:
     index: int  # index among the request's sequences
     request: Request
     detokenizer: IncrementalDetokenizer | None
-    num_tokens: int = 0  # generated and kept
+    num_tokens: int = 0  # generated tokens that are part of the output
     first_token_s: float | None = None  # time of the first token, without tokens of another server
     last_tokens_s: float | None = None  # time of the most recent tokens
     counters: FinalCounters = NO_COUNTERS  # known from the end on
@@ -143,7 +143,7 @@ class SequenceOutput:
     held_text: str = ""
 
     def is_first_to_prefill(self) -> bool:
-        """Return whether it has no token of its own, and is the first of the sequences, which share one prompt."""
+        """Return whether this is the request's first sequence and has no token yet: the sequences share one prompt."""
         return self is self.output.sequences[0] and self.num_tokens == len(self.request.generated)
 
     def read(self, update: RequestUpdate) -> tuple[Sequence[SampledToken], str]:
@@ -199,7 +199,7 @@ class StreamingOutput:
         self.seed = seed
         self.submitted = submitted
         self.image_bytes = image_bytes  # pixels of the prompt's images, until the request ends
-        # Raised instead of the core's error, if the core ends the request with one.
+        # The error to raise if the core ends the request with an error.
         self.error: QuireError | None = None
         self._num_former_tokens = 0  # tokens of outputs that another server has ended
         if continuation is None:
@@ -260,7 +260,7 @@ class StreamingOutput:
         )
 
     def first_token_time(self) -> float | None:
-        """Return when the request's first token came."""
+        """Return the time of the request's first token."""
         times = [sequence.first_token_s for sequence in self.sequences]
         return min((time for time in times if time is not None), default=None)
 
@@ -301,7 +301,7 @@ class StreamingOutput:
 class BestOfOutput(StreamingOutput):
     """The output of `best_of`: the `n` sequences with the highest cumulative logprob, once all have ended.
 
-    The best comes first, and of equals the one with the lower index.
+    The best output comes first; among equals, the one with the lower index.
     """
 
     def receive(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
@@ -347,7 +347,7 @@ class BeamOutput(StreamingOutput):
 
 
 def output_class(params: SamplingParams) -> type[StreamingOutput]:
-    """Return the class whose instances make the chunks of such a request."""
+    """Return the class that makes the chunks of a request with these parameters."""
     if params.beam_width:
         return BeamOutput
     return StreamingOutput if params.best_of is None else BestOfOutput

@@ -40,9 +40,9 @@ class PromptPreparer:
         return self._num_preparing[tenant]
 
     def prepare(self, request: GenerateRequest, num_queued: int) -> PreparedInput | asyncio.Future[PreparedInput]:
-        """Return the prepared parts of a request, whose fields are checked, or their future.
+        """Return the prepared parts of a request with checked fields, or their future.
 
-        `num_queued` sequences count as being prepared until it is done.
+        `num_queued` sequences count as being prepared until then.
         """
         needs_thread = request.sampling_params.structured_outputs is not None or request.generated is not None
         if isinstance(request.prompt, tuple) and not needs_thread:
@@ -54,7 +54,7 @@ class PromptPreparer:
             if not self._num_preparing[tenant]:
                 del self._num_preparing[tenant]
             if not done.cancelled():
-                done.exception()  # seen, also if the request was given up before it was awaited
+                done.exception()  # retrieved, even if the request was given up before it was awaited
 
         preparing: asyncio.Future[PreparedInput]
         if request.generated is None:
@@ -70,7 +70,7 @@ class PromptPreparer:
         return (await self._submit(request, self._prepared)).token_ids
 
     def new_detokenizer(self, prepared: PreparedInput, num_echoed: int = 0) -> NewDetokenizer:
-        """Return the maker of detokenizers for a request's sequences."""
+        """Return the factory of detokenizers for a request's sequences."""
         markup = frozenset(prepared.markup.values())
         detokenizer = self._text_processor.detokenizer
         return partial(detokenizer, prepared.params, num_echoed, markup=markup, prompt=prepared.token_ids)

@@ -1,7 +1,7 @@
 """The prefix cache across restarts: loaded from a file before a core serves, saved to it after the core has stopped.
 
-A file that is no snapshot is never overwritten. Pages are loaded only into the build, settings and model that computed
-them. The file format is in `pager/snapshot.py`.
+A file that is not a snapshot is never overwritten. Pages are loaded only into the build, settings and model that
+computed them. The file format is in `pager/snapshot.py`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ async def prefix_snapshot(
     """Load the prefix cache of `core` from `path`; on leaving, stop the core and save the cache there.
 
     `progress` is called on the event loop with the bytes that are on disk so far. A snapshot of another model or build,
-    or a truncated or damaged one, is logged, and replaced on leaving. Raises ConfigError if the file is no snapshot or
-    the core has no prefix cache, SnapshotNotSaved on leaving. After an exception inside, nothing is saved.
+    or a truncated or damaged one, is logged, and replaced on leaving. Raises ConfigError if the file is not a snapshot
+    or the core has no prefix cache, SnapshotNotSaved on leaving. After an exception inside, no file is saved.
     """
     if core.pager.prefix is None:
         raise ConfigError("prefix_snapshot needs enable_prefix_caching, which is off")

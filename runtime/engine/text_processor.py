@@ -1,6 +1,6 @@
 """Text of one model: prompts and chats to token ids, and token ids back to text.
 
-Whatever the libraries below raise leaves this module as a `QuireError`.
+Every error of the libraries below leaves this module as a `QuireError`.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class TextProcessor:
         self.tokenizer = tokenizer
         self.open_tool_arguments = open_tool_arguments
         self.chat_template = chat_template
-        self.chat_problem = "" if chat_template is not None else chat_problem  # why chats are refused
+        self.chat_problem = "" if chat_template is not None else chat_problem  # reason why chats are refused
         self.default_sampling = dict(default_sampling or {})  # recommendation of the model
         self.image_reader: ImageReader | None = None  # reader of a model that takes images
-        self.markup = Markup()  # how the model writes reasoning and tool calls
+        self.markup = Markup()  # the model's syntax of reasoning and tool calls
         self._chat_tokens: ChatTokens | None = None  # None if content may have special tokens
         if tokenizer is not None and chat_template is not None:
             tokens = tokenizer.special_tokens
@@ -89,13 +89,13 @@ class TextProcessor:
     ) -> TextProcessor:
         """Read the tokenizer and templates of a folder or GGUF file. The file `chat_template` replaces the model's.
 
-        A template of the model that cannot be used is `chat_problem`. Raises CorruptCheckpoint or UnsupportedModel, and
-        ConfigError for a file `chat_template` that cannot be used.
+        If the model's template cannot be used, `chat_problem` says why. Raises CorruptCheckpoint or UnsupportedModel,
+        and ConfigError for a file `chat_template` that cannot be used.
         """
         tokenizer = Tokenizer(path) if has_tokenizer(path) else None
         if not is_gguf(path):
             _warn_of_end_ids(path)
-        return_unused_memory()  # building a tokenizer frees as much as stays
+        return_unused_memory()  # building a tokenizer frees as much memory as it keeps
         template, problem = load_template(path, chat_template)
         return cls(
             tokenizer,
@@ -127,7 +127,7 @@ class TextProcessor:
     ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
         """Return the token ids of a rendered chat with the tokens of its images in place, and the images.
 
-        Raises InvalidRequest for a file that is no image within limits, and as `encode`.
+        Raises InvalidRequest for a file that is not an image within limits, and as `encode`.
         """
         if not files:
             return self._encode_rendered(chat), ()
@@ -137,7 +137,7 @@ class TextProcessor:
         return token_ids, self.image_reader.locate(token_ids, images)
 
     def _encode_rendered(self, chat: RenderedChat) -> tuple[int, ...]:
-        """Return the token ids of a rendered chat, whose template has written the special tokens."""
+        """Return the token ids of a rendered chat, in which the template has written the special tokens."""
         if self._chat_tokens is None:
             return self.encode(chat.text, add_special_tokens=False)
         encode = partial(self.encode, add_special_tokens=False)
@@ -196,7 +196,7 @@ class TextProcessor:
 
 
 def load_template(path: Path, given: str | None) -> tuple[ChatTemplate | None, str]:
-    """Return a model's chat template, or that of the file `given`; without one, why chats are refused.
+    """Return a model's chat template, or the file `given`; without one, the reason why chats are refused.
 
     Raises ConfigError for a file `given` that cannot be used.
     """
@@ -228,7 +228,7 @@ def _file_sampling(path: Path) -> dict[str, float]:
 def _default_sampling(folder: Path) -> dict[str, float]:
     """Return the sampling parameters that generation_config.json recommends.
 
-    A value that no request may have is left out: a client that did not set it could not mend it.
+    A value that no request may have is left out: clients did not set it and could not correct it.
     """
     content = read_json(folder / "generation_config.json")
     found: dict[str, float] = {}
@@ -238,7 +238,7 @@ def _default_sampling(folder: Path) -> dict[str, float]:
 
 
 def _warn_of_end_ids(folder: Path) -> None:
-    """Warn of end ids in config.json that end nothing: the tokenizer's are refused, and some models have none."""
+    """Warn of end ids in config.json without a logit, which never occur."""
     unknown, limit = unknown_end_ids(folder)
     if unknown:
         key = f"{folder / 'config.json'}: eos_token_id"
@@ -246,7 +246,7 @@ def _warn_of_end_ids(folder: Path) -> None:
 
 
 def _recommend(found: dict[str, float], name: str, value: Any, key: str) -> None:
-    """Add a parameter to `found`, or warn that the value of `key` cannot be one. None is no value."""
+    """Add a parameter to `found`, or warn that the value of `key` cannot be one. None means no value."""
     if value is None:
         return
     check, least, most = SAMPLING_RANGES[name]

@@ -1,4 +1,4 @@
-"""`TokenTexts`: texts as token ids of one model, and token ids as text."""
+"""`TokenTexts`: conversion of texts to the token ids of one model, and back."""
 
 from __future__ import annotations
 

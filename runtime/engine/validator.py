@@ -1,5 +1,7 @@
-"""Checks of a request's fields: types, ranges and combinations. Each raises a typed error that names the parameter,
-its value and what is allowed. They depend on the request and on the engine's constant `EngineInfo` only.
+"""Checks of a request's fields: types, ranges and combinations.
+
+Each check raises a typed error that names the parameter, its value and what is allowed. Checks depend only on the
+request and on the engine's constant `EngineInfo`.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ NEUTRAL_FOR_BEAMS: dict[str, object] = {
     "logit_bias": None,
     "stop": (),
 }
-NEUTRAL_FOR_GRAMMARS: dict[str, object] = {"min_tokens": 0, "ignore_eos": False}  # the grammar says when it may end
+NEUTRAL_FOR_GRAMMARS: dict[str, object] = {"min_tokens": 0, "ignore_eos": False}  # the grammar decides about the end
 MAX_GRAMMAR_BYTES = 256 << 10
 SMALLEST = 1e-6  # least value of parameters that must be above 0: kernels compute in f32
 
@@ -73,10 +75,10 @@ class Validator:
 
     def __init__(self, info: EngineInfo, max_prompt_characters: int) -> None:
         self._info = info
-        self._max_prompt_characters = max_prompt_characters  # a longer text has more than `max_model_len` tokens
+        self._max_prompt_characters = max_prompt_characters  # a longer text always has more than `max_model_len` tokens
 
     def check_options(self, request: GenerateRequest) -> None:
-        """Check everything but the prompt: the ranges of all parameters."""
+        """Check everything except the prompt: the ranges of all parameters."""
         params = request.sampling_params
         self._check_length(params.max_tokens, 0 if request.echo else 1)
         if request.echo and (params.beam_width or params.best_of is not None or params.structured_outputs is not None):
@@ -105,7 +107,7 @@ class Validator:
             raise InvalidRequest(f"cache_salt has more than {MAX_SALT_CHARACTERS} characters")
 
     def check_generated(self, request: GenerateRequest) -> None:
-        """Check the outputs of a request that another server began, but for where they end."""
+        """Check the outputs of a request that another server began, except their ends."""
         generated = request.generated or ()
         params = request.sampling_params
         if params.best_of is not None or params.beam_width:
@@ -150,7 +152,7 @@ class Validator:
             raise InvalidRequest("stop: strings cannot be found without a tokenizer.json; use stop_token_ids")
 
     def check_text(self, text: str) -> None:
-        """Check a text before it is tokenized, so that one that is far too long costs nothing."""
+        """Check a text before it is tokenized, so that a text that is far too long costs nothing."""
         self._check_tokenizer()
         if not text:
             raise InvalidRequest("the prompt is empty; give at least one character or one token id")
@@ -165,7 +167,7 @@ class Validator:
             raise InvalidRequest("the prompt is not valid Unicode: it contains a lone surrogate") from None
 
     def check_images(self, token_ids: Sequence[int], images: Sequence[PromptImage]) -> None:
-        """Check a prompt's images against what the model takes, and their places in the prompt."""
+        """Check a prompt's images against the model's limits, and their places in the prompt."""
         if images and self._info.images is None:
             raise InvalidRequest("this model takes no images; leave them out")
         if self._info.images is not None:
@@ -184,7 +186,7 @@ class Validator:
             self._check_token("prompt", token)
 
     def check_vocabulary(self, token_ids: Sequence[int]) -> None:
-        """Check ids that are to become text."""
+        """Check the ids for `detokenize`."""
         if not self._info.has_tokenizer:
             raise InvalidRequest("this model has no tokenizer.json; token ids cannot become text")
         if token_ids:
@@ -267,7 +269,7 @@ class Validator:
 
 
 def check_images(token_ids: Sequence[int], images: Sequence[PromptImage], info: ImageInfo) -> None:
-    """Check a prompt's images against what a tower takes, and their places in the prompt. Raises InvalidRequest."""
+    """Check a prompt's images against a tower's limits, and their places in the prompt. Raises InvalidRequest."""
     end = 0
     for index, image in enumerate(images):
         num_tokens = _check_pixels(f"images[{index}]", image.pixels, info)
@@ -315,7 +317,7 @@ def check_num_images(num_images: int, info: EngineInfo) -> None:
 
 
 def check_embed_options(request: EmbedRequest, info: EncoderInfo) -> None:
-    """Check a request to embed or score, but for the lengths of its texts in tokens. Raises InvalidRequest."""
+    """Check a request to embed or score, except the lengths of its texts in tokens. Raises InvalidRequest."""
     is_score = request.query is not None
     if is_score and info.num_labels > 1:
         raise InvalidRequest(f"this model has {info.num_labels} labels; scores need a model with one, or with vectors")

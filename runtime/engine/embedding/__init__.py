@@ -1,1 +1,1 @@
-"""Embeddings: texts to encode requests, encode steps, values to vectors."""
+"""Embeddings: from texts to encode requests, the encoder's steps, and from values to vectors."""

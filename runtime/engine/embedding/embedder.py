@@ -28,7 +28,7 @@ from .vectors import Floats, activated, cosines, probabilities, shortened
 CHUNK_TEXTS = 64
 CHUNK_CHARACTERS = 1 << 16  # characters or token ids in a chunk; a longer text is a chunk of its own
 CHUNKS_IN_CORE = 2
-CHARACTERS_PER_TOKEN = 128  # bound by the longest text: a longer one is not tokenized, although spaces may be no tokens
+CHARACTERS_PER_TOKEN = 128  # limit before tokenizing: a text with more characters per token of its limit is refused
 QUERY_PROMPT = "query"
 DOCUMENT_PROMPTS = ("document", "passage")  # names of prompts, where a vector model scores
 
@@ -43,10 +43,10 @@ class EncoderTextProcessor(Protocol):
         """The encoder's tokenizer."""
 
     def encode(self, text: str, prompt: str = "") -> EncodedText:
-        """Return a text as the encoder takes it, after a prompt."""
+        """Return a text, after a prompt, in the encoder's form."""
 
     def encode_pair(self, query: str, document: str) -> EncodedText:
-        """Return a query and a document as a model that scores takes them."""
+        """Return a query and a document in the form of a model that scores."""
 
     def truncated(self, text: EncodedText, max_tokens: int) -> EncodedText:
         """Return the text with at most `max_tokens` tokens."""
@@ -74,10 +74,13 @@ class Embedder:
         self._live: set[EmbeddingStream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._closed: QuireError | None = None  # why nothing is embedded any more
+        self._closed: QuireError | None = None  # error of requests after `close`
 
     def check(self, request: EmbedRequest) -> None:
-        """Check all but the lengths of texts, and that the queue has room. Raises InvalidRequest and others."""
+        """Check everything except the lengths of texts, and that the queue has room.
+
+        Raises InvalidRequest and others.
+        """
         check_embed_options(request, self.info)
         try:
             self._core.check_room(request.tenant, 1)
@@ -85,7 +88,7 @@ class Embedder:
             raise refusal_error(error) from error
 
     async def accept(self, request: EmbedRequest) -> EmbeddingStream:
-        """Queue the first texts of a request, which is checked, and return its stream. Raises its refusal."""
+        """Queue the first texts of a checked request, and return its stream. Raises the request's refusal."""
         stream = EmbeddingStream(self, request)
         self._live.add(stream)
         self._idle.clear()
@@ -97,7 +100,7 @@ class Embedder:
         return stream
 
     def receive(self, update: RequestUpdate) -> None:
-        """Pass on the update of an encode request; one that is not waited for is ignored."""
+        """Pass on the update of an encode request, unless no stream waits for it."""
         future = self._waiting.pop(update.request_id, None)
         deadline_ms = self._deadlines_ms.pop(update.request_id, None)
         if future is None or future.done():
@@ -130,7 +133,7 @@ class Embedder:
     # Called by streams
 
     async def tokenize(self, request: EmbedRequest, inputs: Sequence[Input], first_index: int) -> list[EncodedText]:
-        """Return inputs as the encoder takes them. Raises ContextLengthExceeded and others.
+        """Return inputs in the encoder's form. Raises ContextLengthExceeded and others.
 
         Texts are tokenized in a helper thread; token ids cost less than a thread's wake-up.
         """
@@ -187,14 +190,14 @@ class Embedder:
             )
 
     def _leave(self, stream: EmbeddingStream) -> bool:
-        """Remove a stream from the live ones. Return whether it was one."""
+        """Remove a stream from the live streams. Return whether it was live."""
         is_live = stream in self._live
         self._live.discard(stream)
         if not self._live:
             self._idle.set()
         return is_live
 
-    # In a helper thread, unless all inputs are token ids
+    # Functions that run in a helper thread, unless all inputs are token ids
 
     def _encode_all(self, request: EmbedRequest, inputs: Sequence[Input], first_index: int) -> list[EncodedText]:
         texts = []
@@ -303,7 +306,7 @@ class EmbeddingStream:
             raise
         finally:
             for task in self._running:
-                task.cancel()  # a failed task, too: asyncio then does not log its exception
+                task.cancel()  # even a failed task, so that asyncio does not log its exception
             self._running.clear()
             self._embedder.note_end(self, error)
 
@@ -362,7 +365,7 @@ async def _result(first: int, texts: Sequence[EncodedText], values: asyncio.Futu
 def _chunks(inputs: Sequence[Input], pair_characters: int) -> Iterator[tuple[int, Sequence[Input]]]:
     """Yield the inputs in chunks, each with the index of its first input.
 
-    `pair_characters` are tokenized with each input: those of the query, if pairs are scored.
+    `pair_characters` is the length of the query, which is tokenized with each input if pairs are scored.
     """
     first = size = 0
     for index, each in enumerate(inputs):

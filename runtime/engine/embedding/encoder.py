@@ -1,4 +1,4 @@
-"""The encoder of an engine core: a model that makes vectors or scores, or its absence, an object that has no work.
+"""The encoder of an engine core: a model that makes vectors or scores, or a null object without work.
 
 Like the core, this file must not import text, frames or sockets.
 """
@@ -33,7 +33,7 @@ class Encoder(EncoderLimits, Protocol):
     cpus: CpuBudget
 
     def begin(self, texts: Sequence[EncodedText]) -> None:
-        """Begin a batch, in place of one that has not ended."""
+        """Begin a batch, and drop an unfinished one."""
 
     def advance(self, num_stages: int) -> bool:
         """Run the next stages of the batch. Return whether it has ended."""
@@ -46,7 +46,7 @@ class Encoder(EncoderLimits, Protocol):
 
 
 class EncoderPart(Protocol):
-    """The encoder as its core sees it."""
+    """The core's interface to the encoder."""
 
     @property
     def limits(self) -> EncoderLimits:
@@ -88,7 +88,7 @@ class LoadedEncoder:
 
 
 class NoEncoder:
-    """The `EncoderPart` of a core that encodes nothing."""
+    """The `EncoderPart` of a core without an encoder."""
 
     limits = NO_ENCODER
     info = None

@@ -1,4 +1,4 @@
-"""Texts and pairs of texts as an encoder takes them: prompts, special tokens, token types, templates of rerankers."""
+"""Texts and pairs of texts in an encoder's form: prompts, special tokens, token types, templates of rerankers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QWEN3_PAIR = (  # format that Qwen3-Reranker was trained with
 PROBES = (("alpha", "bravo"), ("charlie", "bravo"), ("alpha", "foxtrot"))  # pairs that a template must tell apart
 PARTS_MARKS = ("content[0]", ".type", "'type'", '"type"', "message.content[")  # marks of templates for lists of parts
 TOKENIZER_CONFIG = "tokenizer_config.json"
-FAMILY_TOKENIZERS = {  # tokenizer classes for models whose tokenizer_config.json names none
+FAMILY_TOKENIZERS = {  # tokenizer classes for models without one in tokenizer_config.json
     "bert": "BertTokenizer", "distilbert": "BertTokenizer", "mpnet": "MPNetTokenizer", "nomic_bert": "BertTokenizer",
     "roberta": "RobertaTokenizer",
 }  # fmt: skip
@@ -80,7 +80,7 @@ class EncoderText:
         return self._pooled(EncodedText(tuple(self.tokenizer.encode(text, add_special_tokens=False))))
 
     def truncated(self, text: EncodedText, max_tokens: int) -> EncodedText:
-        """Return a text's first tokens and its closing special tokens, or template: at most `max_tokens` in all."""
+        """Return a text's first tokens and its closing special tokens or template, at most `max_tokens` in total."""
         if len(text.token_ids) <= max_tokens:
             return text
         endings = (len(each) for each in self._endings if text.token_ids[len(text.token_ids) - len(each) :] == each)
@@ -100,7 +100,7 @@ class EncoderText:
         return tuple(_common_ending(*each) for each in texts)
 
     def _check(self) -> None:
-        """Refuse a model that sentence-transformers gives other texts than this class."""
+        """Refuse a model for which sentence-transformers makes other texts than this class."""
         if self._template is not None and not self._scores:
             raise UnsupportedModel(
                 "without modules.json, sentence-transformers makes a chat of each text where there is a chat template; "
@@ -112,7 +112,7 @@ class EncoderText:
             raise UnsupportedModel("default_prompt_name must be null where the chat template has no place for pairs")
 
     def _pair_fault(self) -> str:
-        """Return why the template cannot make a text of a pair; nothing if it can."""
+        """Return the reason why the template cannot make a text of a pair; an empty text if it can."""
         try:
             base, *others = (self._rendered(*pair) for pair in PROBES)
         except InvalidRequest as error:
@@ -139,7 +139,7 @@ class EncoderText:
         return EncodedText(tuple(token_ids), tuple(type_ids) if has_types else None)
 
     def _pooled(self, text: EncodedText) -> EncodedText:
-        """Return a text without padding tokens after the one that transformers pools. Raises InvalidRequest.
+        """Return a text without padding tokens after the token that transformers pools. Raises InvalidRequest.
 
         Rows of a causal model do not depend on the tokens after them.
         """
@@ -179,7 +179,7 @@ def _load_template(path: Path) -> ChatTemplate | None:
 
 def _tokenizer_class(config: ConfigTable, spec: EncoderSpec) -> str:
     """Return the class of transformers' tokenizer, without `Fast`."""
-    if spec.family == "modernbert":  # transformers reads over the class of its folders
+    if spec.family == "modernbert":  # transformers ignores the class in its folders
         return UNTYPED_TOKENIZERS[-1]
     name = config.values.get("tokenizer_class")
     return (name if isinstance(name, str) else FAMILY_TOKENIZERS.get(spec.family, "")).removesuffix("Fast")
@@ -196,7 +196,7 @@ def _takes_types(config: ConfigTable, spec: EncoderSpec) -> bool:
 def _adapt(fast: FastTokenizer, config: ConfigTable, spec: EncoderSpec) -> None:
     """Change a tokenizer as transformers' tokenizer classes and sentence-transformers do.
 
-    The classes take some settings from tokenizer_config.json, or their defaults, whatever tokenizer.json has.
+    For some settings, the classes use tokenizer_config.json or their defaults and ignore tokenizer.json.
     """
     name = _tokenizer_class(config, spec)
     if name in BERT_TOKENIZERS and isinstance(fast.model, models.WordPiece):

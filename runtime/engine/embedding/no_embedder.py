@@ -1,4 +1,4 @@
-"""`NoEmbedder`: what an engine without an encoder has in place of an `Embedder`."""
+"""`NoEmbedder`: the null object in place of an `Embedder` in an engine without an encoder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..facade import Embeddings, EmbedRequest, EngineObserver, SilentObserver
 
 
 class NoEmbedder:
-    """Refuses every request, so it has no streams to report to, to fail or to wait for."""
+    """An embedder that refuses every request, so it never has streams."""
 
     observer: EngineObserver = SilentObserver()
 

@@ -1,4 +1,4 @@
-"""The results that an encoder's rows become: shorter vectors, cosines, scores and probabilities.
+"""The results made from an encoder's rows: shorter vectors, cosines, scores and probabilities.
 
 A text's vector and score have the same bits in every request: each result is rounded once, from sums in a fixed order.
 """
@@ -36,7 +36,7 @@ def cosines(query: Floats, rows: Floats) -> Floats:
 
 
 def activated(rows: Floats, activation: str) -> Floats:
-    """Return the scores [n, 1] of labels' values [n, 1]: these, or their sigmoid."""
+    """Return the scores [n, 1] of labels' values [n, 1]: the values themselves, or their sigmoid."""
     if activation == "identity":
         return rows
     return np.array([[_sigmoid(value)] for value in rows[:, 0].tolist()], np.float32)

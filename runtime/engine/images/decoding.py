@@ -1,6 +1,6 @@
 """Image files as RGB images, as transformers' `load_image` reads them. The files are untrusted.
 
-A file is opened as one of four formats, and what its header declares is limited before anything is decompressed.
+A file is opened as one of four formats, and the sizes in its header are limited before decompression.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from ...common.errors import InvalidRequest
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 SCAN = b"\xff\xda"  # begins each scan of a JPEG file
 MAX_EDGE = (1 << 16) - 1  # pixels, as in JPEG: the filter for resizing takes 48 bytes for each
-MAX_SCANNED_PIXELS = 1 << 30  # pixels times scans: a progressive file may go over all its pixels again and again
+MAX_SCANNED_PIXELS = 1 << 30  # pixels times scans: a progressive file may scan its pixels repeatedly
 MAX_REASON_CHARACTERS = 200
 
-# What the EXIF orientations 2 to 8 ask for.
+# The transpositions for the EXIF orientations 2 to 8.
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -30,9 +30,10 @@ TURNS = {
 
 
 def decode_image(data: bytes, max_pixels: int) -> Image.Image:
-    """Return the image in a file, turned as its EXIF data says, in RGB without its transparency.
+    """Return the image in a file as RGB without transparency, rotated according to its EXIF data.
 
-    Raises InvalidRequest that says what is allowed. It takes about 16 bytes of memory per pixel: one at a time.
+    Raises InvalidRequest that says what is allowed. Decoding takes about 16 bytes per pixel, so decode one image at a
+    time.
     """
     try:
         with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
@@ -52,13 +53,14 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def _check_header(image: Image.Image, data: bytes, max_pixels: int) -> None:
-    """Raise InvalidRequest for a file that would take too much to decompress, or that has several frames."""
+    """Raise InvalidRequest for a file that is too expensive to decompress, or that has several frames."""
     width, height = image.size
     if width * height > max_pixels:
         raise InvalidRequest(f"it has {width} x {height} pixels; at most {max_pixels} (`max_image_pixels`)")
     if max(width, height) > MAX_EDGE:
         raise InvalidRequest(f"it has {width} x {height} pixels; at most {MAX_EDGE} along an edge")
-    # A JPEG file with several pictures, as telephones write them, is no animation: the first one is the photograph.
+    # A JPEG file with several pictures, as telephones write them, is not an animation: the first picture is the
+    # photograph.
     if image.format in ("JPEG", "MPO"):
         num_scans = data.count(SCAN)
         if num_scans * width * height > MAX_SCANNED_PIXELS:
@@ -71,5 +73,5 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     if turn is not None:
         image = image.transpose(turn)
-    image.info.pop("transparency", None)  # transparency is dropped anyway; a palette's makes Pillow warn
+    image.info.pop("transparency", None)  # transparency is dropped anyway, and that of a palette makes Pillow warn
     return image if image.mode == "RGB" else image.convert("RGB")

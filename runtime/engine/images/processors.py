@@ -1,7 +1,7 @@
-"""Images as each family's processor in transformers prepares them: sizes, tiles, and text in the prompt.
+"""The preparation of images, equal to each family's processor in transformers: sizes, tiles, and text in the prompt.
 
-Resizing is Pillow's, so the pixels are the reference's to the last bit. Rescaling and normalization belong to the
-model's tower.
+Pillow resizes, so the pixels equal the reference's to the last bit. Rescaling and normalization belong to the model's
+tower.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..text.text_files import read_json
 
 MAX_RESIZED_EDGE = 1 << 14  # pixels of the longer edge of a resized image
 MAX_IMAGE_TOKENS = 1 << 16  # tokens of an image
-MAX_SPLIT_EDGE = 4096  # an image that is to be split is not made larger
+MAX_SPLIT_EDGE = 4096  # pixels of the longer edge to which an image for splitting may be enlarged
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -33,7 +33,7 @@ class ProcessedImage:
     """The results of one image: arrays for the model's tower, and the text that stands for it in the prompt."""
 
     arrays: tuple[Pixels, ...]  # [height, width, 3] each: its tiles, or the whole image
-    tokens: int  # tokens in the run of image tokens that each array has in the text
+    tokens: int  # length of each array's run of image tokens in the text
     text: str
 
 
@@ -42,14 +42,17 @@ class ImageProcessor(Protocol):
 
     @property
     def placeholder(self) -> str:
-        """The text that the chat template writes for an image."""
+        """The text of the chat template for an image."""
 
     @property
     def image_token(self) -> str:
-        """The token whose runs the tower's output replaces."""
+        """The token that the tower's output replaces."""
 
     def process(self, image: Image.Image) -> ProcessedImage:
-        """Return the pixels and the text of an RGB image. Raises InvalidRequest for one that the model cannot take."""
+        """Return the pixels and the text of an RGB image.
+
+        Raises InvalidRequest for an image that the model cannot take.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class TiledProcessor:
     filter: Image.Resampling
 
     def process(self, image: Image.Image) -> ProcessedImage:
-        """Return the tiles, row by row, and the whole image; an image that is one tile has only that."""
+        """Return the tiles, row by row, and then the whole image; an image of one tile has only the whole image."""
         image = image.resize(self._size(*image.size), self.filter)
         rows, columns = 0, 0
         tiles = []
@@ -98,7 +101,7 @@ class TiledProcessor:
         return max(width, 1), max(height, 1)
 
     def _whole_tiles(self, width: int, height: int) -> tuple[int, int]:
-        """Return the size in which the image is made of whole tiles."""
+        """Return the size of the image in whole tiles."""
         ratio = width / height
         if width >= height:
             width = _up(width, self.tile_edge)
@@ -129,7 +132,7 @@ class DynamicProcessor:
 
     placeholder: str
     image_token: str
-    block: int  # pixels of the edge of what one token stands for
+    block: int  # side in pixels of the square that one token represents
     min_pixels: int
     max_pixels: int
     filter: Image.Resampling
@@ -181,7 +184,7 @@ class FixedProcessor:
 
 
 class ProcessorFiles:
-    """The files of a model's folder that say how its images are prepared."""
+    """The files of a model's folder with the settings of images."""
 
     def __init__(self, folder: Path, max_tokens: int) -> None:
         self.max_tokens = max_tokens  # limit for an image of any size
@@ -191,7 +194,7 @@ class ProcessorFiles:
         self.config = ConfigTable(read_json(folder / "config.json"))
 
     def token(self, name: str, default: str) -> str:
-        """Return the token that tokenizer_config.json has under a name, at its top or among the extra tokens."""
+        """Return the token under a name in tokenizer_config.json, at the top level or among the extra tokens."""
         extra = self.tokenizer.get("extra_special_tokens")
         named = extra if isinstance(extra, dict) else {}
         for declared in (named.get(name), self.tokenizer.get(name)):
@@ -205,7 +208,7 @@ class ProcessorFiles:
         return Image.Resampling(self.images.integer("resample", 0, 5, int(default)))
 
     def tokens(self, key: str, default: int, computed: int) -> int:
-        """Return the number of tokens under a key of processor_config.json, which must be the tower's."""
+        """Return the number of tokens under a key of processor_config.json, which must equal the tower's number."""
         declared = self.processor.integer(key, 1, MAX_IMAGE_TOKENS, default)
         if declared != computed:
             raise CorruptCheckpoint(

@@ -29,7 +29,7 @@ class ImageReader:
     def insert(self, text: str, files: Sequence[bytes]) -> tuple[str, list[ProcessedImage]]:
         """Return a rendered chat with the text of each image in place of its placeholder, and the images.
 
-        Raises InvalidRequest for a file that is no image within limits, and for a text with other placeholders;
+        Raises InvalidRequest for a file that is not an image within limits and for a text with other placeholders, and
         QuotaExceeded for images that take too much memory.
         """
         placeholder = self._processor.placeholder

@@ -1,4 +1,4 @@
-"""Regular expressions of all texts but some, and patterns without look-aheads."""
+"""Regular expressions for all texts except some, and patterns without look-aheads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_EXCLUDED_CHARACTERS = 2_000  # characters of these texts
 
 
 def other_texts(texts: Iterable[str], *, beginning: bool = False) -> str | None:
-    """Return a pattern of all texts but these, or that begin with none of them; None if it would be too long."""
+    """Return a pattern for all other texts, or for texts that begin with none of these; None if it is too long."""
     distinct = sorted(set(texts))
     if len(distinct) > MAX_EXCLUDED_TEXTS or sum(map(len, distinct)) > MAX_EXCLUDED_CHARACTERS:
         return None
@@ -27,7 +27,7 @@ def other_texts(texts: Iterable[str], *, beginning: bool = False) -> str | None:
 
 
 def without_look_aheads(pattern: str) -> list[str]:
-    """Return patterns of which a text has all if it has this one, which begins with look-aheads; none if unknown."""
+    """Return patterns that together equal this one, which begins with look-aheads; none if they are unknown."""
     rest = pattern.removeprefix("^")
     found: list[str] = []
     while rest != pattern and (opening := rest[:3]) in ("(?=", "(?!"):
@@ -61,7 +61,7 @@ def _complement(inner: str) -> str | None:
     if part := _ANYWHERE.fullmatch(inner):
         excluded = part[1][1:-1] if part[1][0] == "[" else part[1]
         end = "$" if may_have_newline(excluded) else r"(?:$|\n)"
-        escape = "\\" if excluded[0] == "-" else ""  # Behind another character, a hyphen would make a range.
+        escape = "\\" if excluded[0] == "-" else ""  # After another character, a hyphen would make a range.
         return rf"^[^\n{escape}{excluded}]*{end}"
     alternatives = _ALTERNATIVES.fullmatch(inner)
     texts = [each.removeprefix("^") for each in (alternatives[1] or alternatives[2]).split("|")] if alternatives else []
@@ -69,7 +69,7 @@ def _complement(inner: str) -> str | None:
     if not alternatives or not all(map(_LITERAL.fullmatch, texts)):
         return None
     literals = [re.sub(r"\\(.)", r"\1", _without_end(text)) for text in texts]
-    if is_whole and not alternatives[1] and len(texts) > 1:  # only the last one ends there
+    if is_whole and not alternatives[1] and len(texts) > 1:  # only the last text ends there
         return None
     return other_texts(literals, beginning=not is_whole)
 
@@ -85,13 +85,13 @@ def end_of_group(pattern: str) -> int:
 
 
 def _without_end(expression: str) -> str:
-    """Return an expression without the `$` at its end, which a backslash would make a character."""
+    """Return an expression without the `$` at its end, unless a backslash makes that a character."""
     found = _ENDED.fullmatch(expression)
     return found[1] if found else expression
 
 
 def _others(texts: list[str], beginning: bool) -> str:
-    """Return an expression of all other texts, or of all that begin with none; a common beginning is left out."""
+    """Return an expression for all other texts, or texts that begin with none of these; a common prefix is left out."""
     if beginning and "" in texts:
         return r"[^\s\S]"
     firsts = sorted({text[0] for text in texts if text})

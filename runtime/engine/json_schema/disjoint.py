@@ -1,6 +1,6 @@
-"""Which JSON schemas are disjoint: no value is valid under both. The answer is False where that cannot be shown.
+"""A test whether JSON schemas are disjoint: no value is valid under both.
 
-Must not import what llguidance enforces.
+The answer is False where that cannot be shown. Must not import the rules of llguidance.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ JSON_TYPES = ("null", "boolean", "object", "array", "number", "string")  # integ
 MAX_CASES = 32  # cases of one schema
 MAX_CASE_DEPTH = 8  # depth of properties and references
 MAX_COMPARISONS = 60_000  # comparisons for one root, which take a second
-APART = frozenset({"date", "date-time", "time", "ipv4", "ipv6", "uuid"})  # formats of which no text has two
+APART = frozenset({"date", "date-time", "time", "ipv4", "ipv6", "uuid"})  # formats that exclude each other
 
 _Schema = Mapping[str, Any]
 
 
 @dataclass
 class Case:
-    """The facts that hold for all values of a schema: each list must be kept completely."""
+    """The facts that hold for all values of a schema. A value satisfies every entry of each list."""
 
     types: frozenset[str] = frozenset(JSON_TYPES)
     is_integer: bool = False
@@ -35,7 +35,7 @@ class Case:
 
     @cached_property
     def required(self) -> list[str]:
-        """Names of required properties, the enumerated ones first: most often these tell cases apart."""
+        """Names of required properties, enumerated ones first, because these distinguish most cases."""
         names = {name for part in self.parts for name in required_names(part)}
         listed = {
             name
@@ -57,7 +57,7 @@ class Comparer:
         self._num_left = MAX_COMPARISONS
 
     def cases(self, schema: Any, depth: int = 0) -> list[Case]:
-        """Return cases, of which each value of a schema is one."""
+        """Return the cases of a schema: each of its values belongs to one."""
         if schema is False:
             return []
         if not isinstance(schema, dict) or depth > MAX_CASE_DEPTH:
@@ -65,7 +65,7 @@ class Comparer:
         known = self._known.get(id(schema))
         if known is None:
             self._schemas.append(schema)
-            self._known[id(schema)] = [Case()]  # a circle adds no conditions
+            self._known[id(schema)] = [Case()]  # a reference cycle adds no conditions
             known = self._known[id(schema)] = self._new_cases(schema, depth)
         return known
 
@@ -122,7 +122,7 @@ class Comparer:
         return kind == "string" and len(formats & APART) > 1
 
     def is_invalid(self, value: Any, case: Case, depth: int = 0) -> bool:
-        """Return whether it is certain that a value is not of a case."""
+        """Return whether it is certain that a value does not belong to a case."""
         self._num_left -= 1
         if self._num_left < 0:
             return False
@@ -167,7 +167,7 @@ def type_of(value: Any) -> str:
 
 
 def identity(value: Any) -> Any:
-    """Return a key that values equal in JSON Schema have in common: 1 and 1.0 are equal, 1 and true are not."""
+    """Return a key that is equal for values that JSON Schema calls equal: 1 and 1.0 are equal, 1 and true are not."""
     if isinstance(value, dict):
         return ("object", frozenset((name, identity(each)) for name, each in value.items()))
     return ("array", *map(identity, value)) if isinstance(value, list) else (type_of(value), value)
@@ -179,7 +179,7 @@ def required_names(schema: _Schema) -> set[str]:
 
 
 def distinct(values: Iterable[Any]) -> dict[Any, Any]:
-    """Return the first of equal values, by their identity."""
+    """Return the values without duplicates, by their identity."""
     found: dict[Any, Any] = {}
     for value in values:
         found.setdefault(identity(value), value)
@@ -214,7 +214,7 @@ def _both(one: Case, other: Case) -> Case:
 
 
 def _properties(case: Case, name: str) -> Iterable[Any]:
-    """Yield the schemas that a property must match, among the ones that are sure to be about this name."""
+    """Yield the schemas that a property must match, as far as it is certain that they apply to this name."""
     for part in case.parts:
         known = part.get("properties")
         if isinstance(known, dict) and name in known:

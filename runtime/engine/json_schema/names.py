@@ -1,4 +1,4 @@
-"""Names of properties in JSON schemas: `propertyNames` and `minProperties` by keywords that llguidance has."""
+"""Names of properties in JSON schemas: `propertyNames` and `minProperties` by keywords that llguidance supports."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .disjoint import required_names
 from .references import ANNOTATIONS
 
 MAX_NAMES = 500  # names of a list
-MAX_OPTIONAL = 20  # optional properties of which an object must have one
+MAX_OPTIONAL = 20  # optional properties that may satisfy a minimum of one more property
 
 _Schema = Mapping[str, Any]
 
 
 def with_listed_names(schema: _Schema, names: Collection[Any]) -> _Schema:
-    """Return a schema that has these properties only, instead of `propertyNames`; the same one if it has patterns."""
+    """Return a schema with only these properties instead of `propertyNames`; the same schema if it has patterns."""
     known = schema.get("properties", {})
     if schema.get("patternProperties") or not isinstance(known, dict) or len(names) > MAX_NAMES:
         return schema
@@ -29,7 +29,7 @@ def with_listed_names(schema: _Schema, names: Collection[Any]) -> _Schema:
 
 
 def with_patterned_names(schema: _Schema, names: _Schema) -> _Schema:
-    """Return a schema with `patternProperties` instead of `propertyNames`; the same one if that is not enough."""
+    """Return a schema with `patternProperties` instead of `propertyNames`; the same one if that is not equivalent."""
     said = names.keys() - ANNOTATIONS
     is_plain = names.get("type", "string") == "string" and not any(
         schema.get(key) for key in ("properties", "patternProperties")
@@ -54,9 +54,9 @@ def with_patterned_names(schema: _Schema, names: _Schema) -> _Schema:
 
 
 def with_least_properties(schema: _Schema) -> _Schema:
-    """Return a schema with required properties instead of the least number of properties, if these may be others.
+    """Return a schema with required properties instead of a minimum number of properties, if other names are allowed.
 
-    One of the optional properties that it names is required.
+    One of its named optional properties becomes required.
     """
     least = schema["minProperties"]
     known = schema.get("properties")

@@ -1,9 +1,9 @@
-"""Numbers of JSON schemas for llguidance, which counts in f64 and leaves some decimals out.
+"""Numbers of JSON schemas for llguidance, which calculates in f64 and leaves some decimals out.
 
-A range up to 9.99 lacks 9.9 in llguidance, as any other number that is the beginning of a bound with several decimals.
-Multiples of 0.25 lack 0.5, as others that can be written with fewer decimals than the divisor. Both are added. A schema
-that would allow wrong numbers is refused: large numbers that f64 does not have, and ranges from above 0 to 0.5 and the
-like. At numbers beyond 64 bits, the library recurses without end, which no exception stops.
+In llguidance, a range up to 9.99 lacks 9.9, like every number that is the beginning of a bound with several decimals.
+Multiples of 0.25 lack 0.5, like every number that can be written with fewer decimals than the divisor. Both kinds are
+added. A schema that would allow wrong numbers is refused: large numbers that f64 does not have, and ranges such as
+above 0 to 0.5. For numbers beyond 64 bits, the library recurses without end, which no exception stops.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from ...common.errors import InvalidRequest
 from .references import ANNOTATIONS, DATA, EXTENSION, MAPS, schemas_inside
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-MAX_WHOLE = 1 << 53  # up to which f64 has all whole numbers
+MAX_WHOLE = 1 << 53  # largest bound below which f64 has all whole numbers
 MAX_INT64 = (1 << 63) - 1  # llguidance rounds larger bounds of integers down to it
 MIN_INT64 = -(1 << 63)
-# Bounds of integers without any: a small model does not end a number of any length. llguidance lacks -2^63; f64 has no
-# number between it and the least one here.
+# Bounds for integers without bounds, because a small model may never end a number. llguidance lacks -2^63; f64 has no
+# number between that and this minimum.
 OWN_BOUNDS: Mapping[str, int] = {"minimum": MIN_INT64 + 1024, "maximum": MAX_INT64}
-MAX_BOUNDS = 50  # different ones of integers, of 2,000 expressions each, in a schema that gets OWN_BOUNDS
+MAX_BOUNDS = 50  # different bounds of integers, of 2,000 expressions each, in a schema that gets OWN_BOUNDS
 MAX_DECIMALS = 12  # decimals of a divisor: llguidance reads hardly any with more
 MAX_DIVISOR = 1 << 32  # llguidance's limit, without the point
-MAX_NEIGHBORS = 8  # numbers of f64 on each side of a divisor, of which one may be read as the divisor
-# The states of a divisor are about its remainders, times the digits of the bounds; a decimal counts as some digits. At
-# 12,000 a mask takes up to 30 ms, and all take 12 MB, with a vocabulary that has numbers of three digits. With a
-# million remainders, each mask took 10 seconds.
+MAX_NEIGHBORS = 8  # f64 numbers on each side of a divisor among which one is read as the divisor
+# A divisor has about as many states as remainders times digits of the bounds; a decimal counts as several digits. With
+# 12,000 states and a vocabulary with numbers of three digits, a mask takes up to 30 ms, and all masks take 12 MB. With
+# a million remainders, each mask took 10 seconds.
 MAX_STATES = 12_000
 DECIMAL = 8
-_NEAREST = (("minimum", 1), ("maximum", -1))  # the bounds that count are the greatest, times the sign
+_NEAREST = (("minimum", 1), ("maximum", -1))  # the effective bound is the greatest one, times the sign
 LIMIT_KEYWORDS = (*BOUNDS, "multipleOf")
 
 
@@ -60,13 +60,13 @@ def check_numbers(schema: Mapping[str, Any]) -> None:
 
 
 def check_limits(parts: Collection[Mapping[str, Any]]) -> None:
-    """Raise InvalidRequest if llguidance cannot enforce limits of numbers that count together."""
+    """Raise InvalidRequest if llguidance cannot enforce these limits of one number together."""
     _check_open_end(parts)
     _check_divisors(parts)
 
 
 def with_listed_multiples(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema without `multipleOf` if it lists its values: values that are no multiples are left out."""
+    """Return a schema without `multipleOf` if it lists its values, of which it keeps the multiples."""
     divisor = schema.get("multipleOf")
     key = next((key for key in ("const", "enum") if key in schema), None)
     if key is None or not _is_divisor(divisor):
@@ -80,7 +80,7 @@ def with_listed_multiples(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_own_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose integers have at most 64 bits, if it has no other bound on that side and lists none."""
+    """Return a schema that limits integers to 64 bits on each side without a bound, unless it lists its values."""
     if schema.keys() & {"const", "enum", "multipleOf"} or "integer" not in _kinds(schema) or "number" in _kinds(schema):
         return schema
     missing = {
@@ -94,7 +94,7 @@ def with_own_bounds(schema: dict[str, Any]) -> dict[str, Any]:
 def with_shared_integers(root: dict[str, Any]) -> dict[str, Any]:
     """Return a schema in which equal schemas of bounded integers are one definition.
 
-    llguidance makes 2,000 expressions of each integer with 64 bits, and of a definition once.
+    llguidance makes 2,000 expressions for each 64-bit integer, but makes them only once for a definition.
     """
     defined = root.get("$defs", {})
     counts = bounds_of_integers(root)
@@ -108,7 +108,7 @@ def with_shared_integers(root: dict[str, Any]) -> dict[str, Any]:
     def written(schema: Any) -> Any:
         if isinstance(schema, list):
             return [written(each) for each in schema]
-        if not isinstance(schema, dict) or (schema is not root and "$id" in schema):  # the base of references within
+        if not isinstance(schema, dict) or (schema is not root and "$id" in schema):  # base of references inside
             return schema
         name = names.get(_bounds_of_integer(schema) or "")
         return {key: inside(key, each) for key, each in schema.items()} if name is None else {"$ref": f"#/$defs/{name}"}
@@ -128,12 +128,12 @@ def with_shared_integers(root: dict[str, Any]) -> dict[str, Any]:
 
 
 def bounds_of_integers(root: Mapping[str, Any]) -> Counter[str]:
-    """Return how often a schema has each bounds of integers, by their JSON."""
+    """Count the bounds of integers in a schema, by their JSON."""
     return Counter(bounds for each in schemas_inside(root) if (bounds := _bounds_of_integer(each)) is not None)
 
 
 def _bounds_of_integer(schema: Mapping[str, Any]) -> str | None:
-    """Return the JSON of a schema of integers that says nothing but their bounds, without annotations; else None."""
+    """Return the JSON, without annotations, of a schema that only bounds integers; None for other schemas."""
     bounds = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
     is_alone = bounds.keys() <= {"type", *LIMIT_KEYWORDS} and "integer" in _kinds(schema)
     return json.dumps(bounds, sort_keys=True) if is_alone and len(bounds) > 1 else None
@@ -145,7 +145,7 @@ def _kinds(schema: Mapping[str, Any]) -> Collection[Any]:
 
 
 def with_left_out(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that also allows the numbers which its bounds and its divisor allow and llguidance leaves out."""
+    """Return a schema that also allows the numbers within its bounds and its divisor that llguidance leaves out."""
     if _is_divisor(schema.get("multipleOf")):
         schema = schema | {"multipleOf": _spelled(schema["multipleOf"])}
     limits = {key: schema[key] for key in LIMIT_KEYWORDS if key in schema}
@@ -160,7 +160,7 @@ def with_left_out(schema: dict[str, Any]) -> dict[str, Any]:
 def _check_open_end(parts: Collection[Mapping[str, Any]]) -> None:
     """Raise InvalidRequest for a range that begins after a whole number and ends before the next one.
 
-    llguidance allows the whole number. Below zero, it is the end of the range.
+    llguidance would allow the whole number itself; below zero, this is the end of the range.
     """
     for near, far, sign in (("minimum", "maximum", 1), ("maximum", "minimum", -1)):
         begin, is_open = max(_ends(parts, near, sign), default=(-1.0, False))
@@ -240,12 +240,12 @@ def _beginnings(bound: Any) -> Iterator[float]:
 
 
 def _is_multiple(number: float, divisor: Any) -> bool:
-    """Return whether a number is a multiple in decimals: in f64, 0.3 is none of 0.1."""
+    """Return whether a number is a multiple in decimal arithmetic: in f64, 0.3 is not a multiple of 0.1."""
     return not _is_divisor(divisor) or (Fraction(repr(number)) / Fraction(_decimal(divisor))).denominator == 1
 
 
 def _multiples_with_fewer_decimals(divisor: Any) -> Iterator[float]:
-    """Yield, for each smaller number of decimals, the least multiple that has no more."""
+    """Yield the least multiple for each smaller number of decimals."""
     if isinstance(divisor, float) and _is_divisor(divisor):
         whole, _, decimals = format(_decimal(divisor), "f").partition(".")
         if len(decimals) <= MAX_DECIMALS:
@@ -269,13 +269,13 @@ def _spelled(divisor: float) -> float:
 
 
 def _decimal(divisor: float) -> Decimal:
-    """Return the divisor that is meant: what llguidance reads, if the number was written for it."""
+    """Return the intended divisor: llguidance's reading, if the number was respelled for it."""
     exact = Decimal(repr(divisor))
     return exact if _num_decimals(exact) <= MAX_DECIMALS else _as_read(divisor) or exact
 
 
 def _as_read(divisor: float) -> Decimal | None:
-    """Return a number as llguidance reads it: in f64, digits divided and multiplied by 10 up to a whole one."""
+    """Return a number as llguidance reads it: in f64, multiplied by 10 until it is whole, and divided again."""
     num_decimals = _num_decimals(Decimal(repr(divisor)))
     if num_decimals > 2 * MAX_DECIMALS:
         return None
@@ -293,7 +293,7 @@ def _num_decimals(number: Decimal) -> int:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a number of JSON: true and false are none."""
+    """Return whether a value is a JSON number: true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -1,6 +1,6 @@
 """Regular expressions of JSON schemas for llguidance, which reads classes of characters in Rust's syntax.
 
-A pattern that is written for it stays the same if it is written for it again.
+Rewriting a rewritten pattern does not change it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-# A character behind a backslash, a property of Unicode, or a class of characters.
+# A character after a backslash, a Unicode property, or a class of characters.
 _ESCAPE = r"\\(?:[pP]\{[^}]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|c[a-zA-Z]|.)"
 _PATTERN_PART = re.compile(rf"{_ESCAPE}|\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
 # A character of a class, or a class within it.
@@ -17,23 +17,23 @@ _ANY_PART = re.compile(f"{_PATTERN_PART.pattern}|.", re.DOTALL)
 _OPENING = re.compile(r"\((?:\?:)?(?!\?)")  # opening of a group
 _TIMES = re.compile(r"\{\d+,\d+\}(?![?+*{])")
 _TIMES_OF_PART = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\})\??")
-MAX_ROTATED = 1_000  # characters of a pattern whose repetitions may be written in another way
+MAX_ROTATED = 1_000  # characters of a pattern whose repetitions may be rewritten
 _SYNTAX = frozenset("-[&~")  # syntax of classes in Rust
-_MEANT = frozenset("bBcdDfknrsStuvwWx")  # letters that have a meaning in ECMAScript behind a backslash
+_MEANT = frozenset("bBcdDfknrsStuvwWx")  # letters with a meaning after a backslash in ECMAScript
 _NUMBERED = re.compile(r"\\[xu]\{?([0-9a-fA-F]+)\}?")
-_ESCAPED = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "b": 8, "0": 0}  # characters behind a backslash, in a class
+_ESCAPED = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "b": 8, "0": 0}  # characters after a backslash, in a class
 CONTROL = frozenset(range(32))
 
 
 def as_read(pattern: str) -> str:
-    """Return a pattern with classes that llguidance reads as ECMAScript does."""
+    """Return a pattern whose classes mean the same in llguidance as the original ones in ECMAScript."""
     return rotated(_PATTERN_PART.sub(_written, pattern))
 
 
 def rotated(pattern: str) -> str:
-    """Return a pattern in which (?:XY){m,n}X is X(?:YX){m,n}, which has the same meaning.
+    """Return a pattern with each (?:XY){m,n}X rewritten as X(?:YX){m,n}, which has the same meaning.
 
-    For a limit of words, (?:\\S+\\s+){0,99}\\S+, the library makes a hundredth of the expressions after the change.
+    For a limit of words, (?:\\S+\\s+){0,99}\\S+, the library then makes a hundredth of the expressions.
     """
     if len(pattern) > MAX_ROTATED:
         return pattern
@@ -87,7 +87,7 @@ def _groups(pattern: str) -> list[tuple[int, int]]:
 
 
 def _sequence(pattern: str) -> list[str]:
-    """Return the parts of a pattern that follow each other, each with its quantifier; none if it has alternatives."""
+    """Return the consecutive parts of a pattern, each with its quantifier; none if it has alternatives."""
     ends = dict(_groups(pattern))
     parts: list[str] = []
     at = 0
@@ -103,11 +103,11 @@ def _sequence(pattern: str) -> list[str]:
 
 
 def _written(part: re.Match[str]) -> str:
-    """Return a part of a pattern as llguidance must have it.
+    """Return a part of a pattern in llguidance's syntax.
 
-    A class with all control characters would also allow quotation marks and backslashes, which a string has behind a
-    backslash too: it gets all but the first. In Rust's syntax, a bracket in a class begins another, and &&, ~~ and --
-    are operators. A class may be empty, or the complement of nothing.
+    A class with all control characters would also allow the quotation mark and the backslash, which JSON escapes in the
+    same way, so the class gets all but the first. In Rust's syntax, a bracket in a class begins an inner class, and &&,
+    ~~ and -- are operators. A class may be empty, or the complement of an empty class.
     """
     if part[2] is None:
         return _without_nul([(part[0],)]) if _is_property(part[0]) else _without_escape(part[0])
@@ -131,7 +131,7 @@ def _without_nul(ranges: list[tuple[str, ...]]) -> str:
 
 
 def _is_other(ends: tuple[str, ...]) -> bool:
-    """Return whether a range is no property, and has more than NUL."""
+    """Return whether a range is not a property, and has more than NUL."""
     return not _is_property(ends[0]) and _code(ends[-1]) != 0
 
 
@@ -144,7 +144,7 @@ def _body(ranges: list[tuple[str, ...]]) -> str:
 
 
 def _ranges(atoms: list[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the atoms of a class: alone, or the first and the last one of a range."""
+    """Yield the atoms of a class: single atoms, or the first and the last atom of a range."""
     at = 0
     while at < len(atoms):
         if atoms[at + 1 : at + 2] != ["-"] or at + 2 >= len(atoms):
@@ -157,7 +157,7 @@ def _ranges(atoms: list[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _without_escape(atom: str) -> str:
-    """Return a character without the backslash that only gives it a meaning in Rust's syntax, as in \\z.
+    """Return a character without a backslash that only has a meaning in Rust's syntax, as in \\z.
 
     A control character, as in \\cJ, gets its code.
     """

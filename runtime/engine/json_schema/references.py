@@ -1,4 +1,4 @@
-"""References within JSON schemas: what they refer to, which schemas are in use, and circles."""
+"""References within JSON schemas: their targets, the schemas in use, and cycles."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from urllib.parse import quote, unquote, urldefrag, urljoin
 
 from ...common.errors import InvalidRequest
 
-DATA = frozenset({"const", "default", "enum", "example", "examples"})  # keywords whose values are no schemas
-# Keywords that say nothing about which values are valid.
+DATA = frozenset({"const", "default", "enum", "example", "examples"})  # keywords whose values are not schemas
+# Keywords that do not restrict values.
 ANNOTATIONS = frozenset({"$comment", "default", "deprecated", "description", "example", "examples", "title"})
-EXTENSION = "x-"  # begins the name of a keyword about which no draft says anything
+EXTENSION = "x-"  # beginning of keywords that no draft defines
 # Keywords whose value maps names to schemas; `dependencies` also maps names to lists of names.
 MAPS = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"})
 
-BY_REFERENCE = frozenset({"$defs", "definitions"})  # schemas that apply only where one refers to them
+BY_REFERENCE = frozenset({"$defs", "definitions"})  # schemas that apply only by reference
 IN_PLACE = ("allOf", "anyOf", "oneOf")  # a single schema in one of these lists replaces the list
 _DYNAMIC = frozenset({"$dynamicRef", "$recursiveRef"})
 _CONDITIONS = ("not", "if", "then", "else")
@@ -25,11 +25,11 @@ _Schema = Mapping[str, Any]
 
 
 def check_references(root: _Schema) -> None:
-    """Raise InvalidRequest if a reference that is in use leads to itself, without a schema that says something.
+    """Raise InvalidRequest if a reference in use leads back to itself without a schema that restricts values.
 
-    Also if a value of a schema would have to contain a value of the same schema, and so on without end.
+    The same holds if a value of a schema would have to contain a value of the same schema, without end.
     """
-    grounded: set[int] = set()  # ids of schemas from which no references lead in a circle
+    grounded: set[int] = set()  # ids of schemas whose references have no cycle
     for schema in schemas_in_use(root):
         path: dict[int, str] = {}
         reference = ""
@@ -54,7 +54,7 @@ def referred(root: _Schema, reference: Any) -> Any:
 
 
 def as_uri(root: _Schema, reference: str) -> str:
-    """Return a reference to a place in `root` with all characters encoded that no URI has."""
+    """Return a reference to a place in `root` with all characters encoded that a URI cannot have."""
     pointer = _own_pointer(root, reference)
     return reference if pointer is None else f"{reference.partition('#')[0]}#{quote(pointer, safe=_POINTER)}"
 
@@ -115,7 +115,7 @@ def with_references(schema: Any, new: Callable[[str], str]) -> Any:
 
 
 def schemas_in_use(root: _Schema) -> Iterator[_Schema]:
-    """Yield the schemas in `root`, but only the definitions that others refer to."""
+    """Yield the schemas in `root`; of its definitions, only those in use."""
     seen: set[int] = set()
     pending: list[Any] = [root]
     while pending:
@@ -180,7 +180,7 @@ def _may_be_inside(root: _Schema, schema: _Schema) -> bool:
     identifier = str(root.get("$id", root.get("id", "")))
     try:
         return urldefrag(urljoin(identifier, reference)).url == urldefrag(identifier).url
-    except ValueError:  # no address
+    except ValueError:  # not an address
         return True
 
 
@@ -192,7 +192,7 @@ def _containers(root: _Schema, reference: Any) -> Iterator[Any]:
 
 
 def _same_schema(root: _Schema, schema: _Schema, reference: str) -> tuple[str, Any]:
-    """Return the schema that decides instead of this one, and the last reference to it; None if this one decides."""
+    """Return the schema that replaces this one by reference, and the last reference to it; None if there is none."""
     if "$ref" in schema:
         return str(schema["$ref"]), referred(root, schema["$ref"])
     for key in IN_PLACE:
@@ -203,9 +203,9 @@ def _same_schema(root: _Schema, schema: _Schema, reference: str) -> tuple[str, A
 
 
 def _check_conditions(root: _Schema) -> None:
-    """Raise InvalidRequest if whether a value is valid depends on whether the same value is invalid."""
+    """Raise InvalidRequest if the validity of a value depends on the invalidity of the same value."""
     users: dict[int, list[int]] = {}
-    num_open: dict[int, int] = {}  # schema -> number of schemas about the same value that may lead in a circle
+    num_open: dict[int, int] = {}  # schema -> number of schemas about the same value that may lead back to it
     schemas = list(schemas_in_use(root))
     for schema in schemas:
         about_same = [referred(root, schema["$ref"])] if "$ref" in schema else []
@@ -233,14 +233,14 @@ def _check_conditions(root: _Schema) -> None:
 
 
 def _check_finite_values(root: _Schema) -> None:
-    needed: dict[int, int] = {}  # schema -> lists in `_contained` without a schema that has a value
+    needed: dict[int, int] = {}  # schema -> lists in `_contained` without a schema known to have a value
     waiting: dict[int, list[tuple[int, list[int]]]] = {}  # schema -> schemas that need it, and their lists
     finite: list[int] = []
     for schema in schemas_in_use(root):
         lists = _contained(root, schema)
         needed[id(schema)] = len(lists)
         for each in lists:
-            open_lists = [1]  # shared by the schemas of the list: the first one that has a value counts
+            open_lists = [1]  # shared by the schemas of the list: the first schema with a value decides
             for inside in each:
                 waiting.setdefault(id(inside), []).append((id(schema), open_lists))
         if not lists:
@@ -271,7 +271,7 @@ def _needed_items(schema: _Schema) -> list[Any]:
 
 
 def _property(schema: _Schema, name: str) -> Any:
-    """Return the schema of a property; None if that depends on patterns, or there is none."""
+    """Return the schema of a property; None if there is none or it depends on patterns."""
     known = schema.get("properties", {})
     if isinstance(known, dict) and name in known:
         return known[name]

@@ -1,8 +1,9 @@
-"""JSON schemas without keywords that llguidance does not have, where others say the same.
+"""JSON schemas rewritten without keywords that llguidance lacks, where other keywords can express the same.
 
-Alternatives of `oneOf` that exclude each other are those of `anyOf`. `not`, `if`, `dependentRequired` and `uniqueItems`
-become alternatives where these are few. Where an exact form would be long, a rewritten schema allows less, never more:
-alternatives of `oneOf` get the required property that tells them apart. A keyword that has no such form stays.
+Alternatives of `oneOf` that exclude each other become alternatives of `anyOf`. `not`, `if`, `dependentRequired` and
+`uniqueItems` become alternatives where these are few. Where an exact form would be long, a rewritten schema allows
+less, never more: alternatives of `oneOf` get the required property that distinguishes them. A keyword without such a
+form stays.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from .unique import with_unique_items
 
 MAX_NEGATED = 6  # alternatives of the negation of a schema
 MAX_NEGATED_VALUES = 64  # values of an enumeration that is negated
-MAX_SCHEMAS = 20_000  # schemas within one
+MAX_SCHEMAS = 20_000  # schemas inside one schema
 MAX_PAIRS = 2_000  # pairs of alternatives of `oneOf`
 DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
-FORBIDDEN = False  # the schema of a property that no object has
+FORBIDDEN = False  # the schema of a forbidden property
 
 _Schema = Mapping[str, Any]
 
 
 def rewritten(root: _Schema) -> dict[str, Any]:
-    """Return a schema that has the keywords of llguidance, as far as that is possible. Raises InvalidRequest."""
+    """Rewrite a schema with keywords that llguidance supports, as far as possible. Raises InvalidRequest."""
     return dict(_Rewriting(root).schema(root))
 
 
@@ -80,7 +81,7 @@ class _Rewriting:
     # Keywords
 
     def _with_dependencies(self, key: str, schema: _Schema) -> _Schema:
-        """Replace the rules for objects that have a property."""
+        """Replace rules for objects with a certain property."""
         needed = schema[key]
         if not isinstance(needed, dict):
             return schema
@@ -113,7 +114,7 @@ class _Rewriting:
         return _and(_left_out(schema, "if", "then", "else"), [{"anyOf": [met, *others]}])
 
     def _with_negation(self, schema: _Schema) -> _Schema:
-        """Replace `not` by the values that are left, or by alternatives."""
+        """Replace `not` by the remaining values, or by alternatives."""
         rest = _left_out(schema, "not")
         negated = schema["not"]
         excluded = self._all_values(negated)
@@ -124,7 +125,7 @@ class _Rewriting:
         return schema if alternatives is None else _and(rest, [_any_of(alternatives)])
 
     def _with_alternatives(self, schema: _Schema) -> _Schema:
-        """Replace `oneOf` by `anyOf`, of alternatives that exclude each other. Raises InvalidRequest."""
+        """Replace `oneOf` by `anyOf` with alternatives that exclude each other. Raises InvalidRequest."""
         given = schema["oneOf"]
         if not isinstance(given, list) or len(given) ** 2 > MAX_PAIRS:
             return schema
@@ -148,7 +149,7 @@ class _Rewriting:
         return _and(context, [{"anyOf": alternatives}]) if "anyOf" in context else {**context, "anyOf": alternatives}
 
     def _apart(self, context: _Schema, one: Any, extra: list[Any], other: Any, tag: object) -> Iterator[Any]:
-        """Yield conditions under which a value of one schema is none of another."""
+        """Yield conditions under which a value of one schema is invalid under another."""
         mine = {name for case in self._comparer.cases(one) for part in case.parts for name in _names(part)}
         its = {name for case in self._comparer.cases(other) for part in case.parts for name in _names(part)}
         required = _always_required(self._comparer.cases(_all_of([context, one])))
@@ -165,13 +166,13 @@ class _Rewriting:
                 yield each
 
     def _excludes(self, context: _Schema, parts: list[Any], other: Any) -> bool:
-        """Return whether no value that is valid under the context and all parts is valid under another schema."""
+        """Return whether the context and all parts together exclude another schema."""
         return self._comparer.are_disjoint({"allOf": [context, *parts]}, other)
 
     # Negation
 
     def _negated(self, schema: Any) -> list[Any] | None:
-        """Return alternatives of which a value has one if it is invalid under a schema; None if they are not known."""
+        """Return alternatives that together are the negation of a schema; None if they are unknown."""
         if isinstance(schema, bool):
             return [] if schema else [True]
         schema = self._resolved(schema)
@@ -230,7 +231,7 @@ class _Rewriting:
         return found
 
     def _all_values(self, schema: Any) -> dict[Any, Any] | None:
-        """Return the values of a schema that does nothing but list them, by their identity."""
+        """Return the values of a schema that only lists values, by their identity."""
         schema = self._resolved(schema)
         if not isinstance(schema, dict) or not schema.keys() - ANNOTATIONS <= {"const", "enum", "type"}:
             return None
@@ -248,7 +249,7 @@ class _Rewriting:
 
 
 def _with_pattern(schema: _Schema) -> _Schema:
-    """Replace look-aheads at the beginning of a pattern by patterns of their own."""
+    """Replace look-aheads at the beginning of a pattern by separate patterns."""
     pattern = schema["pattern"]
     parts = without_look_aheads(pattern) if isinstance(pattern, str) else None
     if not parts:
@@ -257,7 +258,7 @@ def _with_pattern(schema: _Schema) -> _Schema:
 
 
 def _others(values: list[Any]) -> list[Any] | None:
-    """Return alternatives for all values but these; None if there are arrays or objects among these."""
+    """Return alternatives for all values except these; None if these include arrays or objects."""
     kinds = {type_of(value) for value in values}
     if kinds & {"array", "object"} or len(values) > MAX_NEGATED_VALUES:
         return None
@@ -279,7 +280,7 @@ def _others(values: list[Any]) -> list[Any] | None:
 
 
 def _and(schema: _Schema, conditions: list[Any]) -> dict[str, Any]:
-    """Return a schema with conditions that count as well."""
+    """Return a schema with additional conditions."""
     if not conditions:
         return dict(schema)
     given = schema.get("allOf", [])

@@ -1,10 +1,10 @@
 """JSON schemas for llguidance, which refuses some keywords even where they allow everything.
 
-A keyword that says nothing, such as `uniqueItems: false`, is left out. Other keywords stay: llguidance enforces or
-refuses them. Dates and times get a pattern, since its own allows 29 February in every year and second 60 in every
-minute, and host names a greatest length. References that only lead back to themselves are refused: llguidance accepts
-them, and allows no text there. The name of a dialect has its own scheme. Keywords that drafts 4, 6 and 7 ignore are
-left out. `json_numbers.py` is about numbers, and `json_patterns.py` about regular expressions.
+A keyword without effect, such as `uniqueItems: false`, is left out. Other keywords stay: llguidance enforces or refuses
+them. Dates and times get a pattern, since its own allows 29 February in every year and second 60 in every minute, and
+host names a greatest length. References that only lead back to themselves are refused, because llguidance accepts them
+but then allows no text. The name of a dialect has its own scheme. Keywords that drafts 4, 6 and 7 ignore are left out.
+`json_numbers.py` is about numbers, and `json_patterns.py` about regular expressions.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from .references import (
 )
 from .rewriting import rewritten
 
-COUNTS = frozenset({"minContains", "maxContains"})  # keywords that those drafts do not have
+COUNTS = frozenset({"minContains", "maxContains"})  # keywords that drafts 4, 6 and 7 do not have
 BESIDE_REFERENCES = frozenset({"$ref", "$schema", "$id", "id", *BY_REFERENCE})  # kept in drafts that ignore others
 
-MAX_COMBINATIONS = 200  # combinations of limits of numbers that one schema may lead to
+MAX_COMBINATIONS = 200  # combinations of limits of numbers in one schema
 MAX_LIMITS = 50  # limits on one number
 MAX_NESTING = 100  # depth of references and combinations in one place
-MAX_NAME_PATTERNS = 128  # patterns of one schema: each is compared with each other one, 200 of them for half a second
+MAX_NAME_PATTERNS = 128  # patterns of one schema, which are compared in pairs: half a second for 200
 MAX_HOSTNAME = 253  # characters (RFC 1123)
-# Those that llguidance enforces. Others are annotations, as JSON Schema says of unknown formats.
+# Formats that llguidance enforces. Others are annotations, as unknown formats are in JSON Schema.
 FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
 )
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 REAL_DATE = f"^(....-(0[13-9]|1[0-2])-..|....-02-([01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
 
-# A leap second is real in few minutes: no second 60.
+# Second 60 is left out: a leap second is valid in few minutes only.
 REAL_TIMES = {"date": REAL_DATE, "date-time": f"{REAL_DATE}[tT]..:..:[0-5]", "time": "^..:..:[0-5]"}
 
 _DIALECT = re.compile(r"^https?(://json-schema\.org/draft(-0[467]|/2019-09|/2020-12)/schema)")
 _IGNORES_SIBLINGS = re.compile(r"https?://json-schema\.org/draft-0[467]/schema#?")
-# Whitespace at most once in each place: no model fills its output with spaces.
+# Whitespace at most once in each place, so that a model cannot fill its output with spaces.
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"
-# Behind a backslash, without u: as the name of a property that is free, llguidance takes escapes of known names.
+# Escapes without u: llguidance accepts escapes of known names as the name of a free property.
 ESCAPES = 'nrbtf\\"'
 
 _Schema = Mapping[str, Any]
@@ -90,7 +90,7 @@ def enforceable_schema(schema: Any, *, bounds_integers: bool = True) -> Any:
     """Return a schema, or a list of schemas, as llguidance enforces it.
 
     With `bounds_integers`, integers have at most 64 bits, unless the schema has too many different bounds for that.
-    Raises RecursionError for one that is nested too deeply. Raises InvalidRequest if it needs keys of a map that
+    Raises RecursionError for a schema that is nested too deeply. Raises InvalidRequest if it needs keys of a map that
     differ, since the grammar allows a key to occur twice, or numbers that `check_numbers` refuses.
     """
     dialect = schema.get("$schema") if isinstance(schema, dict) else None
@@ -107,7 +107,7 @@ def enforceable_schema(schema: Any, *, bounds_integers: bool = True) -> Any:
 
 
 def _as_said(schema: Any, ignores_siblings: bool, root: _Schema) -> Any:
-    """Return a schema with references that are URIs, and without what its dialect ignores."""
+    """Return a schema with URIs as references, without keywords that its dialect ignores."""
     if isinstance(schema, list):
         return [_as_said(each, ignores_siblings, root) for each in schema]
     if not isinstance(schema, dict):
@@ -165,14 +165,14 @@ def _check_all_limits(root: _Schema) -> None:
 
 
 def _limits(root: _Schema, schema: Any, known: dict[int, _Alternatives], depth: int = 0) -> _Alternatives:
-    """Return the sets of limits of which a number must keep one, by references and combinations of schemas."""
+    """Return the alternative sets of limits of a number, by references and combinations of schemas."""
     if not isinstance(schema, dict):
         return _UNLIMITED
     if id(schema) in known:
         return known[id(schema)]
     if depth > MAX_NESTING:
         raise InvalidRequest(f"a JSON schema has more than {MAX_NESTING} references or combinations within each other")
-    known[id(schema)] = _UNLIMITED  # a circle adds nothing
+    known[id(schema)] = _UNLIMITED  # a reference cycle adds no limits
     own = tuple(
         (key, schema[key])
         for key in LIMIT_KEYWORDS
@@ -221,7 +221,7 @@ def _check_distinct_keys(schema: _Schema) -> None:
 def _inside(key: str, value: Any, bounds_integers: bool) -> Any:
     if key in DATA:
         return value
-    if key.startswith(EXTENSION):  # a schema only if one refers to it
+    if key.startswith(EXTENSION):  # a schema only by reference
         with suppress(InvalidRequest):
             return _enforceable(value, bounds_integers)
         return True
@@ -248,7 +248,7 @@ def _maps_to_nothing(value: Any, _: _Schema) -> bool:
 
 
 def _decides_nothing(_: Any, schema: _Schema) -> bool:
-    """Return whether `if`, `then` and `else` allow everything: one without the others, or with open branches."""
+    """Return whether `if`, `then` and `else` allow everything: `if` alone, branches without `if`, or open branches."""
     return "if" not in schema or all(_allows_all(schema.get(branch, True)) for branch in ("then", "else"))
 
 

@@ -1,4 +1,4 @@
-"""JSON schemas of tools' arguments: closed objects, and the enforceable rest of a schema that no grammar can have."""
+"""JSON schemas of tools' arguments: closed objects, and the enforceable part of a schema without a grammar."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from .references import ANNOTATIONS, BY_REFERENCE, DATA, MAPS, referred, schemas_inside
 
 _NOTES = ANNOTATIONS | {"discriminator"}
-# Keywords beside which an object may have more properties than `properties` names.
+# Keywords that allow an object more properties than `properties` names.
 _OPENING = frozenset(
     {"$ref", "additionalProperties", "allOf", "anyOf", "dependencies", "dependentRequired", "dependentSchemas", "else"}
     | {"if", "minProperties", "not", "oneOf", "patternProperties", "propertyNames", "then", "unevaluatedProperties"}
 )
 _ALTERNATIVES = ("anyOf", "oneOf")
-# Keywords that every grammar can have.
+# Keywords that every grammar can enforce.
 _SIMPLE = frozenset(
     {"$defs", "$ref", "additionalProperties", "allOf", "anyOf", "const", "definitions", "description", "enum", "items"}
     | {"maxItems", "maxLength", "minItems", "minLength", "oneOf", "prefixItems", "properties", "required", "type"}
@@ -24,7 +24,7 @@ _Schema = Mapping[str, Any]
 
 
 def closed(root: Any) -> Any:
-    """Return a schema whose objects have no properties but the declared ones, unless the schema speaks of others.
+    """Return a schema whose objects have declared properties only, unless the schema mentions others.
 
     Small models add properties to open objects, and do not end. Validators accept closed objects too.
     """
@@ -57,7 +57,7 @@ def _with_maps(key: str, value: Any, written: Callable[[Any], Any]) -> Any:
 
 
 def _is_declared(schema: _Schema) -> bool:
-    """Return whether an object schema declares properties, and says nothing of others."""
+    """Return whether an object schema declares properties and does not mention others."""
     known = schema.get("properties")
     required = schema.get("required", [])
     if not isinstance(known, dict) or not known or schema.keys() & _OPENING:
@@ -88,9 +88,9 @@ def _values(value: Any) -> list[Any]:
 
 
 def relaxed(schema: Any) -> Any:
-    """Return the part of a schema that a grammar can have: kinds, names, constants and lengths.
+    """Return the part of a schema that a grammar can always enforce: kinds, names, constants and lengths.
 
-    The arguments of a tool that is not strict follow it, if no grammar can have the whole schema.
+    It applies to tools that are not strict if no grammar can enforce the whole schema.
     """
     if isinstance(schema, list):
         return [relaxed(each) for each in schema]

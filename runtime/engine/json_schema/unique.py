@@ -1,7 +1,7 @@
-"""Arrays of unique items in JSON schemas: as lists of values, where the items are few.
+"""Arrays of unique items in JSON schemas, as lists of values where there are few items.
 
-While the lists are few, they have the values in every order. Else they have the values in the order of the items'
-schema only, and if those lists are many, too, the longest are left out.
+If there are few lists, they have the values in every order. Otherwise they have the values only in the order of the
+items' schema, and if there are still too many lists, the longest are left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .disjoint import JSON_TYPES, Case, Comparer, distinct
 from .numbers import is_number
 
 MAX_LISTS = 500  # lists of values of one array
-LEAST_ITEMS = 3  # items that a list may have at least, if there are as many values
+LEAST_ITEMS = 3  # length of lists that must remain possible, if there are enough values
 MAX_INTEGERS = 64  # integers of a range that are listed
 
 _Schema = Mapping[str, Any]
@@ -24,7 +24,7 @@ _Schema = Mapping[str, Any]
 def with_unique_items(schema: _Schema, comparer: Comparer) -> _Schema:
     """Return a schema with `enum` instead of `uniqueItems`; the same schema if the items are not enumerated.
 
-    The schema of the items stays beside it.
+    The schema of the items stays.
     """
     if schema["uniqueItems"] is not True:
         return schema
@@ -78,7 +78,7 @@ def _bounds(case: Case, key: str) -> list[float]:
 
 
 def _lists(values: list[Any], least: float, most: float) -> list[list[Any]] | None:
-    """Return lists of different values; None if too few lengths have few enough of them."""
+    """Return lists of different values; None if too few lengths have a small number of lists."""
     lengths = [count for count in range(len(values) + 1) if least <= count <= most]
     if sum(math.perm(len(values), count) for count in lengths) <= MAX_LISTS:
         return [list(each) for count in lengths for each in itertools.permutations(values, count)]
@@ -89,7 +89,7 @@ def _lists(values: list[Any], least: float, most: float) -> list[list[Any]] | No
 
 
 def _few(num_values: int, lengths: list[int]) -> Iterator[int]:
-    """Yield the first lengths of which all combinations together are few."""
+    """Yield the first lengths whose combinations stay below the limit."""
     num_lists = 0
     for count in lengths:
         num_lists += math.comb(num_values, count)

@@ -1,7 +1,7 @@
 """The arguments of a tool call as they stream: where they end in the output, and their JSON.
 
-Both forms return JSON of which every beginning is the beginning of an object. Parameters cannot express every schema:
-`parameters_schema` returns what they can.
+Both forms return JSON whose every prefix is the beginning of an object. Parameters cannot express every schema:
+`parameters_schema` returns the part that they can.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PARAMETER = "<parameter="
 END_OF_PARAMETER = "</parameter>"
 END_OF_JSON = "\n</parameter>"  # "\n" because a text may contain the literal, but no line break before it
 
-# Keys of a schema that say nothing of the value.
+# Keys of a schema that do not restrict the value.
 ANNOTATION_KEYWORDS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
 # Keywords about objects that parameters do not express; some only with certain values.
 UNEXPRESSED = frozenset(
@@ -42,19 +42,19 @@ class ArgumentStream(Protocol):
     is_complete: bool
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Return the JSON that more of the output adds, and the rest of it: to be given again, or after the end."""
+        """Return the JSON for more of the output, and the unread rest, which the caller passes again."""
 
     def finish(self, is_cut: bool) -> str:
         """Return the text that completes the JSON at the output's end; nothing if the output `is_cut`."""
 
 
 class JSONArguments:
-    """One JSON object, passed on as it is written."""
+    """One JSON object, passed on unchanged."""
 
     def __init__(self) -> None:
         self.is_complete = False
         self._depth = 0
-        self._is_broken = False  # no object
+        self._is_broken = False  # the text is not an object
         self._in_text = False
         self._is_escaped = False
 
@@ -170,7 +170,7 @@ class ParameterArguments:
 
 
 def property_schema(schema: Mapping[str, Any], key: str) -> Any:
-    """Return the schema of one argument; that of a reference within the schema is looked up."""
+    """Return the schema of one argument; references within the schema are resolved."""
     properties = schema.get("properties")
     others = schema.get("additionalProperties", True)
     found = properties.get(key, others) if isinstance(properties, dict) else others
@@ -180,7 +180,7 @@ def property_schema(schema: Mapping[str, Any], key: str) -> Any:
 def parameters_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return properties, required and additionalProperties of an object, from all schemas that it must match.
 
-    False in additionalProperties: there are no parameters of other names. Raises InvalidRequest for a schema that
+    False in additionalProperties: other names are not allowed. Raises InvalidRequest for a schema that
     parameters do not express.
     """
     parts = _parts(schema)
@@ -189,7 +189,7 @@ def parameters_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     required = {name: True for part in parts for name in part.get("required", [])}
     others = _all_of(schema, [part.get("additionalProperties", True) for part in parts])
     if not any("additionalProperties" in part for part in parts) and any("properties" in part for part in parts):
-        others = False  # no model gives arguments of which the tool's author says nothing
+        others = False  # arguments that the tool's author does not mention are not allowed
     for name, given in properties.items():
         if ">" in name:
             raise InvalidRequest(f"the property {name!r} cannot be a parameter of this model, because of its >")
@@ -243,7 +243,7 @@ def _value_schema(part: Mapping[str, Any], name: str) -> Any:
 
 
 def _all_of(root: Mapping[str, Any], schemas: list[Any]) -> Any:
-    """Return one schema that says what all of them say."""
+    """Return one schema that combines all of them."""
     limiting = [each for index, each in enumerate(schemas) if each not in (True, {}) and each not in schemas[:index]]
     if False in limiting:
         return False
@@ -253,7 +253,7 @@ def _all_of(root: Mapping[str, Any], schemas: list[Any]) -> Any:
 
 
 def _looked_up(schema: Mapping[str, Any], found: Any) -> Any:
-    """Return a schema, or what it refers to if it only refers to another."""
+    """Return a schema, or its target if it is only a reference."""
     if not isinstance(found, dict) or found.keys() - ANNOTATION_KEYWORDS != {"$ref"}:
         return found
     target = referred(schema, found["$ref"])
@@ -261,7 +261,7 @@ def _looked_up(schema: Mapping[str, Any], found: Any) -> Any:
 
 
 def value_form(schema: Any) -> ValueForm:
-    """Return how a value is written: as plain text, as JSON, or as JSON unless that fails and it is a text."""
+    """Return the form of a value: plain text, JSON, or JSON with a text as the fallback."""
     types = _simple_types(schema)
     if types == frozenset({"string"}):
         return "text"
@@ -269,7 +269,7 @@ def value_form(schema: Any) -> ValueForm:
 
 
 def text_values(schema: Any) -> list[str]:
-    """Return the texts to which a schema restricts its value; none if it does not, or if others are allowed too."""
+    """Return the texts to which a schema restricts its value; none if it allows other values."""
     keys = schema.keys() - ANNOTATION_KEYWORDS - {"type"} if isinstance(schema, dict) else set()
     values = schema["enum"] if keys == {"enum"} else [schema["const"]] if keys == {"const"} else []
     if not keys or schema.get("type", "string") != "string" or not isinstance(values, list):
@@ -278,7 +278,7 @@ def text_values(schema: Any) -> list[str]:
 
 
 def num_held(text: str, literal: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of `literal`, but not all of it."""
+    """Return the length of the longest end of `text` that is a proper prefix of `literal`."""
     for length in range(min(len(text), len(literal) - 1), 0, -1):
         if literal.startswith(text[-length:]):
             return length
@@ -286,7 +286,7 @@ def num_held(text: str, literal: str) -> int:
 
 
 def _simple_types(schema: Any) -> frozenset[str] | None:
-    """Return the types of a schema that only names types without further limits, or texts; None for other schemas."""
+    """Return the types of a schema that only names types, or lists texts; None for other schemas."""
     if schema is True:
         return SIMPLE | {"object", "array"}
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Tool calls as a model writes them, for prompts: calls of earlier answers, and an example in an instruction."""
+"""Tool calls in a model's syntax, for prompts: calls of earlier answers, and an example in an instruction."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from .argument_streams import END_OF_PARAMETER, PARAMETER
 from .markup import MARK, CallSyntax
 
-FUNCTION_TAG = CallSyntax("<function=", ">", "</function>")  # syntax for a model whose own is not known
+FUNCTION_TAG = CallSyntax("<function=", ">", "</function>")  # syntax for a model with an unknown one
 EXAMPLE = "TOOL", "ARGUMENT", "VALUE"
 
 NAME = "\x00"  # place of the name in a call
 ARGUMENTS = "\x01"  # place of the arguments in a call
 
-# The optional white space of a syntax, as models usually write it: after signs of JSON, and as lines between tags.
+# The optional white space of a syntax in its usual form: after JSON punctuation, and as line breaks between tags.
 _AFTER_SIGNS = re.compile(" ([:,;]) ?")
 _LINES = re.compile(f"(?<=[^|\uff5c]>) (?=[<{{{ARGUMENTS}])|(?<=[}}{ARGUMENTS}]) (?=<[^|\uff5c]|`)|(?<=json) ")
 _NONE = re.compile("(?<![:,;]) ")
 
 
 def calls_text(syntax: CallSyntax, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Return calls, names with arguments, as the model writes them."""
+    """Return calls, names with arguments, in the model's syntax."""
     values = [(name, _arguments(syntax, arguments)) for name, arguments in calls]
     literals = [f"{syntax.open}{NAME}{syntax.middle}{ARGUMENTS * bool(text)}{syntax.close}" for _, text in values]
     begin = "" if syntax.bare and len(calls) == 1 else syntax.begin
@@ -35,7 +35,7 @@ def calls_text(syntax: CallSyntax, calls: Sequence[tuple[str, Mapping[str, Any]]
 
 
 def call_example(syntax: CallSyntax) -> str:
-    """Return how a call is written, with words in capitals for its name, an argument and the value."""
+    """Return an example of a call, with words in capitals for its name, an argument and the value."""
     tool, argument, value = EXAMPLE
     return calls_text(syntax, [(tool, {argument: value})]).replace(f'"{value}"', value)
 

@@ -1,8 +1,8 @@
-"""Markup: how a family of models writes reasoning and tool calls. One description yields the parser and the grammar.
+"""Markup: the syntax of reasoning and tool calls in a family of models.
 
-In a literal of a description, a space stands for optional white space; everything else is exact. A marker that is a
-special token of the vocabulary begins with MARK in the literals and in the text to parse: text that only spells its
-name is text.
+One description yields the parser and the grammar. In a literal of a description, a space stands for optional white
+space; everything else is exact. A marker that is a special token of the vocabulary begins with MARK in the literals and
+in the text to parse, so ordinary text that spells its name is not a marker.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-MARK = "\ufdd0"  # a code point that is no character, and that grammars keep out of texts
+MARK = "\ufdd0"  # a noncharacter, which grammars exclude from texts
 
 ArgumentsForm = Literal["json", "parameters"]
 
@@ -44,7 +44,7 @@ class CallSyntax:
 
     @property
     def trigger(self) -> str:
-        """The text that ends the answer before the calls: the first literal."""
+        """The literal that ends the answer and begins the calls."""
         return (self.begin or self.open).partition(" ")[0]
 
 
@@ -71,7 +71,7 @@ class Markup:
         return Markup(_marked(self.reasoning, tokens), _marked(self.calls, tokens), tokens=tokens)
 
     def without_calls(self) -> Markup:
-        """Return the markup of an output in which nothing is a call."""
+        """Return the markup of an output without calls."""
         literals = _literals(self.reasoning)
         kept = {name: token for name, token in self.tokens.items() if any(name in each for each in literals)}
         return self if self.channels else Markup(self.reasoning, tokens=kept)

@@ -1,6 +1,7 @@
-"""Grammars of markup: what an output may be, from its first token on, so that every tool call in it is valid.
+"""Grammars of markup: they restrict an output from its first token on, so that every tool call in it is valid.
 
-The grammar of a markup allows only what its parser reads as intended. It is llguidance's variant of Lark's notation.
+The grammar of a markup allows only text that its parser reads as intended. It is llguidance's variant of Lark's
+notation.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _DEFINITION = re.compile(r"#/(\$defs|definitions)/")
 class MarkupGrammar:
     """Writer of one grammar.
 
-    `content` is the rule of an answer that is no call; None: any text.
+    `content` is the rule of an answer without calls; None: any text.
     """
 
     def __init__(self, markup: Markup, content: str | None = None) -> None:
@@ -165,7 +166,7 @@ class MarkupGrammar:
         return f"<[{self._special[text]}]>" if text in self._special else _quoted(text)
 
     def _until(self, literal: str, terminal: str) -> str:
-        """Return the rule of a text of `terminal` up to `literal`, and it too."""
+        """Return the rule of a text of `terminal` up to and including `literal`."""
         if literal in self._special:
             return f"{terminal} {self._literal(literal)}"
         name = f"until_{len(self._lines)}"
@@ -173,7 +174,7 @@ class MarkupGrammar:
         return name
 
     def _terminal(self, never: list[str], never_first: list[str], terminal: str = "ANY") -> str:
-        """Return the terminal of a text without the literals `never`, and which does not begin with others."""
+        """Return the terminal of a text without the literals `never`, and without the others at its beginning."""
         parts = [f"~(ANY {_quoted(each)} ANY)" for each in never if each not in self._special]
         parts += [f"~(SPACES {_quoted(each)} ANY)" for each in never_first if each and each not in self._special]
         if not parts:

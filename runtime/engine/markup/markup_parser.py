@@ -1,7 +1,7 @@
 """Streaming parsers of a model's output: reasoning, answer, and the names and arguments of tool calls.
 
 The output of a parser is a function of the text alone: for every division of a text into pieces the joined deltas are
-the same. Markup never reaches a delta, also when the text ends within it. White space beside markup belongs to it.
+the same. Markup never reaches a delta, even when the text ends within it. White space around markup belongs to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .markup import MARK, Markup
 
 Schemas = Mapping[str, Any]  # tool's name -> schema of its arguments
 
-MAX_HELD_SPACE = 64  # characters of white space that may turn out to be beside markup
+MAX_HELD_SPACE = 64  # characters of white space that may turn out to belong to markup
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]*")
 _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.:/-]+)")
@@ -34,7 +34,7 @@ class OutputParser(Protocol):
 
     @property
     def kind(self) -> DeltaKind | None:
-        """The kind of the next character of a plain text; None: nothing that is shown."""
+        """The kind of the next character if it is plain text; None: it is not shown."""
 
     @property
     def holds_text(self) -> bool:
@@ -44,8 +44,8 @@ class OutputParser(Protocol):
 class MarkupParser:
     """Parser of outputs with literals around reasoning and calls.
 
-    Without `schemas` no text is a call. The output begins within reasoning if `in_reasoning`. `takes_bare_calls` is
-    about markup whose calls need nothing that announces them.
+    Without `schemas` no text is a call. The output begins within reasoning if `in_reasoning`. With `takes_bare_calls`,
+    the markup's calls may come without an opening literal.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MarkupParser:
         self._expected = ""  # the literal that must come next
         self._after_expected: Callable[[], Any] = self._name
         self._arguments: ArgumentStream = JSONArguments()
-        # A state takes what it can from the buffer, and returns the next state, or None if it needs more text.
+        # A state reads from the buffer, and returns the next state, or None if it needs more text.
         self._state: Callable[[], Any] = self._thoughts if in_reasoning else self._start
 
     def feed(self, text: str) -> list[Delta]:
@@ -123,7 +123,7 @@ class MarkupParser:
         return self._bare if self._read_until(self._reasoning.close, "reasoning") else None
 
     def _bare(self) -> Callable[[], Any] | None:
-        """Find out whether the answer begins with calls that nothing announces."""
+        """Find out whether the answer begins with calls without an opening literal."""
         calls = self._calls
         if calls is None or not calls.bare or not self._takes_bare_calls:
             return self._answer
@@ -153,7 +153,7 @@ class MarkupParser:
         return self._after_expected
 
     def _name(self) -> Callable[[], Any] | None:
-        """Take a tool's name, which ends where a character follows that no name has."""
+        """Take a tool's name, which ends at the first character that names cannot have."""
         self._buffer = self._buffer.lstrip(SPACE)  # more spaces may follow the literal's end
         match = _NAME.match(self._buffer)
         assert match is not None, "it matches the empty text"
@@ -215,7 +215,7 @@ class MarkupParser:
         return found >= 0
 
     def _emit(self, kind: DeltaKind, text: str) -> None:
-        """Append a piece without special tokens, which are out of place in it."""
+        """Append a piece without special tokens, which do not belong in it."""
         if MARK in text:
             text = self._stray.sub("", text)
         if text:
@@ -228,7 +228,7 @@ class ChannelParser:
     def __init__(self, markup: Markup, schemas: Schemas | None) -> None:
         self._message, self._start = markup.marked("<|message|>"), markup.marked("<|start|>")
         self._ends = (*map(markup.marked, ("<|end|>", "<|call|>", "<|return|>")), self._start)
-        self._first = (markup.marked("<|channel|>"), "to=functions.", *self._ends, self._message)  # a header's starts
+        self._first = (markup.marked("<|channel|>"), "to=functions.", *self._ends, self._message)  # starts of a header
         self._takes_calls = schemas is not None
         self._buffer = ""
         self._kind: DeltaKind | None = None  # kind of the message's body; None: dropped
@@ -269,7 +269,7 @@ class ChannelParser:
         return bool(self._buffer)
 
     def _header(self, deltas: list[Delta]) -> bool:
-        """Take a message's header; return whether more can be taken. Text without any header is the answer."""
+        """Take a message's header; return whether parsing can continue. Text without a header is the answer."""
         text = self._buffer.lstrip(SPACE)
         if not any(each.startswith(text) or text.startswith(each) for each in self._first):
             self._begin("content", deltas)
@@ -323,7 +323,7 @@ class ChannelParser:
 
 
 def _match(literal: str, text: str) -> int | None:
-    """Return where `literal` ends in the text that begins with it; -1 if it does not, None if more text decides."""
+    """Return the end of `literal` at the beginning of the text; -1 if it is not there, None if more text is needed."""
     at = 0
     for index, part in enumerate(literal.split(" ")):
         if index:

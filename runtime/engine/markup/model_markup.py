@@ -1,8 +1,8 @@
-"""The markup of a model: that of the family which its chat template shows, or what its tokenizer_config.json describes.
+"""The markup of a model: that of the family in its chat template, or the description in its tokenizer_config.json.
 
-A `response_template` (transformers 5.13) or its predecessor `response_schema` says where the fields of a message begin
-and end in the output. It can say more than `Markup`, and it is about reading only; what has no such form is logged and
-left to the family. Must not import parsers or grammars.
+A `response_template` (transformers 5.13) or its predecessor `response_schema` defines the beginning and the end of a
+message's fields in the output. It can express more than `Markup`, and only concerns reading. Parts that `Markup` cannot
+express are logged, and the family's markup is used for them. Must not import parsers or grammars.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import structlog
 
 from .markup import BRACKETS, KNOWN_MARKUPS, THINK, CallSyntax, Markup, Reasoning
 
-# What a chat template or a vocabulary of the family contains; the first family with all of it is the model's.
+# Texts in the chat template or the vocabulary of each family; the first family with all of them is the model's.
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>", "<|message|>")),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
@@ -35,7 +35,7 @@ MAX_LITERAL = 200  # characters of a delimiter
 
 _log = structlog.get_logger("quire.text")
 
-# A part of a pattern: optional white space, the name of the call, or a character that stands for itself.
+# A part of a pattern: optional white space, the name of the call, or a literal character.
 _PART = re.compile(
     r"(?P<space>(?:\\[snrt]|\s)[*+?]?\??)"
     r"|\(\?P<(?P<group>\w+)>[^()]*\)(?![*+?{])"
@@ -49,8 +49,8 @@ _WHOLE_CALL = re.compile(r"\{\s*type\s*:\s*'function'\s*,\s*function\s*:\s*@\s*\
 def find_markup(name: str, template: str, tokens: Mapping[str, int], config: Mapping[str, Any] | None = None) -> Markup:
     """Return the markup of the family `name`, or `auto`: of the model with this chat template and these special tokens.
 
-    With `auto`, the markup of the model's tokenizer_config.json has precedence over the template's. Reasoning is
-    always found by the template otherwise. `none` has no tool calls.
+    With `auto`, the markup of the model's tokenizer_config.json has precedence over the template's. Otherwise the
+    template always decides about reasoning. `none` has no tool calls.
     """
     markup = _family(name, template, tokens)
     if name == "auto" and not markup.channels:
@@ -69,11 +69,11 @@ def _family(name: str, template: str, tokens: Collection[str]) -> Markup:
 
 
 class _OtherForm(Exception):
-    """A part of a description that is no markup; the message says why."""
+    """A part of a description that `Markup` cannot express; the message says why."""
 
 
 def _described(config: Mapping[str, Any], family: Markup) -> Markup:
-    """Return the family's markup with the parts that the model's own description has."""
+    """Return the family's markup, replaced where the model has a description of its own."""
     source = next((name for name in ("response_template", "response_schema") if config.get(name) is not None), None)
     if source is None:
         return family
@@ -122,7 +122,7 @@ def _calls(field: Mapping[str, Any]) -> CallSyntax:
     content = field.get("content")
     options = field.get("content_args") or {}
     if content == "xml-inline":
-        # The template does not say what may stand between the tags: only a family does.
+        # The template does not define the text between the tags: only a family does.
         for family in KNOWN_MARKUPS.values():
             if family.calls is not None and family.calls.arguments == "parameters" and family.calls.open == opening:
                 return family.calls
@@ -148,7 +148,7 @@ def _syntax(opening: str, middle: str, closing: str, **parts: str) -> CallSyntax
 
 
 def _keys(transform: object) -> tuple[str, str]:
-    """Return where a transform takes a call's name and arguments from: keys of the JSON, or names of groups."""
+    """Return the places of a call's name and arguments in a transform: keys of the JSON, or names of groups."""
     match transform:
         case {"function": "{content}"}:
             return "name", "arguments"
@@ -191,7 +191,8 @@ def _closing(field: Mapping[str, Any]) -> str:
 def _literals(pattern: str) -> tuple[str, str | None, str]:
     """Return the text before the only group of a pattern, the group's name, and the text after it.
 
-    White space is one space. Raises _OtherForm for a pattern of more than literals, white space and one named group.
+    White space is one space. Raises _OtherForm for a pattern with other parts than literals, white space and one named
+    group.
     """
     texts = [""]
     group = None
@@ -227,13 +228,13 @@ def _fields_of_schema(schema: object) -> dict[str, Mapping[str, Any]]:
 
 
 def _around(name: str, own: object, whole: object) -> dict[str, str]:
-    """Return the patterns around a field's group: in its own expression, or in that of the whole message."""
+    """Return the patterns around a field's group: in its own expression, or in the expression of the whole message."""
     found = None
     if isinstance(own, str) and own != "^(.*)$":
         found = re.fullmatch(f"([^()]*){_GROUP}([^()]*)", own)
     elif isinstance(whole, str):
         found = re.search(rf"\(\?:([^()]*)\(\?P<{re.escape(name)}>[^()]*\)([^()]*)\)", whole)
-    # `_delimiter` refuses a field that begins with nothing.
+    # `_delimiter` refuses a field without a beginning.
     return {"open_pattern": found[1], "close_pattern": found[2]} if found else {"open": ""}
 
 

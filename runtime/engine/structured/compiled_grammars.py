@@ -25,9 +25,9 @@ MIN_BYTES = 512 << 10  # least memory counted for a grammar, however short: it g
 
 
 class CompiledGrammar:
-    """A matcher to copy, its first mask, and the bytes that it takes with all its copies, about.
+    """A matcher to copy, its first mask, and the approximate bytes of the matcher and its copies.
 
-    The copies share the states of its lexer: what one of them generates counts against the limits of all.
+    The copies share the states of the lexer, so the text of each copy counts against the limits of all.
     """
 
     def __init__(self, tenant: str, matcher: LLMatcher, num_characters: int, num_bytes: int) -> None:
@@ -50,7 +50,10 @@ class CompiledGrammar:
 
 
 class CompiledGrammars:
-    """The grammars of all tenants. Any thread may call `get`. A grammar without references does not count."""
+    """The grammars of all tenants.
+
+    Any thread may call `get`. A grammar that is neither kept nor used does not count.
+    """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, StructuredOutputs], CompiledGrammar] = OrderedDict()  # per tenant
@@ -83,10 +86,10 @@ class CompiledGrammars:
         *,
         alone: bool = False,
     ) -> CompiledGrammar:
-        """Return the compiled grammar, which is made of what `grammar_of` returns unless it is kept.
+        """Return the compiled grammar: the kept one, or a new one from the result of `grammar_of`.
 
-        With `alone`, forget the one that is kept, and return one that no other sequence will have. Raises
-        GenerationFailed, and what `grammar_of` raises.
+        With `alone`, forget the kept grammar, and return one that no other sequence will use. Raises GenerationFailed
+        and the errors of `grammar_of`.
         """
         key = (tenant, structure)
         with self._lock:
@@ -119,7 +122,7 @@ class CompiledGrammars:
         return compiled
 
     def _make_room(self, tenant: str, num_bytes: int) -> None:
-        """Forget grammars until there is room for one of this size. Raises GenerationFailed if there is none then."""
+        """Forget grammars until there is room for this size. Raises GenerationFailed if there still is not enough."""
         if self._lacks_room(tenant, num_bytes):
             self._forget([each for each in self._kept if each[0] == tenant], 0)
         if self._lacks_room(tenant, num_bytes):
@@ -140,7 +143,7 @@ class CompiledGrammars:
         return own, sum(each.num_bytes for each in self._live)
 
     def _forget_grown(self) -> None:
-        """Forget all grammars if the heap has grown too much: the library does not say what each one takes by now."""
+        """Forget all grammars if the heap has grown too much: the library does not report the memory of each."""
         heap = allocated_bytes()
         if heap > self._least_heap + MAX_GROWTH:
             self._forget(list(self._kept), 0)
@@ -148,7 +151,7 @@ class CompiledGrammars:
         self._least_heap = min(self._least_heap, heap)
 
     def _forget(self, keys: list[tuple[str, StructuredOutputs]], limit: int) -> None:
-        """Keep the grammars that were used last, up to `limit` bytes of those with these keys.
+        """Keep the most recently used grammars among these keys, up to `limit` bytes.
 
         The others are freed one by one: the library holds the GIL while it frees one, for up to 5 ms.
         """

@@ -21,7 +21,7 @@ _END_OF_LINE = re.compile(r"\r?\n|\r|$")
 
 @dataclass(frozen=True)
 class Characters:
-    """One character of some ranges of codes, or of none of them."""
+    """One character inside, or outside, some ranges of codes."""
 
     ranges: tuple[tuple[int, int], ...]
     is_negated: bool = False
@@ -50,7 +50,7 @@ class Alternation:
 
 @dataclass(frozen=True)
 class Repetition:
-    """A part several times."""
+    """A part that is repeated."""
 
     part: Node
     least: int
@@ -62,7 +62,7 @@ ANY = Characters((), is_negated=True)
 
 
 def read(grammar: str) -> dict[str, Node]:
-    """Return the rules of a grammar. Raises ValueError for one that llama.cpp could not read."""
+    """Return the rules of a grammar. Raises ValueError for a grammar that llama.cpp could not read."""
     if len(grammar) > MAX_GBNF_CHARACTERS:
         raise ValueError(f"a grammar in llama.cpp's notation has at most {MAX_GBNF_CHARACTERS} characters")
     rules = _Reader(grammar).rules()

@@ -1,7 +1,8 @@
 """Grammars in llama.cpp's notation rewritten in Lark's, for llguidance.
 
 A parser of characters is slow, so regular parts of rules become terminals. A lexer takes the longest text of a
-terminal, so a part is one only if no text of it begins another (`Ends.are_final`). Other parts are divided.
+terminal, so a part becomes a terminal only if none of its texts begins another one (`Ends.are_final`). Other parts are
+divided.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MAX_EXPRESSION = 4_000  # characters of a regular expression that a rule becomes
 
 
 def as_lark(grammar: str) -> str:
-    """Return a grammar in Lark's notation. Raises ValueError for one that llama.cpp could not read."""
+    """Return a grammar in Lark's notation. Raises ValueError for a grammar that llama.cpp could not read."""
     return _Writer(read(grammar)).write()
 
 
@@ -43,7 +44,7 @@ class _Writer:
         return "\n".join(lines)
 
     def _find_regexes(self) -> None:
-        """Find the rules that are regular expressions: those they refer to come first."""
+        """Find the rules that are regular expressions, the rules that they refer to first."""
         waiting = {name: references(node) for name, node in self._rules.items()}
         users: dict[str, list[str]] = {}
         for name, used in waiting.items():
@@ -62,7 +63,7 @@ class _Writer:
                     ready.append(user)
 
     def _regex(self, node: Node) -> str | None:
-        """Return the regular expression of a part; None if it refers to a rule that is none."""
+        """Return the regular expression of a part; None if it refers to a rule that is not a regular expression."""
         match node:
             case Characters():
                 return _class(node)
@@ -103,7 +104,7 @@ class _Writer:
         return _terminal(str(regex))
 
     def _groups(self, parts: tuple[Node, ...]) -> list[Node]:
-        """Return the parts of a sequence, of which neighbors that can be one terminal are one part."""
+        """Return the parts of a sequence, with neighbors joined where they can be one terminal."""
         groups: list[Node] = []
         at = 0
         while at < len(parts):
@@ -118,7 +119,7 @@ class _Writer:
         return groups
 
     def _ends(self, node: Node) -> Ends:
-        """Return where texts of a regular part begin and end."""
+        """Return the ends of the texts of a regular part."""
         match node:
             case Characters():
                 return Ends.of_one(node)
@@ -158,7 +159,7 @@ class Ends:
 
     @classmethod
     def of_sequence(cls, parts: list[Ends]) -> Ends:
-        """Return the ends of parts that follow each other."""
+        """Return the ends of consecutive parts."""
         found = cls()
         for part in parts:
             if len(found.follow) + len(part.follow) > MAX_TERMINAL_CHARACTERS:
@@ -199,7 +200,7 @@ def _are_apart(groups: list[tuple[Characters, ...]]) -> bool:
 
 
 def _excludes(one: Characters, other: Characters) -> bool:
-    """Return whether no character is of both classes."""
+    """Return whether no character belongs to both classes."""
     if one.is_negated and other.is_negated:
         return False
     if one.is_negated:

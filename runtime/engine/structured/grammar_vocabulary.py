@@ -18,16 +18,16 @@ from ..text_processor import TextProcessor
 MAX_FORCED_CHARACTERS = 2048  # characters read of a forced text: its first token is allowed, MAX_FORCED are drafts
 MAX_KNOWN_TEXTS = 2000  # forced texts whose tokens are kept
 MAX_KNOWN_CHARACTERS = 100  # longest forced text that is remembered
-LEAD = "\x02"  # a text after this control character is within a text: SentencePiece puts no space before it
-# Tokens that are looked at as one, where a grammar allows all of them: masks of words and names take a quarter of the
-# time. The library's own slices are those of JSON strings.
+LEAD = "\x02"  # control character after which SentencePiece puts no space before a text
+# Tokens that the library checks together where a grammar allows all of them: masks of words and names take a quarter of
+# the time. The library's own slices are for JSON strings.
 SLICES = (r"[a-z ]{1,30}", r"[a-zA-Z0-9_]{1,30}")
 
 
 def load_tables(path: Path) -> LLTokenizer:
     """Return llguidance's tables of a model's vocabulary, which keep the tokenizer.
 
-    Raises GenerationFailed if no token ends the output, and what loading the tokenizer raises.
+    Raises GenerationFailed if no token ends the output, and the errors of loading the tokenizer.
     """
     spec = read_spec(path)
     tokenizer = TextProcessor.load(path).tokenizer
@@ -36,7 +36,7 @@ def load_tables(path: Path) -> LLTokenizer:
     ends = sorted(token_id for token_id in known if token_id < spec.vocab_size)
     if not ends:
         raise GenerationFailed("structured_outputs need a token that ends the output; this model has none")
-    tokenizer.encode_special_as_text()  # forced text is what the output says, and ends nothing
+    tokenizer.encode_special_as_text()  # forced text is plain text and does not end the output
     vocabulary = GrammarVocabulary(tokenizer, spec.vocab_size, ends)
     slices = [*SLICES, *LLTokenizer.general_slices()]
     vocabulary.tables = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=ends, slices=slices)
@@ -44,10 +44,10 @@ def load_tables(path: Path) -> LLTokenizer:
 
 
 class ModelTables:
-    """The tables of the model at `path`, which are loaded when they are first asked for. Any thread may ask.
+    """The tables of the model at `path`, loaded at their first use. Any thread may call `get`.
 
-    That takes seconds for a large vocabulary, of which a call of the library takes a part and holds the GIL: a second
-    for 262,144 tokens. `holding_up` encloses it.
+    Loading takes seconds for a large vocabulary. One call of the library holds the GIL for a part of that time, a
+    second for 262,144 tokens; `holding_up` encloses the call.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +74,8 @@ class ModelTables:
 class GrammarVocabulary:
     """A tokenizer in the form that llguidance reads, with as many tokens as the model has logits.
 
-    A model may have more, which pad its matrix and have no bytes: no grammar allows them. It may have fewer.
+    Logits beyond the tokenizer's ids pad the model's matrix: their tokens have no bytes, so no grammar allows them. A
+    model may also have fewer logits.
     """
 
     bos_token_id = None
@@ -83,13 +84,13 @@ class GrammarVocabulary:
         self._tokenizer = tokenizer
         self.eos_token_id = ends[0]
         self.tokens = tokenizer.all_bytes(vocab_size)
-        self._known: dict[str, list[int]] = {}  # forced texts are mostly names of properties, again in each request
-        # An end token is no text, even where the tokenizer's files do not call it special.
+        self._known: dict[str, list[int]] = {}  # forced texts are mostly names of properties, which recur
+        # An end token is not text, even where the tokenizer's files do not call it special.
         special = tokenizer.special_token_ids.union(ends)
         self.special_token_ids = sorted(token_id for token_id in special if token_id < vocab_size)
         self._special = frozenset(self.special_token_ids)
         self._lead = self._encoded(LEAD)
-        self.tables: LLTokenizer | None = None  # made of this object
+        self.tables: LLTokenizer | None = None  # made from this object
 
     def __call__(self, text: str) -> list[int]:
         """Return the ids of forced text, or of its beginning if it is long or the model has no token for the rest."""
@@ -103,10 +104,10 @@ class GrammarVocabulary:
         return known
 
     def _token_ids(self, text: str) -> list[int]:
-        """Return ids whose bytes are those of the text: with other ids llguidance fails.
+        """Return ids with exactly the bytes of the text: with other ids llguidance fails.
 
         Many tokenizers change a text before they encode it: they put a space before it, compose its characters (NFC),
-        or make its letters small. A text that is encoded otherwise is read with the longest tokens, from left to right.
+        or convert it to lower case. In such cases the text is read with the longest tokens, from left to right.
         """
         data = text.encode()
         token_ids = self._encoded(text)
@@ -118,7 +119,7 @@ class GrammarVocabulary:
             return after_lead[num_lead:]
         longest = self.tables.greedy_tokenize(text) if self.tables is not None else []
         while longest and not self._have_bytes(longest, data, is_beginning=True):
-            longest.pop()  # the library skips bytes that no token has
+            longest.pop()  # the library skips bytes without a token
         return longest
 
     def _encoded(self, text: str) -> list[int]:
@@ -126,11 +127,11 @@ class GrammarVocabulary:
             return self._tokenizer.encode(text, add_special_tokens=False)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # a panic of the library's, too: an exception here is a panic of llguidance
+        except BaseException:  # includes the library's panics: an exception here is a panic of llguidance
             return []
 
     def _have_bytes(self, token_ids: Sequence[int], data: bytes, *, is_beginning: bool = False) -> bool:
-        """Return whether the model has the tokens, and they have these bytes, or the first of them."""
+        """Return whether the model has the tokens, and they have these bytes or a prefix of them."""
         num_tokens = len(self.tokens)
         if any(token_id >= num_tokens or token_id in self._special for token_id in token_ids):
             return False

@@ -1,12 +1,12 @@
-"""Structured output: which tokens a request's grammar allows next, as masks for the sampler.
+"""Structured output: the tokens that a request's grammar allows next, as masks for the sampler.
 
 A mask is a pure function of the grammar and the tokens that the request has generated, so preemption, replay after a
 crash and draft tokens do not change what a request generates. Must not import the scheduler's state or frames.
 
 1. After sampling, one llguidance call, the shared job, computes the next masks of all sequences, while the event loop
    commits the samples and plans.
-2. New grammars and late sequences get jobs of their own, which run beside the rows of the next step. Masks after draft
-   tokens that no grammar forces are computed beside the rows, too.
+2. New grammars and late sequences get separate jobs, which run at the same time as the rows of the next step. So do
+   masks after draft tokens that no grammar forces.
 3. A sample without a mask is deferred: its row is computed again in the next step.
 4. A job that exceeds its time limit is abandoned. Its sequences restart, each in a job of its own.
 """
@@ -46,18 +46,18 @@ from .trials import Trials
 WAIT_S = 0.002  # wait for masks, after a step's rows are computed, if other sequences sample in it
 WAIT_ALONE_S = 0.02  # wait if no other sequence samples
 NUM_MASK_THREADS = 2  # threads for single-sequence masks
-MAX_FORCING_BYTES = 16 << 10  # size of a grammar whose forced tokens are looked for: that takes long for long texts
+MAX_FORCING_BYTES = 16 << 10  # largest grammar whose forced tokens are looked for, which is slow for long texts
 SHALLOW_CHARACTERS = 4096  # size of a grammar that any thread may read
 DEEP_STACK_BYTES = 256 << 20  # 256 KiB of references, the longest grammar, take 70 MB
-MAX_CHECKED = 4096  # structures that are known to be correct
-# Expressions that may be made before the first token. Text that a grammar forces is looked at to its end, and each of
-# these takes up to 270 bytes: a regular expression of 15 characters took 180 MB.
+MAX_CHECKED = 4096  # structures kept as correct
+# Expressions before the first token. The library reads forced text to its end, and each expression takes up to 270
+# bytes: a regular expression of 15 characters took 180 MB.
 MAX_FIRST_EXPRESSIONS = 200_000
 MAX_STEP_EXPRESSIONS = 200_000  # expressions of one mask: 15 ms
 MAX_STEP_EXPRESSIONS_ALONE = 20 * MAX_STEP_EXPRESSIONS  # limit for a grammar that shares nothing with other sequences
 MAX_LEXER_STATES = 20_000  # lexer states of a compiled grammar
-MAX_ITEMS = 20_000  # ways to go on, of a parser: an object with 500 optional properties has 2,000
-MAX_AMBIGUOUS_ITEMS = 350  # items of a client's rules, which may be alternative readings of the text: time is quadratic
+MAX_ITEMS = 20_000  # items of a parser: an object with 500 optional properties has 2,000
+MAX_AMBIGUOUS_ITEMS = 350  # items of a client's rules, which may be alternative parses: time is quadratic
 PARSER_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": MAX_FIRST_EXPRESSIONS,
     "step_lexer_fuel": MAX_STEP_EXPRESSIONS,
@@ -65,12 +65,12 @@ PARSER_LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-# With each mask the library looks at the text that a grammar forces, to its end: after "aa", (/a+/)* "ab" forces an "a"
-# each time. Schemas, regular expressions and choices force no text without end. The last such line counts.
+# With each mask the library reads the text that a grammar forces to its end: after "aa", (/a+/)* "ab" forces another
+# "a" each time. Schemas, regular expressions and choices never force endless text. The last such line counts.
 UNFORCED = '\n%llguidance {"no_forcing": true}'
 Result = TypeVar("Result")
 
-_stack_size = threading.Lock()  # held while threads get another stack than usual
+_stack_size = threading.Lock()  # held while threads start with a larger stack
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")  # part of llguidance's message
 _SCHEMA_INSIDE = re.compile(r"%json\s*")  # a grammar in Lark's notation
 
@@ -78,7 +78,7 @@ _SCHEMA_INSIDE = re.compile(r"%json\s*")  # a grammar in Lark's notation
 def check_structure(structure: StructuredOutputs, trials: Trials | None = None) -> None:
     """Raise InvalidRequest if the grammar cannot be compiled within the limits. Takes milliseconds: use a thread.
 
-    With `trials` it is tried in a process of its own first, which is ended if it takes too long or too much memory.
+    With `trials`, a separate process tries it first, which is killed if it takes too long or too much memory.
     """
     grammar = grammar_of(structure)
     limits = _limits(structure)
@@ -99,8 +99,8 @@ def check_structure(structure: StructuredOutputs, trials: Trials | None = None) 
 def _call_with_deep_stack(num_characters: int, read: Callable[[], Result]) -> Result:
     """Return the result of `read`, which lets llguidance read a grammar of this length.
 
-    The library calls itself for each reference that leads to another one: 18 KB of them overflow 8 MiB, the usual
-    stack. A thread with a deep stack takes a tenth of a millisecond, and memory only as far as its stack is used.
+    The library calls itself for each reference that leads to another one: 18 KB of references overflow the usual stack
+    of 8 MiB. A thread with a deep stack costs a tenth of a millisecond, and memory only for the used part of its stack.
     """
     if num_characters <= SHALLOW_CHARACTERS:
         return read()
@@ -109,7 +109,7 @@ def _call_with_deep_stack(num_characters: int, read: Callable[[], Result]) -> Re
     def run() -> None:
         try:
             done.set_result(read())
-        except BaseException as error:  # a panic of llguidance, too
+        except BaseException as error:  # includes panics of llguidance
             done.set_exception(error)
 
     with _stack_size:
@@ -122,16 +122,16 @@ def _call_with_deep_stack(num_characters: int, read: Callable[[], Result]) -> Re
 
 
 class CheckedStructures:
-    """The structures of each tenant that passed `check_structure` lately: requests mostly repeat one."""
+    """The structures of each tenant that recently passed `check_structure`: most requests repeat one."""
 
     def __init__(self) -> None:
         self._trials = Trials()
-        self._digests: OrderedDict[bytes, None] = OrderedDict()  # the one that was used last is at the end
+        self._digests: OrderedDict[bytes, None] = OrderedDict()  # most recently used last
         self._unused = UnusedMemory()
         self._lock = threading.Lock()
 
     def check(self, tenant: str, structure: StructuredOutputs) -> None:
-        """Call `check_structure` unless it is known that this structure passes it."""
+        """Call `check_structure` unless this structure passed it before."""
         digest = blake2b(repr((tenant, structure)).encode(), digest_size=16).digest()
         with self._lock:
             if digest in self._digests:
@@ -145,12 +145,12 @@ class CheckedStructures:
                 self._digests.popitem(last=False)
 
     def close(self) -> None:
-        """End the processes in which grammars are tried. Idempotent."""
+        """End the processes that try grammars. Idempotent."""
         self._trials.close()
 
 
 def grammar_of(structure: StructuredOutputs) -> str:
-    """Return the grammar in llguidance's form. Raises InvalidRequest if it is not even a grammar of its kind."""
+    """Return the grammar in llguidance's form. Raises InvalidRequest for a syntax error."""
     try:
         if structure.json is not None:
             return _json_grammar(structure.json)
@@ -158,7 +158,7 @@ def grammar_of(structure: StructuredOutputs) -> str:
             return _json_grammar({"type": "object"})
         if structure.regex is not None:
             return LLMatcher.grammar_from_regex(structure.regex)
-        if structure.choice is not None:  # one terminal: with one for each text, masks take 40 times as long
+        if structure.choice is not None:  # one terminal in total: with one per text, masks take 40 times as long
             return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {' | '.join(map(_lark_text, structure.choice))}")
         return LLMatcher.grammar_from_lark(_client_grammar(structure) + UNFORCED)
     except (ValueError, RecursionError) as error:
@@ -166,7 +166,7 @@ def grammar_of(structure: StructuredOutputs) -> str:
 
 
 def _client_grammar(structure: StructuredOutputs) -> str:
-    """Return a grammar that a client has written, in Lark's notation. Raises ValueError or InvalidRequest."""
+    """Return a client's own grammar in Lark's notation. Raises ValueError or InvalidRequest."""
     if structure.lark is None:
         return as_lark(structure.gbnf or "")
     if structure.lark.lstrip().startswith("{"):  # llguidance would read it as its own form, unchecked
@@ -176,7 +176,7 @@ def _client_grammar(structure: StructuredOutputs) -> str:
 
 
 def _lark_text(text: str) -> str:
-    """Return a text in Lark's notation, which has no DEL."""
+    """Return a text as a literal in Lark's notation, which has no DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
@@ -202,7 +202,7 @@ def _json_grammar(schema: dict[str, Any] | bool | str) -> str:
         enforceable = enforceable_schema(parsed)
     except InvalidRequest as error:
         raise InvalidRequest(f"structured_outputs: {error}") from None
-    # "x-guidance" holds options of the library: a client's own would switch off limits.
+    # "x-guidance" holds options of the library, with which a client could switch off limits.
     checked = {key: value for key, value in enforceable.items() if key != "x-guidance"}
     options: Any = library_options(checked)
     return LLMatcher.grammar_from_json_schema(checked, overrides=options)
@@ -226,25 +226,25 @@ def _check_schemas_inside(grammar: str) -> None:
 
 
 def _limits(structure: StructuredOutputs, *, is_own: bool = False) -> dict[str, Any]:
-    """Return the fields of a grammar's `LLParserLimits`; `is_own`: it is one of tool calls."""
+    """Return the fields of a grammar's `LLParserLimits`; `is_own`: a grammar of tool calls."""
     is_ambiguous = may_be_ambiguous(structure) and not is_own
     return PARSER_LIMITS | {"max_items_in_row": MAX_AMBIGUOUS_ITEMS if is_ambiguous else MAX_ITEMS}
 
 
 def may_be_ambiguous(structure: StructuredOutputs | None) -> bool:
-    """Return whether a text may be read in several ways, as rules that a client has written allow."""
+    """Return whether a text may have several parses, as a client's own rules allow."""
     return structure is not None and (structure.lark is not None or structure.gbnf is not None)
 
 
 class Grammars:
-    """The grammars of the sequences that run, for the model at `path`.
+    """The grammars of the running sequences, for the model at `path`.
 
-    All methods but its threads' are called on one event loop.
+    All methods except those of its threads are called on one event loop.
     """
 
     def __init__(self, path: Path) -> None:
         self._running: dict[int, RunningGrammar] = {}  # request id -> grammar, for requests of the last step
-        self._beams: dict[tuple[int, tuple[int, ...]], RunningGrammar] = {}  # beams, likewise
+        self._beams: dict[tuple[int, tuple[int, ...]], RunningGrammar] = {}  # grammars of beams, likewise
         self._compiled = CompiledGrammars()
         self._compiling = JobThreads(1, "quire-compile")
         self._isolated = JobThreads(NUM_MASK_THREADS, "quire-masks-apart")
@@ -270,7 +270,7 @@ class Grammars:
         return step if step.sampling else None
 
     def close(self) -> None:
-        """End the threads when what they run has ended."""
+        """End the threads after their current jobs."""
         for threads in (self._compiling, self._isolated, self._shared):
             threads.close()
 
@@ -279,7 +279,7 @@ class Grammars:
     ) -> Iterator[tuple[RunningGrammar | None, ScheduledSequence, int]]:
         """Yield each sequence with its grammar, or None, and the index of its first sample.
 
-        The grammar is that of the last step, unless it must be restarted or the sequence is new.
+        The last step's grammar is reused unless it must be restarted or the sequence is new.
         """
         before, self._running = self._running, {}
         beams, self._beams = self._beams, {}
@@ -299,9 +299,9 @@ class Grammars:
             first += sequence.num_samples
 
     def _begin_masks(self, running: RunningGrammar, sequence: ScheduledSequence, shared: MaskJob) -> bool:
-        """Compute the sequence's masks in a job of their own, or add them to `shared`, unless it has these masks.
+        """Compute the sequence's masks in a separate job, or add them to `shared`, unless it has these masks.
 
-        Returns False if its job still computes masks for other tokens, which must end first.
+        Returns False if its job still computes masks for other tokens: that job must end first.
         """
         context = sequence.context
         end = len(context) - max(0, sequence.num_samples - 1)
@@ -324,7 +324,7 @@ class Grammars:
         return True
 
     def _join(self, sampling: SamplingSpec) -> RunningGrammar:
-        """Return the grammar of a new sequence, with a matcher if one can be copied: that waits for no lexer."""
+        """Return the grammar of a new sequence, with a matcher if it can be copied without waiting for a lexer."""
         running, structure = RunningGrammar(sampling), sampling.params.structured_outputs
         assert structure is not None
         compiled = self._compiled.kept(sampling.tenant, structure)
@@ -333,7 +333,7 @@ class Grammars:
         return running
 
     def _handle_overdue(self, running: RunningGrammar) -> RunningGrammar:
-        """Abandon jobs that take too long. Return the sequence's grammar; a restarted one if its matcher is lost."""
+        """Abandon jobs that take too long. Return the sequence's grammar, restarted if its matcher is lost."""
         for threads in (self._compiling, self._isolated, self._shared):
             threads.replace_slow()
         self._queue.abandon_slow()
@@ -346,7 +346,7 @@ class Grammars:
         sampling: SamplingSpec,
         generated: tuple[int, ...],
     ) -> RunningGrammar:
-        """Return the beam's grammar: that of the last step if its sample was deferred, or a fork of its parent's."""
+        """Return the beam's grammar: the last step's if its sample was deferred, or a fork of its parent's."""
         running = beams.get((id(sampling), generated))
         if running is None:
             running = RunningGrammar(sampling, is_beam=True)
@@ -358,12 +358,12 @@ class Grammars:
         self._beams[id(sampling), generated] = running
         return running
 
-    # In the threads
+    # Functions that run in the threads
 
     def _prepare(self, job: MaskJob, running: RunningGrammar, pending: Sequence[int]) -> None:
-        """Compile the sequence's grammar, if it is not, and take the generated tokens that are new to it."""
+        """Compile the sequence's grammar if necessary, and pass the newly generated tokens to it."""
         if running.matcher is None:
-            job.started = 0.0  # the time to load the vocabulary is not the grammar's
+            job.started = 0.0  # excludes the time to load the vocabulary
             self._queue.num_words = (self.tables.get().vocab_size + 31) // 32
             job.started = time.monotonic()
             self._compile(running)

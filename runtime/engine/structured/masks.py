@@ -1,9 +1,9 @@
-"""Masks of a step's samples: the jobs that compute them, what waits for these, and the masks of the next step.
+"""Masks of a step's samples: the jobs that compute them, the wait for them, and the masks of the next step.
 
-Must not import what compiles grammars. One thread at a time uses a matcher: that of its job until the job is done, else
-the event loop between steps and the step's thread in a step. If a job may never end, its matchers are abandoned.
-Matchers of one compiled grammar share a lexer with a mutex, for which some calls of llguidance wait with the GIL, and
-with it the whole process. So a thread that uses one holds the lock of the compiled grammar.
+Must not import the compilation of grammars. One thread at a time uses a matcher: its job's thread until the job is
+done, otherwise the event loop between steps and the step's thread in a step. If a job may never end, its matchers are
+abandoned. Matchers of one compiled grammar share a lexer with a mutex, for which some calls of llguidance wait with the
+GIL, and with it the whole process. So a thread that uses one holds the lock of the compiled grammar.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ...model.runner import AllowedTokens, SamplingSpec
 from ..error_mapping import grammar_fault
 from .compiled_grammars import CompiledGrammar
 
-ISOLATED_MASKS = 4  # masks in jobs of its own for a sequence whose masks were late; doubled each time
+ISOLATED_MASKS = 4  # masks that a sequence computes in separate jobs after its masks were late; doubled each time
 MAX_DOUBLINGS = 8  # doublings of ISOLATED_MASKS
 LIMIT_S = 10.0  # limit for the masks of one job: some ambiguous grammars never end
-ABANDON_S = LIMIT_S / 2  # limit for a shared job; then each of its sequences restarts in a job of its own
-# In llguidance's messages about limits; the first depends on a sequence's text alone.
+ABANDON_S = LIMIT_S / 2  # limit for a shared job; then each of its sequences restarts in a separate job
+# Parts of llguidance's messages about limits; the first limit depends on a sequence's text alone.
 ITEMS_ERROR = "items; max is"
 LEXER_ERROR = "lexer error: too many"
 TOKENS_PER_MASK = 16  # tokens that a matcher replays between two masks
 HOLD_S = 0.0005  # wait of a job for a compiled grammar that another job uses
-MAX_FORCED = 64  # tokens; after more, forced tokens are not looked for: a text of 250,000 characters takes a second
+MAX_FORCED = 64  # most forced tokens: looking for a text of 250,000 characters takes a second
 
 _log = structlog.get_logger("quire.engine")
 
@@ -55,11 +55,11 @@ class MaskJob:
         self.held: list[CompiledGrammar] = []  # grammars whose locks the job holds
 
     def note_progress(self) -> None:
-        """Count the time of its computation from now on."""
+        """Restart the job's clock."""
         self.started = time.monotonic()
 
     def runs_longer_than(self, limit_s: float) -> bool:
-        """Return whether its computation began more than `limit_s` ago and is not done."""
+        """Return whether the computation began more than `limit_s` ago and is not done."""
         return not self.is_done and 0 < self.started < time.monotonic() - limit_s
 
     def add(self, running: RunningGrammar, drafts: tuple[int, ...]) -> None:
@@ -79,7 +79,7 @@ class MaskJob:
         return True
 
     def hold_all(self) -> None:
-        """Hold the compiled grammars of all sequences, and remove each sequence whose grammar another job holds."""
+        """Lock the compiled grammars of all sequences, and remove each sequence whose grammar another job holds."""
         for part in self.parts.copy():
             if not self.hold(part[0].compiled):
                 part[0].note_blocked()
@@ -101,23 +101,23 @@ class RunningGrammar:
     num_consumed: int = 0  # generated tokens that the matcher has taken
     job: MaskJob | None = None
     row: int = 0  # first mask of this sequence among the job's masks
-    end: int = 0  # the masks are those after the first `end` tokens of the context, and after each draft token
+    end: int = 0  # the masks follow the first `end` tokens of the context and each draft token
     drafts: tuple[int, ...] = ()
-    error: str | None = None  # why there are no masks
-    isolated_masks_left: int = 1  # masks still to compute in jobs of its own, before it joins the shared job again
-    num_late: int = 0  # times that its masks missed their step, up to MAX_DOUBLINGS
+    error: str | None = None  # reason why there are no masks
+    isolated_masks_left: int = 1  # masks to compute in separate jobs before the sequence joins the shared job again
+    num_late: int = 0  # number of times that the masks missed their step, up to MAX_DOUBLINGS
     is_beam: bool = False
     may_force: bool = True  # the step's thread looks for forced tokens
     is_alone: bool = False  # the sequence shares no compiled grammar
-    needs_restart: bool = False  # the matcher must be rebuilt: others exhausted or blocked the compiled grammar
-    blocked_since: float = 0.0  # time.monotonic() since which jobs of others use its compiled grammar; 0: none does
+    needs_restart: bool = False  # the matcher must be rebuilt: other sequences exhausted or blocked the grammar
+    blocked_since: float = 0.0  # time.monotonic() since which other jobs use the compiled grammar; 0: none
 
     def has_masks(self, end: int, drafts: tuple[int, ...]) -> bool:
-        """Return whether its job, done or not, is for the first `end` tokens of the context and these draft tokens."""
+        """Return whether the job, done or not, is for the first `end` tokens of the context and these draft tokens."""
         return self.job is not None and self.end == end and self.drafts[: len(drafts)] == drafts
 
     def check_limit(self) -> None:
-        """Note an error if the masks take so long that they may never come."""
+        """Note an error if the masks exceed their time limit."""
         if self.job is not None and self.job.runs_longer_than(LIMIT_S):
             self.error = f"structured_outputs: the tokens that may follow were not known after {LIMIT_S:.0f} s"
 
@@ -126,7 +126,7 @@ class RunningGrammar:
         return self.needs_restart or (self.job is not None and self.job.is_late and not self.job.is_done)
 
     def restarted(self) -> RunningGrammar:
-        """Return a grammar for the same sequence, without the matcher, that shares nothing with other sequences."""
+        """Return a grammar for the same sequence without a matcher or a compiled grammar of other sequences."""
         return RunningGrammar(
             self.sampling,
             isolated_masks_left=ISOLATED_MASKS << self.num_late,
@@ -136,7 +136,7 @@ class RunningGrammar:
         )
 
     def note_blocked(self) -> None:
-        """Discard the job, so that the next step submits a new one: a job of others uses the compiled grammar."""
+        """Discard the job, so that the next step submits a new one: another job uses the compiled grammar."""
         now = time.monotonic()
         self.job = None
         self.blocked_since = self.blocked_since or now
@@ -145,8 +145,8 @@ class RunningGrammar:
     def note_limit(self) -> None:
         """Note an error if the matcher has reached a limit, or a restart if that was a limit of its lexer.
 
-        A lexer's limits count all that the lexer has read: other sequences, and tokens without masks. The lexer of a
-        restarted grammar reads this sequence alone, with all masks, so its errors depend on the sequence only.
+        A lexer's limits count everything that the lexer has read: other sequences, and tokens without masks. The lexer
+        of a restarted grammar reads this sequence alone, with all masks, so its errors depend on the sequence only.
         """
         matcher = self.matcher
         if matcher is None or not matcher.is_error():
@@ -159,12 +159,12 @@ class RunningGrammar:
 
     def note_late(self) -> None:
         """Isolate the next masks: the last ones missed their step."""
-        if self.matcher is not None:  # otherwise the grammar is being compiled, which says nothing about its masks
+        if self.matcher is not None:  # None: the grammar is still being compiled
             self.isolated_masks_left = ISOLATED_MASKS << self.num_late
             self.num_late = min(self.num_late + 1, MAX_DOUBLINGS)
 
     def stays_isolated(self) -> bool:
-        """Count a mask that a token was sampled with. Return whether the next one needs a job of its own as well."""
+        """Count a mask that was used. Return whether the next mask needs a separate job as well."""
         if self.job is not None and not self.job.is_late:
             self.isolated_masks_left -= 1
         return self.isolated_masks_left > 0
@@ -178,7 +178,7 @@ class RunningGrammar:
         matcher = self.matcher
         assert matcher is not None, "a grammar is compiled before it accepts tokens"
         self.num_consumed += len(token_ids)
-        return all(map(matcher.consume_token, token_ids))  # one by one: a call holds the GIL
+        return all(map(matcher.consume_token, token_ids))  # one token per call, because a call holds the GIL
 
     def replay(self, token_ids: Sequence[int], note_progress: Callable[[], None]) -> bool:
         """Advance the matcher over tokens that were generated before. Return whether the grammar allows them.
@@ -193,7 +193,7 @@ class RunningGrammar:
                 matcher.compute_bitmask()
                 note_progress()
                 if matcher.is_error():
-                    return True  # `note_limit` says which limit
+                    return True  # `note_limit` finds the limit
             if not self.accept((token_id,)):
                 return False
         return True
@@ -214,7 +214,7 @@ class RunningGrammar:
     def forced(self, limit: int) -> tuple[int, ...]:
         """Return up to `limit` of the tokens that the grammar forces next.
 
-        They are looked for even if none is returned: the mask needs the first, and its job would wait for the GIL.
+        The tokens are computed even for limit 0: the mask needs the first one, and its job would wait for the GIL.
         """
         if self.matcher is None:
             return ()
@@ -229,7 +229,7 @@ class MaskQueue:
     """Jobs of many sequences, each computed with one call of llguidance: one at a time, in order."""
 
     def __init__(self, num_cores: int) -> None:
-        self.changed = threading.Condition()  # notified when a job is done, in whatever thread
+        self.changed = threading.Condition()  # notified when a job is done in any thread
         self.num_words = 0  # words of a mask; set with the first grammar
         self._num_cores = num_cores
         self._executor = LLExecutor(num_cores)
@@ -237,7 +237,10 @@ class MaskQueue:
         self._jobs: deque[MaskJob] = deque()  # the first is being computed
 
     def run(self, job: MaskJob) -> None:
-        """Compute `job` and all jobs queued meanwhile in this thread. If another one is computing, only queue `job`."""
+        """Compute `job` and all jobs queued meanwhile in this thread.
+
+        If another thread is computing, only queue `job`.
+        """
         with self._lock:
             jobs = self._jobs
             jobs.append(job)
@@ -251,14 +254,14 @@ class MaskQueue:
                     return
 
     def abandon_slow(self) -> None:
-        """Abandon all jobs if the first takes so long that it may never end: a call of the library cannot be ended."""
+        """Abandon all jobs if the first exceeds its time limit: a call of the library cannot be interrupted."""
         with self._lock:
             if self._jobs and self._jobs[0].runs_longer_than(ABANDON_S):
                 for job in self._jobs:
                     job.is_abandoned = True
-                self._executor = LLExecutor(self._num_cores)  # jobs wait for the threads of the other one
+                self._executor = LLExecutor(self._num_cores)  # jobs would wait for the old threads
                 slow, self._jobs = self._jobs, deque()
-                while len(slow) > 1:  # the job's thread must compute no other
+                while len(slow) > 1:  # the job's thread must not compute another job
                     slow.pop()
 
     def compute(self, job: MaskJob, prepare: Callable[[], None] | None = None) -> None:
@@ -273,7 +276,7 @@ class MaskQueue:
             for running, _, _ in job.parts:
                 running.blocked_since = 0.0
                 running.note_limit()
-        except BaseException as error:  # a panic of llguidance too
+        except BaseException as error:  # includes panics of llguidance
             is_known = isinstance(error, QuireError)
             if not is_known:
                 _log.error("computing masks failed", error=_shown(error))
@@ -293,8 +296,8 @@ class MaskQueue:
     def _masks(self, job: MaskJob) -> Any:
         """Return the masks of a job; llguidance computes them without the GIL.
 
-        One mask is computed in the calling thread: if it never ends, no other job waits for it. Nothing is masked after
-        a draft token that is not allowed: it is not sampled, so what follows is not used.
+        A single mask is computed in the calling thread: if it never ends, no other job waits for it. After a draft
+        token that is not allowed, nothing is masked: the token is not sampled, so later samples are not used.
         """
         masks = np.empty((job.num_masks, self.num_words), np.int32)
         where = (masks.ctypes.data, masks.strides[0], job.num_masks)
@@ -328,8 +331,8 @@ class StepMasks:
     wait_alone_s: float  # wait if no other sequence samples
     sampling: list[tuple[RunningGrammar, ScheduledSequence, int]] = field(default_factory=list)  # int: first sample
     busy: set[int] = field(default_factory=set)  # request ids whose matcher computes masks for other tokens
-    others_sample: bool = False  # sequences without a grammar
-    next: MaskJob = field(default_factory=MaskJob)  # the masks after the samples
+    others_sample: bool = False  # the step samples sequences without a grammar
+    next: MaskJob = field(default_factory=MaskJob)  # job of the masks after the samples
 
     def wait(self) -> AllowedTokens:
         """Wait for the masks, but not so long that other sequences notice. A job that is not ready has no masks."""
@@ -341,11 +344,11 @@ class StepMasks:
         return AllowedTokens(masks, *self._rows(offsets))
 
     def advance(self, result: StepResult, max_forced: int) -> StepResult:
-        """Let the matchers take the accepted samples, and prepare the job of the masks after these.
+        """Advance the matchers over the accepted samples, and prepare the job of the masks after these.
 
-        A matcher whose compiled grammar is in use takes them with the next step: it would wait for it with the GIL.
-        Returns the result with up to `max_forced` tokens that each grammar forces next, which may become draft tokens.
-        Their masks are computed as well.
+        A matcher whose compiled grammar is in use advances with the next step, because it would hold the GIL while it
+        waits. Returns the result with up to `max_forced` tokens that each grammar forces next, which may become draft
+        tokens. Their masks are computed as well.
         """
         sampled, job = result.sampled, self.next
         deadline, held = time.monotonic() + HOLD_S, None
@@ -380,7 +383,7 @@ class StepMasks:
             self.queue.run(self.next)
 
     def _rows(self, offsets: dict[MaskJob | None, int]) -> tuple[dict[int, int], dict[int, str | None]]:
-        """Return the first mask of each request, and the errors of those without masks: None if these are late."""
+        """Return the first mask of each request, and the errors of requests without masks: None if masks are late."""
         first: dict[int, int] = {}
         missing: dict[int, str | None] = {}
         for running, sequence, _ in self.sampling:
@@ -394,7 +397,7 @@ class StepMasks:
         return first, missing
 
     def _wait_for(self, pending: list[MaskJob], others_sample: bool) -> None:
-        """Wait until one of the jobs is done, unless `others_sample`; then until all are that were not late before."""
+        """Wait until one of the jobs is done; with `others_sample`, until all that were not late before are done."""
         changed, new = self.queue.changed, [job for job in pending if not job.is_late]
         with changed:
             if not others_sample:
@@ -409,13 +412,13 @@ class StepMasks:
 
 
 def _shown(error: BaseException) -> str:
-    """Return one line about an error; llguidance's own have its state and a backtrace on further lines."""
+    """Return the first line of an error; llguidance's errors have its state and a backtrace on further lines."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]:.300}"
 
 
 def _stacked(jobs: Iterable[MaskJob | None]) -> tuple[Any, dict[MaskJob | None, int]]:
-    """Return the masks of all jobs that are done, int32 [masks, words] or None, and each job's first row in them."""
+    """Return the masks of all finished jobs, int32 [masks, words] or None, and each job's first row in them."""
     masks: list[Any] = []
     offsets: dict[MaskJob | None, int] = {}
     num_masks = 0
@@ -428,7 +431,7 @@ def _stacked(jobs: Iterable[MaskJob | None]) -> tuple[Any, dict[MaskJob | None, 
 
 
 def _accepted(sequence: ScheduledSequence, sampled: Sequence[SampledToken], at: int) -> Sequence[int]:
-    """Return the samples from `at` on up to the first that differs from its draft token, or has no token."""
+    """Return the samples from `at` on up to the first one that differs from its draft token or has no token."""
     accepted: list[int] = []
     drafts = sequence.context[len(sequence.context) - sequence.num_samples + 1 :]
     for token, draft in zip(sampled[at : at + sequence.num_samples], (*drafts, None), strict=True):

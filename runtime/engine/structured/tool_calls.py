@@ -29,9 +29,9 @@ _log = structlog.get_logger("quire.engine")
 
 
 class ToolCalls:
-    """The forms of an output: text with `markup`, with calls of `tools` as `choice` says.
+    """The forms of an output: text with `markup`, with calls of `tools` according to `choice`.
 
-    Raises InvalidRequest for tools that the model cannot call, or that are not there.
+    Raises InvalidRequest for unknown tools, and for tools that the model cannot call.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class ToolCalls:
     def structure(self, prompt: str, answer: StructuredOutputs | None) -> StructuredOutputs | None:
         """Return the rule that the output must match: calls, or else `answer`, after any reasoning. None: any text.
 
-        `prompt` is the rendered chat. It takes milliseconds: use a thread. Raises InvalidRequest.
+        `prompt` is the rendered chat. The call takes milliseconds: use a thread. Raises InvalidRequest.
         """
         if not self._has_tools and (answer is None or not (self.markup.reasoning or self.markup.channels)):
             return answer
         if answer is not None:
             self._check(answer)
-        # A bounded integer takes thousands of a grammar's expressions: those of many tools are too many. A schema that
-        # is not strict, and that no grammar can have, is left to the model.
+        # A bounded integer takes thousands of a grammar's expressions, too many for many tools. A schema that is not
+        # strict, and that no grammar can enforce, is left to the model.
         ways: tuple[_SchemaOf, ...] = (_schema, partial(self._possible_schema, prompt))
         for schema_of, bounds_integers in product(ways, (True, False)):
             try:
@@ -96,7 +96,10 @@ class ToolCalls:
         raise refusal
 
     def _check(self, structure: StructuredOutputs) -> None:
-        """Raise InvalidRequest for a grammar that cannot be used: without integers, two ways lead to the same one."""
+        """Raise InvalidRequest for an unusable grammar.
+
+        Results are kept: without integers, two schemas give the same one.
+        """
         if structure not in self._refusals:
             try:
                 self._check_anew(structure)
@@ -107,7 +110,7 @@ class ToolCalls:
             raise refusal
 
     def new_parser(self, prompt: str, answer: StructuredOutputs | None) -> NewParser | None:
-        """Return the maker of a parser for each output; None if every output is an answer and nothing else."""
+        """Return the factory of parsers for outputs; None if every output is only an answer."""
         schemas = {name: self._types(function) for name, function in self._functions.items()}
         if self.markup.channels:
             return partial(ChannelParser, self.markup, schemas)
@@ -130,7 +133,7 @@ class ToolCalls:
         return StructuredOutputs(lark=grammar)
 
     def _possible_schema(self, prompt: str, function: Mapping[str, Any], bounds_integers: bool) -> dict[str, Any]:
-        """Return the schema of a tool's arguments, or as much of it as a grammar can have.
+        """Return the schema of a tool's arguments, or the part of it that a grammar can enforce.
 
         Raises InvalidRequest for a strict tool.
         """
@@ -156,7 +159,7 @@ class ToolCalls:
         return schema
 
     def _types(self, function: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a schema that says of which types the arguments are, also if it cannot be enforced."""
+        """Return a schema with the types of the arguments, even if it cannot be enforced."""
         calls = self._grammar_markup.calls
         try:
             schema = _schema(function)
@@ -183,6 +186,6 @@ def _schema(function: Mapping[str, Any], bounds_integers: bool = True) -> dict[s
         schema: dict[str, Any] = enforceable_schema(function.get("parameters", {}), bounds_integers=bounds_integers)
     except RecursionError:
         raise InvalidRequest("a JSON schema is nested too deeply") from None
-    if "$ref" in schema and "allOf" not in schema:  # some drafts ignore a type beside a reference
+    if "$ref" in schema and "allOf" not in schema:  # some drafts ignore a type next to a reference
         schema["allOf"] = [{"$ref": schema.pop("$ref")}]
     return {**ANY_OBJECT, **schema}

@@ -3,10 +3,10 @@
 usage: python trial_process.py MAX_SECONDS MAX_BYTES MAX_LEFT_BYTES
 
 A call of llguidance cannot be ended; some take gigabytes, or never end. A trial compiles a grammar for a vocabulary of
-single bytes and takes some bytes of text. It reads lines of JSON, a grammar and the names and values of its limits. It
-answers each with a line: why the grammar cannot be used, an empty text if it can, and whether the process continues.
-The system ends it at a grammar that takes too long or too much memory; it ends itself after one that has left it larger
-by `MAX_LEFT_BYTES`. It imports nothing of Quire, which would take 40 MiB.
+single bytes and consumes some bytes of text. The process reads lines of JSON, each with a grammar and the names and
+values of its limits. It answers each with a line: the fault of the grammar, empty if it can be used, and whether the
+process continues. The system kills the process at a grammar that takes too long or too much memory; the process exits
+after a grammar that has left it larger by `MAX_LEFT_BYTES`. It imports nothing of Quire, which would take 40 MiB.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 STACK_BYTES = 256 << 20  # 256 KiB of references, the longest grammar, take 70 MB
-NUM_TOKENS = 4  # bytes that a grammar takes in a trial
-MAX_TOKEN_S = 0.025  # CPU time of one token: the library holds the GIL meanwhile
+NUM_TOKENS = 4  # bytes that a grammar consumes in a trial
+MAX_TOKEN_S = 0.025  # CPU time of one token, during which the library holds the GIL
 DEAD_END = "NoExtension"  # word of the library's message: no byte may follow, and the text may not end
 END = 256  # the token that ends a text
 
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Set the limit at which the system acts; the highest one that this process may set stays as it is."""
+    """Set the soft limit; the hard limit stays."""
     highest = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (value if highest == resource.RLIM_INFINITY else min(value, highest), highest))
 
@@ -71,13 +71,16 @@ def _tried(tables: LLTokenizer, grammar: str, limits: LLParserLimits) -> str:
             return _walked(LLMatcher(tables, grammar, log_level=0, limits=limits)) or message
         return message
     except MemoryError:
-        raise  # ends the process, as the limit of memory does elsewhere
+        raise  # ends the process, as the memory limit does elsewhere
     except BaseException as error:  # a panic of llguidance, too
         return str(error)
 
 
 def _walked(matcher: LLMatcher) -> str:
-    """Take a few bytes that the grammar allows. A limit that they reach is an error of the request, later."""
+    """Consume a few bytes that the grammar allows.
+
+    Reaching a limit is not a fault here, but later an error of the request.
+    """
     for _ in range(NUM_TOKENS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         allowed = [byte for byte in range(END) if mask >> byte & 1]

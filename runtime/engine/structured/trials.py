@@ -1,6 +1,6 @@
-"""`Trials`: processes in which grammars are tried before an engine compiles them; see `trial_process.py`.
+"""`Trials`: processes that try grammars before an engine compiles them; see `trial_process.py`.
 
-Must not import what a grammar is made of.
+Must not import grammars.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ MAX_BYTES = 128 << 20  # growth by a grammar: a regular expression of 100 KB tak
 MAX_LEFT_BYTES = 32 << 20  # growth that may remain after a grammar
 MAX_CPU_S = 2  # CPU seconds per grammar, approximate
 IDLE_S = 30  # idle time after which a process ends
-TRIAL_WAIT_S = 30  # wall time per grammar, on a machine that has no time for it
+TRIAL_WAIT_S = 30  # wall time per grammar, for overloaded machines
 TRIAL_PROGRAM = (sys.executable, "-P", str(Path(__file__).with_name("trial_process.py")))
 TRIAL_COMMAND = (*TRIAL_PROGRAM, *map(str, (MAX_CPU_S, MAX_BYTES, MAX_LEFT_BYTES)))
 TOO_MUCH = f"compiling it takes more than {MAX_CPU_S} s or {MAX_BYTES >> 20} MiB"
 FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP, signal.SIGXCPU)
-# Exit statuses of a process that its grammar ended: Rust aborts and Python's thread returns where memory is refused.
-# All other statuses have causes outside.
+# Exit statuses of a process that its grammar ended: where memory is refused, Rust aborts and Python's thread returns.
+# All other statuses have external causes.
 ENDS_BY_GRAMMARS = (0, *(-number for number in FAULTS))
 
 
 class Trials:
-    """Any thread may call `refusal`, which starts a process if none is idle, or waits for one of `MAX_PROCESSES`."""
+    """A pool of trial processes.
+
+    Any thread may call `refusal`, which starts a process if none is idle, or waits for one of `MAX_PROCESSES`.
+    """
 
     def __init__(self) -> None:
         self._free = threading.Semaphore(MAX_PROCESSES)
@@ -47,9 +50,9 @@ class Trials:
         self._is_closed = False
 
     def refusal(self, grammar: str, limits: Mapping[str, int]) -> str:
-        """Return why a grammar in llguidance's form cannot be used with these limits; an empty text if it can.
+        """Return the fault of a grammar in llguidance's form under these limits; an empty text if it can be used.
 
-        A process that is ended from outside is replaced once. Raises Unavailable if a grammar cannot be tried, and
+        A process that is killed from outside is replaced once. Raises Unavailable if a grammar cannot be tried, and
         after `close`.
         """
         request = json.dumps([grammar, limits]).encode() + b"\n"
@@ -62,7 +65,7 @@ class Trials:
         return answer
 
     def close(self) -> None:
-        """End the processes, also while they try a grammar. Idempotent."""
+        """End the processes, even while they try a grammar. Idempotent."""
         with self._lock:
             self._is_closed = True
             trying = list(self._trying)
@@ -83,7 +86,7 @@ class Trials:
         raise _closed()
 
     def _answer(self, process: subprocess.Popen[bytes], request: bytes) -> str | None:
-        """Return what `refusal` does; None if the process was ended from outside. Raises Unavailable."""
+        """Return the result of `refusal`; None if the process was killed from outside. Raises Unavailable."""
         goes_on = False
         try:
             answer = _ask(process, request)
@@ -147,8 +150,8 @@ def _started() -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # Ctrl-C in a terminal reaches the server only. A group of the server's session, not a session: when the
-            # server ends, the system ends a process of the group that is stopped.
+            # A process group of the server's session: Ctrl-C in a terminal reaches the server only, and when the server
+            # ends, the system also ends a stopped process of the group.
             process_group=0,
         )
     except OSError as error:

@@ -31,8 +31,8 @@ RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})  # variable
 class ChatTemplate:
     """A compiled chat template, which can use `variables` (bos_token, eos_token, …) by name.
 
-    `tool_source` is that of the template for chats with tools, if it is another one. Raises CorruptCheckpoint if a
-    source is not a template.
+    `tool_source` is the source of a separate template for chats with tools. Raises CorruptCheckpoint if a source is not
+    a template.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, path: str | Path, given: Path | None = None) -> ChatTemplate:
-        """Read the template of a folder or GGUF file, or that of the file `given` instead.
+        """Read the template of a folder or GGUF file, or the file `given` instead.
 
-        Raises UnsupportedModel if there is no template, CorruptCheckpoint for one that cannot be used, ConfigError if
-        `given` cannot be read.
+        Raises UnsupportedModel without a template, CorruptCheckpoint for an unusable one, ConfigError if `given` cannot
+        be read.
         """
         sources = read_sources(Path(path), given)
         return cls(
@@ -102,9 +102,10 @@ class ChatTemplate:
         """Return the prompt text. It includes special tokens, so encode it with `add_special_tokens=False`.
 
         `tools` are functions in OpenAI's form; `variables` are for the template, such as `enable_thinking`. `syntax` is
-        how the model writes calls, for templates that do not read tools or calls. It may take up to RENDER_TIMEOUT_S:
-        call it in a thread. Messages are maps with text keys, of texts, numbers, booleans, None, lists and maps. Raises
-        InvalidRequest if they are not, and if the template refuses them, exceeds its limits or does not end.
+        the model's syntax of calls, for templates that do not read tools or calls. Rendering may take up to
+        RENDER_TIMEOUT_S: call this method in a thread. Messages are maps with text keys, of texts, numbers, booleans,
+        None, lists and maps. Raises InvalidRequest if they are not, or if the template refuses them, exceeds its limits
+        or does not end.
         """
         return self.render_marked(messages, tools, variables, syntax=syntax, marks=None).text
 
@@ -140,7 +141,7 @@ class ChatTemplate:
         return RenderedChat(text) if chat_marks is None else chat_marks.rendered(text)
 
     def render_unchanged(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """Return the prompt text of messages as they are, as sentence-transformers renders them.
+        """Return the prompt text of unchanged messages, as sentence-transformers renders them.
 
         No reply follows unless `add_generation_prompt` is true in `variables`. Raises InvalidRequest.
         """
@@ -159,9 +160,9 @@ class ChatTemplate:
         return self._tool_template if reads_calls == [False, True] else self._template
 
     def _abilities_of(self, template: Template, has_tools: bool) -> Abilities:
-        """Return what `template` shows of chats with tools, or without."""
+        """Return the abilities of `template` for chats with tools, or without."""
         key = template, has_tools
-        if key not in self._abilities:  # several threads may each make one
+        if key not in self._abilities:  # several threads may each create the same entry
             self._abilities[key] = Abilities(
                 lambda messages, tools: self._run(template, messages, tools, {}), has_tools, self.uses("type")
             )
@@ -175,7 +176,7 @@ class ChatTemplate:
         except TimeoutError:
             kind = TemplateTimeout
             reason = f"the chat template took longer than {RENDER_TIMEOUT_S} s for these messages"
-        # A template can raise whatever its expressions raise: TypeError, ZeroDivisionError, SecurityError, …
+        # A template can raise any error of its expressions: TypeError, ZeroDivisionError, SecurityError, …
         except Exception as error:
             reason = f"the chat template refused these messages: {error}"[:MAX_ERROR_CHARACTERS]
-        raise kind(reason)  # not within `except`: the other error's traceback holds what the template made
+        raise kind(reason)  # not within `except`: the other error's traceback holds the template's values

@@ -1,7 +1,7 @@
-"""Chats in the form that a template shows completely: nothing that a client sends is left out of the prompt.
+"""Chats in a form that a template shows completely, so that no part of a client's chat is missing in the prompt.
 
-Roles change as other servers change them: a system message that a template refuses joins the user's first message,
-calls and results that a template does not read become text, and messages in a row are joined where roles alternate.
+Roles change as in other servers: a system message that a template refuses joins the user's first message, calls and
+results that a template does not read become text, and consecutive messages are joined where roles must alternate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .template_abilities import Abilities, with_parts
 
 TOOLS_TEXT = "You can call these tools. Each line has a tool's name, and the JSON schema of its arguments:"
 CALL_TEXT = "To call a tool, write:"
-RESULT = "<tool_response>\n", "\n</tool_response>"  # around results that are a user's text
+RESULT = "<tool_response>\n", "\n</tool_response>"  # literals around results in a user's text
 ID_LENGTH = 9
 
 _WORD = re.compile("[A-Za-z0-9]+")
@@ -30,7 +30,7 @@ Chat = list[Message]
 
 
 def adapted(chat: Chat, tools: Sequence[Message], abilities: Abilities, syntax: CallSyntax | None) -> Chat:
-    """Return the chat as the template reads it. `syntax` is how the model writes calls, if it is known.
+    """Return the chat in a form that the template reads. `syntax` is the model's syntax of calls, if it is known.
 
     Raises InvalidRequest if the template cannot show the calls of earlier answers, TemplateTimeout.
     """
@@ -50,7 +50,7 @@ def adapted(chat: Chat, tools: Sequence[Message], abilities: Abilities, syntax: 
 
 
 def check_complete(chat: Chat, text: str) -> None:
-    """Raise InvalidRequest if a call or a result is not in the prompt: a template may leave out some places."""
+    """Raise InvalidRequest if a call or a result is missing in the prompt: a template may skip it in some positions."""
     for message in chat:
         texts = [call["function"]["name"] for call in message.get("tool_calls") or ()]
         texts += [message["content"]] if message.get("role") == "tool" else []
@@ -73,7 +73,7 @@ def _with_calls(chat: Chat, abilities: Abilities, syntax: CallSyntax) -> Chat:
 
 
 def _with_shown_calls(message: Message, abilities: Abilities, syntax: CallSyntax) -> Chat:
-    """Return a message so that its content and its calls are both shown."""
+    """Return a message in a form whose content and calls are both shown."""
     calls = message.get("tool_calls")
     content = message.get("content")
     if not calls or abilities.shows_calls(content if isinstance(content, str | None) else "text"):
@@ -98,7 +98,7 @@ def _with_calls_as_text(message: Message, abilities: Abilities, syntax: CallSynt
 
 
 def _with_results_as_text(chat: Chat) -> Chat:
-    """Return the chat with results as messages of the user, those in a row as one."""
+    """Return the chat with results as messages of the user, consecutive results in one message."""
     changed: Chat = []
     before_is_result = False
     for message in chat:
@@ -140,7 +140,7 @@ def _one_by_one(chat: Chat) -> Chat:
 
 
 def _with_short_ids(message: Message) -> Message:
-    """Return a message in which the ids of calls have nine letters and digits, as Mistral's templates demand."""
+    """Return a message with ids of calls that have nine letters and digits, as Mistral's templates demand."""
     if message.get("tool_calls"):
         return {**message, "tool_calls": [{**each, "id": _short_id(each["id"])} for each in message["tool_calls"]]}
     if isinstance(message.get("tool_call_id"), str):
@@ -175,7 +175,7 @@ def _with_argument_text(message: Message) -> Message:
 def _with_tools_in_system(
     chat: Chat, tools: Sequence[Message], abilities: Abilities, syntax: CallSyntax | None
 ) -> Chat:
-    """Return the chat with its tools in the system message, which it may not have yet."""
+    """Return the chat with its tools in the system message, which is added if necessary."""
     has_system = chat[0].get("role") == "system"
     system = chat[0] if has_system else {"role": "system", "content": ""}
     functions = [tool["function"] for tool in tools]
@@ -190,7 +190,7 @@ def _with_tools_in_system(
 
 
 def _with_systems(chat: Chat, abilities: Abilities) -> Chat:
-    """Return the chat with each system message where the template shows it, or as text of the user."""
+    """Return the chat with each system message at a place that the template shows, or as text of the user."""
     begin = 1 if chat[0].get("role") == "system" else 0
     num_later = sum(each.get("role") == "system" for each in chat[begin:])
     is_one = num_later == 1 and not (begin and abilities.takes_system)
@@ -206,7 +206,7 @@ def _with_systems(chat: Chat, abilities: Abilities) -> Chat:
 
 
 def _joined(chat: Chat, abilities: Abilities) -> Chat:
-    """Return the chat with messages in a row as one where the template demands that roles alternate."""
+    """Return the chat with consecutive messages joined where the template demands that roles alternate."""
     changed: Chat = []
     for message in chat:
         last = changed[-1] if changed else {}

@@ -17,7 +17,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of a mes
 
 
 class ValueLimit:
-    """Copies of nested values, which together have at most MAX_MESSAGE_VALUES values."""
+    """A copier of nested values, which together have at most MAX_MESSAGE_VALUES values."""
 
     def __init__(self) -> None:
         self._left = MAX_MESSAGE_VALUES
@@ -77,7 +77,7 @@ def checked_messages(messages: Sequence[Mapping[str, Any]], limit: ValueLimit) -
 
 
 def offered_tool(tool: Any) -> dict[str, Any]:
-    """Return a tool as models see it: without `strict`, which is about the grammar."""
+    """Return a tool for the prompt: without `strict`, which only concerns the grammar."""
     function = {key: value for key, value in tool["function"].items() if key != "strict"}
     return {"type": "function", "function": function}
 

@@ -9,8 +9,8 @@ from .chat import ChatTemplate
 from .content_marks import ContentMarks, RenderedChat
 from .tokenizer import Tokenizer
 
-MAX_KEPT_NAMES = 256  # names of one chat whose ids are kept while it is encoded
-ANCHORS = ("\n", " ", ".", "a")  # texts that a text is encoded after, so that no space is put before it
+MAX_KEPT_NAMES = 256  # names whose ids are kept while a chat is encoded
+ANCHORS = ("\n", " ", ".", "a")  # texts before an encoded text, so that the tokenizer puts no space before it
 
 
 class ChatTokens:
@@ -22,12 +22,12 @@ class ChatTokens:
 
     @cached_property
     def marks(self) -> ContentMarks:
-        """How the content of chats is marked."""
+        """The marks of content in chats."""
         return ContentMarks(self._tokenizer.special_tokens, self._written, self._template.literals)
 
     @cached_property
     def _written(self) -> frozenset[str]:
-        """Names of added tokens that are not special, but that the template writes."""
+        """Names of added tokens that the template writes, and that are not special."""
         others = self._tokenizer.added_tokens.keys() - self._tokenizer.special_tokens.keys()
         return frozenset(name for name in others if name.strip() and name in self._template.source)
 
@@ -37,9 +37,9 @@ class ChatTokens:
         return self._tokenizer.special_token_ids.union(written)
 
     def encode(self, chat: RenderedChat, encode: Callable[[str], Sequence[int]]) -> Sequence[int]:
-        """Return the token ids of `chat`. The function `encode` returns those of a text, with its special tokens."""
+        """Return the token ids of `chat`. The function `encode` returns the ids of a text with special tokens."""
         token_ids = encode(chat.text)
-        is_normalized = self._tokenizer.has_normalized_markup  # a text that only resembles a special token may be one
+        is_normalized = self._tokenizer.has_normalized_markup  # text that resembles a special token may become one
         if chat.marked == chat.text and not is_normalized:
             return token_ids
         written = len(self.marks.names.findall(chat.marked))
@@ -50,13 +50,13 @@ class ChatTokens:
         return token_ids if found == written else tuple(self._without_forged(chat))
 
     def _without_forged(self, chat: RenderedChat) -> Iterator[int]:
-        """Yield the token ids; a special token that is not the template's is encoded as text."""
+        """Yield the token ids; a special token that the template did not write is encoded as text."""
         written = {
             span
             for token_id, span in self._tokenizer.encode_with_spans(chat.marked)
             if token_id in self._markup_ids and self.marks.names.search(chat.marked, *span)
         }
-        as_text = lru_cache(MAX_KEPT_NAMES)(self._as_text)  # a text may have one name many times
+        as_text = lru_cache(MAX_KEPT_NAMES)(self._as_text)  # a text may repeat a name many times
         for token_id, span in self._tokenizer.encode_with_spans(chat.text):
             if token_id in self._markup_ids and span not in written:
                 yield from as_text(chat.text[slice(*span)])

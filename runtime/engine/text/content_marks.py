@@ -1,4 +1,4 @@
-"""Marks in the content of a chat: which characters of a prompt come from the request, and not from the chat template.
+"""Marks in the content of a chat, which distinguish the request's characters in a prompt from the template's.
 
 A chat's content must not become control tokens: `<|im_end|>` in a user's text is text. Before the template runs, the
 characters with which control tokens begin and end are replaced in the content by private characters, one by one, so
@@ -17,12 +17,12 @@ from typing import Any
 from ...common.errors import InvalidRequest
 
 PRIVATE = re.compile("[\U00100000-\U0010fffd]")
-PRIVATE_CODES = range(0x100000, 0x10FFFE)  # the last private plane, which hardly any text uses
+PRIVATE_CODES = range(0x100000, 0x10FFFE)  # the last private plane, which is rarely used
 NO_MATCH = "(?!)"
-MAX_COMPARED = 100  # characters of a text that a template compares content with
-MAX_NESTED = 40  # characters of texts whose common beginnings are compared once
+MAX_COMPARED = 100  # length of texts with which a template compares content
+MAX_NESTED = 40  # length of texts whose common prefixes are compared once
 JSON_SYNTAX = '"\\\n\r\t'  # characters that JSON escapes
-# Keys of messages, parts, calls and tools that code reads by name.
+# Keys of messages, parts, calls and tools that templates read by name.
 STRUCTURE = frozenset(
     {"type", "text", "content", "role", "id", "function", "name", "arguments", "description", "parameters"}
     | {"properties", "required", "items", "enum", "tool_calls", "tool_call_id"}
@@ -34,11 +34,11 @@ class RenderedChat:
     """The prompt text of a chat, and the same text with private characters in the content of the request."""
 
     marked: str
-    originals: Mapping[int, str] = field(default_factory=dict)  # characters by the codes that stand for them
+    originals: Mapping[int, str] = field(default_factory=dict)  # original characters by private code
 
     @cached_property
     def text(self) -> str:
-        """The prompt text as the model gets it."""
+        """The prompt text for the model."""
         return self.marked.translate(self.originals) if self.originals else self.marked
 
     def with_marked(self, marked: str) -> RenderedChat:
@@ -47,11 +47,11 @@ class RenderedChat:
 
 
 class ContentMarks:
-    """How content is marked for one vocabulary and chat template.
+    """The marking of content for one vocabulary and chat template.
 
     `special` has the names of special tokens, `written` the names of other added tokens that the template writes as
-    markup. Neither is markup in content. In answers and in variables of the template, `written` names stay markup: the
-    model may have written them. `literals` has the texts that the template compares content with.
+    markup. Neither kind is markup in content. In answers and in variables of the template, `written` names stay markup:
+    the model may have written them. `literals` has the texts with which the template compares content.
     """
 
     def __init__(self, special: Collection[str], written: Collection[str], literals: Collection[str]) -> None:
@@ -73,7 +73,7 @@ class ContentMarks:
         return ChatMarks(self, free)
 
     def mark(self, text: str, private: Callable[[str], str], *, keeps_added: bool) -> str:
-        """Return `text` with its marks, which `private` returns for a character.
+        """Return `text` with marks; `private` returns the mark of a character.
 
         With `keeps_added`, added tokens that are not special stay.
         """
@@ -93,7 +93,7 @@ class ContentMarks:
 
 
 class ChatMarks:
-    """The private characters that stand for others in one chat."""
+    """The private characters of one chat, and the characters that they replace."""
 
     def __init__(self, marks: ContentMarks, free: Iterator[str]) -> None:
         self._marks = marks
@@ -102,7 +102,7 @@ class ChatMarks:
         self._originals: dict[int, str] = {}
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message whose content is marked. Its role is one of the API's."""
+        """Return a message with marked content. Its role must be one of the API's roles."""
         is_answer = message.get("role") == "assistant"
         return {
             key: value if key == "role" else self.value(value, keeps_added=is_answer and key != "tool_calls")
@@ -126,7 +126,7 @@ class ChatMarks:
         return value
 
     def rendered(self, text: str) -> RenderedChat:
-        """Return the prompt that a template has made of the marked content."""
+        """Return the prompt that a template has made from the marked content."""
         return RenderedChat(text, self._originals)
 
     def _stand_in(self, character: str) -> str:
@@ -141,9 +141,9 @@ class ChatMarks:
 
 
 def one_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of the longest of `texts` at a place; common beginnings are compared once."""
+    """Return a pattern for the longest of `texts` at a position; common prefixes are compared once."""
     tree: dict[str, Any] = {}
-    long: list[str] = []  # a pattern of many nested groups cannot be compiled
+    long: list[str] = []  # separate, because a pattern with many nested groups cannot be compiled
     for text in texts:
         if len(text) > MAX_NESTED:
             long.append(text)
@@ -168,7 +168,7 @@ def _pattern(tree: Mapping[str, Any]) -> str:
 
 
 def _apart(texts: Collection[str], names: Collection[str], pattern: re.Pattern[str]) -> Iterator[str]:
-    """Yield each of `texts` that is no part of a name, has no name, and overlaps with none at an end."""
+    """Yield each of `texts` that is not part of a name, contains no name, and does not overlap with a name."""
     longest = max(map(len, texts), default=0)
     joined = "\n".join(names)
     begins = {name[:length] for name in names for length in range(1, min(len(name), longest))}
@@ -181,7 +181,7 @@ def _apart(texts: Collection[str], names: Collection[str], pattern: re.Pattern[s
 
 
 def _is_edge(character: str) -> bool:
-    """Return whether a character may be replaced throughout a text: JSON must still see its own characters."""
+    """Return whether a character may be replaced throughout a text; the syntax of JSON must stay."""
     return not character.isalnum() and not character.isspace() and character not in JSON_SYNTAX
 
 

@@ -1,6 +1,6 @@
 """Streaming detokenizer of one sequence: token ids in, finished text out, up to the first stop string.
 
-The prompt's text and the pieces of text, joined, are the decoded prompt and sequence, cut at the stop string. No piece
+The prompt's text and the joined pieces equal the decoded prompt and sequence, cut at the stop string. No piece
 ends inside a UTF-8 character or inside a possible stop string. The cost of a token does not depend on the length of the
 stream.
 """
@@ -21,10 +21,10 @@ CONTEXT_TOKENS = 4  # context tokens before a sequence: a character has at most 
 class IncrementalDetokenizer:
     """Detokenizer of one sequence: `push` its tokens, and `finish` when it has ended without a stop string.
 
-    A stop string counts only if its last token is the `min_tokens`-th or later; before, it is ordinary text. Special
-    tokens add nothing to the text, except the ids in `markup`, which add MARK and their names. `context` are the tokens
-    before the sequence: decoders drop a space at the start of a text, but not within it. With `as_bytes` the text has
-    the bytes of each token as a grammar reads them, whatever is before it.
+    A stop string counts only if its last token is the `min_tokens`-th or later; before that it is ordinary text.
+    Special tokens add nothing to the text, except the ids in `markup`, which add MARK and their names. `context` are
+    the tokens before the sequence: decoders drop a space at the start of a text, but not within it. With `as_bytes` the
+    text has the bytes of each token that a grammar reads, independent of its context.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class IncrementalDetokenizer:
         self._min_tokens = min_tokens
         self._held = ""  # text that could be the start of a stop string
         self.num_tokens = 0
-        self.stop_string: str | None = None  # the one that ended the text
-        self.stop_token_index: int | None = None  # index of the token that completed it
+        self.stop_string: str | None = None  # stop string that ended the text
+        self.stop_token_index: int | None = None  # index of the token that completed the stop string
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Return the text that these tokens finished. Tokens after a complete stop string are ignored."""
@@ -96,7 +96,7 @@ class _TextStream:
         self._utf8 = IncrementalDecoder(errors="replace")
         self._bytes_of = tokenizer.text_bytes if as_bytes else tokenizer.token_bytes
         self._may_drop_space = not as_bytes
-        self._previous: int | None = None  # last token with text: the context of the next
+        self._previous: int | None = None  # last token with text: the context of the next token
         self._begins_in_character = False  # the context ends with the first bytes of a character
 
     def begin_after(self, context: Sequence[int]) -> None:
@@ -128,7 +128,7 @@ class _TextStream:
         return self._tokenizer.token_bytes(token_id) != b"" and token_id not in self._tokenizer.special_token_ids
 
     def _without_context(self, text: str) -> str:
-        """Return the text without the U+FFFD that stands for a character that the context begins and nothing ends."""
+        """Return the text without the U+FFFD for a character that begins in the context and never ends."""
         if text and self._begins_in_character:
             self._begins_in_character = False
             return text.removeprefix("\ufffd")

@@ -1,6 +1,6 @@
-"""The tokenizer of a Hugging Face folder: tokenizer.json, with the tokens and settings of the files beside it.
+"""The tokenizer of a Hugging Face folder: tokenizer.json, with the tokens and settings of other files.
 
-They are read as transformers reads them. The files are untrusted: types and sizes are checked before they are used.
+All files are read as in transformers. They are untrusted: types and sizes are checked before use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .text_files import read_file, read_json
 from .tokenizer_limits import check_limits
 
 TOKENIZER = "tokenizer.json"
-MAX_TOKENIZER_BYTES = 128 << 20  # Gemma 3's, with 262,144 tokens, has 33 MB
+MAX_TOKENIZER_BYTES = 128 << 20  # Gemma 3's file, with 262,144 tokens, has 33 MB
 SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
@@ -28,7 +28,7 @@ MAX_DECLARED = 1 << 16  # tokens in one file
 MAX_DECLARED_CHARACTERS = 1 << 20  # characters of all declared tokens
 TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-# Classes of transformers 4 whose begin and end tokens are those of tokenizer_config.json, whatever tokenizer.json has.
+# Classes of transformers 4 that read begin and end tokens from tokenizer_config.json and ignore tokenizer.json.
 CONFIGURED_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
 
 
@@ -54,12 +54,12 @@ def _load_fast(folder: Path) -> FastTokenizer:
         fast.no_truncation()
         fast.no_padding()
         if isinstance(fast.model, BPE):
-            fast.model.dropout = None  # a text would have other tokens each time
+            fast.model.dropout = None  # the tokens of a text would vary
         with suppress(Exception):  # the vocabulary may lack these letters
             fast.encode_batch_fast(["a", ("a", "b")])
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library raises bare Exception, and its panics are not of that class
+    except BaseException as error:  # the library raises bare Exception, and its panics are BaseException
         raise CorruptCheckpoint(f"{path} is not a readable tokenizer: {error}") from error
     return fast
 
@@ -67,7 +67,8 @@ def _load_fast(folder: Path) -> FastTokenizer:
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json, with the special tokens of special_tokens_map.json if that is in use.
 
-    transformers reads it only in folders of older versions, whose tokenizer_config.json has no `added_tokens_decoder`.
+    transformers reads the latter only in folders of older versions, without `added_tokens_decoder` in
+    tokenizer_config.json.
     """
     settings = read_json(folder / SETTINGS)
     special = {} if "added_tokens_decoder" in settings else read_json(folder / SPECIAL_TOKENS)
@@ -75,7 +76,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _vocab_size(folder: Path) -> int | None:
-    """Return the number of the model's logits if config.json says it."""
+    """Return the number of the model's logits if config.json has it."""
     config = read_json(folder / "config.json")
     for part in (config, config.get("text_config")):
         size = part.get("vocab_size") if isinstance(part, dict) else None
@@ -85,7 +86,7 @@ def _vocab_size(folder: Path) -> int | None:
 
 
 def _add_tokens(fast: FastTokenizer, folder: Path, settings: Mapping[str, Any], limit: int | None) -> None:
-    """Add the tokens that the files beside tokenizer.json declare. One that the model has no logit for is left out."""
+    """Add the tokens that the other files declare, except tokens without a logit."""
     added = fast.get_added_tokens_decoder()
     known = {token.content: token for token in added.values()}
     named = dict(_named_tokens(fast, settings))
@@ -135,7 +136,7 @@ def _tokens_of_old_folder(folder: Path, special: Mapping[str, AddedToken]) -> It
 
 
 def _named_tokens(fast: FastTokenizer, settings: Mapping[str, Any]) -> Iterator[tuple[str, AddedToken]]:
-    """Yield the tokens with a role, as `eos_token`. A role of few models, as `image_token`, makes no new token."""
+    """Yield the tokens with a role, such as `eos_token`. A rare role, such as `image_token`, makes no new token."""
     for name in TOKEN_ROLES:
         declared = settings.get(name)
         if isinstance(declared, str | dict) and token_text(declared) != "":
@@ -150,7 +151,7 @@ def _named_tokens(fast: FastTokenizer, settings: Mapping[str, Any]) -> Iterator[
 
 
 def _other_special_tokens(settings: Mapping[str, Any]) -> Iterator[tuple[str, AddedToken]]:
-    """Yield the tokens that are called special and have no role."""
+    """Yield the tokens that are declared special and have no role."""
     for name in ("extra_special_tokens", "additional_special_tokens"):
         declared = settings.get(name)
         for each in declared if isinstance(declared, list) else ():
@@ -172,15 +173,15 @@ def _token(declared: object, where: str) -> tuple[str, AddedToken]:
         raise CorruptCheckpoint(f"{where}: {', '.join(TOKEN_FLAGS)} must be true or false")
     try:
         return text, AddedToken(text, **flags)
-    except UnicodeEncodeError as error:  # JSON can have half a character
+    except UnicodeEncodeError as error:  # JSON can have half of a surrogate pair
         raise CorruptCheckpoint(f"{where}: {text!r:.60} is not a text: {error}") from error
 
 
 def _put_ends(fast: FastTokenizer, settings: Mapping[str, Any]) -> None:
-    """Put the begin and end tokens around texts as `add_bos_token` and `add_eos_token` say.
+    """Put the begin and end tokens around texts according to `add_bos_token` and `add_eos_token`.
 
-    transformers 5 takes the template of tokenizer.json as it is: e5-mistral's texts lack the end token that is pooled.
-    Version 4 has its own template for some classes. For others true adds the token, and false changes nothing.
+    transformers 5 uses the template of tokenizer.json unchanged: e5-mistral's texts lack the end token that is pooled.
+    Version 4 has its own template for some classes. For other classes, true adds the token and false changes nothing.
     """
     if not any(type(settings.get(f"add_{role}_token")) is bool for role in ("bos", "eos")):
         return
@@ -245,7 +246,7 @@ def _eos_token_ids(folder: Path, fast: FastTokenizer, settings: Mapping[str, Any
 
 
 def unknown_end_ids(folder: Path) -> tuple[list[int], int | None]:
-    """Return the end ids of config.json that the model has no logit for, and the number of logits if it is known."""
+    """Return the end ids of config.json without a logit, and the number of logits if it is known."""
     config = read_json(folder / "config.json")
     limit = _vocab_size(folder)
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]

@@ -26,7 +26,7 @@ MAX_VOCABULARY = 1 << 20
 MAX_MERGES = 1 << 21
 MAX_TOKEN_CHARACTERS = 1 << 10
 MAX_VOCABULARY_CHARACTERS = 1 << 23
-MAX_MERGE_CHARACTERS = 1 << 25  # characters of the pairs that are found in a vocabulary with scores
+MAX_MERGE_CHARACTERS = 1 << 25  # characters of the merges found in a vocabulary with scores
 MAX_SPECIAL_CHARACTERS = 1 << 22  # characters of all special and user-defined tokens
 _MAX_FLOAT = 3.5e38
 _NO_ID = (-1, 0xFFFFFFFF)  # ids that converters write for a token that the model does not have
@@ -49,7 +49,7 @@ _END_TEXTS = (
     "<end_of_utterance>",
     "<｜end▁of▁sentence｜>",  # noqa: RUF001
 )
-_KEPT_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 that keep the space after them
+_KEPT_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 after which a space is kept
 
 
 class _TokenType(IntEnum):
@@ -79,7 +79,7 @@ def file_vocabulary(path: Path) -> Mapping[str, Any] | None:
 def read_tokenizer(metadata: Mapping[str, Any]) -> tuple[FastTokenizer, frozenset[int]]:
     """Build the tokenizer of `metadata`; return it and the ids that end a generation.
 
-    Values are ints, floats, bools, texts, and lists or arrays of these. Raises UnsupportedModel for an unknown kind of
+    Values are ints, floats, bools, texts, and lists or arrays of them. Raises UnsupportedModel for an unknown kind of
     vocabulary or pre-tokenizer, CorruptCheckpoint if a value is missing, has another type, is out of range or
     contradicts another one.
     """
@@ -98,7 +98,7 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> tuple[FastTokenizer, frozense
 
 
 def read_chat_templates(metadata: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the sources of the default chat template and of that for tools, None if the file does not have one.
+    """Return the sources of the default chat template and of the template for tools, None where the file has none.
 
     Raises as `read_tokenizer`.
     """
@@ -108,7 +108,7 @@ def read_chat_templates(metadata: Mapping[str, Any]) -> tuple[str | None, str | 
 
 
 def read_special_texts(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that templates may name: bos_token, eos_token, unk_token and pad_token, if they exist.
+    """Return the special tokens that templates may use: bos_token, eos_token, unk_token and pad_token, if they exist.
 
     Raises as `read_tokenizer`.
     """
@@ -213,7 +213,7 @@ class _Tokens:
     unknown: int | None
     padding: int | None
     ends: frozenset[int]  # declared ids of eos, eot and eom
-    trim_after: bool  # special tokens take the space after them along, as Phi-3's
+    trim_after: bool  # a special token absorbs the space after it, as in Phi-3
 
     def vocabulary(self, *, with_unused: bool) -> dict[str, int]:
         """Return the id of each text. Raises CorruptCheckpoint for a text with two ids."""
@@ -267,7 +267,7 @@ def _read_tokens(values: _Values, kind: str) -> _Tokens:
 
 
 def _guess_types(texts: Sequence[str], declared: Iterable[int | None]) -> list[int]:
-    """Return the types for an old file that has none: the declared special tokens, and the tokens that end a turn."""
+    """Return the types for an old file without types: the declared special tokens, and the tokens that end a turn."""
     types = [int(_TokenType.CONTROL if text in _END_TEXTS else _TokenType.NORMAL) for text in texts]
     for token_id in declared:
         if token_id is not None:
@@ -319,7 +319,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(values: _Values, tokens: _Tokens) -> FastTokenizer:
-    """Build the byte pair encoder that merges as the scores of a SentencePiece vocabulary say."""
+    """Build the byte pair encoder that merges by the scores of a SentencePiece vocabulary."""
     scores = values.floats("tokenizer.ggml.scores", len(tokens.texts))
     if scores is None:
         raise CorruptCheckpoint("the file has no tokenizer.ggml.scores, which a SentencePiece vocabulary needs")
@@ -343,7 +343,7 @@ def _sentencepiece(values: _Values, tokens: _Tokens) -> FastTokenizer:
 def _spaces_as_underscores(
     vocabulary: dict[str, int], merges: list[tuple[str, str]], tokens: _Tokens, *, prefix: bool
 ) -> FastTokenizer:
-    """Build an encoder of characters that writes ▁ for a space and <0xNN> for the bytes of an unknown character."""
+    """Build an encoder of characters with ▁ for a space and <0xNN> for the bytes of an unknown character."""
     unknown = None if tokens.unknown is None else tokens.texts[tokens.unknown]
     has_bytes = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     if not has_bytes and not unknown:
@@ -359,7 +359,7 @@ def _spaces_as_underscores(
 
 
 def _add_special_tokens(fast: FastTokenizer, tokens: _Tokens) -> None:
-    """Add the tokens that are found in a text before anything else. They have their ids already."""
+    """Add the tokens that are matched in a text before all others. They already have ids."""
     special: list[AddedToken] = []
     plain: list[AddedToken] = []
     for token_id in np.flatnonzero(np.isin(tokens.types, (*_SPECIAL, int(_TokenType.USER_DEFINED)))).tolist():
@@ -376,7 +376,7 @@ def _add_special_tokens(fast: FastTokenizer, tokens: _Tokens) -> None:
 
 
 def _add_template(fast: FastTokenizer, values: _Values, tokens: _Tokens, kind: str) -> None:
-    """Make `fast` add the begin and end tokens that the file asks for."""
+    """Make `fast` add the begin and end tokens that the file requests."""
     adds_by_default = kind == "llama" or _pre_tokenizer(values, kind).add_bos
     single: list[str] = ["$A"]
     named: list[dict[str, Any]] = []

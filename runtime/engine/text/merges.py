@@ -1,7 +1,7 @@
 """The merges of a SentencePiece vocabulary: every pair of tokens that makes a token, best score first.
 
-A large vocabulary has half a million pairs among two million places where a token can be divided. So the halves are
-looked up by hashes, in arrays. Texts that are made to have equal hashes spoil the merges of their own vocabulary only.
+A large vocabulary has half a million pairs among two million places at which a token can be divided. So the halves are
+looked up by hashes, in arrays. Crafted texts with equal hashes only spoil the merges of their own vocabulary.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def merges_by_score(
     """Return the pairs of `texts`, which are distinct, whose concatenation is one of them.
 
     Pairs of equal score are ordered as Hugging Face's converter orders them: long left halves first, then long results,
-    then by the place of the result in `texts`. Returns None if there are more than `max_merges` pairs, or if the pairs
+    then by the index of the result in `texts`. Returns None if there are more than `max_merges` pairs, or if the pairs
     have more than `max_characters` characters.
     """
     lengths = np.fromiter(map(len, texts), np.int64, len(texts))
@@ -73,11 +73,11 @@ class _Prefixes:
 
     def __init__(self, texts: Sequence[str], powers: Hashes) -> None:
         lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-        self.ends = np.cumsum(lengths)  # int64 [texts], of the characters
+        self.ends = np.cumsum(lengths)  # int64 [texts]: index of the character after each text
         self.begins = self.ends - lengths
-        self.owners = np.repeat(np.arange(len(texts)), lengths)  # int64 [characters]: the text
+        self.owners = np.repeat(np.arange(len(texts)), lengths)  # int64 [characters]: index of the text
         characters = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
-        self.places = np.arange(len(characters)) - self.begins[self.owners]  # int64 [characters], in the text
+        self.places = np.arange(len(characters)) - self.begins[self.owners]  # int64 [characters]: position in the text
         self.hashes = np.zeros(len(characters) + 1, np.uint64)  # [characters + 1]: of all before, modulo 2 ** 64
         np.cumsum((characters + np.uint64(1)) * powers[self.places], out=self.hashes[1:])
 
@@ -92,12 +92,12 @@ class _HashTable:
 
     def __init__(self, hashes: Hashes) -> None:
         self._order = np.argsort(hashes)
-        self._sorted = np.append(hashes[self._order], np.uint64(WORD - 1))  # the last one ends each search
+        self._sorted = np.append(hashes[self._order], np.uint64(WORD - 1))  # the last entry ends each search
         counts = np.bincount(_buckets(hashes), minlength=1 << BUCKET_BITS)
         self._first = np.cumsum(counts) - counts
 
     def find(self, hashes: Hashes) -> tuple[Integers, Integers]:
-        """Return the indices of the hashes that are in the table, and their places in the list behind the table."""
+        """Return the indices of the given hashes that the table has, and their indices in the list behind the table."""
         at = self._first[_buckets(hashes)]
         less = np.flatnonzero(self._sorted[at] < hashes)
         while len(less):

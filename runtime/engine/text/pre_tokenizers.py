@@ -1,8 +1,8 @@
 r"""The named pre-tokenizers of GGUF files: how `tokenizer.ggml.pre` splits a text before byte pairs are merged.
 
-A GGUF file has the name only, so this table holds what each name means: the patterns of the original Hugging Face
-tokenizers, in the syntax of Oniguruma, applied one after another. A match is a piece of its own, and so is the text
-between two matches, which is why patterns that end in `|\s+` upstream need not.
+A GGUF file has only the name, so this table has the meaning of each name: the patterns of the original Hugging Face
+tokenizers, in the syntax of Oniguruma, applied one after another. A match is a separate piece, and so is the text
+between two matches; therefore patterns do not need the `|\s+` at their end that they have upstream.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _HAN_KANA = r"[一-龥぀-ゟ゠-ヿ]+"
 
 # Groups of three digits from the right: 1 234 567. The original patterns look at all digits ahead for each group, which
-# takes minutes for a million digits; these do so for the first group only.
+# takes minutes for a million digits; these patterns do so for the first group only.
 _THREE_NUMERALS = r"(?<!\p{N})\p{N}{1,2}(?=(?:\p{N}{3})*(?!\p{N}))|\p{N}{3}"
 _THREE_DIGITS_OF_A_WORD = r"(?<!\d)\d{1,2}(?=(?:\d{3})*\b)|\d{3}"
 _THREE_DIGITS_OF_NUMERALS = r"(?<!\p{N})[\p{Nl}\p{No}]*+\d{1,2}(?=(?:\d{3})+(?!\d))|\d{3}"
@@ -35,7 +35,7 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The meaning of one name. The flags apply to the tokenizers with this name."""
+    """The pre-tokenizer with one name. The flags apply to all tokenizers with this name."""
 
     patterns: tuple[str, ...]
     nfc: bool = False  # the text is composed first (Unicode NFC)

@@ -28,7 +28,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_SIZE = 16 << 20  # characters of a text, items of a list
-MAX_BYTES_PER_RUN = 256 << 20  # bytes, about, of all that one run makes
+MAX_BYTES_PER_RUN = 256 << 20  # approximate bytes of all values that one run makes
 ITEM_BYTES = 64  # an item of a list with its object
 REFERENCE_BYTES = 8  # a reference to an object that exists
 WIDE_CHARACTER_BYTES = 4  # upper bound for a text that is not ASCII
@@ -39,7 +39,7 @@ INTERRUPT_INTERVAL_S = 0.02
 
 T = TypeVar("T")
 
-# A width or precision of four digits, or one that is an argument.
+# A width or precision of four digits, or given as an argument.
 _WIDE_PERCENT = re.compile(r"%(\([^)]*\))?[-#0 +]*\d*\.?(\d{4}|\*)")
 _WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(\d{4}|\{)")
 _FORMATS = frozenset({"%", "format", "format_map"})
@@ -47,7 +47,7 @@ _MAKES_TEXT = frozenset({"tojson", "string", "pprint", "urlencode", "xmlattr", "
 _TAKES_ANY_NUMBER = frozenset({"default", "d", "int", "float", "sum", *_FORMATS})
 _REPEATS_TEXTS = frozenset({"indent", "wordwrap", "urlize"})  # may insert an argument at every character
 _MAKES_LISTS = frozenset({"slice", "batch"})
-_REFUSED = frozenset({"translate", "expandtabs"})  # the size of their result is not known beforehand
+_REFUSED = frozenset({"translate", "expandtabs"})  # the size of the result is not known beforehand
 
 _log = structlog.get_logger("quire.text")
 
@@ -68,7 +68,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.code_generator_class = _CodeGenerator
         self.filters = {name: self._charging(name, function) for name, function in {**self.filters, **filters}.items()}
         del self.globals["lipsum"]
-        self._run = threading.local()  # charged_bytes: those of the run in this thread
+        self._run = threading.local()  # charged_bytes: bytes of the run in this thread
 
     def run(self, work: Callable[[], T], timeout_s: float) -> T:
         """Run `work` in a new thread and return its result. After `timeout_s`, interrupt it and raise TimeoutError."""
@@ -91,7 +91,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _interrupt(thread)
             raise TimeoutError
         if failure:
-            raise failure.pop()  # a list that kept it would keep its traceback, whose frames hold what was made
+            raise failure.pop()  # popped, because its traceback holds the run's values
         return outcome[0]
 
     # Charges
@@ -254,7 +254,7 @@ def _weight(value: object) -> int:
     unseen = [value]
     while unseen and weight <= MAX_SIZE:
         each = unseen.pop()
-        weight += 64  # about what Python allocates for an item
+        weight += 64  # approximate allocation of an item in Python
         if isinstance(each, str | bytes):
             weight += len(each)
         elif isinstance(each, list | tuple):
@@ -266,7 +266,7 @@ def _weight(value: object) -> int:
 
 
 def _interrupt(thread: threading.Thread) -> None:
-    """Raise SystemExit in the thread at its next instruction, repeatedly in case something catches it."""
+    """Raise SystemExit in the thread at its next instruction, repeatedly in case the template catches it."""
     for _ in range(INTERRUPTS):
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
         thread.join(INTERRUPT_INTERVAL_S)

@@ -1,7 +1,7 @@
-"""The parts of a chat that a chat template shows: found by rendering trial chats with words that must be in the prompt.
+"""The parts of a chat that a chat template shows, found by rendering trial chats with words that must be in the prompt.
 
-Templates of models that were not trained for tools leave calls and results out without a word, and others refuse
-messages of the role `system`, or two of a user in a row. `chat_history.py` changes chats accordingly.
+Templates of models that were not trained for tools silently drop calls and results, and others refuse messages of the
+role `system`, or two consecutive messages of a user. `chat_history.py` changes chats accordingly.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ ANSWER_MESSAGE = {"role": "assistant", "content": "a"}
 
 
 class TemplateTimeout(InvalidRequest):
-    """A template took too long, which says nothing about the parts that it shows."""
+    """A template took too long, so the parts that it shows are unknown."""
 
 
 class Abilities:
-    """The abilities of a template for chats with tools, or without. Each answer is found when it is first asked for.
+    """The abilities of a template for chats with tools, or without. Each answer is found at its first use.
 
     `render` raises InvalidRequest if the template refuses a chat. Properties raise TemplateTimeout.
     """
@@ -77,12 +77,12 @@ class Abilities:
 
     @cached_property
     def takes_repeated_users(self) -> bool:
-        """Whether a user may have two messages in a row."""
+        """Whether a user may have two consecutive messages."""
         return self._shows([ONE, TWO], [{"role": "user", "content": ONE}, {"role": "user", "content": TWO}])
 
     @cached_property
     def takes_repeated_answers(self) -> bool:
-        """Whether there may be two answers in a row."""
+        """Whether two answers may be consecutive."""
         answers = [{"role": "assistant", "content": ONE}, {"role": "assistant", "content": TWO}]
         return self._shows([ONE, TWO], [USER, *answers, USER])
 
@@ -100,7 +100,7 @@ class Abilities:
 
     @cached_property
     def tools_place(self) -> ToolsPlace:
-        """Where the template reads tools: a variable, a system message's `tools`, or only as a message's text."""
+        """The place of tools for the template: a variable, a system message's `tools`, or only a message's text."""
         if self._shows([ONE], [USER], [TOOL]):
             return "variable"
         system = {"role": "system", "content": "a", "tools": ONE}
@@ -108,7 +108,7 @@ class Abilities:
 
     @cached_property
     def takes_argument_text(self) -> bool:
-        """Whether the template joins the arguments of a call to texts, instead of writing a map as JSON."""
+        """Whether the template concatenates the arguments of a call with texts instead of writing a map as JSON."""
 
         def shows(arguments: object) -> bool:
             return any(f'"{ONE}"' in self._rendered([USER, _calling(text, [arguments])]) for text in ("", None))
@@ -121,7 +121,7 @@ class Abilities:
         return self.shows_calls("") or self.shows_calls(None)
 
     def shows_calls(self, content: str | None) -> bool:
-        """Return whether calls are shown beside `content`, which is shown too: a text, an empty text or None."""
+        """Return whether calls and `content` are both shown: a text, an empty text or None."""
         kind = FOUR if content else content
         if kind not in self._shown_calls:
             self._shown_calls[kind] = self._finds_calls(kind)
@@ -193,7 +193,7 @@ class Abilities:
         return self._rendered_as_is(list(map(with_parts, messages)) if self.takes_parts else messages, tools)
 
     def _rendered_as_is(self, messages: list[Any], tools: list[Any] | None) -> str:
-        """Return the prompt of a trial chat, nothing if the template refuses it. Raises TemplateTimeout."""
+        """Return the prompt of a trial chat, an empty text if the template refuses it. Raises TemplateTimeout."""
         try:
             return self._render(messages, tools or self._tools)
         except TemplateTimeout:

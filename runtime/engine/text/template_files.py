@@ -1,4 +1,4 @@
-"""Where chat templates are stored: files of a folder, the metadata of a GGUF file, or a file that the user names.
+"""The storage of chat templates: files of a folder, the metadata of a GGUF file, or a file that the user names.
 
 The files and their order are transformers': `chat_template.jinja`, then the legacy files of image processors,
 then `tokenizer_config.json`. A folder can have several named templates.
@@ -20,12 +20,12 @@ DEFAULT = "default"  # name of a template
 TOOL_USE = "tool_use"  # name of a template
 FILE = "chat_template.jinja"
 FOLDERS = ("additional_chat_templates", "chat_templates")  # folders of templates, one file per name
-LEGACY_FILES = ("chat_template.json", "processor_config.json", SETTINGS)  # the first with one counts
+LEGACY_FILES = ("chat_template.json", "processor_config.json", SETTINGS)  # the first file with a template counts
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateSources:
-    """The sources of a model's chat template, and of the template for chats with tools if it is another one."""
+    """The sources of a model's chat template, and of a separate template for chats with tools."""
 
     default: str
     tool_use: str | None = None
@@ -34,7 +34,7 @@ class TemplateSources:
 
 
 def read_sources(path: Path, given: Path | None = None) -> TemplateSources:
-    """Return the sources of a folder or GGUF file, or that of the file `given` instead.
+    """Return the sources in a folder or GGUF file, or the file `given` instead.
 
     Raises UnsupportedModel if there is no template, CorruptCheckpoint for files that cannot be read, ConfigError if
     `given` cannot be read.
@@ -60,7 +60,7 @@ def read_sources(path: Path, given: Path | None = None) -> TemplateSources:
 
 
 def _templates(folder: Path) -> dict[str, str]:
-    """Return a folder's templates by name. Without one of the name `default`, another one is the default."""
+    """Return a folder's templates by name. If none is named `default`, another one is the default."""
     templates: dict[str, str] = {}
     for name in LEGACY_FILES:
         templates = {**_declared(read_json(folder / name).get("chat_template")), **templates}

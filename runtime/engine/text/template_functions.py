@@ -21,7 +21,7 @@ _NOT_ASCII = re.compile(r"[^\x00-\x7e]")
 
 
 class GenerationTag(Extension):
-    """The tag `generation`, which marks the answers for training: the block is rendered as if the tag were not there.
+    """The tag `generation`, which marks the answers for training: the block is rendered without the tag.
 
     As in transformers, a variable that is set within the block does not exist after it.
     """

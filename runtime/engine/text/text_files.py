@@ -1,4 +1,4 @@
-"""The files of a model's folder that its text needs: where they are, and how JSON is read from untrusted ones."""
+"""The files of a model's folder for its text: their location, and the reading of JSON from untrusted files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MAX_TEXT_FILE_BYTES = 8 << 20  # size of a file with settings or a template
 
 
 def text_folder(path: Path) -> Path:
-    """Return the folder with the text files of a model: the model's own, or the one that its file lies in."""
+    """Return the folder with the text files of a model: the model's folder, or the folder of its GGUF file."""
     return path.parent if is_gguf(path) else path
 
 
 def read_file(path: Path, max_bytes: int = MAX_TEXT_FILE_BYTES) -> bytes | None:
     """Return the content of a file, None without one.
 
-    Raises CorruptCheckpoint for a longer one, and for anything but a regular file: to open a pipe blocks until its
+    Raises CorruptCheckpoint for a longer file, and for anything except a regular file: opening a pipe blocks until its
     other end is opened, and a device may never end.
     """
     try:

@@ -26,7 +26,7 @@ class Token(NamedTuple):
 
     data: bytes  # bytes that the token adds to a text; a special token's name
     is_special: bool  # a special token adds nothing to a text
-    first_data: bytes | None = None  # bytes that it adds at the start of a text, if they differ: mostly without a space
+    first_data: bytes | None = None  # bytes at the start of a text, if they differ: mostly without a space
 
     def data_after(self, has_text: bool) -> bytes:
         """Return the bytes that the token adds to a text; a special token adds nothing."""
@@ -36,7 +36,7 @@ class Token(NamedTuple):
 
 
 class Tokenizer:
-    """The vocabulary of a GGUF file, or `tokenizer.json` of a Hugging Face folder; and the end ids that they declare.
+    """The vocabulary of a GGUF file, or of `tokenizer.json` in a Hugging Face folder, and the declared end ids.
 
     A GGUF file without a vocabulary has the vocabulary of its folder. Raises ModelNotFound if the folder or file is
     missing, CorruptCheckpoint if it cannot be read, UnsupportedModel for a vocabulary of an unknown kind.
@@ -65,12 +65,12 @@ class Tokenizer:
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
-        """Ids of the tokens that are found in a text before it is divided, by name: special tokens and others."""
+        """Ids of the tokens that are matched in a text before it is divided, by name: special tokens and others."""
         return {name: token_id for token_id, name in self._added.items()}
 
     @cached_property
     def has_normalized_markup(self) -> bool:
-        """Whether added tokens are found in a text after its normalization, which may make them."""
+        """Whether added tokens are matched in a text after its normalization, which may create them."""
         tokens = self._fast.get_added_tokens_decoder().values()
         return self._fast.normalizer is not None and any(token.normalized for token in tokens)
 
@@ -96,7 +96,7 @@ class Tokenizer:
         return special[0] if special[:1] != plain[:1] else None
 
     def encode_special_as_text(self) -> None:
-        """From now on, encode the names of special tokens in a text as any other text."""
+        """From now on, encode the names of special tokens in a text as ordinary text."""
         self._fast.encode_special_tokens = True
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -111,18 +111,18 @@ class Tokenizer:
         return ids
 
     def encode_with_spans(self, text: str) -> list[tuple[int, tuple[int, int]]]:
-        """Return the token ids of a text that has its special tokens, each with the place of its characters."""
+        """Return the token ids of a text that contains special tokens, each with the positions of its characters."""
         (encoding,) = self._fast.encode_batch([text], add_special_tokens=False)
         return list(zip(encoding.ids, encoding.offsets, strict=True))
 
     def encode_as_text(self, text: str) -> list[int]:
-        """Return the token ids of a text in which no added token is found, special or not."""
+        """Return the token ids of a text, without matching added tokens, special or not."""
         ids: list[int] = self._without_added_tokens.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     @cached_property
     def _without_added_tokens(self) -> FastTokenizer:
-        """A tokenizer that shares the vocabulary in memory."""
+        """A tokenizer without added tokens that shares the vocabulary in memory."""
         plain = FastTokenizer(self._fast.model)
         if self._fast.normalizer is not None:
             plain.normalizer = self._fast.normalizer
@@ -141,7 +141,7 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`. Unknown ids yield nothing, invalid UTF-8 U+FFFD.
 
-        The library decodes letters of added tokens as if they were GPT-2's names of bytes: "Bác" has a byte E1 then.
+        The library would decode letters of added tokens as GPT-2's names of bytes: "Bác" would get a byte E1.
         """
         if self._byte_level:
             skipped: Collection[int] = self.special_token_ids if skip_special_tokens else ()
@@ -169,7 +169,10 @@ class Tokenizer:
         return [self.text_bytes(token_id) for token_id in range(vocab_size)]
 
     def text_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token: its own, else those of its text within a text. An unknown id has none."""
+        """Return the bytes of a token: its raw bytes, or those of its text inside other text.
+
+        An unknown id has none.
+        """
         raw = self.token_bytes(token_id)
         return self._bytes_within(token_id) if raw is None else raw
 
@@ -182,7 +185,7 @@ class Tokenizer:
         return self.text_after(self._ordinary_token, token_id).encode()
 
     def text_after(self, previous: int | None, token_id: int) -> str:
-        """Return the text of a token that follows another one, or that begins a text if there is none."""
+        """Return the text of a token after another one, or at the beginning of a text if there is none."""
         if previous is None:
             return self.decode([token_id])
         before = self.decode([previous])
@@ -195,7 +198,10 @@ class Tokenizer:
         return next((token_id for token_id in others if self.decode([token_id]).isalnum()), None)
 
     def token(self, token_id: int) -> Token:
-        """Return one entry; an unknown id has no bytes. Text that depends on its neighbors is that within a text."""
+        """Return one entry; an unknown id has no bytes.
+
+        If the text depends on its neighbors, it is the text inside other text.
+        """
         data = self.text_bytes(token_id)
         if token_id in self.special_token_ids:
             return Token(data, True)
@@ -206,7 +212,7 @@ class Tokenizer:
         token: str | None = self._fast.id_to_token(token_id)
         if token is None:
             return b""
-        if self._byte_level:  # an added token is searched for in the text itself, unless it is one of the 256 bytes
+        if self._byte_level:  # an added token is plain text, unless it is one of the 256 bytes
             added = self._added.get(token_id)
             return added.encode() if added is not None and len(added) > 1 else _byte_level_bytes(token)
         if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -215,7 +221,7 @@ class Tokenizer:
 
 
 def library_failure(what: str, error: BaseException) -> GenerationFailed:
-    """Return the error to raise for one of the library, whose panics are no Exception.
+    """Return the error to raise for an error or panic of the library.
 
     Raises the exceptions that end the process.
     """
@@ -246,7 +252,7 @@ def _decoders(fast: FastTokenizer) -> list[dict[str, Any]]:
 
 
 def _is_of_sentencepiece(decoder: Mapping[str, Any]) -> bool:
-    """Return whether a decoder makes spaces of ▁, bytes of <0xNN>, or drops a space at the start of a text."""
+    """Return whether a decoder converts ▁ to spaces or <0xNN> to bytes, or drops a space at the start of a text."""
     match decoder["type"]:
         case "Replace":
             return bool(decoder["pattern"] == {"String": SENTENCEPIECE_SPACE} and decoder["content"] == " ")

@@ -1,7 +1,7 @@
-"""Limits of an untrusted tokenizer.json: how much longer its parts may make a text.
+"""Limits of an untrusted tokenizer.json: the factor by which its parts may lengthen a text.
 
-They are checked before the library reads the file, because it normalizes the added tokens while it does. The parser
-skips the vocabulary, which is most of the file.
+The limits are checked before the library reads the file, because the library normalizes the added tokens meanwhile. The
+parser skips the vocabulary, which is most of the file.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import msgspec
 
 from ...common.errors import CorruptCheckpoint
 
-MAX_CHARACTER_GROWTH = 128  # characters that encoding or decoding may make of one; XLM-RoBERTa's could make 72
-MAX_TOKENIZER_PARTS = 64  # parts of each of these
+MAX_CHARACTER_GROWTH = 128  # characters that encoding or decoding may make of one; 72 for XLM-RoBERTa
+MAX_TOKENIZER_PARTS = 64  # parts of each kind
 MAX_SEQUENCE_DEPTH = 16  # depth of nested sequences
 MAX_INSERTED = 1 << 10  # characters of a text that a part inserts
 MAX_WORD_CHARACTERS = 1000  # length of a word that WordPiece divides: its time is quadratic
@@ -40,7 +40,7 @@ class _File(msgspec.Struct):
 
 
 def check_limits(path: Path, data: bytes) -> None:
-    """Raise CorruptCheckpoint if the file is no JSON, or if its parts could make much of a short text."""
+    """Raise CorruptCheckpoint if the file is not JSON, or if its parts could lengthen a text too much."""
     try:
         file = msgspec.json.decode(data, type=_File)
         _check_growth([*_parts(file.normalizer), *_parts(file.pre_tokenizer)], "normalizer and pre_tokenizer make")
@@ -58,7 +58,7 @@ def check_limits(path: Path, data: bytes) -> None:
 
 
 def _parts(part: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the parts of sequences within sequences."""
+    """Yield the parts of nested sequences."""
     if depth > MAX_SEQUENCE_DEPTH:
         raise CorruptCheckpoint(f"it has sequences within more than {MAX_SEQUENCE_DEPTH} others")
     if not isinstance(part, dict):
@@ -81,7 +81,10 @@ def _check_growth(parts: Iterable[dict[str, Any]], what: str) -> None:
 
 
 def _growth(part: dict[str, Any]) -> float:
-    """Return how many characters a part may make of one. Unicode's own forms count as 1: repeated they add nothing."""
+    """Return the number of characters that a part may make of one.
+
+    Unicode normalization counts as 1: repeating it changes nothing.
+    """
     match part.get("type"):
         case "Replace":
             pattern = part.get("pattern")
@@ -95,7 +98,7 @@ def _growth(part: dict[str, Any]) -> float:
         case "Prepend":
             return 1.0 + len(_inserted(part, "prepend")) / MAX_INSERTED
         case "Metaspace":
-            return 2.0  # each piece begins with another character
+            return 2.0  # each piece gets one more character
         case "BPEDecoder":
             return 1.0 if _inserted(part, "suffix") else 2.0
         case "CTC":
@@ -120,7 +123,7 @@ def _longest_of_charsmap(encoded: Any) -> int:
     except (binascii.Error, ValueError):
         return 1  # the library refuses it
     end = 4 + int.from_bytes(data[:4], "little")
-    if end > len(data):  # the library allocates what the map declares
+    if end > len(data):  # the library allocates the declared size
         raise CorruptCheckpoint(f"its precompiled_charsmap declares {end} bytes and has {len(data)}")
     texts = data[end:]
     return max((len(text.decode(errors="replace")) for text in texts.split(b"\0")), default=1) or 1
