@@ -13,7 +13,7 @@ from libc.string cimport memcpy, memset
 
 from .heads cimport load_queries, store_rows
 from .isa cimport (QUIRE_F32, QUIRE_LANES, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_itemsize, quire_page,
-                   quire_rows)
+                   quire_row_class, quire_rows)
 from .pool cimport quire_next_run, quire_run, quire_signal, quire_signal_await, quire_signal_set
 from .step cimport end_item, first_item, page_at, table_of
 
@@ -324,7 +324,7 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
         tile.m = state.m + begin
         tile.l = state.l + begin
         tile.o = state.o + begin * d
-        tiles.attention[step.kv_dtype](<int>(end - begin), &tile)
+        tiles.attention[step.kv_dtype][quire_row_class(end - begin)](<int>(end - begin), &tile)
         token += QUIRE_TILE
 
 

@@ -1,4 +1,4 @@
-# C declarations of simd/tiles.h, and the table of a level by name.
+# C declarations of simd/tiles.h, and tables of functions: of a level by name, and of several levels.
 from libc.stdint cimport int8_t, int32_t, int64_t, uint16_t
 
 cdef extern from "simd/tiles.h" nogil:
@@ -32,6 +32,8 @@ cdef extern from "simd/tiles.h" nogil:
         QUIRE_RMS_NORM
         QUIRE_L2_NORM
         QUIRE_LEVELS
+        QUIRE_ROW_CLASSES
+        QUIRE_ENDS
 
     ctypedef struct quire_rows:
         void *data
@@ -108,12 +110,15 @@ cdef extern from "simd/tiles.h" nogil:
         int64_t ahead
         int64_t next
 
+    ctypedef struct quire_linear:
+        void (*multiply)(int rows, const quire_linear_tile *t) noexcept nogil
+        int rows
+
     ctypedef struct quire_tiles:
         const char *name
-        int linear_rows[QUIRE_DTYPES]
-        void (*linear[QUIRE_DTYPES])(int rows, const quire_linear_tile *t) noexcept nogil
+        quire_linear linear[QUIRE_DTYPES][QUIRE_ROW_CLASSES]
         void (*sum_blocks)(const quire_rows *a, int64_t rows, quire_block_sums *out) noexcept nogil
-        void (*attention[3])(int rows, const quire_attention_tile *t) noexcept nogil
+        void (*attention[3][QUIRE_ROW_CLASSES])(int rows, const quire_attention_tile *t) noexcept nogil
         void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                       float *total_m, float *total_l, float *total_o) noexcept nogil
         void (*convert)(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_output *out,
@@ -147,8 +152,9 @@ cdef extern from "simd/tiles.h" nogil:
                         int64_t columns, float *out) noexcept nogil
         float (*stream)(const char *p, int64_t bytes, int64_t ahead) noexcept nogil
         int64_t (*peak)(int dtype, int64_t steps, const void *w, const void *a, float *result) noexcept nogil
-        void (*end)() noexcept nogil
+        void (*ends[QUIRE_ENDS])() noexcept nogil
 
+    int quire_row_class(int64_t rows)
     int64_t quire_itemsize(int dtype)
     int64_t quire_panel_bytes(int dtype, int64_t width)
     int64_t quire_unpacked_bytes(int dtype, int64_t width)
@@ -156,3 +162,4 @@ cdef extern from "simd/tiles.h" nogil:
     const quire_tiles *quire_isa_tiles(int level)
 
 cdef const quire_tiles *tiles_of(object level) except NULL
+cdef int mix_levels(object level, object choices, quire_tiles *out) except -1

@@ -1,6 +1,11 @@
 DTYPE_CODES: dict[str, int]  # dtypes of activations, as in simd/tiles.h
 WEIGHT_CODES: dict[str, int]  # dtypes of weights
 NAMES: tuple[str, ...]  # the levels of this build, lowest first
+ROW_CLASSES: tuple[str, ...]  # classes of row counts, for each of which a program may have other functions
+EQUAL_FUNCTIONS: tuple[str, ...]  # names of functions for which every level computes the same bits
+
+def row_class(rows: int) -> str:
+    """Return the class of a number of rows, one of ROW_CLASSES."""
 
 def supported_levels() -> tuple[str, ...]:
     """Return the levels that this machine can run, lowest first."""

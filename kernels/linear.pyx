@@ -15,7 +15,8 @@ from libc.stdint cimport uint16_t, uint64_t
 from libc.string cimport memcpy
 
 from .isa cimport (QUIRE_ADD, QUIRE_BLOCK, QUIRE_F32, QUIRE_GELU, QUIRE_Q8, QUIRE_SUPER_BLOCK, QUIRE_SWIGLU,
-                   quire_block_sums, quire_itemsize, quire_linear_tile, quire_rows, quire_unpacked_bytes)
+                   quire_block_sums, quire_itemsize, quire_linear, quire_linear_tile, quire_row_class, quire_rows,
+                   quire_unpacked_bytes)
 from .pool cimport (quire_share_count, quire_share_held, quire_share_hold, quire_share_left, quire_share_release,
                     quire_share_take)
 from .step cimport end_item, first_item
@@ -305,7 +306,8 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
     cdef quire_linear_tile tile
     cdef const Panels *part = pair.part
     cdef int64_t width = op.input.rows.width, row = item.row, end = item.end
-    cdef int64_t most = tiles.linear_rows[part.dtype], calls = (end - row + most - 1) // most, call, n, lines = 0
+    cdef const quire_linear *linear = &tiles.linear[part.dtype][quire_row_class(end - row)]
+    cdef int64_t calls = (end - row + linear.rows - 1) // linear.rows, call, n, lines = 0
     tile.w = pair.data
     tile.scales = _scales(&pair, width) if part.scales != NULL else NULL
     tile.panel_bytes = part.panel_bytes
@@ -328,7 +330,7 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
         tile.a = _input_rows(op, row)
         if op.out.dtype == QUIRE_F32:
             _prefetch_out(op, item, row, n)
-        tiles.linear[part.dtype](<int>n, &tile)
+        linear.multiply(<int>n, &tile)
         tile.next += tile.next_lines * 64 * (width // 32)
         tile.next_scales = NULL
         tile.c += n * tile.ldc

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,17 +64,19 @@ class Program:
         given: npt.NDArray[np.float32] | None = None,
         rotary: npt.NDArray[np.float32] | None = None,
         last_seen: npt.NDArray[np.int32] | None = None,
+        first: int = 0,
+        end: int | None = None,
     ) -> None:
-        """Run one step over `token_ids` [rows]; all arrays of integers are int32. The GIL is released meanwhile.
+        """Run one step over `token_ids` [rows], or its ops [first, end). The GIL is released meanwhile.
 
-        Sequence i of n owns rows row_start[i]..row_start[i+1], from position first_position[i] on, and in layer group g
-        the pages page_ids[page_start[g*n+i]..page_start[g*n+i+1]]. A group with a window may have -1 for released pages
-        before the first tile of 64 tokens that the sequence's first row sees. Row r has row given_of[r] of `given` in
-        place of the embedding of its token, unless that is -1. With `rotary` [rows, rotary_dim], the heads of row r are
-        rotated by row r of it, else by the table's row for the position. Row r sees tokens up to position last_seen[r]:
-        its own or a later position among the sequence's rows, never before that of the previous row. Without
-        `last_seen`, a row sees no later token. Raises ValueError for an array that would lead outside the program's
-        memory.
+        All arrays of integers are int32. Sequence i of n owns rows row_start[i]..row_start[i+1], from position
+        first_position[i] on, and in layer group g the pages page_ids[page_start[g*n+i]..page_start[g*n+i+1]]. A group
+        with a window may have -1 for released pages before the first tile of 64 tokens that the sequence's first row
+        sees. Row r has row given_of[r] of `given` in place of the embedding of its token, unless that is -1. With
+        `rotary` [rows, rotary_dim], the heads of row r are rotated by row r of it, else by the table's row for the
+        position. Row r sees tokens up to position last_seen[r]: its own or a later position among the sequence's rows,
+        never before that of the previous row. Without `last_seen`, a row sees no later token. Raises ValueError for an
+        array that would lead outside the program's memory, and for a range that the program does not have.
         """
 
     def run_texts(
@@ -94,6 +96,13 @@ class Program:
         give the same bits as all ops at once. With `part` (b, e, n), one op computes the parts b to e of n equal ones.
         Parts in order, all before the next op, give the same bits, too. Raises ValueError for an array that would lead
         outside the program's memory, and for a part of several ops or of an op that has none.
+        """
+
+    def choose(self, choices: Mapping[str, str]) -> None:
+        """Replace functions of the program's level: a name of `isa.EQUAL_FUNCTIONS` -> the level of its function.
+
+        Functions without a choice are those of the program's level. Raises ValueError for another name, and for a level
+        that this machine lacks.
         """
 
     def op_seconds(self) -> list[float]:

@@ -13,7 +13,7 @@ import numpy as np
 from .attention cimport attention_scratch_bytes, attention_shared_bytes, num_units
 from .bind cimport Binder
 from .experts cimport grouping_scratch_bytes
-from .isa cimport QUIRE_MAX_HEAD, QUIRE_TILE, tiles_of
+from .isa cimport QUIRE_MAX_HEAD, QUIRE_TILE, mix_levels, quire_tiles
 from .isa import DTYPE_CODES, WEIGHT_CODES
 from .linear cimport linear_scratch_bytes
 from .ops import (QUERY_DTYPES, Convert, Embed, EphemeralAttention, EphemeralPages, ExpertLinear, Linear, NormRows,
@@ -48,12 +48,13 @@ def scratch_nbytes(head_dim, workers, ops):
 
 cdef class Program:
     cdef Replay replay
+    cdef quire_tiles tiles
     cdef Pool pool
     cdef Regions regions
     cdef object records, shares, scratch, block_start, unit_start
     cdef int64_t max_rows, max_sequences, max_samples, vocab_size, num_types, num_pages, max_positions, num_kv_heads
     cdef int64_t given_columns
-    cdef object rotary_dims
+    cdef object rotary_dims, isa
     cdef bint needs_rotary
     cdef bint runs_texts            # 1: whole texts; 0: sequences with pages of a KV cache
     cdef int64_t[::1] windows       # window of each layer group
@@ -81,8 +82,15 @@ cdef class Program:
         else:
             self._lay_out_sequences(kv_memory, kv_layout)
         self._bind(ops, Binder(self.regions, max_rows, max_samples, vocab_size, pool.workers, kv_layout, pages))
-        self.replay.tiles = tiles_of(isa)
+        self.isa = isa
+        self.choose({})
         self.replay.pool = pool.pool
+
+    def choose(self, choices):
+        cdef quire_tiles tiles
+        mix_levels(self.isa, choices, &tiles)
+        self.tiles = tiles
+        self.replay.tiles = &self.tiles
 
     cdef _bind(self, ops, Binder binder):
         for index, op in enumerate(ops):
@@ -144,10 +152,11 @@ cdef class Program:
     def run(self, const int32_t[::1] token_ids, const int32_t[::1] row_start, const int32_t[::1] first_position,
             const int32_t[::1] page_ids, const int32_t[::1] page_start, const int32_t[::1] sample_rows,
             const int32_t[::1] given_of=None, const float[:, ::1] given=None, const float[:, ::1] rotary=None,
-            const int32_t[::1] last_seen=None):
+            const int32_t[::1] last_seen=None, first=0, end=None):
         cdef Step *step = &self.replay.step
         if self.runs_texts:
             raise ValueError("this program runs texts")
+        end = self._end_of(first, end)
         self._check_step(token_ids, row_start, first_position, page_ids, page_start, sample_rows)
         self._give(step, token_ids.shape[0], given_of, given)
         self._give_rotary(step, token_ids.shape[0], rotary)
@@ -164,7 +173,7 @@ cdef class Program:
         step.type_ids = NULL
         step.first_part = 0
         step.end_part = step.parts = 1
-        self._run(0, self.replay.num_records)
+        self._run(first, end)
 
     def run_texts(self, const int32_t[::1] token_ids, const int32_t[::1] row_start, const int32_t[::1] type_ids=None,
                   first=0, end=None, const float[:, ::1] rotary=None, part=(0, 1, 1)):
@@ -174,9 +183,7 @@ cdef class Program:
             raise ValueError("this program runs sequences with pages of a KV cache")
         self._check_texts(token_ids, row_start, type_ids)
         self._give_rotary(step, token_ids.shape[0], rotary)
-        end = self.replay.num_records if end is None else end
-        if not 0 <= first <= end <= self.replay.num_records:
-            raise ValueError(f"ops {first} to {end} are not a range of the {self.replay.num_records} ops")
+        end = self._end_of(first, end)
         self._set_part(first, end, part)
         step.rows = token_ids.shape[0]
         step.sequences = row_start.shape[0] - 1
@@ -196,6 +203,13 @@ cdef class Program:
         step.page_start = &self.text_pages[0]
         step.sample_rows = &self.text_ends[0]
         self._run(first, end)
+
+    cdef int64_t _end_of(self, first, end) except -1:
+        """Return the end of a range of ops; without one, the number of all ops."""
+        end = self.replay.num_records if end is None else end
+        if not 0 <= first <= end <= self.replay.num_records:
+            raise ValueError(f"ops {first} to {end} are not a range of the {self.replay.num_records} ops")
+        return end
 
     cdef _set_part(self, int64_t first, int64_t end, part):
         """Set which part of the ops' items the step computes: from where, up to where, and in how many parts."""

@@ -7,6 +7,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from .attention cimport num_attention_items, num_chunk_units, run_attention, store_chunks
 from .experts cimport group_places, num_segments, run_combine, run_dispatch, run_route
+from .isa cimport QUIRE_ENDS
 from .linear cimport help_linear, num_items, run_linear
 from .pool cimport (quire_is_finished, quire_pool_await, quire_pool_report, quire_pool_report_written,
                     quire_progress, quire_progress_add)
@@ -33,8 +34,9 @@ cdef void replay_ops(void *argument, int worker, int workers) noexcept nogil:
         for i in range(replay.first, replay.end):
             replay.records[i].nanoseconds += max(<int64_t>0, replay.records[i].progress.finished_ns - before)
             before = max(before, <int64_t>replay.records[i].progress.finished_ns)
-    if replay.tiles.end != NULL:
-        replay.tiles.end()
+    for i in range(QUIRE_ENDS):
+        if replay.tiles.ends[i] != NULL:
+            replay.tiles.ends[i]()
 
 
 cdef int64_t now() noexcept nogil:

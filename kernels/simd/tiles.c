@@ -1,22 +1,33 @@
 // The table of one ISA level. This file is compiled once per level; amx takes most functions from avx512.
 #include "level.h"
 
+#if defined QUIRE_ISA_AMX_TWIN
+#define ENDS {[QUIRE_END_OF_TWIN] = LEVEL(end)}
+#elif defined QUIRE_ISA_AMX
+#define ENDS {[QUIRE_END_OF_AMX] = LEVEL(end)}
+#else
+#define ENDS {0}
+#endif
+
 #if defined QUIRE_ISA_AMX
 #define LINEAR_ROWS_ON_TILES AMX_LINEAR_ROWS
-#define END LEVEL(end)
 #else
 #define LINEAR_ROWS_ON_TILES LINEAR_ROWS
-#define END 0
 #endif
+
+// The same for each class of row counts.
+#define EACH(...) {__VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__}
+#define LINEAR(function, most) EACH({function, most})
 
 const quire_tiles LEVEL(quire_tiles) = {
     .name = LEVEL_NAME,
-    .linear_rows = {LINEAR_ROWS, LINEAR_ROWS_ON_TILES, LINEAR_ROWS_ON_TILES, LINEAR_ROWS_4_BITS, LINEAR_ROWS_4_BITS,
-                    LINEAR_ROWS, LINEAR_ROWS, LINEAR_ROWS, LINEAR_ROWS},
-    .linear = {ISA(linear_f32), LEVEL(linear_bf16), LEVEL(linear_q8), LEVEL(linear_q4), ISA(linear_q4_k), ISA(linear_q5_k),
-               ISA(linear_q6_k), ISA(linear_mxfp4), ISA(linear_q4_z)},
+    .linear = {LINEAR(ISA(linear_f32), LINEAR_ROWS), LINEAR(LEVEL(linear_bf16), LINEAR_ROWS_ON_TILES),
+               LINEAR(LEVEL(linear_q8), LINEAR_ROWS_ON_TILES), LINEAR(LEVEL(linear_q4), LINEAR_ROWS_4_BITS),
+               LINEAR(ISA(linear_q4_k), LINEAR_ROWS_4_BITS), LINEAR(ISA(linear_q5_k), LINEAR_ROWS),
+               LINEAR(ISA(linear_q6_k), LINEAR_ROWS), LINEAR(ISA(linear_mxfp4), LINEAR_ROWS),
+               LINEAR(ISA(linear_q4_z), LINEAR_ROWS)},
     .sum_blocks = ISA(sum_blocks),
-    .attention = {ISA(attention_f32), LEVEL(attention_bf16), LEVEL(attention_int8)},
+    .attention = {EACH(ISA(attention_f32)), EACH(LEVEL(attention_bf16)), EACH(LEVEL(attention_int8))},
     .merge = ISA(merge),
     .convert = ISA(convert),
     .rms_factors = ISA(rms_factors),
@@ -42,5 +53,5 @@ const quire_tiles LEVEL(quire_tiles) = {
     .combine = ISA(combine),
     .stream = ISA(stream),
     .peak = LEVEL(peak),
-    .end = END,
+    .ends = ENDS,
 };

@@ -149,12 +149,22 @@ typedef struct {
   int64_t next;        // floats to another head of the same row, which is prefetched too
 } quire_head;
 
+enum { QUIRE_END_OF_AMX = 0, QUIRE_END_OF_TWIN = 1, QUIRE_ENDS = 2 };
+
+// Classes of row counts, for each of which a program may have other functions: 1, 2 to 7, 8 to 15, 16 to 36, and more.
+enum { QUIRE_ROW_CLASSES = 5 };
+static inline int quire_row_class(const int64_t rows) { return (rows > 1) + (rows > 7) + (rows > 15) + (rows > 36); }
+
+typedef struct {
+  void (*multiply)(int rows, const quire_linear_tile *t);
+  int rows;  // the most rows of a call
+} quire_linear;
+
 typedef struct {
   const char *name;
-  int linear_rows[QUIRE_DTYPES];  // maximum rows of one linear tile, by dtype of the weight
-  void (*linear[QUIRE_DTYPES])(int rows, const quire_linear_tile *t);
+  quire_linear linear[QUIRE_DTYPES][QUIRE_ROW_CLASSES];  // functions for each dtype of weights
   void (*sum_blocks)(const quire_rows *a, int64_t rows, quire_block_sums *out);  // sums of all super-blocks of the rows
-  void (*attention[3])(int rows, const quire_attention_tile *t);  // one function per KV dtype
+  void (*attention[3][QUIRE_ROW_CLASSES])(int rows, const quire_attention_tile *t);  // functions for each KV dtype
 
   // total = merge(total, split); the split's state may be reused afterwards. Where total_l is 0, total_m and total_o may
   // hold anything.
@@ -218,8 +228,9 @@ typedef struct {
   // round. Returns the number of additions and multiplications.
   int64_t (*peak)(int dtype, int64_t steps, const void *w, const void *a, float *result);
 
-  // Each worker calls it at the end of a step, to release what the other functions keep in the processor; or NULL.
-  void (*end)(void);
+  // Each worker calls them at the end of a step, to release what functions of amx and of its twin keep in the processor; NULL
+  // where the table has no such functions.
+  void (*ends[QUIRE_ENDS])(void);
 } quire_tiles;
 
 // The levels built for this architecture, lowest first. The amx level in plain C, for tests, is slower than any other.

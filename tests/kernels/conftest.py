@@ -71,6 +71,7 @@ class Toy:
     bias: bool = False  # every linear layer has a bias, not only qkv
     page_size: int = 32
     isa: str | None = None
+    choices: dict[str, str] = field(default_factory=dict)  # functions of other levels
     threads: int = 2
     qk_norm: bool = True
     unusual: bool = False  # every option that most families leave alone is used
@@ -93,7 +94,7 @@ class Toy:
 
     def bind(self) -> Program:
         """Build the program."""
-        return Program(
+        program = Program(
             self.ops,
             self.offset,
             self.kv_memory,
@@ -106,6 +107,8 @@ class Toy:
             vocab_size=VOCAB,
             isa=self.isa,
         )
+        program.choose(self.choices)
+        return program
 
     def run(self, *sequences) -> np.ndarray:
         """Run (token_ids, first_position, tables) sequences and return the logits of each sequence's last row.

@@ -5,9 +5,9 @@
 
 A case is a small decoder of random sizes and dtypes, some sequences, and the steps that compute them: chunks and single
 rows of some of the sequences at a time, with prefixes in shared pages, each step at a random ISA level on a random
-number of threads. The reference computes every sequence alone at the scalar level; in bf16, at the level of the case,
-because only there do levels differ. A difference is reduced to a smaller case and printed with the command that repeats
-it; the exit status is then 1.
+number of threads. Some steps mix levels: each function of the program is that of a random level. The reference computes
+every sequence alone at the scalar level; in bf16, at the level of the case, because only there do levels differ. A
+difference is reduced to a smaller case and printed with the command that repeats it; the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from quire.kernels import Program, supported_levels
+from quire.kernels.isa import EQUAL_FUNCTIONS
 from quire.kernels.ops import padded
 from quire.pager import KVLayout
 
@@ -34,15 +35,17 @@ MULTIPLICATIONS = 100_000_000  # multiplications of a case's reference: about ha
 REDUCING_S = 60
 POISONED_POSITION = 300  # a position in the middle of a page, so that the page is not cleared
 
+Place = tuple[str, int, dict[str, str]]  # level, threads, functions of other levels
 Results = dict[tuple[int, int], bytes]  # (sequence, position) -> logits and their maxima
 
 
-class Step(msgspec.Struct, frozen=True):
+class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     """One step of a case."""
 
     isa: str
     threads: int
     rows: dict[int, int]  # sequence -> its next tokens
+    choices: dict[str, str] = {}  # function -> its level, if that is another
 
 
 class Case(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -84,9 +87,16 @@ def random_case(seed: int, number: int) -> Case:
         for length in lengths[1:]
     ]
     levels = [rng.choice(LEVELS)] if "bf16" in (model["weights"], model["kv"]) else LEVELS
-    places = [(rng.choice(levels), rng.choice([1, 2, 2, 3, 4, 6, 17])) for _ in range(rng.randint(1, 3))]
+    places = [random_place(rng, levels) for _ in range(rng.randint(1, 3))]
     steps = random_steps(rng, places, lengths, shared)
     return Case(model, lengths, shared, steps, releases=rng.random() < 0.5, poisons=rng.random() < 0.3)
+
+
+def random_place(rng: random.Random, levels: Sequence[str]) -> Place:
+    """Return a level, a number of threads, and in half of the places functions of random levels."""
+    mixes = rng.random() < 0.5
+    choices = {name: rng.choice(LEVELS) for name in EQUAL_FUNCTIONS} if mixes else {}
+    return rng.choice(levels), rng.choice([1, 2, 2, 3, 4, 6, 17]), choices
 
 
 def random_model(rng: random.Random) -> dict[str, Any]:
@@ -133,9 +143,7 @@ def random_lengths(rng: random.Random, model: dict[str, Any]) -> list[int]:
     return lengths
 
 
-def random_steps(
-    rng: random.Random, places: list[tuple[str, int]], lengths: list[int], shared: list[int]
-) -> list[Step]:
+def random_steps(rng: random.Random, places: list[Place], lengths: list[int], shared: list[int]) -> list[Step]:
     steps = []
     done = list(shared)
     while done != lengths:
@@ -150,7 +158,8 @@ def random_steps(
             done[sequence] += rows[sequence]
             if not left:
                 break
-        steps.append(Step(*rng.choice(places), rows))
+        isa, threads, choices = rng.choice(places)
+        steps.append(Step(isa, threads, rows, choices))
     return steps
 
 
@@ -163,7 +172,8 @@ def difference(case: Case) -> str | None:
     for number, step, results in results_of_steps(case):
         for (sequence, position), result in results.items():
             if result != expected[sequence, position]:
-                where = f"step {number} ({step.isa}, {step.threads} threads)"
+                mixed = ", mixed" if step.choices else ""
+                where = f"step {number} ({step.isa}{mixed}, {step.threads} threads)"
                 return f"sequence {sequence}, position {position}, in {where}"
     return None
 
@@ -186,11 +196,12 @@ def results_of_steps(case: Case) -> Iterator[tuple[int, Step, Results]]:
     """Run the case's steps; yield each with the results of as many rows as a step may sample."""
     tables = Tables(case, range(len(case.lengths)))
     model = case.toy(case.steps[0].isa, 1, max_rows=MAX_ROWS, num_pages=tables.num_pages)
-    programs: dict[tuple[str, int], Program] = {}
+    programs: dict[tuple[str, int, str], Program] = {}
     ids = [case.tokens(sequence) for sequence in range(len(case.lengths))]
     done = list(case.shared)
     for number, step in enumerate(case.steps):
-        model.isa, model.threads = place = step.isa, step.threads
+        model.isa, model.threads, model.choices = step.isa, step.threads, step.choices
+        place = (step.isa, step.threads, repr(step.choices))
         if place not in programs:
             programs[place] = model.bind()
         program = programs[place]
@@ -291,10 +302,21 @@ def smaller_cases(case: Case) -> Iterator[Case]:
         steps = [msgspec.structs.replace(step, threads=min(threads, step.threads)) for step in case.steps]
         if steps != case.steps:
             yield msgspec.structs.replace(case, steps=steps)
+    for half in (0, 1):
+        steps = [with_half(step, half) for step in case.steps]
+        if steps != case.steps:
+            yield msgspec.structs.replace(case, steps=steps)
     for level in {step.isa for step in case.steps}:
         steps = [msgspec.structs.replace(step, isa=level) for step in case.steps]
         if steps != case.steps:
             yield msgspec.structs.replace(case, steps=steps)
+
+
+def with_half(step: Step, half: int) -> Step:
+    """Return the step with the first or the second half of its choices; the second half of one choice is none."""
+    names = list(step.choices)
+    kept = names[: (len(names) + 1) // 2] if half == 0 else names[(len(names) + 1) // 2 :]
+    return msgspec.structs.replace(step, choices={name: step.choices[name] for name in kept})
 
 
 def without_sequence(case: Case, sequence: int) -> Case:

@@ -500,7 +500,7 @@ MUTANTS = [
     ),
     Mutant(
         "kernels/replay.pyx",
-        "    if replay.tiles.end != NULL:\n        replay.tiles.end()\n",
+        "    for i in range(QUIRE_ENDS):\n        if replay.tiles.ends[i] != NULL:\n            replay.tiles.ends[i]()\n",
         "",
         "the tiles of AMX are not released between steps",
         "tests/kernels/test_isa.py",

@@ -140,16 +140,23 @@ static void run_linear(const quire_tiles *level, int dtype, int per_call, int ro
   for (int row = 0; row < rows; row += per_call) {
     t.block_sums = sums + row * (a.width / QUIRE_SUPER_BLOCK);
     t.a = from_row(a, input_dtype(dtype), row), t.c = (adds ? y : c) + row * t.ldc, t.factors = factors ? factors + row : NULL;
-    level->linear[dtype](per_call, &t);
+    level->linear[dtype][quire_row_class(rows)].multiply(per_call, &t);
   }
   if (adds) level->add_columns(y, rows, c, t.ldc);
+}
+
+// The most rows of a call that are tried.
+static int most_rows(int dtype) {
+  int rows = 1;
+  while (rows < MAX_ROWS && tiles->linear[dtype][quire_row_class(rows + 1)].rows > rows) rows++;
+  return rows;
 }
 
 // q8 panels of the same weights give the same bits.
 static void compare_widened(const char *panels, const uint16_t *scales, quire_rows a) {
   static uint8_t widened[2 * 16 * MAX_WIDTH], scratch[2 * 16 * MAX_WIDTH];
   float want[MAX_ROWS * 32], got[MAX_ROWS * 32];
-  const int rows = tiles->linear_rows[QUIRE_Q4] < MAX_ROWS ? tiles->linear_rows[QUIRE_Q4] : MAX_ROWS;
+  const int rows = most_rows(QUIRE_Q4);
   quire_linear_tile t = {.w = panels, .scales = scales, .panel_bytes = quire_panel_bytes(QUIRE_Q4, a.width), .scratch = scratch, .a = a, .next = panels, .ldc = 32};
   t.c = want, run_linear(tiles, QUIRE_Q4, rows, rows, t);
   for (int64_t i = 0; i < 2 * 16 * a.width; i++) {
@@ -204,7 +211,7 @@ static void compare_linear_of(const char *op, int dtype, int64_t width, int epil
   fill_panels(panels, dtype, width, 2);
   for (int64_t i = 0; i < 2 * width / 32 * 16; i++) scales[i] = next_scale();
   fill(bias, 32), fill(factors, MAX_ROWS), fill(before, MAX_ROWS * 32);
-  for (int rows = 1; rows <= tiles->linear_rows[dtype] && rows <= MAX_ROWS; rows++) {
+  for (int rows = 1; rows <= most_rows(dtype); rows++) {
     if (!is_tried(rows)) continue;
     quire_linear_tile t = {.w = panels, .scales = scales, .panel_bytes = quire_panel_bytes(dtype, width), .scratch = scratch, .a = a,
                            .bias = rows % 2 ? bias : NULL, .factors = rows % 3 ? factors : NULL, .next = panels, .next_lines = 1, .next_scales = (const char *)scales, .ldc = 32,
@@ -275,7 +282,7 @@ static void run_attention(const quire_tiles *level, attention *x, int dtype, qui
       t.v[16 * j / size] = page->v;
     }
     reset(x->m, x->l, x->o, rows * d);
-    level->attention[dtype](rows, &t);
+    level->attention[dtype][quire_row_class(rows)](rows, &t);
     level->merge(rows, d, x->m, x->l, x->o, x->total_m, x->total_l, x->total_o);
   }
 }
