@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # idle threads spin: a third of the time of tests beside the numpy reference
 import numpy as np
+
+del os.environ["OPENBLAS_NUM_THREADS"]  # processes that tests start are as users start them
 import pytest
 from hypothesis import HealthCheck, settings
 from quire.runtime.model import read_spec
