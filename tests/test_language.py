@@ -35,10 +35,12 @@ BANNED = {  # pattern, case ignored -> what to write
     r"\b(dealt|deal|deals) out\b": "partition",
     r"\bpulses?\b": "heartbeat",
     (
-        r"(quant|normal|optim|random|penal|organ|vector|recogn|initial|virtual|serial|summar|minim|maxim|priorit"
-        r"|special|general|material|synchron|util|parametr|canonical|token)is(e|ed|es|er|ing|ation|able)(?-i:(?![a-z]))"
-    ): "American spelling: -ize",
-    r"(col|neighb|behavi|hon|fav|lab|flav)our": "American spelling: -or",
+        r"(?=is)((?<=quant)|(?<=normal)|(?<=optim)|(?<=random)|(?<=penal)|(?<=organ)|(?<=vector)|(?<=recogn)"
+        r"|(?<=initial)|(?<=virtual)|(?<=serial)|(?<=summar)|(?<=minim)|(?<=maxim)|(?<=priorit)|(?<=special)"
+        r"|(?<=general)|(?<=material)|(?<=synchron)|(?<=util)|(?<=parametr)|(?<=canonical)|(?<=token))"
+        r"is(e|ed|es|er|ing|ation|able)(?-i:(?![a-z]))"
+    ): "American spelling: -ize",  # begins with letters that few words have: a search tries each place
+    r"(?=our)((?<=col)|(?<=neighb)|(?<=behavi)|(?<=hon)|(?<=fav)|(?<=lab)|(?<=flav))our": "American spelling: -or",
     r"\b(licence|grey|centre|catalogue|analyse|artefact|defence)": "American spelling",
     r"\b(travel|label|model|signal)l(ed|ing)\b": "American spelling: one l",
 }
@@ -90,9 +92,16 @@ def prose(path: Path) -> Iterator[str]:
     elif path.suffix == ".pyx":
         yield from (block for docstring in re.findall(r'"""(.*?)"""', text, re.DOTALL) for block in blocks(docstring))
     else:
-        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, documented))
-        yield from (block for node in nodes for block in blocks(ast.get_docstring(node) or ""))
+        yield from (block for docstring in docstrings(ast.parse(text)) for block in blocks(docstring))
+
+
+def docstrings(node: ast.AST) -> Iterator[str]:
+    """Yield the docstrings of a statement and of the statements inside it. Expressions, most nodes, have none."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield ast.get_docstring(node) or ""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from docstrings(child)
 
 
 def blocks(text: str) -> Iterator[str]:

@@ -48,7 +48,7 @@ REQUESTS = [
 
 def engine_of(isa: str, dtypes: Dtypes, **settings: Any) -> AbstractAsyncContextManager[LocalEngine]:
     weights, kv = dtypes
-    return running(weights=weights, kv_cache_dtype=kv, isa=isa, **{"kv_cache_memory": 32 << 20, **settings})
+    return running(weights=weights, kv_cache_dtype=kv, isa=isa, **{"kv_cache_memory": 16 << 20, **settings})
 
 
 @pytest.fixture(scope="module")

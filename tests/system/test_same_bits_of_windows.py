@@ -34,10 +34,7 @@ def running(folder, **settings):
         ("ssss", "Qwen2ForCausalLM"),
         ("s.s.", "Gemma2ForCausalLM"),
         ("ss.", "Gemma3ForCausalLM"),
-        ("....", "Olmo2ForCausalLM"),
-        ("...", "GraniteForCausalLM"),
         ("...s", "SmolLM3ForCausalLM"),
-        ("..", "Phi3ForCausalLM"),
     ],
 )
 async def test_same_bits_with_sliding_windows(hybrid_folder, layers, architecture):
