@@ -46,10 +46,13 @@ class PreparedInput(NamedTuple):
 def prepare(
     request: GenerateRequest, text_processor: TextProcessor, validator: Validator, checked: CheckedStructures
 ) -> PreparedInput:
-    """Return the prompt as token ids; a chat is rendered first. The grammar of a structured output is checked.
+    """Return the prompt as token ids; a chat is rendered first. The grammar and `generated` are checked.
 
-    Both take time: call this function in a thread. Raises InvalidRequest, ContextLengthExceeded or GenerationFailed.
+    All steps take time: call this function in a thread. Raises InvalidRequest, ContextLengthExceeded or
+    GenerationFailed.
     """
+    if request.generated is not None:
+        validator.check_generated(request)
     params = request.sampling_params
     check = partial(checked.check, request.tenant)
     if request.messages is not None:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 from ..common.fair_executor import FairExecutor
 from .continuation import replay
@@ -19,8 +17,6 @@ from .output import NewDetokenizer
 from .structured.grammars import CheckedStructures
 from .text_processor import TextProcessor
 from .validator import Validator
-
-T = TypeVar("T")
 
 
 class PromptPreparer:
@@ -58,7 +54,7 @@ class PromptPreparer:
 
         preparing: asyncio.Future[PreparedInput]
         if request.generated is None:
-            preparing = self._submit(request, self._prepared)
+            preparing = self._submit(request)
         else:
             preparing = asyncio.create_task(self._continued(request))
         self._num_preparing[tenant] += num_queued
@@ -67,7 +63,7 @@ class PromptPreparer:
 
     async def token_ids(self, request: GenerateRequest) -> tuple[int, ...]:
         """Return the token ids of a request's prompt. Raises InvalidRequest and others."""
-        return (await self._submit(request, self._prepared)).token_ids
+        return (await self._submit(request)).token_ids
 
     def new_detokenizer(self, prepared: PreparedInput, num_echoed: int = 0) -> NewDetokenizer:
         """Return the factory of detokenizers for a request's sequences."""
@@ -81,24 +77,16 @@ class PromptPreparer:
         self._image_executor.close()
         self._checked.close()
 
-    def _submit(self, request: GenerateRequest, make: Callable[[GenerateRequest], T]) -> asyncio.Future[T]:
+    def _submit(self, request: GenerateRequest) -> asyncio.Future[PreparedInput]:
         executor = self._image_executor if request.image_files else self.executor
-        return executor.submit(request.tenant, make, request)
+        return executor.submit(request.tenant, prepare, request, self._text_processor, self._validator, self._checked)
 
     async def _continued(self, request: GenerateRequest) -> PreparedInput:
         """Return the input with the outputs that another server began: other tenants' prompts come between slices."""
-        prepared = await self._submit(request, self._prepared)
+        prepared = await self._submit(request)
         stop_ids, new_detokenizer = stop_ids_of(prepared.params, self._eos_token_ids), self.new_detokenizer(prepared)
         new_parser = prepared.new_parser if request.reads_output else None
         replaying = replay(request, prepared.params, stop_ids, new_detokenizer, new_parser)
-        while (continuation := await self._submit(request, lambda _: next(replaying))) is None:
+        while (continuation := await self.executor.submit(request.tenant, replaying.__next__)) is None:
             pass
         return prepared._replace(continuation=continuation)
-
-    # In a helper thread
-
-    def _prepared(self, request: GenerateRequest) -> PreparedInput:
-        prepared = prepare(request, self._text_processor, self._validator, self._checked)
-        if request.generated is not None:
-            self._validator.check_generated(request)
-        return prepared

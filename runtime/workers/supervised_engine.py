@@ -169,22 +169,16 @@ class SupervisedEngine:
                 AdmissionEstimate(num_waiting, 0, num_pages),
             )
 
-    async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
+    async def add(self, requests: Sequence[QueuedRequest]) -> AdmissionEstimate:
         """See `Core.add`. Raises DeadlineExceeded, too. If the caller is cancelled, the request is removed."""
-        self._check_accepting()
-        return await self._add(requests)
-
-    async def add_encoding(self, request: EncodeRequest) -> AdmissionEstimate:
-        """See `Core.add_encoding`. Raises DeadlineExceeded, too. If the caller is cancelled, the request is removed."""
-        if not request.spec.is_continuation or self._stopped or self._down is not None:
+        first = requests[0]
+        is_continuation = isinstance(first, EncodeRequest) and first.spec.is_continuation
+        if not is_continuation or self._stopped or self._down is not None:
             self._check_accepting()
-        return await self._add((request,))
-
-    async def _add(self, requests: Sequence[QueuedRequest]) -> AdmissionEstimate:
         pending = self._pending_adds.add(requests)
         self._idle.clear()
         self._send_next()
-        deadline = requests[0].spec.deadline
+        deadline = first.spec.deadline
         try:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self._clock())):
                 answer = await pending.answer
@@ -194,6 +188,10 @@ class SupervisedEngine:
                 raise DeadlineExceeded("the request's deadline passed while it waited for an engine") from None
             raise
         return admission_of(answer)
+
+    async def add_encoding(self, request: EncodeRequest) -> AdmissionEstimate:
+        """See `Core.add_encoding`."""
+        return await self.add((request,))
 
     def give_up(self) -> list[LoggedRequest]:
         """Return the requests that wait for the next process, without suspects; another engine has to continue them."""
