@@ -99,7 +99,7 @@ async def test_a_kept_stream_is_replayed_with_its_calls(served: Served) -> None:
         ({"tools": [*TOOLS, TOOLS[0]]}, "'weather' occurs twice"),
         ({"tools": [" " * (1 << 18), "1"]}, "at most 262144"),
         ({"tools": TOOLS, "tool_choice": ToolChoice(names=("nothing",))}, "there is no tool 'nothing'"),
-        ({"tool_choice": ToolChoice(needed="required")}, "there are no tools"),
+        ({"tool_choice": ToolChoice(needed="required")}, "tools has no functions"),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -54,10 +54,10 @@ class ToolCalls:
         names = functions if choice.names is None else choice.names
         if unknown := [name for name in names if name not in functions]:
             raise InvalidRequest(
-                f"tool_choice: there is no tool {unknown[0]!r}; tools has {', '.join(functions) or 'none'}"
+                f"tool_choice: there is no tool {unknown[0]!r}; tools has {', '.join(functions) or 'no functions'}"
             )
         if choice.needed == "required" and not names:
-            raise InvalidRequest("tool_choice: a call is required, but there are no tools")
+            raise InvalidRequest("tool_choice: a call is required, but tools has no functions")
         if tools and not (markup.calls or markup.channels):
             raise InvalidRequest(
                 "tools: the chat template does not show how this model writes tool calls; serve it with "
@@ -85,6 +85,8 @@ class ToolCalls:
         # strict, and that no grammar can enforce, is left to the model.
         ways: tuple[_SchemaOf, ...] = (_schema, partial(self._possible_schema, prompt))
         for schema_of, bounds_integers in product(ways, (True, False)):
+            if not (bounds_integers or self._has_bounded_integers()):
+                continue  # the grammar would be the one that was refused
             try:
                 schemas = {name: schema_of(each, bounds_integers) for name, each in self._functions.items()}
                 structure = self._grammar(schemas, prompt, answer)
@@ -94,6 +96,13 @@ class ToolCalls:
             else:
                 return structure
         raise refusal
+
+    def _has_bounded_integers(self) -> bool:
+        """Return whether a grammar may bound any integer of the arguments."""
+        try:
+            return any(_schema(each) != _schema(each, bounds_integers=False) for each in self._functions.values())
+        except InvalidRequest:
+            return True
 
     def _check(self, structure: StructuredOutputs) -> None:
         """Raise InvalidRequest for an unusable grammar.

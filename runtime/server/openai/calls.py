@@ -84,8 +84,7 @@ def chat_prompt(values: dict[str, Any], messages: dict[str, Any], tenant: str) -
 
 def with_answer(prompt: GenerateRequest, values: dict[str, Any], fields: Fields, **options: Any) -> GenerateRequest:
     """Return a chat's request with `options`, whose answer may call tools as `values` say. Raises BadRequest."""
-    choice = tool_choice(values, prompt.tools)
-    return msgspec.structs.replace(prompt, tool_choice=choice, **options, **request_fields(fields))
+    return msgspec.structs.replace(prompt, tool_choice=tool_choice(values), **options, **request_fields(fields))
 
 
 def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:

@@ -79,17 +79,12 @@ def namespaces(tools: Any) -> dict[str, tuple[str, str]]:
     return found
 
 
-def tool_choice(values: dict[str, Any], tools: tuple[dict[str, Any], ...]) -> ToolChoice:
-    """Return which of `tools` the answer may or must call. Raises BadRequest."""
+def tool_choice(values: dict[str, Any]) -> ToolChoice:
+    """Return which tools the answer may or must call; the engine checks that they exist. Raises BadRequest."""
     parallel = values.get("parallel_tool_calls", True)
     if type(parallel) is not bool:
         raise BadRequest(f"parallel_tool_calls must be true or false, not {shown(parallel)}", "parallel_tool_calls")
     needed, names = _choice(values.get("tool_choice", "auto"))
-    offered = {tool["function"]["name"] for tool in tools}
-    if (names is not None or needed == "required") and not offered:
-        raise BadRequest("tool_choice needs tools that are functions", "tool_choice")
-    if unknown := [name for name in names or () if name not in offered]:
-        raise BadRequest(f"tool_choice: there is no tool {unknown[0]!r} in tools", "tool_choice")
     several = parallel and not is_named(values)
     return msgspec.convert({"needed": needed, "names": names, "parallel": several}, ToolChoice)
 

@@ -18,6 +18,7 @@ from quire.runtime.common.types import StructuredOutputs, ToolChoice
 from quire.runtime.engine.markup.markup import BRACKETS, CHANNEL_TOKENS, KNOWN_MARKUPS, MARK, THINK, CallSyntax, Markup
 from quire.runtime.engine.structured.grammars import check_structure, grammar_of
 from quire.runtime.engine.structured.tool_calls import ToolCalls
+from structlog.testing import capture_logs
 
 DEEPSEEK = KNOWN_MARKUPS["deepseek_v31"].calls or CallSyntax("", "", "")
 SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>", *CHANNEL_TOKENS)
@@ -413,6 +414,18 @@ def test_numbers_that_cannot_be_enforced_leave_the_arguments_to_the_model(family
         else:
             assert calls.structure("prompt", None) is not None
             assert calls.new_parser("prompt", None) is not None
+
+
+@pytest.mark.parametrize(("kind", "num_tries"), [("string", 1), ("integer", 2)])
+def test_a_refused_grammar_is_tried_without_bounds_of_integers_if_it_has_some(kind: str, num_tries: int) -> None:
+    def refuse(structure: StructuredOutputs) -> None:
+        raise InvalidRequest("too large")
+
+    function = {"name": "f", "parameters": {"properties": {"a": {"type": kind}}}}
+    calls = ToolCalls(KNOWN_MARKUPS["hermes"], ({"type": "function", "function": function},), ToolChoice(), refuse)
+    with capture_logs() as lines, pytest.raises(InvalidRequest, match="too large"):
+        calls.structure("prompt", None)
+    assert [line["event"] for line in lines] == ["a tool's arguments are any object"] * num_tries
 
 
 @pytest.mark.parametrize("prompt", ["<think>", "a <think>\n", "<think> \n\n"])
