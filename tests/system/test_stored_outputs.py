@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.server.openai import calls, playback, stored
+from quire.runtime.server.openai import calls, stored
+from quire.runtime.server.requests import output_log
 
 from tests.support.http_client import Reply, connection
 from tests.support.scripted_model import write_scripted_model
@@ -447,7 +448,7 @@ async def test_a_response_that_is_deleted_ends_though_it_is_read(system: Any, ev
 
 
 async def test_an_output_has_a_limited_number_of_readers(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(playback, "MAX_READERS", 1)
+    monkeypatch.setattr(output_log, "MAX_READERS", 1)
     name = await stored_id(system, RESPONSES, response("hold", background=True))
     async with connection(system) as client:
         client.send("GET", f"{RESPONSES}/{name}?stream=true")

@@ -22,13 +22,8 @@ from ...protocol.frames import (
     HEARTBEAT_NONCE,
     MIN_FRAME_BYTES,
     PROTOCOL_VERSION,
-    AskScores,
-    AskVectors,
-    Generate,
     Hello,
     Ping,
-    Resume,
-    Tokenize,
     Welcome,
 )
 from ...protocol.wire_errors import error_frame
@@ -38,12 +33,11 @@ from ..requests.send_buffer import SendBuffer
 from ..tenancy.tenant_bytes import PendingInput
 from ..tenancy.tenants import FRAMES_PER_REQUEST
 from .convert import check_hello
-from .request_handler import RequestHandler
+from .request_handler import RequestFrame, RequestHandler
 from .watchdog import Watchdog
 
 READ_BYTES = 64 << 10
 BYTES_PER_FRAME = 4 << 10  # bytes that count as one frame
-REQUESTS = (Generate, Resume, AskVectors, AskScores, Tokenize)
 
 TLS_HANDSHAKE = b"\x16\x03"
 HTTP_METHODS = (b"GET ", b"HEAD ", b"POST ", b"PUT ", b"DELETE ", b"OPTIONS ", b"PATCH ", b"CONNECT ", b"PRI * HTTP")
@@ -171,8 +165,12 @@ class Connection:
                     else:
                         if granted <= 0:
                             granted += await self._handler.turns.wait()
-                        granted -= FRAMES_PER_REQUEST if isinstance(frame, REQUESTS) else 1
-                        self._handler.handle(frame)
+                        if isinstance(frame, RequestFrame):
+                            granted -= FRAMES_PER_REQUEST
+                            self._handler.start(frame)
+                        else:
+                            granted -= 1
+                            self._handler.handle(frame)
                     num_frames += 1
                 self._pending_input.set_frame_bytes(self._decoder.num_buffered_bytes)
                 if self._watchdog is not None:

@@ -39,7 +39,7 @@ from ...protocol.frames import (
 from ...protocol.wire_errors import error_frame
 from ..app_context import AppContext
 from ..monitoring import CancelCause
-from ..requests.output_log import MAX_READERS, OutputLog
+from ..requests.output_log import OutputLog
 from ..requests.output_reader import OutputReader, Pace
 from ..requests.request_log import quire_error
 from ..requests.resume import Keeping
@@ -50,6 +50,7 @@ from .frame_writer import FrameWriter
 from .vector_stream import VectorStream
 
 MAX_TEXTS = 32  # texts of one connection that are being tokenized
+RequestFrame = Generate | Resume | AskVectors | AskScores | Tokenize  # frames that `start` takes
 
 
 class RequestHandler:
@@ -86,12 +87,22 @@ class RequestHandler:
         """The loop's time at which the last live request ended; None while there are some."""
         return None if self._tasks else self._last_ended_at
 
+    def start(self, frame: RequestFrame) -> None:
+        """Start the request of a frame. Raises ProtocolError if the frame must end the connection."""
+        with bound_contextvars(request=new_id()):
+            match frame:
+                case Generate():
+                    self._generate(frame)
+                case Resume():
+                    self._resume(frame)
+                case AskVectors() | AskScores():
+                    self._embed(frame)
+                case Tokenize():
+                    self._tokenize(frame)
+
     def handle(self, frame: Frame | Malformed) -> None:
-        """Handle one frame. Raises ProtocolError if it must end the connection."""
+        """Handle a frame that starts no request. Raises ProtocolError if it must end the connection."""
         match frame:
-            case Generate() | Resume() | AskVectors() | AskScores() | Tokenize():
-                with bound_contextvars(request=new_id()):
-                    self._start_request(frame)
             case Malformed(request_id, error):
                 if self._accepts_id(request_id):
                     self._refuse(request_id, error)
@@ -142,17 +153,6 @@ class RequestHandler:
 
     # Requests
 
-    def _start_request(self, frame: Generate | Resume | AskVectors | AskScores | Tokenize) -> None:
-        match frame:
-            case Generate():
-                self._generate(frame)
-            case Resume():
-                self._resume(frame)
-            case AskVectors() | AskScores():
-                self._embed(frame)
-            case Tokenize():
-                self._tokenize(frame)
-
     def _generate(self, frame: Generate) -> None:
         """Start the request. One that is refused immediately never becomes a task: under overload most are."""
         request_id = frame.request_id
@@ -190,8 +190,6 @@ class RequestHandler:
         log = context.replays.find(self.tenant, request_id, request, keeping) or context.replays.open(
             self.tenant, request_id, request, keeping
         )
-        if len(log.readers) >= MAX_READERS:
-            raise Overloaded(f"{MAX_READERS} requests with this idempotency key are being answered")
         reader = OutputReader(log, pace)
         if frame.resumable:
             context.replays.resume_index.add(self._session, request_id, reader)

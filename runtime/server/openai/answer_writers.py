@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ...common.errors import Cancelled, InvalidRequest, Overloaded, QuireError
+from ...common.errors import InvalidRequest, Overloaded, QuireError
 from ...common.types import OutputChunk, Usage
 from .errors import HTTPAnswer
 from .formats import Format
 from .request_cycle import RequestCycle
 
-CANCELLED = "the request was cancelled"
 SMALLER_ANSWER = "stream it, or ask for less"
 
 
@@ -22,8 +21,8 @@ class AnswerWriter(Protocol):
     def begin(self) -> None:
         """Begin the answer: the engine has accepted every request of the call."""
 
-    def write(self, first_choice: int, chunk: OutputChunk) -> None:
-        """Add the next chunk of a prompt whose first choice has this index. Raises Cancelled for a cancelled output."""
+    def write(self, index: int, chunk: OutputChunk) -> None:
+        """Add the next chunk of the choice with this index."""
 
     def end(self, usage: Usage) -> None:
         """End the answer: every request has ended."""
@@ -45,13 +44,11 @@ class EventWriter:
         self._cycle.begin_events()
         self._cycle.send_events(self.form.opening())
 
-    def write(self, first_choice: int, chunk: OutputChunk) -> None:
-        """Send the chunk. Raises Cancelled."""
-        if chunk.finish_reason == "cancelled":
-            raise Cancelled(CANCELLED)
+    def write(self, index: int, chunk: OutputChunk) -> None:
+        """Send the chunk."""
         form = self.form
-        self._cycle.send_events(form.events(first_choice + chunk.choice, chunk))
-        if form.held_bytes != self._memory.num_bytes:
+        self._cycle.send_events(form.events(index, chunk))
+        if form.held_bytes:
             self._memory.add(form.held_bytes - self._memory.num_bytes)
 
     def end(self, usage: Usage) -> None:
@@ -75,12 +72,10 @@ class BodyWriter:
     def begin(self) -> None:
         """See `AnswerWriter.begin`."""
 
-    def write(self, first_choice: int, chunk: OutputChunk) -> None:
-        """Keep the chunk for the body. Raises Cancelled."""
-        if chunk.finish_reason == "cancelled":
-            raise Cancelled(CANCELLED)
+    def write(self, index: int, chunk: OutputChunk) -> None:
+        """Keep the chunk for the body."""
         if not self._memory.is_released:
-            self._memory.add(self.form.choices[first_choice + chunk.choice].add(chunk))
+            self._memory.add(self.form.choices[index].add(chunk))
 
     def end(self, usage: Usage) -> None:
         """Send the answer."""

@@ -6,13 +6,14 @@ A call ends in one way: all its requests are answered, or the first error ends t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from ...common.errors import Overloaded, QuireError
+from ...common.errors import Cancelled, QuireError
+from ...common.types import OutputChunk
 from ...engine.facade import EngineFacade
 from ..requests.live_requests import LiveRequests
-from ..requests.output_log import MAX_READERS, OutputLog
+from ..requests.output_log import OutputLog
 from ..requests.output_reader import OutputReader, Pace
 from .answer_writers import AnswerWriter
 from .calls import Call
@@ -25,9 +26,7 @@ FRAMES_PER_CHUNK = 4  # frames of a turn: a chunk that waited is read and render
 
 
 def log_reader(cycle: RequestCycle, log: OutputLog) -> OutputReader:
-    """Return a reader of a log for a cycle. Raises Overloaded if too many connections read the log."""
-    if len(log.readers) >= MAX_READERS:
-        raise Overloaded(f"{MAX_READERS} connections read this output already")
+    """Return a reader of a log for a cycle."""
     pace = Pace(
         cycle.send_buffer,
         cycle.authenticated.output_turns,
@@ -86,8 +85,7 @@ class Playback:
                 await self._prepare(writer.form)
                 writer.begin()
                 for index, reader in enumerate(self._readers):
-                    write = partial(writer.write, index * self._n)
-                    reader.start(write, partial(self._note_over, reader))
+                    reader.start(_write_choices(writer, index * self._n), partial(self._note_over, reader))
                 await self._ended.wait()
             if self._failure is not None:
                 return self._failure
@@ -164,3 +162,15 @@ class Playback:
             reader.mute()
             if not (reader.is_over or reader.log.has_ended):
                 reader.cancel("client")
+
+
+def _write_choices(writer: AnswerWriter, first: int) -> Callable[[OutputChunk], None]:
+    """Return the function that writes the chunks of one prompt, whose first choice has the index `first`."""
+    write_chunk = writer.write
+
+    def write(chunk: OutputChunk) -> None:
+        if chunk.finish_reason == "cancelled":
+            raise Cancelled("the request was cancelled")
+        write_chunk(first + chunk.choice, chunk)
+
+    return write

@@ -109,9 +109,14 @@ class RequestCycle:
         self._has_begun_events = True
         self._watch_silence(-1)
 
-    def send_events(self, events: bytes) -> None:
-        """Send events, which may be none."""
-        self._send_data(events if self._numbers is None else self._numbers.numbered(events))
+    def send_events(self, events: bytes, *, are_numbered: bool = True) -> None:
+        """Send events, which may be none. Errors and comments are not numbered."""
+        if are_numbered and self._numbers is not None:
+            events = self._numbers.numbered(events)
+        if self.is_over or not events:
+            return
+        self._num_events += 1
+        self.send_buffer.send_bytes(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
 
     def end_events(self) -> None:
         """End the stream."""
@@ -122,7 +127,7 @@ class RequestCycle:
     def refuse(self, error: QuireError, fields: Collection[str] = ()) -> None:
         """End in `error`: an answer of its own, or the last event of a stream, which `[DONE]` then does not follow."""
         if self._has_begun_events:
-            self._send_data(error_event(error, self.field_names))
+            self.send_events(error_event(error, self.field_names), are_numbered=False)
             self.end_events()
         else:
             self.respond(error_answer(error, fields, self.field_names))
@@ -148,13 +153,6 @@ class RequestCycle:
             reason = "Client Closed Request"
         self._send(h11.Response(status_code=status, reason=reason, headers=[*headers, *own]))
 
-    def _send_data(self, data: bytes) -> None:
-        """Send a piece of the stream, which may be empty."""
-        if self.is_over or not data:
-            return
-        self._num_events += 1
-        self.send_buffer.send_bytes(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-
     def _send(self, event: h11.Event) -> None:
         if data := self._http.send(event):
             self.send_buffer.send_bytes(data)
@@ -167,6 +165,6 @@ class RequestCycle:
     def _watch_silence(self, num_events: int) -> None:
         """Send a comment if no event was sent since the last call."""
         if num_events == self._num_events:
-            self._send_data(COMMENT)
+            self.send_events(COMMENT, are_numbered=False)
         loop = asyncio.get_running_loop()
         self._keep_alive = loop.call_later(KEEP_ALIVE_S, self._watch_silence, self._num_events)

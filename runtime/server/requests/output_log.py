@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from ....scheduler import AdmissionEstimate
-from ...common.errors import InvalidRequest, QuireError
+from ...common.errors import InvalidRequest, Overloaded, QuireError
 from ...common.types import FinishReason, OutputChunk, SamplingParams
 from ...engine.facade import Generation, NewParser
 from ..monitoring import CancelCause
@@ -244,6 +244,11 @@ class OutputLog:
         self.readers += (reader,)
         self.retention.on_change(self)
 
+    def check_readers(self) -> None:
+        """Raise Overloaded if the log has as many readers as it may have."""
+        if len(self.readers) >= MAX_READERS:
+            raise Overloaded(f"{MAX_READERS} connections read this output already")
+
     def leave(self, reader: LogReader, cause: CancelCause) -> None:
         """Offer `reader` nothing more. Idempotent."""
         if reader in self.readers:
@@ -275,10 +280,14 @@ class OutputLog:
             return None
         return msgspec.structs.replace(self.chunk(position - 1), token_ids=(), text="", logprobs=None, deltas=None), 0
 
-    def forget(self, num_chunks: int | None = None) -> None:
-        """Drop the first chunks, all by default, unless the log is kept: its only reader needs them no more."""
+    def forget_first(self) -> int:
+        """Drop the first chunk of a log that is not kept: its only reader needs it no more. Return its bytes."""
+        return len(self._chunks.pop(0)) + CHUNK_BYTES
+
+    def forget(self) -> None:
+        """Drop all chunks, unless the log is kept: its only reader needs them no more."""
         if not self.is_kept:
-            del self._chunks[:num_chunks]
+            self._chunks.clear()
 
     # The engine's side
 

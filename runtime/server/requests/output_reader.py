@@ -17,7 +17,7 @@ from ...common.errors import Cancelled, DeadlineExceeded, QuireError
 from ...common.types import OutputChunk, Usage
 from ..monitoring import CancelCause
 from ..tenancy.tenants import FRAMES_PER_TURN, Turns
-from .output_log import CHUNK_BYTES, OutputLog
+from .output_log import OutputLog
 from .request_log import quire_error
 from .send_buffer import SendBuffer
 
@@ -164,14 +164,33 @@ class OutputReader:
     # output_log.LogReader
 
     def offer(self, position: int, chunk: OutputChunk) -> bool:
-        """See `LogReader.offer`."""
-        if position == self._position and self._is_open:
-            if self._may_send(chunk):
-                self._position = position + 1
-                self._send(chunk)
-                return True
-            self._wait()
-        return self.is_over or self._stopped is not None
+        """See `LogReader.offer`. Wait if tokens may not be sent now."""
+        if position != self._position or not self._is_open:
+            return self.is_over or self._stopped is not None
+        num_tokens = len(chunk.token_ids)
+        if num_tokens and (self._credit <= 0 or (self._waits_while_long and self._send_buffer.is_long)):
+            if not self._is_unwanted:
+                self._wait()
+                return self._stopped is not None  # waiting may exceed a limit
+            if self._credit <= 0:
+                chunk = msgspec.structs.replace(chunk, token_ids=(), text="", logprobs=None, deltas=None)
+                num_tokens = 0
+        if self._held_bytes:  # the chunk has waited in a log that is not kept
+            self.hold(-self.log.forget_first())
+        self._position = position + 1
+        self._credit -= num_tokens
+        self._num_sent += num_tokens
+        try:
+            self._write(chunk)
+        except Exception as error:
+            self._give_up(error)
+            return True
+        if self._reading_timer is not None and self._num_sent >= self._reading_goal:
+            self._stop_reading_timer()
+        if chunk.usage is not None:
+            self.usage = chunk.usage
+            self._finish()
+        return True
 
     def hold(self, num_bytes: int) -> None:
         """See `LogReader.hold`."""
@@ -191,19 +210,13 @@ class OutputReader:
         while self._is_open:
             if (read := self.log.read(self._position)) is None:
                 break
-            chunk, num_bytes = read
-            if not self._may_send(chunk):
-                self._wait()
-                break
             if granted <= 0:
                 self.send_soon()
                 break
+            chunk, num_bytes = read
             granted -= self._frames_per_chunk + num_bytes // OUTPUT_BYTES_PER_FRAME
-            self._position += 1
-            self.log.forget(1)
-            if self._held_bytes:
-                self.hold(-num_bytes - CHUNK_BYTES)
-            self._send(chunk)
+            if not self.offer(self._position, chunk):
+                break
         self._check_over()
 
     def send_soon(self) -> None:
@@ -215,28 +228,6 @@ class OutputReader:
     def _take_turn(self) -> None:
         self._awaits_turn = False
         self.send_waiting()
-
-    def _may_send(self, chunk: OutputChunk) -> bool:
-        if self._credit > 0 and not (self._waits_while_long and self._send_buffer.is_long):
-            return True
-        return self._is_unwanted or not chunk.token_ids
-
-    def _send(self, chunk: OutputChunk) -> None:
-        if self._credit <= 0 and chunk.token_ids:  # unwanted
-            chunk = msgspec.structs.replace(chunk, token_ids=(), text="", logprobs=None, deltas=None)
-        num_tokens = len(chunk.token_ids)
-        self._credit -= num_tokens
-        self._num_sent += num_tokens
-        try:
-            self._write(chunk)
-        except Exception as error:
-            self._give_up(error)
-            return
-        if self._reading_timer is not None and self._num_sent >= self._reading_goal:
-            self._stop_reading_timer()
-        if chunk.usage is not None:
-            self.usage = chunk.usage
-            self._finish()
 
     def _give_up(self, error: Exception) -> None:
         """End in `error`, most likely because a frame is longer than the client takes."""

@@ -76,7 +76,8 @@ class ReplayStore:
         """Return the log of the request that had this idempotency key before, None if there is none.
 
         The caller must read it immediately. Raises InvalidRequest if that request was another one or is not stored as
-        asked, Overloaded or QuotaExceeded without room for a resume entry, or the refusal of the tenant's rate.
+        asked, Overloaded or QuotaExceeded without room for a reader or a resume entry, or the refusal of the tenant's
+        rate.
         """
         if keeping.key is None:
             return None
@@ -86,6 +87,7 @@ class ReplayStore:
         if keeping.stored is not None and log.stored_entry is None:
             raise InvalidRequest("the output of this idempotency key's request is not stored; take a fresh key")
         with self._requests.reporting_refusals():
+            log.check_readers()
             droppable = self._check_room(tenant.name, ENTRY_BYTES if keeping.is_resumable else 0, keep=log)
         self._requests.replay(tenant, request_id)
         self._drop_outputs(droppable)
