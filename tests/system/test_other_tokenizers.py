@@ -26,10 +26,10 @@ async def real(serving: Serving, tmp_path: Path) -> AsyncIterator[Any]:
         yield real
 
 
-async def ask(system: Any, path: str, body: object) -> Any:
+async def ask(system: Any, path: str, body: object, **headers: str) -> Any:
     client = await HTTPClient.open(system.server.openai_address)
     try:
-        return (await client.ask("POST", path, body)).json
+        return (await client.ask("POST", path, body, headers)).json
     finally:
         client.writer.transport.abort()
 
@@ -73,6 +73,14 @@ async def test_offsets_are_those_of_the_text(real: Any) -> None:
     ):
         (choice,) = (await ask(real, COMPLETIONS, {**BODY, **fields}))["choices"]
         assert (choice["text"], choice["logprobs"]["text_offset"]) == (text, offsets), fields
+
+
+async def test_offsets_of_a_kept_completion_are_those_of_its_text(real: Any) -> None:
+    for prompt, text, offsets in ("yes", " yes yes yes", [0, 4, 8]), ([0], "yes yes yes", [0, 3, 7]):
+        for _ in range(2):  # the answer, and its replay
+            body = {**BODY, "logprobs": 0, "prompt": prompt}
+            (choice,) = (await ask(real, COMPLETIONS, body, Idempotency_Key=f"offsets {prompt}"))["choices"]
+            assert (choice["text"], choice["logprobs"]["text_offset"]) == (text, offsets)
 
 
 async def test_the_prompt_and_its_logprobs_take_no_text_from_the_output(real: Any) -> None:

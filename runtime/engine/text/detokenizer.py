@@ -101,7 +101,7 @@ class _TextStream:
 
     def begin_after(self, context: Sequence[int]) -> None:
         """Take the last tokens of the text before the sequence, as far as the sequence's text depends on them."""
-        for token_id in reversed(list(islice(filter(self._has_text, reversed(context)), CONTEXT_TOKENS))):
+        for token_id in reversed(list(islice(filter(self._tokenizer.adds_text, reversed(context)), CONTEXT_TOKENS))):
             self.push(token_id)
         self._begins_in_character = bool(self._utf8.buffer)
 
@@ -123,9 +123,6 @@ class _TextStream:
     def finish(self) -> str:
         """Return an unfinished character as U+FFFD."""
         return self._without_context(self._utf8.decode(b"", final=True))
-
-    def _has_text(self, token_id: int) -> bool:
-        return self._tokenizer.token_bytes(token_id) != b"" and token_id not in self._tokenizer.special_token_ids
 
     def _without_context(self, text: str) -> str:
         """Return the text without the U+FFFD for a character that begins in the context and never ends."""

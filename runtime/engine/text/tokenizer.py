@@ -168,6 +168,10 @@ class Tokenizer:
         """Return `text_bytes` of the tokens 0 to `vocab_size` - 1."""
         return [self.text_bytes(token_id) for token_id in range(vocab_size)]
 
+    def adds_text(self, token_id: int) -> bool:
+        """Return whether a token adds text; a special token adds none."""
+        return self.token_bytes(token_id) != b"" and token_id not in self.special_token_ids
+
     def text_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token: its raw bytes, or those of its text inside other text.
 

@@ -124,14 +124,11 @@ class Playback:
     def _note_starts(self, form: Format, logs: Sequence[OutputLog]) -> None:
         """Have the offsets of each choice count from the start of a text, if no token before it has text."""
         for index, (log, request) in enumerate(zip(logs, self._requests, strict=True)):
-            choices = form.choices[index * self._n : (index + 1) * self._n]
-            counted = [each.logprobs for each in choices if isinstance(each.logprobs, CompletionLogprobs)]
-            if not counted or log.is_kept or request.sampling_params.structured_outputs is not None:
+            if request.sampling_params.structured_outputs is not None:
                 continue
-            tokens = map(self._engine.token, log.prompt_token_ids)
-            has_text = any(token.data and not token.is_special for token in tokens)
-            for logprobs in counted:
-                logprobs.has_text = has_text
+            for choice in form.choices[index * self._n : (index + 1) * self._n]:
+                if isinstance(choice.logprobs, CompletionLogprobs):
+                    choice.logprobs.has_text = log.prompt_has_text
 
     async def _add_echoes(self, form: Format, logs: Sequence[OutputLog]) -> None:
         """Begin each choice with the prompt, or with its first token where the engine echoes the others."""

@@ -168,9 +168,10 @@ class OutputLog:
         self.num_chunks = 0
         self.generation: Generation | None = None  # set from acceptance to `deliver`: it holds the prompt
         self.is_accepted = False
-        self.seed = 0  # once accepted, as are the parser and the size of the prompt
+        self.seed = 0  # once accepted, as are the parser and the facts about the prompt
         self.new_parser: NewParser | None = None
         self.num_prompt_tokens = 0
+        self.prompt_has_text = True
         self.finish_reason: FinishReason | None = None  # reason in the last chunk
         self.error: QuireError | None = None
         self.is_complete = False  # the engine delivers nothing more, or it is not wanted
@@ -303,6 +304,7 @@ class OutputLog:
         self.new_parser = generation.new_parser
         self.admission = generation.admission
         self.num_prompt_tokens = len(generation.prompt_token_ids)
+        self.prompt_has_text = generation.prompt_has_text
         self._wake_readers()
 
     def deliver(self) -> None:
