@@ -1,4 +1,4 @@
-"""`AppContext`: what the connections of both protocols share. Must not import frames or sockets."""
+"""`AppContext`: the objects that connections of both protocols share. Must not import frames or sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory that the API server process takes for its clients at most; `quire plan` and the log at start show it.
+"""The most memory that the API server process takes for its clients; `quire plan` and the log at start show it.
 
 Limits that are too low to work, or above this machine's memory, are refused at the start.
 """
@@ -18,7 +18,7 @@ TLS_BYTES = 128 << 10  # additional bytes of a connection with TLS
 
 
 class MemoryLimits:
-    """Bytes by purpose, whatever clients do. The interpreter, the tokenizer and queued prompts come on top."""
+    """Upper bounds in bytes by purpose. The interpreter, the tokenizer and queued prompts are additional."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config

@@ -43,7 +43,7 @@ CLOSE_TIMEOUT_S = 1.0  # time for clients to read the last frames and close thei
 UNREAD_TIMEOUT_S = 0.1
 DRAIN_POLL_S = 0.05
 DEFAULT_MODEL_NAME = "quire"
-MAX_REFUSALS = 64  # connections beyond max_connections that receive an ERROR; the others are closed immediately
+MAX_REFUSALS = 64  # connections beyond max_connections that receive an ERROR; further ones are closed immediately
 RESERVED_FILES = 256  # open files for engine processes, operators, the model, snapshots and logs
 
 ClientConnection = Connection | HTTPConnection
@@ -52,7 +52,10 @@ _log = structlog.get_logger("quire.server")
 
 
 class Server:
-    """Serves from `start` to `close`. `observer` exposes the metrics; its caller gives it build, ISA and threads."""
+    """A server from `start` to `close`.
+
+    `observer` exposes the metrics; the caller creates it with build, ISA and threads.
+    """
 
     def __init__(self, observer: PrometheusObserver | None = None) -> None:
         self.observer = observer or PrometheusObserver()
@@ -73,11 +76,11 @@ class Server:
         return len(self._connections)
 
     def live_requests(self, limit: int = 200) -> list[RequestStatus]:
-        """Return the oldest live requests, those without a connection included."""
+        """Return the oldest live requests, including requests without a connection."""
         return [] if self._context is None else self._context.requests.oldest(limit)
 
     async def start(self, engine: EngineFacade, config: ServerConfig) -> None:
-        """Bind the sockets and serve. Raises ConfigError for an address that cannot or must not be used."""
+        """Bind the sockets and serve. Raises ConfigError for an address that is unusable or not allowed."""
         keyring, self._tls = await check_config(config)
         async with contextlib.AsyncExitStack() as opening:
             keyring.check_permissions()
@@ -159,9 +162,9 @@ class Server:
         self._fail_requests(Unavailable("the server shut down before this request ended; try again"))
 
     def reload(self) -> None:
-        """Have the files of keys and certificate read again. A broken file changes nothing.
+        """Read the files of keys and certificate again. A broken file changes nothing.
 
-        Any number of calls while the files are being read cause one further reading.
+        All calls during a reading together cause one further reading.
         """
         self._reload_asked.set()
 
@@ -254,7 +257,7 @@ class Server:
             acceptor.stop()
 
     def _unfinished(self, context: AppContext) -> dict[str, int]:
-        """Return the counts that a drain waits for. A resumable request that runs counts twice if it is read."""
+        """Return the counts that a drain waits for. A running resumable request with a reader counts twice."""
         counts = {
             "requests_of_connections": sum(len(connection.tasks) for connection in self._connections),
             "resumable_or_stored_requests": context.replays.num_running,
@@ -282,7 +285,7 @@ class Server:
             connection.abort()
 
     async def _until_read(self) -> None:
-        """Wait until every connection is closed; abort those of clients that read nothing for `UNREAD_TIMEOUT_S`."""
+        """Wait until every connection is closed; abort the ones whose clients read nothing for `UNREAD_TIMEOUT_S`."""
         unsent: dict[ClientConnection, int] = {}
         while self._connections:
             await asyncio.wait(self._connections.values(), timeout=UNREAD_TIMEOUT_S)
@@ -309,7 +312,7 @@ async def check_config(config: ServerConfig) -> tuple[Keyring, TLS | None]:
 
 
 def _connections_per_port(config: ServerConfig, num_ports: int) -> int:
-    """Return how many clients may be connected to each port; log a warning if that is fewer than configured.
+    """Return the number of clients that may be connected to each port; log a warning if it is lower than configured.
 
     Raises ConfigError if the limit of open files leaves none.
     """
@@ -340,7 +343,7 @@ async def _listen_openai(config: ServerConfig) -> ListeningSocket | None:
 
 
 async def check_ports(config: ServerConfig) -> None:
-    """Raise ConfigError if a TCP port of the server is in use, before an engine is loaded for nothing."""
+    """Raise ConfigError if a TCP port of the server is in use, before an engine is loaded in vain."""
     if config.uds is None:
         await check_tcp(config.host, config.port)
     await check_tcp(config.operator_host, config.operator_port)

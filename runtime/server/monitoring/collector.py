@@ -1,6 +1,6 @@
-"""`MetricsCollector`: what a scrape reads: the server's instruments and the engine's statistics.
+"""`MetricsCollector`: the source of a scrape: the server's instruments and the engine's statistics.
 
-Each scrape asks the engine once. While the engine does not answer, only its own metrics are missing.
+Each scrape queries the engine once. While the engine does not answer, only the engine's metrics are missing.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _families_of_this_server(hosts: Mapping[str, HostStatus]) -> list[Metric]:
 
 
 def _families_of_hosts(engines: Mapping[str, EngineStats]) -> list[Metric]:
-    """Return the reports of the hosts, about the requests of all API servers."""
+    """Return the metrics that the hosts report, of the requests of all API servers."""
     pages = GaugeMetricFamily("quire_host_kv_pages", "KV pages of the host by state.", labels=["host", "state"])
     for name, stats in engines.items():
         for state, count in (("owned", stats.pages_owned), ("cached", stats.pages_cached), ("free", stats.pages_free)):

@@ -4,7 +4,7 @@ No answer changes what is served. Clients can neither stall the event loop nor c
 * Metrics and status are made at most once per `max_age_s` and shared.
 * One connection is read and answered per turn of the event loop, new connections first.
 * A connection has one request at a time, with time limits for the request and for reading the answer.
-* Beyond the limits of connections, the one that has been silent longest is closed for the newcomer.
+* Beyond the limits of connections, the connection that has been silent longest is closed for a new one.
 
 A browser loads only the page's own script and style sheet. Must not import the protocol.
 """
@@ -36,8 +36,9 @@ from .pages import PAGE_HEADERS, read_page
 from .readiness import Readiness
 from .status import Status
 
-# All connections stay pending, so that the longest silent one gives way; `open` leaves room for those being closed.
-# No more are accepted per turn of the event loop than answered: a probe waits in the system's queue instead.
+# All connections stay pending, so that the longest silent one is closed first; `open` leaves room for connections that
+# are being closed. A turn of the event loop accepts only as many as it answers: a probe waits in the system's queue
+# instead.
 OPERATOR_LIMITS = ConnectionLimits(open=96, pending=64, pending_per_address=32, accepts_per_turn=1)
 REQUEST_TIMEOUT_S = 5.0  # limit from the accept, or the end of the last answer, to the end of the request
 ANSWER_TIMEOUT_S = 5.0  # limit from the first to the last byte of an answer
@@ -64,7 +65,7 @@ class Answer(NamedTuple):
 
 
 class OperatorServer:
-    """Answers on a socket that listens already, until `close`."""
+    """A server on a listening socket, until `close`."""
 
     def __init__(
         self, registry: CollectorRegistry, readiness: Readiness, status: Callable[[], Status], listening: socket.socket
@@ -233,7 +234,7 @@ class SharedResult:
 
 
 class _Families:
-    """A registry of metric families that were collected already."""
+    """A registry of collected metric families."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families

@@ -1,8 +1,7 @@
 """Counters and histograms of one server, cheap enough to be updated for every stream and step.
 
-Only the event loop updates them, so nothing locks: an update per stream and step takes 0.26 us, where
-prometheus-client's own counters take 1.1. A label has a bounded number of values; any other value counts as
-`OTHER`.
+Only the event loop updates them, so there are no locks: an update per stream and step takes 0.26 us, against 1.1 us
+with prometheus-client's counters. A label has a bounded number of values; any other value counts as `OTHER`.
 """
 
 from __future__ import annotations

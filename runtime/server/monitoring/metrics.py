@@ -45,7 +45,7 @@ INSTRUMENTS = Counter | LabeledCounter | TenantCounter | Histogram
 
 
 class Ended(NamedTuple):
-    """A request that ended, and when: seconds since the epoch."""
+    """A request that ended, and the time of its end in seconds since the epoch."""
 
     at_s: float
     stats: RequestStats

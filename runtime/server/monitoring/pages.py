@@ -1,4 +1,4 @@
-"""Pages for browsers: their files, and the headers that let a page load and reach nothing but its own server."""
+"""Pages for browsers: their files, and the headers that restrict a page to its own server."""
 
 from __future__ import annotations
 

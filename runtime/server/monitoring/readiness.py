@@ -14,7 +14,7 @@ WATCH_INTERVAL_S = 1.0
 
 
 class Readiness:
-    """Answers /readyz. An idle engine is ready, and one that finished a step within `stall_timeout_s`."""
+    """The answer to /readyz. An engine is ready if it is idle or finished a step within `stall_timeout_s`."""
 
     def __init__(
         self, stats: Callable[[], EngineStats], stall_timeout_s: float, clock: Callable[[], float] = time.monotonic
@@ -26,11 +26,11 @@ class Readiness:
         self._detector = StallDetector(clock())
 
     def leave(self) -> None:
-        """Stop being ready: the server drains."""
+        """End readiness: the server drains."""
         self._is_leaving = True
 
     def problem(self) -> str | None:
-        """Return why requests should go elsewhere now, or None."""
+        """Return the reason why requests should go elsewhere now, or None."""
         if self._is_leaving:
             return "the server is shutting down"
         try:
@@ -46,7 +46,7 @@ class Readiness:
         return f"no step finished for {stalled_s:.1f} s while {num_requests} requests wait or run"
 
     async def watch(self) -> None:
-        """Look regularly, so that a probe after a long idle time does not mistake new work for a stall."""
+        """Check regularly, so that a probe after a long idle time does not mistake new work for a stall."""
         while True:
             self.problem()
             await asyncio.sleep(min(WATCH_INTERVAL_S, self._stall_timeout_s / 4))

@@ -93,7 +93,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     version: str
     uptime_s: float
-    problem: str | None  # why requests should go elsewhere now, as in /readyz
+    problem: str | None  # reason why requests should go elsewhere now, as in /readyz
     info: EngineInfo | None
     engine: EngineStats | None  # None: the engine does not answer
     fleet: FleetStatus | None  # None: the engine computes on this machine

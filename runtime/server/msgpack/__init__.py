@@ -1,1 +1,1 @@
-"""The door of Quire's own protocol: connections, frames in, frames out."""
+"""The server's side of Quire's own protocol: connections, and the handling and writing of frames."""

@@ -1,6 +1,6 @@
 """`Connection`: one client's connection: its greeting, its reading and its end.
 
-At the end every request is detached or failed; the last frame carries the error if there is one. No task of the
+At its end, every request is detached or failed, the last frame carries the error if there is one, and no task of the
 connection remains. Must not import the server or the listening sockets.
 """
 
@@ -103,7 +103,8 @@ class Connection:
                 self._send_buffer.leave()
                 self._pending_input.leave()
                 self._writer.transport.abort()
-                # All of these refer to this connection: it is freed now, not by a later garbage collection.
+                # These objects refer to this connection; without them it is freed now and not by a later garbage
+                # collection.
                 self._handler = self._watchdog = self._reading = None
 
     def go_away(self) -> None:
@@ -122,11 +123,11 @@ class Connection:
         self._end(error)
 
     def abort(self) -> None:
-        """Close without sending the rest."""
+        """Close the connection without sending unsent bytes."""
         self._writer.transport.abort()
 
     def _end(self, error: QuireError) -> None:
-        """Send `error` as the last frame, and handle no other one. Only the first call has an effect."""
+        """Send `error` as the last frame, and handle no further frame. Only the first call has an effect."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -146,7 +147,7 @@ class Connection:
         try:
             if refusal is not None:
                 raise refusal
-            granted = 0  # frames that may be handled before it is the turn of the tenant's other connections
+            granted = 0  # frames that may be handled before the turn of the tenant's other connections
             while not self._has_ended and (data := await self._reader.read(READ_BYTES)):
                 num_frames = 0
                 if self._handler is None and not self._decoder.is_inside_frame:

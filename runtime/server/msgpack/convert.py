@@ -34,7 +34,7 @@ from ...protocol.frames import (
 )
 from ..tenancy.tenants import TenantTotals
 
-MAX_TOOLS_CHARACTERS = 256 << 10  # characters of one request's tools: the event loop waits while their JSON is read
+MAX_TOOLS_CHARACTERS = 256 << 10  # characters of one request's tools, whose JSON is parsed on the event loop
 
 
 def check_hello(frame: Frame | Malformed) -> Hello:
@@ -143,12 +143,12 @@ def done_frame(request_id: int, chunk: OutputChunk) -> Done | None:
 
 
 def duplicate_frame(request_id: int) -> Error:
-    """Refuse a second request with a live id. By its code, this ERROR does not end the live request."""
+    """Return the refusal of a second request with a live id. Because of its code, it does not end the live request."""
     return Error(request_id, ALREADY_EXISTS, f"request id {request_id} is live on this connection; use a fresh one")
 
 
 def models_frame(request_id: int, name: str, info: EngineInfo, features: Collection[str]) -> Models:
-    """Return the served model, and the embedding model beside it if there is one."""
+    """Return the served model, and the embedding model if there is another one."""
     model = ServedModel(
         name=name,
         max_model_len=info.max_model_len,
@@ -171,6 +171,6 @@ def models_frame(request_id: int, name: str, info: EngineInfo, features: Collect
 
 
 def stats_frame(request_id: int, stats: EngineStats | TenantTotals) -> Stats:
-    """Return the statistics that are numbers."""
+    """Return the numeric statistics."""
     values: dict[str, object] = msgspec.to_builtins(stats)
     return Stats(request_id, {name: value for name, value in values.items() if type(value) is int})

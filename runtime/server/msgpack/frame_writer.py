@@ -24,7 +24,7 @@ class FrameWriter:
         self._done: Done | None = None
 
     async def play(self, reader: OutputReader) -> Done | Error:
-        """Send every frame of an output but the last one, which is returned."""
+        """Send every frame of an output except the last one, which is returned."""
         log = reader.log
         if (refusal := await reader.accepted()) is not None:
             return error_frame(self.request_id, refusal)

@@ -1,7 +1,7 @@
 """`RequestHandler`: the requests of one connection, by id, and the frames that start, change and end them.
 
 Each accepted id gets exactly one last frame while the connection lives, and is free again before the client can see
-it. Must not import sockets or the connection.
+that frame. Must not import sockets or the connection.
 """
 
 from __future__ import annotations
@@ -134,7 +134,10 @@ class RequestHandler:
         self._send_buffer.send(Goaway(self._last_accepted_id, round(left_s * 1000), reason))
 
     def leave(self, cause: CancelCause) -> None:
-        """Leave the live requests: the connection is lost. Resumable ones stay for a while, the rest is cancelled."""
+        """Leave the live requests: the connection is lost.
+
+        Resumable requests stay for a while, the others are cancelled.
+        """
         for request_id, task in self._tasks.items():
             if (stream := self._streams.get(request_id)) is not None:
                 stream.leave(cause)
@@ -154,7 +157,7 @@ class RequestHandler:
     # Requests
 
     def _generate(self, frame: Generate) -> None:
-        """Start the request. One that is refused immediately never becomes a task: under overload most are."""
+        """Start the request. An immediate refusal, the usual case under overload, creates no task."""
         request_id = frame.request_id
         if not self._accepts_new_work(request_id):
             return
@@ -236,7 +239,7 @@ class RequestHandler:
         return FrameWriter(request_id, self._send_buffer, self._features)
 
     def _tokenize(self, frame: Tokenize) -> None:
-        """Answer in a task. Texts wait in memory in the meantime, so their number is limited."""
+        """Answer in a task. Texts wait in memory meanwhile, so their number is limited."""
         if not self._accepts_id(frame.request_id):
             return
         num_texts = len(self._tasks) - len(self._streams)
@@ -261,7 +264,7 @@ class RequestHandler:
         task.add_done_callback(lambda _: release())
 
     def _stats(self) -> EngineStats | TenantTotals:
-        """Return the engine's statistics to an operator and to the only tenant; to others their own totals."""
+        """Return the engine's statistics for an operator or the only tenant, and the own totals of other tenants."""
         if self.tenant.limits.operator or self._context.keyring.num_tenants == 1:
             return self._context.engine.stats()
         return self.tenant.totals
@@ -293,7 +296,7 @@ class RequestHandler:
         return False
 
     def _accepts_new_work(self, request_id: int) -> bool:
-        """Return whether the engine may get a request under this id; send the refusal otherwise."""
+        """Return whether a request under this id may reach the engine; send the refusal otherwise."""
         if not self._accepts_id(request_id):
             return False
         if self._context.leaves_at is not None:
@@ -323,7 +326,10 @@ class RequestHandler:
         return task
 
     async def _run(self, request_id: int, answer: Callable[[], Coroutine[Any, Any, Frame]]) -> None:
-        """Send what `answer` returns. The id is free again before the client can know that its request ended."""
+        """Send the frame that `answer` returns.
+
+        The id is free again before the client can know that its request ended.
+        """
         try:
             last = await answer()
         except Exception as error:  # a text failed: a stream returns its error
@@ -342,5 +348,5 @@ class RequestHandler:
         """Send the last frame of a request."""
         try:
             self._send_buffer.send(frame)
-        except InvalidRequest as error:  # longer than this peer takes
+        except InvalidRequest as error:  # longer than this peer accepts
             self._send_buffer.send(error_frame(request_id, error))

@@ -1,6 +1,6 @@
 """`VectorStream`: one request to embed or score on one connection; it sends values as frames, as fast as credit allows.
 
-Values are read from the engine when they may be sent, so a client that does not grant credit pauses the work. Must not
+Values are read from the engine only when they may be sent, so a client that grants no credit pauses the work. Must not
 import the connection or the request handler.
 """
 
@@ -64,7 +64,7 @@ class VectorStream:
         self._changed.set()
 
     def cancel(self, cause: CancelCause) -> None:
-        """End soon: the client does not want the rest."""
+        """End soon: the client cancelled the request."""
         self._cancelled = True
         self._live.cancel(cause)
         self._changed.set()
@@ -83,7 +83,7 @@ class VectorStream:
         self._live.close()
 
     def _frames(self, chunk: EmbeddedTexts) -> Iterator[tuple[Vectors | Scores, int]]:
-        """Yield the chunk as frames that the client takes, each with its number of texts."""
+        """Yield the chunk as frames within the client's limit, each with its number of texts."""
         request_id = self._request_id
         (num_texts, size) = chunk.values.shape
         room = self._pace.send_buffer.max_frame_bytes - FRAME_BYTES

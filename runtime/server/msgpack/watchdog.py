@@ -1,6 +1,6 @@
 """`Watchdog`: ends a connection that is idle, silent in spite of its heartbeat, or too slow with a frame.
 
-It has two timers per connection, however many reads there are. Must not import requests.
+It has two timers per connection, regardless of the number of reads. Must not import requests.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from ...protocol.frames import HEARTBEATS_MISSED
 class Watchdog:
     """Watches one welcomed connection until `stop`. A connection is silent while nothing is received.
 
-    `idle_since` returns when the last live request ended, None while there are some. `ping` is called after each
-    `heartbeat_ms` of silence if the client negotiated it; `on_timeout` is called once, with the reason.
+    `idle_since` returns the time at which the last live request ended, None while there are live requests. `ping` is
+    called after each `heartbeat_ms` of silence if the client negotiated it; `on_timeout` is called once, with the
+    reason.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Watchdog:
         self._end(ProtocolError(f"a frame must be complete within {self._frame_timeout_ms} ms of its first byte"))
 
     def _check_silence(self) -> None:
-        """End the connection, or ping, or neither, and come back when the next of these may be due."""
+        """End the connection or ping if that is due, and schedule the next check."""
         now = self._loop.time()
         idle_since = self._idle_since()
         idle_at = max(self._received_at, now if idle_since is None else idle_since) + self._idle_timeout_ms / 1000

@@ -14,7 +14,7 @@ SMALLER_ANSWER = "stream it, or ask for less"
 
 
 class AnswerWriter(Protocol):
-    """Makes the chunks of an answer's choices its bytes: `begin`, `write` for each chunk, `end` unless it fails."""
+    """A writer of an answer from the chunks of its choices: `begin`, `write` for each chunk, `end` unless it fails."""
 
     form: Format
 
@@ -88,9 +88,9 @@ class BodyWriter:
 
 
 class AnswerMemory:
-    """Counts what an answer holds as unsent output of the connection. Implements `send_buffer.WaitingStream`.
+    """The bytes that an answer holds, counted as unsent output of the connection.
 
-    `advice` says how a client can ask for less.
+    Implements `send_buffer.WaitingStream`. `advice` says how a client can ask for less.
     """
 
     def __init__(self, cycle: RequestCycle, advice: str) -> None:
@@ -106,13 +106,13 @@ class AnswerMemory:
             self._cycle.send_buffer.hold(self, num_bytes)
 
     def release(self) -> None:
-        """Count nothing any more. Idempotent."""
+        """Stop counting. Idempotent."""
         self.is_released = True
         self._cycle.send_buffer.hold(self, -self.num_bytes)
         self.num_bytes = 0
 
     def shed(self, error: QuireError) -> None:
-        """End the call: its answer is longer than the limit, or all answers together are."""
+        """End the call: its answer exceeds the limit, alone or with all other answers."""
         held = self.num_bytes
         limit = self._cycle.send_buffer.max_bytes
         self.release()

@@ -1,4 +1,4 @@
-"""The paths of the API: what a request needs to be allowed, and what answers it."""
+"""The paths of the API: the conditions of each request, and its handler."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ EMBEDDING_CALLS = {
 
 
 class Route(NamedTuple):
-    """The handler of one method of a path, and what the request must have."""
+    """The handler of one method of a path, and the conditions of the request."""
 
     answer: Callable[[RequestCycle], Awaitable[None]]
     takes_body: bool = False
@@ -94,7 +94,7 @@ class Api:
         self._readiness = readiness
         self._model = model
         self._started = int(time.time())
-        self.turns = Turns()  # turns of connections, each of which begins a request
+        self.turns = Turns()  # turns in which connections begin requests
         self._models = ServedModels(model, context.engine)
         self._reader = RequestReader(context, self._models)
         self._vocabulary = Vocabulary(context.engine.token)
@@ -120,7 +120,7 @@ class Api:
         self._page[PAGE_SETTINGS] = {"GET": Route(self._page_settings)}
 
     def close(self) -> None:
-        """Read no long body any more. Idempotent."""
+        """Stop reading long bodies. Idempotent."""
         self._reader.bodies.close()
 
     def route(self, cycle: RequestCycle) -> Route:
@@ -144,7 +144,7 @@ class Api:
         return route
 
     def _routes_below(self, path: str) -> Mapping[str, Route] | None:
-        """Return what answers the methods of a path that contains a name."""
+        """Return the routes of a path that contains a name."""
         if path.startswith(f"{MODELS}/") and path != f"{MODELS}/":
             return {"GET": Route(self._one_model)}
         kept = self._kept
@@ -201,7 +201,7 @@ class Api:
             cycle.refuse(failure, endpoint.known)
 
     def _submit(self, cycle: RequestCycle, endpoint: Endpoint, call: Call) -> Awaitable[QuireError | None]:
-        """Submit a call whose output is not kept, and return what answers it. Raises a refusal."""
+        """Submit a call whose output is not kept, and return the function that answers it. Raises a refusal."""
         playback = Playback(cycle, call, self._context.engine)
         playback.submit(self._context.requests)
         # The engine has checked the number of choices.
@@ -235,7 +235,7 @@ class Api:
         if self._context.leaves_at is not None:
             raise Unavailable("the server is shutting down; send this request elsewhere")
 
-    # What needs no engine
+    # Answers without the engine
 
     async def _health(self, cycle: RequestCycle) -> None:
         problem = self._readiness.problem()
@@ -258,7 +258,7 @@ class Api:
         return model_card(name, self._context.engine.info, self._started, is_main=name == self._model)
 
     async def _page_settings(self, cycle: RequestCycle) -> None:
-        """Answer with the sampling parameters that the page sends unless its reader sets others."""
+        """Answer with the sampling parameters that the page sends unless its user sets others."""
         cycle.respond(_json({"sampling": page_sampling(self._context.engine.info.default_sampling)}))
 
     # Refusals by path and headers
@@ -296,18 +296,18 @@ class Api:
 
 
 def _read_call(endpoint: Endpoint, fields: Fields, info: EngineInfo, tenant: str) -> tuple[ToStore | None, Call]:
-    """Return what to keep of a request if it is stored, and its call. Raises InvalidRequest."""
+    """Return the data to keep of a stored request, and its call. Raises InvalidRequest."""
     return endpoint.to_store(fields), endpoint.read_call(fields, info, tenant)
 
 
 def _key(headers: Mapping[str, bytes]) -> str | None:
-    """Return the key that the client presents."""
+    """Return the client's key."""
     value = headers.get("authorization", b"")
     return value[len(BEARER) :].strip().decode(errors="replace") if value[: len(BEARER)].lower() == BEARER else None
 
 
 def _check_body_headers(headers: Mapping[str, bytes]) -> None:
-    """Raise BadRequest for a body that is not plain JSON, which a browser sends to no other site unasked."""
+    """Raise BadRequest for a body that is not plain JSON: browsers send no JSON to another site without its consent."""
     if headers.get("content-length", b"0") == b"0" and "transfer-encoding" not in headers:
         return
     kind = headers.get("content-type", b"").partition(b";")[0].strip().lower()

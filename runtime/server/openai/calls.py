@@ -44,7 +44,7 @@ class Call:
     echo: bool = False
     prompt_logprobs: int | None = None  # alternatives of each prompt token to show
     num_logprobs: int | None = None  # logprobs of each output token, if the prompt's are shown
-    is_call_named: bool = False  # the request asks for a call of one certain tool
+    is_call_named: bool = False  # the request demands a call of one named tool
     repeated: Mapping[str, Any] = field(default_factory=dict)  # fields that the answer repeats
     store: bool = False
     background: bool = False  # the answer comes before the output
@@ -68,10 +68,10 @@ class Call:
 
 
 def chat_prompt(values: dict[str, Any], messages: dict[str, Any], tenant: str) -> GenerateRequest:
-    """Return the request of a chat whose prompt is wanted, and no answer. Raises BadRequest.
+    """Return the request of a chat without options of an answer. Raises BadRequest.
 
-    `values` are the fields about tools and reasoning, in the form that they have in chats; `messages` is what
-    `checked_messages` returns.
+    `values` are the fields about tools and reasoning, in the form of chats; `messages` is the result of
+    `checked_messages`.
     """
     return GenerateRequest(
         prompt=None,
@@ -118,8 +118,8 @@ def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
 
 
 def _max_tokens_of_chat(fields: Fields, limit: int) -> tuple[int, bool]:
-    """Return how many tokens to generate, and whether the limit may be lowered to fit. Raises BadRequest."""
-    names = [name for name in ("max_completion_tokens", "max_tokens") if name in fields.values]  # the new name decides
+    """Return the number of tokens to generate, and whether it may be lowered to fit. Raises BadRequest."""
+    names = [name for name in ("max_completion_tokens", "max_tokens") if name in fields.values]  # new name first
     given = [fields.get_num_tokens(name, limit) for name in names]
     return (given[0], False) if given else (limit, True)
 
@@ -146,7 +146,7 @@ def completion_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
         raise BadRequest("best_of cannot be streamed: leave out stream", "best_of")
     if params.best_of == params.n:
         params = SamplingParams(**{**sampling, "best_of": None})
-    # The engine echoes what it must compute logprobs of, or has nothing else to do.
+    # The engine echoes the prompt if its logprobs are needed, or if there is nothing else to compute.
     request["echo"] = prompt_logprobs is not None or (echo and (params.logprobs is not None or not params.max_tokens))
     requests = tuple(
         GenerateRequest(prompt=prompt, sampling_params=params, tenant=tenant, **request) for prompt in prompts
@@ -155,7 +155,7 @@ def completion_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
 
 
 def _prompt_logprobs(fields: Fields) -> int | None:
-    """Return how many alternatives of each prompt token to show, None for no logprobs of them. Raises BadRequest."""
+    """Return the number of alternatives to show for each prompt token, None for no logprobs. Raises BadRequest."""
     if "prompt_logprobs" not in fields.values:
         return None
     num_shown = fields.get_between("prompt_logprobs", 0, MAX_ALTERNATIVES, 0)
@@ -186,7 +186,7 @@ def checked_messages(
 
 
 def _check_size(value: object, field: str) -> None:
-    """Raise BadRequest if the messages have more values than a chat template may get."""
+    """Raise BadRequest if the messages have more values than a chat template may receive."""
     num_values = 0
     unseen = [value]
     while unseen:
@@ -201,7 +201,7 @@ def _check_size(value: object, field: str) -> None:
 
 
 def _prompts(value: object) -> list[str | tuple[int, ...]]:
-    """Return the prompts: one text, several, the token ids of one, or of several. Raises BadRequest."""
+    """Return the prompts: one or several texts or lists of token ids. Raises BadRequest."""
     if isinstance(value, str):
         return [value]
     kinds = set(map(type, value)) if isinstance(value, list) else set()

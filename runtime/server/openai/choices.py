@@ -31,7 +31,7 @@ class Run:
 
 
 class Choice:
-    """One choice as it grows: what a whole answer needs of it, and its logprobs.
+    """One choice as it grows: its parts for a whole answer, and its logprobs.
 
     With a `parser` its text is reasoning, answer and tool calls; without one it is the answer.
     """
@@ -50,7 +50,7 @@ class Choice:
         self.finish_reason = ""
         self.stop_reason: int | str | None = None
         self.num_reasoning_tokens = 0
-        self.shown: Sequence[TokenLogprobs] = ()  # tokens of the answer in the chunk that was read last
+        self.shown: Sequence[TokenLogprobs] = ()  # tokens of the answer in the latest chunk
         self._held: list[TokenLogprobs] = []  # tokens of text that the parser may still show
 
     def read_with(self, new_parser: NewParser | None) -> None:
@@ -58,7 +58,7 @@ class Choice:
         self.parser = None if new_parser is None else new_parser()
 
     def read(self, chunk: OutputChunk) -> tuple[Sequence[Delta], Columns | None]:
-        """Return what the chunk adds, and the logprobs of its answer; None if the request asks for none.
+        """Return the deltas of the chunk, and the logprobs of its answer; None if the request asks for none.
 
         The calls are counted.
         """
@@ -83,7 +83,7 @@ class Choice:
         return deltas, self._piece(shown)
 
     def add(self, chunk: OutputChunk) -> int:
-        """Keep the chunk for the whole answer, and return about how many bytes it takes there."""
+        """Keep the chunk for the whole answer, and return its approximate bytes there."""
         num_prompt_bytes = 0
         if self.prompt is not None:
             num_prompt_bytes = -self.prompt.num_bytes
@@ -96,7 +96,7 @@ class Choice:
         return num_bytes + num_prompt_bytes
 
     def keep(self, deltas: Sequence[Delta], piece: Columns | None) -> list[int]:
-        """Keep what a chunk adds for the whole answer. Return the index of each delta's run."""
+        """Keep the deltas of a chunk for the whole answer. Return the index of each delta's run."""
         places: list[int] = []
         of_answer = None  # the run that the chunk's logprobs belong to
         for kind, text in deltas:
@@ -119,7 +119,7 @@ class Choice:
     def _shown_logprobs(
         self, chunk: OutputChunk, deltas: Sequence[Delta], *, is_answer: bool
     ) -> Sequence[TokenLogprobs] | None:
-        """Return the logprobs of the answer's tokens; those of text that may turn out to be markup are held."""
+        """Return the logprobs of the answer's tokens; logprobs of possible markup are held back."""
         if chunk.logprobs is None or self.logprobs is None:
             return None
         self._held = [*self._held, *chunk.logprobs] if is_answer else []

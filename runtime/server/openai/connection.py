@@ -1,7 +1,7 @@
 """`HTTPConnection`: one client's HTTP/1.1 connection, with limits on its requests and unread output.
 
-One request is answered at a time. While it is, the connection is read on, so that a client that leaves is noticed in
-the queue and in prefill too; what it sends ahead is kept within a limit. A client that half-closes has left. Must not
+One request is answered at a time. The connection is read meanwhile, so that a client that leaves is noticed even in the
+queue and in prefill; bytes that it sends ahead are kept within a limit. A client that half-closes has left. Must not
 import routes' handlers or the listening sockets.
 """
 
@@ -69,7 +69,7 @@ class HTTPConnection:
 
     @staticmethod
     def can_serve(first_bytes: bytearray) -> bool:
-        """Return whether a client that has sent `first_bytes` gets an answer to them."""
+        """Return whether `first_bytes` of a client can be answered."""
         return can_answer(first_bytes, MAX_HEAD_BYTES)
 
     @property
@@ -107,11 +107,12 @@ class HTTPConnection:
                 self._send_buffer.leave()
                 self._pending_input.leave()
                 self._writer.transport.abort()
-                # The tasks refer to this connection: it is freed now, not by a later garbage collection.
+                # The tasks refer to this connection; without them it is freed now and not by a later garbage
+                # collection.
                 self._serving = self._answering = None
 
     def go_away(self) -> None:
-        """Have the connection closed after the next answer: the server is draining."""
+        """Close the connection after the next answer: the server is draining."""
         if self._cycle is not None:
             self._cycle.is_last = True
 
@@ -143,7 +144,7 @@ class HTTPConnection:
         self._end()
 
     def _answer_error(self, error: QuireError) -> None:
-        """Answer a request that has no cycle, or whose cycle has no answer yet, and close."""
+        """Send the error for a request without a cycle or an answer, and close."""
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             head = h11.Request(method="GET", target="/", headers=[("host", "")])
             cycle = self._cycle or RequestCycle(self._http, self._send_buffer, head, self._num_requests)
@@ -226,7 +227,7 @@ class HTTPConnection:
             raise h11.RemoteProtocolError(text, error_status_hint=408) from None
 
     async def _read_body(self, head: h11.Request, *, takes_body: bool) -> bytes:
-        """Return the request's body. Raises BadRequest for one that is too long or too slow, RemoteProtocolError."""
+        """Return the request's body. Raises BadRequest if it is too long or too slow, or RemoteProtocolError."""
         limit = self._config.max_frame_bytes if takes_body else 0
         text = f"the body is longer than {limit} bytes" if takes_body else "this method of this path takes no body"
         too_long = BadRequest(text, error_code="request_too_large", status=413)
@@ -266,7 +267,7 @@ class HTTPConnection:
             self._pending_input.set_frame_bytes(0)
 
     async def _receive_body(self, *, in_chunks: bool) -> None:
-        """Give h11 more of a body. Raises RemoteProtocolError."""
+        """Pass more of a body to h11. Raises RemoteProtocolError."""
         if in_chunks:
             check_kept(self._http)
             await asyncio.sleep(0)  # other tasks run between two pieces
@@ -287,7 +288,7 @@ class HTTPConnection:
             self._send_buffer.send_bytes(data)
 
     def _count_for(self, tenant: Tenant) -> None:
-        """Count what the connection holds for the tenant of its request; each request has a key of its own."""
+        """Count the connection's bytes for the tenant of its request; each request may have another key."""
         if tenant is not self._tenant:
             self._tenant = tenant
             bind_contextvars(tenant=tenant.name)
@@ -310,7 +311,7 @@ class HTTPConnection:
             await asyncio.wait({reading})
 
     async def _read_ahead(self, cycle: RequestCycle) -> None:
-        """Keep what the client sends ahead. Leave the cycle when the client has left or sends too much."""
+        """Keep the bytes that the client sends ahead. Leave the cycle when the client has left or sends too much."""
         with contextlib.suppress(OSError):
             while len(self._ahead) <= MAX_AHEAD_BYTES and (data := await self._reader.read(READ_BYTES)):
                 self._ahead += data

@@ -35,7 +35,7 @@ CLASSIFY_FIELDS = _COMMON | {"input"}
 EMBEDDING_FIELDS = _COMMON | {"input", "encoding_format", "dimensions", "prompt_name"}
 RERANK_FIELDS = _COMMON | _RANKED
 SCORE_FIELDS = _COMMON | _SCORED
-# Fields of these paths elsewhere, with the values that ask for nothing; and what to use instead.
+# Fields of these paths in other servers, with their neutral values; and the fields to use instead.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "encoding_format": ("float",),
     "dimensions": (),
@@ -63,10 +63,10 @@ class EmbeddingCall(NamedTuple):
 class EmbeddingForm(Protocol):
     """The answer of a call, made of the values in the order of the texts."""
 
-    advice: str  # how a client can ask for a shorter answer
+    advice: str  # advice for a shorter answer
 
     def add(self, chunk: EmbeddedTexts) -> int:
-        """Hold the next values. Return the bytes that they take."""
+        """Keep the next values. Return their bytes."""
 
     def whole(self, prompt_tokens: int) -> bytes:
         """Return the answer."""
@@ -188,7 +188,7 @@ class _Scores:
 
 
 class _RankForm(_Scores):
-    """The documents by falling score; of equal scores, the first document first."""
+    """The documents by falling score; among equals, in their order."""
 
     def __init__(self, model: str, top_n: int, documents: tuple[str | tuple[int, ...], ...] | None) -> None:
         super().__init__(model)
@@ -259,7 +259,7 @@ def _options(fields: Fields, tenant: str) -> dict[str, Any]:
 
 
 def _one_of(fields: Fields, name: str, other_name: str) -> str:
-    """Return which of two names of a field the body has, `name` if none."""
+    """Return the name of a field that the body uses, of two possible ones; `name` if it uses neither."""
     if other_name not in fields.values:
         return name
     if name in fields.values:
@@ -276,7 +276,7 @@ def _named_inputs(fields: Fields) -> tuple[str, tuple[str | tuple[int, ...], ...
 
 
 def _inputs(value: object) -> tuple[str | tuple[int, ...], ...]:
-    """Return one text, one list of token ids, or a list of those, as a tuple of inputs."""
+    """Return one text, one list of token ids, or a list of them, as a tuple of inputs."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list):
@@ -308,5 +308,5 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 
 
 def _check_known(fields: Fields, known: frozenset[str]) -> None:
-    """Raise BadRequest for a field that other paths know and this one does not."""
+    """Raise BadRequest for a field of other paths that this path does not support."""
     fields.check_supported(known, _UNSUPPORTED, _INSTEAD)

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: a status, `{"error": {message, type, param, code}}`, headers about a retry."""
+"""Errors in the form of OpenAI's API: a status, `{"error": {message, type, param, code}}`, headers about a retry."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ...common.errors import (
 
 JSON = "application/json"
 STRUCTURED_OUTPUTS = "structured_outputs"  # the engine's name of the field with a grammar
-RETRY_UNAVAILABLE_MS = 1000  # retry time for Unavailable, which says nothing of when it ends
+RETRY_UNAVAILABLE_MS = 1000  # retry time for Unavailable, whose end is unknown
 
 
 class HTTPAnswer(NamedTuple):
@@ -36,7 +36,7 @@ class HTTPAnswer(NamedTuple):
 
 
 class BadRequest(InvalidRequest):
-    """A request that the engine never sees: its path, its headers, its body or a field is wrong or not supported."""
+    """A refusal before the engine: the request's path, headers, body or a field is wrong or not supported."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class _Kind(NamedTuple):
     code: str | None
 
 
-# The first class that an error is an instance of decides.
+# The first matching class decides.
 _KINDS: tuple[tuple[type[QuireError], _Kind], ...] = (
     (ContextLengthExceeded, _Kind(400, "invalid_request_error", "context_length_exceeded")),
     (InvalidRequest, _Kind(400, "invalid_request_error", None)),
@@ -80,7 +80,7 @@ def error_answer(
 ) -> HTTPAnswer:
     """Return `error` as an answer.
 
-    `fields` are the parameters that it may be about, and `names` the ones with another name in this body.
+    `fields` are the parameters that the error may concern, and `names` maps parameters to other names in this body.
     """
     content = _body(error, fields, names)
     if isinstance(error, BadRequest):
@@ -99,7 +99,7 @@ def _kind(error: QuireError) -> _Kind:
 
 def _body(error: QuireError, fields: Collection[str], names: Mapping[str, str]) -> bytes:
     kind = _kind(error)
-    message = str(error).encode("utf-8", "replace").decode()  # a lone surrogate that it quotes becomes "?"
+    message = str(error).encode("utf-8", "replace").decode()  # a quoted lone surrogate becomes "?"
     param = None
     code = kind.code
     if isinstance(error, BadRequest):

@@ -1,7 +1,7 @@
-"""The fields of a request's body, and the ones that chats, completions and responses share.
+"""The fields of a request's body, and the fields that chats, completions and responses share.
 
-A field that is known and not supported is refused by its name, unless its value asks for nothing. An unknown one is
-ignored and counted. `null` is the same as leaving a field out.
+A field that is known and not supported is refused by its name, unless its value is neutral. An unknown field is ignored
+and counted. `null` means that a field is absent.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ SAMPLING = frozenset(
 )  # fmt: skip
 NUMBERS = frozenset({"priority", "deadline_ms", "pin_ms"})  # fields of `GenerateRequest`
 REQUEST = NUMBERS | {"cache_salt", "prompt_cache_key"}
-# Names of `service_tier`, the priority of each, and the name that the answer has.
+# Names of `service_tier`, the priority of each, and the name in the answer.
 TIERS = {"auto": (0, "default"), "default": (0, "default"), "flex": (1, "flex"), "priority": (-1, "priority")}
-# vLLM's fields of an answer, and fields that OpenAI does not have and whose clients read `stop_reason`.
+# vLLM's fields of an answer, and fields that OpenAI lacks and whose clients read `stop_reason`.
 TOKEN_IDS = frozenset({"return_token_ids", "return_tokens_as_token_ids"})
 SHOWING_STOP_REASON = frozenset({"stop_token_ids", "include_stop_str_in_output", "return_token_ids"})
 COMMON = (
@@ -59,7 +59,7 @@ class Fields:
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.values = {name: value for name, value in body.items() if value is not None}
-        self.num_previous_items = 0  # items of `input` from the response that it continues
+        self.num_previous_items = 0  # items of `input` from the previous response
 
     def get(self, name: str, kind: type[T], default: T) -> T:
         """Return the field, or `default` without it. Raises BadRequest for another type."""
@@ -100,7 +100,7 @@ class Fields:
     ) -> None:
         """Raise BadRequest for a field that is known, not `supported`, and not neutral by `unsupported`.
 
-        The error says what `instead` says about a field, or to leave it out.
+        The error has the advice of `instead` for the field, or else to leave it out.
         """
         for name, value in self.values.items():
             if name in supported or any(_is_same(value, each) for each in unsupported.get(name, ())):
@@ -111,7 +111,7 @@ class Fields:
 
 
 def sampling_fields(fields: Fields, info: EngineInfo) -> dict[str, Any]:
-    """Return the sampling parameters that both kinds of requests have, over the model's recommendations."""
+    """Return the common sampling parameters, which override the model's recommendations."""
     values = fields.values
     sampling: dict[str, Any] = {**http_sampling(info.default_sampling)}
     sampling |= {name: value for name, value in values.items() if name in SAMPLING}
@@ -170,7 +170,7 @@ def answer_fields(fields: Fields, info: EngineInfo) -> dict[str, Any]:
 
 
 def _is_same(value: object, neutral: object) -> bool:
-    """Return whether a value asks for nothing; 0 and 0.0 are the same, 0 and false are not."""
+    """Return whether a value is a neutral one; 0 and 0.0 are equal here, 0 and false are not."""
     numbers = (int, float)
     return value == neutral and (type(value) is type(neutral) or (type(value) in numbers and type(neutral) in numbers))
 
@@ -186,7 +186,7 @@ def streaming(fields: Fields) -> tuple[bool, bool]:
 
 
 def stream_option(fields: Fields, name: str) -> bool:
-    """Return an option of the stream, false without it. Raises BadRequest for a wrong or unsupported one."""
+    """Return an option of the stream, false without it. Raises BadRequest for a wrong or unsupported option."""
     options = Fields(fields.get("stream_options", dict, {}))
     for each in STREAM_OPTIONS:
         if type(options.values.get(each, False)) is not bool:

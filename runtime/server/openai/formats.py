@@ -35,12 +35,12 @@ class PromptSize(NamedTuple):
 
 
 class Format(Protocol):
-    """The JSON of one answer, whole or as events. It is given every chunk of the answer's choices, in order."""
+    """The JSON of one answer, whole or as events. It receives every chunk of the answer's choices, in order."""
 
     id_prefix: bytes
     choices: list[Choice]
     prompt_sizes: Sequence[PromptSize]  # sizes of each prompt, before the first event
-    held_bytes: int  # text of earlier events that the last events of a stream repeat
+    held_bytes: int  # bytes of text that the last events of a stream repeat
 
     def __init__(self, call: Call, model: str, vocabulary: Vocabulary) -> None: ...
 
@@ -48,16 +48,16 @@ class Format(Protocol):
         """Read each choice's text with a parser that `new_parser` makes, before its first chunk."""
 
     def whole(self, usage: Usage) -> bytes:
-        """Return the whole answer, from the chunks that its choices were given."""
+        """Return the whole answer from the chunks of its choices."""
 
     def unfinished(self, status: Status, error: QuireError | None) -> bytes | None:
-        """Return the object of an output before its end or without one; None if the API has no such object."""
+        """Return the object of an unfinished or failed output; None if the API has no such object."""
 
     def opening(self) -> bytes:
         """Return the events before any generated text."""
 
     def events(self, index: int, chunk: OutputChunk) -> bytes:
-        """Return the events of one chunk of a choice; nothing if it shows nothing."""
+        """Return the events of one chunk of a choice, which may be none."""
 
     def ending(self, usage: Usage) -> bytes:
         """Return the events after the last chunk."""
@@ -137,13 +137,13 @@ class ChoiceFormat:
         return events
 
     def ending(self, usage: Usage) -> bytes:
-        """Return the events after the last chunk: the usage if it was asked for, and the end."""
+        """Return the events after the last chunk: the usage if it was requested, and the end."""
         if not self._include_usage:
             return DONE
         return self._event_head + b'],"usage":' + self._usage_json(usage) + b"}" + END_OF_EVENT + DONE
 
     def _usage_json(self, usage: Usage) -> bytes:
-        """Return OpenAI's `usage`, and the time that each phase took if the request asks for it."""
+        """Return OpenAI's `usage`, with the time of each phase if the request asks for it."""
         num_reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
         fields: dict[str, object] = {
             "prompt_tokens": usage.prompt_tokens,
@@ -159,7 +159,7 @@ class ChoiceFormat:
     def _delta_events(
         self, index: int, deltas: Sequence[Delta], piece: Columns | None, token_ids: Sequence[int]
     ) -> bytes:
-        """Return the events of what a chunk adds to a choice, whose text without a parser is one delta."""
+        """Return the events of a chunk's deltas; without a parser, its text is one delta."""
         if deltas or (piece is not None and any(piece)) or (self._returns_token_ids and token_ids):
             return self._text_event(index, deltas[0].text if deltas else "", piece, token_ids)
         return b""
@@ -241,14 +241,14 @@ class ChatFormat(ChoiceFormat):
         return b"".join(events)
 
     def _call_delta(self, index: int, call: int, kind: DeltaKind, text: str) -> dict[str, Any]:
-        """Return what begins a call, or more of its arguments. Clients join texts: each is sent once."""
+        """Return the beginning of a call, or more of its arguments. Clients concatenate, so each text is sent once."""
         if kind == "arguments":
             return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
         begun = {"id": call_id(self._id, index, call), "type": "function", "function": {"name": text, "arguments": ""}}
         return {"tool_calls": [{"index": call, **begun}]}
 
     def _finish_reason(self, choice: Choice) -> bytes:
-        """Return `tool_calls` after calls, but after a call of the tool that the request names `stop`, as OpenAI."""
+        """Return `tool_calls` after calls, but `stop` after a call of the requested tool, as OpenAI does."""
         if choice.num_calls and choice.finish_reason == "stop" and not self._is_call_named:
             return b"tool_calls"
         return choice.finish_reason.encode()
@@ -307,7 +307,7 @@ def _reasoning(text: str) -> dict[str, str]:
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
-    """Return the tokens of several prompts together, and of each phase the longest time."""
+    """Return the total tokens of several prompts, and the longest time of each phase."""
     times: dict[str, Any] = {name: max((getattr(usage, name) for usage in usages), default=0.0) for name in TIMINGS}
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),

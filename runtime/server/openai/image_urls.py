@@ -1,7 +1,7 @@
 """Images of other hosts in requests of OpenAI's HTTP API: they become data URLs before a request is read.
 
-Without a list of hosts nothing is fetched. Only https is spoken, to hosts that prove their name with a certificate, and
-no redirect is followed. A host with an address that is not public is refused, so that a listed name cannot lead into
+Without a list of hosts no image is fetched. Only https is used, to hosts that prove their name with a certificate, and
+redirects are not followed. A host with an address that is not public is refused, so that a listed name cannot lead into
 the server's own network, unless the list has that address.
 """
 
@@ -37,7 +37,7 @@ _HOST = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9
 
 
 class Source(NamedTuple):
-    """A host and a port: an entry of the list, or what a URL names."""
+    """A host and a port, from an entry of the list or from a URL."""
 
     host: str  # lower-case host; an IPv6 address in its shortest form, without brackets
     port: int
@@ -68,7 +68,7 @@ class ImageFetcher:
     async def fetch(self, images: list[RemoteImage]) -> int:
         """Replace URLs by data URLs, in place; return their bytes. Raises BadRequest that names the part."""
         left = self.max_bytes
-        allowed = [self._allowed(image) for image in images]  # all, before one is fetched
+        allowed = [self._allowed(image) for image in images]  # all are checked before one is fetched
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 for image, (source, target) in zip(images, allowed, strict=True):
@@ -82,7 +82,7 @@ class ImageFetcher:
         return self.max_bytes - left
 
     def _allowed(self, image: RemoteImage) -> tuple[Source, str]:
-        """Return the source of an image and what to ask it for. Raises BadRequest."""
+        """Return the source of an image and the target of the request to it. Raises BadRequest."""
         url = image.fields[image.key]
         try:
             parts = urlsplit(url)
@@ -100,7 +100,7 @@ class ImageFetcher:
         return source, f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
 
     async def _data_url(self, image: RemoteImage, source: Source, target: str, max_bytes: int) -> str:
-        """Return an image as a data URL, at least `max_bytes` of a longer one. Raises BadRequest or TimeoutError."""
+        """Return an image as a data URL, cut after `max_bytes` or more. Raises BadRequest or TimeoutError."""
         writer = None
         try:
             address = await self._address(image, source)
@@ -135,7 +135,7 @@ async def _get(
     writer: asyncio.StreamWriter,
     max_bytes: int,
 ) -> str:
-    """Return the image that a host answers, as a data URL. Raises BadRequest, OSError or RemoteProtocolError."""
+    """Return a host's image as a data URL. Raises BadRequest, OSError or RemoteProtocolError."""
     http = h11.Connection(h11.CLIENT, MAX_HEAD)
     host = f"[{source.host}]" if ":" in source.host else source.host
     headers = [("host", host if source.port == PORT else f"{host}:{source.port}"), ("accept", "image/*")]
@@ -154,7 +154,7 @@ async def _get(
             media_type = _media_type(image, source, event)
         elif isinstance(event, h11.Data):
             content += event.data
-            if len(content) > max_bytes:  # more than what its base64 may have
+            if len(content) > max_bytes:  # more than the base64 may have
                 return _data_url(media_type, content)
         elif isinstance(event, h11.EndOfMessage):
             return _data_url(media_type, content)
@@ -167,7 +167,7 @@ def _data_url(media_type: str, content: bytearray) -> str:
 
 
 def _media_type(image: RemoteImage, source: Source, answer: h11.Response) -> str:
-    """Return the media type of an answer. Raises BadRequest if it is no image."""
+    """Return the media type of an answer. Raises BadRequest if it is not an image."""
     if answer.status_code != 200:
         redirects = "; redirects are not followed" if 300 <= answer.status_code < 400 else ""
         raise _refused(image, f"{source.host} sent no image: it answered with status {answer.status_code}{redirects}")
@@ -216,7 +216,7 @@ def _host(name: str) -> str:
 
 
 def _is_public(address: str) -> bool:
-    """Return whether an address is one of the internet; IPv6 addresses that lead to one of IPv4 are as that one."""
+    """Return whether an address is public; an IPv6 address that embeds an IPv4 address is judged by the latter."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):
         if parsed.teredo is not None:

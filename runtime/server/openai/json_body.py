@@ -1,7 +1,7 @@
 """The JSON object of a request's body, stricter than Python's reader: no key twice, no NaN, no infinity, only UTF-8.
 
 The event loop waits for the reader, so the number of values is limited before it runs. A long body is read in a thread,
-by a reader that lets go of the GIL between two values.
+by a reader that can release the GIL between two values.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .errors import BadRequest
 T = TypeVar("T")
 
 PARSED_AT_ONCE = 64 << 10  # bytes of a body, which takes about a millisecond
-MAX_CONTAINERS = 1 << 16  # lists, objects and keys of one body, of which each costs as much as several numbers
+MAX_CONTAINERS = 1 << 16  # lists, objects and keys of one body, each as expensive as several numbers
 MAX_VALUES = 1 << 18  # such as token ids
-MAX_LEVELS = 500  # levels of lists and objects: later readers call themselves for each, up to twice
+MAX_LEVELS = 500  # levels of lists and objects: later code recurses up to twice per level
 MAX_DIGITS = 20  # digits of an integer: converting a long one takes quadratic time
 
 
@@ -32,7 +32,7 @@ _CHANGES = bytes.maketrans(b"[{]}", b"\1\1\xff\xff")  # changes of the level, as
 
 
 class BodyReader:
-    """Reads bodies of requests: short ones at once, long ones in a thread, where the tenants take turns."""
+    """Reads bodies of requests: short bodies at once, long ones in a thread, where the tenants take turns."""
 
     def __init__(self) -> None:
         self._thread = FairExecutor(1)
@@ -75,7 +75,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _is_unicode(value: object) -> bool:
-    """Return whether every text in `value` can be encoded: escapes can spell half a pair of surrogates."""
+    """Return whether every text in `value` can be encoded: an escape can be half of a surrogate pair."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -84,7 +84,7 @@ def _is_unicode(value: object) -> bool:
 
 
 def _check_size(body: bytes) -> None:
-    """Raise BadRequest for more values than the reader may take time for."""
+    """Raise BadRequest for too many values."""
     if _exceeds(body) and _exceeds(_without_texts(body)):
         raise BadRequest(f"the body has more than {MAX_CONTAINERS} lists, objects and keys, or {MAX_VALUES} values")
     if body.count(b"[") + body.count(b"{") > MAX_LEVELS and _num_levels(_without_texts(body)) > MAX_LEVELS:
@@ -97,7 +97,7 @@ def _without_texts(body: bytes) -> bytes:
 
 
 def _num_levels(data: bytes) -> int:
-    """Return how deep lists and objects nest in a body without texts."""
+    """Return the nesting depth of lists and objects in a body without texts."""
     changes = np.frombuffer(data.translate(_CHANGES, _NO_BRACKETS), np.int8)
     return int(changes.cumsum(dtype=np.int32).max(initial=0))
 

@@ -1,4 +1,4 @@
-"""Log probabilities as chats and completions show them, in pieces that join: each token is encoded once.
+"""Log probabilities in the form of chats and completions, in pieces that can be joined: each token is encoded once.
 
 A piece is one JSON fragment per column, without brackets. In a chat, special tokens, which add nothing to the text,
 have no entry; a completion has one entry per token.
@@ -38,7 +38,7 @@ class _Known(dict[int, NewT]):
 
 
 class Vocabulary:
-    """The tokens of a model, and how answers show them: 21 for each token of an answer with 20 logprobs."""
+    """The tokens of a model and their form in answers, which have 21 entries for each token with 20 logprobs."""
 
     def __init__(self, token: Callable[[int], Token]) -> None:
         self._token = token
@@ -70,7 +70,7 @@ class ChatLogprobs:
         return (b",".join(entries),)
 
     def join(self, pieces: Iterable[Columns]) -> bytes:
-        """Return the JSON of the pieces: null without an entry, as in a stream, whose chunks have none then."""
+        """Return the JSON of the pieces; null without an entry, as in the chunks of a stream."""
         (content,) = _joined(pieces, 1)
         return b'{"content":[' + content + b'],"refusal":null}' if content else b"null"
 
@@ -82,7 +82,7 @@ class CompletionLogprobs:
         """With `as_ids`, tokens are named by their ids."""
         self._vocabulary = vocabulary
         self._texts = _TEXTS_OF_IDS if as_ids else vocabulary.texts
-        self.has_text = True  # a text before the tokens, or in the tokens so far
+        self.has_text = True  # the answer so far has text
         self._num_characters = 0  # characters that begin in the tokens so far
 
     def first(self, token_id: int) -> Columns:
@@ -125,7 +125,7 @@ def _id_text(token_id: int) -> str:
 
 
 def _entry(data: bytes) -> tuple[bytes, bytes]:
-    """Return the text before and behind the logprob of a token of a chat."""
+    """Return the JSON before and after the logprob of a token of a chat."""
     text, values = (msgspec.json.encode(each) for each in (data.decode(errors="replace"), list(data)))
     return b'{"token":%b,"logprob":' % text, b',"bytes":%b}' % values
 
@@ -135,7 +135,7 @@ _ENTRIES_OF_IDS = _Known(lambda token_id: _entry(_id_text(token_id).encode()), l
 
 
 def _unique_text(token: Token) -> str:
-    """Return the token's text; of a part of a character its bytes, since texts are the keys of `top_logprobs`."""
+    """Return the token's text, or its bytes for a part of a character: the keys of `top_logprobs` must be unique."""
     try:
         return token.data.decode()
     except UnicodeDecodeError:
@@ -143,7 +143,7 @@ def _unique_text(token: Token) -> str:
 
 
 def shown_in_delta(tokens: Iterable[TokenLogprobs], vocabulary: Vocabulary) -> list[dict[str, Any]]:
-    """Return logprobs as the text events of `/v1/responses` show them: without bytes."""
+    """Return logprobs in the form of the text events of `/v1/responses`: without bytes."""
     return [
         _named(each.token_id, each.logprob, vocabulary)
         | {"top_logprobs": [_named(other, logprob, vocabulary) for other, logprob in each.top]}

@@ -1,4 +1,4 @@
-"""The served models by name: the cards of `/v1/models`, and which model a request names. Must not import routes."""
+"""The served models by name: the cards of `/v1/models`, and the check of a request's model. Must not import routes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Task = Literal["text", "vectors", "any"]  # model that a request needs; scores c
 
 
 def model_card(name: str, info: EngineInfo, created: int, *, is_main: bool) -> dict[str, object]:
-    """Return the card of a model. `is_main` tells the served model from an embedding model beside it.
+    """Return the card of a model. `is_main` distinguishes the served model from a separate embedding model.
 
-    If both have the same name, one card tells what the two are for.
+    If both have the same name, one card has the capabilities of both.
     """
     encoder = info.encoder
     limits = info if is_main or encoder is None else encoder
@@ -42,7 +42,7 @@ def _capabilities(encoder: EncoderInfo) -> list[str]:
 
 
 class ServedModels:
-    """The names of the served model and of an embedding model beside it, if that has a name of its own."""
+    """The names of the served model, and of an embedding model with another name."""
 
     def __init__(self, name: str, engine: EngineFacade) -> None:
         self.main = name
@@ -50,7 +50,7 @@ class ServedModels:
 
     @property
     def encoder(self) -> str:
-        """The name of the model that makes vectors or scores; that of the served model if there is no other."""
+        """The name of the model that makes vectors or scores, which may be the served model."""
         info = self._engine.info
         return (info.encoder.name if info.encoder is not None and info.generates else "") or self.main
 
@@ -59,7 +59,7 @@ class ServedModels:
         return (self.main,) if self.encoder == self.main else (self.main, self.encoder)
 
     def check(self, fields: Fields, task: Task) -> str:
-        """Return the name of the model that a body asks for. Raises BadRequest for one that cannot do the task."""
+        """Return the name of the model in a body. Raises BadRequest for a model that cannot do the task."""
         name = fields.get("model", str, self.encoder if task == "vectors" else self.main)
         if name not in self.names:
             raise BadRequest(

@@ -5,8 +5,8 @@ docs/http-api.md lists them; tests/system/test_published_fields.py has the lists
 
 from __future__ import annotations
 
-# Labels and hints, which change no answer here: they mean something to caches and slots of other servers, or beside a
-# field that is refused.
+# Labels and hints, which change no answer here: they concern caches and slots of other servers, or belong to a refused
+# field.
 HINTS = frozenset(
     {
         "user", "metadata", "safety_identifier", "prompt_cache_retention", "prompt_cache_options", "cache_prompt",
@@ -15,7 +15,7 @@ HINTS = frozenset(
     }
 )  # fmt: skip
 
-# Fields that are known and not supported, with the values that ask for nothing.
+# Fields that are known and not supported, with their neutral values.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "tools": (),
     "tool_choice": ("none",),
@@ -114,7 +114,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "grammar_lazy": (False,),
     "grammar_triggers": ([],),
     "preserved_tokens": ([],),
-    # of other paths of OpenAI
+    # OpenAI's other paths
     "max_output_tokens": (),
     "previous_response_id": (),
     "instructions": (),
@@ -128,7 +128,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "background": (False,),
     "context_management": ([],),
 }
-# What to use instead of fields of other paths, Quire's own protocol, llama.cpp and transformers.
+# Replacements of fields of other paths, Quire's own protocol, llama.cpp and transformers.
 INSTEAD = {
     "max_completion_tokens": "use max_tokens",
     "max_output_tokens": "use max_tokens",

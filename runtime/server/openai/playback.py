@@ -22,7 +22,7 @@ from .logprobs import CompletionLogprobs
 from .prompt_logprobs import PromptPart
 from .request_cycle import RequestCycle
 
-FRAMES_PER_CHUNK = 4  # frames of a turn: a chunk that waited is read and rendered again
+FRAMES_PER_CHUNK = 4  # cost in frames of a chunk that waited, since it is read and rendered again
 
 
 def log_reader(cycle: RequestCycle, log: OutputLog) -> OutputReader:
@@ -54,7 +54,10 @@ class Playback:
         self._ended = asyncio.Event()
 
     def submit(self, requests: LiveRequests) -> None:
-        """Submit every prompt. Raises the refusal of all or the first; that of a later one ends the call in `run`."""
+        """Submit every prompt.
+
+        Raises a refusal of the call or of its first prompt; a later refusal ends the call in `run`.
+        """
         tenant = self._cycle.authenticated
         requests.check_fit(tenant, self._requests)
         for request in self._requests:
@@ -68,7 +71,7 @@ class Playback:
             self.add(log_reader(self._cycle, OutputLog(live)))
 
     def add(self, reader: OutputReader) -> None:
-        """Answer the next prompt with what `reader` reads."""
+        """Answer the next prompt with the output of `reader`."""
         self._readers.append(reader)
 
     async def accepted(self) -> QuireError | None:
@@ -99,7 +102,7 @@ class Playback:
                 reader.end()
 
     async def _prepare(self, form: Format) -> None:
-        """Give `form` what it shows of the prompts, and its parsers. The prompts are needed no more."""
+        """Pass the shown parts of the prompts, and the parsers, to `form`. The prompts are released."""
         logs = [reader.log for reader in self._readers]
         if self._prompt_logprobs is not None:
             self._show_prompts(form, logs, self._prompt_logprobs)
@@ -114,7 +117,7 @@ class Playback:
         self._requests.clear()
 
     def _show_prompts(self, form: Format, logs: Sequence[OutputLog], num_shown: int) -> None:
-        """Have each choice take the logprobs of its prompt from what the engine echoes."""
+        """Make each choice take the logprobs of its prompt from the engine's echo."""
         for index, log in enumerate(logs):
             for choice in form.choices[index * self._n : (index + 1) * self._n]:
                 choice.prompt = PromptPart(log.prompt_token_ids, self._engine.token, num_shown, self._num_logprobs)
@@ -122,7 +125,7 @@ class Playback:
                     choice.logprobs = None
 
     def _note_starts(self, form: Format, logs: Sequence[OutputLog]) -> None:
-        """Have the offsets of each choice count from the start of a text, if no token before it has text."""
+        """Make the offsets of each choice count from the start of its text, unless a token before it has text."""
         for index, (log, request) in enumerate(zip(logs, self._requests, strict=True)):
             if request.sampling_params.structured_outputs is not None:
                 continue
@@ -145,7 +148,7 @@ class Playback:
                 choice.echo(text, first)
 
     def _note_over(self, reader: OutputReader) -> None:
-        """End the reader of one prompt, and the call if that has failed or was the last one."""
+        """End the reader of one prompt, and the call if the reader failed or was the last one."""
         reader.end()
         if reader.failure is not None:
             self._fail(reader.failure)
@@ -153,7 +156,7 @@ class Playback:
             self._ended.set()
 
     def _fail(self, error: QuireError) -> None:
-        """Note what ends the call, unless something has already, and cancel all that is live."""
+        """Note the error that ends the call, unless there is an earlier one, and cancel all live requests."""
         self._failure = self._failure or error
         for reader in self._readers:
             reader.mute()

@@ -1,4 +1,4 @@
-"""`prompt_logprobs`: the engine echoes the prompt as the first part of an output, and here the two are taken apart."""
+"""`prompt_logprobs`: separates the engine's echo of the prompt from the rest of an output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _encode = msgspec.json.encode
 
 
 class PromptPart:
-    """The prompt at the start of one output: its logprobs in vLLM's form, and what follows it."""
+    """The prompt at the start of one output: its logprobs in vLLM's form, and the chunks after it."""
 
     def __init__(
         self, token_ids: Sequence[int], token_of: Callable[[int], Token], num_shown: int, num_logprobs: int | None
@@ -31,7 +31,7 @@ class PromptPart:
         self._characters_left = _num_characters(token_ids, token_of) - _num_characters(token_ids[:1], token_of)
 
     def split(self, chunk: OutputChunk) -> OutputChunk:
-        """Note the prompt's part of the chunk, and return the output's."""
+        """Note the prompt's part of the chunk, and return the output's part."""
         num_tokens = min(self._tokens_left, len(chunk.token_ids))
         num_characters = min(self._characters_left, len(chunk.text))
         self._tokens_left -= num_tokens
@@ -54,7 +54,7 @@ class PromptPart:
         return b"[%b]" % b",".join(self._entries)
 
     def _entry(self, of: TokenLogprobs) -> dict[str, Any]:
-        """Return the token and the alternatives by id; the rank of a token that is not among them is unknown."""
+        """Return the token and the alternatives by id; a token that is not among the alternatives has no rank."""
         ranked = {token_id: rank for rank, (token_id, _) in enumerate(of.top, 1)}
         shown = {of.token_id: of.logprob} | dict(of.top[: self._num_shown])
         return {
@@ -68,7 +68,7 @@ class PromptPart:
 
 
 def _num_characters(token_ids: Sequence[int], token_of: Callable[[int], Token]) -> int:
-    """Return the characters of a prompt. One that the prompt begins and the output completes belongs to the output."""
+    """Return the number of a prompt's characters. A character that the output completes belongs to the output."""
     tokens = [token for token in map(token_of, token_ids) if not token.is_special and token.data]
     data = b"".join(token.data_after(has_text=index > 0) for index, token in enumerate(tokens))
     return len(IncrementalDecoder("replace").decode(data))

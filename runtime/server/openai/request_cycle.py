@@ -1,6 +1,7 @@
 """`RequestCycle`: one HTTP request of a connection, and its answer: whole, or a stream of server-sent events.
 
-Sending never waits: what the system does not take counts as unsent output of the connection. Must not import routes.
+Sending never waits: bytes that the system does not take count as unsent output of the connection. Must not import
+routes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..tenancy.tenants import Tenant
 from .errors import HTTPAnswer, error_answer, error_event
 
 KEEP_ALIVE_S = 15.0  # pause between comments that keep a silent stream alive through proxies
-# One line without the empty one that ends an event: after it, clients that saw an `id` would read an empty event.
+# One line without the empty line that ends an event: after that, clients that saw an `id` would read an empty event.
 COMMENT = b":\n"
 EVENT_HEADERS = [("content-type", "text/event-stream; charset=utf-8"), ("x-accel-buffering", "no")]
 
@@ -32,7 +33,7 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class EventNumbers:
-    """Gives the events of a stream their numbers as `id`, and leaves out events that the client has received."""
+    """Numbers the events of a stream as `id`, and leaves out events that the client has received."""
 
     def __init__(self, first: int) -> None:
         """Begin with the event number `first`."""
@@ -40,7 +41,7 @@ class EventNumbers:
         self._next = 0
 
     def numbered(self, events: bytes) -> bytes:
-        """Return the next events as they are sent."""
+        """Return the next events with their numbers."""
         first = self._next
         self._next = self._next + events.count(END_OF_EVENT)
         return b"".join(
@@ -53,7 +54,7 @@ class EventNumbers:
 class RequestCycle:
     """One request/response cycle, as h11 names it. The answer begins with `respond` or `begin_events`.
 
-    Once the client has left or the server has failed the request, nothing more is sent.
+    After the client has left or the server has failed the request, sending has no effect.
     """
 
     def __init__(self, http: h11.Connection, send_buffer: SendBuffer, request: h11.Request, number: int) -> None:
@@ -98,7 +99,7 @@ class RequestCycle:
         self.is_over = True
 
     def number_events(self, first: int) -> None:
-        """Give the events of the stream numbers, and send those from `first` on."""
+        """Give numbers to the events of the stream, and send the events from `first` on."""
         self._numbers = EventNumbers(first)
 
     def begin_events(self) -> None:
@@ -125,7 +126,7 @@ class RequestCycle:
         self._stop()
 
     def refuse(self, error: QuireError, fields: Collection[str] = ()) -> None:
-        """End in `error`: an answer of its own, or the last event of a stream, which `[DONE]` then does not follow."""
+        """End in `error`: the whole answer, or the last event of a stream, without `[DONE]` after it."""
         if self._has_begun_events:
             self.send_events(error_event(error, self.field_names), are_numbered=False)
             self.end_events()
@@ -133,13 +134,13 @@ class RequestCycle:
             self.respond(error_answer(error, fields, self.field_names))
 
     def leave(self, cause: CancelCause) -> None:
-        """Cancel what runs: the client has left, or reads too slowly."""
+        """Cancel the running requests: the client has left, or reads too slowly."""
         self._stop()
         for cancel in self.cancels:
             cancel(cause)
 
     def fail(self, error: QuireError, cause: CancelCause) -> None:
-        """End in `error` now, whatever the engine does."""
+        """End in `error` now, independent of the engine."""
         self.refuse(error)
         self.leave(cause)
 

@@ -1,6 +1,6 @@
-"""`RequestReader`: the fields of bodies, the images that they name, and the refusals that the engine never sees.
+"""`RequestReader`: the fields of bodies, the images that they name, and refusals before the engine.
 
-Must not import what answers a path.
+Must not import handlers of paths.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RequestReader:
 
     @contextmanager
     def reporting(self, cycle: RequestCycle) -> Iterator[None]:
-        """Count and log a refusal that the engine does not see, and raise it again."""
+        """Count and log a refusal before the engine, and raise it again."""
         try:
             yield
         except QuireError as error:

@@ -13,12 +13,12 @@ from .choices import Choice, Run
 from .errors import BadRequest
 from .tools import EFFORTS, call_id, qualified_name
 
-# Of the kinds of runs: the prefix of an item's id, and the name of its deltas.
+# By kind of run: the prefix of an item's id, and the name of its deltas.
 PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}
 DELTAS = {"content": "output_text", "reasoning": "reasoning_text", "arguments": "function_call_arguments"}
 INPUT_IMAGE = "input_image"
 REFERENCE = "item_reference"
-# Kinds of items: calls and their outputs, and what has no meaning without the server that made it.
+# Kinds of items: calls and their outputs, and items that only the server that made them understands.
 CALLS = {
     "function_call": "arguments",
     "custom_tool_call": "input",
@@ -39,9 +39,10 @@ TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "te
 
 
 def input_messages(items: list[Any], num_previous: int = 0) -> list[tuple[str, dict[str, Any]]]:
-    """Return input items as messages: reasoning and calls are parts of the assistant's message beside them.
+    """Return input items as messages: reasoning and calls become parts of the adjacent message of the assistant.
 
-    Each message comes with its place in the body, which the first `num_previous` items are not in. Raises BadRequest.
+    Each message comes with its place in the body, to which the first `num_previous` items do not belong. Raises
+    BadRequest.
     """
     messages: list[dict[str, Any]] = []
     places: list[str] = []
@@ -87,12 +88,12 @@ def references_in(items: list[Any]) -> dict[int, str]:
 
 
 def name_in(item_id: str) -> str:
-    """Return the name of the response that made an item: `OutputItems` and `listed_items` put it into the id."""
+    """Return the name of the response that made an item, from the item's id (see `OutputItems` and `listed_items`)."""
     return item_id.split("_")[1] if "_" in item_id else ""
 
 
 def chat_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields about tools and reasoning in the form that they have in chats. Raises BadRequest."""
+    """Return the fields about tools and reasoning in the form of chats. Raises BadRequest."""
     fields: dict[str, Any] = {
         name: values[name]
         for name in ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "enable_thinking")
@@ -114,7 +115,7 @@ def chat_fields(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class OutputItems:
-    """The items of an output that a parser reads: each run of its choice is one. `event` makes a numbered event."""
+    """The items of a parsed output: each run of its choice is an item. `event` makes a numbered event."""
 
     def __init__(
         self,
@@ -132,14 +133,14 @@ class OutputItems:
         self._num_begun = 0  # items in events; all but the last have ended
 
     def shown(self, status: str) -> list[dict[str, Any]]:
-        """Return the items, of which the last one has this status."""
+        """Return the items; the last one has this status."""
         last = len(self._choice.runs) - 1
         return [self._item(index, status if index == last else "completed") for index in range(last + 1)]
 
     def events(self, deltas: Sequence[Delta], runs: Sequence[int], logprobs: list[Any]) -> bytes:
-        """Return the events of deltas, each of which the choice has kept in the run at that index.
+        """Return the events of deltas, which the choice has kept in the runs at these indices.
 
-        `logprobs` are those of the text in the deltas.
+        `logprobs` belong to the text in the deltas.
         """
         events: list[bytes] = []
         for (kind, text), index in zip(deltas, runs, strict=True):
@@ -210,7 +211,7 @@ class OutputItems:
 
 
 def _kind(item: object) -> str:
-    """Return the type of an item, which messages may leave out; empty if it is no text."""
+    """Return the type of an item, which messages may leave out; empty if it is not a text."""
     kind = item.get("type") if isinstance(item, dict) else ""
     return "message" if kind is None else kind if isinstance(kind, str) else ""
 
@@ -224,7 +225,7 @@ def _is_reference(item: object) -> bool:
 
 
 def _function(item: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a call as messages of chats have it: whatever a tool receives is the arguments of a function."""
+    """Return a call in the form of chats, with any input of a tool as the arguments of a function."""
     kind = item["type"]
     field = CALLS[item["type"]]
     if kind == "function_call":
@@ -244,7 +245,7 @@ def _output(item: dict[str, Any], kind: str, where: str) -> Any:
 
 
 def _chat_parts(content: Any) -> Any:
-    """Return content whose parts of text and images have the form that they have in chats."""
+    """Return content with its parts of text and images in the form of chats."""
     return [_chat_part(part) for part in content] if isinstance(content, list) else content
 
 

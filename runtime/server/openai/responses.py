@@ -41,7 +41,7 @@ UNSUPPORTED_HERE: dict[str, tuple[object, ...]] = {
     "max_tokens": (),
     "logprobs": (),
     "logit_bias": (),
-    "response_format": (TEXT_FORMAT,),  # here it is `text.format`
+    "response_format": (TEXT_FORMAT,),  # `text.format` here
     "conversation": (),
     "prompt": (),
     "truncation": ("disabled",),
@@ -54,8 +54,8 @@ INSTEAD_HERE = {
 }
 RESPONSE_KNOWN = RESPONSE_FIELDS | UNSUPPORTED_HERE.keys()
 WITH_LOGPROBS = "message.output_text.logprobs"
-# Values of `include` that ask for parts of the output of tools that only other servers have, for what the answer has
-# anyway, or for reasoning that is encrypted, which is sent as text.
+# Values of `include` without effect: parts of the output of other servers' tools, parts that the answer always has, and
+# encrypted reasoning, which is sent as text.
 INCLUDED = (
     WITH_LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results",
     "web_search_call.results", "web_search_call.action.sources", "computer_call_output.output.image_url",
@@ -99,7 +99,7 @@ def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
 
 
 def input_items(given: object) -> list[Any]:
-    """Return the field `input` as a list; what is neither text nor a list is for `response_call` to refuse."""
+    """Return the field `input` as a list; `response_call` refuses values that are neither text nor a list."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     return given if isinstance(given, list) else []
@@ -108,7 +108,7 @@ def input_items(given: object) -> list[Any]:
 def listed_items(items: list[Any], name: str) -> list[dict[str, Any]]:
     """Return input items as `input_items` lists them: with an id, and texts as parts of their content.
 
-    No two have one id, so that a client can ask for what follows any of them, and none has the id of an output item.
+    Ids are unique, so that a client can request the items after any of them, and differ from the ids of output items.
     """
     seen: set[str] = set()
     listed = []
@@ -133,7 +133,7 @@ def _listed(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _listed_part(part: dict[str, Any], of_text: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of a message, whose texts have the fields `of_text`."""
+    """Return a part of a message; texts get the fields `of_text`."""
     if part.get("type") == REFUSAL:
         return {"type": REFUSAL, REFUSAL: part[REFUSAL]}
     return {**of_text, "text": part["text"]} if "text" in part else _listed_image(part)
@@ -149,7 +149,7 @@ def _listed_image(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _num_logprobs(fields: Fields) -> int | None:
-    """Return how many alternatives of each token to show, None for no logprobs. Raises BadRequest."""
+    """Return the number of alternatives to show for each token, None for no logprobs. Raises BadRequest."""
     included = fields.get("include", list, [])
     top = fields.get_between("top_logprobs", 0, MAX_ALTERNATIVES, 0)
     if other := [each for each in included if each not in INCLUDED]:
@@ -161,7 +161,7 @@ def _num_logprobs(fields: Fields) -> int | None:
 
 
 def _use_text_format(fields: Fields) -> None:
-    """Give `text.format` the name and form that it has in chats. Raises BadRequest."""
+    """Convert `text.format` to the name and form of chats. Raises BadRequest."""
     text = Fields(fields.get("text", dict, {}))
     given = text.get("format", dict, TEXT_FORMAT)
     check_verbosity(text.values.get("verbosity", "medium"), "text.verbosity")
@@ -265,7 +265,7 @@ class ResponseFormat:
         return _encode(self._response(usage))
 
     def unfinished(self, status: Status, error: QuireError | None) -> bytes:
-        """Return the object of a response that runs, was cancelled or failed, with the output so far."""
+        """Return the object of a running, cancelled or failed response, with the output so far."""
         response = self._response(None)
         item_status = "in_progress" if status in ("queued", "in_progress") else "incomplete"
         output = self._output(item_status) if self.choices[0].runs or self.choices[0].texts else []
@@ -348,7 +348,7 @@ class ResponseFormat:
         return msgspec.Raw(_joined(run.columns)) if with_bytes else _without_bytes(run.columns)
 
     def _response(self, usage: Usage | None) -> dict[str, Any]:
-        """Return the object, of a response that has ended if it has `usage`."""
+        """Return the object; with `usage`, the response has ended."""
         is_cut = self.choices[0].finish_reason == "length"
         status = "in_progress" if usage is None else "incomplete" if is_cut else "completed"
         return {
@@ -382,7 +382,7 @@ def _joined(pieces: Iterable[Columns]) -> bytes:
 
 
 def _without_bytes(pieces: Iterable[Columns]) -> list[Any]:
-    """Return logprobs as the text events show them."""
+    """Return logprobs in the form of the text events."""
     entries: list[Any] = msgspec.json.decode(_joined(pieces))
     for entry in entries:
         for token in (entry, *entry["top_logprobs"]):

@@ -1,6 +1,6 @@
-"""Requests whose output is kept: those with an idempotency key, and those with `store: true`.
+"""Requests whose output is kept: requests with an idempotency key, and requests with `store: true`.
 
-An answer is a function of the request's fields and of the kept chunks. It is made again whenever it is asked for, with
+An answer is a function of the request's fields and of the kept chunks. It is rendered again for each retrieval, with
 the same bytes. A keyed request whose connection is lost waits for its retry for `resume_timeout_ms`; a stored one runs
 to its end. Must not import `api`.
 """
@@ -46,17 +46,17 @@ LAST_EVENT_HEADER = "last-event-id"
 MAX_KEY_CHARACTERS = 255
 MAX_QUERY_FIELDS = 32
 MAX_EVENT_DIGITS = 15
-CHUNKS_PER_TURN = 8  # chunks of an output that is shown in its present state
+CHUNKS_PER_TURN = 8  # chunks read per turn for an output in its present state
 MAX_LISTED = 100  # items of one page
 DEFAULT_LISTED = 20
-# Of a call: what is compared elsewhere, or is not the client's.
+# Fields of a call that are compared elsewhere, or that the client did not set.
 UNASKED = frozenset({"requests", "store", "name", "created_s", "fingerprint"})
 
 T = TypeVar("T")
 
 
 class Endpoint(NamedTuple):
-    """One path that generates: how its fields become a call, and the form of its answer."""
+    """One path that generates: the function from its fields to a call, and the form of its answer."""
 
     read_call: Callable[[Fields, EngineInfo, str], Call]
     form_class: type[Format]
@@ -69,7 +69,7 @@ class Endpoint(NamedTuple):
         return self.form_class.id_prefix.decode()
 
     def to_store(self, fields: Fields) -> ToStore | None:
-        """Return what to keep of a request that is to be stored, before `read_call` changes the fields."""
+        """Return the data to keep of a stored request, before `read_call` changes the fields."""
         values = fields.values
         if not (values.get("store") or values.get("background")):
             return None
@@ -77,7 +77,7 @@ class Endpoint(NamedTuple):
         return ToStore(self.id_prefix, json.dumps(known).encode())
 
     def answer_fields(self, call: Call) -> bytes:
-        """Return what a client asks for besides the request to the engine: the path, and the form of the answer."""
+        """Return the parts of a client's request besides the engine's: the path, and the form of the answer."""
         asked = {each.name: getattr(call, each.name) for each in dataclass_fields(call) if each.name not in UNASKED}
         return json.dumps([self.id_prefix, asked]).encode()
 
@@ -96,7 +96,7 @@ class KeptRequests:
     def submit(
         self, cycle: RequestCycle, endpoint: Endpoint, call: Call, key: str | None, stored: ToStore | None
     ) -> Awaitable[QuireError | None]:
-        """Submit the call, or find the earlier one with its key; return what answers it.
+        """Submit the call, or find the earlier one with its key; return the function that answers it.
 
         Raises BadRequest or a refusal.
         """
@@ -147,7 +147,7 @@ class KeptRequests:
             self._replays.stored_index.remove(log.stored_entry)
 
     async def retrieve(self, endpoint: Endpoint, stored_id: str, cycle: RequestCycle) -> None:
-        """Answer with a stored output: as events from the one that the client asks for, or as an object."""
+        """Answer with a stored output: as events from the requested one on, or as an object."""
         query = _query(cycle)
         entry = self._find(cycle, endpoint, stored_id)
         with_events = query.get("stream", "").lower() == "true" or (
@@ -170,7 +170,7 @@ class KeptRequests:
                 cycle.refuse(failure, endpoint.known)
 
     async def cancel(self, endpoint: Endpoint, stored_id: str, cycle: RequestCycle) -> None:
-        """End a stored response, and answer with its object. One that has ended stays as it is."""
+        """End a stored response, unless it has ended, and answer with its object."""
         entry = self._find(cycle, endpoint, stored_id)
         with _reading(cycle, entry.log) as reader:
             if not entry.log.has_ended:
@@ -186,7 +186,7 @@ class KeptRequests:
         cycle.respond(_json({"id": stored_id, "object": endpoint.deleted_object, "deleted": True}))
 
     async def input_items(self, endpoint: Endpoint, stored_id: str, cycle: RequestCycle) -> None:
-        """Answer with the items that a response was made from, the last one first unless asked otherwise."""
+        """Answer with the input items of a response, by default the last one first."""
         entry = self._find(cycle, endpoint, stored_id)
         query = _query(cycle)
         name = entry.log.name
@@ -196,7 +196,7 @@ class KeptRequests:
     async def add_stored(self, endpoint: Endpoint, fields: Fields, cycle: RequestCycle) -> int:
         """Replace references in the fields' input by stored items, and put the previous response before the input.
 
-        Raises BadRequest. Return how many bytes the stored requests have.
+        Raises BadRequest. Return the bytes of the stored requests.
         """
         num_bytes = await self._replace_references(endpoint, fields, cycle)
         if "previous_response_id" in fields.values:
@@ -204,7 +204,7 @@ class KeptRequests:
         return num_bytes
 
     async def _replace_references(self, endpoint: Endpoint, fields: Fields, cycle: RequestCycle) -> int:
-        """Put stored items in the place of references; references to other servers' items are left out later."""
+        """Replace references by stored items; references to other servers' items are left out later."""
         given = fields.values.get("input")
         if not isinstance(given, list) or not (references := references_in(given)):
             return 0
@@ -225,7 +225,7 @@ class KeptRequests:
         return num_bytes
 
     async def _stored_items(self, endpoint: Endpoint, entry: StoredEntry, cycle: RequestCycle) -> list[dict[str, Any]]:
-        """Return the input of a stored response with the ids of its items, and its output if that is whole."""
+        """Return the input of a stored response with the ids of its items, and its output if it is complete."""
         name = entry.log.name
         given = await self._read(entry, lambda values: listed_items(input_items(values["input"]), name))
         return given + (await self._whole_output(endpoint, entry, cycle) or [])
@@ -251,7 +251,7 @@ class KeptRequests:
     async def _whole_output(
         self, endpoint: Endpoint, entry: StoredEntry, cycle: RequestCycle
     ) -> list[dict[str, Any]] | None:
-        """Return the output of a stored response as items of an input, None if it is not whole."""
+        """Return the output of a stored response as items of an input, None if it is incomplete."""
         with _reading(cycle, entry.log) as reader:
             _, form = await self._stored_form(endpoint, entry)
             usage = await _read_present(form, cycle, reader)
@@ -260,7 +260,7 @@ class KeptRequests:
         return [_as_input(item) for item in json.loads(form.whole(usage))["output"]]
 
     def _find(self, cycle: RequestCycle, endpoint: Endpoint, stored_id: str) -> StoredEntry:
-        """Return what the endpoint has stored under the id. Raises RequestNotFound."""
+        """Return the endpoint's stored request with this id. Raises RequestNotFound."""
         own_id = stored_id if stored_id.startswith(endpoint.id_prefix) else ""
         return self._replays.stored_index.find(cycle.authenticated.name, own_id)
 
@@ -272,7 +272,7 @@ class KeptRequests:
         return call, self._form(endpoint, call, entry.log)
 
     async def _read(self, entry: StoredEntry, read: Callable[[dict[str, Any]], T]) -> T:
-        """Return what `read` makes of a stored request's fields."""
+        """Return the result of `read` for a stored request's fields."""
         fields = entry.fields
         return await self._bodies.read(entry.log.tenant, len(fields), lambda: read(msgspec.json.decode(fields)))
 
@@ -292,7 +292,7 @@ def idempotency_key(headers: Mapping[str, bytes]) -> str | None:
 
 
 def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the page of items that a query asks for, as OpenAI lists them. Raises BadRequest."""
+    """Return the page of items for a query, in the form of OpenAI's lists. Raises BadRequest."""
     limit = _number("limit", query.get("limit", str(DEFAULT_LISTED)), 1, MAX_LISTED)
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -322,7 +322,7 @@ def _reading(cycle: RequestCycle, log: OutputLog) -> Iterator[OutputReader]:
 
 
 async def _read_present(form: Format, cycle: RequestCycle, reader: OutputReader) -> Usage | None:
-    """Add the chunks so far to `form`. Return the usage of a request that has ended."""
+    """Add the chunks so far to `form`. Return the usage if the request has ended."""
     log = reader.log
     usage = None
     position = 0
@@ -338,7 +338,7 @@ async def _read_present(form: Format, cycle: RequestCycle, reader: OutputReader)
 
 
 async def _show_present(form: Format, cycle: RequestCycle, reader: OutputReader) -> None:
-    """Answer with the object of a stored response as it is now."""
+    """Answer with the object of a stored response in its present state."""
     log = reader.log
     usage = await _read_present(form, cycle, reader)
     if log.error is not None:
@@ -354,7 +354,7 @@ async def _show_present(form: Format, cycle: RequestCycle, reader: OutputReader)
 
 
 def _is_broken_call(item: dict[str, Any]) -> bool:
-    """Return whether an item of the output is a call without whole arguments, which no template can show."""
+    """Return whether an output item is a call with incomplete arguments, which a template cannot show."""
     if item["type"] != "function_call" or (item["status"] == "completed" and not item["arguments"]):
         return False
     try:
@@ -364,7 +364,7 @@ def _is_broken_call(item: dict[str, Any]) -> bool:
 
 
 def _as_input(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item of the output as one of the input, which has no logprobs."""
+    """Return an output item as an input item, without logprobs."""
     if item["type"] != "message":
         return item
     return {**item, "content": [{"type": part["type"], "text": part["text"]} for part in item["content"]]}

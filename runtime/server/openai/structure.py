@@ -11,7 +11,7 @@ from ...common.prompts import shown
 from ...common.types import StructuredOutputs
 from .errors import BadRequest
 
-# Top-level fields of vLLM's older versions, of llama.cpp and of SGLang, and the kind of grammar that each has.
+# Top-level fields of vLLM's older versions, of llama.cpp and of SGLang, and the kind of grammar in each.
 ALIASES = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -28,7 +28,7 @@ _LARK_START = re.compile(r"^[ \t]*[?!]*start(\.\d+)?[ \t]*:(?!:=)", re.MULTILINE
 
 
 def structure_of(values: dict[str, Any]) -> StructuredOutputs | None:
-    """Return the rule that the body's fields ask for, None if they ask for any text. Raises BadRequest."""
+    """Return the rule in the body's fields, None if any text is allowed. Raises BadRequest."""
     found: list[tuple[str, StructuredOutputs]] = []
     if (given := _response_format(values.get("response_format", {"type": "text"}))) is not None:
         found.append(("response_format", given))
@@ -41,7 +41,7 @@ def structure_of(values: dict[str, Any]) -> StructuredOutputs | None:
 
 
 def structure_field(values: Set[str]) -> str:
-    """Return the name of the field of a body that has the grammar; `text.format` is that of `/v1/responses`."""
+    """Return the name of the body's field with the grammar; in `/v1/responses` it is `text.format`."""
     given = (name for name in ("response_format", "structured_outputs", *ALIASES) if name in values)
     return next(given, "text.format" if "text" in values else "tools")
 
@@ -65,7 +65,7 @@ def _response_format(value: object) -> StructuredOutputs | None:
 
 
 def _check_labels(given: Mapping[Any, Any]) -> None:
-    """Raise BadRequest for a neighboring field of a schema that has another type; such fields change nothing."""
+    """Raise BadRequest for a wrong type in a field next to a schema; such fields have no effect."""
     for name, kind, allowed in (("name", str, "text"), ("description", str, "text"), ("strict", bool, "true or false")):
         value = given.get(name)
         if value is not None and type(value) is not kind:
@@ -85,7 +85,7 @@ def _structured_outputs(value: object) -> StructuredOutputs:
 
 
 def _of_kind(name: str, kind: str, value: Any) -> StructuredOutputs:
-    """Return the structure that a field's value is; a grammar is Lark's if it has a rule `start`."""
+    """Return the structure of a field's value; a grammar is Lark's if it has a rule `start`."""
     try:
         if kind == "grammar":
             if not isinstance(value, str):

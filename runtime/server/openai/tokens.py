@@ -32,7 +32,7 @@ class TokenAnswers:
         self._models = models
 
     async def tokenize(self, cycle: RequestCycle) -> None:
-        """Answer with the ids of a text, or of a chat as its template writes it."""
+        """Answer with the ids of a text or of a rendered chat."""
         tenant = cycle.tenant
         assert tenant is not None, "authenticated"
         engine = self._context.engine
@@ -79,7 +79,7 @@ class TokenAnswers:
         _answer(cycle, {"prompt": text})
 
     async def count_input(self, endpoint: Endpoint, cycle: RequestCycle) -> None:
-        """Answer with the number of tokens that a response with these fields would have as input."""
+        """Answer with the number of input tokens of a response with these fields."""
         tenant = cycle.tenant
         assert tenant is not None, "authenticated"
         cycle.field_names = endpoint.field_names
@@ -94,7 +94,7 @@ class TokenAnswers:
         _answer(cycle, {"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     def _is_of_encoder(self, fields: Fields) -> bool:
-        """Return whether the body names an embedding model beside the served model."""
+        """Return whether the body names a separate embedding model."""
         return self._models.check(fields, "any") != self._models.main
 
     async def _tokens_of_prompt(self, fields: Fields, tenant: str, *, of_encoder: bool) -> tuple[int, ...]:

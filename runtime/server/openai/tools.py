@@ -1,7 +1,7 @@
-"""The fields of a chat about tools and reasoning, and tool calls as answers show them.
+"""The fields of a chat about tools and reasoning, and the form of tool calls in answers.
 
-Tools that a local server does not have, such as a web search, ask for nothing unless `tool_choice` names them: they
-are left out. The functions of a namespace are offered under a name of their own.
+Tools that a local server does not have, such as a web search, are left out unless `tool_choice` names them. The
+functions of a namespace are offered under qualified names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOOL_FIELDS = frozenset(
 )
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 ID_CHARACTERS = string.ascii_letters + string.digits
-ID_LENGTH = 9  # all that Mistral's templates accept
+ID_LENGTH = 9  # the only length that Mistral's templates accept
 JOINT = "__"  # joint between the names of a namespace and of a function
 VERBOSITIES = ("low", "medium", "high")
 CHOICE_FORMS = (
@@ -36,7 +36,7 @@ _OF_FUNCTIONS = frozenset({"function", "parameters", OTHER_SCHEMA})  # keys that
 
 
 def request_tools(values: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Return the functions that a body offers, of which an empty list has none. Raises BadRequest."""
+    """Return the functions that a body offers. Raises BadRequest."""
     given = values.get("tools", [])
     try:
         if not isinstance(given, list):
@@ -48,7 +48,7 @@ def request_tools(values: dict[str, Any]) -> tuple[dict[str, Any], ...]:
 
 
 def _functions(tool: Any, where: str, namespace: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the functions that a tool is or contains, each after its place in the body."""
+    """Yield the functions of a tool, each after its place in the body."""
     match tool:
         case {"type": "namespace", "name": str(name), "tools": list(tools)} if not namespace:
             for index, each in enumerate(tools):
@@ -90,13 +90,13 @@ def tool_choice(values: dict[str, Any]) -> ToolChoice:
 
 
 def is_named(values: dict[str, Any]) -> bool:
-    """Return whether a body asks for one call of a certain tool, after which the finish reason is `stop`."""
+    """Return whether a body demands a call of one named tool, after which the finish reason is `stop`."""
     choice = values.get("tool_choice")
     return isinstance(choice, dict) and choice.get("type") == "function"
 
 
 def template_variables(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables that a body has for the chat template. Raises BadRequest."""
+    """Return a body's variables for the chat template. Raises BadRequest."""
     variables: dict[str, Any] = {}
     if "reasoning_effort" in values:
         effort = values["reasoning_effort"]
@@ -118,7 +118,7 @@ def template_variables(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_verbosity(value: object, name: str = "verbosity") -> None:
-    """Raise BadRequest unless a hint about the length of answers, which changes nothing here, is valid."""
+    """Raise BadRequest for an invalid hint about the length of answers; the hint has no effect here."""
     if value not in VERBOSITIES:
         raise BadRequest(f"{name} must be one of {', '.join(VERBOSITIES)}, not {shown(value)}", name)
 

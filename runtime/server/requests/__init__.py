@@ -1,1 +1,1 @@
-"""Requests under way in this process: their registry, logged outputs, resumption, send buffers, log lines."""
+"""Live requests of this process: their registry, logged outputs, resumption, send buffers, log lines."""

@@ -17,7 +17,7 @@ from ...common.errors import Cancelled, InvalidRequest, RequestNotFound
 from ...engine.facade import GenerateRequest
 from .output_log import IdempotencyEntry, IdempotencyKey, LogReader, OutputLog, ResumeEntry, Session, StoredEntry
 
-SESSION_BYTES = 18  # random bytes: a session's name is all that RESUME needs to know
+SESSION_BYTES = 18  # random bytes: a session's name is the only secret of RESUME
 
 OnChange = Callable[[OutputLog], None]
 
@@ -35,12 +35,12 @@ class ResumeIndex:
 
     @property
     def num_awaited(self) -> int:
-        """Requests whose client was lost before the end and may yet resume."""
+        """Requests whose client was lost before the end and may still resume."""
         entries = (entry for session in self._sessions.values() for entry in session.values())
         return sum(entry.was_cut and entry.reader is None for entry in entries)
 
     def session_name(self, tenant: str, wanted: str | None) -> str:
-        """Return `wanted` if this tenant can resume a request there, else the name of a new session."""
+        """Return `wanted` if the tenant can resume a request of this session, else the name of a new session."""
         if wanted is not None and (tenant, wanted) in self._sessions:
             return wanted
         return secrets.token_urlsafe(SESSION_BYTES)
@@ -55,7 +55,7 @@ class ResumeIndex:
         self._on_change(entry.log)
 
     def find(self, session: Session, request_id: int) -> ResumeEntry:
-        """Raise RequestNotFound when there is nothing to resume."""
+        """Return the entry to resume. Raises RequestNotFound without one."""
         entry = self._sessions.get(session, {}).get(request_id)
         if entry is None:
             raise RequestNotFound(
@@ -69,7 +69,7 @@ class ResumeIndex:
         return next((entry for entry in reader.log.resume_entries if entry.reader is reader), None)
 
     def attach(self, entry: ResumeEntry, reader: LogReader) -> None:
-        """Hand the request to `reader`; the connection that reads it now loses it."""
+        """Pass the request to `reader`, and take it from its present connection."""
         if entry.reader is not None:
             entry.reader.stop(Cancelled("this request was resumed on another connection"))
         if entry.expiry is not None:
@@ -96,7 +96,7 @@ class ResumeIndex:
 
 
 class IdempotencyIndex:
-    """Finds the request that had an idempotency key before, while it runs and for a time after it has finished."""
+    """Finds the earlier request with an idempotency key, while it runs and for a time after it has finished."""
 
     def __init__(self, window_s: float, on_change: OnChange) -> None:
         self._window_s = window_s
@@ -107,7 +107,7 @@ class IdempotencyIndex:
         return len(self._entries)
 
     def find(self, key: IdempotencyKey, request: GenerateRequest, answer_fields: bytes) -> OutputLog | None:
-        """Return what answers `request`. Raises InvalidRequest when the key was used for another answer."""
+        """Return the entry that answers `request`. Raises InvalidRequest if its key was used for another answer."""
         entry = self._entries.get(key)
         if entry is None or entry.log.request.is_cancelled:
             return None
@@ -121,7 +121,7 @@ class IdempotencyIndex:
         self._entries[key] = log.idempotency_entry = IdempotencyEntry(key, _digest(request, answer_fields), log)
 
     def on_end(self, entry: IdempotencyEntry) -> None:
-        """Remember a finished request for the window. After anything else, a retry is a new attempt."""
+        """Remember a finished request for the window. After another end, a retry is a new attempt."""
         if entry.log.finish_reason in ("stop", "length"):
             entry.expiry = asyncio.get_running_loop().call_later(self._window_s, self.remove, entry)
         else:
@@ -174,7 +174,7 @@ class StoredIndex:
         entry.expiry = asyncio.get_running_loop().call_later(self._window_s, self.remove, entry)
 
     def remove(self, entry: StoredEntry) -> None:
-        """Forget the request; it is cancelled if it runs and no connection reads it."""
+        """Forget the request, and cancel it if it runs without a reader."""
         if entry.expiry is not None:
             entry.expiry.cancel()
         entry.log.stored_entry = None

@@ -21,7 +21,10 @@ T = TypeVar("T")
 
 
 class LiveEmbedding:
-    """Counted for its tenant, listed for the status page, cancellable. Iterate `chunks` once, also to end it."""
+    """A request that is counted for its tenant and listed for the status page.
+
+    Iterate `chunks` once, even to end it.
+    """
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class LiveEmbedding:
             self._end(failure, usage)
 
     def close(self) -> None:
-        """End a request whose chunks were never asked for. Idempotent."""
+        """End a request whose chunks were never read. Idempotent."""
         submission = self._submission
         self._submission = None
         if submission is not None:

@@ -44,8 +44,7 @@ class LiveRequests:
     def check_fit(self, tenant: Tenant, requests: Sequence[GenerateRequest]) -> None:
         """Raise QuotaExceeded if the tenant may never have these requests together, Overloaded if it may not now.
 
-        `submit` may refuse one of them all the same: of the rate and the texts, only the most that may come at once is
-        compared.
+        `submit` may still refuse one of them: only the largest burst of the rate and of the texts is compared here.
         """
         if len(requests) == 1:
             return
@@ -76,7 +75,7 @@ class LiveRequests:
     def _enter(
         self, tenant: Tenant, request: R, submit: Callable[[R], Awaitable[T]]
     ) -> tuple[Awaitable[T], Callable[[], None]]:
-        """Count the request and its text for `tenant`. Return the submission, and what releases the text."""
+        """Count the request and its text for `tenant`. Return the submission, and a function that releases the text."""
         with self.reporting_refusals():
             release_text = self.texts.of(tenant.name).reserve(request.text_bytes())
             try:
@@ -101,7 +100,7 @@ class LiveRequests:
         return [live.status() for live in islice(self._all, limit)]
 
     def most_tokens(self, request: GenerateRequest) -> int:
-        """Return the most tokens that the request's outputs can have together."""
+        """Return the most tokens of all the request's outputs together."""
         info = self._engine.info
         params = request.sampling_params
         num_outputs = min(max(params.n, 0), info.max_num_seqs)

@@ -1,7 +1,7 @@
 """`OutputLog`: the chunks of one request, as long as a reader may need them, and how the request ended.
 
-The engine calls the log with each chunk, and the log calls its readers; no task wakes for a chunk. A log that nothing
-retains has one reader, and holds only the chunks that this reader could not write yet. Must not import frames or
+The engine calls the log with each chunk, and the log calls its readers; no task wakes for a chunk. A log without
+retention has one reader, and holds only the chunks that this reader could not write yet. Must not import frames or
 `resume`, which decides how long other logs are kept.
 """
 
@@ -26,10 +26,10 @@ from .live_requests import LiveRequest
 from .request_log import quire_error
 
 # Measured bytes of Python objects.
-CHUNK_BYTES = 56  # a chunk besides its encoding
+CHUNK_BYTES = 56  # the overhead of a chunk
 LOG_BYTES = 4096  # a kept log without chunks, with a session and a key of its own
 ENTRY_BYTES = 1024  # a resume entry, with a session of its own
-# Reserved for each token that a request may generate, as a chunk of its own.
+# Bytes reserved for each token that a request may generate, in a chunk of one token.
 TOKEN_BYTES = CHUNK_BYTES + 40  # bytes of an encoded token, with 16 bytes of text
 LOGPROB_BYTES = 20  # the token's own log probability
 TOP_LOGPROB_BYTES = 16  # an alternative
@@ -86,7 +86,7 @@ class LogReader(Protocol):
     was_cut: bool  # the connection was lost before the end
 
     def offer(self, position: int, chunk: OutputChunk) -> bool:
-        """Write the newest chunk if its turn has come. Return whether this reader needs it no more. Never raises."""
+        """Write the newest chunk if its turn has come. Return whether the reader is done with it. Never raises."""
 
     def hold(self, num_bytes: int) -> None:
         """Count a chunk that waits for this reader in a log without retention."""
@@ -99,9 +99,9 @@ class LogReader(Protocol):
 
 
 class Retention(Protocol):
-    """Decides how long a log is kept."""
+    """The policy that decides how long a log is kept."""
 
-    keeps: bool  # chunks that every reader has read, too
+    keeps: bool  # whether chunks are kept after every reader has read them
 
     def on_change(self, log: OutputLog) -> None:
         """Note that the log's bytes or readers have changed."""
@@ -110,10 +110,10 @@ class Retention(Protocol):
         """Note that the request has ended."""
 
     def on_cancelled(self, reader: LogReader, cause: CancelCause) -> None:
-        """Cancel the request unless others want it: the client of `reader` does not."""
+        """Cancel the request for the client of `reader`, unless other clients want it."""
 
     def on_reader_ended(self, reader: LogReader, cause: CancelCause) -> None:
-        """Note that `reader` reads no more."""
+        """Note that `reader` has stopped reading."""
 
 
 class ReadOnce:
@@ -149,7 +149,7 @@ class OutputLog:
     """The output of one request, from its submission.
 
     A log whose `retention` keeps chunks has a task that lasts until the request ends, and counts as at least
-    `reserved_bytes` until then. The only reader of another one awaits `accept` and calls `deliver`.
+    `reserved_bytes` until then. Without retention, the only reader awaits `accept` and calls `deliver`.
     """
 
     admission: AdmissionEstimate  # once accepted
@@ -174,9 +174,9 @@ class OutputLog:
         self.prompt_has_text = True
         self.finish_reason: FinishReason | None = None  # reason in the last chunk
         self.error: QuireError | None = None
-        self.is_complete = False  # the engine delivers nothing more, or it is not wanted
+        self.is_complete = False  # the engine delivers no further chunk, or none is wanted
         self._outcome: OutputChunk | QuireError | None = None  # the request's last chunk or its error
-        self._chunks: list[bytes] = []  # the last of `num_chunks`
+        self._chunks: list[bytes] = []  # the latest of `num_chunks` chunks
         request.reader = self
         # Of a kept log
         self.resume_entries: set[ResumeEntry] = set()
@@ -204,7 +204,10 @@ class OutputLog:
 
     @property
     def num_references(self) -> int:
-        """The connections that read the log or may resume it, and its storage. A running request needs one."""
+        """The number of connections that read the log or may resume it, plus one if it is stored.
+
+        A running request needs one.
+        """
         return len(self.readers) + len(self.resume_entries) + (self.stored_entry is not None)
 
     @property
@@ -215,11 +218,11 @@ class OutputLog:
 
     @property
     def bytes_after_drop(self) -> int:
-        """The bytes that remain if the output is dropped: those of the idempotency key."""
+        """The bytes that remain if the output is dropped: the entry of the idempotency key."""
         return 0 if self.idempotency_entry is None else LOG_BYTES
 
     def fail(self, error: QuireError) -> None:
-        """End with `error` now, whatever the engine does."""
+        """End with `error` now, independent of the engine."""
         self.task.cancel()
         self._complete()
         self._end(error)
@@ -241,7 +244,7 @@ class OutputLog:
     # Readers
 
     def join(self, reader: LogReader) -> None:
-        """Offer `reader` the chunks from now on."""
+        """Offer all future chunks to `reader`."""
         self.readers += (reader,)
         self.retention.on_change(self)
 
@@ -251,7 +254,7 @@ class OutputLog:
             raise Overloaded(f"{MAX_READERS} connections read this output already")
 
     def leave(self, reader: LogReader, cause: CancelCause) -> None:
-        """Offer `reader` nothing more. Idempotent."""
+        """Stop offering chunks to `reader`. Idempotent."""
         if reader in self.readers:
             self.readers = tuple(each for each in self.readers if each is not reader)
             self.retention.on_reader_ended(reader, cause)
@@ -266,7 +269,7 @@ class OutputLog:
         return position + 1
 
     def chunk(self, position: int) -> OutputChunk:
-        """Return a chunk that has come and was not forgotten."""
+        """Return a chunk that has arrived and was not forgotten."""
         return decode_chunk(self._chunks[position - self.num_chunks])
 
     def read(self, position: int) -> tuple[OutputChunk, int] | None:
@@ -308,13 +311,13 @@ class OutputLog:
         self._wake_readers()
 
     def deliver(self) -> None:
-        """Have the engine deliver what it generates. Idempotent."""
+        """Begin the engine's delivery of chunks. Idempotent."""
         if (generation := self.generation) is not None:
             self.generation = None
             generation.deliver(self._take)
 
     def close(self) -> None:
-        """End the request, which nothing reads any more."""
+        """End the request, which has no reader."""
         if not self.is_complete:
             self.is_complete = True
             self.request.cancel("client")
@@ -347,9 +350,9 @@ class OutputLog:
             self._fail(error)
 
     def _note_growth(self, last: OutputChunk) -> None:
-        """Tell the retention about a chunk, and all about the end of the request."""
+        """Notify the retention of a chunk, and all readers of the end of the request."""
         if self._output_bytes > self._reserved_bytes:
-            self.retention.on_change(self)  # may fail this log: it may be too large
+            self.retention.on_change(self)  # may fail this log if it is too large
         if last.usage is not None and self.error is None:
             self.finish_reason = last.finish_reason
             self._wake_readers()
@@ -370,7 +373,7 @@ class OutputLog:
         self._end(failure)
 
     def _complete(self) -> None:
-        """Take nothing more from the engine."""
+        """Accept no further chunk from the engine."""
         self.is_complete = True
         if self.is_kept:
             self._was_delivered.set()

@@ -1,4 +1,4 @@
-"""`OutputReader`: writes the chunks of an output log, from a position on, as fast as its client may get them.
+"""`OutputReader`: writes the chunks of an output log, from a position on, as fast as its client's credit allows.
 
 The engine never waits for a reader. With `credit`, tokens are written while it is above zero, so that it is overdrawn
 by less than one chunk. Chunks that must wait stay in the log. Must not import frames, formats or connections.
@@ -22,19 +22,19 @@ from .request_log import quire_error
 from .send_buffer import SendBuffer
 
 READER_BYTES = 10 << 10  # measured: a reader that waits for credit, with its request and task
-OUTPUT_BYTES_PER_FRAME = 1 << 10  # bytes of a waiting chunk that count as one frame of a turn
+OUTPUT_BYTES_PER_FRAME = 1 << 10  # bytes of a waiting chunk that count as one frame
 READ_SHARE = 32  # a client must take 1 of this many waiting tokens within the credit timeout
 
 
 class Pace(NamedTuple):
-    """How fast a reader writes."""
+    """The limits on the speed of a reader."""
 
     send_buffer: SendBuffer
-    turns: Turns  # turns of the tenant's readers that write output that waited
+    turns: Turns  # turns in which the tenant's readers write waiting output
     credit: int | None = None  # tokens; None: unlimited
     credit_timeout_ms: int = 0
-    waits_while_long: bool = True  # a chunk waits while much is unsent
-    frames_per_chunk: int = 1  # frames of a turn that a chunk counts as
+    waits_while_long: bool = True  # chunks wait while too many bytes are unsent
+    frames_per_chunk: int = 1  # cost of a chunk in frames
 
 
 class OutputReader:
@@ -50,7 +50,7 @@ class OutputReader:
         self.was_cut = False
         self.usage: Usage | None = None  # usage of the last chunk, once it is written
         self.failure: QuireError | None = None  # once over
-        self.is_over = False  # everything is written, or nothing more will be
+        self.is_over = False  # everything is written, or writing has stopped
         self._send_buffer = pace.send_buffer
         self._turns = pace.turns
         self._credit = math.inf if pace.credit is None else pace.credit
@@ -95,7 +95,7 @@ class OutputReader:
         await self._until(lambda: self.log.has_ended)
 
     async def play(self, write: Callable[[OutputChunk], None]) -> QuireError | None:
-        """Write everything; return the error that ends the output."""
+        """Write the whole output; return the error that ends it."""
         over = asyncio.Event()
         self.start(write, over.set)
         await over.wait()
@@ -115,7 +115,7 @@ class OutputReader:
         self._check_over()
 
     def mute(self) -> None:
-        """Read on until the end, and write nothing more."""
+        """Read to the end without writing."""
         self._write = _ignore
 
     def grant(self, tokens: int) -> None:
@@ -124,7 +124,7 @@ class OutputReader:
         self.send_waiting()
 
     def stop(self, error: QuireError) -> None:
-        """End soon, in `error`; drop what waits."""
+        """End soon, in `error`; drop waiting output."""
         self._stopped = self._stopped or error
         self._is_open = False
         self._drop_waiting()
@@ -142,12 +142,12 @@ class OutputReader:
         self.cancel("shutdown")
 
     def cancel(self, cause: CancelCause) -> None:
-        """End soon: the client does not want the rest. The request runs on if others read it."""
+        """End soon: the client cancelled. The request continues if it has other readers."""
         self._discard_unsent()
         self.log.retention.on_cancelled(self, cause)
 
     def leave(self, cause: CancelCause) -> None:
-        """End soon: the connection is lost. A request that is kept runs on."""
+        """End soon: the connection is lost. A kept request continues."""
         if not self.log.is_kept:
             self.cancel(cause)
             return
@@ -205,7 +205,7 @@ class OutputReader:
     # Writing and waiting
 
     def send_waiting(self) -> None:
-        """Write the waiting chunks that may be sent, until much is unsent."""
+        """Write the waiting chunks that may be sent, until too many bytes are unsent."""
         granted = FRAMES_PER_TURN
         while self._is_open:
             if (read := self.log.read(self._position)) is None:
@@ -230,13 +230,13 @@ class OutputReader:
         self.send_waiting()
 
     def _give_up(self, error: Exception) -> None:
-        """End in `error`, most likely because a frame is longer than the client takes."""
+        """End in `error`, most likely because a frame exceeds the client's limit."""
         self.stop(quire_error(error, client_id=self.log.request.request_id).with_traceback(None))
         if not self.log.is_kept:
             self.log.request.cancel("client")
 
     def _discard_unsent(self) -> None:
-        """Stop waiting for credit: drop tokens that have none."""
+        """Stop waiting for credit: drop the waiting tokens."""
         self._is_unwanted = True
         self.send_waiting()
 
@@ -252,7 +252,7 @@ class OutputReader:
         self.hold(-self._held_bytes)
 
     def _check_over(self) -> None:
-        """Finish if nothing more will be written."""
+        """Finish if the last chunk is written or writing has stopped."""
         if self.is_over or not self._has_started:
             return
         log = self.log

@@ -1,6 +1,6 @@
 """`RequestLog`: one log line and one count for each request, when it ends or is refused.
 
-A line has numbers and codes, never what a client sent, which the messages of errors may quote. The subject of a line
+A line has numbers and codes, never text from clients or messages of errors, which may quote it. The subject of a line
 comes from `structlog.contextvars`, which a task inherits from the task that creates it: a connection's task binds
 `connection=new_id()` at its start and `tenant` once it is known; `request=new_id()` is bound while a frame is handled
 that starts a request or asks for one. `client_id` is the id that the client gave the request.
@@ -26,7 +26,7 @@ _log = structlog.get_logger("quire.server")
 class RequestLog:
     """Events of requests.
 
-    Each request gets one of `ended`, `failed`, `refused`; `resumed` and `replayed` concern a further reader.
+    Each request has one line `ended`, `failed` or `refused`; `resumed` and `replayed` concern a further reader.
     """
 
     def __init__(self, observer: PrometheusObserver) -> None:
@@ -65,7 +65,7 @@ class RequestLog:
         _log.info("request failed", client_id=client_id, code=code, cause=cause, completion_tokens=generated)
 
     def resumed(self, tenant: str, client_id: int, next_index: int) -> None:
-        """Record that another connection reads on."""
+        """Record that another connection continues to read."""
         self._observer.resumed_streams.value += 1
         self._write(tenant, "stream resumed", client_id=client_id, next_index=next_index)
 
@@ -75,7 +75,7 @@ class RequestLog:
         self._write(tenant, "request answered by an earlier one", client_id=client_id)
 
     def _write(self, tenant: str, event: str, **fields: object) -> None:
-        """Write a line that the tenant's clients can cause at will, at a bounded rate."""
+        """Write a line that the tenant's clients can cause at no cost, at a bounded rate."""
         log = self._tenant_logs.get(tenant)
         if log is None:
             log = self._tenant_logs[tenant] = BoundedLog(_log, MAX_FREE_LINES, FREE_INTERVAL_S)
@@ -83,7 +83,7 @@ class RequestLog:
 
 
 def quire_error(error: Exception, what: str = "request", **fields: object) -> QuireError:
-    """Return `error` as its client may see it. Any exception but a QuireError is a bug, and logged with `fields`."""
+    """Return `error` in the form for clients. Any exception except a QuireError is a bug, and logged with `fields`."""
     if isinstance(error, QuireError):
         return error
     _log.error(f"{what} failed", exc_info=error, **fields)

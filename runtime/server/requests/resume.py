@@ -1,7 +1,7 @@
 """`ReplayStore`: logs that outlive their connections, and the memory that they take.
 
-A running request lives while a connection reads it or may resume it, or while it is stored; an ended one while it may
-be resumed, is stored or its key is known. Must not import frames or sockets.
+A running request lives while a connection reads it or may resume it, or while it is stored; an ended request while it
+may be resumed, is stored or its key is known. Must not import frames or sockets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TenantLogs:
 
 
 class Keeping(NamedTuple):
-    """Why the output of a request is kept: for its idempotency key, to be resumed, or stored."""
+    """The reasons for keeping a request's output: its idempotency key, resumption, or storage."""
 
     key: str | None
     is_resumable: bool
@@ -41,10 +41,10 @@ class Keeping(NamedTuple):
 class ReplayStore:
     """The kept logs of one server. Implements `output_log.Retention`.
 
-    A tenant's logs take at most its share of `max_kept_bytes`. A running request counts with the most that it may
-    come to hold, so that its promise can be kept. To make room for a new request, ended requests of the same tenant
-    without a reader are dropped, the longest unused first; their idempotency keys are then answered with an error. A
-    request for which there is no room is refused.
+    A tenant's logs take at most its share of `max_kept_bytes`. A running request counts with the maximum size of its
+    output, so that it can always be kept. To make room for a new request, ended requests of the same tenant without a
+    reader are dropped, least recently used first; their idempotency keys are then answered with an error. A request
+    without room is refused.
     """
 
     keeps = True
@@ -57,7 +57,7 @@ class ReplayStore:
         self._max_bytes = config.max_kept_bytes
         self._num_tenants = num_tenants
         self._logs: dict[OutputLog, int] = {}  # log -> bytes counted for it
-        self._tenants: dict[str, TenantLogs] = {}  # tenants that keep something
+        self._tenants: dict[str, TenantLogs] = {}  # tenants with kept logs
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -73,7 +73,7 @@ class ReplayStore:
         return len(self._tasks)
 
     def find(self, tenant: Tenant, request_id: int, request: GenerateRequest, keeping: Keeping) -> OutputLog | None:
-        """Return the log of the request that had this idempotency key before, None if there is none.
+        """Return the log of the earlier request with this idempotency key, or None.
 
         The caller must read it immediately. Raises InvalidRequest if that request was another one or is not stored as
         asked, Overloaded or QuotaExceeded without room for a reader or a resume entry, or the refusal of the tenant's
@@ -192,9 +192,9 @@ class ReplayStore:
         return self._max_bytes // self._num_tenants()
 
     def _check_room(self, tenant: str, num_bytes: int, keep: OutputLog | None = None) -> list[OutputLog]:
-        """Return the logs that the tenant must lose to keep `num_bytes` more; `keep` is not among them.
+        """Return the logs to drop, never `keep`, so that the tenant can keep `num_bytes` more.
 
-        Raises Overloaded or QuotaExceeded if there is too little to lose.
+        Raises Overloaded or QuotaExceeded if dropping logs is not enough.
         """
         share = self._share
         kept = self._tenants.get(tenant) or TenantLogs()
@@ -233,7 +233,7 @@ class ReplayStore:
             grown.request.cancel("slow_reader")
 
     def _drop_outputs(self, logs: list[OutputLog]) -> None:
-        """Drop the output of ended requests without a reader. Their keys remain, so that a retry does not run twice."""
+        """Drop the output of ended requests without a reader. Their keys remain, so that a retry does not run again."""
         for log in logs:
             if log.idempotency_entry is None:
                 self._remove_entries(log)

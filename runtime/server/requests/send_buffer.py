@@ -32,7 +32,7 @@ class WaitingStream(Protocol):
 class SendBuffer:
     """`send` may be called anywhere in the event loop. Frames of one turn of the loop are written together.
 
-    `run` lasts until the buffer is closed or the connection is lost, and waits for a system that takes no more.
+    `run` lasts until the buffer is closed or the connection is lost, and waits while the system takes no bytes.
     """
 
     def __init__(
@@ -59,10 +59,11 @@ class SendBuffer:
         self._shrank = asyncio.Event()
         self._when_short: dict[Callable[[], None], None] = {}
         self._closed = False
-        self.exceeded: str | None = None  # the limit, if the client was too slow for it
+        self.exceeded: str | None = None  # the limit that the client was too slow for, if any
         self.max_frame_bytes = MAX_FRAME_BYTES  # limit of the client; set with WELCOME
         # With a limit of 1, drain() waits until the system has taken all but one byte, so a time limit on it measures
-        # progress. With a limit of 0 a TLS transport would never write again: to it, an empty buffer is full.
+        # progress. With a limit of 0 a TLS transport would never write again, because it treats an empty buffer as
+        # full.
         writer.transport.set_write_buffer_limits(high=1)
 
     @property
@@ -72,7 +73,7 @@ class SendBuffer:
 
     @property
     def max_bytes(self) -> int:
-        """Most bytes that the connection may hold, if no other of its tenant holds any."""
+        """Most bytes that the connection may hold if no other connection of its tenant holds any."""
         own = self._max_bytes
         output = self._tenant_output
         return own if output is None else min(own, output.limit)
@@ -80,7 +81,7 @@ class SendBuffer:
     def send(self, frame: Frame) -> None:
         """Queue `frame`, or drop it if the connection is lost or closing.
 
-        Raises InvalidRequest, and queues nothing, if the frame is longer than the client takes.
+        Raises InvalidRequest, queueing nothing, if the frame exceeds the client's limit.
         """
         if not self._closed:
             self.send_bytes(encode(frame, self.max_frame_bytes))
@@ -97,7 +98,7 @@ class SendBuffer:
             self._loop.call_soon(self._write)
 
     def hold(self, stream: WaitingStream, num_bytes: int) -> None:
-        """Count output of `stream` that begins to wait for credit; a negative number of bytes has ceased to."""
+        """Count output of `stream` that waits for credit; a negative number of bytes no longer waits."""
         if num_bytes:
             self._waiting[stream] = self._waiting.get(stream, 0) + num_bytes
             if not self._waiting[stream]:
@@ -135,28 +136,28 @@ class SendBuffer:
 
     @property
     def is_long(self) -> bool:
-        """Whether a stream that can wait should wait; False on a lost connection."""
+        """Whether a stream should wait if it can; False on a lost connection."""
         return len(self._unsent) > self._max_paced_bytes and not self._closed
 
     async def wait_until_short(self) -> None:
-        """Wait while much is unsent. Returns immediately on a lost connection."""
+        """Wait while too many bytes are unsent. Returns immediately on a lost connection."""
         while self.is_long:
             self._shrank.clear()
             await self._shrank.wait()
 
     def call_when_short(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once less is unsent."""
+        """Call `callback` once fewer bytes are unsent."""
         self._when_short[callback] = None
 
     def close(self) -> None:
-        """Accept no further frame; `run` ends once the rest is sent."""
+        """Accept no further frame; `run` ends after the queued frames are sent."""
         self._closed = True
         self._when_short.clear()
         self._changed.set()
         self._shrank.set()
 
     async def run(self) -> None:
-        """Write what is written late, until closed or lost. Never raises."""
+        """Write delayed output until the buffer is closed or the connection lost. Never raises."""
         with contextlib.suppress(ConnectionError):
             while not self._closed or self._unsent or self._is_blocked:
                 await self._changed.wait()
@@ -168,7 +169,7 @@ class SendBuffer:
         self.close()
 
     def _count_frames(self) -> None:
-        """Count the unsent frames. Bytes that the system takes in one write at once, as nearly all, never are."""
+        """Count the unsent frames. Frames that the system takes at once, nearly all, are never counted."""
         added = len(self._unsent) + self._writing_bytes - self._counted_bytes
         self._counted_bytes += added
         self._count(added)
@@ -181,7 +182,7 @@ class SendBuffer:
             self.shed(f"all output of a connection may be {self._max_bytes} bytes (`max_outgoing_bytes`)")
 
     def _write(self) -> None:
-        """Write what is unsent, until the system takes no more."""
+        """Write unsent bytes until the system takes no more."""
         self._will_write = False
         was_long = self.is_long
         while self._unsent and not self._is_blocked:

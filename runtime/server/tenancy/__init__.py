@@ -1,1 +1,1 @@
-"""Tenants: their keys, their names in use, the bytes that the server keeps for each."""
+"""Tenants: their keys and limits, and the bytes that the server holds for each."""

@@ -60,7 +60,7 @@ class Keyring:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Keyring:
-        """Return the keyring that the settings ask for. Raises ConfigError."""
+        """Return the keyring of the settings. Raises ConfigError."""
         if config.token is not None and config.auth_tokens is not None:
             raise ConfigError("`token` and `auth_tokens` exclude each other; put the token's hash in the file")
         if config.auth_tokens is not None:
@@ -74,7 +74,7 @@ class Keyring:
 
     @classmethod
     def single(cls, token: str) -> Keyring:
-        """Return one key of one tenant without name or limits. Raises ConfigError for an empty token."""
+        """Return a keyring with one key of a tenant without name or limits. Raises ConfigError for an empty token."""
         if not token:
             raise ConfigError("token is empty; allowed: any other text, better a long random one")
         return cls({hash_key(token): Tenant("")})
@@ -96,7 +96,7 @@ class Keyring:
             raise Unauthenticated("a valid token is required")
         presented = hash_key(token)
         found = None
-        for key_hash, tenant in self._keys.items():  # compare all of them: the time must not tell which fits
+        for key_hash, tenant in self._keys.items():  # all are compared, so that the time does not reveal a match
             if hmac.compare_digest(key_hash, presented):
                 found = tenant
         if found is None:
@@ -116,9 +116,9 @@ class Keyring:
     async def reload(self, check: Callable[[int], None]) -> None:
         """Read the file again, if there is one, in a thread. A broken file changes nothing but the log.
 
-        Nor does a file whose number of tenants `check` refuses, by a ConfigError.
-        Tenants keep their connections and counts, and new limits apply from the next request on. A tenant that is gone
-        from the file has every further request refused, a key that is gone every further connection.
+        The same holds for a file whose number of tenants `check` refuses with a ConfigError.
+        Tenants keep their connections and counts, and new limits apply from the next request on. Every further request
+        of a removed tenant, and every further connection with a removed key, is refused.
         """
         if self._path is None:
             return

@@ -1,4 +1,4 @@
-"""Limits on the bytes that the API server process holds for the connections of a tenant, and one use: pending input.
+"""Limits on the bytes that the API server process holds for a tenant's connections, and their use for pending input.
 
 Must not import frames, sockets or requests.
 """
@@ -17,7 +17,7 @@ class Holder(Protocol):
     num_bytes: int
 
     def shed(self, limit: str) -> None:
-        """Hold fewer bytes now, and end what held them in an error that names the limit."""
+        """Release bytes now, and end their stream or connection in an error that names the limit."""
 
 
 class TenantBytes:
@@ -70,7 +70,7 @@ class TenantBytes:
 
 
 class EqualShares:
-    """A limit in bytes for the connections of all tenants, of which each tenant has an equal share."""
+    """A limit in bytes for the connections of all tenants; each tenant has an equal share."""
 
     def __init__(self, what: str, option: str, share: Callable[[], int]) -> None:
         """`share` returns the bytes of one tenant now; `option` is the name of the limit."""
@@ -94,7 +94,7 @@ class PendingInput:
     """The pending bytes of one connection: an incomplete frame, or body of an HTTP request."""
 
     def __init__(self, tenant_bytes: TenantBytes, refuse: Callable[[Overloaded], None]) -> None:
-        """Count for `tenant_bytes`; `refuse` ends the connection in an error."""
+        """Count the bytes for `tenant_bytes`; `refuse` ends the connection in an error."""
         self.num_bytes = 0
         self._refuse = refuse
         self._tenant_bytes: TenantBytes | None = tenant_bytes
@@ -134,4 +134,4 @@ class PendingInput:
 
 
 def _ignore(error: Overloaded) -> None:
-    """End nothing: the connection has ended."""
+    """Do nothing: the connection has ended."""

@@ -1,5 +1,4 @@
-"""`Tenant`: the owner of connections, with its limits on requests at a time and per minute, its totals for STATS, and
-the turns in which its connections handle frames and its streams send output that waited.
+"""`Tenant`: the owner of connections, with its limits on requests, its totals for STATS, and its turns.
 
 A request beyond a limit is refused immediately, and the refusal changes nothing. The retry time in the refusal is
 exact: after it, one request of this tenant is accepted. Must not import keys, sockets or requests.
@@ -19,7 +18,7 @@ from ...common.errors import Overloaded
 from ...common.types import Usage
 
 FRAMES_PER_TURN = 32  # frames of one connection or stream
-FRAMES_PER_REQUEST = 8  # a frame that begins a request takes the time of this many others
+FRAMES_PER_REQUEST = 8  # cost in frames of a frame that begins a request
 NS_PER_MINUTE = 60 * 10**9
 NS_PER_MS = 10**6
 
@@ -31,7 +30,7 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_concurrent_requests: Requests | None = None  # queued ones included
     requests_per_minute: Requests | None = None
-    burst: Requests | None = None  # requests that may come at once; None: `requests_per_minute`
+    burst: Requests | None = None  # requests that may arrive at once; None: `requests_per_minute`
     operator: bool = False  # the answer to STATS has the totals of all tenants
 
 
@@ -47,9 +46,9 @@ class TenantTotals(msgspec.Struct):
 
 
 class Turns:
-    """Lets one connection of a tenant handle frames, or one of its streams send waiting output, per event loop turn.
+    """The turns in which one connection of a tenant handles frames, or one of its streams sends waiting output.
 
-    However many connections a tenant floods with frames or replays, another tenant's frame waits for one turn only. The
+    Even if a tenant floods many connections with frames or replays, another tenant's frame waits for one turn only. The
     operator port's connections take turns in the same way.
     """
 
@@ -61,7 +60,7 @@ class Turns:
     async def wait(self, *, first: bool = False) -> int:
         """Wait for the caller's turn, and return the number of frames that it may handle or send.
 
-        `first`: before all that wait without it.
+        With `first`, the caller precedes all callers without it.
         """
         loop = asyncio.get_running_loop()
         if self._is_taken:
@@ -74,7 +73,7 @@ class Turns:
         return FRAMES_PER_TURN
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        """Have `callback` called in its turn, in a later turn of the event loop."""
+        """Call `callback` when its turn comes, in a later turn of the event loop."""
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
         turn.add_done_callback(lambda _: callback())
@@ -95,8 +94,8 @@ class Turns:
 class Tenant:
     """One tenant of a server, shared by the tenant's connections.
 
-    Call `enter` before a request is submitted, and `leave` once when it has ended, in whatever way: a request that the
-    engine refused has ended too.
+    Call `enter` before a request is submitted, and `leave` once when it has ended in any way, including a refusal by
+    the engine.
     """
 
     def __init__(
