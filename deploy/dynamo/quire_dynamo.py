@@ -4,11 +4,11 @@ usage: python quire_dynamo.py [MODEL] [--config FILE] [--namespace dynamo] [--co
                               [--served-model-name NAME] [--discovery-backend etcd] [--request-plane tcp]
 
 Quire's options come from `--config` and from QUIRE_* variables, as for `quire serve`. With `kv_events` (and the extra
-`quire[events]`), Dynamo's router learns which pages the prefix cache has. One worker has one engine process: start one
+`quire[events]`), Dynamo's router receives the pages of the prefix cache. One worker has one engine process: start one
 per NUMA node. Needs `ai-dynamo`, whose frontend tokenizes, applies the chat template and detokenizes.
 
 An engine process that crashes is replaced, and its requests continue there: Dynamo sees a pause. When Dynamo continues
-a request of a lost worker here, it passes the tokens so far as a part of the prompt.
+a request of a lost worker here, the prompt includes the tokens so far.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class QuireEngine(LLMEngine):
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[QuireEngine, WorkerConfig]:
-        """Return the engine, which is not started, and where Dynamo finds it. Raises ConfigError or ModelError."""
+        """Return the engine, not yet started, and its address for Dynamo. Raises ConfigError or ModelError."""
         parser = argparse.ArgumentParser(description="A Dynamo worker with Quire's engine")
         parser.add_argument("model", nargs="?", help="folder or GGUF file; default: the bundled model")
         parser.add_argument("--config", type=Path, help="TOML file of Quire's options")
@@ -142,7 +142,7 @@ class QuireEngine(LLMEngine):
             await engine.close()
 
     async def kv_event_sources(self) -> list[ZmqSource]:
-        """Return where the engine process publishes what its prefix cache has."""
+        """Return the endpoint at which the engine process publishes the pages of its prefix cache."""
         config = self._settings.engine
         if config.kv_events is None:
             return []
@@ -175,7 +175,7 @@ def _structured_outputs(guided: Mapping[str, Any]) -> StructuredOutputs | None:
 
 
 def dynamo_chunk(chunk: OutputChunk) -> GenerateChunk:
-    """Return a chunk as Dynamo reads it; the last one of a request has the usage."""
+    """Return a chunk in Dynamo's form; the last one of a request has the usage."""
     converted: GenerateChunk = {"token_ids": list(chunk.token_ids), "index": chunk.choice}
     if chunk.logprobs is not None:
         converted["log_probs"] = [entry.logprob for entry in chunk.logprobs]

@@ -1,6 +1,6 @@
-"""The requests of an API server to an engine host, as the host runs them. Anything else ends the link.
+"""The requests of an API server to an engine host, converted for the host. Invalid messages end the link.
 
-An API server knows the secret, but it may have a defect: what it asks must not cost others their engine process.
+An API server knows the secret, but it may have a defect: its requests must not crash an engine process of others.
 All functions raise ProtocolError.
 """
 
@@ -29,7 +29,7 @@ def arrived_requests(
     id_here: Callable[[int], int],
     now: float,
 ) -> list[SampledRequestSpec]:
-    """Return the specs of one request's samples. `id_here` returns the id of one that is new."""
+    """Return the specs of one request's samples. `id_here` returns the host's id for a new one."""
     if not specs or len({spec.request_id for spec in specs}) < len(specs):
         raise ProtocolError("a list of requests that is empty or has one twice")
     for spec in specs:
@@ -57,7 +57,7 @@ def arrived_texts(spec: EncodeSpec, info: CoreInfo, id_here: Callable[[int], int
 
 
 def check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise ProtocolError for ids that no model with this vocabulary has."""
+    """Raise ProtocolError for ids outside of this vocabulary."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise ProtocolError("token ids outside the vocabulary")
 
@@ -85,6 +85,6 @@ def _check_images(token_ids: Sequence[int], images: Sequence[PlacedImage], info:
 
 
 def _check_times(*seconds: float | None) -> None:
-    """Raise ProtocolError for NaN, which has no place among deadlines, and for infinity."""
+    """Raise ProtocolError for times that are NaN or infinite."""
     if not all(math.isfinite(each) for each in seconds if each is not None):
         raise ProtocolError("a time that is not a number")

@@ -1,7 +1,7 @@
 """All engine hosts of an API server as one core: each request belongs to one host at a time and ends once.
 
-When a host is lost, its requests continue at others, with the tokens they have: the bytes of their streams do not
-change. Limits are not applied to them, since they had been accepted.
+When a host is lost, its requests continue at others after their last token, so the bytes of their streams do not
+change. Limits do not apply to them again.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Cluster(EnginePool):
     ) -> Cluster:
         """Return a cluster that has tried every host and reached at least one.
 
-        Raises errors that no further attempt would change, such as a wrong secret; Unavailable if no host has been
-        reached in `restart_timeout_s`.
+        Raises permanent errors, such as a wrong secret, and Unavailable if no host has been reached in
+        `restart_timeout_s`.
         """
-        timeouts = HealthTimeouts(heartbeat_timeout_s, stall_s=math.inf)  # a host finds its own stalls
+        timeouts = HealthTimeouts(heartbeat_timeout_s, stall_s=math.inf)  # a host detects its own stalls
         cluster = cls(members, credentials, HostTraits(models_digest), timeouts, restart_timeout_s)
         try:
             async with asyncio.timeout(restart_timeout_s):
@@ -84,7 +84,7 @@ class Cluster(EnginePool):
         self._timeouts = timeouts
         self._restart_timeout_s = restart_timeout_s
         self._updating: asyncio.Task[None] | None = None
-        self._unresolved: str | None = None  # why the members could not be found out last
+        self._unresolved: str | None = None  # error of the last lookup of members
 
     @property
     def info(self) -> CoreInfo:
@@ -97,7 +97,7 @@ class Cluster(EnginePool):
         super().check_room(tenant, count)
 
     async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
-        """Add requests to one host. One that refuses for lack of room, or is lost before it answers, is left out."""
+        """Add requests to one host, skipping hosts that refuse for lack of room or are lost before they answer."""
         return await self._add_somewhere(requests[0], len(requests), lambda host: host.add(requests))
 
     async def add_encoding(self, request: EncodeRequest) -> AdmissionEstimate:
@@ -136,13 +136,13 @@ class Cluster(EnginePool):
         await super().stop()
         self._listener.ended()
 
-    # Hosts that come and go
+    # Changes of hosts
 
     def _on_member_ended(self) -> None:
         """Do nothing: `stop` reports the end of all hosts."""
 
     async def _connect(self) -> None:
-        """Connect to every host there is. Return when all have been tried and one is ready."""
+        """Connect to all hosts. Return when all have been tried and one is ready."""
         while not self.hosts:
             await self._update()
             await asyncio.sleep(0 if self.hosts else RESOLVE_AGAIN_S)
@@ -170,7 +170,7 @@ class Cluster(EnginePool):
             await self._update()
 
     async def _update(self) -> None:
-        """Connect to new members, and let go of former ones whose requests have ended."""
+        """Connect to new members, and disconnect former members whose requests have ended."""
         try:
             members = await self._where.resolve()
         except OSError as error:
@@ -194,7 +194,7 @@ class Cluster(EnginePool):
         self._set_members(self.hosts)
 
     def _problems(self) -> str:
-        """Return why no host was reached."""
+        """Return the reasons why no host was reached."""
         problems = [str(host.problem or f"{name}: no answer") for name, host in self.hosts.items()]
         more = [f"and {len(problems) - MAX_SHOWN_PROBLEMS} more"] if len(problems) > MAX_SHOWN_PROBLEMS else []
         return "; ".join(problems[:MAX_SHOWN_PROBLEMS] + more) or self._unresolved or "no name has an address"
@@ -209,7 +209,7 @@ class Cluster(EnginePool):
     def _choose_except(
         self, request: QueuedRequest, count: int, refusals: Mapping[SupervisedEngine, SchedulerError]
     ) -> SupervisedEngine:
-        """Return the host that a request goes to. Raises the last refusal if no other is left."""
+        """Return the host for a request. Raises the last refusal if no other host is left."""
         candidates = [host for host in self._with_room(request.spec.tenant, count) if host not in refusals]
         if candidates:
             return self._route(request, candidates)

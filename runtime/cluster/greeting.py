@@ -1,13 +1,13 @@
-"""The greeting of a link between machines: each end proves that it knows the secret, before anything is decoded.
+"""The greeting of a link between machines: each end proves that it knows the secret, before any message is decoded.
 
-All of it has a fixed size:
+All parts have a fixed size:
 
     host to server   HELLO: magic, version of Quire padded with zeros, 32 random bytes
     server to host   HELLO of its own, MAC of both
     host to server   outcome (1 byte), and another MAC of both if the outcome is WELCOME
 
-A MAC is the HMAC-SHA256 of its sender's role and both HELLOs. The random bytes make each greeting good for one
-connection: one that was recorded is refused.
+A MAC is the HMAC-SHA256 of its sender's role and both HELLOs. The random bytes make each greeting valid for one
+connection, so a replay is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ..common.errors import ConfigError, ProtocolError, QuireError, Unauthenticated
 
-QUIRE_VERSION = version("quire")  # once: it is read from a file, and strangers may connect at any rate
+QUIRE_VERSION = version("quire")  # read once, because it comes from a file, and strangers may connect at any rate
 GREETING_MAGIC = b"quirelnk"
 VERSION_BYTES = 24
 RANDOM_BYTES = 32
@@ -64,7 +64,7 @@ async def greet_server(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
 
 
 async def greet_host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """Greet as the API server. Raises what `greet_server` does."""
+    """Greet as the API server. Raises as `greet_server`."""
     theirs = await reader.readexactly(HELLO_BYTES)
     _check_hello(theirs, "engine host")
     ours = _hello()

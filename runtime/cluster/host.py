@@ -1,6 +1,6 @@
 """An engine host: offers the engine processes of this machine to many API servers.
 
-Each API server has a session with ids of its own. Neither the actions of a session nor its end affect other sessions.
+Each API server has a session with its own ids. Neither the actions of a session nor its end affect other sessions.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ GREETING_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 10.0  # silence after which the requests of an API server are dropped
 DRAIN_POLL_S = 0.05
 CONNECTION_LIMITS = ConnectionLimits(open=1024, pending=64, pending_per_address=32)
-SESSION_IDS = 1 << 40  # request ids of one session; its own are these modulo SESSION_IDS
+SESSION_IDS = 1 << 40  # request ids of one session; the API server's ids are these modulo SESSION_IDS
 
 T = TypeVar("T", RequestUpdate, Prefilled, HostRequestFailed)
 _log = structlog.get_logger("quire.cluster")
 
 
 class EngineHost:
-    """Serves `pool`, which it starts, to the API servers that know `secret`."""
+    """A server of `pool`, which it starts, for the API servers that know `secret`."""
 
     def __init__(
         self, pool: EnginePool, secret: bytes, models_digest: str, max_num_waiting: int, max_image_memory: int
@@ -203,7 +203,7 @@ class EngineHost:
             await asyncio.sleep(STATS_INTERVAL_S)
             try:
                 stats = self.pool.stats()
-            except Unavailable:  # engines are being restarted, here
+            except Unavailable:  # the engines of this host are being restarted
                 stats = None
             for session in list(self._sessions.values()):
                 session.tick(stats)
@@ -240,10 +240,10 @@ class ServerSession:
         """Bytes of the pixels of all requests."""
         specs = [request.spec for request in self._requests.values() if isinstance(request, Request)]
         pixels = [image.pixels for spec in specs for image in spec.images]
-        return sum(map(len, {id(each): each for each in pixels}.values()))  # samples share theirs
+        return sum(map(len, {id(each): each for each in pixels}.values()))  # samples share images
 
     def receive(self, message: ToHost) -> None:
-        """Handle a message. Raises ProtocolError or ValueError for messages that no API server sends."""
+        """Handle a message. Raises ProtocolError or ValueError for invalid messages."""
         self._silent_s, info = 0.0, self._pool.info
         match message:
             case ImagePixels(pixels):
@@ -274,7 +274,7 @@ class ServerSession:
                 self._requests.pop(request_id, None)
 
     def tick(self, stats: EngineStats | None) -> None:
-        """Send `stats` with the counters of this session's time, or a heartbeat; end a session that is silent."""
+        """Send `stats` with the counters since the start of the session, or a heartbeat; end a silent session."""
         self._silent_s += STATS_INTERVAL_S
         if self._silent_s > SILENCE_TIMEOUT_S:
             _log.warning("API server silent", number=self.number, seconds=self._silent_s)
@@ -299,7 +299,7 @@ class ServerSession:
         return num_dropped
 
     def flush_soon(self) -> None:
-        """Send the held messages after this turn of the event loop, unless a step is observed before."""
+        """Send the held messages after this turn of the event loop, unless a step ends earlier."""
         if self._flush_handle is None:
             self._flush_handle = asyncio.get_running_loop().call_soon(self.flush)
 
@@ -320,7 +320,7 @@ class ServerSession:
             self.link.send(HostRequestFailed(failure.request_id - self._first_id, failure.error, failure.message))
 
     def interrupt(self, request_ids: Sequence[int]) -> None:
-        """Report that no engine process is left, and which of `request_ids` another host may continue."""
+        """Report that no engine process is left, and the ones of `request_ids` that another host may continue."""
         self.flush()
         theirs = [each - self._first_id for each in request_ids if each in self._requests and each not in self._adding]
         self.link.send(HostRestarting(tuple(theirs)))

@@ -1,7 +1,7 @@
 """The link between an API server and an engine host: the engine link's messages over TCP, and a few of its own.
 
 Both ends are the same build and know the same secret (`greeting.py`). Times on the link are durations: a deadline is
-the seconds that are left of it.
+the number of seconds left.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..workers.engine_link import (
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_IMAGE_BYTES = 1 << 30  # pixels of all live requests of an API server
 # Unsent bytes beyond which the link to a peer that does not read is closed. A host that takes over the requests of a
-# lost one is sent all of their tokens and images at once.
+# lost host receives all of their tokens and images at once.
 MAX_UNSENT_TO_SERVER_BYTES = 64 << 20
 MAX_UNSENT_TO_HOST_BYTES = (1 << 30) + MAX_IMAGE_BYTES
 
@@ -59,7 +59,7 @@ class HostLeaving(msgspec.Struct, frozen=True, array_like=True, tag="LEAVING"):
 class HostRestarting(msgspec.Struct, frozen=True, array_like=True, tag="RESTARTING"):
     """The host has no engine process until its next StatsReport."""
 
-    request_ids: tuple[int, ...]  # requests that wait for one; another host may continue them after a DropRequest
+    request_ids: tuple[int, ...]  # requests that wait for a process; another host may continue them after a DropRequest
 
 
 class HostRequestFailed(msgspec.Struct, frozen=True, array_like=True, tag="REQUEST_FAILED"):
@@ -107,7 +107,7 @@ class HostLink(asyncio.Protocol):
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: Any, max_unsent_bytes: int
     ) -> None:
         self._reader = reader
-        self._writer = writer  # kept: a writer that nothing refers to closes its transport
+        self._writer = writer  # kept, because a writer without references closes its transport
         self._transport = cast(asyncio.Transport, writer.transport)  # a stream socket's
         self._decode = decoder.decode
         self._max_unsent_bytes = max_unsent_bytes
@@ -117,7 +117,10 @@ class HostLink(asyncio.Protocol):
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send(self, message: FromHost | ToHost | ToEngine) -> None:
-        """Write `message` without waiting; drop it on a closed link. A peer that does not read loses the link."""
+        """Write `message` without waiting; drop it on a closed link.
+
+        The link to a peer that does not read is closed.
+        """
         for part in self._pixels.parts(message):
             if not self._transport.is_closing():
                 self._transport.write(with_prefix(_encode(part)))
@@ -125,15 +128,15 @@ class HostLink(asyncio.Protocol):
                     self._transport.abort()
 
     async def receive_all(self, receive: Callable[[Any], None]) -> None:
-        """Call `receive` with each message until the link ends. Raises ProtocolError for one that is not allowed.
+        """Call `receive` with each message until the link ends. Raises ProtocolError for an invalid message.
 
-        Raises what `receive` raises.
+        Raises the errors of `receive`.
         """
         if self._reader.at_eof():
             return
         self._receive = receive
         self._transport.set_protocol(self)
-        self._reader.feed_eof()  # gives what came after the greeting without waiting
+        self._reader.feed_eof()  # makes the bytes after the greeting available without waiting
         self.data_received(await self._reader.read())
         await self._ended
 
@@ -162,22 +165,22 @@ class HostLink(asyncio.Protocol):
             self._ended.set_result(None)
 
     def _end(self, error: Exception) -> None:
-        """Have `receive_all` raise `error`; nothing more is received."""
+        """Make `receive_all` raise `error`, and stop receiving."""
         if not self._ended.done():
             self._ended.set_exception(error)
         self._transport.pause_reading()
 
 
 def _ignore(message: object) -> None:
-    """Receive nothing before `receive_all`."""
+    """Ignore messages before `receive_all`."""
 
 
 def with_time_left(spec: SpecT, now: float) -> SpecT:
-    """Return `spec` as it travels: its deadline is the seconds that are left."""
+    """Return `spec` in the form of the link: its deadline is the number of seconds left."""
     return spec if spec.deadline is None else replace(spec, deadline=spec.deadline - now)
 
 
 def arrived(spec: SpecT, request_id: int, now: float) -> SpecT:
-    """Return a spec that traveled with another id, and its deadline on this machine's clock."""
+    """Return a received spec with another id, and its deadline on this machine's clock."""
     deadline = None if spec.deadline is None else now + spec.deadline
     return replace(spec, request_id=request_id, deadline=deadline)

@@ -1,4 +1,4 @@
-"""Which engine hosts there are: a fixed list of addresses, names whose addresses DNS has, or what a system reports."""
+"""The engine hosts of a cluster: a fixed list of addresses, names resolved by DNS, or the report of another system."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Member(NamedTuple):
     """One engine host."""
 
     address: TCPAddress | CarriedLink
-    name: str  # name that its certificate must have, at a TCPAddress
+    name: str  # name that its certificate must have; for a TCPAddress
     secret: bytes = b""  # secret of this host alone; empty: the shared secret
 
 
 class MemberSource(Protocol):
-    """Where the members come from: `Members`, or another system that places hosts."""
+    """The source of members: `Members`, or another system that places hosts."""
 
     @property
     def may_change(self) -> bool: ...
     async def resolve(self) -> list[Member]:
-        """Return the hosts there are now, each once. Raises OSError if that cannot be found out."""
+        """Return the present hosts, each once. Raises OSError if they cannot be determined."""
 
     async def wait_for_change(self) -> None:
         """Return when the hosts may have changed since `resolve`."""
@@ -64,11 +64,11 @@ class Members:
         return bool(self._names)
 
     async def wait_for_change(self) -> None:
-        """See `MemberSource.wait_for_change`: DNS has to be asked again."""
+        """See `MemberSource.wait_for_change`: DNS has to be queried again."""
         await asyncio.sleep(RESOLVE_INTERVAL_S)
 
     async def resolve(self) -> list[Member]:
-        """Return the hosts there are now, each once. Raises OSError if a name cannot be resolved."""
+        """Return the present hosts, each once. Raises OSError if a name cannot be resolved."""
         found = list(self.fixed)
         loop = asyncio.get_running_loop()
         for name in self._names:
@@ -78,9 +78,9 @@ class Members:
 
 
 def _of_one_family(found: Iterable[tuple[Any, ...]]) -> list[str]:
-    """Return the addresses of the family that has most, IPv4 or IPv6: a host with an address of each is one host.
+    """Return the addresses of the larger family, IPv4 or IPv6, so that a host with an address of each counts once.
 
-    With as many of each, it is the family that the system prefers.
+    If both are equal, the system's preference decides.
     """
     by_family: dict[int, list[str]] = {}  # addresses by family, in the order of the system's preference
     for family, *_, address in found:

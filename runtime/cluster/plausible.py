@@ -1,6 +1,6 @@
 """Checks of the reports of an engine host about a request. Any other report ends its link, before a stream sees it.
 
-A host knows the secret, but it may have a defect: what it reports of one request must not cost others their tokens.
+A host knows the secret, but it may have a defect: its report of one request must not harm others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_NUMBER = "a logprob that is not a number"
 
 
 def check_answer(answer: AddAnswer) -> None:
-    """Raise ProtocolError for an answer that neither accepts nor refuses, or with a wait that is not finite."""
+    """Raise ProtocolError for an answer that neither accepts nor refuses, or whose wait is not finite."""
     is_refusal = answer.refusal is not None
     estimate = answer.estimate
     if estimate is None:
@@ -54,7 +54,7 @@ def check_counts(*counts: int) -> None:
 
 
 def check_update(update: RequestUpdate, entry: LoggedRequest, info: CoreInfo) -> None:
-    """Raise ProtocolError for an update that cannot be of the logged request, which a core with `info` computes."""
+    """Raise ProtocolError for an impossible update of the logged request, which a core with `info` computes."""
     request = entry.request
     counters = update.counters
     if update.ended != (counters is not None) or (update.finish_reason is not None and update.error is not None):
@@ -111,7 +111,7 @@ def _check_values(update: RequestUpdate, request: EncodeRequest, info: CoreInfo)
 
 
 def _check_numbers(*values: float) -> None:
-    """Raise ProtocolError for NaN, which would stay in sums, and for infinity."""
+    """Raise ProtocolError for NaN, which would remain in sums, and for infinity."""
     if not all(map(math.isfinite, values)):
         raise ProtocolError("the host reports a time that is not a finite number")
 

@@ -1,7 +1,7 @@
-"""One engine host as an API server sees it: its link, the log of the requests it has, and their fate.
+"""One engine host from an API server's view: its link, the log of its requests, and their replay.
 
-A host is lost when its link closes or when nothing has come from it for the heartbeat timeout. Its requests are
-then replayed at another host, or at the same one when it is back and there is no other.
+A host is lost when its link closes or has been silent for the heartbeat timeout. Its requests are then replayed at
+another host, or, without another one, at the same host when it returns.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ LOST_HOSTS_REASON = (
 
 
 class Credentials(NamedTuple):
-    """The credentials with which an API server is let in by its hosts."""
+    """The credentials of an API server for its hosts."""
 
-    secret: bytes  # secret of all hosts that have none of their own
+    secret: bytes  # secret of all hosts without their own
     tls: ssl.SSLContext | None = None  # None: the links are not encrypted
 
 
 class HostLost(NotAccepting):
-    """The host was lost before it answered; another one may be asked."""
+    """The host was lost before it answered; another host may be tried."""
 
 
 @dataclass(slots=True)
 class HostTraits:
-    """The traits that all hosts of an API server must share: what the first one has that connects."""
+    """The traits that all hosts of an API server must share, taken from the first host that connects."""
 
-    models_digest: str  # digest of the model that the API server tokenizes for
+    models_digest: str  # digest of the model for which the API server tokenizes
     first: str = ""  # address of the first host
     info: CoreInfo | None = None  # description by the first host
 
@@ -148,14 +148,14 @@ class HostConnection:
                 writer.transport.abort()
 
     async def stop(self) -> None:
-        """Close the link; the host drops what this API server had."""
+        """Close the link; the host drops the requests of this API server."""
         await self.kill()
 
     async def wait_after_close(self) -> None:
-        """Return immediately: nothing but the link tells of a host."""
+        """Return immediately: a host has no other sign of its end than the link."""
 
     async def kill(self) -> int:
-        """Close the link and receive nothing more. Idempotent."""
+        """Close the link and stop receiving. Idempotent."""
         self.link.abort()
         self._reading.cancel()
         await asyncio.wait([self._reading])
@@ -166,7 +166,7 @@ class HostConnection:
             await self.link.receive_all(self._receive)
         except ProtocolError as error:
             self.problem = error
-        except Exception:  # the link is closed as for a lost host, and the supervisor goes on
+        except Exception:  # the link is closed as for a lost host, and the supervisor continues
             _log.exception("a message of an engine host failed")
         finally:
             self.link.abort()
@@ -186,7 +186,7 @@ class HostConnection:
 
 
 class HostSource:
-    """Connects to one host, again and again. Implements `workers.supervisor.EngineSource`."""
+    """A source that connects to one host repeatedly. Implements `workers.supervisor.EngineSource`."""
 
     what = "engine host"
     snapshot: str | None = None
@@ -195,7 +195,7 @@ class HostSource:
 
     def __init__(self, member: Member, credentials: Credentials, traits: HostTraits) -> None:
         self.name = str(member.address)
-        self.member = member  # a changing secret: a host that comes back to its address may have another one
+        self.member = member  # may change: a host that returns to its address may have another secret
         self.problem: QuireError | None = None  # error of the last attempt
         self._credentials = credentials
         self._traits = traits
@@ -230,7 +230,7 @@ class HostSource:
 
 
 class RemoteHost(SupervisedEngine):
-    """A host as a core whose requests outlive it. `move` continues a request elsewhere, and returns whether it can."""
+    """A host as a core whose requests outlive it. `move` continues a request elsewhere, and returns whether it did."""
 
     def __init__(
         self,
@@ -245,8 +245,8 @@ class RemoteHost(SupervisedEngine):
         self._is_leaving = False  # the host has announced that it will close the link
         self._is_failing = False  # the engines cannot be restarted, until the host reports their state
         self._restarting: HostRestarting | None = None  # last report of restarting engines; None while they compute
-        self._num_moved = 0  # requests that went on at another host
-        self.is_retired = False  # no member any more: it gets no new requests, its running requests continue
+        self._num_moved = 0  # requests that continued at another host
+        self.is_retired = False  # no longer a member: new requests go elsewhere, running requests continue
 
     @property
     def address(self) -> str:
@@ -254,7 +254,7 @@ class RemoteHost(SupervisedEngine):
 
     @property
     def problem(self) -> QuireError | None:
-        """Why the last attempt to connect failed; None before it has ended, and while connected."""
+        """The error of the last attempt to connect; None before its end, and while connected."""
         return self._source.problem
 
     def connect(self) -> None:
@@ -262,7 +262,7 @@ class RemoteHost(SupervisedEngine):
         self._supervisor.start()
 
     def rejoin(self, member: Member) -> None:
-        """Be a member, also again: another host may have taken the address of one that left, with another secret."""
+        """Become a member, possibly again: a new host may have a former one's address, with another secret."""
         self.is_retired = False
         self._source.member = member
 
@@ -273,7 +273,7 @@ class RemoteHost(SupervisedEngine):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the host is connected, and has an engine process as far as it has said."""
+        """Whether the host is connected and has an engine process, by its last report."""
         return super().is_ready and self._restarting is None
 
     @property
@@ -302,7 +302,7 @@ class RemoteHost(SupervisedEngine):
         )
 
     def give_up(self) -> list[LoggedRequest]:
-        """Return the requests that wait for the host or its engines; have the unanswered ones asked again."""
+        """Remove and return the requests that wait for the host or its engines; fail unanswered ones with HostLost."""
         unanswered = self._pending_adds.refuse_all(HostLost(f"engine host {self.address} was lost"))
         left_there = [request.request_id for pending in unanswered for request in pending.requests]
         if self._restarting is not None:
@@ -358,7 +358,7 @@ class RemoteHost(SupervisedEngine):
         self._forget_stats()
         self._pending_adds.on_process_exit(from_outside=True)
         self._end(self._tokens.on_host_lost(is_blameless=self._is_leaving), LOST_HOSTS_REASON)
-        self._is_leaving = self._is_failing = False  # the host may come back
+        self._is_leaving = self._is_failing = False  # the host may return
         self._restarting = None
         self._listener.interrupted(())
 
@@ -371,7 +371,7 @@ class RemoteHost(SupervisedEngine):
         entry = self._tokens.give_up(request_id)
         if entry is None:
             return
-        entry.num_lost_hosts += 1  # one lost host more, since its engines are gone for good
+        entry.num_lost_hosts += 1  # counts as a lost host, since its engines have ended for good
         is_lost = isinstance(error, Unavailable)
         self._is_failing = self._is_failing or is_lost
         if is_lost and entry.num_lost_hosts < MAX_LOST_HOSTS and self._move(entry):

@@ -27,7 +27,7 @@ from .remote import Credentials
 
 
 def listen_address(server: ServerConfig) -> TCPAddress:
-    """Return where an engine host listens; port 0 takes a free one. Raises ConfigError."""
+    """Return the address of an engine host; port 0 takes a free port. Raises ConfigError."""
     return parse_tcp_address("listen", server.listen, "host:port or [v6]:port", lowest_port=0)
 
 
@@ -35,7 +35,7 @@ def listen_address(server: ServerConfig) -> TCPAddress:
 async def running_host(
     settings: Settings, address: TCPAddress | None, secret: bytes, tls: TLS | None
 ) -> AsyncIterator[EngineHost]:
-    """Run engine processes and offer them. Raises what `EnginePool.launch` does, and ConfigError.
+    """Run engine processes and offer them. Raises the errors of `EnginePool.launch`, and ConfigError.
 
     Without an `address` the host does not listen: another system carries its links to `EngineHost.serve`.
     """
@@ -62,7 +62,7 @@ async def running_host(
 
 @asynccontextmanager
 async def connected_cluster(settings: Settings, members: MemberSource, secret: bytes) -> AsyncIterator[Cluster]:
-    """Use the engine processes of other machines. Raises what `Cluster.connect` does."""
+    """Use the engine processes of other machines. Raises as `Cluster.connect`."""
     server = settings.server
     engine = settings.engine
     if engine.max_image_memory > MAX_IMAGE_BYTES:
@@ -83,7 +83,7 @@ async def connected_cluster(settings: Settings, members: MemberSource, secret: b
 
 
 def _check_image_tokens(engine: EngineConfig, info: CoreInfo) -> None:
-    """Raise ConfigError if this server makes larger images than the hosts take."""
+    """Raise ConfigError if this server makes larger images than the hosts accept."""
     if info.images is None or not info.images.block:
         return
     spec = read_vision(model_path(engine.model), engine.max_image_tokens)

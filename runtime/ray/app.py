@@ -14,16 +14,16 @@ from .settings import settings_of
 
 HOSTS, SERVERS = "EngineHost", "ApiServer"  # the deployments
 CLOSE_MARGIN_S = 15.0  # time to notice the shutdown and to close, after shutdown_timeout; then Serve kills a replica
-LEAVE_AFTER_S = 0.1  # Serve's own wait for the requests of its handles, none of them by clients: by default 2 s
+LEAVE_AFTER_S = 0.1  # Serve's wait for the requests of its handles, by default 2 s; clients use none
 MAX_CALLS = 3 * MAX_LINKS  # calls of a host at a time: links over handles need two each
 
 
 def app(args: dict[str, Any]) -> Any:
     """Return the application for Quire's options, by name. Raises ConfigError.
 
-    How many replicas there are, and on which machines, are options of Serve: see deploy/ray.
+    The number of replicas and their machines are options of Serve: see deploy/ray.
     """
-    from ray import serve  # here: what this package has besides needs no Ray
+    from ray import serve  # imported here, because the rest of this package needs no Ray
     from ray.serve.config import RequestRouterConfig
 
     graceful_s = settings_of(args).server.shutdown_timeout + CLOSE_MARGIN_S

@@ -1,4 +1,4 @@
-"""Links of `cluster/` that Serve's handles carry, for machines that have no open ports but Ray's.
+"""Links of `cluster/` that Serve's handles carry, for machines without open ports other than Ray's.
 
 A link is one streaming call, `link_down`, which yields the host's messages, and one unary call after another,
 `link_up`, with the API server's messages. Both ends are streams, so that greeting, messages and limits are the same as
@@ -17,9 +17,9 @@ import structlog
 from ..cluster import EngineHost
 from ..common.errors import Unavailable
 
-MAX_PIECE_BYTES = 64 << 10  # Ray passes on what is below 100 KiB without its object store
+MAX_PIECE_BYTES = 64 << 10  # Ray passes values below 100 KiB without its object store
 WINDOW_BYTES = 4 << 20  # bytes that a host sends before the API server has acknowledged them
-ACKNOWLEDGE_BYTES = WINDOW_BYTES // 4  # bytes after which an API server acknowledges, also if it has nothing to send
+ACKNOWLEDGE_BYTES = WINDOW_BYTES // 4  # bytes after which an API server acknowledges even without a message to send
 MAX_LINKS = 1024  # links of one host
 
 _log = structlog.get_logger("quire.ray")
@@ -35,7 +35,7 @@ class LinkEnd(asyncio.Transport):
         self._num_delivered = 0  # bytes
         self._is_closing = False
         self._is_over = False
-        self._changed = asyncio.Event()  # set by every change since `_next_piece` looked
+        self._changed = asyncio.Event()  # set by every change since the last check of `_next_piece`
         self._may_deliver = asyncio.Event()
         self._may_deliver.set()
         self.reader = asyncio.StreamReader(loop=self._loop)
@@ -86,14 +86,14 @@ class LinkEnd(asyncio.Transport):
     # Carrying
 
     async def _deliver(self, data: bytes) -> None:
-        """Pass on bytes of the peer, as soon as the reader of this end takes them."""
+        """Pass on bytes of the peer as soon as the reader of this end accepts them."""
         await self._may_deliver.wait()
         if data and not self._is_over:
             self._num_delivered += len(data)
             cast(asyncio.Protocol, self._protocol).data_received(data)
 
     async def _next_piece(self, room: Callable[[], int], is_due: Callable[[], bool]) -> bytes | None:
-        """Take away up to `room` bytes as soon as there are any, or none when `is_due`. None: nothing more comes."""
+        """Take up to `room` bytes as soon as there are any, or no bytes when `is_due`. None: the end of the link."""
         while not self._is_over:
             num_bytes = min(len(self._unsent), room(), MAX_PIECE_BYTES)
             if num_bytes or is_due():
@@ -118,7 +118,7 @@ class HostEnd(LinkEnd):
         self._next_sequence = 0
 
     def settle(self) -> None:
-        """Do nothing: the number of links has one limit, greeted or not."""
+        """Do nothing: the limit on links does not depend on the greeting."""
 
     async def pieces(self) -> AsyncGenerator[bytes]:
         """Yield the host's messages, at most WINDOW_BYTES ahead of the API server."""
@@ -129,7 +129,7 @@ class HostEnd(LinkEnd):
     async def receive(self, sequence: int, data: bytes, num_received: int) -> bool:
         """Receive what the API server sent. Return whether the link continues.
 
-        `num_received` acknowledges bytes of the host. A call that is missing, repeated or impossible ends the link.
+        `num_received` acknowledges bytes of the host. A missing, repeated or impossible call ends the link.
         """
         is_acknowledged = self._num_acknowledged <= num_received <= self._num_sent
         if sequence != self._next_sequence or not is_acknowledged or len(data) > MAX_PIECE_BYTES:
@@ -155,7 +155,7 @@ class HostLinks:
         self._serving = set[asyncio.Task[None]]()
 
     async def down(self, link: str) -> AsyncGenerator[bytes]:
-        """Open a link, and yield what the host sends until either end closes it. Raises Unavailable."""
+        """Open a link, and yield the host's messages until either end closes it. Raises Unavailable."""
         if link in self._ends or len(self._ends) >= MAX_LINKS:
             raise Unavailable("the host takes no further link")
         end = self._ends[link] = HostEnd(f"link {link[:8]}")
@@ -182,7 +182,7 @@ class HostLinks:
 
 
 class ServerEnd(LinkEnd):
-    """The end at the API server. `hosts` is Serve's handle, and `address` says which replica the calls are for."""
+    """The end at the API server. `hosts` is Serve's handle, and `address` names the replica of the calls."""
 
     def __init__(self, hosts: Any, address: str, on_end: Callable[[ServerEnd], None]) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class ServerEnd(LinkEnd):
             pieces.cancel()
 
     async def _carry_up(self) -> None:
-        """Send one piece after another: a call ends when the host has taken its piece."""
+        """Send one piece after another: a call ends when the host has accepted its piece."""
         sequence = 0
         while (piece := await self._next_piece(lambda: MAX_PIECE_BYTES, self._is_due)) is not None:
             num_received = self._num_acknowledged = self._num_delivered

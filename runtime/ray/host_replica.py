@@ -53,7 +53,7 @@ class HostReplica:
         return {name: getattr(self._record, name) for name in HostRecord.__struct_fields__}
 
     async def link_down(self, address: str, link: str) -> AsyncGenerator[bytes]:
-        """Open a link over handles and yield what the host sends. Raises Unavailable."""
+        """Open a link over handles and yield the host's messages. Raises Unavailable."""
         self._check_is_here(address)
         async with contextlib.aclosing(self._links.down(link)) as pieces:
             async for piece in pieces:
@@ -65,7 +65,7 @@ class HostReplica:
         return await self._links.up(link, sequence, data, num_received)
 
     def _check_is_here(self, address: str) -> None:
-        """Raise Unavailable for a call that is for another replica, and where links use TCP."""
+        """Raise Unavailable for a call to another replica, and where links use TCP."""
         if self._record.host_links != "handles" or address != self._record.address:
             raise Unavailable("there is no such link here")
 
@@ -84,6 +84,6 @@ class HostReplica:
             self._host.pool.check_room("", 1)
 
     async def __del__(self) -> None:
-        """Leave: what has not ended after `shutdown_timeout` continues at other hosts."""
+        """Leave: requests that have not ended after `shutdown_timeout` continue at other hosts."""
         await self._host.leave(self._shutdown_timeout_s)
         await self._open.aclose()

@@ -1,7 +1,7 @@
-"""The engine hosts that Serve runs, as an API server learns of them from Serve's router in its process.
+"""The engine hosts that Serve runs, as reported to an API server by Serve's router in its process.
 
-An API server uses hosts with one bits id, so that its streams keep their bytes wherever they move. During an update
-there may be two: a new API server waits for hosts of its own release, and an old one keeps the hosts of its bits id.
+An API server uses hosts with one bits id, so that its streams keep their bytes when they move. During an update there
+may be two ids: a new API server waits for hosts of its own release, and an old one keeps the hosts of its bits id.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ..net.address import TCPAddress, parse_address
 from .handle_links import ServerLinks
 
 SECRET_BYTES = 32
-LEAVING_POLL_S = 1.0  # how often an API server looks whether it still needs hosts that leave
+LEAVING_POLL_S = 1.0  # pause between two checks whether an API server still needs hosts that leave
 HostLinkKind = Literal["tcp", "handles"]
 
 _log = structlog.get_logger("quire.ray")
 
 
 class HostRecord(msgspec.Struct, frozen=True):
-    """The report of a replica with an engine host. Serve gives it to every process that has a handle."""
+    """The report of a replica with an engine host. Serve passes it to every process with a handle."""
 
-    address: str  # address of the host; with links over handles, any name that no other replica has
+    address: str  # address of the host; with links over handles, any unique name
     bits_id: str
     release: str
     secret: str  # hexadecimal digits; each host has its own secret
@@ -63,7 +63,7 @@ class ReplicaAddress:
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a link. Raises ConnectionRefusedError for a replica that leaves.
 
-        One that does not answer is noticed by the greeting, as over TCP.
+        The greeting detects a replica that does not answer, as over TCP.
         """
         if not self.hosts.has(self.name):
             raise ConnectionRefusedError("the replica leaves")
@@ -101,7 +101,7 @@ class ServedHosts:
         self._changed.set()
 
     def has(self, address: str) -> bool:
-        """Return whether Serve runs the host, and has not told it to leave."""
+        """Return whether Serve runs the host and has not begun to end it."""
         return any(record.address == address for record in self._records)
 
     async def choose_bits_id(self) -> None:
@@ -115,7 +115,7 @@ class ServedHosts:
         return [record.member(self) for record in self._records if record.bits_id == self.bits_id]
 
     async def wait_for_change(self) -> None:
-        """See `MemberSource.wait_for_change`. Hosts that leave are looked at again and again."""
+        """See `MemberSource.wait_for_change`. Hosts that leave are checked repeatedly."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVING_POLL_S if self._leaving else None):
                 await self._changed.wait()
@@ -127,7 +127,7 @@ class ServedHosts:
             self.links.cut(address)
 
     def _record(self, metadata: Mapping[str, object]) -> HostRecord | None:
-        """Return the record in a replica's metadata; None for a replica of a version that reports something else."""
+        """Return the record in a replica's metadata; None for a replica of a version with another record."""
         try:
             record = msgspec.convert(metadata, HostRecord)
             record.member(self)
@@ -141,7 +141,7 @@ _listening: ServedHosts | None = None  # members for the API server in this proc
 
 
 def listen(hosts: ServedHosts) -> None:
-    """Have `hosts` receive what Serve's router in this process reports from now on."""
+    """Pass future reports of Serve's router in this process to `hosts`."""
     global _listening
     _listening = hosts
 

@@ -10,23 +10,23 @@ from . import members
 
 
 class HostRouter(RequestRouter):
-    """Reports the replicas there are whenever Serve's controller reports a change, 0.3 s after it.
+    """Reports the replicas whenever Serve's controller reports a change, 0.3 s after it.
 
-    No request of a client passes it: the router of `workers/` chooses hosts. It routes the calls that carry links to
-    the replica that their first argument names, also while that one leaves: what it has then may end.
+    Requests of clients do not pass it: the router of `workers/` chooses hosts. It routes the calls of links to the
+    replica in their first argument, even while that replica leaves, so that its requests may end.
     """
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
-        """Return the replica that a call is for; all replicas as equal for a call that is for any.
+        """Return the replica that a call names, or all replicas for a call that any may take.
 
-        Another replica refuses a call for one that is gone. Serve would wait for that one otherwise, with one of the
-        few tasks that route the calls of all links.
+        For a replica that is gone, another one is returned and refuses the call. Otherwise Serve would wait for it,
+        with one of the few tasks that route the calls of all links.
         """
         address = pending_request.args[0] if pending_request is not None and pending_request.args else None
         return [[each for each in candidate_replicas if _address_of(each) == address] or candidate_replicas]
 
     def update_replicas(self, replicas: list[Any]) -> None:
-        """Note the replicas there are."""
+        """Note the present replicas."""
         there = {replica.replica_id for replica in replicas}
         linked = members.linked_addresses()
         others = [replica for replica in self.curr_replicas.values() if replica.replica_id not in there]

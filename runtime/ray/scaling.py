@@ -1,4 +1,4 @@
-"""How many engine hosts Serve should run: an autoscaling policy for the deployment `EngineHost`.
+"""The number of engine hosts that Serve should run: an autoscaling policy for the deployment `EngineHost`.
 
 Serve calls it every 0.1 s, and applies `upscale_delay_s`, `downscale_delay_s` and the bounds to the returned number.
 """
@@ -11,16 +11,16 @@ from typing import Any
 
 from ..common.errors import ConfigError
 
-MAX_SCALE_UP = 2.0  # times the hosts there are, in one decision
-SPARE_LOAD = 0.7  # load that one host fewer must not exceed: between it and 1.0 nothing changes
+MAX_SCALE_UP = 2.0  # largest factor of the number of hosts in one decision
+SPARE_LOAD = 0.7  # highest load with one host fewer: between it and 1.0 the number stays
 
 
 class HostScaling:
     """Follows the larger of two loads of the hosts, each 1.0 at its target.
 
     They are the predicted wait of a new request, and the share of the KV cache that running requests have, as
-    `HostReplica.record_autoscaling_stats` reports them. A load above 1.0 adds as many hosts as it needs, and a low one
-    takes away one host, since what it has moves.
+    `HostReplica.record_autoscaling_stats` reports them. A load above 1.0 adds the necessary number of hosts. A low load
+    removes one host, whose requests and cache move.
     """
 
     def __init__(self, target_wait_s: float = 1.0, target_kv_share: float = 0.7) -> None:
@@ -43,7 +43,7 @@ class HostScaling:
         return num_hosts, {}
 
     def _mean_load(self, metrics: Mapping[str, Mapping[Any, float]]) -> float | None:
-        """Return the load of the hosts that report; None if none does."""
+        """Return the mean load of the hosts that report; None if none does."""
         waits, shares = (metrics.get(name) or {} for name in ("predicted_wait_s", "kv_share"))
         if not waits or not shares:
             return None

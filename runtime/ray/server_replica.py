@@ -26,7 +26,7 @@ from .members import SECRET_BYTES, ServedHosts, listen
 from .settings import reachable, release_of, settings_of
 
 PORT_RETRY_S = 0.2
-TAKEN_MARGIN_S = 30.0  # time beyond shutdown_timeout, that a former replica on this machine may keep the ports
+TAKEN_MARGIN_S = 30.0  # time beyond shutdown_timeout for which a former replica on this machine may keep the ports
 
 _log = structlog.get_logger("quire.ray")
 
@@ -45,7 +45,7 @@ class ServerReplica:
         await check_config(settings.server)
         members = ServedHosts(release_of(args), ServerLinks(hosts), settings.server.shutdown_timeout)
         listen(members)
-        await hosts.wait_until_ready.remote()  # the first call makes Serve's router in this process, which reports
+        await hosts.wait_until_ready.remote()  # creates Serve's router in this process, which reports hosts
         await members.choose_bits_id()
         async with contextlib.AsyncExitStack() as opening:
             engine = await self._connect(settings, members, opening)
@@ -61,7 +61,7 @@ class ServerReplica:
         self, settings: Settings, members: ServedHosts, opening: contextlib.AsyncExitStack
     ) -> Engine[Core]:
         text_processor, encoder_texts = await asyncio.to_thread(load_texts, settings.engine)
-        of_no_host = secrets.token_bytes(SECRET_BYTES)  # each host has its own
+        of_no_host = secrets.token_bytes(SECRET_BYTES)  # random, because each host has its own secret
         cluster = await opening.enter_async_context(connected_cluster(settings, members, of_no_host))
         engine: Engine[Core] = Engine(cluster, text_processor, encoder_texts)
         opening.callback(engine.end_texts)
@@ -80,7 +80,7 @@ class ServerReplica:
 
 
 async def _started(engine: Engine[Core], config: ServerConfig) -> Server:
-    """Return a server that listens. A former replica on this machine, which drains, may have its ports for a while."""
+    """Return a listening server. A former replica on this machine may keep the ports for a while as it drains."""
     info = engine.info
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + config.shutdown_timeout + TAKEN_MARGIN_S

@@ -15,7 +15,7 @@ from ..net.address import TCPAddress, parse_address
 from .members import HostLinkKind
 
 REPLACED = ("engine_hosts", "secret_file", "in_process", "uds")  # Serve reports hosts and their secrets
-HOST_LINKS = "host_links"  # an argument that only Ray has
+HOST_LINKS = "host_links"  # an argument for Ray only
 OF_TCP_LINKS = ("listen", "engine_hosts_ca")
 RAY_DEFAULTS = {  # defaults that differ from those of the commands
     "QUIRE_LISTEN": "0.0.0.0:0",  # Serve reports the port
@@ -36,7 +36,7 @@ def settings_of(args: Mapping[str, object]) -> Settings:
 
 
 def host_links_of(args: Mapping[str, object]) -> HostLinkKind:
-    """Return the carrier of the links between API servers and hosts, an argument of its own. Raises ConfigError."""
+    """Return the carrier of the links between API servers and hosts, from its own argument. Raises ConfigError."""
     match args.get(HOST_LINKS):
         case None | "tcp":
             return "tcp"
@@ -53,7 +53,7 @@ def release_of(args: Mapping[str, object]) -> str:
 
 
 def reachable(address: str) -> str:
-    """Return `address` with that of this machine in Ray's network if it stands for all addresses, as 0.0.0.0 does."""
+    """Return `address`, or the machine's in Ray's network if it means all addresses, as 0.0.0.0 does."""
     parsed = parse_address(address)
     if isinstance(parsed, TCPAddress) and ipaddress.ip_address(parsed.host).is_unspecified:
         return str(TCPAddress(node_address(), parsed.port))
@@ -62,6 +62,6 @@ def reachable(address: str) -> str:
 
 def node_address() -> str:
     """Return the IP address of this machine in Ray's network."""
-    import ray  # here: what does not listen on all addresses needs no Ray
+    import ray  # imported here, because only a server on all addresses needs Ray
 
     return str(ray.util.get_node_ip_address())

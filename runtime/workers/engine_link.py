@@ -1,7 +1,8 @@
 """The messages between the server and an engine process, on the link whose ends are in `link_end.py`.
 
 Each message is a length prefix and one msgpack array, `[type, field, …]`. Both ends are the same build, so fields may
-change freely. Requests, updates and tokens are the scheduler's own structs. Pixels of images pass before their request.
+change freely. Requests, updates and tokens are the scheduler's own structs. Pixels of images are sent before their
+request.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ LogOptions = tuple[Literal["console", "json"], str]  # format and level
 
 @dataclass(frozen=True, slots=True)
 class SampledRequestSpec(RequestSpec):
-    """A `RequestSpec` as it is read from the link, where `sampling` needs a type."""
+    """A `RequestSpec` for decoding from the link, where `sampling` needs a type."""
 
     sampling: SamplingSpec
 
 
 def as_read(spec: RequestSpec) -> SampledRequestSpec:
-    """Return `spec` itself: it is encoded as a `SampledRequestSpec` would be."""
+    """Return `spec` itself, which is encoded like a `SampledRequestSpec`."""
     return cast(SampledRequestSpec, spec)
 
 
@@ -66,21 +67,20 @@ class StartEngine(_Message, tag="START", frozen=True):
 class ImagePixels(_Message, tag="PIXELS", frozen=True):
     """A piece of the pixels of all images of the next request, which itself comes without pixels.
 
-    There are none before a request with the same images as the last one that had images, such as another sample.
+    A request with the same images as the previous request with images, such as another sample, has none.
     """
 
     pixels: memoryview
 
 
 class AddRequests(_Message, tag="ADD", frozen=True):
-    """A request, or the samples of one. It is answered by an AddAnswer with the id of the first.
+    """A request, or its samples. The answer is an AddAnswer with the id of the first one.
 
-    The samples have one prompt, which only the first one carries: `of` removes it from the others, `specs` gives it
-    back.
+    The samples have one prompt, which only the first one carries: `of` removes it from the others, `specs` restores it.
     """
 
     requests: tuple[SampledRequestSpec, ...]
-    generated: tuple[tuple[int, ...], ...] = ()  # per request, the tokens after which it goes on; (): there are none
+    generated: tuple[tuple[int, ...], ...] = ()  # per request, the tokens after which it continues; (): none
 
     @classmethod
     def of(cls, specs: Sequence[RequestSpec], generated: tuple[tuple[int, ...], ...] = ()) -> AddRequests:
@@ -96,7 +96,7 @@ class AddRequests(_Message, tag="ADD", frozen=True):
         return [*first, *[replace(spec, **shared) for spec in others]]
 
     def as_requests(self, specs: Sequence[SampledRequestSpec]) -> list[Request]:
-        """Return the requests with `specs`. Raises ValueError for messages that no engine sends."""
+        """Return the requests with `specs`. Raises ValueError for an inconsistent message."""
         return [Request(spec, ids) for spec, ids in zip(specs, self.generated or ((),) * len(specs), strict=True)]
 
 
@@ -167,11 +167,11 @@ class AddAnswer(_Message, tag="ANSWER", frozen=True):
 class RequestsBegun(_Message, tag="BEGUN", frozen=True):
     """Requests that the next step computes for the first time. Sent before the step, which may crash the process."""
 
-    requests: tuple[Prefilled, ...]  # requests with the tokens that the prefix cache had
+    requests: tuple[Prefilled, ...]  # requests with the tokens found in the prefix cache
 
 
 class StepReport(_Message, tag="REPORT", frozen=True):
-    """The outcome of a step, or what happened between steps."""
+    """The outcome of a step, or events between steps."""
 
     updates: tuple[RequestUpdate, ...]
     num_waiting: int
@@ -180,7 +180,7 @@ class StepReport(_Message, tag="REPORT", frozen=True):
     prefilled: tuple[Prefilled, ...] = ()
 
     def parts(self, num_updates: int) -> list[StepReport]:
-        """Return the report in parts that have at most `num_updates`; what concerns the whole step is in the last."""
+        """Return the report in parts of at most `num_updates`; the last part has the figures of the whole step."""
         last = max(0, len(self.updates) - 1) // num_updates * num_updates
         parts = [
             StepReport(self.updates[begin : begin + num_updates], self.num_waiting, self.num_steps)
@@ -213,13 +213,13 @@ FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromE
 
 
 class PixelSender:
-    """Divides the messages with images that are sent over one link."""
+    """A divider of messages with images on one link."""
 
     def __init__(self) -> None:
-        self._digests: list[bytes] = []  # digests of the images that were sent last
+        self._digests: list[bytes] = []  # digests of the latest images on the link
 
     def parts(self, message: MessageT) -> Iterator[MessageT | ImagePixels | AddRequests | ReadmitRequest]:
-        """Yield the pixels of a request's images in pieces, and then the request without them; other messages alone."""
+        """Yield a request's pixels in pieces, then the request without pixels; yield other messages unchanged."""
         match message:
             case AddRequests((first, *others), generated) if first.images:
                 yield from self._pieces(first.images)
@@ -253,7 +253,7 @@ class PixelReceiver:
             raise ProtocolError(f"images of more than {self._max_bytes} bytes")
 
     def with_pixels(self, images: Sequence[PlacedImage]) -> tuple[PlacedImage, ...]:
-        """Return the images of the request that has arrived now, with their pixels. Raises ProtocolError."""
+        """Return the images of an arrived request with their pixels. Raises ProtocolError."""
         if not self._arrived and [image.digest for image in images] == [image.digest for image in self._last]:
             return tuple(image._replace(pixels=last.pixels) for image, last in zip(images, self._last, strict=True))
         pixels, self._arrived = memoryview(self._arrived), bytearray()
@@ -270,5 +270,5 @@ class PixelReceiver:
 
 
 def without_pixels(spec: SampledRequestSpec) -> SampledRequestSpec:
-    """Return `spec` with its images as they travel."""
+    """Return `spec` with images for the link, without pixels."""
     return replace(spec, images=tuple(image._replace(pixels=b"") for image in spec.images))

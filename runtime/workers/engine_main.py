@@ -1,7 +1,7 @@
 """The main program of an engine process: an `EngineCore` at the other end of the link.
 
-It must not import users' text or other sockets. The process ends with its server and ignores signals that end a
-process: the server handles them and then sends StopEngine.
+It must not import text or other sockets. The process ends with its server and ignores terminating signals: the server
+handles them and then sends StopEngine.
 """
 
 from __future__ import annotations
@@ -71,18 +71,18 @@ def main() -> None:
     threading.Thread(target=heartbeats.send, name="quire-heartbeat", daemon=True).start()
     uvloop.run(_run(socket.socket(fileno=link_fd), heartbeats))
     sys.stderr.flush()
-    os._exit(os.EX_OK)  # the end of the interpreter would wait for threads that compute masks
+    os._exit(os.EX_OK)  # a normal exit would wait for threads that compute masks
 
 
 class _Heartbeats:
-    """Shows that the process runs, whatever its event loop does; and when a long call may hold the GIL."""
+    """Heartbeats of the process, independent of its event loop; they also announce long calls that hold the GIL."""
 
     def __init__(self, heartbeat_fd: int) -> None:
         self._fd = heartbeat_fd
         self.current = ALIVE
 
     def send(self) -> None:
-        """Send heartbeats until the server is gone, or waits for this process no longer; then exit."""
+        """Send heartbeats until the server is gone or no longer waits for this process; then exit."""
         while True:
             try:
                 os.write(self._fd, self.current)
@@ -92,7 +92,7 @@ class _Heartbeats:
 
     @contextmanager
     def held_up(self) -> Iterator[None]:
-        """Announce meanwhile that the next heartbeat may be late."""
+        """Announce that the next heartbeat may be late."""
         self.current = HELD_UP
         os.write(self._fd, HELD_UP)
         try:
@@ -117,7 +117,7 @@ async def _run(end: socket.socket, heartbeats: _Heartbeats) -> None:
         return
     _configure_logging(start)
     if start.cpus is not None:
-        os.sched_setaffinity(0, start.cpus)  # set before there are threads, and before memory is touched
+        os.sched_setaffinity(0, start.cpus)  # set before threads start and memory is touched
     try:
         with shown_loading(start.config, _terminal(start)) as planned:
             core = await EngineCore.load(start.config, on_planned=planned)
@@ -135,11 +135,11 @@ async def _run(end: socket.socket, heartbeats: _Heartbeats) -> None:
         link.send(EngineFailed(type(error).__name__, str(error)))
     finally:
         link.close()
-        await asyncio.sleep(0)  # lets the link write what is left
+        await asyncio.sleep(0)  # lets the link write its last messages
 
 
 def _terminal(start: StartEngine) -> TextIO | None:
-    """Return the terminal for the bar of a model that loads: only for the one engine process of a server."""
+    """Return the terminal for the progress bar, if this is the only engine process of its server."""
     return None if start.log is None or start.cpus is not None else terminal(start.log[0])
 
 
@@ -160,7 +160,7 @@ class CoreServer:
         self._stopping = stopping
         self._pixels = PixelReceiver()
         self._begun: set[int] = set()  # ids of live requests that have been computed
-        self._updates: list[RequestUpdate] = []  # not sent yet
+        self._updates: list[RequestUpdate] = []  # unsent updates
         self._flush_handle: asyncio.Handle | None = None
 
     async def run(self) -> None:
@@ -251,14 +251,14 @@ class CoreServer:
         self._link.send(StepReport(updates, scheduler.num_waiting, scheduler.num_steps, step, tuple(prefilled)))
 
     def _flush(self) -> None:
-        if self._core.is_broken:  # the updates say that requests have failed, but they can go on in the next process
+        if self._core.is_broken:  # the updates would report failures, but requests can continue in the next process
             _exit()
         if self._updates:
             self._observe(None, ())
 
 
 def _exit() -> NoReturn:
-    """Exit immediately and send nothing more: requests continue in the next process."""
+    """Exit immediately without further messages: requests continue in the next process."""
     traceback.print_exc()
     os._exit(os.EX_SOFTWARE)
 

@@ -57,7 +57,7 @@ class EnginePool:
     ) -> EnginePool:
         """Return a pool whose processes are all ready; 0 processes: one for each NUMA node.
 
-        Memory and threads that `config` gives are for all of them together. Raises what `SupervisedEngine.launch` does.
+        The memory and threads in `config` are for all processes together. Raises as `SupervisedEngine.launch`.
         """
         places = place(num_processes)
         configs = [_share(config, index, len(places), len(cpus)) for index, cpus in enumerate(places)]
@@ -109,7 +109,7 @@ class EnginePool:
         return await self._choose(request, 1).add_encoding(request)
 
     def readmit(self, entry: LoggedRequest) -> None:
-        """Continue a request that was accepted elsewhere, after the tokens it has. Limits do not apply."""
+        """Continue a request that was accepted elsewhere after its generated tokens. Limits do not apply."""
         self._route(entry.request, self.members).readmit(entry)
 
     @property
@@ -118,7 +118,7 @@ class EnginePool:
 
     @property
     def predicted_wait_s(self) -> float:
-        """Predicted wait of a new request at the member where it is shortest."""
+        """The shortest predicted wait of a new request among members."""
         return min(member.load.predicted_wait_s for member in self.members)
 
     def cancel(self, request_id: int) -> None:
@@ -160,7 +160,7 @@ class EnginePool:
                 return
 
     async def stop(self) -> None:
-        """See `Core.stop`. One that fails keeps no other from stopping; its error is raised at the end."""
+        """See `Core.stop`. All members are stopped even if one fails; its error is raised at the end."""
         outcomes = await asyncio.gather(*(member.stop() for member in self.members), return_exceptions=True)
         for error in filter(None, outcomes):
             raise error
@@ -179,7 +179,7 @@ class EnginePool:
         )
 
     def _on_interrupted(self, member: SupervisedEngine, request_ids: Sequence[int]) -> None:
-        """Have requests continue at other members; without any, at another core or at the first member that is back."""
+        """Continue requests at other members; without any, at another core or at the first member that returns."""
         if not self._rehome(member):
             self._listener.interrupted(request_ids)
 
@@ -225,15 +225,15 @@ class EnginePool:
         return found
 
     def _choose(self, request: QueuedRequest, count: int) -> SupervisedEngine:
-        """Return the member that a request goes to: one with room and a process that is ready, if there is one.
+        """Return the member for a request: one with room and a ready process, if there is one.
 
-        Without any room the first member is asked; its refusal is returned.
+        If no member has room, the first one is asked, and its refusal is returned.
         """
         candidates = self._with_room(request.spec.tenant, count)
         return self._route(request, candidates) if candidates else self.members[0]
 
     def _route(self, request: QueuedRequest, candidates: Sequence[SupervisedEngine]) -> SupervisedEngine:
-        """Return one of `candidates`, preferably one that computes: by conversation, texts by load."""
+        """Return one of `candidates`, preferably a member that computes: by conversation; for texts, by load."""
         ready = {member for member in candidates if member.takes_requests} or set(candidates)
         loads = {name: member.load for name, member in self._by_name.items() if member in ready}
         if isinstance(request, Request):
@@ -243,7 +243,7 @@ class EnginePool:
 
 @asynccontextmanager
 async def engine_processes(settings: Settings) -> AsyncIterator[EnginePool]:
-    """Run engine processes on this machine. Raises SnapshotNotSaved at the end if one could not save its cache."""
+    """Run engine processes on this machine. Raises SnapshotNotSaved at the end if a cache was not saved."""
     server = settings.server
     pool = await EnginePool.launch(
         settings.engine,
@@ -262,7 +262,7 @@ async def engine_processes(settings: Settings) -> AsyncIterator[EnginePool]:
 
 
 def total_info(infos: Sequence[CoreInfo]) -> CoreInfo:
-    """Return the description of several cores as one. Each runs requests of at most the shortest context among them."""
+    """Return the common description of several cores, with the shortest of their context lengths."""
     return msgspec.structs.replace(
         infos[0],
         max_model_len=min(info.max_model_len for info in infos),
@@ -286,7 +286,7 @@ def _share(config: EngineConfig, index: int, count: int, num_cpus: int) -> Engin
 
 
 def _endpoint(option: str, endpoint: str | None, index: int) -> str | None:
-    """Return the ZeroMQ endpoint of a process: the port is higher by its index, or the path ends in it."""
+    """Return the ZeroMQ endpoint of a process: its index is added to the port or appended to the path."""
     if endpoint is None or not index:
         return endpoint
     if not endpoint.startswith("tcp://"):
@@ -298,7 +298,7 @@ def _endpoint(option: str, endpoint: str | None, index: int) -> str | None:
 
 
 def _sum(all_stats: Sequence[EngineStats], counters: Sequence[Mapping[str, int]]) -> EngineStats:
-    """Add up stats, and the counters of engines that have none."""
+    """Add up stats, and the counters of engines without stats."""
     if len(all_stats) == 1 and not counters:
         return all_stats[0]
     reasons: Counter[str] = Counter()

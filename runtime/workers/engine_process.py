@@ -30,13 +30,13 @@ from .health import HELD_UP, TICK_S
 from .link_end import EngineLink
 
 SAVE_TIMEOUT_S = 20.0  # time to finish the step in flight, and to write the next bytes of its snapshot
-STOP_TIMEOUT_S = 1.0  # time to exit without a snapshot: its results have no reader any more
+STOP_TIMEOUT_S = 1.0  # time to exit without a snapshot
 EXIT_TIMEOUT_S = 1.0  # time between the end of its link and its exit, in either order
-KILL_TIMEOUT_S = 10.0  # time for the system to end it and to take its memory back
-STOPPED_TICKS = 4  # ticks after which a process that a signal or a debugger stopped is not waited for
-POLL_S = 0.005  # pause between two looks for the exit of a process that is about to end
-# The process ends with its server, also while it imports: prctl(PR_SET_PDEATHSIG, SIGKILL) comes first. It does not
-# begin if the server has ended before. It may write to a terminal where background processes may not (`stty tostop`).
+KILL_TIMEOUT_S = 10.0  # time for the system to end the process and reclaim its memory
+STOPPED_TICKS = 4  # ticks after which a process stopped by a signal or a debugger is killed
+POLL_S = 0.005  # pause between two checks for the exit of a process that is about to end
+# The process ends with its server, even while it imports: prctl(PR_SET_PDEATHSIG, SIGKILL) comes first. It exits if the
+# server has already ended. It may write to a terminal even where background processes may not (`stty tostop`).
 PROGRAM = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, 9); os.getppid() == int(sys.argv[3]) or os._exit(0); "
     "signal.signal(signal.SIGTTOU, signal.SIG_IGN); "
@@ -80,9 +80,9 @@ class EngineProcess:
     async def spawn(
         cls, start: StartEngine, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[bool], None]
     ) -> EngineProcess:
-        """Start a process. `receive` gets every message but EngineReady, EngineFailed and SnapshotProgress.
+        """Start a process. `receive` gets every message except EngineReady, EngineFailed and SnapshotProgress.
 
-        Raises OSError, such as too many open files, and then leaves neither a process nor a descriptor behind.
+        Raises OSError, for example for too many open files, leaving neither a process nor a descriptor behind.
         """
         with ExitStack() as undo:
             ours, theirs = socket.socketpair()
@@ -121,8 +121,8 @@ class EngineProcess:
     async def stop(self) -> str | None:
         """Let the process end its requests, write its snapshot and exit. Return the error, or None.
 
-        The process may take as long as it writes bytes to the disk. It is killed when it has written none for
-        SAVE_TIMEOUT_S, without a snapshot after STOP_TIMEOUT_S, and if it is stopped by a signal or a debugger.
+        The process may continue as long as it writes bytes to the disk. It is killed after SAVE_TIMEOUT_S without any,
+        after STOP_TIMEOUT_S without a snapshot, and if a signal or a debugger stops it.
         """
         self.link.send(StopEngine())
         limit_s = SAVE_TIMEOUT_S if self._saves else STOP_TIMEOUT_S
@@ -135,7 +135,7 @@ class EngineProcess:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EXIT_TIMEOUT_S):
                     await self.closed.wait()  # the last message has been received
-        elif not self.closed.is_set():  # otherwise its work is done, and the system takes its memory back
+        elif not self.closed.is_set():  # otherwise its work is done, and the system is reclaiming its memory
             why = "it is stopped by a signal or a debugger" if self.is_stopped else f"no progress for {limit_s:g} s"
             self._failure = f"it was killed: {why}"
         status = await self.kill(EXIT_TIMEOUT_S)
@@ -146,10 +146,10 @@ class EngineProcess:
         await self._wait(EXIT_TIMEOUT_S)
 
     async def kill(self, timeout_s: float = KILL_TIMEOUT_S) -> int:
-        """Kill the process and return its exit status, negative for a signal. No message of it is received any more.
+        """Kill the process and return its exit status, negative for a signal. Its further messages are ignored.
 
-        Idempotent. It also ends a process that is stopped, and one that has exited. A process that the system does not
-        end within `timeout_s` is left behind.
+        Idempotent, also for stopped and exited processes. A process that the system does not end within `timeout_s` is
+        left behind.
         """
         self._process.kill()
         self.link.receive = _ignore
@@ -163,7 +163,7 @@ class EngineProcess:
         return self._process.returncode
 
     async def _wait_for_stop(self, timeout_s: float) -> None:
-        """Wait until the process exits, at most `timeout_s`, and less if it is stopped all the while."""
+        """Wait until the process exits, at most `timeout_s`, and less if it is in the stopped state."""
         give_up_at = asyncio.get_running_loop().time() + timeout_s
         num_stopped = 0
         while self._process.returncode is None and num_stopped < STOPPED_TICKS:
@@ -207,7 +207,7 @@ class EngineProcess:
     def _fail(self, error: errors.QuireError) -> None:
         if not self.ready.done():
             self.ready.set_exception(error)
-            self.ready.exception()  # marked as retrieved: it may be that no task waits for it
+            self.ready.exception()  # marked as retrieved, because possibly no task waits for it
 
     def _read_heartbeat(self) -> None:
         if beats := os.read(self._heartbeat_fd, 4096):
@@ -229,14 +229,14 @@ def _started(link_fd: int, heartbeat_fd: int) -> subprocess.Popen[bytes]:
         (*COMMAND, str(link_fd), str(heartbeat_fd), str(os.getpid())),
         pass_fds=(link_fd, heartbeat_fd),
         stdin=subprocess.DEVNULL,
-        # Ctrl-C in a terminal reaches the server only. A group of the server's session, not a session: when the
-        # server ends, the system continues a process of the group that is stopped, which then ends.
+        # A process group of the server's session: Ctrl-C in a terminal reaches the server only, and when the server
+        # ends, the system continues a stopped process of the group, which then ends.
         process_group=0,
     )
 
 
 def describe_exit(status: int) -> str:
-    """Return how a process with this exit status ended: with the name of the signal, for SIGKILL with the limit."""
+    """Describe an exit status with the name of the signal, and for SIGKILL with the memory limit."""
     if status >= 0:
         return f"it exited with status {status}"
     try:
@@ -250,4 +250,4 @@ def describe_exit(status: int) -> str:
 
 
 def _ignore(message: FromEngine) -> None:
-    """Receive nothing more of a process that was killed."""
+    """Ignore messages of a killed process."""

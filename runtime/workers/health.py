@@ -1,7 +1,7 @@
-"""Decides when an engine process has to be replaced: it sends no heartbeat, finishes no step, or says it is broken.
+"""Decides when to replace an engine process: it sends no heartbeat, finishes no step, or reports that it is broken.
 
-Heartbeats come from a thread of their own: a process that is stopped or stuck is found within a second, one that copies
-a gigabyte is not mistaken for it. A step may take long, so the timeout for steps is longer.
+Heartbeats come from a separate thread: a process that is stopped or stuck is found within a second, while a process
+that copies a gigabyte stays healthy. A step may take long, so the timeout for steps is longer.
 
 Time is counted in calls of `check`, which come every TICK_S. A pause of this process, or of the whole machine, is not
 counted against the engine process.
@@ -24,7 +24,7 @@ class HealthTimeouts:
 
     heartbeat_s: float = 1.0
     stall_s: float = 30.0
-    held_up_s: float = 15.0  # limit without a heartbeat, after one that announced a long call of a library with the GIL
+    held_up_s: float = 15.0  # limit without a heartbeat after one that announced a long call with the GIL
 
 
 class HealthMonitor:
@@ -48,11 +48,11 @@ class HealthMonitor:
         self._stall.note(step, has_work, self._now)
 
     def note_broken(self) -> None:
-        """Record that the process lives, but its engine loop has ended."""
+        """Record that the process runs, but its engine loop has ended."""
         self._is_broken = True
 
     def check(self) -> str | None:
-        """Return why the process has to be replaced, or None. Call it every TICK_S."""
+        """Return the reason to replace the process, or None. Call it every TICK_S."""
         silent_s = self._now - self._heartbeat_at
         stalled_s = self._stall.stalled_for(self._now)
         self._now += TICK_S

@@ -18,15 +18,15 @@ from .engine_link import FromEngine, PixelSender, StepReport, ToEngine
 
 READ_BYTES = 1 << 16
 TURN_S = 0.0005  # CPU time for messages, before other callbacks of the event loop run
-SMOOTHING = 8  # reports that the mean time of an update follows
+SMOOTHING = 8  # reports over which the mean time of an update adapts
 
 
 class EngineLink(asyncio.Protocol):
     """One end of the link. `receive` gets each message, in order; `lost` is called when the other end is closed.
 
-    If many messages came together, one turn of the event loop handles them for `TURN_S`, and the next turns handle
-    the rest. A report that takes longer is divided: an update with many logprobs takes several times as
-    long as another.
+    If many messages arrive together, one turn of the event loop handles them for `TURN_S`, and the next turns handle
+    the rest. A report that takes longer is divided: an update with many logprobs takes several times as long as
+    another.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class EngineLink(asyncio.Protocol):
         self._received = bytearray()
         self._waiting: deque[ToEngine | FromEngine] = deque()  # parts of the last message, or that message
         self._update_s = 0.0  # CPU time that an update takes, a moving average
-        self._goes_on = False  # the next turn handles what is received
+        self._goes_on = False  # the next turn continues with received messages
         self._transport: asyncio.Transport | None = None
 
     @classmethod
@@ -83,7 +83,7 @@ class EngineLink(asyncio.Protocol):
             self._handle_received(TURN_S)
 
     def connection_lost(self, error: Exception | None) -> None:
-        with contextlib.suppress(OSError):  # a failed write closes the transport before all has been read
+        with contextlib.suppress(OSError):  # a failed write closes the transport before all messages are read
             while data := self._end.recv(READ_BYTES):
                 self._received += data
         self._handle_received(math.inf)
@@ -101,7 +101,7 @@ class EngineLink(asyncio.Protocol):
         asyncio.get_running_loop().call_soon(self._go_on)
 
     def _handle_received(self, limit_s: float) -> bool:
-        """Handle messages for `limit_s`, and have the next turn continue. Return False if no message was complete.
+        """Handle messages for `limit_s`; the next turn continues. Return False if no message was complete.
 
         An error of `receive` ends the link.
         """
@@ -123,7 +123,7 @@ class EngineLink(asyncio.Protocol):
         return now_s > began_s
 
     def _next_message(self) -> ToEngine | FromEngine | None:
-        """Return the next message, or the first part of one that takes long; None if the rest is not complete."""
+        """Return the next message, or the first part of a slow one; None if the rest is incomplete."""
         if self._waiting:
             return self._waiting.popleft()
         payload = next_payload(self._received)

@@ -52,7 +52,7 @@ def shown_loading(config: EngineConfig, bar: TextIO | None = None) -> Iterator[P
 
 
 class ModelLoading:
-    """How much of a model is loaded: bytes of its files that were read, and bytes of memory that were taken."""
+    """The loaded part of a model, by bytes read from its files and bytes of memory."""
 
     def __init__(self, file_bytes: int, memory_bytes: int) -> None:
         self._sizes = file_bytes, memory_bytes
@@ -67,7 +67,7 @@ class ModelLoading:
 
 
 def bar_line(name: str, share: float) -> str:
-    """Return the bar as text that takes the place of the terminal's line."""
+    """Return the bar as text that replaces the terminal's line."""
     filled = int(share * WIDTH)
     return f"{ERASE_LINE}loading {name}  [{'#' * filled}{'.' * (WIDTH - filled)}] {share:4.0%}"
 

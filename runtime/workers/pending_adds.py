@@ -1,6 +1,6 @@
 """Requests that an engine process has not answered yet, and their fate when it exits.
 
-Pure, but for the futures that callers wait for. Every caller gets one answer or one error.
+Pure, except for the futures of callers. Every caller gets one answer or one error.
 
 A request whose process crashed before it answered is sent to the next process alone: if that crashes too, the request
 is the cause.
@@ -33,7 +33,7 @@ UNESTIMATED_REFUSALS: dict[str, type[Exception]] = {  # refusals by a host; othe
 
 @dataclass(slots=True, eq=False)
 class PendingAdd:
-    """A request, the samples of one, or texts to encode."""
+    """A request, its samples, or texts to encode."""
 
     requests: Sequence[QueuedRequest]
     answer: asyncio.Future[AddAnswer]
@@ -41,7 +41,7 @@ class PendingAdd:
 
     @property
     def first_id(self) -> int:
-        """Id that the answer names."""
+        """The id in the answer."""
         return self.requests[0].request_id
 
 
@@ -70,21 +70,21 @@ class PendingAdds:
             yield pending
 
     def answered(self, first_id: int) -> PendingAdd | None:
-        """Remove and return what an answer is for; None if its caller has left."""
+        """Remove and return the entry of an answer; None if its caller has left."""
         pending = self._sent.get(first_id)
         if pending is None or pending.answer.done():
             return None
         return self._sent.pop(first_id)
 
     def remove(self, pending: PendingAdd) -> bool:
-        """Remove an entry whose caller left. Return whether the process may have it."""
+        """Remove an entry whose caller left. Return whether it may have reached the process."""
         if pending in self._waiting:
             self._waiting.remove(pending)
             return False
         return self._sent.pop(pending.first_id, None) is not None
 
     def on_process_exit(self, from_outside: bool) -> int:
-        """Put back the sent requests, in order, before the waiting ones. Return how many were quarantined instead.
+        """Put back the sent requests, in order, before the waiting ones. Return the number of quarantined requests.
 
         `from_outside`: the process was killed or stopped by another one.
         """
@@ -103,7 +103,7 @@ class PendingAdds:
         return num_quarantined
 
     def refuse_all(self, refusal: NotAccepting) -> list[PendingAdd]:
-        """Answer every caller with a refusal. Return those entries that the process may have."""
+        """Answer every caller with a refusal. Return the entries that may have reached the process."""
         sent = list(self._sent.values())
         for pending in self._all():
             if not pending.answer.done():
@@ -117,7 +117,7 @@ class PendingAdds:
 
 
 def admission_of(answer: AddAnswer) -> AdmissionEstimate:
-    """Return the estimate of a request that was accepted. Raises the refusal of one that was not."""
+    """Return the estimate of an accepted request, or raise the refusal."""
     if answer.refusal is None:
         assert answer.estimate is not None, "an accepted request has one"
         return answer.estimate

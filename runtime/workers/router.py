@@ -1,7 +1,7 @@
 """Chooses the engine for a request: the home of its conversation, unless that is saturated.
 
-Pure and without memory: the choice depends on the key, the members and their loads alone, so that any number of API
-servers choose the same home. A request elsewhere costs a prefill, never a wrong result.
+Pure and stateless: the choice depends only on the key, the members and their loads, so that all API servers choose the
+same home. A request at another member costs a prefill, but its result is the same.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-NUM_ALTERNATIVES = 4  # members that a saturated home's requests go to, by rank
-MAX_MORE_REQUESTS = 8  # extra requests that a home may have over the member with the fewest
-MAX_MORE_WAIT_S = 2.0  # extra predicted wait that a home may have over the shortest
+NUM_ALTERNATIVES = 4  # members next in rank that take the requests of a saturated home
+MAX_MORE_REQUESTS = 8  # requests that a home may have beyond the member with the fewest
+MAX_MORE_WAIT_S = 2.0  # predicted wait that a home may have beyond the shortest
 
 
 class MemberLoad(NamedTuple):
-    """How busy a member is, as far as the API server knows."""
+    """The load of a member, as far as the API server knows."""
 
     num_requests: int  # requests that have not ended
     predicted_wait_s: float = 0.0  # wait until the first token of a new request
 
 
 class Router:
-    """Rendezvous hashing among fixed members: every key has its own order of them, and its home is the first.
+    """Rendezvous hashing among fixed members: every key has its own order of members, and its home is the first.
 
-    When members come or go, make a new router. Only the keys of members that left get new homes, and each new one of n
-    members becomes the home of about one key in n.
+    When members change, make a new router. Only the keys of removed members get new homes, and a new member, among n in
+    total, becomes the home of about one key in n.
     """
 
     def __init__(self, members: Iterable[str]) -> None:
@@ -39,8 +39,8 @@ class Router:
     def choose(self, key: bytes, loads: Mapping[str, MemberLoad]) -> str:
         """Choose one of the members in `loads`, which must have at least one member of this router.
 
-        It is the key's home, or, if that is saturated, the least loaded of the next `NUM_ALTERNATIVES` members. If all
-        of these are saturated, it is the least loaded of all.
+        The choice is the key's home, or, if that is saturated, the least loaded of the next `NUM_ALTERNATIVES` members.
+        If these are saturated, too, it is the least loaded of all members.
         """
         fewest = min(load.num_requests for load in loads.values())
         shortest_s = min(load.predicted_wait_s for load in loads.values())
@@ -65,7 +65,7 @@ def _hash(data: bytes) -> int:
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the values hashed, each on its own: the finalizer of SplitMix64, a bijection."""
+    """Hash each value with the finalizer of SplitMix64, a bijection."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

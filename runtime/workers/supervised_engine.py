@@ -1,6 +1,6 @@
 """An engine at the other end of a link as a core whose requests outlive its processes: each ends exactly once.
 
-This file has the log of its requests and the calls to the engine; the source of the supervisor opens the processes.
+This file has the request log and the calls to the engine; the supervisor's source opens the processes.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class SupervisedEngine:
         self._predicted_wait_s = 0.0  # last reported by the process
         self._counters = EngineCounters()
         self._num_replayed = self._num_quarantined = 0
-        self._down: str | None = None  # why processes fail to start; nothing is accepted in the meantime
-        self._leaving = False  # draining or stopped; nothing is accepted any more
+        self._down: str | None = None  # reason why processes fail to start; requests are refused in the meantime
+        self._leaving = False  # draining or stopped; new requests are refused
         self._stopped = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -119,7 +119,7 @@ class SupervisedEngine:
 
     @property
     def load(self) -> MemberLoad:
-        """The load that a router compares: an engine host has the requests of other API servers, too."""
+        """The load for a router; an engine host's load includes the requests of other API servers."""
         stats = self._counters.stats
         num_reported = 0 if stats is None else stats.running + stats.waiting
         return MemberLoad(max(self.num_requests, num_reported), self._predicted_wait_s)
@@ -130,7 +130,7 @@ class SupervisedEngine:
 
     @property
     def lost_snapshot(self) -> str | None:
-        """Why `stop` could not save the snapshot; None if there is none or it was saved."""
+        """The reason why `stop` could not save the snapshot; None without a snapshot or a failure."""
         return self._supervisor.lost_snapshot
 
     @property
@@ -139,12 +139,12 @@ class SupervisedEngine:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether requests of a member that was lost can continue here."""
+        """Whether requests of a lost member can continue here."""
         return self.is_ready
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait in the process, as it last reported, and that wait to be added."""
+        """Requests that wait in the process, by its last report, and requests that wait to be added."""
         return self._num_waiting + self._pending_adds.num_sequences
 
     @property
@@ -158,7 +158,7 @@ class SupervisedEngine:
         self._listener = listener
 
     def check_room(self, tenant: str, count: int) -> None:
-        """Raise QueueFull or NotAccepting by the last report of the process. It alone has the limits of each tenant."""
+        """Raise QueueFull or NotAccepting by the last report of the process, which alone knows each tenant's limits."""
         self._check_accepting()
         num_waiting = self.num_waiting
         if num_waiting + count > self._max_num_waiting:
@@ -194,7 +194,7 @@ class SupervisedEngine:
         return await self.add((request,))
 
     def give_up(self) -> list[LoggedRequest]:
-        """Return the requests that wait for the next process, without suspects; another engine has to continue them."""
+        """Remove and return the requests that wait for the next process, except suspects, for another engine."""
         given_up = self._tokens.give_up_unsent()
         if given_up:
             self._log.warning("requests moved", count=len(given_up))
@@ -229,7 +229,7 @@ class SupervisedEngine:
         return msgspec.structs.replace(self._counters.stats, **self.counters())
 
     def counters(self) -> dict[str, int]:
-        """Return the counters of EngineStats over all processes, also while none is ready."""
+        """Return the counters of EngineStats over all processes, even while none is ready."""
         return self._counters.total(
             restarts=self.num_restarts,
             replayed_requests=self._num_replayed,
@@ -296,7 +296,7 @@ class SupervisedEngine:
         self._fail_all(reason)
 
     def on_tick(self) -> None:
-        """End requests whose deadline passed while no process has them; a process ends its own."""
+        """End requests whose deadline passed while no process has them; a process ends its own requests."""
         if late := self._tokens.expire():
             self._listener.publish(
                 [RequestUpdate(each.request_id, error=DEADLINE_PASSED, counters=each.counters) for each in late]
@@ -310,7 +310,7 @@ class SupervisedEngine:
         pending = self._pending_adds.answered(answer.request_id)
         if pending is None:  # the caller left
             return
-        if answer.refusal is None:  # logged before the caller can run: the next message may be about these requests
+        if answer.refusal is None:  # logged before the caller runs, because the next message may concern these requests
             for request in pending.requests:
                 self._tokens.add(request)
         pending.answer.set_result(answer)
@@ -338,7 +338,7 @@ class SupervisedEngine:
             process.link.send(message)
 
     def _send_next(self) -> None:
-        """Send the requests that the process may have now: replays first, as the log allows them, then new ones."""
+        """Send the requests that the process may have now: first the replays that the log allows, then new requests."""
         if (process := self._supervisor.process) is not None:
             for entry in self._tokens.next_to_send():
                 self._num_replayed += 1
@@ -364,7 +364,7 @@ class SupervisedEngine:
         return ReadmitEncoding(self._for_link(cast(EncodeSpec, request.spec)))
 
     def _for_link(self, spec: SpecT) -> SpecT:
-        """Return `spec` as the other end has to read it."""
+        """Return `spec` in the form for the other end."""
         return spec
 
     def _withdraw(self, pending: PendingAdd) -> None:

@@ -1,7 +1,7 @@
 """Keeps one engine running: opens it, watches its health, and opens another when it is gone.
 
-An engine is a process that is spawned, or one on another machine that is connected to: a source opens it. It must not
-import the scheduler. The owner of the requests is notified by callbacks.
+An engine is a spawned process, or a connection to another machine: a source opens it. Must not import the scheduler.
+The owner of the requests is notified by callbacks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Sender(Protocol):
 
 
 class OpenEngine(Protocol):
-    """An engine at the other end of a link; `EngineProcess` is one, and says more of each member."""
+    """An engine at the other end of a link; `EngineProcess` documents each member."""
 
     ready: asyncio.Future[EngineReady]
     closed: asyncio.Event
@@ -55,14 +55,14 @@ class OpenEngine(Protocol):
 
 
 class EngineSource(Protocol):
-    """Where the engines of one supervisor come from, one after another."""
+    """The source of the engines of one supervisor, one after another."""
 
     what: str  # object that it opens, for log lines
     name: str
     snapshot: str | None  # file that a stopped engine writes
 
     def ending(self, status: int) -> str:
-        """Return why the last engine closed its link. `status` is what its `kill` returned."""
+        """Return the reason why the last engine closed its link. `status` is the result of its `kill`."""
 
     async def open(self, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[bool], None]) -> OpenEngine:
         """Open an engine, which may not be ready yet. On failure, raises the cause and cleans up."""
@@ -113,17 +113,17 @@ class ProcessOwner(Protocol):
         """No process has started for `restart_timeout_s`. Called again after each further failed start."""
 
     def on_tick(self) -> None:
-        """Do the work that is due; called every TICK_S, whether a process is ready or not."""
+        """Do the work that is due; called every TICK_S, even while no process is ready."""
 
 
 class Supervisor:
     def __init__(
         self, source: EngineSource, timeouts: HealthTimeouts, restart_timeout_s: float, owner: ProcessOwner
     ) -> None:
-        self.process: OpenEngine | None = None  # None while none is ready
+        self.process: OpenEngine | None = None  # None while no engine is ready
         self.health = HealthMonitor(timeouts)
         self.num_opened = 0  # engines that were ready
-        self.lost_snapshot: str | None = None  # why `stop` could not save the snapshot
+        self.lost_snapshot: str | None = None  # reason why `stop` could not save the snapshot
         self._source = source
         self._timeouts = timeouts
         self._restart_timeout_s = restart_timeout_s
@@ -177,7 +177,7 @@ class Supervisor:
                 await process.kill()
 
     async def _watch(self, process: OpenEngine) -> tuple[bool, str]:
-        """Wait until the process exits or has to be killed. Return whether that came from outside, and why it ended."""
+        """Wait until the process exits or has to be killed. Return whether the cause was external, and the reason."""
         problem = None
         while problem is None and not process.closed.is_set():
             with contextlib.suppress(TimeoutError):
@@ -197,7 +197,7 @@ class Supervisor:
     async def _reopen(self) -> OpenEngine:
         """Try until an engine is ready, with growing pauses. Notify the owner after `restart_timeout_s`.
 
-        The time counts from the first failed start: a process that is loading may take as long as it needs.
+        The time counts from the first failed start: loading has no time limit.
         """
         now = asyncio.get_running_loop().time
         num_failures = 0
@@ -206,7 +206,7 @@ class Supervisor:
         while True:
             try:
                 process, _ = await self._open()
-            except Exception as error:  # whatever it was, such as too many open files: the cause may be temporary
+            except Exception as error:  # any error, such as too many open files: the cause may be temporary
                 num_failures += 1
                 failing_at = min(failing_at, now() + self._restart_timeout_s)
                 self._log.error(f"{self._source.what} not ready", attempt=num_failures, reason=str(error))

@@ -21,10 +21,10 @@ from typing import NamedTuple
 from ...scheduler import FinalCounters, QueuedRequest, Request, RequestUpdate, State
 from ..engine import Prefilled
 
-MAX_UNPRODUCTIVE_EXITS = 3  # exits from outside and in a row, before any request gained a token; more count as crashes
-MAX_UNBEGUN_EXITS = 2  # exits in a row of processes that had a request and never computed it; then it is suspected, too
-MAX_LOST_HOSTS = 3  # hosts or engine processes lost in a row while computing one request, before it gained tokens
-MAX_UNBEGUN_HOSTS = 16  # hosts in a row that had a request and never computed it: all hosts may fall silent at once
+MAX_UNPRODUCTIVE_EXITS = 3  # consecutive external exits before any request gained a token; more count as crashes
+MAX_UNBEGUN_EXITS = 2  # consecutive exits with a request that was never computed; then it becomes a suspect
+MAX_LOST_HOSTS = 3  # consecutive hosts or engine processes lost while computing one request, before it gained tokens
+MAX_UNBEGUN_HOSTS = 16  # consecutive lost hosts that never computed their request: all hosts may fall silent at once
 MIN_GAINED_TOKENS = 2  # tokens that clear a suspect: the replay's prefill yields the first, decoding the second
 
 
@@ -33,7 +33,7 @@ class LoggedRequest:
     """A request, with the work of the current process and of earlier ones (incarnations)."""
 
     request: QueuedRequest
-    incarnation_began: float  # time when the current process got it; while none has it, when the last one exited
+    incarnation_began: float  # time when the current process got the request, or when the last one exited
     is_sent: bool = False  # the current process has it
     is_cancelled: bool = False  # a CancelRequest was sent; the current process has not reported the end yet
     begun_at: float | None = None  # time when the current process began to compute it
@@ -52,7 +52,7 @@ class LoggedRequest:
         self.generated = [*self.request.generated] if isinstance(self.request, Request) else []
 
     def known_counters(self) -> FinalCounters:
-        """Return the known counters of a request whose process reported none."""
+        """Return the known counters of a request without a final report."""
         return FinalCounters(tuple(self.seconds_in), self.cached_tokens)
 
 
@@ -61,7 +61,7 @@ class ClosedRequest(NamedTuple):
 
     request_id: int
     was_sent: bool  # the process has it
-    counters: FinalCounters  # counters that the log knows
+    counters: FinalCounters  # counters known to the log
 
 
 class EndedRequests(NamedTuple):
@@ -76,9 +76,9 @@ class TokenLog:
         self._clock = clock
         self._entries: dict[int, LoggedRequest] = {}  # id -> request, in the order of acceptance
         self._unsent: deque[LoggedRequest] = deque()
-        self._suspects: deque[LoggedRequest] = deque()  # unsent, too
+        self._suspects: deque[LoggedRequest] = deque()  # unsent as well
         self._isolated: LoggedRequest | None = None  # the suspect that the process has
-        self._has_gained = False  # any request, a token or an end, in the current process
+        self._has_gained = False  # whether any request gained a token or ended in the current process
         self._num_unproductive = 0  # see MAX_UNPRODUCTIVE_EXITS
 
     def __len__(self) -> int:
@@ -102,14 +102,14 @@ class TokenLog:
         return given_up
 
     def sent(self, request_id: int) -> LoggedRequest | None:
-        """Return a request that the process has; None if it has no such request."""
+        """Return a request that the process has; None for another one."""
         entry = self._entries.get(request_id)
         return entry if entry is not None and entry.is_sent else None
 
     def take_back(self, request_ids: Iterable[int]) -> list[int]:
-        """Make requests unsent whose host has no engine process. Return the ids that it has to drop.
+        """Mark the requests as unsent, because their host has no engine process. Return the ids that it has to drop.
 
-        One that would have lost MAX_LOST_HOSTS stays there.
+        A request that would have lost MAX_LOST_HOSTS stays there.
         """
         taken = []
         for request_id in request_ids:
@@ -131,7 +131,7 @@ class TokenLog:
         return entry
 
     def forget(self, request_id: int) -> ClosedRequest | None:
-        """Remove and return a request; None if it is not there."""
+        """Remove and return a request; None for an unknown one."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return None
@@ -145,7 +145,7 @@ class TokenLog:
         return self._forget_each(list(self._entries))
 
     def cancel(self, request_id: int) -> bool:
-        """Note that the process is asked to end a request. Return False if it has no such request."""
+        """Note that the process is to end a request. Return False if it does not have the request."""
         entry = self.sent(request_id)
         if entry is None:
             return False
@@ -173,7 +173,7 @@ class TokenLog:
                     entry.cached_tokens = cached_tokens
 
     def record(self, update: RequestUpdate) -> RequestUpdate | None:
-        """Record tokens and end of a request. Return None if the process has no such request.
+        """Record the tokens and the end of a request. Return None if the process does not have it.
 
         Else return the update, at the end with the counters of all processes.
         """
@@ -229,9 +229,9 @@ class TokenLog:
     def on_host_lost(self, is_blameless: bool) -> EndedRequests:
         """Prepare every request to be replayed at another host, except the returned ones.
 
-        Which request was the cause cannot be known: a host isolates its own suspects. One that loses MAX_LOST_HOSTS,
-        or MAX_UNBEGUN_HOSTS before they computed it, is quarantined. `is_blameless`: the host had announced that it
-        leaves.
+        The cause among the requests is unknown, and a host isolates its own suspects. A request that loses
+        MAX_LOST_HOSTS, or MAX_UNBEGUN_HOSTS before they computed it, is quarantined. `is_blameless`: the host had
+        announced its end.
         """
         now = self._clock()
         self._unsent.clear()
@@ -282,7 +282,7 @@ class TokenLog:
     def _close(self, entry: LoggedRequest) -> ClosedRequest:
         """Return a request that ends without final counters."""
         was_sent = entry.is_sent
-        recomputed_tokens = entry.lost_tokens  # earlier loss: this process's tokens were not recomputed
+        recomputed_tokens = entry.lost_tokens  # earlier loss only: tokens of this process were not recomputed
         _end_incarnation(entry, self._clock())
         counters = entry.known_counters()._replace(recomputed_tokens=recomputed_tokens)
         return ClosedRequest(entry.request.request_id, was_sent, counters)
@@ -298,7 +298,7 @@ def _is_beam_search(entry: LoggedRequest) -> bool:
 
 
 def _end_incarnation(entry: LoggedRequest, now: float) -> None:
-    """Add up the seconds that the process, which is gone, cannot report any more."""
+    """Add up the seconds that the lost process can no longer report."""
     request = entry.request
     first_token_time = entry.first_token_time
     phases: tuple[tuple[State, float | None], ...]  # each with its end
@@ -321,7 +321,7 @@ def _end_incarnation(entry: LoggedRequest, now: float) -> None:
 
 
 def _total_counters(entry: LoggedRequest, last: FinalCounters) -> FinalCounters:
-    """Return a request's counters over all incarnations. Waiting for or in a later process counts as a stall."""
+    """Return a request's counters over all incarnations. Waiting for a later process, or in it, counts as a stall."""
     if not entry.num_incarnations:
         return last
     former = list(entry.seconds_in)

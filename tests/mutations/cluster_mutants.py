@@ -181,13 +181,13 @@ MUTANTS = [
     ),
     Mutant(
         REMOTE,
-        "        entry.num_lost_hosts += 1  # one lost host more",
+        "        entry.num_lost_hosts += 1  # counts as a lost host",
         "        pass  # one lost host more",
         "a request that ends engines moves from host to host for ever",
     ),
     Mutant(
         REMOTE,
-        "        self._is_leaving = self._is_failing = False  # the host may come back\n",
+        "        self._is_leaving = self._is_failing = False  # the host may return\n",
         "        self._is_failing = False\n",
         "a host that left and came back gets no requests",
     ),

@@ -389,7 +389,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/server/openai/image_urls.py",
-        "        allowed = [self._allowed(image) for image in images]  # all, before one is fetched\n",
+        "        allowed = [self._allowed(image) for image in images]  # all are checked before one is fetched\n",
         "        allowed = (self._allowed(image) for image in images)\n",
         "images are fetched for a request that is refused",
         "tests/runtime/server/openai/test_image_urls.py",

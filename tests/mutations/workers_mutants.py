@@ -302,7 +302,7 @@ MUTANTS = [
     ),
     Mutant(
         MAIN,
-        "        if self._core.is_broken:  # the updates say that requests have failed, but they can go on in the next "
+        "        if self._core.is_broken:  # the updates would report failures, but requests can continue in the next "
         "process\n            _exit()\n",
         "",
         "a broken step fails its requests although the next process could go on",
@@ -356,7 +356,7 @@ MUTANTS = [
     ),
     Mutant(
         SUPERVISOR,
-        "            except Exception as error:  # whatever",
+        "            except Exception as error:  # any error",
         "            except Unavailable as error:  # whatever",
         "one failed fork ends all attempts to restart the engine",
     ),
