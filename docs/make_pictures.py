@@ -58,7 +58,7 @@ def status_page(chromium: str) -> None:
         command = (*QUIRE, "loadtest", "--host", host, "--port", port, *flags)
         load = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            time.sleep(15)  # the page then has something to show
+            time.sleep(15)  # time to collect figures for the page
             photograph(chromium, f"http://{operator}/", PICTURES / "status-page.png", "1280,1000")
         finally:
             load.terminate()
@@ -155,7 +155,7 @@ def server(*model: str) -> Iterator[tuple[str, str, str]]:
 
 
 def photograph(chromium: str, url: str, picture: Path, size: str) -> None:
-    """Save what Chromium shows of `url` once its scripts have run for three seconds of the page's time."""
+    """Save a screenshot of `url` in Chromium, after its scripts have run for three seconds of virtual time."""
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=3000")
     command = (chromium, *flags, f"--window-size={size}", f"--screenshot={picture}", url)
     subprocess.run(command, check=True, capture_output=True)

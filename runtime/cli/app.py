@@ -15,7 +15,7 @@ from ..common.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
-COMMANDS = {  # each is the function of that name in the file of that name, with _ for -
+COMMANDS = {  # a function and a file have the same name, with _ for -
     "serve": "Serve a model until interrupted.",
     "engine-host": "Offer the engine processes of this machine to API servers (`quire serve --engine-hosts`).",
     "generate": "Continue PROMPT in this process and print the text as it is generated.",
@@ -34,7 +34,7 @@ COMMANDS = {  # each is the function of that name in the file of that name, with
     "key on standard error.",
     "info": "Print versions, the instruction set level and the number of threads.",
 }
-VALUES = {"INT": "N", "FLOAT": "N", "STR": "TEXT"}  # the library's name of a flag's value -> ours
+VALUES = {"INT": "N", "FLOAT": "N", "STR": "TEXT"}  # the library's name of a flag's value -> Quire's
 
 
 class _HelpFormatter(DefaultFormatter):
@@ -49,7 +49,7 @@ class _HelpFormatter(DefaultFormatter):
 
 
 def _with_our_value(entry: HelpEntry) -> HelpEntry:
-    """Return an entry whose value has the name that values of options have, not a Python type's."""
+    """Return an entry in which a name from VALUES replaces the Python type of the value."""
     name = (entry.metavar or "").removesuffix("...")
     return entry.copy(metavar=entry.metavar.replace(name, VALUES[name])) if entry.metavar and name in VALUES else entry
 
@@ -60,8 +60,8 @@ def _columns(console: Console, options: ConsoleOptions, entries: list[HelpEntry]
     longest = max(map(len, words)) + 2  # the indent of a continued line
     width = min(max(longest, math.ceil(console.width * 0.35)), console.width // 2)
     return tuple(
-        # The renderer has wrapped the text. A column that may wrap counts as one that may shrink: the table would give
-        # the help texts more room than there is, and cut them.
+        # The renderer has already wrapped the text. The table treats a column that may wrap as shrinkable: it would
+        # give the help texts too much width, and cut them.
         column.copy(renderer=NameRenderer(width), min_width=width, max_width=width, no_wrap=True)
         if column.header == "Option"
         else column

@@ -1,4 +1,4 @@
-"""`quire bench`: measure speed by shape and its share of the roofline, or what the KV cache saves."""
+"""`quire bench`: measure speed by shape and its share of the roofline, or the gain of the KV cache."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _checked_shapes(shapes: str, new_tokens: int, repeats: int) -> list[Shape]:
 def _bench_threads(
     config: EngineConfig, counts: Sequence[int], shapes_text: str, new_tokens: int, repeats: int, as_json: bool
 ) -> None:
-    """Measure every shape on each number of threads, on an engine of its own."""
+    """Measure every shape on each number of threads, with a separate engine."""
     shapes = _checked_shapes(shapes_text, new_tokens, repeats)
     results: list[ThreadResult] = []
     for threads in counts:

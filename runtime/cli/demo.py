@@ -1,7 +1,8 @@
-"""`quire demo`: start a server, stream from it as several users, show their texts and a table of what each user saw,
-one chat over the HTTP API, and what an embedding model finds in the documentation.
+"""`quire demo`: start a server on the bundled model and stream from it as several users.
 
-Every user sends two requests. The second continues the first one's text, so it finds a prompt in the prefix cache.
+It shows their texts, a table of their latencies, one chat over the HTTP API, and an embedding model's search in the
+documentation. Every user sends two requests. The second continues the first one's text, so it finds a prompt in the
+prefix cache.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ SEARCHES = (
 
 @dataclass
 class Turn:
-    """One stream as its reader saw it; times in seconds of one clock."""
+    """One stream from its reader's view; times in seconds of one clock."""
 
     start: float
     first_token: float = 0.0
@@ -128,7 +129,7 @@ async def _search(client: AsyncClient) -> Table:
 
 
 def _chat(api_url: str) -> str:
-    """Return the answer to `QUESTION`, as any client of OpenAI's API asks for it."""
+    """Return the answer to `QUESTION` over OpenAI's API."""
     body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 60, "seed": 1}
     request = Request(
         f"{api_url}/chat/completions", msgspec.json.encode(body), {"content-type": "application/json"}, method="POST"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_PASSAGE_CHARACTERS = 1000  # longest passage
-MIN_WORDS = 8  # shortest passage: fewer words say nothing to search for
+MIN_WORDS = 8  # shortest passage: fewer words are useless for a search
 _HEADING = re.compile(r"(#{1,6}) +(.+?)[ #]*$")
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
@@ -32,7 +32,7 @@ def read_documentation(folder: Path) -> list[Passage]:
 
 
 def read_page(page: str, markdown: str) -> Iterator[Passage]:
-    """Yield the passages of a page. A line in a fenced block is no heading."""
+    """Yield the passages of a page. A line in a fenced block is not a heading."""
     headings: list[tuple[int, str]] = []  # level, text
     lines: list[str] = []
     is_fenced = False
@@ -50,7 +50,7 @@ def read_page(page: str, markdown: str) -> Iterator[Passage]:
 
 
 def _passages(page: str, headings: list[tuple[int, str]], lines: list[str]) -> Iterator[Passage]:
-    """Yield a section as texts of at most about `MAX_PASSAGE_CHARACTERS`, without texts of too few words."""
+    """Yield the passages of a section, of at most about `MAX_PASSAGE_CHARACTERS`, without passages of too few words."""
     title = ": ".join(text for _, text in headings) or page
     texts = [""]
     for line in map(_plain, lines):
@@ -61,5 +61,5 @@ def _passages(page: str, headings: list[tuple[int, str]], lines: list[str]) -> I
 
 
 def _plain(line: str) -> str:
-    """Return a line without the addresses of links, or nothing if it is the rule of a table."""
+    """Return a line without the addresses of links; empty for the rule of a table."""
     return "" if set(line) <= set("|-: ") else _LINK.sub(r"\1", line)

@@ -1,7 +1,7 @@
 """The first line of a command that serves, written before the libraries that it needs are imported.
 
-This file must not import anything that takes time. The line has the form that the logs will have; flags come before
-variables, and these before the file of --config, as for every option.
+This file must not import slow modules. The line has the form of the later log lines; flags take precedence over
+variables, and variables over the file of --config, as for every option.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EVENT_WIDTH = 30  # columns, as the log has them
 def write_first_line(
     arguments: Sequence[str], environ: Mapping[str, str] = os.environ, stream: TextIO | None = None
 ) -> None:
-    """Write that a command which serves is starting, if the command line asks for one."""
+    """Write the first line if the command line has a serving command."""
     if not arguments or arguments[0] not in SERVING or NO_START & set(arguments):
         return
     if _value("log_level", arguments, environ) in QUIET:

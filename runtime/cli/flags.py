@@ -26,7 +26,7 @@ HOST_OPTIONS = (  # server options of an engine host
     "tls_cert", "tls_key", "prefix_snapshot", "shutdown_timeout", "engine_processes", "log_format", "log_level",
     "stall_timeout_ms", "engine_heartbeat_timeout_ms", "engine_restart_timeout_ms", "secret_file",
 )  # fmt: skip
-SCORING_OPTIONS = (  # options of `quire perplexity`, and options that it refuses because it sets them
+SCORING_OPTIONS = (  # options of `quire perplexity`, and options that it sets itself and refuses
     "weights", "kv_cache_dtype", "page_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
     "kv_cache_memory", "threads", "isa",
 )  # fmt: skip
@@ -37,7 +37,7 @@ ModelFolder = Annotated[
     ),
 ]
 Json = Annotated[bool, Parameter(help="Print the results as JSON.")]
-MAX_CHOICES_SHOWN = 30  # characters beside a flag; its column takes the longest word of all flags from the help texts
+MAX_CHOICES_SHOWN = 30  # characters next to a flag; a longer text would narrow the column of help texts
 CONFIG_HELP = "TOML file of options; QUIRE_* variables override it, flags override both."
 
 
@@ -59,7 +59,7 @@ def refuse_flags(command: str, names: Collection[str], what: str, *flags: Any) -
 
 
 def warn_of_ignored(command: str, config: EngineConfig, names: Collection[str]) -> None:
-    """Print a warning if variables or a file, which other commands share, set options that `command` sets itself."""
+    """Print a warning if shared variables or a file set options that `command` sets itself."""
     default = EngineConfig()
     ignored = sorted(name for name in names if getattr(config, name) != getattr(default, name))
     if ignored:
@@ -104,7 +104,7 @@ def _metavar(option: Option) -> str:
 
 
 def _choices(option: Option) -> str:
-    """Return the values that the option may have; empty where they are not a few names."""
+    """Return the allowed values of an option; empty unless they are a few names."""
     match option.kind:
         case inspect.LiteralType():
             return "|".join(map(str, option.kind.values))
@@ -114,8 +114,8 @@ def _choices(option: Option) -> str:
 def with_flags(message: str, options: Collection[str]) -> str:
     """Return `message` with the names of `options` as flags: `max_num_seqs` becomes `--max-num-seqs`.
 
-    A name of one word counts only at the beginning and in backquotes; elsewhere it may be an English word. Text in
-    single quotes is what a user wrote, and stays.
+    A name of one word is replaced only at the beginning and in backquotes, since it may be an English word elsewhere.
+    Text in single quotes comes from a user and stays.
     """
     every = "|".join(options)
     long = "|".join(name for name in options if "_" in name)
@@ -147,7 +147,7 @@ def _flags(group: str, others: Collection[str] = (), only: Collection[str] = _NA
 
 
 def _flag_class(group: str, fields: list[tuple[str, Any, Any]]) -> type:
-    module = {"__module__": __name__}  # cyclopts takes classes of the standard library for single values
+    module = {"__module__": __name__}  # cyclopts treats classes of the standard library as single values
     return Parameter(name="*", group=group)(make_dataclass("Flags", fields, namespace=module))
 
 

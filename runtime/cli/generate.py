@@ -24,7 +24,7 @@ from ..model.config_json import CONFIG_FILE
 from .flags import MemoryFlags, ModelFolder, SchedulingFlags, settings_from, typed_flags
 from .interrupts import leaving_at_once
 
-NOT_FLAGS = ("logit_bias", "logprobs", "structured_outputs")  # maps, and figures that the command does not print
+NOT_FLAGS = ("logit_bias", "logprobs", "structured_outputs")  # maps, and values that the command does not print
 
 if TYPE_CHECKING:
     SamplingFlags: TypeAlias = Any
@@ -53,7 +53,7 @@ def generate(
     params = SamplingParams(**asdict(sampling)) if sampling is not None else SamplingParams()
     config = _for_one_prompt(settings_from(model, memory, scheduling).engine, params)
     path = model_path(config.model)
-    if not has_tokenizer(path):  # said before the model is loaded
+    if not has_tokenizer(path):  # checked before the model is loaded
         raise ModelNotFound(f"{path} has no tokenizer.json, which a prompt of text needs; copy the model's file there")
     usage = asyncio.run(_generate(config, _standard_input() if prompt == "-" else prompt, params))
     seconds = (usage.prefill_ms + usage.decode_ms) / 1000

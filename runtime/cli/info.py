@@ -24,7 +24,7 @@ MEASURE_HELP = (
 def info(
     *, measure: Annotated[Path | None, Parameter(help=MEASURE_HELP)] = None, memory: InfoFlags | None = None
 ) -> None:
-    """Print the abilities of this machine. Raises ConfigError."""
+    """Print the instruction sets and threads of this machine. Raises ConfigError."""
     config = settings_from(None, memory).engine
     cpus = pick_cpus(config)
     isa = pick_isa(config)

@@ -1,4 +1,4 @@
-"""How a command leaves when it is interrupted where nothing has to be cleaned up, as during imports and loading."""
+"""The immediate exit of a command that is interrupted where no cleanup is needed, as during imports and loading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def leave(*_: object) -> NoReturn:
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process at once: threads that read and pack weights cannot be interrupted."""
+    """Make Ctrl-C end the process at once: threads that read and pack weights cannot be interrupted."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, leave)

@@ -54,7 +54,7 @@ METADATA_HELP = "KEY=VALUE pairs that are copied to the result."
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """The report, and where it goes; each field is followed by its help text."""
+    """The report and its destination; each field is followed by its help text."""
 
     percentile_metrics: str = ",".join(METRICS)
     "Metrics to print: ttft, tpot, itl, e2el, client_queue_time, e2el_including_client_queue."
@@ -123,7 +123,7 @@ def loadtest(
     )
     parsed = _ParsedOptions.of(test)
     runs = uvloop.run(_loadtest(test, parsed))
-    for run in runs if parsed.points else ():  # a single run says it above its results
+    for run in runs if parsed.points else ():  # a single run prints the warning above its results
         if (warning := lateness(run.summary, parsed.percentiles)) is not None:
             sys.stdout.flush()
             print(f"quire: warning: at {run.label}, {warning}", file=sys.stderr)
@@ -206,7 +206,7 @@ def _at_load(test: LoadTest, point: LoadPoint) -> LoadTest:
 
 
 def _folder(test: LoadTest) -> SweepFolder | None:
-    """Return the folder of the sweep, which recognizes runs by all options but the output's and the token."""
+    """Return the folder of the sweep, which identifies runs by all options except the output's and the token."""
     if test.output.sweep_dir is None:
         return None
     settings = {"load": asdict(test.load), "sampling": asdict(test.sampling), "target": asdict(test.target)}
@@ -230,7 +230,7 @@ async def _run(test: LoadTest, parsed: _ParsedOptions, target: OpenTarget, label
 
 
 def _say(test: LoadTest, line: str) -> None:
-    """Print a line of progress, also when the output is no terminal."""
+    """Print a line of progress, even if the output is not a terminal."""
     if not test.output.disable_tqdm:
         print(line, file=sys.stderr, flush=True)
 
@@ -286,7 +286,7 @@ def _run_options(
 
 
 def _save(test: LoadTest, summary: dict[str, Any]) -> None:
-    """Write the result if that is wanted. Raises ConfigError if it cannot be written."""
+    """Write the result if an option asks for it. Raises ConfigError if it cannot be written."""
     if not test.output.save_result:
         return
     folder = test.output.result_dir or Path()

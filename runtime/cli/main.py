@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ..common.errors import QuireError
 
 PIPE_CLOSED = 141
-LEAST_SIMILARITY = 0.75  # similarity of an unknown flag and its suggestion; flags have many parts in common
-FLAGS_ELSEWHERE = {  # a flag of vLLM or llama-server -> those here
+LEAST_SIMILARITY = 0.75  # least similarity of an unknown flag and its suggestion; many flags have common parts
+FLAGS_ELSEWHERE = {  # a flag of vLLM or llama-server -> flags here
     "--api-key": ("--token",),
     "--ctx-size": ("--max-model-len",),
     "-c": ("--max-model-len",),
@@ -35,7 +35,7 @@ FLAGS_ELSEWHERE = {  # a flag of vLLM or llama-server -> those here
     "--tensor-parallel-size": ("--threads", "--engine-processes"),
 }
 
-COMMANDS_ELSEWHERE = {  # a command of other servers -> what does it here
+COMMANDS_ELSEWHERE = {  # a command of other servers -> the command here
     "run": "`quire generate MODEL PROMPT` continues a prompt, `quire serve MODEL` serves chats",
     "chat": "`quire serve MODEL` has a page for chats, at its HTTP port",
     "pull": "`hf download ORG/NAME --local-dir NAME` gets a model (pip install huggingface_hub), `quire serve ./NAME` "
@@ -52,7 +52,7 @@ COMMANDS_ELSEWHERE = {  # a command of other servers -> what does it here
 
 def main() -> None:
     """Run the command line of this process and exit."""
-    signal.signal(signal.SIGINT, leave)  # a KeyboardInterrupt during an import would not always come through
+    signal.signal(signal.SIGINT, leave)  # a KeyboardInterrupt during an import may be swallowed
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")  # some terminals cannot show every character
@@ -91,7 +91,7 @@ def run(arguments: Sequence[str]) -> int:
         _discard(sys.stdout, sys.stderr)
         return PIPE_CLOSED
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EIO) or error.filename is not None:  # a file that was named
+        if error.errno not in (errno.ENOSPC, errno.EIO) or error.filename is not None:  # a file named by the user
             raise
         print(f"quire: standard output cannot be written: {error.strerror}", file=sys.stderr)
         _discard(sys.stdout)
@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _with_standard_input(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments in a form that the library takes if one is `-`, which is no value for the library.
+    """Return the arguments in a form that lets the library accept `-` as a value.
 
     `--flag -` becomes `--flag=-`, and arguments that belong to no flag come last, in order, after `--`.
     """
@@ -110,7 +110,7 @@ def _with_standard_input(arguments: Sequence[str]) -> list[str]:
     from .app import app
 
     chain, apps, given = app.parse_commands(arguments[:end])
-    if not chain or chain[-1].startswith("-"):  # no command, or the help or version in place of one
+    if not chain or chain[-1].startswith("-"):  # no command, or a flag for help or version
         return list(arguments)
     collection = apps[-1].assemble_argument_collection(parse_docstring=False)
     takes_value = {name for argument in collection if argument.token_count()[0] for name in argument.names}
@@ -151,7 +151,7 @@ def _with_flags(error: QuireError, arguments: Sequence[str]) -> str:
 
 
 def _in_our_words(error: CycloptsError) -> str:
-    """Return the fault of the command line; the library's own texts use its internal terms."""
+    """Return the fault of the command line in Quire's terms; the library's texts use internal terms."""
     from cyclopts import (
         CoercionError,
         MissingArgumentError,

@@ -125,7 +125,7 @@ def _text(path: Path) -> Iterator[Row]:
 
 
 def _images(path: Path) -> Iterator[Row]:
-    """Yield whether the model has a vision tower that is supported, and the tokens that images take."""
+    """Yield whether the model has a supported vision tower, and the tokens of images."""
     if is_gguf(path) or is_encoder(path) or "vision_config" not in read_config(path):
         return
     spec = read_vision(path)
@@ -137,7 +137,7 @@ def _images(path: Path) -> Iterator[Row]:
 
 
 def _image_tokens(path: Path) -> str:
-    from PIL import Image  # here: other models need no Pillow
+    from PIL import Image  # imported here, because other models need no Pillow
 
     from ..engine.images import read_image_processor
 

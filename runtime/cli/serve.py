@@ -1,9 +1,9 @@
 """`quire serve`: run one server and its engine processes until a signal ends them.
 
 The first SIGTERM or SIGINT drains the server: it refuses new requests, and running ones have `--shutdown-timeout`
-seconds to finish. While the model loads, it ends the start. The second exits immediately, engine processes included.
-The exit status after SIGINT is 130. SIGHUP reloads the keys and the certificate. Standard output gets one line, the
-ready line, once both ports answer; it is JSON if the logs are. The last line of the log is "stopped".
+seconds to finish. While the model loads, the signal ends the start. A second signal exits immediately, including engine
+processes. The exit status after SIGINT is 130. SIGHUP reloads the keys and the certificate. Standard output gets one
+line, the ready line, once both ports answer; it is JSON if the logs are. The last line of the log is "stopped".
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ..workers.loading import shown_loading, terminal
 from .flags import LimitFlags, MachineFlags, MemoryFlags, ModelFolder, SchedulingFlags, ServerFlags, settings_from
 from .stop_signal import StopSignal, run_until_signal
 
-# Options of an engine that an API server uses itself.
+# Engine options that an API server also uses.
 TEXT_OPTIONS = (
     "model",
     "embedding_model",
@@ -101,7 +101,7 @@ async def _start_and_serve(settings: Settings, stop: StopSignal) -> None:
 
 
 async def _together(first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B]) -> tuple[A, B]:
-    """Run both and return what they return. The first error ends the other one, and is raised when that has ended."""
+    """Run both and return their results. The first error ends the other one, and is raised after that."""
     tasks = asyncio.create_task(first), asyncio.create_task(second)
     try:
         found = await asyncio.gather(*tasks)
@@ -194,7 +194,7 @@ def _ready_line(settings: Settings, engine: Engine[Core], server: Server) -> str
 
 
 def _ready_json(settings: Settings, engine: Engine[Core], server: Server) -> str:
-    """Return the ready line as an event like the log's."""
+    """Return the ready line as a log event."""
     info = engine.info
     scheme = "http" if settings.server.tls_cert is None else "https"
     fields = {

@@ -1,6 +1,6 @@
 """The end of a command that serves: the first SIGINT or SIGTERM drains it, the second exits immediately.
 
-While it starts, the first ends the start.
+During the start, the first signal ends the start.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..common.errors import QuireError
 from .interrupts import INTERRUPTED, exit_status
 
 CANCEL_TIMEOUT_S = 1.0  # time to end a start; a thread that loads a model may not end in time
-THREADS_TIMEOUT_S = 0.5  # time for threads that work on a text, when everything else is closed
-ERROR_TIMEOUT_S = 5.0  # likewise, when the error is to be printed meanwhile
+THREADS_TIMEOUT_S = 0.5  # time for threads that process a text, after everything else is closed
+ERROR_TIMEOUT_S = 5.0  # likewise, if an error has to be printed
 
 _log = structlog.get_logger("quire.shutdown")
 
@@ -32,9 +32,9 @@ def run_until_signal(main: Callable[[StopSignal], Coroutine[Any, Any, None]]) ->
 
 
 async def _then_exit(main: Callable[[StopSignal], Coroutine[Any, Any, None]]) -> signal.Signals:
-    """Run `main` until a signal ended it, and log that.
+    """Run `main` until a signal ended it, and log the signal.
 
-    Neither the event loop nor the interpreter waits for threads after it.
+    Afterwards, neither the event loop nor the interpreter waits for threads.
     """
     try:
         number = await until_signal(main)
@@ -47,7 +47,7 @@ async def _then_exit(main: Callable[[StopSignal], Coroutine[Any, Any, None]]) ->
 
 
 async def until_signal(main: Callable[[StopSignal], Coroutine[Any, Any, None]]) -> signal.Signals:
-    """Run `main` until a signal ended it, and return that."""
+    """Run `main` until a signal ended it, and return the signal."""
     stop = StopSignal()
     running = asyncio.create_task(main(stop))
     stop.cancel_start = running.cancel
@@ -85,7 +85,7 @@ class StopSignal:
 
 
 def _exit_soon(status: int, timeout_s: float, error: str | None = None) -> None:
-    """Have the process exit with `status` after a time: the interpreter waits for threads without a limit."""
+    """Exit with `status` after a time, because the interpreter waits for threads without a limit."""
     timer = threading.Timer(timeout_s, _exit_now, (status, error))
     timer.daemon = True
     timer.start()

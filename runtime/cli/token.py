@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from ..server import check_tenant_name, hash_key
 
-KEY_BYTES = 32  # random bytes: too many to try all keys, so the hash need not be slow
+KEY_BYTES = 32  # random bytes: too many for a brute-force search, so the hash need not be slow
 
 
 def token(tenant: Annotated[str, Parameter(help="Name of the tenant.")], /) -> None:

@@ -1,4 +1,4 @@
-"""Percentiles and summaries of latencies, for all tools. Percentiles are linear between neighbors, as vLLM's are."""
+"""Percentiles and summaries of latencies, for all tools. Percentiles are interpolated linearly, as in vLLM."""
 
 from __future__ import annotations
 

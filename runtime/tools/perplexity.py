@@ -1,7 +1,7 @@
 """Perplexity of a model on a text, and the distance of its predictions from another model's.
 
-Windows, scored tokens and error bars follow llama.cpp's llama-perplexity, so that figures can be compared. Logits
-exist for a few rows at a time only, and each row is reduced to a handful of numbers at once.
+Windows, scored tokens and error bars follow llama.cpp's llama-perplexity, so that figures can be compared. Only a few
+rows of logits exist at a time, and each row is reduced to a few numbers at once.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Windows:
 def plan_windows(num_tokens: int, context: int, stride: int | None = None, max_windows: int | None = None) -> Windows:
     """Return the windows of a text of `num_tokens` tokens, at most `max_windows` of them.
 
-    Without `stride`, windows of `context` tokens follow each other and the second half of each is scored. With it,
-    windows of `context + stride // 2` tokens begin every `stride` tokens, and the last `stride` tokens of each are
-    scored. Raises ConfigError if the text is too short, or a size does not fit.
+    Without `stride`, windows of `context` tokens follow each other and the second half of each is scored. With
+    `stride`, windows of `context + stride // 2` tokens begin every `stride` tokens, and the last `stride` tokens of
+    each are scored. Raises ConfigError if the text is too short, or a size does not fit.
     """
     if context < 4:
         raise ConfigError(f"context must be at least 4 tokens, not {context}")
@@ -158,7 +158,7 @@ def measure_perplexity(
     bos: int | None,
     on_window: Callable[[float], None],
 ) -> Perplexity:
-    """Score all windows, and call `on_window` with the perplexity so far after each. The runner must run nothing else.
+    """Score all windows, and call `on_window` with the perplexity so far after each. The runner must be idle.
 
     Raises ConfigError for a token id that the model does not have, GenerationFailed if logits are not finite numbers.
     """
@@ -218,9 +218,9 @@ def _token_ids(token_ids: Sequence[int], windows: Windows, bos: int | None) -> I
 def _scored_logits(
     runner: ModelRunner, tables: Tables, token_ids: Sequence[int], first_scored: int
 ) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-    """Yield the logits [rows, vocab] of the scored rows, and the first of these rows. The next one overwrites them.
+    """Yield the logits [rows, vocab] of the scored rows, and the first of these rows.
 
-    The last token's logits predict nothing and are not computed.
+    The next iteration overwrites them. The last token's logits have no token to predict and are not computed.
     """
     position = 0
     end = len(token_ids) - 1

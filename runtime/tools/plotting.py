@@ -1,6 +1,6 @@
 """matplotlib, the optional extra `plot`: loading it, and drawing a figure as inline SVG in the style of the reports.
 
-Pictures on one page must not affect each other or the page: their ids are unique, and they contain no styles.
+Pictures on one page must not affect each other or the page: their ids are unique, and they contain no page-wide styles.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class SvgFigure:
 
 @contextmanager
 def svg_figure(option: str, width_in: float, height_in: float) -> Iterator[SvgFigure]:
-    """Give an empty figure to draw on, and render it when the block ends. Raises MissingDependency."""
+    """Yield an empty figure, and render it when the block ends. Raises MissingDependency."""
     pyplot = load_pyplot(option)
     with pyplot.rc_context(STYLE):
         picture = SvgFigure(pyplot.figure(figsize=(width_in, height_in), layout="constrained"))

@@ -1,4 +1,4 @@
-"""Measurements of one engine: speed by shape and its share of the roofline, step overhead, the worth of a KV cache."""
+"""Measurements of one engine: speed by shape and its share of the roofline, step overhead, the gain of a KV cache."""
 
 from .cache_comparison import CacheComparison, compare_cache
 from .embedding import EmbeddingResult, measure_embedding

@@ -1,4 +1,4 @@
-"""Measure the gain of a KV cache: generate the same tokens with the cache, and by recomputing everything for each.
+"""Measure the gain of a KV cache: generate tokens with the cache, and by recomputing the whole sequence for each.
 
 Both runs use the same kernels and pages; the uncached one starts from position 0 every time. The tokens must be equal;
 without the cache the time per token grows with the sequence.
@@ -58,7 +58,7 @@ class CacheComparison:
 
 
 def compare_cache(runner: ModelRunner, prompt_tokens: int, new_tokens: int) -> CacheComparison:
-    """Generate `new_tokens` (at least 2) greedily after a random prompt, twice. The runner must run nothing else.
+    """Generate `new_tokens` (at least 2) greedily after a random prompt, twice. The runner must be idle.
 
     Raises ConfigError where the pool is too small.
     """

@@ -1,4 +1,4 @@
-"""How many texts of a length an encoder embeds per second, in requests of some texts."""
+"""The speed of an encoder: texts of one length per second, in requests of several texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingResult:
-    """One shape: texts of a request x tokens of a text."""
+    """The result of one shape: texts per request x tokens per text."""
 
     num_texts: int
     text_tokens: int

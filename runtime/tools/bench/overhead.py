@@ -1,8 +1,8 @@
 """Measure the cost of a step besides its kernels: the Python between and around them, per running sequence.
 
 The bundled model serves 32 users through the whole engine; their output is encoded as TOKENS frames and counted in the
-metrics, as in the server. These costs do not depend on the model, so the bundled one, which has a tokenizer, always
-serves. Only steps in which all users decode are counted.
+metrics, as in the server. These costs do not depend on the model, so the measurement always uses the bundled one, which
+has a tokenizer. Only steps in which all users decode are counted.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _DecodeTimes(PrometheusObserver):
             self._kernels_s += kernels_s
             self._frames_after_s = (
                 self.frames_s
-            )  # up to the step before: the frames of a step are made during the next one
+            )  # up to the previous step: the frames of a step are made during the next one
 
     def per_sequence(self) -> StepOverhead:
         steps = self._steps

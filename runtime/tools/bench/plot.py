@@ -91,7 +91,7 @@ def _draw_roofline(axes: Any, roofline: Roofline, intensities: Sequence[float]) 
 
 
 def _label_points(axes: Any, points: Sequence[tuple[str, float, float, str]], limits: Sequence[Line]) -> None:
-    """Put each label at the nearest offset from its point where it covers nothing, with a leader line if far away."""
+    """Put each label at the nearest free offset from its point, with a leader line if that is far away."""
     taken = [axes.get_legend().get_window_extent(), *(text.get_window_extent() for text in axes.texts)]
     taken += [_box(axes, x, y, 7) for _, x, y, _ in points]
     for (x0, y0), (x1, y1) in limits:

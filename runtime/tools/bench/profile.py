@@ -56,7 +56,7 @@ class MachineProfile(msgspec.Struct, frozen=True, kw_only=True):
     rooflines: tuple[MeasuredRoofline, ...]
 
     def configure(self, config: EngineConfig) -> tuple[EngineConfig, Roofline]:
-        """Return `config` with a number of threads, this machine's unless it has one, and the roofline for both.
+        """Return `config` with a number of threads, by default this machine's, and the roofline for it.
 
         Between two measured numbers of threads the roofline is interpolated. Raises ConfigError for a level or a number
         of threads that the profile does not cover.
@@ -89,7 +89,7 @@ def _interpolate(measured: Sequence[MeasuredRoofline], threads: int) -> Roofline
 def measure_profile(isa: str, threads: int, report: Callable[[str], None]) -> MachineProfile:
     """Measure each ISA level on 1, 2, 4 and so on threads up to the CPUs, some three seconds each.
 
-    `isa` and `threads` are what an engine on this machine chooses. Calls `report` with the name of each measurement.
+    `isa` and `threads` are the choices of an engine on this machine. Calls `report` with the name of each measurement.
     Raises ConfigError if there is too little memory.
     """
     rooflines = []

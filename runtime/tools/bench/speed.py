@@ -1,8 +1,8 @@
 """Measure the speed of prefill and of decode through the whole engine: queue, scheduler, kernels, sampling.
 
 Prefill is the time until every user has its first token. Decode is timed in a second run, over steps in which all users
-decode and none prefills. The difference of two runs would flatter decode: with chunked prefill, early users decode
-beside later prompts. Prompts are random ids and EOS is ignored, so every user does the same work. The machine's
+decode and none prefills. The difference of two runs would overstate decode: with chunked prefill, early users decode
+during later prefills. Prompts are random ids and EOS is ignored, so every user does the same work. The machine's
 roofline is measured before the shapes, and after each shape if the last measurement is older than a second.
 """
 
@@ -97,7 +97,7 @@ def _parse_shape(text: str) -> Shape:
 
 
 def bench_config(config: EngineConfig, shapes: list[Shape], new_tokens: int) -> EngineConfig:
-    """Return `config` with room for the largest shape, and without prefix caching: runs must not reuse each other.
+    """Return `config` with room for the largest shape and without prefix caching, so that runs do not reuse pages.
 
     Raises ModelError, or ConfigError if the model has too few positions.
     """
@@ -211,7 +211,7 @@ def _prefill_steps(config: EngineConfig, shape: Shape) -> int:
 
 
 def time_generation(llm: LLM, generator: random.Random, shape: Shape, new_tokens: int) -> float:
-    """Generate exactly `new_tokens` for each user and return the seconds that it took."""
+    """Generate exactly `new_tokens` for each user and return the duration in seconds."""
     vocab = llm.engine.core.runner.spec.vocab_size
     low, high = (10, min(8000, vocab)) if vocab > 20 else (0, vocab)
     prompts = [[generator.randrange(low, high) for _ in range(shape.prompt_tokens)] for _ in range(shape.batch)]

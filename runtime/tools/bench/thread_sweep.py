@@ -1,4 +1,4 @@
-"""The same shapes on several thread counts: how speed scales, beside the roofline measured at each count."""
+"""The same shapes on several thread counts: the scaling of speed, and the roofline measured at each count."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _parse_count(text: str, value: str) -> int:
 def least_op_seconds(threads: int, isa: str) -> float:
     """Return the seconds of a linear layer with one block of 32 x 32 weights for each thread, the median of passes.
 
-    The arithmetic takes about 0.1 µs; the rest is what an op costs whatever its size: sharing it, waiting until it is
-    done, and one 256th of starting a step.
+    The arithmetic takes about 0.1 µs; the rest is the fixed cost of an op: distributing it, waiting for its end, and
+    one 256th of the start of a step.
     """
     nbytes = packed_nbytes(BLOCK * threads, BLOCK, "f32")
     weight = PackedMatrix(BLOCK * threads, BLOCK, "f32", map_memory(nbytes))

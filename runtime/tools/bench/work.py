@@ -22,7 +22,7 @@ Contexts = tuple[int, ...]  # [sequences]: tokens in the KV cache after one step
 class Work:
     """Bytes and operations of a phase."""
 
-    weight_bytes: int  # packed weights, once per step, without the embedding, of which steps read a few columns
+    weight_bytes: int  # packed weights, once per step, without the embedding: steps read only a few of its columns
     kv_bytes: int  # stored bytes, with the scales of int8, once per step and sequence
     ops: dict[DType, int]  # multiplications and additions, by operand dtype
 
@@ -88,7 +88,7 @@ def _work(runner: ModelRunner, rows: int, samples: int, steps: Sequence[Contexts
         if isinstance(op, Linear):
             weight = op.weight
             read = 1.0
-            of = samples if op.maxima is not None else rows  # only the lm_head leaves maxima
+            of = samples if op.maxima is not None else rows  # only the lm_head computes maxima
         elif isinstance(op, ExpertLinear):
             weight = op.weights[0]
             of = rows * op.routing.top_k

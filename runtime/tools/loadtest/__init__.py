@@ -1,4 +1,4 @@
-"""Load tests: send requests to a server, and report the latencies that its users see."""
+"""Load tests: send requests to a server, and report the latencies of its users."""
 
 from .options import ClientBehavior, DatasetOptions, LoadOptions, Pacing, SamplingOptions, TargetOptions
 

@@ -1,7 +1,7 @@
 """Draw the charts of a load test as inline SVG with matplotlib, the optional extra `plot`.
 
-Text of users or servers must not get into a picture: it would not be escaped. Runs differ by color and dash, and the
-page has the legend. Percentiles are drawn on a probit axis, on which a normal distribution's are equally spaced, so
+Text of users or servers must not appear in a picture, where it would not be escaped. Runs differ by color and dash, and
+the page has the legend. Percentiles are drawn on a probit axis, on which a normal distribution is a straight line, so
 that p99 is as easy to read as p50.
 """
 
@@ -108,7 +108,7 @@ def draw_timeline(timeline: RunTimeline) -> str:
 
 
 def draw_parts(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """Draw where the time of requests went: a bar per row, of the mean milliseconds of each of LATENCY_PARTS."""
+    """Draw the division of the requests' time: a bar per row, with the mean milliseconds of each of LATENCY_PARTS."""
     with svg_figure(OPTION, 10.6, 0.75 + 0.36 * len(rows)) as picture:
         axes = picture.figure.subplots()
         left = np.zeros(len(rows))

@@ -22,7 +22,7 @@ from .results import LoadTestRun, percentile_key
 from .sender import LoadProgress
 
 PROGRESS_INTERVAL_S = 0.5
-LATE_MS = 10.0  # a generator that is later than this made another load than was wanted
+LATE_MS = 10.0  # lateness above which the load differs from the requested one
 MAX_SHOWN_MESSAGES = 3
 SWEEP_WIDTH = 140
 METRIC_NAMES = {
@@ -64,7 +64,7 @@ def print_sweep(runs: Sequence[LoadTestRun], metrics: Sequence[str], percentiles
 
 
 def _measured(metrics: Sequence[str], result: Mapping[str, Any]) -> Sequence[str]:
-    """Return the metrics without the ones about tokens after the first, which a request for vectors does not have."""
+    """Return the metrics, for vectors without the metrics of tokens after the first."""
     if _embeds(result):
         return [metric for metric in metrics if metric not in ("tpot", "itl")]
     return metrics
@@ -79,7 +79,7 @@ def _pair(median: float | None, highest: float | None) -> str:
 
 
 def lateness(result: Mapping[str, Any], percentiles: Sequence[float]) -> str | None:
-    """Return a warning if the load generator was late, so that the load was another one than was wanted."""
+    """Return a warning if the load generator was late, so that the load differed from the requested one."""
     highest = percentile_key(max(percentiles)) if percentiles else "mean"
     late = result["x_quire"].get("generator_delay_ms", {}).get(highest, 0.0)
     if late <= LATE_MS:

@@ -1,6 +1,6 @@
 """The requests of each dataset: random prompts, repeated prefixes, recorded traces, ShareGPT and files of prompts.
 
-The same options and seed give the same requests, however many of them are taken.
+The same options and seed give the same requests, regardless of their number.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def dataset_requests(
 
 
 def read_trace(options: DatasetOptions, limit: int | None) -> list[Arrival]:
-    """Return the first `limit` requests of a recorded trace, the first of them at time 0. Raises ConfigError."""
+    """Return the first `limit` requests of a recorded trace, beginning at time 0. Raises ConfigError."""
     return TRACE_READERS[options.dataset_name](_path(options), min(limit or MAX_REQUESTS, MAX_REQUESTS))
 
 
@@ -126,7 +126,7 @@ def trace_requests(arrivals: Iterable[Arrival], tokens: RandomTokens) -> Iterato
 
 
 def warmup_requests(like: LoadRequest, number: int, tokens: RandomTokens) -> list[LoadRequest]:
-    """Return `number` requests as long as `like`, of tokens of their own: they must not fill the prefix cache."""
+    """Return `number` requests as long as `like`, with different tokens, which other prompts do not share."""
     return [
         LoadRequest(tokens.draw(len(like.prompt), WARMUP, index), like.prompt_tokens, like.max_tokens)
         for index in range(number)
@@ -135,7 +135,7 @@ def warmup_requests(like: LoadRequest, number: int, tokens: RandomTokens) -> lis
 
 # Prompts of text: ShareGPT's conversations, and files with one prompt per line
 
-SHAREGPT_MIN_TOKENS = 4  # vLLM's limits, as the next two
+SHAREGPT_MIN_TOKENS = 4  # vLLM's limits, like the next two
 SHAREGPT_MAX_PROMPT = 1024
 SHAREGPT_MAX_TOTAL = 2048
 CUSTOM_OUTPUT_LEN = 256

@@ -1,7 +1,7 @@
 """The latencies of a request, defined once for results, goodput and charts: TTFT, TPOT, ITL, E2EL, schedule delay.
 
 The definitions are those of `vllm bench serve`: they count from sending, at the client, to the last chunk that had
-tokens. The time that a request waited before it was sent is a latency of its own, `schedule_delay_s`.
+tokens. The time that a request waited before it was sent is a separate latency, `schedule_delay_s`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def e2el_s(record: RequestRecord) -> float | None:
 
 
 def schedule_delay_s(record: RequestRecord) -> float:
-    """Return how late the request was sent. A slow load generator shows here, not in the other latencies."""
+    """Return the delay with which the request was sent. A slow load generator affects only this latency."""
     return record.sent_s - record.scheduled_s
 
 

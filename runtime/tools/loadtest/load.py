@@ -24,7 +24,7 @@ DEFAULT_PROMPTS = 1000  # prompts of a run without a duration
 
 @dataclass(frozen=True, slots=True)
 class PromptVocabulary:
-    """The material of prompts. None: not available for this server."""
+    """The sources of prompts. None: not available for this server."""
 
     size: int
     count_tokens: CountTokens | None = None
@@ -72,7 +72,7 @@ def _dataset(
 
 
 def _trace(options: LoadOptions, tokens: RandomTokens, count: int | None) -> TimesAndRequests:
-    """Use the recorded times, rescaled to the request rate; without `self_timed`, those of the pacing."""
+    """Use the recorded times, rescaled to the request rate; without `self_timed`, the times of the pacing."""
     pacing = options.pacing
     arrivals = read_trace(options.dataset, count)
     times: list[float] | None = None
@@ -88,7 +88,7 @@ def _trace(options: LoadOptions, tokens: RandomTokens, count: int | None) -> Tim
 
 
 def _warmups(first: LoadRequest, number: int, tokens: RandomTokens) -> list[LoadRequest]:
-    """Return warm-up requests like the first one; where it is text, with its words from last to first.
+    """Return warm-up requests like the first one; where it is text, with its words in reverse order.
 
     They must not leave the first request's prompt in the prefix cache.
     """
@@ -115,7 +115,7 @@ def _with_behavior(requests: Iterable[LoadRequest], options: LoadOptions) -> Ite
 def _as_text(request: LoadRequest, vocabulary: PromptVocabulary) -> LoadRequest:
     """Convert random tokens to text for a server that takes only text.
 
-    That text may have another number of tokens; the result reports the server's count.
+    The text may have a different number of tokens; the result reports the server's count.
     """
     if isinstance(request.prompt, str) or not vocabulary.only_text:
         return request
@@ -124,7 +124,7 @@ def _as_text(request: LoadRequest, vocabulary: PromptVocabulary) -> LoadRequest:
     return replace(request, prompt=vocabulary.to_text(request.prompt))
 
 
-# When requests are sent
+# Times of requests
 
 
 def draw_times(pacing: Pacing, count: int | None, seed: int) -> list[float]:
@@ -139,7 +139,7 @@ def draw_times(pacing: Pacing, count: int | None, seed: int) -> list[float]:
 
 
 def ramp_rate(pacing: Pacing, index: int, count: int) -> float:
-    """Return the requests per second when request `index` of `count` is sent."""
+    """Return the request rate at request `index` of `count`."""
     start, end = pacing.ramp_up_start_rps, pacing.ramp_up_end_rps
     if pacing.ramp_up_strategy is None or start is None or end is None:
         return pacing.request_rate

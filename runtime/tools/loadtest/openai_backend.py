@@ -28,11 +28,11 @@ MAX_MESSAGE = 300  # characters of an error response that are kept
 
 @dataclass(frozen=True, slots=True)
 class OpenAITarget:
-    """How to connect to an OpenAI-compatible server, and what all requests have in common."""
+    """An OpenAI-compatible server: its address, and the common fields of all requests."""
 
     base_url: str  # http://HOST:PORT
     endpoint: str = COMPLETIONS
-    model: str | None = None  # None: the first that the server lists
+    model: str | None = None  # None: the first model that the server lists
     api_key: str | None = None
     body: Mapping[str, Any] = field(default_factory=dict)  # fields of every request: sampling parameters, ignore_eos
     num_connections: int = 1  # opened before the run; more are opened on demand
@@ -140,7 +140,7 @@ class _EventStream:
         return [event for line in lines if line.startswith(b"data:") and (event := self._event(line[5:].strip()))]
 
     def end(self) -> StreamEnd:
-        """Return how the stream ended. Raises RequestFailed if it is incomplete."""
+        """Return the end of the stream. Raises RequestFailed if it is incomplete."""
         if self._finish_reason is None:
             raise RequestFailed("INCOMPLETE", "the stream ended without a finish reason")
         details = self._usage.prompt_tokens_details
@@ -200,7 +200,7 @@ async def _first_model(base_url: str, session: aiohttp.ClientSession) -> str:
 
 
 async def _connect(target: OpenAITarget, session: aiohttp.ClientSession) -> None:
-    """Open all connections with a request each. Opening them during a burst would count as time of the server."""
+    """Open all connections with a request each: opening them during a burst would count as the server's time."""
     url = target.base_url.rstrip("/") + MODELS
 
     async def ask() -> None:

@@ -33,7 +33,7 @@ MAX_VOCAB_SIZE = 10_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions:
-    """Which server is put under load."""
+    """The server under load."""
 
     backend: Literal["quire", "openai"] = "quire"
     "Protocol: Quire's own, or OpenAI's API over HTTP."
@@ -99,7 +99,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
-    """Which requests are sent."""
+    """The requests of a load test."""
 
     dataset_name: DatasetName = "random"
     (
@@ -142,8 +142,8 @@ class DatasetOptions:
 class Pacing:
     """When requests are sent.
 
-    Open loop: at `request_rate` or by the ramp, however slow the server is. Closed loop, where the rate is inf and
-    `max_concurrency` is given: that many users, each of which sends its next request when its last one has ended.
+    Open loop: at `request_rate` or by the ramp, independent of the server's speed. Closed loop, with rate inf and a
+    `max_concurrency`: this number of users, each of which sends its next request when the previous one has ended.
     """
 
     request_rate: float = math.inf
@@ -172,7 +172,7 @@ class Pacing:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientBehavior:
-    """How clients behave, chosen at random for each request."""
+    """The behavior of clients, chosen at random for each request."""
 
     cancel_rate: float = 0.0
     "Share of requests, 0 to 1, that their client cancels at a random token of the answer."
@@ -184,7 +184,7 @@ class ClientBehavior:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Which requests are sent, when, and how their clients behave."""
+    """The requests of a load test, their times, and the behavior of clients."""
 
     dataset: DatasetOptions = field(default_factory=DatasetOptions)
     pacing: Pacing = field(default_factory=Pacing)

@@ -1,4 +1,4 @@
-"""Send requests to a Quire server through AsyncClient, so that a load test times what a client sees."""
+"""Send requests to a Quire server through AsyncClient, so that a load test measures from a client's view."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .records import LoadRequest, ReceivedChunk, RequestFailed, StreamEnd
 
 @dataclass(frozen=True, slots=True)
 class QuireTarget:
-    """How to connect to Quire servers, and what all requests have in common."""
+    """Quire servers: their addresses, and the common fields of all requests."""
 
     address: str  # address, or several, with commas between them
     token: str | None = None
-    tls: bool | Path = False  # a path: of the CA's file
+    tls: bool | Path = False  # a path: the CA's file
     num_connections: int = 1
     params: SamplingParams = field(default_factory=SamplingParams)  # parameters of every request, except max_tokens
     deadline_ms: int | None = None

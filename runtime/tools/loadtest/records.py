@@ -1,4 +1,4 @@
-"""The data model of a load test: the request to send, the stream that answers it, and the record of what happened.
+"""The data model of a load test: the request to send, the stream that answers it, and the record of both.
 
 A `Backend` speaks one protocol to the server under load. All times are seconds of `time.perf_counter`.
 """
@@ -14,7 +14,7 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request to send, and how its client behaves."""
+    """One request to send, and the behavior of its client."""
 
     prompt: str | tuple[int, ...]  # text or token ids
     prompt_tokens: int  # 0: unknown
@@ -24,7 +24,7 @@ class LoadRequest:
 
 
 class StreamEnd(NamedTuple):
-    """How a stream ended, with the server's own figures; None where the server reports none."""
+    """The end of a stream, with the server's own figures; None where the server reports none."""
 
     finish_reason: str
     prompt_tokens: int | None = None
@@ -69,7 +69,7 @@ class Backend(Protocol):
 
 
 class RequestRecord(msgspec.Struct):
-    """The sizes of one request, and when each part of its answer arrived. Written while the request runs."""
+    """The sizes of one request, and the arrival times of its answer. Written while the request runs."""
 
     index: int
     prompt_tokens: int  # requested tokens; replaced by the server's count where the server reports one
@@ -89,7 +89,7 @@ class RequestRecord(msgspec.Struct):
     cached_tokens: float | None = None
     text: str = ""
     error_code: str | None = None  # groups errors in the result: a gRPC code name, or HTTP_503
-    slow_reader: bool = False  # read slowly on purpose, see `slow_reader_rate`: its times measure the reader
+    slow_reader: bool = False  # read slowly on purpose, see `slow_reader_rate`: its latencies do not count
 
     @property
     def output_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Write the report of a load test: one self-contained HTML page with inline charts, no scripts and nothing to load.
+"""Write the report of a load test: one self-contained HTML page with inline charts, without scripts or other files.
 
 Text from options, servers and datasets must appear as text, never as markup: the template escapes everything except
 the charts. Every chart has its figures in words as its alternative text.
@@ -147,7 +147,7 @@ def _settings(run: LoadTestRun) -> dict[str, str]:
 
 
 def _arrivals(summary: dict[str, Any]) -> str | None:
-    """Return in words when requests were sent."""
+    """Describe the times at which requests were sent."""
     rate = summary.get("request_rate")
     if rate is None:
         return None
@@ -296,7 +296,7 @@ def _curve(runs: Sequence[LoadTestRun], latencies: Sequence[dict[str, Values]]) 
 
 
 def _load(run: LoadTestRun) -> str:
-    """Return the run's load as a label for charts: never its label, which may hold any text."""
+    """Return the run's load as a label for charts. The run's own label is not used, since it may hold any text."""
     rate = _rate(run)
     if rate is not None and (math.isfinite(rate) or run.summary.get("max_concurrency") is None):
         return f"{rate:g}/s" if math.isfinite(rate) else "all at once"

@@ -1,7 +1,7 @@
 """The result of a run: figures under exactly the keys of `vllm bench serve`, and Quire's own under `x_quire`.
 
-Totals, means and percentiles are of requests that finished. A request that was cancelled on purpose counts neither as
-completed nor as failed; one that was read slowly on purpose counts as completed, but not in the latencies.
+Totals, means and percentiles cover requests that finished. A request that was cancelled on purpose counts neither as
+completed nor as failed. A request that was read slowly on purpose counts as completed, but not in the latencies.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LoadTestRun(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How a run was made, for the result, and which figures the result contains."""
+    """The settings of a run, for the result, and the figures that the result contains."""
 
     backend: str
     duration_s: float
@@ -78,7 +78,7 @@ class RunOptions:
     metric_percentiles: Sequence[float] = (50, 90, 99)
     goodput: Mapping[str, float] = field(default_factory=dict)  # metric -> milliseconds
     metadata: Mapping[str, str] = field(default_factory=dict)
-    generator_delays_s: Sequence[float] = ()  # open loop: how late the generator was, per request
+    generator_delays_s: Sequence[float] = ()  # open loop: delay of the generator, per request
     extra: Mapping[str, Any] = field(default_factory=dict)  # further entries of `x_quire`
 
 
@@ -142,7 +142,7 @@ def _setup(options: RunOptions) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | str:
-    """Return infinity as vLLM writes it: JSON has none."""
+    """Return infinity as a text, like vLLM, since JSON has none."""
     return "inf" if math.isinf(value) else value
 
 
@@ -162,7 +162,7 @@ def _details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
 
 
 def _rate_changes(records: Sequence[RequestRecord], pacing: Pacing) -> list[dict[str, Any]]:
-    """Return when a ramp first reached each whole rate."""
+    """Return the times at which a ramp first reached each whole rate."""
     epoch = datetime.now() - timedelta(seconds=time.perf_counter())
     changes: list[dict[str, Any]] = []
     reached = int(pacing.ramp_up_start_rps or 0) - 1
@@ -213,7 +213,7 @@ def percentile_key(percent: float) -> str:
 
 
 def _num_good(records: Sequence[RequestRecord], limits_ms: Mapping[str, float]) -> int:
-    """Count the requests within every limit. As in vLLM, a single token has no TPOT and so meets any limit of it."""
+    """Count the requests within every limit. As in vLLM, an answer of a single token meets any limit of TPOT."""
     measures = {"ttft": ttft_s, "tpot": tpot_s, "e2el": e2el_s}
     return sum(
         all((measures[metric](record) or 0.0) * 1000 <= limit_ms for metric, limit_ms in limits_ms.items())
@@ -234,7 +234,7 @@ def _max_tokens_per_s(records: Sequence[RequestRecord]) -> float:
 
 
 def _max_concurrent(records: Sequence[RequestRecord]) -> int:
-    """Return the most requests in flight at once. One that ends when another starts does not overlap it."""
+    """Return the most requests in flight at once. Requests do not overlap if one ends when the other starts."""
     events = sorted([(record.sent_s, 1) for record in records] + [(record.token_times[-1], -1) for record in records])
     running = highest = 0
     for _, change in events:
@@ -251,8 +251,8 @@ def _x_quire(
 ) -> dict[str, Any]:
     """Return Quire's own figures.
 
-    `…_from_schedule_ms` count from when a request was due, so that a generator or a concurrency limit that sends late
-    cannot hide the wait from the result (coordinated omission).
+    `…_from_schedule_ms` count from the scheduled time of a request, so that a late generator or a concurrency limit
+    cannot hide the wait (coordinated omission).
     """
 
     def distribution(seconds: Iterable[float | None]) -> dict[str, float]:

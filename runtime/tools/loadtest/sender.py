@@ -1,7 +1,7 @@
-"""Send the requests of a load test when they are due, and record when each part of the answers arrives.
+"""Send the requests of a load test when they are due, and record the arrival times of the answers.
 
-In an open loop each request is due at a fixed time, whatever happened to earlier requests; how late it was really sent
-is recorded. In a closed loop a request is due as soon as one of the simulated users is free.
+In an open loop each request is due at a fixed time, independent of earlier requests; its delay is recorded. In a closed
+loop a request is due as soon as one of the simulated users is free.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class SendResult:
-    """One record per request of a run, and when the run took place."""
+    """One record per request of a run, and the time of the run."""
 
     records: list[RequestRecord]
     started_s: float  # time.perf_counter
     duration_s: float  # time to the end of the last request
-    generator_delays_s: list[float] = field(default_factory=list)  # open loop: how late the generator was, per request
+    generator_delays_s: list[float] = field(default_factory=list)  # open loop: delay of the generator, per request
 
 
 async def send_open_loop(
@@ -111,9 +111,9 @@ def _new_record(index: int, request: LoadRequest, scheduled_s: float) -> Request
 
 
 async def _sleep_until(due_s: float) -> float:
-    """Sleep until `due_s` and return how many seconds too late this returns.
+    """Sleep until `due_s` and return the delay in seconds.
 
-    The timers of the event loop have a resolution of a millisecond, so this sleeps until the time has really come.
+    The timers of the event loop have a resolution of a millisecond, so this function may sleep several times.
     """
     left_s = due_s - time.perf_counter()
     while left_s > 0:
@@ -184,7 +184,7 @@ def _corrected_counts(counts: list[int], total: int) -> list[int]:
 
 @asynccontextmanager
 async def _paused_garbage_collection() -> AsyncIterator[None]:
-    """Keep the garbage collector from scanning the prepared requests while latencies are measured."""
+    """Disable garbage collection of the prepared requests while latencies are measured."""
     gc.collect()
     gc.freeze()
     try:

@@ -69,7 +69,7 @@ async def run_sweep(
 ) -> list[LoadTestRun]:
     """Run the points until one saturates the server, except the points whose runs the folder already has.
 
-    Raises ConfigError when the folder cannot be used, and what `run` raises.
+    Raises ConfigError when the folder cannot be used, and the errors of `run`.
     """
     runs: list[LoadTestRun] = []
     for point in points:
@@ -97,7 +97,7 @@ def is_saturated(points: Sequence[LoadPoint], runs: Sequence[LoadTestRun]) -> bo
 
 
 class SweepFolder:
-    """The folder in which a sweep saves its runs, and the settings that they have in common.
+    """The folder in which a sweep saves its runs, and their common settings.
 
     Raises ConfigError when the folder cannot be written or holds runs with other settings.
     """

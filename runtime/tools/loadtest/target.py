@@ -1,4 +1,4 @@
-"""Connect to the server under load, and find out what prompts can be made of: its vocabulary and its tokenizer."""
+"""Connect to the server under load, and find its vocabulary and its tokenizer for prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .records import Backend
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORTS = {"quire": 7070, "openai": 8000}
 TOKEN_VARIABLES = {"quire": "QUIRE_TOKEN", "openai": "OPENAI_API_KEY"}
-DEFAULT_NAME = "quire"  # name of a model that its server gives no name
+DEFAULT_NAME = "quire"  # name for a model without a name at its server
 DEFAULT_VOCAB_SIZE = 1000  # below the size of every model's vocabulary
 
 
@@ -48,7 +48,7 @@ async def open_target(
 ) -> AsyncIterator[OpenTarget]:
     """Connect to `address`. `ignore_eos`: the dataset prescribes the length of answers.
 
-    Raises what opening a backend raises.
+    Raises the errors of opening a backend.
     """
     tokenizer = None if options.tokenizer is None else Tokenizer(options.tokenizer)
     token = options.token or os.environ.get(TOKEN_VARIABLES[options.backend]) or None
@@ -91,7 +91,7 @@ def _vocabulary(options: TargetOptions, tokenizer: Tokenizer | None, *, only_tex
 
 
 def _quire_vocabulary(options: TargetOptions, tokenizer: Tokenizer | None, backend: QuireBackend) -> PromptVocabulary:
-    """Count tokens at the server where no tokenizer is given. Loads are made in a thread, so counting may block."""
+    """Count tokens at the server unless a tokenizer is given. Loads are made in a thread, so counting may block."""
     model = backend.model
     loop = asyncio.get_running_loop()
 

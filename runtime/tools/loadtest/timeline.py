@@ -1,4 +1,4 @@
-"""A run over its seconds, as arrays for the charts: requests, errors, tokens, and what the server's metrics showed."""
+"""A run over time, as arrays for the charts: requests, errors, tokens, and the server's metrics."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _binned(times: Values, edges: Values, weights: Values | None = None) -> Valu
 
 
 def _in_flight(begins: Values, ends: Values) -> tuple[Values, Values]:
-    """Return every change of the number of requests in flight; of a long run, its value at equally spaced times."""
+    """Return every change of the number of requests in flight; for a long run, its values at equally spaced times."""
     times = np.sort(np.concatenate([begins, ends]))
     if times.size > MAX_STEPS:
         times = np.linspace(times[0], times[-1], MAX_STEPS)

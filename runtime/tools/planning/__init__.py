@@ -1,4 +1,4 @@
-"""`quire plan`: the memory that serving a model takes, what other data types would change, and the speed to expect."""
+"""`quire plan`: the memory that serving a model takes, the effect of other data types, and the expected speed."""
 
 from .alternatives import Alternative, alternatives
 from .encoder_plan import EncoderPlan, plan_encoder

@@ -1,4 +1,4 @@
-"""The effect of other data types of weights and KV cache: how many sequences fit, and how fast they are."""
+"""The effect of other data types of weights and KV cache on the number of sequences and their speed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_LENGTHS = 5
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Data types of weights and KV cache, and a pool that takes what the rest leaves of a given memory."""
+    """Data types of weights and KV cache, and a pool that takes the rest of a given memory."""
 
     config: EngineConfig
     weights: str  # weights in messages: "q8", or for a mixture "q4_k, q6_k"
@@ -41,11 +41,11 @@ class Alternative:
         return self.num_pages * self.capacity.layout.page_bytes
 
     def sequences(self, length: int) -> int:
-        """Return how many sequences of `length` tokens the pool holds at once."""
+        """Return the number of sequences of `length` tokens that the pool holds at once."""
         return self.num_pages // self.capacity.layout.pages_for(length)
 
     def predict(self, spec: DecoderSpec, roofline: Roofline, shapes: Sequence[Shape]) -> list[Speed | None]:
-        """Return the speed of each shape, None where its users do not run at once."""
+        """Return the speed of each shape; None if its users do not all run at once."""
         cost = roofline_cost(spec, self.capacity, roofline)
         rows = self.config.max_num_batched_tokens
         return [predict_speed(cost, shape, rows) if self._runs(shape) else None for shape in shapes]
@@ -57,7 +57,7 @@ class Alternative:
 
 
 def alternatives(config: EngineConfig, spec: DecoderSpec, capacity: Capacity) -> list[Alternative]:
-    """Return what `config` asks for, then q8 and q4 weights and an int8 KV cache, all in the same memory."""
+    """Return the alternative of `config`, then q8 and q4 weights and an int8 KV cache, all in the same memory."""
     found = [_alternative(config, spec, capacity, capacity)]
     for weights in (config.weights, *WEIGHTS):
         for kv_dtype in dict.fromkeys((config.kv_cache_dtype, KV_DTYPE)):
@@ -99,10 +99,9 @@ def sequence_lengths(longest: int) -> list[int]:
 
 
 def fit_capacity(config: EngineConfig, spec: DecoderSpec, memory_bytes: int, other_bytes: int) -> Capacity:
-    """Return the capacity whose pool takes what the rest leaves of `memory_bytes`.
+    """Return the capacity with a pool that takes the rest of `memory_bytes`.
 
-    `other_bytes` are those of other processes. Raises ConfigError if nothing, or less than `max_model_len` needs, is
-    left.
+    Other processes take `other_bytes`. Raises ConfigError if the rest is too small for `max_model_len`.
     """
     largest = decide_capacity(msgspec.structs.replace(config, kv_cache_memory=UNBOUNDED), spec)
     others = largest.memory.total_bytes - largest.memory.kv_bytes + other_bytes

@@ -46,7 +46,7 @@ class EncoderPlan:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of an engine process and the API server process, with all that it may hold for clients."""
+        """The bytes of an engine process and the API server process, including the limits of clients' data."""
         return sum(self.parts.values())
 
     @property

@@ -1,6 +1,6 @@
 """The table of KV cache sizes of well-known models, which docs/planning.md shows.
 
-This file has the models' published shapes only; the bytes are computed by `KVLayout`.
+This file has only the models' published shapes; `KVLayout` computes the bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draw the memory that serving a model takes: one bar of all parts, and one of the small parts beside it."""
+"""Draw the memory that serving a model takes: one bar for all parts, and one for the small parts."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from ..bench import Roofline, Shape, parse_shapes, read_profile
 from ..simulation import Speed
 from .alternatives import Alternative, alternatives, fit_capacity, sequence_lengths
 
-GRAMMAR_TOKEN_BYTES = 550  # measured: of the tables for structured output, per token
-TOKENIZER_TOKEN_BYTES = 350  # measured: of a tokenizer, per token of vocabularies of 49,152 to 262,144: 264 to 397
+GRAMMAR_TOKEN_BYTES = 550  # measured: bytes per token of the tables for structured output
+TOKENIZER_TOKEN_BYTES = 350  # measured: bytes per token of a tokenizer; 264 to 397 with 49,152 to 262,144 tokens
 SHAPES = "1x128,8x128,32x128"
 
 
@@ -65,7 +65,7 @@ class ServingPlan:
     capacity: Capacity
     server_bytes: dict[str, int]  # purpose -> bytes of the API server process at start
     structured_bytes: dict[str, int]  # purpose -> bytes for structured output in an engine process
-    alternatives: list[Alternative]  # the first is what `settings` asks for
+    alternatives: list[Alternative]  # the first is that of `settings`
     shapes: list[Shape]  # shapes whose speed is predicted
     roofline: Roofline | None  # roofline of the machine profile, if there is one
 
@@ -75,20 +75,20 @@ class ServingPlan:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of an engine process and the API server process, with all that they may hold for clients."""
+        """The bytes of an engine process and the API server process, including the limits of clients' data."""
         others = sum(self.server_bytes.values()) + self.clients.total_bytes + sum(self.structured_bytes.values())
         return self.capacity.memory.total_bytes + others
 
     @property
     def rope_factors(self) -> Literal["short", "long"] | None:
-        """Which factors of LongRoPE all requests have; None for a model without LongRoPE."""
+        """The factors of LongRoPE for all requests; None for a model without LongRoPE."""
         if short_context(self.spec.ropes) is None:
             return None
         return "long" if uses_long_factors(self.spec.ropes, self.capacity.max_model_len) else "short"
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of sequences, in tokens, for which the plan says how many fit."""
+        """The lengths of sequences, in tokens, for which the plan counts sequences."""
         return sequence_lengths(self.settings.engine.max_model_len or self.spec.max_position_embeddings)
 
     @property
@@ -211,7 +211,7 @@ def plan_serving(settings: Settings, target: PlanTarget) -> ServingPlan:
 
 
 def _capacity(settings: Settings, spec: DecoderSpec, memory: str | None, other_bytes: int) -> Capacity:
-    """Return the capacity; `other_bytes` is what `memory` must hold besides the engine process at start."""
+    """Return the capacity; `memory` must also hold `other_bytes` besides the engine process at start."""
     if memory is None:
         return decide_capacity(settings.engine, spec)
     if settings.engine.kv_cache_memory is not None:
@@ -225,7 +225,7 @@ def _capacity(settings: Settings, spec: DecoderSpec, memory: str | None, other_b
 
 
 def _server_start_bytes(tokens: int) -> dict[str, int]:
-    """Return estimates for the API server process at start, without what it shares with engine processes.
+    """Return estimates for the API server process at start, without memory shared with engine processes.
 
     `tokens` is the size of the tokenizer's vocabulary, 0 without a tokenizer.
     """
@@ -233,10 +233,11 @@ def _server_start_bytes(tokens: int) -> dict[str, int]:
 
 
 def _structured_output_bytes(tokens: int) -> dict[str, int]:
-    """Return the memory of structured output; nothing without a tokenizer.
+    """Return the memory of structured output; empty without a tokenizer.
 
-    The first figure is an estimate of a tokenizer and the tables of its vocabulary in an engine process, which has them
-    from the first grammar on. The others are limits, of grammars there and of the API server's processes that try them.
+    The first figure is an estimate of a tokenizer and the tables of its vocabulary, which an engine process has from
+    the first grammar on. The other figures are limits for grammars in that process and for the API server's trial
+    processes.
     """
     return {
         "vocabulary": tokens * (TOKENIZER_TOKEN_BYTES + GRAMMAR_TOKEN_BYTES),
@@ -251,10 +252,10 @@ def _as_keys(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def num_tokens(path: Path, vocab_size: int) -> int:
-    """Return the tokens of the model's tokenizer, of which there may be fewer than rows in the embedding."""
+    """Return the number of tokens of the model's tokenizer, which may be lower than the rows of the embedding."""
     try:
         return Tokenizer(path).vocab_size if has_tokenizer(path) else 0
-    except ModelError:  # serving refuses the tokenizer; its size is not known
+    except ModelError:  # serving refuses the tokenizer, and its size is unknown
         return vocab_size
 
 

@@ -15,7 +15,7 @@ from .serving_plan import ServingPlan, WindowLayers
 
 
 def comparison(total_bytes: int, available_bytes: int, limit: MemoryLimit | None = None) -> str:
-    """Return a line that compares a plan with the memory that is available here, and names the limit that decides."""
+    """Return a line that compares a plan with the memory available here, and names the deciding limit."""
     machine = f"{total_bytes:,} B in all, this machine has {available_bytes:,} B available"
     reason = "" if limit is None else f"; the limit is {limit}"
     if total_bytes <= available_bytes:
@@ -110,7 +110,7 @@ def _pool(plan: ServingPlan) -> str:
 
 
 def _sequences_table(plan: ServingPlan) -> Iterator[str]:
-    """Yield the table of how many sequences fit with each alternative."""
+    """Yield the table of the number of sequences with each alternative."""
     yield "in the same memory: sequences of N tokens that the pool holds at once"
     header = ("weights", "KV", "size", "KV pool", "B/token", *(f"{length:,}" for length in plan.lengths))
     rows = [

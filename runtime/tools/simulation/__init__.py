@@ -1,4 +1,4 @@
-"""Simulations: what to expect of a model, a machine and a stream of users. Runs the real scheduler in virtual time."""
+"""Simulations of a model, a machine and a stream of users, with the real scheduler in virtual time."""
 
 from ..traffic import Arrival
 from .build import build_simulator, given_roofline

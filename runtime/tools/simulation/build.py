@@ -19,7 +19,7 @@ from .simulator import RequestOutcome, SimulatedSpill, Simulator, VirtualClock
 
 
 def given_roofline(read_bytes_per_s: float, int8_ops_per_s: float) -> Roofline:
-    """Return a roofline made of two figures: bf16 and f32 get a half and a quarter of int8, as on avx512-vnni-bf16."""
+    """Return a roofline from two figures: bf16 and f32 get a half and a quarter of int8, as on avx512-vnni-bf16."""
     return Roofline(read_bytes_per_s, {"q8": int8_ops_per_s, "bf16": int8_ops_per_s / 2, "f32": int8_ops_per_s / 4})
 
 

@@ -1,8 +1,8 @@
-"""How long a step takes on a machine, computed from the model's shape and the machine's roofline.
+"""The duration of a step on a machine, computed from the model's shape and the machine's roofline.
 
 A linear layer reads its weights while it computes, so a step takes the longer of the two; attention is added. The share
 of the roofline that the kernels reach was measured (tests/bench/LOG.md: two vCPUs, avx512-vnni-bf16, the shape of
-Qwen3-0.6B). `threads.py` says what more threads lose.
+Qwen3-0.6B). `threads.py` has the losses of more threads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Many hosts behind API servers in one virtual time: real routing, schedulers and pagers.
 
-Each turn of a conversation comes to any of the API servers. A server sees the loads of hosts as they were at the last
-report, and the requests that it has sent since. Hosts can be lost: their requests continue on other hosts, and an empty
-host takes the place of the lost one later. Every request ends once.
+Each turn of a conversation arrives at any of the API servers. A server knows the loads of hosts at the last report, and
+the requests that it has sent since. Hosts can be lost: their requests continue on other hosts, and an empty host
+replaces the lost one later. Every request ends once.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Routing = Literal["home", "round-robin", "least-loaded"]
 
 MAX_HOSTS = 10_000
 LOSS_NOTICED_S = 1.0  # time until API servers notice that a host is lost
-HOST_START_S = 60.0  # time until another host takes its place
+HOST_START_S = 60.0  # time until another host replaces it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """The hosts of a simulation; each field is followed by its help text."""
+    """The options of a fleet; each field is followed by its help text."""
 
     hosts: int = 1
     "Number of hosts; the machine and the memory are those of each."
@@ -55,7 +55,7 @@ class FleetOptions:
 
 
 class Fleet:
-    """A simulation of several hosts. `build_host` makes each, from the outcomes that all share and its number."""
+    """A simulation of several hosts. `build_host` makes each from the shared outcomes and its number."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Fleet:
         seed: int = 1,
     ) -> None:
         self.outcomes: list[RequestOutcome] = []
-        self.hosts: list[Simulator] = []  # lost ones too
+        self.hosts: list[Simulator] = []  # including lost hosts
         self.num_lost = 0
         self.requests_of = Counter({f"host-{index}": 0 for index in range(options.hosts)})  # sent to each, by name
         self.options = options
@@ -110,7 +110,7 @@ class Fleet:
         self._send(_key(arrival), partial(Simulator.add, arrival=arrival))
 
     def _send(self, key: bytes, add: Callable[[Simulator], object]) -> None:
-        """Let any API server choose the host of a request, and add the request there."""
+        """Add a request to the host that one of the API servers chooses."""
         server = self._random.choice(self._servers)
         name = server.choose(key)
         self.requests_of[name] += 1
@@ -146,7 +146,7 @@ class Fleet:
         return host
 
     def _lose(self) -> None:
-        """Stop a host, without the notice of any API server, unless it is the last one."""
+        """Stop a host, before any API server notices, unless it is the last one."""
         running = [name for name, host in self._members.items() if id(host) not in self._lost]
         if len(running) > 1:
             name = self._random.choice(running)
@@ -191,7 +191,7 @@ class _ApiServer:
 
     def __init__(self, routing: Routing, index: int) -> None:
         self._routing = routing
-        self._num_chosen = index  # servers that take turns do not begin with the same host
+        self._num_chosen = index  # different start, so that servers in turn do not begin with the same host
 
     def choose(self, key: bytes) -> str:
         self._num_chosen += 1
@@ -216,7 +216,7 @@ def _load(host: Simulator) -> MemberLoad:
 
 
 def _key(arrival: Arrival) -> bytes:
-    """Return the key of the request's conversation; a trace has none, so that its prompt begins are compared."""
+    """Return the key of the request's conversation; for a trace, which has none, of the beginning of its prompt."""
     if arrival.conversation is not None:
         return b"%d" % arrival.conversation
     request = GenerateRequest(prompt=None, tenant=arrival.tenant)

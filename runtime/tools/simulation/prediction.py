@@ -1,4 +1,4 @@
-"""The expected speed of a model on a machine: time to the first token and speed of decode, by number of users."""
+"""The expected time to the first token and speed of decode of a model on a machine, by number of users."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def predict_speed(cost: StepCost, shape: Shape, max_rows: int) -> Speed:
 
 
 def step_seconds(cost: StepCost, chunks: Iterable[Chunk]) -> float:
-    """Return the seconds of a step with one chunk of each sequence, and from its end to the next step."""
+    """Return the seconds from a step with one chunk per sequence to the next step."""
     sequences = tuple(
         ScheduledSequence(index, ((),), first, range(rows), samples, None, (), 0)
         for index, (first, rows, samples) in enumerate(chunks)

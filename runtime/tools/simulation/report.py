@@ -1,7 +1,7 @@
 """The figures of a simulation: latencies, throughput, goodput, fairness, recomputed tokens, memory.
 
 A refused request counts as offered, never as served. The latencies have vLLM's names: TTFT, time to first token; ITL,
-between two tokens; TPOT, the mean of a request's ITLs; E2E, to the last token.
+time between two tokens; TPOT, the mean of a request's ITLs; E2E, time to the last token.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FleetFigures:
     hosts: int
     routing: str
     api_servers: int
-    ideal_cached_share: float  # share of the prompt tokens in one cache of all hosts that evicts nothing
+    ideal_cached_share: float  # share of the prompt tokens in a common cache of all hosts without eviction
     mean_requests: float  # sent to a host
     most_requests: int
     fewest_requests: int
@@ -152,7 +152,7 @@ def summarize(
 
 
 def ideal_cached_tokens(outcomes: Iterable[RequestOutcome], page_size: int) -> int:
-    """Return how many prompt tokens of finished requests one cache that evicts nothing would have had, in full pages.
+    """Return the prompt tokens of finished requests that a cache without eviction would have had, in full pages.
 
     The requests are in the order of their arrival, and each is in the cache when the next arrives.
     """
@@ -195,8 +195,8 @@ def fairness_index(
 ) -> float:
     """Return Jain's index of each tenant's service relative to its max-min fair share of the total; 1 is fair.
 
-    A fair share is at most what the tenant asked for; the rest goes to the other tenants by `weights`. So a heavy
-    tenant gets the remainder; a light tenant that waits lowers the index.
+    A fair share is at most the tenant's demand; the rest goes to the other tenants by `weights`. So a heavy tenant gets
+    the remainder, and a light tenant that waits lowers the index.
     """
     fair = _max_min_shares(sum(served.values()), asked, weights or {})
     ratios = [served[tenant] / share for tenant, share in fair.items() if share > 0]
@@ -243,7 +243,7 @@ def _tokens_asked(outcomes: Sequence[RequestOutcome]) -> int:
 
 
 def _tokens_served(outcomes: Sequence[RequestOutcome], until: float) -> int:
-    """Count the output tokens up to `until` and their prompts. After the last arrival the scheduler has no choice."""
+    """Count the output tokens up to `until` and their prompts: after the last arrival the scheduler has no choice."""
     served = 0
     for outcome in outcomes:
         output = sum(time <= until for time in outcome.token_times)

@@ -1,8 +1,8 @@
 """Run the real scheduler and pager in virtual time, on a stream of requests and a cost of steps.
 
-How long a step takes is the caller's `StepCost`. Every request that arrived is in exactly one outcome, and the clock
+The caller's `StepCost` has the duration of a step. Every request that arrived is in exactly one outcome, and the clock
 never runs backwards. Requests arrive while a step computes, as in the engine; each is added at its own time. The next
-request of a conversation arrives some time after the answer to the one before.
+request of a conversation arrives some time after the previous answer.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RequestOutcome:
 
 
 class SimulatedSpill:
-    """A PageStore that holds no bytes, only slots; as fast as a SpillFile assumes a disk that it has not measured."""
+    """A PageStore that holds slots without bytes, at the speed that a SpillFile assumes for an unmeasured disk."""
 
     def __init__(self, page_bytes: int, max_bytes: int) -> None:
         self._free = list(range(max_bytes // page_bytes))
@@ -231,7 +231,7 @@ class Simulator:
         return [self._note(update) for update in self.scheduler.expire()]
 
     def add(self, arrival: Arrival) -> RequestOutcome:
-        """Add a request that arrives now, and return its outcome. A refused one has ended."""
+        """Add a request that arrives now, and return its outcome. A refused request has ended."""
         request_id = len(self.outcomes)
         outcome = RequestOutcome(arrival)
         self.outcomes.append(outcome)
@@ -257,7 +257,7 @@ class Simulator:
         return outcome
 
     def readmit(self, request: Request) -> None:
-        """Continue a request of another simulator, which was lost with everything that it had computed."""
+        """Continue a request of another simulator, which was lost with all of its pages."""
         outcome = self.outcomes[request.request_id]
         self._count(outcome, request)
         outcome.lost_tokens = request.num_computed_tokens
@@ -280,7 +280,7 @@ class Simulator:
         self.clock.now = time
 
     def _follow(self, outcome: RequestOutcome) -> None:
-        """Let the next request of the conversation arrive later."""
+        """Schedule the next request of the conversation."""
         if outcome.finished and (arrival := outcome.arrival.next_turn(self.clock.now)) is not None:
             heapq.heappush(self._arrivals, (arrival.time_s, self._num_arrivals, arrival))
             self._num_arrivals += 1
@@ -325,7 +325,7 @@ class _Step(NamedTuple):
 
 
 def prompt_tokens(arrival: Arrival, request_id: int) -> list[int]:
-    """Return token ids that are equal where blocks are: a block repeats one even id, the rest one odd id."""
+    """Return token ids that are equal where blocks are equal: a block repeats one even id, the rest one odd id."""
     tokens: list[int] = []
     for block in arrival.blocks:
         tokens += [2 * block] * arrival.block_tokens
@@ -334,5 +334,5 @@ def prompt_tokens(arrival: Arrival, request_id: int) -> list[int]:
 
 
 def own_token(arrival: Arrival, request_id: int) -> int:
-    """Return the id of every token that no other conversation has: of prompts, after their blocks, and of answers."""
+    """Return the id of a conversation's own tokens: the tokens of prompts after their blocks, and of answers."""
     return 2 * (request_id if arrival.conversation is None else arrival.conversation) + 1

@@ -1,4 +1,4 @@
-"""A workload as the command line describes it, and the requests of which it consists."""
+"""The options of a workload, and its requests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Streams of requests drawn from distributions: when each arrives, and how long its prompt and its answer are.
+"""Streams of requests drawn from distributions: their times of arrival, and the lengths of prompts and answers.
 
-One `random.Random` decides everything: the same seed gives the same stream on every machine.
+One `random.Random` makes all draws: the same seed gives the same stream on every machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NextTurn(NamedTuple):
 class Arrival:
     """One request. Its prompt starts with `blocks` of `block_tokens` tokens; equal ids mean equal tokens.
 
-    The rest of the prompt is shared with no other request, or with requests of the same `conversation` only.
+    The rest of the prompt is shared only with requests of the same `conversation`, if there is one.
     """
 
     time_s: float
@@ -43,7 +43,7 @@ class Arrival:
     blocks: tuple[int, ...] = ()
     block_tokens: int = 512
     deadline_s: float | None = None  # limit for the whole request, from its arrival
-    conversation: int | None = None  # None: it is known by the beginning of its prompt
+    conversation: int | None = None  # None: identified by the beginning of its prompt
     history_tokens: int = 0  # prompt tokens of the conversation so far
     turns: tuple[NextTurn, ...] = ()  # turns that follow
 
@@ -80,8 +80,9 @@ def draw_arrivals(
     """Draw `count` conversations that begin `intervals` seconds apart.
 
     `tenants` maps each tenant to its relative rate. Every prompt starts with `shared_prefix_tokens`, one of
-    `num_prefixes` that its tenant's conversations share, in addition to `prompt_tokens`. A conversation has as many
-    requests as `turns` draws, or one; before each but the first, its user thinks for `think_s`, a range of seconds.
+    `num_prefixes` that its tenant's conversations share, in addition to `prompt_tokens`. `turns` draws the number of
+    requests of a conversation, by default one. Before each request except the first, its user thinks for `think_s`, a
+    range of seconds.
     """
     names = list(tenants or {"": 1.0})
     weights = list((tenants or {"": 1.0}).values())
@@ -123,7 +124,7 @@ def poisson(rate: float, random: Random) -> Iterator[float]:
 
 
 def bursty(rate: float, burstiness: float, random: Random) -> Iterator[float]:
-    """Yield the seconds between requests that come in bursts, see `draw_interval`."""
+    """Yield the seconds between requests that arrive in bursts, see `draw_interval`."""
     while True:
         yield draw_interval(rate, burstiness, random)
 
@@ -134,7 +135,7 @@ def draw_interval(rate: float, burstiness: float, random: Random) -> float:
 
 
 def rescale(arrivals: Sequence[Arrival], rate: float, option: str) -> list[Arrival]:
-    """Return the same pattern from time 0 on, stretched or squeezed to a mean of `rate` requests per second.
+    """Return the same pattern from time 0 on, rescaled to a mean of `rate` requests per second.
 
     Raises ConfigError naming `option` if all requests arrive at the same time.
     """
