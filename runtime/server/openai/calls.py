@@ -83,7 +83,7 @@ def chat_prompt(values: dict[str, Any], messages: dict[str, Any], tenant: str) -
 
 
 def with_answer(prompt: GenerateRequest, values: dict[str, Any], fields: Fields, **options: Any) -> GenerateRequest:
-    """Return a chat's request with `options`, whose answer may call tools as `values` say. Raises BadRequest."""
+    """Return a chat's request with `options`, and with the tools of `values` for its answer. Raises BadRequest."""
     return msgspec.structs.replace(prompt, tool_choice=tool_choice(values), **options, **request_fields(fields))
 
 

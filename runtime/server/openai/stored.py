@@ -311,7 +311,7 @@ def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, An
 
 @contextmanager
 def _reading(cycle: RequestCycle, log: OutputLog) -> Iterator[OutputReader]:
-    """Read a log within, so that it is not dropped. Raises Overloaded if it has too many readers."""
+    """Count as a reader of a log, so that it is not dropped. Raises Overloaded if it has too many readers."""
     log.check_readers()
     reader = log_reader(cycle, log)
     try:

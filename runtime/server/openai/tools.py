@@ -80,7 +80,7 @@ def namespaces(tools: Any) -> dict[str, tuple[str, str]]:
 
 
 def tool_choice(values: dict[str, Any]) -> ToolChoice:
-    """Return which tools the answer may or must call; the engine checks that they exist. Raises BadRequest."""
+    """Return the choice of tools that the answer may or must call; the engine checks the names. Raises BadRequest."""
     parallel = values.get("parallel_tool_calls", True)
     if type(parallel) is not bool:
         raise BadRequest(f"parallel_tool_calls must be true or false, not {shown(parallel)}", "parallel_tool_calls")

@@ -168,7 +168,7 @@ class OutputLog:
         self.num_chunks = 0
         self.generation: Generation | None = None  # set from acceptance to `deliver`: it holds the prompt
         self.is_accepted = False
-        self.seed = 0  # once accepted, as are the parser and the facts about the prompt
+        self.seed = 0  # set when accepted, with the parser and the facts about the prompt
         self.new_parser: NewParser | None = None
         self.num_prompt_tokens = 0
         self.prompt_has_text = True
@@ -285,11 +285,11 @@ class OutputLog:
         return msgspec.structs.replace(self.chunk(position - 1), token_ids=(), text="", logprobs=None, deltas=None), 0
 
     def forget_first(self) -> int:
-        """Drop the first chunk of a log that is not kept: its only reader needs it no more. Return its bytes."""
+        """Drop the first chunk of a log that is not kept, when its only reader is done with it. Return its bytes."""
         return len(self._chunks.pop(0)) + CHUNK_BYTES
 
     def forget(self) -> None:
-        """Drop all chunks, unless the log is kept: its only reader needs them no more."""
+        """Drop all chunks, unless the log is kept: the only reader is done with them."""
         if not self.is_kept:
             self._chunks.clear()
 

@@ -75,9 +75,9 @@ class ReplayStore:
     def find(self, tenant: Tenant, request_id: int, request: GenerateRequest, keeping: Keeping) -> OutputLog | None:
         """Return the log of the earlier request with this idempotency key, or None.
 
-        The caller must read it immediately. Raises InvalidRequest if that request was another one or is not stored as
-        asked, Overloaded or QuotaExceeded without room for a reader or a resume entry, or the refusal of the tenant's
-        rate.
+        The caller must read it immediately. Raises InvalidRequest if that request was different or is not stored as
+        requested, Overloaded or QuotaExceeded without room for a reader or a resume entry, or the refusal of the
+        tenant's rate.
         """
         if keeping.key is None:
             return None
