@@ -27,18 +27,15 @@ from quire.runtime.common.errors import ConfigError, Unavailable
 from quire.runtime.model import BUNDLED_MODEL, kv_layout, read_spec
 from quire.runtime.server.tenancy.auth import Keyring
 
+from tests.support.forked_commands import ForkedCommands
+
+from .conftest import environment
+
 MODULE = [sys.executable, "-P", "-m", "quire.runtime.cli.main"]
 SCRIPT = [str(Path(sys.executable).with_name("quire"))]
 PACKAGE = [sys.executable, "-P", "-m", "quire"]
-BIN = str(Path(sys.executable).parent)
 QUICK = ["--kv-cache-memory", "4MiB"]
 TIMEOUT_S = 240  # only to stop a hang
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """Ours without any setting of Quire's, and with the tools that an editable install may ask for."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
-    return kept | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONWARNINGS": "error"} | variables
 
 
 @pytest.fixture
@@ -51,17 +48,9 @@ def hostile_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def quire(hostile_folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    def run(*arguments: str, command: list[str] = MODULE, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, *arguments],
-            cwd=hostile_folder,
-            env=environment(**variables),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+def quire(hostile_folder: Path, forked: ForkedCommands) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(*arguments: str, given: bytes = b"", **variables: str) -> subprocess.CompletedProcess[str]:
+        return forked.run(arguments, hostile_folder, environment(**variables), given=given)
 
     return run
 
@@ -73,8 +62,10 @@ Quire = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.parametrize("command", [MODULE, SCRIPT, PACKAGE], ids=["module", "script", "package"])
-def test_info(quire: Quire, command: list[str]) -> None:
-    done = quire("info", command=command)
+def test_info(hostile_folder: Path, command: list[str]) -> None:
+    done = subprocess.run(
+        [*command, "info"], cwd=hostile_folder, env=environment(), capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert list(dict.fromkeys(line.split()[0] for line in done.stdout.splitlines())) == [
         *("quire", "python", "machine", "ISA", "threads", "model")
@@ -139,15 +130,12 @@ def test_a_new_key_is_admitted_by_what_standard_output_gets(quire: Quire, tmp_pa
     assert key not in done.stdout
 
 
-def test_generate_reads_standard_input(hostile_folder: Path) -> None:
+def test_generate_reads_standard_input(quire: Quire) -> None:
     flags = ["--max-tokens", "8", "--temperature", "0", *QUICK]
 
     def generated(*arguments: str, given: bytes = b"") -> tuple[int, str, str]:
-        command = [*MODULE, "generate", *arguments, *flags]
-        done = subprocess.run(
-            command, cwd=hostile_folder, env=environment(), input=given, capture_output=True, timeout=TIMEOUT_S
-        )
-        return done.returncode, done.stdout.decode(), done.stderr.decode()
+        done = quire("generate", *arguments, *flags, given=given)
+        return done.returncode, done.stdout, done.stderr
 
     status, text, _ = generated("This module\nprovides")
     assert status == 0

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from cyclopts import App
@@ -18,6 +19,10 @@ from quire.runtime.cli.main import _with_standard_input, main, run
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.options import flag_name, options_of
 from quire.runtime.common.server_config import ServerConfig
+
+from tests.support.forked_commands import ForkedCommands
+
+from .conftest import environment
 
 HEAVY = ("numpy", "msgspec", "uvloop", "rich.markdown", "quire.kernels", "quire.scheduler", "quire.runtime.engine")
 NAMES = ("max_num_seqs", "kv_cache_memory", "threads", "token", "auth_tokens", "n")
@@ -178,39 +183,30 @@ def test_a_hyphen_as_a_wrong_value_is_refused(command: str, error: str, capsys: 
     assert error in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["serve", "--help"], ["plan"], ["info"], ["token", "a"], ["--version"]]
-)
+PRINTED = {"--help": "", "serve --help": "", "plan": "It fits: .*\n", "info": "", "token a": "", "--version": ""}
+
+
+@pytest.mark.parametrize("command", PRINTED)
 @pytest.mark.parametrize("closed", ["stdout", "both"])
-def test_a_closed_pipe_exits_with_141(arguments: list[str], closed: str) -> None:
+def test_a_closed_pipe_exits_with_141(forked: ForkedCommands, tmp_path: Path, command: str, closed: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "quire.runtime.cli.main", *arguments],
-            stdout=writing,
-            stderr=writing if closed == "both" else subprocess.PIPE,
-            timeout=60,
-            check=False,
-        )
+        stderr = writing if closed == "both" else None
+        done = forked.run(command.split(), tmp_path, environment(), stdout=writing, stderr=stderr)
     finally:
         os.close(writing)
-    assert (done.returncode, done.stderr or b"") == (141, b"")
+    assert done.returncode == 141
+    assert re.fullmatch(PRINTED[command] if closed == "stdout" else "", done.stderr)
 
 
-@pytest.mark.parametrize("arguments", [["plan"], ["info"], ["token", "a"], ["--version"]])
-def test_a_full_disk_exits_with_1(arguments: list[str]) -> None:
+@pytest.mark.parametrize("command", ["plan", "info", "token a", "--version"])
+def test_a_full_disk_exits_with_1(forked: ForkedCommands, tmp_path: Path, command: str) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "quire.runtime.cli.main", *arguments],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = forked.run(command.split(), tmp_path, environment(), stdout=full.fileno())
     assert done.returncode == 1
-    assert done.stderr == "quire: standard output cannot be written: No space left on device\n"
+    error = "quire: standard output cannot be written: No space left on device\n"
+    assert re.fullmatch(PRINTED[command] + error, done.stderr)
 
 
 @pytest.mark.parametrize(("closed", "output"), [("<&- >&-", ""), (">&- 2>&-", ""), ("2>&-", "0.1.0\n")])
