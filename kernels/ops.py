@@ -345,7 +345,7 @@ class Routing:
 
 
 def has_minimums(weight: PackedMatrix) -> bool:
-    """Return whether blocks of any column have minimums beside scales."""
+    """Return whether blocks of any column have minimums in addition to scales."""
     return any(dtype in ("q4_k", "q5_k") for _, dtype in weight.ranges)
 
 

@@ -24,7 +24,7 @@ from .plan import EncodedText, EncoderResult, EncoderStep
 from .policy import Policy
 from .request import EncodeRequest, Ending, RequestUpdate, State
 
-ENCODER_SHARE = 0.1  # least share of a step beside sequences that a batch in progress gets
+ENCODER_SHARE = 0.1  # least share of a step with sequences for a batch in progress
 ALONE_S = 0.05  # seconds of a step without sequences
 RATIO_MEMORY = 0.9  # weight of earlier steps in the ratio of measured to predicted time
 SLACK = 0.1  # share of a stage by which a step may exceed its seconds: `_ratio` changes a little in every step
@@ -83,7 +83,7 @@ class _Batch:
     num_stages_left: int
     stage_s: float  # predicted, before the correction by measured times
     has_begun: bool = False
-    planned_s: float = 0.0  # predicted for its stages in the step in flight
+    planned_s: float = 0.0  # predicted time of its stages in the step in flight
     measured_s: float = 0.0  # time of all its stages so far
 
     @property

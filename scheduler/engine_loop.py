@@ -87,7 +87,7 @@ class EngineLoop:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the loop has ended without a call of `close`: no step will run any more."""
+        """Whether the loop has ended without a call of `close`, so that no further step runs."""
         return self._task is not None and self._task.done() and self._closing is None
 
     def start(self, ended: Callable[[], None] | None = None) -> None:

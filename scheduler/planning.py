@@ -223,7 +223,7 @@ class Planner:
     def _assemble(
         self, drafts: Mapping[int, list[int]], step: StepBudget, seconds_left: float | None
     ) -> StepPlan | None:
-        """Return the step that computes what the tables have grown by, with the encoder's part of it.
+        """Return the step that computes the growth of the tables, with the encoder's part.
 
         `seconds_left` were left under the latency target after decoding.
         """

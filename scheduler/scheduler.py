@@ -231,7 +231,7 @@ class Scheduler:
         return updates
 
     def end_all(self, error: str) -> list[RequestUpdate]:
-        """End every request with `error`. No step may be running any more."""
+        """End every request with `error`. No step may be running."""
         self._in_flight = None
         updates = [
             self._end(request, self._endings.pop(request.request_id, Ending(error=error)))

@@ -198,7 +198,7 @@ class NGramIndex:
 def accept_samples(
     request: Request, row: ScheduledSequence, samples: Sequence[SampledToken], now: float
 ) -> tuple[Sequence[SampledToken], Ending | None]:
-    """Append the samples to the request as long as the draft token before each was right.
+    """Append the samples to the request up to the first one after a wrong draft token.
 
     Returns the accepted samples, and the request's end if one of them ends it. Without draft tokens a failed sample is
     the end. With draft tokens, the failure may come from the key and value of a wrong draft, which every row of the

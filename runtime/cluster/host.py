@@ -184,7 +184,7 @@ class EngineHost:
             session.interrupt(request_ids)
 
     def _refuse_images(self, num_bytes: int) -> QueueFull | None:
-        """Return the refusal of a request whose images take `num_bytes`; None if they fit beside all others."""
+        """Return the refusal of a request whose images take `num_bytes`; None if they fit together with all others."""
         held = sum(session.image_bytes for session in self._sessions.values()) if num_bytes else 0
         if not held or held + num_bytes <= self._max_image_memory:
             return None

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 SLOW_S = 10.0  # time after which another thread takes over for the jobs that wait
-MAX_SLOW = 2  # slow jobs that run beside others: each takes memory, and time of a core
+MAX_SLOW = 2  # slow jobs that run in addition to others: each takes memory, and time of a core
 STUCK_S = 60.0  # a job that takes longer is not counted: it may never end
 
 Result = TypeVar("Result")

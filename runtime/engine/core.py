@@ -34,7 +34,7 @@ class CoreListener:
     # A request ended with an error that is not the scheduler's. The counters are the last known ones.
     fail: Callable[[int, QuireError, FinalCounters], None] = _ignore
     observe: Callable[[StepStats, Sequence[Prefilled]], None] = _ignore  # a step ended and its updates are published
-    ended: Callable[[], None] = _ignore  # nothing will be published any more
+    ended: Callable[[], None] = _ignore  # the core has published its last update
     begin: Callable[[StepPlan], None] = _ignore  # a step is about to be computed in this process
     begun: Callable[[Sequence[Prefilled]], None] = _ignore  # another process computes these requests for the first time
     interrupted: Callable[[Sequence[int]], None] = _ignore  # no process computes; another core may continue

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..common.errors import CorruptCheckpoint
 from .weights.gguf import PART
 
-TEXT_ENDINGS = (".json", ".jinja", ".txt")  # endings of files that are read beside a GGUF file
+TEXT_ENDINGS = (".json", ".jinja", ".txt")  # endings of files that are read next to a GGUF file
 READ_ENDINGS = (*TEXT_ENDINGS, ".safetensors", ".gguf")  # endings of files that are read in a folder
 
 

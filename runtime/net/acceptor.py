@@ -278,7 +278,7 @@ class Acceptor:
             pass  # shed, or closed
 
     def _forget(self, connection: AcceptedConnection) -> None:
-        """Close a connection that has no task any more, or never had one."""
+        """Close a connection whose task has ended, or that never had one."""
         if connection.transport is not None:
             connection.transport.abort()
             if (error := connection.reader.exception()) is not None:
@@ -348,7 +348,8 @@ class Acceptor:
 
 
 async def linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Read until the client closes: closing on unread bytes would reset the connection and lose what was sent last."""
+    """Read until the client closes: closing with unread bytes would reset the connection and lose the last sent
+    bytes."""
     if writer.is_closing():
         return
     with contextlib.suppress(OSError, TimeoutError):

@@ -44,7 +44,7 @@ _DEFAULTS: dict[type[Frame], tuple[object, ...]] = {  # defaults of trailing fie
     frame: tuple({} if isinstance(default, SamplingParams) else default for default in frame.__struct_defaults__[::-1])
     for frame in CLIENT_FRAMES.values()
 }
-# Frame types of which one field may have msgpack's binary type, or items of it -> its position in the array.
+# Frame types with a field of msgpack's binary type, or with items of it -> the field's position in the array.
 _BINARY = {
     "GENERATE": 1 + Generate.__struct_fields__.index("images"),
     "VECTORS": 1 + Vectors.__struct_fields__.index("values"),

@@ -46,7 +46,7 @@ class HostReplica:
             self._open = opening.pop_all()
 
     async def wait_until_ready(self) -> None:
-        """Return: a replica that can be called is ready."""
+        """Return immediately, since a replica that can be called is ready."""
 
     def record_replica_metadata(self) -> dict[str, str]:
         """Return the record with which API servers connect; Serve calls it once."""

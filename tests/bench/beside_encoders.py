@@ -88,7 +88,7 @@ def _command(python: str, side: str, model: Path, work: Path) -> list[str]:
     return [python, __file__, "--peers-python", "", "--side", side, "--model", str(model), "--work", str(work)]
 
 
-# One side, in a process of its own.
+# One side, in a separate process.
 
 
 def _serve(arguments: argparse.Namespace) -> None:

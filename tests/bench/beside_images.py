@@ -83,7 +83,7 @@ def _compare(arguments: argparse.Namespace, work: Path) -> None:
 
 
 def _ratio(name: str, medians: dict[str, float]) -> str:
-    """Return how many times as fast a side of Quire is as the fastest peer with at least as many bits."""
+    """Return the speed of a side of Quire relative to the fastest peer with at least as many bits."""
     bits = QUIRE_BITS.get(name.removeprefix("quire "), 0)
     others = [name for name in medians if bits and BITS.get(name, 0) >= bits]
     if not others:
@@ -107,7 +107,7 @@ def _command(python: str, side: str, work: Path) -> list[object]:
     return [python, __file__, "--peers-python", "", "--side", side, "--work", work]
 
 
-# One side, in a process of its own.
+# One side, in a separate process.
 
 
 def _serve(side: str, work: Path) -> None:
@@ -158,7 +158,7 @@ def _peer(work: Path, name: str, pixels: Pixels) -> Callable[[], Floats]:
 
 
 def _normalized(pixels: Pixels) -> Floats:
-    """Return what the reference processor makes of pixels, f32 [1, 3, SIZE, SIZE]."""
+    """Return the reference processor's result for pixels, f32 [1, 3, SIZE, SIZE]."""
     values: Floats = ((pixels.astype(np.float32) / 255 - 0.5) / 0.5).transpose(2, 0, 1)[None].copy()
     return values
 

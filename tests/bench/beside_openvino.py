@@ -95,7 +95,7 @@ def _row(batch: int, prompt: int, runs: dict[str, list[Times]]) -> str:
     return f"{f'{batch}x{prompt}':<12}{' '.join(columns)}"
 
 
-# One side, in a process of its own.
+# One side, in a separate process.
 
 
 class Engine(Protocol):

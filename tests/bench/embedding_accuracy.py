@@ -1,4 +1,4 @@
-"""Measure what each type of weights costs an embedding model: the distance of vectors to those in f32.
+"""Measure the loss of an embedding model with each type of weights: the distance of vectors to those in f32.
 
 usage: python -m tests.bench.embedding_accuracy MODEL FILE
 

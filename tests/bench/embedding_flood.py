@@ -1,4 +1,4 @@
-"""Measure what a flood of texts to embed costs decoding users, and what the flood gets of the time that they leave.
+"""Measure the cost of a flood of texts to embed for decoding users, and the flood's share of the remaining time.
 
     python tests/bench/embedding_flood.py EMBEDDING_MODEL [--model FOLDER] [--users 16] [--targets 10,20] [--seconds 6]
 

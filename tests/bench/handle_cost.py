@@ -1,4 +1,4 @@
-"""Measure what a link over Serve's handles costs beside one over TCP: CPU time per token of API server and engine host.
+"""Measure the cost of a link over Serve's handles, compared with TCP: CPU time per token of API server and engine host.
 
 usage: python -m tests.bench.handle_cost [--users 16] [--tokens 500] [--rounds 2]
 

@@ -1,4 +1,4 @@
-"""Compare the figures of a load test with the true ones: those of a scripted server whose delays are all known.
+"""Compare the figures of a load test with the known delays of a scripted server.
 
 usage: harness_truth.py [--requests 300] [--rate 30] [--concurrency 16] [--seed 0]
 

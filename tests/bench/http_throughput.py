@@ -1,4 +1,5 @@
-"""Measure what the HTTP API costs: tokens per second of the same streams over HTTP and over the own protocol, in turns.
+"""Measure the cost of the HTTP API: tokens per second of the same streams over HTTP and over the own protocol, in
+turns.
 
 usage: python -m tests.bench.http_throughput [--model DIR] [--users 32] [--prompt-tokens 64] [--new-tokens 128]
                                              [--rounds 9] [--path /v1/completions] [-- FLAGS OF quire serve]
@@ -111,7 +112,7 @@ async def one_round(reading: Reading, server: int, arguments: argparse.Namespace
 
 
 def over_http(address: str, path: str) -> Reading:
-    """Return what reads one stream of server-sent events; each event is one token."""
+    """Return a reader of one stream of server-sent events; each event is one token."""
     host, _, port = address.rpartition(":")
 
     async def read(prompt: list[int], num_tokens: int, times: list[tuple[float, int]]) -> None:
@@ -126,7 +127,7 @@ def over_http(address: str, path: str) -> Reading:
 
 
 def over_frames(address: str, path: str) -> Reading:
-    """Return what reads one stream of TOKENS frames, each of one token, of the request that `path` takes."""
+    """Return a reader of one stream of TOKENS frames, one token each, for the request of `path`."""
     place = parse_address(address)
     assert isinstance(place, TCPAddress), "the server listens on TCP"
 

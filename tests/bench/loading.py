@@ -1,4 +1,4 @@
-"""Measure how fast model files are packed: GB of file per second of one core's time, for each form of a matrix.
+"""Measure the speed of packing model files: GB of file per second of one core's time, for each form of a matrix.
 
 usage: loading.py [--size 4096] [--only TEXT] [--cold FILE]
 

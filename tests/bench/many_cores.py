@@ -1,4 +1,5 @@
-"""Print what the cost model in `runtime/tools/simulation` says of 2 to 128 threads, as tables. Nothing is measured."""
+"""Print the predictions of the cost model in `runtime/tools/simulation` for 2 to 128 threads, as tables, without
+measuring."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def blocks_table() -> str:
 
 
 def finer_table() -> str:
-    """Return what finer units of work would bring to prefill on 64 and 128 threads."""
+    """Return the gain of finer units of work for prefill on 64 and 128 threads."""
     choices = {"one group": (1, 1), "3 groups": (1, 3), "8 groups": (1, 8), "3 groups, blocks of 16": (2, 3)}
     header = ["model", *(f"{name}, {threads}" for name in choices for threads in (64, 128))]
     rows = [
@@ -91,7 +92,7 @@ def finer_table() -> str:
 
 
 def waiting_table() -> str:
-    """Return what one user's decode step spends on waking threads and on waiting for each other."""
+    """Return the time of one user's decode step for waking threads and for waiting on each other."""
     header = ["threads", "wait after an op", "waking"]
     shown = {name: MODELS[name] for name in ("Qwen3-0.6B", "Qwen3-8B")}
     header += [f"{name}: waits of a step" for name in shown]

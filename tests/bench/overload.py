@@ -1,4 +1,4 @@
-"""Measure a real server at ten times its capacity: the latency of accepted requests, and how fast it rejects others.
+"""Measure a real server at ten times its capacity: the latency of accepted requests, and the time of a rejection.
 
 usage: overload.py [--model DIR] [--seconds 30] [--prompt-tokens N] [--new-tokens 32] [-- FLAGS OF quire serve]
 

@@ -97,7 +97,7 @@ def measured_bytes(model: str, weights: str, kv_cache_dtype: str) -> int:
 
 
 def planned_bytes(model: str, weights: str, kv_cache_dtype: str) -> int:
-    """Return what the plan says of such a process: the engine's memory and the tokenizer.
+    """Return the planned bytes of the process: the engine's memory and the tokenizer.
 
     Pixels are those of requests, which have a limit of their own: here those of an image, as the client and as the
     engine have them.
@@ -136,7 +136,7 @@ def peak_bytes(pid: int) -> int:
 
 
 def resident_bytes(pid: int | str) -> tuple[int, int]:
-    """Return the anonymous memory of a process, and what it maps of files."""
+    """Return the anonymous memory of a process, and its mapped files."""
     fields = dict(re.findall(r"^(\w+): +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE))
     return int(fields["Anonymous"]) << 10, int(fields["Rss"]) - int(fields["Anonymous"]) << 10
 

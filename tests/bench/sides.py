@@ -1,6 +1,6 @@
-"""Programs that are compared in one run: each side is a process of its own, which sleeps while another one works.
+"""Programs that are compared in one run: each side is a separate process, which sleeps while another one works.
 
-Must not import what a side runs: the environments of the sides have different packages.
+Must not import the code of a side: the environments of the sides have different packages.
 """
 
 from __future__ import annotations

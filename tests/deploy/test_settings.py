@@ -222,7 +222,7 @@ def test_every_file_is_yaml(path: Path) -> None:
 
 
 def test_systemd_accepts_the_unit(tool: Tool, tmp_path: Path) -> None:
-    """Replace the command by one that exists, because `verify` looks for it."""
+    """Replace the command by an existing one, because `verify` looks for it."""
     unit = tmp_path / "quire.service"
     unit.write_text(UNIT.replace("/opt/quire/bin/quire", "/bin/true"))
     tool("systemd-analyze", "verify", unit)

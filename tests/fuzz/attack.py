@@ -1,4 +1,4 @@
-"""Attack one server from every side at once while two other tenants use it, and check that they notice nothing.
+"""Attack one server in all ways at once while two other tenants use it, and check that these are not affected.
 
 usage: attack.py [--seconds 120] [--quiet-seconds 30] [--seed 1] [-- FLAGS OF quire serve]
 
@@ -91,7 +91,7 @@ class Observations:
 
 
 class Bystanders:
-    """Two tenants' clients. `during` runs them and returns what they saw."""
+    """The clients of two tenants. `during` runs them and returns their observations."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoints = [replace(endpoint, token=f"key of {tenant}") for tenant in TENANTS[:2]]
@@ -123,7 +123,7 @@ class Bystanders:
         return AsyncClient(endpoint.address, endpoint.token, endpoint.tls or False)
 
     async def _repeat(self, tenant: int, prompt: str, params: SamplingParams) -> None:
-        """Read one stream again and again; note each gap between chunks, and every difference."""
+        """Read one stream repeatedly; note each gap between chunks, and every difference."""
         expected = self._expected[prompt].outputs[0]
         async with self._client(tenant) as client:
             while True:

@@ -1,4 +1,4 @@
-"""Run an attack on a live server while bystander clients read their streams, and report what the attack broke.
+"""Run an attack on a live server while bystander clients read their streams, and report the breaches.
 
 Exit status 1 after any breach: a crash, a leak, a changed byte, a lost connection of a well-behaved client, or a
 traceback in the log.
@@ -93,7 +93,7 @@ def run(
     """Start a server, run `attack` for `--seconds` while bystanders read, print the report, return the exit status.
 
     `flags` are of quire serve; `token` is the bystanders' key. The attack may make the server's processes larger by
-    `most_bytes`, and in the last third of a long run not larger than in the second, by the `level` of the samples.
+    `most_bytes`. In the last third of a long run their `level` must not exceed that of the second third.
     `program` is run instead of `quire`; `judge` adds to the report when it has ended.
     """
     parser.add_argument("--seconds", type=float, default=60)
@@ -138,7 +138,7 @@ async def _run(
 
 
 async def attackers(script: str, *arguments: object) -> dict[str, Any]:
-    """Run a script of this folder that attacks in a process of its own. Return its report: cases, breaches, cpu_s."""
+    """Run an attacking script of this folder in a separate process. Return its report: cases, breaches, cpu_s."""
     command = (sys.executable, Path(__file__).with_name(script), *arguments)
     process = await asyncio.create_subprocess_exec(*map(str, command), stdout=asyncio.subprocess.PIPE)
     try:
@@ -151,7 +151,7 @@ async def attackers(script: str, *arguments: object) -> dict[str, Any]:
 
 
 def check_settled(before: Vitals, after: Vitals, report: CampaignReport) -> None:
-    """Report what the server still holds after all clients have left."""
+    """Report the resources that the server still holds after all clients have left."""
     if after.descriptors > before.descriptors:
         report.breach(f"{before.descriptors} descriptors before, {after.descriptors} after")
     if after.live or after.pages["owned"]:
@@ -167,14 +167,14 @@ async def _watch_memory(server: ServerProcess, report: CampaignReport) -> None:
 
 
 def quietest(samples: Sequence[int]) -> float:
-    """Return what a tenth of the samples stay below: what is left while large requests come and go."""
+    """Return the value that a tenth of the samples stay below: the memory between large requests."""
     return sorted(samples)[len(samples) // 10]
 
 
 def _check_memory(
     report: CampaignReport, most_bytes: float, seconds: float, level: Callable[[Sequence[int]], float]
 ) -> None:
-    """Compare what was measured with the limit, and the last third of the run with the second one."""
+    """Compare the measurements with the limit, and the last third of the run with the second one."""
     length = len(report.memory) // 3
     if not length:
         return

@@ -128,7 +128,7 @@ VOCABULARY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Seed:
-    """A valid model: the file that a case changes, the bytes of its header, and what is opened."""
+    """A valid model: the file that a case changes, the bytes of its header, and the path to open."""
 
     name: str
     file: Path

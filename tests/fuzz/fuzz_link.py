@@ -185,7 +185,7 @@ def num_descriptors(host: HostProcess) -> int:
 
 
 async def bystand(campaign: Campaign, until: float, outcomes: Counter[str], seed: int) -> None:
-    """Run the same streams again and again."""
+    """Run the same streams repeatedly."""
     streams = random_streams(8, random.Random(seed))
     expected = [await read(campaign.engine, stream, Progress()) for stream in streams]
     while time.monotonic() < until:

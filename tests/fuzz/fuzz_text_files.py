@@ -1,4 +1,4 @@
-"""Load hostile text files of a model: each must load or be refused by a typed error, and so must what is made of them.
+"""Load hostile text files of a model: each must load or be refused by a typed error, and so must every use of them.
 
 usage: fuzz_text_files.py [--cases 20000] [--seed 1]
 

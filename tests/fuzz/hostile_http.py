@@ -1,4 +1,4 @@
-"""Attack the HTTP API of a live `quire serve` from every side at once, while bystanders read their streams.
+"""Attack the HTTP API of a live `quire serve` in all ways at once, while bystanders read their streams.
 
 usage: hostile_http.py [--seconds 60] [--seed 1] [--attack storm|stored|unread] [--connections 3000]
                        [--phase-seconds 15] [--keys] [-- FLAGS OF quire serve]

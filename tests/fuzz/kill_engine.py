@@ -65,7 +65,7 @@ async def read_all(client: AsyncClient, streams: Streams, pauses: list[float]) -
 def random_streams(
     random: Random, count: int, tokens: int, vocabulary: int = 4000, longest_prompt: int = 120
 ) -> Streams:
-    """Return streams of which one in eight is a beam search, and one in eight has two samples."""
+    """Return streams: one in eight is a beam search, and one in eight has two samples."""
     streams = []
     for index in range(count):
         params = SamplingParams(max_tokens=tokens // 4, beam_width=3, n=2, ignore_eos=True)
@@ -125,7 +125,7 @@ async def rounds(
 
 
 async def many_kills(server: ServerProcess, options: argparse.Namespace, report: CampaignReport) -> None:
-    """Kill the engine again and again under the same streams."""
+    """Kill the engine repeatedly under the same streams."""
     streams = random_streams(Random(options.seed + 1), options.streams, 1500)
     async with AsyncClient(server.address) as client:
         expected = await read_all(client, streams, [])
@@ -142,7 +142,7 @@ async def many_kills(server: ServerProcess, options: argparse.Namespace, report:
 
 
 async def killed_snapshots(options: argparse.Namespace, report: CampaignReport) -> None:
-    """Kill the engine while it writes its snapshot: that is in the exit status, and the file keeps its old content."""
+    """Kill the engine while it writes its snapshot: the exit status shows it, and the file keeps its old content."""
     streams = [((1 + index,) * 1000, SamplingParams(max_tokens=1)) for index in range(40)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prefixes"

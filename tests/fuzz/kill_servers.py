@@ -40,7 +40,7 @@ class Progress:
 
 
 def streams_of_all_kinds(random: Random, count: int, tokens: int) -> Streams:
-    """Return streams in eight kinds, each with a prompt and a seed of its own."""
+    """Return streams of eight kinds, each with its own prompt and seed."""
     streams = []
     for index in range(count):
         seed = random.getrandbits(64)

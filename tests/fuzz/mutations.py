@@ -164,7 +164,7 @@ def _nested(value: Any, levels: int) -> Any:
     return value
 
 
-# Changes of bytes: the payload may not be msgpack any more
+# Changes of bytes, after which the payload may not be msgpack
 
 
 def _set_byte(data: bytes, rng: Random) -> bytes:

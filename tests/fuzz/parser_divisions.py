@@ -61,7 +61,7 @@ def is_beginning(part: Read, whole: Read) -> bool:
 
 
 def faults(new_parser: NewParser, text: str, is_cut: bool, pieces: Iterator[list[str]]) -> Iterator[str]:
-    """Yield what is wrong with how a text is read."""
+    """Yield the faults in the reading of a text."""
     whole = read(new_parser(), [text], is_cut=is_cut)
     for each in pieces:
         if (found := read(new_parser(), each, is_cut=is_cut)) != whole:

@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def check(seed: int) -> list[str]:
-    """Return what is wrong with the model of a seed."""
+    """Return the faults of the model of a seed."""
     random = Random(seed)
     found = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -124,7 +124,7 @@ def random_texts(random: Random, config: dict[str, Any], longest: int) -> list[E
 
 
 def run(folder: Path, weights: WeightDtype, threads: int, texts: list[EncodedText]) -> tuple[Floats, Floats]:
-    """Return the values of a batch, computed by single stages, and those of each text alone."""
+    """Return the values of a batch, computed by single stages, and the values of each text alone."""
     config = EngineConfig(model=str(folder), weights=weights, threads=threads, max_num_batched_tokens=MAX_ROWS)
     runner = load_encoder(config)
     runner.begin(texts)

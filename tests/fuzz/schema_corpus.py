@@ -73,7 +73,7 @@ class Findings:
 
 
 def main() -> None:
-    """Print what the schemas of a corpus lead to."""
+    """Print the results of a corpus of schemas."""
     number = sys.argv[1]
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1
     corpus = _generated(int(number), seed) if number.isdecimal() else _of_files(Path(number))

@@ -371,7 +371,7 @@ class SchemaGenerator:
         return {key: self._chance.sample(kinds, 2) if self._is(0.5) else [one, {"type": "array", "items": one}]}
 
     def _tagged(self, depth: int) -> dict[str, Any]:
-        """Return a choice between objects that a constant tells apart."""
+        """Return a choice between objects that a constant distinguishes."""
         options = []
         for word in self._some(WORDS, 2, 4):
             option = self._object(depth + 1)

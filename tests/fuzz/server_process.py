@@ -110,7 +110,7 @@ class ServerProcess:
         return descendants(self._process.pid)
 
     def open_files(self) -> set[str]:
-        """Return what the descriptors of the API server process refer to."""
+        """Return the targets of the API server process's descriptors."""
         folder = f"/proc/{self._process.pid}/fd"
         targets = set()
         for entry in os.listdir(folder):
@@ -192,9 +192,9 @@ class ServerProcess:
 def start_server(
     *flags: str, variables: Mapping[str, str] = SHORT_TIMEOUTS, program: Sequence[str] = ()
 ) -> Iterator[ServerProcess]:
-    """Serve the bundled model on free ports, unless `flags` say otherwise. `log` returns what it logged.
+    """Serve the bundled model on free ports, unless `flags` say otherwise. `log` returns its log.
 
-    Variables of the environment win over `variables`. `program` is run instead of `quire`.
+    Variables of the environment override `variables`. `program` is run instead of `quire`.
     """
     ports = [part for port in PORTS if port not in flags for part in (port, "0")]
     command = [*(program or [str(Path(sys.executable).with_name("quire"))]), "serve", *ports, *flags]

@@ -81,7 +81,7 @@ async def _soak(
 
 
 def _kind(index: int, users: int) -> User:
-    """Return how the user with this number behaves."""
+    """Return the behavior of the user with this number."""
     if index < TRICKLERS * users:
         return _trickler
     return _leaver if index < (TRICKLERS + LEAVERS) * users else _user

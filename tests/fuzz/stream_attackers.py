@@ -91,7 +91,7 @@ class Tenant:
 
 
 class StoringClient:
-    """Stores streams of one tenant, and asks for them again."""
+    """A client that stores streams of one tenant and retrieves them."""
 
     def __init__(self, address: str, tenants: list[Tenant], index: int, report: CampaignReport, rng: Random) -> None:
         self._address = address

@@ -59,7 +59,7 @@ def make_model(folder: Path) -> None:
 
 
 def fault(schema: Any, output: CompletionOutput, begins: bool) -> str | None:
-    """Return what is wrong with an output; `begins` tells whether the grammar accepts its tokens."""
+    """Return the fault of an output; `begins` is whether the grammar accepts its tokens."""
     if not begins:
         return "the grammar does not accept its tokens"
     return None if output.finish_reason == "length" else json_fault(schema, output.text)
@@ -91,7 +91,7 @@ def _exact(text: str) -> int | float | Fraction:
 
 
 def required_calls(folder: Path, count: int, num_tokens: int, chance: random.Random) -> tuple[Counter[str], list[str]]:
-    """Generate chats that require a call of a tool; return how they ended, and what is wrong."""
+    """Generate chats that require a call of a tool; return their ends and their faults."""
     objects = [(name, schema) for name, schema, *_ in SCHEMAS if _is_of_objects(schema)]
     outcomes = Counter[str]()
     faults: list[str] = []

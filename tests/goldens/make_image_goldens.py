@@ -1,4 +1,4 @@
-"""Write tests/goldens/images: image files, folders of tiny models, and what transformers' processors make of them.
+"""Write tests/goldens/images: image files, folders of tiny models, and the results of transformers' processors.
 
 Run it with transformers 5.5 and Pillow, without torchvision. The digests are those of the pixels before rescaling.
 """

@@ -116,7 +116,7 @@ CASES = {
         num_tokens=15,
         shapes=((24, 40), (40, 24)),
     ),
-    "qwen3_vl": Case(  # learned positions between which those of patches are, two levels of DeepStack
+    "qwen3_vl": Case(  # learned positions for interpolation, two levels of DeepStack
         2,
         "Qwen3VL",
         {
@@ -286,7 +286,7 @@ def write_image_golden(folder: Path, case: Case, model: torch.nn.Module) -> None
 
 
 def write_shapes_golden(folder: Path, case: Case, model: torch.nn.Module, token_ids: torch.Tensor) -> None:
-    """Write the golden of images of several shapes, whose patches are those of a video of two equal frames."""
+    """Write the golden of images of several shapes, with the patches of a video of two equal frames."""
     patch = case.vision["patch_size"]
     scale = 2
     patches = []

@@ -53,7 +53,7 @@ class Case(msgspec.Struct, frozen=True, omit_defaults=True):
 
     model: dict[str, Any]  # arguments of Toy
     lengths: list[int]  # tokens of each sequence
-    shared: list[int]  # first tokens and pages of each sequence that are those of sequence 0
+    shared: list[int]  # first tokens and pages that each sequence shares with sequence 0
     steps: list[Step]
     releases: bool = False  # pages that left the window of a sequence without shared pages are filled with NaN
     poisons: bool = False  # a step of NaN precedes each step
@@ -179,7 +179,7 @@ def difference(case: Case) -> str | None:
 
 
 def results_alone(case: Case) -> Results:
-    """Compute each sequence in pages of its own, one row per step."""
+    """Compute each sequence in its own pages, one row per step."""
     results = {}
     for sequence, length in enumerate(case.lengths):
         tables = Tables(case, [sequence])

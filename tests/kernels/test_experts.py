@@ -33,7 +33,7 @@ RNG = np.random.default_rng(9)
 
 
 class Arena:
-    """Regions one behind the other, and a program over them whose rows are those of an embedding."""
+    """Consecutive regions, and a program over them with the rows of an embedding."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows

@@ -1,4 +1,4 @@
-"""The choice of a level: the best by default, any lower one on request, never one that the machine lacks."""
+"""The choice of a level: the best by default, any lower level on request, never a level that the machine lacks."""
 
 import os
 import re

@@ -277,7 +277,7 @@ def test_capped_scores(kv, isa):
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("kv", KV)
 def test_a_sink_takes_its_share_of_the_softmax(kv, isa):
-    """The scores ln 3 and 0 beside a sink of ln 4 are the weights 3/8 and 1/8; a sink of -100 takes nothing."""
+    """The scores ln 3 and 0 with a sink of ln 4 give the weights 3/8 and 1/8; a sink of -100 takes no share."""
     qkv = [[1, 0, 1, 0, 1, 0, 4, 0], [1, 0, 1, 0, 0, 1, 0, 8]]
     sinks = np.array([np.log(4), -100], np.float32)
     out = attend(qkv, isa, kv=kv, scale=LN3, heads=2, sinks=sinks)

@@ -88,7 +88,7 @@ def test_every_level_computes_the_same_bits(ggml_type, epilogue):
 
 @pytest.mark.parametrize("ggml_type", ["Q4_K", "Q5_K"])
 def test_minimums_are_multiplied_by_sums_of_very_different_sizes(ggml_type):
-    """The sums of a super-block share a power of two, so those of small blocks are rounded beside a large one."""
+    """The sums of a super-block share a power of two, so the sums of small blocks are rounded next to a large one."""
     blocks = random_blocks(np.random.default_rng(7), ggml_type, 64, 512)
     sizes = np.exp2(-np.random.default_rng(8).integers(0, 18, (len(ROWS), 16))).repeat(32, axis=1)
     x = (np.abs(ROWS) * sizes).astype(np.float32)

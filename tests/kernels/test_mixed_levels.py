@@ -9,7 +9,7 @@ from quire.kernels.isa import EQUAL_FUNCTIONS, row_class
 
 
 def step_of(toy):
-    """Return a chunk of 70 rows beside sequences with one row each."""
+    """Return a step with a chunk of 70 rows and sequences with one row each."""
     tables = np.arange(48, dtype=np.int32).reshape(8, 6)
     ids = np.random.default_rng(3).integers(0, 333, 70)
     return toy.step((ids, 0, tables[0]), *[(ids[i : i + 1], 0, tables[i]) for i in range(1, 8)])

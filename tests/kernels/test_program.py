@@ -640,7 +640,7 @@ def seen_by(first: int, count: int, *runs: tuple[int, int]) -> np.ndarray:
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(("kv", "window"), [("f32", 0), ("bf16", 100), ("int8", 100)])
 def test_rows_that_see_later_ones_match_the_reference(toy, kv, window, isa):
-    """Runs over tiles and splits, one that continues after a computed page, and a decode row beside them."""
+    """Runs over tiles and splits, a run that continues after a computed page, and a decode row."""
     model = toy(kv=kv, windows=(window,), isa=isa)
     a, b = tokens(250, 1), tokens(41, 2)
     table_a, table_b = pages(*range(20, 12, -1)), pages(30, 3)

@@ -48,7 +48,8 @@ def copied(array: np.ndarray) -> np.ndarray:
 
 
 def steps(model: Toy) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield prefill in chunks, decode beside prefill, and decode of 1 and of 35; short and long contexts.
+    """Yield prefill in chunks, decode together with prefill, and decode of 1 and of 35 sequences; short and long
+    contexts.
 
     Pages that neither this step nor a later one sees are released first: their id is -1.
     """

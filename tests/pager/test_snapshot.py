@@ -124,7 +124,7 @@ class Image(NamedTuple):
 
 
 def test_pages_of_images_are_found_by_their_images(path: Path) -> None:
-    """The second of three pages has tokens of an image; the third one has none, and comes after it."""
+    """The second of three pages has tokens of an image; the third page, after it, has none."""
     before = SnapshotHarness()
     image = Image(20, 5, b"sha256 of an image".ljust(32))
     table = before.pager.open(PROMPT[:50], images=(image,))

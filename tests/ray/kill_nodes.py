@@ -33,7 +33,7 @@ from tests.ray.ray_fleet import RayFleet, descendants, ray_fleet
 from tests.ray.test_ray import streams
 
 ROUND_TIMEOUT_S = 120.0
-MAX_ATTEMPTS = 5  # attempts at a round in which no host has a request any more at the moment of the harm
+MAX_ATTEMPTS = 5  # attempts at a round in which the affected host has no request
 MAX_MEDIAN_S = 1.0
 MAX_SILENT_MEDIAN_S = 2.0  # the latter has a second of silence until it is noticed
 
@@ -130,7 +130,7 @@ class Campaign:
             self.outcomes["pauses too long"] += 1
 
     async def _round(self, harm: Callable[[RayFleet, int], None], what: str) -> float | None:
-        """Return the longest pause; None if no host had a request any more."""
+        """Return the longest pause; None if no host had a request."""
         fleet = self._fleet
         progress = Progress()
         async with AsyncClient(self._address) as client:
@@ -150,7 +150,7 @@ class Campaign:
         return progress.longest_s
 
     def _restore(self, harm: Callable[[RayFleet, int], None], host: int) -> None:
-        """Give the cluster what it has lost. Ray adds nodes in the main thread only."""
+        """Restore the cluster's lost parts. Ray adds nodes in the main thread only."""
         fleet = self._fleet
         if harm is stop_node:
             fleet.kill_node_of(host)

@@ -62,7 +62,7 @@ class RayFleet:
         self.nodes.append(self.cluster.add_node(wait=False, num_cpus=1, resources={"host": 1}))
 
     def deploy(self, num_hosts: int, **args: Any) -> None:
-        """Deploy the example of deploy/, with small replicas, and wait until Serve has as many as it wants."""
+        """Deploy the example of deploy/, with small replicas, and wait until Serve has the requested number."""
         if self._deployed == (deployed := (num_hosts, args)):
             return
         self._deployed = deployed
@@ -89,7 +89,7 @@ class RayFleet:
         return (await serve.get_app_handle("quire").remote())["clients"]
 
     def num_moves(self) -> int:
-        """Return how often requests of a lost host continued at others."""
+        """Return the number of moves of requests from lost hosts."""
         logs = Path(self.cluster.head_node.get_logs_dir_path()).glob("worker-*.err")
         return sum(log.read_text("utf-8", "replace").count(MOVED) for log in logs)
 
@@ -114,7 +114,7 @@ class RayFleet:
         return next(pid for pid in self.hosts() if port in listening_ports(pid))
 
     def num_hosts_up(self) -> int:
-        """Return how many hosts take requests of the API server."""
+        """Return the number of hosts that accept requests of the API server."""
         return int(sum(self._of_hosts(HOST_UP).values()))
 
     def _of_hosts(self, metric: re.Pattern[str]) -> dict[str, float]:

@@ -42,7 +42,7 @@ NUM_STREAMS = 2 * len(KINDS)
 
 
 def streams(count: int = NUM_STREAMS) -> list[tuple[str, SamplingParams]]:
-    """Return streams of all kinds, each with a prompt of its own."""
+    """Return streams of all kinds, each with its own prompt."""
     found = []
     for index in range(count):
         params = {
@@ -71,7 +71,7 @@ class Reader:
         self._asked = prompt, params
 
     async def read(self, may_be_refused: bool) -> None:
-        """Read. `may_be_refused`: the server may leave, and takes no stream any more then."""
+        """Read. `may_be_refused`: the server may be leaving, and then refuses streams."""
         while not self.is_stopping:
             chunks: list[OutputChunk] = []
             num_tokens = 0

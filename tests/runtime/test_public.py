@@ -1,4 +1,4 @@
-"""The package `quire` itself: what it exports, and that importing it is cheap."""
+"""The package `quire` itself: its exports, and that importing it is cheap."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_prefill_fills_a_step_up_to_the_target(context: int, target_s: float) ->
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("step_s", [0.0005, 0.002, 0.05])
 def test_steps_that_cost_the_same_with_any_context_are_predicted(rows: int, step_s: float) -> None:
-    """The context grows and costs nothing: what the model believed of it must not stay in other coefficients."""
+    """The context grows at no cost: its former estimate must not remain in other coefficients."""
     cost = CostModel()
     for step in range(60):
         cost.observe(StepLoad(rows, 0, rows * (8 + 4 * step)), step_s)

@@ -1,4 +1,4 @@
-"""Texts to encode beside sequences: batches, stages, shares of a step, fairness, and every way in which they end."""
+"""Texts to encode together with sequences: batches, stages, shares of a step, fairness, and all endings."""
 
 from __future__ import annotations
 

@@ -197,7 +197,8 @@ def test_costs_are_not_learned_from_steps_that_deferred_sequences(make_harness: 
 
 @pytest.mark.parametrize(("target_s", "allowed"), [(None, 1.0), (10.0, (9 - 1) / 2), (1.12, 1 / 9)])
 def test_an_image_gets_the_time_that_decoding_leaves(make_harness: Any, target_s: float | None, allowed: float) -> None:
-    """Decoding takes 1 s. Without a target the image gets as much; with one half of what is left, or a tenth in all."""
+    """Decoding takes 1 s. Without a target the image gets the same; with a target, half of the rest or a tenth of the
+    step."""
     cost = CostModel(Coefficients(1.0, 0, 0, 0, 0))
     budget = None if target_s is None else LatencyBudget(cost, target_s, 32)
     harness = make_harness(num_pages=32, cost=cost, budget=budget)
@@ -255,7 +256,8 @@ def test_the_rest_of_an_image_follows_its_cached_pages(make_harness: Any) -> Non
 
 
 def test_an_image_may_take_longer_than_the_latency_target(make_harness: Any) -> None:
-    """One token in 1 s, and 16 in every step: the image's 20 are computed beside decoding nevertheless."""
+    """A token takes 1 s, and a step has 16 prefill tokens: the image's 20 tokens are nevertheless computed during
+    decoding."""
     cost = CostModel(Coefficients(0, 0, 1.0, 0, 0))
     harness = make_harness(num_pages=32, cost=cost, budget=LatencyBudget(cost, 1.0, 32), whole_images=True)
     harness.add(1, [1, 2, 3], max_tokens=6)
@@ -266,7 +268,7 @@ def test_an_image_may_take_longer_than_the_latency_target(make_harness: Any) -> 
 
 
 def test_the_oldest_request_gets_pages_for_a_whole_image(make_harness: Any, expected: Any) -> None:
-    """Others decode beside its text, which is computed one token at a time, until no page is left."""
+    """Other requests decode while its text is computed one token at a time, until no page is left."""
     harness = make_harness(num_pages=12, max_chunk=1, whole_images=True, enable_prefix_caching=False)
     prompt = [*range(12), *[9] * 8, 3]
     harness.add(1, prompt, max_tokens=2, images=(image(12, tokens=8),))

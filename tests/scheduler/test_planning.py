@@ -1,4 +1,4 @@
-"""The content of a step: the order of admission and prefill, what the budget counts, and the texts beside sequences."""
+"""The content of a step: the order of admission and prefill, the counts of the budget, and texts to encode."""
 
 from __future__ import annotations
 

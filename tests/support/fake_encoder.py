@@ -1,4 +1,4 @@
-"""An encoder that computes nothing: a text's vector is made of its token ids, so each test can tell what it must be."""
+"""A fake encoder: a text's vector is made from its token ids, so that tests know the expected vector."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class FakeEncoder:
 
 
 def fake_encoder_core(encoder: FakeEncoder, runner: ModelRunner | None = None, **settings: Any) -> EngineCore:
-    """Return a core with a fake encoder, beside a model that generates if there is a `runner`."""
+    """Return a core with a fake encoder, and a model that generates if there is a `runner`."""
     config = EngineConfig(**settings)
     part = LoadedEncoder(encoder, encoder.info, config.weights)
     return EngineCore(config, NoDecoder(part, config) if runner is None else LoadedDecoder(runner, config), part)

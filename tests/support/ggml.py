@@ -1,4 +1,4 @@
-"""GGML's block formats in numpy: random blocks, and what they mean, in exact or once-rounded float32 arithmetic."""
+"""GGML's block formats in numpy: random blocks, and their values in exact or once-rounded float32 arithmetic."""
 
 from __future__ import annotations
 

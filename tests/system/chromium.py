@@ -69,7 +69,7 @@ class Browser:
 
 
 class Tab:
-    """One page in a profile of its own, with what it reports as wrong: uncaught errors, and what its policy blocks."""
+    """One page in its own profile, with its reports: uncaught errors, and loads that its policy blocks."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.problems: list[str] = []
@@ -145,7 +145,7 @@ class Tab:
         await self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
 
     async def type(self, text: str) -> None:
-        """Type into what has the focus."""
+        """Type into the focused element."""
         await self.call("Input.insertText", text=text)
 
     async def press(self, key: str, modifiers: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Bodies of coding agents: tools, items and hints that only other servers have, beside functions that are called."""
+"""Bodies of coding agents: tools, items and hints that only other servers have, and callable functions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCRIPTS = {
     "<|1|>": f'<tool_call>\n{{"name": "mcp__x__shell", "arguments": {LS}}}\n</tool_call>',
     "<|2|>": "Done.",
 }
-# The prompt shows what the template receives; its end decides what the model says.
+# The prompt shows the template's input; its end decides the model's answer.
 TEMPLATE = (
     "{# <tool_call> #}{{ tools | tojson if tools }}{% for m in messages %}{{ m.role }}: {{ m.content }}"
     "{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"

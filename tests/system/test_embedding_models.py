@@ -1,4 +1,4 @@
-"""Real encoders behind `LLM`, beside a model that generates, and in an engine process that is killed."""
+"""Real encoders behind `LLM`, together with a model that generates, and in an engine process that is killed."""
 
 from __future__ import annotations
 

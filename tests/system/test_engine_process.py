@@ -1,4 +1,4 @@
-"""Starting an engine process, and what is left behind when that fails; stopping it, and what it must have done by then.
+"""Starting an engine process and cleaning up after a failure; stopping it, and its work until then.
 
 The engine process is a script that does what the test needs.
 """
@@ -76,17 +76,17 @@ link.recv(1 << 16)
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
     async def stopped(script: str, start: StartEngine = START) -> str | None:
-        """Start a process that runs `script` and stop it; return what `stop` does."""
+        """Start a process that runs `script` and stop it; return the result of `stop`."""
         monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-P", "-c", SCRIPT + script))
         process = await EngineProcess.spawn(start, lambda message: None, lambda: None)
-        process.ready.cancel()  # the process is not starting any more
+        process.ready.cancel()  # the process has started
         return await process.stop()
 
     return stopped
 
 
 async def test_messages_of_a_killed_process_are_not_received(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """They have arrived and are not read yet when the process is killed. No descriptor of the process remains."""
+    """The messages have arrived and are unread when the process is killed. No descriptor of the process remains."""
     has_sent = tmp_path / "sent"
     received: list[FromEngine] = []
     files = descriptors()
@@ -191,7 +191,7 @@ async def test_a_process_without_a_snapshot_is_killed_soon(stopped: Stopped) -> 
 async def test_a_process_that_has_closed_its_link_has_done_its_work(
     stopped: Stopped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system takes long to take its memory back."""
+    """The system needs long to reclaim its memory."""
 
     async def until_closed(process: EngineProcess, timeout_s: float) -> None:
         await process.closed.wait()
@@ -206,7 +206,7 @@ async def test_a_process_that_a_signal_has_stopped_is_killed_and_keeps_no_snapsh
 
 
 async def test_a_killed_process_that_does_not_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system does not end a process within a call that cannot be interrupted."""
+    """The system does not end a process inside an uninterruptible call."""
     monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
     process = await EngineProcess.spawn(START, lambda message: None, lambda: None)
     with monkeypatch.context() as patch, capture_logs() as logs:
@@ -238,7 +238,7 @@ def server(program: str, then: str) -> list[str]:
 
 
 def test_a_process_that_is_stopped_while_it_starts_ends_with_its_server() -> None:
-    """The process has not run yet, and the system does not end it with its server."""
+    """The process has not run yet, so the system does not end it with its server."""
     program = f"import os; os.kill(os.getpid(), 19); {PROGRAM}"
     command = server(program, "print(process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -275,9 +275,9 @@ def test_a_process_is_not_interrupted_at_a_terminal_and_may_write_there() -> Non
 
 
 def wait_for_message(*, is_one: bool = False) -> Callable[[EngineProcess, float], Awaitable[None]]:
-    """Return what waits, in place of the time limit, for the next message or the exit.
+    """Return a function that waits for the next message or the exit instead of the time limit.
 
-    `is_one`: messages that come together are one.
+    `is_one`: messages that arrive together count as one.
     """
     arrived = asyncio.Semaphore(0)
     is_counting = False

@@ -1,4 +1,4 @@
-"""Hostile frames, each beside another client's stream, whose bytes must not change.
+"""Hostile frames, each during another client's stream, whose bytes must not change.
 
 A bad request ends alone, in a typed ERROR; a breach of the protocol ends its connection. Bad parameters
 and prompts are in test_bad_input.py, the same bytes against the codec alone in tests/runtime/protocol/test_codec.py.

@@ -204,7 +204,7 @@ def parameters_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the schemas that an object must match: the schema itself, what it refers to, and those in allOf."""
+    """Return the schemas that an object must match: the schema itself, its references, and the schemas in allOf."""
     check_references(schema)
     parts: list[Mapping[str, Any]] = []
     pending: list[Any] = [schema]

@@ -77,7 +77,7 @@ class Markup:
         return self if self.channels else Markup(self.reasoning, tokens=kept)
 
     def marked(self, name: str) -> str:
-        """Return a marker as it is in the text."""
+        """Return a marker in the form that it has in the text."""
         return MARK + name if name in self.tokens else name
 
 

@@ -157,7 +157,7 @@ def _bidirectional(config: ConfigTable, family: Family) -> DecoderSpec:
 def _after_body(
     config: ConfigTable, family: EncoderFamily | Family, body: BertSpec | DecoderSpec, modules: Modules
 ) -> tuple[Pooling, tuple[Projection, ...]]:
-    """Return how the rows of a text are pooled, and the layers after that."""
+    """Return the pooling of a text's rows, and the layers after it."""
     if modules.pooling is not None:
         return modules.pooling, modules.projections
     if modules.answer is not None:

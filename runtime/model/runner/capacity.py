@@ -86,7 +86,7 @@ def _tower_memory(config: EngineConfig, workers: int) -> VisionMemoryPlan | None
 
 
 def encoder_config(config: EngineConfig) -> EngineConfig:
-    """Return the configuration of the encoder beside a decoder, as if the encoder were served alone."""
+    """Return the configuration of the encoder next to a decoder, as if the encoder were served alone."""
     decoders = {"max_model_len": None, "kv_cache_memory": None}
     return msgspec.structs.replace(config, model=config.embedding_model, embedding_model=None, **decoders)
 
@@ -106,7 +106,7 @@ class EncoderCapacity:
 def decide_encoder_capacity(config: EngineConfig, spec: EncoderSpec) -> EncoderCapacity:
     """Decide all sizes. Raises ConfigError if the model or this machine cannot do what the configuration asks for.
 
-    `max_model_len` limits the texts of an encoder that is served alone; beside a decoder, it is the decoder's.
+    `max_model_len` limits the texts of an encoder only if it is served alone; otherwise it belongs to the decoder.
     """
     if config.kv_cache_memory is not None:
         raise ConfigError("kv_cache_memory cannot be given with an encoder: it has no KV cache")

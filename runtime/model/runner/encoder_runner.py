@@ -36,8 +36,8 @@ def load_encoder(
 ) -> EncoderRunner:
     """Read, pack and bind the encoder: `config.embedding_model`, or `config.model` if it is served alone.
 
-    `pool` has the threads of a decoder beside it; without one the runner has its own. Raises ModelError or ConfigError,
-    as `load_model` does.
+    `pool` has the threads of a decoder in the same process; without it the runner has its own threads. Raises
+    ModelError or ConfigError, as `load_model` does.
     """
     if config.embedding_model is not None:
         config = encoder_config(config)

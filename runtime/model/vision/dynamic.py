@@ -108,7 +108,7 @@ class DynamicVisionSpec:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes that the largest image takes beside its program: rotations, and the input of some squares."""
+        """Bytes of the largest image outside of its program: rotations, and the input of some squares."""
         columns = 2 * self.patch_columns + 3 * self.body.head_dim + (5 * self.body.hidden_size if self.grid else 0)
         return 4 * (self.num_patches * self.body.head_dim + SQUARES_WRITTEN * self.sizes.scale**2 * columns)
 

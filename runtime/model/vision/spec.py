@@ -79,7 +79,7 @@ class VisionSpec:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes that an image takes beside its program: the input of some squares, in two steps of normalization."""
+        """Bytes of an image outside of its program: the input of some squares, in two steps of normalization."""
         return 4 * SQUARES_WRITTEN * self.scale**2 * 2 * self.patch_columns
 
     @property

@@ -1,4 +1,4 @@
-"""`quire models`: what the headers of a model say, and what is supported."""
+"""`quire models`: the facts in the headers of a model, and supported features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quire simulate`: what it prints, and its errors."""
+"""`quire simulate`: its output and its errors."""
 
 from __future__ import annotations
 

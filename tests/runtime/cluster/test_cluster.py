@@ -328,7 +328,7 @@ async def test_what_waits_for_a_lost_host_goes_on_where_engines_compute_again(
         await cluster.hosts[f"{second}:1"].add(new_requests(2))
         hosts[first].fail(1, "Unavailable")
         hosts.errors[f"{second}:1"] = Unavailable("gone")
-        hosts[first].fail(1, "Unavailable")  # request 1 is no longer there: the frame is ignored
+        hosts[first].fail(1, "Unavailable")  # request 1 has left: the frame is ignored
         hosts[second].exit(0)
         await asyncio.sleep(1)
         assert listener.ends() == {}

@@ -31,7 +31,7 @@ class Wire:
 
 
 async def greet(host_secret: bytes = SECRET, server_secret: bytes = SECRET) -> tuple[list[Any], bytes]:
-    """Return the outcome at the host and at the API server, and what the API server sent."""
+    """Return the outcomes at the host and at the API server, and the bytes that the API server sent."""
     down = Wire()
     up = Wire()
     host = greet_server(up.reader, down, host_secret)  # type: ignore[arg-type]
@@ -40,7 +40,7 @@ async def greet(host_secret: bytes = SECRET, server_secret: bytes = SECRET) -> t
 
 
 async def as_host(sent: bytes) -> Any:
-    """Return what a host that has received `sent`, and then the end of the connection, makes of it."""
+    """Return the outcome at a host that has received `sent` and then the end of the connection."""
     up = Wire()
     down = Wire()
     up.write(sent)

@@ -516,7 +516,7 @@ async def test_each_api_server_learns_which_of_its_requests_wait_for_an_engine(
 ) -> None:
     ids = [await accepted(session, pool, number) for session in sessions for number in (1, 2)]
     (request,) = new_requests(3)
-    sessions[0].receive(AddRequests((as_read(request.spec),)))  # has no answer yet: the API server asks elsewhere
+    sessions[0].receive(AddRequests((as_read(request.spec),)))  # no answer yet: the API server tries another host
     pool.listener.publish([token(ids[0], 5)])
     pool.listener.interrupted([*ids[:3], 3])
     assert [sent(session, HostRestarting) for session in sessions] == [

@@ -89,7 +89,7 @@ class FakeCore:
 
 @dataclass
 class FakeObserver:
-    """An observer that keeps what the engine reports."""
+    """An observer that keeps the engine's reports."""
 
     rejected: list[QuireError] = field(default_factory=list)
     finished: list[RequestStats] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A request on its way to the core: preparing its prompt, refusals and cancellation, and what they leave behind."""
+"""A request on its way to the core: preparing its prompt, refusals and cancellation, and their cleanup."""
 
 from __future__ import annotations
 

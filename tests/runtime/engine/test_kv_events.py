@@ -27,7 +27,7 @@ def endpoint(tmp_path: Any) -> str:
 
 
 class Router:
-    """A subscriber of events, and one that asks for them again."""
+    """A subscriber of events that can also request replays."""
 
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()

@@ -260,7 +260,7 @@ def test_a_continued_sequence_reports_the_prefill_until_it_has_a_token_of_its_ow
 
 
 def test_usage_counts_no_more_cached_tokens_than_the_prompt_has() -> None:
-    """A preempted request finds tokens of its own output in the cache."""
+    """A preempted request finds its own output tokens in the cache."""
     output = output_with()
     output.sequences[0].counters = FinalCounters(cached_tokens=5)
     assert output.usage().cached_tokens == 3
@@ -345,7 +345,7 @@ def test_a_stream_that_has_ended_cancels_nothing(last: Any) -> None:
 
 
 def read(*chunks: OutputChunk) -> list[OutputChunk]:
-    """Return what a stream that reads outputs makes of chunks."""
+    """Return the chunks of a stream that reads outputs."""
     seen: list[Any] = []
     new_parser = partial(MarkupParser, replace(KNOWN_MARKUPS["hermes"], reasoning=THINK), {})
     stream = Stream((1, 2, 3), 0, lambda: None, new_parser, reads_output=True)

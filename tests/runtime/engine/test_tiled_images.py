@@ -1,4 +1,4 @@
-"""SmolVLM from a chat with files of images to logits, beside transformers: template, tiles, tower and text model."""
+"""SmolVLM from a chat with image files to logits, compared with transformers: template, tiles, tower and text model."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def test_longrope_of_a_part_of_each_head(read: Read, keys: Any) -> None:
 
 
 def test_the_original_context_of_phi_3_has_a_default(read: Read) -> None:
-    """As in transformers, it takes precedence over the one that is beside the factors."""
+    """As in transformers, the top-level context takes precedence over the one next to the factors."""
     rope = {"rope_scaling": {"type": "longrope", **LONG}, "partial_rotary_factor": 0.375}
     (rope,) = set(read("phi3", **rope).ropes)
     assert rope is not None

@@ -1,4 +1,4 @@
-"""Towers of images of any size: the order of patches, the sizes they are for, and what the readers refuse."""
+"""Towers of images of any size: the order of patches, allowed sizes, and refusals of the readers."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_more_levels_than_text_layers_are_refused(model_folder: Callable[..., Pa
 
 
 def test_positions_are_between_the_learned_ones(goldens: Path) -> None:
-    """The learned positions of a 5 x 5 grid say where they are, so those of patches can be read from them."""
+    """The learned positions of a 5 x 5 grid are their coordinates, so the results show the places of patches."""
     spec = spec_of(goldens / "qwen3_vl")
     learned = np.zeros((5, 5, spec.body.hidden_size), np.float32)
     learned[..., 0], learned[..., 1] = np.arange(5)[:, None], np.arange(5)

@@ -63,7 +63,7 @@ def joined(tensors: dict[str, Tensor], names: list[str]) -> Tensor:
 
 
 def test_q_k_and_v_in_one_tensor(goldens: Path, edited: Callable[..., Path]) -> None:
-    """Any family may have them: the rows of Q and K are in neighboring pairs, those of V are not."""
+    """Any family may have such a tensor: the rows of Q and K are in neighboring pairs, the rows of V are not."""
     tensors = stored_tensors(goldens / "llama", "F32")
     fused: dict[str, Tensor | None] = {}
     for layer in ("blk.0.", "blk.1."):

@@ -82,7 +82,7 @@ def matrices(model: PackedModel) -> list[Any]:
 
 
 def test_no_family_with_gguf_files_is_left_out() -> None:
-    """gpt-oss has a file of tests of its own."""
+    """gpt-oss has a separate test file."""
     architectures = {family.gguf.architecture for family in REGISTERED if family.gguf is not None}
     assert architectures == {"gpt-oss", *(ARCHITECTURES.get(family, family) for family in FAMILIES)}
 

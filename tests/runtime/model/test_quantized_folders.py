@@ -1,4 +1,4 @@
-"""Folders that other libraries quantized: the weights that they mean, their form in memory, and what is refused."""
+"""Folders that other libraries quantized: the value of the weights, their form in memory, and refusals."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_a_matrix_of_parts_in_different_orders_is_q8(tmp_path: Path) -> None:
 def test_activations_are_sorted_as_the_inputs_are(
     tmp_path: Path, name: str, compute_logits: Callable[..., Array]
 ) -> None:
-    """The logits are those of the same weights in their own order, but for the rounding of activations."""
+    """The logits equal those of the same weights in their original order, except for the rounding of activations."""
     config, make, _ = IN_ANOTHER_ORDER[name]
     folder_of(tmp_path / "a", config, make)
     tokens = list(range(3, 40))
@@ -481,7 +481,7 @@ OWN_FILES: dict[
 
 
 def moved(folder: Path, name: str, content: object) -> Path:
-    """Replace what config.json says of quantization by a file of its own."""
+    """Move the quantization settings of config.json to a separate file."""
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))

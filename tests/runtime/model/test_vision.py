@@ -1,4 +1,4 @@
-"""Vision towers: their rows beside those of transformers, what the readers refuse, and the memory that they take."""
+"""Vision towers: their rows compared with transformers', the refusals of the readers, and the memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def runner_of(
 
 
 def placed(pixels: npt.NDArray[np.uint8], position: int = 0, name: bytes = b"") -> PlacedImage:
-    """Return an image of Idefics 3, or one that is computed alone, without places in a prompt."""
+    """Return an image for Idefics 3 without a place in a prompt."""
     return PlacedImage(position, 9, name, *pixels.shape[:2], pixels.tobytes())
 
 
@@ -221,7 +221,7 @@ def test_an_image_is_computed_in_parts(golden: tuple[Path, Any]) -> None:
 
 
 class WorkClock:
-    """A clock that advances with the items of kernels, by what they cost: seconds of a program's op."""
+    """A clock that advances by the cost of kernels' items: seconds of a program's op."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -25,7 +25,7 @@ SMALL_PIECE = 512
 
 
 class FakeHosts:
-    """Serve's handle to one host. `serve` is what the host does with a connection."""
+    """Serve's handle to one host. `serve` handles a connection of the host."""
 
     def __init__(self, serve: Callable[[LinkConnection], Awaitable[None]]) -> None:
         self.links = HostLinks(SimpleNamespace(serve=serve))  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ class Host:
 
 @asynccontextmanager
 async def linked() -> AsyncIterator[tuple[FakeHosts, Host, LinkConnection, Any, ServerLinks]]:
-    """Yield the handle, both ends and what the API server knows; nothing is left behind."""
+    """Yield the handle, both ends and the API server's records; check the cleanup afterwards."""
     host = Host()
     hosts = FakeHosts(host.serve)
     links = ServerLinks(hosts)

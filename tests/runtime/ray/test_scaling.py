@@ -1,4 +1,4 @@
-"""How many hosts the policy wants for what the hosts report. Without Ray."""
+"""The number of hosts that the policy returns for reports of hosts. Without Ray."""
 
 from __future__ import annotations
 

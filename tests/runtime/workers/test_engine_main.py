@@ -118,7 +118,7 @@ class FakeCore:
 
 
 class FakeLink:
-    """Holds what was sent; `receive` is set by the server under test."""
+    """A link that keeps sent messages; `receive` is set by the server under test."""
 
     receive: Callable[[Any], None]
 
@@ -129,7 +129,7 @@ class FakeLink:
         self.sent.append(message)
 
     def take(self, *types: type) -> list[FromEngine]:
-        """Return what was sent of these types, and forget everything."""
+        """Return the sent messages of these types, and forget all messages."""
         found = [message for message in self.sent if isinstance(message, types)]
         self.sent.clear()
         return found

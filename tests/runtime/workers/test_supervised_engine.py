@@ -1,4 +1,5 @@
-"""One engine process is replaced when it fails, and every request ends exactly once, with what it had generated.
+"""One engine process is replaced when it fails, and every request ends exactly once, with the tokens that it had
+generated.
 
 Processes and time are fakes; `tests/system/test_survival.py` kills real ones.
 """
@@ -84,7 +85,7 @@ async def add(engine: SupervisedEngine, *ids: int, **options: Any) -> None:
 
 
 async def ask(engine: SupervisedEngine, *ids: int) -> list[asyncio.Task[AdmissionEstimate]]:
-    """Start to add requests, one task each, and let the tasks send what they can."""
+    """Start to add requests, one task each, and let the tasks send their messages."""
     tasks = [asyncio.create_task(engine.add(new_requests(request_id))) for request_id in ids]
     await asyncio.sleep(0.01)
     return tasks

@@ -292,7 +292,8 @@ def test_extreme_values_have_scores() -> None:
 
 
 def test_probabilities_have_the_bits_of_the_exact_sum() -> None:
-    """The weights of 2,000 unlikely labels are lost one by one beside that of a likely one, but change a bit."""
+    """Each of 2,000 unlikely labels is too small to change the sum with a likely one, but together they change a
+    bit."""
     info = msgspec.structs.replace(ENCODER_INFO, labels=tuple(map(str, range(2002))))
     row = np.float32([[0.0, -0.20036832988262177, *[-37.4] * 2000]])
     assert probabilities(row, info)[0, 1] == np.float32(0.45007482171058655)

@@ -1,4 +1,5 @@
-"""Reasoning and tool calls of each family: the parser reads what the grammar allows, in whatever pieces it comes."""
+"""Reasoning and tool calls of each family: the parser reads every text that the grammar allows, for every division into
+pieces."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ SCHEMAS: dict[str, Any] = {"weather": WEATHER, "time": {"type": "object", "prope
 CALL = '{"city": "a }\\" [<b", "days": 2}'
 THINKING = replace(KNOWN_MARKUPS["hermes"], reasoning=THINK)
 
-# Text of a family -> what it says.
+# Text of a family -> its deltas.
 SAMPLES: list[tuple[Markup, str, Read]] = [
     (
         THINKING,
@@ -234,7 +235,7 @@ def test_what_only_spells_a_special_token_is_text() -> None:
     markup, text = marked(KNOWN_MARKUPS["mistral"], "Write [TOOL_CALLS]. [TOOL_CALLS]time[ARGS]{}")
     text = text.replace(MARK, "", 1)
     assert read(parser(markup), [text]) == [("content", "Write [TOOL_CALLS]."), ("call", "time"), ("arguments", "{}")]
-    # A special token where the markup has none is nothing.
+    # A special token where the markup has none is dropped.
     markup, text = marked(replace(KNOWN_MARKUPS["mistral"], reasoning=BRACKETS), "a[/THINK]b")
     assert read(parser(markup), [text]) == [("content", "ab")]
 

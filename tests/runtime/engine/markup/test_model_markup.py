@@ -1,4 +1,4 @@
-"""Which markup a model has: by its chat template, and by what its tokenizer_config.json describes."""
+"""The markup of a model: by its chat template, and by the description in its tokenizer_config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured output with tokenizers that change a text before they encode it: the text is what the grammar allows."""
+"""Structured output with tokenizers that change a text before they encode it: the text matches the grammar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks of grammars: which tokens they allow, when they are ready, and what is kept."""
+"""Masks of grammars: the tokens that they allow, when they are ready, and which results are kept."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def sequence(
 
 
 def ready(step: StepMasks | None) -> dict[int, Any]:
-    """Return the masks of each sequence, or its error, once all of them are ready."""
+    """Return the masks of each sequence, or its error, once all are ready."""
     assert step is not None
     jobs = [running.job for running, _, _ in step.sampling]
     with step.queue.changed:
@@ -149,7 +149,7 @@ def test_a_sequence_whose_grammar_is_kept_joins_without_a_thread(
     shared: list[Any] = []
     monkeypatch.setattr(masks._compiling, "submit", submitted.append)
     monkeypatch.setattr(masks._shared, "submit", shared.append)
-    with compiled.lock:  # the lock of a job that computes masks of others
+    with compiled.lock:  # the lock of a job that computes masks of other sequences
         step = masks.begin([sequence(WORD, [], request_id=number) for number in (2, 3)])
     (job,) = shared
     job()
@@ -302,7 +302,7 @@ def test_a_sequence_that_starts_in_the_middle_has_the_same_masks(masks: Grammars
 
 
 def test_a_prefill_in_chunks_after_a_preemption_or_a_crash_knows_the_generated_tokens(masks: Grammars) -> None:
-    """The job that a chunk without a sample begins is also that of the last chunk."""
+    """A chunk without a sample begins the job that the last chunk uses."""
     assert masks.begin([sequence(WORD, [B], samples=False)]) is None
     (mask,) = ready(masks.begin([sequence(WORD, [B])]))[1]
     assert allowed(mask) == {A, B}
@@ -521,7 +521,8 @@ def step_until(
     condition: Callable[[], bool],
     found: dict[int, Any] | None = None,
 ) -> dict[int, Any]:
-    """Run steps, at least one, until a condition is true. Return what the last step found, which is also in `found`."""
+    """Run steps, at least one, until a condition is true. Return the result of the last step, which is also in
+    `found`."""
     found = {} if found is None else found
     deadline = time.monotonic() + 60
     while True:
@@ -533,7 +534,7 @@ def step_until(
 
 @pytest.mark.usefixtures("impatient")
 def test_masks_that_never_come_end_their_request_and_no_other(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even a sequence whose masks are computed in the same call."""
+    """Sequences whose masks are computed in the same call continue, too."""
     guilty = StructuredOutputs(regex="[ab]{2}")
     step = masks.begin([sequence(guilty, []), sequence(WORD, [], request_id=2)])
     ready(step)
@@ -721,7 +722,7 @@ class Clock:
 def test_masks_that_never_come_delay_the_others_by_2_ms_in_one_step_and_not_in_the_next(
     masks: Grammars, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """However many they are, and computed together or apart."""
+    """The number of such sequences, and whether they share a job, does not matter."""
     monkeypatch.setattr(MaskQueue, "compute", lambda *_: None)
     slow = [sequence(WORD, [], request_id=each) for each in range(number)]
     waited = []
@@ -824,7 +825,7 @@ def test_a_call_of_several_sequences_goes_without_those_whose_lexer_is_in_use(ma
 def test_a_call_of_which_one_sequence_is_left_computes_its_own_mask(
     masks: Grammars, monkeypatch: pytest.MonkeyPatch, taken: list[int], blocked: int
 ) -> None:
-    """A mask in the place of another would let the model sample what its grammar forbids."""
+    """A mask at a wrong place would let the model sample forbidden tokens."""
     structures = {1: WORD, 2: StructuredOutputs(regex="[bc]{2}")}
     first = ready(masks.begin([sequence(each, [], request_id=number) for number, each in structures.items()]))
     job = MaskJob()
@@ -834,7 +835,7 @@ def test_a_call_of_which_one_sequence_is_left_computes_its_own_mask(
     compiled = masks._running[blocked].compiled
     left = masks._running[3 - blocked]
     assert compiled is not None
-    monkeypatch.setattr(np, "empty", np.zeros)  # nothing is left of earlier masks
+    monkeypatch.setattr(np, "empty", np.zeros)  # earlier masks are overwritten
     with compiled.lock:
         masks._queue.compute(job)
     second = {1: {A, B}, 2: {B, C}}

@@ -287,7 +287,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("letters", ["a", "a" * 200_000], ids=["waiting", "writing"])
 def test_a_machine_without_time(trials: Trials, monkeypatch: pytest.MonkeyPatch, letters: str) -> None:
-    """Nothing tells that the grammar is at fault. The process reads nothing, and a pipe has room for 64 KiB."""
+    """It is unknown whether the grammar is at fault. The process does not read, and a pipe has room for 64 KiB."""
     monkeypatch.setattr(trials_module, "TRIAL_COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
     monkeypatch.setattr(trials_module, "TRIAL_WAIT_S", 0.2)
     with pytest.raises(Unavailable, match=r"cannot be checked now: there was no answer in 0.2 s; try again later"):

@@ -1,4 +1,4 @@
-"""Chats with system messages, calls and results are shown completely, whatever roles a template knows."""
+"""Chats with system messages, calls and results are shown completely, independent of the template's roles."""
 
 from __future__ import annotations
 

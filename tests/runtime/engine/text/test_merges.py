@@ -1,4 +1,4 @@
-"""The merges of a SentencePiece vocabulary, beside a search through all pairs of tokens."""
+"""The merges of a SentencePiece vocabulary, compared with a search through all pairs of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALPHABETS = ("ab", "▁xé", "😀漢\u0301", "a\U0010ffff\x00")
 
 
 def all_pairs(texts: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return what `merges_by_score` must return, by its definition."""
+    """Return the expected result of `merges_by_score`, by its definition."""
     places = {text: place for place, text in enumerate(texts)}
     found = [(left, right) for left in texts for right in texts if left + right in places]
 

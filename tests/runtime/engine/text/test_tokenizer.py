@@ -108,7 +108,7 @@ X, Y = "<|x|>", "<|y|>"
 def test_tokens_of_the_files_beside_it_are_one_id_each(
     folder: Path, files: dict[str, object], special: set[int]
 ) -> None:
-    """The ids and flags are those of transformers 5.24."""
+    """Ids and flags equal those of transformers 5.24."""
     tokenizer = Tokenizer(folder_with_room(folder, **files))
     ids = tokenizer.encode(f"b{X}c{Y}")
     assert ids == [66, 4092, 67, 4093]

@@ -1,4 +1,4 @@
-"""Limits of an untrusted tokenizer.json: texts that would grow without end, and what is switched off."""
+"""Limits of an untrusted tokenizer.json: texts that would grow without end, and settings that are switched off."""
 
 from __future__ import annotations
 

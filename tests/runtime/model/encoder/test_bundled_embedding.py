@@ -1,4 +1,4 @@
-"""The bundled embedding model: its size, its names, and that it finds held-out sections as it does in torch."""
+"""The bundled embedding model: its size, its names, and its search of held-out sections, equal to torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading an encoder's folder: what the files of transformers and sentence-transformers mean, and what is refused."""
+"""Reading an encoder's folder: the meaning of transformers' and sentence-transformers' files, and refusals."""
 
 from __future__ import annotations
 

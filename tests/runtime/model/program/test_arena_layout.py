@@ -1,4 +1,5 @@
-"""The arena's layout: no byte has two live values, and the arena is little larger than what is live at one op."""
+"""The arena's layout: no byte has two live values, and the arena is little larger than the values that are live at one
+op."""
 
 from __future__ import annotations
 

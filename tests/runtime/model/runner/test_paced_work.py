@@ -8,7 +8,7 @@ from quire.runtime.model.runner.paced_work import PacedWork, WorkPiece
 
 
 class Ledger:
-    """Work that takes `seconds` for an item of size 1, and a clock of its own."""
+    """Work that takes `seconds` for an item of size 1, and its clock."""
 
     def __init__(self, seconds: float = 0.001) -> None:
         self.now = 0.0

@@ -129,7 +129,7 @@ def test_an_echoed_token_is_certain_and_what_follows_is_as_without_echo() -> Non
 
 
 def test_every_sample_of_a_masked_sequence_has_its_own_mask() -> None:
-    """A row with mask 0 has none; the others count from 1."""
+    """A row with mask 0 has no mask; masks count from 1."""
     masked = sequence([1], [2, 3, 4], num_samples=3)._replace(request_id=7)
     rows, _ = sampling_rows([sequence([1], []), masked], {7: 4})
     assert rows["mask"].tolist() == [0, 5, 6, 7]

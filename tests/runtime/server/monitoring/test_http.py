@@ -45,7 +45,7 @@ class Port:
         return reader
 
     async def ask(self, request: bytes) -> bytes:
-        """Return everything that a connection of its own receives."""
+        """Return all bytes that a new connection receives."""
         reader = await self.connect(request)
         self.writers[-1].write_eof()
         return await reader.read()

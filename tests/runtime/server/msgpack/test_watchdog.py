@@ -13,7 +13,7 @@ from tests.support.server import FakeClock
 
 
 class Watched:
-    """A watchdog, what it did and when, in seconds from its start."""
+    """A watchdog, and its actions with their times, in seconds from its start."""
 
     def __init__(self, clock: FakeClock, heartbeat: bool, **settings: Any) -> None:
         self.clock = clock

@@ -1,4 +1,4 @@
-"""Images of other hosts: what is fetched from a listed host over TLS, and all that is refused."""
+"""Images of other hosts: fetching from a listed host over TLS, and all refusals."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ async def test_a_bad_url_is_refused(host: Host, url: str, reason: str) -> None:
 async def test_a_listed_name_with_an_address_that_is_not_public_is_refused(
     host: Host, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    """Even beside a public one: another answer of the name's server cannot lead inside."""
+    """This holds even if another address is public: a changing DNS answer cannot lead into the network."""
 
     async def resolve(*_: Any, **__: Any) -> list[Any]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, host.port)) for each in ("93.184.215.14", address)]

@@ -1,4 +1,4 @@
-"""The count of a request for its tenant before the engine has it: nothing is left of one that is refused."""
+"""The count of a request for its tenant before the engine accepts it: a refusal leaves nothing counted."""
 
 from __future__ import annotations
 

@@ -360,7 +360,7 @@ async def test_a_request_whose_output_was_dropped_is_not_run_again(serve: Serve,
 
 
 async def test_a_request_is_refused_when_its_promise_cannot_be_kept(serve: Serve) -> None:
-    """Running requests count with what they may generate; other requests are accepted."""
+    """Running requests count with their maximum output; other requests are accepted."""
     server = serve(max_kept_bytes=15_000)
     peer = await server.connect()
     for index in range(2):

@@ -1,4 +1,4 @@
-"""A tenant's share of a limit in bytes: what is reserved in it counts exactly, until it is released once."""
+"""A tenant's share of a limit in bytes: a reservation counts exactly once, until it is released."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class FakeClock:
 
 
 def admitted(tenant: Tenant, attempts: int) -> int:
-    """Return how many of `attempts` requests are accepted, each ended at once."""
+    """Return the number of accepted requests among `attempts`, each ended at once."""
     count = 0
     for _ in range(attempts):
         try:

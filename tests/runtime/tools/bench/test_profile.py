@@ -1,4 +1,4 @@
-"""Machine profiles: what is measured and written, what is read, and the roofline for a configuration."""
+"""Machine profiles: measuring, writing and reading, and the roofline for a configuration."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def known_ms(answers: Sequence[Script]) -> dict[str, list[float]]:
 
 @contextmanager
 def fake_server(protocol: str, count: int, seed: int, ranges: ScriptRanges = ScriptRanges()) -> Iterator[FakeServer]:
-    """Run a fake server in a process of its own."""
+    """Run a fake server in a separate process."""
     command = [sys.executable, str(Path(__file__)), "--protocol", protocol, "--requests", str(count)]
     command += ["--seed", str(seed)]
     for name, pair in (("--ttft-ms", ranges.ttft_ms), ("--itl-ms", ranges.itl_ms), ("--tokens", ranges.tokens)):
@@ -141,7 +141,7 @@ def fake_server(protocol: str, count: int, seed: int, ranges: ScriptRanges = Scr
 
 @dataclass
 class FakeServer:
-    """A running fake server: what it should do, and once it has ended what it really did."""
+    """A running fake server: its script, and after its end its actual times."""
 
     expected: list[Script]
     address: str
@@ -166,7 +166,7 @@ class Timer:
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], None]]] = []  # a heap
         self._order = itertools.count()
-        self._earlier = asyncio.Event()  # a call is due before the one that is waited for
+        self._earlier = asyncio.Event()  # a call is due before the awaited one
 
     def at(self, due_s: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._due, (due_s, next(self._order), call))

@@ -1,4 +1,4 @@
-"""Recorded streams: what is read from each format, and errors that name file, line and field."""
+"""Recorded streams: the requests read from each format, and errors that name file, line and field."""
 
 from __future__ import annotations
 
