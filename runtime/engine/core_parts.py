@@ -18,7 +18,7 @@ from ..model.vision import DynamicVisionSpec, VisionSpec
 from .bits import bits_id
 from .embedding.encoder import LoadedEncoder
 from .facade import CoreInfo, ImageInfo
-from .structured.masks import StepMasks
+from .structured.step_masks import StepMasks
 
 
 class ImageCounts(NamedTuple):

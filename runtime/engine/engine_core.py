@@ -43,7 +43,7 @@ from .core_parts import DecoderPart
 from .embedding.encoder import EncoderPart
 from .facade import EngineStats, HostStatus, StepStats
 from .structured.grammars import Grammars
-from .structured.masks import StepMasks
+from .structured.step_masks import StepMasks
 
 _log = structlog.get_logger("quire.engine")
 
@@ -163,7 +163,8 @@ class EngineCore:
         """See `Core.stats`."""
         if self.is_broken:
             raise Unavailable("the engine has stopped after an internal error; restart it")
-        stats, images = self.scheduler.stats(), self._decoder.image_counts()
+        stats = self.scheduler.stats()
+        images = self._decoder.image_counts()
         encoder = stats.encoder
         return msgspec.structs.replace(
             msgspec.convert(stats, EngineStats, from_attributes=True),
@@ -288,7 +289,8 @@ class EngineCore:
 
     def _log_itl_target(self, num_decode_rows: int) -> None:
         """Log once that decoding alone exceeds the latency target, and once that it no longer does."""
-        overrun, target_ms = self.scheduler.itl_overrun, self.config.itl_target_ms
+        overrun = self.scheduler.itl_overrun
+        target_ms = self.config.itl_target_ms
         self._misses_itl_target = bool(overrun)
         if overrun and target_ms is not None:
             _log.warning(

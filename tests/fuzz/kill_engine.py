@@ -6,11 +6,11 @@ Each round runs the streams, some of them samples of one prompt and beam searche
 
 * `--times` rounds with SIGKILL at a random moment, then as many with SIGSTOP;
 * `--times` rounds with SIGKILL while a pool that is too small spills pages to the disk;
-* one set of longer streams, which all kills meet;
+* one set of longer streams during all kills;
 * `--times` servers whose engine is killed while it writes the prefix snapshot at their end.
 
 With `--families`, instead: `--times` rounds with SIGKILL on the golden of every model family, with q8 and q4 weights,
-and on quantized folders, with types of their own.
+and on quantized folders, with their own types.
 
 A pause is the longest time between two chunks of any stream. Exit status 1 if a stream differs from its undisturbed run
 in any bit, logprobs included, or if a killed snapshot is not reported or leaves a file.
@@ -183,7 +183,7 @@ def _written(pid: int) -> int:
 
 
 async def engine_computes(server: ServerProcess) -> None:
-    """Wait until an engine process is ready: metrics are missing before."""
+    """Wait until an engine process is ready: before that, metrics are missing."""
     while True:
         try:
             await asyncio.to_thread(server.vitals)

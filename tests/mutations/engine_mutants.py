@@ -22,6 +22,7 @@ OUTPUTS = "runtime/engine/live_outputs.py"
 GRAMMARS = "runtime/engine/structured/grammars.py"
 COMPILED = "runtime/engine/structured/compiled_grammars.py"
 MASKS = "runtime/engine/structured/masks.py"
+STEP_MASKS = "runtime/engine/structured/step_masks.py"
 GBNF = "runtime/engine/structured/gbnf.py"
 GBNF_LARK = "runtime/engine/structured/gbnf_lark.py"
 GBNF_TESTS = "tests/runtime/engine/structured/test_gbnf.py"
@@ -608,7 +609,7 @@ MUTANTS = [
         MASK_TESTS,
     ),
     Mutant(
-        MASKS,
+        STEP_MASKS,
         "        if token.token_id != draft:\n",
         "        if draft is None:\n",
         "after a rejected draft the grammar's forced tokens are not drafted",
@@ -657,7 +658,7 @@ MUTANTS = [
         MASK_TESTS,
     ),
     Mutant(
-        MASKS,
+        STEP_MASKS,
         "if running.compiled is not held:",
         "if False:",
         "the whole engine waits while a mask of the same grammar is computed",

@@ -52,7 +52,7 @@ def switch(wires: list[Wire], to: int) -> None:
 async def test_streams_of_all_kinds_go_on_at_the_other_server(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.runtime.client.stream.CREDIT_TOKENS", 8)  # less than an output, also one that is skipped
+    monkeypatch.setattr("quire.runtime.client.stream.CREDIT_TOKENS", 8)  # less than any output, including skipped ones
     async with serving() as one, serving() as other, wires_to(one, other) as wires:
         async with AsyncClient(one.address) as client:
             wanted = {name: await client.complete(PROMPT, params) for name, params in KINDS.items()}

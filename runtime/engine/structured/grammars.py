@@ -40,7 +40,8 @@ from ..json_schema.schema import enforceable_schema, library_options
 from .compiled_grammars import CompiledGrammar, CompiledGrammars
 from .gbnf_lark import as_lark
 from .grammar_vocabulary import ModelTables
-from .masks import ITEMS_ERROR, LEXER_ERROR, MaskJob, MaskQueue, RunningGrammar, StepMasks
+from .masks import ITEMS_ERROR, LEXER_ERROR, MaskJob, MaskQueue, RunningGrammar
+from .step_masks import StepMasks
 from .trials import Trials
 
 WAIT_S = 0.002  # wait for masks, after a step's rows are computed, if other sequences sample in it

@@ -49,7 +49,8 @@ class ImageProgram:
     def write(self, first_row: int, *inputs: Floats) -> None:
         """Write rows of all inputs, from `first_row` on."""
         for memory, array in zip(self._inputs, inputs, strict=True):
-            rows, columns = slice(first_row, first_row + len(array)), array.shape[1]
+            rows = slice(first_row, first_row + len(array))
+            columns = array.shape[1]
             memory[rows, :columns] = array
             memory[rows, columns:] = 0  # another value of the arena may have been there
 

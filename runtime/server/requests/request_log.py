@@ -18,7 +18,8 @@ from ...common.types import OutputChunk
 from ..monitoring import CancelCause, PrometheusObserver
 
 SHUTDOWN_CODE = Unavailable.code  # code of requests that the server cut as it shut down, in the log and for the client
-MAX_FREE_LINES, FREE_INTERVAL_S = 1000, 10.0  # refusals, resumptions and replays cost the client nothing
+MAX_FREE_LINES = 1000  # lines per interval: refusals, resumptions and replays cost the client nothing
+FREE_INTERVAL_S = 10.0
 
 _log = structlog.get_logger("quire.server")
 

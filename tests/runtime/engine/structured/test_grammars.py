@@ -27,7 +27,8 @@ from quire.runtime.engine.structured import masks as masks_module
 from quire.runtime.engine.structured.compiled_grammars import MAX_GROWTH, CompiledGrammars
 from quire.runtime.engine.structured.grammar_vocabulary import GrammarVocabulary, load_tables
 from quire.runtime.engine.structured.grammars import CheckedStructures, Grammars, check_structure, grammar_of
-from quire.runtime.engine.structured.masks import MaskJob, MaskQueue, RunningGrammar, StepMasks
+from quire.runtime.engine.structured.masks import MaskJob, MaskQueue, RunningGrammar
+from quire.runtime.engine.structured.step_masks import StepMasks
 from quire.runtime.engine.text_processor import TextProcessor
 from quire.runtime.model import BUNDLED_MODEL, read_spec
 from quire.runtime.model.runner import SamplingSpec
