@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator, MutableMapping
@@ -22,6 +23,13 @@ from structlog.testing import capture_logs
 # An example may take any time: on a busy machine, each may be interrupted for longer than the default of 200 ms.
 settings.register_profile("any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_collection_finish() -> None:
+    """Exclude tests, modules and libraries from garbage collections: they live to the end."""
+    gc.collect()
+    gc.freeze()
+
 
 WINDOW = 100
 HYBRID: dict[str, Any] = {
