@@ -13,7 +13,8 @@ from .heads cimport HeadsOp
 from .isa cimport (QUIRE_ADD, QUIRE_CLAMPED, QUIRE_GEGLU, QUIRE_GEGLU_EXACT, QUIRE_GELU, QUIRE_GELU_TANH, QUIRE_L2_NORM,
                    QUIRE_LAYER_NORM, QUIRE_RELU, QUIRE_RMS_NORM, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TANH, QUIRE_TILE,
                    quire_head)
-from .linear cimport ROWS_IN_CACHE, LinearOp, Weight
+from .isa import WEIGHT_CODES
+from .linear cimport ROWS_IN_CACHE, LinearOp, Weight, packed_rows_bytes
 from .ops import (BIAS_PADDING, BLOCK, GATED, INPUT_DTYPES, AddGiven, AddNorm, Attention, Combine, Convert, Dispatch,
                   Embed, EphemeralAttention, ExpertLinear, Gather, Linear, Normed, NormRows, PoolRows, RouteRows,
                   ephemeral_pages, has_minimums, max_groups, padded)
@@ -229,6 +230,8 @@ cdef class Binder:
         linear.span, linear.num_spans = op.out.group, -(-num_blocks // op.out.group)
         linear.num_blocks, linear.epilogue = num_blocks, _EPILOGUES[op.epilogue]
         linear.has_minimums = has_minimums(weight)
+        linear.packed_bytes = max([packed_rows_bytes(WEIGHT_CODES[dtype], weight.width, weight.group)
+                                   for _, dtype in weight.ranges])
         for index, weight in enumerate(weights):
             memcpy(packed[index].parts, weight.parts, sizeof(weight.parts))
             packed[index].num_parts, packed[index].bias = weight.num_parts, NULL

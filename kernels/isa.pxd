@@ -58,6 +58,7 @@ cdef extern from "simd/tiles.h" nogil:
         const uint16_t *scales
         int64_t panel_bytes
         quire_rows a
+        const void *packed
         const quire_block_sums *block_sums
         const float *factors
         const float *bias
@@ -113,6 +114,7 @@ cdef extern from "simd/tiles.h" nogil:
     ctypedef struct quire_linear:
         void (*multiply)(int rows, const quire_linear_tile *t) noexcept nogil
         int rows
+        void (*pack)(const quire_rows *a, int rows, void *out) noexcept nogil
 
     ctypedef struct quire_tiles:
         const char *name
@@ -158,6 +160,7 @@ cdef extern from "simd/tiles.h" nogil:
     int64_t quire_itemsize(int dtype)
     int64_t quire_panel_bytes(int dtype, int64_t width)
     int64_t quire_unpacked_bytes(int dtype, int64_t width)
+    int64_t quire_packed_bytes(int dtype, int64_t width, int64_t group, int64_t rows)
     const char *quire_isa_obstacle(int level)
     const quire_tiles *quire_isa_tiles(int level)
 

@@ -14,9 +14,9 @@ its own scale.
 from libc.stdint cimport uint16_t, uint64_t
 from libc.string cimport memcpy
 
-from .isa cimport (QUIRE_ADD, QUIRE_BLOCK, QUIRE_F32, QUIRE_GELU, QUIRE_Q8, QUIRE_SUPER_BLOCK, QUIRE_SWIGLU,
-                   quire_block_sums, quire_itemsize, quire_linear, quire_linear_tile, quire_row_class, quire_rows,
-                   quire_unpacked_bytes)
+from .isa cimport (QUIRE_ADD, QUIRE_BF16, QUIRE_BLOCK, QUIRE_F32, QUIRE_GELU, QUIRE_Q4, QUIRE_Q8, QUIRE_SUPER_BLOCK,
+                   QUIRE_SWIGLU, quire_block_sums, quire_itemsize, quire_linear, quire_linear_tile, quire_packed_bytes,
+                   quire_row_class, quire_rows, quire_unpacked_bytes)
 from .pool cimport (quire_share_count, quire_share_held, quire_share_hold, quire_share_left, quire_share_release,
                     quire_share_take)
 from .step cimport end_item, first_item
@@ -55,12 +55,20 @@ cdef struct Pair:                   # a pair of panels
     char *data                      # NULL: no pair
 
 
-cdef int64_t linear_scratch_bytes(int64_t width, bint has_minimums, list dtypes, int64_t span):
-    """Return the bytes of one worker: `Scratch`, results of the other blocks of a span, sums of blocks, then an
-    unpacked pair of panels of these dtypes.
+cdef int64_t linear_scratch_bytes(int64_t width, bint has_minimums, list dtypes, int64_t span, int64_t group):
+    """Return the bytes of one worker: `Scratch`, results of the other blocks of a span, sums of blocks, packed rows,
+    then an unpacked pair of panels of these dtypes. `group` is the number of blocks that share a scale.
     """
     return (_results_end(span) + (_block_sums_bytes(width) if has_minimums else 0)
+            + max([packed_rows_bytes(dtype, width, group) for dtype in dtypes])
             + 2 * max([quire_unpacked_bytes(dtype, width) for dtype in dtypes]))
+
+
+cdef int64_t packed_rows_bytes(int dtype, int64_t width, int64_t group) noexcept:
+    """Return the bytes of rows that are packed for weights of a dtype, if a function packs them."""
+    if dtype == QUIRE_BF16:
+        return quire_packed_bytes(QUIRE_BF16, width, 1, ROWS_IN_CACHE)
+    return quire_packed_bytes(QUIRE_Q8, width, group, ROWS_IN_CACHE) if dtype in (QUIRE_Q8, QUIRE_Q4) else 0
 
 
 cdef int64_t _results_end(int64_t span) noexcept nogil:
@@ -70,6 +78,11 @@ cdef int64_t _results_end(int64_t span) noexcept nogil:
 
 cdef quire_block_sums *_block_sums(const LinearOp *op, Scratch *scratch) noexcept nogil:
     return <quire_block_sums *>(<char *>scratch + _results_end(op.span))
+
+
+cdef char *_packed_rows(const LinearOp *op, Scratch *scratch) noexcept nogil:
+    cdef int64_t sums = _block_sums_bytes(op.input.rows.width) if op.has_minimums else 0
+    return <char *>scratch + _results_end(op.span) + sums
 
 
 cdef int64_t _block_sums_bytes(int64_t width) noexcept nogil:
@@ -212,11 +225,19 @@ cdef void _prepare_group(const LinearOp *op, const quire_tiles *tiles, const Ite
                          Scratch *scratch) noexcept nogil:
     """Compute the values of a group's rows that all its items need."""
     cdef quire_rows rows
+    cdef const quire_linear *linear
+    cdef int part
     if op.has_factors:
         _compute_factors(op, tiles, item, scratch.factors)
     if op.has_minimums:
         rows = _input_rows(op, item.row)
         tiles.sum_blocks(&rows, item.end - item.row, _block_sums(op, scratch))
+    for part in range(item.weight.num_parts):   # functions that read packed rows read the same ones
+        linear = &tiles.linear[item.weight.parts[part].dtype][quire_row_class(item.end - item.row)]
+        if linear.pack != NULL:
+            rows = _input_rows(op, item.row)
+            linear.pack(&rows, <int>(item.end - item.row), _packed_rows(op, scratch))
+            break
     scratch.group = item.group
 
 
@@ -315,7 +336,8 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
     if next.data != NULL:
         lines = 2 * next.part.panel_bytes // (width // 32) // 64    # lines of `next` per 32 of K
     tile.block_sums = _block_sums(op, scratch) if op.has_minimums else NULL
-    tile.scratch = <char *>scratch + _results_end(op.span) + (_block_sums_bytes(width) if op.has_minimums else 0)
+    tile.packed = _packed_rows(op, scratch) if linear.pack != NULL else NULL
+    tile.scratch = _packed_rows(op, scratch) + op.packed_bytes
     tile.factors = scratch.factors if op.has_factors else NULL
     tile.bias = item.weight.bias + 16 * pair.panel if item.weight.bias != NULL else NULL
     tile.c = y

@@ -35,7 +35,7 @@ def scratch_nbytes(head_dim, workers, ops):
     linears = [(op.weight if isinstance(op, Linear) else op.weights[0], op.out.group) for op in ops
                if isinstance(op, (Linear, ExpertLinear))]
     sizes = [linear_scratch_bytes(padded(weight.in_features), has_minimums(weight),
-                                  [WEIGHT_CODES[dtype] for _, dtype in weight.ranges], span)
+                                  [WEIGHT_CODES[dtype] for _, dtype in weight.ranges], span, weight.group)
              for weight, span in linears]
     rows = [padded(op.out.columns) for op in ops if isinstance(op, Embed)]
     rows += [padded(op.input.columns) for op in ops

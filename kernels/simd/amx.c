@@ -7,18 +7,17 @@ twin_state quire_amx_twins[TWINS];
 THREAD_LOCAL twin_state *quire_amx_twin;
 #endif
 
-void LEVEL(configure)(int shape) {
+void LEVEL(configure)(int kind, int rows) {
   tile_shapes shapes = {.palette = 1};
+  const int first_weight = kind == TILES_BF16 ? 6 : 4, first_operand = kind == TILES_BF16 ? 4 : 2;
   for (int tile = 0; tile < 8; tile++) {
-    shapes.rows[tile] = (uint8_t)(tile < 6 && shape < TILE_ROWS ? shape : TILE_ROWS);
+    shapes.rows[tile] = (uint8_t)(tile < first_weight ? rows : TILE_ROWS);
     shapes.row_bytes[tile] = TILE_BYTES;
-    if (shape == BLOCKS_OF_32 && tile >= 4) {
-      if (tile < 6) shapes.row_bytes[tile] = 32;
-      else shapes.rows[tile] = 8;
-    }
+    if (kind == TILES_INT8_BLOCKS && tile >= first_weight) shapes.rows[tile] = 8;
+    else if (kind == TILES_INT8_BLOCKS && tile >= first_operand) shapes.row_bytes[tile] = 32;
   }
   tile_config(&shapes);
-  LEVEL(tile_shape) = shape;
+  LEVEL(tile_shape) = shape_of(kind, rows);
 }
 
 // Without a configuration, a context switch does not save the tiles' 8 KiB.
@@ -31,7 +30,7 @@ void LEVEL(end)(void) {
 static int64_t peak_of_tiles(int dtype, int64_t steps, float *result) {
   _Alignas(64) static const char zeros[TILE_ROWS][TILE_BYTES];
   _Alignas(64) float sums[TILE_ROWS][16];
-  use_tiles_of_rows(TILE_ROWS);
+  use_tiles(TILES_BF16, TILE_ROWS);
   tile_zero(0); tile_zero(1); tile_zero(2); tile_zero(3); tile_zero(4); tile_zero(5);
   tile_load(6, zeros, TILE_BYTES);
   tile_load(7, zeros, TILE_BYTES);
@@ -80,7 +79,7 @@ int LEVEL(self_test)(void) {
     for (int n = 0; n < 16; n++) b8[k / 4][n][k % 4] = (uint8_t)(200 + b_value(k, n));
   for (int k = 0; k < 32; k++)
     for (int n = 0; n < 16; n++) b16[k / 2][n][k % 2] = bf16_of(b_value(k, n));
-  use_tiles_of_rows(TEST_ROWS);
+  use_tiles(TILES_BF16, TEST_ROWS);
   tile_zero(0);
   tile_load(4, a8, TILE_BYTES);
   tile_load(6, b8, TILE_BYTES);

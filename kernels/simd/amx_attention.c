@@ -3,7 +3,7 @@
 #include <assert.h>
 #include <stddef.h>
 
-#include "amx.h"
+#include "amx_int8.h"
 #include "softmax.h"
 
 // Four panels as tiles; copied where a page holds less than a tile. The rest of the tile is zero.
@@ -11,8 +11,6 @@ typedef struct {
   const char *at[4];
   _Alignas(64) char copy[4][TILE_ROWS * TILE_BYTES];
 } panels;
-
-INLINE int min_int(int a, int b) { return a < b ? a : b; }
 
 // The first row of the tile for rows from `row` on: with 16 rows or more all tiles are full, and the last one overlaps the
 // one before.
@@ -121,7 +119,7 @@ INLINE void values_bf16(const int count, int rows, const quire_attention_tile *t
 void LEVEL(attention_bf16)(int rows, const quire_attention_tile *t) {
   assert(rows >= 1 && rows <= QUIRE_TILE);
   softmax_result soft;
-  use_tiles_of_rows(min_int(rows, TILE_ROWS));
+  use_tiles(TILES_BF16, min_int(rows, TILE_ROWS));
   for (int row = 0; row < rows; row += TILE_ROWS) scores_bf16(rows, t, first_row(row, rows), row == 0);
   softmax_tile(QUIRE_BF16, rows, t, &soft);
   int64_t n = 0;
@@ -131,80 +129,111 @@ void LEVEL(attention_bf16)(int rows, const quire_attention_tile *t) {
     for (int row = 0; row < rows; row += TILE_ROWS) values_bf16(1, rows, t, row, &soft, n);
 }
 
-// s[16][64] = q · K; K of 16 tokens is a panel of a q8 layer.
-static void scores_int8(const quire_attention_tile *t, int row) {
+// s[rows][64] = q · K, two panels of 16 tokens and two blocks of 32 of head_dim at a time.
+static void scores_int8(int rows, const quire_attention_tile *t) {
   const int64_t d = t->head_dim, blocks = d / 32;
-  const quire_rows q = {(int8_t *)t->q.data + row * d, t->q.scales + row * blocks, t->q.sums + row * blocks, d};
-  vf s[TILE_ROWS];
-  for (int j = 0; j < 4; j++) {
-    if (row == 0) fetch_pages(t, j, j + 1, 8);
-    multiply_int8(1, 1, &q, t->k[j], t->k_scales[j], NULL, 0, s);
-    for (int i = 0; i < TILE_ROWS; i++) vf_store(t->s + (row + i) * QUIRE_TILE + 16 * j, s[i]);
-  }
+  _Alignas(64) uint32_t dots[2][2][2][TILE_ROWS][16];
+  product last = {.from = 0, .to = 0};
+  int turn = 0;
+  for (int i = 0; i < rows * QUIRE_TILE; i += 16) vf_store(t->s + i, vf_zero());
+  for (int j = 0; j < 4; j += 2)
+    for (int64_t block = 0; block < blocks; block += 2) {
+      band b = {.stride = 512, .dots = block + 1 < blocks ? 2 : 1, .tiles = 1};
+      for (int panel = 0; panel < 2; panel++) {
+        b.first[panel] = (const uint8_t *)t->k[j + panel] + block * 512;
+        b.last[panel] = b.first[panel] + (b.dots - 1) * 512;
+      }
+      load_band(&b);
+      fetch_pages(t, j / 2 * blocks + block, j / 2 * blocks + block + b.dots, 4 * blocks);
+      for (int row = 0; row < rows; row += TILE_ROWS, turn = !turn) {
+        const int first = first_row(row, rows);
+        const int64_t at = first * blocks + block;
+        multiply_band(0, &b, (const char *)t->q.data + first * d + block * 32, d, 32, &last, dots[turn]);
+        last = (product){
+            .dots = dots[turn], .scales = t->q.scales + at, .sums = t->q.sums + at, .dot_stride = 1, .row_stride = blocks,
+            .columns = {t->k_scales[j] + block * 16, t->k_scales[j + 1] + block * 16}, .column_stride = 16,
+            .out = t->s + first * QUIRE_TILE + 16 * j, .ld = QUIRE_TILE,
+            .count = b.dots, .from = row - first, .to = min_int(TILE_ROWS, rows - first)};
+      }
+    }
+  scale_half(&last, 0);
+  scale_half(&last, TILE_ROWS / 2);
 }
 
-// o[16][n, n + 32) = o * keep + p · V: an exact integer dot over the tile for each digit of p, 32 tokens per product, then
-// the operations of avx512 in their order.
-static void values_int8(const quire_attention_tile *t, int row, const softmax_result *soft, int64_t n) {
-  const int64_t d = t->head_dim, steps = (t->num_pages * t->page_size + 31) / 32;
-  const char *high = (const char *)t->p + row * QUIRE_TILE, *low = high + QUIRE_TILE * QUIRE_TILE;
-  _Alignas(64) uint32_t dots[2][2][TILE_ROWS][16];  // [digit][panel]
-  panels v;
-  tile_zero(0);
-  tile_zero(1);
-  tile_zero(2);
-  tile_zero(3);
-  if (row == 0) fetch_pages(t, d + n, d + n + 32, 2 * d);
-  for (int64_t step = 0; step < steps; step++) {
-    load_values(&v, 2, t, step, n, 1);
-    tile_load(4, high + step * 32, QUIRE_TILE);
-    tile_load(5, low + step * 32, QUIRE_TILE);
-    tile_load(6, v.at[0], TILE_BYTES);
-    tile_dot_s8u8(0, 4, 6);
-    tile_dot_s8u8(2, 5, 6);
-    tile_load(7, v.at[1], TILE_BYTES);
-    tile_dot_s8u8(1, 4, 7);
-    tile_dot_s8u8(3, 5, 7);
-  }
-  tile_store(0, dots[0][0], TILE_BYTES);
-  tile_store(1, dots[0][1], TILE_BYTES);
-  tile_store(2, dots[1][0], TILE_BYTES);
-  tile_store(3, dots[1][1], TILE_BYTES);
-  for (int i = 0; i < TILE_ROWS; i++)
-    for (int j = 0; j < 2; j++) {
-      float *o = t->o + (row + i) * d + n + j * 16;
-      const vi a = vi_add(vi_load(dots[0][j][i]), vi_set1(soft->high_sum[row + i]));
-      const vi b = vi_add(vi_load(dots[1][j][i]), vi_set1(soft->low_sum[row + i]));
-      const vf kept = vf_mul(vf_load(o), vf_set1(soft->keep[row + i]));
+// Exact dots of both digits of p with two panels of values, and where their sum goes.
+typedef struct {
+  uint32_t (*dots)[2][TILE_ROWS][16];  // [digit][panel]
+  float *o;                            // first column of row 0
+  int row, from, to;                   // number of row 0; rows [from, to)
+} weighted;
+
+// o = o * keep + p · V in the operations of avx512.
+INLINE void add_weighted(const weighted *w, int64_t d, const softmax_result *soft, int from) {
+  const int begin = w->from > from ? w->from : from, end = min_int(w->to, from + TILE_ROWS / 2);
+  for (int i = begin; i < end; i++)
+    UNROLL_TILE for (int j = 0; j < 2; j++) {
+      float *o = w->o + i * d + j * 16;
+      const vi a = vi_add(vi_load(w->dots[0][j][i]), vi_set1(soft->high_sum[w->row + i]));
+      const vi b = vi_add(vi_load(w->dots[1][j][i]), vi_set1(soft->low_sum[w->row + i]));
+      const vf kept = vf_mul(vf_load(o), vf_set1(soft->keep[w->row + i]));
       const vf sum = vf_fma(vf_from(a), vf_set1(128.f), vf_from(b));
-      vf_store(o, vf_fma(sum, vf_set1(soft->scale[row + i]), kept));
+      vf_store(o, vf_fma(sum, vf_set1(soft->scale[w->row + i]), kept));
     }
 }
 
-// Rows that do not fill a tile run at the avx512 level.
+// dots = one digit of p times the values in tiles 4-7: 32 tokens, or 64.
+INLINE void multiply_digit(const char *p, int two, const weighted *before, int64_t d, const softmax_result *soft, int from,
+                           uint32_t (*dots)[TILE_ROWS][16]) {
+  tile_zero(0);
+  tile_zero(1);
+  tile_load(2, p, QUIRE_TILE);
+  tile_dot_s8u8(0, 2, 4);
+  tile_dot_s8u8(1, 2, 6);
+  if (two) {
+    tile_load(3, p + 32, QUIRE_TILE);
+    tile_dot_s8u8(0, 3, 5);
+    tile_dot_s8u8(1, 3, 7);
+  }
+  add_weighted(before, d, soft, from);
+  tile_store(0, dots[0], TILE_BYTES);
+  tile_store(1, dots[1], TILE_BYTES);
+}
+
+// o[rows] = o * keep + p · V, 32 columns at a time.
+static void values_int8(int rows, const quire_attention_tile *t, const softmax_result *soft) {
+  const int64_t d = t->head_dim;
+  const int two = t->num_pages * t->page_size > 32;
+  _Alignas(64) uint32_t dots[2][2][2][TILE_ROWS][16];
+  weighted last = {.from = 0, .to = 0};
+  panels v;
+  int turn = 0;
+  for (int64_t n = 0; n < d; n += 32) {
+    load_values(&v, 2, t, 0, n, 1);
+    tile_load(4, v.at[0], TILE_BYTES);
+    tile_load(6, v.at[1], TILE_BYTES);
+    if (two) {
+      load_values(&v, 2, t, 1, n, 1);
+      tile_load(5, v.at[0], TILE_BYTES);
+      tile_load(7, v.at[1], TILE_BYTES);
+    }
+    fetch_pages(t, d + n, d + n + 32, 2 * d);
+    for (int row = 0; row < rows; row += TILE_ROWS, turn = !turn) {
+      const int first = first_row(row, rows);
+      const char *high = (const char *)t->p + first * QUIRE_TILE, *low = high + QUIRE_TILE * QUIRE_TILE;
+      multiply_digit(high, two, &last, d, soft, 0, dots[turn][0]);
+      multiply_digit(low, two, &last, d, soft, TILE_ROWS / 2, dots[turn][1]);
+      last = (weighted){dots[turn], t->o + first * d + n, first, row - first, min_int(TILE_ROWS, rows - first)};
+    }
+  }
+  add_weighted(&last, d, soft, 0);
+  add_weighted(&last, d, soft, TILE_ROWS / 2);
+}
+
 void LEVEL(attention_int8)(int rows, const quire_attention_tile *t) {
   assert(rows >= 1 && rows <= QUIRE_TILE);
-  const int64_t d = t->head_dim;
-  const int whole = rows - rows % TILE_ROWS;
-  if (whole) {
-    softmax_result soft;
-    use_tiles_of_blocks();
-    for (int row = 0; row < whole; row += TILE_ROWS) scores_int8(t, row);
-    softmax_tile(QUIRE_Q8, whole, t, &soft);
-    for (int64_t n = 0; n < d; n += 32)
-      for (int row = 0; row < whole; row += TILE_ROWS) values_int8(t, row, &soft, n);
-  }
-  if (whole == rows) return;
-  quire_attention_tile rest = *t;
-  if (whole) rest.num_next_pages = 0;
-  rest.q.data = (char *)t->q.data + whole * d;
-  rest.q.scales += whole * (d / 32);
-  rest.q.sums += whole * (d / 32);
-  rest.oldest += whole;
-  rest.newest += whole;
-  if (rest.bias) rest.bias += whole;
-  rest.m += whole;
-  rest.l += whole;
-  rest.o += whole * d;
-  ISA(attention_int8)(rows - whole, &rest);
+  softmax_result soft;
+  use_tiles(TILES_INT8_BLOCKS, min_int(rows, TILE_ROWS));
+  scores_int8(rows, t);
+  softmax_tile(QUIRE_Q8, rows, t, &soft);
+  values_int8(rows, t, &soft);
 }

@@ -51,6 +51,8 @@ INLINE void tile_load(int tile, const void *from, int64_t stride) {
     memcpy(quire_amx_twin->tile[tile][i], (const char *)from + i * stride, (size_t)twin_bytes(tile));
 }
 
+INLINE void tile_load_once(int tile, const void *from, int64_t stride) { tile_load(tile, from, stride); }
+
 INLINE void tile_store(int tile, void *to, int64_t stride) {
   twin_check(twin_rows(tile));
   for (int i = 0; i < twin_rows(tile); i++)

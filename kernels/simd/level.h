@@ -64,6 +64,8 @@ int64_t ISA(peak)(int dtype, int64_t steps, const void *w, const void *a, float 
 
 #if defined QUIRE_ISA_AMX
 enum { AMX_LINEAR_ROWS = LINEAR_ROWS_4_BITS };  // the rows that stay in L2, ROWS_IN_CACHE in ../linear.pyx
+void LEVEL(pack_bf16)(const quire_rows *a, int rows, void *out);
+void LEVEL(pack_q8)(const quire_rows *a, int rows, void *out);
 void LEVEL(linear_bf16)(int rows, const quire_linear_tile *t);
 void LEVEL(linear_q8)(int rows, const quire_linear_tile *t);
 void LEVEL(linear_q4)(int rows, const quire_linear_tile *t);

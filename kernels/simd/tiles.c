@@ -9,25 +9,33 @@
 #define ENDS {0}
 #endif
 
-#if defined QUIRE_ISA_AMX
-#define LINEAR_ROWS_ON_TILES AMX_LINEAR_ROWS
-#else
-#define LINEAR_ROWS_ON_TILES LINEAR_ROWS
-#endif
-
 // The same for each class of row counts.
 #define EACH(...) {__VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__}
-#define LINEAR(function, most) EACH({function, most})
+#define LINEAR(function, most) EACH({function, most, 0})
+
+#if defined QUIRE_ISA_AMX
+#define ON_TILES(dtype) {LEVEL(linear_##dtype), AMX_LINEAR_ROWS, LEVEL(pack_##dtype)}
+#define BF16 EACH(ON_TILES(bf16))
+// Few rows fill a tile too little.
+#define Q8 {{ISA(linear_q8), LINEAR_ROWS, 0}, {ISA(linear_q8), LINEAR_ROWS, 0}, ON_TILES(q8), ON_TILES(q8), ON_TILES(q8)}
+#define FEW_OF_Q4 {ISA(linear_q4), LINEAR_ROWS_4_BITS, 0}
+#define MANY_OF_Q4 {LEVEL(linear_q4), AMX_LINEAR_ROWS, LEVEL(pack_q8)}
+#define Q4 {FEW_OF_Q4, FEW_OF_Q4, FEW_OF_Q4, MANY_OF_Q4, MANY_OF_Q4}
+#define INT8 {ISA(attention_int8), ISA(attention_int8), LEVEL(attention_int8), LEVEL(attention_int8), LEVEL(attention_int8)}
+#else
+#define BF16 LINEAR(ISA(linear_bf16), LINEAR_ROWS)
+#define Q8 LINEAR(ISA(linear_q8), LINEAR_ROWS)
+#define Q4 LINEAR(ISA(linear_q4), LINEAR_ROWS_4_BITS)
+#define INT8 EACH(ISA(attention_int8))
+#endif
 
 const quire_tiles LEVEL(quire_tiles) = {
     .name = LEVEL_NAME,
-    .linear = {LINEAR(ISA(linear_f32), LINEAR_ROWS), LINEAR(LEVEL(linear_bf16), LINEAR_ROWS_ON_TILES),
-               LINEAR(LEVEL(linear_q8), LINEAR_ROWS_ON_TILES), LINEAR(LEVEL(linear_q4), LINEAR_ROWS_4_BITS),
-               LINEAR(ISA(linear_q4_k), LINEAR_ROWS_4_BITS), LINEAR(ISA(linear_q5_k), LINEAR_ROWS),
-               LINEAR(ISA(linear_q6_k), LINEAR_ROWS), LINEAR(ISA(linear_mxfp4), LINEAR_ROWS),
-               LINEAR(ISA(linear_q4_z), LINEAR_ROWS)},
+    .linear = {LINEAR(ISA(linear_f32), LINEAR_ROWS), BF16, Q8, Q4, LINEAR(ISA(linear_q4_k), LINEAR_ROWS_4_BITS),
+               LINEAR(ISA(linear_q5_k), LINEAR_ROWS), LINEAR(ISA(linear_q6_k), LINEAR_ROWS),
+               LINEAR(ISA(linear_mxfp4), LINEAR_ROWS), LINEAR(ISA(linear_q4_z), LINEAR_ROWS)},
     .sum_blocks = ISA(sum_blocks),
-    .attention = {EACH(ISA(attention_f32)), EACH(LEVEL(attention_bf16)), EACH(LEVEL(attention_int8))},
+    .attention = {EACH(ISA(attention_f32)), EACH(LEVEL(attention_bf16)), INT8},
     .merge = ISA(merge),
     .convert = ISA(convert),
     .rms_factors = ISA(rms_factors),

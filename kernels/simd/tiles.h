@@ -71,6 +71,15 @@ typedef struct {
   int64_t group;    // q8: from 2 on, `group` blocks share a scale, any number, and a sum; both stand at the first of them
 } quire_rows;
 
+// Bytes of `rows` rows as a function `pack` of any level orders them.
+static inline int64_t quire_packed_bytes(const int dtype, const int64_t width, const int64_t group, const int64_t rows) {
+  const int64_t all = (rows + 15) / 16 * 16, blocks = width / 32;
+  if (dtype == QUIRE_BF16) return all * width * 2;
+  if (group <= 1) return all * (width + 8 * blocks);  // scales and sums, too
+  const int64_t rest = blocks % group, of_group = 64 * ((group + 1) / 2) + 8;
+  return all * (blocks / group * of_group + (rest ? 64 * ((rest + 1) / 2) + 8 : 0));
+}
+
 // The destination of f32 results: converted to `dtype`; with `norm`, prepared for the linear layer after an RMS norm.
 typedef struct {
   int dtype;
@@ -93,6 +102,7 @@ typedef struct {
   int64_t panel_bytes;
   void *scratch;           // q4, q4_k: for the unpacked pair of panels
   quire_rows a;
+  const void *packed;      // all rows of the call, packed; NULL if the function has no `pack`
   const quire_block_sums *block_sums;  // q4_k, q5_k: [rows][width / 256]
   const float *factors;    // [rows], multiply each row's sums; or NULL
   const float *bias;       // [32] or NULL
@@ -158,6 +168,7 @@ static inline int quire_row_class(const int64_t rows) { return (rows > 1) + (row
 typedef struct {
   void (*multiply)(int rows, const quire_linear_tile *t);
   int rows;  // the most rows of a call
+  void (*pack)(const quire_rows *a, int rows, void *out);  // The function reads packed rows; NULL: it reads `a`.
 } quire_linear;
 
 typedef struct {

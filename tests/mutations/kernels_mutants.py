@@ -302,9 +302,10 @@ MUTANTS = [
     ),
     Mutant(
         AMX_LINEAR,
-        "c[i] + (begin - first_row[i])",
-        "c[i]",
-        "the last rows of a prompt whose length is no multiple of 16 get the results of other rows",
+        "    first += of_call.tiles;\n",
+        "",
+        "with AMX, rows from 97 on get no results, and the first ones those of others",
+        "tests/kernels/test_tiles.py",
     ),
     Mutant(
         EPILOGUE,

@@ -135,12 +135,15 @@ static void run_linear(const quire_tiles *level, int dtype, int per_call, int ro
   float *c = t.c;
   float y[MAX_ROWS * 32];  // results that are not added yet: the walker adds when it writes them
   const int adds = t.epilogue == QUIRE_ADD;
+  static _Alignas(64) char packed[MAX_ROWS * MAX_WIDTH * 4];
   static quire_block_sums sums[MAX_ROWS * MAX_WIDTH / QUIRE_SUPER_BLOCK];
   if (dtype == QUIRE_Q4_K || dtype == QUIRE_Q5_K) level->sum_blocks(&a, rows, sums);
   for (int row = 0; row < rows; row += per_call) {
     t.block_sums = sums + row * (a.width / QUIRE_SUPER_BLOCK);
+    const quire_linear *linear = &level->linear[dtype][quire_row_class(rows)];
     t.a = from_row(a, input_dtype(dtype), row), t.c = (adds ? y : c) + row * t.ldc, t.factors = factors ? factors + row : NULL;
-    level->linear[dtype][quire_row_class(rows)].multiply(per_call, &t);
+    if (linear->pack) linear->pack(&t.a, per_call, packed), t.packed = packed;
+    linear->multiply(per_call, &t);
   }
   if (adds) level->add_columns(y, rows, c, t.ldc);
 }

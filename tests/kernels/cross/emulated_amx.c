@@ -98,6 +98,7 @@ static int emulate(const instruction *i) {
     case 0x491: tile_config((const tile_shapes *)(i->base + i->index)); return 1;
     case 0x490: tile_release(); return i->reg == 0 && i->rm == 0;
     case 0x496: tile_zero(i->reg); return i->rm == 0;
+    case 0x4b3: tile_load_once(i->reg, (const void *)i->base, (int64_t)i->index); return 1;
     case 0x4b7: tile_load(i->reg, (const void *)i->base, (int64_t)i->index); return 1;
     case 0x4b5: tile_store(i->reg, (void *)i->base, (int64_t)i->index); return 1;
     case 0x5c4: count_product(i, 2), tile_dot_bf16(i->reg, i->rm, i->vvvv); return 1;
