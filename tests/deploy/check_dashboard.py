@@ -21,7 +21,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from quire import AsyncClient, QuireError, SamplingParams
 
 from tests.deploy.queries import DEPLOY, dashboard_queries, metrics_in, rule_queries, with_variables
 from tests.fuzz.host_process import SECRET, HostProcess, running_hosts
+from tests.fuzz.server_process import free_port
 
 USERS = 24
 ENCODER = str(DEPLOY.parent / "tests" / "goldens" / "encoders" / "bert")
@@ -181,13 +181,6 @@ def wait_until_ready(url: str, prometheus: subprocess.Popen[bytes]) -> None:
             return
         time.sleep(0.1)
     raise SystemExit("prometheus ended before it was ready")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 # Load

@@ -10,7 +10,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import socket
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
@@ -21,18 +20,12 @@ import pytest
 from quire import LLM, SamplingParams
 
 from tests.deploy.queries import DEPLOY
+from tests.fuzz.server_process import free_port
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("dynamo") is None, reason="ai-dynamo is not installed")
 
 PROMPT = "This module provides"
 START_TIMEOUT_S = 120.0
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 @pytest.fixture

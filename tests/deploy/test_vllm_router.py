@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import socket
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -16,20 +15,13 @@ from typing import Any
 import pytest
 from quire.runtime.model import BUNDLED_MODEL
 
-from tests.fuzz.server_process import ServerProcess, start_server
+from tests.fuzz.server_process import ServerProcess, free_port, start_server
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm_router") is None, reason="vllm-router is not installed")
 
 ENGINE = ("--weights", "q8", "--kv-cache-memory", "16M", "--threads", "1", "--page-size", "32")
 START_TIMEOUT_S = 60.0
 NUM_HITS = 12  # hits in a row: a router that chose at random would hardly find as many
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @pytest.fixture

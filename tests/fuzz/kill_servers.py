@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
 import time
 from contextlib import ExitStack
 from random import Random
@@ -23,7 +22,7 @@ import uvloop
 from campaign import CampaignReport
 from quire import AsyncClient, SamplingParams
 from quire.runtime.common.types import StructuredOutputs, join_chunks
-from server_process import ServerProcess, start_server
+from server_process import ServerProcess, free_port, start_server
 
 MAX_MEDIAN_PAUSE_S = 1.0
 LIST = StructuredOutputs(json={"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 4})
@@ -82,13 +81,6 @@ async def read(client: AsyncClient, prompt: str, params: SamplingParams, progres
 
 async def read_all(client: AsyncClient, streams: Streams, progress: Progress) -> list[object]:
     return await asyncio.gather(*(read(client, *stream, progress) for stream in streams))
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 class ServerPair:

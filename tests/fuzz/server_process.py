@@ -11,6 +11,7 @@ import math
 import os
 import re
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -45,6 +46,13 @@ SHORT_TIMEOUTS = {  # settings without a flag, so that abandoned requests end wi
 PORTS = ("--port", "--operator-port", "--openai-port")
 SETTLE_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 45.0
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
 
 
 @dataclass(frozen=True)

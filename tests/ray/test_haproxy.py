@@ -19,7 +19,7 @@ import pytest
 from quire import AsyncClient, OutputChunk, SamplingParams, StructuredOutputs
 from quire.runtime.common.types import join_chunks
 
-from tests.fuzz.server_process import ServerProcess, start_server
+from tests.fuzz.server_process import ServerProcess, free_port, start_server
 
 pytestmark = pytest.mark.ray
 
@@ -56,13 +56,6 @@ listen api
 
 def params_of(kind: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 700, "ignore_eos": "structured_outputs" not in kind, **kind})
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @asynccontextmanager

@@ -34,6 +34,7 @@ from quire.runtime.workers import engine_process
 from quire.scheduler import AdmissionEstimate
 
 from tests.support.samples import BYTES_INFO, STATS
+from tests.support.waiting import until
 
 from .chromium import Browser, OpenTab, Tab
 
@@ -298,13 +299,7 @@ async def system(serve: Callable[..., Awaitable[System]]) -> System:
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
     """Return a function that waits until a condition holds."""
-
-    async def wait(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not condition():
-                await asyncio.sleep(0.002)
-
-    return wait
+    return until
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from tests.support.fake_encoder import (
     vector,
 )
 from tests.support.http_client import Reply, connection
+from tests.support.waiting import until
 
 from .conftest import FREE_PORTS, RawClient, System, raw_client
 
@@ -66,12 +67,6 @@ async def embedding_system(
     finally:
         await server.close()
         await engine.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def rows(*texts: str) -> np.ndarray[Any, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -23,6 +23,8 @@ from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import Engine, GenerateRequest, Prefilled, StepStats
 from quire.scheduler import NotAccepting, PageQuotaExceeded, QueueFull, Request, RequestUpdate, SampledToken
 
+from tests.support.waiting import until
+
 from .conftest import ESTIMATE, INFO, FakeCore, FakeObserver, FakeTextProcessor
 
 CHAT = ({"role": "user", "content": "hi "},)
@@ -33,13 +35,6 @@ def request(prompt: str | tuple[int, ...] | None = "hi", tenant: str = "", **opt
     messages = options.pop("messages", None)
     params = SamplingParams(**{"max_tokens": 4, **options})
     return GenerateRequest(prompt=prompt, messages=messages, sampling_params=params, tenant=tenant)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let tasks and threads run until `condition` holds."""
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_the_core_learns_the_conversation_of_a_request(engine: Engine[FakeCore], core: FakeCore) -> None:

@@ -19,6 +19,8 @@ from quire.runtime.net.listen import ListeningSocket, listen_tcp, listen_unix
 from quire.runtime.net.tls import TLS
 from structlog.testing import capture_logs
 
+from tests.support.waiting import until
+
 FILES = Path(__file__).resolve().parents[2] / "data" / "tls"
 
 
@@ -65,12 +67,6 @@ async def send(client: socket.socket, data: bytes) -> bytes:
         await loop.sock_sendall(client, data)
         return await loop.sock_recv(client, 9)
     return b""
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 Start = Callable[..., Awaitable[Port]]

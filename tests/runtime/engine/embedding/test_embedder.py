@@ -57,6 +57,7 @@ from tests.support.fake_encoder import (
     fake_encoder_core,
     vector,
 )
+from tests.support.waiting import until
 
 Running = Callable[..., AbstractAsyncContextManager[LocalEngine]]
 LABELS = msgspec.structs.replace(ENCODER_INFO, num_labels=1, score_activation="sigmoid", prompts={})
@@ -142,11 +143,6 @@ async def test_a_reader_that_pauses_pauses_the_work() -> None:
         assert engine.stats().encoder_waiting == 0
         await stream.aclose()
         await engine.drain()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 async def test_closing_or_cancelling_frees_the_queue_at_once() -> None:
