@@ -27,7 +27,7 @@ cdef class Regions:
         self.keep_alive, self.sampled = [], set()
 
     cdef Value value(self, region, columns, dtype, rows) except *:
-        """Return the region's pointers, having checked its columns, its dtype and that it holds at least `rows`."""
+        """Return the region's pointers. Its columns, its dtype and a capacity of at least `rows` are checked."""
         cdef Value value
         if region.columns != columns or region.dtype != dtype or region.rows < rows:
             raise ValueError(f"{region!r} should hold at least {rows} rows of {columns} columns as {dtype}")

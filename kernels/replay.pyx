@@ -21,7 +21,7 @@ cdef enum:
 cdef void replay_ops(void *argument, int worker, int workers) noexcept nogil:
     """Run the ops of a `Replay` that are not finished; worker 0 adds up their times.
 
-    A worker other than 0 returns early where it would have to wait long. It is called again when an op is finished.
+    A worker other than 0 returns early instead of waiting long. It is called again when an op is finished.
     """
     cdef Replay *replay = <Replay *>argument
     cdef int64_t i, before = replay.started
@@ -47,7 +47,8 @@ cdef int64_t now() noexcept nogil:
 
 
 cdef bint _run(Record *record, const Replay *replay, int worker, int workers) noexcept nogil:
-    """Take part in an op and wait until it is finished. Return whether it is; for worker 0 it always is."""
+    """Take part in an op and wait until it is finished. Return whether the op is finished, which is always so for
+    worker 0."""
     cdef const Step *step = &replay.step
     cdef const quire_tiles *tiles = replay.tiles
     cdef long long *counter = &record.progress.taken
@@ -104,7 +105,7 @@ cdef int64_t _items(const Step *step, int64_t items) noexcept nogil:
 
 
 cdef bint _run_linear(Record *record, const Replay *replay, int worker, int workers) noexcept nogil:
-    """Compute items, then once more the items that other workers do not finish in time."""
+    """Compute items, then repeat the items that other workers do not finish in time."""
     cdef const LinearOp *op = &record.op.linear
     cdef quire_share *shares = replay.shares
     cdef int64_t number = record - replay.records + 1
@@ -130,7 +131,7 @@ cdef bint _run_route(Record *record, const Replay *replay, int worker) noexcept 
 
 
 cdef bint _finishes_within(const quire_progress *progress, int64_t nanoseconds) noexcept nogil:
-    """Wait at most that long; return whether the op is finished."""
+    """Wait at most `nanoseconds`; return whether the op is finished."""
     cdef int64_t end = now() + nanoseconds
     while not quire_is_finished(progress):
         if now() > end:

@@ -34,7 +34,7 @@ cdef struct Pass:                   # one run of the pool
 
 
 cdef void _work(void *argument, int worker, int workers) noexcept nogil:
-    """Compute one share after another: one per worker, unless a worker comes too late for its own."""
+    """Compute shares in order: one per worker, unless another worker has already taken a late worker's share."""
     cdef Pass *job = <Pass *>argument
     cdef long long share = quire_next_index(&job.next)
     while share < workers:

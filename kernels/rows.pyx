@@ -29,7 +29,7 @@ cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *t
 
 cdef void _embed_row(const EmbedOp *op, const Step *step, const quire_tiles *tiles, int64_t row, int64_t position,
                      int worker) noexcept nogil:
-    """Embed the token of a row; `position` is its number in its sequence's rows."""
+    """Embed the token of a row; `position` is the row's number in its sequence."""
     cdef int64_t width = op.out.rows.width, j
     cdef float *learned = <float *>(step.scratch + worker * step.scratch_bytes)
     cdef float *out = <float *>op.out.rows.data + row * width
@@ -66,7 +66,7 @@ cdef void _add(const float *x, int64_t n, float *out) noexcept nogil:
 
 cdef int64_t run_norm(const NormOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
                       int worker, int workers) noexcept nogil:
-    """Norm rows; rows that are only converted, in scratch."""
+    """Norm rows. If only the converted rows are kept, the normed rows stay in scratch."""
     cdef int64_t rows = step.samples if op.sampled else step.rows
     cdef int64_t first = first_item(step, rows), end = end_item(step, rows)
     cdef int64_t width = op.input.rows.width, columns = op.input.columns, computed = 0
@@ -105,7 +105,7 @@ cdef int64_t run_pool(const PoolOp *op, const Step *step, const quire_tiles *til
 
 cdef int64_t run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
                          int worker, int workers) noexcept nogil:
-    """Convert rows; rows whose columns change places, from scratch."""
+    """Convert rows. Rows with another order of columns are first reordered in scratch."""
     cdef int64_t rows = step.samples if op.sampled else step.rows
     cdef int64_t first = first_item(step, rows), end = end_item(step, rows)
     cdef int64_t row, width = op.input.rows.width, computed = 0, i

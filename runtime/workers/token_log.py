@@ -2,12 +2,12 @@
 
 Pure: it must not import processes or sockets. A request leaves the log when it ends.
 
-**After a crash** the requests that were being computed are suspects: a request's tokens do not depend on others, so
-whatever crashed the process happens again at the same token. Suspects are replayed one at a time. The next one is sent
-when the one before has gained the token of its prefill and one of a decoding step, or has ended; all other requests
-wait. If the process crashes again, only the isolated request was computed without gaining tokens: it alone is
-quarantined. After a process was killed from outside no request is a suspect and all are replayed together, unless that
-happens several times before any request gains a token.
+**After a crash** the requests that were being computed are suspects: a request's tokens do not depend on others, so the
+cause of the crash occurs again at the same token. Suspects are replayed one at a time. The next one is sent when the
+one before has gained the token of its prefill and one of a decoding step, or has ended; all other requests wait. If the
+process crashes again, only the isolated request was computed without gaining tokens: it alone is quarantined. After a
+process was killed from outside no request is a suspect and all are replayed together, unless that happens several times
+before any request gains a token.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ def _operator_port(endpoint: Endpoint) -> tuple[str, int]:
 async def _send_repeatedly(
     endpoint: Endpoint, report: CampaignReport, case: str, frame: Callable[[int], Frame], pause_s: float
 ) -> None:
-    """Send `frame(1)`, `frame(2)` and so on, and drop what comes, until the server closes the connection."""
+    """Send `frame(1)`, `frame(2)` and so on, and drop the answers, until the server closes the connection."""
     client = await RawClient.open(endpoint)
     reading = asyncio.create_task(client.discard())
     request_id = 0
@@ -253,7 +253,7 @@ async def _send_repeatedly(
 
 
 async def _again(attack: Attack, endpoint: Endpoint, report: CampaignReport, rng: Random) -> None:
-    """Run an attack, and again whenever the server ends its connection or refuses it."""
+    """Run an attack, and repeat it whenever the server ends its connection or refuses it."""
     while True:
         with contextlib.suppress(OSError, AttributeError):
             await attack(endpoint, report, rng)

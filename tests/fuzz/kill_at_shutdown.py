@@ -50,7 +50,7 @@ PID_AND_START = tuple[int, str]
 
 
 def identities(pids: Sequence[int]) -> set[PID_AND_START]:
-    """Return each process that is no zombie with its start time, since ids are used again."""
+    """Return each process that is not a zombie with its start time, since ids are reused."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -78,7 +78,7 @@ class Round:
         return self._log.read()
 
     def judge_exit(self, what: str, report: CampaignReport, *allowed: int) -> None:
-        """Report an exit status that is neither `allowed` nor of SIGTERM, and a traceback."""
+        """Report a traceback, and an exit status that is neither `allowed` nor that of SIGTERM."""
         status = self.process.poll()
         if status not in {None, 0, 128 + signal.SIGTERM, -signal.SIGTERM, *allowed}:
             report.breach(f"{what}: exit status {status}: {self.log()[-1000:]}")
@@ -92,7 +92,7 @@ class Round:
         print(f"{what}\n" + "\n".join(self.log().splitlines()[-60:]), flush=True)
 
     def look(self) -> None:
-        """Note the processes that there are now."""
+        """Note the present processes."""
         self._seen |= identities([self.process.pid, *descendants(self.process.pid)])
 
     def living(self) -> set[PID_AND_START]:
@@ -134,7 +134,7 @@ class Round:
                     client.cancel()
 
     async def end(self) -> float | None:
-        """Wait until every process is gone. Return how long that took after the drain; None if it took too long."""
+        """Wait until every process is gone. Return the seconds after the drain; None if it took too long."""
         assert self.term_at is not None
         while time.monotonic() < self.term_at + DRAIN_S + MARGIN_S:
             self.look()
@@ -144,7 +144,7 @@ class Round:
         return None
 
     async def kill_late(self) -> None:
-        """Have what lives print its stacks, and kill it."""
+        """Make the remaining processes print their stacks, and kill them."""
         for number in (signal.SIGCONT, signal.SIGABRT, signal.SIGKILL):
             for pid, _ in self.living():
                 with contextlib.suppress(ProcessLookupError):
@@ -152,7 +152,7 @@ class Round:
             await asyncio.sleep(STACKS_S)
 
     def close(self) -> None:
-        """Kill what lives, and wait for the server."""
+        """Kill the remaining processes, and wait for the server."""
         for pid, _ in self.living():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -161,7 +161,7 @@ class Round:
         self.process.stdout.close()
 
     def names(self) -> list[str]:
-        """Return the command lines of what lives, shortened."""
+        """Return the shortened command lines of the remaining processes."""
         found = []
         for pid, _ in self.living():
             with contextlib.suppress(OSError, IndexError):

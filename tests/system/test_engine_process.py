@@ -230,9 +230,9 @@ async def main():
 
 
 def server(program: str, then: str) -> list[str]:
-    """Return the command of a server that starts an engine process with `program` and waits until that ends or stops.
+    """Return the command of a server that starts an engine process with `program` and waits for its end or stop.
 
-    It then runs `then`.
+    The server then runs `then`.
     """
     return [sys.executable, "-c", f"PROGRAM = {program!r}{SERVER}    {then}\nasyncio.run(main())"]
 
