@@ -1,12 +1,15 @@
-"""The number of threads this process may use: affinity, cpuset and the cgroup's CPU quota.
+"""The processor, and the number of threads this process may use: affinity, cpuset and the cgroup's CPU quota.
 
 A quota is rounded down, but to at least 1.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import platform
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +36,15 @@ def available_cpus(root: Path = Path("/")) -> CpuBudget:
         if cpus < budget.threads:
             budget = CpuBudget(max(1, math.floor(cpus)), f"quota of {cpus:g} CPUs in /{path.relative_to(root)}")
     return budget
+
+
+@functools.cache
+def processor_id() -> str:
+    """Return the processor's name with its model, stepping and cache size, as far as the system shows them."""
+    first = read_system_file(Path("/proc/cpuinfo")).partition("\n\n")[0]
+    lines = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", first, re.MULTILINE))
+    shown = ("vendor_id", "cpu family", "model", "model name", "stepping", "cache size", "CPU implementer", "CPU part")
+    return "; ".join([platform.machine(), *(f"{name} {lines[name]}" for name in shown if name in lines)])
 
 
 def _quotas(root: Path) -> Iterator[tuple[Path, float]]:

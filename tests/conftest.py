@@ -24,6 +24,9 @@ from structlog.testing import capture_logs
 settings.register_profile("any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+# Engines of tests run the code of their level, whatever is faster on this machine. Their processes inherit it.
+os.environ["QUIRE_TUNE"] = "off"
+
 
 def pytest_collection_finish() -> None:
     """Exclude tests, modules and libraries from garbage collections: they live to the end."""

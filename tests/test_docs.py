@@ -27,7 +27,9 @@ README = PAGES[0].read_text("utf-8")
 ADDRESS = "127.0.0.1:7070"
 API = "http://127.0.0.1:8000/v1"
 TESTS_OF_THE_TREE = ("tests/test_imports.py", "tests/test_lint.py")
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")} | {
+    "QUIRE_TUNE": "off"
+}
 
 BLOCKS = [
     (kind, text)

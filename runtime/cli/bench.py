@@ -165,7 +165,8 @@ def _bench_speed(
         loaded = LLM.from_config(bench_config(config, shapes, new_tokens))
     with loaded as llm:
         results = list(measure_shapes(llm, shapes, new_tokens, repeats, show_progress))
-    about = {**_configuration(config), "threads": pick_cpus(config).threads}
+        tuned = dict(llm.engine.core.runner.tuned)
+    about = {**_configuration(config), "threads": pick_cpus(config).threads, "tuned": tuned}
     report = SpeedReport(about, results, measure_overhead(config))
     show_progress("")
     if plot is not None:

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from ...kernels import supported_levels, unsupported_levels
 from ..common.errors import ConfigError
-from ..model.runner import pick_cpus, pick_isa
+from ..model.runner import cache_folder, describe_choices, kept_tunings, pick_cpus, pick_isa, pick_tune_mode
 from .flags import InfoFlags, settings_from
 
 MEASURE_HELP = (
@@ -36,6 +36,10 @@ def info(
     for level, obstacle in unsupported_levels().items():
         print(f"ISA        not {level}: {obstacle}")
     print(f"threads    {cpus.threads}  ({cpus.reason})")
+    print(f"tune       {pick_tune_mode(config)}  (measured choices of functions: {cache_folder() or 'not kept'})")
+    for tuning in kept_tunings():
+        key = tuning.key
+        print(f"tuned      {key.isa}, {key.threads} threads, {key.shape}: {describe_choices(tuning.choices)}")
     print(f"model      {config.model or 'bundled demo'}")
     if config.embedding_model is not None:
         print(f"embedding  {config.embedding_model}")

@@ -18,6 +18,7 @@ from .options import Count, option
 WeightDtype = Literal["auto", "bf16", "q8", "q4", "f32"]
 KVCacheDtype = Literal["bf16", "f32", "int8"]
 PageSize = Literal[16, 32, 64]
+TuneMode = Literal["off", "auto", "full"]
 ToolCallParser = Literal[
     "auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "mistral_list", "phi4_mini_json", "deepseek_v3",
     "deepseek_v31", "openai",
@@ -109,6 +110,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "Instruction set level; `quire info` lists the levels of this machine.",
             unit="level",
             default="the best one",
+        ),
+    ] = None
+    tune: Annotated[
+        TuneMode | None,
+        _memory(
+            "Whether the engine times linear layers and attention at start, and lets the code of lower levels run them "
+            "where that is faster; the bits stay the same. auto: for about 0.2 s, once per processor, build and shape "
+            "of the model; full: at each start, for longer; off: the level's own code.",
+            default="auto",
         ),
     ] = None
 
@@ -253,6 +263,7 @@ class EngineOptions(TypedDict, total=False):
     max_image_pixels: int
     max_image_memory: int | str
     isa: str | None
+    tune: TuneMode | None
     embedding_model: str | None
     max_num_waiting: int
     max_num_waiting_per_tenant: int | None

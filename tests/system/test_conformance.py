@@ -12,7 +12,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ROOT / "deploy" / "clients" / "node" / "node_modules"
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")} | {
+    "QUIRE_TUNE": "off"
+}
 
 
 def conform(client: str) -> None:

@@ -1,8 +1,9 @@
 """Load a model (`load_model`) and execute steps on the kernels (`ModelRunner`)."""
 
-from .capacity import Capacity, decide_capacity, pick_cpus, pick_isa
+from .capacity import Capacity, decide_capacity, pick_cpus, pick_isa, pick_tune_mode
 from .model_runner import ModelRunner, load_model
 from .sampling import AllowedTokens, Masks, SamplingSpec
+from .tuned import cache_folder, describe_choices, kept_tunings
 
 __all__ = [
     "AllowedTokens",
@@ -10,8 +11,12 @@ __all__ = [
     "Masks",
     "ModelRunner",
     "SamplingSpec",
+    "cache_folder",
     "decide_capacity",
+    "describe_choices",
+    "kept_tunings",
     "load_model",
     "pick_cpus",
     "pick_isa",
+    "pick_tune_mode",
 ]

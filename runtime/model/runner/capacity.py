@@ -5,14 +5,16 @@ Nothing is loaded or allocated. `quire plan` prints these numbers, and `load_mod
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import msgspec
 
 from ....kernels import CpuBudget, available_cpus, pick_level
 from ....pager import PAGE_SIZES, KVLayout
-from ...common.config import EngineConfig
+from ...common.config import EngineConfig, TuneMode
 from ...common.errors import ConfigError
 from ...common.memory import free_memory_bytes
 from .. import DecoderSpec, MemoryPlan, kv_layout, plan_memory
@@ -34,6 +36,7 @@ class Capacity:
     max_num_samples: int  # rows of a step that sample
     cpus: CpuBudget
     isa: str
+    tune: TuneMode
     memory: MemoryPlan
 
 
@@ -62,7 +65,8 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
         encoder=None if encoder is None else encoder.memory,
         images=images,
     )
-    return Capacity(layout, num_pages, max_model_len, max_num_samples, cpus, pick_isa(config), memory)
+    isa = pick_isa(config)
+    return Capacity(layout, num_pages, max_model_len, max_num_samples, cpus, isa, pick_tune_mode(config), memory)
 
 
 def _encoder_beside(config: EngineConfig) -> EncoderCapacity | None:
@@ -100,6 +104,7 @@ class EncoderCapacity:
     max_texts: int  # most texts in a batch
     cpus: CpuBudget
     isa: str
+    tune: TuneMode
     memory: EncoderMemoryPlan
 
 
@@ -124,7 +129,7 @@ def decide_encoder_capacity(config: EngineConfig, spec: EncoderSpec) -> EncoderC
         max_texts=max_texts,
         workers=cpus.threads,
     )
-    return EncoderCapacity(longest, max_rows, max_texts, cpus, pick_isa(config), memory)
+    return EncoderCapacity(longest, max_rows, max_texts, cpus, pick_isa(config), pick_tune_mode(config), memory)
 
 
 def _layout(config: EngineConfig, spec: DecoderSpec) -> KVLayout:
@@ -156,6 +161,15 @@ def pick_isa(config: EngineConfig) -> str:
         return pick_level(config.isa)
     except ValueError as error:
         raise ConfigError(f"`isa` or QUIRE_ISA: {error}") from error
+
+
+def pick_tune_mode(config: EngineConfig) -> TuneMode:
+    """Return how functions are chosen: by the option, else QUIRE_TUNE, else automatically. Raises ConfigError."""
+    mode = config.tune or os.environ.get("QUIRE_TUNE") or "auto"
+    modes: tuple[TuneMode, ...] = get_args(TuneMode)
+    if mode not in modes:
+        raise ConfigError(f"`tune` or QUIRE_TUNE must be one of {', '.join(modes)}, not {mode[:80]!r}")
+    return modes[modes.index(mode)]
 
 
 def _wanted_model_len(config: EngineConfig, spec: DecoderSpec) -> int:

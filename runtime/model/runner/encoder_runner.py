@@ -21,6 +21,8 @@ from ..encoder import PackedEncoder, pack_encoder, read_encoder
 from ..files import model_path
 from .capacity import EncoderCapacity, decide_encoder_capacity, encoder_config
 from .staged_program import StagedProgram
+from .trials import text_trials
+from .tuned import tune
 
 MEASURED = ((1,), (16,) * 4, (256,))  # batches for measuring the cost of a stage: tokens of their texts
 
@@ -77,6 +79,8 @@ class EncoderRunner:
                 "lower max_num_batched_tokens and max_model_len"
             ) from error
         self.num_stages = self._program.num_stages
+        trials = text_trials(self._program.program, max_rows=self.max_rows, max_tokens=self.spec.max_model_len)
+        self.tuned = tune(self._program.program, plan.ops, self._program.kv_dtype, list(trials), capacity)
         self._values = self._program.view(plan.results[0])  # [max_texts, padded dimensions]
         self._num_texts = 0  # texts of the batch
         self._base_s, self._row_s, self._pair_s = self._measure()

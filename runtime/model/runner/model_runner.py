@@ -27,6 +27,9 @@ from .capacity import Capacity, decide_capacity
 from .image_positions import ImagePositions
 from .image_runner import ImageRunner
 from .sampling import AllowedTokens, Masks, sampling_rows
+from .trials import decoder_trials
+from .tuned import tune
+from .tuning import Choices
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -70,6 +73,7 @@ class ModelRunner:
         self.path = model.path
         self.capacity = capacity
         self.max_rows = config.max_num_batched_tokens  # tokens of one step
+        self._max_sequences = config.max_num_seqs
         self.arena = _allocate_pages(capacity, populate=populate)
         plan = model.compile(
             max_positions=capacity.max_model_len, max_tokens=self.max_rows, max_samples=capacity.max_num_samples
@@ -103,6 +107,7 @@ class ModelRunner:
         self._logits: Floats = self._program.view(plan.logits)  # [max_num_samples, padded vocab]
         self._maxima: Floats = self._program.view(plan.maxima)  # [max_num_samples, padded(padded vocab / 32)]
         self._sampling_s = 0.0
+        self.tuned = self._tune()
 
     def execute(self, plan: StepPlan, masks: Masks | None = None) -> StepResult:
         """Run a step. A sample whose logits are not finite gets an error of its own; the others are untouched.
@@ -158,6 +163,19 @@ class ModelRunner:
         if hasattr(self, "_program"):
             del self._program, self._sampler, self._logits, self._maxima, self.pool
             self.images = None
+
+    def _tune(self) -> Choices:
+        """Let the program run its fastest functions; return the functions of levels below the capacity's level."""
+        capacity = self.capacity
+        trials = decoder_trials(
+            self._program,
+            capacity.layout,
+            capacity.num_pages,
+            max_rows=self.max_rows,
+            max_sequences=self._max_sequences,
+            max_model_len=capacity.max_model_len,
+        )
+        return tune(self._program, self.ops, capacity.layout.dtype, list(trials), capacity)
 
     def _forward(self, sequences: Sequence[ScheduledSequence], samples: Sequence[int]) -> None:
         """Compute all rows of a step; the logits of the rows `samples` are then in `self._logits`, in order."""

@@ -24,7 +24,7 @@ class StagedProgram:
         """Take `plan.arena_bytes` of memory. Raises MemoryError."""
         self._ends = stage_ends(plan.ops)
         self.num_stages = len(self._ends)  # one per layer, with the ops before the first and after the last
-        self._program = Program(
+        self.program = Program(
             plan.ops,
             plan.arena_bytes,
             None,
@@ -37,13 +37,14 @@ class StagedProgram:
             vocab_size=vocab_size,
             isa=isa,
         )
+        self.kv_dtype = next((op.pages.dtype for op in plan.ops if isinstance(op, EphemeralAttention)), "f32")
         self._token_ids = self._row_start = np.zeros(0, np.int32)
         self._type_ids: Ints | None = None
         self._next = self.num_stages  # the stage to compute next
 
     def view(self, region: Region) -> Floats:
         """Return the memory of a region, f32 [rows, padded columns]."""
-        return self._program.view(region)
+        return self.program.view(region)
 
     def begin(self, token_ids: Ints, row_start: Ints, type_ids: Ints | None = None) -> None:
         """Take the next rows; `row_start` has the first row of each text, and the end.
@@ -51,7 +52,7 @@ class StagedProgram:
         Raises ValueError for unknown ids.
         """
         self.give_up()
-        self._program.run_texts(token_ids, row_start, type_ids, 0, 0)  # checks all ids
+        self.program.run_texts(token_ids, row_start, type_ids, 0, 0)  # checks all ids
         self._token_ids = token_ids
         self._row_start = row_start
         self._type_ids = type_ids
@@ -63,7 +64,7 @@ class StagedProgram:
         if self._next < end:
             first_op = self._ends[self._next - 1] if self._next else 0
             last = self._ends[end - 1]
-            self._program.run_texts(self._token_ids, self._row_start, self._type_ids, first_op, last)
+            self.program.run_texts(self._token_ids, self._row_start, self._type_ids, first_op, last)
             self._next = end
         return self._next == self.num_stages
 

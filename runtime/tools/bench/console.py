@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ...model.runner import describe_choices
 from .overhead import USERS, StepOverhead
 from .roofline import DTYPES, PEAK_NAMES, Roofline
 from .speed import Phase, ShapeResult
@@ -18,7 +19,7 @@ from .speed import Phase, ShapeResult
 class SpeedReport:
     """The results of all shapes."""
 
-    about: dict[str, Any]  # model, weights, kv_cache_dtype, isa, threads
+    about: dict[str, Any]  # model, weights, kv_cache_dtype, isa, threads, tuned
     results: list[ShapeResult]
     overhead: StepOverhead
 
@@ -39,6 +40,7 @@ class SpeedReport:
     def print(self) -> None:
         console = Console(width=100, highlight=False)
         console.print(self.title)
+        console.print(describe_choices(self.about["tuned"]))
         console.print(self._roofline_text())
         console.print(self._speed_table())
         console.print(self._split_table())

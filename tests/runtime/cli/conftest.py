@@ -13,10 +13,11 @@ from tests.support.forked_commands import ForkedCommands
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Ours without any setting of Quire's, and with the tools that an editable install may ask for."""
+    """Ours without any setting of Quire's but no tuning, and with the tools that an editable install may ask for."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
     tools = str(Path(sys.executable).parent)
-    return kept | {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONWARNINGS": "error"} | variables
+    kept |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONWARNINGS": "error", "QUIRE_TUNE": "off"}
+    return kept | variables
 
 
 @pytest.fixture(scope="session")

@@ -63,12 +63,13 @@ Quire = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.mark.parametrize("command", [MODULE, SCRIPT, PACKAGE], ids=["module", "script", "package"])
 def test_info(hostile_folder: Path, command: list[str]) -> None:
+    variables = environment(XDG_CACHE_HOME=str(hostile_folder))
     done = subprocess.run(
-        [*command, "info"], cwd=hostile_folder, env=environment(), capture_output=True, text=True, check=False
+        [*command, "info"], cwd=hostile_folder, env=variables, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert list(dict.fromkeys(line.split()[0] for line in done.stdout.splitlines())) == [
-        *("quire", "python", "machine", "ISA", "threads", "model")
+        *("quire", "python", "machine", "ISA", "threads", "tune", "model")
     ]
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")} | {
-    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # an editable install may rebuild with these tools
+    "QUIRE_TUNE": "off",
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # an editable install may rebuild with these tools
 }
 QUIRE = (sys.executable, "-P", "-m", "quire.runtime.cli.main")
 CPUS = sorted(os.sched_getaffinity(0))
