@@ -39,6 +39,7 @@ while True:
     for stream in streams:
         os.close(stream)
     link.send(str(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])).encode())
+link.close()
 """
 
 
