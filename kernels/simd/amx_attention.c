@@ -116,17 +116,20 @@ INLINE void values_bf16(const int count, int rows, const quire_attention_tile *t
     memcpy(t->o + r * d + n, overlapping[r - first], (size_t)count * 16 * sizeof *o);
 }
 
+// The products of a tile of rows run while the softmax of the tile before is computed.
 void LEVEL(attention_bf16)(int rows, const quire_attention_tile *t) {
   assert(rows >= 1 && rows <= QUIRE_TILE);
   softmax_result soft;
   use_tiles(TILES_BF16, min_int(rows, TILE_ROWS));
-  for (int row = 0; row < rows; row += TILE_ROWS) scores_bf16(rows, t, first_row(row, rows), row == 0);
-  softmax_tile(QUIRE_BF16, rows, t, &soft);
-  int64_t n = 0;
-  for (; n + 64 <= t->head_dim; n += 64)
-    for (int row = 0; row < rows; row += TILE_ROWS) values_bf16(4, rows, t, row, &soft, n);
-  for (; n < t->head_dim; n += 16)
-    for (int row = 0; row < rows; row += TILE_ROWS) values_bf16(1, rows, t, row, &soft, n);
+  scores_bf16(rows, t, 0, 1);
+  for (int row = 0; row < rows; row += TILE_ROWS) {
+    const int next = row + TILE_ROWS;
+    if (next < rows) scores_bf16(rows, t, first_row(next, rows), 0);
+    softmax_range(QUIRE_BF16, row, min_int(next, rows), t, &soft);
+    int64_t n = 0;
+    for (; n + 64 <= t->head_dim; n += 64) values_bf16(4, rows, t, row, &soft, n);
+    for (; n < t->head_dim; n += 16) values_bf16(1, rows, t, row, &soft, n);
+  }
 }
 
 // s[rows][64] = q · K, two panels of 16 tokens and two blocks of 32 of head_dim at a time.

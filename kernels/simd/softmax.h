@@ -33,11 +33,11 @@ INLINE void mask_row(const quire_attention_tile *t, int r, vf x[4], float hidden
   }
 }
 
-// CALL(number of rows, first row) for groups of rows that are reduced at once.
-#define IN_ROWS_AT_ONCE(rows, CALL) { \
-    int r = 0; \
-    for (; r + AT_ONCE <= rows; r += AT_ONCE) CALL(AT_ONCE, r); \
-    for (; r < rows; r++) CALL(1, r); \
+// CALL(number of rows, first row) for groups of the rows [first, end) that are reduced at once.
+#define IN_ROWS_AT_ONCE(first, end, CALL) { \
+    int r = first; \
+    for (; r + AT_ONCE <= end; r += AT_ONCE) CALL(AT_ONCE, r); \
+    for (; r < end; r++) CALL(1, r); \
   }
 
 // Update the running maximum of rows [r, r + n); keep[r] is the logarithm of the factor of a row's running output.
@@ -113,17 +113,22 @@ INLINE void softmax_rows(const int dtype, const int n, const quire_attention_til
     }
 }
 
-// The softmax of all rows of this tile.
-INLINE void softmax_tile(const int dtype, int rows, const quire_attention_tile *t, softmax_result *out) {
+// The softmax of rows [first, end) of this tile; `first` is a multiple of 16.
+INLINE void softmax_range(const int dtype, int first, int end, const quire_attention_tile *t, softmax_result *out) {
   if (t->softcap > 0.f)
-    for (int i = 0; i < rows * QUIRE_TILE; i += 16) vf_store(t->s + i, vf_soft_cap(vf_load(t->s + i), t->softcap));
+    for (int i = first * QUIRE_TILE; i < end * QUIRE_TILE; i += 16) vf_store(t->s + i, vf_soft_cap(vf_load(t->s + i), t->softcap));
   if (t->bias)
-    for (int i = 0; i < rows * QUIRE_TILE; i += 16)
+    for (int i = first * QUIRE_TILE; i < end * QUIRE_TILE; i += 16)
       vf_store(t->s + i, vf_add(vf_load(t->s + i), vf_load(t->bias[i / QUIRE_TILE] + i % QUIRE_TILE)));
 #define UPDATE_ROW_MAX(N, row) update_row_max(N, t, row, out->keep)
-  IN_ROWS_AT_ONCE(rows, UPDATE_ROW_MAX)
-  for (int r = rows; r % 16; r++) out->keep[r] = 0.f;
-  for (int r = 0; r < rows; r += 16) vf_store(out->keep + r, vf_exp(vf_load(out->keep + r)));
+  IN_ROWS_AT_ONCE(first, end, UPDATE_ROW_MAX)
+  for (int r = end; r % 16; r++) out->keep[r] = 0.f;
+  for (int r = first; r < end; r += 16) vf_store(out->keep + r, vf_exp(vf_load(out->keep + r)));
 #define SOFTMAX(N, row) softmax_rows(dtype, N, t, row, out)
-  IN_ROWS_AT_ONCE(rows, SOFTMAX)
+  IN_ROWS_AT_ONCE(first, end, SOFTMAX)
+}
+
+// The softmax of all rows of this tile.
+INLINE void softmax_tile(const int dtype, int rows, const quire_attention_tile *t, softmax_result *out) {
+  softmax_range(dtype, 0, rows, t, out);
 }
