@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from quire.kernels import Pool, Sampler, available_cpus, pick_level
+from quire.kernels import Pool, Sampler, available_cpus, pick_level, supported_levels
 from quire.kernels.sample import ADJUSTMENT, ROW
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.tools.bench import measure_overhead
@@ -22,6 +22,7 @@ from tests.kernels.encoder import Encoder
 from .conftest import MIXTURE
 
 VOCAB = 151936
+LEVELS = [level for level in supported_levels() if level not in ("scalar", "amx-twin")]
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 512])
@@ -31,6 +32,26 @@ def test_linear_layers(measure, one_op, weights, rows):
     matrices = [op.weight for op in bench.ops]
     multiplied = sum(matrix.out_features * matrix.in_features for matrix in matrices)
     measure(bench, sum(matrix.nbytes for matrix in matrices), 2 * rows * multiplied)
+
+
+@pytest.mark.parametrize("rows", [4, 8, 12, 16, 17, 20, 32, 64, 192])
+@pytest.mark.parametrize("weights", ["q8", "q4", "bf16"])
+@pytest.mark.parametrize("isa", LEVELS)
+def test_linear_layers_of_levels(measure, one_op, isa, weights, rows):
+    """Compare the levels, by the number of rows: tiles of AMX hold 16."""
+    bench = one_op("Linear", rows=rows, weights=weights, isa=isa)
+    matrices = [op.weight for op in bench.ops]
+    multiplied = sum(matrix.out_features * matrix.in_features for matrix in matrices)
+    measure(bench, sum(matrix.nbytes for matrix in matrices), 2 * rows * multiplied)
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+@pytest.mark.parametrize("isa", LEVELS)
+def test_attention_prefills_at_levels(measure, one_op, isa, kv):
+    rows = 512
+    bench = one_op("Attention", rows=rows, context=3584, kv=kv, isa=isa)
+    pairs = rows * 3584 + rows * (rows + 1) // 2
+    measure(bench, num_ops=sum(4 * pairs * op.num_heads * op.head_dim for op in bench.ops))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32])

@@ -76,6 +76,7 @@ class OneOp:
     kv: str = "bf16"
     head: bool = False
     spec: DecoderSpec = QWEN3
+    isa: str | None = None
     ops: list = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,6 +103,7 @@ class OneOp:
             max_samples=self.users,
             max_sequences=self.users,
             vocab_size=spec.vocab_size,
+            isa=self.isa,
         )
         # Pages never written share one physical page of zeros, which is read at another speed than separate pages.
         self.program.view(Region(0, plan.arena_bytes // 128, 32, "f32")).fill(0)
