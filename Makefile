@@ -94,6 +94,10 @@ bench: $(BIN)/quire
 	$(INSTALL) '.[bench]' --quiet
 	$(BIN)/python -m pytest -q tests/bench/bench_ops.py $(BENCH)
 
+# The first thing to run on a new machine: at most ten minutes. MACHINE="--json" prints JSON.
+bench-machine: $(BIN)/quire
+	$(BIN)/quire bench --machine $(MACHINE)
+
 conformance: $(BIN)/quire
 	cd deploy/clients/node && npm install --no-audit --no-fund --omit=optional --ignore-scripts
 	$(BIN)/python tests/conformance/run.py python
@@ -117,4 +121,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-at-shutdown fuzz-files fuzz-text-files terminate-text-files fuzz-images fuzz-grammars check-structured check-schemas bench check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients
+.PHONY: demo loadtest dashboard compiled test test-ray docs attack attack-http kill-servers kill-at-shutdown fuzz-files fuzz-text-files terminate-text-files fuzz-images fuzz-grammars check-structured check-schemas bench bench-machine check-kernels check-bits check-encoders check-plan kill-hosts kill-nodes fuzz-link conformance clients

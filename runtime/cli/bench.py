@@ -28,6 +28,7 @@ from ..tools.bench import (
     parse_shapes,
 )
 from ..tools.bench.console import SpeedReport
+from ..tools.bench.machine import measure_machine
 from ..tools.bench.plot import plot_cache_comparison, plot_roofline
 from ..tools.bench.speed import Shape, bench_config
 from ..tools.bench.thread_sweep import ThreadResult, ThreadSweep, least_op_seconds, parse_thread_counts
@@ -75,6 +76,14 @@ def bench(
         bool,
         Parameter(negative="--no-kv-cache", help="Off: compare with a run that recomputes everything for each token."),
     ] = True,
+    machine: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="Measure this machine in some minutes: peaks, bandwidth, functions by level, and models with random "
+            "weights. Takes json, threads, isa and tune.",
+        ),
+    ] = False,
     plot: Annotated[
         Path | None, Parameter(help="Draw the results in this file: a roofline, or the runs of --no-kv-cache.")
     ] = None,
@@ -88,6 +97,13 @@ def bench(
     if not kv_cache and (repeats is not None or not (shapes == DEFAULT_SHAPES or _is_one_prompt(shapes))):
         raise ConfigError("--no-kv-cache compares one run of one prompt: give --shapes 1xTOKENS and no --repeats")
     config = settings_from(model, memory, scheduling).engine
+    if machine:
+        if not (model is None and shapes == DEFAULT_SHAPES and task == "generate" and kv_cache) or any(
+            given is not None for given in (new_tokens, repeats, threads_sweep, plot)
+        ):
+            raise ConfigError("--machine takes --json, --threads, --isa and --tune; leave out the other flags of bench")
+        _bench_machine(config, json)
+        return
     warn_of_ignored("bench", config, (*SET_BY_SHAPES, *(("threads",) if threads_sweep is not None else ())))
     if task == "embed" and not (threads_sweep is None and plot is None and kv_cache and new_tokens is None):
         raise ConfigError("task embed takes shapes, repeats and json; leave out the other flags of bench")
@@ -105,6 +121,17 @@ def bench(
         _bench_speed(config, shapes, new_tokens, repeats, json, plot)
     else:
         _bench_cache(config, shapes, new_tokens, json, plot)
+
+
+def _bench_machine(config: EngineConfig, as_json: bool) -> None:
+    engine = EngineConfig(threads=config.threads, isa=config.isa, tune=config.tune)
+    with leaving_at_once():
+        report = measure_machine(engine, show_progress)
+    show_progress("")
+    if as_json:
+        print(dumps(report.as_dict(), indent=1))
+    else:
+        report.print()
 
 
 def _check_sweep(kv_cache: bool, plot: Path | None, memory: Any) -> None:

@@ -6,37 +6,14 @@ There is no tokenizer: `quire bench` sends token ids.
 
 from __future__ import annotations
 
-import json
-import struct
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-from quire.runtime.model import read_spec
-from quire.runtime.model.weights.tensors import expected_tensors
+from quire.runtime.tools.bench.checkpoint import QWEN3_SHAPE, write_checkpoint
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "eos_token_id": 0,
-    },
+    "qwen3-0.6b": QWEN3_SHAPE,
     "llama-3.2-1b": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -96,37 +73,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def values(generator: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.uint16]:
-    """Return bf16 bits: norms and biases near 1, matrices scaled by their inputs as at initialization."""
-    drawn = generator.standard_normal(shape, np.float32)
-    scaled = 1 + 0.1 * drawn if len(shape) == 1 else drawn / np.sqrt(shape[1])
-    return (scaled.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-
-
-def write_safetensors(file: BinaryIO, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-    header = {}
-    offset = 0
-    for name, shape in tensors:
-        size = 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    file.write(struct.pack("<Q", len(encoded)) + encoded)
-    generator = np.random.default_rng(1234)
-    for _, shape in tensors:
-        file.write(values(generator, shape).tobytes())
-
-
 def main() -> None:
     if len(sys.argv) != 3 or sys.argv[1] not in SHAPES:
         raise SystemExit(__doc__)
-    config = SHAPES[sys.argv[1]]
-    folder = Path(sys.argv[2])
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    with (folder / "model.safetensors").open("wb") as file:
-        write_safetensors(file, list(expected_tensors(read_spec(folder))))
+    write_checkpoint(Path(sys.argv[2]), SHAPES[sys.argv[1]])
 
 
 if __name__ == "__main__":

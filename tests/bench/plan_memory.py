@@ -30,9 +30,9 @@ from quire.runtime.model.vision.packed import _build as build_tower
 from quire.runtime.model.vision.spec import CHANNELS
 from quire.runtime.model.weights.packing import WeightPlanner
 from quire.runtime.model.weights.tensors import expected_tensors
+from quire.runtime.tools.bench.checkpoint import write_safetensors
 from quire.runtime.tools.planning import PlanTarget, plan_serving
 
-from tests.bench.make_checkpoint import write_safetensors
 from tests.support.families import FAMILIES, GOLDENS
 from tests.support.golden_images import FAMILIES as IMAGE_FAMILIES
 from tests.support.quantized_folders import CONFIG, MATRICES, common_folders

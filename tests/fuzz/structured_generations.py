@@ -15,7 +15,6 @@ import argparse
 import json
 import random
 import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -30,10 +29,9 @@ from quire import LLM, CompletionOutput, InvalidRequest, SamplingParams, Structu
 from quire.runtime.engine.structured.grammars import Grammars, check_structure, grammar_of
 from quire.runtime.model import BUNDLED_MODEL, read_spec
 from quire.runtime.model.weights.tensors import expected_tensors
+from quire.runtime.tools.bench.checkpoint import write_safetensors
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "bench"))
-from make_checkpoint import write_safetensors  # noqa: E402
 
 SCHEMAS: list[list[Any]] = json.loads((ROOT / "tests" / "data" / "json_schemas.json").read_text())
 BATCH = 200  # prompts of one call

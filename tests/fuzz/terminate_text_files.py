@@ -33,10 +33,8 @@ from fuzz_text_files import CHAT, TEXTS, kind_of, write_case
 from kill_at_shutdown import DRAIN_S, Round, print_times, start
 from quire.runtime.model import read_spec
 from quire.runtime.model.weights.tensors import expected_tensors
+from quire.runtime.tools.bench.checkpoint import write_safetensors
 from server_process import descendants
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-from make_checkpoint import write_safetensors
 
 LIMIT_S = 2.0
 POLL_S = 0.01

@@ -29,7 +29,7 @@ from .image_runner import ImageRunner
 from .sampling import AllowedTokens, Masks, sampling_rows
 from .trials import decoder_trials
 from .tuned import tune
-from .tuning import Choices
+from .tuning import Choices, Effort, Times, Trial, time_functions
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -156,6 +156,16 @@ class ModelRunner:
         self._sampling_s = 0.0
         return {**spent, "sampling": sampling_s}
 
+    def time_functions(self, levels: Sequence[str], effort: Effort) -> dict[str, list[Times]]:
+        """Return the seconds of each function in one layer at these levels, the program's own first, by trial.
+
+        The contents of the KV cache are lost.
+        """
+        dtype = self.capacity.layout.dtype
+        measured = time_functions(self._program, self.ops, dtype, self._trials(), [*levels], effort)
+        self._program.choose(self.tuned)
+        return measured
+
     def close(self) -> None:
         """Release weights, KV memory and threads now, not at the next garbage collection. Idempotent."""
         self.arena.close()
@@ -166,16 +176,15 @@ class ModelRunner:
 
     def _tune(self) -> Choices:
         """Let the program run its fastest functions; return the functions of levels below the capacity's level."""
-        capacity = self.capacity
-        trials = decoder_trials(
-            self._program,
-            capacity.layout,
-            capacity.num_pages,
-            max_rows=self.max_rows,
-            max_sequences=self._max_sequences,
-            max_model_len=capacity.max_model_len,
-        )
-        return tune(self._program, self.ops, capacity.layout.dtype, list(trials), capacity)
+        return tune(self._program, self.ops, self.capacity.layout.dtype, self._trials(), self.capacity)
+
+    def _trials(self) -> list[Trial]:
+        sizes = {
+            "max_rows": self.max_rows,
+            "max_sequences": self._max_sequences,
+            "max_model_len": self.capacity.max_model_len,
+        }
+        return list(decoder_trials(self._program, self.capacity.layout, self.capacity.num_pages, **sizes))
 
     def _forward(self, sequences: Sequence[ScheduledSequence], samples: Sequence[int]) -> None:
         """Compute all rows of a step; the logits of the rows `samples` are then in `self._logits`, in order."""

@@ -43,6 +43,7 @@ class Effort:
 
     rounds: int  # rounds of each trial
     seconds: float  # seconds of all trials
+    slow: float = SLOW
 
 
 def rivals_of(isa: str) -> tuple[str, ...]:
@@ -58,22 +59,31 @@ def fastest_functions(
 ) -> dict[str, str]:
     """Return the functions that are faster at a level below `isa`, with that level.
 
-    The program then has no choices and no times of ops. A function without enough rounds when the time is over stays
-    with its level.
+    A function without enough rounds when the time is over stays with its level.
+    """
+    measured = time_functions(program, ops, kv_dtype, trials, [isa, *rivals_of(isa)], effort)
+    decisions = {name: _fastest_level(trials_of, isa) for name, trials_of in measured.items()}
+    return {name: level for name, level in decisions.items() if level != isa}
+
+
+def time_functions(
+    program: Program, ops: Sequence[Op], kv_dtype: str, trials: Sequence[Trial], levels: list[str], effort: Effort
+) -> dict[str, list[Times]]:
+    """Return the seconds of each function in one layer at each level, by trial. The first level is the program's own.
+
+    The program then has no choices and no times of ops.
     """
     layers = layers_of(ops)
-    levels = [isa, *rivals_of(isa)]
     deadline = time.perf_counter() + effort.seconds
     measured: dict[str, list[Times]] = defaultdict(list)
     for trial in trials:
         names = function_names(ops, kv_dtype, trial)
         if names:
-            for name, times in _time_trial(program, trial, layers, names, levels, effort.rounds, deadline).items():
+            for name, times in _time_trial(program, trial, layers, names, levels, effort, deadline).items():
                 measured[name].append(times)
     program.choose({})
     program.op_seconds()  # resets the times for later readers
-    decisions = {name: _fastest_level(trials_of, isa) for name, trials_of in measured.items()}
-    return {name: level for name, level in decisions.items() if level != isa}
+    return measured
 
 
 def layers_of(ops: Sequence[Op]) -> list[tuple[int, int]]:
@@ -125,7 +135,7 @@ def _time_trial(
     layers: Sequence[tuple[int, int]],
     names: Mapping[int, str],
     levels: list[str],
-    rounds: int,
+    effort: Effort,
     deadline: float,
 ) -> dict[str, Times]:
     """Time the functions of a step at each level; each run takes the next layer, whose weights are in no cache.
@@ -136,7 +146,7 @@ def _time_trial(
     least: dict[str, float] = {}
     times: dict[str, Times] = defaultdict(lambda: defaultdict(list))
     trial.run(*layers[-1])
-    for number in range(rounds):
+    for number in range(effort.rounds):
         for turn in range(len(levels)):
             if time.perf_counter() > deadline:
                 return times
@@ -151,7 +161,7 @@ def _time_trial(
                 times[name][level].append(seconds)
             least[level] = min(least.get(level, math.inf), sum(by_name.values()))
         if number > 0:
-            levels[:] = [level for level in levels if least[level] <= SLOW * least[levels[0]]]
+            levels[:] = [level for level in levels if least[level] <= effort.slow * least[levels[0]]]
     return times
 
 

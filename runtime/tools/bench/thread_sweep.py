@@ -118,7 +118,7 @@ class ThreadSweep:
 
     def _machine_table(self) -> Table:
         names = [f"{PEAK_NAMES[dtype]}\nGOP/s" for dtype in DTYPES]
-        table = _table("machine during the run", ("threads", "read\nGB/s", *names, "least op\nµs"))
+        table = bench_table("machine during the run", ("threads", "read\nGB/s", *names, "least op\nµs"))
         for result in self.results:
             rooflines = [shape.roofline for shape in result.shapes]
             reads = range_text([each.read_bytes_per_s / 1e9 for each in rooflines], ".1f")
@@ -129,7 +129,7 @@ class ThreadSweep:
     def _speed_table(self) -> Table:
         ratio = f"ratio to\n{self.results[0].threads}"
         columns = ("prefill\ntok/s", ratio, "share of\npeak", "decode\ntok/s", ratio, "share of read\nbandwidth")
-        table = _table("speed", ("threads", "users x prompt", *columns))
+        table = bench_table("speed", ("threads", "users x prompt", *columns))
         for result in self.results:
             for shape, fewest in zip(result.shapes, self.results[0].shapes, strict=True):
                 prefill_ratio, decode_ratio = _ratios(shape, fewest)
@@ -154,7 +154,8 @@ def _ratios(shape: ShapeResult, fewest: ShapeResult) -> tuple[float, float]:
     )
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
+def bench_table(title: str, columns: Sequence[str]) -> Table:
+    """Return an empty table whose cells are aligned to the right."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
     for column in columns:
         table.add_column(column, justify="right")

@@ -19,11 +19,11 @@ from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.settings import Settings
 from quire.runtime.model import read_spec
 from quire.runtime.model.weights.tensors import expected_tensors
+from quire.runtime.tools.bench.checkpoint import write_safetensors
 from quire.runtime.tools.planning import PlanTarget, comparison, plan_serving, plan_text
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.bench.make_checkpoint import write_safetensors
 from tests.bench.plan_memory import KV_CACHE_MEMORY, measured_bytes, planned_bytes, resident_bytes
 
 MEMORY = 1 << 20
