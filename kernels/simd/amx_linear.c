@@ -12,6 +12,7 @@ enum {
   STEPS_IN_L1 = 8       // bf16: tiles of K of two panels that stay in L1, 16 KiB
 };
 
+INLINE int rows_of_tile(int tile, int rows) { return min_int(TILE_ROWS, rows - tile * TILE_ROWS); }
 INLINE int tiles_of(int rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS; }
 INLINE int parts_of(int tiles) { return (tiles + BAND_TILES - 1) / BAND_TILES; }  // parts of a call that share a band
 INLINE int share(int n, int part, int parts) { return n * (part + 1) / parts - n * part / parts; }
@@ -40,26 +41,32 @@ INLINE int64_t bytes_of_unit(const band_size *s, int tile_rows) {
   return s->dots * (HEADER_BYTES + s->tiles * tile_rows * s->tile_bytes);
 }
 
-static void pack_unit(const quire_rows *a, int64_t block, const band_size *s, int row, int rows, int tile_rows,
-                      char *out) {
-  const int64_t blocks = a->width / 32, k_bytes = s->blocks * 32;
-  char *data = out + s->dots * HEADER_BYTES;
-  for (int d = 0; d < s->dots; d++, block += s->blocks) {
-    float *scales = (float *)(out + d * HEADER_BYTES);
+// Copy `bytes` of each row to lines of `line` bytes; the rest of a line, and of `all` lines, is zero.
+INLINE void copy_rows(const int bytes, const int line, const char *from, int64_t stride, int rows, int all, char *out) {
+  for (int i = 0; i < rows; i++, from += stride, out += line) {
+    memcpy(out, from, (size_t)bytes);
+    if (bytes < line) memset(out + bytes, 0, (size_t)(line - bytes));
+  }
+  if (rows < all) memset(out, 0, (size_t)((all - rows) * line));
+}
+
+// `rows` rows from row `row` on.
+static void pack_unit(const quire_rows *a, int64_t block, const band_size *s, int row, int rows, int tile_rows, char *out) {
+  const int64_t width = a->width, blocks = width / 32;
+  const char *data = (const char *)a->data + row * width;
+  char *tile = out + s->dots * HEADER_BYTES;
+  for (int d = 0; d < s->dots; d++, block += s->blocks, out += HEADER_BYTES) {
+    float *scales = (float *)out;
     int32_t *sums = (int32_t *)(scales + TILE_ROWS);
-    for (int i = 0; i < TILE_ROWS; i++) {
-      const int64_t at = (row + i) * blocks + block;
-      scales[i] = row + i < rows ? a->scales[at] : 0.f;
-      sums[i] = row + i < rows ? a->sums[at] : 0;
+    memset(out, 0, HEADER_BYTES);
+    for (int i = 0; i < rows; i++) scales[i] = a->scales[(row + i) * blocks + block];
+    for (int i = 0; i < rows; i++) sums[i] = a->sums[(row + i) * blocks + block];
+    for (int i = 0; i < s->tiles; i++, tile += tile_rows * s->tile_bytes) {
+      const char *from = data + block * 32 + i * s->tile_bytes;
+      if (s->tile_bytes == 32) copy_rows(32, 32, from, width, rows, tile_rows, tile);
+      else if (2 * i + 1 < s->blocks) copy_rows(TILE_BYTES, TILE_BYTES, from, width, rows, tile_rows, tile);
+      else copy_rows(32, TILE_BYTES, from, width, rows, tile_rows, tile);
     }
-    for (int tile = 0; tile < s->tiles; tile++)
-      for (int i = 0; i < tile_rows; i++, data += s->tile_bytes) {
-        const int64_t k = tile * s->tile_bytes, n = k_bytes - k < s->tile_bytes ? k_bytes - k : s->tile_bytes;
-        if (row + i >= rows || n < s->tile_bytes) memset(data, 0, (size_t)s->tile_bytes);
-        if (row + i >= rows) continue;
-        const char *from = (const char *)a->data + (row + i) * a->width + block * 32 + k;
-        memcpy(data, from, n == TILE_BYTES ? TILE_BYTES : 32);
-      }
   }
 }
 
@@ -74,8 +81,8 @@ void LEVEL(pack_q8)(const quire_rows *a, int rows, void *packed) {
     band_size s;
     for (int64_t block = 0; block < blocks; block += s.dots * s.blocks) {
       s = size_of_band(block, blocks, a->group);
-      for (int i = 0; i < n; i++, out += bytes_of_unit(&s, tile_rows))
-        pack_unit(a, block, &s, (first + i) * TILE_ROWS, on_tiles, tile_rows, out);
+      for (int i = first; i < first + n; i++, out += bytes_of_unit(&s, tile_rows))
+        pack_unit(a, block, &s, i * TILE_ROWS, rows_of_tile(i, on_tiles), tile_rows, out);
     }
     first += n;
   }
@@ -90,11 +97,9 @@ void LEVEL(pack_bf16)(const quire_rows *a, int rows, void *packed) {
     const int64_t end = begin + STEPS_IN_L1 < steps ? begin + STEPS_IN_L1 : steps;
     for (int pair = 0; pair < tiles; pair += 2)
       for (int64_t step = begin; step < end; step++)
-        for (int tile = pair; tile < min_int(pair + 2, tiles); tile++)
-          for (int row = tile * TILE_ROWS; row < tile * TILE_ROWS + tile_rows; row++, out += TILE_BYTES) {
-            if (row < rows) memcpy(out, (const char *)a->data + (row * steps + step) * TILE_BYTES, TILE_BYTES);
-            else memset(out, 0, TILE_BYTES);
-          }
+        for (int tile = pair; tile < min_int(pair + 2, tiles); tile++, out += tile_rows * TILE_BYTES)
+          copy_rows(TILE_BYTES, TILE_BYTES, (const char *)a->data + (tile * TILE_ROWS * steps + step) * TILE_BYTES,
+                    steps * TILE_BYTES, rows_of_tile(tile, rows), tile_rows, out);
   }
 }
 
@@ -179,7 +184,7 @@ void LEVEL(linear_bf16)(int rows, const quire_linear_tile *t) {
       a += (two ? 2 : 1) * n * tile_rows * TILE_BYTES;
     }
   }
-  for (int row = 0; row < rows; row += TILE_ROWS) finish_rows(row, min_int(TILE_ROWS, rows - row), c + row, t);
+  for (int row = 0; row < rows; row += TILE_ROWS) finish_rows(row, rows_of_tile(row / TILE_ROWS, rows), c + row, t);
 }
 
 // One band of a pair of panels; `rest` is memory for a last tile that is half full.
@@ -221,7 +226,7 @@ static const char *multiply_rows(const rows_part *part, int64_t block, const ban
   for (int j = 0; j < 2; j++) following[j] = lines_in(b.first[j] + band_bytes, (int)band_bytes / 64, part->tiles);
   if (s->dots * s->tiles <= 2) load_band(&b);
   for (int i = 0; i < part->tiles; i++) {
-    const int at = s->dots == 1 ? (i + 1) % 2 : last->dots == memory->dots ? 2 : 0, row = part->first + i * TILE_ROWS;
+    const int at = s->dots == 1 ? (i + 1) % 2 : last->dots == memory->dots ? 2 : 0;
     FETCH_SOME(*next, 2);
     FETCH_SOME(following[0], 3);
     FETCH_SOME(following[1], 3);
@@ -232,7 +237,7 @@ static const char *multiply_rows(const rows_part *part, int64_t block, const ban
         .dot_stride = 2 * TILE_ROWS, .row_stride = 1,
         .columns = {t->scales + block * 16, t->scales + (blocks + block) * 16}, .column_stride = s->blocks * 16,
         .out = (float *)memory->sums[i * TILE_ROWS], .ld = 32,
-        .count = s->dots, .from = 0, .to = min_int(TILE_ROWS, part->rows - row)};
+        .count = s->dots, .from = 0, .to = rows_of_tile(part->first / TILE_ROWS + i, part->rows)};
     packed += bytes_of_unit(s, part->tile_rows);
   }
   return packed;
@@ -256,7 +261,7 @@ static const char *multiply_part(const rows_part *part, const char *packed, line
   scale_half(&last, 0);
   scale_half(&last, TILE_ROWS / 2);
   for (int i = 0; i < part->tiles * TILE_ROWS; i += TILE_ROWS)
-    finish_rows(part->first + i, min_int(TILE_ROWS, part->rows - part->first - i), memory.sums + i, t);
+    finish_rows(part->first + i, rows_of_tile((part->first + i) / TILE_ROWS, part->rows), memory.sums + i, t);
   return packed;
 }
 

@@ -142,7 +142,11 @@ static void run_linear(const quire_tiles *level, int dtype, int per_call, int ro
     t.block_sums = sums + row * (a.width / QUIRE_SUPER_BLOCK);
     const quire_linear *linear = &level->linear[dtype][quire_row_class(rows)];
     t.a = from_row(a, input_dtype(dtype), row), t.c = (adds ? y : c) + row * t.ldc, t.factors = factors ? factors + row : NULL;
-    if (linear->pack) linear->pack(&t.a, per_call, packed), t.packed = packed;
+    if (linear->pack) {
+      char *end = packed + quire_packed_bytes(input_dtype(dtype), a.width, a.group, per_call);
+      *end = 'e', linear->pack(&t.a, per_call, packed), t.packed = packed;
+      if (*end != 'e') verdict("pack", dtype, "more bytes than planned", 1, 0);
+    }
     linear->multiply(per_call, &t);
   }
   if (adds) level->add_columns(y, rows, c, t.ldc);
