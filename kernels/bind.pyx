@@ -17,11 +17,12 @@ from .isa import WEIGHT_CODES
 from .linear cimport ROWS_IN_CACHE, LinearOp, Weight, packed_rows_bytes
 from .ops import (BIAS_PADDING, BLOCK, GATED, INPUT_DTYPES, AddGiven, AddNorm, Attention, Combine, Convert, Dispatch,
                   Embed, EphemeralAttention, ExpertLinear, Gather, Linear, Normed, NormRows, PoolRows, RouteRows,
-                  ephemeral_pages, has_minimums, max_groups, padded)
+                  ShortConv, ephemeral_pages, has_minimums, max_groups, padded)
 from .pack cimport PackedMatrix, Panels
 from .pool cimport QUIRE_SHARE_ITEMS
+from .recurrence cimport bind_short_conv
 from .replay cimport (ADD_GIVEN, ADD_NORM, ATTENTION, COMBINE, CONVERT, DISPATCH, EMBED, GATHER, LINEAR, NORM, POOL,
-                      ROUTE, Record)
+                      ROUTE, SHORT_CONV, Record)
 from .rows cimport FIRST, LAST, MEAN, ConvertOp, NormOp
 from .step cimport Value
 
@@ -74,6 +75,9 @@ cdef class Binder:
             self._add_norm(record, op)
         elif isinstance(op, PoolRows):
             self._add_pool(record, op)
+        elif isinstance(op, ShortConv):
+            record.kind = SHORT_CONV
+            bind_short_conv(&record.op.short_conv, op, self.regions, self.max_rows)
         elif isinstance(op, Gather):
             record.kind = GATHER
             record.op.gather.input = self.regions.value(op.input, op.out.columns, "f32", self.max_rows)

@@ -34,6 +34,7 @@ cdef extern from "simd/tiles.h" nogil:
         QUIRE_LEVELS
         QUIRE_ROW_CLASSES
         QUIRE_ENDS
+        QUIRE_MAX_TAPS
 
     ctypedef struct quire_rows:
         void *data
@@ -116,6 +117,16 @@ cdef extern from "simd/tiles.h" nogil:
         int rows
         void (*pack)(const quire_rows *a, int rows, void *out) noexcept nogil
 
+    ctypedef struct quire_convolution:
+        int64_t columns
+        int64_t part
+        int64_t taps
+        const float *weight
+        const float *bias
+        float *ring
+        int64_t rows
+        int64_t stride
+
     ctypedef struct quire_tiles:
         const char *name
         quire_linear linear[QUIRE_DTYPES][QUIRE_ROW_CLASSES]
@@ -152,6 +163,7 @@ cdef extern from "simd/tiles.h" nogil:
                       float *weights) noexcept nogil
         void (*combine)(const float *y, int64_t stride, const int32_t *places, const float *weights, int64_t chosen,
                         int64_t columns, float *out) noexcept nogil
+        void (*convolve)(const quire_convolution *c, const float *x, int64_t position, float *out) noexcept nogil
         float (*stream)(const char *p, int64_t bytes, int64_t ahead) noexcept nogil
         int64_t (*peak)(int dtype, int64_t steps, const void *w, const void *a, float *result) noexcept nogil
         void (*ends[QUIRE_ENDS])() noexcept nogil

@@ -8,6 +8,7 @@ The rows of a step are the scheduled tokens of all sequences, one sequence after
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -279,6 +280,42 @@ class EphemeralAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class Ring:
+    """The part of a sequence's state that has the inputs of its last `rows` tokens, f32 [rows, padded columns].
+
+    The input of position p is row p % rows, so a sequence may return to a position `rows` - `taps` tokens earlier.
+    """
+
+    offset: int  # bytes from the start of the state
+    rows: int  # no fewer than the taps
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """Causal convolution of each column over the last tokens of a sequence, between two gates.
+
+    A row of `input` is b | c | x. With u = b * x, out = c * (bias + the sum of weight[i] * u over the last `taps`
+    tokens): weight[0] belongs to the oldest one, the last weight to the row itself. Before a sequence, u is 0.
+    """
+
+    input: Region  # f32 [tokens, 3 * columns]
+    weight: npt.NDArray[np.float32]  # [taps, columns]
+    bias: npt.NDArray[np.float32] | None  # [columns]
+    ring: Ring
+    out: Region  # [tokens, columns]
+
+    @property
+    def state_end(self) -> int:
+        """The bytes of a state up to the end of this op's part."""
+        return self.ring.offset + self.ring.rows * padded(self.out.columns) * 4
+
+
+def state_nbytes(ops: Sequence[Op]) -> int:
+    """Return the bytes of the state of a sequence; 0 for a program without recurrent ops."""
+    return aligned(max((op.state_end for op in ops if isinstance(op, ShortConv)), default=0))
+
+
+@dataclass(frozen=True, slots=True)
 class NormRows:
     """Norm each row of `input`: out = the normed row in f32, `converted` = the same in the dtype of the next layer.
 
@@ -404,6 +441,7 @@ Op = (
     | Linear
     | Attention
     | EphemeralAttention
+    | ShortConv
     | NormRows
     | PoolRows
     | Gather

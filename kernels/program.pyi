@@ -51,7 +51,14 @@ class Program:
         max_sequences: int,
         vocab_size: int,
         isa: str | None = None,
-    ) -> None: ...
+        num_states: int | None = None,
+    ) -> None:
+        """Allocate `num_states` slots for the states of sequences, or else `max_sequences` of them."""
+
+    @property
+    def states(self) -> npt.NDArray[np.uint8]:
+        """The memory of the states, [slots, bytes]; a program without recurrent ops has 0 bytes in each."""
+
     def run(
         self,
         token_ids: npt.NDArray[np.int32],
@@ -64,6 +71,7 @@ class Program:
         given: npt.NDArray[np.float32] | None = None,
         rotary: npt.NDArray[np.float32] | None = None,
         last_seen: npt.NDArray[np.int32] | None = None,
+        state_slots: npt.NDArray[np.int32] | None = None,
         first: int = 0,
         end: int | None = None,
     ) -> None:
@@ -75,8 +83,10 @@ class Program:
         sees. Row r has row given_of[r] of `given` in place of the embedding of its token, unless that is -1. With
         `rotary` [rows, rotary_dim], the heads of row r are rotated by row r of it, else by the table's row for the
         position. Row r sees tokens up to position last_seen[r]: its own or a later position among the sequence's rows,
-        never before that of the previous row. Without `last_seen`, a row sees no later token. Raises ValueError for an
-        array that would lead outside the program's memory, and for a range that the program does not have.
+        never before that of the previous row. Without `last_seen`, a row sees no later token. The state of sequence i
+        is in slot state_slots[i], by default in slot i; a sequence at position 0 reads nothing of its state. Raises
+        ValueError for an array that would lead outside the program's memory, and for a range that the program does not
+        have.
         """
 
     def run_texts(

@@ -17,7 +17,7 @@ from .isa cimport QUIRE_MAX_HEAD, QUIRE_TILE, mix_levels, quire_tiles
 from .isa import DTYPE_CODES, WEIGHT_CODES
 from .linear cimport linear_scratch_bytes
 from .ops import (QUERY_DTYPES, Convert, Embed, EphemeralAttention, EphemeralPages, ExpertLinear, Linear, NormRows,
-                  RouteRows, aligned, ephemeral_pages, has_minimums, padded)
+                  RouteRows, aligned, ephemeral_pages, has_minimums, padded, state_nbytes)
 from .pool cimport QUIRE_SHARE_OPS, Pool, quire_pool_run, quire_progress, quire_share
 from .regions cimport Regions
 from .regions import aligned_zeros
@@ -57,11 +57,13 @@ cdef class Program:
     cdef object rotary_dims, isa
     cdef bint needs_rotary
     cdef bint runs_texts            # 1: whole texts; 0: sequences with pages of a KV cache
+    cdef readonly object states     # uint8 [slots, bytes]: the state of a sequence in each slot
+    cdef int32_t[::1] slots         # 0, 1, …: the slots of sequences that a step does not name
     cdef int64_t[::1] windows       # window of each layer group
     cdef int32_t[::1] zeros, pages, text_pages, text_ends   # positions, page ids, tables and last rows of texts
 
     def __init__(self, ops, arena_bytes, kv_memory, kv_layout, num_pages, Pool pool, *, max_rows, max_samples,
-                 max_sequences, vocab_size, isa=None):
+                 max_sequences, vocab_size, isa=None, num_states=None):
         if len(ops) >= QUIRE_SHARE_OPS:
             raise ValueError(f"a program has at most {QUIRE_SHARE_OPS - 1} ops, not {len(ops)}")
         self.pool = pool
@@ -77,6 +79,7 @@ cdef class Program:
         if self.runs_texts:
             pages = next((op.pages for op in ops if isinstance(op, EphemeralAttention)), _NO_PAGES)
         self._allocate(ops, pages or kv_layout)
+        self._allocate_states(state_nbytes(ops), max_sequences if num_states is None else num_states)
         if self.runs_texts:
             self._lay_out_texts(pages)
         else:
@@ -121,6 +124,16 @@ cdef class Program:
         self.replay.step.block_start = &blocks[0]
         self.replay.step.unit_start = &units[0]
 
+    cdef _allocate_states(self, int64_t nbytes, int64_t slots):
+        cdef char[::1] memory
+        if nbytes and self.runs_texts:
+            raise ValueError("ops with states need sequences, not texts")
+        memory = zeros = aligned_zeros(max(1, slots * nbytes))
+        self.states = zeros[:slots * nbytes].view(np.uint8).reshape(slots, nbytes)
+        self.slots = np.arange(self.max_sequences, dtype=np.int32)
+        self.replay.step.states = &memory[0]
+        self.replay.step.state_bytes = nbytes
+
     cdef _lay_out_sequences(self, kv_memory, layout):
         cdef char[::1] memory = kv_memory.view(np.int8)
         if memory.shape[0] < self.num_pages * layout.page_bytes:
@@ -152,7 +165,7 @@ cdef class Program:
     def run(self, const int32_t[::1] token_ids, const int32_t[::1] row_start, const int32_t[::1] first_position,
             const int32_t[::1] page_ids, const int32_t[::1] page_start, const int32_t[::1] sample_rows,
             const int32_t[::1] given_of=None, const float[:, ::1] given=None, const float[:, ::1] rotary=None,
-            const int32_t[::1] last_seen=None, first=0, end=None):
+            const int32_t[::1] last_seen=None, const int32_t[::1] state_slots=None, first=0, end=None):
         cdef Step *step = &self.replay.step
         if self.runs_texts:
             raise ValueError("this program runs texts")
@@ -161,6 +174,7 @@ cdef class Program:
         self._give(step, token_ids.shape[0], given_of, given)
         self._give_rotary(step, token_ids.shape[0], rotary)
         self._see(step, row_start, first_position, last_seen)
+        self._set_slots(step, first_position.shape[0], state_slots)
         step.rows = token_ids.shape[0]
         step.sequences = first_position.shape[0]
         step.samples = sample_rows.shape[0]
@@ -332,6 +346,21 @@ cdef class Program:
                                      "its own or a later one, and no earlier one than the row before")
                 least = last_seen[row]
         step.last_seen = &last_seen[0]
+
+    cdef _set_slots(self, Step *step, int64_t sequences, const int32_t[::1] state_slots):
+        """Set the slots of the sequences' states, which differ: the given slots, or else slot i for sequence i."""
+        cdef int64_t i
+        if state_slots is None:
+            state_slots = self.slots[:sequences]
+        if state_slots.shape[0] != sequences:
+            raise ValueError(f"{sequences} sequences need as many state slots, not {state_slots.shape[0]}")
+        if step.state_bytes:
+            for i in range(sequences):
+                if not 0 <= state_slots[i] < self.states.shape[0]:
+                    raise ValueError(f"state slot {state_slots[i]} is outside the {self.states.shape[0]}")
+            if len(set(state_slots)) < sequences:
+                raise ValueError("two sequences have the same state slot")
+        step.state_slots = &state_slots[0]
 
     cdef _check_ids(self, const int32_t[::1] token_ids):
         cdef int64_t i

@@ -5,6 +5,7 @@ from .experts cimport CombineOp, DispatchOp, RouteOp
 from .isa cimport quire_tiles
 from .linear cimport LinearOp
 from .pool cimport quire_pool, quire_progress, quire_share
+from .recurrence cimport ShortConvOp
 from .rows cimport AddGivenOp, AddNormOp, ConvertOp, EmbedOp, GatherOp, NormOp, PoolOp
 from .step cimport Step
 
@@ -21,6 +22,7 @@ cdef enum Kind:
     DISPATCH
     COMBINE
     ADD_GIVEN
+    SHORT_CONV
 
 cdef union Payload:
     EmbedOp embed
@@ -35,6 +37,7 @@ cdef union Payload:
     DispatchOp dispatch
     CombineOp combine
     AddGivenOp add_given
+    ShortConvOp short_conv
 
 cdef struct Record:
     Kind kind

@@ -30,6 +30,9 @@ cdef struct Step:
     int64_t padded_head_dim
     int page_size
     int kv_dtype
+    char *states                    # [slot][state_bytes]
+    int64_t state_bytes
+    const int32_t *state_slots      # [sequences]
     char *scratch                   # per worker
     int64_t scratch_bytes
 

@@ -59,6 +59,7 @@ void ISA(route)(const float *logits, int64_t experts, int64_t chosen, int normal
                 float *weights);
 void ISA(combine)(const float *y, int64_t stride, const int32_t *places, const float *weights, int64_t chosen,
                   int64_t columns, float *out);
+void ISA(convolve)(const quire_convolution *c, const float *x, int64_t position, float *out);
 float ISA(stream)(const char *p, int64_t bytes, int64_t ahead);
 int64_t ISA(peak)(int dtype, int64_t steps, const void *w, const void *a, float *result);
 

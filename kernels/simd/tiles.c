@@ -59,6 +59,7 @@ const quire_tiles LEVEL(quire_tiles) = {
     .set_forbidden = ISA(set_forbidden),
     .route = ISA(route),
     .combine = ISA(combine),
+    .convolve = ISA(convolve),
     .stream = ISA(stream),
     .peak = LEVEL(peak),
     .ends = ENDS,

@@ -171,6 +171,19 @@ typedef struct {
   void (*pack)(const quire_rows *a, int rows, void *out);  // The function reads packed rows; NULL: it reads `a`.
 } quire_linear;
 
+enum { QUIRE_MAX_TAPS = 16 };
+
+// Some columns of a gated convolution: `ring` has the last inputs of a sequence, that of position p in row p % rows.
+typedef struct {
+  int64_t columns;
+  int64_t part;         // floats between the gate of the input, the gate of the output and the value in a row
+  int64_t taps;         // no more than `rows`
+  const float *weight;  // [taps][stride], that of the oldest token first; zeros up to a multiple of 16 columns
+  const float *bias;    // [columns], or NULL; zeros up to a multiple of 16
+  float *ring;          // [rows][stride], with memory up to a multiple of 16 columns
+  int64_t rows, stride;
+} quire_convolution;
+
 typedef struct {
   const char *name;
   quire_linear linear[QUIRE_DTYPES][QUIRE_ROW_CLASSES];  // functions for each dtype of weights
@@ -232,6 +245,10 @@ typedef struct {
   // out[columns] += the sum of weights[i] * y[places[i] * stride ...], in that order; columns a multiple of 16
   void (*combine)(const float *y, int64_t stride, const int32_t *places, const float *weights, int64_t chosen,
                   int64_t columns, float *out);
+
+  // out[columns] = the output gate * (bias + the weighted inputs of the last tokens), after the input of the row x at
+  // `position`, the input gate * the value, is in the ring. `out` has memory up to a multiple of 16 columns.
+  void (*convolve)(const quire_convolution *c, const float *x, int64_t position, float *out);
 
   // For benchmarks: the sum of the floats at p, prefetched `ahead` bytes early (0: not); `bytes` is a multiple of 256.
   float (*stream)(const char *p, int64_t bytes, int64_t ahead);

@@ -22,8 +22,11 @@ from quire.kernels.ops import (
     Linear,
     Normed,
     Region,
+    Ring,
     RouteRows,
     Routing,
+    ShortConv,
+    aligned,
     max_groups,
     padded,
     region_nbytes,
@@ -66,6 +69,8 @@ class Toy:
     hidden: int = 80
     intermediate: int = 176
     experts: int = 0  # experts of each layer; 0: a dense MLP
+    taps: int = 0  # taps of a gated convolution before each attention; 0: none
+    ring: int = 0  # rows of its ring beyond the taps
     top_k: int = 2
     normalized: bool = True
     bias: bool = False  # every linear layer has a bias, not only qkv
@@ -222,6 +227,9 @@ class Toy:
         qkv_weight = self._packed(qkv.columns, hidden, self._random(qkv.columns, hidden))
         o_weight = self._packed(hidden, heads * d, self._random(hidden, heads * d))
         place = place_layers(self.windows)[layer]
+        convolution: list = []
+        if self.taps:
+            convolution, h1 = self._convolution_ops(layer, x, h1)
         window = self.windows[layer]
         attention = Attention(qkv, a, *place, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, window)
         added = [Linear(a_converted, o_weight, self._bias(hidden), x, "add", h2)]
@@ -234,12 +242,28 @@ class Toy:
                 AddNorm(branch, self._norm(hidden), 1e-6, x, h2),
             ]
         return [
+            *convolution,
             Linear(h1, qkv_weight, self._norm(qkv.columns), qkv, "store"),
             attention,
             *([] if a is a_converted else [Convert(a, a_converted)]),
             *added,
             *mlp,
         ]
+
+    def _convolution_ops(self, layer: int, x: Region, h: Normed) -> tuple[list, Normed]:
+        gates = self._region(self.max_rows, 3 * self.hidden, "f32")
+        convolved = self._region(self.max_rows, self.hidden, INPUT_DTYPES[self.weights])
+        into, out = (self._packed(n, self.hidden, self._random(n, self.hidden)) for n in (3 * self.hidden, self.hidden))
+        rows = self.taps + self.ring
+        ring = Ring(layer * aligned(rows * padded(self.hidden) * 4), rows)
+        weight = self.rng.standard_normal((self.taps, self.hidden)).astype(np.float32)
+        after = self._normed(self.max_rows)
+        ops = [
+            Linear(h, into, self._bias(3 * self.hidden), gates, "store"),
+            ShortConv(gates, weight, self._bias(self.hidden), ring, convolved),
+            Linear(convolved, out, self._bias(self.hidden), x, "add", after),
+        ]
+        return ops, after
 
     def _gate_up(self) -> PackedMatrix:
         gate, up = self._random(self.intermediate, self.hidden), self._random(self.intermediate, self.hidden)

@@ -82,8 +82,9 @@ def random_case(seed: int, number: int) -> Case:
     model = random_model(rng)
     lengths = random_lengths(rng, model)
     page_size = model["page_size"]
+    shares = 0 if model["taps"] else 0.4  # a prefix in pages has no state
     shared = [0] + [
-        rng.randint(0, min(lengths[0], length - 1) // page_size) * page_size if rng.random() < 0.4 else 0
+        rng.randint(0, min(lengths[0], length - 1) // page_size) * page_size if rng.random() < shares else 0
         for length in lengths[1:]
     ]
     levels = [rng.choice(LEVELS)] if "bf16" in (model["weights"], model["kv"]) else LEVELS
@@ -119,6 +120,8 @@ def random_model(rng: random.Random) -> dict[str, Any]:
         "experts": experts,
         "top_k": rng.randint(1, max(1, min(experts, 8))),
         "normalized": rng.random() < 0.7,
+        "taps": rng.choice([0, 0, rng.randint(1, 5)]),
+        "ring": rng.choice([0, 0, rng.randint(1, 9)]),
         "seed": rng.randrange(1 << 30),
         "unusual": rng.random() < 0.3,
     }
@@ -131,7 +134,8 @@ def random_model(rng: random.Random) -> dict[str, Any]:
 def random_lengths(rng: random.Random, model: dict[str, Any]) -> list[int]:
     inside = model["heads"] * model["head_dim"]
     mlps = model["top_k"] if model["experts"] else 1
-    per_layer = model["hidden"] * (3 * inside + 3 * mlps * model["intermediate"]) + 300 * inside
+    convolution = 4 * model["hidden"] if model["taps"] else 0
+    per_layer = model["hidden"] * (convolution + 3 * inside + 3 * mlps * model["intermediate"]) + 300 * inside
     left = max(8, MULTIPLICATIONS // (len(model["windows"]) * per_layer + VOCAB * model["hidden"]))
     lengths = []
     for _ in range(rng.choice([1, 2, 3, 5, 8, 20])):
@@ -197,6 +201,7 @@ def results_of_steps(case: Case) -> Iterator[tuple[int, Step, Results]]:
     tables = Tables(case, range(len(case.lengths)))
     model = case.toy(case.steps[0].isa, 1, max_rows=MAX_ROWS, num_pages=tables.num_pages)
     programs: dict[tuple[str, int, str], Program] = {}
+    states = model.program.states  # states after the last step
     ids = [case.tokens(sequence) for sequence in range(len(case.lengths))]
     done = list(case.shared)
     for number, step in enumerate(case.steps):
@@ -205,6 +210,8 @@ def results_of_steps(case: Case) -> Iterator[tuple[int, Step, Results]]:
         if place not in programs:
             programs[place] = model.bind()
         program = programs[place]
+        program.states[:] = states
+        states = program.states
         if case.poisons:
             run_nan(model, program, tables.spare)
         if case.releases and not any(case.shared):
@@ -217,7 +224,8 @@ def results_of_steps(case: Case) -> Iterator[tuple[int, Step, Results]]:
         last = set(arrays["sample_rows"].tolist())
         others = [row for row in range(len(rows)) if row not in last]
         sampled = sorted([*last, *others[: MAX_SAMPLES - len(last)]])
-        program.run(**arrays | {"sample_rows": np.array(sampled, np.int32)})
+        slots = np.array(list(step.rows), np.int32)
+        program.run(**arrays | {"sample_rows": np.array(sampled, np.int32), "state_slots": slots})
         yield number, step, {rows[row]: result(model, program, i) for i, row in enumerate(sampled)}
         for sequence, count in step.rows.items():
             done[sequence] += count
@@ -256,7 +264,8 @@ def run_nan(model: Toy, program: Program, page: int) -> None:
     by_page[:, page] = 0xFF
     table = np.full(POISONED_POSITION // model.page_size + 1, page, np.int32)
     tables = [table] * len(model.layout.group_windows)
-    program.run(**model.step((np.zeros(1, np.int32), POISONED_POSITION, tables)))
+    slots = np.array([MAX_SAMPLES - 1], np.int32)
+    program.run(**model.step((np.zeros(1, np.int32), POISONED_POSITION, tables)), state_slots=slots)
     by_page[:, page] = 0xFF
 
 
@@ -288,6 +297,7 @@ def smaller_cases(case: Case) -> Iterator[Case]:
         ("windows", [0]),
         ("bias", False),
         ("qk_norm", False),
+        ("taps", min(1, case.model["taps"])),
         ("unusual", False),
         ("heads", case.model["kv_heads"]),
         ("hidden", 32),

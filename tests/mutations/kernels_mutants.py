@@ -541,4 +541,18 @@ MUTANTS = [
         "f32 weights of heads that do not fill blocks multiply what an earlier op left",
         "tests/kernels/test_program.py",
     ),
+    Mutant(
+        "kernels/simd/recurrence.c",
+        "before[i] = at < 0 ? 0 :",
+        "before[i] = at < -1 ? 0 :",
+        "the first tokens of a sequence see inputs of the sequence that had the slot before",
+        "tests/kernels/test_recurrence.py",
+    ),
+    Mutant(
+        "kernels/recurrence.pyx",
+        "step.states + step.state_slots[sequence] * step.state_bytes + op.offset",
+        "step.states + sequence * step.state_bytes + op.offset",
+        "sequences change states when others leave the batch",
+        "tests/kernels/test_recurrence.py",
+    ),
 ]

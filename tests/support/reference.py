@@ -37,6 +37,7 @@ from quire.kernels.ops import (
     PoolRows,
     Region,
     RouteRows,
+    ShortConv,
     StoredDtype,
     padded,
 )
@@ -195,6 +196,7 @@ class ReferenceProgram:
         slots = 1 + max((op.layer for op in layers), default=-1)
         shape = (slots, num_pages, page_size, layers[0].num_kv_heads, layers[0].head_dim) if layers else (0,) * 5
         self.keys, self.values = np.zeros(shape), np.zeros(shape)
+        self.inputs: dict[tuple[int, int], dict[int, Array]] = {}  # (ring, state slot) -> inputs of a convolution
         self.regions: dict[Region, npt.NDArray[Any]] = {}  # float64; int64 for the places and groups of experts
 
     def run(
@@ -209,6 +211,7 @@ class ReferenceProgram:
         given: npt.NDArray[np.float32] | None = None,
         rotary: npt.NDArray[np.float32] | None = None,
         last_seen: Ints | None = None,
+        state_slots: Ints | None = None,
     ) -> None:
         """Run the same step as `Program.run`."""
         counts = np.diff(row_start)
@@ -220,6 +223,7 @@ class ReferenceProgram:
         self.sequence = np.repeat(np.arange(len(counts)), counts)
         self.position = first_position[self.sequence] + np.arange(len(token_ids)) - row_start[self.sequence]
         self.last_seen = self.position if last_seen is None else last_seen
+        self.state_slots = np.arange(len(counts)) if state_slots is None else state_slots
         tables = [page_ids[first:end] for first, end in pairwise(page_start)]
         each = len(counts)
         self.tables = [tables[first : first + each] for first in range(0, len(tables), each)]  # group -> tables
@@ -261,6 +265,8 @@ class ReferenceProgram:
                 self._attention(op)
             case EphemeralAttention():
                 self._ephemeral_attention(op)
+            case ShortConv():
+                self._short_conv(op)
             case NormRows():
                 y = norm_rows(self.regions[op.input], op)
                 for region in (op.out, op.converted):
@@ -324,6 +330,18 @@ class ReferenceProgram:
         squares = self.regions[source.squares].sum(axis=1, keepdims=True)
         scaled: Array = self.regions[source.data] / np.sqrt(squares / source.data.columns + source.eps)
         return scaled
+
+    def _short_conv(self, op: ShortConv) -> None:
+        gate, out_gate, value = np.split(self.regions[op.input], 3, axis=1)
+        taps = len(op.weight)
+        out = np.zeros_like(value)
+        for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
+            inputs = self.inputs.setdefault((op.ring.offset, self.state_slots[sequence]), {})
+            inputs[position] = gate[row] * value[row]
+            seen = range(max(0, position - taps + 1), position + 1)
+            total = sum(op.weight[i - position - 1] * inputs[i] for i in seen)
+            out[row] = out_gate[row] * (total if op.bias is None else total + op.bias)
+        self._write(op.out, out)
 
     def _route(self, op: RouteRows) -> None:
         logits = self.regions[op.logits]
