@@ -5,6 +5,7 @@ from .exceptions import (
     InvariantViolated,
     OutOfMemory,
     OutOfPages,
+    OutOfStates,
     PagerError,
     SnapshotDamaged,
     SnapshotError,
@@ -20,6 +21,7 @@ from .pool import Content
 from .prefix import page_keys, root_key
 from .snapshot import load_snapshot, prove_writable, save_snapshot
 from .spill import PageStore, Spilled, SpillFile
+from .states import NoStates, StatePool
 from .table import PageTable, images_between
 
 __all__ = [
@@ -29,8 +31,10 @@ __all__ = [
     "KVArena",
     "KVDtype",
     "KVLayout",
+    "NoStates",
     "OutOfMemory",
     "OutOfPages",
+    "OutOfStates",
     "PageStore",
     "PageTable",
     "Pager",
@@ -43,6 +47,7 @@ __all__ = [
     "SpillFile",
     "SpillUnavailable",
     "Spilled",
+    "StatePool",
     "check",
     "images_between",
     "load_snapshot",

@@ -2,6 +2,7 @@
 
 PagerError
 ├── OutOfPages        not enough pages are free or evictable
+├── OutOfStates       every slot for the state of a sequence is in use
 ├── OutOfMemory       the system did not provide the requested memory
 ├── SpillUnavailable  the spill file could not be created
 ├── SnapshotError     a snapshot cannot be written or read
@@ -26,6 +27,10 @@ class OutOfPages(PagerError):
         super().__init__(f"needs {needed} pages, {available} are available")
         self.needed = needed
         self.available = available
+
+
+class OutOfStates(PagerError):
+    """More sequences write at the same time than there are slots for states."""
 
 
 class OutOfMemory(PagerError):

@@ -7,6 +7,7 @@ Recounts everything and repairs nothing. The equation:
     p is free   <=>  references(p) == 0 and p has no content
     p is cached <=>  references(p) == 0 and p has content
     reserved == sum of the tables' reservations <= free + cached
+    references(slot) == number of tables that have the slot                for every slot of a state
 
 Also: no page is twice in a list or in a table; each group's index (key -> page) and the contents (page -> key) are
 inverse; in a full group, a page's parent is indexed as long as the page is, and evicted after it (leaf first); a cached
@@ -23,6 +24,7 @@ from .exceptions import InvariantViolated
 from .layout import first_kept_token
 from .pager import Pager
 from .pool import PagePool
+from .states import NO_STATE, NoStates, StatePool
 from .table import NULL_PAGE, PageTable, listed_pages
 
 
@@ -35,6 +37,7 @@ def check(pager: Pager, tables: Iterable[PageTable]) -> None:
     _check_lists(pager.pool)
     _check_pins(pager.pool)
     _check_reservations(pager.pool, tables)
+    _check_states(pager.states, tables)
     for group, window in enumerate(pager.windows):
         _check_index(pager.pool, group, is_full=window == 0)
 
@@ -90,6 +93,21 @@ def _check_reservations(pool: PagePool, tables: list[PageTable]) -> None:
     _require(pool.num_reserved == reserved, f"{pool.num_reserved} pages are reserved, {reserved} are explained")
     _require(min((table.reserved for table in tables), default=0) >= 0, "a table has a negative reservation")
     _require(pool.num_available >= 0, f"{reserved} pages are reserved, only {pool.num_free + pool.num_cached} are left")
+
+
+def _check_states(states: StatePool | NoStates, tables: list[PageTable]) -> None:
+    explained = Counter(table.state for table in tables if table.state != NO_STATE)
+    if isinstance(states, NoStates):
+        _require(not explained, f"a model without states has {explained}")
+        return
+    counted = {slot: states.references(slot) for slot in range(states.num_slots) if states.references(slot)}
+    _require(counted == explained, f"state slots have {counted} references, {dict(explained)} are explained")
+    _require(
+        states.num_owned == len(counted), f"{states.num_owned} state slots are owned, {len(counted)} are explained"
+    )
+    for table in tables:
+        if table._writable > table.num_tokens:
+            _require(counted[table.state] == 1, f"state {table.state} is writable, but shared")
 
 
 def _check_index(pool: PagePool, group: int, is_full: bool) -> None:

@@ -13,6 +13,7 @@ from .layout import first_kept_token, pages_held
 from .pool import PagePool
 from .prefix import PrefixCache, PrefixHit, root_key
 from .spill import PageStore, Spilled
+from .states import NoStates, StatePool
 from .table import NULL_PAGE, CopyPage, ImageSpan, PageTable, listed_pages
 
 
@@ -21,7 +22,8 @@ class Pager:
 
     Each layer group has its own table; `windows` holds each group's attention window in tokens, 0 for full attention.
     `copy_page(source, destination)` copies a page's memory before a shared page is written; None where there is no
-    memory, as in a simulation. `store` takes spilled pages; None switches spilling off.
+    memory, as in a simulation. `store` takes spilled pages; None switches spilling off. `states` are the slots of a
+    model with states: neither the prefix cache nor the store has them, so both are off.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Pager:
         copy_page: CopyPage | None = None,
         enable_prefix_caching: bool = True,
         store: PageStore | None = None,
+        states: StatePool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if page_size < 1:
@@ -42,12 +45,14 @@ class Pager:
         self.page_size = page_size
         self.windows = tuple(windows)
         self.pool = PagePool(num_pages, len(windows), clock)
-        self.prefix = PrefixCache(self.pool, page_size, self.windows) if enable_prefix_caching else None
+        self.states: StatePool | NoStates = states or NoStates()
+        has_prefix = enable_prefix_caching and states is None
+        self.prefix = PrefixCache(self.pool, page_size, self.windows) if has_prefix else None
         self.prefix_queried_tokens = 0  # prompt tokens of every `open` that succeeded
         self.prefix_hit_tokens = 0
         self.num_spilled = 0  # pages in the store
         self._copy_page = copy_page
-        self._store = store
+        self._store = store if states is None else None
         self._handles: set[Spilled] = set()
 
     def open(
@@ -83,6 +88,8 @@ class Pager:
         Adds the full pages to the prefix cache and releases the pages that left their group's window. Returns
         immediately if neither has changed.
         """
+        if self.states.num_slots:
+            table.keep_state()
         if table.num_tokens < table.commit_at:
             return
         if len(token_ids) < table.num_tokens:
@@ -212,7 +219,16 @@ class Pager:
 
     def _table(self, root: bytes, hit: PrefixHit, num_tokens: int, images: Sequence[ImageSpan]) -> PageTable:
         return PageTable(
-            self.pool, self.page_size, self.windows, self._copy_page, root, hit.pages, hit.keys, num_tokens, images
+            self.pool,
+            self.page_size,
+            self.windows,
+            self._copy_page,
+            root,
+            hit.pages,
+            hit.keys,
+            num_tokens,
+            images,
+            self.states,
         )
 
     def _pages_taken(self, num_tokens: int, hit: PrefixHit) -> int:

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from .layout import TILE, first_kept_token
 from .pool import PagePool
+from .states import NO_STATE, NoStates, StatePool
 
 CopyPage = Callable[[int, int], None]  # (source page, destination page), all layers
 NULL_PAGE = -1  # stands for a page that left its group's window and was released
@@ -57,6 +58,8 @@ class PageTable:
         "_page_size",
         "_pool",
         "_shortest",
+        "_state_start",
+        "_states",
         "_windows",
         "_writable",
         "commit_at",
@@ -66,6 +69,7 @@ class PageTable:
         "pages",
         "reserved",
         "root",
+        "state",
     )
 
     def __init__(
@@ -78,7 +82,8 @@ class PageTable:
         pages: Sequence[Sequence[int]],
         keys: Sequence[bytes],
         num_tokens: int,
-        images: Sequence[ImageSpan] = (),
+        images: Sequence[ImageSpan],
+        states: StatePool | NoStates,
     ) -> None:
         """Take over the caller's reference on each of `pages`, of which the first `len(keys)` are indexed."""
         self._pool = pool
@@ -87,12 +92,17 @@ class PageTable:
         self._copy_page = copy_page
         self._num_null = [each.count(NULL_PAGE) for each in pages]  # leading null pages, per group
         self._shortest = 0  # smallest length for `rollback`; below it the window would include released pages
-        self._writable = num_tokens  # slots up to here need no check; if above num_tokens, the last page is private
+        self._states = states
+        self._state_start = 0  # smallest length above 0 for `rollback` that the state serves
+        self._writable = (
+            num_tokens  # slots up to here need no check; if above num_tokens, the last page and the state are private
+        )
         self.root = root  # start of the chain of prefix keys
         self.images = images  # images of the sequence; prefix keys depend on them
         self.keys = list(keys)  # prefix keys of the leading pages, as far as they are indexed
         self.pages = [array("i", each) for each in pages]  # [groups][pages]
         self.num_tokens = num_tokens
+        self.state = NO_STATE  # slot of the sequence's state
         self.reserved = 0  # pages of the pool that are reserved for this table
         self.commit_at = 0  # fewest tokens for which `Pager.commit` has something to do
 
@@ -151,7 +161,11 @@ class PageTable:
             self.keys,
             self.num_tokens,
             self.images,
+            self._states,
         )
+        self._states.share(self.state)
+        twin.state = self.state
+        twin._state_start = self._state_start
         twin._num_null = self._num_null[:]
         twin._shortest = self._shortest
         twin.commit_at = self.commit_at
@@ -172,15 +186,24 @@ class PageTable:
         return kept
 
     def can_roll_back(self, num_tokens: int) -> bool:
-        """Return whether `rollback` accepts `num_tokens`: the pages in the next row's windows must still be held."""
-        return self._shortest <= num_tokens <= self.num_tokens
+        """Return whether `rollback` accepts `num_tokens`.
+
+        The pages in the next row's windows must still be held, and the state must not be too far ahead.
+        """
+        return self._shortest <= num_tokens <= self.num_tokens and self._has_state(num_tokens)
 
     def rollback(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens and release the pages that held only later ones.
 
-        Raises ValueError if the table has fewer tokens, or has released pages that the shorter sequence needs.
+        Raises ValueError if the table has fewer tokens, has released pages that the shorter sequence needs, or has a
+        state that is too far ahead.
         """
         self._check_length(num_tokens)
+        self._state_start = max(self._state_start, self.num_tokens - self._states.rollback) if num_tokens else 0
+        self.withdraw(num_tokens)
+
+    def withdraw(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens, of which there are no fewer, where no step has computed the others."""
         kept = -(-num_tokens // self._page_size)
         if kept < len(self.pages[0]):
             dropped = listed_pages(pages[kept:] for pages in self.pages)
@@ -203,9 +226,11 @@ class PageTable:
         pages = self.pages
         self.pages = [array("i") for _ in self._windows]
         self._pool.release(listed_pages(pages))
+        self._states.release(self.state)
+        self.state = NO_STATE
         self.reserve(0)
         self._num_null = [0] * len(pages)
-        self.num_tokens = self._shortest = self._writable = self.commit_at = 0
+        self.num_tokens = self._shortest = self._state_start = self._writable = self.commit_at = 0
         self.keys = []
 
     def slide(self) -> None:
@@ -221,6 +246,10 @@ class PageTable:
                 if kept:
                     self._shortest = max(self._shortest, kept + window - 1)
 
+    def keep_state(self) -> None:
+        """Note that the state has all tokens: a later step takes it too far for a shorter `rollback` than by one."""
+        self._state_start = max(self._state_start, self.num_tokens - 1)
+
     def substitute(self, group: int, index: int, page: int) -> None:
         """Replace the unshared page at `index` by `page`, which holds the same content."""
         self._pool.retain((page,))
@@ -232,6 +261,13 @@ class PageTable:
             raise ValueError(f"cannot roll back to {num_tokens} tokens, the table holds {self.num_tokens}")
         if num_tokens < self._shortest:
             raise ValueError(f"cannot roll back to {num_tokens} tokens, earlier pages left their window")
+        if not self._has_state(num_tokens):
+            raise ValueError(f"cannot roll back to {num_tokens} tokens, the state is at {self.num_tokens}")
+
+    def _has_state(self, num_tokens: int) -> bool:
+        """Return whether the state can serve the sequence from this length on."""
+        ahead = self.num_tokens - num_tokens
+        return num_tokens == 0 or (num_tokens >= self._state_start and ahead <= self._states.rollback)
 
     def _release_leading(self, group: int, end: int) -> None:
         pages = self.pages[group]
@@ -256,6 +292,7 @@ class PageTable:
         count = self._pages_added(num_tokens) * num_groups + len(shared)
         fresh = self._pool.allocate(count, self.reserved)
         self.reserved -= min(count, self.reserved)
+        self.state = self._states.own(self.state)
         for group in shared:
             self._copy_last(group, fresh.pop(0))
         for group, pages in enumerate(self.pages):

@@ -99,7 +99,7 @@ class Committer:
 
     def _defer_row(self, request: Request, row: ScheduledSequence, endings: dict[int, Ending]) -> RequestUpdate | None:
         """Take back the slots of tokens that were not computed; a later step computes them."""
-        table_of(request).rollback(row.first_position)
+        table_of(request).withdraw(row.first_position)
         ending = endings.pop(row.request_id, None)
         if ending is not None:
             return self._end(request, ending, ())

@@ -55,6 +55,7 @@ class ScheduledSequence(NamedTuple):
     images: Sequence[PlacedImage] = ()  # images that some of token_ids stand for
     salt: bytes = b""  # only sequences with the same salt share computed images
     prompt_images: Sequence[PlacedImage] = ()  # all images of the prompt: positions in height and width depend on them
+    state: int = 0  # slot of the sequence's state, for models that have states
 
 
 class EncodedText(NamedTuple):

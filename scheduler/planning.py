@@ -302,6 +302,7 @@ def _row_of(request: Request, table: PageTable, end: int, drafts: Mapping[int, l
         images,
         salt,
         prompt_images,
+        table.state,
     )
 
 

@@ -88,14 +88,17 @@ class Speculator:
         self._note(request, len(samples) - 1, max(0, len(accepted) - 1))
         table = request.table
         assert table is not None, "a request in a step is running"
-        if any(sample.error is not None for sample in samples[len(accepted) :]):
+        is_failed = any(sample.error is not None for sample in samples[len(accepted) :])
+        if is_failed:
             # A rejected draft left a NaN in the last page, and 0 * NaN is NaN: compute that page again.
             computed = min(computed, len(request.token_ids) - 1)  # the last token too, since it got no sample
             computed -= computed % self._page_size
+        fits = table.can_roll_back(computed)
+        if is_failed or not fits:
             request.enter(State.PREFILL, now)
-            if not table.can_roll_back(computed):  # pages that this page's rows see have left a window
-                table.release()
-                return 0
+        if not fits:  # pages that the next row sees have left a window, or the state is too far ahead
+            table.release()
+            return 0
         table.rollback(computed)
         return computed
 

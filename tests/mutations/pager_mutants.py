@@ -10,6 +10,7 @@ PAGER = "pager/pager.py"
 SPILL = "pager/spill.py"
 SNAPSHOT = "pager/snapshot.py"
 LAYOUT = "pager/layout.py"
+STATES = "pager/states.py"
 
 MUTANTS = [
     Mutant(
@@ -269,5 +270,35 @@ MUTANTS = [
         "_SPAN.pack(image.position - start, image.tokens) + image.digest",
         "_SPAN.pack(image.position, image.tokens) + image.digest",
         "the keys of pages with images are not those that other processes compute",
+    ),
+    Mutant(
+        STATES,
+        "if slot != NO_STATE and self._references[slot] == 1:",
+        "if slot != NO_STATE:",
+        "two forks of a sequence write to one state",
+    ),
+    Mutant(
+        STATES,
+        "                self._copy(slot, own)\n",
+        "                pass\n",
+        "a fork continues with the state of another sequence",
+    ),
+    Mutant(
+        TABLE,
+        "        self._states.release(self.state)\n",
+        "",
+        "the states of sequences that have ended are lost, until none is left",
+    ),
+    Mutant(
+        TABLE,
+        "num_tokens >= self._state_start and ahead <= self._states.rollback",
+        "num_tokens >= self._state_start",
+        "a sequence continues with a state from which the inputs that it needs are gone",
+    ),
+    Mutant(
+        TABLE,
+        "        self._states.share(self.state)\n",
+        "",
+        "a fork's state is given to another sequence while the fork uses it",
     ),
 ]

@@ -82,6 +82,7 @@ def test_a_row_names_all_that_its_computation_depends_on(make_harness: Any) -> N
         "images": CATS[:1],
         "salt": b"a",
         "prompt_images": CATS[:1],
+        "state": -1,
     }
 
 

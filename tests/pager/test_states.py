@@ -1,0 +1,222 @@
+"""States of sequences: slots that forks share until one writes, going back, and what a full pool does."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from quire.pager import InvariantViolated, KVArena, KVLayout, OutOfStates, Pager, PageTable, SpillFile, StatePool, check
+
+PAGE = 4
+ROLLBACK = 3
+
+
+class States:
+    """The memory of states: after each token a state holds all of them."""
+
+    def __init__(self, slots: int) -> None:
+        self.of: list[list[int]] = [[-1]] * slots  # content of a slot that no sequence has written
+        self.pool = StatePool(slots, ROLLBACK, self.copy)
+        self.pager = Pager(PAGE, 40, states=self.pool)
+
+    def copy(self, source: int, destination: int) -> None:
+        self.of[destination] = self.of[source][:]
+
+    def compute(self, table: PageTable, tokens: list[int]) -> None:
+        """Compute tokens in place, as a step does: the state continues at any of the last positions, or at 0."""
+        first = table.num_tokens
+        table.append(len(tokens))
+        state = self.of[table.state]
+        assert first == 0 or len(state) - first <= ROLLBACK
+        self.of[table.state] = [*state[:first], *tokens]
+
+
+@pytest.fixture
+def states() -> States:
+    return States(3)
+
+
+def test_a_sequence_has_a_slot_from_its_first_token_on(states: States) -> None:
+    table = states.pager.open([1, 2, 3])
+    assert (table.state, states.pool.num_owned) == (-1, 0)
+    states.compute(table, [1, 2])
+    slot = table.state
+    states.compute(table, [3, 4, 5, 6])
+    assert (table.state, states.pool.num_owned, states.pool.num_copies) == (slot, 1, 0)
+    check(states.pager, [table])
+    table.release()
+    assert (table.state, states.pool.num_owned) == (-1, 0)
+    check(states.pager, [])
+
+
+def test_forks_share_a_slot_until_one_of_them_writes(states: States) -> None:
+    table = states.pager.open([1])
+    states.compute(table, [1, 2, 3, 4])
+    twin = table.fork()
+    assert (twin.state, states.pool.num_owned) == (table.state, 1)
+    check(states.pager, [table, twin])
+    states.compute(twin, [8])
+    assert (states.pool.num_owned, states.pool.num_copies) == (2, 1)
+    states.compute(table, [9])
+    assert (states.pool.num_owned, states.pool.num_copies) == (2, 1)
+    assert [states.of[each.state] for each in (table, twin)] == [[1, 2, 3, 4, 9], [1, 2, 3, 4, 8]]
+    check(states.pager, [table, twin])
+
+
+def test_a_fork_of_the_prompt_without_its_last_token(states: States) -> None:
+    table = states.pager.open([1])
+    states.compute(table, [1, 2, 3, 4, 5])
+    states.pager.commit(table, [1, 2, 3, 4, 5])
+    twin = table.fork()
+    twin.rollback(4)
+    states.compute(twin, [5, 6])
+    assert states.of[twin.state] == [1, 2, 3, 4, 5, 6]
+
+
+def test_rejected_draft_tokens_leave_nothing(states: States) -> None:
+    table = states.pager.open([1])
+    states.compute(table, [1, 2, 3, 4])
+    states.pager.commit(table, [1, 2, 3, 4])
+    states.compute(table, [5, 70, 71])
+    assert [table.can_roll_back(to) for to in (2, 3, 4, 5, 7)] == [False, False, True, True, True]
+    table.rollback(5)
+    states.pager.commit(table, [1, 2, 3, 4, 5])
+    states.compute(table, [6])
+    assert states.of[table.state] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_sequence_goes_back_no_further_than_its_state_can(states: States) -> None:
+    table = states.pager.open([1])
+    states.compute(table, [1, 2, 3, 4, 5, 6, 7])
+    assert [table.can_roll_back(to) for to in (0, 1, 3, 4, 6)] == [True, False, False, True, True]
+    with pytest.raises(ValueError, match="cannot roll back to 3 tokens, the state is at 7"):
+        table.rollback(3)
+    states.pager.commit(table, [1, 2, 3, 4, 5, 6, 7])
+    assert [table.can_roll_back(to) for to in (0, 5, 6, 7)] == [True, False, True, True]
+    table.rollback(0)
+    states.compute(table, [8])
+    assert states.of[table.state] == [8]
+
+
+def test_going_back_in_steps_is_no_way_to_go_back_further(states: States) -> None:
+    table = states.pager.open([1])
+    states.compute(table, [1, 2, 3, 4, 5, 6, 7])
+    table.rollback(5)
+    assert [table.can_roll_back(to) for to in (0, 3, 4, 5)] == [True, False, True, True]
+
+
+def test_tokens_that_were_not_computed_are_withdrawn_from_any_length(states: States) -> None:
+    table = states.pager.open([1])
+    states.compute(table, [1, 2])
+    states.pager.commit(table, [1, 2])
+    table.append(9)
+    assert not table.can_roll_back(2)
+    table.withdraw(2)
+    states.compute(table, [3])
+    assert states.of[table.state] == [1, 2, 3]
+
+
+def test_more_sequences_than_slots_are_an_error_that_changes_nothing(states: States) -> None:
+    tables = [states.pager.open([1]) for _ in range(4)]
+    for table in tables[:3]:
+        states.compute(table, [1])
+    with pytest.raises(OutOfStates, match="all 3 states are in use"):
+        tables[3].append(1)
+    assert (states.pool.num_owned, tables[3].num_tokens) == (3, 0)
+
+
+def test_neither_the_prefix_cache_nor_the_spill_file_has_states(tmp_path) -> None:
+    store = SpillFile(KVArena(KVLayout(1, 1, 16, page_size=16), 2), 1 << 20, tmp_path)
+    pager = Pager(PAGE, 40, store=store, states=StatePool(2, ROLLBACK))
+    table = pager.open([1, 2, 3, 4, 5])
+    table.append(5)
+    pager.commit(table, [1, 2, 3, 4, 5])
+    assert pager.spill_seconds(1) is None
+    assert pager.spill(table, 5) is None
+    table.release()
+    assert pager.open([1, 2, 3, 4, 5, 6]).num_tokens == 0
+    assert pager.pin([1, 2, 3, 4, 5], b"", 1e12) == 0
+    store.close()
+
+
+def test_the_audit_notices_a_lost_and_a_shared_slot(states: States) -> None:
+    table = states.pager.open([1])
+    states.compute(table, [1])
+    with pytest.raises(InvariantViolated, match="state slots have"):
+        check(Pager(PAGE, 40, states=states.pool), [])
+    twin = table.fork()
+    twin._writable = 4
+    with pytest.raises(InvariantViolated, match="writable, but shared"):
+        check(states.pager, [table, twin])
+
+
+@pytest.mark.parametrize(("slots", "rollback"), [(0, 1), (1, -1)])
+def test_a_pool_has_slots(slots: int, rollback: int) -> None:
+    with pytest.raises(ValueError, match="there must be slots"):
+        StatePool(slots, rollback)
+
+
+class StateMachine(RuleBasedStateMachine):
+    """Sequences that grow, fork, go back and end; their states always hold their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = States(4)
+        self.live: list[tuple[PageTable, list[int]]] = []
+
+    @precondition(lambda self: len(self.live) < 4)
+    @rule(tokens=st.lists(st.integers(0, 9), min_size=1, max_size=9))
+    def open(self, tokens: list[int]) -> None:
+        table = self.states.pager.open(tokens)
+        self.states.compute(table, tokens)
+        self.live.append((table, tokens))
+
+    @precondition(lambda self: 0 < len(self.live) < 4)
+    @rule(which=st.integers(0, 9))
+    def fork(self, which: int) -> None:
+        table, tokens = self.live[which % len(self.live)]
+        self.live.append((table.fork(), tokens))
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 9), tokens=st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    def grow(self, which: int, tokens: list[int]) -> None:
+        table, known = self.live[which % len(self.live)]
+        if len(known) + len(tokens) <= 30:
+            self.states.compute(table, tokens)
+            self.live[which % len(self.live)] = table, known + tokens
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 9), length=st.integers(0, 30))
+    def go_back(self, which: int, length: int) -> None:
+        table, known = self.live[which % len(self.live)]
+        if table.can_roll_back(length):
+            table.rollback(length)
+            self.live[which % len(self.live)] = table, known[:length]
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 9))
+    def commit(self, which: int) -> None:
+        table, known = self.live[which % len(self.live)]
+        self.states.pager.commit(table, known)
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 9))
+    def release(self, which: int) -> None:
+        self.live.pop(which % len(self.live))[0].release()
+
+    @invariant()
+    def slots_are_accounted_for_and_hold_the_tokens(self) -> None:
+        check(self.states.pager, [table for table, _ in self.live])
+        for table, known in self.live:
+            assert not known or self.states.of[table.state][: len(known)] == known
+
+    def teardown(self) -> None:
+        for table, _ in self.live:
+            table.release()
+        check(self.states.pager, [])
+        assert self.states.pool.num_owned == 0
+
+
+def test_any_interleaving_conserves_states() -> None:
+    run_state_machine_as_test(StateMachine, settings=settings(max_examples=60, stateful_step_count=30, database=None))
