@@ -20,6 +20,7 @@ from ..model.encoder import ENCODERS, BertSpec, EncoderSpec, is_encoder, read_en
 from ..model.files import is_gguf
 from ..model.quantization_config import METHODS
 from ..model.rope import short_context
+from ..model.states import lay_out_states
 from ..model.vision import read_vision
 from ..model.weights import READABLE
 from ..model.weights.ggml import SUPPORTED
@@ -83,6 +84,8 @@ def _shape(path: Path) -> Iterator[Row]:
     yield "context", f"{spec.max_position_embeddings:,} tokens"
     if (short := short_context(spec.ropes)) is not None:
         yield "LongRoPE", f"short factors up to --max-model-len {short}; beyond it long ones, for short requests too"
+    if states := lay_out_states(spec).nbytes:
+        yield "states", f"{states:,} B per sequence beside its KV pages; no prefix cache, no spilling"
     yield "in memory", f"{weights_text(spec, 'auto')} with --weights auto"
 
 

@@ -74,7 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory: Annotated[
         Count | None,
         _memory(
-            "Size of the KV cache.",
+            "Size of the KV cache, the states of sequences included.",
             unit="bytes",
             default="what max_num_seqs sequences need, at most kv_cache_share of the free memory",
         ),
@@ -102,7 +102,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _memory("Threads that compute.", unit="threads", default="what CPU affinity and cgroup quota allow"),
     ] = None
     enable_prefix_caching: Annotated[
-        bool, _memory("Reuse the KV cache of prompts that begin with the same tokens.")
+        bool, _memory("Reuse the KV cache of prompts that begin with the same tokens. Models with states never do.")
     ] = True
     isa: Annotated[
         str | None,

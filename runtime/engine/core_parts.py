@@ -81,6 +81,7 @@ class LoadedDecoder:
             copy_page=self.runner.arena.copy_page,
             enable_prefix_caching=self._config.enable_prefix_caching,
             store=self._spill_file,
+            states=capacity.open_states(self.runner.copy_state),
         )
 
     def describe(self) -> CoreInfo:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from ...pager import OutOfPages
+from ...pager import OutOfPages, PageTable
 from ...scheduler import (
     AdmissionEstimate,
     EncodeRequest,
@@ -225,7 +225,7 @@ class EngineCore:
                         if self._closed:
                             raise Unavailable("the engine was closed in the meantime")
                         sampled = range(begin, min(begin + max_num_samples, num_tokens))
-                        score = partial(self._score, chunk, first, table.pages, sampled, images)
+                        score = partial(self._score, chunk, first, table, sampled, images)
                         out[first + begin : first + sampled.stop] = await self._step_threads.call(score)
                     self.pager.commit(table, token_ids)
                 return out
@@ -258,12 +258,14 @@ class EngineCore:
         self,
         token_ids: Sequence[int],
         first: int,
-        tables: Sequence[Sequence[int]],
+        table: PageTable,
         sampled: range,
         images: Sequence[PlacedImage],
     ) -> npt.NDArray[np.float32]:
         with self._computing:
-            return self.runner.score(token_ids, first, tables, len(sampled), images, sampled.stop)
+            return self.runner.score(
+                token_ids, first, table.pages, len(sampled), images, sampled.stop, state=table.state
+            )
 
     def _observe(self, step: FinishedStep) -> None:
         deferred = [s for s in step.plan.sequences if s.request_id in step.result.deferred]

@@ -10,23 +10,34 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...kernels.ops import INPUT_DTYPES, DType, Epilogue
+from ...kernels.ops import INPUT_DTYPES, DType, Epilogue, Ring
 from ...kernels.pack import PackedMatrix
 from ...pager.layout import place_layers
 from .program import Heads, HeadWeights, Logits, NormedValue, ProgramBuilder, Value, input_dtype
 from .rope import Table
 from .spec import DecoderSpec
-from .weights.decoder_weights import DecoderWeights, ExpertWeights, LayerWeights
+from .states import StateLayout
+from .weights.decoder_weights import (
+    AttentionWeights,
+    ConvolutionWeights,
+    DecoderWeights,
+    ExpertWeights,
+    LayerWeights,
+)
 from .weights.packing import Vector
 
 EPILOGUES: dict[str, Epilogue] = {"silu": "swiglu", "gelu_tanh": "geglu", "clamped_silu": "swiglu_clamped"}
 
 
 def emit_decoder(
-    builder: ProgramBuilder, spec: DecoderSpec, weights: DecoderWeights, rotary: Sequence[Table | None]
+    builder: ProgramBuilder,
+    spec: DecoderSpec,
+    weights: DecoderWeights,
+    rotary: Sequence[Table | None],
+    states: StateLayout,
 ) -> Logits:
     """Emit the ops from token ids to the logits of the rows that sample. `rotary` has one table per layer."""
-    sampled = builder.gather(emit_layers(builder, spec, weights, rotary))
+    sampled = builder.gather(emit_layers(builder, spec, weights, rotary, states))
     normed = builder.norm(sampled, weights.final_norm, spec.norm_eps, INPUT_DTYPES[weights.lm_head.dtype])
     return builder.logits(normed, weights.lm_head, spec.logits_scale, spec.logits_softcap)
 
@@ -36,6 +47,7 @@ def emit_layers(
     spec: DecoderSpec,
     weights: DecoderWeights,
     rotary: Sequence[Table | None],
+    states: StateLayout,
     *,
     causal: bool = True,
 ) -> Value:
@@ -45,7 +57,10 @@ def emit_layers(
     """
     x = builder.embed(weights.embedding, _embedding_scale(spec, weights))
     for layer, layer_weights in enumerate(weights.layers):
-        _attention_block(builder, spec, layer_weights, layer, x, rotary[layer], causal)
+        if isinstance(layer_weights.mixer, ConvolutionWeights):
+            _convolution_block(builder, spec, layer_weights, layer_weights.mixer, states.ring(layer), x)
+        else:
+            _attention_block(builder, spec, layer_weights, layer_weights.mixer, layer, x, rotary[layer], causal)
         _mlp_block(builder, spec, layer_weights, x)
         if layer < spec.deepstack:
             builder.add_given(x, layer + 1)
@@ -65,13 +80,14 @@ def _attention_block(
     builder: ProgramBuilder,
     spec: DecoderSpec,
     layer: LayerWeights,
+    weights: AttentionWeights,
     index: int,
     x: Value,
     rotary: Table | None,
     causal: bool,
 ) -> None:
     """Emit x += o(attention(qkv(norm(x))))."""
-    group, slot = place_layers(spec.windows)[index]
+    group, slot = _place(spec, index)
     heads = Heads(
         spec.num_heads,
         spec.num_kv_heads,
@@ -84,13 +100,34 @@ def _attention_block(
         norms_rows=spec.qk_norm_rows,
         causal=causal,
     )
-    normed = _normed(builder, spec, layer.input_norm, x, input_dtype(layer.qkv))
-    qkv = builder.linear(normed, layer.qkv, layer.qkv_bias, "qkv")
+    normed = _normed(builder, spec, layer.input_norm, x, input_dtype(weights.qkv))
+    qkv = builder.linear(normed, weights.qkv, weights.qkv_bias, "qkv")
     head_weights = HeadWeights(
-        spec.norm_eps, q_norm=layer.q_norm, k_norm=layer.k_norm, rotary=rotary, sinks=layer.sinks
+        spec.norm_eps, q_norm=weights.q_norm, k_norm=weights.k_norm, rotary=rotary, sinks=weights.sinks
     )
-    attended = builder.attention(qkv, heads, head_weights, input_dtype(layer.o))
-    _add(builder, spec, attended, layer.o, layer.o_bias, layer.attention_post_norm, x)
+    attended = builder.attention(qkv, heads, head_weights, input_dtype(weights.o))
+    _add(builder, spec, attended, weights.o, weights.o_bias, layer.attention_post_norm, x)
+
+
+def _place(spec: DecoderSpec, layer: int) -> tuple[int, int]:
+    """Return the layer group of a layer with attention, and its slot in the group's pages."""
+    before = 0 if spec.convolutions is None else sum(spec.convolutions.layers[:layer])
+    return place_layers(spec.attention_windows)[layer - before]
+
+
+def _convolution_block(
+    builder: ProgramBuilder,
+    spec: DecoderSpec,
+    layer: LayerWeights,
+    weights: ConvolutionWeights,
+    ring: Ring,
+    x: Value,
+) -> None:
+    """Emit x += out(convolution(in(norm(x))))."""
+    normed = _normed(builder, spec, layer.input_norm, x, input_dtype(weights.into))
+    gated = builder.linear(normed, weights.into, weights.into_bias, "gates, value")
+    convolved = builder.short_conv(gated, weights.taps, weights.taps_bias, ring, input_dtype(weights.out))
+    _add(builder, spec, convolved, weights.out, weights.out_bias, layer.attention_post_norm, x)
 
 
 def _mlp_block(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, x: Value) -> None:

@@ -19,6 +19,7 @@ from .packed_model import kv_layout
 from .program import ProgramBuilder, ProgramPlan
 from .rope import planned_tables, rotary_nbytes
 from .spec import DecoderSpec
+from .states import StateLayout, lay_out_states
 from .vision import VisionMemoryPlan
 from .weights.decoder_weights import plan_weights
 
@@ -32,6 +33,7 @@ class MemoryPlan:
     weights: Mapping[PackedDtype, int]  # bytes of the packed matrices by dtype; norms and biases are negligible
     kv_pages: int
     kv_bytes: int
+    state_bytes: int  # slots for the states of sequences
     arena_bytes: int
     logits_bytes: int  # inside the arena
     rotary_bytes: int
@@ -50,7 +52,7 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         step = self.arena_bytes + self.rotary_bytes + self.scratch_bytes + self.sampling_bytes
         beside = self.encoder_bytes + self.images_bytes + self.process_bytes
-        return self.weights_bytes + self.kv_bytes + step + beside
+        return self.weights_bytes + self.kv_bytes + self.state_bytes + step + beside
 
     @property
     def encoder_bytes(self) -> int:
@@ -65,6 +67,7 @@ class MemoryPlan:
         lines = [
             ("weights", self.weights_bytes, _by_dtype(self.weights)),
             ("KV pages", self.kv_bytes, f"{self.kv_pages:,} pages"),
+            *([("states", self.state_bytes, "of sequences")] if self.state_bytes else []),
             ("step arena", self.arena_bytes, f"of which logits {self.logits_bytes:,} B"),
             ("rotary table", self.rotary_bytes, ""),
             ("worker scratch", self.scratch_bytes, ""),
@@ -97,6 +100,8 @@ def plan_memory(
     max_tokens: int,
     max_samples: int,
     workers: int,
+    states: StateLayout | None = None,
+    num_states: int = 0,
     encoder: EncoderMemoryPlan | None = None,
     images: VisionMemoryPlan | None = None,
 ) -> MemoryPlan:
@@ -104,11 +109,13 @@ def plan_memory(
     shapes, weights_bytes = plan_weights(spec, weights)
     rotary = planned_tables(spec.ropes, spec.head_dim, max_positions)
     builder = ProgramBuilder(max_tokens, max_samples)
-    program = builder.build(emit_decoder(builder, spec, shapes, rotary))
+    states = states or lay_out_states(spec)
+    program = builder.build(emit_decoder(builder, spec, shapes, rotary, states))
     return MemoryPlan(
         weights=weights_bytes,
         kv_pages=num_pages,
         kv_bytes=num_pages * kv_layout(spec, kv_dtype, page_size).page_bytes,
+        state_bytes=num_states * states.nbytes,
         arena_bytes=program.arena_bytes,
         logits_bytes=program.logits.nbytes,
         rotary_bytes=rotary_nbytes(spec.ropes, spec.head_dim, max_positions),

@@ -19,6 +19,7 @@ from .files import model_path
 from .program import ProgramBuilder, ProgramPlan
 from .rope import rotary_tables
 from .spec import DecoderSpec
+from .states import StateLayout, lay_out_states
 from .weights.decoder_weights import DecoderWeights, pack_weights
 
 
@@ -30,11 +31,18 @@ class PackedModel:
     spec: DecoderSpec
     weights: DecoderWeights
 
-    def compile(self, *, max_positions: int, max_tokens: int, max_samples: int) -> ProgramPlan:
-        """Return the program for steps of `max_tokens` rows, `max_samples` of which sample, below `max_positions`."""
+    def compile(
+        self, *, max_positions: int, max_tokens: int, max_samples: int, states: StateLayout | None = None
+    ) -> ProgramPlan:
+        """Return the program for steps of `max_tokens` rows, `max_samples` of which sample, below `max_positions`.
+
+        `states` is the layout of sequences' states; None: without draft tokens.
+        """
         rotary = rotary_tables(self.spec.ropes, self.spec.head_dim, max_positions)
         builder = ProgramBuilder(max_tokens, max_samples)
-        return builder.build(emit_decoder(builder, self.spec, self.weights, rotary))
+        return builder.build(
+            emit_decoder(builder, self.spec, self.weights, rotary, states or lay_out_states(self.spec))
+        )
 
 
 def pack_model(model: str | Path | None, weights: WeightDtype, stop: threading.Event | None = None) -> PackedModel:
@@ -53,4 +61,5 @@ def pack_model(model: str | Path | None, weights: WeightDtype, stop: threading.E
 
 def kv_layout(spec: DecoderSpec, kv_dtype: KVCacheDtype, page_size: int) -> KVLayout:
     """Return the layout of the KV cache that a spec implies."""
-    return KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype, page_size, spec.windows)
+    windows = spec.attention_windows
+    return KVLayout(len(windows), spec.num_kv_heads, spec.head_dim, kv_dtype, page_size, windows)

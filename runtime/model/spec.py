@@ -86,6 +86,15 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Convolutions:
+    """Layers with a gated short convolution in place of attention."""
+
+    taps: int  # tokens that a row sees, itself included
+    bias: bool  # bias of the convolution and of the projections before and after it
+    layers: tuple[bool, ...]  # one per layer: whether it has a convolution or attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
     """The names of a checkpoint's tensors, without `.weight` and `.bias`; a layer's names follow `layer`.
 
@@ -102,6 +111,10 @@ class TensorNames:
     k_norm: str = "self_attn.k_norm"
     o: str = "self_attn.o_proj"
     sinks: str = "self_attn.sinks"  # full name, with any suffix
+    conv_in: str = "conv.in_proj"
+    conv: str = "conv.conv"
+    conv_shape: tuple[int, ...] = (1,)  # dimensions of its weight between the columns and the taps
+    conv_out: str = "conv.out_proj"
     attention_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -150,12 +163,21 @@ class DecoderSpec:
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: none
     logits_softcap: float = 0.0  # the same for logits
     experts: Experts | None = None
+    convolutions: Convolutions | None = None
     deepstack: int = 0  # leading layers after which rows of images are added
     names: TensorNames = TensorNames()
     # tensor -> type, for tensors in blocks of integers; the type does not affect shapes
     quantized: Mapping[str, str] = field(default_factory=dict, compare=False)
     # tensor -> the input of each column, for tensors that are in blocks only in this order
     input_orders: Mapping[str, npt.NDArray[np.int32]] = field(default_factory=dict, compare=False)
+
+    @property
+    def attention_windows(self) -> tuple[int, ...]:
+        """The windows of the layers with attention, in order: these layers have keys and values."""
+        if self.convolutions is None:
+            return self.windows
+        pairs = zip(self.windows, self.convolutions.layers, strict=True)
+        return tuple(window for window, is_convolution in pairs if not is_convolution)
 
     @property
     def q_size(self) -> int:

@@ -294,6 +294,38 @@ CASES |= {
     "gpt_oss_mxfp4": Case("GptOssConfig", torch.bfloat16, 4, {**GPT_OSS, "intermediate_size": 96}, mxfp4=True),
 }
 
+CASES |= {
+    "lfm2": Case(
+        "Lfm2Config",
+        torch.bfloat16,
+        5,
+        {
+            "num_hidden_layers": 5,
+            "hidden_size": 72,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "vocab_size": 160,
+            "max_position_embeddings": 256,
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+            "intermediate_size": 100,
+            "block_multiple_of": 24,
+            "block_ffn_dim_multiplier": 1.1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+            "tie_word_embeddings": True,
+            "eos_token_id": 2,
+        },
+        four={
+            "full_attn_idxs": [1, 4],
+            "block_ff_dim": 100,
+            "intermediate_size": 6656,
+            "tie_embedding": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},

@@ -231,8 +231,8 @@ MUTANTS = [
     ),
     Mutant(
         ALTERNATIVES,
-        "largest.memory.kv_bytes + other_bytes",
-        "largest.memory.kv_bytes",
+        "memory.state_bytes + other_bytes",
+        "memory.state_bytes",
         "`quire plan --memory` forgets the API server process and its clients",
         PLANNING_TESTS,
     ),

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from quire.runtime.model import read_spec
+from quire.runtime.model.families.lfm2 import LFM2_GGUF_NAMES
 from quire.runtime.model.gguf_config import GGUF_NAMES, KEYS
 from quire.runtime.model.spec import DecoderSpec, Llama3Scaling, LongRopeScaling, TensorNames
 from quire.runtime.model.weights.ggml import TYPES
@@ -176,6 +177,7 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
 }  # families with another name
+IN_F32 = r"_inp|shortconv\.conv"  # tensors that are never quantized
 PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3")
 OF_FAMILIES = {  # keys of config.json that the converter writes for some families
     "attention.scale": ("attention_multiplier", "granite"),
@@ -206,10 +208,17 @@ def describe(folder: Path) -> dict[str, Any]:
     for name, (key, *families) in OF_FAMILIES.items():
         if spec.family in families and config.get(key) is not None:
             values[f"{family}.{name}"] = config[key]
-    rope = spec.ropes[0]
-    assert rope is not None
+    rope = next(rope for rope in spec.ropes if rope is not None)
     values[f"{family}.attention.key_length"] = values[f"{family}.attention.value_length"] = spec.head_dim
     values[f"{family}.rope.dimension_count"] = rope.dim or spec.head_dim
+    if spec.convolutions:
+        values[f"{family}.attention.head_count_kv"] = [
+            0 if is_convolution else spec.num_kv_heads for is_convolution in spec.convolutions.layers
+        ]
+        values[f"{family}.attention.layer_norm_rms_epsilon"] = spec.norm_eps
+        values[f"{family}.feed_forward_length"] = spec.intermediate_size
+        values[f"{family}.shortconv.l_cache"] = spec.convolutions.taps
+        values[f"{family}.vocab_size"] = spec.vocab_size
     if spec.experts:
         values[f"{family}.expert_count"] = spec.experts.num_experts
     if isinstance(rope.scaling, LongRopeScaling):
@@ -240,19 +249,20 @@ def stored_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
         if spec.family in PERMUTED and re.search(r"\.[qk]_proj\.", name):
             halves = values.reshape(-1, 2, spec.head_dim // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+        if name.endswith("conv.conv.weight"):
+            values = values[:, 0]
         if spec.family.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
         arrays.setdefault(stored_name(name, spec), []).append(values)
     return {
-        name: encode(np.stack(each) if "_exps" in name else each[0], "F32" if "_inp" in name else kind)
+        name: encode(np.stack(each) if "_exps" in name else each[0], "F32" if re.search(IN_F32, name) else kind)
         for name, each in arrays.items()
     }
 
 
 def rope_factors(folder: Path) -> dict[str, Tensor]:
     """Return the factors of LongRoPE, and the divisors of Llama 3.1's frequencies as the converter computes them."""
-    rope = read_spec(folder).ropes[0]
-    assert rope is not None
+    rope = next(rope for rope in read_spec(folder).ropes if rope is not None)
     head_dim = read_spec(folder).head_dim
     scaling = rope.scaling
     if isinstance(scaling, LongRopeScaling):
@@ -285,8 +295,10 @@ def _stored_names(spec: DecoderSpec) -> dict[str, str]:
     for field in fields(TensorNames):
         if field.name == "mlp_norm" and not spec.pre_norms:
             continue  # OLMo 2's norm with this name follows attention
+        if field.name == "conv_shape":
+            continue
         names = getattr(spec.names, field.name)
-        others = getattr(GGUF_NAMES, field.name)
+        others = getattr(LFM2_GGUF_NAMES if spec.family == "lfm2" else GGUF_NAMES, field.name)
         if isinstance(names, str):
             names = (names,)
             others = (others,)

@@ -10,6 +10,7 @@ from ..decoder import emit_layers
 from ..program import Heads, HeadWeights, ProgramBuilder, Value
 from ..rope import Table
 from ..spec import DecoderSpec
+from ..states import lay_out_states
 from ..weights.decoder_weights import DecoderWeights
 from .mpnet import distance_bias
 from .spec import BertSpec, EncoderSpec, Projection
@@ -28,7 +29,7 @@ def emit_encoder(
     """Emit all ops; return the result, f32 [texts, dimensions]. `rotary` has one table per layer."""
     if isinstance(spec.body, DecoderSpec):
         assert isinstance(weights.body, DecoderWeights), "a spec and its weights are of one kind"
-        x = emit_layers(builder, spec.body, weights.body, rotary, causal=spec.causal)
+        x = emit_layers(builder, spec.body, weights.body, rotary, lay_out_states(spec.body), causal=spec.causal)
         x = builder.norm_rows(x, "rms", weights.body.final_norm, None, spec.body.norm_eps, "f32")
     else:
         assert isinstance(weights.body, BertWeights), "a spec and its weights are of one kind"

@@ -23,6 +23,7 @@ from .gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .idefics3 import IDEFICS3
+from .lfm2 import LFM2
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
@@ -50,6 +51,7 @@ FAMILIES = (
     GEMMA3,
     GEMMA3_WITH_IMAGES,
     GPT_OSS,
+    LFM2,
     IDEFICS3,
     QWEN2_5_VL,
     QWEN3_VL,

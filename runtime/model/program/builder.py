@@ -32,7 +32,9 @@ from ....kernels.ops import (
     Op,
     Pooling,
     PoolRows,
+    Ring,
     RouteRows,
+    ShortConv,
     ephemeral_pages,
     max_groups,
     padded,
@@ -302,6 +304,12 @@ class ProgramBuilder(OpRecorder):
                 ),
             )
         return self.convert(out, dtype)
+
+    def short_conv(self, x: Value, weight: Vector, bias: Vector | None, ring: Ring, dtype: DType) -> Value:
+        """Convolve the value of each row, between its gates: x is gate | gate | value, f32 [tokens, 3 * columns]."""
+        out = self._value("convolved", x.rows, x.columns // 3, dtype)
+        self._add([x, out], lambda at: ShortConv(x.placed(at), weight, bias, ring, out.placed(at)))
+        return out
 
     def _ephemeral_pages(self, heads: Heads) -> tuple[Value, EphemeralPages]:
         """Return the pages that all layers share, and the value that reserves their space in the arena."""

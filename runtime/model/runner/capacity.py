@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import get_args
 
 import msgspec
 
 from ....kernels import CpuBudget, available_cpus, pick_level
-from ....pager import PAGE_SIZES, KVLayout
+from ....pager import PAGE_SIZES, KVLayout, StatePool
 from ...common.config import EngineConfig, TuneMode
 from ...common.errors import ConfigError
 from ...common.memory import free_memory_bytes
 from .. import DecoderSpec, MemoryPlan, kv_layout, plan_memory
 from ..encoder import EncoderMemoryPlan, EncoderSpec, plan_encoder_memory, read_encoder
 from ..files import model_path
+from ..states import StateLayout, lay_out_states
 from ..vision import VisionMemoryPlan, plan_tower_memory, read_vision
 
 MAX_BATCH_TEXTS = 256  # texts of a batch: each takes at least a page of keys and values
@@ -32,12 +34,18 @@ class Capacity:
 
     layout: KVLayout
     num_pages: int
+    state_layout: StateLayout
+    num_states: int  # slots for states: one for each sequence that runs
     max_model_len: int  # tokens
     max_num_samples: int  # rows of a step that sample
     cpus: CpuBudget
     isa: str
     tune: TuneMode
     memory: MemoryPlan
+
+    def open_states(self, copy: Callable[[int, int], None] | None = None) -> StatePool | None:
+        """Return a pool of the slots for states, which `copy` copies; None for a model without states."""
+        return StatePool(self.num_states, self.state_layout.rollback, copy) if self.state_layout.nbytes else None
 
 
 def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
@@ -49,7 +57,8 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
     images = _tower_memory(config, cpus.threads)
     other_bytes = 0 if encoder is None else encoder.memory.total_bytes
     other_bytes += 0 if images is None else images.total_bytes
-    num_pages = _num_pages(config, layout, max_model_len, other_bytes)
+    states = lay_out_states(spec, config.num_speculative_tokens)
+    num_pages = _num_pages(config, layout, max_model_len, other_bytes, config.max_num_seqs * states.nbytes)
     max_model_len = _fitting_model_len(config, layout, num_pages, max_model_len)
     max_num_samples = _max_num_samples(config)
     memory = plan_memory(
@@ -62,11 +71,16 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
         max_tokens=config.max_num_batched_tokens,
         max_samples=max_num_samples,
         workers=cpus.threads,
+        states=states,
+        num_states=config.max_num_seqs,
         encoder=None if encoder is None else encoder.memory,
         images=images,
     )
     isa = pick_isa(config)
-    return Capacity(layout, num_pages, max_model_len, max_num_samples, cpus, isa, pick_tune_mode(config), memory)
+    tune = pick_tune_mode(config)
+    return Capacity(
+        layout, num_pages, states, config.max_num_seqs, max_model_len, max_num_samples, cpus, isa, tune, memory
+    )
 
 
 def _encoder_beside(config: EngineConfig) -> EncoderCapacity | None:
@@ -186,15 +200,20 @@ def _max_num_samples(config: EngineConfig) -> int:
     return min(config.max_num_batched_tokens, max(config.max_num_seqs, 1 + config.num_speculative_tokens))
 
 
-def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, other_bytes: int) -> int:
+def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, other_bytes: int, state_bytes: int) -> int:
     """Return the configured number of pages, or enough for all sequences at full length, within a share of free memory.
 
     `other_bytes` are needed by an encoder and a vision tower. A chunk of prefill needs all its pages before a
-    sliding layer group releases any, so one step's pages are added.
+    sliding layer group releases any, so one step's pages are added. States, of `state_bytes`, are part of the KV cache.
     """
     least = layout.pages_for(1)
     if config.kv_cache_memory is not None:
-        pages = layout.pages_in(config.kv_cache_memory)
+        if config.kv_cache_memory <= state_bytes:
+            raise ConfigError(
+                f"kv_cache_memory {config.kv_cache_memory} must be more than the {state_bytes} bytes of the states of "
+                f"max_num_seqs {config.max_num_seqs} sequences"
+            )
+        pages = layout.pages_in(config.kv_cache_memory - state_bytes)
         if pages < least:
             holds = f"{pages} of the {least} pages that a sequence needs at least" if pages else "no page"
             raise ConfigError(
@@ -205,7 +224,8 @@ def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, other
     chunk = -(-config.max_num_batched_tokens // layout.page_size) * sum(map(bool, layout.group_windows))
     wanted = config.max_num_seqs * layout.pages_for(max_model_len) + chunk
     free = max(0, free_memory_bytes() - other_bytes)
-    return max(least, min(wanted, layout.pages_in(int(free * config.kv_cache_share))))
+    share = max(0, int(free * config.kv_cache_share) - state_bytes)
+    return max(least, min(wanted, layout.pages_in(share)))
 
 
 def _fitting_model_len(config: EngineConfig, layout: KVLayout, num_pages: int, max_model_len: int) -> int:

@@ -75,8 +75,12 @@ class ModelRunner:
         self.max_rows = config.max_num_batched_tokens  # tokens of one step
         self._max_sequences = config.max_num_seqs
         self.arena = _allocate_pages(capacity, populate=populate)
+        self.state_layout = capacity.state_layout
         plan = model.compile(
-            max_positions=capacity.max_model_len, max_tokens=self.max_rows, max_samples=capacity.max_num_samples
+            max_positions=capacity.max_model_len,
+            max_tokens=self.max_rows,
+            max_samples=capacity.max_num_samples,
+            states=self.state_layout,
         )
         self.ops = plan.ops
         self.pool = pool = Pool(capacity.cpus.threads)
@@ -93,6 +97,7 @@ class ModelRunner:
                 max_sequences=config.max_num_seqs,
                 vocab_size=self.spec.vocab_size,
                 isa=capacity.isa,
+                num_states=capacity.num_states,
             )
             stride = padded(self.spec.vocab_size)
             self._sampler = Sampler(self.spec.vocab_size, stride, capacity.max_num_samples, pool, capacity.isa)
@@ -135,17 +140,25 @@ class ModelRunner:
         num_samples: int,
         images: Sequence[PlacedImage] = (),
         end: int | None = None,
+        *,
+        state: int = 0,
     ) -> Floats:
         """Return the logits [num_samples, vocab] after each of the `num_samples` tokens before token_ids[end].
 
-        `tables` are page ids, one table for each layer group; `images` are all of the sequence, in order. The result is
-        a view that the next call overwrites.
+        `tables` are page ids, one table for each layer group; `images` are all of the sequence, in order; `state`
+        is the slot of its state. The result is a view that the next call overwrites.
         """
-        sequence = ScheduledSequence(0, tables, first_position, token_ids, num_samples, None, token_ids, 0)
+        sequence = ScheduledSequence(
+            0, tables, first_position, token_ids, num_samples, None, token_ids, 0, state=max(state, 0)
+        )
         seen = images_between(images, first_position, first_position + len(token_ids))
         end = len(token_ids) if end is None else end
         self._forward([sequence._replace(images=seen, prompt_images=images)], range(end - num_samples, end))
         return self._logits[:num_samples, : self.spec.vocab_size]
+
+    def copy_state(self, source: int, destination: int) -> None:
+        """Copy the state in slot `source` to slot `destination`."""
+        self._program.states[destination] = self._program.states[source]
 
     def op_seconds(self) -> dict[str, float]:
         """Return the seconds spent in each kind of op since the last call; the lm_head apart from the other layers."""
@@ -211,6 +224,7 @@ class ModelRunner:
             given,
             rotary,
             last_seen,
+            np.array([sequence.state for sequence in sequences], np.int32) if self.state_layout.nbytes else None,
         )
 
     def _sample(self, sequences: Sequence[ScheduledSequence], allowed: AllowedTokens) -> tuple[SampledToken, ...]:

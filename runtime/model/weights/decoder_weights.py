@@ -60,10 +60,9 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """The weights of one layer. Biases and norms that the family does not have are None."""
+class AttentionWeights:
+    """The weights of attention. Biases and norms that the family does not have are None."""
 
-    input_norm: Vector | None  # [hidden]
     qkv: PackedMatrix  # [q_size + 2 kv_size, hidden]
     qkv_bias: Vector | None
     q_norm: Vector | None  # [head_dim], or with qk_norm_rows [q_size]
@@ -71,6 +70,26 @@ class LayerWeights:
     sinks: Vector | None  # [num_heads]
     o: PackedMatrix  # [hidden, q_size]
     o_bias: Vector | None
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionWeights:
+    """The weights of a gated short convolution. Biases that the family does not have are None."""
+
+    into: PackedMatrix  # [3 hidden, hidden]: the gate of the input, the gate of the output, the value
+    into_bias: Vector | None
+    taps: Vector  # [taps, hidden], the weights of the oldest token first
+    taps_bias: Vector | None  # [hidden]
+    out: PackedMatrix  # [hidden, hidden]
+    out_bias: Vector | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The weights of one layer. Norms that the family does not have are None."""
+
+    input_norm: Vector | None  # [hidden]
+    mixer: AttentionWeights | ConvolutionWeights
     attention_post_norm: Vector | None  # [hidden]
     mlp_norm: Vector | None  # [hidden]
     mlp: MlpWeights | ExpertWeights
@@ -176,22 +195,41 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
             down_bias=bias(spec.mlp_bias, hidden, down),
         )
 
-    qkv = stacked(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size))
-    o = stacked((names.o,), (hidden,))
-    q_norm_size, k_norm_size = (spec.q_size, spec.kv_size) if spec.qk_norm_rows else (spec.head_dim, spec.head_dim)
+    def attention() -> AttentionWeights:
+        qkv = stacked(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size))
+        o = stacked((names.o,), (hidden,))
+        q_norm_size, k_norm_size = (spec.q_size, spec.kv_size) if spec.qk_norm_rows else (spec.head_dim, spec.head_dim)
+        sinks = [Part(f"{prefix}{names.sinks}", (spec.num_heads,))]
+        return AttentionWeights(
+            qkv=matrix(spec.qkv_size, hidden, qkv),
+            qkv_bias=bias(spec.qkv_bias, spec.qkv_size, qkv),
+            q_norm=norm(spec.qk_norm, names.q_norm, q_norm_size),
+            k_norm=norm(spec.qk_norm, names.k_norm, k_norm_size),
+            sinks=factory.vector(spec.num_heads, sinks) if spec.sinks else None,
+            o=matrix(hidden, spec.q_size, o),
+            o_bias=bias(spec.o_bias, hidden, o),
+        )
+
+    def convolution(taps: int, has_bias: bool) -> ConvolutionWeights:
+        into = stacked((names.conv_in,), (3 * hidden,))
+        conv = stacked((names.conv,), (hidden,))
+        out = stacked((names.conv_out,), (hidden,))
+        weights = factory.vector(hidden * taps, named(conv, prefix, "weight", *spec.names.conv_shape, taps))
+        return ConvolutionWeights(
+            into=matrix(3 * hidden, hidden, into),
+            into_bias=bias(has_bias, 3 * hidden, into),
+            taps=weights.reshape(hidden, taps).T,
+            taps_bias=bias(has_bias, hidden, conv),
+            out=matrix(hidden, hidden, out),
+            out_bias=bias(has_bias, hidden, out),
+        )
+
+    convs = spec.convolutions
     mlp_norm = norm(spec.pre_norms, names.mlp_norm, hidden)
     has_experts = spec.experts is not None and spec.experts.layers[layer]
     return LayerWeights(
         input_norm=norm(spec.pre_norms, names.input_norm, hidden),
-        qkv=matrix(spec.qkv_size, hidden, qkv),
-        qkv_bias=bias(spec.qkv_bias, spec.qkv_size, qkv),
-        q_norm=norm(spec.qk_norm, names.q_norm, q_norm_size),
-        k_norm=norm(spec.qk_norm, names.k_norm, k_norm_size),
-        sinks=factory.vector(spec.num_heads, [Part(f"{prefix}{names.sinks}", (spec.num_heads,))])
-        if spec.sinks
-        else None,
-        o=matrix(hidden, spec.q_size, o),
-        o_bias=bias(spec.o_bias, hidden, o),
+        mixer=convolution(convs.taps, convs.bias) if convs is not None and convs.layers[layer] else attention(),
         attention_post_norm=norm(spec.post_norms, names.attention_post_norm, hidden),
         mlp_norm=mlp_norm,
         mlp=_build_experts(spec, prefix, dtype, factory, mlp_norm) if has_experts else mlp(),

@@ -148,6 +148,7 @@ def _phase_as_dict(phase: Phase, roofline: Roofline) -> dict[str, Any]:
         "tokens_per_s": phase.tokens_per_s,
         "weight_bytes": phase.work.weight_bytes,
         "kv_bytes": phase.work.kv_bytes,
+        "state_bytes": phase.work.state_bytes,
         "kv_bytes_per_s_of_attention": phase.kv_bytes_per_s,
         "ops": phase.work.ops,
         "share_of_peak": phase.share_of_peak(roofline),

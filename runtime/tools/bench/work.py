@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ....kernels.ops import INPUT_DTYPES, QUERY_DTYPES, DType, ExpertLinear, Linear
+from ....kernels.ops import INPUT_DTYPES, QUERY_DTYPES, DType, ExpertLinear, Linear, ShortConv
 from ....scheduler import chunk_pairs
 from ...model.runner import ModelRunner
 from .roofline import Roofline
@@ -25,10 +25,11 @@ class Work:
     weight_bytes: int  # packed weights, once per step, without the embedding: steps read only a few of its columns
     kv_bytes: int  # stored bytes, with the scales of int8, once per step and sequence
     ops: dict[DType, int]  # multiplications and additions, by operand dtype
+    state_bytes: int = 0  # parts of states that steps read and write
 
     @property
     def num_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes
+        return self.weight_bytes + self.kv_bytes + self.state_bytes
 
     @property
     def num_ops(self) -> int:
@@ -102,7 +103,21 @@ def _work(runner: ModelRunner, rows: int, samples: int, steps: Sequence[Contexts
     layout = runner.capacity.layout
     dtype = QUERY_DTYPES[layout.dtype]  # dtype of keys and values when they are multiplied
     kv_bytes = 0
-    for window in spec.windows:
+    for window in spec.attention_windows:
         ops[dtype] = ops.get(dtype, 0) + 4 * pairs(window) * spec.num_heads * spec.head_dim
         kv_bytes += _seen(steps, window) * layout.layer_page_bytes // layout.page_size
-    return Work(round(weight_bytes), kv_bytes, ops)
+    return Work(round(weight_bytes), kv_bytes, ops, _state_bytes(runner, rows, steps))
+
+
+def _state_bytes(runner: ModelRunner, rows: int, steps: Sequence[Contexts]) -> int:
+    """Return the bytes of states that steps read and write: earlier inputs once per sequence, and its new inputs.
+
+    A ring keeps at most the last `taps` inputs of a step.
+    """
+    sequences = sum(len(contexts) for contexts in steps)
+    total = 0
+    for op in runner.ops:
+        if isinstance(op, ShortConv):
+            taps, columns = op.weight.shape
+            total += ((taps - 1) * sequences + min(rows, taps * sequences)) * columns * 4
+    return total

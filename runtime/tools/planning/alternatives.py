@@ -104,8 +104,9 @@ def fit_capacity(config: EngineConfig, spec: DecoderSpec, memory_bytes: int, oth
     Other processes take `other_bytes`. Raises ConfigError if the rest is too small for `max_model_len`.
     """
     largest = decide_capacity(msgspec.structs.replace(config, kv_cache_memory=UNBOUNDED), spec)
-    others = largest.memory.total_bytes - largest.memory.kv_bytes + other_bytes
-    least = largest.layout.pages_for(config.max_model_len or 1) * largest.layout.page_bytes
+    memory = largest.memory
+    others = memory.total_bytes - memory.kv_bytes - memory.state_bytes + other_bytes
+    least = memory.state_bytes + largest.layout.pages_for(config.max_model_len or 1) * largest.layout.page_bytes
     if memory_bytes < others + least:
         raise ConfigError(f"memory must be at least {others + least:,} bytes with these options, not {memory_bytes:,}")
     return decide_capacity(msgspec.structs.replace(config, kv_cache_memory=memory_bytes - others), spec)

@@ -115,6 +115,7 @@ class ServingPlan:
         return {
             **{f"weights {dtype}": size for dtype, size in sorted(memory.weights.items())},
             "KV pages": memory.kv_bytes,
+            "states": memory.state_bytes,
             "step arena": memory.arena_bytes,
             "rotary table": memory.rotary_bytes,
             "scratch": memory.scratch_bytes + memory.sampling_bytes,
@@ -148,6 +149,7 @@ class ServingPlan:
             "engine_process": {
                 "weights": memory.weights_bytes,
                 "kv_pages": memory.kv_bytes,
+                "states": memory.state_bytes,
                 "step_arena": memory.arena_bytes,
                 "rotary_table": memory.rotary_bytes,
                 "worker_scratch": memory.scratch_bytes,

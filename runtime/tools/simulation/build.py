@@ -53,6 +53,7 @@ def build_simulator(
             windows=capacity.layout.group_windows,
             enable_prefix_caching=config.enable_prefix_caching,
             store=spill,
+            states=capacity.open_states(),
             clock=clock,
         )
         return Simulator(

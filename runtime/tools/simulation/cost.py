@@ -171,7 +171,8 @@ def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> 
         head=_linear_costs((op for op in linears if op.maxima is not None), roofline)[0],
         sequence_s=HEAD_S * spec.num_layers * spec.num_kv_heads / threads,
         layers=tuple(
-            LayerCost(window, count * read_s, count * pair_s) for window, count in sorted(Counter(spec.windows).items())
+            LayerCost(window, count * read_s, count * pair_s)
+            for window, count in sorted(Counter(spec.attention_windows).items())
         ),
         threads=threads,
         num_kv_heads=spec.num_kv_heads,

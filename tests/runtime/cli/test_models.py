@@ -97,6 +97,12 @@ def test_a_vision_tower_that_is_not_supported(capsys: pytest.CaptureFixture[str]
     assert rows(capsys, tmp_path)["images"] == ["its vision tower is not supported; the model takes text only"]
 
 
+def test_a_model_with_states_names_their_size_and_its_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    states = "5,760 B per sequence beside its KV pages; no prefix cache, no spilling"
+    assert rows(capsys, GOLDENS / "lfm2")["states"] == [states]
+    assert "states" not in rows(capsys, BUNDLED_MODEL)
+
+
 def test_an_unsupported_model_still_shows_its_types(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     metadata = {**describe(BUNDLED_MODEL), "general.architecture": "gpt2"}
     found = rows(capsys, write(tmp_path / "a.gguf", metadata, stored_tensors(BUNDLED_MODEL, "F16")))

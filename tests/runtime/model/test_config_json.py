@@ -12,7 +12,15 @@ from quire.runtime.common.errors import CorruptCheckpoint, ModelNotFound, Unsupp
 from quire.runtime.model import DecoderSpec, read_spec
 from quire.runtime.model.config_json import ConfigTable
 from quire.runtime.model.config_rope import read_mrope
-from quire.runtime.model.spec import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, TensorNames, YarnScaling
+from quire.runtime.model.spec import (
+    Convolutions,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    TensorNames,
+    YarnScaling,
+)
 
 ARCHITECTURE = {
     "llama": "LlamaForCausalLM",
@@ -25,6 +33,7 @@ ARCHITECTURE = {
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
 }
 MINIMAL = {
     "vocab_size": 100,
@@ -34,6 +43,7 @@ MINIMAL = {
     "intermediate_size": 96,
     "max_position_embeddings": 512,
 }
+NEEDED = {"lfm2": {"num_key_value_heads": 2}}  # the default has more than MINIMAL's heads
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 
 Read = Callable[..., DecoderSpec]
@@ -44,7 +54,7 @@ def read(tmp_path: Path) -> Read:
     """Read a minimal config of one family with the given keys; a key whose value is `...` is left out."""
 
     def read(family: str, **keys: Any) -> DecoderSpec:
-        config = {"architectures": [ARCHITECTURE[family]], **MINIMAL, **keys}
+        config = {"architectures": [ARCHITECTURE[family]], **MINIMAL, **NEEDED.get(family, {}), **keys}
         config = {key: value for key, value in config.items() if value is not ...}
         (tmp_path / "config.json").write_text(json.dumps(config))
         return read_spec(tmp_path)
@@ -110,7 +120,7 @@ def test_head_dim(read: Read, family: str, keys: Any, head_dim: int) -> None:
 
 
 def test_families_that_norm_queries_and_keys(read: Read) -> None:
-    assert {family for family in ARCHITECTURE if read(family).qk_norm} == {"qwen3", "olmo2", "gemma3"}
+    assert {family for family in ARCHITECTURE if read(family).qk_norm} == {"qwen3", "olmo2", "gemma3", "lfm2"}
     assert {family for family in ARCHITECTURE if read(family).qk_norm_rows} == {"olmo2"}
 
 
@@ -453,11 +463,69 @@ def test_an_invalid_window_is_refused_by_name(read: Read, family: str, keys: Any
         ("gemma3", {"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "full_attention.rope_theta"),
         ("gemma3", {"rope_local_base_freq": 0.5}, "rope_local_base_freq"),
         ("gemma3", {"rope_scaling": {"type": "linear", "factor": 8}}, "rope_scaling.type"),
+        ("lfm2", {"conv_L_cache": 0}, "conv_L_cache is 0; it must be an integer from 1 to 16"),
+        ("lfm2", {"conv_L_cache": 17}, "conv_L_cache is 17"),
+        ("lfm2", {"conv_bias": 1}, "conv_bias"),
+        ("lfm2", {"norm_eps": 0}, "norm_eps"),
+        ("lfm2", {"layer_types": ["conv", "conv"]}, "layer_types is .*; it must be 3 times conv or full_attention"),
+        ("lfm2", {"layer_types": ["conv", "mamba", ["conv"]]}, "3 times conv or full_attention"),
+        ("lfm2", {"layer_types": ["conv"] * 3}, "full_attention for one layer or more"),
+        ("lfm2", {"full_attn_idxs": []}, "full_attn_idxs is .*; it must be a list with a layer of 0 to 2"),
+        ("lfm2", {"full_attn_idxs": [3, True, "1"]}, "full_attn_idxs"),
+        ("lfm2", {"full_attn_idxs": 1}, "full_attn_idxs"),
+        ("lfm2", {"block_ff_dim": "96"}, "intermediate_size"),
+        ("lfm2", {"block_multiple_of": 0}, "block_multiple_of"),
+        ("lfm2", {"block_ffn_dim_multiplier": -1}, "block_ffn_dim_multiplier"),
+        ("lfm2", {"block_ffn_dim_multiplier": 1e6}, "block_ffn_dim_multiplier .*an MLP of 1 to 1048576 columns"),
+        ("lfm2", {"intermediate_size": 1, "block_ffn_dim_multiplier": None}, "an MLP of 1 to"),
     ],
 )
 def test_an_invalid_value_of_one_family_is_refused_by_name(read: Read, family: str, keys: Any, culprit: str) -> None:
     with pytest.raises(UnsupportedModel, match=culprit):
         read(family, **keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_convolution"),
+    [
+        ({}, (False, False, False)),
+        ({"full_attn_idxs": [1]}, (True, False, True)),
+        ({"full_attn_idxs": [2, 7]}, (True, True, False)),
+        ({"layer_types": ["conv", "full_attention", "conv"]}, (True, False, True)),
+        ({"layer_types": ["full_attention", "conv", "conv"], "full_attn_idxs": [1]}, (False, True, True)),
+    ],
+)
+def test_layers_with_convolutions(read: Read, keys: Any, is_convolution: tuple[bool, ...]) -> None:
+    spec = read("lfm2", **keys)
+    assert spec.convolutions is not None
+    assert spec.convolutions.layers == is_convolution
+    assert tuple(rope is None for rope in spec.ropes) == is_convolution
+    assert spec.attention_windows == (0,) * is_convolution.count(False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "size"),
+    [
+        ({}, 256),
+        ({"block_ff_dim": 12288, "intermediate_size": 10752}, 8192),
+        ({"intermediate_size": 6656}, 4608),
+        ({"intermediate_size": 100, "block_multiple_of": 24, "block_ffn_dim_multiplier": 1.1}, 72),
+        ({"intermediate_size": 100, "block_ffn_dim_multiplier": None}, 66),
+        ({"intermediate_size": 100, "block_auto_adjust_ff_dim": False}, 100),
+    ],
+)
+def test_the_size_of_an_mlp_that_is_adjusted(read: Read, keys: Any, size: int) -> None:
+    assert read("lfm2", **keys).intermediate_size == size
+
+
+def test_keys_of_lfm2(read: Read) -> None:
+    spec = read("lfm2", norm_eps=1e-4, rms_norm_eps=1e-3, hidden_act="gelu_pytorch_tanh", conv_L_cache=4)
+    assert (spec.norm_eps, spec.activation, spec.tie_embeddings) == (1e-4, "silu", True)
+    assert spec.convolutions is not None
+    assert (spec.convolutions.taps, spec.convolutions.bias) == (4, False)
+    assert not read("lfm2", tie_embedding=False).tie_embeddings
+    assert not read("lfm2", tie_word_embeddings=False).tie_embeddings
+    assert read("lfm2", conv_bias=True).convolutions == Convolutions(taps=3, bias=True, layers=(False,) * 3)
 
 
 def test_no_folder_and_no_config(tmp_path: Path) -> None:

@@ -20,7 +20,10 @@ from safetensors.numpy import save_file
 from tests.support.ggml import random_blocks
 from tests.support.gguf_files import Tensor, convert, describe, encode, rope_factors, stored_tensors, write
 
-CHANGED: dict[str, dict[str, Any]] = {"qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": []}}
+CHANGED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": []},
+    "lfm2": {"conv_bias": False},
+}
 
 
 @pytest.fixture
@@ -72,8 +75,8 @@ def test_q_k_and_v_in_one_tensor(goldens: Path, edited: Callable[..., Path]) -> 
             fused |= {**dict.fromkeys(parts), f"{layer}attn_qkv.{kind}": joined(tensors, parts)}
     packed, like = (pack_model(path, "f32").weights for path in (edited("llama", {}, fused), goldens / "llama"))
     for layer, expected in zip(packed.layers, like.layers, strict=True):
-        np.testing.assert_array_equal(layer.qkv.unpack(), expected.qkv.unpack())
-        np.testing.assert_array_equal(layer.qkv_bias, expected.qkv_bias)
+        np.testing.assert_array_equal(layer.mixer.qkv.unpack(), expected.mixer.qkv.unpack())
+        np.testing.assert_array_equal(layer.mixer.qkv_bias, expected.mixer.qkv_bias)
 
 
 def experts(path: Path, weights: Any = "auto") -> ExpertWeights:
@@ -329,3 +332,26 @@ def test_tensors_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         pack_model(edited(family, {}, changed), "f32")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "culprit"),
+    [
+        (
+            {"lfm2.attention.head_count_kv": [0, 3, 0, 0, 2]},
+            "head_count_kv .* same number in all layers with attention",
+        ),
+        ({"lfm2.attention.head_count_kv": [0, 0, 0, 0, 0]}, "lfm2.attention.head_count_kv"),
+        ({"lfm2.attention.head_count_kv": [0, 3, 0]}, "a number, or one for each of 5 layers"),
+        ({"lfm2.attention.head_count_kv": [0, 3, 0, 0, 1025]}, "a number, or one for each of 5 layers"),
+        ({"lfm2.attention.head_count_kv": None}, "lfm2.attention.head_count_kv"),
+        ({"lfm2.shortconv.l_cache": 0}, "lfm2.shortconv.l_cache is 0"),
+        ({"lfm2.shortconv.l_cache": 3}, "shortconv.conv.weight"),
+        ({"lfm2.attention.layer_norm_rms_epsilon": 0.0}, "layer_norm_rms_epsilon"),
+    ],
+)
+def test_an_lfm2_of_other_layers_is_refused_by_name(
+    edited: Callable[..., Path], metadata: dict[str, Any], culprit: str
+) -> None:
+    with pytest.raises(ModelError, match=culprit):
+        pack_model(edited("lfm2", metadata), "f32")

@@ -22,11 +22,12 @@ from quire.runtime.model import (
     projectors,
     read_spec,
 )
+from quire.runtime.model.families.lfm2 import LFM2_GGUF_NAMES
 from quire.runtime.model.families.registry import FAMILIES as REGISTERED
 from quire.runtime.model.gguf_config import GGUF_NAMES
 from quire.runtime.model.rope import inverse_frequencies, rotary_dim
 from quire.runtime.model.spec import FrequencyDivisors, LinearScaling
-from quire.runtime.model.weights.decoder_weights import ExpertWeights, MlpWeights, plan_weights
+from quire.runtime.model.weights.decoder_weights import AttentionWeights, ExpertWeights, MlpWeights, plan_weights
 
 from tests.support.ggml import random_blocks
 from tests.support.gguf_files import ARCHITECTURES, Tensor, convert, describe, encode, stored_tensors, write
@@ -37,6 +38,7 @@ CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens that GGUF files 
     "mistral": FULL,
     "mixtral": FULL,
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
+    "lfm2": {"conv_bias": False},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
     "qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": [], "norm_topk_prob": True},
@@ -44,16 +46,8 @@ CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens that GGUF files 
 METADATA = {"gemma3": {"gemma3.attention.sliding_window_pattern": 3}}  # the converter leaves out 6, the usual one
 FAMILIES = ("llama", "qwen3", "granite", "olmo2", "phi3", *CHANGED)
 LAYER = "blk.1."
-VECTORS = (
-    "input_norm",
-    "qkv_bias",
-    "q_norm",
-    "k_norm",
-    "o_bias",
-    "attention_post_norm",
-    "mlp_norm",
-    "mlp_post_norm",
-)
+VECTORS = ("input_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+MIXER_VECTORS = ("qkv_bias", "q_norm", "k_norm", "o_bias", "taps")
 
 
 @pytest.fixture
@@ -69,10 +63,12 @@ def convert_golden(source: Path, path: Path, kind: str = "F32") -> Path:
 def inner_matrices(model: PackedModel) -> list[Any]:
     found = []
     for layer in model.weights.layers:
+        mixer = layer.mixer
+        found += [mixer.qkv, mixer.o] if isinstance(mixer, AttentionWeights) else [mixer.into, mixer.out]
         if isinstance(layer.mlp, ExpertWeights):
-            found += [layer.qkv, layer.o, layer.mlp.router, *layer.mlp.gate_up, *layer.mlp.down]
+            found += [layer.mlp.router, *layer.mlp.gate_up, *layer.mlp.down]
         else:
-            found += [layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down]
+            found += [layer.mlp.gate_up, layer.mlp.down]
     return found
 
 
@@ -93,7 +89,8 @@ def test_the_spec_is_that_of_the_folder(folder: Callable[[str], Path], family: s
     expected = read_spec(source)
     spec = read_spec(convert_golden(source, tmp_path / "a.gguf"))
     named = "llama" if family == "mistral" else family
-    names = GGUF_NAMES if family != "phi3" else replace(GGUF_NAMES, qkv=("attn_qkv",), gate_up=("ffn_up",))
+    phi3 = replace(GGUF_NAMES, qkv=("attn_qkv",), gate_up=("ffn_up",))
+    names = {"phi3": phi3, "lfm2": LFM2_GGUF_NAMES}.get(family, GGUF_NAMES)
     wanted = replace(expected, family=named, names=names, eos_token_ids=expected.eos_token_ids[:1], norm_offset=0.0)
     assert replace(spec, ropes=expected.ropes) == wanted
     for rope, like in zip(spec.ropes, expected.ropes, strict=True):
@@ -126,6 +123,8 @@ def test_the_weights_are_those_of_the_folder(
     for layer, like in zip(packed.weights.layers, expected.weights.layers, strict=True):
         for name in VECTORS:
             np.testing.assert_array_equal(getattr(layer, name), getattr(like, name))
+        for name in MIXER_VECTORS:
+            np.testing.assert_array_equal(getattr(layer.mixer, name, None), getattr(like.mixer, name, None))
         for name in ("gate_up_bias", "down_bias") if isinstance(layer.mlp, MlpWeights) else ():
             np.testing.assert_array_equal(getattr(layer.mlp, name), getattr(like.mlp, name))
 
@@ -172,7 +171,11 @@ def test_q8_0_has_the_bits_of_the_folder_in_q8(compute_logits: Callable[..., Any
 @pytest.mark.parametrize(("kind", "dtypes"), [("F16", {"bf16"}), ("Q8_0", {"q8"}), ("Q4_0", {"q4"})])
 def test_auto_takes_the_types_of_the_file(tmp_path: Path, kind: str, dtypes: set[str]) -> None:
     weights = pack_model(convert(BUNDLED_MODEL, tmp_path / "a.gguf", kind), "auto").weights
-    layers = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
+    layers = [
+        matrix
+        for layer in weights.layers
+        for matrix in (layer.mixer.qkv, layer.mixer.o, layer.mlp.gate_up, layer.mlp.down)
+    ]
     assert {matrix.dtype for matrix in (weights.embedding, *layers)} == dtypes
     assert weights.lm_head is weights.embedding
 
@@ -200,8 +203,8 @@ def test_a_mixed_file_keeps_the_type_of_every_tensor(edited: Callable[..., Path]
     model = pack_model(path, "auto")
     in_f32 = pack_model(path, "f32")
     layer = model.weights.layers[1]
-    assert layer.qkv.ranges == ((384, "q4_k"), (128, "q6_k"))
-    assert (layer.o.dtype, layer.mlp.gate_up.dtype, layer.mlp.down.dtype) == ("q5_k", "q4_k", "q8")
+    assert layer.mixer.qkv.ranges == ((384, "q4_k"), (128, "q6_k"))
+    assert (layer.mixer.o.dtype, layer.mlp.gate_up.dtype, layer.mlp.down.dtype) == ("q5_k", "q4_k", "q8")
     assert model.weights.embedding.dtype == "q6_k"
     for matrix, like in zip(matrices(model), matrices(in_f32), strict=True):
         np.testing.assert_array_equal(matrix, like)
@@ -209,10 +212,7 @@ def test_a_mixed_file_keeps_the_type_of_every_tensor(edited: Callable[..., Path]
     logits, like = (compute_logits(packed, token_ids) for packed in (model, in_f32))
     assert np.abs(logits - like).max() / (like.max() - like.min()) < 0.03  # activations are q8
     planned = plan_weights(model.spec, "auto")[1]
-    weights = [
-        matrix for each in model.weights.layers for matrix in (each.qkv, each.o, each.mlp.gate_up, each.mlp.down)
-    ]
-    assert planned.total() == sum(matrix.nbytes for matrix in (model.weights.embedding, *weights))
+    assert planned.total() == sum(matrix.nbytes for matrix in (model.weights.embedding, *inner_matrices(model)))
     assert set(planned) == {"q4_k", "q5_k", "q6_k", "q8"}
 
 

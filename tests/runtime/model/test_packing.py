@@ -18,7 +18,14 @@ from quire.runtime.common.errors import CorruptCheckpoint, ModelError, Unavailab
 from quire.runtime.model import BUNDLED_MODEL, DecoderSpec, PackedModel, pack_model, read_spec
 from quire.runtime.model.families.registry import open_model
 from quire.runtime.model.weights import Checkpoint, packing
-from quire.runtime.model.weights.decoder_weights import ExpertWeights, MlpWeights, pack_weights, plan_weights
+from quire.runtime.model.weights.decoder_weights import (
+    AttentionWeights,
+    ConvolutionWeights,
+    ExpertWeights,
+    MlpWeights,
+    pack_weights,
+    plan_weights,
+)
 from quire.runtime.model.weights.gguf import GGUFFile
 from quire.runtime.model.weights.gguf_checkpoint import GGUFCheckpoint
 from quire.runtime.model.weights.mapped_file import MappedFile
@@ -38,8 +45,12 @@ def widened(checkpoint: Checkpoint, name: str) -> Any:
 def matrices(model: PackedModel) -> list[PackedMatrix]:
     weights = model.weights
     head = [] if weights.lm_head is weights.embedding else [weights.lm_head]
-    inner = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, *mlp_matrices(layer.mlp))]
+    inner = [matrix for layer in weights.layers for matrix in (*mixer_matrices(layer.mixer), *mlp_matrices(layer.mlp))]
     return [weights.embedding, *inner, *head]
+
+
+def mixer_matrices(mixer: AttentionWeights | ConvolutionWeights) -> tuple[PackedMatrix, ...]:
+    return (mixer.qkv, mixer.o) if isinstance(mixer, AttentionWeights) else (mixer.into, mixer.out)
 
 
 def mlp_matrices(mlp: MlpWeights | ExpertWeights) -> tuple[PackedMatrix, ...]:
@@ -64,7 +75,7 @@ def test_q_k_and_v_are_one_matrix_in_that_order(goldens: Path) -> None:
     checkpoint = SafetensorsCheckpoint(goldens / "qwen3")
     layer = pack_model(goldens / "qwen3", "f32").weights.layers[1]
     parts = [widened(checkpoint, f"model.layers.1.self_attn.{name}_proj.weight") for name in "qkv"]
-    np.testing.assert_array_equal(layer.qkv.unpack(), np.concatenate(parts))
+    np.testing.assert_array_equal(layer.mixer.qkv.unpack(), np.concatenate(parts))
 
 
 def test_gate_and_up_alternate_by_16_and_are_padded_with_zeros(goldens: Path) -> None:
@@ -85,7 +96,7 @@ def test_fused_tensors_are_split_as_separate_ones_are(goldens: Path) -> None:
     pairs = mlp_matrices(layer.mlp)[0].unpack().reshape(-1, 2, 16, 64)  # 72 columns of each, padded to 96
     np.testing.assert_array_equal(pairs[:, 0].reshape(96, 64)[:72], fused[:72])
     np.testing.assert_array_equal(pairs[:, 1].reshape(96, 64)[:72], fused[72:])
-    np.testing.assert_array_equal(layer.qkv.unpack(), widened(checkpoint, f"{prefix}self_attn.qkv_proj.weight"))
+    np.testing.assert_array_equal(layer.mixer.qkv.unpack(), widened(checkpoint, f"{prefix}self_attn.qkv_proj.weight"))
 
 
 def test_norms_that_are_stored_less_1(goldens: Path) -> None:
@@ -95,7 +106,7 @@ def test_norms_that_are_stored_less_1(goldens: Path) -> None:
     prefix = "model.layers.2."
     for packed, name in [
         (weights.final_norm, "model.norm"),
-        (layer.k_norm, f"{prefix}self_attn.k_norm"),
+        (layer.mixer.k_norm, f"{prefix}self_attn.k_norm"),
         (layer.mlp_norm, f"{prefix}pre_feedforward_layernorm"),
         (layer.mlp_post_norm, f"{prefix}post_feedforward_layernorm"),
     ]:
@@ -108,10 +119,10 @@ def test_biases_have_the_order_of_their_columns(goldens: Path) -> None:
     prefix = "model.layers.0."
     qkv = [widened(checkpoint, f"{prefix}self_attn.{name}_proj.bias") for name in "qkv"]
     gate, up = (widened(checkpoint, f"{prefix}mlp.{name}_proj.bias").reshape(-1, 16) for name in ("gate", "up"))
-    assert layer.qkv_bias is not None
+    assert layer.mixer.qkv_bias is not None
     assert isinstance(layer.mlp, MlpWeights)
     assert layer.mlp.gate_up_bias is not None
-    np.testing.assert_array_equal(layer.qkv_bias, np.concatenate(qkv))
+    np.testing.assert_array_equal(layer.mixer.qkv_bias, np.concatenate(qkv))
     np.testing.assert_array_equal(layer.mlp.gate_up_bias, np.stack([gate, up], axis=1).reshape(-1))
 
 
@@ -162,7 +173,7 @@ def test_the_router_is_f32_and_takes_the_norm_into_its_columns(goldens: Path, we
 def test_q4_leaves_the_embedding_and_the_head_in_q8(goldens: Path) -> None:
     weights = pack_model(goldens / "llama", "q4").weights
     layer = weights.layers[0]
-    assert {matrix.dtype for matrix in (layer.qkv, layer.o, *mlp_matrices(layer.mlp))} == {"q4"}
+    assert {matrix.dtype for matrix in (layer.mixer.qkv, layer.mixer.o, *mlp_matrices(layer.mlp))} == {"q4"}
     assert (weights.embedding.dtype, weights.lm_head.dtype) == ("q8", "q8")
     in_q8 = pack_model(goldens / "llama", "q8").weights
     np.testing.assert_array_equal(weights.lm_head.unpack(), in_q8.lm_head.unpack())
@@ -232,7 +243,7 @@ def in_blocks(spec: DecoderSpec, **others: str) -> DecoderSpec:
 def test_ranges_of_columns_that_do_not_begin_with_a_block_are_q8(goldens: Path) -> None:
     """K has 48 columns, so V would begin in the middle of 32."""
     spec = in_blocks(read_spec(goldens / "qwen3_moe"), self_attn__v_proj="Q4_0")
-    assert plan_weights(spec, "auto")[0].layers[0].qkv.ranges == ((192, "q8"),)
+    assert plan_weights(spec, "auto")[0].layers[0].mixer.qkv.ranges == ((192, "q8"),)
 
 
 def test_experts_of_different_types_are_q8(goldens: Path) -> None:

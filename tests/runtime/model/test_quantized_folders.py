@@ -117,13 +117,13 @@ ALL = {**KEPT, **ROUNDED}
 def unpacked(layer: LayerWeights) -> dict[str, Array]:
     """Return the weights of a layer's modules as the kernels see them."""
     assert isinstance(layer.mlp, MlpWeights)
-    qkv = in_order(layer.qkv)
+    qkv = in_order(layer.mixer.qkv)
     gate_up = in_order(layer.mlp.gate_up).reshape(-1, 2, 16, HIDDEN)
     return {
         "self_attn.q_proj": qkv[:HIDDEN],
         "self_attn.k_proj": qkv[HIDDEN : HIDDEN * 3 // 2],
         "self_attn.v_proj": qkv[HIDDEN * 3 // 2 :],
-        "self_attn.o_proj": in_order(layer.o),
+        "self_attn.o_proj": in_order(layer.mixer.o),
         "mlp.gate_proj": gate_up[:, 0].reshape(-1, HIDDEN),
         "mlp.up_proj": gate_up[:, 1].reshape(-1, HIDDEN),
         "mlp.down_proj": in_order(layer.mlp.down),
@@ -141,7 +141,7 @@ def in_order(matrix: PackedMatrix) -> Array:
 def types(model: PackedModel) -> set[str]:
     layer = model.weights.layers[0]
     assert isinstance(layer.mlp, MlpWeights)
-    matrices = (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
+    matrices = (layer.mixer.qkv, layer.mixer.o, layer.mlp.gate_up, layer.mlp.down)
     return {dtype for matrix in matrices for _, dtype in matrix.ranges}
 
 
@@ -193,7 +193,7 @@ def test_modules_that_are_not_quantized_stay_bf16(tmp_path: Path) -> None:
     expected = folder_of(tmp_path / "a", GPTQ | {"modules_to_not_convert": ["mlp"]}, gptq(), plain)
     layer = pack_model(tmp_path / "a", "auto").weights.layers[0]
     assert isinstance(layer.mlp, MlpWeights)
-    assert [matrix.dtype for matrix in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)] == [
+    assert [matrix.dtype for matrix in (layer.mixer.qkv, layer.mixer.o, layer.mlp.gate_up, layer.mlp.down)] == [
         "bf16", "q4", "q4", "bf16",
     ]  # fmt: skip
     np.testing.assert_array_equal(unpacked(layer)["self_attn.o_proj"], expected["self_attn.o_proj"])
@@ -205,7 +205,7 @@ def test_q_k_and_v_of_different_types_keep_them(tmp_path: Path) -> None:
 
     expected = folder_of(tmp_path / "a", GPTQ, make)
     layer = pack_model(tmp_path / "a", "auto").weights.layers[0]
-    assert layer.qkv.ranges == ((HIDDEN, "q4"), (HIDDEN, "q4_z"))
+    assert layer.mixer.qkv.ranges == ((HIDDEN, "q4"), (HIDDEN, "q4_z"))
     for module in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
         np.testing.assert_array_equal(unpacked(layer)[module], expected[module])
 
@@ -223,7 +223,7 @@ def test_fused_tensors(tmp_path: Path, config: dict[str, Any], make: Make, dtype
     expected = folder_of(tmp_path / "a", config, make, ["mlp.down_proj"], fused | mlp, **changes)
     layer = pack_model(tmp_path / "a", dtype).weights.layers[0]
     assert isinstance(layer.mlp, MlpWeights)
-    np.testing.assert_array_equal(layer.qkv.unpack(), expected["self_attn.qkv_proj"])
+    np.testing.assert_array_equal(layer.mixer.qkv.unpack(), expected["self_attn.qkv_proj"])
     pairs = layer.mlp.gate_up.unpack().reshape(-1, 2, 16, HIDDEN)
     for phase in (0, 1):
         part = expected["mlp.gate_up_proj"][phase * 100 : phase * 100 + 100]
@@ -260,10 +260,10 @@ def test_a_matrix_of_parts_in_different_orders_is_q8(tmp_path: Path) -> None:
     folder_of(tmp_path / "a", GPTQ, gptq(act_order=True, same_order=False))
     layer = pack_model(tmp_path / "a", "auto").weights.layers[0]
     assert isinstance(layer.mlp, MlpWeights)
-    assert [matrix.dtype for matrix in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)] == [
+    assert [matrix.dtype for matrix in (layer.mixer.qkv, layer.mixer.o, layer.mlp.gate_up, layer.mlp.down)] == [
         "q8", "q4", "q8", "q4",
     ]  # fmt: skip
-    assert layer.qkv.input_order is None
+    assert layer.mixer.qkv.input_order is None
 
 
 @pytest.mark.parametrize("name", IN_ANOTHER_ORDER)

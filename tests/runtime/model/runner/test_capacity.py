@@ -14,6 +14,8 @@ from quire.runtime.model.runner import capacity as capacity_module
 from quire.runtime.model.runner import decide_capacity
 from quire.runtime.model.runner.capacity import pick_cpus
 
+from tests.support.families import GOLDENS
+
 SPEC = read_spec(BUNDLED_MODEL)  # 4 layers, 2 KV heads of 64, 2,048 positions
 TOKEN_BYTES = 2 * 4 * 2 * 64 * 2  # keys and values, bf16
 PAGE = 32 * TOKEN_BYTES
@@ -40,6 +42,29 @@ def test_configured_memory_is_rounded_down_to_pages() -> None:
 def test_less_memory_than_a_page_is_refused() -> None:
     with pytest.raises(ConfigError, match=f"{PAGE - 1} holds no page; a page of 32 tokens takes {PAGE} bytes"):
         decided(kv_cache_memory=PAGE - 1)
+
+
+LFM2 = read_spec(GOLDENS / "lfm2")  # 3 layers with 4 taps, hidden 72: a ring has 96 columns as it is stored
+
+
+@pytest.mark.parametrize(("drafts", "rows"), [(0, 5), (4, 9)])
+def test_the_states_of_all_sequences_are_part_of_the_kv_cache(drafts: int, rows: int) -> None:
+    settings: dict[str, Any] = {"max_num_seqs": 7, "num_speculative_tokens": drafts}
+    state_bytes = 3 * rows * 96 * 4
+    page_bytes = 2 * 32 * 3 * 2 * 16 * 2  # 2 layers with attention
+    config = EngineConfig(kv_cache_memory=7 * state_bytes + 5 * page_bytes, **settings)
+    capacity = decide_capacity(config, LFM2)
+    assert (capacity.layout.page_bytes, capacity.num_pages, capacity.num_states) == (page_bytes, 5, 7)
+    assert (capacity.memory.kv_bytes, capacity.memory.state_bytes) == (5 * page_bytes, 7 * state_bytes)
+    assert f"{'states':<18}{7 * state_bytes:>18,} B  of sequences" in capacity.memory.describe()
+    with pytest.raises(ConfigError, match=rf"{7 * state_bytes} must be more than .* of the states of max_num_seqs 7"):
+        decide_capacity(EngineConfig(kv_cache_memory=7 * state_bytes, **settings), LFM2)
+
+
+def test_a_model_without_states_plans_none() -> None:
+    capacity = decided(kv_cache_memory=PAGE)
+    assert (capacity.memory.state_bytes, capacity.open_states()) == (0, None)
+    assert "states" not in capacity.memory.describe()
 
 
 def test_a_small_pool_shortens_requests_unless_their_length_is_configured() -> None:

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
+from quire.kernels.ops import Ring
 from quire.pager import KVLayout
 from quire.runtime.model.program import ProgramBuilder
 from quire.runtime.tools.bench.roofline import Roofline
@@ -22,7 +24,7 @@ class FakeWeight:
 
 @dataclass
 class FakeSpec:
-    windows: tuple[int, ...]
+    attention_windows: tuple[int, ...]
     num_heads: int = 4
     head_dim: int = 32
     vocab_size: int = 500
@@ -110,3 +112,14 @@ def test_the_least_time_uses_the_peak_of_each_dtype():
     roofline = Roofline(1000, {"q8": 100, "bf16": 50, "f32": 25})
     assert work.compute_seconds(roofline) == pytest.approx(work.ops["q8"] / 100 + work.ops["bf16"] / 50)
     assert work.memory_seconds(roofline) == pytest.approx((work.weight_bytes + work.kv_bytes) / 1000)
+
+
+def test_a_ring_is_read_once_per_sequence_and_written_once_per_token() -> None:
+    runner = FakeModelRunner("bf16")
+    builder = ProgramBuilder(16, 4)
+    gates = builder.linear(
+        builder.embed(FakeWeight(500, 64, "q8", 34000)), FakeWeight(192, 64, "f32", 49152), None, "gates"
+    )
+    runner.ops = builder.build(builder.short_conv(gates, np.zeros((3, 64), np.float32), None, Ring(0, 5), "f32")).ops
+    assert decode_work(runner, [(4, 9), (5,)]).state_bytes == (3 * 2 + 3) * 64 * 4
+    assert prefill_work(runner, 2, 12, [(6, 6), (12, 12)]).state_bytes == (4 * 2 + 4 * 3) * 64 * 4
