@@ -32,12 +32,12 @@ cdef struct State:
 # One worker's buffers for the rows of a query tile, carved from its scratch.
 cdef struct Workspace:
     quire_rows q            # [64][padded_head_dim] KV dtype
-    char *p                 # [64][64] KV dtype; for int8 two of them
+    char *p                 # [64][64] KV dtype; two such arrays for int8
     float *s                # [64][64]
     State split
     State total
     int64_t *oldest         # [64] the first token that a row sees
-    int64_t *newest         # [64] the last one
+    int64_t *newest         # [64] the last token that a row sees
 
 
 # A KV head whose splits several workers compute; they merge them into `total` in order.
@@ -52,7 +52,7 @@ cdef struct Unit:
     int64_t head
     int64_t first_row, queries
     int64_t first_position          # position of the first query
-    int64_t begin, end              # tokens; `begin` is the first one of a tile
+    int64_t begin, end              # tokens; `begin` is the first token of a tile
     bint decodes                    # the sequence has one row in this step
 
 
@@ -142,7 +142,7 @@ cdef int64_t run_attention(const AttentionOp *op, const Step *step, const quire_
     while quire_next_run(counter, end_index - first_index, workers, most, &run):
         for index in range(end_index - 1 - run.first, end_index - 1 - run.end, -1):
             next_index = index - 1
-            if index == end_index - run.end:    # the last one of the run; all workers are equally fast
+            if index == end_index - run.end:    # last unit of the run; the other workers took a run each
                 next_index -= (workers - 1) * (run.end - run.first)
             unit = _unit(op, step, index, unit.sequence, by_split)
             next_unit = _unit(op, step, max(first_index, next_index), unit.sequence, by_split)
@@ -235,13 +235,13 @@ cdef void _attend_shared_split(const AttentionOp *op, const Step *step, const qu
     cdef int64_t first_split = _oldest(op, unit.first_position) // SPLIT, split = unit.begin // SPLIT
     cdef bint is_last = unit.end > unit.first_position
     cdef State total = shared.total
-    if unit.begin >= unit.end:      # the row sees nothing of it
+    if unit.begin >= unit.end:      # the row sees no token of the split
         return
     _load_queries(op, step, tiles, workspace, unit)
     _attend_split(op, step, tiles, workspace, &workspace.split, unit, unit.begin, next_unit)
     quire_signal_await(shared.merged, <unsigned>(split - first_split))
     if split == first_split:
-        memset(total.l, 0, op.heads.group * sizeof(float))      # the rest may be of an earlier step
+        memset(total.l, 0, op.heads.group * sizeof(float))      # 0: `merge` reads no values of an earlier step
     _merge(tiles, op.heads.group, step.padded_head_dim, &workspace.split, &total)
     if is_last:
         _write_output(op, tiles, workspace, &total, unit)
@@ -282,8 +282,8 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
                         const State *state, const Unit *unit, int64_t token, const Unit *next_unit) noexcept nogil:
     """Compute the rows' softmax over the tokens from `token` to the end of its split, by tiles.
 
-    Each tile is computed only for the rows that see it, and the one that follows is prefetched: the unit's next, or the
-    first one of `next_unit`.
+    A call computes each tile only for the rows that see it, and prefetches the tile that follows: the unit's next
+    tile, or the first tile of `next_unit`.
     """
     cdef quire_attention_tile tile
     cdef const float *bias[64]      # bias of each row
@@ -385,7 +385,7 @@ cdef void _write_output(const AttentionOp *op, const quire_tiles *tiles, const W
         for i in range(queries):
             row = <float *>op.out.rows.data + (first_row + i) * op.out.rows.width
             memcpy(row + head * columns, workspace.split.o + i * columns, columns * sizeof(float))
-            if head + 1 == op.heads.num_kv_heads:       # the padding too, which other values may have filled
+            if head + 1 == op.heads.num_kv_heads:       # padding, which may hold other values
                 memset(row + (head + 1) * columns, 0, (op.out.rows.width - (head + 1) * columns) * sizeof(float))
     else:
         tiles.convert(workspace.split.o, columns, queries, columns, &op.out, first_row, head * columns)

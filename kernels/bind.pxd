@@ -16,7 +16,7 @@ cdef class Binder:
     cdef int64_t max_positions      # longest sequence
     cdef int64_t num_types          # token types of the model
     cdef int64_t query_tile         # queries of one attention tile
-    cdef int64_t given_columns      # floats of a given row: what replaces the embedding, then what is added
+    cdef int64_t given_columns      # floats of a given row: a new embedding, then numbers that are added
     cdef object rotary_dims         # elements of a head that are rotated, of the ops that rotate
     cdef bint needs_rotary          # an op has no table: every step gives the rows
 

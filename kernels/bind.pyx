@@ -214,7 +214,7 @@ cdef class Binder:
         linear.has_factors = linear.squares != NULL
 
     cdef _add_product(self, LinearOp *linear, op, weights, biases, rows, groups):
-        """Set the input, the weights and biases, and the output: what linear layers with and without experts have."""
+        """Set the input, the weights and biases, and the output, of a linear layer with or without experts."""
         cdef PackedMatrix weight = weights[0]
         cdef char[::1] memory = np.zeros(len(weights) * sizeof(Weight), np.int8)
         cdef Weight *packed = <Weight *>&memory[0]

@@ -28,7 +28,7 @@ class CpuBudget:
 def available_cpus(root: Path = Path("/")) -> CpuBudget:
     """Return min(affinity, cgroup `cpu.max` (v2) or `cpu.cfs_quota_us` (v1)), rounded down, at least 1.
 
-    A cpuset is part of the affinity mask. `root` lets tests provide the files.
+    A cpuset is part of the affinity mask. Tests pass another `root`, with files of their own.
     """
     affinity = len(os.sched_getaffinity(0))
     budget = CpuBudget(affinity, f"affinity and cpuset allow {affinity}")

@@ -51,7 +51,7 @@ cdef struct Item:
 
 cdef struct Pair:                   # a pair of panels
     const Panels *part              # the part that the pair belongs to
-    int64_t panel                   # the first one
+    int64_t panel                   # first panel of the pair
     char *data                      # NULL: no pair
 
 

@@ -8,13 +8,13 @@ from .ops import WeightDtype
 WeightDtypes = WeightDtype | Sequence[tuple[int, WeightDtype]]  # dtype of a matrix, or of each range of columns
 
 GGML_DTYPES: dict[str, WeightDtype]  # GGML's type -> the dtype that packs its blocks bit for bit
-BLOCK_DTYPES: dict[str, WeightDtype]  # the same, with Q4_Z: Q4_0 with a byte for the zero point behind the scale
+BLOCK_DTYPES: dict[str, WeightDtype]  # the same, with Q4_Z: Q4_0 with a byte for the zero point after the scale
 BLOCK_TYPES: tuple[str, ...]  # all types of blocks: BLOCK_DTYPES, and Q4_1 and Q5_1, which no dtype packs bit for bit
 
 def packed_nbytes(out_features: int, in_features: int, dtype: WeightDtypes) -> int:
     """Return the bytes of one matrix's packed tiles and scales, a multiple of 64. Both sizes are padded to 32.
 
-    Raises ValueError for what `PackedMatrix` refuses.
+    Raises ValueError for sizes and dtypes that `PackedMatrix` refuses.
     """
 
 def column_ranges(out_features: int, dtype: WeightDtypes) -> tuple[tuple[int, WeightDtype], ...]:
@@ -33,15 +33,15 @@ def widen_blocks(blocks: npt.NDArray[np.uint8], ggml_type: str) -> npt.NDArray[n
 class PackedMatrix:
     """A linear layer's weight in tile layout, in memory that the caller owns (64-byte aligned, zeroed).
 
-    bf16 `[N/16][K/2][16][2]`, q8 `[N/16][K/4][16][4]` unsigned with fp16 scales `[N/16][K/32][16]` behind it,
+    bf16 `[N/16][K/2][16][2]`, q8 `[N/16][K/4][16][4]` unsigned with fp16 scales `[N/16][K/32][16]` after it,
     f32 `[N/16][K][16]`; N and K padded to multiples of 32 with zeros. q4 `[N/16][K/32][4][16][4]` with the same scales
     as q8: byte (i, n, j) has w + 8 of K = 4i + j in its low half, and of K = 16 + 4i + j in its high half. q4_k, q5_k
     and q6_k have super-blocks of 256 along K (`simd/tiles.h`), so K is a multiple of 256; they take 4.5, 5.5 and 6.625
-    bits per weight. mxfp4 has 4-bit codes in the order of q4 behind a panel's exponents; K is a multiple of 32, and a
+    bits per weight. mxfp4 has 4-bit codes in the order of q4 after a panel's exponents; K is a multiple of 32, and a
     weight takes 4.25 bits. q4_z is q4 with a zero point for each scale, and takes 4.75 bits.
 
     Ranges of columns may differ in dtype, as the parts of a fused QKV projection do in GGUF files: each range is packed
-    as a matrix of its own, one behind another.
+    as a matrix of its own, one after another.
     """
 
     out_features: int

@@ -42,7 +42,7 @@ _GGML_CODES = {"Q8_0": QUIRE_GGML_Q8_0, "Q4_0": QUIRE_GGML_Q4_0, "Q4_K": QUIRE_G
                "Q6_K": QUIRE_GGML_Q6_K, "MXFP4": QUIRE_GGML_MXFP4, "Q4_Z": QUIRE_GGML_Q4_Z, "Q4_1": QUIRE_GGML_Q4_1,
                "Q5_0": QUIRE_GGML_Q5_0, "Q5_1": QUIRE_GGML_Q5_1}
 BLOCK_TYPES = tuple(_GGML_CODES)
-_ROWS_AT_ONCE = 64    # rows of the source that are widened to f32 at a time: malloc keeps what a thread has freed
+_ROWS_AT_ONCE = 64    # rows widened to f32 at a time; few, because malloc keeps memory that a thread has freed
 _INTEGERS = {"q8", "q4", *BLOCK_DTYPES.values()}    # dtypes that multiply q8 activations
 _ZEROS = {"q8": 0x80, "q4": 0x88}    # bytes of padding: weights are stored unsigned
 
@@ -190,7 +190,8 @@ cdef class PackedMatrix:
     cdef int _check_columns(self, int64_t start, int64_t n, interleave, int native) except -2:
         """Check that `n` rows of a source fit from column `start` on; return the phase, -1 without interleaving.
 
-        The source has the numbers of dtype `native`. Nothing else is rounded to k-quants, mxfp4 and q4_z.
+        `native`: the dtype that holds the numbers of the source exactly. Columns in k-quants, mxfp4 and q4_z must have
+        this dtype, because nothing is rounded to them.
         """
         if interleave not in (None, 0, 1):
             raise ValueError(f"interleave must be None, 0 or 1, not {interleave!r}")
@@ -205,7 +206,7 @@ cdef class PackedMatrix:
         return phase
 
     cdef _fill_rows(self, const float[:, ::1] rows, int64_t first, int64_t base, int phase):
-        """Pack rows of a source, the first of which is the source's row `base`."""
+        """Pack rows of a source, beginning with row `base` of the source."""
         cdef int64_t row = 0, column, count
         with nogil:
             while row < rows.shape[0]:
@@ -242,7 +243,7 @@ cdef class PackedMatrix:
                                   scales + k // 2 + lane)
 
     cdef void _fill_bf16(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil:
-        """Round `count` columns of one panel from `column` on, 32 along K of each in turn: they share cache lines."""
+        """Round `count` columns of one panel from `column` on, in blocks of 32 along K: columns share cache lines."""
         cdef uint16_t[33] rounded
         cdef char *lane = _panel(part, column) + column % 16 * 4
         cdef int64_t row, k, i, n
@@ -256,7 +257,7 @@ cdef class PackedMatrix:
                     memcpy(lane + (k + i) // 2 * 64 + row * 4, &rounded[i], 4)
 
     cdef void _fill_q4(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil:
-        """Quantize `count` columns of one panel from `column` on, a block of 32 along K of all of them at a time."""
+        """Quantize `count` columns of one panel from `column` on, in blocks of 32 along K of all columns."""
         cdef float w[32 * 16]
         cdef uint8_t packed[256]
         cdef uint16_t fitted[16]

@@ -24,7 +24,7 @@ typedef struct {
 static inline int quire_is_finished(const quire_progress *progress) {
   return (int)__atomic_load_n(&progress->finished, __ATOMIC_ACQUIRE);
 }
-// Add `items` computed items; return how many are computed. What was written before any of them can then be read.
+// Add `items` computed items; return how many are computed. The caller can then read all results of these items.
 static inline long long quire_progress_add(quire_progress *progress, long long items) {
   return __atomic_add_fetch(&progress->done, items, __ATOMIC_ACQ_REL);
 }
@@ -62,7 +62,7 @@ static inline int quire_next_run(long long *counter, long long items, int worker
   return 1;
 }
 
-// What one worker computes of an op whose items are shared out. One share serves all ops of a run, one after another,
+// One worker's share of an op's items. One share serves all ops of a run, one after another,
 // numbered from 1 upwards; zeroed memory is a share before the first op. A worker may be late and still ask about an op
 // that is finished, so each word has the number of its op in the upper 16 bits, and a word of a later op is left alone.
 typedef struct {

@@ -12,7 +12,7 @@ INLINE int min_int(int a, int b) { return a < b ? a : b; }
 // The static block of a thread: other thread-local memory of a shared library is allocated on its first use, in a step.
 #define THREAD_LOCAL _Thread_local __attribute__((tls_model("initial-exec")))
 
-// What LDTILECFG reads; palette 1 has eight tiles, so the later entries stay zero.
+// The argument of LDTILECFG; palette 1 has eight tiles, so the later entries stay zero.
 typedef struct {
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];

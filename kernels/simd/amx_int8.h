@@ -5,7 +5,7 @@
 #include "amx.h"
 
 // A band of two panels: 1 or 2 dots that have a scale each, of some tiles of K. Tile i of a panel lies `stride` bytes after
-// tile i - 1, the last one perhaps elsewhere.
+// tile i - 1, except that the last tile may lie elsewhere.
 typedef struct {
   const uint8_t *first[2], *last[2];
   int64_t stride;
@@ -16,7 +16,7 @@ INLINE const uint8_t *weight_tile(const band *b, int panel, int i) {
   return i == b->dots * b->tiles - 1 ? b->last[panel] : b->first[panel] + i * b->stride;
 }
 
-// Dots in memory, and what scales and adds them: out[row][16 * panel ...] += dot * scales of the row and of the columns.
+// Dots in memory with their scales and sums: out[row][16 * panel ...] += dot * scales of the row and of the columns.
 typedef struct {
   uint32_t (*dots)[2][TILE_ROWS][16];  // [dot][panel]
   const float *scales;                 // scales of the rows: row i, dot d at [d * dot_stride + i * row_stride]

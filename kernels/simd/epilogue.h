@@ -1,5 +1,5 @@
-// What linear layers share at all levels: one body per row count, the dots of half bytes, prefetching the next weights, and
-// the epilogue. Internal to simd/.
+// The parts that linear layers of all levels share: one body per row count, the dots of half bytes, prefetching the
+// next weights, and the epilogue. Internal to simd/.
 #pragma once
 #include "level.h"
 

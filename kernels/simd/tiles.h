@@ -17,7 +17,7 @@ enum { QUIRE_LAYER_NORM = 0, QUIRE_RMS_NORM = 1, QUIRE_L2_NORM = 2 };
 static inline __attribute__((always_inline)) int64_t quire_itemsize(const int dtype) {
   return dtype == QUIRE_F32 ? 4 : dtype == QUIRE_BF16 ? 2 : 1;
 }
-// A super-block is 256 of K in a panel of a k-quant, in lines of 64 bytes, 4 of each column but for scales:
+// A super-block is 256 of K in a panel of a k-quant, in lines of 64 bytes, 4 of each column except for scales:
 //   fp16 d [16], then fp16 scales of minimums [16] (q6_k: not used);
 //   12 bytes of 6-bit scales and minimums, packed as GGML packs them (q6_k: 16 signed bytes, a scale for each 16 of K),
 //   each byte of 16 columns side by side;
@@ -118,7 +118,7 @@ typedef struct {
 typedef struct {
   quire_rows q;              // [rows][head_dim] in the KV dtype; for int8 with scales and sums per 32 of head_dim
   const int64_t *oldest;     // [rows], ascending: the first token that the row sees
-  const int64_t *newest;     // [rows], ascending: the last one
+  const int64_t *newest;     // [rows], ascending: the last token that the row sees
   float softcap;             // softcap of the scores; 0: none
   const float **bias;        // [rows]: the 64 numbers that are added to the scores of a row; or NULL
   int64_t first_token;       // absolute position of the tile, a multiple of 64
@@ -256,7 +256,7 @@ typedef struct {
   // round. Returns the number of additions and multiplications.
   int64_t (*peak)(int dtype, int64_t steps, const void *w, const void *a, float *result);
 
-  // Each worker calls them at the end of a step, to release what functions of amx and of its twin keep in the processor; NULL
+  // Each worker calls them at the end of a step, to release the tile registers of amx or the state of its twin; NULL
   // where the table has no such functions.
   void (*ends[QUIRE_ENDS])(void);
 } quire_tiles;

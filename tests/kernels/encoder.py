@@ -39,7 +39,7 @@ MAX_TEXTS = 40
 class Encoder:
     """Layers with norms after (`post_norm`, as BERT) or before each branch; `windows` has one per layer.
 
-    In q8, `group` blocks share a scale, but for what attention and pooling write.
+    In q8, `group` blocks share a scale, except in the output of attention and pooling.
     """
 
     weights: str = "f32"

@@ -29,7 +29,7 @@ def lacks(*tools: str) -> pytest.MarkDecorator:
 
 
 def meson_test(build: Path, tests: tuple[str, ...], *arguments: str, **environment: str) -> str:
-    """Return the output of `tests` in C, of `compare_levels.c` one line per level; builds what they need."""
+    """Return the output of `tests` in C, of `compare_levels.c` one line per level; builds the programs first."""
 
     def meson(*arguments: str) -> str:
         done = subprocess.run(

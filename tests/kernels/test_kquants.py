@@ -18,7 +18,7 @@ ROWS = RNG.normal(0, 1, (23, 512)).astype(np.float32)
 
 
 def blocks_matrix(parts: list[tuple[str, np.ndarray]], columns: int) -> PackedMatrix:
-    """Return a matrix of GGML blocks, one range of output columns behind another."""
+    """Return a matrix of GGML blocks, one range of output columns after another."""
     dtypes = [(len(blocks), BLOCK_DTYPES[ggml_type]) for ggml_type, blocks in parts]
     rows = sum(count for count, _ in dtypes)
     packed = PackedMatrix(rows, columns, dtypes, aligned_bytes(packed_nbytes(rows, columns, dtypes)))

@@ -1,4 +1,4 @@
-"""Linear layers behind an RMS norm, and the maxima of each block of columns that a linear layer stores."""
+"""Linear layers after an RMS norm, and the maxima of each block of columns that a linear layer stores."""
 
 import numpy as np
 import pytest

@@ -29,7 +29,7 @@ def counter(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["first", "last"])
 def counts(counter, request):
-    """Allocations by case, with an inaccessible page before the first byte or behind the last."""
+    """Allocations by case, with an inaccessible page before the first byte or after the last."""
     done = run(counter, HERE / "watched_steps.py", request.param)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, f"ended by {signal.Signals(-done.returncode).name} in {lines[-1]}"
@@ -41,7 +41,7 @@ def run(counter, *arguments):
     return subprocess.run([sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_the_counter_counts_threads_without_the_gil_only(counts):
+def test_the_counter_counts_only_threads_without_the_gil(counts):
     assert (counts["malloc without the GIL"], counts["malloc with the GIL"]) == (1, 0)
 
 

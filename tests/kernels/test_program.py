@@ -529,7 +529,7 @@ def test_given_rows_that_do_not_fit_are_refused(toy, given_of, given, fault):
 
 
 def with_level(model, level: int = 1):
-    """Return the model with an op after the embedding that adds what a step gives of a level."""
+    """Return the model with an op after the embedding that adds the given rows of a level."""
     embed = model.ops[0]
     model.ops = [embed, AddGiven(level, embed.out, embed.normed), *model.ops[1:]]
     model.program, model.reference.ops = model.bind(), model.ops

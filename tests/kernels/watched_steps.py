@@ -1,6 +1,6 @@
 """A script for `test_memory.py`: runs every kind of step and draw in memory between inaccessible pages.
 
-`python watched_steps.py first|last`: weights, KV pages, logits and a step's arrays start right behind such a page, or
+`python watched_steps.py first|last`: weights, KV pages, logits and a step's arrays start right after such a page, or
 end right before one, so an access outside ends this process. Prints each case with its number of allocations, which
 `count_allocations.c` counts.
 """
@@ -30,7 +30,7 @@ libc = ctypes.CDLL(None)
 
 
 def guarded(nbytes: int, fill: int = 0) -> np.ndarray:
-    """Return `nbytes` of memory; the byte before the first, or the one behind the last, is inaccessible."""
+    """Return `nbytes` of memory; the byte before the first or after the last is inaccessible."""
     inside = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     area = np.frombuffer(mmap.mmap(-1, inside + 2 * mmap.PAGESIZE), np.uint8)
     for border in (0, mmap.PAGESIZE + inside):

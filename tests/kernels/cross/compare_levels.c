@@ -91,7 +91,7 @@ static void expect_same(const char *op, int dtype, const char *what, const void 
   if (memcmp(got, want, (size_t)bytes)) verdict(op, dtype, what, 1, 0);
 }
 
-// What the scalar level computes: the same bits, or in bf16 the largest difference relative to the largest number,
+// Compare with the scalar level: the same bits, or in bf16 the largest difference relative to the largest number,
 // infinite where one side is NaN.
 static void expect_scalar(const char *op, int dtype, const float *got, const float *want, int64_t n, double allowed) {
   if (dtype != QUIRE_BF16) {
@@ -194,7 +194,7 @@ static void compare_quantize_q4(void) {
 // Up to 7 all numbers of rows, as many as most calls take; beyond, those around whole tiles of 16.
 static int is_tried(int rows) { return rows < 8 || (rows + 1) % 16 < 3; }
 
-// Give each group of blocks a scale of any number of bits, and its sum. What stands at its other blocks is not read.
+// Give each group of blocks a scale of any number of bits, and its sum. Scales of its other blocks are not read.
 static void group_blocks(quire_rows *a, int64_t rows, int64_t group) {
   const int64_t blocks = a->width / 32;
   a->group = group;
