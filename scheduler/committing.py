@@ -120,7 +120,7 @@ class Committer:
             return self._end(parent, ending, ())
         is_deferred = any(sample.is_deferred for sample in samples)
         for beam in beams:
-            if is_deferred:  # all beams compute their last token again: the search goes on with the samples of all
+            if is_deferred:  # all beams compute their last token again: the search continues with the samples of all
                 table_of(beam).rollback(len(beam.token_ids) - 1)
             self._note_computed(beam, table_of(beam).num_tokens)
         self._policy.served(parent, 0, len(beams))

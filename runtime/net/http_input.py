@@ -1,11 +1,11 @@
-"""Checks of the bytes that a client sends, around h11's parser. Must not import servers.
+"""Checks of the bytes that a client sends, around h11's parser. This module must not import servers.
 
 h11 takes 2 µs for a line of a head and 5 µs for a chunk of a body. For blanks before an illegal character, its time
 grows with the square of their number: 30 KB of blanks take 3 s.
 
 h11 also accepts heads and chunks that another parser, such as a proxy's, reads as other requests: lines that end
-without a carriage return, folded lines, a length beside chunks. `check_head`, `check_request` and `ChunkLines` refuse
-them.
+without a carriage return, folded lines, a content-length with a chunked body. `check_head`, `check_request` and
+`ChunkLines` refuse them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import h11
 MAX_HEAD_LINES = 256
 PIECE_BYTES = 4 << 10  # bytes of a chunked body that one turn of the event loop parses
 MAX_KEPT_BYTES = 1 << 10  # bytes of a chunked body that h11 may keep: part of a chunk's line, or the last fields
-MAX_SMALL_CHUNKS = 1024  # small chunks of a body; one more for each `BYTES_PER_CHUNK`
-BYTES_PER_CHUNK = 16
+MAX_SMALL_CHUNKS = 1024  # chunks of a body, in addition to one per `BYTES_PER_CHUNK`
+BYTES_PER_CHUNK = 16  # bytes of a body
 CRLF = b"\r\n"
 
 # Header fields that a request may have once. h11 checks `host` and `content-length` itself.
@@ -52,7 +52,7 @@ def check_head(http: h11.Connection, max_bytes: int) -> None:
 
 
 def _fault(head: bytes | bytearray, max_bytes: int) -> tuple[str, int] | None:
-    """Return the fault because of which h11 must not parse a head or its beginning, and the status of the answer."""
+    """Return why h11 must not parse a head or its beginning, and the status of the answer; None if it may."""
     if len(head) > max_bytes:
         return f"a head has at most {max_bytes} bytes", 431
     if head.count(b"\n") > MAX_HEAD_LINES:
@@ -77,19 +77,19 @@ def check_request(request: h11.Request) -> None:
             raise h11.RemoteProtocolError(f"{name.decode()} must not occur twice")
     if b"transfer-encoding" in names:
         if b"content-length" in names:
-            raise h11.RemoteProtocolError("content-length must not stand beside transfer-encoding")
+            raise h11.RemoteProtocolError("content-length and transfer-encoding must not occur together")
         if request.http_version == b"1.0":
             raise h11.RemoteProtocolError("HTTP/1.0 has no transfer-encoding")
 
 
 class ChunkLines:
-    """The lines between the chunks of one body. `check` them before each call of h11, then note its data."""
+    """The lines between the chunks of one body. Call `check` before each call of h11, and `parsed` with its data."""
 
     def __init__(self, http: h11.Connection, *, in_chunks: bool) -> None:
         """Disable all checks unless the body comes `in_chunks`."""
         self._http = http
-        self._expects_line = in_chunks  # the next bytes are the line of a chunk, after the end of the last one
-        self._num_end_bytes = 0  # bytes of the last chunk, before that line
+        self._expects_line = in_chunks  # the next bytes end the previous chunk, if any, and begin a line
+        self._num_end_bytes = 0  # bytes of the previous chunk's end, before that line
         self._in_trailer = False
 
     def check(self) -> None:

@@ -75,7 +75,7 @@ def _complement(inner: str) -> str | None:
 
 
 def end_of_group(pattern: str) -> int:
-    """Return the index behind the group with which a pattern begins; 0 if the group has no end."""
+    """Return the index after the group with which a pattern begins; 0 if the group has no end."""
     depth = 0
     for part in _PART.finditer(pattern):
         depth += {"(": 1, ")": -1}.get(part[0], 0)

@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class ImagePositions:
-    """The rotation of heads in a step with images: one of the token's positions rotates each pair."""
+    """The rotation of heads in a step with images: one of a token's positions rotates each pair of dimensions."""
 
     def __init__(self, table: Table, axes: Sequence[int], block: int) -> None:
         """Take the rotary `table` of single positions, and the axis of each pair: 0 time, 1 height, 2 width.
@@ -47,8 +47,8 @@ class ImagePositions:
 def token_positions(images: Sequence[PlacedImage], first: int, count: int, block: int) -> npt.NDArray[np.int64]:
     """Return the positions in time, height and width of the tokens from `first` on, [count, 3].
 
-    The tokens of an image share one time; the row and the column of their square are added to it. Text continues after
-    the longer side of the image's squares.
+    The tokens of an image share one time. Their height and width are this time plus the row or the column of their
+    square. After an image of r x c squares, the text continues max(r, c) positions later.
     """
     positions = np.repeat(np.arange(first, first + count)[:, None], 3, axis=1)
     shift = 0  # offset of positions after the images so far: an image has more tokens than positions

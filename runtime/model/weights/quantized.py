@@ -61,7 +61,7 @@ class QuantizedCheckpoint:
     def sort_by_group(self, names: Collection[str]) -> dict[str, Groups]:
         """Sort the inputs by group in the matrices of `names` that only then are blocks; return their orders.
 
-        The sorted matrix is a tensor of its own, with SORTED behind the name. Raises CorruptCheckpoint if an
+        The sorted matrix is a tensor of its own, with SORTED after the name. Raises CorruptCheckpoint if an
         order of groups names a group that does not exist.
         """
         grouped = {name: self._matrices[name] for name in names if name in self._matrices}

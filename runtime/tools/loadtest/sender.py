@@ -84,7 +84,7 @@ async def send_closed_loop(
     max_concurrency: int,
     duration_s: float | None = None,
 ) -> SendResult:
-    """Let `max_concurrency` users send `requests`, each the next one when its last one has ended.
+    """Let `max_concurrency` users send `requests`, each user the next request when the user's last request has ended.
 
     Stop when `requests` is exhausted, or start no request after `duration_s`.
     """

@@ -1,7 +1,7 @@
 // Inline Markdown: text to a tree of emphasis, code, links and line breaks. Must not touch the document.
 //
 // A node is a string, or {kind: "code", text}, {kind: "link", href, children}, {kind: "break"}, or {kind, children} with
-// the kind em, strong or del. HTML is text, but for <br>. Only addresses of http, https and mailto become links.
+// the kind em, strong or del. HTML is text, except for <br>. Only addresses of http, https and mailto become links.
 
 const MAX_DELIMITERS = 200; // unmatched at once; more of them are text, so that a hostile text costs little
 const MAX_ADDRESS = 2000;

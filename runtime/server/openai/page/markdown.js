@@ -42,7 +42,7 @@ export class MarkdownParser {
     return undefined;
   }
 
-  // A line of a paragraph stays one, however it goes on.
+  // A line of a paragraph remains one, however it continues.
   #extend(text) {
     this.#rest += text;
     this.#leaf.text += text;
