@@ -62,7 +62,7 @@ class Context:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the worker's module, imported with the double in the place of Dynamo."""
+    """Return the worker's module, imported with the double in place of Dynamo."""
     errors = {name: type(name, (DynamoException,), {}) for name in ("EngineShutdown", "InvalidArgument", "Unknown")}
     backend = {"EngineConfig": EngineConfig, "WorkerConfig": WorkerConfig, "LlmRegistration": SimpleNamespace}
     doubles = {
@@ -86,7 +86,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @dataclass
 class Running:
-    """A started engine, and what its `start` returned."""
+    """A started engine, and the result of its `start`."""
 
     engine: Any
     config: EngineConfig
@@ -108,7 +108,7 @@ async def running(worker: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         await engine.cleanup()
 
 
-async def test_tokens_are_those_of_quire(running: Running) -> None:
+async def test_the_worker_generates_the_tokens_of_quire(running: Running) -> None:
     registration = running.config.llm
     assert (registration.kv_cache_block_size, registration.max_num_seqs) == (32, 64)
     assert registration.total_kv_blocks > 0

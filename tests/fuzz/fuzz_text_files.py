@@ -215,7 +215,7 @@ def max_rss() -> int:
 
 
 def use(texts: TextProcessor, random: Random) -> None:
-    """Do what requests do. A failure is a QuireError of its request, and the next request is served."""
+    """Use the files as requests do. A failure is a QuireError of its request, and the next request is served."""
     for name, value in texts.default_sampling.items():
         check, low, high = SAMPLING_RANGES[name]
         check(name, value, low, high)

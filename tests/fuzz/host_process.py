@@ -1,4 +1,4 @@
-"""Engine hosts as processes, and a proxy on their link that delays, cuts and swallows what passes.
+"""Engine hosts as processes, and a proxy on their link that delays, cuts and swallows its bytes.
 
 Standalone, so that tests, campaigns and benchmarks can use it.
 """

@@ -121,7 +121,7 @@ def restore(host: HostProcess, proxy: LinkProxy) -> None:
 
 
 class Campaign:
-    """Streams over hosts behind proxies, and what became of them."""
+    """Streams over hosts behind proxies, and their results."""
 
     def __init__(self, hosts: Sequence[HostProcess], proxies: Sequence[LinkProxy], engine: Engine[Cluster]) -> None:
         self.outcomes: Counter[str] = Counter()

@@ -25,7 +25,7 @@ NewParser = Callable[[], OutputParser]
 
 
 def texts(num_outputs: int, seed: int) -> Iterator[tuple[str, NewParser, str, bool]]:
-    """Yield a name, what makes a parser, a text, and whether the text is cut."""
+    """Yield a name, the constructor of a parser, a text, and whether the text is cut."""
     for number, (markup, text, _) in enumerate(BOTH):
         yield f"sample {number}", lambda markup=markup: parser(markup), text, False
     for number, markup in enumerate(MARKUPS):
@@ -48,7 +48,7 @@ def divisions(text: str, num_groupings: int, chance: random.Random) -> Iterator[
 
 
 def is_beginning(part: Read, whole: Read) -> bool:
-    """Return whether what a cut text shows is how the whole begins, but for white space at the end."""
+    """Return whether the output for a cut text begins the output for the whole, except for white space at the end."""
     if part and not part[-1][1].strip(SPACE):
         part = part[:-1]
     if len(part) > len(whole):

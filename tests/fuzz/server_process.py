@@ -57,7 +57,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server listens, and what a client needs to connect."""
+    """The addresses of a server, and the settings of its clients."""
 
     address: str
     metrics_url: str
@@ -286,7 +286,7 @@ class RawClient:
         return self._arrived.pop(0)
 
     async def discard(self) -> None:
-        """Read until the connection is closed, and drop what arrives."""
+        """Read until the connection is closed, and drop the bytes."""
         with contextlib.suppress(OSError):
             while await self._reader.read(1 << 16):
                 pass

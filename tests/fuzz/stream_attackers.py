@@ -102,7 +102,7 @@ class StoringClient:
         self._rng = rng
 
     async def act(self) -> str:
-        """Do one thing, and return what came of it. Raises WrongAnswer."""
+        """Attack once, and return the result. Raises WrongAnswer."""
         rng = self._rng
         if not self._kept or (len(self._kept) < MOST_KEPT and rng.random() < 0.4):
             return await self._store()

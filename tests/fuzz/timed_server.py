@@ -1,11 +1,13 @@
-"""`quire` whose event loop notes how much CPU time its turns take; started by hostile_http.py.
+"""The command `quire` with an event loop whose turns are timed; started by hostile_http.py.
 
 usage: timed_server.py FILE ARGUMENTS OF quire
 
-CPU time does not depend on the other programs of the machine. Work that takes more than `LEAST_S` is written to the
-file at the end, as JSON: pairs of a moment of the monotonic clock and CPU seconds, of turns, in which no other client
-is answered, and of runs of turns between which the loop did not wait. The event loop is asyncio's own, which takes more
-CPU time than uvloop.
+CPU time does not depend on the other programs of the machine. At the end, FILE contains a JSON object:
+* `turns`: turns of the loop. During a turn, no other client is answered.
+* `runs`: sequences of turns between which the loop did not wait.
+
+Each is a list of pairs: the time of its end by the monotonic clock, and its CPU seconds, if these are more than
+`LEAST_S`. The event loop is asyncio's own, which takes more CPU time than uvloop.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ import uvloop
 from quire.runtime.cli.main import main
 
 LEAST_S = 0.0002
-WAITED_S = 0.00005  # time in a call that did not find events at once
+WAITED_S = 0.00005  # a longer call of `select` has waited for events
 
 
 class TimedSelector(selectors.EpollSelector):
-    """A selector between whose calls the turns of an event loop are."""
+    """A selector that times the turns of its event loop: the code between two calls of `select`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +39,7 @@ class TimedSelector(selectors.EpollSelector):
         self._began_s = time.thread_time()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for events, and note the turn before."""
+        """Note the turn that has ended, and wait for events."""
         turn_s = time.thread_time() - self._began_s
         now = time.monotonic()
         if turn_s > LEAST_S:
@@ -53,7 +55,7 @@ class TimedSelector(selectors.EpollSelector):
 
 
 def run(file: Path, command: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine as uvloop does, in a loop that is timed."""
+    """Run a coroutine as `uvloop.run` does, in a timed loop."""
     selector = TimedSelector()
     try:
         with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:

@@ -372,7 +372,7 @@ def write_case(folder: Path, case: Case) -> None:
 def randomize(model: torch.nn.Module, norm_mean: float, attention: float = 1.5) -> None:
     """Set weights larger than an initialization, so that attention is not uniform and every part changes the logits.
 
-    Queries and keys have a scale of about `attention`: scores that it squares amplify what is rounded.
+    Queries and keys have a scale of about `attention`: scores, which depend on its square, amplify rounding errors.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():

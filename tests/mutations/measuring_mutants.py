@@ -1,4 +1,4 @@
-"""Bugs in what measures and plans: `runtime/tools/` and `runtime/server/monitoring/`."""
+"""Bugs in measuring and planning: `runtime/tools/` and `runtime/server/monitoring/`."""
 
 from mutant import Mutant
 

@@ -136,7 +136,7 @@ class Copy:
 
 
 def _kill_group(process: subprocess.Popen[str]) -> None:
-    """End what the tests left: engine processes of a server that a bug made hang."""
+    """Kill engine processes that the tests left, of a server that a bug made hang."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Bugs in vision towers, in what processors make of images, and in the places of images in prompts and steps."""
+"""Bugs in vision towers, in the processors of images, and in the places of images in prompts and steps."""
 
 from mutant import Mutant
 

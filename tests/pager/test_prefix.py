@@ -111,7 +111,7 @@ def test_a_page_that_a_fork_shares_is_not_swapped(make_harness: MakeHarness) -> 
     table = harness.pager.open(PROMPT[:8])
     harness.extend(table, PROMPT[:8])
     twin = table.fork()
-    harness.compute(PROMPT[:4])[0].release()  # page 2 holds what page 0 holds
+    harness.compute(PROMPT[:4])[0].release()  # the content of page 0
     harness.pager.commit(table, PROMPT[:8])
     assert (list(table.pages[0]), table.num_committed) == ([0, 1], 0)
     twin.release()

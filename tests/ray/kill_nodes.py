@@ -93,7 +93,7 @@ WAYS = {way.__name__: way for way in (kill_node, stop_node, kill_host, stop_host
 
 
 class Campaign:
-    """Streams of one client over the hosts that Serve runs, and what became of them."""
+    """Streams of one client over the hosts that Serve runs, and their results."""
 
     def __init__(self, fleet: RayFleet, address: str, options: argparse.Namespace) -> None:
         self.outcomes: Counter[str] = Counter()

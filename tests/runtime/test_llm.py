@@ -51,7 +51,7 @@ def test_the_cache_of_the_default_size_takes_memory_as_it_is_used() -> None:
         assert resident_bytes() - before < capacity.memory.kv_bytes - (64 << 20)
     before = resident_bytes()
     with LLM(kv_cache_memory="256MiB") as llm:
-        assert resident_bytes() - before > 192 << 20  # the heap of what ran before may shrink meanwhile
+        assert resident_bytes() - before > 192 << 20  # the heap of earlier tests may shrink meanwhile
 
 
 # Prompts and parameters

@@ -51,7 +51,7 @@ class SimulatedEncoder:
 
 
 class Flood:
-    """A scheduler whose steps take what decoding and the encoder's stages take, with noise."""
+    """A scheduler whose steps take the time of decoding and of the encoder's stages, with noise."""
 
     def __init__(self, encoder: SimulatedEncoder, decode_s: float, tokens: int, noise: float) -> None:
         self.now = 0.0

@@ -33,7 +33,7 @@ SCALES = {
     "Q5_0": (0,),
     "Q5_1": (0, 2),
 }  # offsets of fp16 numbers
-# What makes random bytes weights of about 1: the scales of blocks, those of weights and then those of minimums.
+# Fields that make random bytes weights of about 1: the scales of blocks, those of weights and then those of minimums.
 SIZES = {
     "Q8_0": (1 / 74,),
     "Q4_0": (1 / 4.6,),
@@ -130,7 +130,7 @@ def _q4_z(blocks: Array) -> Array:
 
 
 def _with_fifth_bits(blocks: Array, offset: int) -> Array:
-    """Return the half bytes behind four bytes at `offset`, whose bits are the fifth bits of the 32 weights."""
+    """Return the half bytes after four bytes at `offset`, whose bits are the fifth bits of the 32 weights."""
     fifth = np.unpackbits(blocks[:, offset : offset + 4], axis=1, bitorder="little")
     packed = blocks[:, offset + 4 :]
     whole: Array = np.concatenate([packed & 15, packed >> 4], axis=1) | fifth << 4

@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class GoldenImages:
-    """A prompt with images, and what transformers makes of it."""
+    """A prompt with images, and the results of transformers."""
 
     folder: Path
     prompt: list[int]

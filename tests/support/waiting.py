@@ -1,4 +1,4 @@
-"""Waiting in real time for what tasks, threads and processes do."""
+"""Waiting in real time for tasks, threads and processes."""
 
 from __future__ import annotations
 

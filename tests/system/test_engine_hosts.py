@@ -60,7 +60,7 @@ def hosts() -> Iterator[list[HostProcess]]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[str]]:
-    """Return what one engine in this process makes of the streams."""
+    """Return the results of the streams on one engine in this process."""
 
     async def undisturbed() -> list[list[str]]:
         async with running(**LOCAL) as engine:

@@ -82,7 +82,7 @@ async def stopped_under_streams(engine: Engine[Cluster], hosts: list[HostProcess
             await asyncio.sleep(0.001)
         stopped = max(hosts, key=lambda host: remote[host.address].num_requests)
         stopped.signal(signal.SIGSTOP)
-        for _ in range(20):  # turns of the event loop, which take in what the host has sent
+        for _ in range(20):  # turns of the event loop, which read the host's messages
             await asyncio.sleep(0.001)
         if remote[stopped.address].num_requests:
             return readers, stopped

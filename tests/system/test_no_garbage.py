@@ -152,7 +152,7 @@ async def breaches(site: Site) -> None:
 
 
 async def failed_handshakes(site: Site) -> None:
-    """End one in silence, send what is not TLS, and reset one."""
+    """End one connection in silence, send bytes that are not TLS, and reset one."""
     for sent, option in ((b"", 0), (b"GET / HTTP/1.1\r\n\r\n", 0), (b"\x16\x03\x01", 1)):
         client = await site.plain(site.server.address)
         client.writer.write(sent)
@@ -236,7 +236,7 @@ async def _play(scene: Callable[[Site], Awaitable[None]]) -> None:
 
 @contextlib.contextmanager
 def _collecting() -> Iterator[list[str]]:
-    """Collect what became garbage in the context; afterwards the list describes what is the server's."""
+    """Collect the garbage of the context; afterwards the list describes the server's objects in it."""
     found: list[str] = []
     gc.collect()
     gc.disable()

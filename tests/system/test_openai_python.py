@@ -346,7 +346,7 @@ async def test_a_client_that_leaves_the_queue_or_prefill_frees_its_place(
 
 
 class Preemptor(SilentObserver):
-    """Preempts what runs after every fourth step."""
+    """Preempts the running requests after every fourth step."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self.scheduler = engine.core.scheduler
@@ -376,7 +376,7 @@ async def test_prompt_logprobs_survive_preemption(serving: Callable[..., Any]) -
 
 
 class Size(BaseModel):
-    """A pydantic model with what its schemas have: definitions, an enum, a list, a null."""
+    """A pydantic model with the special parts of its schemas: definitions, an enum, a list, a null."""
 
     unit: Literal["cm", "inch"]
     width: Annotated[int, Field(ge=0, le=99)]

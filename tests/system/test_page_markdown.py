@@ -1,7 +1,7 @@
 """Markdown on the page to chat, in headless Chromium: what is drawn, while it streams, and of a hostile text.
 
-Expected markup is that of CommonMark and GitHub's tables, but for line breaks, which stay, and for what is not drawn:
-HTML, images, and addresses that are not of the web.
+Expected markup is that of CommonMark and GitHub's tables, except that line breaks stay, and that HTML, images
+and addresses outside of the web are not drawn.
 """
 
 from __future__ import annotations

@@ -861,7 +861,7 @@ def counters(
     return FinalCounters((0.0,) * num_states, 0, 0, hypotheses)._replace(**other)
 
 
-# What a host says of request 1, which may have 3 tokens, or of its beam search or texts with the ids 2 and 3.
+# Messages of a host about request 1, which may have 3 tokens, or of its beam search or texts with the ids 2 and 3.
 LIES = {
     "more tokens than asked for": RequestUpdate(1, tokens(1, 5, 6, 7, 8)),
     "a token outside the vocabulary": RequestUpdate(1, tokens(1, 100)),

@@ -1,4 +1,4 @@
-"""Threads of jobs that may take long: what waits for what, and what a caller gets."""
+"""Threads of jobs that may take long: which jobs wait for others, and the results of callers."""
 
 from __future__ import annotations
 

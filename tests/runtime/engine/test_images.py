@@ -174,7 +174,7 @@ def test_logits_leave_no_pages_for_prompts_with_other_images(
         assert (without.usage.cached_tokens, with_images.usage.cached_tokens) == (0, whole)
 
 
-# What is shared
+# Shared state
 
 
 def test_only_prompts_with_the_same_images_share_pages(

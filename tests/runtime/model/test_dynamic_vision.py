@@ -29,7 +29,7 @@ def spec_of(folder: Path, max_tokens: int = 4096) -> DynamicVisionSpec:
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 2), (1, 7), (5, 1), (3, 5), (4, 6)])
 def test_windows_hold_each_patch_once_and_rows_come_back_in_order(goldens: Path, rows: int, columns: int) -> None:
-    """The pixels of a square say where it is, so that the order of the patches can be read from them."""
+    """The pixels of a square encode its index, so the patches show their order."""
     spec = spec_of(goldens / FAMILY)
     spec = replace(spec, rescale=1.0, mean=(0.0,) * 3, std=(1.0,) * 3)
     pixels = np.repeat(np.repeat(np.arange(rows * columns).reshape(rows, columns), 8, 0), 8, 1)
@@ -48,7 +48,7 @@ def test_windows_hold_each_patch_once_and_rows_come_back_in_order(goldens: Path,
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "idefics3", "gemma3_images"])
-def test_squares_in_parts_are_those_of_the_whole_image(goldens: Path, family: str) -> None:
+def test_squares_computed_in_parts_equal_the_whole_image(goldens: Path, family: str) -> None:
     spec = read_vision(goldens / family)
     assert spec is not None
     size = (spec.image_size,) * 2 if isinstance(spec, VisionSpec) else (5 * 8, 7 * 8)
@@ -76,7 +76,7 @@ def test_heads_are_turned_by_row_and_column(goldens: Path) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3, 50, 4096])
-def test_the_tower_takes_all_that_the_processor_makes(
+def test_the_tower_accepts_every_image_of_the_processor(
     goldens: Path, model_folder: Callable[..., Path], max_tokens: int
 ) -> None:
     folder = model_folder(FAMILY)
@@ -93,7 +93,7 @@ def test_sizes_have_room_for_long_images() -> None:
 
 
 def test_numbers_of_pixels_have_precedence_over_those_of_the_size() -> None:
-    """As in transformers, where both are in a processor's file."""
+    """Transformers does the same with a processor's file that has both."""
     size = {"size": {"shortest_edge": 100, "longest_edge": 2000}}
     sizes = read_sizes(ConfigTable(size), 4096)
     assert (sizes.min_pixels, sizes.max_pixels) == (100, 2000)
@@ -204,7 +204,7 @@ def test_a_config_that_does_not_fit_the_tensors_is_refused(
         pack_tower(folder, spec_of(folder), "f32")
 
 
-def test_pixels_are_normalized_as_clip_has_them_where_the_folder_does_not_say(
+def test_pixels_are_normalized_by_the_values_of_clip_if_the_folder_has_none(
     model_folder: Callable[..., Path],
 ) -> None:
     folder = model_folder(FAMILY)

@@ -161,7 +161,7 @@ def test_a_step_gets_the_rows_of_its_tokens(square: tuple[Path, Any]) -> None:
 
 
 def test_a_row_of_a_whole_image_sees_all_of_it(goldens: Path) -> None:
-    """The second sequence begins within its image, behind cached pages."""
+    """The second sequence begins within its image, after cached pages."""
     a, b = placed(np.zeros((64, 64, 3), np.uint8), 2), placed(np.zeros((64, 64, 3), np.uint8), 10)
     sequences = [sequence(0, 12, a), sequence(5, 1), sequence(16, 12, b)]
     seen = runner_of(goldens / "gemma3_images").last_seen(sequences)

@@ -1,4 +1,4 @@
-"""Several engine processes are one core: where requests go, and what all of them say together."""
+"""Several engine processes are one core: where requests go, and their combined reports."""
 
 from __future__ import annotations
 
@@ -374,7 +374,7 @@ async def test_draining_waits_for_requests_that_move(
     assert listener.ends() == {1: "length"}
 
 
-# What they say together
+# Their combined reports
 
 
 async def test_stats_are_sums(pool: EnginePool, processes: FakeSpawner) -> None:

@@ -91,7 +91,7 @@ async def ask(engine: SupervisedEngine, *ids: int) -> list[asyncio.Task[Admissio
     return tasks
 
 
-# Requests and what comes of them
+# Requests and their results
 
 
 async def test_updates_of_an_accepted_request_are_published(

@@ -48,7 +48,7 @@ def end(log: TokenLog, request_id: int, counters: FinalCounters = NO_COUNTERS) -
 
 
 def sent(log: TokenLog) -> list[int]:
-    """Send what may be sent, and let the process begin to compute all of it."""
+    """Send the requests that may be sent, and let the process begin to compute all of them."""
     ids = [entry.request.request_id for entry in log.next_to_send()]
     log.note_begun(Prefilled(request_id, 0) for request_id in ids)
     return ids

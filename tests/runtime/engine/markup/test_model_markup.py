@@ -98,7 +98,7 @@ def described(fields: Any, template: str = "plain") -> Markup:
 )  # fmt: skip
 def test_a_response_template_describes_calls(calls: Any, expected: CallSyntax) -> None:
     assert described({"tool_calls": calls, "content": {"close": "<|im_end|>"}}) == Markup(calls=expected)
-    # What it does not describe is the family's.
+    # Missing parts are the family's.
     assert described({"tool_calls": calls}, "[TOOL_CALLS]</think>") == Markup(THINK, expected)
 
 

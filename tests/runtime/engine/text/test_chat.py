@@ -315,7 +315,7 @@ def test_a_template_cannot_change_the_messages() -> None:
     assert messages == [{"role": "user", "content": "x"}]
 
 
-# What a template keeps
+# Fields that a template keeps
 
 KEEP = "{%% set ns = namespace(kept=[], b='x' * 2000, l=range(300) | list) %%}{%% for i in range(90000) %%}{%% set ns.kept = [ns.kept, %s] %%}{%% endfor %%}"  # noqa: E501
 

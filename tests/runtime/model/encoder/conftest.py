@@ -27,7 +27,7 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Golden:
-    """A model's folder, its inputs, and what sentence-transformers or transformers makes of them."""
+    """A model's folder, its inputs, and the results of sentence-transformers or transformers."""
 
     folder: Path
     texts: list[Any]

@@ -68,7 +68,7 @@ def test_with_q4_the_words_are_q8() -> None:
 
 
 def test_the_plan_has_the_bias_of_scores_that_is_made() -> None:
-    """Both sides of 60 tokens, for each of 2 heads, and what a kernel may read beyond them."""
+    """Both sides of 60 tokens, for each of 2 heads, and numbers that a kernel may read beyond them."""
     spec = replace(read_encoder(FOLDER / "mpnet"), max_model_len=60)
     plan = plan_encoder_memory(spec, weights="f32", max_rows=60, max_texts=1, workers=1)
     assert plan.position_bytes == 4 * 2 * (119 + BIAS_PADDING)

@@ -989,7 +989,7 @@ async def test_frames_that_begin_requests_count_as_several(server: FakeServer) -
 
 @every_kind
 async def test_chunks_are_sent_without_a_task_of_their_request(server: FakeServer, kind: dict[str, Any]) -> None:
-    """Output is late by no other work than what ran before it in its turn of the event loop."""
+    """Output waits only for work that ran before it in its turn of the event loop."""
     peer = await server.connect()
     await peer.ask(generate(1, **kind), generate(2))
     for number in range(3):

@@ -1,4 +1,4 @@
-"""The count of a request for its tenant before the engine accepts it: a refusal leaves nothing counted."""
+"""Requests are counted for their tenant before the engine accepts them, and no longer after a refusal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def test_a_request_beyond_its_tenants_limit_keeps_no_text(serve: Serve) ->
     assert server.requests.texts.num_bytes == 0
 
 
-async def test_a_request_that_ends_before_the_engine_has_it_keeps_no_text(serve: Serve) -> None:
+async def test_a_request_that_ends_before_the_engine_receives_it_keeps_no_text(serve: Serve) -> None:
     """Its connection was lost before its task began."""
     server = serve()
     server.engine.submit = lambda _: asyncio.get_running_loop().create_future()  # type: ignore[method-assign]
@@ -31,7 +31,7 @@ async def test_a_request_that_ends_before_the_engine_has_it_keeps_no_text(serve:
     assert (server.requests.texts.num_bytes, len(server.requests)) == (0, 0)
 
 
-async def test_a_request_that_the_engine_refuses_counts_no_more(serve: Serve) -> None:
+async def test_a_request_that_the_engine_refuses_is_no_longer_counted(serve: Serve) -> None:
     server = serve(tenant=Tenant("ann", TenantLimits(max_concurrent_requests=1)))
     peer = await server.connect()
     server.engine.refusal = InvalidRequest("no")

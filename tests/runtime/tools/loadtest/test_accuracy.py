@@ -97,7 +97,7 @@ def test_a_closed_loop_reports_exact_figures(in_virtual_time: Callable[..., Send
     )
     result = result_of(sent)
     check_figures(result, answers)
-    free_s = [0.0] * USERS  # each user sends the next request when its last one has ended
+    free_s = [0.0] * USERS  # each user sends the next request when the user's last request has ended
     for answer in answers:
         free_s[free_s.index(min(free_s))] += answer.e2el_s
     assert result["duration"] == pytest.approx(max(free_s))

@@ -1,4 +1,4 @@
-"""The sender on a fake backend: when requests are sent, how many at once, and what each record holds."""
+"""The sender on a fake backend: when requests are sent, how many at once, and the content of each record."""
 
 from __future__ import annotations
 

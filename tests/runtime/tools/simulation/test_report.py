@@ -70,7 +70,7 @@ def test_a_repeated_objective_is_refused() -> None:
     ("served", "asked", "index"),
     [
         ({"a": 100, "b": 100}, {"a": 100, "b": 100}, 1.0),
-        ({"a": 900, "b": 100}, {"a": 2000, "b": 100}, 1.0),  # a gets what b does not need
+        ({"a": 900, "b": 100}, {"a": 2000, "b": 100}, 1.0),  # a gets the rest of b's share
         ({"a": 500, "b": 500}, {"a": 2000, "b": 2000}, 1.0),
         ({"a": 950, "b": 50}, {"a": 2000, "b": 100}, (950 / 900 + 0.5) ** 2 / (2 * ((950 / 900) ** 2 + 0.25))),
         ({"a": 1000, "b": 0}, {"a": 2000, "b": 2000}, 0.5),  # one of two gets everything
