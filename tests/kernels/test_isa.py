@@ -57,21 +57,26 @@ def test_the_twin_for_tests_is_preferred_to_scalar_alone():
 
 
 @pytest.mark.skipif("amx-twin" not in supported_levels(), reason="needs the build option amx_twin, and AVX-512")
-def test_a_thread_releases_its_tiles_when_a_step_ends():
+@pytest.mark.parametrize(
+    ("dtype", "isa", "choices"), [("bf16", "amx-twin", {}), ("q8", "scalar", {"linear q8 16-36": "amx-twin"})]
+)
+def test_a_thread_releases_its_tiles_when_a_step_ends(dtype, isa, choices):
     """The twin has the tiles of 256 threads, and ends the process for one more."""
-    weight = PackedMatrix(32, 32, "bf16", map_memory(packed_nbytes(32, 32, "bf16")))
-    x = Region(0, 1, 32, "bf16")
-    out = Region(64, 1, 32, "f32")
+    weight = PackedMatrix(32, 32, dtype, map_memory(packed_nbytes(32, 32, dtype)))
+    x = Region(0, 16, 32, dtype)
+    out = Region(2048, 16, 32, "f32")
     layout = KVLayout(1, 1, 32)
-    one = np.zeros(1, np.int32)
-    limits = {"max_rows": 1, "max_samples": 1, "max_sequences": 1, "vocab_size": 1}
+    ids = np.zeros(16, np.int32)
+    limits = {"max_rows": 16, "max_samples": 1, "max_sequences": 1, "vocab_size": 1}
     pages = np.zeros(layout.page_bytes, np.uint8)
-    program = Program([Linear(x, weight, None, out, "store")], 192, pages, layout, 1, Pool(1), isa="amx-twin", **limits)
-    start = np.array([0, 1], np.int32)
+    program = Program([Linear(x, weight, None, out, "store")], 4096, pages, layout, 1, Pool(1), isa=isa, **limits)
+    program.choose(choices)
+    start = np.array([0, 16], np.int32)
+    tables = np.array([0, 1], np.int32)
     ended = []
 
     def run_a_step():
-        program.run(one, start, one, one, start, one[:0])
+        program.run(ids, start, ids[:1], ids[:1], tables, ids[:0])
         ended.append(program)
 
     for _ in range(257):

@@ -555,4 +555,18 @@ MUTANTS = [
         "sequences change states when others leave the batch",
         "tests/kernels/test_recurrence.py",
     ),
+    Mutant(
+        "kernels/isa.pyx",
+        "                out.ends[i] = of.ends[i]\n",
+        "                pass\n",
+        "tiles that a function of level amx configured are not released where the program's level is another",
+        "tests/kernels/test_isa.py",
+    ),
+    Mutant(
+        "kernels/isa.pyx",
+        "    out[0] = tiles_of(level)[0]\n",
+        "",
+        "functions that were chosen before stay, and a program without choices has none",
+        "tests/kernels/test_mixed_levels.py",
+    ),
 ]

@@ -3,6 +3,8 @@
 from mutant import Mutant
 
 TESTS = "tests/runtime/model"
+TUNING, TUNED = (f"runtime/model/runner/{name}.py" for name in ("tuning", "tuned"))
+TUNING_TESTS, TUNED_TESTS = (f"tests/runtime/model/runner/test_{name}.py" for name in ("tuning", "tuned"))
 PACKING_TESTS = "tests/runtime/model/test_packing.py tests/runtime/model/test_gguf_models.py"
 QUANTIZED_TESTS = "tests/runtime/model/test_quantized_folders.py"
 EXPERT_TESTS = "tests/runtime/model/weights tests/runtime/model/test_packing.py"
@@ -453,5 +455,75 @@ MUTANTS = [
         "",
         "large scores of a GGUF file have other values than before they were f32",
         GGUF_FILE_TESTS,
+    ),
+    Mutant(
+        TUNING,
+        "<= WINNING_SHARE * _sum(trials, isa, of)",
+        "<= _sum(trials, isa, of)",
+        "noise of a measurement chooses the functions of a level",
+        TUNING_TESTS,
+    ),
+    Mutant(
+        TUNING,
+        "for of in (statistics.median, min))",
+        "for of in (statistics.median,))",
+        "a busy moment of the own level chooses another level",
+        TUNING_TESTS,
+    ),
+    Mutant(
+        TUNING,
+        "levels[(number + turn) % len(levels)]",
+        "levels[turn]",
+        "levels that follow find the data of the first one in the cache, and win",
+        TUNING_TESTS,
+    ),
+    Mutant(
+        TUNING,
+        "            if time.perf_counter() > deadline:\n",
+        "            if time.perf_counter() > 2 * deadline:\n",
+        "a start takes longer than the time of tuning",
+        TUNING_TESTS,
+    ),
+    Mutant(
+        TUNING,
+        "    program.op_seconds()  # resets the times for later readers\n",
+        "",
+        "the first times by op that are read contain those of tuning",
+        TUNING_TESTS,
+    ),
+    Mutant(
+        TUNED,
+        "os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC",
+        "os.O_RDONLY | os.O_CLOEXEC",
+        "a pipe in the cache folder stops the start of an engine",
+        TUNED_TESTS,
+    ),
+    Mutant(
+        TUNED,
+        "tuning is not None and tuning.key == key",
+        "tuning is not None",
+        "a file of another machine decides about functions",
+        TUNED_TESTS,
+    ),
+    Mutant(
+        TUNED,
+        " or not tuning.choices.keys() <= known",
+        "",
+        "an unknown function in a file of the cache ends the start of an engine",
+        TUNED_TESTS,
+    ),
+    Mutant(
+        TUNED,
+        "            os.replace(name, folder / tuning.key.file_name)\n",
+        "            (folder / tuning.key.file_name).write_bytes(Path(name).read_bytes())\n",
+        "an engine reads the half of a file that another engine writes",
+        TUNED_TESTS,
+    ),
+    Mutant(
+        TUNED,
+        'if capacity.tune == "auto" else None',
+        'if capacity.tune != "off" else None',
+        "`--tune full` measures nothing if there is a file",
+        TUNED_TESTS,
     ),
 ]

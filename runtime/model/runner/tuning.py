@@ -175,15 +175,16 @@ def _by_name(op_seconds: Sequence[float], names: Mapping[int, str], first: int, 
 
 def _fastest_level(trials: Sequence[Times], isa: str) -> str:
     """Return the level that is fastest over all trials of a function, in its medians and in its fastest rounds."""
-    best = isa
-    for level in set.intersection(*(set(times) for times in trials)) - {isa}:
-        if min(len(times[each]) for times in trials for each in (level, isa)) < LEAST_ROUNDS:
-            continue
-        if _sum(trials, level, statistics.median) >= _sum(trials, best, statistics.median):
-            continue
-        if all(_sum(trials, level, of) <= WINNING_SHARE * _sum(trials, isa, of) for of in (statistics.median, min)):
-            best = level
-    return best
+    finished = [times for times in trials if len(times[isa]) >= LEAST_ROUNDS]  # The time was over in other trials.
+    winners = [level for level in sorted(set().union(*finished)) if _wins(finished, level, isa)]
+    return min(winners, key=lambda level: _sum(finished, level, statistics.median), default=isa)
+
+
+def _wins(trials: Sequence[Times], level: str, isa: str) -> bool:
+    """Return whether a level was measured in all trials and is faster than the own level by the margin."""
+    if level == isa or any(len(times.get(level, ())) < LEAST_ROUNDS for times in trials):
+        return False
+    return all(_sum(trials, level, of) <= WINNING_SHARE * _sum(trials, isa, of) for of in (statistics.median, min))
 
 
 def _sum(trials: Sequence[Times], level: str, of: Callable[[Sequence[float]], float]) -> float:

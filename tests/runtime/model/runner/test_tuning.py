@@ -86,7 +86,7 @@ def test_a_faster_level_runs_the_functions_of_all_measured_classes(ops: list[Any
         lambda level, run: 1.0,
         lambda level, run: 1.0 if level == OWN else 0.96,
         lambda level, run: 1.0 if level == OWN or run % 7 == 0 else 1.01,
-        lambda level, run: (1.0 if run > 4 else 0.5) if level == OWN else 0.9,
+        lambda level, run: (0.92 if run in (2, 18) else 1.0) if level == OWN else 0.9,
     ],
     ids=["equal", "within the margin", "slower", "faster, but not than the own level's fastest round"],
 )
@@ -110,6 +110,22 @@ def test_without_time_nothing_is_chosen(ops: list[Any]) -> None:
     program = ScriptedProgram(ops, lambda level, run: 0.1 if level == RIVAL else 1.0)
     assert program.fastest(Effort(rounds=5, seconds=0.0)) == {}
     assert program.levels == [OWN, OWN]
+    assert not any(program.op_seconds())
+
+
+def test_a_function_that_was_measured_long_enough_is_chosen_when_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, ops: list[Any]
+) -> None:
+    """Each run takes a second, and the time is over in the second trial."""
+    program = ScriptedProgram(ops, lambda level, run: 0.9 if level == RIVAL else 1.0)
+    monkeypatch.setattr(tuning.time, "perf_counter", lambda: float(len(program.levels)))
+    trials = [Trial(rows, 1, program.run) for rows in (1, 8)]
+    effort = Effort(rounds=5, seconds=18.5)
+    assert fastest_functions(program, ops, "int8", trials, OWN, effort) == {  # type: ignore[arg-type]
+        "linear q8 1": RIVAL,
+        "attention int8 2-7": RIVAL,
+    }
+    assert len(program.levels) == 19
 
 
 def test_ops_in_bf16_are_not_measured(monkeypatch: pytest.MonkeyPatch, ops: list[Any]) -> None:
