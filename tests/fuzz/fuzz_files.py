@@ -112,6 +112,19 @@ FAMILIES: dict[str, dict[str, Any]] = {  # family -> content of its files beyond
         "sliding_window": 16,
     },
     "granite": {"architectures": ["GraniteForCausalLM"], "embedding_multiplier": 6.0, "logits_scaling": 4.0},
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "num_hidden_layers": 2,
+        "layer_types": ["conv", "full_attention"],
+        "full_attn_idxs": [1],
+        "norm_eps": 1e-5,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "block_ff_dim": 48,
+        "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+    },
 }
 
 TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(97, 102)), "▁", *"abcdefghijklmnopqrstuvw"]
@@ -217,6 +230,8 @@ def make_seeds(folder: Path) -> list[Seed]:
         other = _make_model(folder / f"source-{family}", {**CONFIG, **changed})
         tensors = {**stored_tensors(other, "F32"), **rope_factors(other)}
         seeds.append(_gguf_seed(write(folder / f"{family}.gguf", {**describe(other), **VOCABULARY}, tensors), tensors))
+    lfm2 = folder / "source-lfm2" / "config.json"
+    seeds.append(Seed("lfm2 config.json", lfm2, lfm2.stat().st_size, lfm2.parent, lfm2.read_bytes()))
     copy = folder / "safetensors"
     shutil.copytree(source, copy)
     config = copy / "config.json"
