@@ -226,10 +226,10 @@ cdef class Program:
         return end
 
     cdef _set_part(self, int64_t first, int64_t end, part):
-        """Set which part of the ops' items the step computes: from where, up to where, and in how many parts."""
+        """Set the parts [begin, stop) of the ops' items that the step computes, of `parts` in all."""
         begin, stop, parts = part
         if not 0 <= begin < stop <= parts <= MAX_PARTS:
-            raise ValueError(f"{begin} to {stop} are not some of 1..{MAX_PARTS} parts, {parts}")
+            raise ValueError(f"{begin} to {stop} are not a range of {parts} parts, of which there are 1 to {MAX_PARTS}")
         if stop - begin < parts and (end - first != 1 or not self._has_parts(&self.replay.records[first])):
             raise ValueError(f"ops {first} to {end} are not one op that has parts")
         self.replay.step.first_part = begin
@@ -328,7 +328,7 @@ cdef class Program:
 
     cdef _see(self, Step *step, const int32_t[::1] row_start, const int32_t[::1] first_position,
               const int32_t[::1] last_seen):
-        """Set the position of the last token that each row sees: its own, or a later one of its rows in the step."""
+        """Set the last token that each row sees: the row's own, or the token of a later row of its sequence."""
         cdef int64_t i, row, least, end
         step.last_seen = NULL
         if last_seen is None:

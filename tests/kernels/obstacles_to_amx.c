@@ -1,5 +1,5 @@
 // Obstacles to the amx level, on machines that are made up: their processor, operating system and kernel
-// answer as the test says. Prints "ok", or what is wrong. Built by test_isa.py.
+// answer as the test defines. Prints "ok", or what is wrong. Built by test_isa.py.
 #define _GNU_SOURCE
 #include <cpuid.h>
 #include <errno.h>

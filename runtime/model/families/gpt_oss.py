@@ -1,4 +1,4 @@
-"""gpt-oss: experts with biases and a clamped activation in every layer, attention sinks, and every other layer slides.
+"""gpt-oss: experts with biases and a clamped activation in every layer, sinks, and windows in every other layer.
 
 A folder has the experts of a layer in one tensor, in MXFP4 or transposed (`weights/stacked_experts.py`); a GGUF file
 has one tensor for the gates of all experts, one for up and one for down.

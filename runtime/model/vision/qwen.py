@@ -153,7 +153,7 @@ def _read_sizes(vision: ConfigTable, processor: ConfigTable, max_tokens: int) ->
     sizes = read_sizes(processor, max_tokens)
     for key, value in (("patch_size", sizes.patch_size), ("spatial_merge_size", sizes.scale)):
         if vision.integer(key, 1, MAX_WIDTH) != value:
-            raise vision.refused(key, f"{value}, as {processor.source} has it")
+            raise vision.refused(key, f"{value}, the value in {processor.source}")
     channels = "in_channels" if "in_channels" in vision else "in_chans"
     if vision.integer(channels, 1, MAX_WIDTH, CHANNELS) != CHANNELS:
         raise vision.refused(channels, f"{CHANNELS}")

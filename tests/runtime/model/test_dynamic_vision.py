@@ -104,7 +104,7 @@ def test_numbers_of_pixels_have_precedence_over_those_of_the_size() -> None:
 @pytest.mark.parametrize(
     ("edit", "fault"),
     [
-        ({"patch_size": 5}, "vision_config.patch_size is 5; it must be 4, as preprocessor_config.json has it"),
+        ({"patch_size": 5}, "vision_config.patch_size is 5; it must be 4, the value in preprocessor_config.json"),
         ({"spatial_merge_size": 3}, "vision_config.spatial_merge_size is 3; it must be 2"),
         ({"window_size": 7}, "vision_config.window_size is 7; it must be at least the 8 pixels"),
         ({"window_size": 0}, "vision_config.window_size"),
