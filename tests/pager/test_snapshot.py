@@ -208,7 +208,7 @@ def test_a_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.Monk
 def test_a_process_killed_while_it_writes_leaves_no_file(
     path: Path, unnamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without unnamed files one remains, which the next start removes."""
+    """On a system without unnamed files, a file remains, and the next start removes it."""
     path.write_bytes(b"an older one")
     if not unnamed:
         monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY | os.O_RDWR)

@@ -87,7 +87,7 @@ def test_all_are_accepted_or_none(make_harness: MakeHarness) -> None:
 
 
 def test_a_parent_whose_prompt_left_a_window_is_not_forked(make_harness: MakeHarness, expected: Expected) -> None:
-    """Its sliding pages are released, so the fork computes the prompt itself."""
+    """The sliding pages of the parent are released, so the fork computes the prompt itself."""
     harness = make_harness(num_pages=120, max_num_seqs=1, windows=(0, 3), enable_prefix_caching=False)
     prompt = [each % 7 for each in range(60)]
     harness.add_forks((1, 2), prompt, max_tokens=20)
@@ -113,7 +113,7 @@ def test_a_fork_waits_for_pages(make_harness: MakeHarness, expected: Expected) -
 def test_released_forks_run_before_newer_requests(
     make_harness: MakeHarness, max_num_seqs: int, cancelled: bool
 ) -> None:
-    """Even before more urgent ones, because they were accepted together with a parent that has run."""
+    """Forks run even before more urgent requests, because they were accepted with a parent that has run."""
     harness = make_harness(max_num_seqs=max_num_seqs, policy=Priority(), max_num_batched_tokens=8 if cancelled else 10)
     harness.add_forks((1, 2), PROMPT, priority=5)
     harness.step()

@@ -396,7 +396,7 @@ def test_without_a_share_every_prompt_may_be_pinned(make_harness: MakeHarness) -
 
 
 def test_a_search_runs_alone_whatever_the_latency_target(make_harness: MakeHarness) -> None:
-    """Its beams alone exceed the target, so waiting would not help."""
+    """The beams of the search alone exceed the target, so waiting would not help."""
     cost = CostModel(Coefficients(20e-3, 1e-3, 1e-3, 0.0, 0.0))
     harness = make_harness(cost=cost, budget=LatencyBudget(cost, 0.001, 32))
     harness.add(1, [1, 2, 3], max_tokens=4, beam=BeamSpec(3))

@@ -112,9 +112,9 @@ def test_no_drafts_while_a_request_prefills_or_waits(make_harness: MakeHarness) 
 def test_a_rejected_draft_that_produced_nan_leaves_no_trace(
     make_harness: MakeHarness, expected: Expected, windows: tuple[int, ...], spoils: str
 ) -> None:
-    """Its key and value may be NaN, and other rows of the step may have read them, so their samples fail too.
+    """The key and value of the draft may be NaN, and other rows of the step may have read them, so they fail, too.
 
-    The page is computed again from its first slot, or the whole sequence if a window has released what that needs.
+    The page is computed again from its first slot, or the whole sequence if a window has released earlier pages.
     """
     spoilt = rewritten = from_the_start = 0
     for length in range(56, 68):  # lengths in one of which a draft is rejected just after the first tile

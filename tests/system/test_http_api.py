@@ -856,7 +856,7 @@ async def test_a_prompt_that_fails_cancels_the_others(system: Any, eventually: E
 async def test_a_request_that_the_engine_cancels_has_not_finished(
     system: Any, eventually: Eventually, stream: bool
 ) -> None:
-    """Its first prompt is answered; the engine cancels the second one."""
+    """The first prompt of the request is answered; the engine cancels the second one."""
     async with connection(system) as client:
         client.send("POST", COMPLETIONS, complete(["p", "hold"], stream=stream))
         await eventually(lambda: [each.request.prompt for each in system.engine.live] == ["hold"])

@@ -449,7 +449,7 @@ async def test_over_the_memory_limit_the_longest_unused_output_is_dropped(serve:
 
 
 async def test_a_stream_that_outgrows_the_memory_limit_ends_in_an_error(serve: Serve) -> None:
-    """Its text is far longer than what the request reserved."""
+    """The text of the stream is far longer than the memory that the request reserved."""
     system = await serve(max_kept_bytes=50_000)
     system.engine.text_bytes = 10_000
     client = await system.raw()

@@ -158,7 +158,7 @@ async def test_the_head_of_a_stored_stream_has_no_events(system: Any) -> None:
 
 
 async def test_a_stored_stream_waits_for_its_reader(serve: Serve) -> None:
-    """Without waiting, eight chunks at a time would exceed the limit."""
+    """A stream that did not wait would exceed the limit with eight chunks."""
     system = await serve(max_frame_bytes=65_536, max_outgoing_bytes=200_000)
     system.engine.text_bytes = 30_000
 
@@ -631,7 +631,7 @@ async def test_a_key_belongs_to_one_request(system: Any) -> None:
 async def test_a_key_belongs_to_one_form_of_the_answer(
     system: Any, path: str, body: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    """Also where the engine would compute the same tokens."""
+    """A key is refused for another form even if the engine would compute the same tokens."""
     first = await ask(system, "POST", path, body, idempotency_key="k")
     reply = await ask(system, "POST", path, {**body, **other}, idempotency_key="k")
     assert (reply.status, reply.error["message"]) == (400, OTHER_REQUEST)

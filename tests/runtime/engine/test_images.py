@@ -152,7 +152,7 @@ def test_a_prompt_waits_for_its_images_stage_by_stage(
     wanted: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without time for images, a step computes one stage; only computed tokens are counted."""
+    """A step that has no time for images computes one stage; only computed tokens are counted."""
     monkeypatch.setattr(planning, "seconds_beside", lambda load, seconds_left, cost: 0.0)
     observer = StepCounter()
     with LLM(golden.folder, **OPTIONS) as llm:

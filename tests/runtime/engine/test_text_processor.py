@@ -117,7 +117,7 @@ def test_sampling_parameters_that_a_gguf_file_recommends(tmp_path: Path) -> None
 def test_end_ids_of_the_config_beyond_the_vocabulary_are_logged(
     folder: Path, config: dict[str, object], generation_config: dict[str, object] | None, ids: list[int] | None
 ) -> None:
-    """Without generation_config.json the folder has no tokenizer, which would refuse them."""
+    """A folder without generation_config.json has no tokenizer here: the tokenizer would refuse the ids."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
     (folder / "generation_config.json").write_text(json.dumps(generation_config or {}))

@@ -130,7 +130,7 @@ CHAT = ({"role": "user", "content": "hi"},)
 
 
 def test_a_core_without_a_tower_takes_no_images() -> None:
-    """Even where the model's folder says how images are prepared."""
+    """The images are refused even if the model's folder has an image processor."""
     with pytest.raises(InvalidRequest, match="this model takes no images; leave them out"):
         VALIDATOR.check_images((1,), IMAGES)
     parts = ({"role": "user", "content": [{"type": "image"}]},)

@@ -117,7 +117,7 @@ def test_gate_and_up_of_experts_have_one_dtype(edited: Callable[..., Path], gate
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "F16"])
 def test_the_router_is_f32_from_any_type(edited: Callable[..., Path], kind: str) -> None:
-    """Its columns are multiplied by the norm."""
+    """The columns of the router are multiplied by the norm."""
     router = {"F16": encode(np.full((5, 64), 0.5), "F16"), "Q5_0": Tensor((5, 64), kind, b"\1" * 5 * 2 * 22)}.get(kind)
     router = router or blocks(kind, 5, 64)
     norm = encode(np.full(64, 2.0), "F32")
@@ -176,7 +176,7 @@ def test_gemma_3_without_a_window(edited: Callable[..., Path]) -> None:
 
 
 def test_a_gemma_3_without_freq_base_has_that_of_llama_cpp(edited: Callable[..., Path]) -> None:
-    """Not the 1,000,000 that its config.json has by default."""
+    """The base is not 1,000,000, the default of Gemma's config.json."""
     spec = read_spec(edited("gemma3", {"gemma3.rope.freq_base": None, "gemma3.attention.sliding_window_pattern": 1}))
     assert {rope.theta for rope in spec.ropes if rope} == {1e4}
 

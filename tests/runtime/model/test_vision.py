@@ -202,7 +202,7 @@ def test_a_cache_without_room_holds_the_last_image(golden: tuple[Path, Any]) -> 
 
 
 def test_an_image_is_computed_in_parts(golden: tuple[Path, Any]) -> None:
-    """Without time a call computes one part; the sequence joins the step after the one with the last part."""
+    """A call that has no time computes one part. The sequence joins the step that follows the last part."""
     folder, data = golden
     runner = runner_of(folder, cache=1 << 20)
     image = sequence(0, 9, placed(data["pixels"][0], 0, b"a"))

@@ -242,7 +242,7 @@ async def test_a_refused_request_belongs_to_no_engine_any_more(pool: EnginePool,
 async def test_a_request_whose_caller_left_belongs_to_no_engine_any_more(
     pool: EnginePool, processes: FakeSpawner
 ) -> None:
-    """Also when it leaves just after its request has been accepted."""
+    """The caller leaves before or just after its request has been accepted."""
     first = processes.of("engine-0")
     first.answers_adds = False
     for request_ids, answered in (((1, 2), False), ((3, 4), True)):

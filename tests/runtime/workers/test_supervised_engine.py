@@ -644,7 +644,7 @@ async def test_requests_that_were_being_added_when_a_process_was_killed_are_no_s
 async def test_a_process_that_stalls_was_not_killed_from_outside(
     engine: SupervisedEngine, processes: FakeSpawner
 ) -> None:
-    """Its supervisor kills it, with the same signal."""
+    """The supervisor of the process kills it, with the same signal."""
     await add(engine, 1, 2)
     processes.last.begin(1, 2)
     processes.last.heartbeats = False

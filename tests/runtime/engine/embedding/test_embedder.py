@@ -418,7 +418,7 @@ async def test_token_ids_need_no_helper_thread(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_text_that_is_far_too_long_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the beginning of a text that may be truncated is."""
+    """The engine tokenizes only the beginning of a text that may be truncated."""
     tokenized: list[int] = []
     encode = FakeTexts.encode
 

@@ -215,7 +215,7 @@ def test_a_template_that_shows_no_answers_refuses_calls() -> None:
 
 
 def test_calls_that_are_not_shown_at_some_place_are_refused() -> None:
-    """As Nemotron Nano 2's template, which leaves out a call in the last message."""
+    """Nemotron Nano 2's template leaves out a call in the last message."""
     source = ROLE_NAMES.replace("{{ m.content }}", "{% if m.tool_calls and not loop.last %}"
         "{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %}")  # fmt: skip
     template = ChatTemplate(source)
@@ -225,7 +225,7 @@ def test_calls_that_are_not_shown_at_some_place_are_refused() -> None:
 
 
 def test_content_that_is_null_only_where_a_result_follows() -> None:
-    """As QwQ's template, which reads the content of all messages but the last."""
+    """QwQ's template reads the content of all messages except the last."""
     source = (
         "{% for m in messages %}{% if m.tool_calls %}{{ '' if loop.last else m.content.split('#')[-1] }}"
         "{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %}{% endfor %}"

@@ -185,7 +185,7 @@ def packed(out_features: int, in_features: int) -> PackedMatrix:
 
 
 def test_the_logits_stay_readable_to_the_end() -> None:
-    """Also if later ops follow: here the logits come first, and a longer chain after them."""
+    """Later ops do not overwrite the logits: here the logits come first, and a longer chain after them."""
     embedding = packed(64, 64)
     builder = ProgramBuilder(8, 8)
     other = builder.embed(embedding)

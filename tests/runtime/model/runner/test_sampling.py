@@ -41,7 +41,7 @@ def test_plain_sampling_adjusts_nothing() -> None:
 
 
 def test_the_random_number_depends_on_the_position_only() -> None:
-    """Not on the split of the same tokens into prompt and output, so a replayed request draws the same."""
+    """A replayed request draws the same number, although more of its tokens are its prompt."""
     rows, _ = rows_of([sequence([1, 2, 3], []), sequence([1], [2, 3])])
     assert rows[0]["position"] == rows[1]["position"] == 3
 

@@ -22,7 +22,7 @@ async def test_a_request_beyond_its_tenants_limit_keeps_no_text(serve: Serve) ->
 
 
 async def test_a_request_that_ends_before_the_engine_receives_it_keeps_no_text(serve: Serve) -> None:
-    """Its connection was lost before its task began."""
+    """The connection of the request was lost before its task began."""
     server = serve()
     server.engine.submit = lambda _: asyncio.get_running_loop().create_future()  # type: ignore[method-assign]
     live = server.requests.submit(server.tenant, 1, GenerateRequest(prompt="a long prompt"))

@@ -50,7 +50,7 @@ async def test_a_request_that_fails_has_one_line(server: FakeServer, logs: Logs,
 async def test_a_request_whose_last_chunk_cannot_be_sent_has_ended(
     server: FakeServer, logs: Logs, kind: dict[str, Any]
 ) -> None:
-    """Its tokens were computed, so that they count for its tenant."""
+    """The tokens of the request were computed, so they count for its tenant."""
     peer = await server.connect(max_frame_bytes=MIN_FRAME_BYTES)
     await peer.ask(generate(7, **kind))
     await server.engine.last.put(chunk(0), chunk(1, text="x" * MIN_FRAME_BYTES, last=True))

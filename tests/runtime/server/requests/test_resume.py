@@ -344,7 +344,7 @@ async def test_a_tenant_loses_its_own_output_that_was_longest_unused(serve: Serv
 
 
 async def test_a_request_whose_output_was_dropped_is_not_run_again(serve: Serve, clock: FakeClock) -> None:
-    """Its idempotency key is known for the whole window."""
+    """The idempotency key of the request is kept for the whole window."""
     server = serve(max_kept_bytes=20_000, idempotency_window_ms=1000)
     peer = await server.connect()
     for index in range(2):

@@ -1,4 +1,4 @@
-"""A serving plan: what fits a given memory, what other data types change, predictions and the picture."""
+"""A serving plan: sequences that fit a given memory, the effect of other data types, predictions and the picture."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_lengths_grow_up_to_the_longest(longest: int, lengths: list[int]) -> Non
 
 
 def test_speeds_are_those_measured_on_the_machine_of_the_profile(profile: Path) -> None:
-    """The measured figures are those of tests/runtime/tools/simulation/test_cost.py and docs/planning.md."""
+    """The measured figures come from tests/runtime/tools/simulation/test_cost.py and docs/planning.md."""
     target = PlanTarget(profile=profile, shapes="1x128,8x128,32x128,1x40000")
     plan = planned(target, weights="q8", kv_cache_dtype="int8", kv_cache_memory=GIB)
     one, eight, many, too_long = plan.speeds[0]

@@ -32,11 +32,11 @@ def plan(users: int, first: int, rows: int) -> StepPlan:
     ("units", "threads", "share"),
     [(32, 1, 1), (32, 2, 1), (32, 64, 1 / 2), (96, 64, 3 / 4), (128, 64, 1), (32, 96, 1 / 3), (3, 2, 3 / 4)],
 )
-def test_the_busy_share_is_that_of_the_workers_while_the_slowest_works(units: int, threads: int, share: float) -> None:
+def test_the_busy_share_counts_workers_while_the_slowest_works(units: int, threads: int, share: float) -> None:
     assert busy_share(units, threads) == pytest.approx(share)
 
 
-def test_one_thread_waits_for_nobody() -> None:
+def test_one_thread_does_not_wait() -> None:
     assert (finish_seconds(1), start_seconds(1)) == (0, 0)
 
 
@@ -48,7 +48,7 @@ def test_waits_and_starts_grow_with_the_threads() -> None:
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(100, 1), (512, 3)])
-def test_prefill_loses_what_layers_with_few_blocks_leave_idle(rows: int, groups: int) -> None:
+def test_threads_that_layers_with_few_blocks_leave_idle_slow_prefill(rows: int, groups: int) -> None:
     """On 64 threads o and down have 32 blocks, gate and up 96, qkv 128, for each group of at most 192 rows."""
     layers = {128: 4096 * 1024, 32: 1024 * 2048 + 1024 * 3072, 96: 6144 * 1024}  # blocks: weights
     slower = sum(count / busy_share(blocks * groups, 64) for blocks, count in layers.items()) / sum(layers.values())
