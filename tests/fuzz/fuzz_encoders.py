@@ -72,7 +72,7 @@ def open_folder(folder: Path) -> str:
     try:
         if not is_encoder(folder):
             return "not an encoder"
-        runner = load_encoder(EngineConfig(model=str(folder), weights="q8", threads=1))
+        runner = load_encoder(EngineConfig(model=str(folder), weights="q8", threads=1, tune="off"))
         texts = EncoderText(folder, runner.spec)
         text = texts.truncated(texts.encode("The pool owns the pages."), min(4, runner.spec.max_model_len))
         texts.encode_pair("pages", "the pool")

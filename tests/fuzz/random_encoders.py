@@ -125,7 +125,8 @@ def random_texts(random: Random, config: dict[str, Any], longest: int) -> list[E
 
 def run(folder: Path, weights: WeightDtype, threads: int, texts: list[EncodedText]) -> tuple[Floats, Floats]:
     """Return the values of a batch, computed by single stages, and the values of each text alone."""
-    config = EngineConfig(model=str(folder), weights=weights, threads=threads, max_num_batched_tokens=MAX_ROWS)
+    sizes = {"threads": threads, "max_num_batched_tokens": MAX_ROWS}
+    config = EngineConfig(model=str(folder), weights=weights, tune="off", **sizes)
     runner = load_encoder(config)
     runner.begin(texts)
     while not runner.advance(1):

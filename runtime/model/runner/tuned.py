@@ -27,6 +27,7 @@ from .tuning import Choices, Effort, Trial, describe_op, fastest_functions, func
 
 FILE_FORMAT = 1
 MAX_FILE_BYTES = 1 << 16
+MAX_KEPT_FILES = 256  # files of the folder: each build and each shape adds one
 TUNE_EFFORTS = {"auto": Effort(rounds=5, seconds=0.2), "full": Effort(rounds=25, seconds=20.0)}
 
 
@@ -159,3 +160,6 @@ def _keep(tuning: Tuning) -> None:
         except OSError:
             os.unlink(name)
             raise
+        oldest_first = sorted(folder.glob("*.json"), key=lambda path: path.lstat().st_mtime)
+        for path in oldest_first[:-MAX_KEPT_FILES]:
+            path.unlink()

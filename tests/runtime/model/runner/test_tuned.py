@@ -197,6 +197,20 @@ def test_info_prints_the_choices_that_are_kept_for_this_machine(
     )
 
 
+def test_the_oldest_files_go_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch, tuner: Tuner) -> None:
+    monkeypatch.setattr(tuned, "MAX_KEPT_FILES", 2)
+    names = []
+    for hidden in (64, 96, 128):
+        tuner.ops = Toy(weights="q8", kv="int8", hidden=hidden).ops
+        tuner.tune()
+        folder = cache_folder()
+        assert folder is not None
+        (new,) = (path for path in folder.iterdir() if path.name not in names)
+        os.utime(new, (hidden, hidden))
+        names.append(new.name)
+    assert {path.name for path in folder.iterdir()} == set(names[1:])
+
+
 def test_choices_are_described_in_one_line() -> None:
     assert describe_choices({}) == "functions of other levels: none"
     assert describe_choices(CHOICES | {"attention int8 37-": OWN}) == (
