@@ -86,7 +86,7 @@ cdef State _state(char *memory, int64_t d) noexcept nogil:
 cdef Workspace _workspace(char *scratch, int64_t d) noexcept nogil:
     cdef Workspace workspace
     workspace.q.data = scratch
-    workspace.q.width, workspace.q.group = d, 1
+    workspace.q.width, workspace.q.group = d, 0
     workspace.q.scales = <float *>(scratch + QUIRE_TILE * d)                     # int8 scales, after the data
     workspace.q.sums = <int32_t *>(workspace.q.scales + QUIRE_TILE * d // 32)
     workspace.s = <float *>(scratch + QUIRE_TILE * d * 4)

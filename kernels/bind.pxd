@@ -29,6 +29,7 @@ cdef class Binder:
     cdef _add_norm(self, Record *record, op)
     cdef _add_pool(self, Record *record, op)
     cdef _add_linear(self, Record *record, op)
+    cdef _add_counts(self, LinearOp *linear, group, groups)
     cdef _add_expert_linear(self, Record *record, op)
     cdef _add_product(self, LinearOp *linear, op, weights, biases, rows, groups)
     cdef _add_route(self, Record *record, op)

@@ -3,6 +3,7 @@
 
 A method for each kind of op; no size is checked in a step.
 """
+from libc.stdint cimport uint64_t
 from libc.string cimport memcpy
 
 import numpy as np
@@ -190,11 +191,20 @@ cdef class Binder:
         self._add_product(linear, op, (weight,), biases, rows, rows // ROWS_IN_CACHE + 1)
         if op.normed is not None:
             linear.converts = self.regions.normed(&linear.converted, op, rows)
+            self._add_counts(linear, op.normed.data.group, rows // ROWS_IN_CACHE + 1)
         self._add_maxima(linear, op, rows)
         linear.has_factors, linear.scale = linear.squares != NULL or op.scale != 1, op.scale
         linear.softcap = op.softcap
         if op.softcap and op.epilogue != "store":
             raise ValueError(f"results are capped when they are stored, not with {op.epilogue}")
+
+    cdef _add_counts(self, LinearOp *linear, group, groups):
+        """Give the op the counts of written blocks, for each group of rows, if blocks of its norm share a scale."""
+        cdef uint64_t[::1] written
+        if group > 1:
+            written = np.zeros(groups * -(-linear.num_blocks // group), np.uint64)
+            self.regions.keep_alive.append(written)
+            linear.written = &written[0]
 
     cdef _add_expert_linear(self, Record *record, op):
         cdef LinearOp *linear = &record.op.linear
@@ -231,7 +241,9 @@ cdef class Binder:
         linear.converts = op.out.dtype != "f32"
         if linear.converts:
             linear.converted = self.regions.output(op.out, columns, rows)
-        linear.span, linear.num_spans = op.out.group, -(-num_blocks // op.out.group)
+        linear.written = NULL
+        linear.span = max(1, op.out.group)
+        linear.num_spans = -(-num_blocks // linear.span)
         linear.num_blocks, linear.epilogue = num_blocks, _EPILOGUES[op.epilogue]
         linear.has_minimums = has_minimums(weight)
         linear.packed_bytes = max([packed_rows_bytes(WEIGHT_CODES[dtype], weight.width, weight.group)
@@ -258,6 +270,8 @@ cdef class Binder:
         dispatch.routing = self.regions.tables(op.routing)
         dispatch.input = self.regions.value(op.input.data, op.out.data.columns, op.out.data.dtype, self.max_rows)
         dispatch.out = self.regions.value(op.out.data, columns, op.input.data.dtype, places)
+        if op.out.data.group != op.input.data.group:
+            raise ValueError(f"{op.out.data!r} does not have the groups of {op.input.data!r}")
         squares = self.regions.value(op.input.squares, padded(columns) // BLOCK, "f32", self.max_rows)
         dispatch.squares, dispatch.squares_width = <float *>squares.rows.data, squares.rows.width
         squares = self.regions.value(op.out.squares, padded(columns) // BLOCK, "f32", places)
@@ -289,7 +303,7 @@ cdef class Binder:
             linear.eps, source = source.eps, source.data
         linear.input = self.regions.value(source, weight.in_features, INPUT_DTYPES[weight.dtype], rows)
         if source.group != weight.group:
-            raise ValueError(f"{source!r} does not have the weight's groups of {weight.group} blocks")
+            raise ValueError(f"{source!r} does not have the weight's group, {weight.group}")
 
     cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows):
         rotary_dim = self._add_rotary(heads, op)
@@ -376,11 +390,10 @@ cdef class Binder:
 
     cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows):
         group = self._query_heads(op)
-        if op.out.dtype != "f32" and group * op.head_dim % BLOCK:
-            raise ValueError(f"{group} heads of {op.head_dim} do not fill blocks of {BLOCK}: out must be f32")
+        columns = BLOCK * max(1, op.out.group)
+        if op.out.dtype != "f32" and group * op.head_dim % columns:
+            raise ValueError(f"{group} heads of {op.head_dim} do not fill blocks of {columns}: out must be f32")
         self._add_heads(&attention.heads, op, group, norms_rows)
-        if op.out.group > 1:
-            raise ValueError(f"attention writes a scale for each block, not {op.out!r}")
         attention.out = self.regions.output(op.out, op.num_heads * op.head_dim, self.max_rows)
         attention.window, attention.sinks, attention.bias = op.window, NULL, NULL
         self.query_tile = min(self.query_tile, QUIRE_TILE // group)

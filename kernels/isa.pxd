@@ -136,6 +136,8 @@ cdef extern from "simd/tiles.h" nogil:
                       float *total_m, float *total_l, float *total_o) noexcept nogil
         void (*convert)(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_output *out,
                         int64_t row, int64_t column) noexcept nogil
+        void (*rotate)(const float *x, int64_t columns, int64_t group, float *out) noexcept nogil
+        void (*rotate_back)(float *x, int64_t width, int64_t group) noexcept nogil
         void (*rms_factors)(const float *squares, int64_t width, int64_t rows, int64_t columns, float eps,
                             float *factors) noexcept nogil
         float (*inverse_rms)(const float *x, float eps, int64_t n) noexcept nogil
@@ -150,8 +152,8 @@ cdef extern from "simd/tiles.h" nogil:
         void (*store_key)(const float *x, int64_t slot, const quire_page *page) noexcept nogil
         void (*store_value)(const float *x, int64_t slot, const quire_page *page) noexcept nogil
         void (*to_bf16)(const float *x, int64_t n, uint16_t *out) noexcept nogil
-        void (*unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane,
-                              float *out) noexcept nogil
+        void (*unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t group, int64_t width,
+                              int lane, float *out) noexcept nogil
         void (*quantize_q4)(const float *w, uint16_t *scales, void *block) noexcept nogil
         void (*block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *maxima,
                              int64_t maxima_stride) noexcept nogil
@@ -171,6 +173,7 @@ cdef extern from "simd/tiles.h" nogil:
     int quire_row_class(int64_t rows)
     int64_t quire_itemsize(int dtype)
     int64_t quire_panel_bytes(int dtype, int64_t width)
+    int64_t quire_num_scales(int64_t width, int64_t group)
     int64_t quire_unpacked_bytes(int dtype, int64_t width)
     int64_t quire_packed_bytes(int dtype, int64_t width, int64_t group, int64_t rows)
     const char *quire_isa_obstacle(int level)

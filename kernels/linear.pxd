@@ -26,13 +26,15 @@ cdef struct LinearOp:
     Value out
     bint converts                   # results are also written to `converted`: `out` if not f32, or a `Normed`
     quire_output converted
+    uint64_t *written               # [groups of rows][groups of blocks] of `converted` if it is a `Normed` with groups:
+    # the blocks that were written, in all steps; else NULL
     float *maxima                   # [rows][maxima_width], the maximum of each block of out; or NULL
     int64_t maxima_width
     const int32_t *groups           # a `Routing`'s [1 + groups][groups_width]: the rows of each expert; else NULL
     int64_t groups_width
     const Weight *weights           # one matrix per expert, else one matrix
     int64_t num_blocks              # blocks of 32 output columns
-    int64_t span                    # blocks of one item: those that share a scale in out
+    int64_t span                    # blocks of one item: the blocks that share a scale in out
     int64_t num_spans
     int epilogue
     bint sampled                    # computes only the rows that sample

@@ -2,8 +2,10 @@
 """Linear layers: workers take blocks of output columns dynamically. The tile is simd/linear.c.
 
 An item is one span of output columns, with the whole of K, for one group of rows. A span is a block of 32 columns,
-or the blocks that share a scale where `out` is q8 in groups. An item is computed by one worker, so the bits depend
-neither on the number of threads nor on the worker. In a mixture of experts each group has the weights of its expert.
+or the blocks that share a scale where `out` is q8 in groups. Where blocks of a norm share a scale, the worker that
+writes the last of them reads all of them from `out` again and quantizes them. An item is computed by one worker, so the
+bits depend neither on the number of threads nor on the worker. In a mixture of experts each group has the weights of
+its expert.
 Each worker has a share of the spans, the same in every step, and begins with that; a worker that has finished its
 share takes items from the end of another share.
 
@@ -32,8 +34,12 @@ cdef extern from *:
       __builtin_prefetch(line, 1);
     #endif
     }
+
+    // Return the new count; the caller sees all that was written before it was counted.
+    static inline uint64_t count_block(uint64_t *count) { return __atomic_add_fetch(count, 1, __ATOMIC_ACQ_REL); }
     """
     void prefetch_to_write(const void *line) noexcept nogil
+    uint64_t count_block(uint64_t *count) noexcept nogil
 
 
 cdef struct Scratch:                # scratch memory of one worker
@@ -273,13 +279,29 @@ cdef bint _write(const LinearOp *op, const Step *step, const quire_tiles *tiles,
         tiles.add_columns(y, rows, _out(op, &item), op.out.rows.width)
     elif op.out.dtype == QUIRE_F32:
         _copy(y, rows, _out(op, &item), op.out.rows.width)
-    if op.converts:
+    if op.written != NULL:
+        _norm_blocks(op, tiles, &item)
+    elif op.converts:
         tiles.convert(y, columns, rows, columns, &op.converted, item.row, item.block * QUIRE_BLOCK)
     if op.maxima != NULL:
         tiles.block_maxima(y, QUIRE_BLOCK, rows, min(QUIRE_BLOCK, op.out.columns - item.block * QUIRE_BLOCK),
                            op.maxima + item.row * op.maxima_width + item.block, op.maxima_width)
     quire_share_count(writer, number)
     return True
+
+
+cdef void _norm_blocks(const LinearOp *op, const quire_tiles *tiles, const Item *item) noexcept nogil:
+    """Count an item's block; if it is the last one of the blocks that share a scale, write their norm.
+
+    Each run of the op counts each block once, so the counts need no reset.
+    """
+    cdef int64_t share = op.converted.rows.group, shares = (op.num_blocks + share - 1) // share
+    cdef int64_t first = item.block // share * share, blocks = min(share, op.num_blocks - first)
+    cdef int64_t column = first * QUIRE_BLOCK, columns = min(blocks * QUIRE_BLOCK, op.out.columns - column)
+    cdef int64_t width = op.out.rows.width
+    if count_block(&op.written[item.group * shares + item.block // share]) % <uint64_t>blocks == 0:
+        tiles.convert(<float *>op.out.rows.data + item.row * width + column, width, item.end - item.row, columns,
+                      &op.converted, item.row, column)
 
 
 cdef void _prefetch_out(const LinearOp *op, const Item *item, int64_t row, int64_t rows) noexcept nogil:
@@ -314,8 +336,8 @@ cdef Pair _pair(const Item *item, int64_t index) noexcept nogil:
     return pair
 
 
-cdef const uint16_t *_scales(const Pair *pair, int64_t width) noexcept nogil:
-    return pair.part.scales + (pair.panel - pair.part.first_panel) * (width // 2)
+cdef const uint16_t *_scales(const Pair *pair) noexcept nogil:
+    return pair.part.scales + (pair.panel - pair.part.first_panel) * pair.part.panel_scales
 
 
 cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *item, Pair pair, Pair next,
@@ -330,7 +352,7 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
     cdef const quire_linear *linear = &tiles.linear[part.dtype][quire_row_class(end - row)]
     cdef int64_t calls = (end - row + linear.rows - 1) // linear.rows, call, n, lines = 0
     tile.w = pair.data
-    tile.scales = _scales(&pair, width) if part.scales != NULL else NULL
+    tile.scales = _scales(&pair) if part.scales != NULL else NULL
     tile.panel_bytes = part.panel_bytes
     tile.next = next.data
     if next.data != NULL:
@@ -345,7 +367,7 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
     tile.epilogue = op.epilogue
     tile.next_scales = NULL
     if next.data != NULL and next.part.scales != NULL:
-        tile.next_scales = <char *>_scales(&next, width)
+        tile.next_scales = <char *>_scales(&next)
     for call in range(calls):
         n = (end - row) // (calls - call)
         tile.next_lines = <int>(lines * (call + 1) // calls - lines * call // calls)

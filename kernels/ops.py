@@ -67,15 +67,15 @@ class Region:
     """A [rows, columns] value at `offset` bytes in the arena. `rows` is the capacity; a step uses the first rows.
 
     f32, bf16, i32: [rows, padded(columns)]. q8: three planes, each aligned: int8 [rows, padded], f32 scales
-    [rows, padded / 32], int32 sums [rows, padded / 32] holding `-128 * sum(block)`. With `group` 2 or more, that many
-    blocks share a scale and a sum, stored at the first block.
+    [rows, padded / 32], int32 sums [rows, padded / 32] holding `-128 * sum(block)`. With a `group`, the columns are
+    rotated before they are rounded, and `group` blocks share a scale and a sum, which stand at the first of them.
     """
 
     offset: int
     rows: int
     columns: int
     dtype: StoredDtype
-    group: int = 1
+    group: int = 0
 
     @property
     def nbytes(self) -> int:

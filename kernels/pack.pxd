@@ -11,7 +11,9 @@ cdef struct Panels:
     int64_t first_panel
     int64_t panel_bytes
     char *data
-    uint16_t *scales                # q8, q4: [panels][width / 32][16]; else NULL
+    int64_t group                   # q8: blocks that share a scale, if columns are rotated; else 0
+    uint16_t *scales                # q8, q4: [panels][width / 32, or groups of it][16]; else NULL
+    int64_t panel_scales            # fp16 numbers of one panel
 
 cdef class PackedMatrix:
     cdef object memory
@@ -21,7 +23,7 @@ cdef class PackedMatrix:
     cdef readonly tuple ranges
     cdef readonly int64_t nbytes
     cdef readonly object input_order
-    cdef readonly int64_t group     # blocks of 32 that share a scale
+    cdef readonly int64_t group
     cdef Panels parts[MOST_RANGES]
     cdef int num_parts
     cdef int64_t width              # in_features padded to 32
@@ -32,7 +34,9 @@ cdef class PackedMatrix:
     cdef const Panels *_part(self, int64_t panel) noexcept nogil
     cdef int _check_columns(self, int64_t start, int64_t n, interleave, int native) except -2
     cdef _fill_rows(self, const float[:, ::1] rows, int64_t first, int64_t base, int phase)
-    cdef void _fill_columns(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil
-    cdef void _fill_column(self, const Panels *part, const float *row, int64_t column) noexcept nogil
+    cdef void _fill_columns(self, const Panels *part, const float *rows, int64_t column, int64_t count,
+                            float *rotated) noexcept nogil
+    cdef void _fill_q8(self, const Panels *part, const float *row, int64_t inputs, int64_t column) noexcept nogil
+    cdef void _fill_f32(self, const Panels *part, const float *row, int64_t column) noexcept nogil
     cdef void _fill_bf16(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil
     cdef void _fill_q4(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil

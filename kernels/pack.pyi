@@ -7,11 +7,12 @@ from .ops import WeightDtype
 
 WeightDtypes = WeightDtype | Sequence[tuple[int, WeightDtype]]  # dtype of a matrix, or of each range of columns
 
+GROUPS: tuple[int, ...]  # of q8: 0, or the number of blocks of 32 that share a scale, if inputs are rotated
 GGML_DTYPES: dict[str, WeightDtype]  # GGML's type -> the dtype that packs its blocks bit for bit
 BLOCK_DTYPES: dict[str, WeightDtype]  # the same, with Q4_Z: Q4_0 with a byte for the zero point after the scale
 BLOCK_TYPES: tuple[str, ...]  # all types of blocks: BLOCK_DTYPES, and Q4_1 and Q5_1, which no dtype packs bit for bit
 
-def packed_nbytes(out_features: int, in_features: int, dtype: WeightDtypes) -> int:
+def packed_nbytes(out_features: int, in_features: int, dtype: WeightDtypes, group: int = 0) -> int:
     """Return the bytes of one matrix's packed tiles and scales, a multiple of 64. Both sizes are padded to 32.
 
     Raises ValueError for sizes and dtypes that `PackedMatrix` refuses.
@@ -42,6 +43,9 @@ class PackedMatrix:
 
     Ranges of columns may differ in dtype, as the parts of a fused QKV projection do in GGUF files: each range is packed
     as a matrix of its own, one after another.
+
+    With a `group`, of q8 only, the inputs are rotated (`rotate` in `simd/tiles.h`) as the linear layer's input is, and
+    each `group` blocks of 32 share a scale: `[N/16][K/32/group][16]`, rounded up.
     """
 
     out_features: int
@@ -50,7 +54,7 @@ class PackedMatrix:
     ranges: tuple[tuple[int, WeightDtype], ...]  # (columns, dtype)
     nbytes: int
     input_order: npt.NDArray[np.int32] | None  # [in_features], the input that each column of `source` belongs to
-    group: int  # blocks of 32 along K that share a scale
+    group: int  # blocks of 32 along K that share a scale, if the inputs are rotated; else 0
     def __init__(
         self,
         out_features: int,
@@ -58,14 +62,14 @@ class PackedMatrix:
         dtype: WeightDtypes,
         memory: npt.NDArray[np.uint8],
         input_order: npt.NDArray[np.int32] | None = None,
-        group: int = 1,
+        group: int = 0,
     ) -> None: ...
     def fill(self, source: npt.NDArray[np.generic], start: int = 0, interleave: int | None = None) -> None:
         """Pack `source` [n, in_features] (float32, float16, or bf16 bits as uint16) into output columns from `start`.
 
         With `interleave` 0 or 1, row r goes to column `start + r // 16 * 32 + 16 * interleave + r % 16`: gate and up of
         one SwiGLU layer. q8 and q4 quantize by blocks of 32 along K with a scale in fp16. For q8 the scale is
-        max|w| / 127 of a block, or of each `group` blocks; for q4, whose values are -8 to 7, it is the best of 33 of
+        max|w| / 127 of a block or of a rotated group; for q4, whose values are -8 to 7, it is the best of 33 of
         either sign by squared error. Only `fill_blocks` fills matrices of other dtypes.
         """
     def fill_blocks(
@@ -79,4 +83,4 @@ class PackedMatrix:
         weights in whole blocks. Releases the GIL.
         """
     def unpack(self) -> npt.NDArray[np.float32]:
-        """Return the matrix as the kernels see it, [out_features, in_features] without padding. For tests."""
+        """Return the matrix as the kernels see it, [out_features, in_features] rotated back. For tests."""

@@ -9,8 +9,8 @@ from libc.string cimport memcpy, memset
 import numpy as np
 
 from .isa import WEIGHT_CODES
-from .isa cimport (QUIRE_BF16, QUIRE_F32, QUIRE_MXFP4, QUIRE_Q4, QUIRE_Q4_K, QUIRE_Q4_Z, QUIRE_Q8, QUIRE_SUPER_BLOCK,
-                   quire_panel_bytes, quire_tiles, tiles_of)
+from .isa cimport (QUIRE_BF16, QUIRE_F32, QUIRE_MXFP4, QUIRE_Q4, QUIRE_Q4_K, QUIRE_Q4_Z, QUIRE_Q8,
+                   QUIRE_SUPER_BLOCK, quire_num_scales, quire_panel_bytes, quire_tiles, tiles_of)
 
 cdef extern from "ggml.h" nogil:
     enum:
@@ -35,6 +35,7 @@ cdef extern from "ggml.h" nogil:
     void quire_ggml_requantize(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane,
                                uint8_t *panel, uint16_t *scales)
 
+GROUPS = (0, 1, 2, 4)
 GGML_DTYPES = {"Q8_0": "q8", "Q4_0": "q4", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k",
                "MXFP4": "mxfp4", "Q5_0": "q8"}
 BLOCK_DTYPES = GGML_DTYPES | {"Q4_Z": "q4_z"}
@@ -47,8 +48,11 @@ _INTEGERS = {"q8", "q4", *BLOCK_DTYPES.values()}    # dtypes that multiply q8 ac
 _ZEROS = {"q8": 0x80, "q4": 0x88}    # bytes of padding: weights are stored unsigned
 
 
-def packed_nbytes(out_features, in_features, dtype):
-    return sum([_panels_nbytes(columns, in_features, of) for columns, of in column_ranges(out_features, dtype)])
+def packed_nbytes(out_features, in_features, dtype, group=0):
+    ranges = column_ranges(out_features, dtype)
+    if group and ranges != ((out_features, "q8"),) or group not in GROUPS:
+        raise ValueError(f"only a matrix in q8 has groups, of 1, 2 or 4 blocks, not {group} in {dtype!r}")
+    return sum([_panels_nbytes(columns, in_features, of, group) for columns, of in ranges])
 
 
 def column_ranges(out_features, dtype):
@@ -73,7 +77,7 @@ def column_ranges(out_features, dtype):
     return tuple(ranges)
 
 
-def _panels_nbytes(columns, in_features, dtype):
+def _panels_nbytes(columns, in_features, dtype, group):
     """Return the bytes of one range of columns; its sizes are padded to 32."""
     if dtype not in WEIGHT_CODES:
         raise ValueError(f"weight dtype must be one of {', '.join(WEIGHT_CODES)}, not {dtype!r}")
@@ -83,8 +87,8 @@ def _panels_nbytes(columns, in_features, dtype):
     if WEIGHT_CODES[dtype] >= QUIRE_Q4_K and in_features % block:
         raise ValueError(f"{dtype} needs in_features in multiples of {block}, not {in_features}")
     width = _padded(in_features)
-    scales = _padded(columns) * width // 32 * 2 if dtype in _ZEROS else 0
-    return _padded(columns) // 16 * quire_panel_bytes(WEIGHT_CODES[dtype], width) + scales
+    scales = quire_num_scales(width, group) * 32 if dtype in _ZEROS else 0
+    return _padded(columns) // 16 * (quire_panel_bytes(WEIGHT_CODES[dtype], width) + scales)
 
 
 def _padded(n):
@@ -112,11 +116,9 @@ def _ggml_code(ggml_type):
 
 
 cdef class PackedMatrix:
-    def __init__(self, out_features, in_features, dtype, memory, input_order=None, group=1):
-        if group < 1 or group > 1 and dtype != "q8":
-            raise ValueError(f"only a matrix in q8 has groups of blocks, not {group} in {dtype!r}")
+    def __init__(self, out_features, in_features, dtype, memory, input_order=None, group=0):
+        self.nbytes = packed_nbytes(out_features, in_features, dtype, group)
         self.group = group
-        self.nbytes = packed_nbytes(out_features, in_features, dtype)
         cdef uint8_t[::1] view = memory
         if view.shape[0] < self.nbytes:
             raise ValueError(f"{self.nbytes} bytes are needed, the memory given has {view.shape[0]}")
@@ -133,7 +135,7 @@ cdef class PackedMatrix:
         cdef int64_t offset = 0
         for index, (columns, of) in enumerate(self.ranges):
             self._add_part(&self.parts[index], &view[0] + offset, columns, of)
-            offset += _panels_nbytes(columns, in_features, of)
+            offset += _panels_nbytes(columns, in_features, of, group)
 
     cdef _add_part(self, Panels *part, uint8_t *memory, columns, dtype):
         cdef int64_t panels = _padded(columns) // 16
@@ -141,7 +143,9 @@ cdef class PackedMatrix:
         part.first_panel = self.panels
         part.data = <char *>memory
         part.panel_bytes = quire_panel_bytes(part.dtype, self.width)
+        part.group = self.group
         part.scales = <uint16_t *>(memory + panels * part.panel_bytes) if dtype in _ZEROS else NULL
+        part.panel_scales = 16 * quire_num_scales(self.width, self.group)
         if dtype in _ZEROS:
             memset(memory, <int>_ZEROS[dtype], panels * part.panel_bytes)
         self.panels += panels
@@ -169,22 +173,23 @@ cdef class PackedMatrix:
             raise ValueError(f"rows of {blocks.shape[1]} bytes are not {self.in_features} weights in {ggml_type}, "
                              f"{quire_ggml_weights(code)} in {quire_ggml_bytes(code)} bytes")
         cdef float[:, ::1] widened = np.empty((16, self.in_features), np.float32)
+        cdef float[::1] rotated = np.empty(self.width, np.float32)
         cdef const Panels *part
         with nogil:
             while row < blocks.shape[0]:
                 column = _column(first, row, phase)
                 count = _columns_in_panel(first, row, phase, blocks.shape[0])
                 part = self._part(column // 16)
-                if part.dtype == native and self.group == 1:
+                if part.dtype == native and not self.group:
                     quire_ggml_pack(code, &blocks[row, 0], blocks.shape[1], count, num_blocks, <int>(column % 16),
-                                    <uint8_t *>_panel(part, column), _scales(part, column, self.width))
-                elif part.dtype == QUIRE_Q8 and self.group == 1:
+                                    <uint8_t *>_panel(part, column), _scales(part, column))
+                elif part.dtype == QUIRE_Q8 and not self.group:
                     quire_ggml_requantize(code, &blocks[row, 0], blocks.shape[1], count, num_blocks, <int>(column % 16),
-                                          <uint8_t *>_panel(part, column), _scales(part, column, self.width))
+                                          <uint8_t *>_panel(part, column), _scales(part, column))
                 else:
                     for i in range(count):
                         quire_ggml_widen(code, &blocks[row + i, 0], num_blocks, &widened[i, 0])
-                    self._fill_columns(part, &widened[0, 0], column, count)
+                    self._fill_columns(part, &widened[0, 0], column, count, &rotated[0])
                 row += count
 
     cdef int _check_columns(self, int64_t start, int64_t n, interleave, int native) except -2:
@@ -208,16 +213,19 @@ cdef class PackedMatrix:
     cdef _fill_rows(self, const float[:, ::1] rows, int64_t first, int64_t base, int phase):
         """Pack rows of a source, beginning with row `base` of the source."""
         cdef int64_t row = 0, column, count
+        cdef float[::1] rotated = np.empty(self.width, np.float32)
         with nogil:
             while row < rows.shape[0]:
                 column = _column(first, base + row, phase)
                 count = _columns_in_panel(first, base + row, phase, base + rows.shape[0])
-                self._fill_columns(self._part(column // 16), &rows[row, 0], column, count)
+                self._fill_columns(self._part(column // 16), &rows[row, 0], column, count, &rotated[0])
                 row += count
 
-    cdef void _fill_columns(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil:
-        """Pack `count` rows as columns of one panel from `column` on."""
+    cdef void _fill_columns(self, const Panels *part, const float *rows, int64_t column, int64_t count,
+                            float *rotated) noexcept nogil:
+        """Pack `count` rows as columns of one panel from `column` on; `rotated` has memory for one of them."""
         cdef int64_t row
+        cdef const float *inputs
         if part.dtype == QUIRE_Q4:
             self._fill_q4(part, rows, column, count)
             return
@@ -225,22 +233,30 @@ cdef class PackedMatrix:
             self._fill_bf16(part, rows, column, count)
             return
         for row in range(count):
-            self._fill_column(part, rows + row * self.in_features, column + row)
+            inputs = rows + row * self.in_features
+            if part.dtype == QUIRE_F32:
+                self._fill_f32(part, inputs, column + row)
+            elif part.group:
+                self.tiles.rotate(inputs, self.in_features, part.group, rotated)
+                self._fill_q8(part, rotated, self.width, column + row)
+            else:
+                self._fill_q8(part, inputs, self.in_features, column + row)
 
-    cdef void _fill_column(self, const Panels *part, const float *row, int64_t column) noexcept nogil:
-        cdef char *panel = _panel(part, column)
-        cdef uint16_t *scales = _scales(part, column, self.width)
-        cdef int64_t lane = column % 16, k, columns = 32 * self.group
+    cdef void _fill_f32(self, const Panels *part, const float *row, int64_t column) noexcept nogil:
+        cdef float *lane = <float *>_panel(part, column) + column % 16
+        cdef int64_t k
+        for k in range(self.in_features):
+            lane[k * 16] = row[k]
+
+    cdef void _fill_q8(self, const Panels *part, const float *row, int64_t inputs, int64_t column) noexcept nogil:
+        cdef uint8_t *lane = <uint8_t *>_panel(part, column) + column % 16 * 4
+        cdef uint16_t *scales = _scales(part, column) + column % 16
+        cdef int64_t columns = 32 * max(<int64_t>1, part.group), k
         cdef float top = 0
-        if part.dtype == QUIRE_F32:
-            for k in range(self.in_features):
-                (<float *>panel)[k * 16 + lane] = row[k]
-        else:
-            for k in range(0, self.in_features, 32):
-                if k % columns == 0:
-                    top = quire_top(row + k, min(columns, self.in_features - k))
-                quire_quantize_q8(row + k, min(32, self.in_features - k), top, <uint8_t *>panel + k * 16 + lane * 4,
-                                  scales + k // 2 + lane)
+        for k in range(0, inputs, 32):
+            if k % columns == 0:
+                top = quire_top(row + k, min(columns, inputs - k))
+            quire_quantize_q8(row + k, min(<int64_t>32, inputs - k), top, lane + k * 16, scales + k // columns * 16)
 
     cdef void _fill_bf16(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil:
         """Round `count` columns of one panel from `column` on, in blocks of 32 along K: columns share cache lines."""
@@ -262,7 +278,7 @@ cdef class PackedMatrix:
         cdef uint8_t packed[256]
         cdef uint16_t fitted[16]
         cdef char *block = _panel(part, column)
-        cdef uint16_t *scales = _scales(part, column, self.width)
+        cdef uint16_t *scales = _scales(part, column)
         cdef int64_t lane = column % 16, row, k, i, line
         memset(w, 0, sizeof(w))
         for k in range(0, self.in_features, 32):
@@ -284,8 +300,10 @@ cdef class PackedMatrix:
         cdef int64_t column
         for column in range(self.out_features):
             part = self._part(column // 16)
-            tiles.unpack_column(_panel(part, column), _scales(part, column, self.width), part.dtype, self.width,
+            tiles.unpack_column(_panel(part, column), _scales(part, column), part.dtype, part.group, self.width,
                                 column % 16, &out[column, 0])
+            if part.group:
+                tiles.rotate_back(&out[column, 0], self.width, part.group)
         return np.asarray(out)[:, : self.in_features]
 
 
@@ -293,9 +311,9 @@ cdef char *_panel(const Panels *part, int64_t column) noexcept nogil:
     return part.data + (column // 16 - part.first_panel) * part.panel_bytes
 
 
-cdef uint16_t *_scales(const Panels *part, int64_t column, int64_t width) noexcept nogil:
-    """Return the scales of a column's panel, [width / 32][16], or NULL."""
-    return part.scales + (column // 16 - part.first_panel) * (width // 2) if part.scales != NULL else NULL
+cdef uint16_t *_scales(const Panels *part, int64_t column) noexcept nogil:
+    """Return the scales of a column's panel, or NULL."""
+    return part.scales + (column // 16 - part.first_panel) * part.panel_scales if part.scales != NULL else NULL
 
 
 cdef int64_t _column(int64_t start, int64_t row, int phase) noexcept nogil:

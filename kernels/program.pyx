@@ -32,7 +32,7 @@ _NO_PAGES = EphemeralPages(0, 0, 1, 2, "f32")       # pages of texts without att
 
 def scratch_nbytes(head_dim, workers, ops):
     """Return the bytes of all workers' scratch: each worker's own, which every op uses, and the heads they share."""
-    linears = [(op.weight if isinstance(op, Linear) else op.weights[0], op.out.group) for op in ops
+    linears = [(op.weight if isinstance(op, Linear) else op.weights[0], max(1, op.out.group)) for op in ops
                if isinstance(op, (Linear, ExpertLinear))]
     sizes = [linear_scratch_bytes(padded(weight.in_features), has_minimums(weight),
                                   [WEIGHT_CODES[dtype] for _, dtype in weight.ranges], span, weight.group)

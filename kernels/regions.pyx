@@ -11,6 +11,7 @@ from .experts cimport RoutingTables
 from .isa cimport quire_itemsize, quire_output
 from .isa import DTYPE_CODES
 from .ops import BLOCK, aligned, max_groups, padded
+from .pack import GROUPS
 from .step cimport Value
 
 _NUMPY_DTYPES = {"f32": np.float32, "bf16": np.uint16, "q8": np.int8, "i32": np.int32}
@@ -34,8 +35,8 @@ cdef class Regions:
         if region.offset < 0 or region.offset % 64 or region.offset + region.nbytes > self.nbytes:
             raise ValueError(f"{region!r} is not aligned or not inside an arena of {self.nbytes} bytes")
         width = padded(columns)
-        if region.group < 1 or region.group > 1 and dtype != "q8":
-            raise ValueError(f"only q8 has groups of blocks, not {region!r}")
+        if region.group not in GROUPS or region.group and dtype != "q8":
+            raise ValueError(f"only q8 has groups, of 1, 2 or 4 blocks, not {region!r}")
         planes = region.offset + aligned(region.rows * width * quire_itemsize(_CODES[dtype]))
         value.dtype = _CODES[dtype]
         value.columns = columns
@@ -65,8 +66,6 @@ cdef class Regions:
             return False
         if op.out.dtype != "f32":
             raise ValueError(f"a norm needs f32, not {op.out!r}")
-        if op.normed.data.group > 1:
-            raise ValueError(f"a norm that another op writes has a scale for each block, not {op.normed.data!r}")
         columns = op.out.columns
         squares = self.value(op.normed.squares, padded(columns) // BLOCK, "f32", rows)
         output[0] = self.output(op.normed.data, columns, rows)

@@ -53,9 +53,12 @@ cdef void _embed_row(const EmbedOp *op, const Step *step, const quire_tiles *til
 
 cdef void _unpack(const Panels *panels, int64_t width, const quire_tiles *tiles, int64_t column,
                   float *out) noexcept nogil:
-    tiles.unpack_column(panels.data + column // 16 * panels.panel_bytes,
-                        panels.scales + column // 16 * (width // 2) if panels.scales != NULL else NULL, panels.dtype,
-                        width, <int>(column % 16), out)
+    cdef int64_t panel = column // 16
+    tiles.unpack_column(panels.data + panel * panels.panel_bytes,
+                        panels.scales + panel * panels.panel_scales if panels.scales != NULL else NULL, panels.dtype,
+                        panels.group, width, <int>(column % 16), out)
+    if panels.group:
+        tiles.rotate_back(out, width, panels.group)
 
 
 cdef void _add(const float *x, int64_t n, float *out) noexcept nogil:

@@ -220,7 +220,8 @@ typedef struct {
 static const char *multiply_rows(const rows_part *part, int64_t block, const band_size *s, const char *packed, lines *next,
                                  part_memory *memory, product *last) {
   const quire_linear_tile *t = part->t;
-  const int64_t blocks = t->a.width / 32, band_bytes = s->dots * s->blocks * 512;
+  const int64_t band_bytes = s->dots * s->blocks * 512, scale = t->a.group > 1 ? block / t->a.group : block;
+  const int64_t num_scales = quire_num_scales(t->a.width, t->a.group);
   const band b = band_at(t, block, s, memory->rest);
   lines following[2];
   for (int j = 0; j < 2; j++) following[j] = lines_in(b.first[j] + band_bytes, (int)band_bytes / 64, part->tiles);
@@ -235,7 +236,7 @@ static const char *multiply_rows(const rows_part *part, int64_t block, const ban
     *last = (product){
         .dots = memory->dots + at, .scales = (const float *)packed, .sums = (const int32_t *)packed + TILE_ROWS,
         .dot_stride = 2 * TILE_ROWS, .row_stride = 1,
-        .columns = {t->scales + block * 16, t->scales + (blocks + block) * 16}, .column_stride = s->blocks * 16,
+        .columns = {t->scales + scale * 16, t->scales + (num_scales + scale) * 16}, .column_stride = 16,
         .out = (float *)memory->sums[i * TILE_ROWS], .ld = 32,
         .count = s->dots, .from = 0, .to = rows_of_tile(part->first / TILE_ROWS + i, part->rows)};
     packed += bytes_of_unit(s, part->tile_rows);
@@ -254,8 +255,8 @@ static const char *multiply_part(const rows_part *part, const char *packed, line
   band_size s;
   for (int64_t block = 0; block < blocks; block += s.dots * s.blocks) {
     s = size_of_band(block, blocks, t->a.group);
-    for (int d = 0; t->next_scales && part->first == 0 && d < s.dots; d++)
-      for (int j = 0; j < 2; j++) __builtin_prefetch(t->next_scales + (j * blocks + block + d * s.blocks) * 32, 0, 2);
+    if (t->next_scales && part->first == 0)  // Both panels have 32 bytes for each dot, one panel after the other.
+      for (int d = 0; d < s.dots; d++) __builtin_prefetch(t->next_scales + (block / s.blocks + d) * 64, 0, 2);
     packed = multiply_rows(part, block, &s, packed, next, &memory, &last);
   }
   scale_half(&last, 0);

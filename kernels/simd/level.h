@@ -32,6 +32,8 @@ void ISA(merge)(int rows, int64_t head_dim, const float *m, const float *l, cons
                 float *total_m, float *total_l, float *total_o);
 void ISA(convert)(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_output *out, int64_t row,
                   int64_t column);
+void ISA(rotate)(const float *x, int64_t columns, int64_t group, float *out);
+void ISA(rotate_back)(float *x, int64_t width, int64_t group);
 void ISA(rms_factors)(const float *squares, int64_t width, int64_t rows, int64_t columns, float eps, float *factors);
 float ISA(inverse_rms)(const float *x, float eps, int64_t n);
 void ISA(add_norm)(const float *y, const float *weight, float eps, int64_t columns, float *x);
@@ -45,7 +47,8 @@ void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *
 void ISA(store_key)(const float *x, int64_t slot, const quire_page *page);
 void ISA(store_value)(const float *x, int64_t slot, const quire_page *page);
 void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out);
-void ISA(unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane, float *out);
+void ISA(unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t group, int64_t width, int lane,
+                        float *out);
 void ISA(unpack_k)(const void *panel, int bits, int64_t width, int lane, float *out);
 void ISA(unpack_mxfp4)(const void *panel, int64_t width, int lane, float *out);
 void ISA(quantize_q4)(const float *w, uint16_t *scales, void *block);

@@ -84,16 +84,13 @@ INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile
 INLINE void body_groups(const int rows, const quire_linear_tile *t) {
   const int64_t width = t->a.width, blocks = width / 32, group = t->a.group;
   const uint8_t *w0 = t->w, *w1 = w0 + t->panel_bytes;
-  const uint16_t *s0 = t->scales, *s1 = s0 + blocks * 16;
+  const uint16_t *s0 = t->scales, *s1 = s0 + quire_num_scales(width, group) * 16;
+  const char *next = t->next, *next_scales = t->next_scales;
   const int8_t *a = t->a.data;
   vf acc[LINEAR_ROWS][2];
   UNROLL for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = vf_zero();
-  const char *next = t->next;
-  for (int64_t b = 0; b < blocks; b += group) {
-    if (t->next_scales) {
-      __builtin_prefetch(t->next_scales + b * 32, 0, 2);
-      __builtin_prefetch(t->next_scales + (blocks + b) * 32, 0, 2);
-    }
+  for (int64_t b = 0; b < blocks; b += group, s0 += 16, s1 += 16) {
+    if (next_scales) __builtin_prefetch(next_scales, 0, 2), next_scales += 64;  // scales of both panels: neighbors
     vi dot[LINEAR_ROWS][2];
     UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_dot4_start(t->a.sums[i * blocks + b]);
     const int64_t last = b + group < blocks ? b + group : blocks;
@@ -101,7 +98,7 @@ INLINE void body_groups(const int rows, const quire_linear_tile *t) {
       next = fetch_next(next, t->next_lines);
       add_dot_q8(rows, w0, w1, a, width, dot);
     }
-    const vf x = vf_load_f16(s0 + b * 16), y = vf_load_f16(s1 + b * 16);
+    const vf x = vf_load_f16(s0), y = vf_load_f16(s1);
     UNROLL for (int i = 0; i < rows; i++) {
       const vf z = vf_set1(t->a.scales[i * blocks + b]);
       acc[i][0] = vf_fma(vf_from(dot[i][0]), vf_mul(x, z), acc[i][0]);
@@ -111,34 +108,51 @@ INLINE void body_groups(const int rows, const quire_linear_tile *t) {
   finish(rows, acc, t);
 }
 
-// The same as body_blocks for one panel. `ahead` is prefetched meanwhile, as many bytes as are read.
-INLINE void panel_of_blocks(const int dtype, const int rows, const quire_linear_tile *t, const int panel,
-                            const char **ahead, vf sums[][2]) {
-  const int64_t width = t->a.width, blocks = width / 32, block_bytes = quire_panel_bytes(dtype, 32);
+// The same as body_blocks for one panel of q4. `ahead` is prefetched meanwhile, as many bytes as are read.
+INLINE void panel_of_q4(const int rows, const quire_linear_tile *t, const int panel, const char **ahead, vf sums[][2]) {
+  const int64_t width = t->a.width, blocks = width / 32;
   const uint8_t *w = (const uint8_t *)t->w + panel * t->panel_bytes;
   const uint16_t *scales = t->scales + panel * blocks * 16;
   const int8_t *a = t->a.data;
   vf acc[LINEAR_ROWS];
   UNROLL for (int i = 0; i < rows; i++) acc[i] = vf_zero();
-  for (int64_t b = 0; b < blocks; b++, w += block_bytes, a += 32) {
-    *ahead = fetch_ahead(*ahead, block_bytes, dtype == QUIRE_Q8, t);
+  for (int64_t b = 0; b < blocks; b++, w += 256, a += 32) {
+    *ahead = fetch_ahead(*ahead, 256, 0, t);
+    vh sum[LINEAR_ROWS];
+    UNROLL for (int i = 0; i < rows; i++) sum[i] = vh_start(t->a.sums + i * blocks + b);
+    UNROLL for (int k = 0; k < 4; k++) {
+      const wq4 u = wq4_load(w + k * 64);
+      UNROLL for (int i = 0; i < rows; i++) sum[i] = vh_dot8(sum[i], u, a + i * width + k * 4, a + i * width + k * 4 + 16);
+    }
+    const vf s = vf_load_f16(scales + b * 16);
+    UNROLL for (int i = 0; i < rows; i++)
+      acc[i] = vf_fma(vf_from(vh_end(sum[i], t->a.sums + i * blocks + b)),
+                      vf_mul(s, vf_set1(t->a.scales[i * blocks + b])), acc[i]);
+  }
+  UNROLL for (int i = 0; i < rows; i++) sums[i][panel] = acc[i];
+}
+
+// The same as body_blocks or body_groups for one panel of q8: groups of `group` blocks.
+INLINE void panel_of_q8(const int64_t group, const int rows, const quire_linear_tile *t, const int panel,
+                        const char **ahead, vf sums[][2]) {
+  const int64_t width = t->a.width, blocks = width / 32;
+  const uint8_t *w = (const uint8_t *)t->w + panel * t->panel_bytes;
+  const uint16_t *scales = t->scales + panel * quire_num_scales(width, group) * 16;
+  const int8_t *a = t->a.data;
+  vf acc[LINEAR_ROWS];
+  UNROLL for (int i = 0; i < rows; i++) acc[i] = vf_zero();
+  for (int64_t b = 0; b < blocks; b += group, scales += 16) {
     vi dot[LINEAR_ROWS];
-    if (dtype == QUIRE_Q8) {
-      UNROLL for (int i = 0; i < rows; i++) dot[i] = vi_dot4_start(t->a.sums[i * blocks + b]);
+    UNROLL for (int i = 0; i < rows; i++) dot[i] = vi_dot4_start(t->a.sums[i * blocks + b]);
+    const int64_t last = b + group < blocks ? b + group : blocks;
+    for (int64_t j = b; j < last; j++, w += 512, a += 32) {
+      *ahead = fetch_ahead(*ahead, 512, 1, t);
       UNROLL for (int k = 0; k < 8; k++) {
         const wq8 u = wq8_load(w + k * 64);
         UNROLL for (int i = 0; i < rows; i++) dot[i] = vi_dot4(dot[i], u, a + i * width + k * 4);
       }
-    } else {
-      vh sum[LINEAR_ROWS];
-      UNROLL for (int i = 0; i < rows; i++) sum[i] = vh_start(t->a.sums + i * blocks + b);
-      UNROLL for (int k = 0; k < 4; k++) {
-        const wq4 u = wq4_load(w + k * 64);
-        UNROLL for (int i = 0; i < rows; i++) sum[i] = vh_dot8(sum[i], u, a + i * width + k * 4, a + i * width + k * 4 + 16);
-      }
-      UNROLL for (int i = 0; i < rows; i++) dot[i] = vh_end(sum[i], t->a.sums + i * blocks + b);
     }
-    const vf s = vf_load_f16(scales + b * 16);
+    const vf s = vf_load_f16(scales);
     UNROLL for (int i = 0; i < rows; i++)
       acc[i] = vf_fma(vf_from(dot[i]), vf_mul(s, vf_set1(t->a.scales[i * blocks + b])), acc[i]);
   }
@@ -146,18 +160,28 @@ INLINE void panel_of_blocks(const int dtype, const int rows, const quire_linear_
 }
 
 // Memory limits few rows, and a single stream is read faster than two side by side: the panels follow each other.
-INLINE void body_stream(const int dtype, const int rows, const quire_linear_tile *t) {
-  const char *ahead = start_ahead(t, dtype == QUIRE_Q8 ? 2048 : 4096);
+INLINE void stream_q8(const int64_t group, const int rows, const quire_linear_tile *t) {
+  const char *ahead = start_ahead(t, 2048);
   vf acc[LINEAR_ROWS][2];
-  UNROLL for (int j = 0; j < 2; j++) panel_of_blocks(dtype, rows, t, j, &ahead, acc);
+  UNROLL for (int j = 0; j < 2; j++) panel_of_q8(group, rows, t, j, &ahead, acc);
+  finish(rows, acc, t);
+}
+INLINE void stream_q4(const int rows, const quire_linear_tile *t) {
+  const char *ahead = start_ahead(t, 4096);
+  vf acc[LINEAR_ROWS][2];
+  UNROLL for (int j = 0; j < 2; j++) panel_of_q4(rows, t, j, &ahead, acc);
   finish(rows, acc, t);
 }
 INLINE void body_q8(const int rows, const quire_linear_tile *t) {
-  if (rows <= STREAM_ROWS_Q8) body_stream(QUIRE_Q8, rows, t);
+  if (rows <= STREAM_ROWS_Q8) stream_q8(1, rows, t);
   else body_blocks(QUIRE_Q8, rows, t, NULL);
 }
+INLINE void body_rotated(const int rows, const quire_linear_tile *t) {
+  if (rows > STREAM_ROWS_Q8) body_groups(rows, t);
+  else stream_q8(t->a.group, rows, t);
+}
 INLINE void body_q4(const int rows, const quire_linear_tile *t) {
-  if (rows <= STREAM_ROWS_Q4) body_stream(QUIRE_Q4, rows, t);
+  if (rows <= STREAM_ROWS_Q4) stream_q4(rows, t);
   else body_blocks(QUIRE_Q4, rows, t, NULL);
 }
 
@@ -198,8 +222,8 @@ void ISA(linear_bf16)(int rows, const quire_linear_tile *t) {
 }
 void ISA(linear_q8)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= LINEAR_ROWS);
-  if (t->a.group > 1) {
-    PER_ROW_COUNT(body_groups)
+  if (t->a.group) {
+    PER_ROW_COUNT(body_rotated)
   } else {
     PER_ROW_COUNT(body_q8)
   }

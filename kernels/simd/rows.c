@@ -1,157 +1,9 @@
-// Row-wise arithmetic: conversion of activations, both halves of an RMS norm, maxima, and the exponentials of sampling.
-#include <assert.h>
-#include <float.h>
+// Row-wise arithmetic: both halves of an RMS norm, maxima, unpacked columns, and the exponentials of sampling.
 #include <math.h>
 #include <stddef.h>
 #include <string.h>
 
 #include "level.h"
-
-// x rounded up to two bits of mantissa (see `vs`); 0 for x below the normal numbers.
-INLINE float round_scale(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  bits = x < FLT_MIN ? 0 : (bits + 0x1fffff) & ~0x1fffffu;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-
-// Blocks of 32 columns that are converted together, and where they go.
-typedef struct {
-  vf y[AT_ONCE][2];
-  int64_t row[AT_ONCE], column[AT_ONCE];
-} some_blocks;
-
-// Columns of one row that share a scale.
-typedef struct {
-  const float *x;
-  int64_t columns;  // padding follows up to the next multiple of 32
-  int64_t at;       // offset of the first column in a row
-} column_group;
-
-// Quantize n groups to q8; NaN as in `quantize`.
-INLINE void quantize_groups(const int n, const column_group *g, const quire_rows *out) {
-  vf tops[AT_ONCE];
-  vi sums[AT_ONCE];
-  float top[AT_ONCE];
-  int32_t sum[AT_ONCE];
-  int finite[AT_ONCE];
-  UNROLL for (int i = 0; i < n; i++) {
-    vf odd = vf_zero();  // NaN in lanes with a column that is not finite
-    tops[i] = vf_zero();
-    for (int64_t j = 0; j < g[i].columns; j += 16) {
-      const vf y = columns_of(g[i].x, j, g[i].columns, vf_zero());
-      tops[i] = vf_max(vf_abs(y), tops[i]);
-      odd = vf_fma(y, vf_zero(), odd);
-    }
-    finite[i] = !vf_any_nan(odd);
-  }
-  REDUCE(vf_max4, vf_reduce_max, n, tops, top)
-  UNROLL for (int i = 0; i < n; i++) {
-    const float exact = finite[i] ? top[i] / 127.f : 0.f, scale = exact < FLT_MIN ? 0.f : exact;
-    const vf factor = vf_set1(scale > 0.f ? 1.f / scale : 0.f);
-    sums[i] = vi_zero();
-    for (int64_t j = 0; j < (g[i].columns + 31) / 32 * 32; j += 16) {
-      const vf y = columns_of(g[i].x, j, g[i].columns, vf_zero());
-      const vi q = finite[i] ? vi_from(vf_mul(y, factor)) : vi_zero();
-      vi_store_i8((int8_t *)out->data + g[i].at + j, q);
-      sums[i] = vi_add(sums[i], q);
-    }
-    out->scales[g[i].at / 32] = finite[i] ? scale : NAN;
-  }
-  REDUCE(vi_sum4, vi_sum, n, sums, sum)
-  UNROLL for (int i = 0; i < n; i++) out->sums[g[i].at / 32] = -128 * sum[i];
-}
-
-static void convert_groups(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_rows *out, int64_t at) {
-  column_group groups[AT_ONCE];
-  const int64_t most = out->group * 32;
-  int n = 0;
-  for (int64_t i = 0; i < rows; i++)
-    for (int64_t j = 0; j < columns; j += most) {
-      groups[n++] = (column_group){x + i * stride + j, columns - j < most ? columns - j : most, at + i * out->width + j};
-      if (n == AT_ONCE) quantize_groups(AT_ONCE, groups, out), n = 0;
-    }
-  for (int i = 0; i < n; i++) quantize_groups(1, groups + i, out);
-}
-
-// Quantize n blocks to q8; a block's scale depends on its columns only. A column that is not finite makes its block's scale
-// NaN, which reaches the logits of this row and ends this request only.
-INLINE void quantize(const int n, some_blocks *b, const quire_rows *out) {
-  vf tops[AT_ONCE];
-  vi sums[AT_ONCE];
-  float top[AT_ONCE];
-  int32_t sum[AT_ONCE];
-  UNROLL for (int i = 0; i < n; i++) tops[i] = vf_max(vf_abs(b->y[i][0]), vf_abs(b->y[i][1]));
-  REDUCE(vf_max4, vf_reduce_max, n, tops, top)
-  UNROLL for (int i = 0; i < n; i++) {
-    const int64_t at = b->row[i] * out->width + b->column[i];
-    const int finite = !vf_any_nan(vf_add(b->y[i][0], b->y[i][1])) && top[i] < INFINITY;
-    const float scale = round_scale(top[i] / 127.f);
-    const vf limit = vf_set1(127.f), factor = vf_set1(scale > 0.f ? 1.f / scale : 0.f);
-    vi q0 = vi_zero(), q1 = vi_zero();
-    if (finite) {
-      q0 = vi_from(vf_min(limit, vf_mul(b->y[i][0], factor)));
-      q1 = vi_from(vf_min(limit, vf_mul(b->y[i][1], factor)));
-    }
-    vi_store_i8((int8_t *)out->data + at, q0);
-    vi_store_i8((int8_t *)out->data + at + 16, q1);
-    out->scales[at / 32] = finite ? scale : NAN;
-    sums[i] = vi_add(q0, q1);
-  }
-  REDUCE(vi_sum4, vi_sum, n, sums, sum)
-  UNROLL for (int i = 0; i < n; i++) out->sums[(b->row[i] * out->width + b->column[i]) / 32] = -128 * sum[i];
-}
-
-INLINE void convert_blocks(const int n, some_blocks *b, const quire_output *out) {
-  if (out->norm) {
-    vf squares[AT_ONCE];
-    float sum[AT_ONCE];
-    UNROLL for (int i = 0; i < n; i++) squares[i] = vf_fma(b->y[i][1], b->y[i][1], vf_mul(b->y[i][0], b->y[i][0]));
-    REDUCE(vf_sum4, vf_sum, n, squares, sum)
-    UNROLL for (int i = 0; i < n; i++) {
-      out->squares[b->row[i] * out->squares_width + b->column[i] / 32] = sum[i];
-      b->y[i][0] = vf_mul(b->y[i][0], vf_load(out->norm + b->column[i]));
-      b->y[i][1] = vf_mul(b->y[i][1], vf_load(out->norm + b->column[i] + 16));
-    }
-  }
-  if (out->dtype == QUIRE_Q8) {
-    quantize(n, b, &out->rows);
-    return;
-  }
-  UNROLL for (int i = 0; i < n; i++) {
-    const int64_t at = b->row[i] * out->rows.width + b->column[i];
-    UNROLL for (int j = 0; j < 2; j++) {
-      if (out->dtype == QUIRE_BF16) vf_store_bf16((uint16_t *)out->rows.data + at + 16 * j, b->y[i][j]);
-      else vf_store((float *)out->rows.data + at + 16 * j, b->y[i][j]);
-    }
-  }
-}
-
-void ISA(convert)(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_output *out, int64_t row,
-                  int64_t column) {
-  if (out->rows.group > 1) {
-    assert(out->dtype == QUIRE_Q8 && !out->norm && column % (32 * out->rows.group) == 0);
-    convert_groups(x, stride, rows, columns, &out->rows, row * out->rows.width + column);
-    return;
-  }
-  int64_t i = 0, j = 0;  // the next block
-  some_blocks blocks;
-#define CONVERT(N) { \
-    UNROLL for (int k = 0; k < N; k++) { \
-      const float *of_row = x + i * stride; \
-      blocks.y[k][0] = columns_of(of_row, j, columns, vf_zero()); \
-      blocks.y[k][1] = columns_of(of_row, j + 16, columns, vf_zero()); \
-      blocks.row[k] = row + i, blocks.column[k] = column + j; \
-      j += 32; \
-      if (j >= columns) j = 0, i++; \
-    } \
-    convert_blocks(N, &blocks, out); \
-  }
-  int64_t left = rows * ((columns + 31) / 32);
-  for (; left >= AT_ONCE; left -= AT_ONCE) CONVERT(AT_ONCE)
-  for (; left > 0; left--) CONVERT(1)
-}
 
 void ISA(rms_factors)(const float *squares, int64_t width, int64_t rows, int64_t columns, float eps, float *factors) {
   const int64_t blocks = (columns + 31) / 32;
@@ -241,7 +93,8 @@ static void unpack_q4_z(const uint8_t *panel, int64_t width, int lane, float *ou
   }
 }
 
-void ISA(unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane, float *out) {
+void ISA(unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t group, int64_t width, int lane,
+                        float *out) {
   if (dtype == QUIRE_Q4_Z) {
     unpack_q4_z(panel, width, lane, out);
     return;
@@ -272,7 +125,7 @@ void ISA(unpack_column)(const void *panel, const uint16_t *scales, int dtype, in
       if (dtype == QUIRE_Q4) x[i] = (float)((k % 32 ? block[at] >> 4 : block[at] & 15) - 8);
       else x[i] = (float)(block[k % 32 * 16 + at] - 128);
     }
-    vf_store(s, vf_load_f16(scales + k / 32 * 16));
+    vf_store(s, vf_load_f16(scales + k / 32 / (group > 1 ? group : 1) * 16));
     vf_store(out + k, vf_mul(vf_load(x), vf_set1(s[lane])));
   }
 }

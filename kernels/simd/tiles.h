@@ -6,6 +6,7 @@
 
 enum { QUIRE_LANES = 16, QUIRE_BLOCK = 32, QUIRE_TILE = 64, QUIRE_MAX_HEAD = 512 };
 enum { QUIRE_LINE = 64 };  // bytes of a line: 4 for each lane
+enum { QUIRE_MOST_GROUP = 4 };  // blocks of 32 that may share a scale in q8
 // Dtypes of weights; the first three are also dtypes of activations. The code of a k-quant is its number of bits.
 enum { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_Q8 = 2, QUIRE_Q4 = 3 };
 enum { QUIRE_Q4_K = 4, QUIRE_Q5_K = 5, QUIRE_Q6_K = 6, QUIRE_MXFP4 = 7, QUIRE_Q4_Z = 8, QUIRE_DTYPES = 9 };
@@ -68,7 +69,8 @@ typedef struct {
   float *scales;    // q8: [rows][width/32], numbers with two bits of mantissa, 0 or NaN
   int32_t *sums;    // q8: [rows][width/32], -128 * sum of the block
   int64_t width;
-  int64_t group;    // q8: from 2 on, `group` blocks share a scale, any number, and a sum; both stand at the first of them
+  int64_t group;    // q8: from 1 on, columns are rotated, and `group` blocks share a scale, any number, and a sum, which
+                    // stand at the first of them; the last group has the blocks that are left
 } quire_rows;
 
 // Bytes of `rows` rows as a function `pack` of any level orders them.
@@ -78,6 +80,11 @@ static inline int64_t quire_packed_bytes(const int dtype, const int64_t width, c
   if (group <= 1) return all * (width + 8 * blocks);  // scales and sums, too
   const int64_t rest = blocks % group, of_group = 64 * ((group + 1) / 2) + 8;
   return all * (blocks / group * of_group + (rest ? 64 * ((rest + 1) / 2) + 8 : 0));
+}
+
+// Scales of one column of a q8 panel: of blocks, or of groups of them.
+static inline __attribute__((always_inline)) int64_t quire_num_scales(const int64_t width, const int64_t group) {
+  return group > 1 ? (width / 32 + group - 1) / group : width / 32;
 }
 
 // The destination of f32 results: converted to `dtype`; with `norm`, prepared for the linear layer after an RMS norm.
@@ -98,7 +105,7 @@ typedef struct {
 // `rows` rows times one pair of 16-column panels. `a` points at the first row.
 typedef struct {
   const void *w;           // first panel; the second follows `panel_bytes` later
-  const uint16_t *scales;  // q8, q4: fp16 [width/32][16] of the first panel; the second follows at width/32*16
+  const uint16_t *scales;  // q8, q4: fp16 [quire_num_scales][16] of the first panel; those of the second follow
   int64_t panel_bytes;
   void *scratch;           // q4, q4_k: for the unpacked pair of panels
   quire_rows a;
@@ -195,10 +202,12 @@ typedef struct {
   void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                 float *total_m, float *total_l, float *total_o);
   // Convert x[rows][columns], rows `stride` floats apart, into `out` from (row, column) on; column is a multiple of 32.
-  // Columns up to the next multiple of 32 become zero. With groups of blocks, `column` is a multiple of a group's columns,
-  // and there is no norm.
+  // Columns up to the next multiple of 32 become zero. With groups of blocks, `column` is a multiple of a group's columns.
   void (*convert)(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_output *out, int64_t row,
                   int64_t column);
+  // Rotate a column of weights, x[columns], as `convert` rotates rows for q8 in groups; `out` is padded to 32.
+  void (*rotate)(const float *x, int64_t columns, int64_t group, float *out);
+  void (*rotate_back)(float *x, int64_t width, int64_t group);    // the inverse, in place; width a multiple of 32
   // factors[rows] = 1 / sqrt(sum(squares) / columns + eps); squares [rows][width] has one sum per block of 32 columns.
   // NaN where the sum is not finite.
   void (*rms_factors)(const float *squares, int64_t width, int64_t rows, int64_t columns, float eps, float *factors);
@@ -224,7 +233,9 @@ typedef struct {
   void (*store_key)(const float *x, int64_t slot, const quire_page *page);
   void (*store_value)(const float *x, int64_t slot, const quire_page *page);
   void (*to_bf16)(const float *x, int64_t n, uint16_t *out);      // n a multiple of 16
-  void (*unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane, float *out);
+  // One column of a panel as f32 [width]; q8 in groups is still rotated.
+  void (*unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t group, int64_t width, int lane,
+                        float *out);
   // Quantize one block of a q4 panel, w [32][16]: fp16 scales [16] of least squared error, and 256 bytes of the panel.
   void (*quantize_q4)(const float *w, uint16_t *scales, void *block);
 

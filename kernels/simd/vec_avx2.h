@@ -123,6 +123,21 @@ static inline float vf_reduce_max(vf x) {
 }
 static inline float vf_first(vf x) { return _mm256_cvtss_f32(x.lo); }
 
+// Pairs of lanes that are 8, 4, 2 or 1 apart: (a, b) -> (a + b, a - b). A product with -1 is exact, so that is one rounding.
+static inline vf vf_pairs8(vf x) { return (vf){_mm256_add_ps(x.lo, x.hi), _mm256_sub_ps(x.lo, x.hi)}; }
+static inline __m256 pairs4_half(__m256 x) {
+  return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, 1, 1, -1, -1, -1, -1), _mm256_permute2f128_ps(x, x, 1));
+}
+static inline vf vf_pairs4(vf x) { return (vf){pairs4_half(x.lo), pairs4_half(x.hi)}; }
+static inline __m256 pairs2_half(__m256 x) {
+  return _mm256_fmadd_ps(x, _mm256_setr_ps(1, 1, -1, -1, 1, 1, -1, -1), _mm256_permute_ps(x, 0x4e));
+}
+static inline vf vf_pairs2(vf x) { return (vf){pairs2_half(x.lo), pairs2_half(x.hi)}; }
+static inline __m256 pairs1_half(__m256 x) {
+  return _mm256_fmadd_ps(x, _mm256_setr_ps(1, -1, 1, -1, 1, -1, 1, -1), _mm256_permute_ps(x, 0xb1));
+}
+static inline vf vf_pairs1(vf x) { return (vf){pairs1_half(x.lo), pairs1_half(x.hi)}; }
+
 static inline wbf wbf_load(const uint16_t *p) {
   return (wbf){_mm256_loadu_si256((const void *)p), _mm256_loadu_si256((const void *)(p + 16))};
 }

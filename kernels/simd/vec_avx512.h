@@ -110,6 +110,15 @@ static inline void vi_sum4(const vi v[4], int32_t *out) {
 }
 static inline float vf_first(vf x) { return _mm512_cvtss_f32(x); }
 
+// Pairs of lanes that are 8, 4, 2 or 1 apart: (a, b) -> (a + b, a - b). A product with -1 is exact, so that is one rounding.
+static inline vf signed_sum(__mmask16 minus, vf x, vf other) {
+  return _mm512_fmadd_ps(x, _mm512_mask_mov_ps(vf_set1(1.f), minus, vf_set1(-1.f)), other);
+}
+static inline vf vf_pairs8(vf x) { return signed_sum(0xff00, x, _mm512_shuffle_f32x4(x, x, 0x4e)); }
+static inline vf vf_pairs4(vf x) { return signed_sum(0xf0f0, x, _mm512_shuffle_f32x4(x, x, 0xb1)); }
+static inline vf vf_pairs2(vf x) { return signed_sum(0xcccc, x, _mm512_permute_ps(x, 0x4e)); }
+static inline vf vf_pairs1(vf x) { return signed_sum(0xaaaa, x, _mm512_permute_ps(x, 0xb1)); }
+
 static inline __m512i broadcast4(const void *a) {
   int32_t quad;
   __builtin_memcpy(&quad, a, 4);

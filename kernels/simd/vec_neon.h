@@ -103,6 +103,22 @@ static inline float vf_reduce_max(vf x) {  // the operands are not NaN, so the o
 }
 static inline float vf_first(vf x) { return vgetq_lane_f32(x.q[0], 0); }
 
+// Pairs of lanes that are 8, 4, 2 or 1 apart: (a, b) -> (a + b, a - b). A product with -1 is exact, so that is one rounding.
+static inline vf vf_pairs8(vf x) {
+  return (vf){{vaddq_f32(x.q[0], x.q[2]), vaddq_f32(x.q[1], x.q[3]), vsubq_f32(x.q[0], x.q[2]), vsubq_f32(x.q[1], x.q[3])}};
+}
+static inline vf vf_pairs4(vf x) {
+  return (vf){{vaddq_f32(x.q[0], x.q[1]), vsubq_f32(x.q[0], x.q[1]), vaddq_f32(x.q[2], x.q[3]), vsubq_f32(x.q[2], x.q[3])}};
+}
+static inline vf vf_pairs2(vf x) {
+  const float32x4_t sign = {1, 1, -1, -1};
+  MAP(vf, vfmaq_f32(vextq_f32(x.q[i], x.q[i], 2), x.q[i], sign));
+}
+static inline vf vf_pairs1(vf x) {
+  const float32x4_t sign = {1, -1, 1, -1};
+  MAP(vf, vfmaq_f32(vrev64q_f32(x.q[i]), x.q[i], sign));
+}
+
 // Four bytes of activations (2 bf16 or 4 int8) in every 32-bit lane.
 static inline uint32x4_t broadcast4(const void *a) {
   uint32_t bytes;

@@ -138,6 +138,18 @@ static inline float vf_reduce_max(vf x) {
 }
 static inline float vf_first(vf x) { return x.q[0][0]; }
 
+// Pairs of lanes that are 8, 4, 2 or 1 apart: (a, b) -> (a + b, a - b).
+static inline vf vf_pairs8(vf x) { return (vf){{x.q[0] + x.q[2], x.q[1] + x.q[3], x.q[0] - x.q[2], x.q[1] - x.q[3]}}; }
+static inline vf vf_pairs4(vf x) { return (vf){{x.q[0] + x.q[1], x.q[0] - x.q[1], x.q[2] + x.q[3], x.q[2] - x.q[3]}}; }
+static inline vf vf_pairs2(vf x) {
+  const i32x4 minus = {0, 0, INT32_MIN, INT32_MIN};
+  MAP(vf, ((f32x4){x.q[i][2], x.q[i][3], x.q[i][0], x.q[i][1]} + (f32x4)((i32x4)x.q[i] ^ minus)));
+}
+static inline vf vf_pairs1(vf x) {
+  const i32x4 minus = {0, INT32_MIN, 0, INT32_MIN};
+  MAP(vf, ((f32x4){x.q[i][1], x.q[i][0], x.q[i][3], x.q[i][2]} + (f32x4)((i32x4)x.q[i] ^ minus)));
+}
+
 static inline wbf wbf_load(const uint16_t *p) { wbf r; memcpy(&r, p, sizeof r); return r; }
 static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
   const f32x4 x = (f32x4)((u32x4){a[0], a[1]} << 16), first = set4(x[0]), second = set4(x[1]);

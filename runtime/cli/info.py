@@ -11,8 +11,10 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from ...kernels import supported_levels, unsupported_levels
+from ...kernels.ops import BLOCK
 from ..common.errors import ConfigError
 from ..model.runner import cache_folder, describe_choices, kept_tunings, pick_cpus, pick_isa, pick_tune_mode
+from ..model.weights.packing import GROUP, Q8_FORM
 from .flags import InfoFlags, settings_from
 
 MEASURE_HELP = (
@@ -40,6 +42,7 @@ def info(
     for tuning in kept_tunings():
         key = tuning.key
         print(f"tuned      {key.isa}, {key.threads} threads, {key.shape}: {describe_choices(tuning.choices)}")
+    print(f"q8         form {Q8_FORM}: rotated, with a scale per {BLOCK * GROUP} weights, if quantized at load")
     print(f"model      {config.model or 'bundled demo'}")
     if config.embedding_model is not None:
         print(f"embedding  {config.embedding_model}")

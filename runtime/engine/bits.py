@@ -15,6 +15,7 @@ from ..model import model_path, read_spec, weights_text
 from ..model.encoder import is_encoder, read_encoder
 from ..model.rope import uses_long_factors
 from ..model.runner import ModelRunner
+from ..model.weights.packing import Q8_FORM
 
 
 def bits_id(runner: ModelRunner, config: EngineConfig, model_digest: bytes) -> bytes:
@@ -23,14 +24,14 @@ def bits_id(runner: ModelRunner, config: EngineConfig, model_digest: bytes) -> b
     weights = weights_text(runner.spec, config.weights)
     by_level = "bf16" in weights.split(", ") or config.kv_cache_dtype == "bf16"
     rotation = uses_long_factors(runner.spec.ropes, capacity.max_model_len)
-    parts = (version("quire"), weights, capacity.layout, rotation, capacity.isa if by_level else "every level")
+    parts = (version("quire"), Q8_FORM, weights, capacity.layout, rotation, capacity.isa if by_level else "every level")
     return hashlib.sha256(repr(parts).encode() + model_digest).digest()
 
 
 def encoder_bits_id(isa: str, weights: str, model_digest: bytes) -> bytes:
     """Return the bits id, 32 bytes, of a loaded encoder."""
     level = "every level" if weights in ("q8", "f32") else isa
-    return hashlib.sha256(repr((version("quire"), weights, level)).encode() + model_digest).digest()
+    return hashlib.sha256(repr((version("quire"), Q8_FORM, weights, level)).encode() + model_digest).digest()
 
 
 def models_digest(config: EngineConfig) -> str:

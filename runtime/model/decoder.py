@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...kernels.ops import INPUT_DTYPES, DType, Epilogue, Ring
+from ...kernels.ops import Epilogue, Ring
 from ...kernels.pack import PackedMatrix
 from ...pager.layout import place_layers
-from .program import Heads, HeadWeights, Logits, NormedValue, ProgramBuilder, Value, input_dtype
+from .program import Heads, HeadWeights, Logits, NormedValue, ProgramBuilder, RowForm, Value, input_form
 from .rope import Table
 from .spec import DecoderSpec
 from .states import StateLayout
@@ -38,7 +38,7 @@ def emit_decoder(
 ) -> Logits:
     """Emit the ops from token ids to the logits of the rows that sample. `rotary` has one table per layer."""
     sampled = builder.gather(emit_layers(builder, spec, weights, rotary, states))
-    normed = builder.norm(sampled, weights.final_norm, spec.norm_eps, INPUT_DTYPES[weights.lm_head.dtype])
+    normed = builder.norm(sampled, weights.final_norm, spec.norm_eps, input_form(weights.lm_head))
     return builder.logits(normed, weights.lm_head, spec.logits_scale, spec.logits_softcap)
 
 
@@ -100,12 +100,12 @@ def _attention_block(
         norms_rows=spec.qk_norm_rows,
         causal=causal,
     )
-    normed = _normed(builder, spec, layer.input_norm, x, input_dtype(weights.qkv))
+    normed = _normed(builder, spec, layer.input_norm, x, input_form(weights.qkv))
     qkv = builder.linear(normed, weights.qkv, weights.qkv_bias, "qkv")
     head_weights = HeadWeights(
         spec.norm_eps, q_norm=weights.q_norm, k_norm=weights.k_norm, rotary=rotary, sinks=weights.sinks
     )
-    attended = builder.attention(qkv, heads, head_weights, input_dtype(weights.o))
+    attended = builder.attention(qkv, heads, head_weights, input_form(weights.o))
     _add(builder, spec, attended, weights.o, weights.o_bias, layer.attention_post_norm, x)
 
 
@@ -124,9 +124,9 @@ def _convolution_block(
     x: Value,
 ) -> None:
     """Emit x += out(convolution(in(norm(x))))."""
-    normed = _normed(builder, spec, layer.input_norm, x, input_dtype(weights.into))
+    normed = _normed(builder, spec, layer.input_norm, x, input_form(weights.into))
     gated = builder.linear(normed, weights.into, weights.into_bias, "gates, value")
-    convolved = builder.short_conv(gated, weights.taps, weights.taps_bias, ring, input_dtype(weights.out))
+    convolved = builder.short_conv(gated, weights.taps, weights.taps_bias, ring, input_form(weights.out))
     _add(builder, spec, convolved, weights.out, weights.out_bias, layer.attention_post_norm, x)
 
 
@@ -135,16 +135,16 @@ def _mlp_block(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, 
     mlp = layer.mlp
     if isinstance(mlp, ExpertWeights):
         assert layer.mlp_norm is not None, "families with experts norm what the router reads"
-        dtype = INPUT_DTYPES[mlp.gate_up[0].dtype]
-        _expert_block(builder, spec, mlp, x, builder.norm(x, layer.mlp_norm, spec.norm_eps, dtype))
+        normed = builder.norm(x, layer.mlp_norm, spec.norm_eps, input_form(mlp.gate_up[0]))
+        _expert_block(builder, spec, mlp, x, normed)
         return
     activated = builder.activated(
-        _normed(builder, spec, layer.mlp_norm, x, input_dtype(mlp.gate_up)),
+        _normed(builder, spec, layer.mlp_norm, x, input_form(mlp.gate_up)),
         mlp.gate_up,
         mlp.gate_up_bias,
         spec.intermediate_size,
         EPILOGUES[spec.activation],
-        input_dtype(mlp.down),
+        input_form(mlp.down),
     )
     _add(builder, spec, activated, mlp.down, mlp.down_bias, layer.mlp_post_norm, x)
 
@@ -164,16 +164,16 @@ def _expert_block(
         routing,
         experts.intermediate_size,
         EPILOGUES[spec.activation],
-        INPUT_DTYPES[weights.down[0].dtype],
+        input_form(weights.down[0]),
     )
     builder.combine_add(builder.expert_linear(activated, weights.down, weights.down_biases, routing), routing, x)
 
 
 def _normed(
-    builder: ProgramBuilder, spec: DecoderSpec, norm: Vector | None, x: Value, dtype: DType
+    builder: ProgramBuilder, spec: DecoderSpec, norm: Vector | None, x: Value, form: RowForm
 ) -> Value | NormedValue:
-    """Return norm(x), or x where the family does not norm it, in the dtype that the next linear layer reads."""
-    return builder.convert(x, dtype) if norm is None else builder.norm(x, norm, spec.norm_eps, dtype)
+    """Return norm(x), or x where the family does not norm it, in the form that the next linear layer reads."""
+    return builder.convert(x, form) if norm is None else builder.norm(x, norm, spec.norm_eps, form)
 
 
 def _add(

@@ -58,7 +58,10 @@ def aligned_bytes(nbytes: int, fill: int = 0) -> np.ndarray:
 
 @dataclass
 class Toy:
-    """A decoder of a few layers. `weights` and `kv` are dtypes; `windows` has one per layer."""
+    """A decoder of a few layers. `weights` and `kv` are dtypes; `windows` has one per layer.
+
+    The weights `rotated` are q8 in groups of `group` blocks, 4 by default.
+    """
 
     weights: str = "f32"
     kv: str = "f32"
@@ -74,6 +77,7 @@ class Toy:
     top_k: int = 2
     normalized: bool = True
     bias: bool = False  # every linear layer has a bias, not only qkv
+    group: int = 0  # blocks that share a scale in q8
     page_size: int = 32
     isa: str | None = None
     choices: dict[str, str] = field(default_factory=dict)  # functions of other levels
@@ -87,6 +91,8 @@ class Toy:
     ops: list = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.weights == "rotated":
+            self.weights, self.group = "q8", self.group or 4
         self.rng = np.random.default_rng(self.seed)
         self.offset = 0
         layers = len(self.windows)
@@ -151,13 +157,13 @@ class Toy:
             memory[:, released[released >= 0]] = 0xFF
             released[:] = -1
 
-    def _region(self, rows: int, columns: int, dtype: str) -> Region:
-        region = Region(self.offset, rows, columns, dtype)
+    def _region(self, rows: int, columns: int, dtype: str, group: int = 0) -> Region:
+        region = Region(self.offset, rows, columns, dtype, group)
         self.offset += region_nbytes(rows, columns, dtype)
         return region
 
     def _normed(self, rows: int) -> Normed:
-        data = self._region(rows, self.hidden, INPUT_DTYPES[self.weights])
+        data = self._region(rows, self.hidden, INPUT_DTYPES[self.weights], self.group)
         return Normed(data, self._region(rows, padded(self.hidden) // 32, "f32"), self._norm(self.hidden), 1e-6)
 
     def _random(self, *shape: int) -> np.ndarray:
@@ -180,8 +186,9 @@ class Toy:
         return bias
 
     def _packed(self, n: int, k: int, *sources: np.ndarray, dtype: str | None = None) -> PackedMatrix:
+        group = self.group if dtype is None else 0
         dtype = dtype or self.weights
-        matrix = PackedMatrix(n, k, dtype, self.memory(packed_nbytes(n, k, dtype)))
+        matrix = PackedMatrix(n, k, dtype, self.memory(packed_nbytes(n, k, dtype, group)), group=group)
         for index, source in enumerate(sources):
             interleave = index if len(sources) == 2 else None
             if dtype in BLOCK_DTYPES:
@@ -195,7 +202,7 @@ class Toy:
     def _ops(self) -> list:
         x, h = self._region(self.max_rows, self.hidden, "f32"), self._normed(self.max_rows)
         qkv = self._region(self.max_rows, (self.heads + 2 * self.kv_heads) * self.head_dim, "f32")
-        self.activated = self._region(self.max_rows, self.intermediate, INPUT_DTYPES[self.weights])
+        self.activated = self._region(self.max_rows, self.intermediate, INPUT_DTYPES[self.weights], self.group)
         embedding = self._packed(VOCAB, self.hidden, self._random(VOCAB, self.hidden) * 8)
         dim = max(2, self.head_dim // 4 * 2) if self.unusual else self.head_dim
         rotary = self.memory(MAX_POSITIONS * dim * 4).view(np.float32).reshape(MAX_POSITIONS, dim)
@@ -218,8 +225,8 @@ class Toy:
         d = self.head_dim
         hidden = self.hidden
         h2 = self._normed(self.max_rows)
-        a_converted = self._region(self.max_rows, heads * d, INPUT_DTYPES[self.weights])
-        is_converted = heads // kv_heads * d % BLOCK and a_converted.dtype != "f32"
+        a_converted = self._region(self.max_rows, heads * d, INPUT_DTYPES[self.weights], self.group)
+        is_converted = heads // kv_heads * d % (BLOCK * max(1, self.group)) and a_converted.dtype != "f32"
         a = self._region(self.max_rows, heads * d, "f32") if is_converted else a_converted
         mlp = self._expert_ops(x, h2, after) if self.experts else self._mlp_ops(x, h2, after)
         heads_of_norms = (heads, kv_heads) if self.unusual else (1, 1)
@@ -252,7 +259,7 @@ class Toy:
 
     def _convolution_ops(self, layer: int, x: Region, h: Normed) -> tuple[list, Normed]:
         gates = self._region(self.max_rows, 3 * self.hidden, "f32")
-        convolved = self._region(self.max_rows, self.hidden, INPUT_DTYPES[self.weights])
+        convolved = self._region(self.max_rows, self.hidden, INPUT_DTYPES[self.weights], self.group)
         into, out = (self._packed(n, self.hidden, self._random(n, self.hidden)) for n in (3 * self.hidden, self.hidden))
         rows = self.taps + self.ring
         ring = Ring(layer * aligned(rows * padded(self.hidden) * 4), rows)
@@ -292,7 +299,7 @@ class Toy:
             self._region(1 + max_groups(self.max_rows, self.experts, self.top_k), 3, "i32"),
         )
         dispatched = self._normed(places)
-        activated = self._region(places, self.intermediate, INPUT_DTYPES[self.weights])
+        activated = self._region(places, self.intermediate, INPUT_DTYPES[self.weights], self.group)
         outputs = self._region(places, self.hidden, "f32")
         gate_up, down = ([make() for _ in range(self.experts)] for make in (self._gate_up, self._down))
         experts = range(self.experts)

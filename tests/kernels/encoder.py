@@ -39,7 +39,7 @@ MAX_TEXTS = 40
 class Encoder:
     """Layers with norms after (`post_norm`, as BERT) or before each branch; `windows` has one per layer.
 
-    In q8, `group` blocks share a scale, except in the output of attention and pooling.
+    In q8 with a `group`, the inputs of linear layers are rotated, and that many blocks share a scale.
     """
 
     weights: str = "f32"
@@ -57,7 +57,7 @@ class Encoder:
     biased: bool = False
     epilogue: str = "gelu"
     pooling: str = "mean"
-    group: int = 1
+    group: int = 0
     isa: str | None = None
     threads: int = 2
     seed: int = 11
@@ -91,7 +91,7 @@ class Encoder:
         counts = [len(text) for text in texts]
         return np.concatenate(texts).astype(np.int32), np.cumsum([0, *counts]).astype(np.int32)
 
-    def region(self, rows: int, columns: int, dtype: str = "f32", group: int = 1) -> Region:
+    def region(self, rows: int, columns: int, dtype: str = "f32", group: int = 0) -> Region:
         region = Region(self.offset, rows, columns, dtype, group)
         self.offset += region_nbytes(rows, columns, dtype)
         return region
@@ -99,9 +99,9 @@ class Encoder:
     def random(self, *shape: int) -> np.ndarray:
         return (self.rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
 
-    def packed(self, n: int, k: int, size: float = 1.0, dtype: str | None = None, group: int = 1) -> PackedMatrix:
+    def packed(self, n: int, k: int, size: float = 1.0, dtype: str | None = None, group: int = 0) -> PackedMatrix:
         dtype = dtype or self.weights
-        matrix = PackedMatrix(n, k, dtype, self.memory(packed_nbytes(n, k, dtype)), group=group)
+        matrix = PackedMatrix(n, k, dtype, self.memory(packed_nbytes(n, k, dtype, group)), group=group)
         matrix.fill(self.random(n, k) * np.float32(size))
         return matrix
 
@@ -128,7 +128,8 @@ class Encoder:
             self._add_layer(x, h, window)
         pooled = self.region(MAX_TEXTS, self.hidden)
         projected = self.region(MAX_TEXTS, self.hidden)
-        self.vectors, converted = self.region(MAX_TEXTS, self.hidden), self.region(MAX_TEXTS, self.hidden, dtype)
+        self.vectors = self.region(MAX_TEXTS, self.hidden)
+        converted = self.region(MAX_TEXTS, self.hidden, dtype, self.group)
         self.ops += [PoolRows(x, pooled, self.pooling), Convert(pooled, converted)]
         self.ops += [self.linear(converted, projected, "tanh")]
         self.ops += [NormRows(projected, "l2", None, None, 1e-12, self.vectors)]
@@ -138,8 +139,11 @@ class Encoder:
         group = self.heads // self.kv_heads
         dtype = INPUT_DTYPES[self.weights]
         qkv = self.region(MAX_ROWS, (self.heads + 2 * self.kv_heads) * d)
-        a = self.region(MAX_ROWS, self.heads * d, dtype if group * d % BLOCK == 0 else "f32")
-        converted = a if a.dtype == dtype else self.region(MAX_ROWS, a.columns, dtype)
+        is_whole = group * d % (BLOCK * max(1, self.group)) == 0
+        a = self.region(MAX_ROWS, self.heads * d, dtype, self.group)
+        converted = a
+        if not is_whole and dtype != "f32":
+            a = self.region(MAX_ROWS, self.heads * d)
         q_norm, k_norm = (1 + self.random(d), 1 + self.random(d)) if self.qk_norm else (None, None)
         rotary = self.rng.uniform(-1, 1, (POSITIONS, d // 2 * 2)).astype(np.float32) if self.rotates else None
         bias = None

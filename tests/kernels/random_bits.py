@@ -30,7 +30,7 @@ from tests.kernels.conftest import BLOCK_DTYPES, MAX_POSITIONS, MAX_SAMPLES, VOC
 
 MAX_ROWS = 400
 LEVELS = supported_levels()
-DTYPES = ["f32", "q8", "q4", "bf16", *BLOCK_DTYPES], ["f32", "int8", "bf16"]
+DTYPES = ["f32", "q8", "rotated", "q4", "bf16", *BLOCK_DTYPES], ["f32", "int8", "bf16"]
 MULTIPLICATIONS = 100_000_000  # multiplications of a case's reference: about half a second
 REDUCING_S = 60
 POISONED_POSITION = 300  # a position in the middle of a page, so that the page is not cleared
@@ -106,7 +106,7 @@ def random_model(rng: random.Random) -> dict[str, Any]:
     windows = [rng.choice([0, 0, 0, 1, 64, 256, rng.randint(1, 400)]) for _ in range(rng.choice([1, 1, 2, 3]))]
     experts = rng.choice([0, 0, rng.randint(1, 40)])
     model = {
-        "weights": rng.choices(DTYPES[0], [3, 4, 4, 1, 1, 1, 1, 2, 2])[0],
+        "weights": rng.choices(DTYPES[0], [3, 3, 4, 4, 1, 1, 1, 1, 2, 2])[0],
         "kv": rng.choices(DTYPES[1], [3, 4, 1])[0],
         "heads": heads,
         "kv_heads": kv_heads,
@@ -125,6 +125,8 @@ def random_model(rng: random.Random) -> dict[str, Any]:
         "seed": rng.randrange(1 << 30),
         "unusual": rng.random() < 0.3,
     }
+    if model["weights"] == "rotated":
+        model["group"] = rng.choice([1, 2, 4])
     if block := BLOCK_DTYPES.get(model["weights"]):  # whole blocks along K
         head_dim = rng.choice([n for n in (16, 32, 64, 128, 256) if n * heads % block == 0] or [block])
         model |= {"head_dim": head_dim, "hidden": 256, "intermediate": block * rng.choice([1, 2])}

@@ -224,7 +224,7 @@ def test_a_row_that_is_not_finite_changes_no_other(dtype, isa):
         (6, 3, True, {"bias": True, "unusual": True}),
     ],
 )
-@pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "q4"])
+@pytest.mark.parametrize("weights", ["f32", "bf16", "rotated", "q4"])
 def test_a_decoder_with_experts_matches_the_reference(toy, weights, experts, top_k, normalized, sizes):
     make = partial(toy, weights=weights, experts=experts, top_k=top_k, normalized=normalized, windows=(0, 0), **sizes)
     models = {isa: make(isa=isa) for isa in LEVELS}
@@ -237,7 +237,7 @@ def test_a_decoder_with_experts_matches_the_reference(toy, weights, experts, top
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "int8"), ("q4", "int8")])
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("rotated", "int8"), ("q4", "int8")])
 def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, isa):
     prompt = tokens(150)
     table = pages(*range(7, 12))

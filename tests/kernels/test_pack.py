@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from quire.kernels import PackedMatrix, packed_nbytes
 from quire.kernels.pack import widen_blocks
 
-from tests.support.reference import round_bf16
+from tests.support.reference import rotated, rotated_back, round_bf16
 
 
 def memory(nbytes: int) -> np.ndarray:
@@ -16,8 +16,8 @@ def memory(nbytes: int) -> np.ndarray:
     return raw[start : start + nbytes]
 
 
-def matrix(n: int, k: int, dtype: str, group: int = 1) -> PackedMatrix:
-    return PackedMatrix(n, k, dtype, memory(packed_nbytes(n, k, dtype)), group=group)
+def matrix(n: int, k: int, dtype: str, group: int = 0) -> PackedMatrix:
+    return PackedMatrix(n, k, dtype, memory(packed_nbytes(n, k, dtype, group)), group=group)
 
 
 def q8_by_numpy(w: np.ndarray, size: int = 32) -> np.ndarray:
@@ -192,22 +192,44 @@ def test_sizes_that_do_not_fit_are_refused(call, complaint):
         call()
 
 
-@pytest.mark.parametrize(("k", "group"), [(40, 2), (256, 4), (300, 4), (300, 100)])
-def test_blocks_of_a_group_share_a_scale(k, group):
-    weights = np.random.default_rng(k).standard_normal((50, k)).astype(np.float32)
+@pytest.mark.parametrize("k", [32, 40, 64, 96, 128, 160, 320, 576, 896, 1024])
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_blocks_of_a_group_are_rotated_and_share_a_scale(k, group):
+    """The weights are integers, so that the sums of a rotation are exact."""
+    weights = np.random.default_rng(k).integers(-50, 50, (20, k)).astype(np.float32)
     weights[:, k // 3] *= 30
-    packed = matrix(50, k, "q8", group)
+    packed = matrix(20, k, "q8", group)
     packed.fill(weights)
-    np.testing.assert_array_equal(packed.unpack(), q8_by_numpy(weights, 32 * group))
-    if k % 32 == 0:  # rows of GGML's type are quantized again
-        blocks = np.random.default_rng(k).integers(0, 40, (50, k // 32 * 34), np.uint8)
-        packed.fill_blocks(blocks, "Q8_0")
-        np.testing.assert_array_equal(packed.unpack(), q8_by_numpy(widen_blocks(blocks, "Q8_0"), 32 * group))
+    inputs = rotated(weights.astype(np.float64), group)
+    stored = np.zeros_like(inputs)
+    for first in range(0, inputs.shape[1], 32 * group):
+        part = inputs[:, first : first + 32 * group]
+        unit = weight_unit(part.shape[1])
+        stored[:, first : first + 32 * group] = q8_by_numpy((part * unit).astype(np.float32), part.shape[1]) / unit
+    np.testing.assert_allclose(packed.unpack(), rotated_back(stored, group)[:, :k], rtol=0, atol=2e-3)
+
+
+def weight_unit(columns: int) -> float:
+    """Return the size of stored weights relative to orthonormally rotated ones: nearly 1, from a power of two."""
+    block = columns & -columns
+    return float(block**0.5 / 2 ** np.ceil(np.log2(block) / 2))
+
+
+def test_rows_of_ggml_blocks_are_quantized_again_in_groups():
+    blocks = np.random.default_rng(3).integers(0, 40, (50, 8 * 34), np.uint8)
+    packed, widened = matrix(50, 256, "q8", 4), matrix(50, 256, "q8", 4)
+    packed.fill_blocks(blocks, "Q8_0")
+    widened.fill(widen_blocks(blocks, "Q8_0"))
+    np.testing.assert_array_equal(packed.unpack(), widened.unpack())
+
+
+def test_scales_of_groups_take_less_memory():
+    assert [packed_nbytes(64, 320, "q8", group) for group in (0, 1, 2, 4)] == [21760, 21760, 21120, 20864]
 
 
 def test_only_q8_has_groups():
-    for dtype, group in (("q4", 4), ("f32", 2), ("q8", 0)):
-        with pytest.raises(ValueError, match="only a matrix in q8 has groups"):
+    for dtype, group in (("q4", 4), ("f32", 2), ("q8", 3), ("q8", 8), ("q8", -1)):
+        with pytest.raises(ValueError, match=f"only a matrix in q8 has groups, of 1, 2 or 4 blocks, not {group}"):
             matrix(32, 64, dtype, group)
 
 

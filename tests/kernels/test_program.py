@@ -10,11 +10,11 @@ from quire.kernels.ops import AddGiven, Attention, Linear
 
 LEVELS = supported_levels()
 # The reference rounds to bf16 and int8 from float64, the kernels from float32: a tie can fall the other way.
-TOLERANCE = {("f32", "f32"): 2e-6, ("bf16", "f32"): 2e-3, ("q8", "f32"): 1e-2, ("q4", "f32"): 1e-2}
+TOLERANCE = {"f32": 2e-6, "bf16": 2e-3, "q8": 1e-2, "rotated": 1e-2, "q4": 1e-2}
 
 
 def tolerance(weights: str, kv: str) -> float:
-    return TOLERANCE[weights, "f32"] if kv == "f32" else max(TOLERANCE[weights, "f32"], 5e-3 if kv == "bf16" else 1e-2)
+    return TOLERANCE[weights] if kv == "f32" else max(TOLERANCE[weights], 5e-3 if kv == "bf16" else 1e-2)
 
 
 def tokens(n: int, seed: int = 0) -> np.ndarray:
@@ -27,7 +27,7 @@ def pages(*ids: int) -> np.ndarray:
 
 @pytest.mark.parametrize("window", [0, 37])
 @pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
-@pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "q4"])
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "rotated", "q4"])
 def test_a_program_matches_the_reference(toy, weights, kv, window):
     models = {isa: toy(weights=weights, kv=kv, windows=(window,), isa=isa) for isa in LEVELS}
     a, b = tokens(330, 1), tokens(90, 2)
@@ -46,7 +46,7 @@ def test_a_program_matches_the_reference(toy, weights, kv, window):
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(
     ("weights", "kv", "rotates"),
-    [("f32", "f32", True), ("f32", "f32", False), ("bf16", "bf16", True), ("q8", "int8", True)],
+    [("f32", "f32", True), ("f32", "f32", False), ("bf16", "bf16", True), ("rotated", "int8", True)],
 )
 def test_every_option_of_the_ops_matches_the_reference(toy, weights, kv, rotates, isa):
     """Two layers with scales, soft caps, GELU, a norm before an addition, and norms over all heads of a row."""
@@ -75,7 +75,7 @@ def test_any_head_shape_matches_the_reference(toy, heads, kv_heads, head_dim, kv
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(("hidden", "intermediate"), [(50, 100), (32, 48), (33, 1), (272, 33)])
-@pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "q4"])
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "rotated", "q4"])
 def test_any_width_with_biases_matches_the_reference(toy, weights, hidden, intermediate, isa):
     model = toy(weights=weights, hidden=hidden, intermediate=intermediate, bias=True, isa=isa)
     stale = model.program.view(model.activated)
@@ -83,7 +83,8 @@ def test_any_width_with_biases_matches_the_reference(toy, weights, hidden, inter
     sequences = (tokens(70), 0, pages(2, 1, 0)), (tokens(3, 1), 0, pages(7))
     got, want = model.run(*sequences), model.run_reference(*sequences)
     assert np.abs(got - want).max() <= tolerance(weights, "f32") * np.ptp(want)
-    assert not stale[:73, intermediate:].any(), "padding is zero, whatever the memory held before"
+    if weights != "rotated":  # a rotation mixes columns with padding
+        assert not stale[:73, intermediate:].any(), "padding is zero, whatever the memory held before"
 
 
 @pytest.mark.parametrize("isa", LEVELS)
@@ -93,8 +94,8 @@ def test_any_width_with_biases_matches_the_reference(toy, weights, hidden, inter
         ("f32", "f32", False),
         ("bf16", "bf16", False),
         ("q8", "bf16", False),
-        ("q8", "int8", False),
-        ("q8", "int8", True),
+        ("rotated", "int8", False),
+        ("rotated", "int8", True),
         ("q4", "int8", False),
         ("f32", "int8", False),
     ],
@@ -123,8 +124,8 @@ def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, unusu
         ("f32", "f32", False),
         ("bf16", "bf16", False),
         ("q8", "bf16", False),
-        ("q8", "int8", False),
-        ("q8", "int8", True),
+        ("rotated", "int8", False),
+        ("rotated", "int8", True),
         ("q4", "int8", False),
     ],
 )
@@ -146,7 +147,7 @@ def test_same_bits_in_any_batch_composition(toy, weights, kv, unusual, isa):
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("unusual", [False, True])
-@pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "q4"])
+@pytest.mark.parametrize("weights", ["f32", "bf16", "rotated", "q4"])
 def test_same_bits_on_any_number_of_threads(toy, weights, unusual, isa):
     prompt = tokens(150)
     table = pages(*range(5))
@@ -155,7 +156,7 @@ def test_same_bits_on_any_number_of_threads(toy, weights, unusual, isa):
     assert len(results) == 1
 
 
-@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("q8", "int8"), ("q4", "int8")])
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("q8", "int8"), ("rotated", "int8"), ("q4", "int8")])
 def test_same_bits_at_every_level_with_every_option_of_the_ops(toy, weights, kv):
     prompt = tokens(150)
     table = pages(*range(5))

@@ -43,7 +43,7 @@ CAUSAL = {"causal": True, "kv_heads": 2, "qk_norm": True, "rotates": True, "wind
         ("f32", "f32", {"biased": True, "kv_heads": 2}),
         ("q8", "int8", {"biased": True, "windows": (0, 20)}),
         ("q8", "int8", GROUPED),
-        ("q8", "int8", {**GROUPED, "epilogue": "geglu_exact", "hidden": 160, "intermediate": 288, "group": 3}),
+        ("q8", "int8", {**GROUPED, "epilogue": "geglu_exact", "hidden": 160, "intermediate": 288, "group": 2}),
         ("bf16", "bf16", {"biased": True, "head_dim": 32}),
         ("f32", "f32", {"epilogue": "gelu_tanh", "head_dim": 10, "hidden": 33, "intermediate": 50}),
     ],
@@ -287,16 +287,16 @@ def test_norms_that_do_not_fit_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("kind", "field", "message"),
     [
-        (Linear, "input", "does not have the weight's groups of 4 blocks"),
-        (EphemeralAttention, "out", "attention writes a scale for each block"),
+        (Linear, "input", "does not have the weight's group, 2"),
+        (EphemeralAttention, "out", "2 heads of 32 do not fill blocks of 128"),
         (EphemeralAttention, "qkv", "only q8 has groups"),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(kind, field, message):
-    encoder = Encoder(weights="q8", kv="int8", group=4, head_dim=32)
+    encoder = Encoder(weights="q8", kv="int8", group=2, heads=4, kv_heads=2, head_dim=32)
     index = next(i for i, op in enumerate(encoder.ops) if isinstance(op, kind))
     region = getattr(encoder.ops[index], field)
-    encoder.ops[index] = replace(encoder.ops[index], **{field: replace(region, group=3)})
+    encoder.ops[index] = replace(encoder.ops[index], **{field: replace(region, group=4)})
     with pytest.raises(ValueError, match=message):
         encoder.bind()
 

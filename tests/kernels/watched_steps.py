@@ -112,7 +112,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     with_gil = ctypes.PyDLL(None)
     yield "malloc without the GIL", lambda: libc.malloc(10)
     yield "malloc with the GIL", lambda: with_gil.malloc(10)
-    dtypes = ("f32", "bf16", "q8", "q4"), ("f32", "bf16", "int8"), ((0,), (37,))
+    dtypes = ("f32", "bf16", "q8", "rotated", "q4"), ("f32", "bf16", "int8"), ((0,), (37,))
     for isa in supported_levels():
         for weights, kv, windows in itertools.product(*dtypes):
             unusual = kv == "int8"
@@ -127,7 +127,8 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
             for name, run in steps(model):
                 yield f"step at {isa}: {weights} weights, {name}", run
         for weights, kv in (("f32", "f32"), ("bf16", "bf16"), ("q8", "int8")):
-            encoder = Encoder(weights=weights, kv=kv, windows=(0, 20), isa=isa, threads=THREADS, memory=guarded)
+            group = 4 if weights == "q8" else 0
+            encoder = Encoder(weights, kv, windows=(0, 20), group=group, isa=isa, threads=THREADS, memory=guarded)
             texts = [np.arange(n) % ENCODER_VOCAB for n in (70, 1, 33)]
             step = [copied(array) for array in (*encoder.step(*texts), np.ones(104, np.int32))]
             yield f"step at {isa}: {weights} texts", lambda e=encoder, step=step: e.program.run_texts(*step)

@@ -396,8 +396,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/engine/bits.py",
-        'version("quire"), weights, capacity.layout',
-        'version("quire"), capacity.layout',
+        "Q8_FORM, weights, capacity.layout",
+        "Q8_FORM, capacity.layout",
         "pages computed with q8 weights are loaded under bf16 weights: other bits",
         "tests/runtime/engine/test_bits.py",
     ),

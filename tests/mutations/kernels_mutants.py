@@ -277,7 +277,7 @@ MUTANTS = [
         "a request with NaN logits gets a token or hangs",
     ),
     Mutant(
-        ROWS,
+        "kernels/simd/convert.c",
         "    out->scales[at / 32] = finite ? scale : NAN;",
         "    out->scales[at / 32] = scale;",
         "an overflow in one request's activations gives wrong tokens instead of an error",
@@ -514,7 +514,7 @@ MUTANTS = [
         "tests/kernels/test_pack.py",
     ),
     Mutant(
-        ROWS,
+        "kernels/simd/convert.c",
         "bits = x < FLT_MIN ? 0 : (bits + 0x1fffff)",
         "bits = (bits + 0x1fffff)",
         "rows of denormal numbers have results that differ by level",

@@ -53,23 +53,71 @@ def round_bf16(x: Array) -> Array:
     return rounded.astype(np.uint32).view(np.float32).astype(np.float64)
 
 
-def quantize_q8(x: Array, group: int = 1) -> Array:
-    """Quantize each row's blocks of 32 columns, or groups of them, to int8, and widen them again.
+def quantize_q8(x: Array, group: int = 0) -> Array:
+    """Quantize each row's blocks of 32 columns to int8, or its groups of blocks, rotated; and widen them again.
 
-    The scale is max|x| / 127 in float32, that of a block rounded up to two bits of mantissa.
+    The scale is max|x| / 127 in float32, that of a block without groups rounded up to two bits of mantissa.
     """
-    stored = np.zeros((x.shape[0], -(-x.shape[1] // (BLOCK * group)) * BLOCK * group))
+    if group:
+        return rotated_back(_quantize_groups(rotated(x, group), group), group)[:, : x.shape[1]]
+    stored = np.zeros((x.shape[0], padded(x.shape[1])))
     stored[:, : x.shape[1]] = x
-    blocks = stored.reshape(x.shape[0], -1, BLOCK * group)
+    blocks = stored.reshape(x.shape[0], -1, BLOCK)
     top = np.abs(blocks).max(axis=2, keepdims=True)
     exact = np.where(top > 0, top.astype(np.float32) / np.float32(127), np.float32(1))
     step = np.exp2(np.floor(np.log2(exact.astype(np.float64)))) / 4
-    scale = np.ceil(exact / step) * step if group == 1 else exact
+    scale = np.ceil(exact / step) * step
     rounded: Array = (np.rint(blocks / scale) * scale).reshape(x.shape[0], -1)[:, : x.shape[1]]
     return rounded
 
 
-def as_dtype(x: Array, dtype: StoredDtype, group: int = 1) -> Array:
+def _quantize_groups(x: Array, group: int) -> Array:
+    rounded = np.zeros_like(x)
+    for first, end in _groups(x.shape[1], group):
+        top = np.abs(x[:, first:end]).max(axis=1, keepdims=True).astype(np.float32)
+        scale = np.where(top > 0, top / np.float32(127), np.float32(1))
+        rounded[:, first:end] = np.rint(x[:, first:end] / scale) * scale
+    return rounded
+
+
+def rotated(x: Array, group: int) -> Array:
+    """Return the rows of `x`, padded with zeros, with each group of blocks rotated: H (s * x), orthonormal."""
+    stored = np.zeros((x.shape[0], padded(x.shape[1])))
+    stored[:, : x.shape[1]] = x
+    for first, end in _groups(stored.shape[1], group):
+        stored[:, first:end] = stored[:, first:end] * SIGNS[: end - first] @ _hadamard(end - first)
+    return stored
+
+
+def rotated_back(x: Array, group: int) -> Array:
+    """Return the inverse of `rotated`, padding included."""
+    out = np.empty_like(x)
+    for first, end in _groups(x.shape[1], group):
+        out[:, first:end] = x[:, first:end] @ _hadamard(end - first) * SIGNS[: end - first]
+    return out
+
+
+def _groups(width: int, group: int) -> Iterator[tuple[int, int]]:
+    for first in range(0, width, BLOCK * group):
+        yield first, min(first + BLOCK * group, width)
+
+
+def _hadamard(columns: int) -> Array:
+    """Return Sylvester's orthonormal matrix of the largest power of two that divides `columns`, along a diagonal."""
+    size = columns & -columns
+    half = 0.5**0.5
+    matrix: npt.NDArray[np.floating] = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.kron(np.array([[half, half], [half, -half]]), matrix)
+    blocks: Array = np.kron(np.eye(columns // size), matrix)
+    return blocks
+
+
+_PI = 0x03707344_13198A2E_85A308D3_243F6A88  # the first 128 bits of the fraction of pi, the first 32 of them lowest
+SIGNS: Array = np.array([-1.0 if _PI >> column & 1 else 1.0 for column in range(128)])
+
+
+def as_dtype(x: Array, dtype: StoredDtype, group: int = 0) -> Array:
     if dtype == "bf16":
         return round_bf16(x)
     return quantize_q8(x, group) if dtype == "q8" else x.astype(np.float32).astype(np.float64)
@@ -297,7 +345,7 @@ class ReferenceProgram:
     def _write(self, out: Region, x: Array, normed: Normed | None = None) -> None:
         self.regions[out] = as_dtype(x, out.dtype, out.group)
         if normed is not None:
-            self.regions[normed.data] = as_dtype(x * normed.weight, normed.data.dtype)
+            self.regions[normed.data] = as_dtype(x * normed.weight, normed.data.dtype, normed.data.group)
             self.regions[normed.squares] = np.add.reduceat(x**2, np.arange(0, x.shape[1], BLOCK), axis=1)
 
     def _embed(self, op: Embed) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ....kernels.ops import INPUT_DTYPES, DType, Epilogue, NormKind
+from ....kernels.ops import Epilogue, NormKind
 from ....kernels.pack import PackedMatrix
 from ..decoder import emit_layers
-from ..program import Heads, HeadWeights, ProgramBuilder, Value
+from ..program import F32, Heads, HeadWeights, ProgramBuilder, RowForm, Value, input_form
 from ..rope import Table
 from ..spec import DecoderSpec
 from ..states import lay_out_states
@@ -30,14 +30,14 @@ def emit_encoder(
     if isinstance(spec.body, DecoderSpec):
         assert isinstance(weights.body, DecoderWeights), "a spec and its weights are of one kind"
         x = emit_layers(builder, spec.body, weights.body, rotary, lay_out_states(spec.body), causal=spec.causal)
-        x = builder.norm_rows(x, "rms", weights.body.final_norm, None, spec.body.norm_eps, "f32")
+        x = builder.norm_rows(x, "rms", weights.body.final_norm, None, spec.body.norm_eps, F32)
     else:
         assert isinstance(weights.body, BertWeights), "a spec and its weights are of one kind"
         x = _emit_bert(builder, spec.body, weights.body, rotary, spec.max_model_len)
     x = builder.pool(x, spec.pooling)
     for projection, projection_weights in zip(spec.projections, weights.projections, strict=True):
         x = _project(builder, projection, projection_weights, x)
-    return builder.norm_rows(x, "l2", None, None, LEAST_LENGTH, "f32") if spec.normalize else x
+    return builder.norm_rows(x, "l2", None, None, LEAST_LENGTH, F32) if spec.normalize else x
 
 
 def _emit_bert(
@@ -79,8 +79,7 @@ def emit_blocks(
             layer.up_bias,
             spec.intermediate_size,
             GATED_EPILOGUES[spec.activation] if spec.gated else PLAIN_EPILOGUES[spec.activation],
-            INPUT_DTYPES[layer.down.dtype],
-            layer.down.group,
+            input_form(layer.down),
         )
         builder.linear_add(activated, layer.down, layer.down_bias, x)
         normed = _norm(builder, spec, layer.mlp_norm, x, readers[index])
@@ -103,7 +102,7 @@ def _attend(
     heads = Heads(num_heads, num_heads, spec.head_dim, scale, window, causal=False, bias=bias, rotary_dim=rotary_dim)
     qkv = builder.linear(x, layer.qkv, layer.qkv_bias, "qkv")
     weights = HeadWeights(spec.norm_eps, rotary=rotary)
-    return builder.attention(qkv, heads, weights, INPUT_DTYPES[layer.o.dtype])
+    return builder.attention(qkv, heads, weights, input_form(layer.o))
 
 
 def _norm(builder: ProgramBuilder, spec: BertSpec, norm: NormWeights, x: Value, reader: PackedMatrix | None) -> Value:
@@ -116,25 +115,24 @@ def _norm(builder: ProgramBuilder, spec: BertSpec, norm: NormWeights, x: Value, 
 def norm_for(
     builder: ProgramBuilder, x: Value, kind: NormKind, norm: NormWeights, eps: float, reader: PackedMatrix | None
 ) -> Value:
-    """Norm each row of `x` in the dtype of the layer that reads it."""
-    return builder.norm_rows(x, kind, norm.weight, norm.bias, eps, *_form(reader))
+    """Norm each row of `x` as the layer that reads it takes its input."""
+    return builder.norm_rows(x, kind, norm.weight, norm.bias, eps, _form(reader))
 
 
 def _norm_in_place(
     builder: ProgramBuilder, spec: BertSpec, norm: NormWeights, x: Value, reader: PackedMatrix | None
 ) -> Value:
-    return builder.norm_in_place(x, "layer", norm.weight, norm.bias, spec.norm_eps, *_form(reader))
+    return builder.norm_in_place(x, "layer", norm.weight, norm.bias, spec.norm_eps, _form(reader))
 
 
-def _form(reader: PackedMatrix | None) -> tuple[DType, int]:
-    """Return the dtype of the rows that `reader` takes, and the number of blocks that share a scale."""
-    return ("f32", 1) if reader is None else (INPUT_DTYPES[reader.dtype], reader.group)
+def _form(reader: PackedMatrix | None) -> RowForm:
+    return F32 if reader is None else input_form(reader)
 
 
 def _project(builder: ProgramBuilder, spec: Projection, weights: ProjectionWeights, x: Value) -> Value:
     """Emit norm(activation(linear(x)))."""
     epilogue = PLAIN_EPILOGUES[spec.activation]
-    x = builder.activated(x, weights.weight, weights.bias, spec.out_features, epilogue, "f32")
+    x = builder.activated(x, weights.weight, weights.bias, spec.out_features, epilogue, F32)
     if weights.norm is None:
         return x
-    return builder.norm_rows(x, "layer", weights.norm.weight, weights.norm.bias, spec.norm_eps, "f32")
+    return builder.norm_rows(x, "layer", weights.norm.weight, weights.norm.bias, spec.norm_eps, F32)

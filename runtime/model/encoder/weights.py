@@ -12,10 +12,19 @@ from ....kernels.pack import PackedMatrix
 from ...common.config import WeightDtype
 from ..spec import DecoderSpec
 from ..weights.decoder_weights import DecoderWeights, build_weights
-from ..weights.packing import MatrixPlan, Part, Vector, WeightFactory, WeightPlanner, interleaved, named, stacked
+from ..weights.packing import (
+    GROUP,
+    MatrixPlan,
+    Part,
+    Vector,
+    WeightFactory,
+    WeightPlanner,
+    attention_group,
+    interleaved,
+    named,
+    stacked,
+)
 from .spec import BertSpec, EncoderSpec, Projection
-
-GROUP = 4  # blocks of 32 that share a scale in q8: a larger group is faster, but less exact with outlier columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,20 +120,17 @@ def _build_bert(spec: BertSpec, dtype: PackedDtype, max_positions: int, factory:
 
 
 def build_layer(spec: BertSpec, layer: int, dtype: PackedDtype, factory: WeightFactory) -> BertLayerWeights:
-    """Make the weights of one layer.
-
-    In q8, `GROUP` blocks share a scale, except in `o`: attention writes its input a few heads at a time.
-    """
+    """Make the weights of one layer."""
     names = spec.names
     hidden = spec.hidden_size
     intermediate = spec.intermediate_size
     prefix = names.layer.format(layer)
     heads = spec.num_heads * spec.head_dim
 
-    def matrix(out_features: int, in_features: int, parts: Sequence[Part], group: int = 1) -> PackedMatrix:
+    def matrix(out_features: int, in_features: int, parts: Sequence[Part], group: int = GROUP) -> PackedMatrix:
         tensors = named(parts, prefix, "weight", in_features)
         return factory.matrix(
-            MatrixPlan(out_features, in_features, dtype, tensors, group=group if dtype == "q8" else 1)
+            MatrixPlan(out_features, in_features, dtype, tensors, group=group if dtype == "q8" else 0)
         )
 
     def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
@@ -146,14 +152,14 @@ def build_layer(spec: BertSpec, layer: int, dtype: PackedDtype, factory: WeightF
     up = interleaved(names.up, intermediate, spec.up_first) if spec.gated else stacked(names.up, (intermediate,))
     up_size = 2 * padded(intermediate) if spec.gated else intermediate
     return BertLayerWeights(
-        qkv=matrix(3 * heads, hidden, qkv, GROUP),
+        qkv=matrix(3 * heads, hidden, qkv),
         qkv_bias=bias(spec.qkv_bias, 3 * heads, qkv),
-        o=matrix(hidden, heads, o),
+        o=matrix(hidden, heads, o, attention_group(spec.num_heads, spec.num_heads, spec.head_dim)),
         o_bias=bias(spec.o_bias, hidden, o),
         attention_norm=norm(after_attention),
-        up=matrix(up_size, hidden, up, GROUP),
+        up=matrix(up_size, hidden, up),
         up_bias=bias(spec.up_bias, up_size, up),
-        down=matrix(hidden, intermediate, down, GROUP),
+        down=matrix(hidden, intermediate, down),
         down_bias=bias(spec.down_bias, hidden, down),
         mlp_norm=norm(after_mlp),
     )

@@ -1,10 +1,11 @@
 """Building of programs: from a model's layers to a list of ops, with every value placed in the arena."""
 
 from .attention import HeadWeights
-from .builder import ProgramBuilder, input_dtype
-from .values import Heads, Logits, NormedValue, PlacedValue, ProgramPlan, Value
+from .builder import ProgramBuilder
+from .values import F32, Heads, Logits, NormedValue, PlacedValue, ProgramPlan, RowForm, Value, input_form
 
 __all__ = [
+    "F32",
     "HeadWeights",
     "Heads",
     "Logits",
@@ -12,6 +13,7 @@ __all__ = [
     "PlacedValue",
     "ProgramBuilder",
     "ProgramPlan",
+    "RowForm",
     "Value",
-    "input_dtype",
+    "input_form",
 ]

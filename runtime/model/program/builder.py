@@ -12,13 +12,11 @@ from typing import TypeVar
 
 from ....kernels.ops import (
     BLOCK,
-    INPUT_DTYPES,
     AddGiven,
     AddNorm,
     Combine,
     Convert,
     Dispatch,
-    DType,
     Embed,
     EphemeralPages,
     Epilogue,
@@ -42,14 +40,9 @@ from ....kernels.ops import (
 from ....kernels.pack import PackedMatrix
 from .attention import HeadWeights, ephemeral_attention, paged_attention
 from .recorder import OpRecorder
-from .values import Heads, Logits, NormedValue, RoutingValue, Value, Vector
+from .values import F32, Heads, Logits, NormedValue, RoutingValue, RowForm, Value, Vector, multiplied_form
 
 AnyValue = TypeVar("AnyValue", Value, NormedValue, Value | NormedValue)
-
-
-def input_dtype(weight: PackedMatrix) -> DType:
-    """Return the dtype of a linear layer's input; f32 if the columns of the input are reordered first."""
-    return INPUT_DTYPES[weight.dtype] if weight.input_order is None else "f32"
 
 
 class ProgramBuilder(OpRecorder):
@@ -88,8 +81,8 @@ class ProgramBuilder(OpRecorder):
         self._add([out], lambda at: Embed(weight, out.placed(at), scale=scale, types=types, positions=positions))
         return out
 
-    def norm(self, x: Value, weight: Vector, eps: float, dtype: DType) -> NormedValue:
-        """Norm each row (RMS norm), in the dtype the next linear layer reads.
+    def norm(self, x: Value, weight: Vector, eps: float, form: RowForm) -> NormedValue:
+        """Norm each row (RMS norm), in the form that the next linear layer reads.
 
         This is no op of its own: the op that wrote `x` writes the norm too. Raises ValueError if that op is not
         `embed`, `linear_add`, `add_norm`, `add_given` or `gather`, or if it writes a norm already.
@@ -98,7 +91,7 @@ class ProgramBuilder(OpRecorder):
         if writer is None:
             raise ValueError(f"the op that wrote {x.name} cannot write its norm, or already writes one")
         out = NormedValue(
-            self._value("normed", x.rows, x.columns, dtype, writer),
+            self._value("normed", x.rows, x.columns, form.dtype, writer, form.group),
             self._value("squares", x.rows, padded(x.columns) // BLOCK, "f32", writer),
             weight,
             eps,
@@ -114,11 +107,10 @@ class ProgramBuilder(OpRecorder):
         weight: Vector | None,
         bias: Vector | None,
         eps: float,
-        dtype: DType,
-        group: int = 1,
+        form: RowForm,
     ) -> Value:
-        """Return each row of `x` normed, in `dtype`, in q8 with a scale for each `group` blocks."""
-        out = self._value("normed", x.rows, x.columns, dtype, group=group)
+        """Return each row of `x` normed."""
+        out = self._value("normed", x.rows, x.columns, form.dtype, group=form.group)
         self._add(
             [x, out],
             lambda at: NormRows(
@@ -127,8 +119,8 @@ class ProgramBuilder(OpRecorder):
                 weight,
                 bias,
                 eps,
-                out=out.placed(at) if dtype == "f32" else None,
-                converted=None if dtype == "f32" else out.placed(at),
+                out=out.placed(at) if form == F32 else None,
+                converted=None if form == F32 else out.placed(at),
             ),
         )
         return out
@@ -140,12 +132,13 @@ class ProgramBuilder(OpRecorder):
         weight: Vector | None,
         bias: Vector | None,
         eps: float,
-        dtype: DType,
-        group: int = 1,
+        form: RowForm,
     ) -> Value:
-        """Norm each row of `x` in place, and return it as `norm_rows` does; `x` itself if that is its dtype."""
+        """Norm each row of `x` in place, and return it as `norm_rows` does; `x` itself if that is its form."""
         self._norm_writers.pop(x.index, None)
-        converted = None if dtype == x.dtype else self._value("normed", x.rows, x.columns, dtype, group=group)
+        converted = None
+        if form != x.form:
+            converted = self._value("normed", x.rows, x.columns, form.dtype, group=form.group)
         self._add(
             [x] if converted is None else [x, converted],
             lambda at: NormRows(
@@ -160,11 +153,11 @@ class ProgramBuilder(OpRecorder):
         )
         return x if converted is None else converted
 
-    def convert(self, x: Value, dtype: DType) -> Value:
-        """Convert `x` to another dtype; return `x` itself if it has that dtype."""
-        if x.dtype == dtype:
+    def convert(self, x: Value, form: RowForm) -> Value:
+        """Convert `x` to another form; return `x` itself if it has that form."""
+        if x.form == form:
             return x
-        out = self._value(f"{x.name}:{dtype}", x.rows, x.columns, dtype)
+        out = self._value(f"{x.name}:{form.dtype}", x.rows, x.columns, form.dtype, group=form.group)
         self._add([x, out], lambda at: Convert(x.placed(at), out.placed(at)))
         return out
 
@@ -207,16 +200,14 @@ class ProgramBuilder(OpRecorder):
         bias: Vector | None,
         columns: int,
         epilogue: Epilogue,
-        dtype: DType,
-        group: int = 1,
+        form: RowForm,
     ) -> Value:
-        """Compute the activation of x @ weight.T + bias that `epilogue` names, [rows, columns] in `dtype`.
+        """Compute the activation of x @ weight.T + bias that `epilogue` names, [rows, columns].
 
-        In q8, `group` blocks share a scale. With a gated epilogue, the weight alternates 16 columns of gate and 16 of
-        up, and the result is their product.
+        With a gated epilogue, the weight alternates 16 columns of gate and 16 of up, and the result is their product.
         """
         x = self._in_order(x, weight)
-        out = self._value("activated", x.rows, columns, dtype, group=group)
+        out = self._value("activated", x.rows, columns, form.dtype, group=form.group)
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), epilogue))
         return out
 
@@ -238,7 +229,7 @@ class ProgramBuilder(OpRecorder):
         """Copy each row of `x` to the places of its experts, [tokens * top_k, columns]."""
         rows = x.rows * routing.top_k
         out = NormedValue(
-            self._value("dispatched", rows, x.data.columns, x.data.dtype),
+            self._value("dispatched", rows, x.data.columns, x.data.dtype, group=x.data.group),
             self._value("squares", rows, x.squares.columns, "f32"),
             x.weight,
             x.eps,
@@ -257,10 +248,10 @@ class ProgramBuilder(OpRecorder):
         routing: RoutingValue,
         columns: int,
         epilogue: Epilogue,
-        dtype: DType,
+        form: RowForm,
     ) -> Value:
         """Compute `activated` of each place with the weight and bias of its expert."""
-        out = self._value("activated", x.rows, columns, dtype)
+        out = self._value("activated", x.rows, columns, form.dtype, group=form.group)
         self._add(
             [*x.parts, *routing.parts, out],
             lambda at: ExpertLinear(x.placed(at), weights, routing.placed(at), out.placed(at), epilogue, biases),
@@ -285,14 +276,15 @@ class ProgramBuilder(OpRecorder):
             [x, *routing.parts, residual], lambda at: Combine(x.placed(at), routing.placed(at), residual.placed(at))
         )
 
-    def attention(self, qkv: Value, heads: Heads, weights: HeadWeights, dtype: DType) -> Value:
+    def attention(self, qkv: Value, heads: Heads, weights: HeadWeights, form: RowForm) -> Value:
         """Attend over the pages, or with `ephemeral` among the rows of each text, [tokens, num_heads * head_dim].
 
-        Stores K and V in their pages. If the query heads of a KV head do not fill whole blocks, the op's result is f32
-        and a `Convert` to `dtype` follows.
+        Stores K and V in their pages. If the query heads of a KV head do not fill whole blocks, or groups of them, the
+        op's result is f32 and a `Convert` to `form` follows.
         """
-        whole = heads.num_heads // heads.num_kv_heads * heads.head_dim % BLOCK == 0
-        out = self._value("attended", qkv.rows, heads.num_heads * heads.head_dim, dtype if whole else "f32")
+        whole = heads.num_heads // heads.num_kv_heads * heads.head_dim % (BLOCK * max(1, form.group)) == 0
+        written = form if whole else F32
+        out = self._value("attended", qkv.rows, heads.num_heads * heads.head_dim, written.dtype, group=written.group)
         if self.ephemeral is None:
             self._add([qkv, out], lambda at: paged_attention(qkv.placed(at), out.placed(at), heads, weights))
         else:
@@ -303,11 +295,11 @@ class ProgramBuilder(OpRecorder):
                     qkv.placed(at), out.placed(at), replace(pages, offset=memory.placed(at).offset), heads, weights
                 ),
             )
-        return self.convert(out, dtype)
+        return self.convert(out, form)
 
-    def short_conv(self, x: Value, weight: Vector, bias: Vector | None, ring: Ring, dtype: DType) -> Value:
+    def short_conv(self, x: Value, weight: Vector, bias: Vector | None, ring: Ring, form: RowForm) -> Value:
         """Convolve the value of each row, between its gates: x is gate | gate | value, f32 [tokens, 3 * columns]."""
-        out = self._value("convolved", x.rows, x.columns // 3, dtype)
+        out = self._value("convolved", x.rows, x.columns // 3, form.dtype, group=form.group)
         self._add([x, out], lambda at: ShortConv(x.placed(at), weight, bias, ring, out.placed(at)))
         return out
 
@@ -357,7 +349,8 @@ class ProgramBuilder(OpRecorder):
         if (order := weight.input_order) is None:
             return x
         data = x.data if isinstance(x, NormedValue) else x
-        out = self._value("sorted", data.rows, data.columns, INPUT_DTYPES[weight.dtype])
+        form = multiplied_form(weight)
+        out = self._value("sorted", data.rows, data.columns, form.dtype, group=form.group)
         self._add([data, out], lambda at: Convert(data.placed(at), out.placed(at), order))
         return replace(x, data=out) if isinstance(x, NormedValue) else out
 

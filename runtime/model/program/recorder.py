@@ -46,7 +46,7 @@ class OpRecorder:
         )
 
     def _value(
-        self, name: str, rows: int, columns: int, dtype: StoredDtype, writer: int | None = None, group: int = 1
+        self, name: str, rows: int, columns: int, dtype: StoredDtype, writer: int | None = None, group: int = 0
     ) -> Value:
         """Return a new value, written by op `writer` or else by the next op added."""
         value = Value(len(self._values), name, rows, columns, dtype, group)

@@ -11,9 +11,31 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ....kernels.ops import Normed, Op, Region, Routing, StoredDtype
+from ....kernels.ops import INPUT_DTYPES, DType, Normed, Op, Region, Routing, StoredDtype
+from ....kernels.pack import PackedMatrix
 
 Vector = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class RowForm:
+    """The form of rows: their dtype, and the group of blocks that share a scale in q8 (see `Region`)."""
+
+    dtype: DType
+    group: int = 0
+
+
+F32 = RowForm("f32")
+
+
+def multiplied_form(weight: PackedMatrix) -> RowForm:
+    """Return the form of the rows that a weight multiplies."""
+    return RowForm(INPUT_DTYPES[weight.dtype], weight.group)
+
+
+def input_form(weight: PackedMatrix) -> RowForm:
+    """Return the form of a linear layer's input; f32 if the columns of the input are reordered first."""
+    return multiplied_form(weight) if weight.input_order is None else F32
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +47,12 @@ class Value:
     rows: int
     columns: int
     dtype: StoredDtype
-    group: int = 1  # blocks of 32 columns that share a scale; q8 only
+    group: int = 0  # the group of a `Region`
+
+    @property
+    def form(self) -> RowForm:
+        assert self.dtype != "i32", "tables have no form of rows"
+        return RowForm(self.dtype, self.group)
 
     @property
     def parts(self) -> tuple[Value, ...]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....kernels.ops import INPUT_DTYPES, KVDtype
+from ....kernels.ops import KVDtype
 from ....kernels.ops import WeightDtype as PackedDtype
 from ....kernels.pack import PackedMatrix
 from ..encoder.emit import emit_blocks, norm_for
 from ..encoder.weights import BertLayerWeights, NormWeights, build_layer, build_norm
-from ..program import ProgramBuilder, ProgramPlan
-from ..weights.packing import MatrixPlan, Part, Vector, WeightFactory
+from ..program import ProgramBuilder, ProgramPlan, input_form
+from ..weights.packing import GROUP, MatrixPlan, Part, Vector, WeightFactory
 from .dynamic import DynamicVisionSpec, Merger
 
 
@@ -44,7 +44,7 @@ def build_dynamic(spec: DynamicVisionSpec, dtype: PackedDtype, factory: WeightFa
 
     def matrix(name: str, out_features: int, in_features: int) -> PackedMatrix:
         part = Part(f"{name}.weight", (out_features, in_features))
-        return factory.matrix(MatrixPlan(out_features, in_features, dtype, [part]))
+        return factory.matrix(MatrixPlan(out_features, in_features, dtype, [part], group=GROUP if dtype == "q8" else 0))
 
     def bias(name: str, size: int) -> Vector:
         return factory.vector(size, [Part(f"{name}.bias", (size,))])
@@ -78,7 +78,7 @@ def emit_dynamic_patches(spec: DynamicVisionSpec, weights: DynamicVisionWeights,
     body = spec.body
     builder = ProgramBuilder(spec.num_patches, spec.num_windows, keys_values)
     patches = builder.input("patches", spec.patch_columns)
-    patches = builder.convert(patches, INPUT_DTYPES[weights.patches.dtype])
+    patches = builder.convert(patches, input_form(weights.patches))
     if spec.grid:
         x = builder.input("positions", body.hidden_size)
         builder.linear_add(patches, weights.patches, weights.patch_bias, x)
@@ -93,12 +93,12 @@ def emit_merger(spec: DynamicVisionSpec, weights: MergerWeights) -> ProgramPlan:
     """Emit down(gelu(up(norm(squares)))), for some squares of an image at a time."""
     builder = ProgramBuilder(spec.squares_at_once, 1)
     squares = builder.input("squares", spec.square_columns)
-    dtype = INPUT_DTYPES[weights.up.dtype]
+    form = input_form(weights.up)
     if weights.norm is None:
-        squares = builder.convert(squares, dtype)
+        squares = builder.convert(squares, form)
     else:
         norm = weights.norm
-        squares = builder.norm_rows(squares, "layer", norm.weight, norm.bias, spec.body.norm_eps, dtype)
-    dtype = INPUT_DTYPES[weights.down.dtype]
-    squares = builder.activated(squares, weights.up, weights.up_bias, spec.square_columns, "gelu", dtype)
+        squares = builder.norm_rows(squares, "layer", norm.weight, norm.bias, spec.body.norm_eps, form)
+    form = input_form(weights.down)
+    squares = builder.activated(squares, weights.up, weights.up_bias, spec.square_columns, "gelu", form)
     return builder.build(builder.linear(squares, weights.down, weights.down_bias, "image rows"))

@@ -18,15 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ....kernels import scratch_nbytes
-from ....kernels.ops import INPUT_DTYPES, KVDtype
+from ....kernels.ops import KVDtype
 from ....kernels.ops import WeightDtype as PackedDtype
 from ....kernels.pack import PackedMatrix
 from ...common.config import WeightDtype
 from ..encoder.emit import emit_blocks, norm_for
 from ..encoder.packed import KEYS_VALUES
 from ..encoder.weights import BertLayerWeights, NormWeights, build_layer, build_norm
-from ..program import ProgramBuilder, ProgramPlan
-from ..weights.packing import MatrixPlan, Part, Vector, WeightFactory, WeightPlanner, pack_built
+from ..program import ProgramBuilder, ProgramPlan, input_form
+from ..weights.packing import GROUP, MatrixPlan, Part, Vector, WeightFactory, WeightPlanner, pack_built
 from ..weights.safetensors import SafetensorsCheckpoint
 from ..weights.tensors import check_built
 from .dynamic import DynamicVisionSpec
@@ -171,7 +171,7 @@ def _build(
 
     def matrix(name: str, out_features: int, in_features: int, dtype: PackedDtype) -> PackedMatrix:
         part = Part(f"{name}.weight", (out_features, in_features))
-        return factory.matrix(MatrixPlan(out_features, in_features, dtype, [part]))
+        return factory.matrix(MatrixPlan(out_features, in_features, dtype, [part], group=GROUP if dtype == "q8" else 0))
 
     names = body.names
     mean_norm = None
@@ -204,7 +204,7 @@ def _emit_patches(spec: VisionSpec, weights: VisionWeights, keys_values: KVDtype
     builder = ProgramBuilder(spec.num_patches, 1, keys_values)
     patches = builder.input("patches", spec.patch_columns)
     x = builder.embed(weights.positions)
-    patches = builder.convert(patches, INPUT_DTYPES[weights.patches.dtype])
+    patches = builder.convert(patches, input_form(weights.patches))
     builder.linear_add(patches, weights.patches, weights.patch_bias, x)
     normed = norm_for(builder, x, "layer", weights.first_norm, spec.body.norm_eps, weights.layers[0].qkv)
     return builder.build(emit_blocks(builder, spec.body, weights.layers, x, normed, spec.body.num_layers * (None,)))
@@ -214,10 +214,10 @@ def _emit_squares(spec: VisionSpec, weights: VisionWeights) -> ProgramPlan:
     """Emit connector(squares); the texts are the squares."""
     builder = ProgramBuilder(spec.num_tokens * spec.square_rows, spec.num_tokens)
     squares = builder.input("squares", spec.square_columns)
-    dtype = INPUT_DTYPES[weights.connector.dtype]
+    form = input_form(weights.connector)
     if weights.mean_norm is None:
-        squares = builder.convert(squares, dtype)
+        squares = builder.convert(squares, form)
     else:
         mean = builder.pool(squares, "mean")
-        squares = builder.norm_rows(mean, "rms", weights.mean_norm, None, spec.body.norm_eps, dtype)
+        squares = builder.norm_rows(mean, "rms", weights.mean_norm, None, spec.body.norm_eps, form)
     return builder.build(builder.linear(squares, weights.connector, None, "image rows"))

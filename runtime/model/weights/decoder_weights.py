@@ -22,6 +22,7 @@ from ..spec import DecoderSpec
 from . import READABLE, Checkpoint, as_f32
 from .packing import (
     ELEMENTS_PER_CHECK,
+    GROUP,
     InputOrder,
     MatrixPlan,
     PackedDtypes,
@@ -29,6 +30,7 @@ from .packing import (
     Vector,
     WeightFactory,
     WeightPlanner,
+    attention_group,
     interleaved,
     named,
     pack_built,
@@ -147,20 +149,24 @@ def weights_text(spec: DecoderSpec, dtype: WeightDtype) -> str:
 
 
 def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory) -> DecoderWeights:
-    """Make all weights of a model with `factory`. With q4 the embedding and the LM head are q8."""
+    """Make all weights of a model with `factory`. With q4 the embedding and the LM head are q8.
+
+    An embedding that is only read by column is the more exact in blocks, without a rotation.
+    """
     vocabulary_dtype: WeightDtype = "q8" if dtype == "q4" else dtype
     names = spec.names
     hidden = spec.hidden_size
 
-    def vocabulary(name: str) -> PackedMatrix:
+    def vocabulary(name: str, group: int) -> PackedMatrix:
         shape = spec.vocab_size, hidden
         parts = [Part(f"{name}.weight", shape)]
-        return factory.matrix(MatrixPlan(*shape, _packed_dtype(spec, vocabulary_dtype, parts), parts))
+        packed = _packed_dtype(spec, vocabulary_dtype, parts)
+        return factory.matrix(MatrixPlan(*shape, packed, parts, group=_group(vocabulary_dtype, group)))
 
-    embedding = vocabulary(names.embedding)
+    embedding = vocabulary(names.embedding, GROUP if spec.tie_embeddings else 0)
     layers = tuple(_build_layer(spec, layer, dtype, factory) for layer in range(spec.num_layers))
     final_norm = factory.vector(hidden, [Part(f"{names.final_norm}.weight", (hidden,))], spec.norm_offset)
-    lm_head = embedding if spec.tie_embeddings else vocabulary(names.lm_head)
+    lm_head = embedding if spec.tie_embeddings else vocabulary(names.lm_head, GROUP)
     return DecoderWeights(embedding, layers, final_norm, lm_head)
 
 
@@ -174,13 +180,15 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
         parts = [Part(f"{prefix}{name}.weight", (size,))]
         return factory.vector(size, parts, spec.norm_offset) if present else None
 
-    def matrix(out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
+    def matrix(out_features: int, in_features: int, parts: Sequence[Part], group: int = GROUP) -> PackedMatrix:
         parts = named(parts, prefix, "weight", in_features)
         order = _input_order(spec, dtype, parts)
         if order is not None:
             parts = [replace(part, tensor=part.tensor + SORTED) for part in parts]
         packed = _packed_dtype(spec, dtype, parts)
-        return factory.matrix(MatrixPlan(out_features, in_features, packed, parts, input_order=order))
+        return factory.matrix(
+            MatrixPlan(out_features, in_features, packed, parts, input_order=order, group=_group(dtype, group))
+        )
 
     def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
         return factory.vector(size, named(parts, prefix, "bias")) if present else None
@@ -206,7 +214,7 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
             q_norm=norm(spec.qk_norm, names.q_norm, q_norm_size),
             k_norm=norm(spec.qk_norm, names.k_norm, k_norm_size),
             sinks=factory.vector(spec.num_heads, sinks) if spec.sinks else None,
-            o=matrix(hidden, spec.q_size, o),
+            o=matrix(hidden, spec.q_size, o, attention_group(spec.num_heads, spec.num_kv_heads, spec.head_dim)),
             o_bias=bias(spec.o_bias, hidden, o),
         )
 
@@ -259,7 +267,10 @@ def _build_experts(
         experts = of_experts(parts, "weight", in_features)
         packed = _packed_dtype(spec, dtype, [part for parts in experts for part in parts])
         one = packed if isinstance(packed, str) else "q8"
-        return tuple(factory.matrix(MatrixPlan(out_features, in_features, one, parts)) for parts in experts)
+        group = _group(dtype, GROUP)
+        return tuple(
+            factory.matrix(MatrixPlan(out_features, in_features, one, parts, group=group)) for parts in experts
+        )
 
     def biases(size: int, parts: Sequence[Part]) -> tuple[Vector, ...] | None:
         return tuple(factory.vector(size, parts) for parts in of_experts(parts, "bias")) if has_bias else None
@@ -284,6 +295,11 @@ def _of_expert(part: Part, expert: int, num_experts: int) -> Part:
     first_row = expert * rows + part.first_row
     num_rows = rows if part.num_rows is None else part.num_rows
     return replace(part, shape=(num_experts, rows), first_row=first_row, num_rows=num_rows)
+
+
+def _group(dtype: WeightDtype, group: int) -> int:
+    """Return the group of a matrix: 0 unless it is quantized to q8 while it is packed."""
+    return group if dtype == "q8" else 0
 
 
 def _input_order(spec: DecoderSpec, dtype: WeightDtype, parts: Sequence[Part]) -> InputOrder | None:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....kernels import available_cpus
+from ....kernels.ops import BLOCK
 from ....kernels.ops import WeightDtype as PackedDtype
 from ....kernels.pack import PackedMatrix, column_ranges, packed_nbytes, widen_blocks
 from ....pager import OutOfMemory, map_memory
@@ -58,7 +59,20 @@ class MatrixPlan:
     parts: Sequence[Part]
     factors: Vector | None = None  # multiply the columns, in the order of in_features
     input_order: InputOrder | None = None  # order of the inputs in the tensors and in the matrix
-    group: int = 1  # blocks that share a scale in q8
+    group: int = 0  # group of a `PackedMatrix`
+
+
+Q8_FORM = 2  # version of the form of q8 that is quantized while it is packed: rotated, with groups of GROUP blocks
+GROUP = 4
+
+
+def attention_group(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """Return the group of a matrix that reads the output of attention.
+
+    The query heads of a KV head are written together; heads that fill no blocks are converted row by row.
+    """
+    columns = num_heads // num_kv_heads * head_dim
+    return GROUP if columns % BLOCK else min(GROUP, columns // BLOCK & -(columns // BLOCK))
 
 
 class WeightFactory(Protocol):
@@ -146,7 +160,7 @@ class _Packer:
         self._filling: list[Future[None]] = []
 
     def matrix(self, plan: MatrixPlan) -> PackedMatrix:
-        nbytes = packed_nbytes(plan.out_features, plan.in_features, plan.dtype)
+        nbytes = packed_nbytes(plan.out_features, plan.in_features, plan.dtype, plan.group)
         memory = self._unused[:nbytes]
         self._unused = self._unused[nbytes:]
         matrix = PackedMatrix(plan.out_features, plan.in_features, plan.dtype, memory, plan.input_order, plan.group)
@@ -221,7 +235,7 @@ class WeightPlanner:
     def matrix(self, plan: MatrixPlan) -> PackedMatrix:
         ranges = column_ranges(plan.out_features, plan.dtype)
         for columns, dtype in ranges:
-            self.nbytes[dtype] += packed_nbytes(columns, plan.in_features, dtype)
+            self.nbytes[dtype] += packed_nbytes(columns, plan.in_features, dtype, plan.group)
         self.tensors |= {part.tensor: part.shape for part in plan.parts}
         shape = _MatrixShape(plan.out_features, plan.in_features, ranges[0][1], ranges, plan.input_order, plan.group)
         return cast(PackedMatrix, shape)

@@ -193,7 +193,7 @@ def _weight(op: Linear | ExpertLinear) -> PackedMatrix:
 
 def _read_seconds(op: Linear | ExpertLinear, roofline: Roofline, threads: int, max_read_share: float) -> float:
     weight = _weight(op)
-    nbytes = packed_nbytes(weight.out_features, weight.in_features, weight.ranges)
+    nbytes = packed_nbytes(weight.out_features, weight.in_features, weight.ranges, weight.group)
     read_share = min(1.0, busy_share(num_blocks(op), threads) * max_read_share)
     return nbytes / (WEIGHTS_READ * read_share * roofline.read_bytes_per_s)
 

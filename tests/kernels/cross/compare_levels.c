@@ -214,7 +214,7 @@ static void compare_linear_of(const char *op, int dtype, int64_t width, int epil
   static float bias[32], factors[MAX_ROWS], before[MAX_ROWS * 32], want[MAX_ROWS * 32], alone[MAX_ROWS * 32], got[MAX_ROWS * 32];
   quire_rows a = rows_of(input_dtype(dtype), width);
   for (int64_t i = 0; i < MAX_ROWS * width / 32; i++) a.scales[i] *= size;
-  if (group > 1) group_blocks(&a, MAX_ROWS, group);
+  if (group) group_blocks(&a, MAX_ROWS, group);
   fill_panels(panels, dtype, width, 2);
   for (int64_t i = 0; i < 2 * width / 32 * 16; i++) scales[i] = next_scale();
   fill(bias, 32), fill(factors, MAX_ROWS), fill(before, MAX_ROWS * 32);
@@ -236,7 +236,7 @@ static void compare_linear_of(const char *op, int dtype, int64_t width, int epil
 }
 
 static void compare_linear(const char *op, int dtype, int64_t width, int epilogue) {
-  compare_linear_of(op, dtype, width, epilogue, 1.f, 1);
+  compare_linear_of(op, dtype, width, epilogue, 1.f, 0);
 }
 
 static void compare_epilogues(int dtype, int64_t width) {
@@ -351,9 +351,10 @@ static void compare_convert(int dtype, int64_t columns, int64_t width, const flo
 }
 
 // Groups of blocks; the last one of a row may be shorter. One group is zero, one has a NaN, one an infinite number.
-static void compare_convert_groups(int64_t columns, int64_t width, int64_t group) {
-  static float x[3 * MAX_WIDTH];
-  quire_output got = {.dtype = QUIRE_Q8, .rows = rows_of(QUIRE_Q8, width)}, want = {.dtype = QUIRE_Q8, .rows = rows_of(QUIRE_Q8, width)};
+static void compare_convert_groups(int64_t columns, int64_t width, int64_t group, const float *norm) {
+  static float x[3 * MAX_WIDTH], squares[2][4 * MAX_WIDTH];
+  quire_output got = {QUIRE_Q8, rows_of(QUIRE_Q8, width), norm, squares[0], MAX_WIDTH};
+  quire_output want = {QUIRE_Q8, rows_of(QUIRE_Q8, width), norm, squares[1], MAX_WIDTH};
   got.rows.group = want.rows.group = group;
   fill(x, 3 * MAX_WIDTH);
   for (int64_t i = 0; i < columns && i < 32 * group; i++) x[MAX_WIDTH + i] = 0.f;
@@ -373,7 +374,25 @@ static void compare_convert_groups(int64_t columns, int64_t width, int64_t group
         verdict("scales in groups", QUIRE_Q8, "other bits than scalar", 1, 0);
       if (!isnan(b.scales[at])) digest("convert in groups", QUIRE_Q8, a.scales + at, sizeof *a.scales);
     }
+  if (norm) {  // all columns of the second row are numbers
+    expect_same("squares", QUIRE_Q8, "other bits than scalar", squares[0] + 2 * MAX_WIDTH, squares[1] + 2 * MAX_WIDTH, width / 32 * 4);
+    digest("convert in groups", QUIRE_Q8, squares[0] + 2 * MAX_WIDTH, width / 32 * 4);
+  }
   free_rows(&got.rows), free_rows(&want.rows);
+}
+
+// A column of weights, rotated and back.
+static void compare_rotate(int64_t columns, int64_t width, int64_t group) {
+  float x[MAX_WIDTH], got[MAX_WIDTH], want[MAX_WIDTH];
+  fill(x, MAX_WIDTH);
+  tiles->rotate(x, columns, group, got), scalar->rotate(x, columns, group, want);
+  expect_same("rotate", QUIRE_F32, "other bits than scalar", got, want, width * (int64_t)sizeof *got);
+  digest("rotate", QUIRE_F32, got, width * (int64_t)sizeof *got);
+  tiles->rotate_back(got, width, group), scalar->rotate_back(want, width, group);
+  expect_same("rotate back", QUIRE_F32, "other bits than scalar", got, want, width * (int64_t)sizeof *got);
+  digest("rotate", QUIRE_F32, got, width * (int64_t)sizeof *got);
+  for (int64_t i = 0; i < width; i++)
+    verdict("rotate back", QUIRE_F32, "off the column", fabs(got[i] - (i < columns ? x[i] : 0.f)), 1e-6);
 }
 
 static void compare_heads(int dtype, int64_t size, int64_t d) {
@@ -468,8 +487,8 @@ static void compare_unpack(int dtype, int64_t width) {
   fill_panels(panel, dtype, width, 1);
   for (int i = 0; i < MAX_WIDTH / 32 * 16; i++) scales[i] = next_scale();
   for (int lane = 0; lane < 16; lane++) {
-    tiles->unpack_column(panel, scales, dtype, width, lane, got);
-    scalar->unpack_column(panel, scales, dtype, width, lane, want);
+    tiles->unpack_column(panel, scales, dtype, 0, width, lane, got);
+    scalar->unpack_column(panel, scales, dtype, 0, width, lane, want);
     expect_same("unpack_column", dtype, "other bits than scalar", got, want, width * (int64_t)sizeof *got);
   }
 }
@@ -596,11 +615,12 @@ static void compare_level(void) {
   for (int64_t columns = 45; columns < MAX_WIDTH; columns += 100) compare_norm_row(columns);
   compare_activate();
   // Where products of scales are not normal numbers.
-  for (int dtype = QUIRE_Q8; dtype < QUIRE_DTYPES; dtype++) compare_linear_of("tiny linear", dtype, 256, QUIRE_STORE, 0x1p-115f, 1);
-  for (int64_t group = 2; group <= 4; group++) {
-    for (int64_t width = 96; width <= MAX_WIDTH; width += 160) {
+  for (int dtype = QUIRE_Q8; dtype < QUIRE_DTYPES; dtype++) compare_linear_of("tiny linear", dtype, 256, QUIRE_STORE, 0x1p-115f, 0);
+  for (int64_t group = 1; group <= QUIRE_MOST_GROUP; group *= 2) {
+    for (int64_t width = 32; width <= MAX_WIDTH; width += width < 192 ? 32 : 160) {
       compare_linear_of("linear in groups", QUIRE_Q8, width, QUIRE_STORE, 1.f, group);
-      compare_convert_groups(width - 5, width, group);
+      compare_convert_groups(width - 5, width, group, width % 64 ? weight : NULL);
+      compare_rotate(width - 5, width, group);
     }
     compare_linear_of("linear in groups", QUIRE_Q8, 512, QUIRE_SWIGLU, 1.f, group);
   }

@@ -53,6 +53,13 @@ def test_an_encoder_depends_on_the_level_in_bf16_alone(weights: str) -> None:
     assert encoder_bits_id("avx2", weights, b"model") != encoder_bits_id("avx2", "q4", b"model")
 
 
+def test_another_form_of_q8_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = id_of(), encoder_bits_id("avx2", "q8", b"model")
+    monkeypatch.setattr(bits, "Q8_FORM", 1)
+    assert id_of() != before[0]
+    assert encoder_bits_id("avx2", "q8", b"model") != before[1]
+
+
 def test_a_build_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = id_of()
     monkeypatch.setattr(bits, "version", lambda _: "9.9")

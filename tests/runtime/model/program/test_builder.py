@@ -27,7 +27,7 @@ from quire.kernels.ops import (
 )
 from quire.kernels.pack import PackedMatrix, packed_nbytes
 from quire.runtime.model import pack_model
-from quire.runtime.model.program import ProgramBuilder, ProgramPlan
+from quire.runtime.model.program import F32, ProgramBuilder, ProgramPlan
 from quire.runtime.model.program.arena_layout import Lifetime
 
 from tests.runtime.model.conftest import max_live_bytes
@@ -204,13 +204,13 @@ def test_the_last_op_that_wrote_the_residual_stream_writes_the_norm() -> None:
     weight = np.ones(64, np.float32)
     square = packed(64, 64)
     x = builder.embed(square)
-    y = builder.linear(builder.norm(x, weight, 1e-6, "f32"), square, None, "y")
+    y = builder.linear(builder.norm(x, weight, 1e-6, F32), square, None, "y")
     with pytest.raises(ValueError, match="already writes one"):
-        builder.norm(x, weight, 1e-6, "f32")
+        builder.norm(x, weight, 1e-6, F32)
     with pytest.raises(ValueError, match="cannot write its norm"):
-        builder.norm(y, weight, 1e-6, "f32")
+        builder.norm(y, weight, 1e-6, F32)
     builder.linear_add(y, square, None, x)
-    normed = builder.norm(x, weight, 1e-6, "f32")
+    normed = builder.norm(x, weight, 1e-6, F32)
     plan = builder.build(builder.logits(normed, square))
     assert names(plan.ops) == ["Embed, norm", "Linear:store", "Linear:add, norm", "Linear:store"]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from quire.kernels.ops import Ring
 from quire.pager import KVLayout
-from quire.runtime.model.program import ProgramBuilder
+from quire.runtime.model.program import F32, ProgramBuilder
 from quire.runtime.tools.bench.roofline import Roofline
 from quire.runtime.tools.bench.work import chosen_experts, decode_work, prefill_work
 
@@ -120,6 +120,6 @@ def test_a_ring_is_read_once_per_sequence_and_written_once_per_token() -> None:
     gates = builder.linear(
         builder.embed(FakeWeight(500, 64, "q8", 34000)), FakeWeight(192, 64, "f32", 49152), None, "gates"
     )
-    runner.ops = builder.build(builder.short_conv(gates, np.zeros((3, 64), np.float32), None, Ring(0, 5), "f32")).ops
+    runner.ops = builder.build(builder.short_conv(gates, np.zeros((3, 64), np.float32), None, Ring(0, 5), F32)).ops
     assert decode_work(runner, [(4, 9), (5,)]).state_bytes == (3 * 2 + 3) * 64 * 4
     assert prefill_work(runner, 2, 12, [(6, 6), (12, 12)]).state_bytes == (4 * 2 + 4 * 3) * 64 * 4
