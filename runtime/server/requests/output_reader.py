@@ -173,8 +173,10 @@ class OutputReader:
                 self._wait()
                 return self._stopped is not None  # waiting may exceed a limit
             if self._credit <= 0:
-                chunk = msgspec.structs.replace(chunk, token_ids=(), text="", logprobs=None, deltas=None)
-                num_tokens = 0
+                self._credit = -math.inf  # neither tokens nor text may follow the gap
+        if self._credit == -math.inf:
+            chunk = msgspec.structs.replace(chunk, token_ids=(), text="", logprobs=None, deltas=None)
+            num_tokens = 0
         if self._held_bytes:  # the chunk has waited in a log that is not kept
             self.hold(-self.log.forget_first())
         self._position = position + 1

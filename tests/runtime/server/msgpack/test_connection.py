@@ -531,6 +531,19 @@ async def test_no_tokens_follow_those_that_a_slow_reader_lost(serve: Serve, cloc
 
 
 @every_kind
+async def test_no_tokens_follow_those_that_a_cancelled_request_lost(server: FakeServer, kind: dict[str, Any]) -> None:
+    peer = await server.connect()
+    await peer.ask(generate(1, credit=1, **kind))
+    server.engine.last.cancel = lambda: None  # type: ignore[method-assign]  # the engine computes on for a while
+    await server.engine.last.put(chunk(0), chunk(1))
+    assert names(await peer.received()) == ["Tokens"]
+    assert await peer.ask(Cancel(1)) == [], "the waiting token is dropped"
+    assert await peer.ask(Credit(1, 9)) == []
+    await server.engine.last.put(chunk(2), chunk(3, 0, "rest", last=True, reason="cancelled"))
+    assert names(await peer.received()) == ["Done"]
+
+
+@every_kind
 async def test_a_trickle_of_credit_counts_as_a_slow_reader(
     serve: Serve, clock: FakeClock, kind: dict[str, Any]
 ) -> None:
