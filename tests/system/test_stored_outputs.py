@@ -711,6 +711,17 @@ async def test_a_stored_response_with_a_key_is_not_found_once_its_output_is_drop
     assert (reply.status, reply.error["code"]) == (404, "not_found")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_retry_is_refused_with_a_status_once_the_output_is_dropped(serve: Serve, stream: bool) -> None:
+    system = await serve(max_kept_bytes=30_000)
+    body = chat(stream=stream)
+    assert (await ask(system, "POST", CHAT, body, idempotency_key="k")).status == 200
+    for _ in range(8):
+        await stored_id(system, RESPONSES, response("a" * 3000))
+    reply = await ask(system, "POST", CHAT, body, idempotency_key="k")
+    assert (reply.status, reply.error["code"]) == (404, "not_found")
+
+
 async def test_long_requests_are_read_beside_the_event_loop(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """When they are sent, retrieved, listed or continued, and when they are only tokenized."""
     threads: list[threading.Thread] = []

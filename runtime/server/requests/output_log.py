@@ -228,7 +228,8 @@ class OutputLog:
         self._end(error)
 
     def drop_output(self, error: QuireError) -> None:
-        """Drop the output of an ended request: `error` answers its key from now on."""
+        """Drop the output of an ended request: `error` refuses requests with its key from now on."""
+        self.is_accepted = False
         self.finish_reason = None
         self.error = error
         self.num_chunks = 0
