@@ -1236,4 +1236,25 @@ MUTANTS = [
         "best_of returns no logprobs",
         OUTPUT_TESTS,
     ),
+    Mutant(
+        OUTPUTS,
+        "self.image_bytes + num_bytes > max_image_bytes",
+        "self.image_bytes + num_bytes >= max_image_bytes",
+        "images that fit exactly are refused",
+        "tests/runtime/engine/test_output.py",
+    ),
+    Mutant(
+        OUTPUTS,
+        "self._fail(sequence.output, sequence.output.error or error, time",
+        "self._fail(sequence.output, error, time",
+        "a request that the server ended reports its core's error",
+        "tests/runtime/engine/test_output.py",
+    ),
+    Mutant(
+        OUTPUTS,
+        "is_last = index == len(ends) and not output.sequences",
+        "is_last = index == len(ends)",
+        "a continued request ends while an output is open",
+        "tests/runtime/engine/test_continuation.py",
+    ),
 ]

@@ -359,10 +359,13 @@ async def test_deleting_a_running_response_cancels_it(system: Any, eventually: E
     await eventually(lambda: system.server._context.replays.num_bytes == 0)
 
 
-async def test_a_response_that_fails_stays_failed(system: Any, eventually: Eventually) -> None:
-    reply = await ask(system, "POST", RESPONSES, response("fail", background=True))
+@pytest.mark.parametrize("background", [True, False])
+async def test_a_response_that_fails_stays_failed(system: Any, eventually: Eventually, background: bool) -> None:
+    body = response("fail", background=background, stream=not background)
+    reply = await ask(system, "POST", RESPONSES, body)
     await eventually(lambda: bool(system.engine.requests) and not system.engine.live)
-    found = (await ask(system, "GET", f"{RESPONSES}/{reply.json['id']}")).json
+    identity = reply.json["id"] if background else as_json(reply)[0]["response"]["id"]
+    found = (await ask(system, "GET", f"{RESPONSES}/{identity}")).json
     assert (found["status"], found["error"]) == ("failed", {"code": "server_error", "message": "the logits are NaN"})
 
 

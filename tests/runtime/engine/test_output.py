@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from quire.runtime.common.errors import GenerationFailed
+from quire.runtime.common.errors import GenerationFailed, Overloaded, Unavailable
 from quire.runtime.common.types import (
     CompletionOutput,
     Delta,
@@ -19,7 +19,9 @@ from quire.runtime.common.types import (
     Usage,
     join_chunks,
 )
+from quire.runtime.engine.embedding.no_embedder import NoEmbedder
 from quire.runtime.engine.facade import GenerateRequest
+from quire.runtime.engine.live_outputs import LiveOutputs
 from quire.runtime.engine.markup.markup import KNOWN_MARKUPS, THINK
 from quire.runtime.engine.markup.markup_parser import MarkupParser
 from quire.runtime.engine.output import Stream, StreamingOutput, output_class
@@ -289,6 +291,31 @@ def test_latencies_are_those_of_the_first_token_and_of_the_slowest_sequence() ->
 
 
 # The stream
+
+
+def test_images_are_accepted_until_their_memory_is_full() -> None:
+    outputs = LiveOutputs(Mock(drop=lambda *_: None), NoEmbedder())
+    first, second, third = (output_with() for _ in range(3))
+    for output in (first, second, third):
+        output.image_bytes = 40
+    outputs.add(first, 80)
+    outputs.add(second, 80)
+    with pytest.raises(Overloaded, match="this request take 40 bytes, those of others 80, and all may take 80"):
+        outputs.add(third, 80)
+    outputs.discard(first, "it was refused")
+    outputs.add(third, 80)
+
+
+def test_a_request_that_the_engine_stops_ends_in_that_error_and_not_in_its_cores() -> None:
+    outputs = LiveOutputs(Mock(drop=lambda *_: None), NoEmbedder())
+    output = output_with()
+    outputs.add(output, None)
+    outputs.stop()
+    outputs.listener.fail(0, GenerationFailed("the engine process has exited"), STALLED)
+    received: list[Any] = []
+    output.stream.deliver(received.append)
+    (error,) = received
+    assert isinstance(error, Unavailable)
 
 
 def a_chunk(index: int, *, last: bool = False) -> OutputChunk:

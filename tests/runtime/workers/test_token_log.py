@@ -6,7 +6,13 @@ from collections.abc import Iterable
 
 import pytest
 from quire.runtime.engine import Prefilled
-from quire.runtime.workers.token_log import MAX_UNBEGUN_EXITS, MAX_UNPRODUCTIVE_EXITS, ClosedRequest, TokenLog
+from quire.runtime.workers.token_log import (
+    MAX_UNBEGUN_EXITS,
+    MAX_UNBEGUN_HOSTS,
+    MAX_UNPRODUCTIVE_EXITS,
+    ClosedRequest,
+    TokenLog,
+)
 from quire.scheduler import BeamSpec, FinalCounters, Request, RequestSpec, RequestUpdate, SampledToken
 
 from tests.support.clock import FakeClock
@@ -254,6 +260,17 @@ def test_every_second_is_counted_once_over_all_processes(log: TokenLog, clock: F
     assert total.recomputed_tokens == 3 + 2 - 1 - 1, "all known tokens but the last, less those that were cached"
 
 
+def test_a_request_begins_once_in_each_process(log: TokenLog, clock: FakeClock) -> None:
+    add(log, 1, begun=False)
+    for cached_tokens in (16, 32):  # the second report comes after a preemption
+        clock.now += 1
+        log.note_begun([Prefilled(1, cached_tokens)])
+    clock.now += 1
+    closed = log.forget(1)
+    assert closed is not None
+    assert closed.counters == FinalCounters((1.0, 2.0, 0.0, 0.0, 0.0), cached_tokens=16)
+
+
 def test_a_request_that_ends_without_counters_has_those_that_the_log_knows(log: TokenLog, clock: FakeClock) -> None:
     add(log, 1)
     clock.now = 103.0
@@ -266,3 +283,35 @@ def test_a_request_that_ends_without_counters_has_those_that_the_log_knows(log: 
     counters = closed.counters
     assert (counters.prefill_s, counters.stall_s, sum(counters.seconds_in)) == (3.0, 2.0, 5.0)
     assert counters.recomputed_tokens == 3 + 2 - 1
+
+
+def test_tokens_of_a_cancelled_request_were_not_computed_again(log: TokenLog) -> None:
+    add(log, 1)
+    gain(log, 1, 7, 7)
+    closed = log.forget(1)
+    assert closed is not None
+    assert (closed.was_sent, closed.counters.recomputed_tokens) == (True, 0)
+
+
+def test_a_request_that_another_log_adopts_keeps_its_seconds(log: TokenLog, clock: FakeClock) -> None:
+    add(log, 1)
+    clock.now = 103.0
+    gain(log, 1, 7, 7)
+    clock.now = 105.0
+    entry = log.give_up(1)
+    assert entry is not None
+    other = TokenLog(clock)
+    other.adopt(entry)
+    assert other.unsent_ids == [1]
+    clock.now = 109.0
+    closed = other.forget(1)
+    assert closed is not None
+    assert closed.counters == FinalCounters((0.0, 3.0, 2.0, 4.0, 0.0), recomputed_tokens=3 + 2 - 1)
+
+
+def test_a_request_that_no_host_has_begun_survives_many_lost_hosts(log: TokenLog) -> None:
+    add(log, 1, begun=False)
+    for _ in range(MAX_UNBEGUN_HOSTS - 1):
+        assert log.on_host_lost(is_blameless=False) == ([], [])
+        assert len(log.next_to_send()) == 1
+    assert ids(log.on_host_lost(is_blameless=False).quarantined) == [1]

@@ -836,6 +836,16 @@ async def test_the_last_chunk_becomes_tokens_and_done(server: FakeServer) -> Non
 # Timeouts, on the test's own clock
 
 
+async def test_a_connection_whose_text_is_being_tokenized_is_not_idle(serve: Serve, clock: FakeClock) -> None:
+    server = serve(idle_timeout_ms=1000)
+    peer = await server.connect()
+    server.engine.prepared.clear()
+    peer.send(Tokenize(1, "x"))
+    await clock.advance(5, step=0.5)
+    server.engine.prepared.set()
+    assert await peer.received() == [Tokenized(1, (120,))]
+
+
 async def test_a_connection_with_a_live_request_is_not_idle(serve: Serve, clock: FakeClock) -> None:
     server = serve(idle_timeout_ms=1000)
     peer = await server.connect()

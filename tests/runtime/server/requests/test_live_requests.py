@@ -9,7 +9,7 @@ from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.engine.facade import GenerateRequest
 from quire.runtime.server.tenancy.tenants import Tenant, TenantLimits
 
-from tests.support.server import FakeServer, generate, names
+from tests.support.server import FakeServer, chunk, generate, names
 
 Serve = Callable[..., FakeServer]
 
@@ -39,3 +39,21 @@ async def test_a_request_that_the_engine_refuses_is_no_longer_counted(serve: Ser
     assert server.requests.texts.num_bytes == 0
     server.engine.refusal = None
     assert names(await peer.ask(generate(2))) == ["Accepted"]
+
+
+async def test_the_status_lists_the_oldest_requests_with_their_progress(server: FakeServer) -> None:
+    peer = await server.connect()
+    await peer.ask(generate(1), generate(2), generate(3))
+    assert [live.request_id for live in server.requests.oldest(2)] == ["1", "2"]
+    generation = server.engine.generations[0]
+    shown = []
+    for num_computed in (1, 2):
+        generation.note_prefill(num_computed)
+        shown += server.requests.oldest(1)
+    await generation.put(chunk(0))
+    shown += server.requests.oldest(1)
+    assert [(live.state, live.prefilled, live.generated) for live in shown] == [
+        ("prefill", 1, 0),
+        ("prefill", 2, 0),
+        ("decode", 3, 1),  # the last chunk of a prefill is not noted
+    ]

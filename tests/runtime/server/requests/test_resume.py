@@ -12,7 +12,7 @@ from quire.runtime.common.errors import Overloaded, Unavailable
 from quire.runtime.common.types import Delta, SamplingParams
 from quire.runtime.protocol.frames import Cancel, Credit, Done, Error, Frame, Generate, Resume, Tokens
 from quire.runtime.server.requests.indexes import StoredIndex, ToStore
-from quire.runtime.server.requests.output_log import MAX_READERS
+from quire.runtime.server.requests.output_log import CHUNK_BYTES, ENTRY_BYTES, LOG_BYTES, MAX_READERS, encode_chunk
 from quire.runtime.server.tenancy.tenants import Tenant, TenantLimits
 
 from tests.support.server import FakeClock, FakePeer, FakeServer, chunk, generate, names, settle
@@ -410,6 +410,28 @@ async def test_a_request_with_unusually_long_text_drops_ended_ones_and_ends_beyo
     (_, frames) = await resume(server, lost)
     assert names(frames) == ["Accepted", "Tokens", "Tokens", "Error"]
     assert is_error(frames[-1:], "RESOURCE_EXHAUSTED")
+
+
+async def test_a_request_with_unusually_long_text_drops_as_many_ended_ones_as_it_needs(serve: Serve) -> None:
+    server = serve(max_kept_bytes=30_000)
+    peer = await server.connect()
+    for index in range(2):
+        assert names(await end(server, peer, small(index, resumable=True), "x" * 5_000))[-1] == "Done"
+    await peer.ask(small(2, resumable=True))
+    await server.engine.last.put(chunk(0, text="x" * 20_000))
+    assert names(await peer.received()) == ["Tokens"]
+    assert not server.engine.last.is_cancelled
+    for index in range(2):
+        assert is_error(await peer.ask(Resume(index, 0)), "NOT_FOUND")
+
+
+async def test_an_ended_log_counts_each_of_its_chunks(server: FakeServer) -> None:
+    peer = await server.connect()
+    await peer.ask(small(1, resumable=True))
+    chunks = [chunk(0), chunk(1, last=True)]
+    await server.engine.last.put(*chunks)
+    num_bytes = sum(len(encode_chunk(each)) + CHUNK_BYTES for each in chunks)
+    assert server.replays.num_bytes == LOG_BYTES + ENTRY_BYTES + num_bytes
 
 
 async def test_streams_without_chunks_count_as_memory(serve: Serve) -> None:

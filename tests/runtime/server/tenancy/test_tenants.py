@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire.runtime.common.errors import Overloaded
+from quire.runtime.common.types import Usage
 from quire.runtime.server.tenancy.tenants import (
     FRAMES_PER_TURN,
     NS_PER_MINUTE,
     NS_PER_MS,
     Tenant,
     TenantLimits,
+    TenantTotals,
     Turns,
 )
 
@@ -96,6 +98,21 @@ def test_a_request_refused_for_the_rate_does_not_count_as_live() -> None:
     assert admitted(tenant, 3) == 1
     clock.now_ns += NS_PER_S
     assert admitted(tenant, 3) == 1
+
+
+def test_the_totals_are_the_sums_of_ended_requests() -> None:
+    tenant = Tenant("a")
+    for _ in range(4):
+        tenant.enter()
+    tenant.leave()
+    for tokens in (1, 10):
+        usage = Usage(
+            prompt_tokens=tokens, completion_tokens=2 * tokens, cached_tokens=3 * tokens, recomputed_tokens=4 * tokens
+        )
+        tenant.leave(usage)
+    assert tenant.totals == TenantTotals(
+        live=1, requests=3, prompt_tokens=11, completion_tokens=22, cached_tokens=33, recomputed_tokens=44
+    )
 
 
 def test_new_limits_apply_from_the_next_request_and_old_requests_cost_at_most_their_burst() -> None:
