@@ -48,7 +48,8 @@ def asked(prompt: str | tuple[int, ...], tenant: str = "", priority: int = 0, **
 
 
 def prompt(length: int, seed: int = 0, vocabulary: int = 300) -> tuple[int, ...]:
-    return tuple(random.Random(seed * 10_000 + length).randrange(4, vocabulary) for _ in range(length))
+    generator = random.Random(seed * 10_000 + length)
+    return tuple(generator.randrange(4, vocabulary) for _ in range(length))
 
 
 async def start_chunked(config: EngineConfig, max_chunk: int | None) -> LocalEngine:

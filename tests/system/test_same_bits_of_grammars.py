@@ -78,7 +78,7 @@ async def test_with_draft_tokens(num_speculative_tokens: int, monkeypatch: pytes
     monkeypatch.setattr(grammars, "WAIT_S", 10.0)  # busy machines: masks that come late leave out forced tokens
     async with running(num_speculative_tokens=num_speculative_tokens) as engine:
         assert await together(engine, requests()) == await expected()
-        assert engine.stats().accepted_draft_tokens > 20, "forced tokens are draft tokens"
+        assert engine.stats().accepted_draft_tokens > 10, "forced tokens are draft tokens"
 
 
 async def test_when_most_masks_come_late(monkeypatch: pytest.MonkeyPatch) -> None:

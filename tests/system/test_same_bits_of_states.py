@@ -35,6 +35,7 @@ REQUESTS = [
     asked(varied(40, 2, 150), n=2, best_of=4, temperature=0.8, seed=4, max_tokens=30),
     asked(varied(50, 3, 150), n=3, beam_width=3, logprobs=0, max_tokens=20),
     asked(REPEATED, temperature=0.4, seed=5, max_tokens=30, logit_bias={11: 8.0, 12: 8.0, 13: 8.0, 14: 8.0}),
+    asked(REPEATED, temperature=1.0, seed=7, max_tokens=40, logit_bias={11: 7.0, 12: 7.0, 13: 7.0, 14: 7.0}),
     asked(REPEATED[1:], n=2, temperature=0.3, seed=6, logit_bias={11: 9.0, 12: 9.0}, stop_token_ids=(14,)),
     *(asked(varied(1 + i, 4, 150), max_tokens=6, temperature=0.7, seed=i) for i in range(8)),
     *(asked(varied(9 + i, 5, 150), max_tokens=80, temperature=0.8, seed=i) for i in range(5)),

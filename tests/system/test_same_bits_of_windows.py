@@ -4,23 +4,18 @@ small pool, where other requests reuse the pages that left a window and requests
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import GenerateRequest
 from quire.runtime.model import kv_layout, read_spec
 
 from tests.support import bits
-from tests.support.bits import one_by_one, together
+from tests.support.bits import one_by_one, prompt, together
 
 PARAMS = SamplingParams(max_tokens=150, ignore_eos=True, logprobs=2, temperature=0.9, seed=3)
 LENGTHS = (300, 50, 120, 400, 1)
 LONGEST = max(LENGTHS) + 150
-REQUESTS = [
-    GenerateRequest(prompt=tuple(random.Random(n).randrange(4, 300) for _ in range(n)), sampling_params=PARAMS)
-    for n in LENGTHS
-]
+REQUESTS = [GenerateRequest(prompt=prompt(length), sampling_params=PARAMS) for length in LENGTHS]
 
 
 def running(folder, **settings):
