@@ -39,6 +39,7 @@ REQUESTS = [
     asked(REPEATED[1:], n=2, temperature=0.3, seed=6, logit_bias={11: 9.0, 12: 9.0}, stop_token_ids=(14,)),
     *(asked(varied(1 + i, 4, 150), max_tokens=6, temperature=0.7, seed=i) for i in range(8)),
     *(asked(varied(9 + i, 5, 150), max_tokens=80, temperature=0.8, seed=i) for i in range(5)),
+    asked(REPEATED[2:], temperature=0.6, seed=7, max_tokens=30, logit_bias={11: 8.0, 12: 8.0, 13: 8.0, 14: 8.0}),
 ]
 
 

@@ -69,7 +69,7 @@ def test_info(hostile_folder: Path, command: list[str]) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert list(dict.fromkeys(line.split()[0] for line in done.stdout.splitlines())) == [
-        *("quire", "python", "machine", "ISA", "threads", "tune", "model")
+        *("quire", "python", "machine", "ISA", "threads", "tune", "q8", "model")
     ]
 
 
