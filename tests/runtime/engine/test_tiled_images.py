@@ -25,6 +25,7 @@ CHAT = json.loads((GOLDENS / "images" / "golden.json").read_text())["smolvlm"]["
 FILES = [(GOLDENS / "images" / "files" / name).read_bytes() for name in CHAT["files"]]
 OPTIONS: dict[str, Any] = {"kv_cache_dtype": "f32", "kv_cache_memory": 4 << 20, "page_size": 16}
 TOLERANCES = {"f32": 2e-4, "bf16": 0.02, "q8": 0.05}
+LEAST_COSINES = {"f32": 0.9999, "bf16": 0.999, "q8": 0.9985}  # least of all rows; random weights have no outliers
 
 Floats = npt.NDArray[np.float32]
 
@@ -82,7 +83,7 @@ def test_rows_and_logits_are_those_of_transformers(folder: Path, golden: dict[st
         logits = llm.logits(prompt, tiles)
     for name, values in (("rows", rows), ("logits", logits)):
         assert np.abs(values - golden[name]).max() <= TOLERANCES[weights] * np.ptp(golden[name])
-        assert cosines(values, golden[name]).min() >= 0.999, "of each row"
+        assert cosines(values, golden[name]).min() >= LEAST_COSINES[weights]
 
 
 def test_a_chat_is_answered_as_its_prompt(folder: Path, golden: dict[str, Floats]) -> None:
