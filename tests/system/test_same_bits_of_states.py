@@ -7,7 +7,6 @@ preemption. At the end every slot is free again (`running` checks it).
 from __future__ import annotations
 
 import asyncio
-import random
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -18,27 +17,22 @@ from quire.runtime.model.states import lay_out_states
 from quire.scheduler import speculative
 
 from tests.support import bits
-from tests.support.bits import asked, one_by_one, together
+from tests.support.bits import asked, one_by_one, prompt, together
 from tests.support.families import GOLDENS
-
-
-def varied(length: int, seed: int, vocabulary: int) -> tuple[int, ...]:
-    return tuple(random.Random(f"{seed} {length}").choices(range(4, vocabulary), k=length))
-
 
 MODEL = GOLDENS / "lfm2"
 SPEC = read_spec(MODEL)
 REPEATED = (11, 12, 13, 14) * 12
 REQUESTS = [
     asked(REPEATED, max_tokens=40),
-    asked(varied(70, 1, 150), n=3, temperature=0.9, seed=3),
-    asked(varied(40, 2, 150), n=2, best_of=4, temperature=0.8, seed=4, max_tokens=30),
-    asked(varied(50, 3, 150), n=3, beam_width=3, logprobs=0, max_tokens=20),
+    asked(prompt(70, 1, 150), n=3, temperature=0.9, seed=3),
+    asked(prompt(40, 2, 150), n=2, best_of=4, temperature=0.8, seed=4, max_tokens=30),
+    asked(prompt(50, 3, 150), n=3, beam_width=3, logprobs=0, max_tokens=20),
     asked(REPEATED, temperature=0.4, seed=5, max_tokens=30, logit_bias={11: 8.0, 12: 8.0, 13: 8.0, 14: 8.0}),
     asked(REPEATED, temperature=1.0, seed=7, max_tokens=40, logit_bias={11: 7.0, 12: 7.0, 13: 7.0, 14: 7.0}),
     asked(REPEATED[1:], n=2, temperature=0.3, seed=6, logit_bias={11: 9.0, 12: 9.0}, stop_token_ids=(14,)),
-    *(asked(varied(1 + i, 4, 150), max_tokens=6, temperature=0.7, seed=i) for i in range(8)),
-    *(asked(varied(9 + i, 5, 150), max_tokens=80, temperature=0.8, seed=i) for i in range(5)),
+    *(asked(prompt(1 + i, 4, 150), max_tokens=6, temperature=0.7, seed=i) for i in range(8)),
+    *(asked(prompt(9 + i, 5, 150), max_tokens=80, temperature=0.8, seed=i) for i in range(5)),
     asked(REPEATED[2:], temperature=0.6, seed=7, max_tokens=30, logit_bias={11: 8.0, 12: 8.0, 13: 8.0, 14: 8.0}),
 ]
 
@@ -101,5 +95,5 @@ async def test_only_forks_copy_a_state() -> None:
     async with running(num_speculative_tokens=3) as engine:
         await together(engine, [each for each in REQUESTS if each.sampling_params.n == 1])
         assert engine.core.pager.states.num_copies == 0
-        await together(engine, [asked(varied(70, 1, 150), n=3, temperature=0.9, seed=3)])
+        await together(engine, [asked(prompt(70, 1, 150), n=3, temperature=0.9, seed=3)])
         assert engine.core.pager.states.num_copies == 2
