@@ -9,6 +9,7 @@ cdef struct AttentionOp:
     quire_output out                # [tokens][num_heads][head_dim]
     int64_t window                  # 0: all earlier tokens
     bint causal                     # 0: a row sees the rest of its text, or `window` tokens of it
+    bint gated                      # each query head is followed by its gate
     float softcap                   # softcap of the scores; 0: none
     const float *sinks              # [num_heads], a score of each head without a value; or NULL
     const float *bias               # [num_heads][bias_columns], added to scores; or NULL

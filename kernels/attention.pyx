@@ -11,7 +11,7 @@ from libc.math cimport INFINITY
 from libc.stdint cimport int32_t
 from libc.string cimport memcpy, memset
 
-from .heads cimport load_queries, store_rows
+from .heads cimport heads_of, load_queries, store_rows
 from .isa cimport (QUIRE_F32, QUIRE_LANES, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_itemsize, quire_page,
                    quire_row_class, quire_rows)
 from .pool cimport quire_next_run, quire_run, quire_signal, quire_signal_await, quire_signal_set
@@ -370,6 +370,7 @@ cdef void _write_output(const AttentionOp *op, const quire_tiles *tiles, const W
     """Write each query's heads side by side, in the dtype that the next linear layer reads."""
     cdef int64_t d = workspace.q.width, head_dim = op.heads.head_dim, columns = op.heads.group * head_dim, i, g, r, j
     cdef int64_t queries = unit.queries, first_row = unit.first_row, head = unit.head
+    cdef const float *gate
     cdef float *row
     cdef float total
     if op.sinks != NULL:
@@ -381,6 +382,9 @@ cdef void _write_output(const AttentionOp *op, const quire_tiles *tiles, const W
             total = state.l[r]
             for j in range(head_dim):
                 row[g * head_dim + j] = state.o[r * d + j] / total
+            if op.gated:        # the elements that follow a head's are written later
+                gate = heads_of(&op.heads, first_row + i) + (head * op.heads.group + g) * op.heads.query_stride
+                tiles.gate(gate + head_dim, head_dim, row + g * head_dim)
     if op.out.dtype == QUIRE_F32:
         for i in range(queries):
             row = <float *>op.out.rows.data + (first_row + i) * op.out.rows.width

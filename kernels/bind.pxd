@@ -7,6 +7,7 @@ from .linear cimport LinearOp
 from .pack cimport PackedMatrix, Panels
 from .regions cimport Regions
 from .replay cimport Record
+from .step cimport Value
 
 cdef class Binder:
     cdef Regions regions
@@ -35,12 +36,13 @@ cdef class Binder:
     cdef _add_route(self, Record *record, op)
     cdef _add_dispatch(self, Record *record, op)
     cdef _add_combine(self, Record *record, op)
+    cdef Value _logits(self, region, routing) except *
     cdef _add_maxima(self, LinearOp *linear, op, rows)
     cdef _add_linear_input(self, LinearOp *linear, source, PackedMatrix weight, rows)
-    cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows)
+    cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows, gated)
     cdef int64_t _add_rotary(self, HeadsOp *heads, op) except -1
     cdef quire_head _head(self, op, norm, heads, rotary_dim, scale, next) except *
     cdef _add_attention(self, Record *record, op)
     cdef _add_ephemeral_attention(self, Record *record, op)
     cdef _add_bias(self, AttentionOp *attention, op)
-    cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows)
+    cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows, gated)

@@ -260,7 +260,7 @@ cdef class Binder:
         cdef RouteOp *route = &record.op.route
         record.kind = ROUTE
         route.routing, route.normalized = self.regions.tables(op.routing), op.normalized
-        route.logits = self.regions.value(op.logits, op.routing.num_experts, "f32", self.max_rows)
+        route.logits = self._logits(op.logits, op.routing)
 
     cdef _add_dispatch(self, Record *record, op):
         cdef DispatchOp *dispatch = &record.op.dispatch
@@ -284,6 +284,17 @@ cdef class Binder:
         combine.input = self.regions.value(op.input, op.out.columns, "f32", self.max_rows * op.routing.top_k)
         combine.out = self.regions.value(op.out, op.input.columns, "f32", self.max_rows)
         combine.is_normed = self.regions.normed(&combine.normed, op, self.max_rows)
+        combine.has_shared = op.shared is not None
+        if combine.has_shared:
+            combine.shared = self.regions.value(op.shared.rows, op.out.columns, "f32", self.max_rows)
+            combine.logits = self._logits(op.shared.logits, op.routing)
+            if op.shared.logits.columns == op.routing.num_experts:
+                raise ValueError(f"{op.shared.logits!r} has no logit of a shared expert")
+
+    cdef Value _logits(self, region, routing) except *:
+        """Return the logits of experts, which the logit of a shared expert may follow."""
+        columns = routing.num_experts
+        return self.regions.value(region, columns + (region.columns == columns + 1), "f32", self.max_rows)
 
     cdef _add_maxima(self, LinearOp *linear, op, rows):
         cdef Value maxima
@@ -305,15 +316,19 @@ cdef class Binder:
         if source.group != weight.group:
             raise ValueError(f"{source!r} does not have the weight's group, {weight.group}")
 
-    cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows):
+    cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows, gated):
         rotary_dim = self._add_rotary(heads, op)
-        heads.qkv = self.regions.value(op.qkv, (op.num_heads + 2 * op.num_kv_heads) * op.head_dim, "f32", self.max_rows)
+        heads.query_stride = op.head_dim * (2 if gated else 1)
+        heads.first_key = op.num_heads * heads.query_stride
+        columns = heads.first_key + 2 * op.num_kv_heads * op.head_dim
+        heads.qkv = self.regions.value(op.qkv, columns, "f32", self.max_rows)
         heads.num_heads, heads.num_kv_heads = op.num_heads, op.num_kv_heads
         heads.group, heads.head_dim = group, op.head_dim
         heads.norms_rows = norms_rows
-        heads.query = self._head(op, op.q_norm, op.num_heads if norms_rows else 1, rotary_dim, op.scale, -group)
-        heads.key = self._head(op, op.k_norm, op.num_kv_heads if norms_rows else 1, rotary_dim, 1, 1)
-        heads.value = self._head(op, None, 1, 0, 1, 1)
+        heads.query = self._head(op, op.q_norm, op.num_heads if norms_rows else 1, rotary_dim, op.scale,
+                                 -group * heads.query_stride)
+        heads.key = self._head(op, op.k_norm, op.num_kv_heads if norms_rows else 1, rotary_dim, 1, op.head_dim)
+        heads.value = self._head(op, None, 1, 0, 1, op.head_dim)
 
     cdef int64_t _add_rotary(self, HeadsOp *heads, op) except -1:
         """Set the rotary table of an op, if it has one; return the number of elements of a head that are rotated."""
@@ -338,10 +353,10 @@ cdef class Binder:
         return rotary.shape[1]
 
     cdef quire_head _head(self, op, norm, heads, rotary_dim, scale, next) except *:
-        """Return the operations on a kind of head; a worker takes heads that are `next` apart, one after another."""
+        """Return the operations on a kind of head; a worker takes heads that are `next` columns apart."""
         cdef quire_head head
         head.head_dim, head.rotary_dim, head.eps, head.factor, head.scale = op.head_dim, rotary_dim, op.eps, 0, scale
-        head.norm, head.ahead, head.next = NULL, ROWS_AHEAD * padded(op.qkv.columns), next * op.head_dim
+        head.norm, head.ahead, head.next = NULL, ROWS_AHEAD * padded(op.qkv.columns), next
         if norm is not None:
             length = op.head_dim * heads
             head.norm = self.regions.vector(norm, length, padded(length + 16))     # a head is read by 16 elements
@@ -350,7 +365,7 @@ cdef class Binder:
     cdef _add_attention(self, Record *record, op):
         cdef AttentionOp *attention = &record.op.attention
         self._check_place(op)
-        self._add_heads_and_output(attention, op, op.norms_rows)
+        self._add_heads_and_output(attention, op, op.norms_rows, op.gated)
         record.kind = ATTENTION
         attention.heads.layer_group, attention.heads.layer = op.group, op.layer
         attention.causal, attention.softcap = True, op.softcap
@@ -371,7 +386,7 @@ cdef class Binder:
                              f"not {pages.num_pages}")
         if pages.offset < 0 or pages.offset % 64 or pages.offset + pages.nbytes > self.regions.nbytes:
             raise ValueError(f"{pages!r} are not aligned or not inside an arena of {self.regions.nbytes} bytes")
-        self._add_heads_and_output(attention, op, False)
+        self._add_heads_and_output(attention, op, False, False)
         record.kind = ATTENTION
         attention.heads.layer_group = attention.heads.layer = 0
         attention.causal, attention.softcap = op.causal, 0
@@ -388,14 +403,16 @@ cdef class Binder:
         self.max_positions = min(self.max_positions, positions)
         attention.bias, attention.bias_columns, attention.bias_origin = &bias[0, 0], bias.shape[1], positions - 1
 
-    cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows):
+    cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows, gated):
         group = self._query_heads(op)
+        if gated and norms_rows:
+            raise ValueError("query heads with gates are normed one by one")
         columns = BLOCK * max(1, op.out.group)
         if op.out.dtype != "f32" and group * op.head_dim % columns:
             raise ValueError(f"{group} heads of {op.head_dim} do not fill blocks of {columns}: out must be f32")
-        self._add_heads(&attention.heads, op, group, norms_rows)
+        self._add_heads(&attention.heads, op, group, norms_rows, gated)
         attention.out = self.regions.output(op.out, op.num_heads * op.head_dim, self.max_rows)
-        attention.window, attention.sinks, attention.bias = op.window, NULL, NULL
+        attention.window, attention.sinks, attention.bias, attention.gated = op.window, NULL, NULL, gated
         self.query_tile = min(self.query_tile, QUIRE_TILE // group)
 
     def _check_place(self, op):

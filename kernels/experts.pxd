@@ -32,6 +32,9 @@ cdef struct CombineOp:
     bint is_normed
     quire_output normed
     RoutingTables routing
+    bint has_shared
+    Value shared                    # [rows][columns] of the shared expert
+    Value logits                    # [rows][num_experts + 1]
 
 cdef int64_t run_route(const RouteOp *op, const Step *step, const quire_tiles *tiles,
                        long long *counter) noexcept nogil

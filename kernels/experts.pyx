@@ -105,6 +105,8 @@ cdef int64_t run_combine(const CombineOp *op, const Step *step, const quire_tile
     while item < step.rows * segments:
         row, column = item // segments, item % segments * SEGMENT
         out = <float *>op.out.rows.data + row * width + column
+        if op.has_shared:
+            _add_shared(op, tiles, row, column, out)
         tiles.combine(<const float *>op.input.rows.data + column, width, of.places + row * of.places_width,
                       of.weights + row * of.weights_width, of.top_k, min(<int64_t>SEGMENT, width - column), out)
         if op.is_normed:
@@ -112,3 +114,19 @@ cdef int64_t run_combine(const CombineOp *op, const Step *step, const quire_tile
         computed += 1
         item = quire_next_index(counter)
     return computed
+
+
+cdef void _add_shared(const CombineOp *op, const quire_tiles *tiles, int64_t row, int64_t column,
+                      float *out) noexcept nogil:
+    """Add a segment of the shared expert's row, times the sigmoid of its logit."""
+    cdef float weight[16]
+    cdef float logit[16]
+    cdef int32_t place = 0
+    cdef int64_t width = op.out.rows.width
+    memset(weight, 0, sizeof(weight))
+    memset(logit, 0, sizeof(logit))
+    weight[0] = 1
+    logit[0] = (<const float *>op.logits.rows.data)[row * op.logits.rows.width + op.routing.num_experts]
+    tiles.gate(logit, 1, weight)
+    tiles.combine(<const float *>op.shared.rows.data + row * width + column, width, &place, weight, 1,
+                  min(<int64_t>SEGMENT, width - column), out)

@@ -4,13 +4,15 @@ from .isa cimport quire_head, quire_rows, quire_tiles
 from .step cimport Step, Value
 
 cdef struct HeadsOp:
-    Value qkv                       # f32 [tokens][num_heads + 2 num_kv_heads][head_dim]
+    Value qkv                       # f32 [tokens][columns]: queries, keys, values
     int64_t layer_group             # selects the page tables
     int64_t layer                   # slot in the pages
     int64_t num_heads
     int64_t num_kv_heads
     int64_t group                   # query heads per KV head
     int64_t head_dim
+    int64_t query_stride            # columns from a query head to the next
+    int64_t first_key               # column of the first key head
     quire_head query                # norm, rotation and scale of each kind of head
     quire_head key
     quire_head value
@@ -22,3 +24,7 @@ cdef void load_queries(const HeadsOp *op, const Step *step, const quire_tiles *t
                        const quire_rows *out) noexcept nogil
 cdef void store_rows(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t sequence, int64_t page,
                      int64_t head) noexcept nogil
+
+cdef inline const float *heads_of(const HeadsOp *op, int64_t row) noexcept nogil:
+    """Return the heads of a row: queries, keys, values."""
+    return <const float *>op.qkv.rows.data + row * op.qkv.rows.width

@@ -22,11 +22,11 @@ cdef void load_queries(const HeadsOp *op, const Step *step, const quire_tiles *t
     cdef quire_head query
     cdef quire_output stored
     for i in range(queries):
-        row = _heads_of(op, first_row + i)
+        row = heads_of(op, first_row + i)
         for g in range(op.group):
             index = head * op.group + g
             query = _head_of_row(op, &op.query, tiles, row, op.num_heads, index)
-            tiles.head(row + index * op.head_dim, &query, _rotary_of(op, step, first_row + i, first_position + i),
+            tiles.head(row + index * op.query_stride, &query, _rotary_of(op, step, first_row + i, first_position + i),
                        x + (i * op.group + g) * d)
     if step.kv_dtype == QUIRE_Q8:
         stored.dtype = QUIRE_Q8
@@ -53,7 +53,7 @@ cdef void store_rows(const HeadsOp *op, const Step *step, const quire_tiles *til
     if position % step.page_size == 0:
         memset(kv.k, 0, step.head_bytes)    # masked lanes must read numbers: 0 * NaN is NaN
     for position in range(position, end):
-        keys = _heads_of(op, row + position) + op.num_heads * op.head_dim
+        keys = heads_of(op, row + position) + op.first_key
         key = _head_of_row(op, &op.key, tiles, keys, op.num_kv_heads, head)
         tiles.head(keys + head * op.head_dim, &key, _rotary_of(op, step, row + position, position), x)
         tiles.store_key(x, position % step.page_size, &kv)
@@ -78,7 +78,3 @@ cdef inline const float *_rotary_of(const HeadsOp *op, const Step *step, int64_t
     if step.rotary != NULL:
         return step.rotary + row * op.query.rotary_dim
     return op.rotary + position * op.query.rotary_dim
-
-
-cdef inline const float *_heads_of(const HeadsOp *op, int64_t row) noexcept nogil:
-    return <const float *>op.qkv.rows.data + row * op.qkv.rows.width

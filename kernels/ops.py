@@ -222,7 +222,8 @@ class Attention:
     a row together and to all key heads together; then the rotary embedding; stores K and V in their pages; computes
     softmax(q K^T) V per head over the sequence's pages, with `window` > 0 over the last `window` tokens. With `softcap`
     > 0, scores become softcap * tanh(score / softcap). With `sinks`, the softmax of a head has one more score, which
-    takes a share of the weight and has no value.
+    takes a share of the weight and has no value. With `gated`, each query head in qkv is followed by its gate, of as
+    many elements, and `out` is multiplied by the sigmoid of the gates.
     Layers of one window may share pages: they are a layer group, with one page table per sequence and a slot in its
     pages for each layer.
 
@@ -233,7 +234,7 @@ class Attention:
     blocks of 32 columns, else f32.
     """
 
-    qkv: Region  # f32 [tokens, (num_heads + 2 num_kv_heads) * head_dim]
+    qkv: Region  # f32 [tokens, (num_heads + 2 num_kv_heads) * head_dim], or gated (2 num_heads + 2 num_kv_heads) * …
     out: Region  # [tokens, num_heads * head_dim]
     group: int  # layer group: selects a page table of the sequence
     layer: int  # slot in the group's pages
@@ -249,6 +250,7 @@ class Attention:
     softcap: float = 0.0  # 0: none
     norms_rows: bool = False
     sinks: npt.NDArray[np.float32] | None = None  # [num_heads]
+    gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +401,7 @@ class RouteRows:
     weights of a row are NaN if one of its logits is NaN.
     """
 
-    logits: Region  # f32 [tokens, num_experts]
+    logits: Region  # f32 [tokens, num_experts], or one more, which has no effect
     routing: Routing
     normalized: bool
 
@@ -426,13 +428,25 @@ class ExpertLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """The results of an expert that computes every row, and the logit after those of the routed experts."""
+
+    rows: Region  # f32 [tokens, columns]
+    logits: Region  # f32 [tokens, num_experts + 1]
+
+
+@dataclass(frozen=True, slots=True)
 class Combine:
-    """out[r] += the sum of weight * input[place] over the experts of row r, largest weight first."""
+    """out[r] += the sum of weight * input[place] over the experts of row r, largest weight first.
+
+    With `shared`, sigmoid(logit) * the row of the shared expert is added before.
+    """
 
     input: Region  # f32 [places, columns]
     routing: Routing
     out: Region  # f32 [tokens, columns]
     normed: Normed | None = None  # norm of out
+    shared: SharedExpert | None = None
 
 
 Op = (

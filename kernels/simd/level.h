@@ -43,6 +43,7 @@ void ISA(mean_rows)(const float *x, int64_t stride, int64_t rows, int64_t column
 void ISA(activate)(int epilogue, float *x, int64_t n);
 void ISA(add_columns)(float *y, int64_t rows, float *out, int64_t stride);
 void ISA(soft_cap)(float *x, int64_t n, float cap);
+void ISA(gate)(const float *gates, int64_t n, float *x);
 void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *out);
 void ISA(store_key)(const float *x, int64_t slot, const quire_page *page);
 void ISA(store_value)(const float *x, int64_t slot, const quire_page *page);

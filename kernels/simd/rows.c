@@ -81,6 +81,10 @@ void ISA(soft_cap)(float *x, int64_t n, float cap) {
   for (int64_t j = 0; j < n; j += 16) vf_store(x + j, vf_soft_cap(vf_load(x + j), cap));
 }
 
+void ISA(gate)(const float *gates, int64_t n, float *x) {
+  for (int64_t j = 0; j < n; j += 16) vf_store(x + j, vf_swish(vf_load(x + j), columns_of(gates, j, n, vf_zero())));
+}
+
 void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out) {
   for (int64_t j = 0; j < n; j += 16) vf_store_bf16(out + j, vf_load(x + j));
 }

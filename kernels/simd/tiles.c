@@ -48,6 +48,7 @@ const quire_tiles LEVEL(quire_tiles) = {
     .activate = ISA(activate),
     .add_columns = ISA(add_columns),
     .soft_cap = ISA(soft_cap),
+    .gate = ISA(gate),
     .head = ISA(head),
     .store_key = ISA(store_key),
     .store_value = ISA(store_value),

@@ -225,6 +225,8 @@ typedef struct {
   // out += y, and y = out: 32 columns of some rows, `stride` floats apart in out
   void (*add_columns)(float *y, int64_t rows, float *out, int64_t stride);
   void (*soft_cap)(float *x, int64_t n, float cap);               // x = cap * tanh(x / cap); n a multiple of 16
+  // x = x * sigmoid(gate); both have memory up to a multiple of 16.
+  void (*gate)(const float *gates, int64_t n, float *x);
   // One head to `out` (head_dim padded to 32): RMS norm if `norm` is given; rotation by halves of the first rotary_dim
   // elements by `rotary` (cos | sin); scale. Elements from head_dim on become zero.
   void (*head)(const float *x, const quire_head *h, const float *rotary, float *out);

@@ -25,6 +25,7 @@ from quire.kernels.ops import (
     Ring,
     RouteRows,
     Routing,
+    SharedExpert,
     ShortConv,
     aligned,
     max_groups,
@@ -72,6 +73,7 @@ class Toy:
     hidden: int = 80
     intermediate: int = 176
     experts: int = 0  # experts of each layer; 0: a dense MLP
+    gated: bool = False  # attention has gates, and a mixture has a shared expert
     taps: int = 0  # taps of a gated convolution before each attention; 0: none
     ring: int = 0  # rows of its ring beyond the taps
     top_k: int = 2
@@ -201,7 +203,8 @@ class Toy:
 
     def _ops(self) -> list:
         x, h = self._region(self.max_rows, self.hidden, "f32"), self._normed(self.max_rows)
-        qkv = self._region(self.max_rows, (self.heads + 2 * self.kv_heads) * self.head_dim, "f32")
+        qkv_heads = self.heads * (1 + self.gated) + 2 * self.kv_heads
+        qkv = self._region(self.max_rows, qkv_heads * self.head_dim, "f32")
         self.activated = self._region(self.max_rows, self.intermediate, INPUT_DTYPES[self.weights], self.group)
         embedding = self._packed(VOCAB, self.hidden, self._random(VOCAB, self.hidden) * 8)
         dim = max(2, self.head_dim // 4 * 2) if self.unusual else self.head_dim
@@ -229,7 +232,7 @@ class Toy:
         is_converted = heads // kv_heads * d % (BLOCK * max(1, self.group)) and a_converted.dtype != "f32"
         a = self._region(self.max_rows, heads * d, "f32") if is_converted else a_converted
         mlp = self._expert_ops(x, h2, after) if self.experts else self._mlp_ops(x, h2, after)
-        heads_of_norms = (heads, kv_heads) if self.unusual else (1, 1)
+        heads_of_norms = (heads, kv_heads) if self.unusual and not self.gated else (1, 1)
         q_norm, k_norm = (self._norm(d * n) for n in heads_of_norms) if self.qk_norm else (None, None)
         qkv_weight = self._packed(qkv.columns, hidden, self._random(qkv.columns, hidden))
         o_weight = self._packed(hidden, heads * d, self._random(hidden, heads * d))
@@ -239,10 +242,11 @@ class Toy:
             convolution, h1 = self._convolution_ops(layer, x, h1)
         window = self.windows[layer]
         attention = Attention(qkv, a, *place, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, window)
+        attention = replace(attention, gated=self.gated)
         added = [Linear(a_converted, o_weight, self._bias(hidden), x, "add", h2)]
         if self.unusual:
             sinks = self.rng.normal(0, 2, heads).astype(np.float32)
-            attention = replace(attention, softcap=1.5, norms_rows=self.qk_norm, sinks=sinks)
+            attention = replace(attention, softcap=1.5, norms_rows=self.qk_norm and not self.gated, sinks=sinks)
             branch = self._region(self.max_rows, hidden, "f32")
             added = [
                 Linear(a_converted, o_weight, self._bias(hidden), branch, "store"),
@@ -289,8 +293,9 @@ class Toy:
 
     def _expert_ops(self, x: Region, h: Normed, after: Normed | None) -> list:
         places = self.max_rows * self.top_k
-        router = self._packed(self.experts, self.hidden, self._random(self.experts, self.hidden) * 4, dtype="f32")
-        logits = self._region(self.max_rows, self.experts, "f32")
+        logits = self._region(self.max_rows, self.experts + self.gated, "f32")
+        router = self._packed(logits.columns, self.hidden, self._random(logits.columns, self.hidden) * 4, dtype="f32")
+        shared, shared_ops = self._shared_expert(h, logits) if self.gated else (None, [])
         self.routing = Routing(
             self.experts,
             self.top_k,
@@ -307,13 +312,22 @@ class Toy:
         down_biases = tuple(self._norm(self.hidden) for _ in experts) if self.bias else None
         gated = "swiglu_clamped" if self.unusual else "swiglu"
         return [
-            Linear(replace(h, data=x), router, self._bias(self.experts), logits, "store"),
+            Linear(replace(h, data=x), router, self._bias(logits.columns), logits, "store"),
+            *shared_ops,
             RouteRows(logits, self.routing, self.normalized),
             Dispatch(h, self.routing, dispatched),
             ExpertLinear(dispatched, tuple(gate_up), self.routing, activated, gated, gate_up_biases),
             ExpertLinear(activated, tuple(down), self.routing, outputs, "store", down_biases),
-            Combine(outputs, self.routing, x, after),
+            Combine(outputs, self.routing, x, after, shared),
         ]
+
+    def _shared_expert(self, h: Normed, logits: Region) -> tuple[SharedExpert, list]:
+        rows = self._region(self.max_rows, self.hidden, "f32")
+        ops = [
+            Linear(h, self._gate_up(), self._gate_up_bias(), self.activated, "swiglu"),
+            Linear(self.activated, self._down(), self._bias(self.hidden), rows, "store"),
+        ]
+        return SharedExpert(rows, logits), ops
 
 
 @pytest.fixture

@@ -222,6 +222,7 @@ def test_a_row_that_is_not_finite_changes_no_other(dtype, isa):
         (40, 3, False, {"hidden": 50, "intermediate": 33}),
         (1, 1, True, {"hidden": 600, "intermediate": 32}),
         (6, 3, True, {"bias": True, "unusual": True}),
+        (7, 2, True, {"bias": True, "gated": True, "hidden": 600}),
     ],
 )
 @pytest.mark.parametrize("weights", ["f32", "bf16", "rotated", "q4"])
@@ -243,12 +244,21 @@ def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, isa):
     table = pages(*range(7, 12))
 
     def last_logits(chunk: int, threads: int) -> bytes:
-        model = toy(weights=weights, kv=kv, experts=6, windows=(0, 0), isa=isa, threads=threads)
+        model = toy(weights=weights, kv=kv, experts=6, gated=True, windows=(0, 0), isa=isa, threads=threads)
         for first in range(0, 150, chunk):
             logits = model.run((prompt[first : first + chunk], first, table), (tokens(chunk % 9 + 1), 0, pages(40)))
         return logits[0].tobytes()
 
     assert len({last_logits(chunk, threads) for chunk, threads in [(150, 1), (1, 2), (7, 3), (64, 2)]}) == 1
+
+
+def test_a_shared_expert_without_a_logit_is_refused(toy):
+    model = toy(experts=4, gated=True)
+    (at, *_) = [i for i, op in enumerate(model.ops) if isinstance(op, Combine)]
+    shared = model.ops[at].shared
+    model.ops[at] = replace(model.ops[at], shared=replace(shared, logits=replace(shared.logits, columns=4)))
+    with pytest.raises(ValueError, match="has no logit of a shared expert"):
+        model.bind()
 
 
 def test_experts_of_other_shapes_or_numbers_are_refused(toy):
@@ -270,7 +280,7 @@ def test_experts_of_other_shapes_or_numbers_are_refused(toy):
     [
         ({"top_k": 5}, "top_k must be 1 to the 4 experts, not 5"),
         ({"top_k": 0}, "top_k must be 1 to the 4 experts, not 0"),
-        ({"num_experts": 3}, "should hold at least"),
+        ({"num_experts": 2}, "should hold at least"),
         ({"places": Region(0, 160, 2, "f32")}, "as i32"),
         ({"groups": Region(0, 4, 3, "i32")}, "should hold at least 6 rows of 3 columns as i32"),
     ],

@@ -61,6 +61,26 @@ def test_every_option_of_the_ops_matches_the_reference(toy, weights, kv, rotates
         assert np.abs(got - want).max() <= 3 * tolerance(weights, kv) * np.ptp(want)
 
 
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("rotated", "int8")])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 24), (5, 1, 18), (8, 2, 256)])
+def test_gates_of_heads_match_the_reference(toy, heads, kv_heads, head_dim, weights, kv, isa):
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    model = toy(weights=weights, kv=kv, windows=(0, 37), gated=True, bias=True, isa=isa, **sizes)
+    a, b = tokens(100, 1), tokens(9, 2)
+    tables_a, tables_b = [pages(*range(10)), pages(*range(10, 20))], [pages(20, 21), pages(22, 23)]
+    for step in ([(a[:70], 0, tables_a)], [(b, 0, tables_b), (a[70:99], 70, tables_a)], [(a[99:], 99, tables_a)]):
+        got, want = model.run(*step), model.run_reference(*step)
+        assert np.abs(got - want).max() <= 2 * tolerance(weights, kv) * np.ptp(want)
+
+
+def test_gates_of_heads_that_are_normed_together_are_refused(toy):
+    model = toy(unusual=True)
+    model.ops = [replace(op, gated=True) if isinstance(op, Attention) else op for op in model.ops]
+    with pytest.raises(ValueError, match="query heads with gates are normed one by one"):
+        model.bind()
+
+
 @pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(1, 1, 2), (7, 1, 128), (4, 4, 72), (64, 1, 16), (3, 1, 272)]
@@ -106,7 +126,8 @@ def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, unusu
     table = pages(*range(7, 17))
 
     def last_logits(chunk: int) -> bytes:
-        model = toy(weights=weights, kv=kv, windows=(window,), unusual=unusual, isa=isa)
+        gated = not unusual and window > 0
+        model = toy(weights=weights, kv=kv, windows=(window,), unusual=unusual, gated=gated, isa=isa)
         for first in range(0, 300, chunk):
             logits = model.run((prompt[first : first + chunk], first, table))
         return logits.tobytes()

@@ -227,6 +227,10 @@ def rotate_halves(x: Array, rotary: Array) -> Array:
     return np.concatenate([a * cosine - b * sine, b * cosine + a * sine, rest], axis=-1)
 
 
+def sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
 def softmax(x: Array) -> Array:
     weights = np.exp(x - x.max(axis=-1, keepdims=True))
     normalized: Array = weights / weights.sum(axis=-1, keepdims=True)
@@ -392,7 +396,7 @@ class ReferenceProgram:
         self._write(op.out, out)
 
     def _route(self, op: RouteRows) -> None:
-        logits = self.regions[op.logits]
+        logits = self.regions[op.logits][:, : op.routing.num_experts]
         top_k = op.routing.top_k
         experts = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
         chosen = np.take_along_axis(logits, experts, axis=1)
@@ -422,6 +426,8 @@ class ReferenceProgram:
     def _combine(self, op: Combine) -> None:
         y = self.regions[op.input][self.regions[op.routing.places]]  # [tokens, top_k, columns]
         added = np.einsum("rkc,rk->rc", y, self.regions[op.routing.weights])
+        if op.shared is not None:
+            added = added + self.regions[op.shared.rows] * sigmoid(self.regions[op.shared.logits][:, -1:])
         self._write(op.out, self.regions[op.out] + added, op.normed)
 
     def _queries(self, op: Attention) -> Array:
@@ -453,11 +459,14 @@ class ReferenceProgram:
 
     def _heads(self, op: Attention | EphemeralAttention) -> tuple[Array, Array, Array]:
         heads = self.regions[op.qkv].reshape(len(self.token_ids), -1, op.head_dim)
-        return (
-            heads[:, : op.num_heads],
-            heads[:, op.num_heads : op.num_heads + op.num_kv_heads],
-            heads[:, op.num_heads + op.num_kv_heads :],
-        )
+        k, v = heads[:, -2 * op.num_kv_heads : -op.num_kv_heads], heads[:, -op.num_kv_heads :]
+        queries = heads[:, : -2 * op.num_kv_heads]
+        return queries[:, :: 2 if isinstance(op, Attention) and op.gated else 1], k, v
+
+    def _gates(self, op: Attention) -> Array:
+        """Return the factors of the output: the sigmoid of the gate that follows each query head."""
+        heads = self.regions[op.qkv].reshape(len(self.token_ids), -1, op.head_dim)
+        return sigmoid(heads[:, 1 : 2 * op.num_heads : 2])
 
     def _ephemeral_attention(self, op: EphemeralAttention) -> None:
         q, k, v = self._rotated(op, norms_rows=False)
@@ -495,4 +504,6 @@ class ReferenceProgram:
             if op.sinks is not None:
                 scores = np.concatenate([scores, op.sinks.astype(np.float64)[:, None]], axis=1)
             out[row] = np.einsum("ht,thd->hd", softmax(scores)[:, : len(seen)], values)
+        if op.gated:
+            out = out * self._gates(op)
         self._write(op.out, out.reshape(len(q), -1))

@@ -480,6 +480,16 @@ static void compare_soft_cap(void) {
   digest("tanh", QUIRE_F32, x, 536 * (int64_t)sizeof *x);
 }
 
+static void compare_gate(void) {
+  static float gates[544], x[2][544];
+  for (int i = 0; i < 544; i++) gates[i] = ldexpf(next_float(), i % 9), x[0][i] = x[1][i] = next_float();
+  gates[540] = INFINITY, gates[541] = -INFINITY, gates[542] = NAN;
+  tiles->gate(gates, 543, x[0]), scalar->gate(gates, 543, x[1]);
+  expect_same("gate", QUIRE_F32, "other bits than scalar", x[0], x[1], 542 * (int64_t)sizeof(float));
+  digest("gate", QUIRE_F32, x[0], 540 * (int64_t)sizeof(float));
+  if (!(fabsf(x[0][541]) < 1e-30f) || x[0][542] == x[0][542]) verdict("gate", QUIRE_F32, "infinities", 1, 0);
+}
+
 static void compare_unpack(int dtype, int64_t width) {
   static char panel[16 * MAX_WIDTH * 4];
   static float got[MAX_WIDTH], want[MAX_WIDTH];
@@ -625,6 +635,7 @@ static void compare_level(void) {
     compare_linear_of("linear in groups", QUIRE_Q8, 512, QUIRE_SWIGLU, 1.f, group);
   }
   for (int64_t taps = 1; taps <= 5; taps++) compare_convolution(16 * taps + 5, taps, taps + taps % 3);
+  compare_gate();
 }
 
 // Fail where the digests of the last level are not those of the file, or print them if there is none.
