@@ -16,14 +16,15 @@ from .isa cimport (QUIRE_ADD, QUIRE_CLAMPED, QUIRE_GEGLU, QUIRE_GEGLU_EXACT, QUI
                    quire_head)
 from .isa import WEIGHT_CODES
 from .linear cimport ROWS_IN_CACHE, LinearOp, Weight, packed_rows_bytes
-from .ops import (BIAS_PADDING, BLOCK, GATED, INPUT_DTYPES, AddGiven, AddNorm, Attention, Combine, Convert, Dispatch,
-                  Embed, EphemeralAttention, ExpertLinear, Gather, Linear, Normed, NormRows, PoolRows, RouteRows,
-                  ShortConv, ephemeral_pages, has_minimums, max_groups, padded)
+from .ops import (BIAS_PADDING, BLOCK, GATED, INPUT_DTYPES, AddGiven, AddNorm, Attention, CausalConv, Combine,
+                  Convert, Dispatch, Embed, EphemeralAttention, ExpertLinear, GatedNorm, Gather, Linear,
+                  LinearRecurrence, Normed, NormRows, PoolRows, RouteRows, ShortConv, ephemeral_pages, has_minimums,
+                  max_groups, padded)
 from .pack cimport PackedMatrix, Panels
 from .pool cimport QUIRE_SHARE_ITEMS
-from .recurrence cimport bind_short_conv
-from .replay cimport (ADD_GIVEN, ADD_NORM, ATTENTION, COMBINE, CONVERT, DISPATCH, EMBED, GATHER, LINEAR, NORM, POOL,
-                      ROUTE, SHORT_CONV, Record)
+from .recurrence cimport bind_causal_conv, bind_gated_norm, bind_recurrence, bind_short_conv
+from .replay cimport (ADD_GIVEN, ADD_NORM, ATTENTION, COMBINE, CONVERT, CONVOLUTION, DISPATCH, EMBED, GATED_NORM,
+                      GATHER, LINEAR, NORM, POOL, RECURRENCE, ROUTE, Record)
 from .rows cimport FIRST, LAST, MEAN, ConvertOp, NormOp
 from .step cimport Value
 
@@ -77,8 +78,17 @@ cdef class Binder:
         elif isinstance(op, PoolRows):
             self._add_pool(record, op)
         elif isinstance(op, ShortConv):
-            record.kind = SHORT_CONV
-            bind_short_conv(&record.op.short_conv, op, self.regions, self.max_rows)
+            record.kind = CONVOLUTION
+            bind_short_conv(&record.op.convolution, op, self.regions, self.max_rows)
+        elif isinstance(op, CausalConv):
+            record.kind = CONVOLUTION
+            bind_causal_conv(&record.op.convolution, op, self.regions, self.max_rows)
+        elif isinstance(op, LinearRecurrence):
+            record.kind = RECURRENCE
+            bind_recurrence(&record.op.recurrence, op, self.regions, self.max_rows)
+        elif isinstance(op, GatedNorm):
+            record.kind = GATED_NORM
+            bind_gated_norm(&record.op.gated_norm, op, self.regions, self.max_rows)
         elif isinstance(op, Gather):
             record.kind = GATHER
             record.op.gather.input = self.regions.value(op.input, op.out.columns, "f32", self.max_rows)

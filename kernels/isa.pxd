@@ -35,6 +35,9 @@ cdef extern from "simd/tiles.h" nogil:
         QUIRE_ROW_CLASSES
         QUIRE_ENDS
         QUIRE_MAX_TAPS
+        QUIRE_MAX_KEY
+        QUIRE_SEGMENT
+        QUIRE_TOKENS
 
     ctypedef struct quire_rows:
         void *data
@@ -126,6 +129,37 @@ cdef extern from "simd/tiles.h" nogil:
         float *ring
         int64_t rows
         int64_t stride
+        bint is_normed
+        float eps
+
+    ctypedef struct quire_recurrence:
+        int64_t key_dim
+        int64_t columns
+        int64_t width
+        bint is_delta
+        bint is_bf16
+        float a
+        float bias
+        float low
+        float high
+        float rate_scale
+        float scale
+        float skip
+
+    ctypedef struct quire_recurrent_token:
+        const float *key
+        const float *query
+        const float *value
+        float decay
+        float rate
+        float *out
+
+    ctypedef struct quire_gated_norm:
+        int64_t columns
+        int64_t group
+        const float *weight
+        float eps
+        bint gate_first
 
     ctypedef struct quire_tiles:
         const char *name
@@ -167,6 +201,10 @@ cdef extern from "simd/tiles.h" nogil:
         void (*combine)(const float *y, int64_t stride, const int32_t *places, const float *weights, int64_t chosen,
                         int64_t columns, float *out) noexcept nogil
         void (*convolve)(const quire_convolution *c, const float *x, int64_t position, float *out) noexcept nogil
+        void (*recurrent_gates)(const quire_recurrence *r, float *decay, float *rate) noexcept nogil
+        void (*recur)(const quire_recurrence *r, const quire_recurrent_token *t, int64_t tokens, const void *start,
+                      void *to) noexcept nogil
+        void (*gated_norm)(const quire_gated_norm *n, const float *gate, float *x) noexcept nogil
         float (*stream)(const char *p, int64_t bytes, int64_t ahead) noexcept nogil
         int64_t (*peak)(int dtype, int64_t steps, const void *w, const void *a, float *result) noexcept nogil
         void (*ends[QUIRE_ENDS])() noexcept nogil

@@ -67,7 +67,8 @@ _ADDRESSES = {                      # name -> address of a function in _table
     "to_bf16": <size_t>&_table.to_bf16,
     "unpack_column": <size_t>&_table.unpack_column, "block_maxima": <size_t>&_table.block_maxima,
     "exp_scaled": <size_t>&_table.exp_scaled, "route": <size_t>&_table.route, "combine": <size_t>&_table.combine,
-    "convolve": <size_t>&_table.convolve,
+    "convolve": <size_t>&_table.convolve, "recurrent_gates": <size_t>&_table.recurrent_gates,
+    "recur": <size_t>&_table.recur, "gated_norm": <size_t>&_table.gated_norm,
 }
 _OFFSETS = {name: address - <size_t>&_table for name, address in _ADDRESSES.items()}
 _LINEAR = {f"linear {dtype} {rows}": (code, index) for dtype, code in WEIGHT_CODES.items() if dtype != "bf16"

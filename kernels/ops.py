@@ -33,6 +33,7 @@ Pooling = Literal["mean", "first", "last"]
 StoredDtype = Literal["f32", "bf16", "q8", "i32"]  # dtype of a region: activations, and tables of numbers
 
 KVDtype = Literal["bf16", "f32", "int8"]
+StateDtype = Literal["f32", "bf16"]  # dtype of the matrices in states
 QUERY_DTYPES: dict[KVDtype, DType] = {"bf16": "bf16", "f32": "f32", "int8": "q8"}  # KV dtype -> dtype of queries
 INPUT_DTYPES: dict[WeightDtype, DType] = {  # weight's dtype -> dtype of the input
     "bf16": "bf16",
@@ -49,6 +50,8 @@ BLOCK = 32  # columns that share one activation scale; every row is padded to a 
 ALIGNMENT = 64  # alignment in bytes of every plane of a region
 EPHEMERAL_PAGE_SIZE = 32  # tokens
 BIAS_PADDING = 63  # columns of a bias that belong to no key: whole tiles of 64 tokens are read, and then masked
+SEGMENT = 64  # value columns of a head that a recurrence computes together: their state stays in L1
+LANES = 16  # columns of a vector; rows of a state are padded to a multiple of it
 ROWS_IN_CACHE = 192  # activations that stay in L2 while the weights of a linear layer pass over them
 
 
@@ -291,6 +294,10 @@ class Ring:
     offset: int  # bytes from the start of the state
     rows: int  # no fewer than the taps
 
+    def nbytes(self, columns: int) -> int:
+        """Return the bytes of a ring of `columns` columns."""
+        return aligned(self.rows * padded(columns) * 4)
+
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
@@ -309,12 +316,141 @@ class ShortConv:
     @property
     def state_end(self) -> int:
         """The bytes of a state up to the end of this op's part."""
-        return self.ring.offset + self.ring.rows * padded(self.out.columns) * 4
+        return self.ring.offset + self.ring.nbytes(self.out.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class CausalConv:
+    """SiLU of a causal convolution of each column over the last tokens of a sequence, of columns from `column` on.
+
+    out = silu(bias + the sum of weight[i] * x over the last `taps` tokens), as in `ShortConv`, without gates. The first
+    `num_normed` heads of `head_dim` columns are then divided by their length: x / sqrt(sum(x^2) + eps).
+    """
+
+    input: Region  # f32 [tokens, column + columns or more]
+    column: int
+    weight: npt.NDArray[np.float32]  # [taps, columns]
+    bias: npt.NDArray[np.float32] | None  # [columns]
+    ring: Ring
+    out: Region  # f32 [tokens, columns]
+    num_normed: int = 0
+    head_dim: int = 0
+    eps: float = 0.0
+
+    @property
+    def state_end(self) -> int:
+        """The bytes of a state up to the end of this op's part."""
+        return self.ring.offset + self.ring.nbytes(self.out.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixState:
+    """The part of a sequence's state that has a matrix [key_dim, value_dim] for each head.
+
+    The value columns of a head are in segments of `width` columns, each with a part of its own: the number of tokens
+    that the matrix has seen, int64 in 64 bytes; the matrix [key_dim, width]; and the inputs of the `rollback` tokens
+    after it, f32 [rollback, input_columns]: key, value, decay and rate. The inputs of position p are in row
+    p % rollback. So a sequence may return to any of its last `rollback` positions.
+    """
+
+    offset: int  # bytes from the start of the state
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    rollback: int  # tokens
+    dtype: StateDtype = "f32"  # bf16: rounded after every token
+
+    @property
+    def segments(self) -> int:
+        """Segments of a head."""
+        return -(-self.value_dim // SEGMENT)
+
+    @property
+    def width(self) -> int:
+        """Stored columns of a segment."""
+        return min(SEGMENT, whole_vectors(self.value_dim))
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of the matrix of a segment."""
+        return aligned(self.key_dim * self.width * (2 if self.dtype == "bf16" else 4))
+
+    @property
+    def input_columns(self) -> int:
+        """Floats of a token's inputs in a segment."""
+        return whole_vectors(self.key_dim) + self.width + LANES
+
+    @property
+    def segment_bytes(self) -> int:
+        return ALIGNMENT + self.matrix_bytes + aligned(self.rollback * self.input_columns * 4)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_heads * self.segments * self.segment_bytes
+
+
+def whole_vectors(columns: int) -> int:
+    """Return `columns` rounded up to LANES."""
+    return -(-columns // LANES) * LANES
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRecurrence:
+    """Linear attention with a matrix S [key_dim, value_dim] per head that decays: the gated delta rule, or Mamba-2.
+
+    For each token, with dt = softplus(its decay input + bias), within `time_limits`, and decay = exp(a * dt):
+    * S = decay * S + the outer product of the key and u, and out = scale * S^T query + skip * value;
+    * with a `rate` column (gated delta rule), u = rate * (value - decay * S^T key), where rate = rate_scale *
+      sigmoid(its rate input); without (Mamba-2: keys are B, queries are C), u = dt * value.
+    Before a sequence, S is 0. `num_key_heads` heads of queries and keys serve equal numbers of consecutive heads.
+    """
+
+    input: Region  # f32 [tokens, …]: queries, keys and values from these columns on, each one head after another
+    query: int
+    key: int
+    value: int
+    num_key_heads: int
+    gates: Region  # f32 [tokens, …]: a column per head, from `decay` and from `rate` on
+    decay: int
+    rate: int | None
+    a: npt.NDArray[np.float32]  # [heads], not positive
+    bias: npt.NDArray[np.float32]  # [heads]
+    state: MatrixState
+    out: Region  # f32 [tokens, heads * value_dim]
+    scale: float = 1.0
+    rate_scale: float = 1.0
+    skip: npt.NDArray[np.float32] | None = None  # [heads]
+    time_limits: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def state_end(self) -> int:
+        """The bytes of a state up to the end of this op's part."""
+        return self.state.offset + self.state.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class GatedNorm:
+    """RMS norm of each `group` columns of a row, times silu(gate): of the norm, or with `gate_first` of its input.
+
+    Without a weight, out = input * silu(gate). `input` has the result in f32 afterwards.
+    """
+
+    input: Region  # f32 [tokens, columns]
+    gate: Region  # f32 [tokens, column + columns or more]
+    column: int  # first column of the gate
+    weight: npt.NDArray[np.float32] | None  # [columns]
+    eps: float
+    group: int  # columns; divides the columns of the input
+    gate_first: bool
+    out: Region  # [tokens, columns]
+
+
+RECURRENT = (ShortConv, CausalConv, LinearRecurrence)  # ops with a part of the state
 
 
 def state_nbytes(ops: Sequence[Op]) -> int:
     """Return the bytes of the state of a sequence; 0 for a program without recurrent ops."""
-    return aligned(max((op.state_end for op in ops if isinstance(op, ShortConv)), default=0))
+    return aligned(max((op.state_end for op in ops if isinstance(op, RECURRENT)), default=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,6 +592,9 @@ Op = (
     | Attention
     | EphemeralAttention
     | ShortConv
+    | CausalConv
+    | LinearRecurrence
+    | GatedNorm
     | NormRows
     | PoolRows
     | Gather

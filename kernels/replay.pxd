@@ -5,7 +5,7 @@ from .experts cimport CombineOp, DispatchOp, RouteOp
 from .isa cimport quire_tiles
 from .linear cimport LinearOp
 from .pool cimport quire_pool, quire_progress, quire_share
-from .recurrence cimport ShortConvOp
+from .recurrence cimport ConvolutionOp, GatedNormOp, RecurrenceOp
 from .rows cimport AddGivenOp, AddNormOp, ConvertOp, EmbedOp, GatherOp, NormOp, PoolOp
 from .step cimport Step
 
@@ -22,7 +22,9 @@ cdef enum Kind:
     DISPATCH
     COMBINE
     ADD_GIVEN
-    SHORT_CONV
+    CONVOLUTION
+    RECURRENCE
+    GATED_NORM
 
 cdef union Payload:
     EmbedOp embed
@@ -37,7 +39,9 @@ cdef union Payload:
     DispatchOp dispatch
     CombineOp combine
     AddGivenOp add_given
-    ShortConvOp short_conv
+    ConvolutionOp convolution
+    RecurrenceOp recurrence
+    GatedNormOp gated_norm
 
 cdef struct Record:
     Kind kind

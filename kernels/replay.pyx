@@ -11,7 +11,7 @@ from .isa cimport QUIRE_ENDS
 from .linear cimport help_linear, num_items, run_linear
 from .pool cimport (quire_is_finished, quire_pool_await, quire_pool_report, quire_pool_report_written,
                     quire_progress, quire_progress_add)
-from .recurrence cimport num_recurrent_items, run_short_conv
+from .recurrence cimport num_convolved_items, num_recurrent_items, run_convolution, run_gated_norm, run_recurrence
 from .rows cimport run_add_given, run_add_norm, run_convert, run_embed, run_gather, run_norm, run_pool
 from .step cimport end_item, first_item
 
@@ -87,9 +87,15 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
     elif record.kind == POOL:
         computed = run_pool(&record.op.pool, step, tiles, counter)
         total = _items(step, step.samples)
-    elif record.kind == SHORT_CONV:
-        computed = run_short_conv(&record.op.short_conv, step, tiles, counter)
-        total = num_recurrent_items(&record.op.short_conv, step)
+    elif record.kind == CONVOLUTION:
+        computed = run_convolution(&record.op.convolution, step, tiles, counter)
+        total = num_convolved_items(&record.op.convolution, step)
+    elif record.kind == RECURRENCE:
+        computed = run_recurrence(&record.op.recurrence, step, tiles, counter)
+        total = num_recurrent_items(&record.op.recurrence, step)
+    elif record.kind == GATED_NORM:
+        computed = run_gated_norm(&record.op.gated_norm, step, tiles, counter, workers)
+        total = step.rows
     elif record.kind == ADD_GIVEN:
         computed = run_add_given(&record.op.add_given, step, tiles, counter)
         total = step.rows

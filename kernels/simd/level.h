@@ -64,6 +64,9 @@ void ISA(route)(const float *logits, int64_t experts, int64_t chosen, int normal
 void ISA(combine)(const float *y, int64_t stride, const int32_t *places, const float *weights, int64_t chosen,
                   int64_t columns, float *out);
 void ISA(convolve)(const quire_convolution *c, const float *x, int64_t position, float *out);
+void ISA(recurrent_gates)(const quire_recurrence *r, float *decay, float *rate);
+void ISA(recur)(const quire_recurrence *r, const quire_recurrent_token *t, int64_t tokens, const void *from, void *to);
+void ISA(gated_norm)(const quire_gated_norm *n, const float *gate, float *x);
 float ISA(stream)(const char *p, int64_t bytes, int64_t ahead);
 int64_t ISA(peak)(int dtype, int64_t steps, const void *w, const void *a, float *result);
 

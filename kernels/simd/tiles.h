@@ -178,18 +178,43 @@ typedef struct {
   void (*pack)(const quire_rows *a, int rows, void *out);  // The function reads packed rows; NULL: it reads `a`.
 } quire_linear;
 
-enum { QUIRE_MAX_TAPS = 16 };
+enum { QUIRE_MAX_TAPS = 16, QUIRE_MAX_KEY = 256, QUIRE_SEGMENT = 64, QUIRE_TOKENS = 16 };
 
-// Some columns of a gated convolution: `ring` has the last inputs of a sequence, that of position p in row p % rows.
+// Some columns of a convolution: `ring` has the last inputs of a sequence, that of position p in row p % rows.
 typedef struct {
   int64_t columns;
-  int64_t part;         // floats between the gate of the input, the gate of the output and the value in a row
+  int64_t part;         // floats between the gate of the input, the gate of the output and the value in a row; 0: no gates
   int64_t taps;         // no more than `rows`
-  const float *weight;  // [taps][stride], that of the oldest token first; zeros up to a multiple of 16 columns
-  const float *bias;    // [columns], or NULL; zeros up to a multiple of 16
-  float *ring;          // [rows][stride], with memory up to a multiple of 16 columns
+  const float *weight;  // [taps][stride], that of the oldest token first
+  const float *bias;    // [columns], or NULL
+  float *ring;          // [rows][stride]
   int64_t rows, stride;
+  int is_normed;        // whether the columns, without gates, are a head that is divided by its length
+  float eps;            // added to the sum of squares
 } quire_convolution;
+
+// A recurrence of one head, see `LinearRecurrence` in ../ops.py: some value columns, which are independent.
+typedef struct {
+  int64_t key_dim;         // rows of the matrix, at most QUIRE_MAX_KEY
+  int64_t columns, width;  // columns of values, and of the matrix: a multiple of 16, at most QUIRE_SEGMENT
+  int is_delta, is_bf16;   // the gated delta rule, not Mamba-2; the dtype of the matrix, bf16 or f32
+  float a, bias, low, high, rate_scale;
+  float scale, skip;
+} quire_recurrence;
+
+typedef struct {
+  const float *key, *query, *value;  // a token without `out` has no query
+  float decay, rate;
+  float *out;                        // [columns], or NULL
+} quire_recurrent_token;
+
+// An RMS norm of each `group` of a row's `columns`, and a gate: see `GatedNorm` in ../ops.py.
+typedef struct {
+  int64_t columns, group;
+  const float *weight;  // [columns], or NULL: no norm
+  float eps;
+  int gate_first;
+} quire_gated_norm;
 
 typedef struct {
   const char *name;
@@ -260,8 +285,13 @@ typedef struct {
                   int64_t columns, float *out);
 
   // out[columns] = the output gate * (bias + the weighted inputs of the last tokens), after the input of the row x at
-  // `position`, the input gate * the value, is in the ring. `out` has memory up to a multiple of 16 columns.
+  // `position`, the input gate * the value, is in the ring. Without gates, SiLU takes the place of the output gate.
   void (*convolve)(const quire_convolution *c, const float *x, int64_t position, float *out);
+  // The inputs of the decay and of the rate of QUIRE_TOKENS tokens become decays and rates.
+  void (*recurrent_gates)(const quire_recurrence *r, float *decay, float *rate);
+  // Apply `tokens` tokens, at least one, to the matrix `from`; the result is in `to`, which may be `from`.
+  void (*recur)(const quire_recurrence *r, const quire_recurrent_token *t, int64_t tokens, const void *from, void *to);
+  void (*gated_norm)(const quire_gated_norm *n, const float *gate, float *x);
 
   // For benchmarks: the sum of the floats at p, prefetched `ahead` bytes early (0: not); `bytes` is a multiple of 256.
   float (*stream)(const char *p, int64_t bytes, int64_t ahead);

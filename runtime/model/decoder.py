@@ -58,7 +58,7 @@ def emit_layers(
     x = builder.embed(weights.embedding, _embedding_scale(spec, weights))
     for layer, layer_weights in enumerate(weights.layers):
         if isinstance(layer_weights.mixer, ConvolutionWeights):
-            _convolution_block(builder, spec, layer_weights, layer_weights.mixer, states.ring(layer), x)
+            _convolution_block(builder, spec, layer_weights, layer_weights.mixer, states.rings[layer], x)
         else:
             _attention_block(builder, spec, layer_weights, layer_weights.mixer, layer, x, rotary[layer], causal)
         _mlp_block(builder, spec, layer_weights, x)
@@ -111,8 +111,7 @@ def _attention_block(
 
 def _place(spec: DecoderSpec, layer: int) -> tuple[int, int]:
     """Return the layer group of a layer with attention, and its slot in the group's pages."""
-    before = 0 if spec.convolutions is None else sum(spec.convolutions.layers[:layer])
-    return place_layers(spec.attention_windows)[layer - before]
+    return place_layers(spec.attention_windows)[sum(spec.attention_layers[:layer])]
 
 
 def _convolution_block(

@@ -95,6 +95,35 @@ class Convolutions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDelta:
+    """Layers with a gated delta net, linear attention with a matrix per head as its state, in place of attention."""
+
+    num_key_heads: int  # heads of queries, and of keys
+    num_value_heads: int  # a multiple of num_key_heads
+    key_dim: int  # columns of a head
+    value_dim: int
+    taps: int  # tokens that a row of the convolution sees, itself included
+    norm_eps: float  # epsilon of the gated norm after the recurrence
+    layers: tuple[bool, ...]  # one per layer: whether it has a gated delta net or attention
+    rate_scale: float = 1.0  # factor of beta: 2 where eigenvalues may be negative
+
+    @property
+    def key_size(self) -> int:
+        """Columns of all key heads; query heads have as many."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Columns of all value heads; their gates have as many."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Columns of the convolution: queries, then keys, then values."""
+        return 2 * self.key_size + self.value_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
     """The names of a checkpoint's tensors, without `.weight` and `.bias`; a layer's names follow `layer`.
 
@@ -164,6 +193,7 @@ class DecoderSpec:
     logits_softcap: float = 0.0  # the same for logits
     experts: Experts | None = None
     convolutions: Convolutions | None = None
+    delta: GatedDelta | None = None
     deepstack: int = 0  # leading layers after which rows of images are added
     names: TensorNames = TensorNames()
     # tensor -> type, for tensors in blocks of integers; the type does not affect shapes
@@ -174,10 +204,14 @@ class DecoderSpec:
     @property
     def attention_windows(self) -> tuple[int, ...]:
         """The windows of the layers with attention, in order: these layers have keys and values."""
-        if self.convolutions is None:
-            return self.windows
-        pairs = zip(self.windows, self.convolutions.layers, strict=True)
-        return tuple(window for window, is_convolution in pairs if not is_convolution)
+        pairs = zip(self.windows, self.attention_layers, strict=True)
+        return tuple(window for window, is_attention in pairs if is_attention)
+
+    @property
+    def attention_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has attention."""
+        others = [each.layers for each in (self.convolutions, self.delta) if each is not None]
+        return tuple(not any(layers[layer] for layers in others) for layer in range(self.num_layers))
 
     @property
     def q_size(self) -> int:

@@ -5,9 +5,10 @@ Must not import the program. The pager hands out slots for states, whose content
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...kernels.ops import Ring, aligned, padded
+from ...kernels.ops import MatrixState, Ring, StateDtype
 from .spec import DecoderSpec
 
 FORK_ROLLBACK = 2  # tokens that a fork goes back: its parent's last one, and one that the parent computes meanwhile
@@ -15,34 +16,34 @@ FORK_ROLLBACK = 2  # tokens that a fork goes back: its parent's last one, and on
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """A ring of inputs for each layer with a convolution, one after another; nothing for models without such layers.
+    """The parts of a state, one layer after another: rings of convolutions' inputs, and matrices of recurrences.
 
     A sequence may return to any of its last `rollback` positions: rejected draft tokens leave nothing in its state.
     """
 
-    layers: tuple[int, ...]  # layers with a ring, ascending
-    columns: int
-    rows: int
+    rings: Mapping[int, Ring]  # layer -> its ring
+    matrices: Mapping[int, MatrixState]  # layer -> its matrices
+    nbytes: int  # bytes of the state of one sequence; 0 for a model without such layers
     rollback: int  # tokens
 
-    @property
-    def ring_bytes(self) -> int:
-        return aligned(self.rows * padded(self.columns) * 4)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state of one sequence."""
-        return len(self.layers) * self.ring_bytes
+def lay_out_states(spec: DecoderSpec, max_drafts: int = 0, dtype: StateDtype = "f32") -> StateLayout:
+    """Return the layout of states for steps with at most `max_drafts` draft tokens per sequence.
 
-    def ring(self, layer: int) -> Ring:
-        """Return the ring of a layer."""
-        return Ring(self.layers.index(layer) * self.ring_bytes, self.rows)
-
-
-def lay_out_states(spec: DecoderSpec, max_drafts: int = 0) -> StateLayout:
-    """Return the layout of states for steps with at most `max_drafts` draft tokens per sequence."""
+    Matrices have this dtype.
+    """
     rollback = max_drafts + FORK_ROLLBACK
-    if spec.convolutions is None:
-        return StateLayout((), 0, 0, rollback)
-    layers = tuple(layer for layer, is_convolution in enumerate(spec.convolutions.layers) if is_convolution)
-    return StateLayout(layers, spec.hidden_size, spec.convolutions.taps - 1 + rollback, rollback)
+    rings: dict[int, Ring] = {}
+    matrices: dict[int, MatrixState] = {}
+    end = 0
+    for layer in range(spec.num_layers):
+        if spec.convolutions is not None and spec.convolutions.layers[layer]:
+            rings[layer] = Ring(end, spec.convolutions.taps - 1 + rollback)
+            end += rings[layer].nbytes(spec.hidden_size)
+        elif spec.delta is not None and spec.delta.layers[layer]:
+            delta = spec.delta
+            rings[layer] = Ring(end, delta.taps - 1 + rollback)
+            end += rings[layer].nbytes(delta.conv_size)
+            matrices[layer] = MatrixState(end, delta.num_value_heads, delta.key_dim, delta.value_dim, rollback, dtype)
+            end += matrices[layer].nbytes
+    return StateLayout(rings, matrices, end, rollback)

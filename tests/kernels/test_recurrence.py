@@ -5,51 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from quire.kernels import Pool, Program, supported_levels
-from quire.kernels.ops import Embed, Region, Ring, ShortConv, region_nbytes, state_nbytes
-from quire.pager.layout import KVLayout
+from quire.kernels.ops import Embed, Region, Ring, ShortConv, state_nbytes
 
 from tests.kernels.conftest import Toy
+from tests.kernels.table_program import LAYOUT, ROWS, TableProgram, following
 from tests.kernels.test_linear import packed
 from tests.kernels.test_program import tolerance
-from tests.support.reference import ReferenceProgram
 
 LEVELS = supported_levels()
 RNG = np.random.default_rng(5)
-LAYOUT = KVLayout(1, 1, 16, "f32", 64)
-PAGES = 16
-ROWS = 100
 
 
-class Convolution:
-    """A program that is one convolution, over rows that are those of a table: token i is row i."""
+class Convolution(TableProgram):
+    """A program that is one gated convolution."""
 
-    def __init__(self, table, weight, bias=None, *, ring=0, dtype="f32", isa=None, threads=2, slots=4) -> None:
+    def __init__(self, table, weight, bias=None, *, ring=0, dtype="f32", **options) -> None:
         taps, columns = weight.shape
-        x = Region(0, ROWS, 3 * columns, "f32")
-        self.out = Region(x.nbytes, ROWS, columns, dtype)
-        self.ops = [Embed(packed(table, "f32"), x), ShortConv(x, weight, bias, Ring(64, taps + ring), self.out)]
-        nbytes = self.out.offset + region_nbytes(ROWS, columns, dtype)
-        memory = np.zeros(PAGES * LAYOUT.page_bytes, np.uint8)
-        limits = {"max_rows": ROWS, "max_samples": 1, "max_sequences": slots, "vocab_size": len(table)}
-        self.program = Program(self.ops, nbytes, memory, LAYOUT, PAGES, Pool(threads), isa=isa, **limits)
-        self.program.states[:] = 0xFF  # NaN
-
-    def run(self, *sequences, slots=None, program=None) -> np.ndarray:
-        """Run (first position, tokens) sequences; return the rows."""
-        program = program or self.program
-        counts = [len(tokens) for _, tokens in sequences]
-        program.run(
-            np.concatenate([tokens for _, tokens in sequences]).astype(np.int32),
-            np.cumsum([0, *counts]).astype(np.int32),
-            np.array([first for first, _ in sequences], np.int32),
-            np.tile(np.arange(PAGES, dtype=np.int32), len(sequences)),
-            np.arange(len(sequences) + 1, dtype=np.int32) * PAGES,
-            np.zeros(0, np.int32),
-            state_slots=None if slots is None else np.array(slots, np.int32),
-        )
-        if isinstance(program, ReferenceProgram):
-            return program.regions[self.out]
-        return program.view(self.out)[: sum(counts), : self.out.columns].copy()
+        out = following(Region(0, ROWS, 3 * columns, "f32"), columns, dtype)
+        super().__init__(table, lambda x: [ShortConv(x, weight, bias, Ring(64, taps + ring), out)], out, **options)
 
 
 def random_convolution(columns: int, taps: int, **options) -> Convolution:
@@ -78,11 +51,9 @@ def test_a_row_is_the_weighted_sum_of_the_last_inputs_between_two_gates(isa):
 @pytest.mark.parametrize(("columns", "taps"), [(1, 1), (16, 2), (45, 4), (128, 3), (300, 16)])
 def test_rows_match_the_reference(columns, taps, dtype, isa):
     convolution = random_convolution(columns, taps, dtype=dtype, isa=isa, ring=3)
-    reference = ReferenceProgram(convolution.ops, "f32", 64, PAGES)
+    reference = convolution.reference()
     for step in ([(0, range(9)), (0, range(20, 21))], [(9, range(40, 47)), (1, range(60, 90))], [(16, [3]), (31, [4])]):
         rows = convolution.run(*step)
-        if dtype == "bf16":
-            rows = (rows.astype(np.uint32) << 16).view(np.float32)
         wanted = convolution.run(*step, program=reference)
         error = {"f32": 1e-5, "bf16": 1e-2}[dtype]
         np.testing.assert_allclose(rows, wanted, rtol=error, atol=error)

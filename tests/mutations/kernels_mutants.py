@@ -550,10 +550,31 @@ MUTANTS = [
     ),
     Mutant(
         "kernels/recurrence.pyx",
-        "step.states + step.state_slots[sequence] * step.state_bytes + op.offset",
-        "step.states + sequence * step.state_bytes + op.offset",
+        "step.states + step.state_slots[sequence] * step.state_bytes + offset",
+        "step.states + sequence * step.state_bytes + offset",
         "sequences change states when others leave the batch",
         "tests/kernels/test_recurrence.py",
+    ),
+    Mutant(
+        "kernels/recurrence.pyx",
+        "    (<int64_t *>state)[0] = kept\n",
+        "    (<int64_t *>state)[0] = end\n",
+        "a recurrence forgets how many tokens its matrix has seen: draft tokens that were rejected stay in it",
+        "tests/kernels/test_linear_recurrence.py",
+    ),
+    Mutant(
+        "kernels/recurrence.pyx",
+        "        memset(matrix, 0, op.matrix_bytes)\n",
+        "        pass\n",
+        "a sequence begins with the matrix of the sequence that had the slot before",
+        "tests/kernels/test_linear_recurrence.py",
+    ),
+    Mutant(
+        "kernels/recurrence.pyx",
+        "    kept = max(position, end - op.rollback)\n",
+        "    kept = end - op.rollback\n",
+        "after draft tokens were rejected, a matrix is taken for one of fewer tokens than it has seen",
+        "tests/kernels/test_linear_recurrence.py",
     ),
     Mutant(
         "kernels/isa.pyx",

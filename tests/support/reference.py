@@ -22,15 +22,18 @@ from quire.kernels.ops import (
     AddGiven,
     AddNorm,
     Attention,
+    CausalConv,
     Combine,
     Convert,
     Dispatch,
     Embed,
     EphemeralAttention,
     ExpertLinear,
+    GatedNorm,
     Gather,
     KVDtype,
     Linear,
+    LinearRecurrence,
     Normed,
     NormRows,
     Op,
@@ -41,6 +44,8 @@ from quire.kernels.ops import (
     StoredDtype,
     padded,
 )
+
+from .reference_recurrence import Recurrences, gated_norm, normed_heads, silu
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
@@ -162,11 +167,6 @@ def norm_rows(x: Array, op: NormRows) -> Array:
     return rms_norm(centered, op.weight, op.eps) + (0 if op.bias is None else op.bias)
 
 
-def silu(x: Array) -> Array:
-    activated: Array = x / (1 + np.exp(-x))
-    return activated
-
-
 def gelu(x: Array) -> Array:
     """Return the approximation of GELU with tanh (Hendrycks and Gimpel, 2016)."""
     activated: Array = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
@@ -249,6 +249,7 @@ class ReferenceProgram:
         shape = (slots, num_pages, page_size, layers[0].num_kv_heads, layers[0].head_dim) if layers else (0,) * 5
         self.keys, self.values = np.zeros(shape), np.zeros(shape)
         self.inputs: dict[tuple[int, int], dict[int, Array]] = {}  # (ring, state slot) -> inputs of a convolution
+        self.recurrences = Recurrences(round_bf16)
         self.regions: dict[Region, npt.NDArray[Any]] = {}  # float64; int64 for the places and groups of experts
 
     def run(
@@ -318,7 +319,18 @@ class ReferenceProgram:
             case EphemeralAttention():
                 self._ephemeral_attention(op)
             case ShortConv():
-                self._short_conv(op)
+                gate, out_gate, value = np.split(self.regions[op.input], 3, axis=1)
+                self._write(op.out, out_gate * self._convolved(op, gate * value))
+            case CausalConv():
+                x = self.regions[op.input][:, op.column : op.column + op.out.columns]
+                self._write(op.out, normed_heads(op, silu(self._convolved(op, x))))
+            case LinearRecurrence():
+                self._write(
+                    op.out, self.recurrences.run(op, self.regions, zip(self._slots(), self.position, strict=True))
+                )
+            case GatedNorm():
+                gate = silu(self.regions[op.gate][:, op.column : op.column + op.input.columns])
+                self._write(op.out, gated_norm(op, self.regions[op.input], gate))
             case NormRows():
                 y = norm_rows(self.regions[op.input], op)
                 for region in (op.out, op.converted):
@@ -383,17 +395,20 @@ class ReferenceProgram:
         scaled: Array = self.regions[source.data] / np.sqrt(squares / source.data.columns + source.eps)
         return scaled
 
-    def _short_conv(self, op: ShortConv) -> None:
-        gate, out_gate, value = np.split(self.regions[op.input], 3, axis=1)
+    def _slots(self) -> list[int]:
+        """Return the state slot of each row."""
+        return [int(slot) for slot in np.asarray(self.state_slots)[self.sequence]]
+
+    def _convolved(self, op: ShortConv | CausalConv, x: Array) -> Array:
         taps = len(op.weight)
-        out = np.zeros_like(value)
-        for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
-            inputs = self.inputs.setdefault((op.ring.offset, self.state_slots[sequence]), {})
-            inputs[position] = gate[row] * value[row]
+        out = np.zeros_like(x)
+        for row, (slot, position) in enumerate(zip(self._slots(), self.position, strict=True)):
+            inputs = self.inputs.setdefault((op.ring.offset, slot), {})
+            inputs[position] = x[row]
             seen = range(max(0, position - taps + 1), position + 1)
             total = sum(op.weight[i - position - 1] * inputs[i] for i in seen)
-            out[row] = out_gate[row] * (total if op.bias is None else total + op.bias)
-        self._write(op.out, out)
+            out[row] = total if op.bias is None else total + op.bias
+        return out
 
     def _route(self, op: RouteRows) -> None:
         logits = self.regions[op.logits][:, : op.routing.num_experts]

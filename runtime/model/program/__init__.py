@@ -2,6 +2,7 @@
 
 from .attention import HeadWeights
 from .builder import ProgramBuilder
+from .recurrence import Recurrence
 from .values import F32, Heads, Logits, NormedValue, PlacedValue, ProgramPlan, RowForm, Value, input_form
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "PlacedValue",
     "ProgramBuilder",
     "ProgramPlan",
+    "Recurrence",
     "RowForm",
     "Value",
     "input_form",

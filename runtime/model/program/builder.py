@@ -14,6 +14,7 @@ from ....kernels.ops import (
     BLOCK,
     AddGiven,
     AddNorm,
+    CausalConv,
     Combine,
     Convert,
     Dispatch,
@@ -21,6 +22,7 @@ from ....kernels.ops import (
     EphemeralPages,
     Epilogue,
     ExpertLinear,
+    GatedNorm,
     Gather,
     KVDtype,
     Linear,
@@ -40,6 +42,7 @@ from ....kernels.ops import (
 from ....kernels.pack import PackedMatrix
 from .attention import HeadWeights, ephemeral_attention, paged_attention
 from .recorder import OpRecorder
+from .recurrence import Recurrence, recurrence
 from .values import F32, Heads, Logits, NormedValue, RoutingValue, RowForm, Value, Vector, multiplied_form
 
 AnyValue = TypeVar("AnyValue", Value, NormedValue, Value | NormedValue)
@@ -301,6 +304,55 @@ class ProgramBuilder(OpRecorder):
         """Convolve the value of each row, between its gates: x is gate | gate | value, f32 [tokens, 3 * columns]."""
         out = self._value("convolved", x.rows, x.columns // 3, form.dtype, group=form.group)
         self._add([x, out], lambda at: ShortConv(x.placed(at), weight, bias, ring, out.placed(at)))
+        return out
+
+    def causal_conv(
+        self,
+        x: Value,
+        column: int,
+        weight: Vector,
+        bias: Vector | None,
+        ring: Ring,
+        *,
+        num_normed: int = 0,
+        head_dim: int = 0,
+        eps: float = 0.0,
+    ) -> Value:
+        """Return SiLU of the convolved columns of `x` from `column` on; the first heads are divided by their length."""
+        out = self._value("convolved", x.rows, weight.shape[1], "f32")
+        self._add(
+            [x, out],
+            lambda at: CausalConv(x.placed(at), column, weight, bias, ring, out.placed(at), num_normed, head_dim, eps),
+        )
+        return out
+
+    def recurrence(self, x: Value, gates: Value, shape: Recurrence) -> Value:
+        """Apply the tokens of `x` to the matrices of their sequences, f32 [tokens, heads * value_dim]."""
+        out = self._value("recurrence", x.rows, shape.state.num_heads * shape.state.value_dim, "f32")
+        self._add([x, gates, out], lambda at: recurrence(x.placed(at), gates.placed(at), out.placed(at), shape))
+        return out
+
+    def gated_norm(
+        self,
+        x: Value,
+        gate: Value,
+        column: int,
+        weight: Vector | None,
+        eps: float,
+        form: RowForm,
+        *,
+        group: int,
+        gate_first: bool = False,
+    ) -> Value:
+        """Return the norm of each `group` columns of `x`, times SiLU of the columns of `gate` from `column` on.
+
+        The norm overwrites `x`. Without a weight there is no norm, only the gate.
+        """
+        out = self._value("gated", x.rows, x.columns, form.dtype, group=form.group)
+        self._add(
+            [x, gate, out],
+            lambda at: GatedNorm(x.placed(at), gate.placed(at), column, weight, eps, group, gate_first, out.placed(at)),
+        )
         return out
 
     def _ephemeral_pages(self, heads: Heads) -> tuple[Value, EphemeralPages]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ....kernels.ops import INPUT_DTYPES, QUERY_DTYPES, DType, ExpertLinear, Linear, ShortConv
+from ....kernels.ops import INPUT_DTYPES, QUERY_DTYPES, RECURRENT, DType, ExpertLinear, Linear, LinearRecurrence
 from ....scheduler import chunk_pairs
 from ...model.runner import ModelRunner
 from .roofline import Roofline
@@ -112,12 +112,15 @@ def _work(runner: ModelRunner, rows: int, samples: int, steps: Sequence[Contexts
 def _state_bytes(runner: ModelRunner, rows: int, steps: Sequence[Contexts]) -> int:
     """Return the bytes of states that steps read and write: earlier inputs once per sequence, and its new inputs.
 
-    A ring keeps at most the last `taps` inputs of a step.
+    A ring keeps at most the last `taps` inputs of a step. Matrices are read and written once per sequence.
     """
     sequences = sum(len(contexts) for contexts in steps)
     total = 0
     for op in runner.ops:
-        if isinstance(op, ShortConv):
+        if isinstance(op, LinearRecurrence):
+            matrices = op.state.num_heads * op.state.key_dim * op.state.value_dim
+            total += 2 * sequences * matrices * (2 if op.state.dtype == "bf16" else 4)
+        elif isinstance(op, RECURRENT):
             taps, columns = op.weight.shape
             total += ((taps - 1) * sequences + min(rows, taps * sequences)) * columns * 4
     return total
