@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...kernels.ops import Epilogue, Ring
+from ...kernels.ops import Epilogue, MatrixState, Ring
 from ...kernels.pack import PackedMatrix
 from ...pager.layout import place_layers
-from .program import Heads, HeadWeights, Logits, NormedValue, ProgramBuilder, RowForm, Value, input_form
+from .program import Heads, HeadWeights, Logits, NormedValue, ProgramBuilder, Recurrence, RowForm, Value, input_form
 from .rope import Table
 from .spec import DecoderSpec
 from .states import StateLayout
@@ -24,8 +24,10 @@ from .weights.decoder_weights import (
     ExpertWeights,
     LayerWeights,
 )
+from .weights.delta_weights import DeltaWeights
 from .weights.packing import Vector
 
+L2_EPS = 1e-6  # epsilon of the lengths of queries and keys, as in transformers
 EPILOGUES: dict[str, Epilogue] = {"silu": "swiglu", "gelu_tanh": "geglu", "clamped_silu": "swiglu_clamped"}
 
 
@@ -59,6 +61,10 @@ def emit_layers(
     for layer, layer_weights in enumerate(weights.layers):
         if isinstance(layer_weights.mixer, ConvolutionWeights):
             _convolution_block(builder, spec, layer_weights, layer_weights.mixer, states.rings[layer], x)
+        elif isinstance(layer_weights.mixer, DeltaWeights):
+            _delta_block(
+                builder, spec, layer_weights, layer_weights.mixer, states.rings[layer], states.matrices[layer], x
+            )
         else:
             _attention_block(builder, spec, layer_weights, layer_weights.mixer, layer, x, rotary[layer], causal)
         _mlp_block(builder, spec, layer_weights, x)
@@ -127,6 +133,52 @@ def _convolution_block(
     gated = builder.linear(normed, weights.into, weights.into_bias, "gates, value")
     convolved = builder.short_conv(gated, weights.taps, weights.taps_bias, ring, input_form(weights.out))
     _add(builder, spec, convolved, weights.out, weights.out_bias, layer.attention_post_norm, x)
+
+
+def _delta_block(
+    builder: ProgramBuilder,
+    spec: DecoderSpec,
+    layer: LayerWeights,
+    weights: DeltaWeights,
+    ring: Ring,
+    state: MatrixState,
+    x: Value,
+) -> None:
+    """Emit x += out(norm(recurrence(convolution(in(norm(x))))) * silu(gate))."""
+    delta = spec.delta
+    assert delta is not None, "only a spec with gated delta nets has layers with them"
+    normed = _normed(builder, spec, layer.input_norm, x, input_form(weights.into))
+    mixed = builder.linear(normed, weights.into, None, "queries, keys, values, gates")
+    if isinstance(normed, NormedValue):
+        rates = builder.router(x, normed, weights.rates, None)
+    else:
+        rates = builder.linear(x, weights.rates, None, "rates, decays")
+    convolved = builder.causal_conv(
+        mixed, 0, weights.taps, None, ring, num_normed=2 * delta.num_key_heads, head_dim=delta.key_dim, eps=L2_EPS
+    )
+    shape = Recurrence(
+        state=state,
+        num_key_heads=delta.num_key_heads,
+        query=0,
+        key=delta.key_size,
+        value=2 * delta.key_size,
+        decay=delta.num_value_heads,
+        rate=0,
+        a=weights.a,
+        bias=weights.bias,
+        scale=delta.key_dim**-0.5,
+        rate_scale=delta.rate_scale,
+    )
+    gated = builder.gated_norm(
+        builder.recurrence(convolved, rates, shape),
+        mixed,
+        delta.conv_size,
+        weights.norm,
+        delta.norm_eps,
+        input_form(weights.out),
+        group=delta.value_dim,
+    )
+    _add(builder, spec, gated, weights.out, None, layer.attention_post_norm, x)
 
 
 def _mlp_block(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, x: Value) -> None:

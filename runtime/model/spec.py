@@ -144,6 +144,17 @@ class TensorNames:
     conv: str = "conv.conv"
     conv_shape: tuple[int, ...] = (1,)  # dimensions of its weight between the columns and the taps
     conv_out: str = "conv.out_proj"
+    delta_qkv: tuple[str, ...] = ("linear_attn.in_proj_qkv",)  # one name, or those of queries, keys and values
+    delta_gate: str = "linear_attn.in_proj_z"
+    delta_rates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")  # rates, decays
+    delta_by_key_head: bool = False  # delta_qkv and delta_rates are one tensor each, with the rows of each key head
+    delta_conv: tuple[str, ...] = ("linear_attn.conv1d",)  # one name, or those of queries, keys and values
+    delta_conv_shape: tuple[int, ...] = (1,)  # dimensions of its weight between the columns and the taps
+    delta_a: str = "linear_attn.A_log"  # full name
+    delta_a_is_log: bool = True  # the tensor has log(-a)
+    delta_bias: str = "linear_attn.dt_bias"  # full name
+    delta_norm: str = "linear_attn.norm"
+    delta_out: str = "linear_attn.out_proj"
     attention_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")

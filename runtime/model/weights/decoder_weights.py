@@ -20,6 +20,7 @@ from ...common.config import WeightDtype
 from ...common.errors import MissingTensor, WrongTensor
 from ..spec import DecoderSpec
 from . import READABLE, Checkpoint, as_f32
+from .delta_weights import DeltaWeights, build_delta
 from .packing import (
     ELEMENTS_PER_CHECK,
     GROUP,
@@ -91,7 +92,7 @@ class LayerWeights:
     """The weights of one layer. Norms that the family does not have are None."""
 
     input_norm: Vector | None  # [hidden]
-    mixer: AttentionWeights | ConvolutionWeights
+    mixer: AttentionWeights | ConvolutionWeights | DeltaWeights
     attention_post_norm: Vector | None  # [hidden]
     mlp_norm: Vector | None  # [hidden]
     mlp: MlpWeights | ExpertWeights
@@ -232,12 +233,19 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
             out_bias=bias(has_bias, hidden, out),
         )
 
-    convs = spec.convolutions
+    def mixer() -> AttentionWeights | ConvolutionWeights | DeltaWeights:
+        if spec.convolutions is not None and spec.convolutions.layers[layer]:
+            return convolution(spec.convolutions.taps, spec.convolutions.bias)
+        if spec.delta is not None and spec.delta.layers[layer]:
+            return build_delta(spec.delta, names, prefix, hidden, factory, matrix, input_norm)
+        return attention()
+
+    input_norm = norm(spec.pre_norms, names.input_norm, hidden)
     mlp_norm = norm(spec.pre_norms, names.mlp_norm, hidden)
     has_experts = spec.experts is not None and spec.experts.layers[layer]
     return LayerWeights(
-        input_norm=norm(spec.pre_norms, names.input_norm, hidden),
-        mixer=convolution(convs.taps, convs.bias) if convs is not None and convs.layers[layer] else attention(),
+        input_norm=input_norm,
+        mixer=mixer(),
         attention_post_norm=norm(spec.post_norms, names.attention_post_norm, hidden),
         mlp_norm=mlp_norm,
         mlp=_build_experts(spec, prefix, dtype, factory, mlp_norm) if has_experts else mlp(),
