@@ -190,6 +190,12 @@ class FakeTransport:
     def get_write_buffer_size(self) -> int:
         return len(self.waiting)
 
+    def write(self, data: bytes) -> None:
+        self.waiting += data
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
     def abort(self) -> None:
         self.aborted = True
         self.reads.set()
@@ -208,7 +214,7 @@ class FakeWriter:
         self.transport.reads.set()
 
     def write(self, data: bytes) -> None:
-        self.transport.waiting += data
+        self.transport.write(data)
 
     async def drain(self) -> None:
         await self.transport.reads.wait()
@@ -221,7 +227,7 @@ class FakeWriter:
         return None
 
     def is_closing(self) -> bool:
-        return self.transport.aborted
+        return self.transport.is_closing()
 
     def can_write_eof(self) -> bool:
         return False

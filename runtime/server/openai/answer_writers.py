@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ...common.errors import InvalidRequest, Overloaded, QuireError
+from ...common.errors import Cancelled, InvalidRequest, Overloaded, QuireError
 from ...common.types import OutputChunk, Usage
 from .errors import HTTPAnswer
 from .formats import Format
 from .request_cycle import RequestCycle
 
 SMALLER_ANSWER = "stream it, or ask for less"
+CANCELLED = "the request was cancelled"
 
 
 class AnswerWriter(Protocol):
@@ -21,8 +22,11 @@ class AnswerWriter(Protocol):
     def begin(self) -> None:
         """Begin the answer: the engine has accepted every request of the call."""
 
-    def write(self, index: int, chunk: OutputChunk) -> None:
-        """Add the next chunk of the choice with this index."""
+    def write(self, first: int, chunk: OutputChunk) -> None:
+        """Add the next chunk of the prompt whose first choice has the index `first`.
+
+        Raises Cancelled for the last chunk of a cancelled output.
+        """
 
     def end(self, usage: Usage) -> None:
         """End the answer: every request has ended."""
@@ -44,10 +48,12 @@ class EventWriter:
         self._cycle.begin_events()
         self._cycle.send_events(self.form.opening())
 
-    def write(self, index: int, chunk: OutputChunk) -> None:
+    def write(self, first: int, chunk: OutputChunk) -> None:
         """Send the chunk."""
+        if chunk.finish_reason == "cancelled":
+            raise Cancelled(CANCELLED)
         form = self.form
-        self._cycle.send_events(form.events(index, chunk))
+        self._cycle.send_events(form.events(first + chunk.choice, chunk))
         if form.held_bytes:
             self._memory.add(form.held_bytes - self._memory.num_bytes)
 
@@ -72,10 +78,12 @@ class BodyWriter:
     def begin(self) -> None:
         """See `AnswerWriter.begin`."""
 
-    def write(self, index: int, chunk: OutputChunk) -> None:
+    def write(self, first: int, chunk: OutputChunk) -> None:
         """Keep the chunk for the body."""
+        if chunk.finish_reason == "cancelled":
+            raise Cancelled(CANCELLED)
         if not self._memory.is_released:
-            self._memory.add(self.form.choices[index].add(chunk))
+            self._memory.add(self.form.choices[first + chunk.choice].add(chunk))
 
     def end(self, usage: Usage) -> None:
         """Send the answer."""

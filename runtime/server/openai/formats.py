@@ -130,7 +130,11 @@ class ChoiceFormat:
         """See `Format.events`."""
         choice = self.choices[index]
         deltas, piece = choice.read(chunk)
-        events = self._delta_events(index, deltas, piece, chunk.token_ids)
+        events = b""
+        if choice.parser is not None:
+            events = self._delta_events(index, deltas, piece, chunk.token_ids)
+        elif deltas or (piece is not None and any(piece)) or (self._returns_token_ids and chunk.token_ids):
+            events = self._text_event(index, chunk.text, piece, chunk.token_ids)
         if chunk.finish_reason is not None:
             end = self.no_text + b',"logprobs":null,"finish_reason":"%b"' % self._finish_reason(choice)
             events += self._choice_heads[index] + end + self._stop_reason(chunk) + b"}" + self._end(index)
@@ -159,10 +163,8 @@ class ChoiceFormat:
     def _delta_events(
         self, index: int, deltas: Sequence[Delta], piece: Columns | None, token_ids: Sequence[int]
     ) -> bytes:
-        """Return the events of a chunk's deltas; without a parser, its text is one delta."""
-        if deltas or (piece is not None and any(piece)) or (self._returns_token_ids and token_ids):
-            return self._text_event(index, deltas[0].text if deltas else "", piece, token_ids)
-        return b""
+        """Return the events of the deltas that a parser found in a chunk."""
+        raise NotImplementedError
 
     def _finish_reason(self, choice: Choice) -> bytes:
         return choice.finish_reason.encode()
@@ -220,11 +222,8 @@ class ChatFormat(ChoiceFormat):
     def _delta_events(
         self, index: int, deltas: Sequence[Delta], piece: Columns | None, token_ids: Sequence[int]
     ) -> bytes:
-        choice = self.choices[index]
-        if choice.parser is None:
-            return super()._delta_events(index, deltas, piece, token_ids)
         events = []
-        call = choice.num_calls - sum(delta.kind == "call" for delta in deltas) - 1
+        call = self.choices[index].num_calls - sum(delta.kind == "call" for delta in deltas) - 1
         if not deltas and self._returns_token_ids and token_ids:  # no text, but token ids: the content may stay null
             shown = self.no_text + b',"logprobs":null,"finish_reason":null' + self._token_ids(token_ids)
             return self._choice_heads[index] + shown + b"}" + self._end(index)

@@ -6,11 +6,10 @@ A call ends in one way: all its requests are answered, or the first error ends t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from ...common.errors import Cancelled, QuireError
-from ...common.types import OutputChunk
+from ...common.errors import QuireError
 from ...engine.facade import EngineFacade
 from ..requests.live_requests import LiveRequests
 from ..requests.output_log import OutputLog
@@ -88,7 +87,7 @@ class Playback:
                 await self._prepare(writer.form)
                 writer.begin()
                 for index, reader in enumerate(self._readers):
-                    reader.start(_write_choices(writer, index * self._n), partial(self._note_over, reader))
+                    reader.start(partial(writer.write, index * self._n), partial(self._note_over, reader))
                 await self._ended.wait()
             if self._failure is not None:
                 return self._failure
@@ -162,15 +161,3 @@ class Playback:
             reader.mute()
             if not (reader.is_over or reader.log.has_ended):
                 reader.cancel("client")
-
-
-def _write_choices(writer: AnswerWriter, first: int) -> Callable[[OutputChunk], None]:
-    """Return the function that writes the chunks of one prompt, whose first choice has the index `first`."""
-    write_chunk = writer.write
-
-    def write(chunk: OutputChunk) -> None:
-        if chunk.finish_reason == "cancelled":
-            raise Cancelled("the request was cancelled")
-        write_chunk(first + chunk.choice, chunk)
-
-    return write

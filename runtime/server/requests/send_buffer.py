@@ -45,6 +45,7 @@ class SendBuffer:
         self.num_bytes = 0  # waiting chunks and counted frames
         self._loop = asyncio.get_running_loop()
         self._writer = writer
+        self._transport = writer.transport  # direct access: methods of the writer add a call each
         self._max_bytes = max_bytes
         self._max_paced_bytes = min(MAX_PACED_BYTES, max_bytes // 2)
         self._write_timeout_s = write_timeout_s
@@ -64,12 +65,12 @@ class SendBuffer:
         # With a limit of 1, drain() waits until the system has taken all but one byte, so a time limit on it measures
         # progress. With a limit of 0 a TLS transport would never write again, because it treats an empty buffer as
         # full.
-        writer.transport.set_write_buffer_limits(high=1)
+        self._transport.set_write_buffer_limits(high=1)
 
     @property
     def unsent_bytes(self) -> int:
         """Number of bytes that the system has not yet taken."""
-        return len(self._unsent) + self._writer.transport.get_write_buffer_size()
+        return len(self._unsent) + self._transport.get_write_buffer_size()
 
     @property
     def max_bytes(self) -> int:
@@ -186,13 +187,13 @@ class SendBuffer:
         self._will_write = False
         was_long = self.is_long
         while self._unsent and not self._is_blocked:
-            if self._writer.is_closing():
+            if self._transport.is_closing():
                 self._block()
                 break
             piece = bytes(self._unsent if len(self._unsent) <= WRITE_BYTES else self._unsent[:WRITE_BYTES])
             del self._unsent[: len(piece)]
-            self._writer.write(piece)
-            if self._writer.transport.get_write_buffer_size():
+            self._transport.write(piece)
+            if self._transport.get_write_buffer_size():
                 self._writing_bytes = len(piece)
                 self._block()
             if self._counted_bytes or self._is_blocked:
@@ -226,4 +227,4 @@ class SendBuffer:
         self._writing_bytes = 0
         self._unsent.clear()
         self._count_frames()
-        self._writer.transport.abort()
+        self._transport.abort()
