@@ -12,8 +12,8 @@ from .attention cimport AttentionOp
 from .experts cimport CombineOp, DispatchOp, RouteOp, RoutingTables
 from .heads cimport HeadsOp
 from .isa cimport (QUIRE_ADD, QUIRE_CLAMPED, QUIRE_GEGLU, QUIRE_GEGLU_EXACT, QUIRE_GELU, QUIRE_GELU_TANH, QUIRE_L2_NORM,
-                   QUIRE_LAYER_NORM, QUIRE_RELU, QUIRE_RMS_NORM, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TANH, QUIRE_TILE,
-                   quire_head)
+                   QUIRE_LAYER_NORM, QUIRE_MAX_EXPERTS, QUIRE_RELU, QUIRE_RMS_NORM, QUIRE_STORE, QUIRE_SWIGLU,
+                   QUIRE_TANH, QUIRE_TILE, quire_head)
 from .isa import WEIGHT_CODES
 from .linear cimport ROWS_IN_CACHE, LinearOp, Weight, packed_rows_bytes
 from .ops import (BIAS_PADDING, BLOCK, GATED, INPUT_DTYPES, AddGiven, AddNorm, Attention, CausalConv, Combine,
@@ -269,8 +269,20 @@ cdef class Binder:
     cdef _add_route(self, Record *record, op):
         cdef RouteOp *route = &record.op.route
         record.kind = ROUTE
-        route.routing, route.normalized = self.regions.tables(op.routing), op.normalized
+        route.routing = self.regions.tables(op.routing)
         route.logits = self._logits(op.logits, op.routing)
+        rule, routing = op.rule, op.routing
+        size, rest = divmod(routing.num_experts, rule.groups)
+        if routing.num_experts > QUIRE_MAX_EXPERTS:
+            raise ValueError(f"a mixture has at most {QUIRE_MAX_EXPERTS} experts, not {routing.num_experts}")
+        if rest or size < 2 <= rule.groups or not routing.top_k <= rule.kept_groups * size <= routing.num_experts:
+            raise ValueError(f"{routing.top_k} of {routing.num_experts} experts cannot follow {rule!r}")
+        route.router.experts, route.router.chosen = routing.num_experts, routing.top_k
+        route.router.groups, route.router.kept_groups = rule.groups, rule.kept_groups
+        route.router.sigmoid, route.router.normalized = rule.sigmoid, rule.normalized
+        route.router.eps, route.router.scale, route.router.bias = rule.eps, rule.scale, NULL
+        if op.bias is not None:
+            route.router.bias = self.regions.vector(op.bias, routing.num_experts, padded(routing.num_experts))
 
     cdef _add_dispatch(self, Record *record, op):
         cdef DispatchOp *dispatch = &record.op.dispatch

@@ -1,6 +1,6 @@
 from libc.stdint cimport int32_t, int64_t
 
-from .isa cimport quire_output, quire_tiles
+from .isa cimport quire_output, quire_router, quire_tiles
 from .step cimport Step, Value
 
 cdef struct RoutingTables:          # the tables of a `Routing`
@@ -16,7 +16,7 @@ cdef struct RoutingTables:          # the tables of a `Routing`
 cdef struct RouteOp:
     Value logits
     RoutingTables routing
-    bint normalized
+    quire_router router
 
 cdef struct DispatchOp:
     Value input

@@ -21,8 +21,8 @@ cdef int64_t run_route(const RouteOp *op, const Step *step, const quire_tiles *t
     cdef int64_t row = quire_next_index(counter), computed = 0
     cdef const RoutingTables *to = &op.routing
     while row < step.rows:
-        tiles.route(<const float *>op.logits.rows.data + row * op.logits.rows.width, to.num_experts, to.top_k,
-                    op.normalized, to.places + row * to.places_width, to.weights + row * to.weights_width)
+        tiles.route(&op.router, <const float *>op.logits.rows.data + row * op.logits.rows.width,
+                    to.places + row * to.places_width, to.weights + row * to.weights_width)
         computed += 1
         row = quire_next_index(counter)
     return computed

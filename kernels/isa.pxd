@@ -7,6 +7,7 @@ cdef extern from "simd/tiles.h" nogil:
         QUIRE_BLOCK
         QUIRE_TILE
         QUIRE_MAX_HEAD
+        QUIRE_MAX_EXPERTS
         QUIRE_F32
         QUIRE_BF16
         QUIRE_Q8
@@ -161,6 +162,17 @@ cdef extern from "simd/tiles.h" nogil:
         float eps
         bint gate_first
 
+    ctypedef struct quire_router:
+        int64_t experts
+        int64_t chosen
+        int64_t groups
+        int64_t kept_groups
+        const float *bias
+        bint sigmoid
+        bint normalized
+        float eps
+        float scale
+
     ctypedef struct quire_tiles:
         const char *name
         quire_linear linear[QUIRE_DTYPES][QUIRE_ROW_CLASSES]
@@ -196,8 +208,7 @@ cdef extern from "simd/tiles.h" nogil:
         double (*sum_exp)(const float *x, int64_t n, float shift) noexcept nogil
         void (*exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out) noexcept nogil
         void (*set_forbidden)(const int32_t *mask, int64_t words, float value, float *x) noexcept nogil
-        void (*route)(const float *logits, int64_t experts, int64_t chosen, bint normalized, int32_t *indices,
-                      float *weights) noexcept nogil
+        void (*route)(const quire_router *r, const float *logits, int32_t *indices, float *weights) noexcept nogil
         void (*combine)(const float *y, int64_t stride, const int32_t *places, const float *weights, int64_t chosen,
                         int64_t columns, float *out) noexcept nogil
         void (*convolve)(const quire_convolution *c, const float *x, int64_t position, float *out) noexcept nogil

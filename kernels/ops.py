@@ -529,17 +529,36 @@ def max_groups(tokens: int, num_experts: int, top_k: int) -> int:
     return min(num_experts, tokens * top_k) + tokens * top_k // ROWS_IN_CACHE
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRule:
+    """How logits of experts become scores, and the scores of chosen experts weights.
+
+    Scores are the softmax of the logits, or with `sigmoid` the sigmoid of each logit. With more than one group, of
+    equal numbers of consecutive experts, only experts of `kept_groups` groups are chosen: of the groups with the
+    largest sums of two scores. Weights are scores * `scale`; with `normalized`, chosen scores are divided by their sum
+    + `eps` before.
+    """
+
+    normalized: bool
+    sigmoid: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    eps: float = 0.0
+    scale: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class RouteRows:
-    """Choose the `top_k` experts with the largest logits for each row; of equal logits, the lower index wins.
+    """Choose the `top_k` experts with the largest scores for each row; of equal scores, the lower index wins.
 
-    The weight of a chosen expert is its softmax over the chosen experts, or over all experts unless `normalized`. The
-    weights of a row are NaN if one of its logits is NaN.
+    With a `bias`, it is added to the scores for the choice, but not for the weights. The weights of a row are NaN if
+    one of its logits is NaN.
     """
 
     logits: Region  # f32 [tokens, num_experts], or one more, which has no effect
     routing: Routing
-    normalized: bool
+    rule: RoutingRule
+    bias: npt.NDArray[np.float32] | None = None  # [num_experts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,7 @@ int64_t ISA(argmax)(const float *x, int64_t n, float *max);
 double ISA(sum_exp)(const float *x, int64_t n, float shift);
 void ISA(exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out);
 void ISA(set_forbidden)(const int32_t *mask, int64_t words, float value, float *x);
-void ISA(route)(const float *logits, int64_t experts, int64_t chosen, int normalized, int32_t *indices,
-                float *weights);
+void ISA(route)(const quire_router *r, const float *logits, int32_t *indices, float *weights);
 void ISA(combine)(const float *y, int64_t stride, const int32_t *places, const float *weights, int64_t chosen,
                   int64_t columns, float *out);
 void ISA(convolve)(const quire_convolution *c, const float *x, int64_t position, float *out);

@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-enum { QUIRE_LANES = 16, QUIRE_BLOCK = 32, QUIRE_TILE = 64, QUIRE_MAX_HEAD = 512 };
+enum { QUIRE_LANES = 16, QUIRE_BLOCK = 32, QUIRE_TILE = 64, QUIRE_MAX_HEAD = 512, QUIRE_MAX_EXPERTS = 1024 };
 enum { QUIRE_LINE = 64 };  // bytes of a line: 4 for each lane
 enum { QUIRE_MOST_GROUP = 4 };  // blocks of 32 that may share a scale in q8
 // Dtypes of weights; the first three are also dtypes of activations. The code of a k-quant is its number of bits.
@@ -208,6 +208,15 @@ typedef struct {
   float *out;                        // [columns], or NULL
 } quire_recurrent_token;
 
+// A router: see `RouteRows` in ../ops.py.
+typedef struct {
+  int64_t experts, chosen;      // QUIRE_MAX_EXPERTS is the limit
+  int64_t groups, kept_groups;  // 1 group: all experts compete
+  const float *bias;            // [experts, padded to whole vectors] added to scores for the choice, or NULL
+  int sigmoid, normalized;
+  float eps, scale;
+} quire_router;
+
 // An RMS norm of each `group` of a row's `columns`, and a gate: see `GatedNorm` in ../ops.py.
 typedef struct {
   int64_t columns, group;
@@ -277,9 +286,9 @@ typedef struct {
   // x[i] = value where bit i of the mask is 0, of 32 * words elements; the lowest bit of a word comes first.
   void (*set_forbidden)(const int32_t *mask, int64_t words, float value, float *x);
 
-  // The `chosen` largest of [experts] logits, largest first, of equal ones the lower index first; and their softmax, over
-  // the chosen if `normalized`, else over all. If a logit is NaN, the weights are NaN, and any experts are chosen.
-  void (*route)(const float *logits, int64_t experts, int64_t chosen, int normalized, int32_t *indices, float *weights);
+  // The `chosen` experts with the largest scores, largest first, of equal ones the lower index first; and their weights.
+  // If a logit is NaN, the weights are NaN, and any experts are chosen.
+  void (*route)(const quire_router *r, const float *logits, int32_t *indices, float *weights);
   // out[columns] += the sum of weights[i] * y[places[i] * stride ...], in that order; columns a multiple of 16
   void (*combine)(const float *y, int64_t stride, const int32_t *places, const float *weights, int64_t chosen,
                   int64_t columns, float *out);

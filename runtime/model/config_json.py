@@ -12,6 +12,7 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any, Literal
 
+from ...kernels.ops import RoutingRule
 from ..common.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from .spec import DecoderSpec, Experts, Rope
 
@@ -20,7 +21,7 @@ CONFIG_FILE = "config.json"
 MAX_LAYERS = 1024
 MAX_HEADS = 1024
 MAX_WIDTH = 1 << 20  # largest hidden and intermediate size
-MAX_EXPERTS = 1024
+MAX_EXPERTS = 1024  # QUIRE_MAX_EXPERTS of the kernels
 MAX_VOCAB = 1 << 22
 MAX_POSITIONS = 1 << 27
 MAX_HEAD_DIM = 512  # QUIRE_MAX_HEAD of the kernels
@@ -196,7 +197,7 @@ def read_experts(
         num_experts=num_experts,
         top_k=config.integer("num_experts_per_tok", 1, num_experts),
         intermediate_size=config.integer(size_key, 1, MAX_WIDTH),
-        normalized=normalized,
+        rule=RoutingRule(normalized=normalized),
         layers=layers or (True,) * num_layers(config),
     )
 

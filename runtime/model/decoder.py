@@ -207,7 +207,7 @@ def _expert_block(
     experts = spec.experts
     assert experts is not None
     logits = builder.router(x, normed, weights.router, weights.router_bias)
-    routing = builder.route(logits, experts.top_k, experts.normalized)
+    routing = builder.route(logits, experts.top_k, experts.rule, weights.choice_bias)
     activated = builder.expert_gated(
         builder.dispatch(normed, routing),
         weights.gate_up,

@@ -12,6 +12,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels.ops import RoutingRule
+
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
@@ -75,14 +77,15 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A mixture of experts in place of the MLP: the experts with the largest router logits compute a token."""
+    """A mixture of experts in place of the MLP: the experts with the largest scores compute a token."""
 
     num_experts: int
     top_k: int  # experts per token
     intermediate_size: int  # size of each expert
-    normalized: bool  # a token's weights are a softmax over its chosen experts, not over all experts
+    rule: RoutingRule
     layers: tuple[bool, ...]  # one per layer: whether it has experts or an MLP
     bias: bool = False  # bias of the router and of each expert
+    choice_bias: bool = False  # bias of the scores for the choice of experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +164,7 @@ class TensorNames:
     down: str = "mlp.down_proj"
     mlp_post_norm: str = "post_feedforward_layernorm"
     router: str = "mlp.gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"  # full name, with any suffix
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")  # {}: its number
     expert_down: str = "mlp.experts.{}.down_proj"
     final_norm: str = "model.norm"

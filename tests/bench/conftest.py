@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from quire.kernels import PackedMatrix, Pool, Program, available_cpus, packed_nbytes
-from quire.kernels.ops import Region
+from quire.kernels.ops import Region, RoutingRule
 from quire.pager import KVArena, map_memory
 from quire.runtime.model.decoder import emit_decoder
 from quire.runtime.model.packed_model import kv_layout
@@ -44,7 +44,7 @@ MIXTURE = replace(
     num_layers=1,  # one layer: 176 MB in q8
     ropes=QWEN3.ropes[:1],
     windows=QWEN3.windows[:1],
-    experts=Experts(num_experts=32, top_k=4, intermediate_size=1792, normalized=True, layers=(True,)),
+    experts=Experts(num_experts=32, top_k=4, intermediate_size=1792, rule=RoutingRule(normalized=True), layers=(True,)),
 )
 
 

@@ -25,6 +25,7 @@ from quire.kernels.ops import (
     Ring,
     RouteRows,
     Routing,
+    RoutingRule,
     SharedExpert,
     ShortConv,
     aligned,
@@ -78,6 +79,7 @@ class Toy:
     ring: int = 0  # rows of its ring beyond the taps
     top_k: int = 2
     normalized: bool = True
+    sigmoid: bool = False  # the router has sigmoids, groups if the experts can be halved, and a bias for the choice
     bias: bool = False  # every linear layer has a bias, not only qkv
     group: int = 0  # blocks that share a scale in q8
     page_size: int = 32
@@ -314,12 +316,22 @@ class Toy:
         return [
             Linear(replace(h, data=x), router, self._bias(logits.columns), logits, "store"),
             *shared_ops,
-            RouteRows(logits, self.routing, self.normalized),
+            RouteRows(logits, self.routing, *self._routing_rule()),
             Dispatch(h, self.routing, dispatched),
             ExpertLinear(dispatched, tuple(gate_up), self.routing, activated, gated, gate_up_biases),
             ExpertLinear(activated, tuple(down), self.routing, outputs, "store", down_biases),
             Combine(outputs, self.routing, x, after, shared),
         ]
+
+    def _routing_rule(self) -> tuple[RoutingRule, np.ndarray | None]:
+        if not self.sigmoid:
+            return RoutingRule(normalized=self.normalized), None
+        groups = 2 if self.experts % 2 == 0 and self.experts > 2 else 1
+        kept = 1 if self.top_k * groups <= self.experts else groups
+        rule = RoutingRule(
+            normalized=self.normalized, sigmoid=True, groups=groups, kept_groups=kept, eps=1e-6, scale=2.5
+        )
+        return rule, self._random(1, self.experts)[0]
 
     def _shared_expert(self, h: Normed, logits: Region) -> tuple[SharedExpert, list]:
         rows = self._region(self.max_rows, self.hidden, "f32")

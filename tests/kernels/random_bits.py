@@ -120,6 +120,7 @@ def random_model(rng: random.Random) -> dict[str, Any]:
         "experts": experts,
         "top_k": rng.randint(1, max(1, min(experts, 8))),
         "normalized": rng.random() < 0.7,
+        "sigmoid": rng.random() < 0.4,
         "gated": rng.random() < 0.3,
         "taps": rng.choice([0, 0, rng.randint(1, 5)]),
         "ring": rng.choice([0, 0, rng.randint(1, 9)]),

@@ -19,6 +19,7 @@ from quire.kernels.ops import (
     Region,
     RouteRows,
     Routing,
+    RoutingRule,
     max_groups,
     region_nbytes,
 )
@@ -64,12 +65,25 @@ def run(program: Program, token_ids: np.ndarray) -> None:
     program.run(token_ids.astype(np.int32), *starts, np.arange(16, dtype=np.int32), pages(0, 16), np.zeros(0, np.int32))
 
 
-def routed(logits: np.ndarray, top_k: int, *, normalized: bool = True, threads: int = 2, isa: str | None = None):
+def routed(
+    logits: np.ndarray,
+    top_k: int,
+    *,
+    normalized: bool = True,
+    bias: np.ndarray | None = None,
+    threads: int = 2,
+    isa: str | None = None,
+    **rule: float,
+):
     """RouteRows rows with these logits: return weights and places [rows, top_k], and groups [groups, 3]."""
     arena = Arena(len(logits))
     x = arena.region(*logits.shape)
     routing = arena.routing(logits.shape[1], top_k)
-    program = arena.program([Embed(packed(logits, "f32"), x), RouteRows(x, routing, normalized)], threads, isa)
+    program = arena.program(
+        [Embed(packed(logits, "f32"), x), RouteRows(x, routing, RoutingRule(normalized=normalized, **rule), bias)],
+        threads,
+        isa,
+    )
     run(program, np.arange(len(logits)))
     groups = program.view(routing.groups)
     tables = program.view(routing.weights)[:, :top_k], program.view(routing.places)[:, :top_k]
@@ -133,6 +147,99 @@ def test_a_row_whose_logits_are_not_finite_has_nan_weights_and_valid_places(bad,
     assert sorted(places.reshape(-1)) == list(range(15))
 
 
+def chosen_experts(places: np.ndarray, groups: list) -> list[list[int]]:
+    expert_of = {place: expert for expert, first, end in groups for place in range(first, end)}
+    return [[expert_of[place] for place in row] for row in places]
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_a_bias_changes_the_choice_but_not_the_weights(isa):
+    logits = np.array([[0, 2, 1, -1, 0]], np.float32)
+    bias = np.array([0, -1, 0, 0.7, 0], np.float32)
+    weights, places, groups = routed(logits, 2, sigmoid=True, bias=bias, eps=0.5, scale=3, isa=isa)
+    assert chosen_experts(places, groups) == [[3, 2]]  # scores 0.2689 + 0.7 and 0.7311
+    np.testing.assert_allclose(weights, [[3 * 0.26894142 / 1.5, 3 * 0.73105858 / 1.5]], rtol=1e-6)
+    weights, places, groups = routed(logits, 2, normalized=False, bias=bias, scale=2, isa=isa)
+    total = np.exp(2) + np.exp(1) + 2 + np.exp(-1)
+    assert chosen_experts(places, groups) == [[3, 2]]
+    np.testing.assert_allclose(weights, [[2 * np.exp(-1) / total, 2 * np.exp(1) / total]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_experts_are_chosen_from_the_groups_with_the_best_pairs(isa):
+    logits = np.array([[9, -9, -9, 2, 2, -9, 1, 0, 3]], np.float32)  # pairs: 1.0, 1.76, 1.68
+    weights, places, groups = routed(logits, 3, sigmoid=True, groups=3, kept_groups=1, normalized=False, isa=isa)
+    assert chosen_experts(places, groups) == [[3, 4, 5]]
+    weights, places, groups = routed(logits, 3, sigmoid=True, groups=3, kept_groups=2, normalized=False, isa=isa)
+    assert chosen_experts(places, groups) == [[8, 3, 4]]
+    np.testing.assert_allclose(weights, 1 / (1 + np.exp([[-3.0, -2.0, -2.0]])), rtol=1e-6)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("sigmoid", [True, False])
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize(("experts", "top_k", "groups", "kept"), [(37, 5, 1, 1), (128, 6, 8, 3), (512, 22, 1, 1)])
+def test_routing_with_a_bias_and_groups_matches_numpy(experts, top_k, groups, kept, normalized, sigmoid, isa):
+    logits = (RNG.standard_normal((30, experts)) * 2).astype(np.float32)
+    bias = (RNG.standard_normal(experts) / 9).astype(np.float32)
+    rule = {"sigmoid": sigmoid, "groups": groups, "kept_groups": kept, "eps": 1e-6, "scale": 1.5}
+    weights, places, table = routed(logits, top_k, normalized=normalized, bias=bias, isa=isa, **rule)
+    wide = logits.astype(np.float64)
+    scores = 1 / (1 + np.exp(-wide)) if sigmoid else np.exp(wide) / np.exp(wide).sum(axis=1, keepdims=True)
+    ranks = (scores + bias).reshape(30, groups, -1)
+    pairs = np.sort(ranks, axis=2)[:, :, -2:].sum(axis=2)
+    weakest = np.sort(pairs, axis=1)[:, [-kept]]
+    ranks = np.where((pairs >= weakest)[:, :, None], ranks, -np.inf).reshape(30, experts)
+    order = np.argsort(-ranks, axis=1, kind="stable")[:, :top_k]
+    chosen = np.take_along_axis(scores, order, axis=1)
+    expected = 1.5 * chosen / (chosen.sum(axis=1, keepdims=True) + 1e-6 if normalized else 1)
+    assert chosen_experts(places, table) == order.tolist()
+    np.testing.assert_allclose(weights, expected, rtol=3e-6)
+
+
+def test_a_biased_choice_has_the_same_bits_at_every_level_and_number_of_threads():
+    logits = (RNG.standard_normal((90, 40)) * 5).astype(np.float32)
+    bias = RNG.standard_normal(40).astype(np.float32)
+    rule = {"groups": 4, "kept_groups": 2, "eps": 1e-20, "scale": 2.5, "bias": bias}
+    for sigmoid in (True, False):
+        results = [
+            routed(logits, 6, sigmoid=sigmoid, threads=threads, isa=isa, **rule) for isa in LEVELS for threads in (1, 3)
+        ]
+        assert len({(weights.tobytes(), places.tobytes(), str(groups)) for weights, places, groups in results}) == 1
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_a_row_with_nan_changes_no_other_choice_of_sigmoids(isa):
+    logits = RNG.standard_normal((5, 20)).astype(np.float32)
+    rule = {"sigmoid": True, "groups": 4, "kept_groups": 2, "bias": np.ones(20, np.float32), "isa": isa}
+    clean, *_ = routed(logits, 3, **rule)
+    logits[1] = np.nan
+    logits[3, 19] = np.nan
+    weights, places, _ = routed(logits, 3, **rule)
+    assert np.isnan(weights[[1, 3]]).all()
+    assert weights[[0, 2, 4]].tobytes() == clean[[0, 2, 4]].tobytes()
+    assert sorted(places.reshape(-1)) == list(range(15))
+
+
+@pytest.mark.parametrize(
+    ("experts", "rule"),
+    [
+        (9, {"groups": 2}),
+        (9, {"groups": 9, "kept_groups": 3}),
+        (8, {"groups": 4, "kept_groups": 1}),
+        (8, {"groups": 4, "kept_groups": 5}),
+    ],
+)
+def test_groups_that_do_not_fit_the_experts_are_refused(experts, rule):
+    with pytest.raises(ValueError, match=f"3 of {experts} experts cannot follow RoutingRule"):
+        routed(np.zeros((1, experts), np.float32), 3, **rule)
+
+
+def test_too_many_experts_are_refused():
+    with pytest.raises(ValueError, match="at most 1024 experts, not 1025"):
+        routed(np.zeros((1, 1025), np.float32), 3)
+
+
 def test_many_rows_of_one_expert_are_groups_that_stay_in_cache():
     logits = np.zeros((500, 3), np.float32)
     logits[:, 1] = 1
@@ -171,7 +278,7 @@ def mixture(rows: np.ndarray, dtype: str, token_ids: np.ndarray, threads: int = 
     ops = [
         Embed(packed(rows, "f32"), x, normed),
         Linear(replace(normed, data=x), router[0], None, logits, "store"),
-        RouteRows(logits, routing, True),
+        RouteRows(logits, routing, RoutingRule(normalized=True)),
         Dispatch(normed, routing, dispatched),
         ExpertLinear(dispatched, tuple(gate_up), routing, activated, "swiglu"),
         ExpertLinear(activated, tuple(down), routing, out, "store"),
@@ -223,6 +330,8 @@ def test_a_row_that_is_not_finite_changes_no_other(dtype, isa):
         (1, 1, True, {"hidden": 600, "intermediate": 32}),
         (6, 3, True, {"bias": True, "unusual": True}),
         (7, 2, True, {"bias": True, "gated": True, "hidden": 600}),
+        (6, 3, True, {"sigmoid": True}),
+        (7, 2, False, {"sigmoid": True, "gated": True}),
     ],
 )
 @pytest.mark.parametrize("weights", ["f32", "bf16", "rotated", "q4"])

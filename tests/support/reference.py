@@ -413,10 +413,17 @@ class ReferenceProgram:
     def _route(self, op: RouteRows) -> None:
         logits = self.regions[op.logits][:, : op.routing.num_experts]
         top_k = op.routing.top_k
-        experts = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
-        chosen = np.take_along_axis(logits, experts, axis=1)
-        over_all = np.take_along_axis(softmax(logits), experts, axis=1)
-        self.regions[op.routing.weights] = softmax(chosen) if op.normalized else over_all
+        scores = 1 / (1 + np.exp(-logits)) if op.rule.sigmoid else softmax(logits)
+        ranks = scores if op.bias is None else scores + op.bias
+        grouped = ranks.reshape(len(ranks), op.rule.groups, -1)
+        pairs = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
+        kept = np.argsort(-pairs, axis=1, kind="stable")[:, : op.rule.kept_groups]
+        is_kept = (np.arange(op.rule.groups) == kept[:, :, None]).any(axis=1)[:, :, None]
+        ranks = np.where(is_kept, grouped, -np.inf).reshape(ranks.shape)
+        experts = np.argsort(-ranks, axis=1, kind="stable")[:, :top_k]
+        chosen = np.take_along_axis(scores, experts, axis=1)
+        divisor = chosen.sum(axis=1, keepdims=True) + op.rule.eps if op.rule.normalized else 1
+        self.regions[op.routing.weights] = chosen / divisor * op.rule.scale
         order = np.argsort(experts.reshape(-1), kind="stable")  # rows sorted by expert, then by row
         places = np.empty(order.size, np.int64)
         places[order] = np.arange(order.size)

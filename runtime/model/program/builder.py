@@ -34,6 +34,7 @@ from ....kernels.ops import (
     PoolRows,
     Ring,
     RouteRows,
+    RoutingRule,
     ShortConv,
     ephemeral_pages,
     max_groups,
@@ -214,8 +215,8 @@ class ProgramBuilder(OpRecorder):
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), epilogue))
         return out
 
-    def route(self, logits: Value, top_k: int, normalized: bool) -> RoutingValue:
-        """Choose the `top_k` experts of each row, and group the rows by expert."""
+    def route(self, logits: Value, top_k: int, rule: RoutingRule, bias: Vector | None) -> RoutingValue:
+        """Choose the `top_k` experts of each row, and group the rows by expert. A `bias` affects only the choice."""
         num_experts = logits.columns
         routing = RoutingValue(
             num_experts,
@@ -225,7 +226,7 @@ class ProgramBuilder(OpRecorder):
             self._value("expert groups", 1 + max_groups(logits.rows, num_experts, top_k), 3, "i32"),
         )
         self._kept.append(routing.groups)
-        self._add([logits, *routing.parts], lambda at: RouteRows(logits.placed(at), routing.placed(at), normalized))
+        self._add([logits, *routing.parts], lambda at: RouteRows(logits.placed(at), routing.placed(at), rule, bias))
         return routing
 
     def dispatch(self, x: NormedValue, routing: RoutingValue) -> NormedValue:

@@ -56,6 +56,7 @@ class ExpertWeights:
 
     router: PackedMatrix  # f32 [experts, hidden]; columns multiplied by the norm's weights: its input is not normed
     router_bias: Vector | None
+    choice_bias: Vector | None  # [experts], added to scores for the choice of experts
     gate_up: tuple[PackedMatrix, ...]
     gate_up_biases: tuple[Vector, ...] | None
     down: tuple[PackedMatrix, ...]
@@ -264,6 +265,7 @@ def _build_experts(
     num_experts = spec.experts.num_experts
     has_bias = spec.experts.bias
     router = stacked((names.router,), (num_experts,))
+    choice_bias = [Part(f"{prefix}{names.choice_bias}", (num_experts,))]
     gate_up = interleaved(names.expert_gate_up, size)
     down = stacked((names.expert_down,), (hidden,))
 
@@ -288,6 +290,7 @@ def _build_experts(
             MatrixPlan(num_experts, hidden, "f32", named(router, prefix, "weight", hidden), factors=norm)
         ),
         router_bias=factory.vector(num_experts, named(router, prefix, "bias")) if has_bias else None,
+        choice_bias=factory.vector(num_experts, choice_bias) if spec.experts.choice_bias else None,
         gate_up=matrices(2 * padded(size), hidden, gate_up),
         gate_up_biases=biases(2 * padded(size), gate_up),
         down=matrices(hidden, size, down),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quire.kernels.ops import RoutingRule
 from quire.runtime.common.errors import UnsupportedModel
 from quire.runtime.model import DecoderSpec, read_spec
 from quire.runtime.model.spec import Experts, Rope, YarnScaling
@@ -38,7 +39,7 @@ def read(tmp_path: Path) -> Read:
 def test_defaults_of_mixtral(read: Read) -> None:
     spec = read("mixtral")
     assert spec.experts == Experts(
-        num_experts=8, top_k=2, intermediate_size=96, normalized=True, layers=(True, True, True, True)
+        num_experts=8, top_k=2, intermediate_size=96, rule=RoutingRule(normalized=True), layers=(True, True, True, True)
     )
     assert (spec.norm_eps, spec.windows, spec.eos_token_ids) == (1e-5, (0, 0, 0, 0), (2,))
 
@@ -46,7 +47,11 @@ def test_defaults_of_mixtral(read: Read) -> None:
 def test_defaults_of_qwen3_moe(read: Read) -> None:
     spec = read("qwen3_moe")
     assert spec.experts == Experts(
-        num_experts=128, top_k=8, intermediate_size=768, normalized=False, layers=(True, True, True, True)
+        num_experts=128,
+        top_k=8,
+        intermediate_size=768,
+        rule=RoutingRule(normalized=False),
+        layers=(True, True, True, True),
     )
     assert (spec.qk_norm, spec.head_dim, spec.windows) == (True, 16, (0, 0, 0, 0))
 
@@ -54,7 +59,7 @@ def test_defaults_of_qwen3_moe(read: Read) -> None:
 def test_defaults_of_gpt_oss(read: Read) -> None:
     spec = read("gpt_oss", num_key_value_heads=2)
     assert spec.experts == Experts(
-        num_experts=128, top_k=4, intermediate_size=96, normalized=True, layers=(True,) * 4, bias=True
+        num_experts=128, top_k=4, intermediate_size=96, rule=RoutingRule(normalized=True), layers=(True,) * 4, bias=True
     )
     assert (spec.windows, spec.head_dim, spec.norm_eps) == ((128, 0, 128, 0), 64, 1e-5)
     assert (spec.qkv_bias, spec.o_bias, spec.sinks, spec.activation) == (True, True, True, "clamped_silu")
@@ -100,7 +105,7 @@ def test_qwen3_moe_as_transformers_4_and_5_write_it(read: Read, key: str) -> Non
     keys = {key: 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "norm_topk_prob": True}
     experts = read("qwen3_moe", **keys).experts
     assert experts is not None
-    assert (experts.num_experts, experts.top_k, experts.intermediate_size, experts.normalized) == (16, 4, 40, True)
+    assert (experts.num_experts, experts.top_k, experts.intermediate_size, experts.rule.normalized) == (16, 4, 40, True)
 
 
 def test_all_layers_of_qwen3_moe_slide_or_none(read: Read) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean, pstdev
 
 import pytest
+from quire.kernels.ops import RoutingRule
 from quire.runtime.common.config import EngineConfig, WeightDtype
 from quire.runtime.model import DecoderSpec, read_spec
 from quire.runtime.model.runner import decide_capacity
@@ -109,7 +110,7 @@ def test_layers_with_a_window_cost_less(cost: RooflineCost) -> None:
 def test_a_step_reads_only_the_experts_that_its_rows_choose() -> None:
     spec = read_spec(SHAPE)
     layers = (True,) * spec.num_layers
-    experts = Experts(num_experts=64, top_k=4, intermediate_size=768, normalized=True, layers=layers)
+    experts = Experts(num_experts=64, top_k=4, intermediate_size=768, rule=RoutingRule(normalized=True), layers=layers)
     cost = cost_of(replace(spec, experts=experts))
     one, all_experts = (sum(layer.read_seconds(rows) for layer in cost.experts) for rows in (1, 10_000))
     assert one == pytest.approx(all_experts / 16)
@@ -123,7 +124,7 @@ def test_a_mixture_whose_experts_are_all_chosen_costs_what_the_dense_layers_cost
         num_experts=1,
         top_k=1,
         intermediate_size=spec.intermediate_size,
-        normalized=True,
+        rule=RoutingRule(normalized=True),
         layers=(True,) * spec.num_layers,
     )
     dense = cost_of(spec)
