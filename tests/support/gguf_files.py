@@ -295,13 +295,13 @@ def _stored_names(spec: DecoderSpec) -> dict[str, str]:
     for field in fields(TensorNames):
         if field.name == "mlp_norm" and not spec.pre_norms:
             continue  # OLMo 2's norm with this name follows attention
-        if field.name == "conv_shape":
-            continue
         names = getattr(spec.names, field.name)
         others = getattr(LFM2_GGUF_NAMES if spec.family == "lfm2" else GGUF_NAMES, field.name)
         if isinstance(names, str):
             names = (names,)
             others = (others,)
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            continue  # no names, but how the tensors are stored
         stored |= dict(zip(names, others if len(names) == len(others) else fused[field.name], strict=True))
     return stored
 
