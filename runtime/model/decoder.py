@@ -7,6 +7,7 @@ not import families.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from .weights.decoder_weights import (
     LayerWeights,
 )
 from .weights.delta_weights import DeltaWeights
+from .weights.mamba_weights import MambaWeights
 from .weights.packing import Vector
 
 L2_EPS = 1e-6  # epsilon of the lengths of queries and keys, as in transformers
@@ -65,6 +67,8 @@ def emit_layers(
             _delta_block(
                 builder, spec, layer_weights, layer_weights.mixer, states.rings[layer], states.matrices[layer], x
             )
+        elif isinstance(layer_weights.mixer, MambaWeights):
+            _mamba_block(builder, spec, layer_weights, layer_weights.mixer, layer, x, states)
         else:
             _attention_block(builder, spec, layer_weights, layer_weights.mixer, layer, x, rotary[layer], causal)
         _mlp_block(builder, spec, layer_weights, x)
@@ -179,6 +183,51 @@ def _delta_block(
         group=delta.value_dim,
     )
     _add(builder, spec, gated, weights.out, None, layer.attention_post_norm, x)
+
+
+def _mamba_block(
+    builder: ProgramBuilder,
+    spec: DecoderSpec,
+    layer: LayerWeights,
+    weights: MambaWeights,
+    index: int,
+    x: Value,
+    states: StateLayout,
+) -> None:
+    """Emit x += out(norm(recurrence(convolution(x, B, C)) * silu(gates))), all of in(norm(x))."""
+    mamba = spec.mamba
+    assert mamba is not None, "only a spec with Mamba-2 has layers with it"
+    assert layer.input_norm is not None, "layers with a Mamba-2 mixer norm their input"
+    normed = builder.norm(x, layer.input_norm, spec.norm_eps, input_form(weights.into))
+    gate_scale, *_, time_scale = (mamba.input_scale * scale for scale in mamba.scales)
+    times = builder.linear(replace(normed, data=x), weights.times, weights.times_bias, "time steps", time_scale)
+    into = builder.linear(normed, weights.into, weights.into_bias, "gates, x, B, C", gate_scale)
+    heads = builder.causal_conv(into, mamba.inner_size, weights.taps, weights.taps_bias, states.rings[index])
+    _, key, query = np.cumsum([0, *mamba.conv_sizes[:2]]).tolist()
+    shape = Recurrence(
+        state=states.matrices[index],
+        num_key_heads=mamba.num_groups,
+        query=query,
+        key=key,
+        value=0,
+        decay=0,
+        rate=None,
+        a=weights.a,
+        bias=weights.bias,
+        skip=weights.skip,
+        time_limits=mamba.time_limits,
+    )
+    gated = builder.gated_norm(
+        builder.recurrence(heads, times, shape),
+        into,
+        0,
+        weights.norm,
+        spec.norm_eps,
+        input_form(weights.out),
+        group=mamba.inner_size // mamba.num_groups,
+        gate_first=mamba.gate_first,
+    )
+    _add(builder, spec, gated, weights.out, weights.out_bias, layer.attention_post_norm, x)
 
 
 def _mlp_block(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, x: Value) -> None:

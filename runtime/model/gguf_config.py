@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..common.errors import CorruptCheckpoint, UnsupportedModel
-from .config_json import MAX_EXPERTS, MAX_HEAD_DIM, ConfigTable, read_head_dim
+from .config_json import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, ConfigTable, num_layers, read_head_dim
 from .rope import rotary_dim
 from .spec import DecoderSpec, FrequencyDivisors, TensorNames
 from .weights.gguf import GGUFFile, Metadata
@@ -53,6 +53,15 @@ GGUF_NAMES = TensorNames(
     q_norm="attn_q_norm",
     k_norm="attn_k_norm",
     o="attn_output",
+    conv_shape=(),
+    mamba_in="ssm_in",
+    mamba_conv="ssm_conv1d",
+    mamba_a="ssm_a",
+    mamba_time_bias="ssm_dt.bias",
+    mamba_skip="ssm_d",
+    mamba_norm="ssm_norm",
+    mamba_out="ssm_out",
+    of_llama_cpp=True,
     attention_post_norm="post_attention_norm",
     mlp_norm="ffn_norm",
     gate_up=("ffn_gate", "ffn_up"),
@@ -210,13 +219,26 @@ class GGUFFormat:
         }
 
 
+def read_kv_heads(config: ConfigTable) -> tuple[int, tuple[bool, ...]]:
+    """Return the number of KV heads, and whether each layer has attention: those without it have 0."""
+    heads = config.values["num_key_value_heads"]
+    layers = num_layers(config)
+    each = heads if isinstance(heads, list) else [heads] * layers
+    if len(each) != layers or any(type(count) is not int or not 0 <= count <= MAX_HEADS for count in each):
+        raise config.refused("num_key_value_heads", f"a number, or one for each of {layers} layers")
+    if len(set(each) - {0}) != 1:
+        raise config.refused("num_key_value_heads", "the same number in all layers with attention, 0 in the others")
+    return max(each), tuple(count > 0 for count in each)
+
+
 def _found_in_tensors(file: GGUFFile, names: TensorNames) -> dict[str, Any]:
     """Return the keys of config.json that follow from the tensors, and the size of the vocabulary."""
-    first = names.layer.format(0)
+    suffixes = {name.split(".", 2)[-1] for name in file.tensors}  # names without layers
     embedding = file.tensors.get(f"{names.embedding}.weight")
     return {
-        "attention_bias": f"{first}{names.qkv[0]}.bias" in file.tensors,
-        "mlp_bias": f"{first}{names.gate_up[0]}.bias" in file.tensors,
+        "attention_bias": f"{names.qkv[0]}.bias" in suffixes,
+        "mlp_bias": f"{names.gate_up[0]}.bias" in suffixes,
+        "mamba_conv_bias": f"{names.mamba_conv}.bias" in suffixes,
         "tie_word_embeddings": f"{names.lm_head}.weight" not in file.tensors,
         "vocab_size": None if embedding is None else embedding.shape[0],
     }

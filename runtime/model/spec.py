@@ -127,6 +127,44 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba:
+    """Layers with a Mamba-2 mixer: a recurrence with a matrix per head, whose keys and queries are called B and C.
+
+    Its projection has the gates, then the values x, then B, C, and an input of the time step for each head.
+    """
+
+    num_heads: int
+    head_dim: int  # columns of x in a head
+    num_groups: int  # groups of heads that share B and C
+    state_size: int  # columns of B, and of C, in a group
+    taps: int  # tokens that a row of the convolution sees, itself included
+    layers: tuple[bool, ...]  # one per layer: whether it has such a mixer
+    conv_bias: bool = False
+    bias: bool = False  # bias of the projections before and after
+    norm: bool = True  # RMS norm of each group of heads before the last projection
+    gate_first: bool = True  # the gate multiplies the input of this norm, not its output
+    time_limits: tuple[float, float] = (0.0, float("inf"))  # lowest and highest time step
+    input_scale: float = 1.0  # factor of the input
+    scales: tuple[float, ...] = (1.0,) * 5  # factors of the projection's five parts, bias included
+    output_scale: float = 1.0  # factor of the output
+
+    @property
+    def inner_size(self) -> int:
+        """Columns of x; the gates have as many."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_sizes(self) -> tuple[int, int, int]:
+        """Columns of x, B and C, which the convolution covers."""
+        return self.inner_size, self.num_groups * self.state_size, self.num_groups * self.state_size
+
+    @property
+    def conv_size(self) -> int:
+        """Columns of the convolution."""
+        return sum(self.conv_sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
     """The names of a checkpoint's tensors, without `.weight` and `.bias`; a layer's names follow `layer`.
 
@@ -158,6 +196,14 @@ class TensorNames:
     delta_bias: str = "linear_attn.dt_bias"  # full name
     delta_norm: str = "linear_attn.norm"
     delta_out: str = "linear_attn.out_proj"
+    mamba_in: str = "mamba.in_proj"
+    mamba_conv: str = "mamba.conv1d"
+    mamba_a: str = "mamba.A_log"  # full name, as the next two
+    mamba_time_bias: str = "mamba.dt_bias"
+    mamba_skip: str = "mamba.D"
+    mamba_norm: str = "mamba.norm"
+    mamba_out: str = "mamba.out_proj"
+    of_llama_cpp: bool = False  # A is no logarithm, A and D have a second dimension, and the norm has one of groups
     attention_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -209,6 +255,7 @@ class DecoderSpec:
     experts: Experts | None = None
     convolutions: Convolutions | None = None
     delta: GatedDelta | None = None
+    mamba: Mamba | None = None
     deepstack: int = 0  # leading layers after which rows of images are added
     names: TensorNames = TensorNames()
     # tensor -> type, for tensors in blocks of integers; the type does not affect shapes
@@ -225,7 +272,7 @@ class DecoderSpec:
     @property
     def attention_layers(self) -> tuple[bool, ...]:
         """Whether each layer has attention."""
-        others = [each.layers for each in (self.convolutions, self.delta) if each is not None]
+        others = [each.layers for each in (self.convolutions, self.delta, self.mamba) if each is not None]
         return tuple(not any(layers[layer] for layers in others) for layer in range(self.num_layers))
 
     @property

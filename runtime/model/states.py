@@ -46,4 +46,10 @@ def lay_out_states(spec: DecoderSpec, max_drafts: int = 0, dtype: StateDtype = "
             end += rings[layer].nbytes(delta.conv_size)
             matrices[layer] = MatrixState(end, delta.num_value_heads, delta.key_dim, delta.value_dim, rollback, dtype)
             end += matrices[layer].nbytes
+        elif spec.mamba is not None and spec.mamba.layers[layer]:
+            mamba = spec.mamba
+            rings[layer] = Ring(end, mamba.taps - 1 + rollback)
+            end += rings[layer].nbytes(mamba.conv_size)
+            matrices[layer] = MatrixState(end, mamba.num_heads, mamba.state_size, mamba.head_dim, rollback, dtype)
+            end += matrices[layer].nbytes
     return StateLayout(rings, matrices, end, rollback)

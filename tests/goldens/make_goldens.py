@@ -9,6 +9,7 @@ Per case a Hugging Face folder with random weights: config.json in one transform
 other (both must mean the same), one or several safetensors files, and golden.npz with
     token_ids  int64 [tokens]
     logits     float32 [tokens, vocab], from transformers in f32 with eager attention
+Cases with matrices as states have long.npz too: the same for a long text, with the logits of its last tokens only.
 rope.npz has per kind of scaling the frequencies and factor transformers computes, and cos and sin at some positions.
 """
 
@@ -29,6 +30,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 TOKENS = 96
+LONG_TOKENS = 2000
+LONG_ROWS = 8
 SEED = 20261120
 POSITIONS = (0, 1, 31, 1023, 40_000)
 
@@ -53,6 +56,8 @@ class Case:
     max_shard_size: str = "1GB"
     norm_mean: float = 1.0  # mean of the norms' weights
     four: dict[str, Any] | None = None  # keys that only transformers 4 writes
+    seed: int | None = None  # seed after SEED; None: the number of the case
+    long: bool = False  # the case has long.npz, too
     mxfp4: bool = False  # experts are in MXFP4, as in the checkpoints of gpt-oss
 
 
@@ -326,6 +331,49 @@ CASES |= {
     ),
 }
 
+MAMBA: dict[str, Any] = {  # sizes that fill no segment, no block and no vector
+    "mamba_n_heads": 6,
+    "mamba_d_head": 24,
+    "mamba_n_groups": 3,
+    "mamba_d_state": 20,
+    "mamba_d_conv": 3,
+}
+CASES |= {
+    "granite_hybrid": Case(
+        "GraniteMoeHybridConfig",
+        torch.bfloat16,
+        5,
+        {
+            **MAMBA,
+            "num_hidden_layers": 4,
+            "hidden_size": 72,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "vocab_size": 160,
+            "max_position_embeddings": 2048,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": True,
+            "time_step_limit": [0.01, 2.5],
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+            "num_local_experts": 0,
+            "intermediate_size": 40,
+            "shared_intermediate_size": 100,
+            "embedding_multiplier": 6.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "eos_token_id": 2,
+        },
+        four={"layer_types": ["mamba", "attention", "mamba", "attention"]},
+        seed=110,
+        long=True,
+    ),
+}
+
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
@@ -350,7 +398,7 @@ def main() -> None:
     wanted = sys.argv[2:] or [*CASES, "rope"]
     for index, (name, case) in enumerate(CASES.items()):
         if name in wanted:
-            torch.manual_seed(SEED + index)
+            torch.manual_seed(SEED + (index if case.seed is None else case.seed))
             write_case(out / name, case)
     if "rope" in wanted:
         write_ropes(out / "rope.npz")
@@ -367,6 +415,8 @@ def write_case(folder: Path, case: Case) -> None:
     if case.mxfp4:
         write_mxfp4(folder)
     write_golden(folder)
+    if case.long:
+        write_long_golden(folder)
 
 
 def randomize(model: torch.nn.Module, norm_mean: float, attention: float = 1.5) -> None:
@@ -379,6 +429,8 @@ def randomize(model: torch.nn.Module, norm_mean: float, attention: float = 1.5) 
             noise = torch.randn(parameter.shape)
             if "norm" in name:
                 parameter.copy_(norm_mean + 0.2 * noise)
+            elif "A_log" in name:
+                parameter.copy_(noise - 2)  # states decay over many tokens
             elif "sinks" in name:
                 parameter.copy_(2 + noise)
             elif "experts.gate_up_proj" in name and parameter.ndim == 3:
@@ -442,6 +494,15 @@ def write_golden(folder: Path) -> None:
     with torch.no_grad():
         logits = model(input_ids=token_ids).logits[0]
     np.savez_compressed(folder / "golden.npz", token_ids=token_ids[0].numpy(), logits=logits.numpy())
+
+
+def write_long_golden(folder: Path) -> None:
+    """Write the logits of the last tokens of a long text, whose early tokens a state has almost forgotten."""
+    model = load_folder(folder).eval()
+    token_ids = torch.randint(0, model.config.vocab_size, (1, LONG_TOKENS))
+    with torch.no_grad():
+        logits = model(input_ids=token_ids).logits[0, -LONG_ROWS:]
+    np.savez_compressed(folder / "long.npz", token_ids=token_ids[0].numpy(), logits=logits.numpy())
 
 
 def load_folder(folder: Path) -> torch.nn.Module:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from quire.runtime.model import read_spec
 from quire.runtime.model.families.lfm2 import LFM2_GGUF_NAMES
 from quire.runtime.model.gguf_config import GGUF_NAMES, KEYS
-from quire.runtime.model.spec import DecoderSpec, Llama3Scaling, LongRopeScaling, TensorNames
+from quire.runtime.model.spec import DecoderSpec, Llama3Scaling, LongRopeScaling, Mamba, TensorNames
 from quire.runtime.model.weights.ggml import TYPES
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 from quire.runtime.model.weights.tensors import expected_tensors
@@ -176,18 +176,21 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
+    "granite_hybrid": "granitehybrid",
 }  # families with another name
-IN_F32 = r"_inp|shortconv\.conv"  # tensors that are never quantized
-PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3")
+NAMES = {"lfm2": LFM2_GGUF_NAMES}  # families with names of their own
+IN_F32 = r"_inp|shortconv\.conv|ssm_conv1d|ssm_dt|ssm_a$|ssm_d$|norm"  # tensors that are never quantized
+PERMUTED = ("llama", "mistral", "mixtral", "granite", "granite_hybrid", "smollm3")
 OF_FAMILIES = {  # keys of config.json that the converter writes for some families
-    "attention.scale": ("attention_multiplier", "granite"),
-    "embedding_scale": ("embedding_multiplier", "granite"),
-    "residual_scale": ("residual_multiplier", "granite"),
-    "logit_scale": ("logits_scaling", "granite"),
+    "attention.scale": ("attention_multiplier", "granite", "granite_hybrid"),
+    "embedding_scale": ("embedding_multiplier", "granite", "granite_hybrid"),
+    "residual_scale": ("residual_multiplier", "granite", "granite_hybrid"),
+    "logit_scale": ("logits_scaling", "granite", "granite_hybrid"),
     "attention.sliding_window": ("sliding_window", "phi3", "gemma2", "gemma3", "gpt_oss"),
     "attn_logit_softcapping": ("attn_logit_softcapping", "gemma2"),
     "final_logit_softcapping": ("final_logit_softcapping", "gemma2"),
     "expert_used_count": ("num_experts_per_tok", "mixtral", "qwen3_moe", "gpt_oss"),
+    "expert_shared_feed_forward_length": ("shared_intermediate_size", "granite_hybrid"),
     "expert_feed_forward_length": ("moe_intermediate_size", "qwen3_moe"),
 }
 
@@ -208,25 +211,39 @@ def describe(folder: Path) -> dict[str, Any]:
     for name, (key, *families) in OF_FAMILIES.items():
         if spec.family in families and config.get(key) is not None:
             values[f"{family}.{name}"] = config[key]
-    rope = next(rope for rope in spec.ropes if rope is not None)
+    rope = next((rope for rope in spec.ropes if rope is not None), None)
     values[f"{family}.attention.key_length"] = values[f"{family}.attention.value_length"] = spec.head_dim
-    values[f"{family}.rope.dimension_count"] = rope.dim or spec.head_dim
-    if spec.convolutions:
+    values[f"{family}.rope.dimension_count"] = (rope and rope.dim) or spec.head_dim
+    if not all(spec.attention_layers):
         values[f"{family}.attention.head_count_kv"] = [
-            0 if is_convolution else spec.num_kv_heads for is_convolution in spec.convolutions.layers
+            spec.num_kv_heads if has_attention else 0 for has_attention in spec.attention_layers
         ]
+    if spec.mamba:
+        values |= _describe_mamba(family, spec.mamba)
+        values[f"{family}.rope.scaling.finetuned"] = rope is not None
+    if spec.convolutions:
         values[f"{family}.attention.layer_norm_rms_epsilon"] = spec.norm_eps
         values[f"{family}.feed_forward_length"] = spec.intermediate_size
         values[f"{family}.shortconv.l_cache"] = spec.convolutions.taps
         values[f"{family}.vocab_size"] = spec.vocab_size
     if spec.experts:
         values[f"{family}.expert_count"] = spec.experts.num_experts
-    if isinstance(rope.scaling, LongRopeScaling):
+    if rope and isinstance(rope.scaling, LongRopeScaling):
         values[f"{family}.rope.scaling.original_context_length"] = rope.scaling.original_max_position_embeddings
         values[f"{family}.rope.scaling.attn_factor"] = rope.scaling.attention_factor
     if spec.eos_token_ids:
         values["tokenizer.ggml.eos_token_id"] = spec.eos_token_ids[0]
     return values
+
+
+def _describe_mamba(family: str, mamba: Mamba) -> dict[str, Any]:
+    return {
+        f"{family}.ssm.conv_kernel": mamba.taps,
+        f"{family}.ssm.inner_size": mamba.inner_size,
+        f"{family}.ssm.state_size": mamba.state_size,
+        f"{family}.ssm.time_step_rank": mamba.num_heads,
+        f"{family}.ssm.group_count": mamba.num_groups,
+    }
 
 
 FLOATS = (
@@ -249,11 +266,21 @@ def stored_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
         if spec.family in PERMUTED and re.search(r"\.[qk]_proj\.", name):
             halves = values.reshape(-1, 2, spec.head_dim // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
-        if name.endswith("conv.conv.weight"):
+        if name.endswith(("conv.conv.weight", "conv1d.weight")):
             values = values[:, 0]
+        if name.endswith("A_log"):
+            values = -np.exp(values)
+        if name.endswith(("A_log", "mamba.D")):
+            values = values[:, None]
+        if name.endswith("mamba.norm.weight") and spec.mamba:
+            values = values.reshape(spec.mamba.num_groups, -1)
         if spec.family.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
-        arrays.setdefault(stored_name(name, spec), []).append(values)
+        stored = stored_name(name, spec)
+        if "shared_mlp.input_linear" in name:  # gate, and up
+            gate, values = np.split(values, 2)
+            arrays[stored.replace("ffn_up", "ffn_gate")] = [gate]
+        arrays.setdefault(stored, []).append(values)
     return {
         name: encode(np.stack(each) if "_exps" in name else each[0], "F32" if re.search(IN_F32, name) else kind)
         for name, each in arrays.items()
@@ -262,13 +289,13 @@ def stored_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
 
 def rope_factors(folder: Path) -> dict[str, Tensor]:
     """Return the factors of LongRoPE, and the divisors of Llama 3.1's frequencies as the converter computes them."""
-    rope = next(rope for rope in read_spec(folder).ropes if rope is not None)
+    rope = next((rope for rope in read_spec(folder).ropes if rope is not None), None)
     head_dim = read_spec(folder).head_dim
-    scaling = rope.scaling
+    scaling = rope and rope.scaling
     if isinstance(scaling, LongRopeScaling):
         factors = {"short": scaling.short_factors, "long": scaling.long_factors}
         return {f"rope_factors_{name}.weight": encode(np.array(f, np.float32), "F32") for name, f in factors.items()}
-    if not isinstance(scaling, Llama3Scaling):
+    if rope is None or not isinstance(scaling, Llama3Scaling):
         return {}
     divisors = []
     for pair in range(head_dim // 2):
@@ -281,11 +308,11 @@ def rope_factors(folder: Path) -> dict[str, Tensor]:
 
 def stored_name(name: str, spec: DecoderSpec) -> str:
     """Return the name in GGUF files of a tensor on Hugging Face; all experts of a layer have one tensor."""
-    named = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
+    named = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+?)(\.weight|\.bias)?", name)
     assert named is not None
     prefix = "" if named[1] is None else GGUF_NAMES.layer.format(named[1])
     without_number = re.sub(r"experts\.\d+", "experts.{}", named[2])
-    return f"{prefix}{_stored_names(spec)[without_number]}.{named[3]}"
+    return f"{prefix}{_stored_names(spec)[without_number]}{named[3] or ''}"
 
 
 def _stored_names(spec: DecoderSpec) -> dict[str, str]:
@@ -296,7 +323,7 @@ def _stored_names(spec: DecoderSpec) -> dict[str, str]:
         if field.name == "mlp_norm" and not spec.pre_norms:
             continue  # OLMo 2's norm with this name follows attention
         names = getattr(spec.names, field.name)
-        others = getattr(LFM2_GGUF_NAMES if spec.family == "lfm2" else GGUF_NAMES, field.name)
+        others = getattr(NAMES.get(spec.family, GGUF_NAMES), field.name)
         if isinstance(names, str):
             names = (names,)
             others = (others,)

@@ -25,10 +25,17 @@ def read_granite(config: ConfigTable) -> DecoderSpec:
     config = config.with_defaults({"eos_token_id": 2})
     attention_bias = config.flag("attention_bias", False)
     return replace(
-        build_spec(config, "granite", read_rope(config)),
+        with_multipliers(config, build_spec(config, "granite", read_rope(config))),
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         mlp_bias=config.flag("mlp_bias", False),
+    )
+
+
+def with_multipliers(config: ConfigTable, spec: DecoderSpec) -> DecoderSpec:
+    """Return `spec` with Granite's multipliers."""
+    return replace(
+        spec,
         embedding_scale=config.positive("embedding_multiplier", 1.0),
         attention_scale=config.positive("attention_multiplier", 1.0),
         residual_scale=config.positive("residual_multiplier", 1.0),

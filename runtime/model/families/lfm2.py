@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..config_json import MAX_HEADS, MAX_WIDTH, ConfigTable, build_spec, num_layers
+from ..config_json import MAX_WIDTH, ConfigTable, build_spec, num_layers
 from ..config_rope import read_rope
-from ..gguf_config import GGUF_NAMES, KEYS, GGUFFormat
+from ..gguf_config import GGUF_NAMES, KEYS, GGUFFormat, read_kv_heads
 from ..spec import Convolutions, DecoderSpec, TensorNames
 from .family import Family
 
@@ -27,7 +27,6 @@ LFM2_GGUF_NAMES = replace(
     GGUF_NAMES,
     conv_in="shortconv.in_proj",
     conv="shortconv.conv",
-    conv_shape=(),
     conv_out="shortconv.out_proj",
     final_norm="token_embd_norm",
 )
@@ -107,16 +106,10 @@ def _intermediate_size(config: ConfigTable) -> int:
 
 def _derive(config: ConfigTable) -> Mapping[str, Any]:
     """Return the keys that files have in another form: layers without KV heads have a convolution."""
-    heads = config.values["num_key_value_heads"]
-    layers = num_layers(config)
-    each = heads if isinstance(heads, list) else [heads] * layers
-    if len(each) != layers or any(type(count) is not int or not 0 <= count <= MAX_HEADS for count in each):
-        raise config.refused("num_key_value_heads", f"a number, or one for each of {layers} layers")
-    if len(set(each) - {0}) != 1:
-        raise config.refused("num_key_value_heads", "the same number in all layers with attention, 0 in the others")
+    num_kv_heads, has_attention = read_kv_heads(config)
     return {
-        "num_key_value_heads": max(each),
-        "layer_types": ["full_attention" if count else "conv" for count in each],
+        "num_key_value_heads": num_kv_heads,
+        "layer_types": ["full_attention" if each else "conv" for each in has_attention],
         "norm_eps": config.values["rms_norm_eps"],
         "block_auto_adjust_ff_dim": False,
     }

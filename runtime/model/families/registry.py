@@ -22,6 +22,7 @@ from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
+from .granite_hybrid import GRANITE_HYBRID
 from .idefics3 import IDEFICS3
 from .lfm2 import LFM2
 from .llama import LLAMA
@@ -45,6 +46,7 @@ FAMILIES = (
     QWEN3_MOE,
     SMOLLM3,
     GRANITE,
+    GRANITE_HYBRID,
     OLMO2,
     PHI3,
     GEMMA2,

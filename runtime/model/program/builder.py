@@ -165,11 +165,13 @@ class ProgramBuilder(OpRecorder):
         self._add([x, out], lambda at: Convert(x.placed(at), out.placed(at)))
         return out
 
-    def linear(self, x: Value | NormedValue, weight: PackedMatrix, bias: Vector | None, name: str) -> Value:
-        """Compute x @ weight.T + bias, f32 [rows, out_features]."""
+    def linear(
+        self, x: Value | NormedValue, weight: PackedMatrix, bias: Vector | None, name: str, scale: float = 1.0
+    ) -> Value:
+        """Compute (x @ weight.T + bias) * scale, f32 [rows, out_features]."""
         x = self._in_order(x, weight)
         out = self._value(name, x.rows, weight.out_features, "f32")
-        self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), "store"))
+        self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), "store", scale=scale))
         return out
 
     def router(self, x: Value, normed: NormedValue, weight: PackedMatrix, bias: Vector | None) -> Value:

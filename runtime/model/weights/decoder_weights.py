@@ -21,6 +21,7 @@ from ...common.errors import MissingTensor, WrongTensor
 from ..spec import DecoderSpec
 from . import READABLE, Checkpoint, as_f32
 from .delta_weights import DeltaWeights, build_delta
+from .mamba_weights import MambaWeights, build_mamba
 from .packing import (
     ELEMENTS_PER_CHECK,
     GROUP,
@@ -93,7 +94,7 @@ class LayerWeights:
     """The weights of one layer. Norms that the family does not have are None."""
 
     input_norm: Vector | None  # [hidden]
-    mixer: AttentionWeights | ConvolutionWeights | DeltaWeights
+    mixer: AttentionWeights | ConvolutionWeights | DeltaWeights | MambaWeights
     attention_post_norm: Vector | None  # [hidden]
     mlp_norm: Vector | None  # [hidden]
     mlp: MlpWeights | ExpertWeights
@@ -234,11 +235,13 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
             out_bias=bias(has_bias, hidden, out),
         )
 
-    def mixer() -> AttentionWeights | ConvolutionWeights | DeltaWeights:
+    def mixer() -> AttentionWeights | ConvolutionWeights | DeltaWeights | MambaWeights:
         if spec.convolutions is not None and spec.convolutions.layers[layer]:
             return convolution(spec.convolutions.taps, spec.convolutions.bias)
         if spec.delta is not None and spec.delta.layers[layer]:
             return build_delta(spec.delta, names, prefix, hidden, factory, matrix, input_norm)
+        if spec.mamba is not None and spec.mamba.layers[layer]:
+            return build_mamba(spec.mamba, names, prefix, hidden, factory, matrix, input_norm)
         return attention()
 
     input_norm = norm(spec.pre_norms, names.input_norm, hidden)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ....kernels.pack import PackedMatrix
 from ..spec import GatedDelta, TensorNames
-from .packing import MatrixPlan, Part, Vector, WeightFactory, named, stacked
+from .packing import MatrixPlan, Part, Vector, WeightFactory, decay_rates, named, stacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def build_delta(
             MatrixPlan(2 * heads, hidden, "f32", named(rates, prefix, "weight", hidden), factors=input_norm)
         ),
         taps=_taps(delta, names, prefix, factory),
-        a=-np.exp(a.astype(np.float64)).astype(np.float32) if names.delta_a_is_log else a,
+        a=decay_rates(a) if names.delta_a_is_log else a,
         bias=factory.vector(heads, [Part(f"{prefix}{names.delta_bias}", (heads,))]),
         norm=np.tile(norm, heads),
         out=matrix(hidden, delta.value_size, stacked((names.delta_out,), (hidden,))),

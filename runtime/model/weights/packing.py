@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -64,6 +65,7 @@ class MatrixPlan:
 
 Q8_FORM = 2  # version of the form of q8 that is quantized while it is packed: rotated, with groups of GROUP blocks
 GROUP = 4
+MAX_LOG = 80.0  # the exp of larger numbers is no f32
 
 
 def attention_group(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
@@ -141,6 +143,11 @@ def named(parts: Sequence[Part], prefix: str, suffix: str, *in_features: int) ->
     return [
         replace(part, tensor=f"{prefix}{part.tensor}.{suffix}", shape=(*part.shape, *in_features)) for part in parts
     ]
+
+
+def decay_rates(logarithms: Vector) -> Vector:
+    """Return -exp of each element, with the same bits on every machine, where numpy's exp may have others."""
+    return np.array([-Decimal(min(float(each), MAX_LOG)).exp() for each in logarithms], np.float32)
 
 
 class _Packer:

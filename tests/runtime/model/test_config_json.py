@@ -17,6 +17,7 @@ from quire.runtime.model.spec import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    Mamba,
     Rope,
     TensorNames,
     YarnScaling,
@@ -34,6 +35,7 @@ ARCHITECTURE = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "granite_hybrid": "GraniteMoeHybridForCausalLM",
 }
 MINIMAL = {
     "vocab_size": 100,
@@ -43,7 +45,15 @@ MINIMAL = {
     "intermediate_size": 96,
     "max_position_embeddings": 512,
 }
-NEEDED = {"lfm2": {"num_key_value_heads": 2}}  # the default has more than MINIMAL's heads
+NEEDED: dict[str, dict[str, Any]] = {
+    "lfm2": {"num_key_value_heads": 2},  # the default has more than MINIMAL's heads
+    "granite_hybrid": {
+        "layer_types": ["mamba", "mamba", "attention"],
+        "shared_intermediate_size": 96,
+        "num_local_experts": 0,
+        "mamba_n_heads": 4,
+    },
+}
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 
 Read = Callable[..., DecoderSpec]
@@ -478,6 +488,24 @@ def test_an_invalid_window_is_refused_by_name(read: Read, family: str, keys: Any
         ("lfm2", {"block_ffn_dim_multiplier": -1}, "block_ffn_dim_multiplier"),
         ("lfm2", {"block_ffn_dim_multiplier": 1e6}, "block_ffn_dim_multiplier .*an MLP of 1 to 1048576 columns"),
         ("lfm2", {"intermediate_size": 1, "block_ffn_dim_multiplier": None}, "an MLP of 1 to"),
+        ("granite_hybrid", {"mamba_n_heads": 5}, r"mamba_n_heads is 5; .* \(5\) divides the 128 columns of all heads"),
+        ("granite_hybrid", {"mamba_d_head": 16}, "mamba_d_head is 16; it must be 32, the 128 columns of all heads"),
+        ("granite_hybrid", {"mamba_n_groups": 3}, r"mamba_n_groups is 3; it must be a divisor of mamba_n_heads \(4\)"),
+        ("granite_hybrid", {"mamba_n_groups": 8}, "mamba_n_groups is 8; it must be an integer from 1 to 4"),
+        ("granite_hybrid", {"mamba_d_state": 257}, "mamba_d_state is 257; it must be an integer from 1 to 256"),
+        ("granite_hybrid", {"mamba_d_conv": 0}, "mamba_d_conv is 0; it must be an integer from 1 to 16"),
+        ("granite_hybrid", {"mamba_expand": 1 << 20}, "mamba_expand is 1048576; .* at most 262144 columns"),
+        ("granite_hybrid", {"mamba_conv_bias": 1}, "mamba_conv_bias"),
+        ("granite_hybrid", {"hidden_act": "gelu_pytorch_tanh"}, 'hidden_act is .*; it must be "silu"'),
+        ("granite_hybrid", {"time_step_limit": [0.1]}, "time_step_limit is .*; it must be a list of two numbers"),
+        ("granite_hybrid", {"time_step_limit": [0.2, 0.1]}, "the lower one first"),
+        ("granite_hybrid", {"time_step_limit": [10**400, 10**500]}, "time_step_limit"),
+        ("granite_hybrid", {"time_step_limit": [-1, 1]}, "that are not negative"),
+        ("granite_hybrid", {"time_step_limit": [0.0, float("nan")]}, "time_step_limit"),
+        ("granite_hybrid", {"layer_types": ["mamba"] * 3}, "attention for one layer or more"),
+        ("granite_hybrid", {"layer_types": ["mamba", "conv", "attention"]}, "3 times mamba, linear_attention, "),
+        ("granite_hybrid", {"layer_types": ["attention"]}, "3 times mamba"),
+        ("granite_hybrid", {"layer_types": ...}, "layer_types is missing"),
     ],
 )
 def test_an_invalid_value_of_one_family_is_refused_by_name(read: Read, family: str, keys: Any, culprit: str) -> None:
@@ -526,6 +554,28 @@ def test_keys_of_lfm2(read: Read) -> None:
     assert not read("lfm2", tie_embedding=False).tie_embeddings
     assert not read("lfm2", tie_word_embeddings=False).tie_embeddings
     assert read("lfm2", conv_bias=True).convolutions == Convolutions(taps=3, bias=True, layers=(False,) * 3)
+
+
+def test_keys_of_granite_hybrid(read: Read) -> None:
+    spec = read("granite_hybrid", mamba_d_state=64, time_step_limit=[0.0, float("inf")], residual_multiplier=0.25)
+    assert spec.mamba == Mamba(
+        num_heads=4,
+        head_dim=32,
+        num_groups=1,
+        state_size=64,
+        taps=4,
+        layers=(True, True, False),
+        conv_bias=True,
+    )
+    assert (spec.mamba.inner_size, spec.mamba.conv_size) == (128, 256)
+    assert (spec.attention_layers, spec.attention_windows) == ((False, False, True), (0,))
+    assert (spec.ropes, spec.residual_scale) == ((None,) * 3, 0.25)
+    assert read("granite_hybrid", layer_types=["attention"] * 3).mamba is None
+    ropes = read("granite_hybrid", position_embedding_type="rope", rope_theta=500.0).ropes
+    assert ropes == (None, None, Rope(500.0))
+    limited = read("granite_hybrid", time_step_limit=[0.5, 2]).mamba
+    assert limited is not None
+    assert limited.time_limits == (0.5, 2.0)
 
 
 def test_no_folder_and_no_config(tmp_path: Path) -> None:

@@ -22,15 +22,15 @@ from quire.runtime.model import (
     projectors,
     read_spec,
 )
-from quire.runtime.model.families.lfm2 import LFM2_GGUF_NAMES
 from quire.runtime.model.families.registry import FAMILIES as REGISTERED
 from quire.runtime.model.gguf_config import GGUF_NAMES
 from quire.runtime.model.rope import inverse_frequencies, rotary_dim
 from quire.runtime.model.spec import FrequencyDivisors, LinearScaling
 from quire.runtime.model.weights.decoder_weights import AttentionWeights, ExpertWeights, MlpWeights, plan_weights
+from quire.runtime.model.weights.mamba_weights import MambaWeights
 
 from tests.support.ggml import random_blocks
-from tests.support.gguf_files import ARCHITECTURES, Tensor, convert, describe, encode, stored_tensors, write
+from tests.support.gguf_files import ARCHITECTURES, NAMES, Tensor, convert, describe, encode, stored_tensors, write
 
 FULL: dict[str, Any] = {"sliding_window": None, "use_sliding_window": False}
 CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens that GGUF files of a family cannot have
@@ -39,6 +39,7 @@ CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens that GGUF files 
     "mixtral": FULL,
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
     "lfm2": {"conv_bias": False},
+    "granite_hybrid": {"mamba_proj_bias": False, "time_step_limit": None},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
     "qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": [], "norm_topk_prob": True},
@@ -47,7 +48,7 @@ METADATA = {"gemma3": {"gemma3.attention.sliding_window_pattern": 3}}  # the con
 FAMILIES = ("llama", "qwen3", "granite", "olmo2", "phi3", *CHANGED)
 LAYER = "blk.1."
 VECTORS = ("input_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-MIXER_VECTORS = ("qkv_bias", "q_norm", "k_norm", "o_bias", "taps")
+MIXER_VECTORS = ("qkv_bias", "q_norm", "k_norm", "o_bias", "taps", "taps_bias", "bias", "skip", "norm")
 
 
 @pytest.fixture
@@ -65,6 +66,7 @@ def inner_matrices(model: PackedModel) -> list[Any]:
     for layer in model.weights.layers:
         mixer = layer.mixer
         found += [mixer.qkv, mixer.o] if isinstance(mixer, AttentionWeights) else [mixer.into, mixer.out]
+        found += [mixer.times] if isinstance(mixer, MambaWeights) else []
         if isinstance(layer.mlp, ExpertWeights):
             found += [layer.mlp.router, *layer.mlp.gate_up, *layer.mlp.down]
         else:
@@ -90,7 +92,7 @@ def test_the_spec_is_that_of_the_folder(folder: Callable[[str], Path], family: s
     spec = read_spec(convert_golden(source, tmp_path / "a.gguf"))
     named = "llama" if family == "mistral" else family
     phi3 = replace(GGUF_NAMES, qkv=("attn_qkv",), gate_up=("ffn_up",))
-    names = {"phi3": phi3, "lfm2": LFM2_GGUF_NAMES}.get(family, GGUF_NAMES)
+    names = {"phi3": phi3, **NAMES}.get(family, GGUF_NAMES)
     wanted = replace(expected, family=named, names=names, eos_token_ids=expected.eos_token_ids[:1], norm_offset=0.0)
     assert replace(spec, ropes=expected.ropes) == wanted
     for rope, like in zip(spec.ropes, expected.ropes, strict=True):

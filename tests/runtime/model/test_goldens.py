@@ -13,8 +13,9 @@ import pytest
 from quire.runtime.model import BUNDLED_MODEL, pack_model, read_spec
 from quire.runtime.model.families.registry import FAMILIES as REGISTRY
 
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, GOLDENS
 
+LONG = [family for family in FAMILIES if (GOLDENS / family / "long.npz").exists()]  # families with matrices as states
 HELDOUT = Path(__file__).parents[2] / "data" / "heldout.json"
 
 
@@ -56,6 +57,14 @@ def test_f32_kernels_are_within_2e_4(
     token_ids, expected = golden
     logits = compute_logits(pack_model(goldens / family, "f32"), token_ids, chunk=chunk)
     assert distance(logits, expected) < 2e-4
+
+
+@pytest.mark.parametrize("family", LONG)
+def test_a_state_is_exact_after_2_000_tokens(goldens: Path, family: str, compute_logits: Callable[..., Any]) -> None:
+    with np.load(goldens / family / "long.npz") as data:
+        token_ids, expected = data["token_ids"].tolist(), data["logits"]
+    logits = compute_logits(pack_model(goldens / family, "f32"), token_ids, chunk=500)
+    assert distance(logits[-len(expected) :], expected) < 2e-4
 
 
 @pytest.mark.parametrize("weights", ["bf16", "q8"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ from quire.runtime.model import BUNDLED_MODEL, DecoderSpec, PackedModel, pack_mo
 from quire.runtime.model.families.registry import open_model
 from quire.runtime.model.weights import Checkpoint, packing
 from quire.runtime.model.weights.decoder_weights import (
-    AttentionWeights,
-    ConvolutionWeights,
     ExpertWeights,
     MlpWeights,
     pack_weights,
@@ -49,8 +47,10 @@ def matrices(model: PackedModel) -> list[PackedMatrix]:
     return [weights.embedding, *inner, *head]
 
 
-def mixer_matrices(mixer: AttentionWeights | ConvolutionWeights) -> tuple[PackedMatrix, ...]:
-    return (mixer.qkv, mixer.o) if isinstance(mixer, AttentionWeights) else (mixer.into, mixer.out)
+def mixer_matrices(mixer: Any) -> tuple[PackedMatrix, ...]:
+    """Return the matrices of a mixer of any kind."""
+    values = [getattr(mixer, field.name) for field in fields(mixer)]
+    return tuple(value for value in values if isinstance(value, PackedMatrix))
 
 
 def mlp_matrices(mlp: MlpWeights | ExpertWeights) -> tuple[PackedMatrix, ...]:
