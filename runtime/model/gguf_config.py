@@ -68,6 +68,7 @@ GGUF_NAMES = TensorNames(
     down="ffn_down",
     mlp_post_norm="post_ffw_norm",
     router="ffn_gate_inp",
+    choice_bias="exp_probs_b.bias",
     expert_gate_up=("ffn_gate_exps", "ffn_up_exps"),
     expert_down="ffn_down_exps",
     final_norm="output_norm",

@@ -125,6 +125,21 @@ FAMILIES: dict[str, dict[str, Any]] = {  # family -> content of its files beyond
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": True,
     },
+    "lfm2_moe": {
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "norm_eps": 1e-5,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "moe_intermediate_size": 24,
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+        "routed_scaling_factor": 1.5,
+    },
 }
 
 TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(97, 102)), "▁", *"abcdefghijklmnopqrstuvw"]
@@ -230,8 +245,9 @@ def make_seeds(folder: Path) -> list[Seed]:
         other = _make_model(folder / f"source-{family}", {**CONFIG, **changed})
         tensors = {**stored_tensors(other, "F32"), **rope_factors(other)}
         seeds.append(_gguf_seed(write(folder / f"{family}.gguf", {**describe(other), **VOCABULARY}, tensors), tensors))
-    lfm2 = folder / "source-lfm2" / "config.json"
-    seeds.append(Seed("lfm2 config.json", lfm2, lfm2.stat().st_size, lfm2.parent, lfm2.read_bytes()))
+    for family in ("lfm2", "lfm2_moe"):
+        config = folder / f"source-{family}" / "config.json"
+        seeds.append(Seed(f"{family} config.json", config, config.stat().st_size, config.parent, config.read_bytes()))
     copy = folder / "safetensors"
     shutil.copytree(source, copy)
     config = copy / "config.json"

@@ -374,6 +374,39 @@ CASES |= {
     ),
 }
 
+CASES |= {
+    "lfm2_moe": Case(
+        "Lfm2MoeConfig",
+        torch.bfloat16,
+        5,
+        {
+            "num_hidden_layers": 4,
+            "hidden_size": 72,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "vocab_size": 160,
+            "max_position_embeddings": 256,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "intermediate_size": 100,
+            "moe_intermediate_size": 40,
+            "num_dense_layers": 1,
+            "num_experts": 9,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+            "eos_token_id": 2,
+        },
+        four={
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "tie_embedding": True,
+            "tie_word_embeddings": False,
+        },
+        seed=15,
+    ),
+}
+
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
@@ -425,6 +458,9 @@ def randomize(model: torch.nn.Module, norm_mean: float, attention: float = 1.5) 
     Queries and keys have a scale of about `attention`: scores, which depend on its square, amplify rounding errors.
     """
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith(("expert_bias", "e_score_correction_bias")):
+                buffer.copy_(0.2 * torch.randn(buffer.shape))
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)
             if "norm" in name:

@@ -175,10 +175,11 @@ ARCHITECTURES = {
     "mistral": "llama",
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
+    "lfm2_moe": "lfm2moe",
     "gpt_oss": "gpt-oss",
     "granite_hybrid": "granitehybrid",
 }  # families with another name
-NAMES = {"lfm2": LFM2_GGUF_NAMES}  # families with names of their own
+NAMES = {"lfm2": LFM2_GGUF_NAMES, "lfm2_moe": LFM2_GGUF_NAMES}  # families with names of their own
 IN_F32 = r"_inp|shortconv\.conv|ssm_conv1d|ssm_dt|ssm_a$|ssm_d$|norm"  # tensors that are never quantized
 PERMUTED = ("llama", "mistral", "mixtral", "granite", "granite_hybrid", "smollm3")
 OF_FAMILIES = {  # keys of config.json that the converter writes for some families
@@ -189,9 +190,11 @@ OF_FAMILIES = {  # keys of config.json that the converter writes for some famili
     "attention.sliding_window": ("sliding_window", "phi3", "gemma2", "gemma3", "gpt_oss"),
     "attn_logit_softcapping": ("attn_logit_softcapping", "gemma2"),
     "final_logit_softcapping": ("final_logit_softcapping", "gemma2"),
-    "expert_used_count": ("num_experts_per_tok", "mixtral", "qwen3_moe", "gpt_oss"),
+    "expert_used_count": ("num_experts_per_tok", "mixtral", "qwen3_moe", "gpt_oss", "lfm2_moe"),
+    "expert_feed_forward_length": ("moe_intermediate_size", "qwen3_moe", "lfm2_moe"),
     "expert_shared_feed_forward_length": ("shared_intermediate_size", "granite_hybrid"),
-    "expert_feed_forward_length": ("moe_intermediate_size", "qwen3_moe"),
+    "leading_dense_block_count": ("num_dense_layers", "lfm2_moe"),
+    "expert_weights_scale": ("routed_scaling_factor", "lfm2_moe"),
 }
 
 
@@ -228,6 +231,8 @@ def describe(folder: Path) -> dict[str, Any]:
         values[f"{family}.vocab_size"] = spec.vocab_size
     if spec.experts:
         values[f"{family}.expert_count"] = spec.experts.num_experts
+        if spec.experts.rule.sigmoid:
+            values[f"{family}.expert_gating_func"] = 2
     if rope and isinstance(rope.scaling, LongRopeScaling):
         values[f"{family}.rope.scaling.original_context_length"] = rope.scaling.original_max_position_embeddings
         values[f"{family}.rope.scaling.attn_factor"] = rope.scaling.attention_factor

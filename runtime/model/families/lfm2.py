@@ -51,14 +51,22 @@ OTHER_KEYS = {"intermediate_size": "block_ff_dim", "tie_word_embeddings": "tie_e
 
 def read_lfm2(config: ConfigTable) -> DecoderSpec:
     """Read a `Lfm2ForCausalLM`."""
-    config = config.with_defaults(DEFAULTS)
-    renamed = {key: config.values[other] for key, other in OTHER_KEYS.items() if other in config.values}
-    config = ConfigTable({**config.values, **renamed}, config.where, config.source, config.names)
-    spec = build_spec(config, "lfm2", read_rope(config))
+    config = with_other_keys(config.with_defaults(DEFAULTS), OTHER_KEYS)
+    return replace(build_hybrid(config, "lfm2"), intermediate_size=_intermediate_size(config))
+
+
+def with_other_keys(config: ConfigTable, others: Mapping[str, str]) -> ConfigTable:
+    """Return a table in which keys have the values under other names, if those are present."""
+    renamed = {key: config.values[other] for key, other in others.items() if other in config.values}
+    return ConfigTable({**config.values, **renamed}, config.where, config.source, config.names)
+
+
+def build_hybrid(config: ConfigTable, family: str) -> DecoderSpec:
+    """Read the keys that LFM2 and LFM2-MoE share."""
+    spec = build_spec(config, family, read_rope(config))
     is_convolution = _convolution_layers(config)
     return replace(
         spec,
-        intermediate_size=_intermediate_size(config),
         norm_eps=config.positive("norm_eps"),
         activation="silu",
         qk_norm=True,
@@ -104,15 +112,19 @@ def _intermediate_size(config: ConfigTable) -> int:
     return size
 
 
-def _derive(config: ConfigTable) -> Mapping[str, Any]:
+def derive_layers(config: ConfigTable) -> Mapping[str, Any]:
     """Return the keys that files have in another form: layers without KV heads have a convolution."""
     num_kv_heads, has_attention = read_kv_heads(config)
     return {
         "num_key_value_heads": num_kv_heads,
         "layer_types": ["full_attention" if each else "conv" for each in has_attention],
         "norm_eps": config.values["rms_norm_eps"],
-        "block_auto_adjust_ff_dim": False,
     }
+
+
+def _derive(config: ConfigTable) -> Mapping[str, Any]:
+    """Return `derive_layers`; files have the size of the MLP after its adjustment."""
+    return {**derive_layers(config), "block_auto_adjust_ff_dim": False}
 
 
 LFM2 = Family(

@@ -25,6 +25,7 @@ from .granite import GRANITE
 from .granite_hybrid import GRANITE_HYBRID
 from .idefics3 import IDEFICS3
 from .lfm2 import LFM2
+from .lfm2_moe import LFM2_MOE
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
@@ -54,6 +55,7 @@ FAMILIES = (
     GEMMA3_WITH_IMAGES,
     GPT_OSS,
     LFM2,
+    LFM2_MOE,
     IDEFICS3,
     QWEN2_5_VL,
     QWEN3_VL,

@@ -136,3 +136,41 @@ def test_all_layers_of_qwen3_moe_slide_or_none(read: Read) -> None:
 def test_values_that_are_refused(read: Read, family: str, keys: Any, complaint: str) -> None:
     with pytest.raises(UnsupportedModel, match=complaint):
         read(family, **keys)
+
+
+def test_keys_of_lfm2_moe(read: Read) -> None:
+    types = ["conv", "full_attention", "conv", "conv"]
+    spec = read("lfm2_moe", layer_types=types, num_key_value_heads=2, norm_eps=1e-4)
+    assert spec.experts == Experts(
+        num_experts=32,
+        top_k=4,
+        intermediate_size=1792,
+        rule=RoutingRule(normalized=True, sigmoid=True, eps=1e-6),
+        layers=(False, False, True, True),
+        choice_bias=True,
+    )
+    assert (spec.intermediate_size, spec.norm_eps, spec.tie_embeddings, spec.qk_norm) == (96, 1e-4, True, True)
+    assert spec.convolutions is not None
+    assert (spec.convolutions.taps, spec.convolutions.layers) == (3, (True, False, True, True))
+    keys = {"num_dense_layers": 0, "norm_topk_prob": False, "routed_scaling_factor": 2.5, "use_expert_bias": False}
+    experts = read("lfm2_moe", layer_types=types, num_key_value_heads=2, **keys).experts
+    assert experts is not None
+    assert experts.rule == RoutingRule(normalized=False, sigmoid=True, eps=1e-6, scale=2.5)
+    assert (experts.layers, experts.choice_bias) == ((True,) * 4, False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_dense_layers": -1}, "num_dense_layers is -1; it must be an integer from 0 to 1024"),
+        ({"num_experts_per_tok": 33}, "num_experts_per_tok is 33; it must be an integer from 1 to 32"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob"),
+        ({"use_expert_bias": "yes"}, "use_expert_bias"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor"),
+        ({"num_experts": 1025}, "num_experts is 1025"),
+        ({"layer_types": ["conv"] * 4}, "full_attention for one layer or more"),
+    ],
+)
+def test_values_of_lfm2_moe_that_are_refused(read: Read, keys: Any, message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        read("lfm2_moe", **{"num_key_value_heads": 2, **keys})

@@ -355,3 +355,22 @@ def test_an_lfm2_of_other_layers_is_refused_by_name(
 ) -> None:
     with pytest.raises(ModelError, match=culprit):
         pack_model(edited("lfm2", metadata), "f32")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "culprit"),
+    [
+        ({"lfm2moe.expert_gating_func": 1}, {}, "lfm2moe.expert_gating_func is .*; it must be 2, the sigmoid"),
+        ({"lfm2moe.expert_gating_func": None}, {}, "lfm2moe.expert_gating_func"),
+        ({"lfm2moe.expert_used_count": 10}, {}, "lfm2moe.expert_used_count is 10; it must be an integer from 1 to 9"),
+        ({"lfm2moe.expert_group_count": 2}, {}, "lfm2moe.expert_group_count"),
+        ({"lfm2moe.expert_weights_scale": -1.0}, {}, "lfm2moe.expert_weights_scale"),
+        ({"lfm2moe.leading_dense_block_count": 3}, {}, "blk.1.ffn_gate.weight"),
+        ({}, {"blk.3.exp_probs_b.bias": None}, "blk.3.exp_probs_b.bias"),
+    ],
+)
+def test_an_lfm2_moe_of_another_form_is_refused_by_name(
+    edited: Callable[..., Path], metadata: dict[str, Any], tensors: dict[str, Any], culprit: str
+) -> None:
+    with pytest.raises(ModelError, match=culprit):
+        pack_model(edited("lfm2_moe", metadata, tensors), "f32")

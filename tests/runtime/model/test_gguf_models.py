@@ -40,6 +40,7 @@ CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens that GGUF files 
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
     "lfm2": {"conv_bias": False},
     "granite_hybrid": {"mamba_proj_bias": False, "time_step_limit": None},
+    "lfm2_moe": {},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
     "qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": [], "norm_topk_prob": True},
