@@ -146,6 +146,8 @@ cdef extern from "simd/tiles.h" nogil:
         float rate_scale
         float scale
         float skip
+        const char *ahead
+        int64_t ahead_bytes
 
     ctypedef struct quire_recurrent_token:
         const float *key

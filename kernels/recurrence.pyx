@@ -16,6 +16,7 @@ from .pool cimport quire_next_index, quire_next_run, quire_run
 
 cdef enum:
     COLUMNS = 128                   # columns of a convolution's item; whole blocks of 32, and of their groups
+    MOST_SEGMENTS = 8               # most segments that a worker takes at once: it prefetches the next one of them
     MOST_ROWS = 16                  # most rows of an item of a norm
 
 if SEGMENT != QUIRE_SEGMENT:
@@ -161,24 +162,34 @@ cdef int64_t num_recurrent_items(const RecurrenceOp *op, const Step *step) noexc
     return step.sequences * op.heads * op.segments
 
 
-cdef int64_t run_recurrence(const RecurrenceOp *op, const Step *step, const quire_tiles *tiles,
-                            long long *counter) noexcept nogil:
-    cdef int64_t segments = op.heads * op.segments, item = quire_next_index(counter), computed = 0
+cdef int64_t run_recurrence(const RecurrenceOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
+                            int workers) noexcept nogil:
+    cdef int64_t segments = op.heads * op.segments, computed = 0
     cdef quire_recurrence some = op.all
-    cdef int64_t head, column
-    while item < step.sequences * segments:
-        head, column = item % segments // op.segments, item % op.segments * QUIRE_SEGMENT
-        some.columns = min(<int64_t>QUIRE_SEGMENT, op.value_dim - column)
-        some.a, some.bias = op.a[head], op.bias[head]
-        some.skip = op.skip[head] if op.skip != NULL else 0
-        _run_segment(op, step, tiles, &some, item // segments, head, column,
-                     _state(step, item // segments, op.offset) + item % segments * op.segment_bytes)
-        computed += 1
-        item = quire_next_index(counter)
+    cdef int64_t item, head, column
+    cdef quire_run run
+    while quire_next_run(counter, step.sequences * segments, workers, MOST_SEGMENTS, &run):
+        for item in range(run.first, run.end):
+            head, column = item % segments // op.segments, item % op.segments * QUIRE_SEGMENT
+            some.columns = min(<int64_t>QUIRE_SEGMENT, op.value_dim - column)
+            some.a, some.bias = op.a[head], op.bias[head]
+            some.skip = op.skip[head] if op.skip != NULL else 0
+            some.ahead, some.ahead_bytes = NULL, 0
+            if item + 1 < run.end:
+                some.ahead = _segment(op, step, item + 1)
+                some.ahead_bytes = op.segment_bytes & ~127
+            _run_segment(op, step, tiles, &some, item // segments, head, column, _segment(op, step, item))
+        computed += run.end - run.first
     return computed
 
 
-cdef void _run_segment(const RecurrenceOp *op, const Step *step, const quire_tiles *tiles, const quire_recurrence *some,
+cdef inline char *_segment(const RecurrenceOp *op, const Step *step, int64_t item) noexcept nogil:
+    """Return the part of an item in the state of its sequence."""
+    cdef int64_t segments = op.heads * op.segments
+    return _state(step, item // segments, op.offset) + item % segments * op.segment_bytes
+
+
+cdef void _run_segment(const RecurrenceOp *op, const Step *step, const quire_tiles *tiles, quire_recurrence *some,
                        int64_t sequence, int64_t head, int64_t column, char *state) noexcept nogil:
     """Compute the rows of a sequence in a segment, and leave in its state the matrix of `rollback` tokens ago.
 
@@ -191,6 +202,7 @@ cdef void _run_segment(const RecurrenceOp *op, const Step *step, const quire_til
     cdef float *inputs = <float *>(matrix + op.matrix_bytes)
     cdef int64_t first = step.first_position[sequence], row_start = step.row_start[sequence]
     cdef int64_t end = first + step.row_start[sequence + 1] - row_start, position, kept, some_end
+    cdef int64_t ahead_bytes = some.ahead_bytes     # prefetched with the last tokens
     cdef quire_recurrent_token tokens[QUIRE_TOKENS]
     if first == 0:
         position = 0
@@ -204,6 +216,7 @@ cdef void _run_segment(const RecurrenceOp *op, const Step *step, const quire_til
         _set_tokens(op, step, tiles, some, row_start - first, first, position, some_end, head, column, inputs, tokens)
         if position >= kept:
             _keep_inputs(op, some, position, max(position, first), some_end, tokens, inputs)
+        some.ahead_bytes = 0 if some_end < end else ahead_bytes
         tiles.recur(some, tokens, some_end - position, source, matrix if position < kept else local)
         source = matrix if position < kept else local
         position = some_end

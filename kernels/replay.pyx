@@ -91,7 +91,7 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
         computed = run_convolution(&record.op.convolution, step, tiles, counter)
         total = num_convolved_items(&record.op.convolution, step)
     elif record.kind == RECURRENCE:
-        computed = run_recurrence(&record.op.recurrence, step, tiles, counter)
+        computed = run_recurrence(&record.op.recurrence, step, tiles, counter, workers)
         total = num_recurrent_items(&record.op.recurrence, step)
     elif record.kind == GATED_NORM:
         computed = run_gated_norm(&record.op.gated_norm, step, tiles, counter, workers)

@@ -112,41 +112,61 @@ INLINE vf store_state(void *s, int64_t at, vf x, const int is_bf16) {
   return vf_load_bf16((const uint16_t *)s + at);
 }
 
-// 16 n columns from j on. A pass over the matrix applies a token, and multiplies the result by its query and by the next key.
-INLINE void recur_columns(const quire_recurrence *r, const quire_recurrent_token *t, int64_t tokens, const void *from,
-                          void *to, int64_t j, const int n, const int is_bf16, const int is_delta) {
-  const int64_t rows = r->key_dim, width = r->width;
+// The matrix of a segment from column j on, 16 n columns of it, and memory that the next segment will read.
+typedef struct {
+  const void *from;
+  void *to;
+  int64_t rows, width, j;
+  const char *ahead, *ahead_end;
+} matrix;
+
+// Apply a token, whose key is multiplied with `update`; multiply the result by its query and by the next token's key.
+INLINE void pass(matrix *m, const float *keys, const float *queries, const float *next, vf decay, const vf *update,
+                 vf *out, vf *seen, const int n, const int is_bf16, const int is_delta, const int has_out) {
+  UNROLL for (int c = 0; c < n; c++) out[c] = seen[c] = vf_zero();
+  for (int64_t i = 0; i < m->rows; i++) {
+    const vf key = vf_set1(keys[i]);
+    UNROLL for (int c = 0; c < n; c++) {
+      const int64_t at = i * m->width + m->j + 16 * c;
+      vf x = vf_fma(key, update[c], vf_mul(decay, load_state(m->from, at, is_bf16)));
+      x = store_state(m->to, at, x, is_bf16);
+      if (has_out) out[c] = vf_fma(vf_set1(queries[i]), x, out[c]);
+      if (is_delta) seen[c] = vf_fma(vf_set1(next[i]), x, seen[c]);
+    }
+    if (m->ahead < m->ahead_end) {
+      __builtin_prefetch(m->ahead, 1, 2), __builtin_prefetch(m->ahead + 64, 1, 2);
+      m->ahead += 128;
+    }
+  }
+}
+
+INLINE void recur_columns(const quire_recurrence *r, const quire_recurrent_token *t, int64_t tokens, matrix *m,
+                          const int n, const int is_bf16, const int is_delta) {
   vf seen[COLUMNS];  // the matrix times the key
   UNROLL for (int c = 0; c < n; c++) seen[c] = vf_zero();
   if (is_delta)
-    for (int64_t i = 0; i < rows; i++) {
+    for (int64_t i = 0; i < m->rows; i++) {
       const vf key = vf_set1(t->key[i]);
       UNROLL for (int c = 0; c < n; c++)
-        seen[c] = vf_fma(key, load_state(from, i * width + j + 16 * c, is_bf16), seen[c]);
+        seen[c] = vf_fma(key, load_state(m->from, i * m->width + m->j + 16 * c, is_bf16), seen[c]);
     }
-  for (const quire_recurrent_token *end = t + tokens; t < end; t++, from = to) {
-    const float *query = t->out ? t->query : t->key, *next = t + 1 < end ? t[1].key : t->key;
+  for (const quire_recurrent_token *end = t + tokens; t < end; t++, m->from = m->to) {
+    const float *next = t + 1 < end ? t[1].key : t->key;
     const vf decay = vf_set1(t->decay), rate = vf_set1(t->rate), minus = vf_set1(-t->decay);
     vf value[COLUMNS], update[COLUMNS], out[COLUMNS];
     UNROLL for (int c = 0; c < n; c++) {
-      value[c] = load_columns(t->value + j + 16 * c, r->columns - j - 16 * c);
+      value[c] = load_columns(t->value + m->j + 16 * c, r->columns - m->j - 16 * c);
       update[c] = vf_mul(rate, is_delta ? vf_fma(minus, seen[c], value[c]) : value[c]);
-      out[c] = seen[c] = vf_zero();
     }
-    for (int64_t i = 0; i < rows; i++) {
-      const vf key = vf_set1(t->key[i]), q = vf_set1(query[i]), k = vf_set1(next[i]);
-      UNROLL for (int c = 0; c < n; c++) {
-        const int64_t at = i * width + j + 16 * c;
-        const vf x = store_state(to, at, vf_fma(key, update[c], vf_mul(decay, load_state(from, at, is_bf16))), is_bf16);
-        out[c] = vf_fma(q, x, out[c]);
-        if (is_delta) seen[c] = vf_fma(k, x, seen[c]);
-      }
+    if (!t->out) {
+      pass(m, t->key, 0, next, decay, update, out, seen, n, is_bf16, is_delta, 0);
+      continue;
     }
-    if (!t->out) continue;
+    pass(m, t->key, t->query, next, decay, update, out, seen, n, is_bf16, is_delta, 1);
     UNROLL for (int c = 0; c < n; c++) {
       vf y = vf_mul(vf_set1(r->scale), out[c]);
       if (r->skip != 0) y = vf_fma(vf_set1(r->skip), value[c], y);
-      store_columns(t->out + j + 16 * c, y, r->columns - j - 16 * c);
+      store_columns(t->out + m->j + 16 * c, y, r->columns - m->j - 16 * c);
     }
   }
 }
@@ -154,9 +174,10 @@ INLINE void recur_columns(const quire_recurrence *r, const quire_recurrent_token
 INLINE void recur_all(const quire_recurrence *r, const quire_recurrent_token *t, int64_t tokens, const void *from, void *to,
                       const int is_bf16, const int is_delta) {
   const int64_t end = (r->columns + 15) / 16 * 16;
-  int64_t j = 0;
-  for (; j + 16 * COLUMNS <= end; j += 16 * COLUMNS) recur_columns(r, t, tokens, from, to, j, COLUMNS, is_bf16, is_delta);
-  for (; j < end; j += 16) recur_columns(r, t, tokens, from, to, j, 1, is_bf16, is_delta);
+  matrix m = {from, to, r->key_dim, r->width, 0, r->ahead, r->ahead + r->ahead_bytes};
+  for (; m.j + 16 * COLUMNS <= end; m.j += 16 * COLUMNS, m.from = from)
+    recur_columns(r, t, tokens, &m, COLUMNS, is_bf16, is_delta);
+  for (; m.j < end; m.j += 16, m.from = from) recur_columns(r, t, tokens, &m, 1, is_bf16, is_delta);
 }
 
 void ISA(recur)(const quire_recurrence *r, const quire_recurrent_token *t, int64_t tokens, const void *from, void *to) {

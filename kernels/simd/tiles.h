@@ -200,6 +200,8 @@ typedef struct {
   int is_delta, is_bf16;   // the gated delta rule, not Mamba-2; the dtype of the matrix, bf16 or f32
   float a, bias, low, high, rate_scale;
   float scale, skip;
+  const char *ahead;       // memory that the next call reads, prefetched meanwhile
+  int64_t ahead_bytes;     // a multiple of 128
 } quire_recurrence;
 
 typedef struct {

@@ -19,7 +19,7 @@ from quire.runtime.tools.bench.thread_sweep import least_op_seconds
 from tests.kernels.encoder import VOCAB as ENCODER_VOCAB
 from tests.kernels.encoder import Encoder
 
-from .conftest import MIXTURE
+from .conftest import DELTA, MIXTURE
 
 VOCAB = 151936
 LEVELS = [level for level in supported_levels() if level not in ("scalar", "amx-twin")]
@@ -97,6 +97,18 @@ def test_texts(benchmark, texts, tokens):
     step = encoder.step(*[np.arange(tokens) % ENCODER_VOCAB] * texts)
     benchmark(encoder.program.run_texts, *step)
     benchmark.extra_info["texts/s"] = round(texts / benchmark.stats.stats.median)
+
+
+@pytest.mark.parametrize("users", [1, 8, 32])
+def test_recurrence_decodes(measure, one_op, users):
+    bench = one_op("LinearRecurrence", users=users, spec=DELTA)
+    measure(bench, sum(2 * users * op.state.num_heads * op.state.matrix_bytes * op.state.segments for op in bench.ops))
+
+
+def test_recurrence_prefills(measure, one_op):
+    bench = one_op("LinearRecurrence", rows=512, spec=DELTA)
+    elements = sum(op.state.num_heads * op.state.key_dim * op.state.value_dim for op in bench.ops)
+    measure(bench, num_ops=512 * 7 * elements)
 
 
 @pytest.mark.parametrize("rows", [1, 512])

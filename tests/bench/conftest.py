@@ -12,9 +12,10 @@ from quire.kernels.ops import Region, RoutingRule
 from quire.pager import KVArena, map_memory
 from quire.runtime.model.decoder import emit_decoder
 from quire.runtime.model.packed_model import kv_layout
-from quire.runtime.model.program import ProgramBuilder
+from quire.runtime.model.program import Logits, ProgramBuilder
 from quire.runtime.model.rope import rotary_tables
-from quire.runtime.model.spec import DecoderSpec, Experts, Rope
+from quire.runtime.model.spec import DecoderSpec, Experts, GatedDelta, Rope
+from quire.runtime.model.states import lay_out_states
 from quire.runtime.model.weights.decoder_weights import build_weights
 from quire.runtime.model.weights.packing import MatrixPlan
 
@@ -45,6 +46,23 @@ MIXTURE = replace(
     ropes=QWEN3.ropes[:1],
     windows=QWEN3.windows[:1],
     experts=Experts(num_experts=32, top_k=4, intermediate_size=1792, rule=RoutingRule(normalized=True), layers=(True,)),
+)
+
+
+DELTA = replace(  # 18 recurrences as in Qwen3.5-0.8B: 1 MiB of f32 each for a sequence
+    QWEN3,
+    num_layers=19,
+    ropes=QWEN3.ropes[:1] * 19,
+    windows=(0,) * 19,
+    delta=GatedDelta(
+        num_key_heads=16,
+        num_value_heads=16,
+        key_dim=128,
+        value_dim=128,
+        taps=4,
+        norm_eps=1e-6,
+        layers=(*(True,) * 18, False),
+    ),
 )
 
 
@@ -86,8 +104,7 @@ class OneOp:
         end = self.context + self.rows
         pages = self.layout.pages_for(end)
         builder = ProgramBuilder(self.users * self.rows, self.users)
-        rotary = rotary_tables(spec.ropes, spec.head_dim, end)
-        plan = builder.build(emit_decoder(builder, spec, build_weights(spec, self.weights, Zeros()), rotary))
+        plan = builder.build(self._emit(builder))
         self.ops = [op for op in plan.ops if type(op).__name__ == self.kind]
         if self.kind == "Linear":
             self.ops = [op for op in self.ops if (op.maxima is not None) == self.head]
@@ -128,8 +145,24 @@ class OneOp:
         table[0, 0] = len(groups)
         table[1 : 1 + len(groups), :3] = groups
 
+    def _emit(self, builder: ProgramBuilder) -> Logits:
+        spec = self.spec
+        rotary = rotary_tables(spec.ropes, spec.head_dim, self.context + self.rows)
+        weights = build_weights(spec, self.weights, Zeros())
+        return emit_decoder(builder, spec, weights, rotary, lay_out_states(spec))
+
     def run(self) -> None:
         self.program.run(*self.step)
+        if self.kind == "LinearRecurrence":
+            self._advance()
+
+    def _advance(self) -> None:
+        """Let the next step begin after this one: a state is written when it gets further."""
+        token_ids, row_start, first_position, _, _, samples = self.step
+        pages = self.layout.pages_for(int(first_position[0]) + 2 * self.rows)
+        page_ids, page_start = np.zeros(self.users * pages), np.arange(self.users + 1) * pages
+        self.step = token_ids, row_start, first_position + self.rows, page_ids, page_start, samples
+        self.step = tuple(array.astype(np.int32) for array in self.step)
 
 
 @pytest.fixture

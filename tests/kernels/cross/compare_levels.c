@@ -556,21 +556,7 @@ static void compare_experts(int64_t experts, int64_t chosen, int normalized) {
   digest("combine", QUIRE_F32, out[0], sizeof out[0]);
 }
 
-// Rows of a convolution, from position 0 on, over a ring of `rows` rows.
-static void compare_convolution(int64_t columns, int64_t taps, int64_t rows) {
-  static float weight[8 * MAX_WIDTH], bias[MAX_WIDTH], x[3 * MAX_WIDTH + 16], rings[2][8 * MAX_WIDTH], out[2][MAX_WIDTH];
-  fill(weight, 8 * MAX_WIDTH), fill(bias, MAX_WIDTH), fill(rings[0], 8 * MAX_WIDTH), memcpy(rings[1], rings[0], sizeof rings[0]);
-  quire_convolution c = {columns, columns, taps, weight, bias, rings[0], rows, MAX_WIDTH}, other = c;
-  other.ring = rings[1];
-  for (int64_t position = 0; position < 20; position++) {
-    fill(x, 3 * MAX_WIDTH);
-    if (position == 15) c.bias = other.bias = NULL;
-    tiles->convolve(&c, x, position, out[0]), scalar->convolve(&other, x, position, out[1]);
-    expect_same("convolve", QUIRE_F32, "other bits than scalar", out[0], out[1], columns * (int64_t)sizeof(float));
-    digest("convolve", QUIRE_F32, out[0], columns * (int64_t)sizeof(float));
-  }
-  expect_same("convolve", QUIRE_F32, "another ring than scalar", rings[0], rings[1], sizeof rings[0]);
-}
+#include "compare_recurrence.h"
 
 static void compare_level(void) {
   static float weight[MAX_WIDTH];
@@ -634,8 +620,9 @@ static void compare_level(void) {
     }
     compare_linear_of("linear in groups", QUIRE_Q8, 512, QUIRE_SWIGLU, 1.f, group);
   }
-  for (int64_t taps = 1; taps <= 5; taps++) compare_convolution(16 * taps + 5, taps, taps + taps % 3);
+  for (int64_t taps = 1; taps <= 5; taps++) compare_convolution(WITH_GATES, 16 * taps + 5, taps, taps + taps % 3);
   compare_gate();
+  compare_recurrences();
 }
 
 // Fail where the digests of the last level are not those of the file, or print them if there is none.
