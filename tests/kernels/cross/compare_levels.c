@@ -543,8 +543,9 @@ static void compare_experts(int64_t experts, int64_t chosen, int normalized) {
   fill(logits, MAX_WIDTH), fill(y, 8 * MAX_WIDTH), fill(out[0], MAX_WIDTH);
   logits[experts - 1] = logits[experts / 2] = 1.f;  // a tie
   memcpy(out[1], out[0], sizeof out[0]);
-  tiles->route(logits, experts, chosen, normalized, indices[0], weights[0]);
-  scalar->route(logits, experts, chosen, normalized, indices[1], weights[1]);
+  const quire_router router = {
+      .experts = experts, .chosen = chosen, .groups = 1, .kept_groups = 1, .normalized = normalized, .scale = 1.f};
+  tiles->route(&router, logits, indices[0], weights[0]), scalar->route(&router, logits, indices[1], weights[1]);
   if (indices[0][0] != experts / 2) verdict("route", QUIRE_F32, "wrong index", 1, 0);
   expect_same("route", QUIRE_F32, "other experts than scalar", indices[0], indices[1], chosen * (int64_t)sizeof(int32_t));
   expect_same("route", QUIRE_F32, "other bits than scalar", weights[0], weights[1], chosen * (int64_t)sizeof(float));
