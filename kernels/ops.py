@@ -402,7 +402,8 @@ class LinearRecurrence:
     * S = decay * S + the outer product of the key and u, and out = scale * S^T query + skip * value;
     * with a `rate` column (gated delta rule), u = rate * (value - decay * S^T key), where rate = rate_scale *
       sigmoid(its rate input); without (Mamba-2: keys are B, queries are C), u = dt * value.
-    Before a sequence, S is 0. `num_key_heads` heads of queries and keys serve equal numbers of consecutive heads.
+    Before a sequence, S is 0. `num_key_heads` heads of queries and keys serve equal numbers of consecutive heads, or
+    with `tiled` each head i the heads i, i + num_key_heads, and so on.
     """
 
     input: Region  # f32 [tokens, …]: queries, keys and values from these columns on, each one head after another
@@ -421,6 +422,7 @@ class LinearRecurrence:
     rate_scale: float = 1.0
     skip: npt.NDArray[np.float32] | None = None  # [heads]
     time_limits: tuple[float, float] = (0.0, float("inf"))
+    tiled: bool = False
 
     @property
     def state_end(self) -> int:

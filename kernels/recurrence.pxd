@@ -18,7 +18,8 @@ cdef struct RecurrenceOp:
     Value gates
     Value out
     int64_t query, key, value, decay, rate  # first columns; rate: -1 if there is none
-    int64_t heads, group                    # heads of values, and how many share one of keys
+    int64_t heads, keys, group              # heads of values, of keys, and of values for each head of keys
+    bint tiled                              # a head of keys serves each `keys`-th head of values
     int64_t segments, value_dim
     int64_t rollback, offset, segment_bytes, matrix_bytes, input_columns    # see MatrixState in ops.py
     const float *a                          # [heads], as bias and skip

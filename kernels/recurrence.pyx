@@ -81,7 +81,8 @@ cdef bind_recurrence(RecurrenceOp *record, op, Regions regions, max_rows):
     record.out = regions.value(op.out, heads * state.value_dim, "f32", max_rows)
     record.query, record.key, record.value, record.decay = op.query, op.key, op.value, op.decay
     record.rate = -1 if op.rate is None else op.rate
-    record.heads, record.group, record.value_dim = heads, heads // keys, state.value_dim
+    record.heads, record.keys, record.group, record.tiled = heads, keys, heads // keys, op.tiled
+    record.value_dim = state.value_dim
     record.segments, record.rollback, record.offset = state.segments, state.rollback, state.offset
     record.segment_bytes, record.matrix_bytes = state.segment_bytes, state.matrix_bytes
     record.input_columns = state.input_columns
@@ -231,7 +232,7 @@ cdef void _set_tokens(const RecurrenceOp *op, const Step *step, const quire_tile
     """
     cdef float decays[QUIRE_TOKENS]
     cdef float rates[QUIRE_TOKENS]
-    cdef int64_t key_dim = op.all.key_dim, at, i
+    cdef int64_t key_dim = op.all.key_dim, key_head = head % op.keys if op.tiled else head // op.group, at, i
     cdef const float *row
     cdef const float *gates
     memset(decays, 0, sizeof(decays))
@@ -252,8 +253,7 @@ cdef void _set_tokens(const RecurrenceOp *op, const Step *step, const quire_tile
             tokens[i].decay, tokens[i].rate = tokens[i].value[op.all.width], tokens[i].value[op.all.width + 1]
         else:
             row = <const float *>op.input.rows.data + (row_start + at) * op.input.rows.width
-            tokens[i].key = row + op.key + head // op.group * key_dim
-            tokens[i].query = row + op.query + head // op.group * key_dim
+            tokens[i].key, tokens[i].query = row + op.key + key_head * key_dim, row + op.query + key_head * key_dim
             tokens[i].value = row + op.value + head * op.value_dim + column
             tokens[i].decay, tokens[i].rate = decays[i], rates[i]
             tokens[i].out = (<float *>op.out.rows.data + (row_start + at) * op.out.rows.width

@@ -19,7 +19,9 @@ def read_rope(config: ConfigTable, *, partial: bool = False) -> Rope:
     return rope_of(config, _shared_table(config), partial=partial)
 
 
-def read_mrope(config: ConfigTable, *, interleaved: bool, default: list[int] | None = None) -> Rope:
+def read_mrope(
+    config: ConfigTable, *, interleaved: bool, default: list[int] | None = None, partial: bool = False
+) -> Rope:
     """Read the M-RoPE that all layers share: a token has positions in time, height and width.
 
     `mrope_section` has the number of pairs that each position rotates; the pairs are in this order, or `interleaved`.
@@ -27,7 +29,8 @@ def read_mrope(config: ConfigTable, *, interleaved: bool, default: list[int] | N
     table = _shared_table(config)
     if table.text("rope_type", table.text("type", "default")) == "mrope":
         table = ConfigTable({**table.values, "rope_type": "default"}, table.where, table.source, table.names)
-    pairs = read_head_dim(config) // 2
+    rope = rope_of(config, table, partial=partial)
+    pairs = (rope.dim or read_head_dim(config)) // 2
     sections = table.values.get("mrope_section", default)
     if (
         not isinstance(sections, list)
@@ -35,13 +38,13 @@ def read_mrope(config: ConfigTable, *, interleaved: bool, default: list[int] | N
         or any(isinstance(each, bool) or not isinstance(each, int) or each < 0 for each in sections)
         or sum(sections) != pairs
     ):
-        raise table.refused("mrope_section", f"three integers whose sum is {pairs}, the pairs of a head")
+        raise table.refused("mrope_section", f"three integers whose sum is {pairs}, the rotated pairs of a head")
     axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
     if interleaved:
         axes = [0] * pairs
         for axis in (1, 2):
             axes[axis : 3 * sections[axis] : 3] = [axis] * len(range(axis, min(3 * sections[axis], pairs), 3))
-    return replace(rope_of(config, table), axes=tuple(axes))
+    return replace(rope, axes=tuple(axes))
 
 
 def _shared_table(config: ConfigTable) -> ConfigTable:

@@ -24,6 +24,7 @@ from .weights.decoder_weights import (
     DecoderWeights,
     ExpertWeights,
     LayerWeights,
+    MlpWeights,
 )
 from .weights.delta_weights import DeltaWeights
 from .weights.mamba_weights import MambaWeights
@@ -108,6 +109,7 @@ def _attention_block(
         layer=slot,
         softcap=spec.attention_softcap,
         norms_rows=spec.qk_norm_rows,
+        gated=spec.gated_heads,
         causal=causal,
     )
     normed = _normed(builder, spec, layer.input_norm, x, input_form(weights.qkv))
@@ -154,7 +156,7 @@ def _delta_block(
     normed = _normed(builder, spec, layer.input_norm, x, input_form(weights.into))
     mixed = builder.linear(normed, weights.into, None, "queries, keys, values, gates")
     if isinstance(normed, NormedValue):
-        rates = builder.router(x, normed, weights.rates, None)
+        rates = builder.linear_f32(x, normed, weights.rates, None, "rates, decays")
     else:
         rates = builder.linear(x, weights.rates, None, "rates, decays")
     convolved = builder.causal_conv(
@@ -163,6 +165,7 @@ def _delta_block(
     shape = Recurrence(
         state=state,
         num_key_heads=delta.num_key_heads,
+        tiled=delta.tiled,
         query=0,
         key=delta.key_size,
         value=2 * delta.key_size,
@@ -252,11 +255,15 @@ def _mlp_block(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, 
 def _expert_block(
     builder: ProgramBuilder, spec: DecoderSpec, weights: ExpertWeights, x: Value, normed: NormedValue
 ) -> None:
-    """Emit x += the weighted sum of each row's experts, each an MLP: down(activation(gate(normed)) * up(normed))."""
+    """Emit x += the weighted sum of each row's experts, each an MLP: down(activation(gate(normed)) * up(normed)).
+
+    An expert that computes every row is added too, by its own weight if it has one.
+    """
     experts = spec.experts
     assert experts is not None
-    logits = builder.router(x, normed, weights.router, weights.router_bias)
-    routing = builder.route(logits, experts.top_k, experts.rule, weights.choice_bias)
+    logits = builder.linear_f32(x, normed, weights.router, weights.router_bias, "router logits")
+    routing = builder.route(logits, experts.num_experts, experts.top_k, experts.rule, weights.choice_bias)
+    shared = None if weights.shared is None else _shared_expert(builder, spec, weights.shared, x, normed)
     activated = builder.expert_gated(
         builder.dispatch(normed, routing),
         weights.gate_up,
@@ -266,7 +273,29 @@ def _expert_block(
         EPILOGUES[spec.activation],
         input_form(weights.down[0]),
     )
-    builder.combine_add(builder.expert_linear(activated, weights.down, weights.down_biases, routing), routing, x)
+    outputs = builder.expert_linear(activated, weights.down, weights.down_biases, routing)
+    builder.combine_add(outputs, routing, x, shared, logits)
+
+
+def _shared_expert(
+    builder: ProgramBuilder, spec: DecoderSpec, weights: MlpWeights, x: Value, normed: NormedValue
+) -> Value | None:
+    """Return the rows of the expert that computes every row; None if they have no weight: they are in `x` already."""
+    experts = spec.experts
+    assert experts is not None, "only a spec with experts has a shared one"
+    form = input_form(weights.gate_up)
+    activated = builder.activated(
+        normed if normed.data.form == form else builder.norm_rows(x, "rms", normed.weight, None, normed.eps, form),
+        weights.gate_up,
+        weights.gate_up_bias,
+        experts.shared_size,
+        EPILOGUES[spec.activation],
+        input_form(weights.down),
+    )
+    if experts.shared_gate:
+        return builder.linear(activated, weights.down, weights.down_bias, "shared expert")
+    builder.linear_add(activated, weights.down, weights.down_bias, x)
+    return None
 
 
 def _normed(

@@ -71,6 +71,10 @@ GGUF_NAMES = TensorNames(
     choice_bias="exp_probs_b.bias",
     expert_gate_up=("ffn_gate_exps", "ffn_up_exps"),
     expert_down="ffn_down_exps",
+    shared_gate_up=("ffn_gate_shexp", "ffn_up_shexp"),
+    shared_down="ffn_down_shexp",
+    shared_gate="ffn_gate_inp_shexp",
+    shared_gate_shape=(),
     final_norm="output_norm",
     lm_head="output",
 )

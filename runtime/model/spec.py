@@ -86,6 +86,8 @@ class Experts:
     layers: tuple[bool, ...]  # one per layer: whether it has experts or an MLP
     bias: bool = False  # bias of the router and of each expert
     choice_bias: bool = False  # bias of the scores for the choice of experts
+    shared_size: int = 0  # size of an expert that computes every token; 0: none
+    shared_gate: bool = False  # the result of that expert is multiplied by the sigmoid of a logit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,7 @@ class GatedDelta:
     norm_eps: float  # epsilon of the gated norm after the recurrence
     layers: tuple[bool, ...]  # one per layer: whether it has a gated delta net or attention
     rate_scale: float = 1.0  # factor of beta: 2 where eigenvalues may be negative
+    tiled: bool = False  # value head i has the key head i % num_key_heads; else neighbors share a key head
 
     @property
     def key_size(self) -> int:
@@ -213,6 +216,10 @@ class TensorNames:
     choice_bias: str = "mlp.gate.e_score_correction_bias"  # full name, with any suffix
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")  # {}: its number
     expert_down: str = "mlp.experts.{}.down_proj"
+    shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+    shared_down: str = "mlp.shared_expert.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
+    shared_gate_shape: tuple[int, ...] = (1,)  # dimensions of its weight before the columns
     final_norm: str = "model.norm"
     lm_head: str = "lm_head"
 
@@ -238,6 +245,7 @@ class DecoderSpec:
     eos_token_ids: tuple[int, ...]
     qk_norm: bool = False  # RMS norm of each query and key head before rotation
     qk_norm_rows: bool = False  # qk_norm covers all query heads together, and all key heads, instead of each head
+    gated_heads: bool = False  # a gate follows each query head in its projection; its sigmoid multiplies the output
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -281,11 +289,16 @@ class DecoderSpec:
         return self.num_heads * self.head_dim
 
     @property
+    def q_rows(self) -> int:
+        """Rows of the projection of queries: of all query heads, and of their gates."""
+        return self.q_size * (2 if self.gated_heads else 1)
+
+    @property
     def kv_size(self) -> int:
         """Columns of all key heads; value heads have as many."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def qkv_size(self) -> int:
-        """Columns of the fused projection: all query heads, then key heads, then value heads."""
-        return self.q_size + 2 * self.kv_size
+        """Columns of the fused projection: all query heads with their gates, then key heads, then value heads."""
+        return self.q_rows + 2 * self.kv_size

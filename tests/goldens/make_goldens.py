@@ -407,6 +407,88 @@ CASES |= {
     ),
 }
 
+DELTA: dict[str, Any] = {
+    "hidden_size": 72,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "vocab_size": 160,
+    "max_position_embeddings": 2048,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 20,
+    "linear_value_head_dim": 36,
+    "eos_token_id": 2,
+}
+QWEN_DELTA: dict[str, Any] = {
+    **DELTA,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.5},
+}
+DELTA_EXPERTS: dict[str, Any] = {
+    "num_experts": 7,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 52,
+}
+CASES |= {
+    "qwen3_5": Case(
+        "Qwen3_5TextConfig",
+        torch.bfloat16,
+        5,
+        {**QWEN_DELTA, "intermediate_size": 100, "attention_bias": True, "tie_word_embeddings": True},
+        norm_mean=0.0,
+        four={"full_attention_interval": 2},
+        seed=106,
+        long=True,
+    ),
+    "qwen3_5_moe": Case(
+        "Qwen3_5MoeTextConfig",
+        torch.bfloat16,
+        4,
+        {**QWEN_DELTA, **DELTA_EXPERTS, "linear_conv_kernel_dim": 3},
+        norm_mean=0.0,
+        four={"full_attention_interval": 2},
+        seed=101,
+        long=True,
+    ),
+    "qwen3_next": Case(
+        "Qwen3NextConfig",
+        torch.bfloat16,
+        5,
+        {
+            **QWEN_DELTA,
+            **DELTA_EXPERTS,
+            "intermediate_size": 90,
+            "mlp_only_layers": [2],
+            "norm_topk_prob": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.25},
+        },
+        norm_mean=0.0,
+        four={"full_attention_interval": 2},
+        seed=102,
+        long=True,
+    ),
+    "olmo_hybrid": Case(
+        "OlmoHybridConfig",
+        torch.bfloat16,
+        5,
+        {
+            **DELTA,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "intermediate_size": 100,
+            "pad_token_id": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+            "attention_bias": True,
+        },
+        four={"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        seed=103,
+        long=True,
+    ),
+}
+
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
@@ -463,9 +545,11 @@ def randomize(model: torch.nn.Module, norm_mean: float, attention: float = 1.5) 
                 buffer.copy_(0.2 * torch.randn(buffer.shape))
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)
-            if "norm" in name:
+            if "linear_attn.norm" in name or "linear_attn.o_norm" in name:
+                parameter.copy_(1 + 0.2 * noise)
+            elif "norm" in name:
                 parameter.copy_(norm_mean + 0.2 * noise)
-            elif "A_log" in name:
+            elif "linear_attn.A_log" in name:
                 parameter.copy_(noise - 2)  # states decay over many tokens
             elif "sinks" in name:
                 parameter.copy_(2 + noise)

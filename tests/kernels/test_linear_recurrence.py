@@ -29,6 +29,7 @@ class Mixer(TableProgram):
         rollback=2,
         dtype="f32",
         delta=True,
+        tiled=False,
         form="f32",
         scale=1.0,
         gate_first=False,
@@ -64,6 +65,7 @@ class Mixer(TableProgram):
             state=self.state,
             out=recurrent,
             scale=key_dim**-0.5,
+            tiled=tiled,
             **variant,
         )
         norm = rng.standard_normal(inner).astype(np.float32)
@@ -86,6 +88,7 @@ class Mixer(TableProgram):
 SHAPES = [
     {"heads": 1, "keys": 1, "key_dim": 1, "value_dim": 1, "taps": 1},
     {"heads": 4, "keys": 2, "key_dim": 24, "value_dim": 40, "taps": 3, "scale": 2.0},
+    {"heads": 6, "keys": 2, "key_dim": 16, "value_dim": 24, "tiled": True},
     {"heads": 2, "keys": 2, "key_dim": 128, "value_dim": 128, "taps": 4, "form": "bf16"},
     {"heads": 3, "keys": 1, "key_dim": 20, "value_dim": 80, "delta": False, "gate_first": True, "group": 120},
     {"heads": 2, "keys": 1, "key_dim": 96, "value_dim": 192, "dtype": "bf16"},

@@ -409,8 +409,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/model/config_rope.py",
-        "return replace(rope_of(config, table), axes=tuple(axes))",
-        "return replace(rope_of(config, table), axes=tuple(axes), scaling=None)",
+        "return replace(rope, axes=tuple(axes))",
+        "return replace(rope, axes=tuple(axes), scaling=None)",
         "models with images are not scaled beyond the context of their training",
         "tests/runtime/model/test_config_json.py",
     ),

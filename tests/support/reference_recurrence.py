@@ -48,7 +48,8 @@ class Recurrences:
         x, gates = regions[op.input], regions[op.gates]
         shape = len(x), keys, state.key_dim
         query, key = (x[:, first : first + keys * state.key_dim].reshape(shape) for first in (op.query, op.key))
-        query, key = (each.repeat(heads // keys, axis=1) for each in (query, key))
+        key_heads = np.tile(np.arange(keys), heads // keys) if op.tiled else np.arange(keys).repeat(heads // keys)
+        query, key = query[:, key_heads], key[:, key_heads]
         value = x[:, op.value : op.value + heads * state.value_dim].reshape(len(x), heads, state.value_dim)
         time = np.log1p(np.exp(gates[:, op.decay : op.decay + heads] + op.bias)).clip(*op.time_limits)
         decay = np.exp(op.a * time)

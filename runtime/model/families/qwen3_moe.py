@@ -29,7 +29,7 @@ def read_qwen3_moe(config: ConfigTable) -> DecoderSpec:
         number,
         "moe_intermediate_size",
         normalized=config.flag("norm_topk_prob", False),
-        layers=_layers_with_experts(config),
+        layers=layers_with_experts(config),
     )
     return replace(
         spec,
@@ -41,7 +41,7 @@ def read_qwen3_moe(config: ConfigTable) -> DecoderSpec:
     )
 
 
-def _layers_with_experts(config: ConfigTable) -> tuple[bool, ...]:
+def layers_with_experts(config: ConfigTable) -> tuple[bool, ...]:
     """Return which layers have experts: each `decoder_sparse_step`-th, without those in `mlp_only_layers`."""
     layers = num_layers(config)
     step = config.integer("decoder_sparse_step", 1, 1 << 30, 1)

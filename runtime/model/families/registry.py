@@ -34,7 +34,9 @@ from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen2_5_vl import QWEN2_5_VL
 from .qwen3 import QWEN3
+from .qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from .qwen3_moe import QWEN3_MOE
+from .qwen3_next import QWEN3_NEXT
 from .qwen3_vl import QWEN3_VL
 from .smollm3 import SMOLLM3
 
@@ -45,6 +47,9 @@ FAMILIES = (
     QWEN2,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
     SMOLLM3,
     GRANITE,
     GRANITE_HYBRID,

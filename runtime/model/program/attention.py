@@ -43,6 +43,7 @@ def paged_attention(qkv: Region, out: Region, heads: Heads, weights: HeadWeights
         layer=heads.layer,
         softcap=heads.softcap,
         norms_rows=heads.norms_rows,
+        gated=heads.gated,
         sinks=weights.sinks,
         **_head_fields(heads, weights),
     )

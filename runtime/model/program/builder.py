@@ -35,6 +35,7 @@ from ....kernels.ops import (
     Ring,
     RouteRows,
     RoutingRule,
+    SharedExpert,
     ShortConv,
     ephemeral_pages,
     max_groups,
@@ -174,12 +175,12 @@ class ProgramBuilder(OpRecorder):
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), "store", scale=scale))
         return out
 
-    def router(self, x: Value, normed: NormedValue, weight: PackedMatrix, bias: Vector | None) -> Value:
-        """Compute the logits of the experts, f32 [rows, experts], from the f32 row before the norm of `normed`.
+    def linear_f32(self, x: Value, normed: NormedValue, weight: PackedMatrix, bias: Vector | None, name: str) -> Value:
+        """Compute `normed` @ weight.T + bias from `x`, the f32 rows before the norm: for numbers that must be exact.
 
-        The weight's columns have been multiplied by the norm's weights.
+        The weight is f32, and its columns have been multiplied by the norm's weights.
         """
-        return self.linear(replace(normed, data=x), weight, bias, "router logits")
+        return self.linear(replace(normed, data=x), weight, bias, name)
 
     def linear_add(
         self, x: Value, weight: PackedMatrix, bias: Vector | None, residual: Value, scale: float = 1.0
@@ -217,9 +218,10 @@ class ProgramBuilder(OpRecorder):
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), epilogue))
         return out
 
-    def route(self, logits: Value, top_k: int, rule: RoutingRule, bias: Vector | None) -> RoutingValue:
+    def route(
+        self, logits: Value, num_experts: int, top_k: int, rule: RoutingRule, bias: Vector | None
+    ) -> RoutingValue:
         """Choose the `top_k` experts of each row, and group the rows by expert. A `bias` affects only the choice."""
-        num_experts = logits.columns
         routing = RoutingValue(
             num_experts,
             top_k,
@@ -275,11 +277,23 @@ class ProgramBuilder(OpRecorder):
         )
         return out
 
-    def combine_add(self, x: Value, routing: RoutingValue, residual: Value) -> None:
-        """Add the weighted sum of each row's places in `x` to `residual`, in place."""
+    def combine_add(
+        self, x: Value, routing: RoutingValue, residual: Value, shared: Value | None, logits: Value
+    ) -> None:
+        """Add the weighted sum of each row's places in `x` to `residual`, in place, and the row of a shared expert.
+
+        The weight of the shared expert is the sigmoid of the last logit.
+        """
         self._norm_writers[residual.index] = len(self._emit)
+        read = [x, *routing.parts] if shared is None else [x, *routing.parts, shared, logits]
         self._add(
-            [x, *routing.parts, residual], lambda at: Combine(x.placed(at), routing.placed(at), residual.placed(at))
+            [*read, residual],
+            lambda at: Combine(
+                x.placed(at),
+                routing.placed(at),
+                residual.placed(at),
+                shared=None if shared is None else SharedExpert(shared.placed(at), logits.placed(at)),
+            ),
         )
 
     def attention(self, qkv: Value, heads: Heads, weights: HeadWeights, form: RowForm) -> Value:

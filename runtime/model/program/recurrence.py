@@ -14,6 +14,7 @@ class Recurrence:
 
     state: MatrixState
     num_key_heads: int
+    tiled: bool = False
     query: int  # first columns, of the convolved rows
     key: int
     value: int
@@ -46,4 +47,5 @@ def recurrence(x: Region, gates: Region, out: Region, shape: Recurrence) -> Line
         rate_scale=shape.rate_scale,
         skip=shape.skip,
         time_limits=shape.time_limits,
+        tiled=shape.tiled,
     )

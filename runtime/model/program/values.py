@@ -125,6 +125,7 @@ class Heads:
     group: int = 0  # layer group: layers that share a page table
     layer: int = 0  # slot in the group's pages
     softcap: float = 0.0  # cap of scores; 0: no cap
+    gated: bool = False  # a gate follows each query head; its sigmoid multiplies the output
     norms_rows: bool = False  # q_norm and k_norm are over all heads of a row
     causal: bool = True  # a row sees itself and earlier rows only
     bias: npt.NDArray[np.float32] | None = None  # bias of scores, by positions of query and key: `EphemeralAttention`

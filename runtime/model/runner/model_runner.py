@@ -260,7 +260,7 @@ def _image_positions(
     spec: DecoderSpec, tower: VisionSpec | DynamicVisionSpec, ops: Sequence[Op]
 ) -> ImagePositions | None:
     """Return the positions of tokens in images for a model with M-RoPE, whose layers share one rotary table."""
-    rope = spec.ropes[0]
+    rope = next((rope for rope in spec.ropes if rope is not None), None)
     if rope is None or not rope.axes or not isinstance(tower, DynamicVisionSpec):
         return None
     table = next(op.rotary for op in ops if isinstance(op, Attention))

@@ -18,7 +18,7 @@ from ....kernels.ops import padded
 from ....kernels.pack import BLOCK_DTYPES, PackedMatrix
 from ...common.config import WeightDtype
 from ...common.errors import MissingTensor, WrongTensor
-from ..spec import DecoderSpec
+from ..spec import DecoderSpec, Experts
 from . import READABLE, Checkpoint, as_f32
 from .delta_weights import DeltaWeights, build_delta
 from .mamba_weights import MambaWeights, build_mamba
@@ -55,20 +55,23 @@ class MlpWeights:
 class ExpertWeights:
     """The weights of a mixture of experts: the router's, and an MLP's for each expert."""
 
-    router: PackedMatrix  # f32 [experts, hidden]; columns multiplied by the norm's weights: its input is not normed
+    # f32 [experts, hidden], with a row for the logit of the shared expert if it has one; columns multiplied by the
+    # norm's weights: its input is not normed
+    router: PackedMatrix
     router_bias: Vector | None
     choice_bias: Vector | None  # [experts], added to scores for the choice of experts
     gate_up: tuple[PackedMatrix, ...]
     gate_up_biases: tuple[Vector, ...] | None
     down: tuple[PackedMatrix, ...]
     down_biases: tuple[Vector, ...] | None
+    shared: MlpWeights | None  # expert that computes every token
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """The weights of attention. Biases and norms that the family does not have are None."""
 
-    qkv: PackedMatrix  # [q_size + 2 kv_size, hidden]
+    qkv: PackedMatrix  # [q_rows + 2 kv_size, hidden]
     qkv_bias: Vector | None
     q_norm: Vector | None  # [head_dim], or with qk_norm_rows [q_size]
     k_norm: Vector | None  # [head_dim], or with qk_norm_rows [kv_size]
@@ -176,7 +179,6 @@ def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory)
 def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: WeightFactory) -> LayerWeights:
     names = spec.names
     hidden = spec.hidden_size
-    intermediate = spec.intermediate_size
     prefix = names.layer.format(layer)
 
     def norm(present: bool, name: str, size: int) -> Vector | None:
@@ -196,18 +198,24 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
     def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
         return factory.vector(size, named(parts, prefix, "bias")) if present else None
 
-    def mlp() -> MlpWeights:
-        gate_up = interleaved(names.gate_up, intermediate)
-        down = stacked((names.down,), (hidden,))
+    def mlp(gate_up_names: tuple[str, ...], down_name: str, size: int) -> MlpWeights:
+        gate_up = interleaved(gate_up_names, size)
+        down = stacked((down_name,), (hidden,))
         return MlpWeights(
-            gate_up=matrix(2 * padded(intermediate), hidden, gate_up),
-            gate_up_bias=bias(spec.mlp_bias, 2 * padded(intermediate), gate_up),
-            down=matrix(hidden, intermediate, down),
+            gate_up=matrix(2 * padded(size), hidden, gate_up),
+            gate_up_bias=bias(spec.mlp_bias, 2 * padded(size), gate_up),
+            down=matrix(hidden, size, down),
             down_bias=bias(spec.mlp_bias, hidden, down),
         )
 
+    def mixture(experts: Experts, norm: Vector | None) -> ExpertWeights:
+        routed = _build_experts(spec, prefix, dtype, factory, norm)
+        if not experts.shared_size:
+            return routed
+        return replace(routed, shared=mlp(names.shared_gate_up, names.shared_down, experts.shared_size))
+
     def attention() -> AttentionWeights:
-        qkv = stacked(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size))
+        qkv = stacked(names.qkv, (spec.q_rows, spec.kv_size, spec.kv_size))
         o = stacked((names.o,), (hidden,))
         q_norm_size, k_norm_size = (spec.q_size, spec.kv_size) if spec.qk_norm_rows else (spec.head_dim, spec.head_dim)
         sinks = [Part(f"{prefix}{names.sinks}", (spec.num_heads,))]
@@ -246,13 +254,13 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
 
     input_norm = norm(spec.pre_norms, names.input_norm, hidden)
     mlp_norm = norm(spec.pre_norms, names.mlp_norm, hidden)
-    has_experts = spec.experts is not None and spec.experts.layers[layer]
+    experts = spec.experts if spec.experts is not None and spec.experts.layers[layer] else None
     return LayerWeights(
         input_norm=input_norm,
         mixer=mixer(),
         attention_post_norm=norm(spec.post_norms, names.attention_post_norm, hidden),
         mlp_norm=mlp_norm,
-        mlp=_build_experts(spec, prefix, dtype, factory, mlp_norm) if has_experts else mlp(),
+        mlp=mlp(names.gate_up, names.down, spec.intermediate_size) if experts is None else mixture(experts, mlp_norm),
         mlp_post_norm=norm(spec.post_norms, names.mlp_post_norm, hidden),
     )
 
@@ -267,10 +275,15 @@ def _build_experts(
     size = spec.experts.intermediate_size
     num_experts = spec.experts.num_experts
     has_bias = spec.experts.bias
-    router = stacked((names.router,), (num_experts,))
+    router = named(stacked((names.router,), (num_experts,)), prefix, "weight", hidden)
+    if spec.experts.shared_gate:
+        gate = Part(names.shared_gate, names.shared_gate_shape, start=num_experts)
+        router += named([gate], prefix, "weight", hidden)
+    num_logits = num_experts + spec.experts.shared_gate
     choice_bias = [Part(f"{prefix}{names.choice_bias}", (num_experts,))]
     gate_up = interleaved(names.expert_gate_up, size)
     down = stacked((names.expert_down,), (hidden,))
+    router_bias = named(stacked((names.router,), (num_experts,)), prefix, "bias")
 
     def of_experts(parts: Sequence[Part], suffix: str, *in_features: int) -> list[list[Part]]:
         each = ([_of_expert(part, expert, num_experts) for part in parts] for expert in range(num_experts))
@@ -289,15 +302,14 @@ def _build_experts(
         return tuple(factory.vector(size, parts) for parts in of_experts(parts, "bias")) if has_bias else None
 
     return ExpertWeights(
-        router=factory.matrix(
-            MatrixPlan(num_experts, hidden, "f32", named(router, prefix, "weight", hidden), factors=norm)
-        ),
-        router_bias=factory.vector(num_experts, named(router, prefix, "bias")) if has_bias else None,
+        router=factory.matrix(MatrixPlan(num_logits, hidden, "f32", router, factors=norm)),
+        router_bias=factory.vector(num_logits, router_bias) if has_bias else None,
         choice_bias=factory.vector(num_experts, choice_bias) if spec.experts.choice_bias else None,
         gate_up=matrices(2 * padded(size), hidden, gate_up),
         gate_up_biases=biases(2 * padded(size), gate_up),
         down=matrices(hidden, size, down),
         down_biases=biases(hidden, down),
+        shared=None,
     )
 
 

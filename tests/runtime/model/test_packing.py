@@ -56,7 +56,8 @@ def mixer_matrices(mixer: Any) -> tuple[PackedMatrix, ...]:
 def mlp_matrices(mlp: MlpWeights | ExpertWeights) -> tuple[PackedMatrix, ...]:
     if isinstance(mlp, MlpWeights):
         return mlp.gate_up, mlp.down
-    return mlp.router, *mlp.gate_up, *mlp.down
+    shared = () if mlp.shared is None else mlp_matrices(mlp.shared)
+    return mlp.router, *mlp.gate_up, *mlp.down, *shared
 
 
 def test_a_copy_of_tied_embeddings_is_allowed(model_folder: Callable[..., Path]) -> None:
@@ -76,6 +77,33 @@ def test_q_k_and_v_are_one_matrix_in_that_order(goldens: Path) -> None:
     layer = pack_model(goldens / "qwen3", "f32").weights.layers[1]
     parts = [widened(checkpoint, f"model.layers.1.self_attn.{name}_proj.weight") for name in "qkv"]
     np.testing.assert_array_equal(layer.mixer.qkv.unpack(), np.concatenate(parts))
+
+
+def test_rows_of_a_gated_delta_net_that_are_stored_by_key_head(goldens: Path) -> None:
+    """2 key heads of 20 have 3 value heads of 36 each: query, key, 3 values and 3 gates, then the second key head."""
+    checkpoint = SafetensorsCheckpoint(goldens / "qwen3_next")
+    weights = pack_model(goldens / "qwen3_next", "f32").weights.layers[0]
+    prefix = "model.layers.0.linear_attn."
+    first, second = np.split(widened(checkpoint, f"{prefix}in_proj_qkvz.weight"), 2)
+    wanted = [
+        part[rows] for rows in (slice(20), slice(20, 40), slice(40, 148), slice(148, 256)) for part in (first, second)
+    ]
+    np.testing.assert_array_equal(weights.mixer.into.unpack(), np.concatenate(wanted))
+    rates = widened(checkpoint, f"{prefix}in_proj_ba.weight")[[0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11]]
+    np.testing.assert_array_equal(weights.mixer.rates.unpack(), rates * weights.input_norm)
+    np.testing.assert_array_equal(weights.input_norm, widened(checkpoint, "model.layers.0.input_layernorm.weight") + 1)
+    np.testing.assert_array_equal(weights.mixer.norm, np.tile(widened(checkpoint, f"{prefix}norm.weight"), 6))
+    np.testing.assert_allclose(weights.mixer.a, -np.exp(widened(checkpoint, f"{prefix}A_log")), rtol=1e-7)
+
+
+def test_the_logit_of_a_shared_expert_is_a_row_of_the_router(goldens: Path) -> None:
+    checkpoint = SafetensorsCheckpoint(goldens / "qwen3_next")
+    layer = pack_model(goldens / "qwen3_next", "q8").weights.layers[1]
+    rows = [widened(checkpoint, f"model.layers.1.mlp.{name}.weight") for name in ("gate", "shared_expert_gate")]
+    assert isinstance(layer.mlp, ExpertWeights)
+    assert layer.mlp.shared is not None
+    np.testing.assert_array_equal(layer.mlp.router.unpack(), np.concatenate(rows) * layer.mlp_norm)
+    assert (layer.mlp.router.dtype, layer.mlp.shared.down.dtype) == ("f32", "q8")
 
 
 def test_gate_and_up_alternate_by_16_and_are_padded_with_zeros(goldens: Path) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from quire.kernels.ops import Ring
+from quire.kernels.ops import Ring, RoutingRule
 from quire.pager import KVLayout
 from quire.runtime.model.program import F32, ProgramBuilder
 from quire.runtime.tools.bench.roofline import Roofline
@@ -62,8 +62,8 @@ class FakeMixture(FakeModelRunner):
         x = builder.embed(FakeWeight(500, 64, "q8", 34000))
         for _ in range(2):
             logits = builder.linear(x, FakeWeight(8, 64, "f32", 8192), None, "router")
-            routing = builder.route(logits, 2, True)
-            builder.combine_add(builder.expert_linear(x, experts, None, routing), routing, x)
+            routing = builder.route(logits, logits.columns, 2, RoutingRule(normalized=True), None)
+            builder.combine_add(builder.expert_linear(x, experts, None, routing), routing, x, None, logits)
         self.ops = builder.build(builder.logits(builder.gather(x), FakeWeight(500, 64, "q8", 34000))).ops
 
 

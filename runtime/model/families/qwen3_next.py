@@ -1,0 +1,123 @@
+"""Qwen3-Next: gated delta nets in three of four layers, attention with gates of heads in the others.
+
+A layer has many small experts, and one that computes every token, whose result is multiplied by the sigmoid of a logit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..config_json import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ConfigTable, build_spec, num_layers
+from ..config_json import read_experts as read_routed_experts
+from ..config_rope import read_rope
+from ..spec import DecoderSpec, Experts, GatedDelta, Rope, TensorNames
+from .family import Family
+from .qwen3_moe import layers_with_experts
+
+MAX_TAPS = 16  # QUIRE_MAX_TAPS of the kernels
+MAX_KEY_DIM = 256  # QUIRE_MAX_KEY of the kernels
+HYBRID_DEFAULTS: dict[str, Any] = {  # defaults of the config classes of Qwen3-Next and Qwen3.5
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32_768,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+EXPERT_DEFAULTS: dict[str, Any] = {
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+DEFAULTS: dict[str, Any] = {
+    **HYBRID_DEFAULTS,
+    **EXPERT_DEFAULTS,
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+}
+NAMES = TensorNames(
+    delta_qkv=("linear_attn.in_proj_qkvz",),
+    delta_rates=("linear_attn.in_proj_ba",),
+    delta_by_key_head=True,
+)
+
+
+def read_qwen3_next(config: ConfigTable) -> DecoderSpec:
+    """Read a `Qwen3NextForCausalLM`."""
+    config = config.with_defaults(DEFAULTS)
+    experts = read_experts(config, normalized=config.flag("norm_topk_prob", True), layers=layers_with_experts(config))
+    spec = read_hybrid(config, "qwen3_next", read_rope(config, partial=True))
+    return replace(spec, experts=experts if any(experts.layers) else None, names=NAMES)
+
+
+def read_hybrid(config: ConfigTable, family: str, rope: Rope) -> DecoderSpec:
+    """Read the keys that Qwen3-Next and Qwen3.5 share, with a table that has their defaults."""
+    spec = build_spec(config, family, rope)
+    attention_bias = config.flag("attention_bias", False)
+    is_linear = read_linear_layers(config)
+    return replace(
+        spec,
+        ropes=tuple(None if linear else rope for linear in is_linear),
+        qk_norm=True,
+        gated_heads=True,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        norm_offset=1.0,
+        delta=read_delta(config, is_linear, spec.norm_eps),
+    )
+
+
+def read_linear_layers(config: ConfigTable) -> tuple[bool, ...]:
+    """Return for each layer whether it has linear attention; at least one has full attention."""
+    layers = num_layers(config)
+    if "layer_types" not in config:
+        interval = config.integer("full_attention_interval", 1, MAX_LAYERS, 4)
+        types = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
+    else:
+        types = config.values["layer_types"]
+    known = ("linear_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
+        raise config.refused("layer_types", f"{layers} times linear_attention or full_attention")
+    if "full_attention" not in types:
+        key = "layer_types" if "layer_types" in config else "num_hidden_layers"
+        raise config.refused(key, "such that one layer or more has full_attention")
+    return tuple(kind == "linear_attention" for kind in types)
+
+
+def read_delta(config: ConfigTable, layers: tuple[bool, ...], norm_eps: float) -> GatedDelta | None:
+    """Read the gated delta nets of `layers`; None if no layer has one."""
+    if not any(layers):
+        return None
+    num_key_heads = config.integer("linear_num_key_heads", 1, MAX_HEADS)
+    num_value_heads = config.integer("linear_num_value_heads", 1, MAX_HEADS)
+    if num_value_heads % num_key_heads:
+        raise config.refused("linear_num_value_heads", f"a multiple of linear_num_key_heads ({num_key_heads})")
+    return GatedDelta(
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_dim=config.integer("linear_key_head_dim", 1, MAX_KEY_DIM),
+        value_dim=config.integer("linear_value_head_dim", 1, MAX_HEAD_DIM),
+        taps=config.integer("linear_conv_kernel_dim", 1, MAX_TAPS),
+        norm_eps=norm_eps,
+        layers=layers,
+    )
+
+
+def read_experts(config: ConfigTable, *, normalized: bool, layers: tuple[bool, ...] | None = None) -> Experts:
+    """Read a mixture of experts with one more expert that computes every token."""
+    number = "num_local_experts" if "num_local_experts" in config else "num_experts"  # transformers 5, and 4
+    experts = read_routed_experts(config, number, "moe_intermediate_size", normalized=normalized, layers=layers)
+    shared_size = config.integer("shared_expert_intermediate_size", 1, MAX_WIDTH)
+    return replace(experts, shared_size=shared_size, shared_gate=True)
+
+
+QWEN3_NEXT = Family(("Qwen3NextForCausalLM",), ("qwen3_next",), read_qwen3_next)
