@@ -450,6 +450,20 @@ async def test_cancel_ends_a_request_and_frees_its_id() -> None:
         assert (await client.until("DONE"))[-1][:3] == ["DONE", 1, "stop"]
 
 
+async def test_a_server_that_leaves_names_the_last_embed() -> None:
+    encoder = FakeEncoder()
+    async with embedding_system(encoder) as system:
+        client = await system.raw(features=FEATURES)
+        encoder.gate.clear()
+        client.send("EMBED", 7, ["a"])
+        assert (await client.receive())[:2] == ["ACCEPTED", 7]
+        draining = asyncio.create_task(system.server.drain(30))
+        assert (await client.receive())[:2] == ["GOAWAY", 7]
+        encoder.gate.set()
+        assert (await client.until("DONE"))[-1][:3] == ["DONE", 7, "stop"]
+        await draining
+
+
 async def test_a_request_that_ends_before_it_runs_is_not_counted_any_more() -> None:
     async with embedding_system() as system:
         requests = system.server._context.requests

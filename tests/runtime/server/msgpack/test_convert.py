@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.engine.facade import EmbedRequest
-from quire.runtime.protocol.frames import Accepted, AskScores, AskVectors
-from quire.runtime.server.msgpack.convert import accepted_frame, embed_request, stats_frame
+from quire.runtime.protocol.frames import Accepted, AskScores, AskVectors, ChatOptions, Generate
+from quire.runtime.server.msgpack.convert import (
+    MAX_TOOLS_CHARACTERS,
+    accepted_frame,
+    embed_request,
+    engine_request,
+    stats_frame,
+)
 from quire.scheduler import AdmissionEstimate
 
 from tests.support.samples import STATS
@@ -18,6 +26,19 @@ def test_the_options_of_texts_reach_the_engine() -> None:
     assert embed_request(AskScores(9, "q", ("a", "b"), **options), "tenant") == EmbedRequest(
         inputs=("a", "b"), query="q", input_name="documents[{}]", tenant="tenant", **options
     )
+
+
+def test_tools_may_have_exactly_the_allowed_characters() -> None:
+    tool = '{"type": "function", "function": {"name": "f", "description": "%s"}}'
+
+    def of_size(num_characters: int) -> Generate:
+        text = tool % ("x" * (num_characters - len(tool % "")))
+        return Generate(1, None, messages=({"role": "user", "content": "hi"},), chat=ChatOptions(tools=(text,)))
+
+    (given,) = engine_request(of_size(MAX_TOOLS_CHARACTERS), "").tools
+    assert given["function"]["name"] == "f"
+    with pytest.raises(InvalidRequest, match=f"tools have {MAX_TOOLS_CHARACTERS + 1} characters"):
+        engine_request(of_size(MAX_TOOLS_CHARACTERS + 1), "")
 
 
 def test_accepted_frame_gives_the_predicted_wait_in_milliseconds() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from quire.runtime.common.types import OutputChunk, SamplingParams
+from quire.runtime.engine.facade import GenerateRequest
 from quire.runtime.protocol.frames import Cancel, Credit, Resume
-from quire.runtime.server.requests.output_reader import READER_BYTES
+from quire.runtime.server.requests.output_log import OutputLog
+from quire.runtime.server.requests.output_reader import READER_BYTES, OutputReader, Pace
 
 from tests.support.server import FakeClock, FakeServer, chunk, generate, names
 
@@ -69,3 +72,32 @@ async def test_long_chunks_take_more_of_a_turn(server: FakeServer, monkeypatch: 
     monkeypatch.setattr(turns, "call_soon", counted)
     assert names(await peer.ask(Resume(1, 0))) == ["Accepted", *["Tokens"] * 4, "Done"]
     assert len(taken) == 2
+
+
+async def test_a_stream_continues_once_the_client_reads_again(server: FakeServer) -> None:
+    peer = await server.connect()
+    await peer.ask(generate())
+    peer.writer.stop_reading()
+    chunks = [chunk(index, text="x" * 100_000, last=index == 9) for index in range(10)]
+    await server.engine.last.put(*chunks)
+    assert await peer.received() == []
+    num_sent = bytes(peer.writer.transport.waiting + peer.connection._send_buffer._unsent).count(b"TOKENS")
+    assert 0 < num_sent < 9
+    peer.writer.read_again()
+    assert names(await peer.received()) == [*["Tokens"] * 10, "Done"]
+
+
+async def test_a_muted_reader_reads_to_the_end_without_writing(server: FakeServer) -> None:
+    peer = await server.connect()
+    live = server.requests.submit(server.tenant, 1, GenerateRequest(prompt="hi", sampling_params=SamplingParams()))
+    reader = OutputReader(OutputLog(live), Pace(peer.connection._send_buffer, server.tenant.output_turns))
+    assert await reader.accepted() is None
+    written: list[OutputChunk] = []
+    reader.start(written.append, lambda: None)
+    await server.engine.last.put(chunk(0))
+    reader.mute()
+    last = chunk(1, last=True)
+    await server.engine.last.put(last)
+    assert written == [chunk(0)]
+    assert (reader.is_over, reader.failure, reader.usage) == (True, None, last.usage)
+    reader.end()

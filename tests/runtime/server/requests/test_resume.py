@@ -425,6 +425,18 @@ async def test_a_request_with_unusually_long_text_drops_as_many_ended_ones_as_it
         assert is_error(await peer.ask(Resume(index, 0)), "NOT_FOUND")
 
 
+async def test_a_request_whose_last_text_is_too_long_ends_once_and_in_an_error(serve: Serve) -> None:
+    server = serve(max_kept_bytes=30_000)
+    peer = await server.connect()
+    await peer.ask(small(1, resumable=True))
+    await server.engine.last.put(chunk(0, text="x" * 30_000, last=True))
+    assert names(await peer.received()) == ["Tokens", "Done"]
+    (log,) = server.replays.logs
+    assert (log.finish_reason, log.error and log.error.code) == (None, "RESOURCE_EXHAUSTED")
+    _, frames = await resume(server, peer, next_index=1)
+    assert names(frames) == ["Accepted", "Error"]
+
+
 async def test_an_ended_log_counts_each_of_its_chunks(server: FakeServer) -> None:
     peer = await server.connect()
     await peer.ask(small(1, resumable=True))

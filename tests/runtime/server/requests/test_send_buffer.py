@@ -105,6 +105,16 @@ async def test_only_frames_that_the_system_does_not_take_at_once_are_counted(wir
     assert output.num_bytes == one.buffer.num_bytes == 0
 
 
+async def test_a_connection_may_hold_no_more_than_its_tenant(wire: Callable[..., Wire]) -> None:
+    one = wire(max_bytes=1000)
+    assert one.buffer.max_bytes == 1000
+    for share, limit in ((500, 500), (2000, 1000)):
+        output = TenantBytes("output", "max_unsent_bytes", lambda share=share: share)
+        one.buffer.join(output)
+        assert one.buffer.max_bytes == limit
+        one.buffer.leave()
+
+
 async def test_frames_longer_than_one_write_are_counted_before_they_are_written(wire: Callable[..., Wire]) -> None:
     one = wire()
     for _ in range(3):
