@@ -71,7 +71,7 @@ def emit_layers(
         elif isinstance(layer_weights.mixer, MambaWeights):
             _mamba_block(builder, spec, layer_weights, layer_weights.mixer, layer, x, states)
         else:
-            _attention_block(builder, spec, layer_weights, layer_weights.mixer, layer, x, rotary[layer], causal)
+            _attention_block(builder, spec, layer_weights, layer_weights.mixer, layer, x, rotary[layer], states, causal)
         _mlp_block(builder, spec, layer_weights, x)
         if layer < spec.deepstack:
             builder.add_given(x, layer + 1)
@@ -95,9 +95,10 @@ def _attention_block(
     index: int,
     x: Value,
     rotary: Table | None,
+    states: StateLayout,
     causal: bool,
 ) -> None:
-    """Emit x += o(attention(qkv(norm(x))))."""
+    """Emit x += o(attention(qkv(norm(x)))), and x += the output of a mixer beside attention."""
     group, slot = _place(spec, index)
     heads = Heads(
         spec.num_heads,
@@ -113,12 +114,17 @@ def _attention_block(
         causal=causal,
     )
     normed = _normed(builder, spec, layer.input_norm, x, input_form(weights.qkv))
-    qkv = builder.linear(normed, weights.qkv, weights.qkv_bias, "qkv")
+    beside = layer.beside
+    mixed = None if beside is None else _mix(builder, spec, beside, index, x, normed, states)
+    qkv = builder.linear(normed, weights.qkv, weights.qkv_bias, "qkv", spec.attention_in_scale)
     head_weights = HeadWeights(
         spec.norm_eps, q_norm=weights.q_norm, k_norm=weights.k_norm, rotary=rotary, sinks=weights.sinks
     )
     attended = builder.attention(qkv, heads, head_weights, input_form(weights.o))
-    _add(builder, spec, attended, weights.o, weights.o_bias, layer.attention_post_norm, x)
+    scale = spec.attention_out_scale
+    _add(builder, spec, attended, weights.o, weights.o_bias, layer.attention_post_norm, x, scale)
+    if beside is not None and mixed is not None:
+        _add_mixed(builder, spec, beside, mixed, x)
 
 
 def _place(spec: DecoderSpec, layer: int) -> tuple[int, int]:
@@ -197,14 +203,30 @@ def _mamba_block(
     x: Value,
     states: StateLayout,
 ) -> None:
-    """Emit x += out(norm(recurrence(convolution(x, B, C)) * silu(gates))), all of in(norm(x))."""
+    """Emit x += out(mixed rows of norm(x))."""
+    normed = _normed(builder, spec, layer.input_norm, x, input_form(weights.into))
+    _add_mixed(builder, spec, weights, _mix(builder, spec, weights, index, x, normed, states), x)
+
+
+def _mix(
+    builder: ProgramBuilder,
+    spec: DecoderSpec,
+    weights: MambaWeights,
+    index: int,
+    x: Value,
+    normed: Value | NormedValue,
+    states: StateLayout,
+) -> Value:
+    """Return norm(recurrence(convolution(x, B, C)) * silu(gates)), all of in(normed)."""
     mamba = spec.mamba
     assert mamba is not None, "only a spec with Mamba-2 has layers with it"
-    assert layer.input_norm is not None, "layers with a Mamba-2 mixer norm their input"
-    normed = builder.norm(x, layer.input_norm, spec.norm_eps, input_form(weights.into))
+    assert isinstance(normed, NormedValue), "layers with a Mamba-2 mixer norm their input"
     gate_scale, *_, time_scale = (mamba.input_scale * scale for scale in mamba.scales)
     times = builder.linear(replace(normed, data=x), weights.times, weights.times_bias, "time steps", time_scale)
-    into = builder.linear(normed, weights.into, weights.into_bias, "gates, x, B, C", gate_scale)
+    form = input_form(weights.into)
+    same = normed.data.form == form
+    rows = normed if same else builder.norm_rows(x, "rms", normed.weight, None, normed.eps, form)
+    into = builder.linear(rows, weights.into, weights.into_bias, "gates, x, B, C", gate_scale)
     heads = builder.causal_conv(into, mamba.inner_size, weights.taps, weights.taps_bias, states.rings[index])
     _, key, query = np.cumsum([0, *mamba.conv_sizes[:2]]).tolist()
     shape = Recurrence(
@@ -220,7 +242,7 @@ def _mamba_block(
         skip=weights.skip,
         time_limits=mamba.time_limits,
     )
-    gated = builder.gated_norm(
+    return builder.gated_norm(
         builder.recurrence(heads, times, shape),
         into,
         0,
@@ -230,7 +252,12 @@ def _mamba_block(
         group=mamba.inner_size // mamba.num_groups,
         gate_first=mamba.gate_first,
     )
-    _add(builder, spec, gated, weights.out, weights.out_bias, layer.attention_post_norm, x)
+
+
+def _add_mixed(builder: ProgramBuilder, spec: DecoderSpec, weights: MambaWeights, mixed: Value, x: Value) -> None:
+    """Emit x += out(mixed)."""
+    assert spec.mamba is not None, "only a spec with Mamba-2 has layers with it"
+    builder.linear_add(mixed, weights.out, weights.out_bias, x, spec.residual_scale * spec.mamba.output_scale)
 
 
 def _mlp_block(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, x: Value) -> None:
@@ -248,8 +275,11 @@ def _mlp_block(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, 
         spec.intermediate_size,
         EPILOGUES[spec.activation],
         input_form(mlp.down),
+        spec.gate_scale,
     )
-    _add(builder, spec, activated, mlp.down, mlp.down_bias, layer.mlp_post_norm, x)
+    # The scale of a gated layer multiplies up, too.
+    scale = spec.mlp_out_scale / spec.gate_scale
+    _add(builder, spec, activated, mlp.down, mlp.down_bias, layer.mlp_post_norm, x, scale)
 
 
 def _expert_block(
@@ -313,9 +343,10 @@ def _add(
     bias: Vector | None,
     post_norm: Vector | None,
     x: Value,
+    scale: float = 1.0,
 ) -> None:
-    """Emit x += linear(branch), or x += norm(linear(branch)) where the family has such a norm."""
+    """Emit x += scale * linear(branch), or x += norm(linear(branch)) where the family has such a norm."""
     if post_norm is None:
-        builder.linear_add(branch, weight, bias, x, spec.residual_scale)
+        builder.linear_add(branch, weight, bias, x, spec.residual_scale * scale)
     else:
         builder.add_norm(builder.linear(branch, weight, bias, "branch"), post_norm, spec.norm_eps, x)

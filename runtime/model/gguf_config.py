@@ -122,12 +122,15 @@ class GGUFFormat:
     names: TensorNames = GGUF_NAMES
     neighboring_pairs: bool = False  # a rotated pair is two neighboring rows of q and k, not rows half a head apart
     experts: bool = False  # True: this family, among several with the same architecture, has experts
+    bare: tuple[str, ...] = ()  # names of a layer's weights that files have without .weight
     derive: Callable[[ConfigTable], Mapping[str, Any]] = lambda config: {}  # keys of config.json that files do not have
 
     def open(self, file: GGUFFile, read: Callable[[ConfigTable], DecoderSpec]) -> tuple[DecoderSpec, GGUFCheckpoint]:
         """Return the spec and the tensors; `read` is the reader of config.json. Raises ModelError."""
         used = {*self.keys.values(), *([LONG_ROPE_SCALE] if _has_long_rope(file) else [])}
         self._check_neutral(file.metadata, used)
+        for name in self._bare_names(file):
+            file.tensors[f"{name}.weight"] = file.tensors.pop(name)
         if self.experts:
             file.metadata.integer(f"{self.architecture}.expert_count", 1, MAX_EXPERTS)
         names = self._names(file)
@@ -140,6 +143,9 @@ class GGUFFormat:
         if quantized := checkpoint.quantized():
             file.metadata.integer("general.quantization_version", QUANTIZATION, QUANTIZATION, QUANTIZATION)
         return replace(spec, quantized=quantized), checkpoint
+
+    def _bare_names(self, file: GGUFFile) -> list[str]:
+        return [name for name in file.tensors if name.startswith("blk.") and name.split(".", 2)[-1] in self.bare]
 
     def _check_neutral(self, metadata: Metadata, used: Collection[str]) -> None:
         for suffix, allowed in NEUTRAL.items():
@@ -244,6 +250,7 @@ def _found_in_tensors(file: GGUFFile, names: TensorNames) -> dict[str, Any]:
         "attention_bias": f"{names.qkv[0]}.bias" in suffixes,
         "mlp_bias": f"{names.gate_up[0]}.bias" in suffixes,
         "mamba_conv_bias": f"{names.mamba_conv}.bias" in suffixes,
+        "mamba_rms_norm": f"{names.mamba_norm}.weight" in suffixes,
         "tie_word_embeddings": f"{names.lm_head}.weight" not in file.tensors,
         "vocab_size": None if embedding is None else embedding.shape[0],
     }

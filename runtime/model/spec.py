@@ -142,8 +142,10 @@ class Mamba:
     state_size: int  # columns of B, and of C, in a group
     taps: int  # tokens that a row of the convolution sees, itself included
     layers: tuple[bool, ...]  # one per layer: whether it has such a mixer
+    beside_attention: bool = False  # whether these layers have attention, too
     conv_bias: bool = False
-    bias: bool = False  # bias of the projections before and after
+    in_bias: bool = False  # bias of the projection before
+    out_bias: bool = False  # bias of the projection after
     norm: bool = True  # RMS norm of each group of heads before the last projection
     gate_first: bool = True  # the gate multiplies the input of this norm, not its output
     time_limits: tuple[float, float] = (0.0, float("inf"))  # lowest and highest time step
@@ -257,6 +259,10 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     round_embedding_scale: bool = False  # round to bf16 unless weights are f32: the scale has the weights' dtype
     residual_scale: float = 1.0  # factor of the output of attention and MLP; only without post_norms
+    attention_in_scale: float = 1.0  # factor of the input of attention
+    attention_out_scale: float = 1.0  # a further factor of its output
+    gate_scale: float = 1.0  # factor of the MLP's gate, before its activation
+    mlp_out_scale: float = 1.0  # a further factor of the MLP's output
     logits_scale: float = 1.0
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: none
     logits_softcap: float = 0.0  # the same for logits
@@ -280,7 +286,9 @@ class DecoderSpec:
     @property
     def attention_layers(self) -> tuple[bool, ...]:
         """Whether each layer has attention."""
-        others = [each.layers for each in (self.convolutions, self.delta, self.mamba) if each is not None]
+        others = [each.layers for each in (self.convolutions, self.delta) if each is not None]
+        if self.mamba is not None and not self.mamba.beside_attention:
+            others.append(self.mamba.layers)
         return tuple(not any(layers[layer] for layers in others) for layer in range(self.num_layers))
 
     @property

@@ -373,6 +373,44 @@ CASES |= {
         long=True,
     ),
 }
+CASES |= {
+    "falcon_h1": Case(
+        "FalconH1Config",
+        torch.bfloat16,
+        5,
+        {
+            **MAMBA,
+            "num_hidden_layers": 3,
+            "hidden_size": 72,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "vocab_size": 160,
+            "max_position_embeddings": 2048,
+            "intermediate_size": 100,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+            "mamba_d_ssm": 144,
+            "mamba_proj_bias": True,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "embedding_multiplier": 5.0,
+            "lm_head_multiplier": 0.4,
+            "mlp_multipliers": [0.7, 0.3],
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.8,
+            "ssm_in_multiplier": 1.2,
+            "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 0.8],
+            "ssm_out_multiplier": 0.6,
+            "tie_word_embeddings": True,
+            "eos_token_id": 2,
+        },
+        seed=111,
+        long=True,
+    ),
+}
 
 CASES |= {
     "lfm2_moe": Case(

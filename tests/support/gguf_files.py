@@ -178,6 +178,7 @@ ARCHITECTURES = {
     "lfm2_moe": "lfm2moe",
     "gpt_oss": "gpt-oss",
     "granite_hybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
 }  # families with another name
 NAMES = {"lfm2": LFM2_GGUF_NAMES, "lfm2_moe": LFM2_GGUF_NAMES}  # families with names of their own
 IN_F32 = r"_inp|shortconv\.conv|ssm_conv1d|ssm_dt|ssm_a$|ssm_d$|norm"  # tensors that are never quantized
@@ -282,6 +283,8 @@ def stored_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
         if spec.family.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
         stored = stored_name(name, spec)
+        if spec.family == "falcon_h1" and stored.endswith("ffn_norm.weight"):
+            stored = stored.removesuffix(".weight")
         if "shared_mlp.input_linear" in name:  # gate, and up
             gate, values = np.split(values, 2)
             arrays[stored.replace("ffn_up", "ffn_gate")] = [gate]

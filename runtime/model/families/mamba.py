@@ -12,6 +12,7 @@ MAX_TAPS = 16  # QUIRE_MAX_TAPS of the kernels
 MAX_STATE = 256  # QUIRE_MAX_KEY of the kernels
 MAX_INNER = 1 << 18  # columns of all heads
 MAX_TIME = 1e12  # highest lower limit of a time step
+INFINITY = {"__float__": "Infinity"}  # the form of transformers 5
 LAYER_KINDS = {  # transformers 4 and 5
     "mamba": "mamba",
     "linear_attention": "mamba",
@@ -60,7 +61,8 @@ def read_mamba(config: ConfigTable, layers: tuple[bool, ...]) -> Mamba:
         taps=config.integer("mamba_d_conv", 1, MAX_TAPS),
         layers=layers,
         conv_bias=config.flag("mamba_conv_bias", True),
-        bias=config.flag("mamba_proj_bias", False),
+        in_bias=config.flag("mamba_proj_bias", False),
+        out_bias=config.flag("mamba_proj_bias", False),
         time_limits=read_time_limits(config, "time_step_limit"),
     )
 
@@ -70,6 +72,8 @@ def read_time_limits(config: ConfigTable, key: str) -> tuple[float, float]:
     limits = config.values.get(key)
     if limits is None:
         return 0.0, inf
+    if isinstance(limits, list):
+        limits = [inf if each == INFINITY else each for each in limits]
     numbers = isinstance(limits, list) and all(type(each) in (int, float) for each in limits)
     if not numbers or len(limits) != 2 or not 0 <= limits[0] <= min(limits[1], MAX_TIME):
         raise config.refused(key, "a list of two numbers that are not negative, the lower one first")

@@ -17,6 +17,7 @@ from ..weights.quantization import Quantization
 from ..weights.quantized import QuantizedCheckpoint
 from ..weights.safetensors import SafetensorsCheckpoint
 from ..weights.tensors import check_tensors
+from .falcon_h1 import FALCON_H1
 from .family import Family
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
@@ -53,6 +54,7 @@ FAMILIES = (
     SMOLLM3,
     GRANITE,
     GRANITE_HYBRID,
+    FALCON_H1,
     OLMO2,
     PHI3,
     GEMMA2,

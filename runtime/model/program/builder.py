@@ -208,14 +208,15 @@ class ProgramBuilder(OpRecorder):
         columns: int,
         epilogue: Epilogue,
         form: RowForm,
+        scale: float = 1.0,
     ) -> Value:
-        """Compute the activation of x @ weight.T + bias that `epilogue` names, [rows, columns].
+        """Compute the activation of (x @ weight.T + bias) * scale that `epilogue` names, [rows, columns].
 
         With a gated epilogue, the weight alternates 16 columns of gate and 16 of up, and the result is their product.
         """
         x = self._in_order(x, weight)
         out = self._value("activated", x.rows, columns, form.dtype, group=form.group)
-        self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), epilogue))
+        self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), epilogue, scale=scale))
         return out
 
     def route(

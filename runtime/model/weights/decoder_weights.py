@@ -18,7 +18,7 @@ from ....kernels.ops import padded
 from ....kernels.pack import BLOCK_DTYPES, PackedMatrix
 from ...common.config import WeightDtype
 from ...common.errors import MissingTensor, WrongTensor
-from ..spec import DecoderSpec, Experts
+from ..spec import DecoderSpec, Experts, Mamba
 from . import READABLE, Checkpoint, as_f32
 from .delta_weights import DeltaWeights, build_delta
 from .mamba_weights import MambaWeights, build_mamba
@@ -36,6 +36,7 @@ from .packing import (
     interleaved,
     named,
     pack_built,
+    scaled,
     stacked,
 )
 from .quantization import SORTED
@@ -98,6 +99,7 @@ class LayerWeights:
 
     input_norm: Vector | None  # [hidden]
     mixer: AttentionWeights | ConvolutionWeights | DeltaWeights | MambaWeights
+    beside: MambaWeights | None  # a mixer beside attention, for the same rows
     attention_post_norm: Vector | None  # [hidden]
     mlp_norm: Vector | None  # [hidden]
     mlp: MlpWeights | ExpertWeights
@@ -205,7 +207,7 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
             gate_up=matrix(2 * padded(size), hidden, gate_up),
             gate_up_bias=bias(spec.mlp_bias, 2 * padded(size), gate_up),
             down=matrix(hidden, size, down),
-            down_bias=bias(spec.mlp_bias, hidden, down),
+            down_bias=scaled(bias(spec.mlp_bias, hidden, down), spec.gate_scale),
         )
 
     def mixture(experts: Experts, norm: Vector | None) -> ExpertWeights:
@@ -221,7 +223,7 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
         sinks = [Part(f"{prefix}{names.sinks}", (spec.num_heads,))]
         return AttentionWeights(
             qkv=matrix(spec.qkv_size, hidden, qkv),
-            qkv_bias=bias(spec.qkv_bias, spec.qkv_size, qkv),
+            qkv_bias=scaled(bias(spec.qkv_bias, spec.qkv_size, qkv), 1 / spec.attention_in_scale),
             q_norm=norm(spec.qk_norm, names.q_norm, q_norm_size),
             k_norm=norm(spec.qk_norm, names.k_norm, k_norm_size),
             sinks=factory.vector(spec.num_heads, sinks) if spec.sinks else None,
@@ -243,14 +245,17 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
             out_bias=bias(has_bias, hidden, out),
         )
 
+    def mamba(mixer: Mamba) -> MambaWeights:
+        return build_mamba(mixer, names, prefix, hidden, factory, matrix, input_norm)
+
     def mixer() -> AttentionWeights | ConvolutionWeights | DeltaWeights | MambaWeights:
         if spec.convolutions is not None and spec.convolutions.layers[layer]:
             return convolution(spec.convolutions.taps, spec.convolutions.bias)
         if spec.delta is not None and spec.delta.layers[layer]:
             return build_delta(spec.delta, names, prefix, hidden, factory, matrix, input_norm)
-        if spec.mamba is not None and spec.mamba.layers[layer]:
-            return build_mamba(spec.mamba, names, prefix, hidden, factory, matrix, input_norm)
-        return attention()
+        if spec.mamba is None or spec.attention_layers[layer]:
+            return attention()
+        return mamba(spec.mamba)
 
     input_norm = norm(spec.pre_norms, names.input_norm, hidden)
     mlp_norm = norm(spec.pre_norms, names.mlp_norm, hidden)
@@ -258,6 +263,7 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
     return LayerWeights(
         input_norm=input_norm,
         mixer=mixer(),
+        beside=mamba(spec.mamba) if spec.mamba is not None and spec.mamba.beside_attention else None,
         attention_post_norm=norm(spec.post_norms, names.attention_post_norm, hidden),
         mlp_norm=mlp_norm,
         mlp=mlp(names.gate_up, names.down, spec.intermediate_size) if experts is None else mixture(experts, mlp_norm),

@@ -10,7 +10,7 @@ import numpy as np
 from ....kernels.pack import PackedMatrix
 from ...common.errors import CorruptCheckpoint
 from ..spec import Mamba, TensorNames
-from .packing import MatrixPlan, Part, Vector, WeightFactory, decay_rates, named, stacked
+from .packing import MatrixPlan, Part, Vector, WeightFactory, decay_rates, named, scaled, stacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,6 @@ def build_mamba(
     def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
         return factory.vector(size, named(parts, prefix, "bias")) if present else None
 
-    def of_input(bias: Vector | None) -> Vector | None:
-        return None if bias is None else bias / np.float32(mamba.input_scale)
-
     def of_heads(name: str, *dimensions: int) -> Vector:
         return factory.vector(heads, [Part(f"{prefix}{name}", (heads, *dimensions))])
 
@@ -66,11 +63,11 @@ def build_mamba(
 
     return MambaWeights(
         into=matrix(rows, hidden, [into]),
-        into_bias=of_input(bias(mamba.bias, rows, [into])),
+        into_bias=scaled(bias(mamba.in_bias, rows, [into]), 1 / mamba.input_scale),
         times=factory.matrix(
             MatrixPlan(heads, hidden, "f32", named([times], prefix, "weight", hidden), factors=input_norm)
         ),
-        times_bias=of_input(bias(mamba.bias, heads, [times])),
+        times_bias=scaled(bias(mamba.in_bias, heads, [times]), 1 / mamba.input_scale),
         taps=weights * _conv_scales(mamba),
         taps_bias=bias(mamba.conv_bias, conv, stacked((names.mamba_conv,), (conv,))),
         a=_decay_rates(names, f"{prefix}{names.mamba_a}", of_heads(names.mamba_a, *second)),
@@ -78,7 +75,7 @@ def build_mamba(
         skip=of_heads(names.mamba_skip, *second),
         norm=_norm(mamba, names, prefix, factory),
         out=matrix(hidden, inner, out),
-        out_bias=bias(mamba.bias, hidden, out),
+        out_bias=bias(mamba.out_bias, hidden, out),
     )
 
 

@@ -145,6 +145,11 @@ def named(parts: Sequence[Part], prefix: str, suffix: str, *in_features: int) ->
     ]
 
 
+def scaled(bias: Vector | None, factor: float) -> Vector | None:
+    """Return a bias times a factor, for a linear layer whose scale must not change it, or by less."""
+    return bias if bias is None or factor == 1 else bias * np.float32(factor)
+
+
 def decay_rates(logarithms: Vector) -> Vector:
     """Return -exp of each element, with the same bits on every machine, where numpy's exp may have others."""
     return np.array([-Decimal(min(float(each), MAX_LOG)).exp() for each in logarithms], np.float32)

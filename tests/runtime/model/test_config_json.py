@@ -36,6 +36,7 @@ ARCHITECTURE = {
     "gemma3": "Gemma3ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "granite_hybrid": "GraniteMoeHybridForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
 }
 MINIMAL = {
     "vocab_size": 100,
@@ -53,6 +54,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         "num_local_experts": 0,
         "mamba_n_heads": 4,
     },
+    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_ssm": 96, "num_key_value_heads": 2},
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 
@@ -499,6 +501,7 @@ def test_an_invalid_window_is_refused_by_name(read: Read, family: str, keys: Any
         ("granite_hybrid", {"hidden_act": "gelu_pytorch_tanh"}, 'hidden_act is .*; it must be "silu"'),
         ("granite_hybrid", {"time_step_limit": [0.1]}, "time_step_limit is .*; it must be a list of two numbers"),
         ("granite_hybrid", {"time_step_limit": [0.2, 0.1]}, "the lower one first"),
+        ("granite_hybrid", {"time_step_limit": [0.0, {"__float__": "NaN"}]}, "time_step_limit"),
         ("granite_hybrid", {"time_step_limit": [10**400, 10**500]}, "time_step_limit"),
         ("granite_hybrid", {"time_step_limit": [-1, 1]}, "that are not negative"),
         ("granite_hybrid", {"time_step_limit": [0.0, float("nan")]}, "time_step_limit"),
@@ -506,6 +509,13 @@ def test_an_invalid_window_is_refused_by_name(read: Read, family: str, keys: Any
         ("granite_hybrid", {"layer_types": ["mamba", "conv", "attention"]}, "3 times mamba, linear_attention, "),
         ("granite_hybrid", {"layer_types": ["attention"]}, "3 times mamba"),
         ("granite_hybrid", {"layer_types": ...}, "layer_types is missing"),
+        ("falcon_h1", {"mamba_d_ssm": 97}, r"mamba_d_ssm is 97; .* \(4\) divides the 97 columns of all heads"),
+        ("falcon_h1", {"mamba_d_ssm": None, "mamba_n_heads": 3}, "mamba_n_heads is 3; .* divides the 128 columns"),
+        ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers is .*; it must be a list of 2 numbers"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 1.0, 0.0, 1.0, 1.0]}, r"ssm_multipliers\[2\] is 0.0"),
+        ("falcon_h1", {"key_multiplier": -1}, "key_multiplier"),
+        ("falcon_h1", {"ssm_out_multiplier": "1"}, "ssm_out_multiplier"),
+        ("falcon_h1", {"mamba_rms_norm": 1}, "mamba_rms_norm"),
     ],
 )
 def test_an_invalid_value_of_one_family_is_refused_by_name(read: Read, family: str, keys: Any, culprit: str) -> None:
@@ -573,9 +583,46 @@ def test_keys_of_granite_hybrid(read: Read) -> None:
     assert read("granite_hybrid", layer_types=["attention"] * 3).mamba is None
     ropes = read("granite_hybrid", position_embedding_type="rope", rope_theta=500.0).ropes
     assert ropes == (None, None, Rope(500.0))
+    unlimited = read("granite_hybrid", time_step_limit=[0.0, {"__float__": "Infinity"}]).mamba
+    assert unlimited is not None
+    assert unlimited.time_limits == (0.0, float("inf"))
     limited = read("granite_hybrid", time_step_limit=[0.5, 2]).mamba
     assert limited is not None
     assert limited.time_limits == (0.5, 2.0)
+
+
+def test_keys_of_falcon_h1(read: Read) -> None:
+    spec = read(
+        "falcon_h1",
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        projectors_bias=True,
+        mlp_multipliers=[0.5, 0.25],
+        key_multiplier=0.5,
+        attention_in_multiplier=2,
+        ssm_in_multiplier=1.5,
+        ssm_multipliers=[1, 2, 3, 4, 5],
+        lm_head_multiplier=0.125,
+    )
+    assert (spec.gate_scale, spec.mlp_out_scale, spec.logits_scale) == (0.5, 0.25, 0.125)
+    assert (spec.attention_scale, spec.attention_in_scale, spec.attention_out_scale) == (0.125, 2.0, 1.0)
+    assert spec.attention_layers == (True, True, True)
+    assert spec.mamba == Mamba(
+        num_heads=4,
+        head_dim=24,
+        num_groups=1,
+        state_size=256,
+        taps=4,
+        layers=(True, True, True),
+        beside_attention=True,
+        conv_bias=True,
+        out_bias=True,
+        input_scale=1.5,
+        scales=(1.0, 2.0, 3.0, 4.0, 5.0),
+    )
+    plain = read("falcon_h1", mamba_d_ssm=None).mamba
+    assert plain is not None
+    assert (plain.norm, plain.gate_first, plain.head_dim, plain.scales) == (False, False, 32, (1.0,) * 5)
 
 
 def test_no_folder_and_no_config(tmp_path: Path) -> None:

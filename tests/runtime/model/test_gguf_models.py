@@ -26,11 +26,11 @@ from quire.runtime.model.families.registry import FAMILIES as REGISTERED
 from quire.runtime.model.gguf_config import GGUF_NAMES
 from quire.runtime.model.rope import inverse_frequencies, rotary_dim
 from quire.runtime.model.spec import FrequencyDivisors, LinearScaling
-from quire.runtime.model.weights.decoder_weights import AttentionWeights, ExpertWeights, MlpWeights, plan_weights
-from quire.runtime.model.weights.mamba_weights import MambaWeights
+from quire.runtime.model.weights.decoder_weights import MlpWeights, plan_weights
 
 from tests.support.ggml import random_blocks
 from tests.support.gguf_files import ARCHITECTURES, NAMES, Tensor, convert, describe, encode, stored_tensors, write
+from tests.support.matrices import packed_matrices
 
 FULL: dict[str, Any] = {"sliding_window": None, "use_sliding_window": False}
 CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens that GGUF files of a family cannot have
@@ -41,6 +41,12 @@ CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens that GGUF files 
     "lfm2": {"conv_bias": False},
     "granite_hybrid": {"mamba_proj_bias": False, "time_step_limit": None},
     "lfm2_moe": {},
+    "falcon_h1": {
+        **dict.fromkeys(("mamba_rms_norm", "mamba_norm_before_gate", "mamba_proj_bias", "projectors_bias"), False),
+        **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "mlp_multipliers")),
+        **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier")),
+        **dict.fromkeys(("ssm_in_multiplier", "ssm_multipliers", "ssm_out_multiplier")),
+    },
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
     "qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": [], "norm_topk_prob": True},
@@ -62,22 +68,8 @@ def convert_golden(source: Path, path: Path, kind: str = "F32") -> Path:
     return convert(source, path, kind, METADATA.get(source.name, {}))
 
 
-def inner_matrices(model: PackedModel) -> list[Any]:
-    found = []
-    for layer in model.weights.layers:
-        mixer = layer.mixer
-        found += [mixer.qkv, mixer.o] if isinstance(mixer, AttentionWeights) else [mixer.into, mixer.out]
-        found += [mixer.times] if isinstance(mixer, MambaWeights) else []
-        if isinstance(layer.mlp, ExpertWeights):
-            found += [layer.mlp.router, *layer.mlp.gate_up, *layer.mlp.down]
-        else:
-            found += [layer.mlp.gate_up, layer.mlp.down]
-    return found
-
-
 def matrices(model: PackedModel) -> list[Any]:
-    weights = model.weights
-    return [matrix.unpack() for matrix in (weights.embedding, *inner_matrices(model), weights.lm_head)]
+    return [matrix.unpack() for matrix in packed_matrices(model.weights)]
 
 
 def test_no_family_with_gguf_files_is_left_out() -> None:
@@ -215,7 +207,7 @@ def test_a_mixed_file_keeps_the_type_of_every_tensor(edited: Callable[..., Path]
     logits, like = (compute_logits(packed, token_ids) for packed in (model, in_f32))
     assert np.abs(logits - like).max() / (like.max() - like.min()) < 0.03  # activations are q8
     planned = plan_weights(model.spec, "auto")[1]
-    assert planned.total() == sum(matrix.nbytes for matrix in (model.weights.embedding, *inner_matrices(model)))
+    assert planned.total() == sum(matrix.nbytes for matrix in packed_matrices(model.weights))
     assert set(planned) == {"q4_k", "q5_k", "q6_k", "q8"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from quire.kernels.pack import PackedMatrix
 from quire.pager import OutOfMemory, map_memory
 from quire.pager.arena import HUGE_PAGE_BYTES
 from quire.runtime.common.errors import CorruptCheckpoint, ModelError, Unavailable
-from quire.runtime.model import BUNDLED_MODEL, DecoderSpec, PackedModel, pack_model, read_spec
+from quire.runtime.model import BUNDLED_MODEL, DecoderSpec, pack_model, read_spec
 from quire.runtime.model.families.registry import open_model
 from quire.runtime.model.weights import Checkpoint, packing
 from quire.runtime.model.weights.decoder_weights import (
@@ -33,24 +33,12 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.families import FAMILIES
 from tests.support.gguf_files import convert, encode, write
+from tests.support.matrices import packed_matrices
 
 
 def widened(checkpoint: Checkpoint, name: str) -> Any:
     values = checkpoint.tensor(name)
     return (values.astype(np.uint32) << 16).view(np.float32) if values.dtype == np.uint16 else values.astype(np.float32)
-
-
-def matrices(model: PackedModel) -> list[PackedMatrix]:
-    weights = model.weights
-    head = [] if weights.lm_head is weights.embedding else [weights.lm_head]
-    inner = [matrix for layer in weights.layers for matrix in (*mixer_matrices(layer.mixer), *mlp_matrices(layer.mlp))]
-    return [weights.embedding, *inner, *head]
-
-
-def mixer_matrices(mixer: Any) -> tuple[PackedMatrix, ...]:
-    """Return the matrices of a mixer of any kind."""
-    values = [getattr(mixer, field.name) for field in fields(mixer)]
-    return tuple(value for value in values if isinstance(value, PackedMatrix))
 
 
 def mlp_matrices(mlp: MlpWeights | ExpertWeights) -> tuple[PackedMatrix, ...]:
@@ -164,7 +152,9 @@ def test_tied_embeddings_are_packed_once(goldens: Path, family: str, tied: bool)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_planned_bytes_are_the_packed_bytes(goldens: Path, family: str, weights: Any) -> None:
     model = pack_model(goldens / family, weights)
-    assert plan_weights(model.spec, weights)[1].total() == sum(matrix.nbytes for matrix in matrices(model))
+    assert plan_weights(model.spec, weights)[1].total() == sum(
+        matrix.nbytes for matrix in packed_matrices(model.weights)
+    )
 
 
 def test_each_expert_has_its_own_matrices_and_some_layers_may_have_none(goldens: Path) -> None:
@@ -317,7 +307,9 @@ def test_tensors_that_are_read_in_pieces_are_packed_alike(
     path = convert(goldens / family, tmp_path / "a.gguf") if in_gguf else goldens / family
     whole = pack_model(path, "f32")
     monkeypatch.setattr(packing, "ELEMENTS_PER_CHECK", 1)
-    for matrix, expected in zip(matrices(pack_model(path, "f32")), matrices(whole), strict=True):
+    for matrix, expected in zip(
+        *(packed_matrices(model.weights) for model in (pack_model(path, "f32"), whole)), strict=True
+    ):
         assert np.array_equal(matrix.unpack(), expected.unpack())
 
 
