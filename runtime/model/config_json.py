@@ -222,6 +222,17 @@ def qwen_windows(config: ConfigTable) -> tuple[int, ...]:
     return tuple(window if layer >= first else 0 for layer in range(layers))
 
 
+def sliding_layers(config: ConfigTable, layers: int, full_every: int) -> list[bool]:
+    """Return whether each layer slides, by `sliding_window_pattern`: a list of flags, or all but every N-th; 0: all."""
+    pattern = config.values["sliding_window_pattern"]
+    if isinstance(pattern, list):
+        if len(pattern) != layers or any(flag not in (0, 1) for flag in pattern):
+            raise config.refused("sliding_window_pattern", f"an integer, or a list of {layers} flags")
+        return [bool(flag) for flag in pattern]
+    every = config.integer("sliding_window_pattern", 0, 1 << 30, full_every)
+    return [not every or (layer + 1) % every != 0 for layer in range(layers)]
+
+
 def windows_by_type(config: ConfigTable, layers: int, window: int) -> tuple[int, ...]:
     """Return the windows of `layer_types`, where sliding layers see `window` tokens; 0: the family has none."""
     types = config.values["layer_types"]

@@ -57,6 +57,25 @@ def _shared_table(config: ConfigTable) -> ConfigTable:
     return table
 
 
+def layer_rope_table(config: ConfigTable, kind: str) -> ConfigTable:
+    """Return config.json's rotary embedding of either the full or the sliding layers.
+
+    transformers 4 has `rope_scaling`, for full layers only. transformers 5 has an object per kind of layer, and also
+    writes keys of kinds that no layer has. Both forms apply where a folder has both.
+    """
+    by_kind = config.table("rope_parameters")
+    for key, value in by_kind.values.items():
+        if key not in ("full_attention", "sliding_attention") and value not in (None, "default"):
+            raise by_kind.refused(key, "absent: full_attention and sliding_attention have one rotary embedding each")
+    table = by_kind.table(kind)
+    if kind == "sliding_attention" or not config.values.get("rope_scaling"):
+        return table
+    scaling = config.table("rope_scaling")
+    if "rope_type" not in scaling and scaling.text("type", "default") != "default":
+        raise scaling.refused("type", "named rope_type: transformers 4 scales by `type`, transformers 5 ignores it")
+    return ConfigTable({**table.values, **scaling.values}, scaling.where, scaling.source, scaling.names)
+
+
 def rope_of(config: ConfigTable, table: ConfigTable, *, theta_key: str = "rope_theta", partial: bool = False) -> Rope:
     """Read the rotary embedding in `table`, an object of config.json; its base may be in config.json itself."""
     theta = table.positive("rope_theta", config.positive(theta_key, DEFAULT_THETA))

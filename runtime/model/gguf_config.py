@@ -123,6 +123,7 @@ class GGUFFormat:
     neighboring_pairs: bool = False  # a rotated pair is two neighboring rows of q and k, not rows half a head apart
     experts: bool = False  # True: this family, among several with the same architecture, has experts
     bare: tuple[str, ...] = ()  # names of a layer's weights that files have without .weight
+    marker: str = ""  # key, not 0, in the files of this family alone, among several with the same architecture
     derive: Callable[[ConfigTable], Mapping[str, Any]] = lambda config: {}  # keys of config.json that files do not have
 
     def open(self, file: GGUFFile, read: Callable[[ConfigTable], DecoderSpec]) -> tuple[DecoderSpec, GGUFCheckpoint]:

@@ -273,6 +273,68 @@ CASES |= {
     ),
 }
 
+CASES |= {
+    "olmo3": Case(
+        "Olmo3Config",
+        torch.bfloat16,
+        4,
+        {
+            **SMALL,
+            "num_hidden_layers": 5,
+            "hidden_size": 72,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "intermediate_size": 100,
+            "attention_bias": True,
+            "sliding_window": 20,
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 500000.0, "attention_factor": 1.2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            },
+            "eos_token_id": 1,
+        },
+        seed=120,
+    ),
+    "exaone4": Case(
+        "Exaone4Config",
+        torch.bfloat16,
+        5,
+        {
+            **SMALL,
+            "num_hidden_layers": 4,
+            "hidden_size": 72,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 20,
+            "intermediate_size": 100,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": LLAMA3,
+            "tie_word_embeddings": True,
+            "eos_token_id": 1,
+        },
+        four={"sliding_window_pattern": "LLGL"},
+        seed=121,
+    ),
+    "seed_oss": Case(
+        "SeedOssConfig",
+        torch.bfloat16,
+        4,
+        {
+            **SMALL,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 20,
+            "intermediate_size": 100,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 2.0},
+            "eos_token_id": 1,
+        },
+        seed=122,
+    ),
+}
+
 GPT_OSS: dict[str, Any] = {
     "vocab_size": 320,
     "num_key_value_heads": 2,
@@ -633,7 +695,8 @@ def as_transformers_4(five: dict[str, Any]) -> dict[str, Any]:
     four = {key: value for key, value in five.items() if key not in ("dtype", "rope_parameters", "layer_types")}
     rope = dict(five["rope_parameters"])
     if "sliding_attention" in rope:
-        four["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        if four["model_type"] != "olmo3":
+            four["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = dict(rope["full_attention"])
     if "partial_rotary_factor" in rope:
         four["partial_rotary_factor"] = rope.pop("partial_rotary_factor")

@@ -10,7 +10,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +179,14 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "granite_hybrid": "granitehybrid",
     "falcon_h1": "falcon-h1",
+    "olmo3": "olmo2",
 }  # families with another name
-NAMES = {"lfm2": LFM2_GGUF_NAMES, "lfm2_moe": LFM2_GGUF_NAMES}  # families with names of their own
+NAMES = {  # families with names of their own
+    "lfm2": LFM2_GGUF_NAMES,
+    "lfm2_moe": LFM2_GGUF_NAMES,
+    "phi3": replace(GGUF_NAMES, qkv=("attn_qkv",), gate_up=("ffn_up",)),
+    "seed_oss": replace(GGUF_NAMES, mlp_norm="post_attention_norm"),
+}
 IN_F32 = r"_inp|shortconv\.conv|ssm_conv1d|ssm_dt|ssm_a$|ssm_d$|norm"  # tensors that are never quantized
 PERMUTED = ("llama", "mistral", "mixtral", "granite", "granite_hybrid", "smollm3")
 OF_FAMILIES = {  # keys of config.json that the converter writes for some families
@@ -188,7 +194,7 @@ OF_FAMILIES = {  # keys of config.json that the converter writes for some famili
     "embedding_scale": ("embedding_multiplier", "granite", "granite_hybrid"),
     "residual_scale": ("residual_multiplier", "granite", "granite_hybrid"),
     "logit_scale": ("logits_scaling", "granite", "granite_hybrid"),
-    "attention.sliding_window": ("sliding_window", "phi3", "gemma2", "gemma3", "gpt_oss"),
+    "attention.sliding_window": ("sliding_window", "phi3", "gemma2", "gemma3", "gpt_oss", "olmo3", "exaone4"),
     "attn_logit_softcapping": ("attn_logit_softcapping", "gemma2"),
     "final_logit_softcapping": ("final_logit_softcapping", "gemma2"),
     "expert_used_count": ("num_experts_per_tok", "mixtral", "qwen3_moe", "gpt_oss", "lfm2_moe"),
@@ -325,7 +331,7 @@ def stored_name(name: str, spec: DecoderSpec) -> str:
 
 def _stored_names(spec: DecoderSpec) -> dict[str, str]:
     """Return the name in GGUF files for each name on Hugging Face."""
-    fused = {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)}  # the names of tensors that Phi-3 has
+    fused = {"gate_up": ("ffn_up",)}  # the name of a tensor that the converter divides
     stored: dict[str, str] = {}
     for field in fields(TensorNames):
         if field.name == "mlp_norm" and not spec.pre_norms:

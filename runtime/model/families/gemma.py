@@ -17,6 +17,7 @@ from ..config_json import (
     num_layers,
     read_activation,
     read_head_dim,
+    sliding_layers,
     windows_by_type,
 )
 from ..gguf_config import KEYS
@@ -64,20 +65,9 @@ def derive_gemma(config: ConfigTable, *, full_every: int, largest: int) -> dict[
     scalar = read_head_dim(config)
     if layers == largest:
         scalar = config.integer("hidden_size", 1, MAX_WIDTH) // config.integer("num_attention_heads", 1, MAX_HEADS)
-    slides = _sliding_layers(config, layers, full_every)
+    slides = sliding_layers(config, layers, full_every)
     types = ["sliding_attention" if each else "full_attention" for each in slides]
     return {"query_pre_attn_scalar": scalar, "layer_types": types, "sliding_window_pattern": None}
-
-
-def _sliding_layers(config: ConfigTable, layers: int, full_every: int) -> list[bool]:
-    """Return whether each layer slides: a list of flags, or all but every N-th; 0: all."""
-    pattern = config.values["sliding_window_pattern"]
-    if isinstance(pattern, list):
-        if len(pattern) != layers or any(flag not in (0, 1) for flag in pattern):
-            raise config.refused("sliding_window_pattern", f"an integer, or a list of {layers} flags")
-        return [bool(flag) for flag in pattern]
-    every = config.integer("sliding_window_pattern", 0, 1 << 30, full_every)
-    return [not every or (layer + 1) % every != 0 for layer in range(layers)]
 
 
 def _windows(config: ConfigTable, layers: int, full_every: int) -> tuple[int, ...]:

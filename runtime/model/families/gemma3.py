@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..config_json import ConfigTable
-from ..config_rope import rope_of
+from ..config_rope import layer_rope_table, rope_of
 from ..gguf_config import GGUFFormat
 from ..spec import DecoderSpec
 from .family import Family
@@ -38,8 +38,8 @@ WHOLE_MODEL = ("eos_token_id", "tie_word_embeddings")  # keys outside text_confi
 def read_gemma3(config: ConfigTable) -> DecoderSpec:
     """Read a `Gemma3ForCausalLM`."""
     config = config.with_defaults(DEFAULTS)
-    full = rope_of(config, _rope_table(config, "full_attention"))
-    sliding = rope_of(config, _rope_table(config, "sliding_attention"), theta_key="rope_local_base_freq")
+    full = rope_of(config, layer_rope_table(config, "full_attention"))
+    sliding = rope_of(config, layer_rope_table(config, "sliding_attention"), theta_key="rope_local_base_freq")
     spec = build_gemma(config, "gemma3", full, config.integer("sliding_window_pattern", 1, 1 << 30, 6))
     ropes = tuple(sliding if window else full for window in spec.windows)
     return replace(spec, qk_norm=True, ropes=ropes, attention_softcap=0.0)  # transformers does not apply it either
@@ -49,25 +49,6 @@ def read_gemma3_with_images(config: ConfigTable) -> DecoderSpec:
     """Read the text part of a `Gemma3ForConditionalGeneration`, whose logits transformers does not cap."""
     shared = {key: config.values[key] for key in WHOLE_MODEL if key in config}
     return replace(read_gemma3(config.table("text_config").with_defaults(shared)), logits_softcap=0.0)
-
-
-def _rope_table(config: ConfigTable, kind: str) -> ConfigTable:
-    """Return config.json's rotary embedding of either the full or the sliding layers.
-
-    transformers 4 has `rope_scaling`, for full layers only. transformers 5 has an object per kind of layer, and also
-    writes keys of kinds that no layer has. Both forms apply where a folder has both.
-    """
-    by_kind = config.table("rope_parameters")
-    for key, value in by_kind.values.items():
-        if key not in ("full_attention", "sliding_attention") and value not in (None, "default"):
-            raise by_kind.refused(key, "absent: full_attention and sliding_attention have one rotary embedding each")
-    table = by_kind.table(kind)
-    if kind == "sliding_attention" or not config.values.get("rope_scaling"):
-        return table
-    scaling = config.table("rope_scaling")
-    if "rope_type" not in scaling and scaling.text("type", "default") != "default":
-        raise scaling.refused("type", "named rope_type: transformers 4 scales by `type`, transformers 5 ignores it")
-    return ConfigTable({**table.values, **scaling.values}, scaling.where, scaling.source, scaling.names)
 
 
 def _derive(config: ConfigTable) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ..weights.quantization import Quantization
 from ..weights.quantized import QuantizedCheckpoint
 from ..weights.safetensors import SafetensorsCheckpoint
 from ..weights.tensors import check_tensors
+from .exaone4 import EXAONE4
 from .falcon_h1 import FALCON_H1
 from .family import Family
 from .gemma2 import GEMMA2
@@ -31,6 +32,7 @@ from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .olmo2 import OLMO2
+from .olmo3 import OLMO3
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen2_5_vl import QWEN2_5_VL
@@ -39,6 +41,7 @@ from .qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from .qwen3_moe import QWEN3_MOE
 from .qwen3_next import QWEN3_NEXT
 from .qwen3_vl import QWEN3_VL
+from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
 
 FAMILIES = (
@@ -56,6 +59,9 @@ FAMILIES = (
     GRANITE_HYBRID,
     FALCON_H1,
     OLMO2,
+    OLMO3,
+    EXAONE4,
+    SEED_OSS,
     PHI3,
     GEMMA2,
     GEMMA3,
@@ -144,7 +150,9 @@ def _open_gguf(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:
         known = dict.fromkeys(form.architecture for form, _ in formats)
         raise file.metadata.refused("general.architecture", f"one of {', '.join(known)}")
     has_experts = file.metadata.get(f"{architecture}.expert_count", 0) != 0
-    form, read = next((pair for pair in named if pair[0].experts == has_experts), named[0])
+    fitting = [pair for pair in named if pair[0].experts == has_experts] or named
+    marked = [pair for pair in fitting if pair[0].marker and file.metadata.get(f"{architecture}.{pair[0].marker}")]
+    form, read = (marked or fitting)[0]
     return form.open(file, read)
 
 

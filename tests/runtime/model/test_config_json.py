@@ -31,6 +31,9 @@ ARCHITECTURE = {
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
@@ -48,6 +51,8 @@ MINIMAL = {
 }
 NEEDED: dict[str, dict[str, Any]] = {
     "lfm2": {"num_key_value_heads": 2},  # the default has more than MINIMAL's heads
+    "exaone4": {"num_key_value_heads": 2},
+    "seed_oss": {"num_key_value_heads": 2},
     "granite_hybrid": {
         "layer_types": ["mamba", "mamba", "attention"],
         "shared_intermediate_size": 96,
@@ -108,6 +113,8 @@ def test_defaults(read: Read) -> None:
         ("qwen3", {}, False, False, False),
         ("qwen3", {"attention_bias": True}, True, True, False),
         ("mistral", {"attention_bias": True, "mlp_bias": True}, False, False, False),
+        ("seed_oss", {}, True, False, False),
+        ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}, False, True, True),
     ],
 )
 def test_biases(read: Read, family: str, keys: Any, qkv_bias: bool, o_bias: bool, mlp_bias: bool) -> None:
@@ -132,8 +139,10 @@ def test_head_dim(read: Read, family: str, keys: Any, head_dim: int) -> None:
 
 
 def test_families_that_norm_queries_and_keys(read: Read) -> None:
-    assert {family for family in ARCHITECTURE if read(family).qk_norm} == {"qwen3", "olmo2", "gemma3", "lfm2"}
-    assert {family for family in ARCHITECTURE if read(family).qk_norm_rows} == {"olmo2"}
+    assert {family for family in ARCHITECTURE if read(family).qk_norm} == {
+        "qwen3", "olmo2", "olmo3", "exaone4", "gemma3", "lfm2",
+    }  # fmt: skip
+    assert {family for family in ARCHITECTURE if read(family).qk_norm_rows} == {"olmo2", "olmo3"}
 
 
 @pytest.mark.parametrize(
@@ -168,6 +177,12 @@ def test_families_that_norm_queries_and_keys(read: Read) -> None:
         ("phi3", {}, (0, 0, 0)),
         ("phi3", {"sliding_window": 8}, (8, 8, 8)),
         ("phi3", {"sliding_window": 512}, (0, 0, 0)),
+        ("olmo3", {"num_hidden_layers": 4}, (4096, 4096, 4096, 0)),
+        ("olmo3", {"sliding_window": 8, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, (0, 0, 8)),
+        ("exaone4", {"num_hidden_layers": 4}, (4096, 4096, 4096, 0)),
+        ("exaone4", {"sliding_window": 8, "sliding_window_pattern": 2}, (8, 0, 8)),
+        ("exaone4", {"sliding_window": 8, "sliding_window_pattern": "LG"}, (8, 0, 8)),
+        ("exaone4", {"sliding_window": None, "sliding_window_pattern": None}, (0, 0, 0)),
         ("gemma2", {"sliding_window": 8}, (8, 0, 8)),
         ("gemma2", {}, (4096, 0, 4096)),
         ("gemma2", {"layer_types": ["full_attention"] * 3}, (0, 0, 0)),
@@ -319,6 +334,17 @@ def test_sliding_layers_of_gemma3_have_their_own_rotary_embedding(read: Read, ke
 )
 def test_full_layers_of_gemma3_in_any_form_of_config_json(read: Read, keys: Any) -> None:
     assert read("gemma3", sliding_window_pattern=2, **keys).ropes[1] == Rope(5e5, LinearScaling(8.0))
+
+
+def test_full_layers_of_olmo3_alone_scale_their_rotary_embedding(read: Read) -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    ropes = read("olmo3", num_hidden_layers=4, rope_theta=5e5, rope_scaling=scaling).ropes
+    assert ropes == (*(Rope(5e5),) * 3, Rope(5e5, LinearScaling(8.0)))
+
+
+def test_full_layers_of_exaone4_do_not_rotate_heads_beside_sliding_ones(read: Read) -> None:
+    assert read("exaone4", sliding_window_pattern="LG").ropes == (Rope(1e4), None, Rope(1e4))
+    assert read("exaone4", sliding_window=None).ropes == (Rope(1e4),) * 3
 
 
 def test_the_text_part_of_a_gemma3_with_images(read: Read) -> None:
@@ -473,6 +499,12 @@ def test_an_invalid_window_is_refused_by_name(read: Read, family: str, keys: Any
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.rope_type"),
         ("gemma3", {"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "full_attention.rope_theta"),
+        ("olmo3", {"rope_theta": 1e4}, "rope_theta is 10000.0; it must be 500000"),
+        ("olmo3", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type"),
+        ("olmo3", {"layer_types": ["linear_attention"] * 3}, "layer_types"),
+        ("exaone4", {"sliding_window_pattern": "LXG"}, "sliding_window_pattern is .LXG"),
+        ("exaone4", {"sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ("seed_oss", {"attention_out_bias": 1}, "attention_out_bias"),
         ("gemma3", {"rope_local_base_freq": 0.5}, "rope_local_base_freq"),
         ("gemma3", {"rope_scaling": {"type": "linear", "factor": 8}}, "rope_scaling.type"),
         ("lfm2", {"conv_L_cache": 0}, "conv_L_cache is 0; it must be an integer from 1 to 16"),

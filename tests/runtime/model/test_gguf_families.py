@@ -216,6 +216,43 @@ def test_granite_without_multipliers(edited: Callable[..., Path]) -> None:
     assert (spec.embedding_scale, spec.residual_scale, spec.logits_scale) == (1, 1, 1)
 
 
+@pytest.mark.parametrize(("pattern", "full"), [(None, [3]), (2, [1, 3]), ([True, True, False, True, True], [2])])
+def test_the_layers_of_olmo_3_that_slide(edited: Callable[..., Path], pattern: Any, full: list[int]) -> None:
+    """Sliding layers have a rotary embedding without the scaling of the others, and may have another base."""
+    spec = read_spec(
+        edited("olmo3", {"olmo2.attention.sliding_window_pattern": pattern, "olmo2.rope.freq_base_swa": 5e3})
+    )
+    assert [layer for layer, window in enumerate(spec.windows) if not window] == full
+    for window, rope in zip(spec.windows, spec.ropes, strict=True):
+        assert rope is not None
+        assert (rope.theta, rope.scaling is None) == ((5e3, True) if window else (5e5, False))
+
+
+def test_an_olmo_2_has_no_window(edited: Callable[..., Path]) -> None:
+    """Both versions have one architecture: files of OLMo 3 have a window."""
+    assert read_spec(edited("olmo2", {"olmo2.attention.sliding_window": 0})).family == "olmo2"
+    assert read_spec(edited("olmo3")).family == "olmo3"
+
+
+def test_an_exaone_4_without_a_window_rotates_all_heads(edited: Callable[..., Path]) -> None:
+    spec = read_spec(edited("exaone4", {"exaone4.attention.sliding_window": None}))
+    assert (spec.windows, None in spec.ropes) == ((0,) * 4, False)
+    spec = read_spec(edited("exaone4", {"exaone4.attention.sliding_window": 24}))
+    assert (spec.windows, [rope is None for rope in spec.ropes]) == ((24, 24, 24, 0), [False, False, False, True])
+
+
+def test_the_first_files_of_exaone_4_32b_have_no_window(edited: Callable[..., Path], goldens: Path) -> None:
+    tensors = stored_tensors(goldens / "exaone4", "F32")
+    more = {
+        name.replace("blk.0.", f"blk.{layer}."): tensor
+        for layer in range(4, 64)
+        for name, tensor in tensors.items()
+        if name.startswith("blk.0.")
+    }
+    spec = read_spec(edited("exaone4", {"exaone4.block_count": 64, "exaone4.attention.sliding_window": None}, more))
+    assert spec.windows == (4096, 4096, 4096, 0) * 16
+
+
 def test_layers_without_rotary_embedding_have_no_divisors(edited: Callable[..., Path]) -> None:
     divisors = np.linspace(1, 2, 6, dtype=np.float32)
     spec = read_spec(edited("smollm3", {}, {"rope_freqs.weight": encode(divisors, "F32")}))
@@ -267,7 +304,13 @@ def test_the_rotated_part_of_a_head_is_not_rounded(model_folder: Callable[..., P
     [
         ("granite", {"granite.rope.scaling.finetuned": False}, "rope.scaling.finetuned is false; it must be absent or"),
         ("granite", {"granite.logit_scale": "6"}, 'granite.logit_scale is "6"; it must be a number'),
-        ("olmo2", {"olmo2.attention.sliding_window": 64}, "sliding_window is 64; it must be absent or 0"),
+        ("olmo2", {"olmo2.attention.sliding_window": ("i32", -1)}, "sliding_window is -1; it must be an integer"),
+        (
+            "olmo3",
+            {"olmo2.attention.sliding_window_pattern": [True]},
+            r"\[true\]; it must be an integer, or a list of 5",
+        ),
+        ("exaone4", {"exaone4.attention.sliding_window_pattern": "LLLG"}, '"LLLG"; it must be an integer'),
         ("gemma2", {"gemma2.rope.freq_base_swa": 1e4}, "freq_base_swa is 10000.0; it must be absent"),
         ("gemma2", {"gemma2.attention.sliding_window": ("i32", -1)}, "sliding_window is -1; it must be an integer"),
         ("gemma3", {"gemma3.attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; it must be absent"),

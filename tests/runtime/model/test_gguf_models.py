@@ -49,10 +49,15 @@ CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens that GGUF files 
     },
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
+    "seed_oss": {"attention_out_bias": False, "mlp_bias": False},
     "qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": [], "norm_topk_prob": True},
 }
-METADATA = {"gemma3": {"gemma3.attention.sliding_window_pattern": 3}}  # the converter leaves out 6, the usual one
-FAMILIES = ("llama", "qwen3", "granite", "olmo2", "phi3", *CHANGED)
+METADATA: dict[str, dict[str, Any]] = {
+    "gemma3": {"gemma3.attention.sliding_window_pattern": 3},  # the converter leaves out 6, the usual one
+    "olmo3": {"olmo2.attention.sliding_window_pattern": [True, True, True, False, True]},
+    "exaone4": {"exaone4.attention.sliding_window_pattern": [True, True, False, True]},
+}
+FAMILIES = ("llama", "qwen3", "granite", "olmo2", "olmo3", "exaone4", "phi3", *CHANGED)
 LAYER = "blk.1."
 VECTORS = ("input_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
 MIXER_VECTORS = ("qkv_bias", "q_norm", "k_norm", "o_bias", "taps", "taps_bias", "bias", "skip", "norm")
@@ -84,8 +89,7 @@ def test_the_spec_is_that_of_the_folder(folder: Callable[[str], Path], family: s
     expected = read_spec(source)
     spec = read_spec(convert_golden(source, tmp_path / "a.gguf"))
     named = "llama" if family == "mistral" else family
-    phi3 = replace(GGUF_NAMES, qkv=("attn_qkv",), gate_up=("ffn_up",))
-    names = {"phi3": phi3, **NAMES}.get(family, GGUF_NAMES)
+    names = NAMES.get(family, GGUF_NAMES)
     wanted = replace(expected, family=named, names=names, eos_token_ids=expected.eos_token_ids[:1], norm_offset=0.0)
     assert replace(spec, ropes=expected.ropes) == wanted
     for rope, like in zip(spec.ropes, expected.ropes, strict=True):
