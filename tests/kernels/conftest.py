@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +14,17 @@ from quire.kernels.ops import (
     INPUT_DTYPES,
     AddNorm,
     Attention,
+    CausalConv,
     Combine,
     Convert,
     Dispatch,
     Embed,
     ExpertLinear,
+    GatedNorm,
     Gather,
     Linear,
+    LinearRecurrence,
+    MatrixState,
     Normed,
     Region,
     Ring,
@@ -28,7 +33,6 @@ from quire.kernels.ops import (
     RoutingRule,
     SharedExpert,
     ShortConv,
-    aligned,
     max_groups,
     padded,
     region_nbytes,
@@ -77,6 +81,7 @@ class Toy:
     gated: bool = False  # attention has gates, and a mixture has a shared expert
     taps: int = 0  # taps of a gated convolution before each attention; 0: none
     ring: int = 0  # rows of its ring beyond the taps
+    recurrence: dict[str, Any] | None = None  # shape of a recurrence before each attention
     top_k: int = 2
     normalized: bool = True
     sigmoid: bool = False  # the router has sigmoids, groups if the experts can be halved, and a bias for the choice
@@ -98,7 +103,7 @@ class Toy:
         if self.weights == "rotated":
             self.weights, self.group = "q8", self.group or 4
         self.rng = np.random.default_rng(self.seed)
-        self.offset = 0
+        self.offset = self.state_end = 0
         layers = len(self.windows)
         self.layout = KVLayout(layers, self.kv_heads, self.head_dim, self.kv, self.page_size, self.windows)
         self.ops = self._ops()
@@ -241,7 +246,10 @@ class Toy:
         place = place_layers(self.windows)[layer]
         convolution: list = []
         if self.taps:
-            convolution, h1 = self._convolution_ops(layer, x, h1)
+            convolution, h1 = self._convolution_ops(x, h1)
+        if self.recurrence is not None:
+            recurrence, h1 = self._recurrence_ops(x, h1, **self.recurrence)
+            convolution += recurrence
         window = self.windows[layer]
         attention = Attention(qkv, a, *place, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, window)
         attention = replace(attention, gated=self.gated)
@@ -263,18 +271,74 @@ class Toy:
             *mlp,
         ]
 
-    def _convolution_ops(self, layer: int, x: Region, h: Normed) -> tuple[list, Normed]:
+    def _convolution_ops(self, x: Region, h: Normed) -> tuple[list, Normed]:
         gates = self._region(self.max_rows, 3 * self.hidden, "f32")
         convolved = self._region(self.max_rows, self.hidden, INPUT_DTYPES[self.weights], self.group)
         into, out = (self._packed(n, self.hidden, self._random(n, self.hidden)) for n in (3 * self.hidden, self.hidden))
-        rows = self.taps + self.ring
-        ring = Ring(layer * aligned(rows * padded(self.hidden) * 4), rows)
+        ring = self._ring(self.taps + self.ring, self.hidden)
         weight = self.rng.standard_normal((self.taps, self.hidden)).astype(np.float32)
         after = self._normed(self.max_rows)
         ops = [
             Linear(h, into, self._bias(3 * self.hidden), gates, "store"),
             ShortConv(gates, weight, self._bias(self.hidden), ring, convolved),
             Linear(convolved, out, self._bias(self.hidden), x, "add", after),
+        ]
+        return ops, after
+
+    def _ring(self, rows: int, columns: int) -> Ring:
+        ring = Ring(self.state_end, rows)
+        self.state_end += ring.nbytes(columns)
+        return ring
+
+    def _recurrence_ops(
+        self,
+        x: Region,
+        h: Normed,
+        *,
+        heads: int,
+        keys: int,
+        key_dim: int,
+        value_dim: int,
+        taps: int,
+        rollback: int,
+        delta: bool,
+        dtype: str,
+    ) -> tuple[list, Normed]:
+        """Return the ops of a recurrence of rows q | k | v | gate | rate | decay, and the norm after them."""
+        key_size, inner = keys * key_dim, heads * value_dim
+        size = 2 * key_size + inner
+        mixed = self._region(self.max_rows, size + inner + 2 * heads, "f32")
+        convolved, recurrent = (self._region(self.max_rows, columns, "f32") for columns in (size, inner))
+        gated = self._region(self.max_rows, inner, INPUT_DTYPES[self.weights], self.group)
+        into = self._packed(mixed.columns, self.hidden, self._random(mixed.columns, self.hidden))
+        out = self._packed(self.hidden, inner, self._random(self.hidden, inner))
+        weight = self.rng.standard_normal((taps, size)).astype(np.float32)
+        ring = self._ring(taps - 1 + rollback, size)
+        state = MatrixState(self.state_end, heads, key_dim, value_dim, rollback, dtype)
+        self.state_end += state.nbytes
+        rate = size + inner if delta else None
+        after = self._normed(self.max_rows)
+        ops = [
+            Linear(h, into, None, mixed, "store"),
+            CausalConv(mixed, 0, weight, self._bias(size), ring, convolved, 2 * keys if delta else 0, key_dim, 1e-6),
+            LinearRecurrence(
+                convolved,
+                0,
+                key_size,
+                2 * key_size,
+                keys,
+                mixed,
+                size + inner + heads,
+                rate,
+                a=-np.exp(self.rng.normal(0, 1, heads)).astype(np.float32),
+                bias=self._norm(heads),
+                state=state,
+                out=recurrent,
+                scale=key_dim**-0.5,
+                skip=None if delta else self._norm(heads),
+            ),
+            GatedNorm(recurrent, mixed, size, self._norm(inner), 1e-6, value_dim if delta else inner, not delta, gated),
+            Linear(gated, out, self._bias(self.hidden), x, "add", after),
         ]
         return ops, after
 

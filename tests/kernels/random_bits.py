@@ -82,7 +82,7 @@ def random_case(seed: int, number: int) -> Case:
     model = random_model(rng)
     lengths = random_lengths(rng, model)
     page_size = model["page_size"]
-    shares = 0 if model["taps"] else 0.4  # a prefix in pages has no state
+    shares = 0 if model["taps"] or model["recurrence"] else 0.4  # a prefix in pages has no state
     shared = [0] + [
         rng.randint(0, min(lengths[0], length - 1) // page_size) * page_size if rng.random() < shares else 0
         for length in lengths[1:]
@@ -124,6 +124,7 @@ def random_model(rng: random.Random) -> dict[str, Any]:
         "gated": rng.random() < 0.3,
         "taps": rng.choice([0, 0, rng.randint(1, 5)]),
         "ring": rng.choice([0, 0, rng.randint(1, 9)]),
+        "recurrence": rng.choice([None, None, random_recurrence(rng)]),
         "seed": rng.randrange(1 << 30),
         "unusual": rng.random() < 0.3,
     }
@@ -132,7 +133,23 @@ def random_model(rng: random.Random) -> dict[str, Any]:
     if block := BLOCK_DTYPES.get(model["weights"]):  # whole blocks along K
         head_dim = rng.choice([n for n in (16, 32, 64, 128, 256) if n * heads % block == 0] or [block])
         model |= {"head_dim": head_dim, "hidden": 256, "intermediate": block * rng.choice([1, 2])}
+        if model["recurrence"]:
+            model["recurrence"] |= {"heads": 2, "keys": rng.choice([1, 2]), "value_dim": block // 2}
     return model
+
+
+def random_recurrence(rng: random.Random) -> dict[str, Any]:
+    keys = rng.choice([1, 1, 2, 3])
+    return {
+        "heads": keys * rng.choice([1, 1, 2]),
+        "keys": keys,
+        "key_dim": rng.choice([1, 7, 16, 24, 64, 128, rng.randint(1, 150)]),
+        "value_dim": rng.choice([1, 9, 16, 40, 64, 80, 128, rng.randint(1, 150)]),
+        "taps": rng.randint(1, 5),
+        "rollback": rng.choice([1, 2, 2, rng.randint(1, 12)]),
+        "delta": rng.random() < 0.6,
+        "dtype": rng.choice(["f32", "f32", "bf16"]),
+    }
 
 
 def random_lengths(rng: random.Random, model: dict[str, Any]) -> list[int]:
@@ -140,6 +157,9 @@ def random_lengths(rng: random.Random, model: dict[str, Any]) -> list[int]:
     mlps = model["top_k"] if model["experts"] else 1
     convolution = 4 * model["hidden"] if model["taps"] else 0
     per_layer = model["hidden"] * (convolution + 3 * inside + 3 * mlps * model["intermediate"]) + 300 * inside
+    if shape := model["recurrence"]:
+        keys, values = shape["keys"] * shape["key_dim"], shape["heads"] * shape["value_dim"]
+        per_layer += model["hidden"] * (2 * keys + 3 * values) + 8 * shape["key_dim"] * values
     left = max(8, MULTIPLICATIONS // (len(model["windows"]) * per_layer + VOCAB * model["hidden"]))
     lengths = []
     for _ in range(rng.choice([1, 2, 3, 5, 8, 20])):
@@ -302,6 +322,7 @@ def smaller_cases(case: Case) -> Iterator[Case]:
         ("bias", False),
         ("qk_norm", False),
         ("taps", min(1, case.model["taps"])),
+        ("recurrence", None),
         ("unusual", False),
         ("gated", False),
         ("heads", case.model["kv_heads"]),
@@ -311,7 +332,7 @@ def smaller_cases(case: Case) -> Iterator[Case]:
     ):
         if name in ("heads", "hidden", "intermediate", "head_dim") and case.model["weights"] in BLOCK_DTYPES:
             continue
-        if value and value != case.model[name]:
+        if value not in ([], case.model[name]):
             yield msgspec.structs.replace(case, model={**case.model, name: value})
     for threads in (1, 2):
         steps = [msgspec.structs.replace(step, threads=min(threads, step.threads)) for step in case.steps]

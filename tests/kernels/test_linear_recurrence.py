@@ -9,7 +9,9 @@ import pytest
 from quire.kernels import supported_levels
 from quire.kernels.ops import CausalConv, GatedNorm, LinearRecurrence, MatrixState, Region, Ring, state_nbytes
 
+from tests.kernels.conftest import Toy
 from tests.kernels.table_program import ROWS, TableProgram, following
+from tests.kernels.test_program import tolerance
 
 LEVELS = supported_levels()
 RNG = np.random.default_rng(6)
@@ -227,3 +229,19 @@ def test_other_sizes_around_a_recurrence_are_refused(op, changes, message):
     broken = dataclasses.replace(mixer.ops[op], **changes)
     with pytest.raises(ValueError, match=message):
         TableProgram(np.zeros((ROWS, 100), np.float32), lambda x: [broken], mixer.out)
+
+
+SHAPE = {"heads": 4, "keys": 2, "key_dim": 24, "value_dim": 20, "taps": 3, "rollback": 2, "dtype": "f32"}
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("weights", ["f32", "q8", "bf16"])
+@pytest.mark.parametrize("delta", [True, False], ids=["gated delta rule", "Mamba-2"])
+def test_a_decoder_with_recurrences_matches_the_reference(delta, weights, isa):
+    toy = Toy(weights=weights, windows=(0, 0), recurrence=SHAPE | {"delta": delta}, bias=True, isa=isa)
+    ids = np.random.default_rng(1).integers(0, 333, (2, 60)).astype(np.int32)
+    tables = np.arange(2, dtype=np.int32), np.arange(2, 4, dtype=np.int32)
+    for first, end in ((0, 40), (40, 41), (41, 60)):
+        step = [(each[first:end], first, table) for each, table in zip(ids, tables, strict=True)]
+        wanted = toy.run_reference(*step)
+        assert np.abs(toy.run(*step) - wanted).max() <= tolerance(weights, "f32") * np.ptp(wanted)
