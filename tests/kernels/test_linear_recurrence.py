@@ -91,9 +91,9 @@ SHAPES = [
     {"heads": 1, "keys": 1, "key_dim": 1, "value_dim": 1, "taps": 1},
     {"heads": 4, "keys": 2, "key_dim": 24, "value_dim": 40, "taps": 3, "scale": 2.0},
     {"heads": 6, "keys": 2, "key_dim": 16, "value_dim": 24, "tiled": True},
-    {"heads": 2, "keys": 2, "key_dim": 128, "value_dim": 128, "taps": 4, "form": "bf16"},
+    {"heads": 1, "keys": 1, "key_dim": 128, "value_dim": 128, "taps": 4, "form": "bf16"},
     {"heads": 3, "keys": 1, "key_dim": 20, "value_dim": 80, "delta": False, "gate_first": True, "group": 120},
-    {"heads": 2, "keys": 1, "key_dim": 96, "value_dim": 192, "dtype": "bf16"},
+    {"heads": 1, "keys": 1, "key_dim": 40, "value_dim": 144, "dtype": "bf16"},
     {"heads": 2, "keys": 1, "key_dim": 7, "value_dim": 33, "delta": False, "dtype": "bf16"},
 ]
 
@@ -111,13 +111,13 @@ def test_rows_match_the_reference_token_by_token(shape, isa):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_have_the_same_bits_in_any_chunks_batch_and_slot_at_every_level(shape):
-    tokens = RNG.integers(0, ROWS, 90)
+    tokens = RNG.integers(0, ROWS, 50)
     found = set()
     for isa in LEVELS:
-        for chunk, threads, rollback in ((1, 1, 1), (1, 2, 7), (7, 2, 6), (33, 3, 2), (90, 2, 3)):
+        for chunk, threads, rollback in ((1, 1, 1), (1, 2, 7), (7, 2, 6), (33, 3, 2), (50, 2, 3)):
             mixer = Mixer(**shape, isa=isa, threads=threads, rollback=rollback)
             rows = []
-            for first in range(0, 90, chunk):
+            for first in range(0, 50, chunk):
                 part = first, tokens[first : first + chunk]
                 if len(part[1]) < 50:  # another sequence in slot 0
                     rows.append(mixer.run((5, tokens[:9]), part, slots=(0, 3))[9:])
