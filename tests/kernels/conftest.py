@@ -303,6 +303,7 @@ class Toy:
         rollback: int,
         delta: bool,
         dtype: str,
+        tiled: bool = False,
     ) -> tuple[list, Normed]:
         """Return the ops of a recurrence of rows q | k | v | gate | rate | decay, and the norm after them."""
         key_size, inner = keys * key_dim, heads * value_dim
@@ -336,6 +337,7 @@ class Toy:
                 out=recurrent,
                 scale=key_dim**-0.5,
                 skip=None if delta else self._norm(heads),
+                tiled=tiled,
             ),
             GatedNorm(recurrent, mixed, size, self._norm(inner), 1e-6, value_dim if delta else inner, not delta, gated),
             Linear(gated, out, self._bias(self.hidden), x, "add", after),

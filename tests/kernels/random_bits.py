@@ -149,6 +149,7 @@ def random_recurrence(rng: random.Random) -> dict[str, Any]:
         "rollback": rng.choice([1, 2, 2, rng.randint(1, 12)]),
         "delta": rng.random() < 0.6,
         "dtype": rng.choice(["f32", "f32", "bf16"]),
+        "tiled": rng.random() < 0.3,
     }
 
 
