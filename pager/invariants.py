@@ -7,7 +7,7 @@ Recounts everything and repairs nothing. The equation:
     p is free   <=>  references(p) == 0 and p has no content
     p is cached <=>  references(p) == 0 and p has content
     reserved == sum of the tables' reservations <= free + cached
-    references(slot) == number of tables that have the slot                for every slot of a state
+    references(slot) == number of tables and kept states that have the slot  for every slot of a state
 
 Also: no page is twice in a list or in a table; each group's index (key -> page) and the contents (page -> key) are
 inverse; in a full group, a page's parent is indexed as long as the page is, and evicted after it (leaf first); a cached
@@ -24,7 +24,8 @@ from .exceptions import InvariantViolated
 from .layout import first_kept_token
 from .pager import Pager
 from .pool import PagePool
-from .states import NO_STATE, NoStates, StatePool
+from .state_cache import StateCache
+from .states import NO_STATE, NoStates
 from .table import NULL_PAGE, PageTable, listed_pages
 
 
@@ -37,7 +38,7 @@ def check(pager: Pager, tables: Iterable[PageTable]) -> None:
     _check_lists(pager.pool)
     _check_pins(pager.pool)
     _check_reservations(pager.pool, tables)
-    _check_states(pager.states, tables)
+    _check_states(pager, tables)
     for group, window in enumerate(pager.windows):
         _check_index(pager.pool, group, is_full=window == 0)
 
@@ -95,8 +96,12 @@ def _check_reservations(pool: PagePool, tables: list[PageTable]) -> None:
     _require(pool.num_available >= 0, f"{reserved} pages are reserved, only {pool.num_free + pool.num_cached} are left")
 
 
-def _check_states(states: StatePool | NoStates, tables: list[PageTable]) -> None:
+def _check_states(pager: Pager, tables: list[PageTable]) -> None:
+    states = pager.states
     explained = Counter(table.state for table in tables if table.state != NO_STATE)
+    if pager.cached_states is not None:
+        _check_kept(pager.cached_states, pager.pool)
+        explained.update(pager.cached_states.slots())
     if isinstance(states, NoStates):
         _require(not explained, f"a model without states has {explained}")
         return
@@ -108,6 +113,12 @@ def _check_states(states: StatePool | NoStates, tables: list[PageTable]) -> None
     for table in tables:
         if table._writable > table.num_tokens:
             _require(counted[table.state] == 1, f"state {table.state} is writable, but shared")
+
+
+def _check_kept(cached: StateCache, pool: PagePool) -> None:
+    _require(len(cached) <= cached.capacity, f"{len(cached)} states are kept, {cached.capacity} are allowed")
+    indexed = set(pool.indexed_pages())
+    _require(all(key in indexed for key in cached), "a kept state outlived its page")
 
 
 def _check_index(pool: PagePool, group: int, is_full: bool) -> None:

@@ -7,14 +7,17 @@ happens completely or raises before it has changed anything, so `invariants.chec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from .layout import first_kept_token, pages_held
 from .pool import PagePool
 from .prefix import PrefixCache, PrefixHit, root_key
 from .spill import PageStore, Spilled
+from .state_cache import StateCache
 from .states import NoStates, StatePool
 from .table import NULL_PAGE, CopyPage, ImageSpan, PageTable, listed_pages
+
+STATE_INTERVAL = 512  # tokens of a long prompt between two states that are kept
 
 
 class Pager:
@@ -23,7 +26,8 @@ class Pager:
     Each layer group has its own table; `windows` holds each group's attention window in tokens, 0 for full attention.
     `copy_page(source, destination)` copies a page's memory before a shared page is written; None where there is no
     memory, as in a simulation. `store` takes spilled pages; None switches spilling off. `states` are the slots of a
-    model with states: neither the prefix cache nor the store has them, so both are off.
+    model with states, of which the prefix cache keeps `num_cached_states`, every `state_interval` tokens of a prompt:
+    without one, there is no prefix cache. The store has no states, so it is off for such a model.
     """
 
     def __init__(
@@ -36,6 +40,8 @@ class Pager:
         enable_prefix_caching: bool = True,
         store: PageStore | None = None,
         states: StatePool | None = None,
+        num_cached_states: int = 0,
+        state_interval: int = STATE_INTERVAL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if page_size < 1:
@@ -46,8 +52,11 @@ class Pager:
         self.windows = tuple(windows)
         self.pool = PagePool(num_pages, len(windows), clock)
         self.states: StatePool | NoStates = states or NoStates()
-        has_prefix = enable_prefix_caching and states is None
+        has_prefix = enable_prefix_caching and (states is None or num_cached_states > 0)
         self.prefix = PrefixCache(self.pool, page_size, self.windows) if has_prefix else None
+        self.cached_states: StateCache | None = None
+        if states is not None and has_prefix:
+            self.cached_states = StateCache(states, self.pool, page_size, num_cached_states, state_interval)
         self.prefix_queried_tokens = 0  # prompt tokens of every `open` that succeeded
         self.prefix_hit_tokens = 0
         self.num_spilled = 0  # pages in the store
@@ -69,13 +78,16 @@ class Pager:
         pages for others. Without it, raises OutOfPages only if other tables have reserved the cached pages themselves.
         """
         root = root_key(tenant_salt)
-        hit = self._match(root, token_ids, (len(token_ids) - 1) // self.page_size, images)
+        hit = self._match(root, token_ids, (len(token_ids) - 1) // self.page_size, images, self.cached_states)
         needed = self._num_unowned(hit.page_ids())
         if spare_pages is not None:
             needed = max(needed, self._pages_taken(len(token_ids), hit)) + spare_pages
         self.pool.require(needed)
         self.pool.retain(hit.page_ids())
         table = self._table(root, hit, len(hit.keys) * self.page_size, images)
+        table.num_known = len(token_ids)
+        if self.cached_states is not None and hit.keys:
+            table.continue_from(self.cached_states.take(hit.keys[-1]))
         table.slide()
         if self.prefix:
             self.prefix_queried_tokens += len(token_ids)
@@ -88,6 +100,9 @@ class Pager:
         Adds the full pages to the prefix cache and releases the pages that left their group's window. Returns
         immediately if neither has changed.
         """
+        cached = self.cached_states
+        full = table.num_tokens // self.page_size
+        is_kept = cached is not None and full > 0 and table.has_state(full * self.page_size)
         if self.states.num_slots:
             table.keep_state()
         if table.num_tokens < table.commit_at:
@@ -96,7 +111,13 @@ class Pager:
             raise ValueError(f"the table holds {table.num_tokens} tokens, token_ids has only {len(token_ids)}")
         if self.prefix:
             self.prefix.index(table, token_ids)
+            if cached is not None and is_kept and table.num_committed == full:
+                cached.keep(table)
         table.slide()
+
+    def next_end(self, first: int, num_known: int) -> int:
+        """Return where a chunk of prefill should end that begins at token `first` of `num_known` known tokens."""
+        return num_known if self.cached_states is None else self.cached_states.next_end(first, num_known)
 
     def spill_seconds(self, num_pages: int) -> float | None:
         """Return the predicted seconds to spill and restore `num_pages` pages; None if the store cannot take them."""
@@ -192,10 +213,17 @@ class Pager:
         """Return the most pages that a sequence of `num_tokens` tokens holds at once, committed after each token."""
         return pages_held(num_tokens, self.page_size, self.windows)
 
-    def _match(self, root: bytes, token_ids: Sequence[int], limit: int, images: Sequence[ImageSpan]) -> PrefixHit:
+    def _match(
+        self,
+        root: bytes,
+        token_ids: Sequence[int],
+        limit: int,
+        images: Sequence[ImageSpan],
+        ends: Container[object] | None = None,
+    ) -> PrefixHit:
         if self.prefix is None:
             return PrefixHit([], [[] for _ in self.windows])
-        return self.prefix.match(root, token_ids, limit, images)
+        return self.prefix.match(root, token_ids, limit, images, ends)
 
     def _find_spilled(
         self, spilled: Spilled, root: bytes, token_ids: Sequence[int], images: Sequence[ImageSpan]

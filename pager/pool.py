@@ -76,8 +76,8 @@ class PagePool:
         self._expiries: list[tuple[Pin, int]] = []  # a heap; entries of renewed or removed pins are skipped
         self._num_pins = 0  # number of the next pin
         self._num_held: Counter[bytes] = Counter()  # pinned pages by holder
-        self.on_index: Callable[[Content], None] | None = None  # called when a page can be found by its content
-        self.on_evict: Callable[[Content], None] | None = None  # called when it no longer can
+        self.on_index: list[Callable[[Content], None]] = []  # called when a page can be found by its content
+        self.on_evict: list[Callable[[Content], None]] = []  # called when it no longer can
 
     @property
     def num_available(self) -> int:
@@ -148,8 +148,8 @@ class PagePool:
             raise PagerError(f"page {page} or its content is already indexed")
         self._contents[page] = content
         index[content.key] = page
-        if self.on_index is not None:
-            self.on_index(content)
+        for listener in self.on_index:
+            listener(content)
 
     def pin(self, page_ids: Sequence[int], until: float, holder: bytes = b"") -> None:
         """Pin these indexed pages until `until`. Pass a whole prefix, head first. A later pin is never shortened.
@@ -226,8 +226,8 @@ class PagePool:
             self._contents[page] = None
             if page in self._pins:
                 self._unpin(page)
-            if self.on_evict is not None:
-                self.on_evict(content)
+            for listener in self.on_evict:
+                listener(content)
 
     def _expire_pins(self) -> None:
         while self._expiries and self._expiries[0][0].until <= self._clock():

@@ -18,7 +18,7 @@ sliding group, oldest first: pages before the window have no owner.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from struct import Struct
@@ -94,11 +94,18 @@ class PrefixCache:
         self._page_size = page_size
         self._windows = tuple(windows)
 
-    def match(self, root: bytes, token_ids: Sequence[int], limit: int, images: Sequence[ImageSpan] = ()) -> PrefixHit:
+    def match(
+        self,
+        root: bytes,
+        token_ids: Sequence[int],
+        limit: int,
+        images: Sequence[ImageSpan] = (),
+        ends: Container[object] | None = None,
+    ) -> PrefixHit:
         """Return the longest hit of at most `limit` pages that a sequence of `token_ids` can start with.
 
         A full group must have all of these pages, a sliding group the pages that the first row after them still sees.
-        Changes nothing and retains nothing.
+        The hit ends after a page whose key is in `ends`; None: after any page. Changes nothing and retains nothing.
         """
         keys: list[bytes] = []
         pages: list[list[int]] = [[] for _ in self._windows]
@@ -113,7 +120,8 @@ class PrefixCache:
             keys.append(contents[0].key)
             for kept, page in zip(pages, found, strict=True):
                 kept.append(page)
-            if max(holes) < 0 or self._are_behind(holes, depth + 1):
+            is_end = ends is None or contents[0].key in ends
+            if is_end and (max(holes) < 0 or self._are_behind(holes, depth + 1)):
                 length = depth + 1
         return self._cut(keys, pages, length)
 

@@ -65,6 +65,8 @@ class PageTable:
         "commit_at",
         "images",
         "keys",
+        "moving_state",
+        "num_known",
         "num_tokens",
         "pages",
         "reserved",
@@ -103,6 +105,8 @@ class PageTable:
         self.pages = [array("i", each) for each in pages]  # [groups][pages]
         self.num_tokens = num_tokens
         self.state = NO_STATE  # slot of the sequence's state
+        self.num_known = 0  # tokens that were known when the table was opened
+        self.moving_state = b""  # key of the kept state that the sequence's next one replaces
         self.reserved = 0  # pages of the pool that are reserved for this table
         self.commit_at = 0  # fewest tokens for which `Pager.commit` has something to do
 
@@ -166,6 +170,7 @@ class PageTable:
         self._states.share(self.state)
         twin.state = self.state
         twin._state_start = self._state_start
+        twin.num_known = self.num_known
         twin._num_null = self._num_null[:]
         twin._shortest = self._shortest
         twin.commit_at = self.commit_at
@@ -190,7 +195,7 @@ class PageTable:
 
         The pages in the next row's windows must still be held, and the state must not be too far ahead.
         """
-        return self._shortest <= num_tokens <= self.num_tokens and self._has_state(num_tokens)
+        return self._shortest <= num_tokens <= self.num_tokens and self.has_state(num_tokens)
 
     def rollback(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens and release the pages that held only later ones.
@@ -250,6 +255,22 @@ class PageTable:
         """Note that the state has all tokens: a later step takes it too far for a shorter `rollback` than by one."""
         self._state_start = max(self._state_start, self.num_tokens - 1)
 
+    def continue_from(self, state: int) -> None:
+        """Take over the caller's reference on a state that can serve the sequence from its present length on."""
+        self.state = state
+        self._state_start = self.num_tokens
+
+    def share_state(self) -> int:
+        """Return the slot of the state, with a reference: the table copies it before the next token is written."""
+        self._states.share(self.state)
+        self._writable = self.num_tokens
+        return self.state
+
+    def has_state(self, num_tokens: int) -> bool:
+        """Return whether the state can serve the sequence from this length on."""
+        ahead = self.num_tokens - num_tokens
+        return num_tokens == 0 or (num_tokens >= self._state_start and ahead <= self._states.rollback)
+
     def substitute(self, group: int, index: int, page: int) -> None:
         """Replace the unshared page at `index` by `page`, which holds the same content."""
         self._pool.retain((page,))
@@ -261,13 +282,8 @@ class PageTable:
             raise ValueError(f"cannot roll back to {num_tokens} tokens, the table holds {self.num_tokens}")
         if num_tokens < self._shortest:
             raise ValueError(f"cannot roll back to {num_tokens} tokens, earlier pages left their window")
-        if not self._has_state(num_tokens):
+        if not self.has_state(num_tokens):
             raise ValueError(f"cannot roll back to {num_tokens} tokens, the state is at {self.num_tokens}")
-
-    def _has_state(self, num_tokens: int) -> bool:
-        """Return whether the state can serve the sequence from this length on."""
-        ahead = self.num_tokens - num_tokens
-        return num_tokens == 0 or (num_tokens >= self._state_start and ahead <= self._states.rollback)
 
     def _release_leading(self, group: int, end: int) -> None:
         pages = self.pages[group]

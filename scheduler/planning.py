@@ -133,7 +133,7 @@ class Planner:
         table = table_of(request)
         context = request.num_computed_tokens
         images = request.spec.images
-        wanted = min(step.prefill_tokens(context), len(request.token_ids) - context)
+        wanted = min(step.prefill_tokens(context), self._batch.next_end(request) - context)
         fits, least = self._prefill_that_fits(images, context, wanted, step.rows_left)
         if images_between(images, context, context + wanted):
             self._has_image = True

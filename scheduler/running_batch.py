@@ -97,6 +97,10 @@ class RunningBatch:
             self._pager.discard(request.spilled)
             request.spilled = None
 
+    def next_end(self, request: Request) -> int:
+        """Return where the next chunk of a request's known tokens should end at the latest."""
+        return self._pager.next_end(request.num_computed_tokens, len(request.token_ids))
+
     def grow_prefill(self, request: Request, num_tokens: int) -> None:
         """Add slots for `num_tokens` more known tokens of a request. Raises OutOfPages."""
         promised = self._promised_to(request)

@@ -51,6 +51,12 @@ class SchedulerStats:
     pages_spilled: int  # pages in the spill store
     prefix_queries_tokens: int
     prefix_hits_tokens: int
+    states_total: int  # slots for states; 0: the model has none
+    states_cached: int  # kept by the prefix cache
+    states_free: int
+    states_kept: int  # states that the prefix cache has kept so far
+    state_hits: int  # prompts that continued from a kept state
+    state_copies: int  # states that were copied because two owners shared a slot
     preemptions: int
     preemptions_spilled: int  # preemptions whose pages were spilled
     recomputed_tokens: int  # tokens computed again after a preemption
@@ -278,6 +284,8 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Return a snapshot of gauges and counters."""
         pager, pool, batch = self._pager, self._pager.pool, self._batch
+        states = pager.states
+        cached = pager.cached_states
         return SchedulerStats(
             step=self.num_steps,
             running=batch.num_requests,
@@ -292,6 +300,12 @@ class Scheduler:
             pages_spilled=pager.num_spilled,
             prefix_queries_tokens=pager.prefix_queried_tokens,
             prefix_hits_tokens=pager.prefix_hit_tokens,
+            states_total=states.num_slots,
+            states_cached=0 if cached is None else len(cached),
+            states_free=states.num_slots - states.num_owned,
+            states_kept=0 if cached is None else cached.num_kept,
+            state_hits=0 if cached is None else cached.num_hits,
+            state_copies=states.num_copies,
             preemptions=batch.num_preemptions,
             preemptions_spilled=batch.num_spilled,
             recomputed_tokens=self._committer.recomputed_tokens,

@@ -82,6 +82,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_share: Annotated[
         Share, _memory("Maximum share of the memory free at start for the KV cache if its size is not set.")
     ] = 0.4
+    state_cache_memory: Annotated[
+        CountOrZero | None,
+        _memory(
+            "States that the prefix cache keeps, for models with states; a prompt continues from one. Part of the KV "
+            "cache; 0 switches the prefix cache of such a model off.",
+            unit="bytes",
+            default="4 states for each of max_num_seqs sequences, at most a quarter of the KV cache",
+        ),
+    ] = None
     image_cache_memory: Annotated[
         CountOrZero,
         _memory(
@@ -102,7 +111,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _memory("Threads that compute.", unit="threads", default="what CPU affinity and cgroup quota allow"),
     ] = None
     enable_prefix_caching: Annotated[
-        bool, _memory("Reuse the KV cache of prompts that begin with the same tokens. Models with states never do.")
+        bool, _memory("Reuse the KV cache, and states, of prompts that begin with the same tokens.")
     ] = True
     isa: Annotated[
         str | None,
@@ -247,6 +256,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_memory: int | str | None
+    state_cache_memory: int | str | None
     kv_cache_share: float
     image_cache_memory: int | str
     max_image_tokens: int

@@ -82,6 +82,7 @@ class LoadedDecoder:
             enable_prefix_caching=self._config.enable_prefix_caching,
             store=self._spill_file,
             states=capacity.open_states(self.runner.copy_state),
+            num_cached_states=capacity.num_cached_states,
         )
 
     def describe(self) -> CoreInfo:

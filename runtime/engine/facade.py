@@ -256,6 +256,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     encoded_tokens: int = 0
     encoded_images: int = 0
     image_cache_hits: int = 0  # parts of a prompt whose image was in the cache
+    states_total: int = 0  # slots for the states of sequences; 0: the model has none
+    states_cached: int = 0  # kept by the prefix cache
+    states_free: int = 0
+    states_kept: int = 0  # states that the prefix cache has kept so far
+    state_hits: int = 0  # prompts that continued from a kept state
+    state_copies: int = 0  # states that were copied because two owners shared a slot
     steps_over_itl_target: int = 0  # steps after decoding alone exceeded the latency target, until it fell to 90 %
 
 

@@ -84,8 +84,8 @@ class KVEventPublisher:
         except ConfigError:
             self._context.destroy()
             raise
-        pager.pool.on_index = self._note_stored
-        pager.pool.on_evict = self._note_removed
+        pager.pool.on_index.append(self._note_stored)
+        pager.pool.on_evict.append(self._note_removed)
 
     def publish(self) -> None:
         """Send the events since the last call as one batch, if there are any. Never waits for a subscriber."""

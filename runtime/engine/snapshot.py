@@ -52,7 +52,9 @@ async def prefix_snapshot(
     or the core has no prefix cache, SnapshotNotSaved on leaving. After an exception inside, no file is saved.
     """
     if core.pager.prefix is None:
-        raise ConfigError("prefix_snapshot needs enable_prefix_caching, which is off, and off for models with states")
+        raise ConfigError("prefix_snapshot needs enable_prefix_caching, which is off")
+    if core.pager.cached_states is not None:
+        raise ConfigError("prefix_snapshot does not keep states, without which the pages of this model are of no use")
     start = time.perf_counter()
     identity = await asyncio.to_thread(_identity, core)
     _log.info("model fingerprint taken", seconds=_since(start))

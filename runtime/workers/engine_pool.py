@@ -35,6 +35,9 @@ from .supervised_engine import SupervisedEngine
 from .supervisor import RESTART_TIMEOUT_S
 from .token_log import LoggedRequest
 
+# Sizes that are for all processes together, each of which gets an equal part.
+DIVIDED_SIZES = ("kv_cache_memory", "kv_spill_size", "state_cache_memory", "image_cache_memory")
+
 
 class EnginePool:
     """Implements `engine.Core`. Made by `launch`."""
@@ -276,7 +279,7 @@ def _share(config: EngineConfig, index: int, count: int, num_cpus: int) -> Engin
     """Return the configuration of one of `count` processes, which runs on `num_cpus` CPUs. Raises ConfigError."""
     if count == 1:
         return config
-    sizes = {name: getattr(config, name) for name in ("kv_cache_memory", "kv_spill_size", "image_cache_memory")}
+    sizes = {name: getattr(config, name) for name in DIVIDED_SIZES}
     divided = {name: size // count for name, size in sizes.items() if size}
     endpoints = {name: _endpoint(name, getattr(config, name), index) for name in ("kv_events", "kv_events_replay")}
     threads = max(1, min(num_cpus, pick_cpus(config).threads // count))  # a CPU quota is for all processes together

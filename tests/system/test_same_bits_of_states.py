@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 from quire.runtime.engine import LocalEngine
-from quire.runtime.model import kv_layout, read_spec
+from quire.runtime.model import DecoderSpec, kv_layout, read_spec
 from quire.runtime.model.states import lay_out_states
 from quire.scheduler import speculative
 
 from tests.support import bits
-from tests.support.bits import asked, one_by_one, prompt, together
+from tests.support.bits import asked, chunks_of, one_by_one, prompt, together
 from tests.support.families import GOLDENS
 
 MODEL = GOLDENS / "lfm2"
 SPEC = read_spec(MODEL)
+WITH_MATRICES = ("qwen3_5", "granite_hybrid", "falcon_h1")
 REPEATED = (11, 12, 13, 14) * 12
 REQUESTS = [
     asked(REPEATED, max_tokens=40),
@@ -43,12 +44,13 @@ def running(**settings: Any) -> AbstractAsyncContextManager[LocalEngine]:
     )
 
 
-def memory_of(pages: int, *, seqs: int, drafts: int = 0) -> dict[str, Any]:
-    """Return the settings of an engine with as many pages and sequences."""
-    states = seqs * lay_out_states(SPEC, drafts).nbytes
-    page_bytes = kv_layout(SPEC, "int8", 32).page_bytes
-    memory = {"kv_cache_memory": states + pages * page_bytes, "max_num_seqs": seqs, "max_model_len": 100}
-    return memory | {"num_speculative_tokens": drafts}
+def memory_of(pages: int, *, seqs: int, drafts: int = 0, cached: int = 0, spec: DecoderSpec = SPEC) -> dict[str, Any]:
+    """Return the settings of an engine with as many pages, sequences and cached states."""
+    state_bytes = lay_out_states(spec, drafts).nbytes
+    page_bytes = kv_layout(spec, "int8", 32).page_bytes
+    memory = (seqs + cached) * state_bytes + pages * page_bytes
+    limits = {"kv_cache_memory": memory, "state_cache_memory": cached * state_bytes, "max_model_len": 100}
+    return limits | {"max_num_seqs": seqs, "num_speculative_tokens": drafts}
 
 
 SETTINGS = {
@@ -59,6 +61,9 @@ SETTINGS = {
     "draft tokens and chunks": {"num_speculative_tokens": 2, "chunk": 9},
     "draft tokens in a small pool": memory_of(14, seqs=20, drafts=3),
     "a small pool": memory_of(12, seqs=32),
+    "a small pool that keeps a few states": memory_of(14, seqs=32, cached=5),
+    "no prefix cache": {"state_cache_memory": 0},
+    "draft tokens in a small pool that keeps a state": memory_of(14, seqs=20, drafts=3, cached=1),
     "spilling, which keeps no states": {**memory_of(12, seqs=32), "kv_spill_size": 8 << 20},
     "few sequence slots": {**memory_of(24, seqs=4), "scheduling_policy": "priority"},
 }
@@ -88,12 +93,59 @@ async def test_states_change_no_bit(settings: dict[str, Any], alone: list[list[s
         assert await together(engine, REQUESTS[::-1]) == alone[::-1]
         stats = engine.stats()
         assert stats.preemptions > 0 or "kv_cache_memory" not in settings or settings["max_num_seqs"] == 4
+        cached = engine.core.pager.cached_states
+        assert (cached is None) == (settings.get("state_cache_memory") == 0 or "kv_spill_size" in settings)
+        assert cached is None or 0 < cached.num_hits < cached.num_kept
         assert 0 < stats.accepted_draft_tokens < stats.draft_tokens or not settings.get("num_speculative_tokens")
 
 
+@pytest.mark.parametrize("family", WITH_MATRICES)
+async def test_matrices_of_states_change_no_bit(family: str) -> None:
+    model = str(GOLDENS / family)
+    async with running(model=model, threads=1, enable_prefix_caching=False) as engine:
+        expected = await one_by_one(engine, REQUESTS)
+    small = memory_of(14, seqs=20, drafts=3, cached=4, spec=read_spec(model))
+    large = {"num_speculative_tokens": 2, "chunk": 9, "kv_cache_memory": 64 << 20}
+    for settings in (large, small):
+        async with running(model=model, **settings) as engine:
+            assert await together(engine, REQUESTS) == expected
+            assert await together(engine, REQUESTS[::-1]) == expected[::-1]
+            stats = engine.stats()
+            assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
+            assert stats.state_hits > 0
+            assert stats.preemptions > 0 or settings is not small
+
+
+@pytest.mark.parametrize(("model", "chunk"), [("lfm2", 1), ("lfm2", 512), *((family, 7) for family in WITH_MATRICES)])
+async def test_a_hit_at_any_depth_changes_no_bit(model: str, chunk: int) -> None:
+    conversation = prompt(150, 6, 150)
+    questions = [asked((*conversation[:length], 7, 8, 9), max_tokens=4) for length in range(20, 150, 13)]
+    folder = str(GOLDENS / model)
+    async with running(model=folder, enable_prefix_caching=False) as engine:
+        expected = await one_by_one(engine, questions)
+    async with running(model=folder, num_speculative_tokens=3, chunk=chunk) as engine:
+        assert await one_by_one(engine, questions) == expected
+        assert await together(engine, questions[::-1]) == expected[::-1]
+        hits = [min(length // 32 * 32, (length + 2) // 32 * 32) for length in range(20, 150, 13)]
+        assert engine.stats().prefix_hits_tokens >= sum(hits)
+
+
 async def test_only_forks_copy_a_state() -> None:
-    async with running(num_speculative_tokens=3) as engine:
+    async with running(num_speculative_tokens=3, state_cache_memory=0) as engine:
         await together(engine, [each for each in REQUESTS if each.sampling_params.n == 1])
         assert engine.core.pager.states.num_copies == 0
         await together(engine, [asked(prompt(70, 1, 150), n=3, temperature=0.9, seed=3)])
         assert engine.core.pager.states.num_copies == 2
+
+
+async def test_the_next_turn_computes_less_than_a_page_of_the_earlier_ones_again() -> None:
+    async with running(num_speculative_tokens=3) as engine:
+        text = prompt(45, 8, 150)
+        known = 0  # tokens of the earlier turns that were computed
+        for turn in range(6):
+            before = engine.stats().prefix_hits_tokens
+            chunks = await chunks_of(engine, asked(text, max_tokens=40 if turn % 2 else 7))
+            assert engine.stats().prefix_hits_tokens - before == known // 32 * 32
+            answer = tuple(token for chunk in chunks for token in chunk.token_ids)
+            known = len(text) + len(answer) - 1
+            text = (*text, *answer, *prompt(9, turn, 150))

@@ -25,6 +25,8 @@ from ..states import StateLayout, lay_out_states
 from ..vision import VisionMemoryPlan, plan_tower_memory, read_vision
 
 MAX_BATCH_TEXTS = 256  # texts of a batch: each takes at least a page of keys and values
+CACHED_STATES = 4  # states that the prefix cache keeps by default for each sequence that runs, where memory allows
+CACHED_STATES_SHARE = 0.25  # largest share of the KV cache without the states of running sequences that they take
 LONGEST_BY_DEFAULT = 8192  # tokens; the memory of a batch grows with the longest text
 
 
@@ -35,7 +37,8 @@ class Capacity:
     layout: KVLayout
     num_pages: int
     state_layout: StateLayout
-    num_states: int  # slots for states: one for each sequence that runs
+    num_states: int  # slots for states: one for each sequence that runs, and those of the prefix cache
+    num_cached_states: int  # slots for states that the prefix cache keeps
     max_model_len: int  # tokens
     max_num_samples: int  # rows of a step that sample
     cpus: CpuBudget
@@ -58,7 +61,10 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
     other_bytes = 0 if encoder is None else encoder.memory.total_bytes
     other_bytes += 0 if images is None else images.total_bytes
     states = lay_out_states(spec, config.num_speculative_tokens)
-    num_pages = _num_pages(config, layout, max_model_len, other_bytes, config.max_num_seqs * states.nbytes)
+    kv_bytes = _kv_bytes(config, other_bytes)
+    num_cached_states = _num_cached_states(config, states, kv_bytes - config.max_num_seqs * states.nbytes)
+    num_states = config.max_num_seqs + num_cached_states
+    num_pages = _num_pages(config, layout, max_model_len, kv_bytes, num_states * states.nbytes)
     max_model_len = _fitting_model_len(config, layout, num_pages, max_model_len)
     max_num_samples = _max_num_samples(config)
     memory = plan_memory(
@@ -72,14 +78,24 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
         max_samples=max_num_samples,
         workers=cpus.threads,
         states=states,
-        num_states=config.max_num_seqs,
+        num_states=num_states,
         encoder=None if encoder is None else encoder.memory,
         images=images,
     )
     isa = pick_isa(config)
     tune = pick_tune_mode(config)
     return Capacity(
-        layout, num_pages, states, config.max_num_seqs, max_model_len, max_num_samples, cpus, isa, tune, memory
+        layout,
+        num_pages,
+        states,
+        num_states,
+        num_cached_states,
+        max_model_len,
+        max_num_samples,
+        cpus,
+        isa,
+        tune,
+        memory,
     )
 
 
@@ -200,18 +216,38 @@ def _max_num_samples(config: EngineConfig) -> int:
     return min(config.max_num_batched_tokens, max(config.max_num_seqs, 1 + config.num_speculative_tokens))
 
 
-def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, other_bytes: int, state_bytes: int) -> int:
-    """Return the configured number of pages, or enough for all sequences at full length, within a share of free memory.
+def _kv_bytes(config: EngineConfig, other_bytes: int) -> int:
+    """Return the most bytes of the KV cache: as configured, or a share of the memory that is free.
 
-    `other_bytes` are needed by an encoder and a vision tower. A chunk of prefill needs all its pages before a
-    sliding layer group releases any, so one step's pages are added. States, of `state_bytes`, are part of the KV cache.
+    `other_bytes` are needed by an encoder and a vision tower.
+    """
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
+    return int(max(0, free_memory_bytes() - other_bytes) * config.kv_cache_share)
+
+
+def _num_cached_states(config: EngineConfig, states: StateLayout, bytes_left: int) -> int:
+    """Return how many states the prefix cache keeps; the states of running sequences leave it `bytes_left`."""
+    if not states.nbytes or not config.enable_prefix_caching:
+        return 0
+    if config.state_cache_memory is not None:
+        return config.state_cache_memory // states.nbytes
+    fits = int(max(0, bytes_left) * CACHED_STATES_SHARE) // states.nbytes
+    return min(CACHED_STATES * config.max_num_seqs, fits)
+
+
+def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, kv_bytes: int, state_bytes: int) -> int:
+    """Return the configured number of pages, or enough for all sequences at full length within `kv_bytes`.
+
+    A chunk of prefill needs all its pages before a sliding layer group releases any, so one step's pages are added.
+    States, of `state_bytes`, are part of the KV cache.
     """
     least = layout.pages_for(1)
     if config.kv_cache_memory is not None:
         if config.kv_cache_memory <= state_bytes:
             raise ConfigError(
                 f"kv_cache_memory {config.kv_cache_memory} must be more than the {state_bytes} bytes of the states of "
-                f"max_num_seqs {config.max_num_seqs} sequences"
+                f"max_num_seqs {config.max_num_seqs} sequences and of state_cache_memory"
             )
         pages = layout.pages_in(config.kv_cache_memory - state_bytes)
         if pages < least:
@@ -223,9 +259,7 @@ def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, other
         return pages
     chunk = -(-config.max_num_batched_tokens // layout.page_size) * sum(map(bool, layout.group_windows))
     wanted = config.max_num_seqs * layout.pages_for(max_model_len) + chunk
-    free = max(0, free_memory_bytes() - other_bytes)
-    share = max(0, int(free * config.kv_cache_share) - state_bytes)
-    return max(least, min(wanted, layout.pages_in(share)))
+    return max(least, min(wanted, layout.pages_in(max(0, kv_bytes - state_bytes))))
 
 
 def _fitting_model_len(config: EngineConfig, layout: KVLayout, num_pages: int, max_model_len: int) -> int:

@@ -83,6 +83,8 @@ class MetricsCollector(Collector):
 
 def _engine_families(stats: EngineStats) -> list[Metric]:
     pages = {"owned": stats.pages_owned, "cached": stats.pages_cached, "free": stats.pages_free}
+    running = stats.states_total - stats.states_cached - stats.states_free
+    states = {"running": running, "cached": stats.states_cached, "free": stats.states_free}
     kinds = {"recompute": stats.preemptions - stats.preemptions_spilled, "spill": stats.preemptions_spilled}
     return [
         _gauge("num_requests_running", "Requests that are in the running batch.", stats.running),
@@ -100,12 +102,16 @@ def _engine_families(stats: EngineStats) -> list[Metric]:
         _gauge("kv_pages_reserved", "Cached or free pages reserved for running requests.", stats.pages_reserved),
         _gauge("kv_pages_pinned", "Cached pages that are evicted last.", stats.pages_pinned),
         _gauge("kv_pages_spilled", "KV pages that are in the spill file.", stats.pages_spilled),
+        _gauges("states", "Slots for states of sequences, by use.", "use", states),
         _counter(
             "prefix_cache_queries",
             "Prompt tokens that were looked up in the prefix cache.",
             stats.prefix_queries_tokens,
         ),
         _counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache.", stats.prefix_hits_tokens),
+        _counter("states_kept", "States that the prefix cache has kept.", stats.states_kept),
+        _counter("state_hits", "Prompts that continued from a kept state.", stats.state_hits),
+        _counter("state_copies", "States that were copied because two owners shared a slot.", stats.state_copies),
         _counter("num_preemptions", "Times that a running request was put back into the queue.", stats.preemptions),
         _counters(
             "preemptions_by_kind",

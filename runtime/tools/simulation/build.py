@@ -54,6 +54,7 @@ def build_simulator(
             enable_prefix_caching=config.enable_prefix_caching,
             store=spill,
             states=capacity.open_states(),
+            num_cached_states=capacity.num_cached_states,
             clock=clock,
         )
         return Simulator(

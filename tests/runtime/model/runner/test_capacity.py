@@ -46,10 +46,12 @@ def test_less_memory_than_a_page_is_refused() -> None:
 
 LFM2 = read_spec(GOLDENS / "lfm2")  # 3 layers with 4 taps, hidden 72: a ring has 96 columns as it is stored
 
+STATE = 3 * 5 * 96 * 4  # bytes, without draft tokens
+
 
 @pytest.mark.parametrize(("drafts", "rows"), [(0, 5), (4, 9)])
 def test_the_states_of_all_sequences_are_part_of_the_kv_cache(drafts: int, rows: int) -> None:
-    settings: dict[str, Any] = {"max_num_seqs": 7, "num_speculative_tokens": drafts}
+    settings: dict[str, Any] = {"max_num_seqs": 7, "num_speculative_tokens": drafts, "state_cache_memory": 0}
     state_bytes = 3 * rows * 96 * 4
     page_bytes = 2 * 32 * 3 * 2 * 16 * 2  # 2 layers with attention
     config = EngineConfig(kv_cache_memory=7 * state_bytes + 5 * page_bytes, **settings)
@@ -59,6 +61,29 @@ def test_the_states_of_all_sequences_are_part_of_the_kv_cache(drafts: int, rows:
     assert f"{'states':<18}{7 * state_bytes:>18,} B  of sequences" in capacity.memory.describe()
     with pytest.raises(ConfigError, match=rf"{7 * state_bytes} must be more than .* of the states of max_num_seqs 7"):
         decide_capacity(EngineConfig(kv_cache_memory=7 * state_bytes, **settings), LFM2)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "left", "kept"),
+    [(None, 8, 2), (None, 7, 1), (None, 100, 12), (0, 100, 0), (STATE, 100, 1), (STATE - 1, 9, 0), (5 * STATE, 9, 5)],
+)
+def test_cached_states_are_part_of_the_kv_cache(wanted: int | None, left: int, kept: int) -> None:
+    config = EngineConfig(kv_cache_memory=(3 + left) * STATE, max_num_seqs=3, state_cache_memory=wanted)
+    capacity = decide_capacity(config, LFM2)
+    assert (capacity.num_states, capacity.num_cached_states) == (3 + kept, kept)
+    assert capacity.memory.state_bytes == (3 + kept) * STATE
+    assert capacity.num_pages == (left - kept) * STATE // capacity.layout.page_bytes
+
+
+def test_without_a_prefix_cache_no_states_are_kept() -> None:
+    config = EngineConfig(kv_cache_memory=100 * STATE, max_num_seqs=3, enable_prefix_caching=False)
+    assert decide_capacity(config, LFM2).num_cached_states == 0
+
+
+def test_more_cached_states_than_the_kv_cache_holds_are_refused() -> None:
+    config = EngineConfig(kv_cache_memory=100 * STATE, max_num_seqs=3, state_cache_memory=97 * STATE)
+    with pytest.raises(ConfigError, match="and of state_cache_memory"):
+        decide_capacity(config, LFM2)
 
 
 def test_a_model_without_states_plans_none() -> None:

@@ -88,5 +88,11 @@ def test_stats_frame_keeps_the_names_of_the_protocol() -> None:
         "encoded_tokens",
         "encoded_images",
         "image_cache_hits",
+        "states_total",
+        "states_cached",
+        "states_free",
+        "states_kept",
+        "state_hits",
+        "state_copies",
         "steps_over_itl_target",
     ]

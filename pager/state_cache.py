@@ -1,0 +1,119 @@
+"""The state cache: states that were kept where a page of the prefix cache ends, so that a later prompt continues there.
+
+Pages are found by their tokens, but a state is at one position only, so a hit ends at the deepest page with a state.
+The cache shares the slot of the sequence that was there; the sequence copies it before it writes on.
+
+**When a state is kept**, always at the end of a full page that the prefix cache has:
+
+1. at the last such end before the last known token of a prompt, and at every multiple of `interval` tokens: the
+   scheduler ends a chunk there (`next_end`). These states stay until they are evicted.
+2. at every other such end that a chunk or a decoded token happens to reach. Each replaces the sequence's previous one,
+   unless a prompt has used that one, so a sequence that ends leaves the state of its last full page: the next turn of a
+   conversation computes less than a page of it again.
+
+**Eviction**: the state of an evicted page goes with it, since no prompt finds it any more. If there are already
+`capacity` states, the least recently used one goes. Pages without a state after them are of no use to a prompt, so none
+retains them: they become the least recently used pages of the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .pool import Content, PagePool
+from .states import StatePool
+from .table import PageTable
+
+
+@dataclass(slots=True)
+class CachedState:
+    """A kept state: its slot, and whether it stays when its sequence moves on."""
+
+    slot: int
+    stays: bool
+
+
+class StateCache:
+    """At most `capacity` kept states by the key of the page before them; each holds a reference on its slot."""
+
+    def __init__(self, states: StatePool, pool: PagePool, page_size: int, capacity: int, interval: int) -> None:
+        """`interval`, in tokens, is rounded up to whole pages."""
+        if capacity < 1 or interval < 1:
+            raise ValueError(f"there must be states to keep and tokens between them, got {capacity} and {interval}")
+        self.capacity = capacity
+        self.num_kept = 0  # states that were kept so far
+        self.num_hits = 0  # prompts that continued from a state
+        self._states = states
+        self._page_size = page_size
+        self._interval = -(-interval // page_size) * page_size
+        self._by_key: dict[bytes, CachedState] = {}  # least recently used first
+        pool.on_evict.append(self._forget_page)
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._by_key
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Iterate over the keys of the pages before the kept states."""
+        return iter(self._by_key)
+
+    def slots(self) -> list[int]:
+        """Return the slot of every kept state, the least recently used one first."""
+        return [each.slot for each in self._by_key.values()]
+
+    def next_end(self, first: int, num_known: int) -> int:
+        """Return where a chunk should end that begins at token `first` of `num_known` known tokens.
+
+        This is the next position at which a state stays, or the last token.
+        """
+        last = self._last_end(num_known)
+        every = (first // self._interval + 1) * self._interval
+        return min(every, last if last > first else num_known, num_known)
+
+    def keep(self, table: PageTable) -> None:
+        """Keep the state of a table whose full pages are indexed and whose state serves the end of the last of them."""
+        key = table.keys[-1]
+        end = len(table.keys) * self._page_size
+        stays = end % self._interval == 0 or end == self._last_end(table.num_known)
+        known = self._by_key.pop(key, None)
+        if known is not None:
+            known.stays = known.stays or stays
+            self._by_key[key] = known
+            return
+        self._drop_previous(table)
+        if len(self._by_key) == self.capacity:
+            self._forget(next(iter(self._by_key)))
+        self._by_key[key] = CachedState(table.share_state(), stays)
+        self.num_kept += 1
+        if not stays:
+            table.moving_state = key
+
+    def take(self, key: bytes) -> int:
+        """Return the slot of a kept state for a new sequence, with a reference."""
+        state = self._by_key.pop(key)
+        self._by_key[key] = state
+        state.stays = True
+        self.num_hits += 1
+        self._states.share(state.slot)
+        return state.slot
+
+    def _last_end(self, num_known: int) -> int:
+        """Return the last end of a page before the last known token."""
+        return max(0, num_known - 1) // self._page_size * self._page_size
+
+    def _drop_previous(self, table: PageTable) -> None:
+        """Forget the state that this table kept last, unless it stays."""
+        previous = self._by_key.get(table.moving_state)
+        if previous is not None and not previous.stays:
+            self._forget(table.moving_state)
+        table.moving_state = b""
+
+    def _forget_page(self, content: Content) -> None:
+        if content.key in self._by_key:
+            self._forget(content.key)
+
+    def _forget(self, key: bytes) -> None:
+        self._states.release(self._by_key.pop(key).slot)
