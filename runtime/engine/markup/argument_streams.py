@@ -177,9 +177,10 @@ def property_schema(schema: Mapping[str, Any], key: str) -> Any:
     return _looked_up(schema, found)
 
 
-def parameters_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+def parameters_schema(schema: Mapping[str, Any], *, never: str = ">") -> dict[str, Any]:
     """Return properties, required and additionalProperties of an object, from all schemas that it must match.
 
+    `never` has the characters that names cannot have.
     False in additionalProperties: other names are not allowed. Raises InvalidRequest for a schema that
     parameters do not express.
     """
@@ -191,8 +192,8 @@ def parameters_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     if not any("additionalProperties" in part for part in parts) and any("properties" in part for part in parts):
         others = False  # arguments that the tool's author does not mention are not allowed
     for name, given in properties.items():
-        if ">" in name:
-            raise InvalidRequest(f"the property {name!r} cannot be a parameter of this model, because of its >")
+        if sign := next((each for each in never if each in name), ""):
+            raise InvalidRequest(f"the property {name!r} cannot be a parameter of this model, because of its {sign}")
         if given is False and name in required:
             raise InvalidRequest(f"the required property {name!r} has no value")
     for part in parts:

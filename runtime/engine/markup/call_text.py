@@ -9,6 +9,7 @@ from typing import Any
 
 from .argument_streams import END_OF_PARAMETER, PARAMETER
 from .markup import MARK, CallSyntax
+from .python_arguments import python_arguments
 
 FUNCTION_TAG = CallSyntax("<function=", ">", "</function>")  # syntax for a model with an unknown one
 EXAMPLE = "TOOL", "ARGUMENT", "VALUE"
@@ -43,6 +44,8 @@ def call_example(syntax: CallSyntax) -> str:
 def _arguments(syntax: CallSyntax, arguments: Mapping[str, Any]) -> str:
     if syntax.arguments == "json":
         return json.dumps(arguments, ensure_ascii=False)
+    if syntax.arguments == "python":
+        return python_arguments(arguments)
     texts = {
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for key, value in arguments.items()

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 MARK = "\ufdd0"  # a noncharacter, which grammars exclude from texts
 
-ArgumentsForm = Literal["json", "parameters"]
+ArgumentsForm = Literal["json", "parameters", "python"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,23 @@ KNOWN_MARKUPS: dict[str, Markup] = {
             " <｜tool▁call▁end｜>",
             begin="<｜tool▁calls▁begin｜>",
             end=" <｜tool▁calls▁end｜>",
+        )
+    ),
+    "granite": Markup(
+        calls=CallSyntax(_NAME_FIRST, _ARGUMENTS, " }", begin="<|tool_call|> [", separator=" ,", end=" ]")
+    ),
+    "nemotron_json": Markup(
+        calls=CallSyntax(_NAME_FIRST, _ARGUMENTS, " }", begin="<TOOLCALL> [", separator=" ,", end=" ] </TOOLCALL>")
+    ),
+    "lfm2": Markup(
+        calls=CallSyntax(
+            "",
+            " ( ",
+            " )",
+            begin="<|tool_call_start|> [ ",
+            separator=" , ",
+            end=" ] <|tool_call_end|>",
+            arguments="python",
         )
     ),
     "openai": Markup(channels=True),

@@ -11,10 +11,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from ...common.errors import InvalidRequest
 from ..json_schema.references import BY_REFERENCE, schemas_inside, with_references
 from ..json_schema.schema import library_options
 from .argument_streams import END_OF_JSON, END_OF_PARAMETER, PARAMETER, parameters_schema, text_values, value_form
 from .markup import MARK, CallSyntax, Markup
+from .python_arguments import NEVER_IN_KEYS
+from .python_values import PythonValues
 
 CallsNeeded = Literal["none", "auto", "required"]
 
@@ -90,7 +93,8 @@ class MarkupGrammar:
         return self._rule(f"{self._literal(rest) if calls.begin else ''} {call}{more} {self._literal(calls.end)}")
 
     def _call(self, calls: CallSyntax, opening: str, name: str, schema: Any) -> str:
-        arguments = self._parameters(schema) if calls.arguments == "parameters" else self._json(schema)
+        forms = {"parameters": self._parameters, "python": self._python, "json": self._json}
+        arguments = forms[calls.arguments](schema)
         return self._rule(f"{self._literal(opening + name + calls.middle)} {arguments} {self._literal(calls.close)}")
 
     def _parameters(self, schema: Any) -> str:
@@ -106,6 +110,25 @@ class MarkupGrammar:
                 self._rule(f"ws? {self._other_name(flat['properties'])} {self._parameter(schema, others)}") + "*"
             )
         return " ".join(rules)
+
+    def _python(self, schema: Any) -> str:
+        """Return the rule of arguments in Python's syntax, in the schema's order."""
+        flat = parameters_schema(schema, never=NEVER_IN_KEYS)
+        if "" in flat["properties"]:
+            raise InvalidRequest("a property without a name cannot be an argument of this model")
+        values = PythonValues(self._lines, self._rule, lambda given: self._json(_with_definitions(schema, given)))
+        arguments = [
+            (f"{_quoted(f'{key}=')} {values.rule(given)}", key in flat["required"])
+            for key, given in flat["properties"].items()
+            if given is not False
+        ]
+        more = ""
+        if (others := flat["additionalProperties"]) is not False:
+            name = f"KEY_{len(self._lines)}"
+            known = " | ".join(_quoted(f"{key}=") for key in flat["properties"])
+            self._lines.append(f"{name}: /[A-Za-z_][A-Za-z0-9_]*=/" + (f" & ~({known})" if known else ""))
+            more = self._rule(f"{name} {values.rule(others)}")
+        return values.sequence(arguments, more)
 
     def _other_name(self, known: Iterable[str]) -> str:
         """Return the terminal of the head of a parameter with another name."""

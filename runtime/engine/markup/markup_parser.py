@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from ...common.types import Delta, DeltaKind
 from .argument_streams import SPACE, ArgumentStream, JSONArguments, ParameterArguments, num_held
-from .markup import MARK, Markup
+from .markup import MARK, CallSyntax, Markup
+from .python_arguments import PythonArguments
 
 Schemas = Mapping[str, Any]  # tool's name -> schema of its arguments
 
@@ -165,8 +166,7 @@ class MarkupParser:
         assert self._calls is not None
         self._buffer = self._buffer[len(name) :]
         self._deltas.append(Delta("call", name))
-        has_parameters = self._calls.arguments == "parameters"
-        self._arguments = ParameterArguments(self._schemas.get(name)) if has_parameters else JSONArguments()
+        self._arguments = _arguments(self._calls, self._schemas.get(name))
         return self._expect(self._calls.middle, self._in_arguments)
 
     def _in_arguments(self) -> Callable[[], Any] | None:
@@ -320,6 +320,12 @@ class ChannelParser:
                 deltas.append(Delta("arguments", piece))
         elif text and self._kind is not None:
             deltas.append(Delta(self._kind, text))
+
+
+def _arguments(calls: CallSyntax, schema: Any) -> ArgumentStream:
+    if calls.arguments == "parameters":
+        return ParameterArguments(schema)
+    return PythonArguments() if calls.arguments == "python" else JSONArguments()
 
 
 def _match(literal: str, text: str) -> int | None:

@@ -16,20 +16,24 @@ import structlog
 
 from .markup import BRACKETS, KNOWN_MARKUPS, THINK, CallSyntax, Markup, Reasoning
 
-# Texts in the chat template or the vocabulary of each family; the first family with all of them is the model's.
+# Texts in the chat template of each family; the first family with all of them is the model's.
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>", "<|message|>")),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     ("qwen3_coder", ("<tool_call>", "<function=")),
     ("hermes", ("<tool_call>",)),
+    ("granite", ("<|start_of_role|>", "<|tool_call|>")),
     ("phi4_mini_json", ("<|tool_call|>",)),
     ("phi4_mini_json", ("<|tool|>",)),
     ("mistral", ("[TOOL_CALLS]", "[ARGS]")),
     ("mistral_list", ("[TOOL_CALLS]",)),
     ("llama3_json", ("<|start_header_id|>", '"parameters":')),
     ("llama3_json", ("<|python_tag|>",)),
+    ("nemotron_json", ("<TOOLCALL>",)),
+    ("lfm2", ("<|tool_call_start|>",)),
 )
+_TOKEN_SIGNS = {"lfm2": "<|tool_call_start|>"}  # special tokens of families whose template may not show calls
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 MAX_LITERAL = 200  # characters of a delimiter
 
@@ -60,7 +64,8 @@ def find_markup(name: str, template: str, tokens: Mapping[str, int], config: Map
 
 def _family(name: str, template: str, tokens: Collection[str]) -> Markup:
     if name == "auto":
-        name = next((each for each, signs in _SIGNS if all(sign in template for sign in signs)), "none")
+        shown = [each for each, signs in _SIGNS if all(sign in template for sign in signs)]
+        name = next(iter([*shown, *(each for each, sign in _TOKEN_SIGNS.items() if sign in tokens)]), "none")
     family = KNOWN_MARKUPS.get(name, Markup())
     if family.channels:
         return family

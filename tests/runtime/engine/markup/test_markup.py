@@ -88,6 +88,40 @@ SAMPLES: list[tuple[Markup, str, Read]] = [
         [("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
     ),
     (
+        KNOWN_MARKUPS["granite"],
+        f'<|tool_call|>[{{"name": "weather", "arguments": {CALL}}}, {{"name":"time","arguments":{{}}}}]',
+        [("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
+    ),
+    (
+        replace(KNOWN_MARKUPS["nemotron_json"], reasoning=THINK),
+        f'<think>So.</think>\n<TOOLCALL>[{{"name": "weather", "arguments": {CALL}}}, '
+        '{"name": "time", "arguments": {}}]</TOOLCALL>',
+        [("reasoning", "So."), ("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
+    ),
+    (
+        KNOWN_MARKUPS["lfm2"],
+        'I ask.\n<|tool_call_start|>[weather(city="a }\\" [<b", days=2), time()]<|tool_call_end|>',
+        [("content", "I ask."), ("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
+    ),
+    (
+        KNOWN_MARKUPS["lfm2"],
+        "<|tool_call_start|> [ weather ( city = 'it\\'s \\u00e9\\x41\\n\\d, \\ud83d\\ude00 (1)' , unit=None, on = True,"
+        "days=[1, -2.5, (0x1F, 1_000, .5,), []], by={'a': {}, \"b\": False, 3: 'x', }, "
+        'text="""a "q" b""", none=\'\', ) ,'
+        "time( )\n]<|tool_call_end|>",
+        [
+            ("call", "weather"),
+            (
+                "arguments",
+                r"""{"city": "it's \u00e9A\n\\d, \ud83d\ude00 (1)", "unit": null, "on": true, """
+                r'"days": [1, -2.5, [31, 1000, 0.5], []], "by": {"a": {}, "b": false, "3": "x"}, '
+                r'"text": "a \"q\" b", "none": ""}',
+            ),
+            ("call", "time"),
+            ("arguments", "{}"),
+        ],
+    ),
+    (
         replace(KNOWN_MARKUPS["deepseek_v3"], reasoning=THINK),
         "<think>So.</think>I ask.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
         f"{CALL}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>time\n```json\n{{}}\n```"
@@ -126,7 +160,10 @@ SAMPLES.append(
         [("content", "I ask."), ("call", "weather"), ("arguments", CALL), ("call", "time"), ("arguments", "{}")],
     )
 )
-SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>", *CHANNEL_TOKENS)
+SPECIAL = (
+    *("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+    *CHANNEL_TOKENS,
+)
 MARKERS = (
     MARK,
     "<tool",
@@ -333,3 +370,66 @@ def test_a_value_may_be_on_the_line_of_its_parameter() -> None:
     for at in range(len(text)):
         found = read(parser(KNOWN_MARKUPS["qwen3_coder"], {"f": PARAMETERS}), [text[:at], text[at:]])
         assert found == [("call", "f"), ("arguments", '{"text": "a"}')]
+
+
+def python_arguments(text: str, *, is_cut: bool = False) -> str:
+    """Return the JSON of arguments in Python's syntax, read one character at a time."""
+    reader = parser(KNOWN_MARKUPS["lfm2"])
+    found = dict(read(reader, f"<|tool_call_start|>[f({text}", is_cut=is_cut))
+    return found.get("arguments", "")
+
+
+def random_value(draw: random.Random, depth: int = 0) -> Any:
+    """Return a value of Python whose literals the parser reads."""
+    kind = draw.randrange(8 if depth < 3 else 6)
+    if kind == 6:
+        return [random_value(draw, depth + 1) for _ in range(draw.randrange(4))]
+    if kind == 7:
+        return {random_value(draw, 9): random_value(draw, depth + 1) for _ in range(draw.randrange(4))}
+    texts = ("", "it's", '"', "\\", "a\nb\t", "é\x00😀", "f(x=1)]", "'\\'\"", "\u2028", "-", "True")
+    return [draw.randint(-99, 10**20), draw.uniform(-9, 9), 1e-7 * draw.random(), None, draw.random() < 0.5,
+            draw.choice(texts)][kind]  # fmt: skip
+
+
+def as_json(value: Any) -> Any:
+    """Return a value with the keys that JSON has in place of Python's."""
+    if isinstance(value, list):
+        return [as_json(each) for each in value]
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): as_json(each) for key, each in value.items()}
+    return value
+
+
+def test_arguments_in_python_have_the_values_that_python_reads() -> None:
+    draw = random.Random(5)
+    for _ in range(300):
+        values = {f"key_{number}": random_value(draw) for number in range(draw.randrange(4))}
+        text = ", ".join(f"{key}={value!r}" for key, value in values.items())
+        found = json.loads(python_arguments(f"{text})]<|tool_call_end|>"))
+        assert found == as_json(values), text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a=1, b", '{"a": '),
+        ("a=1, 'b'", '{"a": 1'),
+        ("a=[1, 2)", '{"a": [1, 2'),
+        ("a={1}", '{"a": {"1"'),
+        ("a='x' 'y')", '{"a": "x"'),
+        ("a==1)", '{"a": '),
+        ("5)", ""),
+        ("a=1e999, b=nan, c=--1)", '{"a": 1e999, "b": "nan", "c": "--1"}'),
+        ("a='\\ud83d', b='\\U00110000\\xzz'" + ")", '{"a": "\\ud83d", "b": "\\\\U00110000\\\\xzz"}'),
+        ("a=" + "[" * 5000, '{"a": ' + "[" * 5000),
+    ],
+)
+def test_text_that_is_no_list_of_arguments_adds_nothing(text: str, expected: str) -> None:
+    assert python_arguments(text, is_cut=True).startswith(expected)
+    assert json.dumps(expected)  # the text has no half characters
+
+
+def test_a_call_in_python_without_an_end_has_an_object() -> None:
+    assert python_arguments("") == "{}"
+    assert python_arguments("", is_cut=True) == ""
+    assert python_arguments("a=1") == '{"a": '

@@ -37,6 +37,10 @@ PARAMETERS = r"<parameter=(?P<key>\w+)>\s*(?P<value>.*?)\s*</parameter>"
         ("'<｜tool▁calls▁begin｜>' '```json'", "deepseek_v3"),
         ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
         ("<|channel|><|message|>", "openai"),
+        ("<|start_of_role|> <|tool_call|>", "granite"),
+        ("<|start_of_role|> <tool_call>", "hermes"),
+        ("'<TOOLCALL>['", "nemotron_json"),
+        ("'<|tool_call_start|>['", "lfm2"),
         ("plain", None),
     ],
 )
@@ -50,6 +54,14 @@ def test_the_chat_template_says_which_family_it_is(template: str, expected: str 
         reasoning=replace(BRACKETS, close=f"{MARK}[/THINK]"),
         tokens={"[/THINK]": 3},
     )
+
+
+def test_a_template_without_calls_leaves_the_family_to_the_special_tokens() -> None:
+    """The template of LFM2 has no calls: a chat has them as text."""
+    tokens = {"<|tool_call_start|>": 10, "<|tool_call_end|>": 11}
+    assert find_markup("auto", "List of tools: [", tokens) == KNOWN_MARKUPS["lfm2"].with_special(tokens)
+    assert find_markup("auto", "<tool_call>", tokens).calls == KNOWN_MARKUPS["hermes"].calls
+    assert find_markup("none", "List of tools: [", tokens).calls is None
 
 
 def described(fields: Any, template: str = "plain") -> Markup:

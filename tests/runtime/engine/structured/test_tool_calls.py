@@ -21,12 +21,15 @@ from quire.runtime.engine.structured.tool_calls import ToolCalls
 from structlog.testing import capture_logs
 
 DEEPSEEK = KNOWN_MARKUPS["deepseek_v31"].calls or CallSyntax("", "", "")
-SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>", *CHANNEL_TOKENS)
+SPECIAL = (
+    *("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>"),
+    *CHANNEL_TOKENS,
+)
 PIECES = (
     "<tool_call>", "</tool_call>", "<think>", "</think>", "}}", '"}}\n', '{"name', '": "', "{}", "weather", "time",
     "<function=", "<parameter=", "</parameter>", "</function>", "\n```json\n", "<|tool_call|>", '{"name": "', "final",
     '"parameters": ', '"arguments": ', "commentary to=functions.", "Paris",
-    DEEPSEEK.open, DEEPSEEK.begin, DEEPSEEK.middle,
+    DEEPSEEK.open, DEEPSEEK.begin, DEEPSEEK.middle, "<TOOLCALL>", "</TOOLCALL>", 'city="', "weather(", "days=",
 )  # fmt: skip
 EOS = 0
 
@@ -310,6 +313,112 @@ def test_parameters_of_qwen3_coder_match_the_schema(schema: Any, valid: Any, inv
     calls = coder_calls(schema, is_strict)
     assert [coder_arguments(calls, *parameters) for parameters, _ in valid] == [arguments for _, arguments in valid]
     assert [parameters for parameters in invalid if coder_arguments(calls, *parameters) is not None] == []
+
+
+def python_arguments(parameters: Any, text: str) -> Any:
+    """Return the arguments of LFM2's call with this text as the client gets them; None if it is not allowed."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    calls = ToolCalls(KNOWN_MARKUPS["lfm2"], (tool,), ToolChoice(needed="required"))
+    structure = calls.structure("prompt", None)
+    assert structure is not None
+    matcher = LLMatcher(TABLES, grammar_of(structure), log_level=0)
+    whole = f"<|tool_call_start|>[f({text})]<|tool_call_end|>"
+    ids = VOCABULARY(whole)
+    if matcher.try_consume_tokens(ids) < len(ids) or not matcher.is_accepting():
+        return None
+    new_parser = calls.new_parser("prompt", None)
+    assert new_parser is not None
+    return json.loads("".join(piece for kind, piece in new_parser().feed(whole) if kind == "arguments"))
+
+
+TRIP = {
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1},
+        "back": {"type": "boolean"},
+        "via": {"type": "array", "items": {"type": ["string", "null"]}},
+        "unit": {"enum": ["km", "it's", None]},
+        "guest": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "is_child": {"type": "boolean"}, "x": {"type": "null"}},
+            "required": ["is_child"],
+        },
+        "any": {},
+        "date-of": {"anyOf": [{"type": "string", "pattern": "^[0-9]{4}$"}, {"type": "boolean"}]},
+    },
+    "required": ["city", "back"],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('city="Rome", back=True', {"city": "Rome", "back": True}),
+        ("city='it\\'s', days=3,back=False", {"city": "it's", "days": 3, "back": False}),
+        ('city="", back=True, via=["a", None, \'b\']', {"city": "", "back": True, "via": ["a", None, "b"]}),
+        ('city="", back=True, via=[], unit=None', {"city": "", "back": True, "via": [], "unit": None}),
+        ('city="", back=True, unit="it\'s"', {"city": "", "back": True, "unit": "it's"}),
+        (
+            'city="", back=True, guest={"name": "é\\n", "is_child": False}',
+            {"city": "", "back": True, "guest": {"name": "é\n", "is_child": False}},
+        ),
+        (
+            'city="", back=True, guest={"is_child": True, "x": None}, any=True',
+            {"city": "", "back": True, "guest": {"is_child": True, "x": None}, "any": True},
+        ),
+        ("city='', back=True, any=[{'a': None, \"b\": []}]", {"city": "", "back": True, "any": [{"a": None, "b": []}]}),
+        ('city="", back=True, date-of="2026"', {"city": "", "back": True, "date-of": "2026"}),
+        ('city="", back=True, date-of=False', {"city": "", "back": True, "date-of": False}),
+        *(
+            (text, None)
+            for text in (
+                "",
+                'city="Rome"',
+                "back=True",
+                '"Rome", back=True',
+                'city=Rome, back="x"',
+                'city="", back=1',
+                'city="", days=0, back=True',
+                'back=True, city=""',
+                'city="", back=True, via=[1]',
+                'city="", back=True, unit="m"',
+                'city="", back=True, guest={}',
+                'city="", back=True, guest={"is_child": True, "age": 3}',
+                'city="", back=True, date-of="26"',
+                'city="", back=True, other=1',
+                'city="", back=True, any=[null]',
+                'city="", back=True,',
+            )
+        ),
+    ],
+)
+def test_arguments_in_python_match_the_schema(text: str, expected: Any) -> None:
+    assert python_arguments(TRIP, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        ({"properties": {}}, "", {}),
+        ({"properties": {}}, "a=1", None),
+        ({}, 'a=1, _b="x"', {"a": 1, "_b": "x"}),
+        ({"properties": {"a": {}}, "additionalProperties": {"type": "boolean"}}, "b=True", {"b": True}),
+        ({"properties": {"a": {}}, "additionalProperties": {"type": "boolean"}}, "b=1", None),
+        (TREE, 'n=1, of=[{"n": 2, "of": []}]', {"n": 1, "of": [{"n": 2, "of": []}]}),
+        (TREE, 'n=1, of=[{"of": []}]', None),
+        ({"$defs": {"Node": NODE}, "$ref": "#/$defs/Node"}, 'v=1, next={"v": 2}', {"v": 1, "next": {"v": 2}}),
+        ({"properties": {"a=b": {}}}, 'x={"y": True}', {"x": {"y": True}}),
+    ],
+)
+def test_other_schemas_of_arguments_in_python(schema: Any, text: str, expected: Any) -> None:
+    assert python_arguments(schema, text) == expected
+
+
+def test_a_strict_tool_needs_names_that_python_can_have() -> None:
+    parameters = {"properties": {"a=b": {"type": "string"}}, "required": ["a=b"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}
+    with pytest.raises(InvalidRequest, match="'a=b' cannot be a parameter of this model, because of its ="):
+        ToolCalls(KNOWN_MARKUPS["lfm2"], (tool,), ToolChoice()).structure("prompt", None)
 
 
 @pytest.mark.parametrize(

@@ -338,6 +338,15 @@ CALLS: list[tuple[str, dict[str, Any]]] = [("f", {"city": "Rome"}), ("g", {})]
             '<|tool_call|>[{"name": "f", "arguments": {"city": "Rome"}}, {"name": "g", "arguments": {}}]<|/tool_call|>',
         ),
         (
+            "granite",
+            '<|tool_call|>[{"name": "f", "arguments": {"city": "Rome"}}, {"name": "g", "arguments": {}}]',
+        ),
+        (
+            "nemotron_json",
+            '<TOOLCALL>[{"name": "f", "arguments": {"city": "Rome"}}, {"name": "g", "arguments": {}}]</TOOLCALL>',
+        ),
+        ("lfm2", '<|tool_call_start|>[f(city="Rome"), g()]<|tool_call_end|>'),
+        (
             "deepseek_v31",
             '<|tool▁calls▁begin|><|tool▁call▁begin|>f<|tool▁sep|>{"city": "Rome"}<|tool▁call▁end|>'
             "<|tool▁call▁begin|>g<|tool▁sep|>{}<|tool▁call▁end|><|tool▁calls▁end|>",
