@@ -324,7 +324,7 @@ def _shared_expert(
     )
     if experts.shared_gate:
         return builder.linear(activated, weights.down, weights.down_bias, "shared expert")
-    builder.linear_add(activated, weights.down, weights.down_bias, x)
+    builder.linear_add(activated, weights.down, weights.down_bias, x, spec.residual_scale)
     return None
 
 

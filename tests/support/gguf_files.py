@@ -178,6 +178,7 @@ ARCHITECTURES = {
     "lfm2_moe": "lfm2moe",
     "gpt_oss": "gpt-oss",
     "granite_hybrid": "granitehybrid",
+    "granite_hybrid_moe": "granitehybrid",
     "falcon_h1": "falcon-h1",
     "olmo3": "olmo2",
 }  # families with another name
@@ -197,7 +198,7 @@ OF_FAMILIES = {  # keys of config.json that the converter writes for some famili
     "attention.sliding_window": ("sliding_window", "phi3", "gemma2", "gemma3", "gpt_oss", "olmo3", "exaone4"),
     "attn_logit_softcapping": ("attn_logit_softcapping", "gemma2"),
     "final_logit_softcapping": ("final_logit_softcapping", "gemma2"),
-    "expert_used_count": ("num_experts_per_tok", "mixtral", "qwen3_moe", "gpt_oss", "lfm2_moe"),
+    "expert_used_count": ("num_experts_per_tok", "granite_hybrid", "mixtral", "qwen3_moe", "gpt_oss", "lfm2_moe"),
     "expert_feed_forward_length": ("moe_intermediate_size", "qwen3_moe", "lfm2_moe"),
     "expert_shared_feed_forward_length": ("shared_intermediate_size", "granite_hybrid"),
     "leading_dense_block_count": ("num_dense_layers", "lfm2_moe"),
@@ -291,12 +292,12 @@ def stored_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
         stored = stored_name(name, spec)
         if spec.family == "falcon_h1" and stored.endswith("ffn_norm.weight"):
             stored = stored.removesuffix(".weight")
-        if "shared_mlp.input_linear" in name:  # gate, and up
-            gate, values = np.split(values, 2)
+        if "input_linear" in name:  # gate, and up
+            gate, values = np.split(values, 2, axis=-2)
             arrays[stored.replace("ffn_up", "ffn_gate")] = [gate]
         arrays.setdefault(stored, []).append(values)
     return {
-        name: encode(np.stack(each) if "_exps" in name else each[0], "F32" if re.search(IN_F32, name) else kind)
+        name: encode(each[0] if len(each) == 1 else np.stack(each), "F32" if re.search(IN_F32, name) else kind)
         for name, each in arrays.items()
     }
 
@@ -331,7 +332,11 @@ def stored_name(name: str, spec: DecoderSpec) -> str:
 
 def _stored_names(spec: DecoderSpec) -> dict[str, str]:
     """Return the name in GGUF files for each name on Hugging Face."""
-    fused = {"gate_up": ("ffn_up",)}  # the name of a tensor that the converter divides
+    fused = {  # the names of tensors that the converter divides
+        "gate_up": ("ffn_up",),
+        "expert_gate_up": ("ffn_up_exps",),
+        "shared_gate_up": ("ffn_up_shexp",),
+    }
     stored: dict[str, str] = {}
     for field in fields(TensorNames):
         if field.name == "mlp_norm" and not spec.pre_norms:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quire.kernels.ops import RoutingRule
 from quire.runtime.common.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from quire.runtime.model import DecoderSpec, read_spec
 from quire.runtime.model.config_json import ConfigTable
 from quire.runtime.model.config_rope import read_mrope
 from quire.runtime.model.spec import (
     Convolutions,
+    Experts,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -541,6 +543,8 @@ def test_an_invalid_window_is_refused_by_name(read: Read, family: str, keys: Any
         ("granite_hybrid", {"layer_types": ["mamba", "conv", "attention"]}, "3 times mamba, linear_attention, "),
         ("granite_hybrid", {"layer_types": ["attention"]}, "3 times mamba"),
         ("granite_hybrid", {"layer_types": ...}, "layer_types is missing"),
+        ("granite_hybrid", {"num_local_experts": -1}, "num_local_experts is -1; it must be an integer from 0 to 1024"),
+        ("granite_hybrid", {"num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok"),
         ("falcon_h1", {"mamba_d_ssm": 97}, r"mamba_d_ssm is 97; .* \(4\) divides the 97 columns of all heads"),
         ("falcon_h1", {"mamba_d_ssm": None, "mamba_n_heads": 3}, "mamba_n_heads is 3; .* divides the 128 columns"),
         ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers is .*; it must be a list of 2 numbers"),
@@ -621,6 +625,19 @@ def test_keys_of_granite_hybrid(read: Read) -> None:
     limited = read("granite_hybrid", time_step_limit=[0.5, 2]).mamba
     assert limited is not None
     assert limited.time_limits == (0.5, 2.0)
+
+
+def test_experts_of_granite_hybrid(read: Read) -> None:
+    assert read("granite_hybrid").experts is None
+    spec = read("granite_hybrid", num_local_experts=6, intermediate_size=40, residual_multiplier=0.25)
+    assert spec.experts == Experts(
+        num_experts=6,
+        top_k=2,
+        intermediate_size=40,
+        rule=RoutingRule(normalized=True, scale=0.25),
+        layers=(True, True, True),
+        shared_size=96,
+    )
 
 
 def test_keys_of_falcon_h1(read: Read) -> None:

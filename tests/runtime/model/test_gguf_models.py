@@ -41,6 +41,7 @@ CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens that GGUF files 
     "lfm2": {"conv_bias": False},
     "granite_hybrid": {"mamba_proj_bias": False, "time_step_limit": None},
     "lfm2_moe": {},
+    "granite_hybrid_moe": {},
     "falcon_h1": {
         **dict.fromkeys(("mamba_rms_norm", "mamba_norm_before_gate", "mamba_proj_bias", "projectors_bias"), False),
         **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "mlp_multipliers")),
@@ -88,7 +89,7 @@ def test_the_spec_is_that_of_the_folder(folder: Callable[[str], Path], family: s
     source = folder(family)
     expected = read_spec(source)
     spec = read_spec(convert_golden(source, tmp_path / "a.gguf"))
-    named = "llama" if family == "mistral" else family
+    named = {"mistral": "llama", "granite_hybrid_moe": "granite_hybrid"}.get(family, family)
     names = NAMES.get(family, GGUF_NAMES)
     wanted = replace(expected, family=named, names=names, eos_token_ids=expected.eos_token_ids[:1], norm_offset=0.0)
     assert replace(spec, ropes=expected.ropes) == wanted
