@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..common.errors import CorruptCheckpoint, UnsupportedModel
-from .config_json import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, ConfigTable, num_layers, read_head_dim
+from .config_json import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, ConfigTable, num_layers, read_head_dim
 from .rope import rotary_dim
 from .spec import DecoderSpec, FrequencyDivisors, TensorNames
 from .weights.gguf import GGUFFile, Metadata
@@ -82,6 +82,7 @@ FUSED_QKV = "attn_qkv"  # instead of three tensors
 ROPE_FREQS = "rope_freqs.weight"  # f32 [rotated elements / 2]: divisors of the frequencies
 LONG_ROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # the same
 LONG_ROPE_SCALE = "rope.scaling.attn_factor"
+NEXT_TOKENS = "nextn_predict_layers"  # the number of layers after the decoder's, which predict further tokens
 QUANTIZATION = 2  # the version of GGML's block formats
 EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
@@ -125,6 +126,7 @@ class GGUFFormat:
     bare: tuple[str, ...] = ()  # names of a layer's weights that files have without .weight
     marker: str = ""  # key, not 0, in the files of this family alone, among several with the same architecture
     derive: Callable[[ConfigTable], Mapping[str, Any]] = lambda config: {}  # keys of config.json that files do not have
+    tiles_value_heads: bool = False  # value heads of gated delta nets are sorted by their number within a key head
 
     def open(self, file: GGUFFile, read: Callable[[ConfigTable], DecoderSpec]) -> tuple[DecoderSpec, GGUFCheckpoint]:
         """Return the spec and the tensors; `read` is the reader of config.json. Raises ModelError."""
@@ -137,9 +139,14 @@ class GGUFFormat:
         names = self._names(file)
         spec = _with_divisors(read(self._config(file, names)), file)
         spec = replace(spec, names=names, norm_offset=0.0)  # the converter adds the offset to the norms
+        if self.tiles_value_heads and spec.delta is not None:
+            delta = replace(spec.delta, tiled=spec.delta.num_key_heads < spec.delta.num_value_heads)
+            spec = replace(spec, delta=delta)
         checkpoint = GGUFCheckpoint(file, self._pairs(spec))
         factors = {ROPE_FREQS, *(LONG_ROPE.values() if _has_long_rope(file) else ())}
-        if unused := file.tensors.keys() - check_tensors(spec, checkpoint) - factors:
+        unread = unread_layers(file, spec.names)
+        used_tensors = check_tensors(spec, checkpoint) | factors
+        if unused := {name for name in file.tensors.keys() - used_tensors if not name.startswith(unread)}:
             raise UnsupportedModel(f"{file.path} has tensor {min(unused)}, which {self.architecture} does not use")
         if quantized := checkpoint.quantized():
             file.metadata.integer("general.quantization_version", QUANTIZATION, QUANTIZATION, QUANTIZATION)
@@ -156,7 +163,8 @@ class GGUFFormat:
 
     def _names(self, file: GGUFFile) -> TensorNames:
         """Return the names of the tensors. In files of any family, q, k and v may be one tensor."""
-        fused = f"{self.names.layer.format(0)}{FUSED_QKV}.weight" in file.tensors
+        is_free = FUSED_QKV not in self.names.delta_qkv
+        fused = is_free and f"{self.names.layer.format(0)}{FUSED_QKV}.weight" in file.tensors
         return replace(self.names, qkv=(FUSED_QKV,)) if fused else self.names
 
     def _config(self, file: GGUFFile, names: TensorNames) -> ConfigTable:
@@ -229,6 +237,14 @@ class GGUFFormat:
             for name, rows in zip(spec.names.qkv, sizes, strict=False)
             for kind in ("weight", "bias")
         }
+
+
+def unread_layers(file: GGUFFile, names: TensorNames = GGUF_NAMES) -> tuple[str, ...]:
+    """Return the beginnings of the names of tensors that predict further tokens: those of the last layers."""
+    architecture = file.metadata.text("general.architecture")
+    count = file.metadata.integer(f"{architecture}.{NEXT_TOKENS}", 0, MAX_LAYERS, 0)
+    end = file.metadata.integer(f"{architecture}.block_count", 0, MAX_LAYERS, 0)
+    return tuple(names.layer.format(layer) for layer in range(max(end - count, 0), end))
 
 
 def read_kv_heads(config: ConfigTable) -> tuple[int, tuple[bool, ...]]:

@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from quire.runtime.model import read_spec
 from quire.runtime.model.families.lfm2 import LFM2_GGUF_NAMES
+from quire.runtime.model.families.qwen3_next import HYBRID_GGUF_NAMES, NEXT_GGUF_NAMES
 from quire.runtime.model.gguf_config import GGUF_NAMES, KEYS
-from quire.runtime.model.spec import DecoderSpec, Llama3Scaling, LongRopeScaling, Mamba, TensorNames
+from quire.runtime.model.spec import DecoderSpec, GatedDelta, Llama3Scaling, LongRopeScaling, Mamba, TensorNames
 from quire.runtime.model.weights.ggml import TYPES
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 from quire.runtime.model.weights.tensors import expected_tensors
@@ -175,6 +176,9 @@ ARCHITECTURES = {
     "mistral": "llama",
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5": "qwen35",
+    "qwen3_5_moe": "qwen35moe",
     "lfm2_moe": "lfm2moe",
     "gpt_oss": "gpt-oss",
     "granite_hybrid": "granitehybrid",
@@ -186,10 +190,14 @@ NAMES = {  # families with names of their own
     "lfm2": LFM2_GGUF_NAMES,
     "lfm2_moe": LFM2_GGUF_NAMES,
     "phi3": replace(GGUF_NAMES, qkv=("attn_qkv",), gate_up=("ffn_up",)),
+    "qwen3_5": HYBRID_GGUF_NAMES,
+    "qwen3_5_moe": HYBRID_GGUF_NAMES,
+    "qwen3_next": NEXT_GGUF_NAMES,
     "seed_oss": replace(GGUF_NAMES, mlp_norm="post_attention_norm"),
 }
 IN_F32 = r"_inp|shortconv\.conv|ssm_conv1d|ssm_dt|ssm_a$|ssm_d$|norm"  # tensors that are never quantized
 PERMUTED = ("llama", "mistral", "mixtral", "granite", "granite_hybrid", "smollm3")
+SMALL_EXPERTS = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "lfm2_moe")
 OF_FAMILIES = {  # keys of config.json that the converter writes for some families
     "attention.scale": ("attention_multiplier", "granite", "granite_hybrid"),
     "embedding_scale": ("embedding_multiplier", "granite", "granite_hybrid"),
@@ -198,8 +206,8 @@ OF_FAMILIES = {  # keys of config.json that the converter writes for some famili
     "attention.sliding_window": ("sliding_window", "phi3", "gemma2", "gemma3", "gpt_oss", "olmo3", "exaone4"),
     "attn_logit_softcapping": ("attn_logit_softcapping", "gemma2"),
     "final_logit_softcapping": ("final_logit_softcapping", "gemma2"),
-    "expert_used_count": ("num_experts_per_tok", "granite_hybrid", "mixtral", "qwen3_moe", "gpt_oss", "lfm2_moe"),
-    "expert_feed_forward_length": ("moe_intermediate_size", "qwen3_moe", "lfm2_moe"),
+    "expert_used_count": ("num_experts_per_tok", "granite_hybrid", "mixtral", *SMALL_EXPERTS, "gpt_oss"),
+    "expert_feed_forward_length": ("moe_intermediate_size", *SMALL_EXPERTS),
     "expert_shared_feed_forward_length": ("shared_intermediate_size", "granite_hybrid"),
     "leading_dense_block_count": ("num_dense_layers", "lfm2_moe"),
     "expert_weights_scale": ("routed_scaling_factor", "lfm2_moe"),
@@ -232,6 +240,9 @@ def describe(folder: Path) -> dict[str, Any]:
     if spec.mamba:
         values |= _describe_mamba(family, spec.mamba)
         values[f"{family}.rope.scaling.finetuned"] = rope is not None
+    if spec.delta:
+        values[f"{family}.attention.head_count_kv"] = spec.num_kv_heads
+        values |= _describe_delta(family, spec.delta)
     if spec.convolutions:
         values[f"{family}.attention.layer_norm_rms_epsilon"] = spec.norm_eps
         values[f"{family}.feed_forward_length"] = spec.intermediate_size
@@ -239,6 +250,8 @@ def describe(folder: Path) -> dict[str, Any]:
         values[f"{family}.vocab_size"] = spec.vocab_size
     if spec.experts:
         values[f"{family}.expert_count"] = spec.experts.num_experts
+        if spec.experts.shared_gate:
+            values[f"{family}.expert_shared_feed_forward_length"] = spec.experts.shared_size
         if spec.experts.rule.sigmoid:
             values[f"{family}.expert_gating_func"] = 2
     if rope and isinstance(rope.scaling, LongRopeScaling):
@@ -256,6 +269,18 @@ def _describe_mamba(family: str, mamba: Mamba) -> dict[str, Any]:
         f"{family}.ssm.state_size": mamba.state_size,
         f"{family}.ssm.time_step_rank": mamba.num_heads,
         f"{family}.ssm.group_count": mamba.num_groups,
+    }
+
+
+def _describe_delta(family: str, delta: GatedDelta) -> dict[str, Any]:
+    return {
+        f"{family}.ssm.conv_kernel": delta.taps,
+        f"{family}.ssm.inner_size": delta.value_size,
+        f"{family}.ssm.state_size": delta.key_dim,
+        f"{family}.ssm.time_step_rank": delta.num_value_heads,
+        f"{family}.ssm.group_count": delta.num_key_heads,
+        f"{family}.full_attention_interval": delta.layers.index(False) + 1,
+        f"{family}.rope.dimension_sections": [1, 1, 1, 0],
     }
 
 
@@ -283,13 +308,20 @@ def stored_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
             values = values[:, 0]
         if name.endswith("A_log"):
             values = -np.exp(values)
-        if name.endswith(("A_log", "mamba.D")):
+        if name.endswith(("mamba.A_log", "mamba.D")):
             values = values[:, None]
         if name.endswith("mamba.norm.weight") and spec.mamba:
             values = values.reshape(spec.mamba.num_groups, -1)
-        if spec.family.startswith("gemma") and name.endswith("norm.weight"):
+        if spec.norm_offset and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             values = values + 1
+        if name.endswith("shared_expert_gate.weight"):
+            values = values[0]
+        if spec.family.startswith("qwen3_5") and spec.delta and "linear_attn." in name:
+            values = tiled_value_heads(name, values, spec.delta)
         stored = stored_name(name, spec)
+        if name.endswith("in_proj_qkvz.weight") and spec.delta:
+            values, gate = sorted_by_kind(values, spec.delta)
+            arrays[stored.replace("attn_qkv", "attn_gate")] = [gate]
         if spec.family == "falcon_h1" and stored.endswith("ffn_norm.weight"):
             stored = stored.removesuffix(".weight")
         if "input_linear" in name:  # gate, and up
@@ -300,6 +332,35 @@ def stored_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
         name: encode(each[0] if len(each) == 1 else np.stack(each), "F32" if re.search(IN_F32, name) else kind)
         for name, each in arrays.items()
     }
+
+
+def tiled_value_heads(name: str, values: npt.NDArray[np.float32], delta: GatedDelta) -> npt.NDArray[np.float32]:
+    """Sort value heads by their number within a key head, in the rows of a tensor, or the columns of the output."""
+    if name.endswith("linear_attn.norm.weight"):
+        return values
+    if name.endswith("out_proj.weight"):
+        return np.ascontiguousarray(_tiled(values.T, delta).T)
+    if "in_proj_qkv." in name or "conv1d" in name:
+        keys = 2 * delta.key_size
+        return np.concatenate([values[:keys], _tiled(values[keys:], delta)])
+    return _tiled(values, delta)
+
+
+def _tiled(rows: npt.NDArray[np.float32], delta: GatedDelta) -> npt.NDArray[np.float32]:
+    per_key = delta.num_value_heads // delta.num_key_heads
+    heads = rows.reshape(delta.num_key_heads, per_key, -1, *rows.shape[1:])
+    return np.ascontiguousarray(heads.swapaxes(0, 1)).reshape(rows.shape)
+
+
+def sorted_by_kind(
+    values: npt.NDArray[np.float32], delta: GatedDelta
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Return the rows of queries, keys and values, and the rows of gates, of a tensor with the rows by key head."""
+    each = delta.value_size // delta.num_key_heads
+    heads = values.reshape(delta.num_key_heads, -1, values.shape[1])
+    kinds = np.split(heads, np.cumsum([delta.key_dim, delta.key_dim, each]).tolist(), axis=1)
+    *qkv, gate = (kind.reshape(-1, values.shape[1]) for kind in kinds)
+    return np.concatenate(qkv), gate
 
 
 def rope_factors(folder: Path) -> dict[str, Tensor]:

@@ -10,9 +10,19 @@ from typing import Any
 
 from ..config_json import MAX_WIDTH, ConfigTable
 from ..config_rope import read_mrope, read_rope
+from ..gguf_config import GGUFFormat
 from ..spec import DecoderSpec
 from .family import Family
-from .qwen3_next import EXPERT_DEFAULTS, HYBRID_DEFAULTS, read_experts, read_hybrid
+from .qwen3_next import (
+    EXPERT_DEFAULTS,
+    HYBRID_DEFAULTS,
+    HYBRID_EXPERT_KEYS,
+    HYBRID_GGUF_NAMES,
+    HYBRID_KEYS,
+    derive_hybrid,
+    read_experts,
+    read_hybrid,
+)
 
 DEFAULTS: dict[str, Any] = {  # defaults of transformers' config class
     **HYBRID_DEFAULTS,
@@ -70,9 +80,22 @@ def _text(config: ConfigTable, defaults: dict[str, Any]) -> ConfigTable:
     return text
 
 
-QWEN3_5 = Family(("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), ("qwen3_5_text", "qwen3_5"), read_qwen3_5)
+QWEN3_5 = Family(
+    ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    ("qwen3_5_text", "qwen3_5"),
+    read_qwen3_5,
+    GGUFFormat("qwen35", HYBRID_KEYS, HYBRID_GGUF_NAMES, derive=derive_hybrid, tiles_value_heads=True),
+)
 QWEN3_5_MOE = Family(
     ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     ("qwen3_5_moe_text", "qwen3_5_moe"),
     read_qwen3_5_moe,
+    GGUFFormat(
+        "qwen35moe",
+        HYBRID_KEYS | HYBRID_EXPERT_KEYS,
+        HYBRID_GGUF_NAMES,
+        experts=True,
+        derive=derive_hybrid,
+        tiles_value_heads=True,
+    ),
 )

@@ -5,12 +5,14 @@ A layer has many small experts, and one that computes every token, whose result 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..config_json import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ConfigTable, build_spec, num_layers
 from ..config_json import read_experts as read_routed_experts
 from ..config_rope import read_rope
+from ..gguf_config import EXPERT_KEYS, GGUF_NAMES, KEYS, NEXT_TOKENS, GGUFFormat
 from ..spec import DecoderSpec, Experts, GatedDelta, Rope, TensorNames
 from .family import Family
 from .qwen3_moe import layers_with_experts
@@ -120,4 +122,63 @@ def read_experts(config: ConfigTable, *, normalized: bool, layers: tuple[bool, .
     return replace(experts, shared_size=shared_size, shared_gate=True)
 
 
-QWEN3_NEXT = Family(("Qwen3NextForCausalLM",), ("qwen3_next",), read_qwen3_next)
+def derive_hybrid(config: ConfigTable) -> Mapping[str, Any]:
+    """Return the keys that files have in another form: the kinds of layers, and the sizes of values and MLPs."""
+    layers = num_layers(config)
+    layers -= config.integer("next_tokens", 0, layers - 1, 0)
+    heads = config.integer("linear_num_value_heads", 1, MAX_HEADS)
+    inner = config.integer("linear_inner_size", 1, MAX_WIDTH)
+    if inner % heads:
+        raise config.refused("linear_inner_size", f"a multiple of the {heads} value heads")
+    derived = {
+        "num_hidden_layers": layers,
+        "linear_value_head_dim": inner // heads,
+        "norm_topk_prob": True,
+        "intermediate_size": config.values["intermediate_size"] or config.values.get("moe_intermediate_size"),
+    }
+    recurrent = config.values["recurrent_layers"]
+    if recurrent is None:
+        return derived
+    if not isinstance(recurrent, list) or len(recurrent) < layers or any(type(each) is not bool for each in recurrent):
+        raise config.refused("recurrent_layers", f"true or false for each of {layers} layers")
+    kinds = ["linear_attention" if each else "full_attention" for each in recurrent[:layers]]
+    return derived | {"layer_types": kinds}
+
+
+HYBRID_KEYS: dict[str, str] = KEYS | {
+    "partial_rotary_factor": "rope.dimension_count",
+    "mrope_section": "rope.dimension_sections",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_inner_size": "ssm.inner_size",
+    "full_attention_interval": "full_attention_interval",
+    "recurrent_layers": "attention.recurrent_layers",
+    "next_tokens": NEXT_TOKENS,
+}
+HYBRID_EXPERT_KEYS = EXPERT_KEYS | {
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+HYBRID_GGUF_NAMES = replace(
+    GGUF_NAMES,
+    delta_qkv=("attn_qkv",),
+    delta_gate="attn_gate",
+    delta_rates=("ssm_beta", "ssm_alpha"),
+    delta_conv=("ssm_conv1d",),
+    delta_conv_shape=(),
+    delta_a="ssm_a",
+    delta_a_is_log=False,
+    delta_bias="ssm_dt.bias",
+    delta_norm="ssm_norm",
+    delta_out="ssm_out",
+    mlp_norm="post_attention_norm",
+)
+NEXT_GGUF_NAMES = replace(HYBRID_GGUF_NAMES, delta_rates=("ssm_ba",))
+QWEN3_NEXT = Family(
+    ("Qwen3NextForCausalLM",),
+    ("qwen3_next",),
+    read_qwen3_next,
+    GGUFFormat("qwen3next", HYBRID_KEYS | HYBRID_EXPERT_KEYS, NEXT_GGUF_NAMES, experts=True, derive=derive_hybrid),
+)

@@ -56,17 +56,22 @@ def _one_after_another(delta: GatedDelta, names: TensorNames) -> tuple[list[Part
     """Return the parts of both matrices of the layer's input, whose tensors have all heads of one kind together."""
     qkv = stacked(names.delta_qkv, (delta.key_size, delta.key_size, delta.value_size))
     gate = Part(names.delta_gate, (delta.value_size,), start=delta.conv_size)
+    if len(names.delta_rates) == 1:
+        return [*qkv, gate], _rates_by_key_head(delta, names)
     return [*qkv, gate], stacked(names.delta_rates, (delta.num_value_heads, delta.num_value_heads))
 
 
 def _by_key_head(delta: GatedDelta, names: TensorNames) -> tuple[list[Part], list[Part]]:
     """Return the same parts where a tensor has all rows of the first key head, then those of the second one, …"""
     values = delta.value_size // delta.num_key_heads
+    (qkvz,) = names.delta_qkv
+    into = _split_heads(delta.num_key_heads, qkvz, (delta.key_dim, delta.key_dim, values, values))
+    return into, _rates_by_key_head(delta, names)
+
+
+def _rates_by_key_head(delta: GatedDelta, names: TensorNames) -> list[Part]:
     rates = delta.num_value_heads // delta.num_key_heads
-    (qkvz,), (ba,) = names.delta_qkv, names.delta_rates
-    return _split_heads(delta.num_key_heads, qkvz, (delta.key_dim, delta.key_dim, values, values)), _split_heads(
-        delta.num_key_heads, ba, (rates, rates)
-    )
+    return _split_heads(delta.num_key_heads, names.delta_rates[0], (rates, rates))
 
 
 def _split_heads(num_heads: int, tensor: str, sizes: Sequence[int]) -> list[Part]:

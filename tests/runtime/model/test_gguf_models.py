@@ -32,6 +32,7 @@ from tests.support.ggml import random_blocks
 from tests.support.gguf_files import ARCHITECTURES, NAMES, Tensor, convert, describe, encode, stored_tensors, write
 from tests.support.matrices import packed_matrices
 
+LAYERS = ["linear_attention", "full_attention"]
 FULL: dict[str, Any] = {"sliding_window": None, "use_sliding_window": False}
 CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens that GGUF files of a family cannot have
     "qwen2": FULL,
@@ -42,6 +43,7 @@ CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens that GGUF files 
     "granite_hybrid": {"mamba_proj_bias": False, "time_step_limit": None},
     "lfm2_moe": {},
     "granite_hybrid_moe": {},
+    "qwen3_next": {"num_hidden_layers": 2, "layer_types": LAYERS, "mlp_only_layers": [], "norm_topk_prob": True},
     "falcon_h1": {
         **dict.fromkeys(("mamba_rms_norm", "mamba_norm_before_gate", "mamba_proj_bias", "projectors_bias"), False),
         **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "mlp_multipliers")),
@@ -79,9 +81,14 @@ def matrices(model: PackedModel) -> list[Any]:
 
 
 def test_no_family_with_gguf_files_is_left_out() -> None:
-    """gpt-oss has a separate test file."""
+    """gpt-oss and Qwen3.5 have test files of their own."""
     architectures = {family.gguf.architecture for family in REGISTERED if family.gguf is not None}
-    assert architectures == {"gpt-oss", *(ARCHITECTURES.get(family, family) for family in FAMILIES)}
+    assert architectures == {
+        "gpt-oss",
+        "qwen35",
+        "qwen35moe",
+        *(ARCHITECTURES.get(family, family) for family in FAMILIES),
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
