@@ -38,13 +38,23 @@ def available_cpus(root: Path = Path("/")) -> CpuBudget:
     return budget
 
 
-@functools.cache
+def processor_name() -> str:
+    """Return the processor's name, or its architecture if the system does not show the name."""
+    return _first_processor().get("model name") or platform.machine()
+
+
 def processor_id() -> str:
     """Return the processor's name with its model, stepping and cache size, as far as the system shows them."""
-    first = read_system_file(Path("/proc/cpuinfo")).partition("\n\n")[0]
-    lines = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", first, re.MULTILINE))
+    lines = _first_processor()
     shown = ("vendor_id", "cpu family", "model", "model name", "stepping", "cache size", "CPU implementer", "CPU part")
     return "; ".join([platform.machine(), *(f"{name} {lines[name]}" for name in shown if name in lines)])
+
+
+@functools.cache
+def _first_processor() -> dict[str, str]:
+    """Return the fields of the first processor in the system's list."""
+    first = read_system_file(Path("/proc/cpuinfo")).partition("\n\n")[0]
+    return dict(re.findall(r"^([\w ]+?)\s*: (.*)$", first, re.MULTILINE))
 
 
 def _quotas(root: Path) -> Iterator[tuple[Path, float]]:

@@ -86,13 +86,13 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         debug: bool | None = None,
     ) -> None:
-        max_rows, max_seqs = budget.max_num_batched_tokens, config.max_num_seqs
+        max_rows = budget.max_num_batched_tokens
+        max_seqs = config.max_num_seqs
         if max_rows < max_seqs:
             raise ValueError(f"max_num_batched_tokens must be at least max_num_seqs={max_seqs}, got {max_rows}")
         self._pager = pager
         self._cost = cost or CostModel()
-        # An empty policy is falsy.
-        self._policy: Policy[Request] = FirstComeFirstServed() if policy is None else policy
+        self._policy: Policy[Request] = FirstComeFirstServed() if policy is None else policy  # an empty one is falsy
         self._queue = RequestQueue(self._policy, config, pager.pool.num_pages)
         self._batch = RunningBatch(pager, self._cost)
         self._forecast = WaitForecast(self._cost, budget, max_seqs)
@@ -113,7 +113,6 @@ class Scheduler:
         self._committer = Committer(self._batch, self._queue, pager, self._speculator, self._end)
         self._clock = clock
         self._debug = os.environ.get("QUIRE_DEBUG") == "1" if debug is None else debug
-
         self._requests: dict[int, Request] = {}  # requests that have not ended, in order of arrival
         self._deadlines = DeadlineHeap()
         self._in_flight: StepPlan | None = None
@@ -126,8 +125,7 @@ class Scheduler:
 
     def check_room(self, tenant: str = "", count: int = 1) -> None:
         """Raise QueueFull if `add` would: a cheap check before a prompt is tokenized."""
-        limit = self._queue.limit_reached(tenant, count)
-        if limit is not None:
+        if (limit := self._queue.limit_reached(tenant, count)) is not None:
             raise QueueFull(f"the queue is full: {limit}", self._estimate(0, 0))
 
     def add(self, request: Request, *forks: Request) -> AdmissionEstimate:
@@ -135,7 +133,8 @@ class Scheduler:
 
         Raises DuplicateRequest or a Refused error before anything has changed: all are queued, or none.
         """
-        requests, now = (request, *forks), self._clock()
+        requests = (request, *forks)
+        now = self._clock()
         self._prepare(requests)
         self.check_room(request.spec.tenant, len(requests))
         estimate = self._estimate(request.pages_needed, request.num_prompt_tokens)
@@ -189,7 +188,8 @@ class Scheduler:
 
     def expire(self) -> list[RequestUpdate]:
         """End every request whose deadline has passed; requests in flight end with their step."""
-        now, updates = self._clock(), []
+        now = self._clock()
+        updates = []
         while (deadline := self.next_deadline) is not None and deadline <= now:
             update = self.finish(self._deadlines.pop().request_id, error=DEADLINE_PASSED)
             if update is not None:
@@ -283,12 +283,13 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return a snapshot of gauges and counters."""
-        pager, pool, batch = self._pager, self._pager.pool, self._batch
+        pager = self._pager
+        pool = pager.pool
         states = pager.states
         cached = pager.cached_states
         return SchedulerStats(
             step=self.num_steps,
-            running=batch.num_requests,
+            running=self._batch.num_requests,
             waiting=len(self._queue),
             waiting_by_reason=self._queue.waiting_by_reason(),
             pages_total=pool.num_pages,
@@ -306,8 +307,8 @@ class Scheduler:
             states_kept=0 if cached is None else cached.num_kept,
             state_hits=0 if cached is None else cached.num_hits,
             state_copies=states.num_copies,
-            preemptions=batch.num_preemptions,
-            preemptions_spilled=batch.num_spilled,
+            preemptions=self._batch.num_preemptions,
+            preemptions_spilled=self._batch.num_spilled,
             recomputed_tokens=self._committer.recomputed_tokens,
             draft_tokens=self._speculator.num_draft_tokens,
             accepted_draft_tokens=self._speculator.num_accepted_tokens,

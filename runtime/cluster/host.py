@@ -244,7 +244,8 @@ class ServerSession:
 
     def receive(self, message: ToHost) -> None:
         """Handle a message. Raises ProtocolError or ValueError for invalid messages."""
-        self._silent_s, info = 0.0, self._pool.info
+        self._silent_s = 0.0
+        info = self._pool.info
         match message:
             case ImagePixels(pixels):
                 self._pixels.add(pixels)

@@ -91,7 +91,8 @@ class AddRequests(_Message, tag="ADD", frozen=True):
 
     def specs(self) -> list[SampledRequestSpec]:
         """Return the specs of all samples, each with the prompt."""
-        first, others = self.requests[:1], self.requests[1:]
+        first = self.requests[:1]
+        others = self.requests[1:]
         shared: dict[str, Any] = {name: getattr(spec, name) for spec in first for name in SHARED_FIELDS}
         return [*first, *[replace(spec, **shared) for spec in others]]
 
@@ -231,7 +232,8 @@ class PixelSender:
                 yield message
 
     def _pieces(self, images: Sequence[PlacedImage]) -> Iterator[ImagePixels]:
-        former, self._digests = self._digests, [image.digest for image in images]
+        former = self._digests
+        self._digests = [image.digest for image in images]
         for image in images if self._digests != former else ():
             pixels = memoryview(image.pixels)
             for begin in range(0, len(pixels), PIXELS_MESSAGE_BYTES):
@@ -256,12 +258,15 @@ class PixelReceiver:
         """Return the images of an arrived request with their pixels. Raises ProtocolError."""
         if not self._arrived and [image.digest for image in images] == [image.digest for image in self._last]:
             return tuple(image._replace(pixels=last.pixels) for image, last in zip(images, self._last, strict=True))
-        pixels, self._arrived = memoryview(self._arrived), bytearray()
-        whole, end = [], 0
+        pixels = memoryview(self._arrived)
+        self._arrived = bytearray()
+        whole = []
+        end = 0
         for image in images:
             if min(image.height, image.width) < 1:
                 raise ProtocolError("an image without pixels")
-            begin, end = end, end + image.height * image.width * 3
+            begin = end
+            end += image.height * image.width * 3
             whole.append(image._replace(pixels=bytes(pixels[begin:end])))
         if end != len(pixels):
             raise ProtocolError("pixels of other images than those of the request")

@@ -271,7 +271,9 @@ class SupervisedEngine:
                 num_running = stats.running + stats.encoder_running
                 num_waiting = stats.waiting + stats.encoder_waiting
                 self._supervisor.health.note_step(stats.step, num_running + num_waiting > 0)
-                self._counters.stats, self._num_waiting, self._predicted_wait_s = stats, num_waiting, predicted_wait_s
+                self._counters.stats = stats
+                self._num_waiting = num_waiting
+                self._predicted_wait_s = predicted_wait_s
             case RequestsBegun(requests):
                 self._tokens.note_begun(requests)
                 self._listener.begun(requests)

@@ -1,9 +1,10 @@
 """Thread counts from cgroup files: v1, v2, nested, fractional, invalid, mounted anywhere, in namespaces."""
 
 import os
+import platform
 
 import pytest
-from quire.kernels import available_cpus
+from quire.kernels import available_cpus, cpus
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 JOINT = "33 32 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,nosuid shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
@@ -93,3 +94,18 @@ def test_a_group_is_looked_up_relative_to_the_mount(system, group, mount_root, f
 
 def test_a_system_without_cgroup_files(tmp_path):
     assert available_cpus(tmp_path).threads == 8
+
+
+@pytest.mark.parametrize(
+    ("shown", "name"),
+    [("vendor_id\t: V\nmodel name\t: First\n\nmodel name\t: Second\n", "First"), ("", platform.machine())],
+)
+def test_the_first_processor_gives_the_name_or_else_its_architecture(
+    monkeypatch: pytest.MonkeyPatch, shown: str, name: str
+) -> None:
+    monkeypatch.setattr(cpus, "read_system_file", lambda path: shown)
+    cpus._first_processor.cache_clear()
+    try:
+        assert cpus.processor_name() == name
+    finally:
+        cpus._first_processor.cache_clear()

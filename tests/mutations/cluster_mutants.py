@@ -532,8 +532,8 @@ MUTANTS = [
     ),
     Mutant(
         ENGINE_LINK,
-        "former, self._digests = self._digests, [image.digest for image in images]",
-        "former = self._digests",
+        "        self._digests = [image.digest for image in images]\n",
+        "",
         "each sample of a request sends the images again",
     ),
     Mutant(
@@ -544,8 +544,8 @@ MUTANTS = [
     ),
     Mutant(
         ENGINE_LINK,
-        "        pixels, self._arrived = memoryview(self._arrived), bytearray()\n",
-        "        pixels = memoryview(self._arrived)\n",
+        "        self._arrived = bytearray()\n        whole",
+        "        whole",
         "the second request with images gets those of the first",
     ),
     Mutant(

@@ -596,8 +596,8 @@ MUTANTS = [
     ),
     Mutant(
         GRAMMARS,
-        "if compiled is not None:\n            _use(compiled, running)",
-        "if False:\n            _use(compiled, running)",
+        "structure)) is not None:\n            _use(compiled, running)",
+        "structure)) is False:\n            _use(compiled, running)",
         "each request with a grammar that is kept waits for a thread",
         MASK_TESTS,
     ),
@@ -617,8 +617,8 @@ MUTANTS = [
     ),
     Mutant(
         GRAMMARS,
-        "compiled, compiled.matcher.deep_copy()",
-        "compiled, compiled.matcher",
+        "running.matcher = compiled.matcher.deep_copy()",
+        "running.matcher = compiled.matcher",
         "requests with the same grammar share one matcher",
         MASK_TESTS,
     ),

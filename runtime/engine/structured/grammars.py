@@ -70,7 +70,6 @@ PARSER_LIMITS: dict[str, Any] = {
 # "a" each time. Schemas, regular expressions and choices never force endless text. The last such line counts.
 UNFORCED = '\n%llguidance {"no_forcing": true}'
 Result = TypeVar("Result")
-
 _stack_size = threading.Lock()  # held while threads start with a larger stack
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")  # part of llguidance's message
 _SCHEMA_INSIDE = re.compile(r"%json\s*")  # a grammar in Lark's notation
@@ -326,10 +325,10 @@ class Grammars:
 
     def _join(self, sampling: SamplingSpec) -> RunningGrammar:
         """Return the grammar of a new sequence, with a matcher if it can be copied without waiting for a lexer."""
-        running, structure = RunningGrammar(sampling), sampling.params.structured_outputs
+        running = RunningGrammar(sampling)
+        structure = sampling.params.structured_outputs
         assert structure is not None
-        compiled = self._compiled.kept(sampling.tenant, structure)
-        if compiled is not None:
+        if (compiled := self._compiled.kept(sampling.tenant, structure)) is not None:
             _use(compiled, running)
         return running
 
@@ -396,7 +395,8 @@ def _use(compiled: CompiledGrammar, running: RunningGrammar) -> None:
     """Give a sequence its copy of a compiled grammar."""
     structure = running.sampling.params.structured_outputs
     assert structure is not None
-    running.compiled, running.matcher = compiled, compiled.matcher.deep_copy()
+    running.compiled = compiled
+    running.matcher = compiled.matcher.deep_copy()
     if running.num_late == 0 and compiled.first_mask_s < WAIT_S:
         running.isolated_masks_left = 0
     running.may_force = compiled.num_characters <= MAX_FORCING_BYTES and not may_be_ambiguous(structure)

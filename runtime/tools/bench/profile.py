@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import platform
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ....kernels import available_cpus, supported_levels
-from ....kernels.cgroups import read_system_file
+from ....kernels.cpus import processor_name
 from ....kernels.ops import DType
 from ...common.config import EngineConfig
 from ...common.errors import ConfigError
@@ -101,7 +99,7 @@ def measure_profile(isa: str, threads: int, report: Callable[[str], None]) -> Ma
     return MachineProfile(
         format=FORMAT,
         version=PROFILE_VERSION,
-        machine=_processor(),
+        machine=processor_name(),
         isa=isa,
         threads=threads,
         rooflines=tuple(rooflines),
@@ -115,11 +113,6 @@ def _best(isa: str, threads: int, runs: Sequence[Roofline]) -> MeasuredRoofline:
         read_bytes_per_s=max(run.read_bytes_per_s for run in runs),
         peak_ops_per_s={dtype: max(run.peak_ops_per_s[dtype] for run in runs) for dtype in DTYPES},
     )
-
-
-def _processor() -> str:
-    name = re.search(r"^model name\s*: (.+)$", read_system_file(Path("/proc/cpuinfo")), re.MULTILINE)
-    return name[1] if name else platform.machine()
 
 
 def write_profile(profile: MachineProfile, path: Path) -> None:
