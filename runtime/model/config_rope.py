@@ -16,7 +16,7 @@ DEFAULT_THETA = 10_000.0  # transformers' default
 
 def read_rope(config: ConfigTable, *, partial: bool = False) -> Rope:
     """Read the rotary embedding that all layers share; with `partial`, it may rotate a part of each head."""
-    return rope_of(config, _shared_table(config), partial=partial)
+    return rope_of(config, shared_rope_table(config), partial=partial)
 
 
 def read_mrope(
@@ -26,7 +26,7 @@ def read_mrope(
 
     `mrope_section` has the number of pairs that each position rotates; the pairs are in this order, or `interleaved`.
     """
-    table = _shared_table(config)
+    table = shared_rope_table(config)
     if table.text("rope_type", table.text("type", "default")) == "mrope":
         table = ConfigTable({**table.values, "rope_type": "default"}, table.where, table.source, table.names)
     rope = rope_of(config, table, partial=partial)
@@ -47,7 +47,7 @@ def read_mrope(
     return replace(rope, axes=tuple(axes))
 
 
-def _shared_table(config: ConfigTable) -> ConfigTable:
+def shared_rope_table(config: ConfigTable) -> ConfigTable:
     """Return the object of the rotary embedding that all layers share."""
     table = config.table("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
     if nested := [key for key, value in table.values.items() if isinstance(value, dict)]:

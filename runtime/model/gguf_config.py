@@ -14,8 +14,10 @@ from ..common.errors import CorruptCheckpoint, UnsupportedModel
 from .config_json import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, ConfigTable, num_layers, read_head_dim
 from .rope import rotary_dim
 from .spec import DecoderSpec, FrequencyDivisors, TensorNames
+from .weights import Checkpoint
 from .weights.gguf import GGUFFile, Metadata
 from .weights.gguf_checkpoint import GGUFCheckpoint
+from .weights.paired_rows import PairedRows, neighboring_pairs
 from .weights.tensors import check_tensors
 
 # Keys of config.json, and the metadata keys with the same values, after "<architecture>.".
@@ -128,7 +130,7 @@ class GGUFFormat:
     derive: Callable[[ConfigTable], Mapping[str, Any]] = lambda config: {}  # keys of config.json that files do not have
     tiles_value_heads: bool = False  # value heads of gated delta nets are sorted by their number within a key head
 
-    def open(self, file: GGUFFile, read: Callable[[ConfigTable], DecoderSpec]) -> tuple[DecoderSpec, GGUFCheckpoint]:
+    def open(self, file: GGUFFile, read: Callable[[ConfigTable], DecoderSpec]) -> tuple[DecoderSpec, Checkpoint]:
         """Return the spec and the tensors; `read` is the reader of config.json. Raises ModelError."""
         used = {*self.keys.values(), *([LONG_ROPE_SCALE] if _has_long_rope(file) else [])}
         self._check_neutral(file.metadata, used)
@@ -142,7 +144,7 @@ class GGUFFormat:
         if self.tiles_value_heads and spec.delta is not None:
             delta = replace(spec.delta, tiled=spec.delta.num_key_heads < spec.delta.num_value_heads)
             spec = replace(spec, delta=delta)
-        checkpoint = GGUFCheckpoint(file, self._pairs(spec))
+        checkpoint = GGUFCheckpoint(file)
         factors = {ROPE_FREQS, *(LONG_ROPE.values() if _has_long_rope(file) else ())}
         unread = unread_layers(file, spec.names)
         used_tensors = check_tensors(spec, checkpoint) | factors
@@ -150,7 +152,8 @@ class GGUFFormat:
             raise UnsupportedModel(f"{file.path} has tensor {min(unused)}, which {self.architecture} does not use")
         if quantized := checkpoint.quantized():
             file.metadata.integer("general.quantization_version", QUANTIZATION, QUANTIZATION, QUANTIZATION)
-        return replace(spec, quantized=quantized), checkpoint
+        tensors = PairedRows(checkpoint, neighboring_pairs(spec)) if self.neighboring_pairs else checkpoint
+        return replace(spec, quantized=quantized), tensors
 
     def _bare_names(self, file: GGUFFile) -> list[str]:
         return [name for name in file.tensors if name.startswith("blk.") and name.split(".", 2)[-1] in self.bare]
@@ -225,18 +228,6 @@ class GGUFFormat:
         if rotated % 2:
             raise metadata.refused(key, "even")
         return 1.0 if rotated == head_dim else (rotated + 0.5) / head_dim  # the reader rounds the product down
-
-    def _pairs(self, spec: DecoderSpec) -> dict[str, tuple[int, int]]:
-        """Return the tensors with rows in neighboring pairs: name -> size of a head, and number of such rows."""
-        if not self.neighboring_pairs:
-            return {}
-        sizes = (spec.q_size, spec.kv_size) if len(spec.names.qkv) > 1 else (spec.q_size + spec.kv_size,)
-        return {
-            f"{spec.names.layer.format(layer)}{name}.{kind}": (spec.head_dim, rows)
-            for layer in range(spec.num_layers)
-            for name, rows in zip(spec.names.qkv, sizes, strict=False)
-            for kind in ("weight", "bias")
-        }
 
 
 def unread_layers(file: GGUFFile, names: TensorNames = GGUF_NAMES) -> tuple[str, ...]:

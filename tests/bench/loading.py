@@ -89,7 +89,7 @@ def gguf(kind: str) -> Callable[[Path, int], Opened]:
         blocks = random_blocks(np.random.default_rng(1), kind, size, size)
         tensor = gguf_files.Tensor((size, size), kind, blocks.tobytes())
         path = gguf_files.write(folder / "a.gguf", {"general.architecture": "llama"}, {NAME: tensor})
-        return GGUFCheckpoint(GGUFFile(path), {}), NAME, blocks.nbytes
+        return GGUFCheckpoint(GGUFFile(path)), NAME, blocks.nbytes
 
     return write
 

@@ -335,6 +335,83 @@ CASES |= {
     ),
 }
 
+CASES |= {
+    "ernie4_5": Case(
+        "Ernie4_5Config",
+        torch.bfloat16,
+        5,
+        {
+            **SMALL,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 20,
+            "intermediate_size": 100,
+            "use_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+            "eos_token_id": 1,
+        },
+        seed=123,
+    ),
+    "glm": Case(
+        "GlmConfig",
+        torch.bfloat16,
+        4,
+        {
+            **SMALL,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 20,
+            "intermediate_size": 100,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4},
+            "pad_token_id": 0,
+            "eos_token_id": [1, 2],
+        },
+        seed=124,
+    ),
+    "glm4": Case(
+        "Glm4Config",
+        torch.bfloat16,
+        5,
+        {
+            **SMALL,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 20,
+            "intermediate_size": 100,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "pad_token_id": 0,
+            "eos_token_id": [1, 2],
+        },
+        seed=125,
+    ),
+    "ministral3": Case(
+        "Ministral3Config",
+        torch.bfloat16,
+        5,
+        {
+            **SMALL,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 20,
+            "intermediate_size": 100,
+            "max_position_embeddings": 512,
+            "sliding_window": 40,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+                "llama_4_scaling_beta": 0.1,
+            },
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+        },
+        seed=126,
+    ),
+}
+
 GPT_OSS: dict[str, Any] = {
     "vocab_size": 320,
     "num_key_value_heads": 2,

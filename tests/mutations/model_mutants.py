@@ -10,11 +10,11 @@ QUANTIZED_TESTS = "tests/runtime/model/test_quantized_folders.py"
 EXPERT_TESTS = "tests/runtime/model/weights tests/runtime/model/test_packing.py"
 CONFIG_TESTS = "tests/runtime/model/test_config_json.py tests/runtime/model/test_config_of_experts.py"
 GOLDEN_TESTS = "tests/runtime/model/test_goldens.py"
-DECODER_WEIGHTS, PACKING, GROUPED, GPTQ, COMPRESSED, STACKED, GGUF_CHECKPOINT, MAPPED_FILE = (
+DECODER_WEIGHTS, PACKING, GROUPED, GPTQ, COMPRESSED, STACKED, PAIRED_ROWS, MAPPED_FILE = (
     f"runtime/model/weights/{name}.py"
     for name in (
         *("decoder_weights", "packing", "grouped", "gptq", "compressed", "stacked_experts"),
-        *("gguf_checkpoint", "mapped_file"),
+        *("paired_rows", "mapped_file"),
     )
 )
 QWEN3_MOE = "runtime/model/families/qwen3_moe.py"
@@ -133,18 +133,25 @@ MUTANTS = [
         f"{EXPERT_TESTS} {GOLDEN_TESTS}",
     ),
     Mutant(
-        GGUF_CHECKPOINT,
-        "array = _typed(stored, chunk)\n            first = wanted.start + row",
-        "array, first = _typed(stored, chunk), row",
+        PAIRED_ROWS,
+        "places[first:stop] - first)",
+        "places[: stop - first])",
         "rows of K are taken from wrong places where Q, K and V are one tensor of a GGUF file",
         PACKING_TESTS,
     ),
     Mutant(
-        GGUF_CHECKPOINT,
-        "unit = lcm(self._pairs[name][0], 32)",
+        PAIRED_ROWS,
+        "unit = lcm(self._pairs[name.removesuffix(SORTED)].head_dim, 32)",
         "unit = 32",
         "rows of large matrices with heads of more than 32 are mixed up between two reads",
         PACKING_TESTS,
+    ),
+    Mutant(
+        PAIRED_ROWS,
+        "heads[:, : pairs.rotated]\n",
+        "heads\n",
+        "a head that is rotated in part has its other rows in the order of rotated ones",
+        GOLDEN_TESTS,
     ),
     Mutant(
         MAPPED_FILE,

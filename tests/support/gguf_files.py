@@ -185,6 +185,8 @@ ARCHITECTURES = {
     "granite_hybrid_moe": "granitehybrid",
     "falcon_h1": "falcon-h1",
     "olmo3": "olmo2",
+    "glm": "chatglm",
+    "ministral3": "mistral3",
 }  # families with another name
 NAMES = {  # families with names of their own
     "lfm2": LFM2_GGUF_NAMES,
@@ -193,10 +195,12 @@ NAMES = {  # families with names of their own
     "qwen3_5": HYBRID_GGUF_NAMES,
     "qwen3_5_moe": HYBRID_GGUF_NAMES,
     "qwen3_next": NEXT_GGUF_NAMES,
+    "glm": replace(GGUF_NAMES, gate_up=("ffn_up",)),
+    "glm4": replace(GGUF_NAMES, gate_up=("ffn_up",)),
     "seed_oss": replace(GGUF_NAMES, mlp_norm="post_attention_norm"),
 }
 IN_F32 = r"_inp|shortconv\.conv|ssm_conv1d|ssm_dt|ssm_a$|ssm_d$|norm"  # tensors that are never quantized
-PERMUTED = ("llama", "mistral", "mixtral", "granite", "granite_hybrid", "smollm3")
+PERMUTED = ("llama", "mistral", "mixtral", "granite", "granite_hybrid", "smollm3", "ministral3")
 SMALL_EXPERTS = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "lfm2_moe")
 OF_FAMILIES = {  # keys of config.json that the converter writes for some families
     "attention.scale": ("attention_multiplier", "granite", "granite_hybrid"),

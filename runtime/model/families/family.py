@@ -23,3 +23,4 @@ class Family:
     read: Callable[[ConfigTable], DecoderSpec]
     gguf: GGUFFormat | None = None  # the form of its GGUF files; None: not supported
     tensors: Callable[[SafetensorsCheckpoint, DecoderSpec], Checkpoint] | None = None  # a folder in another form
+    neighboring_pairs: bool = False  # interleaved RoPE: a rotated pair is two neighboring rows of q and k in a folder

@@ -13,15 +13,18 @@ from ..spec import DecoderSpec, TensorNames
 from ..weights import Checkpoint
 from ..weights.gguf import open_gguf
 from ..weights.gguf_checkpoint import GGUFCheckpoint
+from ..weights.paired_rows import PairedRows, neighboring_pairs
 from ..weights.quantization import Quantization
 from ..weights.quantized import QuantizedCheckpoint
 from ..weights.safetensors import SafetensorsCheckpoint
 from ..weights.tensors import check_tensors
+from .ernie4_5 import ERNIE4_5
 from .exaone4 import EXAONE4
 from .falcon_h1 import FALCON_H1
 from .family import Family
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
+from .glm import GLM, GLM4
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granite_hybrid import GRANITE_HYBRID
@@ -29,6 +32,7 @@ from .idefics3 import IDEFICS3
 from .lfm2 import LFM2
 from .lfm2_moe import LFM2_MOE
 from .llama import LLAMA
+from .ministral3 import MINISTRAL3
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .olmo2 import OLMO2
@@ -62,6 +66,10 @@ FAMILIES = (
     OLMO3,
     EXAONE4,
     SEED_OSS,
+    ERNIE4_5,
+    GLM,
+    GLM4,
+    MINISTRAL3,
     PHI3,
     GEMMA2,
     GEMMA3,
@@ -100,7 +108,7 @@ def open_tensors(path: str | Path) -> Checkpoint:
     The tensors of a quantized matrix appear as one tensor if their format is supported.
     """
     if is_gguf(path):
-        return GGUFCheckpoint(open_gguf(path), {})
+        return GGUFCheckpoint(open_gguf(path))
     stored = SafetensorsCheckpoint(path)
     try:
         how = read_quantization(read_config(path), path)
@@ -119,11 +127,18 @@ def _open_folder(path: str | Path, config: ConfigTable) -> tuple[DecoderSpec, Ch
     if how is None:
         tensors = stored if family.tensors is None else family.tensors(stored, spec)
         check_tensors(spec, tensors)
-        return spec, tensors
+        return spec, _with_pairs(family, spec, tensors)
     checkpoint = QuantizedCheckpoint(stored, how)
     names = check_tensors(spec, checkpoint)
     orders = checkpoint.sort_by_group(names)
-    return replace(spec, quantized=checkpoint.quantized(names), input_orders=orders), checkpoint
+    return replace(spec, quantized=checkpoint.quantized(names), input_orders=orders), _with_pairs(
+        family, spec, checkpoint
+    )
+
+
+def _with_pairs(family: Family, spec: DecoderSpec, tensors: Checkpoint) -> Checkpoint:
+    """Return the tensors in the order of rows that the packing reads."""
+    return PairedRows(tensors, neighboring_pairs(spec)) if family.neighboring_pairs else tensors
 
 
 def _fused_experts(names: TensorNames) -> TensorNames:

@@ -1,9 +1,9 @@
-"""The tensors of a GGUF file as a checkpoint, with Hugging Face's order of rows."""
+"""The tensors of a GGUF file as a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from math import lcm, prod
+from collections.abc import Collection, Iterator
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,13 @@ from .gguf import GGUFFile, StoredTensor
 
 
 class GGUFCheckpoint:
-    """The tensors of `file`. `pairs` has the tensors with a rotated pair in neighboring rows.
+    """The tensors of `file`, with the order of rows that it has: rotated pairs may be neighbors."""
 
-    Its values are the size of a head, and the number of rows, from the first one on, that are in such pairs.
-    """
-
-    def __init__(self, file: GGUFFile, pairs: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, file: GGUFFile) -> None:
         self.path = file.path
         self.config_name = "the metadata"
         self.matrix_dtypes: Collection[str] = (*READABLE, *SUPPORTED)
         self._tensors = file.tensors
-        self._pairs = pairs
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape. Raises MissingTensor."""
@@ -50,39 +46,22 @@ class GGUFCheckpoint:
         Raises MissingTensor, or CorruptCheckpoint if it cannot be read.
         """
         stored = self._find(name)
-        order = self._order(name)
         data = stored.file.read(stored.begin, stored.end)
         shape = stored.shape if stored.type.name in READABLE else (-1, stored.row_bytes)
-        array = _typed(stored, data).reshape(shape)
-        return array if order is None else array[order]
+        return _typed(stored, data).reshape(shape)
 
     def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield each `num_rows` of the given rows of a tensor. See `weights.Checkpoint`."""
         stored = self._find(name)
-        order = self._order(name)
         wanted = range(prod(stored.shape[:-1]))[rows]
-        if order is not None:  # a row order within heads: whole heads are read, and whole tiles of 32 rows
-            unit = lcm(self._pairs[name][0], 32)
-            num_rows = max(num_rows // unit, 1) * unit
         for row, chunk in stored.file.chunks(stored.begin, stored.row_bytes, wanted, num_rows):
-            array = _typed(stored, chunk)
-            first = wanted.start + row
-            yield row, array if order is None else array[order[first : first + len(array)] - first]
+            yield row, _typed(stored, chunk)
 
     def _find(self, name: str) -> StoredTensor:
         try:
             return self._tensors[name]
         except KeyError:
             raise MissingTensor(f"tensor {name} is not in {self.path}") from None
-
-    def _order(self, name: str) -> npt.NDArray[np.intp] | None:
-        """Return the row of the file for each row of the checkpoint; None if the order is the same."""
-        if name not in self._pairs:
-            return None
-        head_dim, paired = self._pairs[name]
-        rows = np.arange(self.shape(name)[0])
-        rows[:paired] = rows[:paired].reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
-        return rows
 
 
 def _typed(stored: StoredTensor, rows: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:

@@ -36,6 +36,10 @@ ARCHITECTURE = {
     "olmo3": "Olmo3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
@@ -55,6 +59,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "lfm2": {"num_key_value_heads": 2},  # the default has more than MINIMAL's heads
     "exaone4": {"num_key_value_heads": 2},
     "seed_oss": {"num_key_value_heads": 2},
+    "ministral3": {"num_key_value_heads": 2},
     "granite_hybrid": {
         "layer_types": ["mamba", "mamba", "attention"],
         "shared_intermediate_size": 96,
@@ -116,6 +121,10 @@ def test_defaults(read: Read) -> None:
         ("qwen3", {"attention_bias": True}, True, True, False),
         ("mistral", {"attention_bias": True, "mlp_bias": True}, False, False, False),
         ("seed_oss", {}, True, False, False),
+        ("ernie4_5", {}, False, False, False),
+        ("ernie4_5", {"use_bias": True}, True, True, True),
+        ("glm", {}, True, False, False),
+        ("glm4", {"attention_bias": False}, False, False, False),
         ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}, False, True, True),
     ],
 )
@@ -338,6 +347,44 @@ def test_full_layers_of_gemma3_in_any_form_of_config_json(read: Read, keys: Any)
     assert read("gemma3", sliding_window_pattern=2, **keys).ropes[1] == Rope(5e5, LinearScaling(8.0))
 
 
+@pytest.mark.parametrize(
+    ("keys", "dim"),
+    [({}, 64), ({"head_dim": 20}, 10), ({"rope_parameters": {"partial_rotary_factor": 1.0}}, None)],
+)
+def test_glm_rotates_half_of_each_head_unless_config_json_says_otherwise(
+    read: Read, keys: Any, dim: int | None
+) -> None:
+    assert read("glm4", **keys).ropes == (Rope(1e4, None, dim),) * 3
+
+
+def test_ministral3_is_limited_to_the_positions_whose_queries_have_a_scale_of_1(read: Read) -> None:
+    rope = {"rope_type": "yarn", "factor": 4, "mscale": 1, "mscale_all_dim": 1, "original_max_position_embeddings": 128}
+    assert read("ministral3", rope_parameters=rope).max_position_embeddings == 512
+    limited = read("ministral3", rope_parameters={**rope, "llama_4_scaling_beta": 0.1})
+    assert limited.max_position_embeddings == 128
+    assert limited.ropes == (Rope(1e4, YarnScaling(4.0, 1.0, 32.0, 1.0, True, 128)),) * 3
+    assert read("ministral3", max_position_embeddings=1 << 18).max_position_embeddings == 16_384
+
+
+@pytest.mark.parametrize("kind", ["mistral", "ministral3"])
+def test_the_text_part_of_a_mistral3(read: Read, kind: str) -> None:
+    nothing = dict.fromkeys(MINIMAL, ...)
+    text = {
+        **MINIMAL,
+        "model_type": kind,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_theta": 1e9},
+        "head_dim": 24,
+    }
+    model = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text, "tie_word_embeddings": True}
+    spec = read("mistral", **nothing, **model)
+    assert (spec.family, spec.num_kv_heads, spec.head_dim, spec.tie_embeddings) == (kind, 2, 24, True)
+    assert spec.ropes == (Rope(1e9),) * 3
+    text["model_type"] = "mamba"
+    with pytest.raises(UnsupportedModel, match=r"text_config.model_type is .mamba.; it must be mistral or ministral3"):
+        read("mistral", **nothing, **model)
+
+
 def test_full_layers_of_olmo3_alone_scale_their_rotary_embedding(read: Read) -> None:
     scaling = {"rope_type": "linear", "factor": 8.0}
     ropes = read("olmo3", num_hidden_layers=4, rope_theta=5e5, rope_scaling=scaling).ropes
@@ -507,6 +554,14 @@ def test_an_invalid_window_is_refused_by_name(read: Read, family: str, keys: Any
         ("exaone4", {"sliding_window_pattern": "LXG"}, "sliding_window_pattern is .LXG"),
         ("exaone4", {"sliding_window_pattern": 0}, "sliding_window_pattern"),
         ("seed_oss", {"attention_out_bias": 1}, "attention_out_bias"),
+        ("ernie4_5", {"use_bias": 1}, "use_bias"),
+        ("glm4", {"partial_rotary_factor": 0.01}, "partial_rotary_factor"),
+        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": -1}}, "rope_parameters.llama_4_scaling_beta"),
+        (
+            "ministral3",
+            {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
+            "original_max_position_embeddings is missing",
+        ),
         ("gemma3", {"rope_local_base_freq": 0.5}, "rope_local_base_freq"),
         ("gemma3", {"rope_scaling": {"type": "linear", "factor": 8}}, "rope_scaling.type"),
         ("lfm2", {"conv_L_cache": 0}, "conv_L_cache is 0; it must be an integer from 1 to 16"),

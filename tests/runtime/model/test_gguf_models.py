@@ -52,15 +52,18 @@ CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens that GGUF files 
     },
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
+    "ernie4_5": {"use_bias": False},
+    "ministral3": {"sliding_window": None},
     "seed_oss": {"attention_out_bias": False, "mlp_bias": False},
     "qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": [], "norm_topk_prob": True},
 }
 METADATA: dict[str, dict[str, Any]] = {
     "gemma3": {"gemma3.attention.sliding_window_pattern": 3},  # the converter leaves out 6, the usual one
     "olmo3": {"olmo2.attention.sliding_window_pattern": [True, True, True, False, True]},
+    "ministral3": {"mistral3.rope.scaling.yarn_log_multiplier": 0.7, "mistral3.attention.temperature_scale": 0.1},
     "exaone4": {"exaone4.attention.sliding_window_pattern": [True, True, False, True]},
 }
-FAMILIES = ("llama", "qwen3", "granite", "olmo2", "olmo3", "exaone4", "phi3", *CHANGED)
+FAMILIES = ("llama", "qwen3", "granite", "olmo2", "olmo3", "exaone4", "glm", "glm4", "phi3", *CHANGED)
 LAYER = "blk.1."
 VECTORS = ("input_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
 MIXER_VECTORS = ("qkv_bias", "q_norm", "k_norm", "o_bias", "taps", "taps_bias", "bias", "skip", "norm")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from quire.runtime.model.weights.decoder_weights import (
 from quire.runtime.model.weights.gguf import GGUFFile
 from quire.runtime.model.weights.gguf_checkpoint import GGUFCheckpoint
 from quire.runtime.model.weights.mapped_file import MappedFile
+from quire.runtime.model.weights.paired_rows import PairedRows, Pairs
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 from quire.runtime.model.weights.tensors import expected_tensors
 from safetensors.numpy import load_file, save_file
@@ -271,12 +272,32 @@ def test_experts_of_different_types_are_q8(goldens: Path) -> None:
     assert {matrix.dtype for matrix in mlp.down} == {"q8"}
 
 
+class SmallReads(GGUFCheckpoint):
+    """A checkpoint that yields fewer rows than wanted, as quantized folders do."""
+
+    def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, Any]]:
+        return super().chunks(name, rows, min(num_rows, 32))
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(48, 96), slice(96, 144)])
+def test_pairs_of_a_part_of_each_head_in_small_reads(tmp_path: Path, rows: slice) -> None:
+    """In each of two heads of 48 rows, 20 are in pairs."""
+    values = np.arange(144 * 4, dtype=np.float32).reshape(144, 4)
+    path = write(tmp_path / "a.gguf", {"general.architecture": "llama"}, {"a": encode(values, "F32")})
+    checkpoint = PairedRows(SmallReads(GGUFFile(path)), {"a": Pairs(48, 20, 96)})
+    pieces = [piece.copy() for _, piece in checkpoint.chunks("a", rows, 48)]
+    head = [*range(0, 20, 2), *range(1, 20, 2), *range(20, 48)]
+    expected = values[[*head, *(48 + row for row in head), *range(96, 144)]]
+    np.testing.assert_array_equal(np.concatenate(pieces), expected[rows])
+    np.testing.assert_array_equal(checkpoint.tensor("a"), expected)
+
+
 @pytest.mark.parametrize("rows", [slice(None), slice(48, 96), slice(96, 144)])
 def test_rows_of_a_gguf_file_in_pieces_have_the_order_of_the_whole(tmp_path: Path, rows: slice) -> None:
     """Two heads of 48 rows have their pairs side by side, what follows has not."""
     values = np.arange(144 * 4, dtype=np.float32).reshape(144, 4)
     path = write(tmp_path / "a.gguf", {"general.architecture": "llama"}, {"a": encode(values, "F32")})
-    checkpoint = GGUFCheckpoint(GGUFFile(path), {"a": (48, 96)})
+    checkpoint = PairedRows(GGUFCheckpoint(GGUFFile(path)), {"a": Pairs(48, 48, 96)})
     pieces = [piece.copy() for _, piece in checkpoint.chunks("a", rows, 32)]
     whole = checkpoint.tensor("a")
     np.testing.assert_array_equal(np.concatenate(pieces), whole[rows])

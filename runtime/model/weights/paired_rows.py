@@ -1,0 +1,110 @@
+"""The tensors of a checkpoint whose rotated pairs are neighboring rows of Q and K, in the order that the packing reads.
+
+RoPE turns pairs of rows. Interleaved RoPE pairs neighboring rows; this order of rows makes it the same as a rotation of
+rows half a rotated part apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from math import lcm, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..rope import rotary_dim
+from ..spec import DecoderSpec
+from . import Checkpoint
+from .quantization import SORTED
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The rows of a tensor that are in neighboring pairs: the first `rotated` of each head in the first `rows`."""
+
+    head_dim: int
+    rotated: int
+    rows: int
+
+
+class PairedRows:
+    """The tensors of `stored`, with the rows of `pairs` half a rotated part apart: name -> pairs. See `Checkpoint`."""
+
+    def __init__(self, stored: Checkpoint, pairs: Mapping[str, Pairs]) -> None:
+        self.path: Path = stored.path
+        self.config_name: str = stored.config_name
+        self.matrix_dtypes: Collection[str] = stored.matrix_dtypes
+        self._stored = stored
+        self._pairs = pairs
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape. Raises MissingTensor."""
+        return self._stored.shape(name)
+
+    def dtype(self, name: str) -> str:
+        """Return the type of a tensor's elements. Raises MissingTensor."""
+        return self._stored.dtype(name)
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Yield the type and the bytes of every tensor in the files."""
+        return self._stored.sizes()
+
+    def tensor(self, name: str) -> npt.NDArray[Any]:
+        """Return a copy of a tensor. See `weights.Checkpoint`. Raises MissingTensor."""
+        array = self._stored.tensor(name)
+        places = self._places(name)
+        if places is None:
+            return array
+        ordered = np.empty_like(array)
+        ordered[places] = array
+        return ordered
+
+    def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """Yield each `num_rows` of the given rows of a tensor, in whole heads and whole tiles of 32 rows."""
+        places = self._places(name)
+        if places is None:
+            yield from self._stored.chunks(name, rows, num_rows)
+            return
+        wanted = range(prod(self.shape(name)[:-1]))[rows]
+        unit = lcm(self._pairs[name.removesuffix(SORTED)].head_dim, 32)
+        num_rows = max(num_rows // unit, 1) * unit
+        for first in range(wanted.start, wanted.stop, num_rows):
+            stop = min(first + num_rows, wanted.stop)
+            pieces = self._stored.chunks(name, slice(first, stop), num_rows)
+            yield first - wanted.start, _placed(pieces, places[first:stop] - first)
+
+    def _places(self, name: str) -> npt.NDArray[np.intp] | None:
+        """Return the place of each stored row; None if the order is the same."""
+        pairs = self._pairs.get(name.removesuffix(SORTED))
+        if pairs is None:
+            return None
+        places = np.arange(self.shape(name)[0])
+        heads = places[: pairs.rows].reshape(-1, pairs.head_dim)
+        rotated = heads[:, : pairs.rotated]
+        heads[:, : pairs.rotated] = rotated.reshape(-1, 2, pairs.rotated // 2).swapaxes(1, 2).reshape(rotated.shape)
+        return places
+
+
+def neighboring_pairs(spec: DecoderSpec) -> dict[str, Pairs]:
+    """Return the pairs of the weights and biases of Q and K, or of the tensor in which they are with V."""
+    rotated = next((rotary_dim(rope, spec.head_dim) for rope in spec.ropes if rope is not None), spec.head_dim)
+    sizes = (spec.q_size, spec.kv_size) if len(spec.names.qkv) > 1 else (spec.q_size + spec.kv_size,)
+    return {
+        f"{spec.names.layer.format(layer)}{name}.{kind}": Pairs(spec.head_dim, rotated, rows)
+        for layer in range(spec.num_layers)
+        for name, rows in zip(spec.names.qkv, sizes, strict=False)
+        for kind in ("weight", "bias")
+    }
+
+
+def _placed(pieces: Iterator[tuple[int, npt.NDArray[Any]]], places: npt.NDArray[np.intp]) -> npt.NDArray[Any]:
+    """Return the rows of all pieces at their places."""
+    first, piece = next(pieces)
+    ordered = np.empty((len(places), *piece.shape[1:]), piece.dtype)
+    ordered[places[first : first + len(piece)]] = piece
+    for row, rows in pieces:
+        ordered[places[row : row + len(rows)]] = rows
+    return ordered
