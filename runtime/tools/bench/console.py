@@ -67,6 +67,9 @@ class SpeedReport:
             "attention reads\nKV, GB/s",
         ):
             table.add_column(column, justify="right")
+        has_states = any(result.decode.work.state_bytes for result in self.results)
+        if has_states:
+            table.add_column("recurrence\nstates, GB/s", justify="right")
         for result in self.results:
             prefill = result.prefill
             decode = result.decode
@@ -78,6 +81,7 @@ class SpeedReport:
                 f"{decode.step_s * 1000:.2f}",
                 f"{decode.share_of_bandwidth(result.roofline):.0%}",
                 f"{decode.kv_bytes_per_s / 1e9:.1f}",
+                *([f"{decode.state_bytes_per_s / 1e9:.1f}"] if has_states else []),
             )
         return table
 
@@ -150,6 +154,7 @@ def _phase_as_dict(phase: Phase, roofline: Roofline) -> dict[str, Any]:
         "kv_bytes": phase.work.kv_bytes,
         "state_bytes": phase.work.state_bytes,
         "kv_bytes_per_s_of_attention": phase.kv_bytes_per_s,
+        "state_bytes_per_s_of_recurrence": phase.state_bytes_per_s,
         "ops": phase.work.ops,
         "share_of_peak": phase.share_of_peak(roofline),
         "share_of_bandwidth": phase.share_of_bandwidth(roofline),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from ....kernels.ops import RECURRENT
 from ...common.config import EngineConfig
 from ...common.errors import ConfigError
 from ...common.types import SamplingParams
@@ -68,6 +69,12 @@ class Phase:
     def kv_bytes_per_s(self) -> float:
         """Bytes of keys and values read per second of attention."""
         return self.work.kv_bytes / self.op_seconds["attention"]
+
+    @property
+    def state_bytes_per_s(self) -> float:
+        """Bytes of states read and written per second of the ops with states; 0 without such ops."""
+        seconds = sum(self.op_seconds.get(op.__name__.lower(), 0.0) for op in RECURRENT)
+        return self.work.state_bytes / seconds if seconds else 0.0
 
     def share_of_peak(self, roofline: Roofline) -> float:
         return self.work.compute_seconds(roofline) / self.seconds

@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ....kernels.ops import INPUT_DTYPES, QUERY_DTYPES, RECURRENT, DType, ExpertLinear, Linear, LinearRecurrence
+from ....kernels.ops import (
+    INPUT_DTYPES,
+    QUERY_DTYPES,
+    RECURRENT,
+    DType,
+    ExpertLinear,
+    Linear,
+    LinearRecurrence,
+    MatrixState,
+)
 from ....scheduler import chunk_pairs
 from ...model.runner import ModelRunner
 from .roofline import Roofline
@@ -86,6 +95,10 @@ def _work(runner: ModelRunner, rows: int, samples: int, steps: Sequence[Contexts
     ops: dict[DType, int] = {}
     weight_bytes = 0.0
     for op in runner.ops:
+        if isinstance(op, LinearRecurrence):
+            each = 5 if op.rate is None else 7  # the decay, the token's product, the query, and with a rate the key
+            ops["f32"] = ops.get("f32", 0) + each * rows * _elements(op.state)
+            continue
         if isinstance(op, Linear):
             weight = op.weight
             read = 1.0
@@ -118,9 +131,13 @@ def _state_bytes(runner: ModelRunner, rows: int, steps: Sequence[Contexts]) -> i
     total = 0
     for op in runner.ops:
         if isinstance(op, LinearRecurrence):
-            matrices = op.state.num_heads * op.state.key_dim * op.state.value_dim
-            total += 2 * sequences * matrices * (2 if op.state.dtype == "bf16" else 4)
+            total += 2 * sequences * _elements(op.state) * (2 if op.state.dtype == "bf16" else 4)
         elif isinstance(op, RECURRENT):
             taps, columns = op.weight.shape
             total += ((taps - 1) * sequences + min(rows, taps * sequences)) * columns * 4
     return total
+
+
+def _elements(state: MatrixState) -> int:
+    """Return the numbers in the matrices of a sequence."""
+    return state.num_heads * state.key_dim * state.value_dim

@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from quire.kernels.ops import Ring, RoutingRule
+from quire.kernels.ops import LinearRecurrence, MatrixState, Region, Ring, RoutingRule, StateDtype
 from quire.pager import KVLayout
 from quire.runtime.model.program import F32, ProgramBuilder
 from quire.runtime.tools.bench.roofline import Roofline
+from quire.runtime.tools.bench.speed import Phase
 from quire.runtime.tools.bench.work import chosen_experts, decode_work, prefill_work
 
 
@@ -123,3 +124,21 @@ def test_a_ring_is_read_once_per_sequence_and_written_once_per_token() -> None:
     runner.ops = builder.build(builder.short_conv(gates, np.zeros((3, 64), np.float32), None, Ring(0, 5), F32)).ops
     assert decode_work(runner, [(4, 9), (5,)]).state_bytes == (3 * 2 + 3) * 64 * 4
     assert prefill_work(runner, 2, 12, [(6, 6), (12, 12)]).state_bytes == (4 * 2 + 4 * 3) * 64 * 4
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("f32", 4), ("bf16", 2)])
+@pytest.mark.parametrize(("rate", "per_element"), [(3, 7), (None, 5)])
+def test_matrices_are_read_and_written_once_per_sequence(
+    dtype: StateDtype, itemsize: int, rate: int | None, per_element: int
+) -> None:
+    runner = FakeModelRunner("bf16")
+    x, vector = Region(0, 4, 64, "f32"), np.zeros(3, np.float32)
+    state = MatrixState(0, 3, 8, 5, 2, dtype)
+    op = LinearRecurrence(x, 0, 8, 16, 1, x, 50, rate, a=vector, bias=vector, state=state, out=x)
+    without = decode_work(runner, [(4, 9), (5,)])
+    runner.ops = [*runner.ops, op]
+    work = decode_work(runner, [(4, 9), (5,)])
+    assert work.state_bytes == 2 * 3 * (3 * 8 * 5) * itemsize
+    assert work.ops == without.ops | {"f32": per_element * 3 * (3 * 8 * 5)}
+    assert Phase(3, 2.0, 2, {"linear": 0.5, "linearrecurrence": 0.25}, work).state_bytes_per_s == 4 * work.state_bytes
+    assert Phase(3, 2.0, 2, {"linear": 0.5}, without).state_bytes_per_s == 0
