@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
-os.environ["OPENBLAS_NUM_THREADS"] = "1"  # idle threads spin: a third of the time of tests beside the numpy reference
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # idle threads spin: a third of the time of tests with numpy
 import numpy as np
 
 del os.environ["OPENBLAS_NUM_THREADS"]  # processes that tests start are as users start them

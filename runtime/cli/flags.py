@@ -52,7 +52,7 @@ def settings_from(model: str | None, *flags: Any) -> Settings:
 
 
 def refuse_flags(command: str, names: Collection[str], what: str, *flags: Any) -> None:
-    """Raise ConfigError if one of `flags` has one of the options `names`, which `command` sets for its `what`."""
+    """Raise ConfigError if `flags` set an option in `names`: `command` sets these options itself, for its `what`."""
     for name in names:
         if any(getattr(group, name, None) is not None for group in flags):
             raise ConfigError(f"{name} cannot be given to {command}, which sets it for its {what}")
@@ -134,7 +134,7 @@ def _as_flag(match: re.Match[str]) -> str:
 
 
 def _flags(group: str, others: Collection[str] = (), only: Collection[str] = _NAMES) -> type:
-    """Return a dataclass with one flag per option of the group, of those in `only`, and of `others`.
+    """Return a dataclass with one flag per option of the group that `only` names, and per option of `others`.
 
     None means that a flag was not given.
     """

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Client:
-    """Synchronous client of a Quire server; arguments and errors are those of `AsyncClient`.
+    """Synchronous client of a Quire server, with the arguments and errors of `AsyncClient`.
 
     `with Client("127.0.0.1:7070") as client: for chunk in client.generate(…): …`
     """

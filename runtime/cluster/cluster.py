@@ -88,7 +88,7 @@ class Cluster(EnginePool):
 
     @property
     def info(self) -> CoreInfo:
-        """See `Core.info`. Sizes are those at the start."""
+        """See `Core.info`. It has the sizes at the start."""
         return self._info
 
     def check_room(self, tenant: str, count: int) -> None:

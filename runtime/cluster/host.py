@@ -287,7 +287,7 @@ class ServerSession:
             self.link.send(StatsReport(msgspec.structs.replace(stats, **counts), self._pool.predicted_wait_s))
 
     def end(self) -> int:
-        """Drop every request of the session. Return how many there were."""
+        """Drop every request of the session. Return their number."""
         if self._flush_handle is not None:
             self._flush_handle.cancel()
         for adding in set(self._adding.values()):

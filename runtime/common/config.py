@@ -1,4 +1,4 @@
-"""The options of an engine, as a frozen struct with one field per option; `server_config.py` has those of a server.
+"""The options of an engine, as a frozen struct with one field per option; `server_config.py` has the server options.
 
 A field is the only definition of its option: its name, type, range, unit and help text make the command line flag, the
 QUIRE_* variable, the key of a TOML file, the keyword argument of `LLM` and the row in docs/reference/options.md. Names

@@ -87,9 +87,9 @@ def chat_messages(messages: object, place: Callable[[int], str] = PLACE) -> tupl
     """Return the messages of a chat as maps whose `content` is text; OpenAI's text parts are joined with line breaks.
 
     The content of a message with images stays a list of parts, `{"type": "text", "text": …}` and `{"type": "image"}`.
-    A message needs a role, one of ROLES. Content that is missing or None is an empty text, and None beside
-    `tool_calls`. The deprecated role `function` and the field `function_call` get their new names. Other keys are for
-    the model's template.
+    A message needs a role, one of ROLES. Content that is missing or None becomes an empty text, or None
+    if the message has `tool_calls`. The deprecated role `function` and the field `function_call` get their new names.
+    Other keys are for the model's template.
     """
     items = (
         tuple(messages) if isinstance(messages, Iterable) and not isinstance(messages, str | bytes | Mapping) else ()

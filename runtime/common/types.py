@@ -313,7 +313,7 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished request. Token ids, text, logprobs and finish reason are those of its first output."""
+    """A finished request. It has the token ids, text, logprobs and finish reason of its first output."""
 
     outputs: tuple[CompletionOutput, ...]
     usage: Usage

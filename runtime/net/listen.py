@@ -96,7 +96,7 @@ def listen_unix(path: Path) -> ListeningSocket:
 
 
 def fit_connections(wanted: int, reserved: int) -> int:
-    """Return how many of `wanted` client connections may be open, so that `reserved` files can be open besides.
+    """Return the allowed number of open client connections, at most `wanted`, with room for `reserved` other files.
 
     Raises this process's soft limit of open files as far as needed, at most to the hard limit. Raises ConfigError if
     there is no room for a client.

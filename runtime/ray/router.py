@@ -12,15 +12,15 @@ from . import members
 class HostRouter(RequestRouter):
     """Reports the replicas whenever Serve's controller reports a change, 0.3 s after it.
 
-    Requests of clients do not pass it: the router of `workers/` chooses hosts. It routes the calls of links to the
-    replica in their first argument, even while that replica leaves, so that its requests may end.
+    Clients' requests do not pass through it: the router of `workers/` chooses their hosts. This router sends each call
+    of a link to the replica in its first argument, even while that replica leaves, so that running requests may end.
     """
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
-        """Return the replica that a call names, or all replicas for a call that any may take.
+        """Return the replica that a call names, or all replicas for a call without a name.
 
-        For a replica that is gone, another one is returned and refuses the call. Otherwise Serve would wait for it,
-        with one of the few tasks that route the calls of all links.
+        If the named replica is gone, another one is returned, which refuses the call. Otherwise Serve would wait for
+        it, with one of the few tasks that route the calls of all links.
         """
         address = pending_request.args[0] if pending_request is not None and pending_request.args else None
         return [[each for each in candidate_replicas if _address_of(each) == address] or candidate_replicas]

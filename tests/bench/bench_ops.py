@@ -137,7 +137,7 @@ def test_sampling(benchmark, params, rows):
 
 @pytest.mark.parametrize("threads", sorted({1, 2, available_cpus().threads}))
 def test_least_op(benchmark, threads):
-    """Note what an op costs whatever its size; the seconds are the time the measurement took."""
+    """Note the least cost of an op of any size; the seconds are the duration of the measurement."""
     seconds = benchmark.pedantic(least_op_seconds, (threads, pick_level()), rounds=3)
     benchmark.extra_info["ns per op"] = round(seconds * 1e9)
 

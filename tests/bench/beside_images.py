@@ -10,9 +10,9 @@ random weights. The peers' models are exported from it for one image, with const
     openvino f32     OpenVINO, told to compute in f32
     openvino, int8   OpenVINO, in the processor's own precision (bf16 where it has it); int8 quantized by nncf
 
-Quire gets pixels and normalizes them, the others get normalized ones. Each side first computes the rows of an image,
-which must be near to those of torch. A ratio is that of a data type of Quire to the fastest side of its own or a larger
-one. The whole run takes less than three minutes once the files are made.
+Quire gets pixels and normalizes them, the others get normalized pixels. Each side first computes the rows of an image,
+which must be near to the rows of torch. A ratio compares a data type of Quire with the fastest other side that has the
+same or a larger data type. The whole run takes less than three minutes once the files are made.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Measure how often the bundled embedding model finds a section by its title, and what the type of its weights costs;
-beside it BM25, a search for the title's words.
+"""Measure how often the bundled embedding model finds a section by its title, and the loss of each type of weights.
+
+The baseline is BM25, a search for the title's words.
 
 usage: embedding_recall.py [--weights f32 bf16 q8 q4] [--torch]
 

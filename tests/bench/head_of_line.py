@@ -3,7 +3,7 @@
     python tests/bench/head_of_line.py FOLDER [--users 16] [--prompt 4096] [--targets 150,250,0] [--runs 3]
 
 The users decode from prompts of 128 tokens. For each latency target (0: none) it prints the users' inter-token latency
-before and during the long prompt's prefill, and the long prompt's time to first token, then and when it runs alone on
+before and during the long prompt's prefill, and the long prompt's time to first token, under this load and alone on
 the same engine. Medians over the runs. Weights q8, KV int8.
 """
 

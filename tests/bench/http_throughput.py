@@ -4,10 +4,11 @@ turns.
 usage: python -m tests.bench.http_throughput [--model DIR] [--users 32] [--prompt-tokens 64] [--new-tokens 128]
                                              [--rounds 9] [--path /v1/completions] [-- FLAGS OF quire serve]
 
-One server answers both. A round sends one request per user over one way, and counts from when the last user has its
-first token until the first user has its last. Both clients read raw bytes and decode no token, so that they cost the
-machine equally little. The figure is the median ratio of neighboring rounds; at least 0.97 is expected. Each token is
-an event or a frame; its cost is all CPU time of the API server process, from the engine's link to the socket.
+One server answers both protocols. A round sends one request per user over one protocol, and counts tokens from the
+first token of the last user to the last token of the first user. Both clients read raw bytes and
+decode no token, so that both take equally little time of the machine. The figure is the median ratio of neighboring
+rounds; at least 0.97 is expected. Each token is an event or a frame; its cost is all CPU time of the API server
+process, from the engine's link to the socket.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Reading = Callable[[list[int], int, list[tuple[float, int]]], Awaitable[None]]
 
 
 class Round(NamedTuple):
-    """One way, while all users decode."""
+    """The figures of one protocol, while all users decode."""
 
     speed: float  # tokens per second
     cost: float  # CPU seconds of the API server's process per token
@@ -150,7 +151,7 @@ def _message(prompt: list[int]) -> dict[str, str]:
 async def _count(
     host: str, port: int, request: bytes, mark: bytes, last: bytes, times: list[tuple[float, int]]
 ) -> None:
-    """Send a request and note when how many marks arrived, until `last` comes."""
+    """Send a request and record the times and numbers of arrived marks, until `last` arrives."""
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(request)
     tail = b""  # a mark may begin in the tail

@@ -2,10 +2,10 @@
 
 usage: link_cost.py [--users 16] [--tokens 200] [--rounds 120] [--requests 30]
 
-Both ways serve the bundled model with the same options and are measured in turns, by the same code: tokens of all users
-per second, the time to the first token of one short request at a time, and the CPU time per token of the API server's
-process and the host's, without the engine process. Single rounds on two shared CPUs differ by a quarter, so it takes a
-hundred of them.
+Both setups serve the bundled model with the same options and are measured in turns, by the same code: tokens of all
+users per second, the time to the first token of one short request at a time, and the CPU time per token of the API
+server's process and the host's, without the engine process. Single rounds on two shared CPUs differ by a quarter, so
+the measurement takes a hundred rounds.
 """
 
 from __future__ import annotations

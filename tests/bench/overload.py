@@ -4,8 +4,8 @@ usage: overload.py [--model DIR] [--seconds 30] [--prompt-tokens N] [--new-token
 
 First it measures the capacity, in a closed loop of more users than sequence slots. Then requests arrive in an open loop
 (Poisson, several connections), at half of the capacity and at ten times. The client is this process, the server
-another one. Steps of a full batch take longer than those of half a batch, so compare the gaps between tokens under
-overload with those at capacity.
+another one. A step takes longer with a full batch than with half a batch, so compare the gaps between tokens
+under overload with the gaps at capacity.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 usage: plan_memory.py [--dtypes q8:int8,bf16:bf16,f32:f32,q4:int8] [MODEL ...]
 
-Each process loads a model, runs steps that use the whole step arena, and waits; the most memory that it had since, of
-its own and of files, is compared with the plan. A model with a vision tower also computes images of the largest size,
-one more than its image cache holds. Without MODEL, a checkpoint with random weights is written for every golden: its
+Each process loads a model, runs steps that use the whole step arena, and waits. The plan is compared with its peak
+memory since loading, anonymous and of files. A model with a vision tower also computes images of the largest size, one
+more than its image cache holds. Without MODEL, a checkpoint with random weights is written for every golden: its
 config.json, 16 times as wide; and quantized folders, which keep their types. Exit status 1 if a difference exceeds 5 %.
 """
 
@@ -99,8 +99,8 @@ def measured_bytes(model: str, weights: str, kv_cache_dtype: str) -> int:
 def planned_bytes(model: str, weights: str, kv_cache_dtype: str) -> int:
     """Return the planned bytes of the process: the engine's memory and the tokenizer.
 
-    Pixels are those of requests, which have a limit of their own: here those of an image, as the client and as the
-    engine have them.
+    The pixels of requests have a limit of their own: here the pixels of one image, as the client and as the engine have
+    them.
     """
     config = EngineConfig(**_options(model, weights, kv_cache_dtype))
     plan = plan_serving(Settings(engine=config, server=ServerConfig()), PlanTarget())
@@ -153,7 +153,7 @@ def wide_checkpoint(family: str, folder: Path) -> Path:
 
 
 def wide_image_checkpoint(family: str, folder: Path) -> Path:
-    """Write a model with a vision tower that is wider than a golden, for images as large as those of real models."""
+    """Write a model with a vision tower that is wider than a golden, for images as large as real models take."""
     config, processor = (
         json.loads((GOLDENS / family / name).read_text()) for name in ("config.json", "preprocessor_config.json")
     )

@@ -103,7 +103,7 @@ def damage(random: Random, folder: Path) -> None:
 
 
 def flipped(random: Random, data: bytes) -> bytes:
-    """Return the bytes with one of them replaced, or without those from there on."""
+    """Return the bytes with one byte replaced, or cut off at a byte."""
     if not data:
         return b"\0"
     at = random.randrange(min(len(data), 4096))

@@ -13,7 +13,7 @@ in which others are answered. By the clock the gaps are only printed, with the t
 machines (steal) and the number of threads that wanted a core (load): other programs share the machine.
 
 With `--keys`, attackers and bystanders are two tenants, and names of hosts are not checked. The attacks `stored` and
-`unread` are those of stream_attackers.py, always with keys. Exit status 1 on any breach.
+`unread` come from stream_attackers.py and always have keys. Exit status 1 on any breach.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def judge(pairs: Pairs, turns_file: Path, report: CampaignReport) -> None:
 async def _phase(
     kind: str, server: ServerProcess, report: CampaignReport, options: argparse.Namespace, number: int
 ) -> Phase:
-    """Read a stream beside one process of clients."""
+    """Read a stream while one process of clients runs."""
     phase = Phase()
     before = _cpu_ticks()
     reading = asyncio.create_task(_read(server, phase, BYSTANDER if options.keys else None))

@@ -2,13 +2,13 @@
 
 usage: kill_hosts.py [--times 20] [--streams 32] [--hosts 3] [--seed 1]
 
-`--times` rounds each way: SIGKILL of an engine process, SIGKILL of a host, SIGSTOP of a host with its engine processes,
-a link that swallows everything, and one that is cut. The harm is done when a random share of all chunks has come, to
-the host with the most requests; a round whose streams have all ended by then is repeated.
+`--times` rounds of each fault: SIGKILL of an engine process, SIGKILL of a host, SIGSTOP of a host with its engine
+processes, a link that drops everything, and a link that is cut. The fault hits the host with the most requests, when a
+random share of all chunks has arrived; a round whose streams have all ended by then is repeated.
 
-A pause is the longest time between two chunks of any stream that is no beam search. Exit status 1 if a stream differs
-from its undisturbed run in any bit, logprobs included, or does not end; or if the median of the pauses is above 1 s for
-what is killed or cut, above 2 s for what falls silent.
+A pause is the longest time between two chunks of any stream without beam search. Exit status 1 if a stream differs
+from its undisturbed run in any bit, logprobs included, or does not end; or if the median of the pauses is above 1 s
+after a kill or a cut connection, or above 2 s after silence.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ FLAGS = (
     *("--num-speculative-tokens", "3"),
 )
 ROUND_TIMEOUT_S = 120.0
-MAX_ATTEMPTS = 5  # attempts at a round whose streams have all ended before the harm
+MAX_ATTEMPTS = 5  # attempts at a round whose streams have all ended before the fault
 MAX_MEDIAN_S = 1.0
-MAX_SILENT_MEDIAN_S = 2.0  # the latter has a second of silence until it is noticed
+MAX_SILENT_MEDIAN_S = 2.0  # a second of silence passes before it is noticed
 COLORS = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 40}
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -144,7 +144,7 @@ class Campaign:
     async def rounds(
         self, harm: Callable[[HostProcess, LinkProxy], None], times: int, streams: list[GenerateRequest], seed: int
     ) -> None:
-        """Do the harm `times` times; print how long streams paused and how many requests had to move."""
+        """Cause the fault `times` times; print how long streams paused and how many requests had to move."""
         choose = random.Random(seed)
         undisturbed = Progress()
         await self.ready()

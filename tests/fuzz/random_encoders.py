@@ -3,8 +3,8 @@
 usage: random_encoders.py [--models 200] [--seed 1]
 
 A model has random shapes, sizes that fill no tile, and random weights in f32. It runs with f32, bf16 and q8 weights on
-1 to 3 threads, in batches of random texts. Values must be close to the reference's, and a text's bits those of the text
-alone. Exit status 1 on any breach.
+1 to 3 threads, in batches of random texts. Values must be close to the reference's, and a text must have the same
+bits in a batch as alone. Exit status 1 on any breach.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 usage: terminate_text_files.py [--moments 300] [--seed 1] [--first 0]
 
-The files are those of fuzz_text_files.py, beside a tiny model with random weights. Each round starts one server. The
+A model has the files of fuzz_text_files.py, and tiny random weights. Each round starts one server. The
 server gets SIGTERM at a random moment of its start, or while clients send texts and chats that need the tokenizer, the
 template and the settings; most files are refused, so that these rounds take cases that fuzz_text_files.py could use. A
 round whose server has refused its files before SIGTERM is no moment.

@@ -1,4 +1,4 @@
-"""Programs whose rows begin as those of a table: token i is row i. For tests of single ops with states."""
+"""Programs that read their rows from a table: token i is row i. For tests of single ops with states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing of GGML blocks: every number bit for bit where a dtype has them, else those of GGML's formula, rounded."""
+"""Packing of GGML blocks: each number is exact where the dtype can hold it, else GGML's formula, rounded."""
 
 import numpy as np
 import pytest

@@ -605,7 +605,7 @@ def rotary_rows(model, rows: int, seed: int = 4) -> np.ndarray:
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "int8")])
 def test_rotary_rows_take_the_place_of_those_of_positions(toy, weights, kv, isa):
-    """A prompt in two chunks, then a decode row beside another sequence's chunk."""
+    """A prompt in two chunks, then a decode row in one step with another sequence's chunk."""
     model = toy(weights=weights, kv=kv, isa=isa)
     plain = toy(weights=weights, kv=kv, isa=isa)
     table_a, table_b = pages(9, 8, 7), pages(3, 4)
@@ -683,7 +683,7 @@ def test_rows_that_see_later_ones_match_the_reference(toy, kv, window, isa):
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("q8", "int8"), ("bf16", "bf16")])
 def test_same_bits_at_every_chunking_around_rows_that_see_later_ones(toy, weights, kv, isa):
-    """A sequence with a run, in chunks that do not divide it, and another one beside it."""
+    """A sequence with a run, in chunks that do not divide it, together with another sequence."""
     ids = tokens(250)
     other = tokens(20, 3)
     table = pages(*range(7, 15))

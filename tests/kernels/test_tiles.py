@@ -1,4 +1,4 @@
-"""Linear layers on tiles: the bits of the level below at every number of rows; in bf16 those of a row alone.
+"""Linear layers on tiles: at every number of rows, the bits of the level below; in bf16, the bits of a row alone.
 
 The level amx-twin runs everywhere; on a machine with AMX the level amx is compared too.
 """

@@ -95,7 +95,7 @@ class Copy:
         )  # fmt: skip
 
     def test(self, paths: Sequence[str], timeout_s: float | None, changed: str = "") -> tuple[bool, str]:
-        """Run the tests, those of the `changed` file first; return whether all passed, and the first failure."""
+        """Run the tests, first the tests of the `changed` file. Return whether all passed, and the first failure."""
         options = ("-x", "-q", "-p", "no:cacheprovider", "--tb=no", f"--timeout={TEST_TIMEOUT_S}")
         command = [self._python, "-m", "pytest", *options, *self._ordered(paths, Path(changed).stem)]
         process = subprocess.Popen(

@@ -8,9 +8,9 @@ machine that falls silent; the same of a replica with its engine process. The ha
 host with the most requests; the next round begins when Serve has replaced it. `--links handles` has Serve's handles
 carry the links.
 
-A pause is the longest time between two chunks of any stream that is no beam search. Exit status 1 if a stream differs
-from its undisturbed run in any bit, logprobs included, or does not end; or if the median of the pauses is above 1 s for
-what is killed, above 2 s for what falls silent.
+A pause is the longest time between two chunks of any stream without beam search. Exit status 1 if a stream differs
+from its undisturbed run in any bit, logprobs included, or does not end; or if the median of the pauses is above 1 s
+after a kill, or above 2 s after silence.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class RayFleet:
     """One head node with the API server, and nodes that run an engine host each."""
 
     def __init__(self, num_nodes: int) -> None:
-        os.environ.update(RAY_worker_niceness="0")  # Ray's 15 has replicas wait for all that runs beside the tests
+        os.environ.update(RAY_worker_niceness="0")  # Ray's 15 makes replicas wait for all other processes
         head = {"num_cpus": 1, "resources": {"server": 2}, "include_dashboard": False, **UNUSED}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.cluster.head_node.kill_dashboard()  # the dashboard's 75 MiB only report usage to Ray's makers

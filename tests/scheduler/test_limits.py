@@ -157,7 +157,7 @@ def test_deadlines_of_ended_requests_are_forgotten(make_harness: MakeHarness) ->
         harness.run()
         assert harness.scheduler.next_deadline is None
     assert len(harness.scheduler._deadlines._heap) == 0
-    harness.add(1000, [1], max_tokens=1, deadline=10.0)  # earlier than those of all that follow
+    harness.add(1000, [1], max_tokens=1, deadline=10.0)  # earlier than all later deadlines
     for request_id in range(1001, 2000):
         harness.add(request_id, [1], max_tokens=1, deadline=1e6)
         harness.cancel(request_id)

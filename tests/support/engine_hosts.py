@@ -65,7 +65,7 @@ class FakeHosts:
         self.errors: dict[str, QuireError] = {}  # addresses that cannot be connected to
         self.infos: dict[str, dict[str, Any]] = {}  # changes of `core_info`
         self.digests: dict[str, str] = {}
-        self.restarting: set[str] = set()  # addresses of those that have no engine process when they are connected to
+        self.restarting: set[str] = set()  # addresses of hosts that have no engine process at connection
         self.max_num_waiting = 8
         self.secrets: dict[str, bytes] = {}  # secret of the member in the last attempt to connect
 

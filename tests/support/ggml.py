@@ -33,7 +33,7 @@ SCALES = {
     "Q5_0": (0,),
     "Q5_1": (0, 2),
 }  # offsets of fp16 numbers
-# Fields that make random bytes weights of about 1: the scales of blocks, those of weights and then those of minimums.
+# Scales of blocks that turn random bytes into weights of about 1: scales of weights, then scales of minimums.
 SIZES = {
     "Q8_0": (1 / 74,),
     "Q4_0": (1 / 4.6,),

@@ -72,7 +72,7 @@ def folder_of(
     modules: Mapping[str, tuple[int, int]] = MATRICES,
     **changes: Any,
 ) -> dict[str, Array]:
-    """Write a folder of one layer with all of its matrices quantized but those of `plain`; return their weights."""
+    """Write a folder of one layer, with all matrices quantized except the ones in `plain`. Return their weights."""
     rng = np.random.default_rng(7)
     shape_of = {**CONFIG, **changes}
     hidden = shape_of["hidden_size"]

@@ -1,4 +1,4 @@
-"""A writer of checkpoints that say what a script says: real models, of which each token decides the next one.
+"""A writer of checkpoints that generate a given script: real models in which each token decides the next one.
 
 The embeddings are random signs, attention and MLP add nothing, and the output layer maps each token's embedding to the
 token after it. A script's text is cut into pieces that occur once, each of which is an entry of the vocabulary. A piece

@@ -252,7 +252,7 @@ def _collecting() -> Iterator[list[str]]:
 
 
 def _description(value: object) -> str | None:
-    """Return what an object of the server is, None for others."""
+    """Describe an object of the server; return None for other objects."""
     if isinstance(value, types.FrameType):
         return f"frame {value.f_code.co_qualname}" if value.f_code.co_filename.startswith(RUNTIME) else None
     name = type(value).__module__

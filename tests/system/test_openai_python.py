@@ -37,7 +37,7 @@ async def client(serving: Callable[..., Any]) -> AsyncIterator[openai.AsyncOpenA
         yield client
 
 
-# Fields that OpenAI's specification has and this version of its library has not, and those of the cards of models.
+# Fields in OpenAI's specification that this version of its library lacks, and our fields of model cards.
 EXTRA_FIELDS: dict[type[BaseModel], set[str]] = {
     ResponseFunctionCallArgumentsDoneEvent: {"name"},
     Model: {"capabilities", "default_sampling_params", "max_model_len"},
@@ -340,7 +340,7 @@ async def test_a_client_that_leaves_the_queue_or_prefill_frees_its_place(
         left.writer.transport.abort()
         while (real.engine.stats().running, real.engine.stats().waiting) != (1, 0):
             await asyncio.sleep(0)
-        assert real.engine.stats().step <= step + 3  # the step in flight, and those in which the loop sees the end
+        assert real.engine.stats().step <= step + 3  # the step in flight, and the steps until the loop sees the end
         assert not busy.reader.at_eof()
         busy.writer.transport.abort()
 

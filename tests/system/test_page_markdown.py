@@ -1,4 +1,4 @@
-"""Markdown on the page to chat, in headless Chromium: what is drawn, while it streams, and of a hostile text.
+"""Markdown on the chat page, in headless Chromium: the drawing of complete, streaming and hostile texts.
 
 Expected markup is that of CommonMark and GitHub's tables, except that line breaks stay, and that HTML, images
 and addresses outside of the web are not drawn.

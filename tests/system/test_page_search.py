@@ -1,4 +1,4 @@
-"""The page of a server with an embedding model, in headless Chromium: a search over texts, alone and beside a chat."""
+"""The page of a server with an embedding model, in headless Chromium: a search over texts, with and without a chat."""
 
 from __future__ import annotations
 

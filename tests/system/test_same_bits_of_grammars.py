@@ -82,7 +82,7 @@ async def test_with_draft_tokens(num_speculative_tokens: int, monkeypatch: pytes
 
 
 async def test_when_most_masks_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deferred sample is computed again, in prefill and in decode, beside requests that continue."""
+    """A deferred sample is computed again, in prefill and in decode, while other requests continue."""
     monkeypatch.setattr(grammars, "WAIT_S", 0.0)
     monkeypatch.setattr(grammars, "WAIT_ALONE_S", 0.0)
     plain = asked(prompt(30), max_tokens=200)

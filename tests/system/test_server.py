@@ -208,7 +208,7 @@ async def test_a_breach_is_answered_then_closed(system: Any, eventually: Eventua
 
 
 async def test_breaches_do_not_change_the_streams_of_other_connections(system: Any) -> None:
-    """Compare the bytes of one stream, alone and beside hostile connections."""
+    """Compare the bytes of one stream, with and without hostile connections."""
 
     async def collect() -> list[list[Any]]:
         client = await system.raw()

@@ -218,7 +218,7 @@ class holding:  # noqa: N801 - reads as a statement
 
 
 async def until_waiting(real: Any, count: int) -> None:
-    """Wait until `count` requests wait beside one that runs."""
+    """Wait until `count` requests wait and one runs."""
     async with asyncio.timeout(30):
         while (stats := real.engine.stats()).waiting < count or not stats.running:
             await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning over HTTP, of models that say what a script says."""
+"""Tool calls and reasoning over HTTP, from models that generate a given script."""
 
 from __future__ import annotations
 

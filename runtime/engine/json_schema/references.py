@@ -115,7 +115,7 @@ def with_references(schema: Any, new: Callable[[str], str]) -> Any:
 
 
 def schemas_in_use(root: _Schema) -> Iterator[_Schema]:
-    """Yield the schemas in `root`; of its definitions, only those in use."""
+    """Yield the schemas in `root`, without the definitions that no schema uses."""
     seen: set[int] = set()
     pending: list[Any] = [root]
     while pending:

@@ -217,7 +217,7 @@ def _literals(pattern: str) -> tuple[str, str | None, str]:
 
 
 def _fields_of_schema(schema: object) -> dict[str, Mapping[str, Any]]:
-    """Return the fields of a `response_schema` as those of a template. Raises _OtherForm."""
+    """Return the fields of a `response_schema` in the form of template fields. Raises _OtherForm."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(schema, Mapping) or not isinstance(properties, Mapping):
         raise _OtherForm("it has no map of properties")

@@ -239,7 +239,7 @@ def may_be_ambiguous(structure: StructuredOutputs | None) -> bool:
 class Grammars:
     """The grammars of the running sequences, for the model at `path`.
 
-    All methods except those of its threads are called on one event loop.
+    All methods are called on one event loop, except the methods that run in its threads.
     """
 
     def __init__(self, path: Path) -> None:

@@ -173,9 +173,9 @@ class Tokenizer:
         return self.token_bytes(token_id) != b"" and token_id not in self.special_token_ids
 
     def text_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token: its raw bytes, or those of its text inside other text.
+        """Return the raw bytes of a token, or without raw bytes, the bytes of its text inside other text.
 
-        An unknown id has none.
+        An unknown id has no bytes.
         """
         raw = self.token_bytes(token_id)
         return self._bytes_within(token_id) if raw is None else raw

@@ -1,6 +1,6 @@
 """The operator's HTTP port: `/metrics`, `/healthz`, `/readyz` and a status page at `/`, in the server's own event loop.
 
-No answer changes what is served. Clients can neither stall the event loop nor close the port:
+Answers change nothing in the server. Clients can neither stall the event loop nor close the port:
 * Metrics and status are made at most once per `max_age_s` and shared.
 * One connection is read and answered per turn of the event loop, new connections first.
 * A connection has one request at a time, with time limits for the request and for reading the answer.

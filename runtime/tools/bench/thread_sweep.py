@@ -147,7 +147,7 @@ class ThreadSweep:
 
 
 def _ratios(shape: ShapeResult, fewest: ShapeResult) -> tuple[float, float]:
-    """Return the ratios of prefill and of decode to those on the fewest threads."""
+    """Return the speedups of prefill and of decode over the fewest threads."""
     return (
         shape.prefill.tokens_per_s / fewest.prefill.tokens_per_s,
         shape.decode.tokens_per_s / fewest.decode.tokens_per_s,

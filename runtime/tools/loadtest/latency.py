@@ -1,6 +1,6 @@
 """The latencies of a request, defined once for results, goodput and charts: TTFT, TPOT, ITL, E2EL, schedule delay.
 
-The definitions are those of `vllm bench serve`: they count from sending, at the client, to the last chunk that had
+The definitions equal those of `vllm bench serve`: a client measures from sending a request to its last chunk with
 tokens. The time that a request waited before it was sent is a separate latency, `schedule_delay_s`.
 """
 

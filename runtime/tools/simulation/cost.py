@@ -58,7 +58,7 @@ class RooflineCost:
     """The seconds of each part of a step on `threads` threads. A `StepCost`."""
 
     step_s: float  # waking the threads, and waiting for the end of each op
-    weights_s: float  # read once per step, without those of experts
+    weights_s: float  # reading all weights but the experts, once per step
     linears: tuple[LinearCost, ...]  # linear layers of all layers
     experts: tuple[ExpertsCost, ...]  # experts of all layers; empty unless the model is a mixture of experts
     head: LinearCost  # lm_head, of the rows that sample

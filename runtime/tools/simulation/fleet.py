@@ -191,7 +191,7 @@ class _ApiServer:
 
     def __init__(self, routing: Routing, index: int) -> None:
         self._routing = routing
-        self._num_chosen = index  # different start, so that servers in turn do not begin with the same host
+        self._num_chosen = index  # a start of its own, so that servers do not begin with the same host
 
     def choose(self, key: bytes) -> str:
         self._num_chosen += 1

@@ -66,7 +66,7 @@ def test_keyword_arguments_of_llm_are_the_options_of_an_engine() -> None:
 
 
 def members(kind: Any) -> set[Any]:
-    """Return the members of a union, those of its literals each."""
+    """Return the members of a union; a literal counts as its values."""
     if get_origin(kind) in (Union, types.UnionType):
         return {member for each in get_args(kind) for member in members(each)}
     return set(get_args(kind)) if get_origin(kind) is Literal else {kind}

@@ -1,4 +1,4 @@
-"""Images in prompts, through a whole engine: the logits, the same bits whatever is computed beside, and refusals."""
+"""Images in prompts, through a whole engine: the logits, the same bits in any batch composition, and refusals."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_the_spec_is_that_of_the_folder(path: Path) -> None:
 
 @pytest.mark.parametrize("weights", ["auto", "q8"])
 def test_the_logits_are_those_of_the_folder(path: Path, weights: Any, compute_logits: Callable[..., Any]) -> None:
-    """Bit for bit; with `auto`, both have bf16 beside MXFP4."""
+    """Logits are equal bit for bit; with `auto`, both models have bf16 and MXFP4 weights."""
     ids = np.random.default_rng(1).integers(0, 320, 50).tolist()
     models = pack_model(path, weights), pack_model(FOLDER, weights)
     for layer in models[0].weights.layers:

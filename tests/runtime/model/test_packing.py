@@ -252,7 +252,7 @@ def test_a_file_that_is_truncated_while_it_is_packed_is_a_typed_error(tmp_path: 
 
 
 def in_blocks(spec: DecoderSpec, **others: str) -> DecoderSpec:
-    """Return a spec with all matrices in Q8_0, but those of layer 0 that `others` names by the end of their names."""
+    """Return a spec with all matrices in Q8_0, except matrices of layer 0 whose names end in a name of `others`."""
     types = {name: "Q8_0" for name, shape in expected_tensors(spec) if len(shape) > 1}
     for end, kind in others.items():
         types |= {name: kind for name in types if name.endswith(f"layers.0.{end.replace('__', '.')}.weight")}
@@ -294,7 +294,7 @@ def test_pairs_of_a_part_of_each_head_in_small_reads(tmp_path: Path, rows: slice
 
 @pytest.mark.parametrize("rows", [slice(None), slice(48, 96), slice(96, 144)])
 def test_rows_of_a_gguf_file_in_pieces_have_the_order_of_the_whole(tmp_path: Path, rows: slice) -> None:
-    """Two heads of 48 rows have their pairs side by side, what follows has not."""
+    """Two heads of 48 rows have their pairs side by side; the rows after them do not."""
     values = np.arange(144 * 4, dtype=np.float32).reshape(144, 4)
     path = write(tmp_path / "a.gguf", {"general.architecture": "llama"}, {"a": encode(values, "F32")})
     checkpoint = PairedRows(GGUFCheckpoint(GGUFFile(path)), {"a": Pairs(48, 48, 96)})

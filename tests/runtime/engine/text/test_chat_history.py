@@ -287,7 +287,7 @@ def test_tools_come_with_how_a_call_is_written() -> None:
 
 
 def test_a_template_that_reads_tools_may_read_nothing_else() -> None:
-    """The names in trial chats are not those of a tool, which such a template shows everywhere."""
+    """Trial chats use names that no tool has, because such a template shows the names of tools everywhere."""
     source = "{{ tools | tojson if tools else '' }}\n" + FIRST_SYSTEM
     text = ChatTemplate(source).render(HISTORY, [TOOL], syntax=HERMES)
     shown = f"\nBe brief.\nuser: Weather?\nassistant: {CALL_TEXT}\nuser: {RESULT_TEXT}\n\nAnd now?\n"

@@ -66,7 +66,7 @@ def declared(text: str, **flags: bool) -> dict[str, object]:
 
 
 def folder_with_room(folder: Path, **files: object) -> Path:
-    """Take the last four tokens out of the vocabulary, and write JSON files beside it."""
+    """Remove the last four tokens from the vocabulary, and write JSON files into its folder."""
     content = json.loads((folder / "tokenizer.json").read_text())
     vocab = content["model"]["vocab"]
     last = {text for text, token_id in vocab.items() if token_id >= 4092}
@@ -108,7 +108,7 @@ X, Y = "<|x|>", "<|y|>"
 def test_tokens_of_the_files_beside_it_are_one_id_each(
     folder: Path, files: dict[str, object], special: set[int]
 ) -> None:
-    """Ids and flags equal those of transformers 5.24."""
+    """Ids and flags equal the ids and flags of transformers 5.24."""
     tokenizer = Tokenizer(folder_with_room(folder, **files))
     ids = tokenizer.encode(f"b{X}c{Y}")
     assert ids == [66, 4092, 67, 4093]
@@ -271,7 +271,7 @@ def test_a_broken_config_is_named(folder: Path, name: str, content: bytes) -> No
 
 @pytest.mark.parametrize("prefix", ["##", "#######"])
 def test_a_tokenizer_that_the_library_panics_at_is_refused(folder: Path, prefix: str) -> None:
-    """Merges whose second part is shorter than the prefix of words' later parts. A panic is no Exception."""
+    """Merges whose second part is shorter than the prefix of words' later parts. A panic is not an Exception."""
     merges = {"type": "BPE", "continuing_subword_prefix": prefix, "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
     (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": merges}))
     with pytest.raises(CorruptCheckpoint, match=r"tokenizer\.json is not a readable tokenizer: .*(range|slice)"):
@@ -357,7 +357,7 @@ def test_entries_of_the_vocabulary(byte_level: Tokenizer) -> None:
 
 
 def test_a_panic_of_the_library_is_a_failure_of_its_text(folder: Path) -> None:
-    """The regular expression tries more ways than the library allows, which panics; that is no Exception."""
+    """The regular expression tries too many ways for the library, which panics. A panic is not an Exception."""
     content = json.loads((folder / "tokenizer.json").read_text())
     content["pre_tokenizer"] = {
         "type": "Split",

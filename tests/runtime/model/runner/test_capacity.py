@@ -130,7 +130,7 @@ def test_half_the_layers_make_half_a_page() -> None:
 
 
 def test_with_windows_a_request_may_be_longer_than_the_pool() -> None:
-    """The pages it holds at once must fit: those of all tokens for a full layer group, six for a sliding one."""
+    """Only the pages held at once must fit: all pages of a full layer group, and six of a sliding layer group."""
 
     def longest(spec: Any, pages: int) -> int:
         return decide_capacity(

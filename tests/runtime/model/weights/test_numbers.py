@@ -1,4 +1,4 @@
-"""Numbers that no trained model has are refused while they are packed, whatever the weights are packed as."""
+"""Numbers that no trained model has are refused during packing, for every type of packed weights."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ CHROMIUM_FLAGS = (
     "--no-first-run",
     "--disable-quic",
     "--enable-logging=stderr",
-    "--virtual-time-budget=1500",  # milliseconds that the page's timers are given, answers not counted
+    "--virtual-time-budget=1500",  # milliseconds for the page's timers, without waiting for answers
     "--timeout=60000",
 )
 

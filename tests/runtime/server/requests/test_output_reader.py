@@ -1,4 +1,4 @@
-"""Readers of an output: what a client receives that cancels, grants credit, or reads a long output again."""
+"""Readers of an output: the chunks of clients that cancel, grant credit, or read a long output again."""
 
 from __future__ import annotations
 

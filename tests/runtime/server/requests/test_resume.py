@@ -1,4 +1,4 @@
-"""Resumable requests and idempotency keys: what a reader receives, for how long it is kept, and in how much memory."""
+"""Resumable requests and idempotency keys: the output of a reader, and the time and memory for kept output."""
 
 from __future__ import annotations
 
