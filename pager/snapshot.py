@@ -4,13 +4,15 @@ Must not import models or requests: the caller chooses the bytes of `identity`, 
 Loading checks everything that it will use before it changes anything. The format, little-endian:
 
     header   magic "QUIREKV\\0" · version u32 · page_size u32 · groups u32 · page_bytes u64 · pages u64
-             · sha256 of the identity · sha256 of the layout · crc32 of all this
+             · state_bytes u64 · states u64 · sha256 of the identity · sha256 of the layout · crc32 of all this
     page     key · parent (32 bytes each) · depth u32 · group u32 · token ids u32 … · digest of the images (32 bytes, or
              zeros) · crc32 of the memory · crc32 of all this, then `page_bytes` of memory
+    state    key of the page that ends where the state is kept (32 bytes) · crc32 of the memory · crc32 of all this,
+             then `state_bytes` of memory
 
-Pages are in the reverse of their eviction order, so a smaller pool reads the first pages only, and a page comes after
-the page it continues. The checksums detect accidents. A forged file can make the model produce wrong tokens, but cannot
-corrupt the pager or reveal memory.
+Pages and states are in the reverse of their eviction order, so a smaller pool reads the first ones only, and a page
+comes after the page it continues. A state whose page does not fit is left out. The checksums detect accidents. A forged
+file can make the model produce wrong tokens, but cannot corrupt the pager or reveal memory.
 """
 
 from __future__ import annotations
@@ -19,26 +21,31 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from stat import S_ISREG
 from struct import Struct
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 
 from .arena import KVArena
 from .exceptions import SnapshotDamaged, SnapshotError, SnapshotForeign, SnapshotMismatch, SnapshotTruncated
 from .pager import Pager
 from .pool import Content
 from .prefix import page_key
+from .states import StateMemory
 
 MAGIC = b"QUIREKV\0"
-VERSION = 2
+VERSION = 3
 NO_IMAGES = bytes(32)
-HEADER = Struct("<8s3I2Q32s32s")
+HEADER = Struct("<8s3I4Q32s32s")
+STATE = Struct("<32sI")
 CHECKSUM = Struct("<I")
 HEADER_BYTES = HEADER.size + CHECKSUM.size
+NO_MEMORY: StateMemory = np.empty((0, 0), np.uint8)
 SYNC_BYTES = 4 << 20  # written between two flushes to the disk, after which progress is reported
 
 
@@ -48,24 +55,24 @@ def save_snapshot(
     arena: KVArena,
     identity: bytes,
     progress: Callable[[int], object] = lambda num_bytes: None,
+    state_memory: StateMemory = NO_MEMORY,
 ) -> int:
-    """Write every indexed page, owned or cached, to `path`. Return the number of pages.
+    """Write every indexed page, owned or cached, and every kept state to `path`. Return the number of pages.
 
     `progress` is called with the bytes that are on disk so far, every SYNC_BYTES. No step may be running. Raises
     SnapshotError if the file cannot be written; `path` then keeps its old content.
     """
     path = Path(path)
     pages = _by_recency(pager)
-    page = np.empty(arena.layout.page_bytes, np.uint8)
-    record = _record(pager.page_size)
+    states = _states_by_recency(pager)
     try:
         with _replacing(path) as file:
-            file.write(_with_checksum(_header(pager, arena, identity, len(pages))))
+            header = _header(pager, arena, identity, len(pages), state_memory.shape[1], len(states))
+            file.write(_with_checksum(header))
             num_synced = 0
-            for page_id, content in pages:
-                arena.read_page(page_id, page)
-                file.write(_with_checksum(record.pack(*_fields(content), crc32(page.data))))
-                file.write(page.data)
+            for record, memory in chain(_page_entries(pager, arena, pages), _state_entries(states, state_memory)):
+                file.write(_with_checksum(record))
+                file.write(memory)
                 if file.tell() - num_synced >= SYNC_BYTES:
                     num_synced = file.tell()
                     _sync(file)
@@ -90,8 +97,10 @@ def prove_writable(path: str | os.PathLike[str]) -> None:
         raise SnapshotError(f"cannot create a file in {path.parent} ({error.strerror})") from error
 
 
-def load_snapshot(path: str | os.PathLike[str], pager: Pager, arena: KVArena, identity: bytes) -> int:
-    """Load as many pages as fit, as cached pages with the same eviction order. Return the number of pages.
+def load_snapshot(
+    path: str | os.PathLike[str], pager: Pager, arena: KVArena, identity: bytes, state_memory: StateMemory = NO_MEMORY
+) -> int:
+    """Load as many pages and states as fit, as cached ones with the same eviction order. Return the number of pages.
 
     The pager must be new. Raises a SnapshotError, changing nothing, if the file cannot be read, is not a snapshot,
     belongs to another model or layout, is truncated or damaged.
@@ -100,84 +109,80 @@ def load_snapshot(path: str | os.PathLike[str], pager: Pager, arena: KVArena, id
         raise ValueError("a snapshot can only be loaded into an empty pager with prefix caching enabled")
     try:
         with _opened(Path(path)) as file:
-            reader = _SnapshotReader(file, pager, arena, identity)
-            contents = reader.check()
+            reader = _SnapshotReader(file, pager, arena, identity, state_memory)
+            contents, keys = reader.check()
             page_ids = list(pager.pool.free_pages())[: len(contents)]
-            reader.load(page_ids)
+            reader.load(page_ids, pager.states.free_slots()[: len(keys)])
     except OSError as error:
         raise SnapshotError(f"cannot read the snapshot {path} ({error.strerror})") from error
     owned = pager.pool.allocate(len(page_ids))
     for page, content in zip(owned, contents, strict=True):
         pager.pool.label(page, content)
     pager.pool.release(owned)
+    if pager.cached_states is not None:
+        pager.cached_states.adopt(keys)
     return len(owned)
 
 
 class _SnapshotReader:
-    """An open snapshot: call `check`, then `load`. Holds one page of memory at a time."""
+    """An open snapshot: call `check`, then `load`. Holds one page and one state of memory at a time."""
 
-    def __init__(self, file: int, pager: Pager, arena: KVArena, identity: bytes) -> None:
+    def __init__(self, file: int, pager: Pager, arena: KVArena, identity: bytes, state_memory: StateMemory) -> None:
         self._file = file
         self._pager = pager
         self._arena = arena
         self._identity = identity
-        self._record = _record(pager.page_size)
-        self._page = np.empty(arena.layout.page_bytes, np.uint8)
-        self._stride = self._record.size + CHECKSUM.size + self._page.size
-        self._checksums: list[int] = []
+        self._state_memory = state_memory
+        self._pages = _Entries(file, "page", _record(pager.page_size), arena.layout.page_bytes)
+        self._states = _Entries(file, "state", STATE, state_memory.shape[1])
+        self._states_used: list[int] = []  # index in the file of each state to load
 
-    def check(self) -> list[Content]:
-        """Check record, memory, key and chain of as many pages as fit. Return their content."""
-        count = min(self._check_header(), self._pager.pool.num_free)
+    def check(self) -> tuple[list[Content], list[bytes]]:
+        """Check record, memory, key and chain of as many pages as fit, and of the states that continue them.
+
+        Return the content of the pages and the keys of the states, the least recently used one first.
+        """
+        num_pages, num_states = self._check_header()
         contents: list[Content] = []
         seen: list[dict[bytes, int]] = [{} for _ in self._pager.windows]  # key -> depth, per group
-        for index in range(count):
-            content, checksum = self._read_record(index)
+        for index in range(min(num_pages, self._pager.pool.num_free)):
+            key, parent, depth, group, token_ids, images = self._pages.check(index)
+            content = Content(key, parent, depth, group, token_ids, b"" if images == NO_IMAGES else images)
             self._check_content(index, content, seen)
-            self._read_memory(index, checksum)
             contents.append(content)
-            self._checksums.append(checksum)
-        return contents
+        return contents, self._check_states(num_states, seen)
 
-    def load(self, page_ids: Sequence[int]) -> None:
-        """Copy the memory of the checked pages into `page_ids`, which must be free."""
+    def load(self, page_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy the memory of the checked pages and states into `page_ids` and `slots`, which must be free."""
         for index, page in enumerate(page_ids):
-            self._read_memory(index, self._checksums[index])  # checked again: the file may have changed
-            self._arena.write_page(page, self._page)
+            self._arena.write_page(page, self._pages.memory_of(index))
+        for index, slot in zip(self._states_used, slots, strict=True):
+            self._state_memory[slot] = self._states.memory_of(index)
 
-    def _check_header(self) -> int:
-        """Check model, layout and length of the file. Return the number of its pages."""
+    def _check_header(self) -> tuple[int, int]:
+        """Check model, layout and length of the file. Return the numbers of its pages and states."""
         data = os.pread(self._file, HEADER_BYTES, 0)
         if not MAGIC.startswith(data[: len(MAGIC)]):
             raise SnapshotForeign("the file is not a snapshot of a prefix cache")
         if len(data) < HEADER_BYTES:
             raise SnapshotTruncated("the snapshot ends within its header")
-        _, version, _, _, _, num_pages, _, _ = HEADER.unpack_from(data)
+        _, version, _, _, _, num_pages, _, num_states, _, _ = HEADER.unpack_from(data)
         if version != VERSION:
             raise SnapshotForeign(f"the snapshot has version {version}, only {VERSION} can be read")
-        self._verified(data, "header")
-        expected = _header(self._pager, self._arena, self._identity, num_pages)
+        _verified(data, "header")
+        state_bytes = self._state_memory.shape[1]
+        expected = _header(self._pager, self._arena, self._identity, num_pages, state_bytes, num_states)
         if data[: HEADER.size] != expected:
             raise SnapshotMismatch("the snapshot belongs to another model, build or layout of the KV cache")
-        missing = HEADER_BYTES + num_pages * self._stride - os.fstat(self._file).st_size
+        self._pages.start = HEADER_BYTES
+        self._states.start = HEADER_BYTES + num_pages * self._pages.stride
+        missing = self._states.start + num_states * self._states.stride - os.fstat(self._file).st_size
+        entries = f"{num_pages} pages" + (f" and {num_states} states" if num_states else "")
         if missing > 0:
-            raise SnapshotTruncated(f"the snapshot of {num_pages} pages is {missing} bytes too short")
+            raise SnapshotTruncated(f"the snapshot of {entries} is {missing} bytes too short")
         if missing < 0:
-            raise SnapshotDamaged(f"the snapshot of {num_pages} pages is {-missing} bytes too long")
-        return int(num_pages)
-
-    def _read_record(self, index: int) -> tuple[Content, int]:
-        data = os.pread(self._file, self._record.size + CHECKSUM.size, HEADER_BYTES + index * self._stride)
-        fields = self._record.unpack(self._verified(data, f"record of page {index}"))
-        key, parent, depth, group, token_ids, images, checksum = fields
-        return Content(key, parent, depth, group, token_ids, b"" if images == NO_IMAGES else images), checksum
-
-    def _read_memory(self, index: int, checksum: int) -> None:
-        offset = HEADER_BYTES + (index + 1) * self._stride - self._page.size
-        if os.preadv(self._file, [self._page.data], offset) != self._page.size:
-            raise SnapshotTruncated(f"the snapshot ends within page {index}")
-        if crc32(self._page.data) != checksum:
-            raise SnapshotDamaged(f"page {index} of the snapshot has the wrong checksum")
+            raise SnapshotDamaged(f"the snapshot of {entries} is {-missing} bytes too long")
+        return int(num_pages), int(num_states)
 
     def _check_content(self, index: int, content: Content, seen: list[dict[bytes, int]]) -> None:
         """Check that the key matches the tokens, is unique, and in a full group continues an earlier page."""
@@ -191,13 +196,60 @@ class _SnapshotReader:
         if not sound:
             raise SnapshotDamaged(f"page {index} of the snapshot does not continue the pages before it")
 
-    def _verified(self, data: bytes, what: str) -> bytes:
-        """Verify the checksum at the end of `data` and return the bytes before it."""
-        body = data[: -CHECKSUM.size]
-        checksum = data[-CHECKSUM.size :]
-        if CHECKSUM.pack(crc32(body)) != checksum:
-            raise SnapshotDamaged(f"the {what} of the snapshot has the wrong checksum")
-        return body
+    def _check_states(self, num_states: int, pages: list[dict[bytes, int]]) -> list[bytes]:
+        """Check as many states as the cache keeps. A state counts if every group has its page. Return the keys."""
+        cached = self._pager.cached_states
+        capacity = 0 if cached is None else cached.capacity
+        keys: dict[bytes, int] = {}
+        for index in range(num_states):
+            if len(keys) == capacity:
+                break
+            (key,) = self._states.check(index)
+            if key in keys:
+                raise SnapshotDamaged(f"state {index} of the snapshot is at the same page as an earlier one")
+            if all(key in known for known in pages):
+                keys[key] = index
+        self._states_used = list(keys.values())[::-1]
+        return list(keys)[::-1]
+
+
+class _Entries:
+    """The entries of one kind in an open snapshot: each is a record and its checksum, then memory."""
+
+    def __init__(self, file: int, kind: str, record: Struct, memory_bytes: int) -> None:
+        self.start = 0  # offset of the first entry
+        self.stride = record.size + CHECKSUM.size + memory_bytes
+        self._file = file
+        self._kind = kind
+        self._record = record
+        self._memory = np.empty(memory_bytes, np.uint8)
+        self._checksums: dict[int, int] = {}
+
+    def check(self, index: int) -> tuple[Any, ...]:
+        """Check record and memory of an entry. Return the record's fields without the checksum."""
+        data = os.pread(self._file, self._record.size + CHECKSUM.size, self.start + index * self.stride)
+        *fields, checksum = self._record.unpack(_verified(data, f"record of {self._kind} {index}"))
+        self._checksums[index] = checksum
+        self.memory_of(index)
+        return tuple(fields)
+
+    def memory_of(self, index: int) -> npt.NDArray[np.uint8]:
+        """Return the memory of a checked entry, until the next call. Checks it again: the file may have changed."""
+        offset = self.start + (index + 1) * self.stride - self._memory.size
+        if os.preadv(self._file, [self._memory.data], offset) != self._memory.size:
+            raise SnapshotTruncated(f"the snapshot ends within {self._kind} {index}")
+        if crc32(self._memory.data) != self._checksums[index]:
+            raise SnapshotDamaged(f"{self._kind} {index} of the snapshot has the wrong checksum")
+        return self._memory
+
+
+def _verified(data: bytes, what: str) -> bytes:
+    """Verify the checksum at the end of `data` and return the bytes before it."""
+    body = data[: -CHECKSUM.size]
+    checksum = data[-CHECKSUM.size :]
+    if CHECKSUM.pack(crc32(body)) != checksum:
+        raise SnapshotDamaged(f"the {what} of the snapshot has the wrong checksum")
+    return body
 
 
 def _by_recency(pager: Pager) -> list[tuple[int, Content]]:
@@ -210,12 +262,37 @@ def _by_recency(pager: Pager) -> list[tuple[int, Content]]:
     return contents + cached[::-1]
 
 
-def _header(pager: Pager, arena: KVArena, identity: bytes, num_pages: int) -> bytes:
-    layout = sha256(repr((arena.layout, arena.layout.groups, pager.windows)).encode()).digest()
-    page_bytes = arena.layout.page_bytes
-    num_groups = len(pager.windows)
-    fields = (VERSION, pager.page_size, num_groups, page_bytes, num_pages, sha256(identity).digest(), layout)
-    return HEADER.pack(MAGIC, *fields)
+def _states_by_recency(pager: Pager) -> list[tuple[bytes, int]]:
+    """Return the key and the slot of each kept state, last evicted first."""
+    cached = pager.cached_states
+    return [] if cached is None else list(zip(cached, cached.slots(), strict=True))[::-1]
+
+
+def _page_entries(
+    pager: Pager, arena: KVArena, pages: Sequence[tuple[int, Content]]
+) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield record and memory of each page; the memory changes with the next one."""
+    record = _record(pager.page_size)
+    page = np.empty(arena.layout.page_bytes, np.uint8)
+    for page_id, content in pages:
+        arena.read_page(page_id, page)
+        yield record.pack(*_fields(content), crc32(page.data)), page.data
+
+
+def _state_entries(
+    states: Sequence[tuple[bytes, int]], state_memory: StateMemory
+) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield record and memory of each state."""
+    for key, slot in states:
+        memory = state_memory[slot].data
+        yield STATE.pack(key, crc32(memory)), memory
+
+
+def _header(pager: Pager, arena: KVArena, identity: bytes, num_pages: int, state_bytes: int, num_states: int) -> bytes:
+    parts = (arena.layout, arena.layout.groups, pager.windows, pager.states.rollback)
+    sizes = (arena.layout.page_bytes, num_pages, state_bytes, num_states)
+    digests = (sha256(identity).digest(), sha256(repr(parts).encode()).digest())
+    return HEADER.pack(MAGIC, VERSION, pager.page_size, len(pager.windows), *sizes, *digests)
 
 
 def _record(page_size: int) -> Struct:

@@ -18,11 +18,11 @@ retains them: they become the least recently used pages of the pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .pool import Content, PagePool
-from .states import StatePool
+from .states import NO_STATE, StatePool
 from .table import PageTable
 
 
@@ -99,6 +99,11 @@ class StateCache:
         self.num_hits += 1
         self._states.share(state.slot)
         return state.slot
+
+    def adopt(self, keys: Sequence[bytes]) -> None:
+        """Keep the states in the next free slots, which hold one for each key, the least recently used one first."""
+        for key in keys:
+            self._by_key[key] = CachedState(self._states.own(NO_STATE), stays=True)
 
     def _last_end(self, num_known: int) -> int:
         """Return the last end of a page before the last known token."""

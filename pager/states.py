@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
 from .exceptions import OutOfStates
 
 NO_STATE = -1  # slot of a sequence that has not computed any token
+StateMemory = npt.NDArray[np.uint8]  # [slots, bytes of a state]
 CopyState = Callable[[int, int], None]  # (source slot, destination slot)
 
 
@@ -20,6 +24,10 @@ class NoStates:
 
     num_slots = num_owned = num_copies = 0
     rollback = 1 << 62  # a sequence may return to any position
+
+    def free_slots(self) -> list[int]:
+        """Return no slot."""
+        return []
 
     def own(self, slot: int) -> int:
         """Return the slot that a sequence may write to: none."""
@@ -50,6 +58,10 @@ class StatePool:
     def num_owned(self) -> int:
         """Slots that some sequence has."""
         return self.num_slots - len(self._free)
+
+    def free_slots(self) -> list[int]:
+        """Return the slots that `own` takes, in order."""
+        return self._free[::-1]
 
     def references(self, slot: int) -> int:
         """Return how many sequences have a slot."""

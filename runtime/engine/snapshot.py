@@ -53,8 +53,6 @@ async def prefix_snapshot(
     """
     if core.pager.prefix is None:
         raise ConfigError("prefix_snapshot needs enable_prefix_caching, which is off")
-    if core.pager.cached_states is not None:
-        raise ConfigError("prefix_snapshot does not keep states, without which the pages of this model are of no use")
     start = time.perf_counter()
     identity = await asyncio.to_thread(_identity, core)
     _log.info("model fingerprint taken", seconds=_since(start))
@@ -76,7 +74,7 @@ def _load(core: EngineCore, path: Path, identity: bytes) -> None:
         return
     start = time.perf_counter()
     try:
-        pages = load_snapshot(path, core.pager, core.runner.arena, identity)
+        pages = load_snapshot(path, core.pager, core.runner.arena, identity, core.runner.state_memory)
     except (SnapshotMismatch, SnapshotTruncated, SnapshotDamaged) as error:
         _log.warning("prefix snapshot not used, starting cold", path=str(path), reason=str(error))
     except SnapshotError as error:
@@ -88,7 +86,7 @@ def _load(core: EngineCore, path: Path, identity: bytes) -> None:
 def _save(core: EngineCore, path: Path, identity: bytes, progress: Callable[[int], object]) -> None:
     start = time.perf_counter()
     try:
-        pages = save_snapshot(path, core.pager, core.runner.arena, identity, progress)
+        pages = save_snapshot(path, core.pager, core.runner.arena, identity, progress, core.runner.state_memory)
     except SnapshotError as error:
         _log.error("prefix snapshot not saved", path=str(path), reason=str(error))
         raise SnapshotNotSaved(str(error)) from error

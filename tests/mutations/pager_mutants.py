@@ -141,8 +141,8 @@ MUTANTS = [
     ),
     Mutant(
         PAGER,
-        "(len(token_ids) - 1) // self.page_size, images)",
-        "len(token_ids) // self.page_size, images)",
+        "(len(token_ids) - 1) // self.page_size, images, self.cached_states)",
+        "len(token_ids) // self.page_size, images, self.cached_states)",
         "a prompt of whole pages hits completely, and no token is left to compute",
     ),
     Mutant(
@@ -297,8 +297,8 @@ MUTANTS = [
     ),
     Mutant(
         TABLE,
-        "        self._states.share(self.state)\n",
-        "",
+        "        self._states.share(self.state)\n        twin",
+        "        twin",
         "a fork's state is given to another sequence while the fork uses it",
     ),
 ]

@@ -25,6 +25,7 @@ from quire.pager import (
     SnapshotForeign,
     SnapshotMismatch,
     SnapshotTruncated,
+    StatePool,
     check,
     load_snapshot,
     prove_writable,
@@ -279,8 +280,8 @@ def test_each_kind_of_wrong_file_has_its_own_error(path: Path) -> None:
     refused(path, SnapshotDamaged, "page 6 of the snapshot has the wrong checksum")
     path.write_bytes(b"\x7fELF" + data)
     refused(path, SnapshotForeign, "not a snapshot")
-    path.write_bytes(data[:8] + struct.pack("<I", 3) + data[12:])
-    refused(path, SnapshotForeign, "version 3, only 2 can be read")
+    path.write_bytes(data[:8] + struct.pack("<I", 4) + data[12:])
+    refused(path, SnapshotForeign, "version 4, only 3 can be read")
     refused(path.parent, SnapshotForeign, "not a regular file")
     os.unlink(path)
     refused(path, SnapshotError, "No such file")
@@ -292,7 +293,7 @@ def test_each_kind_of_wrong_file_has_its_own_error(path: Path) -> None:
 def test_a_wrong_page_count_allocates_no_memory(path: Path, num_pages: int) -> None:
     saved(path)
     harness = SnapshotHarness()
-    header = snapshot._header(harness.pager, harness.arena, MODEL, num_pages)
+    header = snapshot._header(harness.pager, harness.arena, MODEL, num_pages, 0, 0)
     data = header + struct.pack("<I", crc32(header))
     path.write_bytes(data)
     refused(path, SnapshotTruncated, "bytes too short")
@@ -384,6 +385,142 @@ def test_any_flipped_or_missing_bytes_change_nothing(path: Path, layout: KVLayou
         assert fresh.state() == before
 
     damaged()
+
+
+# States
+
+
+STATE_BYTES = 24
+
+
+class HarnessOfStates(SnapshotHarness):
+    """A pager of a model with states; the bytes of a state depend only on the tokens before it."""
+
+    def __init__(self, capacity: int = 4, rollback: int = 2, num_pages: int = 16, layout: KVLayout = FULL) -> None:
+        super().__init__(num_pages, layout)
+        self.states = np.zeros((capacity + 2, STATE_BYTES), np.uint8)
+        self.pager = Pager(
+            layout.page_size,
+            num_pages,
+            windows=layout.group_windows,
+            states=StatePool(len(self.states), rollback, self.copy_state),
+            num_cached_states=capacity,
+        )
+
+    def copy_state(self, source: int, destination: int) -> None:
+        self.states[destination] = self.states[source]
+
+    def compute(self, token_ids: list[int], salt: bytes = b"") -> PageTable:
+        """Compute the tokens in chunks, as the scheduler does."""
+        table = self.pager.open(token_ids, salt)
+        while (first := table.num_tokens) < len(token_ids):
+            end = self.pager.next_end(first, len(token_ids))
+            table.append(end - first)
+            for group, pages in enumerate(table.pages):
+                for depth in range(first // 16, len(pages)):
+                    self.arena.write_page(pages[depth], self.memory(token_ids, depth, group))
+            self.states[table.state] = state_of(token_ids[:end])
+            self.pager.commit(table, token_ids)
+        return table
+
+    def save(self, path: Path) -> None:
+        save_snapshot(path, self.pager, self.arena, MODEL, state_memory=self.states)
+
+    def load(self, path: Path) -> int:
+        return load_snapshot(path, self.pager, self.arena, MODEL, self.states)
+
+    def hit(self, token_ids: list[int], salt: bytes = b"") -> int:
+        """Return the tokens of a hit, whose pages and state are right."""
+        table = self.pager.open([*token_ids, 7], salt)
+        assert self.holds(table, token_ids)
+        assert not table.num_tokens or np.array_equal(self.states[table.state], state_of(token_ids[: table.num_tokens]))
+        length = table.num_tokens
+        table.release()
+        check(self.pager, [])
+        return length
+
+
+def state_of(token_ids: list[int]) -> Any:
+    return np.random.default_rng(token_ids).integers(0, 256, STATE_BYTES, np.uint8)
+
+
+@pytest.mark.parametrize("layout", [FULL, HYBRID])
+def test_states_are_warm_after_a_restart(path: Path, layout: KVLayout) -> None:
+    before = HarnessOfStates(layout=layout)
+    running = before.compute(PROMPT[:50])
+    before.compute(PROMPT[:40], b"other").release()
+    before.save(path)
+    running.release()
+    after = HarnessOfStates(layout=layout)
+    assert after.load(path) == (5 if layout is FULL else 10)
+    check(after.pager, [])
+    assert [after.hit(PROMPT[:50]), after.hit(PROMPT[:40], b"other")] == [48, 32]
+    assert after.pager.states.num_owned == 2
+    assert before.pager.states.num_owned == 2
+
+
+def test_a_smaller_cache_loads_the_most_recently_used_states(path: Path) -> None:
+    before = HarnessOfStates()
+    prompts = [PROMPT[start : start + 20] for start in (0, 30, 60)]
+    for tokens in prompts:
+        before.compute(tokens).release()
+    before.hit(prompts[0])
+    before.save(path)
+    after = HarnessOfStates(capacity=2)
+    assert after.load(path) == 3
+    assert [after.hit(tokens) for tokens in prompts] == [16, 0, 16]
+    after = HarnessOfStates()
+    after.load(path)
+    for start in (200, 300):  # The order of eviction is the same, too.
+        after.compute([*range(start, start + 20)]).release()
+    assert [after.hit(tokens) for tokens in prompts] == [16, 0, 16]
+
+
+def test_a_state_without_its_page_is_left_out(path: Path) -> None:
+    before = HarnessOfStates()
+    before.compute(PROMPT[:50]).release()
+    before.save(path)
+    after = HarnessOfStates(num_pages=2)
+    assert after.load(path) == 2
+    assert (after.hit(PROMPT[:50]), after.pager.states.num_owned) == (0, 0)
+
+
+def test_states_of_another_size_or_reach_are_of_another_layout(path: Path) -> None:
+    before = HarnessOfStates()
+    before.compute(PROMPT[:50]).release()
+    before.save(path)
+    with pytest.raises(SnapshotMismatch):
+        HarnessOfStates(rollback=3).load(path)
+    refused(path, SnapshotMismatch, "layout")
+    other = HarnessOfStates()
+    other.states = np.zeros((6, STATE_BYTES + 1), np.uint8)
+    with pytest.raises(SnapshotMismatch):
+        other.load(path)
+
+
+def test_damaged_states_change_nothing(path: Path) -> None:
+    before = HarnessOfStates()
+    before.compute(PROMPT[:20]).release()
+    before.compute(PROMPT[30:50]).release()
+    before.save(path)
+    data = path.read_bytes()
+    stride = snapshot.STATE.size + 4 + STATE_BYTES
+    first = len(data) - 2 * stride
+    twice = data[: first + stride] + data[first : first + stride]
+    for at in range(first, len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        states_refused(path, SnapshotDamaged)
+    for wrong, error in [(data[:-1], SnapshotTruncated), (data + b"0", SnapshotDamaged), (twice, SnapshotDamaged)]:
+        path.write_bytes(wrong)
+        states_refused(path, error)
+
+
+def states_refused(path: Path, error: type[SnapshotError]) -> None:
+    after = HarnessOfStates()
+    with pytest.raises(error):
+        after.load(path)
+    assert (after.pager.pool.num_free, after.pager.states.num_owned) == (16, 0)
+    assert not after.states.any()
 
 
 @settings(max_examples=100, database=None)

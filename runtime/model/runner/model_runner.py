@@ -156,9 +156,14 @@ class ModelRunner:
         self._forward([sequence._replace(images=seen, prompt_images=images)], range(end - num_samples, end))
         return self._logits[:num_samples, : self.spec.vocab_size]
 
+    @property
+    def state_memory(self) -> npt.NDArray[np.uint8]:  # [slots, bytes of a state]
+        """The memory of all states."""
+        return self._program.states
+
     def copy_state(self, source: int, destination: int) -> None:
         """Copy the state in slot `source` to slot `destination`."""
-        self._program.states[destination] = self._program.states[source]
+        self.state_memory[destination] = self.state_memory[source]
 
     def op_seconds(self) -> dict[str, float]:
         """Return the seconds spent in each kind of op since the last call; the lm_head apart from the other layers."""

@@ -13,6 +13,8 @@ from quire.runtime.common.errors import Unavailable
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import Engine, GenerateRequest, LocalEngine, prefix_snapshot
 
+from tests.support.bits import asked, one_by_one, prompt
+
 GOLDENS = Path(__file__).parents[2] / "goldens"
 
 
@@ -62,6 +64,19 @@ async def test_keys_of_longrope_are_loaded_only_where_the_same_factors_apply(
     assert num_cached > 0
     async with started(model=model, max_model_len=max_model_len) as engine, prefix_snapshot(engine.core, path):
         assert engine.stats().pages_cached == (num_cached if is_loaded else 0)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "granite_hybrid"])
+async def test_a_model_with_states_continues_from_loaded_ones_with_the_same_bits(tmp_path: Path, family: str) -> None:
+    path = tmp_path / "prefixes"
+    settings = {"model": str(GOLDENS / family), "num_speculative_tokens": 2}
+    requests = [asked(prompt(70 + 9 * i, i, 150), max_tokens=20, temperature=0.7, seed=i) for i in range(3)]
+    async with started(**settings) as engine, prefix_snapshot(engine.core, path):
+        expected = await one_by_one(engine, requests)
+        assert engine.stats().prefix_hits_tokens == 0
+    async with started(**settings) as engine, prefix_snapshot(engine.core, path):
+        assert await one_by_one(engine, requests) == expected
+        assert (engine.stats().state_hits, engine.stats().prefix_hits_tokens) == (3, 3 * 64)
 
 
 async def test_the_core_has_stopped_when_pages_are_saved(tmp_path: Path) -> None:
