@@ -140,7 +140,8 @@ def _body(config: ConfigTable) -> tuple[BertSpec | DecoderSpec, EncoderFamily | 
     if special or spec.convolutions or spec.delta or spec.mamba:
         raise UnsupportedModel(
             f"{CONFIG_FILE}: architectures[0] is {name:.80}; a decoder that makes vectors must have no attention "
-            "sinks, no soft cap of scores, no norm over all heads together, no gates of heads, and no layers with states"
+            "sinks, no soft cap of scores, no norm over all heads together, no gates of heads and "
+            "no layers with states"
         )
     return spec, family
 
