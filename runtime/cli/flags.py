@@ -27,7 +27,7 @@ HOST_OPTIONS = (  # server options of an engine host
     "stall_timeout_ms", "engine_heartbeat_timeout_ms", "engine_restart_timeout_ms", "secret_file",
 )  # fmt: skip
 SCORING_OPTIONS = (  # options of `quire perplexity`, and options that it sets itself and refuses
-    "weights", "kv_cache_dtype", "page_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+    "weights", "kv_cache_dtype", "state_dtype", "page_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
     "kv_cache_memory", "threads", "isa",
 )  # fmt: skip
 ModelFolder = Annotated[

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..common.config import EngineConfig, KVCacheDtype, WeightDtype
+from ..common.config import EngineConfig, KVCacheDtype, StateDtype, WeightDtype
 from ..common.errors import ConfigError
 from ..engine.text import Tokenizer
 from ..model import DecoderSpec, model_path, read_spec, weights_text
@@ -52,12 +52,19 @@ def perplexity(
     compare_kv_cache_dtype: Annotated[
         KVCacheDtype | None, Parameter(help="Data type of that model's KV cache. Default: that of --kv-cache-dtype.")
     ] = None,
+    compare_state_dtype: Annotated[
+        StateDtype | None, Parameter(help="Data type of that model's states. Default: that of --state-dtype.")
+    ] = None,
     json: Json = False,
     memory: ScoringFlags | None = None,
 ) -> None:
     """Measure and print. Raises ConfigError, ModelError or GenerationFailed."""
     refuse_flags("perplexity", SET_BY_WINDOWS, "windows", memory)
-    for flag, value in (("--compare-weights", compare_weights), ("--compare-kv-cache-dtype", compare_kv_cache_dtype)):
+    for flag, value in (
+        ("--compare-weights", compare_weights),
+        ("--compare-kv-cache-dtype", compare_kv_cache_dtype),
+        ("--compare-state-dtype", compare_state_dtype),
+    ):
         if value is not None and compare_with is None:
             raise ConfigError(f"{flag} needs --compare-with")
     config = settings_from(model, memory).engine
@@ -67,6 +74,7 @@ def perplexity(
         model=compare_with,
         weights=compare_weights or EngineConfig().weights,
         kv_cache_dtype=compare_kv_cache_dtype or config.kv_cache_dtype,
+        state_dtype=compare_state_dtype or config.state_dtype,
     )
     configs = [config] if compare_with is None else [config, base]
     specs = [_spec(each) for each in configs]

@@ -221,7 +221,9 @@ def _dtypes(settings: Settings, info: EngineInfo) -> str:
         return f"at {hosts}"
     if not info.generates:
         return f"(encoder, {config.weights})"
-    return f"({weights_text(read_spec(model_path(config.model)), config.weights)}, KV {config.kv_cache_dtype})"
+    spec = read_spec(model_path(config.model))
+    states = f", states {config.state_dtype}" if spec.has_matrices else ""
+    return f"({weights_text(spec, config.weights)}, KV {config.kv_cache_dtype}{states})"
 
 
 def _sizes(info: EngineInfo) -> str:

@@ -17,6 +17,7 @@ from .options import Count, option
 
 WeightDtype = Literal["auto", "bf16", "q8", "q4", "f32"]
 KVCacheDtype = Literal["bf16", "f32", "int8"]
+StateDtype = Literal["f32", "bf16"]
 PageSize = Literal[16, 32, 64]
 TuneMode = Literal["off", "auto", "full"]
 ToolCallParser = Literal[
@@ -64,6 +65,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[KVCacheDtype, _memory("Data type of the KV cache.")] = "bf16"
+    state_dtype: Annotated[
+        StateDtype,
+        _memory(
+            "Data type of the matrices in the states of sequences. bf16: half the memory; they are rounded after every "
+            "token."
+        ),
+    ] = "f32"
     page_size: Annotated[PageSize, _memory("Tokens per page of the KV cache.", unit="tokens", alias="block_size")] = 32
     max_model_len: Annotated[
         Count | None,
@@ -250,6 +258,7 @@ class EngineOptions(TypedDict, total=False):
 
     weights: WeightDtype | Literal["bfloat16", "float32"]
     kv_cache_dtype: KVCacheDtype | Literal["bfloat16", "float32"]
+    state_dtype: StateDtype | Literal["bfloat16", "float32"]
     page_size: PageSize
     block_size: PageSize
     max_model_len: int | None

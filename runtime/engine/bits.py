@@ -24,7 +24,9 @@ def bits_id(runner: ModelRunner, config: EngineConfig, model_digest: bytes) -> b
     weights = weights_text(runner.spec, config.weights)
     by_level = "bf16" in weights.split(", ") or config.kv_cache_dtype == "bf16"
     rotation = uses_long_factors(runner.spec.ropes, capacity.max_model_len)
-    parts = (version("quire"), Q8_FORM, weights, capacity.layout, rotation, capacity.isa if by_level else "every level")
+    states = config.state_dtype if runner.spec.has_matrices else ""
+    level = capacity.isa if by_level else "every level"
+    parts = (version("quire"), Q8_FORM, weights, capacity.layout, states, rotation, level)
     return hashlib.sha256(repr(parts).encode() + model_digest).digest()
 
 

@@ -292,6 +292,11 @@ class DecoderSpec:
         return tuple(not any(layers[layer] for layers in others) for layer in range(self.num_layers))
 
     @property
+    def has_matrices(self) -> bool:
+        """Whether layers keep matrices of a sequence, in addition to the last inputs of convolutions."""
+        return self.delta is not None or self.mamba is not None
+
+    @property
     def q_size(self) -> int:
         """Columns of all query heads."""
         return self.num_heads * self.head_dim

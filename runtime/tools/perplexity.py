@@ -18,6 +18,7 @@ from ..common.config import EngineConfig
 from ..common.errors import ConfigError, GenerationFailed
 from ..model import DecoderSpec, kv_layout
 from ..model.runner import ModelRunner
+from ..model.states import lay_out_states
 from .bench.cache_comparison import Tables, page_tables
 
 LOGITS_BYTES = 32 << 20  # bytes of the rows that are scored in one step
@@ -77,13 +78,15 @@ def scoring_config(config: EngineConfig, spec: DecoderSpec, windows: Windows) ->
     if windows.length > spec.max_position_embeddings:
         raise ConfigError(f"windows of {windows.length} tokens do not fit the {spec.max_position_embeddings} positions")
     layout = kv_layout(spec, config.kv_cache_dtype, config.page_size)
+    states = lay_out_states(spec, 0, config.state_dtype)
     pages = len(layout.groups) * -(-windows.length // config.page_size)
     rows = max(1, min(MAX_SCORED_ROWS, config.max_num_batched_tokens, LOGITS_BYTES // (4 * spec.vocab_size)))
     return msgspec.structs.replace(
         config,
         max_model_len=windows.length,
         max_num_seqs=rows,
-        kv_cache_memory=pages * layout.page_bytes,
+        kv_cache_memory=pages * layout.page_bytes + rows * states.nbytes,
+        state_cache_memory=0,
         num_speculative_tokens=0,
     )
 

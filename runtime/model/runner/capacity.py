@@ -60,7 +60,7 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
     images = _tower_memory(config, cpus.threads)
     other_bytes = 0 if encoder is None else encoder.memory.total_bytes
     other_bytes += 0 if images is None else images.total_bytes
-    states = lay_out_states(spec, config.num_speculative_tokens)
+    states = lay_out_states(spec, config.num_speculative_tokens, config.state_dtype)
     kv_bytes = _kv_bytes(config, other_bytes)
     num_cached_states = _num_cached_states(config, states, kv_bytes - config.max_num_seqs * states.nbytes)
     num_states = config.max_num_seqs + num_cached_states

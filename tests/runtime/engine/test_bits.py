@@ -11,17 +11,19 @@ from quire.pager import KVLayout
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.engine import bits
 from quire.runtime.engine.bits import bits_id, encoder_bits_id, models_digest
-from quire.runtime.model import BUNDLED_MODEL, read_spec
+from quire.runtime.model import BUNDLED_MODEL, DecoderSpec, read_spec
+
+from tests.support.families import GOLDENS
 
 SPEC = read_spec(BUNDLED_MODEL)
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=64, dtype="int8")
 
 
-def id_of(isa: str = "scalar", model: bytes = b"model", **settings: Any) -> bytes:
+def id_of(isa: str = "scalar", model: bytes = b"model", spec: DecoderSpec = SPEC, **settings: Any) -> bytes:
     config = EngineConfig(**{"weights": "q8", "kv_cache_dtype": "int8", **settings})
     layout = replace(LAYOUT, dtype=config.kv_cache_dtype, page_size=config.page_size)
     capacity = SimpleNamespace(isa=isa, layout=layout, max_model_len=config.max_model_len or 2048)
-    return bits_id(SimpleNamespace(spec=SPEC, capacity=capacity), config, model)  # type: ignore[arg-type]
+    return bits_id(SimpleNamespace(spec=spec, capacity=capacity), config, model)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,12 @@ def test_sizes_threads_and_levels_with_the_same_bits_do_not_change_it(other: dic
 )
 def test_dtypes_pages_and_models_change_it(other: dict[str, Any]) -> None:
     assert id_of(**other) != id_of()
+
+
+def test_the_dtype_of_states_changes_it_for_models_with_matrices() -> None:
+    for family, has_matrices in (("granite_hybrid", True), ("qwen3_next", True), ("lfm2", False), ("llama", False)):
+        spec = read_spec(GOLDENS / family)
+        assert (id_of(spec=spec, state_dtype="bf16") != id_of(spec=spec)) == has_matrices
 
 
 @pytest.mark.parametrize("bf16", [{"weights": "bf16"}, {"weights": "auto"}, {"kv_cache_dtype": "bf16"}])
