@@ -177,8 +177,8 @@ class TokenLog:
 
         Else return the update, at the end with the counters of all processes.
         """
-        entry = self.sent(update.request_id)
-        if entry is None:
+        entry = self._entries.get(update.request_id)
+        if entry is None or not entry.is_sent:
             return None
         tokens = update.tokens
         if tokens:

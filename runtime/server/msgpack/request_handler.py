@@ -159,7 +159,7 @@ class RequestHandler:
     def _generate(self, frame: Generate) -> None:
         """Start the request. An immediate refusal, the usual case under overload, creates no task."""
         request_id = frame.request_id
-        if not self._accepts_new_work(request_id):
+        if not self._accepts_id(request_id, needs_engine=True):
             return
         try:
             self._check_features(frame)
@@ -213,12 +213,13 @@ class RequestHandler:
         self._play(frame.request_id, reader)
 
     def _play(self, request_id: int, reader: OutputReader) -> None:
-        self._start(request_id, partial(self._writer(request_id).play, reader), reader)
+        writer = FrameWriter(request_id, self._send_buffer, self._features)
+        self._start(request_id, partial(writer.play, reader), reader)
 
     def _embed(self, frame: AskVectors | AskScores) -> None:
         if "embeddings" not in self._features:
             raise ProtocolError("EMBED and SCORE need the feature `embeddings` in HELLO")
-        if not self._accepts_new_work(frame.request_id):
+        if not self._accepts_id(frame.request_id, needs_engine=True):
             return
         request = embed_request(frame, self.tenant.name)
         try:
@@ -226,7 +227,7 @@ class RequestHandler:
         except Exception as error:
             self._send_refusal(frame.request_id, quire_error(error, client_id=frame.request_id))
             return
-        writer = self._writer(frame.request_id)
+        writer = FrameWriter(frame.request_id, self._send_buffer, self._features)
         stream = VectorStream(live, writer, self._pace(frame), is_score=isinstance(frame, AskScores))
         self._last_accepted_id = frame.request_id
         self._start(frame.request_id, stream.run, stream)
@@ -234,9 +235,6 @@ class RequestHandler:
     def _pace(self, frame: Generate | Resume | AskVectors | AskScores) -> Pace:
         timeout_ms = self._context.config.credit_timeout_ms
         return Pace(self._send_buffer, self.tenant.output_turns, frame.credit, timeout_ms)
-
-    def _writer(self, request_id: int) -> FrameWriter:
-        return FrameWriter(request_id, self._send_buffer, self._features)
 
     def _tokenize(self, frame: Tokenize) -> None:
         """Answer in a task. Texts wait in memory meanwhile, so their number is limited."""
@@ -281,8 +279,11 @@ class RequestHandler:
 
     # Beginning and end
 
-    def _accepts_id(self, request_id: int) -> bool:
-        """Return whether a request may start under this id; send the refusal otherwise."""
+    def _accepts_id(self, request_id: int, *, needs_engine: bool = False) -> bool:
+        """Return whether a request may start under this id; send the refusal otherwise.
+
+        A draining server refuses requests that need the engine.
+        """
         if request_id in self._tasks:
             duplicate = duplicate_frame(request_id)
             self._context.requests.log.refused(self.tenant.name, request_id, duplicate.code)
@@ -291,18 +292,11 @@ class RequestHandler:
             self._refuse(request_id, Unauthenticated("this tenant's keys were revoked"))
         elif len(self._tasks) >= self._context.config.max_requests_per_connection:
             self._refuse(request_id, Overloaded(f"{len(self._tasks)} requests are live on this connection"))
+        elif needs_engine and self._context.leaves_at is not None:
+            self._refuse(request_id, Unavailable("the server is shutting down; send this request elsewhere"))
         else:
             return True
         return False
-
-    def _accepts_new_work(self, request_id: int) -> bool:
-        """Return whether a request under this id may reach the engine; send the refusal otherwise."""
-        if not self._accepts_id(request_id):
-            return False
-        if self._context.leaves_at is not None:
-            self._refuse(request_id, Unavailable("the server is shutting down; send this request elsewhere"))
-            return False
-        return True
 
     def _refuse(self, request_id: int, error: QuireError) -> None:
         """End a request that never reached the engine."""
