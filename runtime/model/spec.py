@@ -111,6 +111,7 @@ class GatedDelta:
     norm_eps: float  # epsilon of the gated norm after the recurrence
     layers: tuple[bool, ...]  # one per layer: whether it has a gated delta net or attention
     rate_scale: float = 1.0  # factor of beta: 2 where eigenvalues may be negative
+    pre_norms: bool = False  # layers with a net norm the input of net and MLP, in families whose others norm the output
     tiled: bool = False  # value head i has the key head i % num_key_heads; else neighbors share a key head
 
     @property
@@ -290,6 +291,17 @@ class DecoderSpec:
         if self.mamba is not None and not self.mamba.beside_attention:
             others.append(self.mamba.layers)
         return tuple(not any(layers[layer] for layers in others) for layer in range(self.num_layers))
+
+    def norms_input(self, layer: int) -> bool:
+        """Return whether a layer norms the input of attention and MLP."""
+        return self.pre_norms or self._has_delta_with_norms(layer)
+
+    def norms_output(self, layer: int) -> bool:
+        """Return whether a layer norms the output of attention and MLP."""
+        return self.post_norms and not self._has_delta_with_norms(layer)
+
+    def _has_delta_with_norms(self, layer: int) -> bool:
+        return self.delta is not None and self.delta.pre_norms and self.delta.layers[layer]
 
     @property
     def has_matrices(self) -> bool:

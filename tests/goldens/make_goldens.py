@@ -735,6 +735,8 @@ def write_case(folder: Path, case: Case) -> None:
     write_configs(folder, case)
     if case.mxfp4:
         write_mxfp4(folder)
+    if case.config_class == "OlmoHybridConfig":
+        write_olmo_hybrid(folder, case.config)
     write_golden(folder)
     if case.long:
         write_long_golden(folder)
@@ -794,6 +796,26 @@ def write_mxfp4(folder: Path) -> None:
             "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
         }
         (folder / name).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+
+
+def write_olmo_hybrid(folder: Path, config: dict[str, Any]) -> None:
+    """Name and divide tensors as the published checkpoint has them, which transformers reads but does not write.
+
+    It divides convolutions into equal parts, and gives a norm of attention layers the name in layers without attention.
+    """
+    tensors = load_file(folder / "model.safetensors")
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    for name in [name for name in tensors if name.endswith("q_conv1d.weight")]:
+        names = [name.replace("q_conv1d", f"{kind}_conv1d") for kind in "qkv"]
+        parts = torch.cat([tensors[part] for part in names]).split([keys, keys, values])
+        tensors |= {part: rows.contiguous() for part, rows in zip(names, parts, strict=True)}
+    for layer, kind in enumerate(config["layer_types"]):
+        if kind == "full_attention":
+            prefix = f"model.layers.{layer}."
+            norm = tensors.pop(f"{prefix}feedforward_layer_norm.weight")
+            tensors[f"{prefix}post_attention_layernorm.weight"] = norm
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def as_transformers_4(five: dict[str, Any]) -> dict[str, Any]:

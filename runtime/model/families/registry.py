@@ -37,6 +37,7 @@ from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .olmo2 import OLMO2
 from .olmo3 import OLMO3
+from .olmo_hybrid import OLMO_HYBRID
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen2_5_vl import QWEN2_5_VL
@@ -63,6 +64,7 @@ FAMILIES = (
     GRANITE_HYBRID,
     FALCON_H1,
     OLMO2,
+    OLMO_HYBRID,
     OLMO3,
     EXAONE4,
     SEED_OSS,

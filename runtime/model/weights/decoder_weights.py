@@ -257,17 +257,17 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
             return attention()
         return mamba(spec.mamba)
 
-    input_norm = norm(spec.pre_norms, names.input_norm, hidden)
-    mlp_norm = norm(spec.pre_norms, names.mlp_norm, hidden)
+    input_norm = norm(spec.norms_input(layer), names.input_norm, hidden)
+    mlp_norm = norm(spec.norms_input(layer), names.mlp_norm, hidden)
     experts = spec.experts if spec.experts is not None and spec.experts.layers[layer] else None
     return LayerWeights(
         input_norm=input_norm,
         mixer=mixer(),
         beside=mamba(spec.mamba) if spec.mamba is not None and spec.mamba.beside_attention else None,
-        attention_post_norm=norm(spec.post_norms, names.attention_post_norm, hidden),
+        attention_post_norm=norm(spec.norms_output(layer), names.attention_post_norm, hidden),
         mlp_norm=mlp_norm,
         mlp=mlp(names.gate_up, names.down, spec.intermediate_size) if experts is None else mixture(experts, mlp_norm),
-        mlp_post_norm=norm(spec.post_norms, names.mlp_post_norm, hidden),
+        mlp_post_norm=norm(spec.norms_output(layer), names.mlp_post_norm, hidden),
     )
 
 

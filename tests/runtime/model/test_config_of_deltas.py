@@ -100,6 +100,56 @@ def test_the_text_part_of_a_model_with_a_vision_tower(read: Read) -> None:
     assert read("qwen3_5", text_config=text).ropes[3] == Rope(1e6, dim=16)
 
 
+def test_defaults_of_olmo_hybrid(read: Read) -> None:
+    spec = read("olmo_hybrid", num_hidden_layers=6)
+    assert spec.delta == GatedDelta(
+        num_key_heads=4,
+        num_value_heads=4,
+        key_dim=12,
+        value_dim=24,
+        taps=4,
+        norm_eps=1e-5,
+        layers=(True, True, True, False, True, True),
+        rate_scale=2.0,
+        pre_norms=True,
+    )
+    assert (spec.ropes[2:4], spec.qk_norm_rows, spec.eos_token_ids) == ((None, Rope(10_000.0)), True, (100_257,))
+    assert [spec.norms_input(layer) for layer in range(6)] == [True, True, True, False, True, True]
+    assert [spec.norms_output(layer) for layer in range(6)] == [False, False, False, True, False, False]
+
+
+def test_keys_of_olmo_hybrid(read: Read) -> None:
+    spec = read("olmo_hybrid", num_hidden_layers=2, linear_key_head_dim=20, linear_allow_neg_eigval=False)
+    assert spec.delta is not None
+    assert (spec.delta.layers, spec.delta.key_dim, spec.delta.value_dim) == ((True, False), 20, 40)
+    assert spec.delta.rate_scale == 1.0
+    assert read("olmo_hybrid", rope_theta=5e5).ropes == (None, None, None, Rope(5e5))
+    assert read("olmo_hybrid", rope_parameters={"rope_theta": 1e6}).ropes[3] == Rope(1e6)
+    assert read("olmo_hybrid", rope_parameters={"rope_theta": None, "rope_type": "default"}).ropes[3] is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({"linear_key_head_dim": 300}, "linear_key_head_dim is 300; it must be an integer from 1 to 256"),
+        ({"linear_key_head_dim": "20"}, 'linear_key_head_dim is "20"'),
+        ({"linear_value_head_dim": 0}, "linear_value_head_dim is 0"),
+        ({"linear_num_key_heads": 3}, "linear_num_value_heads is 4; it must be a multiple of linear_num_key_heads"),
+        ({"linear_num_key_heads": 4.5}, "linear_num_key_heads is 4.5"),
+        ({"linear_allow_neg_eigval": 1}, "linear_allow_neg_eigval is 1"),
+        ({"hidden_size": "64"}, 'hidden_size is "64"'),
+        ({"hidden_size": 10**400}, "hidden_size is 10"),
+        ({"num_hidden_layers": 1}, None),
+    ],
+)
+def test_values_of_olmo_hybrid_that_are_refused(read: Read, keys: Any, complaint: str | None) -> None:
+    if complaint is None:
+        assert read("olmo_hybrid", **keys).delta is None
+        return
+    with pytest.raises(UnsupportedModel, match=complaint):
+        read("olmo_hybrid", **keys)
+
+
 @pytest.mark.parametrize(
     ("keys", "layers"),
     [
