@@ -48,6 +48,7 @@ from .qwen3_next import QWEN3_NEXT
 from .qwen3_vl import QWEN3_VL
 from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
+from .unsupported import MISSING_PARTS
 
 FAMILIES = (
     LLAMA,
@@ -186,6 +187,8 @@ def _family(config: ConfigTable) -> Family:
 
 
 def _pick(config: ConfigTable, key: str, name: str, families: dict[str, Family]) -> Family:
+    if name in MISSING_PARTS:
+        raise UnsupportedModel(f"{CONFIG_FILE}: {config.where}{key} is {name}; Quire lacks {MISSING_PARTS[name]}")
     if name not in families:
         allowed = ", ".join(families)
         raise UnsupportedModel(f"{CONFIG_FILE}: {config.where}{key} is {name:.80}; it must be one of {allowed}")

@@ -1,0 +1,259 @@
+"""The config.json of well-known models, with the keys that public documentation shows: each is read, or refused with
+the name of a key and the missing part.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire.runtime.common.errors import UnsupportedModel
+from quire.runtime.model import read_spec
+from quire.runtime.model.families.registry import FAMILIES
+from quire.runtime.model.families.unsupported import MISSING_PARTS
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+
+
+def model(architecture: str, *sizes: int, **keys: Any) -> dict[str, Any]:
+    return {"architectures": [architecture], **dict(zip(SIZES, sizes, strict=True)), **keys}
+
+
+def text_of(architecture: str, *sizes: int, **keys: Any) -> dict[str, Any]:
+    """Return the config.json of a model with images, whose text part has these keys."""
+    return {"architectures": [architecture], "text_config": {**dict(zip(SIZES, sizes, strict=True)), **keys}}
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2079441541}
+MINISTRAL = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22}
+GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"}
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+
+# name -> config.json; family, size of a head, sliding layers, layers without RoPE, longest context
+READ: dict[str, tuple[dict[str, Any], tuple[str, int, int, int, int]]] = {
+    "Llama 3.1 8B": (
+        model("LlamaForCausalLM", 128256, 4096, 32, 32, 8, 14336, 131072, rope_theta=5e5, rope_scaling=LLAMA3),
+        ("llama", 128, 0, 0, 131072),
+    ),
+    "Llama 3.2 1B": (
+        model("LlamaForCausalLM", 128256, 2048, 16, 32, 8, 8192, 131072, head_dim=64, rope_scaling=LLAMA3),
+        ("llama", 64, 0, 0, 131072),
+    ),
+    "SmolLM2 135M": (
+        model("LlamaForCausalLM", 49152, 576, 30, 9, 3, 1536, 8192, tie_word_embeddings=True),
+        ("llama", 64, 0, 0, 8192),
+    ),
+    "Mistral 7B v0.1": (
+        model("MistralForCausalLM", 32000, 4096, 32, 32, 8, 14336, 32768, sliding_window=4096),
+        ("mistral", 128, 32, 0, 32768),
+    ),
+    "Mistral NeMo": (
+        model("MistralForCausalLM", 131072, 5120, 40, 32, 8, 14336, 131072, head_dim=128, sliding_window=None),
+        ("mistral", 128, 0, 0, 131072),
+    ),
+    "Mixtral 8x7B": (
+        model(
+            "MixtralForCausalLM", 32000, 4096, 32, 32, 8, 14336, 32768, num_local_experts=8, num_experts_per_tok=2
+        ),
+        ("mixtral", 128, 0, 0, 32768),
+    ),
+    "Mistral Small 3.1": (
+        text_of(
+            "Mistral3ForConditionalGeneration", 131072, 5120, 40, 32, 8, 32768, 131072,
+            model_type="mistral", head_dim=128, rope_theta=1e9, sliding_window=None,
+        ),
+        ("mistral", 128, 0, 0, 131072),
+    ),
+    "Ministral 3 8B": (
+        text_of(
+            "Mistral3ForConditionalGeneration", 131072, 4096, 34, 32, 8, 14336, 262144,
+            model_type="ministral3", head_dim=128, rope_parameters=MINISTRAL,
+        ),
+        ("ministral3", 128, 0, 0, 16384),
+    ),
+    "Qwen2.5 7B": (
+        model(
+            "Qwen2ForCausalLM", 152064, 3584, 28, 28, 4, 18944, 32768,
+            sliding_window=131072, use_sliding_window=False, max_window_layers=28,
+        ),
+        ("qwen2", 128, 0, 0, 32768),
+    ),
+    "Qwen3 0.6B": (
+        model("Qwen3ForCausalLM", 151936, 1024, 28, 16, 8, 3072, 40960, head_dim=128, tie_word_embeddings=True),
+        ("qwen3", 128, 0, 0, 40960),
+    ),
+    "Qwen3 30B A3B": (
+        model("Qwen3MoeForCausalLM", 151936, 2048, 48, 32, 4, 6144, 40960, head_dim=128, **EXPERTS),
+        ("qwen3_moe", 128, 0, 0, 40960),
+    ),
+    "gpt-oss 20B": (
+        model(
+            "GptOssForCausalLM", 201088, 2880, 24, 64, 8, 2880, 131072,
+            head_dim=64, sliding_window=128, num_local_experts=32, num_experts_per_tok=4,
+            quantization_config={"quant_method": "mxfp4"},
+        ),
+        ("gpt_oss", 64, 12, 0, 131072),
+    ),
+    "SmolLM3 3B": (
+        model("SmolLM3ForCausalLM", 128256, 2048, 36, 16, 4, 11008, 65536, rope_theta=5e6),
+        ("smollm3", 128, 0, 9, 65536),
+    ),
+    "Granite 3.3 2B": (
+        model("GraniteForCausalLM", 49159, 2048, 40, 32, 8, 8192, 131072, logits_scaling=8.0, **GRANITE),
+        ("granite", 64, 0, 0, 131072),
+    ),
+    "OLMo 2 7B": (
+        model("Olmo2ForCausalLM", 100352, 4096, 32, 32, 32, 11008, 4096, rope_theta=5e5),
+        ("olmo2", 128, 0, 0, 4096),
+    ),
+    "OLMo 3 7B": (
+        model(
+            "Olmo3ForCausalLM", 100278, 4096, 32, 32, 32, 11008, 65536,
+            rope_theta=500000, rope_scaling=YARN, sliding_window=4096,
+        ),
+        ("olmo3", 128, 24, 0, 65536),
+    ),
+    "EXAONE 4.0 32B": (
+        model(
+            "Exaone4ForCausalLM", 102400, 5120, 64, 40, 8, 27392, 131072,
+            head_dim=128, sliding_window=4096, sliding_window_pattern="LLLG", rope_theta=1e6,
+        ),
+        ("exaone4", 128, 48, 16, 131072),
+    ),
+    "EXAONE 4.0 1.2B": (
+        model(
+            "Exaone4ForCausalLM", 102400, 2048, 30, 32, 8, 4096, 65536,
+            head_dim=64, sliding_window=None, sliding_window_pattern=None, tie_word_embeddings=True,
+        ),
+        ("exaone4", 64, 0, 0, 65536),
+    ),
+    "Seed-OSS 36B": (
+        model("SeedOssForCausalLM", 155136, 5120, 64, 80, 8, 27648, 524288, head_dim=128, rope_theta=1e7),
+        ("seed_oss", 128, 0, 0, 524288),
+    ),
+    "ERNIE 4.5 0.3B": (
+        model("Ernie4_5ForCausalLM", 103424, 1024, 18, 16, 2, 3072, 131072, head_dim=128, use_bias=False),
+        ("ernie4_5", 128, 0, 0, 131072),
+    ),
+    "GLM-4 9B chat": (
+        model("GlmForCausalLM", 151552, 4096, 40, 32, 2, 13696, 131072, head_dim=128, attention_bias=True),
+        ("glm", 128, 0, 0, 131072),
+    ),
+    "GLM-4 9B 0414": (
+        model("Glm4ForCausalLM", 151552, 4096, 40, 32, 2, 13696, 32768, partial_rotary_factor=0.5),
+        ("glm4", 128, 0, 0, 32768),
+    ),
+    "Phi-3.5 mini": (
+        model(
+            "Phi3ForCausalLM", 32064, 3072, 32, 32, 32, 8192, 131072,
+            rope_scaling=LONGROPE, original_max_position_embeddings=4096, sliding_window=262144,
+        ),
+        ("phi3", 96, 0, 0, 131072),
+    ),
+    "Phi-4": (
+        model("Phi3ForCausalLM", 100352, 5120, 40, 40, 10, 17920, 16384, sliding_window=None),
+        ("phi3", 128, 0, 0, 16384),
+    ),
+    "Phi-4 mini": (
+        model(
+            "Phi3ForCausalLM", 200064, 3072, 32, 24, 8, 8192, 131072, rope_scaling=LONGROPE,
+            original_max_position_embeddings=4096, sliding_window=262144, partial_rotary_factor=0.75,
+        ),
+        ("phi3", 128, 0, 0, 131072),
+    ),
+    "Gemma 2 2B": (
+        model("Gemma2ForCausalLM", 256000, 2304, 26, 8, 4, 9216, 8192, sliding_window=4096, **GEMMA),
+        ("gemma2", 256, 13, 0, 8192),
+    ),
+    "Gemma 3 1B": (
+        model(
+            "Gemma3ForCausalLM", 262144, 1152, 26, 4, 1, 6912, 32768,
+            sliding_window=512, sliding_window_pattern=6, **GEMMA,
+        ),
+        ("gemma3", 256, 22, 0, 32768),
+    ),
+    "LFM2 1.2B": (
+        model(
+            "Lfm2ForCausalLM", 65536, 2048, 16, 32, 8, 12288, 128000,
+            conv_L_cache=3, full_attn_idxs=[2, 5, 8, 10, 12, 14], block_auto_adjust_ff_dim=True,
+        ),
+        ("lfm2", 64, 0, 10, 128000),
+    ),
+}  # fmt: skip
+
+# name -> config.json, as far as it decides; the error
+REFUSED = {
+    "Command R7B": ("Cohere2ForCausalLM", "LayerNorm, and attention and MLP beside each other"),
+    "Command R": ("CohereForCausalLM", "LayerNorm, and attention and MLP beside each other"),
+    "DeepSeek-V2-Lite": ("DeepseekV2ForCausalLM", "multi-head latent attention"),
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", "multi-head latent attention"),
+    "ERNIE 4.5 21B A3B": ("Ernie4_5_MoeForCausalLM", "experts chosen with a correction bias"),
+    "Falcon 7B": ("FalconForCausalLM", "LayerNorm, and attention and MLP beside each other"),
+    "Gemma 3n E2B": ("Gemma3nForConditionalGeneration", "alternating updates"),
+    "Gemma 4 E2B": ("Gemma4ForConditionalGeneration", "layers that read the keys and values of other layers"),
+    "GLM-4.5 Air": ("Glm4MoeForCausalLM", "shared experts without a gate"),
+    "Hunyuan 7B": ("HunYuanDenseV1ForCausalLM", "norms of queries and keys after their rotation"),
+    "InternLM3 8B": ("InternLM3ForCausalLM", "code in the model's folder"),
+    "Llama 4 Scout": ("Llama4ForConditionalGeneration", "attention in chunks"),
+    "MiniCPM 2B": ("MiniCPMForCausalLM", "code in the model's folder"),
+    "Phi-2": ("PhiForCausalLM", "LayerNorm, and attention and MLP beside each other"),
+    "StableLM 2 1.6B": ("StableLmForCausalLM", "LayerNorm in place of RMSNorm"),
+    "StarCoder 2 3B": ("Starcoder2ForCausalLM", "LayerNorm in place of RMSNorm, and an MLP without a gate"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_known_model_is_read(tmp_path: Path, name: str) -> None:
+    config, expected = READ[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = read_spec(tmp_path)
+    sliding = sum(window > 0 for window in spec.windows)
+    found = (spec.family, spec.head_dim, sliding, spec.ropes.count(None), spec.max_position_embeddings)
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_known_model_is_refused_with_the_missing_part(tmp_path: Path, name: str) -> None:
+    architecture, part = REFUSED[name]
+    (tmp_path / "config.json").write_text(json.dumps(model(architecture, 32000, 4096, 32, 32, 8, 11008, 4096)))
+    with pytest.raises(UnsupportedModel, match=rf"architectures\[0\] is {architecture}; Quire lacks {part}"):
+        read_spec(tmp_path)
+
+
+def test_the_page_of_models_lists_what_is_read_and_what_is_refused() -> None:
+    page = PAGE.read_text()
+    families = {name for family in FAMILIES for name in family.architectures}
+    assert not families & MISSING_PARTS.keys()
+    assert {name for name, _ in REFUSED.values()} == MISSING_PARTS.keys()
+    assert [name for name in (*families, *MISSING_PARTS) if f"`{name}`" not in page] == []
+    assert [part for part in MISSING_PARTS.values() if part not in page] == []
