@@ -86,6 +86,7 @@ class Pager:
         self.pool.retain(hit.page_ids())
         table = self._table(root, hit, len(hit.keys) * self.page_size, images)
         table.num_known = len(token_ids)
+        table.shared_end = hit.num_shared * self.page_size
         if self.cached_states is not None and hit.keys:
             table.continue_from(self.cached_states.take(hit.keys[-1]))
         table.slide()
@@ -115,9 +116,11 @@ class Pager:
                 cached.keep(table)
         table.slide()
 
-    def next_end(self, first: int, num_known: int) -> int:
+    def next_end(self, table: PageTable, first: int, num_known: int) -> int:
         """Return where a chunk of prefill should end that begins at token `first` of `num_known` known tokens."""
-        return num_known if self.cached_states is None else self.cached_states.next_end(first, num_known)
+        if self.cached_states is None:
+            return num_known
+        return self.cached_states.next_end(first, num_known, table.shared_end)
 
     def spill_seconds(self, num_pages: int) -> float | None:
         """Return the predicted seconds to spill and restore `num_pages` pages; None if the store cannot take them."""

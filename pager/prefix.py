@@ -80,6 +80,7 @@ class PrefixHit(NamedTuple):
 
     keys: list[bytes]  # one per page
     pages: list[list[int]]  # [groups][pages]; NULL_PAGE before a window
+    num_shared: int = 0  # pages of the longest hit that could end after any page
 
     def page_ids(self) -> list[int]:
         """Return all pages, ordered by position, then group."""
@@ -111,6 +112,7 @@ class PrefixCache:
         pages: list[list[int]] = [[] for _ in self._windows]
         holes = [-1] * len(self._windows)  # last page that a group lacks
         length = 0
+        num_shared = 0
         for depth, contents in enumerate(self._contents(root, token_ids, 0, limit, images)):
             found = [self._find(content) for content in contents]
             if NULL_PAGE in found:
@@ -120,10 +122,11 @@ class PrefixCache:
             keys.append(contents[0].key)
             for kept, page in zip(pages, found, strict=True):
                 kept.append(page)
-            is_end = ends is None or contents[0].key in ends
-            if is_end and (max(holes) < 0 or self._are_behind(holes, depth + 1)):
-                length = depth + 1
-        return self._cut(keys, pages, length)
+            if max(holes) < 0 or self._are_behind(holes, depth + 1):
+                num_shared = depth + 1
+                if ends is None or contents[0].key in ends:
+                    length = depth + 1
+        return self._cut(keys, pages, length, num_shared)
 
     def find(
         self, root: bytes, token_ids: Sequence[int], num_pages: int, images: Sequence[ImageSpan] = ()
@@ -188,11 +191,12 @@ class PrefixCache:
         num_tokens = num_pages * self._page_size
         return [first_kept_token(num_tokens, window) // self._page_size for window in self._windows]
 
-    def _cut(self, keys: list[bytes], pages: list[list[int]], length: int) -> PrefixHit:
+    def _cut(self, keys: list[bytes], pages: list[list[int]], length: int, num_shared: int) -> PrefixHit:
         firsts = self._first_kept(length)
         return PrefixHit(
             keys[:length],
             [[NULL_PAGE] * first + kept[first:length] for first, kept in zip(firsts, pages, strict=True)],
+            num_shared,
         )
 
     def _contents(

@@ -5,8 +5,9 @@ The cache shares the slot of the sequence that was there; the sequence copies it
 
 **When a state is kept**, always at the end of a full page that the prefix cache has:
 
-1. at the last such end before the last known token of a prompt, and at every multiple of `interval` tokens: the
-   scheduler ends a chunk there (`next_end`). These states stay until they are evicted.
+1. at the last such end before the last known token of a prompt, at every multiple of `interval` tokens, and where a
+   prompt departs from another one, so that the third prompt with the same beginning continues there: the scheduler ends
+   a chunk at these ends (`next_end`). These states stay until they are evicted.
 2. at every other such end that a chunk or a decoded token happens to reach. Each replaces the sequence's previous one,
    unless a prompt has used that one, so a sequence that ends leaves the state of its last full page: the next turn of a
    conversation computes less than a page of it again.
@@ -64,20 +65,22 @@ class StateCache:
         """Return the slot of every kept state, the least recently used one first."""
         return [each.slot for each in self._by_key.values()]
 
-    def next_end(self, first: int, num_known: int) -> int:
+    def next_end(self, first: int, num_known: int, shared_end: int) -> int:
         """Return where a chunk should end that begins at token `first` of `num_known` known tokens.
 
-        This is the next position at which a state stays, or the last token.
+        This is the next position at which a state stays, or the last token. The pages of the prefix cache reach as far
+        as `shared_end`.
         """
         last = self._last_end(num_known)
         every = (first // self._interval + 1) * self._interval
-        return min(every, last if last > first else num_known, num_known)
+        ends = [end for end in (last, shared_end) if end > first]
+        return min(every, num_known, *ends)
 
     def keep(self, table: PageTable) -> None:
         """Keep the state of a table whose full pages are indexed and whose state serves the end of the last of them."""
         key = table.keys[-1]
         end = len(table.keys) * self._page_size
-        stays = end % self._interval == 0 or end == self._last_end(table.num_known)
+        stays = end % self._interval == 0 or end in (table.shared_end, self._last_end(table.num_known))
         known = self._by_key.pop(key, None)
         if known is not None:
             known.stays = known.stays or stays

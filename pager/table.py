@@ -71,6 +71,7 @@ class PageTable:
         "pages",
         "reserved",
         "root",
+        "shared_end",
         "state",
     )
 
@@ -106,6 +107,7 @@ class PageTable:
         self.num_tokens = num_tokens
         self.state = NO_STATE  # slot of the sequence's state
         self.num_known = 0  # tokens that were known when the table was opened
+        self.shared_end = 0  # tokens that the prefix cache had when the table was opened
         self.moving_state = b""  # key of the kept state that the sequence's next one replaces
         self.reserved = 0  # pages of the pool that are reserved for this table
         self.commit_at = 0  # fewest tokens for which `Pager.commit` has something to do

@@ -99,7 +99,7 @@ class RunningBatch:
 
     def next_end(self, request: Request) -> int:
         """Return where the next chunk of a request's known tokens should end at the latest."""
-        return self._pager.next_end(request.num_computed_tokens, len(request.token_ids))
+        return self._pager.next_end(table_of(request), request.num_computed_tokens, len(request.token_ids))
 
     def grow_prefill(self, request: Request, num_tokens: int) -> None:
         """Add slots for `num_tokens` more known tokens of a request. Raises OutOfPages."""

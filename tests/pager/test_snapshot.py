@@ -414,7 +414,7 @@ class HarnessOfStates(SnapshotHarness):
         """Compute the tokens in chunks, as the scheduler does."""
         table = self.pager.open(token_ids, salt)
         while (first := table.num_tokens) < len(token_ids):
-            end = self.pager.next_end(first, len(token_ids))
+            end = self.pager.next_end(table, first, len(token_ids))
             table.append(end - first)
             for group, pages in enumerate(table.pages):
                 for depth in range(first // 16, len(pages)):

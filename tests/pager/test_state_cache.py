@@ -14,7 +14,7 @@ def prefill(states: States, tokens: list[int], *, chunk: int = 99) -> PageTable:
     """Open a table and compute the tokens in chunks, as the scheduler does."""
     table = states.pager.open(tokens)
     while table.num_tokens < len(tokens):
-        end = min(table.num_tokens + chunk, states.pager.next_end(table.num_tokens, len(tokens)))
+        end = min(table.num_tokens + chunk, states.pager.next_end(table, table.num_tokens, len(tokens)))
         extend(states, table, tokens[:end])
     return table
 
@@ -66,8 +66,20 @@ def test_a_long_prompt_keeps_states_at_multiples_of_the_interval_whatever_its_ch
 
 def test_the_interval_is_whole_pages() -> None:
     states = States(1, cached=9, interval=5)
-    assert [states.pager.next_end(first, 30) for first in (0, 7, 8, 25, 28)] == [8, 8, 16, 28, 30]
-    assert States(1).pager.next_end(3, 30) == 30
+    table = states.pager.open(list(range(30)))
+    assert [states.pager.next_end(table, first, 30) for first in (0, 7, 8, 25, 28)] == [8, 8, 16, 28, 30]
+    assert States(1).pager.next_end(table, 3, 30) == 30
+
+
+def test_a_state_is_kept_where_a_prompt_departs_from_another_one() -> None:
+    states = States(1, cached=9)
+    lengths = []
+    for last in range(3):
+        table = states.pager.open([*PROMPT[:9], *[50 + last] * 9])
+        lengths.append(table.num_tokens)
+        table.release()
+        prefill(states, [*PROMPT[:9], *[50 + last] * 9]).release()
+    assert lengths == [0, 0, 8]
 
 
 def test_a_decoding_sequence_moves_one_state_along() -> None:
@@ -200,3 +212,37 @@ def test_a_cache_has_states_and_an_interval(capacity: int, interval: int) -> Non
         return
     with pytest.raises(ValueError, match="states to keep and tokens between them"):
         Pager(PAGE, 4, states=StatePool(2, 1), num_cached_states=capacity, state_interval=interval)
+
+
+def test_conversations_compute_little_of_their_earlier_turns_again() -> None:
+    """8 conversations of 12 turns, in turn, with one system prompt of 700 tokens, in pages of 32."""
+    recomputed = {}
+    for name, pager in {
+        "states": Pager(32, 2000, states=StatePool(9 + 32, 3), num_cached_states=32),
+        "attention": Pager(32, 2000),
+    }.items():
+        texts = [list(range(700)) for _ in range(8)]
+        known = [0] * 8  # tokens that earlier turns of the conversation, or of another one, have computed
+        counts = {"first": 0, "later": 0}
+        for turn in range(12):
+            for index, text in enumerate(texts):
+                seed = 1000 * (1 + index) + 50 * turn
+                text += range(seed, seed + 20 + 7 * index % 30)
+                table = pager.open(text)
+                counts["later" if turn else "first"] += known[index] - table.num_tokens
+                while table.num_tokens < len(text):
+                    end = pager.next_end(table, table.num_tokens, len(text))
+                    table.append(end - table.num_tokens)
+                    pager.commit(table, text)
+                for token in range(seed + 20_000, seed + 20_000 + 31 + 5 * turn % 40):
+                    text.append(token)
+                    table.append(1)
+                    pager.commit(table, text)
+                text.append(seed + 30_000)  # sampled, not computed
+                known[index] = len(text) - 1
+                known = [max(each, 700) for each in known]
+                table.release()
+        check(pager, [])
+        recomputed[name] = (counts["first"], counts["later"], sum(map(len, texts)))
+    # The second conversation finds the state at 512 of the 700 tokens and leaves one at 672.
+    assert recomputed == {"states": (188 + 6 * 28, 1404, 13_224), "attention": (7 * 28, 1404, 13_224)}
