@@ -60,7 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weights: Annotated[
         WeightDtype,
         _memory(
-            "Data type of the weights. auto: that of the file if it is quantized, else bf16. q8 and q4 quantize while "
+            "Data type of the weights. auto: as in the file if it is quantized, else bf16. q8 and q4 quantize while "
             "loading."
         ),
     ] = "auto"

@@ -18,7 +18,7 @@ from .options import Option, nearest_name, options_of, suggestion
 from .server_config import ServerConfig
 
 ENVIRONMENT_PREFIX = "QUIRE_"
-OTHER_VARIABLES = {"QUIRE_DEBUG"}  # variables that are read but are no options
+OTHER_VARIABLES = {"QUIRE_DEBUG"}  # variables that are read and are not options
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -53,7 +53,7 @@ def resolve_settings(
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each QUIRE_* variable that is no option, with the nearest name."""
+    """Return a sentence for each QUIRE_* variable that is not an option, with the nearest name."""
     options = (options_of(EngineConfig) | options_of(ServerConfig)).values()
     known = {name for option in options for name in (option.name, option.alias) if name}
     sentences = []

@@ -25,7 +25,7 @@ async def open_tcp(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to the address that answers first. Raises the OSError of the first address if all fail.
 
-    `server_hostname` is the name in the server's certificate; None: that of `address`.
+    `server_hostname` is the name in the server's certificate; None: the host of `address`.
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)

@@ -207,7 +207,7 @@ class Tokens(_Frame, tag="TOKENS", frozen=True):
 
 
 class Done(_Frame, tag="DONE", frozen=True):
-    """The end of a request; `finish_reason` is that of the one output that had not ended."""
+    """The end of a request; `finish_reason` belongs to the one output that had not ended."""
 
     request_id: RequestId
     finish_reason: FinishReason

@@ -4,7 +4,7 @@ usage: loading.py [--size 4096] [--only TEXT] [--cold FILE]
 
 Each file is written by the tests' makers and packed as `--weights auto` packs it; the least CPU time of several rounds
 counts: other processes share the caches. With --cold: the wall time of loading a GGUF file or folder that is not
-in the page cache, beside that of reading its files alone, directly from the disk.
+in the page cache, and the time of only reading its files, directly from the disk.
 """
 
 from __future__ import annotations

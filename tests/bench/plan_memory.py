@@ -1,8 +1,8 @@
-"""Compare the memory that `quire plan` computes with that of real processes, for every family and data type.
+"""Compare the memory that `quire plan` computes with the memory of real processes, for every family and data type.
 
 usage: plan_memory.py [--dtypes q8:int8,bf16:bf16,f32:f32,q4:int8] [MODEL ...]
 
-Each process loads a model, runs steps that use the whole step arena, and waits. The plan is compared with its peak
+Each process loads a model, runs steps that use the whole step arena, and waits. The plan is compared with the peak
 memory since loading, anonymous and of files. A model with a vision tower also computes images of the largest size, one
 more than its image cache holds. Without MODEL, a checkpoint with random weights is written for every golden: its
 config.json, 16 times as wide; and quantized folders, which keep their types. Exit status 1 if a difference exceeds 5 %.
@@ -73,7 +73,7 @@ sampling = SamplingParams(max_tokens=16, ignore_eos=True)
 with LLM(**options) as llm:
     llm.generate([list(range(4, 100))] * 8, sampling)
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the largest memory is that from here on
+        file.write("5")  # resets the peak: it counts from here
     for brightness, (side, tokens, placeholder) in enumerate(images):
         pixels = np.full((side, side, 3), brightness, np.uint8)
         image = PromptImage(1, tokens, pixels, image_digest(pixels))
@@ -196,7 +196,7 @@ def _models(given: list[str], dtypes: str, folder: Path) -> Iterator[tuple[str, 
     for family in FAMILIES:
         written = (GOLDENS / family / "config.json").read_text()
         if "quantization_config" in written or "vision_config" in written:
-            continue  # the same decoder without it has a golden too
+            continue  # another golden has the same decoder without quantization or images
         path = wide_checkpoint(family, folder / family)
         yield family, str(path), dtypes
         (path / "model.safetensors").unlink()

@@ -4,8 +4,8 @@
     python tests/bench/price_of_same_bits.py measure SCRATCH CHECKPOINT
 
 `build` patches a copy of this tree, a few lines per variant, and installs each under SCRATCH (takes minutes). `measure`
-runs one process per variant in turns, and prints how much longer or shorter a step is than the unchanged one of the
-same round, as the median. The unchanged build runs twice; the difference from itself is the noise. Two rules have no
+runs one process per variant in turns, and prints the median difference of a step from the unchanged build in the
+same round. The unchanged build runs twice; the difference from itself is the noise. Two rules have no
 variant, because attention over pages needs them: K and V are read back from the page, and the softmax is rounded for
 V.
 """

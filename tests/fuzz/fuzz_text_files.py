@@ -183,7 +183,7 @@ def run_cases(first: int, end: int, seed: int) -> None:
     """Run the cases, and print a line with the outcome of each."""
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # warnings are no answers
+    os.dup2(2, 1)  # warnings are not answers
     with tempfile.TemporaryDirectory(dir=IN_MEMORY if os.path.isdir(IN_MEMORY) else None) as name:
         folder = Path(name)
         before = 0

@@ -7,9 +7,9 @@ The clients of http_attackers.py read as much output as others do in one phase, 
 stream of another connection is read all the time; a step is the median gap between two of its tokens without an attack.
 A token is late by a step if it waits for a turn of the server's event loop that takes more CPU time than a step. Such
 turns may take 1 % more of the time of an attack than of the phase before it, in the median of all pairs of phases: so
-the p99 of gaps is at most a step longer. The verdict does not see that a token may wait for several turns. Runs of
-turns without a pause are the most that it can wait for; they are only printed, since a token waits for a part of a run,
-in which others are answered. By the clock the gaps are only printed, with the time that the hypervisor gave to other
+the p99 of gaps is at most a step longer. The verdict ignores that a token may wait for several turns. The
+longest wait is a run of turns without a pause. Runs are only printed, since a token waits for a part of a run, in which
+others are answered. The gaps by the clock are only printed, with the time that the hypervisor gave to other
 machines (steal) and the number of threads that wanted a core (load): other programs share the machine.
 
 With `--keys`, attackers and bystanders are two tenants, and names of hosts are not checked. The attacks `stored` and

@@ -3,12 +3,12 @@
 usage: kill_at_shutdown.py [--times 500] [--streams 32] [--seed 1] [--moment start|streams|restart] [-- FLAGS]
 
 Each round starts a server and sends it SIGTERM at one of three moments: while it starts, under streams of all kinds, or
-while a killed engine process is being replaced. Up to two harms follow or come before, at random times: SIGKILL or
+while a killed engine process is being replaced. Up to two faults come before or after it, at random times: SIGKILL or
 SIGSTOP of an engine process or of the processes that try grammars, SIGKILL of the server, a second SIGTERM, and clients
 that disappear.
 
 Exit status 1 if a process of the server lives for longer than `MARGIN_S` after the drain, a stream does not end, the
-exit status is another one, or a log has a traceback. A server that is late prints the stacks of its threads.
+exit status is unexpected, or a log has a traceback. A server that is late prints the stacks of its threads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MARGIN_S = 3.0
 STACKS_S = 1.0  # time for a late process to print its stacks
 STREAMS_TIMEOUT_S = 20.0  # time for clients to notice that the server is gone
 START_S = 3.0  # longest time until a server that starts gets SIGTERM
-AROUND_S = 0.9  # time before or after SIGTERM in which a harm is done
+AROUND_S = 0.9  # time before or after SIGTERM in which a fault is caused
 MOMENTS = ("start", "streams", "streams", "restart")
 HARMS = ("none", "kill engine", "stop engine", "kill trials", "stop trials", "kill server", "SIGTERM", "lose clients")
 TRIAL = "trial_process"
@@ -78,7 +78,7 @@ class Round:
         return self._log.read()
 
     def judge_exit(self, what: str, report: CampaignReport, *allowed: int) -> None:
-        """Report a traceback, and an exit status that is neither `allowed` nor that of SIGTERM."""
+        """Report a traceback, and any exit status but 0, SIGTERM's and `allowed` ones."""
         status = self.process.poll()
         if status not in {None, 0, 128 + signal.SIGTERM, -signal.SIGTERM, *allowed}:
             report.breach(f"{what}: exit status {status}: {self.log()[-1000:]}")
@@ -234,7 +234,7 @@ async def one_round(number: int, moment: str, options: argparse.Namespace, repor
 
 
 async def _disturb(this: Round, moment: str, harms: Sequence[str], random: Random, num_streams: int) -> bool:
-    """Send SIGTERM at the moment, and do the harms around it. Return whether the server started."""
+    """Send SIGTERM at the moment, and cause the faults around it. Return whether the server started."""
     first_s = 0.0
     if moment == "start":
         first_s = random.uniform(0.0, START_S)

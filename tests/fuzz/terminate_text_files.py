@@ -5,10 +5,10 @@ usage: terminate_text_files.py [--moments 300] [--seed 1] [--first 0]
 A model has the files of fuzz_text_files.py, and tiny random weights. Each round starts one server. The
 server gets SIGTERM at a random moment of its start, or while clients send texts and chats that need the tokenizer, the
 template and the settings; most files are refused, so that these rounds take cases that fuzz_text_files.py could use. A
-round whose server has refused its files before SIGTERM is no moment.
+round whose server has refused its files before SIGTERM does not count.
 
 Exit status 1 if a process of a server lives for longer than `LIMIT_S` after SIGTERM, or after the drain if there are
-requests, or if an exit status is another one, or a log has a traceback. The clock of the limit is this process: a wait
+requests, or if an exit status is unexpected, or a log has a traceback. The clock of the limit is this process: a wait
 of `POLL_S` counts as `POLL_S`, also on a machine that has no time for it.
 """
 

@@ -5,7 +5,7 @@
 
 A case is a small decoder of random sizes and dtypes, some sequences, and the steps that compute them: chunks and single
 rows of some of the sequences at a time, with prefixes in shared pages, each step at a random ISA level on a random
-number of threads. Some steps mix levels: each function of the program is that of a random level. The reference computes
+number of threads. Some steps mix levels: each function of the program comes from a random level. The reference computes
 every sequence alone at the scalar level; in bf16, at the level of the case, because only there do levels differ. A
 difference is reduced to a smaller case and printed with the command that repeats it; the exit status is then 1.
 """

@@ -34,7 +34,7 @@ def q8_by_numpy(w: np.ndarray, size: int = 32) -> np.ndarray:
 
 
 def q4_by_numpy(w: np.ndarray) -> np.ndarray:
-    """Quantize and widen with the best of 32 scales per block of 32, or the plain one if that is no worse."""
+    """Quantize and widen with the best of 32 scales per block of 32, or the plain scale if it is no worse."""
     n, k = w.shape
     blocks = np.zeros((n, -(-k // 32) * 32), np.float32)
     blocks[:, :k] = w

@@ -3,10 +3,10 @@
 usage: python -m tests.ray.kill_nodes [--times 20] [--streams 32] [--tokens 300] [--hosts 3] [--links tcp] [--seed 1]
                                       [--ways kill_node stop_node kill_host stop_host]
 
-`--times` rounds each way: SIGKILL of all processes of a node, as the loss of its machine, and SIGSTOP of them, as of a
-machine that falls silent; the same of a replica with its engine process. The harm is done at a random moment, to the
-host with the most requests; the next round begins when Serve has replaced it. `--links handles` has Serve's handles
-carry the links.
+`--times` rounds of each fault: SIGKILL of all processes of a node, as if its machine were lost, and SIGSTOP of them, as
+if its machine fell silent; the same for a replica with its engine process. The fault hits the host with the most
+requests at a random moment; the next round begins when Serve has replaced the host. With `--links handles`, Serve's
+handles carry the links.
 
 A pause is the longest time between two chunks of any stream without beam search. Exit status 1 if a stream differs
 from its undisturbed run in any bit, logprobs included, or does not end; or if the median of the pauses is above 1 s
@@ -35,7 +35,7 @@ from tests.ray.test_ray import streams
 ROUND_TIMEOUT_S = 120.0
 MAX_ATTEMPTS = 5  # attempts at a round in which the affected host has no request
 MAX_MEDIAN_S = 1.0
-MAX_SILENT_MEDIAN_S = 2.0  # the latter has a second of silence until it is noticed
+MAX_SILENT_MEDIAN_S = 2.0  # a second of silence passes before it is noticed
 
 Asked = tuple[str, SamplingParams]
 

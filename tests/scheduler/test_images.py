@@ -40,7 +40,7 @@ def test_a_step_has_tokens_of_one_image_at_most(make_harness: Any) -> None:
 
 
 def test_requests_share_that_image(make_harness: Any) -> None:
-    """While one request computes an image, others get as far as theirs; a prompt without images continues."""
+    """While one request computes an image, others stop before theirs; a prompt without images continues."""
     harness = make_harness()
     harness.add(1, PROMPT, max_tokens=1, images=CATS[:1])
     harness.add(2, [3, *PROMPT], max_tokens=1, images=(image(3),))
@@ -198,8 +198,8 @@ def test_costs_are_not_learned_from_steps_that_deferred_sequences(make_harness: 
 
 @pytest.mark.parametrize(("target_s", "allowed"), [(None, 1.0), (10.0, (9 - 1) / 2), (1.12, 1 / 9)])
 def test_an_image_gets_the_time_that_decoding_leaves(make_harness: Any, target_s: float | None, allowed: float) -> None:
-    """Decoding takes 1 s. Without a target the image gets the same; with a target, half of the rest or a tenth of the
-    step."""
+    """Decoding takes 1 s. Without a target the image gets 1 s, too; with a target, half of the remaining time or a
+    tenth of the step."""
     cost = CostModel(Coefficients(1.0, 0, 0, 0, 0))
     budget = None if target_s is None else LatencyBudget(cost, target_s, 32)
     harness = make_harness(num_pages=32, cost=cost, budget=budget)

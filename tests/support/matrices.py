@@ -1,4 +1,4 @@
-"""The packed matrices of a model's weights, whatever layers it has."""
+"""The packed matrices of a model's weights, for every kind of layer."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def round_bf16(x: Array) -> Array:
 def quantize_q8(x: Array, group: int = 0) -> Array:
     """Quantize each row's blocks of 32 columns to int8, or its groups of blocks, rotated; and widen them again.
 
-    The scale is max|x| / 127 in float32, that of a block without groups rounded up to two bits of mantissa.
+    The scale is max|x| / 127 in float32. Without groups, the scale of a block is rounded up to two bits of mantissa.
     """
     if group:
         return rotated_back(_quantize_groups(rotated(x, group), group), group)[:, : x.shape[1]]
@@ -191,7 +191,7 @@ FUNCTIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def gated(y: Array, epilogue: str) -> Array:
-    """Return activation(gate) * up of columns that are 16 of gate and 16 of up in turn."""
+    """Return activation(gate) * up; the columns alternate between 16 of gate and 16 of up."""
     pairs = y.reshape(len(y), -1, 2, 16)
     gate, up = pairs[:, :, 0], pairs[:, :, 1]
     if epilogue == "swiglu_clamped":

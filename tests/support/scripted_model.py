@@ -57,7 +57,7 @@ def write_scripted_model(
 
 
 def _pieces(text: str, special: Sequence[str], vocabulary: Mapping[str, int]) -> list[str]:
-    """Return special tokens, and pieces of text that are no entries of the vocabulary yet, as it writes them."""
+    """Return special tokens, and pieces of text that the vocabulary lacks, as it writes them."""
     pieces: list[str] = []
     while text:
         name = next((each for each in special if text.startswith(each)), None)

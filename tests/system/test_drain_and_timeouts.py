@@ -175,7 +175,7 @@ async def test_an_http_connection_ends_with_its_answer_while_draining(system: An
 
 
 async def test_a_client_opens_another_connection_after_goaway(system: Any) -> None:
-    """Here that is to the same server, which refuses. The running stream continues."""
+    """The other connection reaches the same server, which refuses. The running stream continues."""
     async with AsyncClient(system.address) as client:
         running = client.generate("hi", SamplingParams(max_tokens=4))
         first = await anext(running)

@@ -107,7 +107,7 @@ async def cancelled_requests(site: Site) -> None:
 
 
 async def lost_connections(site: Site) -> None:
-    """One is closed, the other one reset."""
+    """One connection is closed, the other one is reset."""
     for option in (struct.pack("ii", 0, 0), struct.pack("ii", 1, 0)):
         client = await site.client()
         generate(client, 1, max_tokens=500, ignore_eos=True)

@@ -16,7 +16,7 @@ from .chromium import OpenTab, Tab, needs_chromium
 
 pytestmark = needs_chromium
 
-# Draws a text that comes in pieces and reports the markup without spans, classes and what all links have.
+# Draws a text that comes in pieces. Reports the markup without spans, classes and the attributes of all links.
 DRAW = """async (pieces, ends) => {
   const { MarkdownView } = await import("./markdown_view.js");
   const view = new MarkdownView();

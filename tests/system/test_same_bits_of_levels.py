@@ -39,7 +39,7 @@ def requests() -> Sequence[GenerateRequest]:
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the bundled model with the types that a Q4_K_M file has; 704 columns are no multiple of 256."""
+    """Return the bundled model with the types that a Q4_K_M file has; 704 columns are not a multiple of 256."""
     kinds = {"token_embd": "Q6_K", "attn_v": "Q6_K", "ffn_down": "Q8_0"}
     tensors = {}
     for name, tensor in stored_tensors(BUNDLED_MODEL, "F32").items():

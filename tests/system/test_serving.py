@@ -162,7 +162,7 @@ async def storm(real: Any, chance: random.Random) -> None:
             if count == 0:
                 break
         if chance.random() < 0.7:
-            peer.writer.transport.abort()  # a reset, with whatever is under way
+            peer.writer.transport.abort()  # a reset while data is under way
         else:
             peer.writer.close()
 

@@ -489,7 +489,7 @@ async def test_a_chat_that_is_stored_is_no_stored_response_by_its_key(system: An
 
 
 async def test_each_input_item_has_an_id_of_its_own(system: Any) -> None:
-    """The client's, unless it is no text or another item's: a page begins after the item that it names."""
+    """A client's id stays if it is a text that no other item has: a page begins after the item that it names."""
     given = ["x", "x", "y", None, 5, {"a": 1}, ""]
     items = [{"role": "user", "content": "a", "id": each} for each in given]
     name = await stored_id(system, RESPONSES, response([*items, {"role": "user", "content": "a"}]))

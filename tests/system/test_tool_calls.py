@@ -27,7 +27,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}},
     {"type": "function", "function": {"name": "time"}},
 ]
-# Whose calls are short, whatever a model says.
+# Tools whose calls are short with any model.
 BOUNDED: Any = [
     {
         "type": "function",
@@ -118,7 +118,7 @@ async def test_calls_of_a_family_whose_markers_are_text(client: Client) -> None:
         text = await ask(connected, "<|1|>", tools=TOOLS)
         assert (text.choices[0].message.content, text.choices[0].finish_reason) == ("It is 5 < 6.", "stop")
         assert text.choices[0].message.tool_calls is None
-        # Nothing of a call is shown as text, whatever ends the output.
+        # No part of a call is shown as text, wherever the output ends.
         assert answer.usage is not None
         for max_tokens in range(1, answer.usage.completion_tokens - 1):
             cut = await connected.chat.completions.create(

@@ -73,5 +73,5 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     if turn is not None:
         image = image.transpose(turn)
-    image.info.pop("transparency", None)  # transparency is dropped anyway, and that of a palette makes Pillow warn
+    image.info.pop("transparency", None)  # Pillow warns about the transparency of a palette.
     return image if image.mode == "RGB" else image.convert("RGB")

@@ -248,7 +248,7 @@ class ChannelParser:
         """See `OutputParser.finish`."""
         deltas: list[Delta] = []
         text = self._buffer.lstrip(SPACE)
-        if text and not self._in_body and not any(map(text.startswith, self._first)):  # the text is no header
+        if text and not self._in_body and not any(map(text.startswith, self._first)):  # the text is not a header
             self._begin("content", deltas)
         rest = self._buffer
         self._buffer = ""

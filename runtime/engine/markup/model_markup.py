@@ -1,4 +1,4 @@
-"""The markup of a model: that of the family in its chat template, or the description in its tokenizer_config.json.
+"""The markup of a model: its family's, found by the chat template, or a description in its tokenizer_config.json.
 
 A `response_template` (transformers 5.13) or its predecessor `response_schema` defines the beginning and the end of a
 message's fields in the output. It can express more than `Markup`, and only concerns reading. Parts that `Markup` cannot

@@ -11,7 +11,7 @@ from typing import Any
 from .argument_streams import SPACE, num_held
 
 NEVER_IN_KEYS = " \t\r\n=,:()[]{}'\""
-WORDS = {"true": "True", "false": "False", "null": "None"}  # words of JSON, and those of Python
+WORDS = {"true": "True", "false": "False", "null": "None"}  # JSON -> Python
 
 _WORD = re.compile(r"[^\s=,:()\[\]{}'\"]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -30,7 +30,7 @@ class PythonArguments:
 
     def __init__(self) -> None:
         self.is_complete = False
-        self._is_broken = False  # the text is no list of arguments
+        self._is_broken = False  # the text is not a list of arguments
         self._num_arguments = 0
         self._containers: list[tuple[str, str]] = []  # the end of each, in the text and in JSON
         self._is_first = True  # no element of the innermost container has been read

@@ -65,7 +65,7 @@ class ServingPlan:
     capacity: Capacity
     server_bytes: dict[str, int]  # purpose -> bytes of the API server process at start
     structured_bytes: dict[str, int]  # purpose -> bytes for structured output in an engine process
-    alternatives: list[Alternative]  # the first is that of `settings`
+    alternatives: list[Alternative]  # the first one has the data types of `settings`
     shapes: list[Shape]  # shapes whose speed is predicted
     roofline: Roofline | None  # roofline of the machine profile, if there is one
 

@@ -194,7 +194,7 @@ async def test_a_request_beneath_which_three_hosts_were_lost_is_quarantined(
         for _ in range(3):
             name = where(cluster, hosts, 1)
             hosts[name].reply(RequestsBegun((Prefilled(1, 0),)))
-            if 2 in hosts[name].sent_ids():  # the request gains tokens, so it is no cause
+            if 2 in hosts[name].sent_ids():  # the request gains tokens, so it is not a suspect
                 hosts[name].generate(2, 5, 6)
             hosts.errors[f"{name}:1"] = Unavailable("gone")
             hosts[name].exit(0)
@@ -420,7 +420,7 @@ async def test_a_request_beneath_which_engines_are_killed_stays_at_the_third_hos
             hosts[home].tell_stats()
         assert homes[2] == homes[3]
         assert len(set(homes[:3])) >= 2
-        hosts[homes[3]].generate(1, 5, 6)  # request 1 is no cause
+        hosts[homes[3]].generate(1, 5, 6)  # request 1 gains tokens, so it is not a suspect
         hosts[homes[3]].restart(1)
         assert cluster.hosts[f"{homes[3]}:1"].num_requests == 0
 

@@ -1,4 +1,4 @@
-"""Outputs that another server began: the engine continues after them with the same bytes, or refuses what cannot be."""
+"""Outputs that another server began: the engine continues after them with the same bytes, or refuses to."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def test_the_pixels_of_an_image_are_limited() -> None:
 
 
 def test_of_the_pictures_in_a_photograph_the_first_is_read() -> None:
-    """Telephones write JPEG files with several pictures. Such a file is no animation."""
+    """Phones write JPEG files with several pictures. Such a file is not an animation."""
     out = io.BytesIO()
     first = Image.new("RGB", (8, 8), "red")
     second = Image.new("RGB", (8, 8), "blue")

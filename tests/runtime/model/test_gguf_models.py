@@ -196,7 +196,7 @@ def blocks(kind: str, *shape: int) -> Tensor:
 
 
 def test_a_mixed_file_keeps_the_type_of_every_tensor(edited: Callable[..., Path], compute_logits: Any) -> None:
-    """Q and K in Q4_K and V in Q6_K are one matrix; 704 columns are no multiple of 256, so FFN down is in Q8_0."""
+    """Q and K in Q4_K and V in Q6_K are one matrix; 704 columns are not a multiple of 256, so FFN down is in Q8_0."""
     changed = {"token_embd.weight": blocks("Q6_K", 4096, 256)}
     for layer in range(4):
         prefix = f"blk.{layer}."

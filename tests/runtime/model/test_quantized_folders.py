@@ -246,7 +246,7 @@ def test_fused_tensors(tmp_path: Path, config: dict[str, Any], make: Make, dtype
 def test_rows_and_columns_may_end_within_a_word(
     tmp_path: Path, config: dict[str, Any], make: Make, plain: list[str]
 ) -> None:
-    """A word has 4 or 8 numbers. GPTQ has no words for inputs that are no multiple of them."""
+    """A word has 4 or 8 numbers. GPTQ has no words for a number of inputs that is not a multiple of this."""
     mlp = {"mlp.gate_proj": (99, HIDDEN), "mlp.up_proj": (99, HIDDEN), "mlp.down_proj": (HIDDEN, 99)}
     expected = folder_of(tmp_path / "a", config, make, plain, MATRICES | mlp, intermediate_size=99)
     found = unpacked(pack_model(tmp_path / "a", "f32").weights.layers[0])

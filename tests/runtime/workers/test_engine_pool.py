@@ -122,7 +122,7 @@ async def test_conversations_with_the_same_beginning_reach_every_engine(
 
 
 async def test_a_saturated_home_is_left(pool: EnginePool, processes: FakeSpawner) -> None:
-    """The engines report their waits, and an answer to a new request says it earlier."""
+    """The engines report their waits, and the answer to a new request has a newer wait."""
     await pool.add(new_requests(1, conversation=AT_0))
     processes.of("engine-0").reply(StatsReport(engine_stats(), predicted_wait_s=2 * MAX_MORE_WAIT_S))
     await pool.add(new_requests(2, conversation=AT_0))

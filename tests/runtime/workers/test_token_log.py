@@ -95,7 +95,7 @@ def test_the_time_of_the_first_token_is_kept(log: TokenLog, clock: FakeClock) ->
 
 def test_suspects_are_replayed_one_at_a_time_each_after_the_former_gained_tokens(log: TokenLog) -> None:
     add(log, 1, 2, 3)
-    add(log, 4, begun=False)  # a waiting request is no suspect
+    add(log, 4, begun=False)  # a waiting request is not a suspect
     assert log.on_process_exit() == ([], [])
     assert log.is_replaying
     assert sent(log) == [1]

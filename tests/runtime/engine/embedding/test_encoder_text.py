@@ -21,7 +21,7 @@ PAIR = ("What OWNS it?", "The pool owns the pages.")
 TEMPLATE = (FOLDER / "qwen3_answer" / "chat_template.jinja").read_text()
 QUERY = (327, 329, 225, 51, 59, 50, 55, 225, 77, 88, 35)  # tokens of PAIR, by the tokenizer of qwen3_answer
 DOCUMENT = (326, 275, 83, 83, 80, 311, 267, 316, 18)
-POOL = (1, 84, 83, 83, 80, 2)  # "pool", by that of modernbert
+POOL = (1, 84, 83, 83, 80, 2)  # "pool", by the tokenizer of modernbert
 PROMPT = (42, 77, 269, 225, 77, 88)  # "Find it"
 
 

@@ -438,7 +438,7 @@ def test_the_next_masks_of_all_sequences_are_one_job_that_begins_with_the_sample
 
 
 def test_a_mask_with_forced_drafts_follows_that_without(masks: Grammars) -> None:
-    """The job without them may still run when the draft tokens are known."""
+    """The job for the mask without drafts may still run when the draft tokens are known."""
     step = masks.begin([sequence(WORD, [])])
     ready(step)
     advance(step, SampledToken(1, A))
@@ -723,7 +723,7 @@ class Clock:
 def test_masks_that_never_come_delay_the_others_by_2_ms_in_one_step_and_not_in_the_next(
     masks: Grammars, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """The number of such sequences, and whether they share a job, does not matter."""
+    """Neither the number of sequences without masks nor their sharing of a job matters."""
     monkeypatch.setattr(MaskQueue, "compute", lambda *_: None)
     slow = [sequence(WORD, [], request_id=each) for each in range(number)]
     waited = []
@@ -893,7 +893,7 @@ WORDS = r"^(?:\S+\s+){0,49}\S+$"
 def test_a_replay_reaches_no_limit_that_the_generation_did_not(
     masks: Grammars, structure: dict[str, Any], limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Limits of the library are about a mask and the tokens after it, or about all that a lexer has read."""
+    """A limit of the library counts for one mask and the tokens after it, or for all text that a lexer has read."""
     for name, limit in limits.items():
         monkeypatch.setitem(grammars.PARSER_LIMITS, name, limit)
     grammar = StructuredOutputs(**structure)
@@ -1001,7 +1001,7 @@ def test_a_choice_may_have_more_texts_than_a_grammar_ways_to_go_on(masks: Gramma
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each grammar count for its characters alone."""
+    """Count one byte per character of a grammar, and nothing else."""
     monkeypatch.setattr(compiled_grammars, "allocated_bytes", lambda: 0)
     monkeypatch.setattr(compiled_grammars, "BYTES_PER_CHARACTER", 1)
     monkeypatch.setattr(compiled_grammars, "MIN_BYTES", 0)

@@ -37,7 +37,7 @@ ANSWERS = {  # path -> bytes
 
 
 class Host:
-    """An https server on 127.0.0.1 whose certificate is that of localhost."""
+    """An https server on 127.0.0.1 with a certificate for localhost."""
 
     def __init__(self) -> None:
         self.port = 0
