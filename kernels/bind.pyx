@@ -12,8 +12,8 @@ from .attention cimport AttentionOp
 from .experts cimport CombineOp, DispatchOp, RouteOp, RoutingTables
 from .heads cimport HeadsOp
 from .isa cimport (QUIRE_ADD, QUIRE_CLAMPED, QUIRE_GEGLU, QUIRE_GEGLU_EXACT, QUIRE_GELU, QUIRE_GELU_TANH, QUIRE_L2_NORM,
-                   QUIRE_LAYER_NORM, QUIRE_MAX_EXPERTS, QUIRE_RELU, QUIRE_RMS_NORM, QUIRE_STORE, QUIRE_SWIGLU,
-                   QUIRE_TANH, QUIRE_TILE, quire_head)
+                   QUIRE_LAYER_NORM, QUIRE_MAX_EXPERTS, QUIRE_RELU, QUIRE_RELU_SQUARED, QUIRE_RMS_NORM, QUIRE_STORE,
+                   QUIRE_SWIGLU, QUIRE_TANH, QUIRE_TILE, quire_head)
 from .isa import WEIGHT_CODES
 from .linear cimport ROWS_IN_CACHE, LinearOp, Weight, packed_rows_bytes
 from .ops import (BIAS_PADDING, BLOCK, GATED, INPUT_DTYPES, AddGiven, AddNorm, Attention, CausalConv, Combine,
@@ -33,8 +33,8 @@ cdef enum:
     ROWS_AHEAD = 8                  # prefetch distance of a head: rows are too far apart for the processor to see
 
 _EPILOGUES = {"store": QUIRE_STORE, "add": QUIRE_ADD, "gelu": QUIRE_GELU, "gelu_tanh": QUIRE_GELU_TANH,
-              "relu": QUIRE_RELU, "tanh": QUIRE_TANH, "swiglu": QUIRE_SWIGLU, "geglu": QUIRE_GEGLU,
-              "swiglu_clamped": QUIRE_CLAMPED, "geglu_exact": QUIRE_GEGLU_EXACT}
+              "relu": QUIRE_RELU, "relu_squared": QUIRE_RELU_SQUARED, "tanh": QUIRE_TANH, "swiglu": QUIRE_SWIGLU,
+              "geglu": QUIRE_GEGLU, "swiglu_clamped": QUIRE_CLAMPED, "geglu_exact": QUIRE_GEGLU_EXACT}
 _NORMS = {"layer": QUIRE_LAYER_NORM, "rms": QUIRE_RMS_NORM, "l2": QUIRE_L2_NORM}
 _POOLINGS = {"mean": MEAN, "first": FIRST, "last": LAST}
 

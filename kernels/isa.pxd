@@ -25,6 +25,7 @@ cdef extern from "simd/tiles.h" nogil:
         QUIRE_GELU_TANH
         QUIRE_RELU
         QUIRE_TANH
+        QUIRE_RELU_SQUARED
         QUIRE_SWIGLU
         QUIRE_GEGLU
         QUIRE_CLAMPED

@@ -20,7 +20,17 @@ from .pack import PackedMatrix
 DType = Literal["f32", "bf16", "q8"]  # dtype of activations
 WeightDtype = Literal["bf16", "q8", "q4", "q4_k", "q5_k", "q6_k", "mxfp4", "q4_z", "f32"]
 Epilogue = Literal[
-    "store", "add", "gelu", "gelu_tanh", "relu", "tanh", "swiglu", "geglu", "swiglu_clamped", "geglu_exact"
+    "store",
+    "add",
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "relu_squared",
+    "tanh",
+    "swiglu",
+    "geglu",
+    "swiglu_clamped",
+    "geglu_exact",
 ]
 GATED: tuple[Epilogue, ...] = (  # epilogues of weights with alternating columns of gate and up
     "swiglu",
@@ -198,8 +208,8 @@ class Linear:
     """y = (input @ weight.T + bias) * scale, then `store`: out = y, or softcap * tanh(y / softcap) with a `softcap`;
     `add`: out += y; `swiglu`: out = silu(gate) * up; `geglu`: out = gelu(gate) * up, by the approximation with tanh;
     `swiglu_clamped`: out = gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up between -7 and 7;
-    `geglu_exact`: out = gelu(gate) * up, by the error function. `gelu`, `gelu_tanh`, `relu` and `tanh`: out is the
-    function of each y; `gelu` uses the error function.
+    `geglu_exact`: out = gelu(gate) * up, by the error function. `gelu`, `gelu_tanh`, `relu`, `relu_squared` and `tanh`:
+    out is the function of each y; `gelu` uses the error function.
 
     In a gated layer the weight alternates 16 columns of gate and 16 of up, and `out` has half as many columns. `out`
     may have any dtype, but must be f32 with `add`, `normed` or `maxima` (the maximum of each 32 columns, NaN if one is
@@ -580,7 +590,7 @@ class ExpertLinear:
     weights: tuple[PackedMatrix, ...]  # [num_experts], of one shape and dtype
     routing: Routing
     out: Region  # [places, out_features]; for gated epilogues half as many columns
-    epilogue: Epilogue  # `store`, or a gated one
+    epilogue: Epilogue  # any but `add`
     biases: tuple[npt.NDArray[np.float32], ...] | None = None  # [num_experts] of [out_features]
 
 

@@ -62,10 +62,11 @@ void ISA(mean_rows)(const float *x, int64_t stride, int64_t rows, int64_t column
 
 void ISA(activate)(int epilogue, float *x, int64_t n) {
   for (int64_t j = 0; j < n; j += 16) {
-    const vf y = vf_load(x + j);
-    vf_store(x + j, epilogue == QUIRE_GELU        ? vf_gelu(y)
-                    : epilogue == QUIRE_GELU_TANH ? vf_gelu_tanh(y)
-                    : epilogue == QUIRE_RELU      ? vf_max(vf_zero(), y) : vf_tanh(y));
+    const vf y = vf_load(x + j), positive = vf_max(vf_zero(), y);
+    vf_store(x + j, epilogue == QUIRE_GELU           ? vf_gelu(y)
+                    : epilogue == QUIRE_GELU_TANH    ? vf_gelu_tanh(y)
+                    : epilogue == QUIRE_RELU         ? positive
+                    : epilogue == QUIRE_RELU_SQUARED ? vf_mul(positive, positive) : vf_tanh(y));
   }
 }
 

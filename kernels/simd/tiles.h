@@ -12,7 +12,7 @@ enum { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_Q8 = 2, QUIRE_Q4 = 3 };
 enum { QUIRE_Q4_K = 4, QUIRE_Q5_K = 5, QUIRE_Q6_K = 6, QUIRE_MXFP4 = 7, QUIRE_Q4_Z = 8, QUIRE_DTYPES = 9 };
 // Epilogues: from GELU on, functions of each result; from SWIGLU on, functions of pairs of results.
 enum { QUIRE_STORE = 0, QUIRE_ADD = 1, QUIRE_GELU = 2, QUIRE_GELU_TANH = 3, QUIRE_RELU = 4, QUIRE_TANH = 5 };
-enum { QUIRE_SWIGLU = 6, QUIRE_GEGLU = 7, QUIRE_CLAMPED = 8, QUIRE_GEGLU_EXACT = 9 };
+enum { QUIRE_RELU_SQUARED = 6, QUIRE_SWIGLU = 7, QUIRE_GEGLU = 8, QUIRE_CLAMPED = 9, QUIRE_GEGLU_EXACT = 10 };
 enum { QUIRE_LAYER_NORM = 0, QUIRE_RMS_NORM = 1, QUIRE_L2_NORM = 2 };
 
 static inline __attribute__((always_inline)) int64_t quire_itemsize(const int dtype) {
@@ -257,7 +257,7 @@ typedef struct {
                    float *out);
   // out[columns] = the mean of the rows, added in order; columns a multiple of 16
   void (*mean_rows)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *out);
-  void (*activate)(int epilogue, float *x, int64_t n);            // GELU .. TANH in place; n a multiple of 16
+  void (*activate)(int epilogue, float *x, int64_t n);            // GELU .. RELU_SQUARED in place; n a multiple of 16
   // out += y, and y = out: 32 columns of some rows, `stride` floats apart in out
   void (*add_columns)(float *y, int64_t rows, float *out, int64_t stride);
   void (*soft_cap)(float *x, int64_t n, float cap);               // x = cap * tanh(x / cap); n a multiple of 16

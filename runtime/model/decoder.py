@@ -31,7 +31,12 @@ from .weights.mamba_weights import MambaWeights
 from .weights.packing import Vector
 
 L2_EPS = 1e-6  # epsilon of the lengths of queries and keys, as in transformers
-EPILOGUES: dict[str, Epilogue] = {"silu": "swiglu", "gelu_tanh": "geglu", "clamped_silu": "swiglu_clamped"}
+EPILOGUES: dict[str, Epilogue] = {
+    "silu": "swiglu",
+    "gelu_tanh": "geglu",
+    "clamped_silu": "swiglu_clamped",
+    "relu_squared": "relu_squared",
+}
 
 
 def emit_decoder(
@@ -70,9 +75,10 @@ def emit_layers(
             )
         elif isinstance(layer_weights.mixer, MambaWeights):
             _mamba_block(builder, spec, layer_weights, layer_weights.mixer, layer, x, states)
-        else:
+        elif layer_weights.mixer is not None:
             _attention_block(builder, spec, layer_weights, layer_weights.mixer, layer, x, rotary[layer], states, causal)
-        _mlp_block(builder, spec, layer_weights, x)
+        if layer_weights.mlp is not None:
+            _mlp_block(builder, spec, layer_weights, layer_weights.mlp, x)
         if layer < spec.deepstack:
             builder.add_given(x, layer + 1)
     return x
@@ -260,9 +266,10 @@ def _add_mixed(builder: ProgramBuilder, spec: DecoderSpec, weights: MambaWeights
     builder.linear_add(mixed, weights.out, weights.out_bias, x, spec.residual_scale * spec.mamba.output_scale)
 
 
-def _mlp_block(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, x: Value) -> None:
+def _mlp_block(
+    builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, mlp: MlpWeights | ExpertWeights, x: Value
+) -> None:
     """Emit x += down(activation(gate(norm(x))) * up(norm(x))), or the same for the experts of each row."""
-    mlp = layer.mlp
     if isinstance(mlp, ExpertWeights):
         assert layer.mlp_norm is not None, "families with experts norm what the router reads"
         normed = builder.norm(x, layer.mlp_norm, spec.norm_eps, input_form(mlp.gate_up[0]))

@@ -252,7 +252,8 @@ class DecoderSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    activation: Literal["silu", "gelu_tanh", "clamped_silu"] = "silu"  # activation of the gate of MLPs and experts
+    # activation of the gate of MLPs and experts; with relu_squared they have no gate, and it is the activation of up
+    activation: Literal["silu", "gelu_tanh", "clamped_silu", "relu_squared"] = "silu"
     sinks: bool = False  # each query head has a score in its softmax that belongs to no token
     pre_norms: bool = True  # norms of the input of attention and MLP
     post_norms: bool = False  # norms of their output, before it is added to the residual stream
@@ -271,6 +272,8 @@ class DecoderSpec:
     convolutions: Convolutions | None = None
     delta: GatedDelta | None = None
     mamba: Mamba | None = None
+    # one per layer: whether it is an MLP or experts alone, and the others are a mixer alone; (): all layers are both
+    mlp_layers: tuple[bool, ...] = ()
     deepstack: int = 0  # leading layers after which rows of images are added
     names: TensorNames = TensorNames()
     # tensor -> type, for tensors in blocks of integers; the type does not affect shapes
@@ -290,6 +293,8 @@ class DecoderSpec:
         others = [each.layers for each in (self.convolutions, self.delta) if each is not None]
         if self.mamba is not None and not self.mamba.beside_attention:
             others.append(self.mamba.layers)
+        if self.mlp_layers:
+            others.append(self.mlp_layers)
         return tuple(not any(layers[layer] for layers in others) for layer in range(self.num_layers))
 
     def norms_input(self, layer: int) -> bool:

@@ -694,6 +694,57 @@ CASES |= {
         long=True,
     ),
 }
+NEMOTRON: dict[str, Any] = {
+    "hidden_size": 72,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "vocab_size": 160,
+    "max_position_embeddings": 2048,
+    "intermediate_size": 100,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 24,
+    "n_groups": 2,
+    "ssm_state_size": 20,
+    "conv_kernel": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},  # has no effect
+    "time_step_min": 1e-9,  # transformers limits time steps in prompts to it, but not in decoding
+    "mlp_bias": True,
+    "eos_token_id": 2,
+}
+CASES |= {
+    "nemotron_h": Case(
+        "NemotronHConfig",
+        torch.bfloat16,
+        5,
+        {
+            **NEMOTRON,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+            "use_bias": True,
+        },
+        four={"hybrid_override_pattern": "M-*M-", "layers_block_type": None},
+        seed=113,
+        long=True,
+    ),
+    "nemotron_h_moe": Case(
+        "NemotronHConfig",
+        torch.bfloat16,
+        4,
+        {
+            **NEMOTRON,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 52,
+            "routed_scaling_factor": 2.5,
+        },
+        four={"hybrid_override_pattern": "ME*E", "layers_block_type": None},
+        seed=114,
+    ),
+}
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
@@ -757,7 +808,7 @@ def randomize(model: torch.nn.Module, norm_mean: float, attention: float = 1.5) 
                 parameter.copy_(1 + 0.2 * noise)
             elif "norm" in name:
                 parameter.copy_(norm_mean + 0.2 * noise)
-            elif "linear_attn.A_log" in name:
+            elif "A_log" in name:
                 parameter.copy_(noise - 2)  # states decay over many tokens
             elif "sinks" in name:
                 parameter.copy_(2 + noise)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from quire.runtime.model import read_spec
 from quire.runtime.model.families.lfm2 import LFM2_GGUF_NAMES
+from quire.runtime.model.families.nemotron_h import NEMOTRON_GGUF_NAMES
 from quire.runtime.model.families.qwen3_next import HYBRID_GGUF_NAMES, NEXT_GGUF_NAMES
 from quire.runtime.model.gguf_config import GGUF_NAMES, KEYS
 from quire.runtime.model.spec import DecoderSpec, GatedDelta, Llama3Scaling, LongRopeScaling, Mamba, TensorNames
@@ -191,6 +192,8 @@ ARCHITECTURES = {
 NAMES = {  # families with names of their own
     "lfm2": LFM2_GGUF_NAMES,
     "lfm2_moe": LFM2_GGUF_NAMES,
+    "nemotron_h": NEMOTRON_GGUF_NAMES,
+    "nemotron_h_moe": NEMOTRON_GGUF_NAMES,
     "phi3": replace(GGUF_NAMES, qkv=("attn_qkv",), gate_up=("ffn_up",)),
     "qwen3_5": HYBRID_GGUF_NAMES,
     "qwen3_5_moe": HYBRID_GGUF_NAMES,
@@ -200,8 +203,18 @@ NAMES = {  # families with names of their own
     "seed_oss": replace(GGUF_NAMES, mlp_norm="post_attention_norm"),
 }
 IN_F32 = r"_inp|shortconv\.conv|ssm_conv1d|ssm_dt|ssm_a$|ssm_d$|norm"  # tensors that are never quantized
-PERMUTED = ("llama", "mistral", "mixtral", "granite", "granite_hybrid", "smollm3", "ministral3")
-SMALL_EXPERTS = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "lfm2_moe")
+PERMUTED = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "granite",
+    "granite_hybrid",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "smollm3",
+    "ministral3",
+)
+SMALL_EXPERTS = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "lfm2_moe", "nemotron_h_moe")
 OF_FAMILIES = {  # keys of config.json that the converter writes for some families
     "attention.scale": ("attention_multiplier", "granite", "granite_hybrid"),
     "embedding_scale": ("embedding_multiplier", "granite", "granite_hybrid"),
@@ -213,8 +226,9 @@ OF_FAMILIES = {  # keys of config.json that the converter writes for some famili
     "expert_used_count": ("num_experts_per_tok", "granite_hybrid", "mixtral", *SMALL_EXPERTS, "gpt_oss"),
     "expert_feed_forward_length": ("moe_intermediate_size", *SMALL_EXPERTS),
     "expert_shared_feed_forward_length": ("shared_intermediate_size", "granite_hybrid"),
+    "expert_weights_norm": ("norm_topk_prob", "nemotron_h_moe"),
     "leading_dense_block_count": ("num_dense_layers", "lfm2_moe"),
-    "expert_weights_scale": ("routed_scaling_factor", "lfm2_moe"),
+    "expert_weights_scale": ("routed_scaling_factor", "lfm2_moe", "nemotron_h_moe"),
 }
 
 
@@ -244,6 +258,8 @@ def describe(folder: Path) -> dict[str, Any]:
     if spec.mamba:
         values |= _describe_mamba(family, spec.mamba)
         values[f"{family}.rope.scaling.finetuned"] = rope is not None
+    if spec.mlp_layers:
+        values |= _describe_mlp_layers(family, spec)
     if spec.delta:
         values[f"{family}.attention.head_count_kv"] = spec.num_kv_heads
         values |= _describe_delta(family, spec.delta)
@@ -274,6 +290,18 @@ def _describe_mamba(family: str, mamba: Mamba) -> dict[str, Any]:
         f"{family}.ssm.time_step_rank": mamba.num_heads,
         f"{family}.ssm.group_count": mamba.num_groups,
     }
+
+
+def _describe_mlp_layers(family: str, spec: DecoderSpec) -> dict[str, Any]:
+    size = spec.intermediate_size if spec.experts is None else spec.experts.intermediate_size
+    values = {
+        f"{family}.attention.layer_norm_rms_epsilon": spec.norm_eps,
+        f"{family}.block_count": spec.num_layers,
+        f"{family}.feed_forward_length": [size if is_mlp else 0 for is_mlp in spec.mlp_layers],
+    }
+    if spec.experts:
+        values[f"{family}.expert_shared_feed_forward_length"] = spec.experts.shared_size
+    return values
 
 
 def _describe_delta(family: str, delta: GatedDelta) -> dict[str, Any]:
@@ -312,9 +340,9 @@ def stored_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
             values = values[:, 0]
         if name.endswith("A_log"):
             values = -np.exp(values)
-        if name.endswith(("mamba.A_log", "mamba.D")):
+        if name.endswith(("mamba.A_log", "mixer.A_log", "mamba.D", "mixer.D")):
             values = values[:, None]
-        if name.endswith("mamba.norm.weight") and spec.mamba:
+        if name.endswith(("mamba.norm.weight", "mixer.norm.weight")) and spec.mamba:
             values = values.reshape(spec.mamba.num_groups, -1)
         if spec.norm_offset and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             values = values + 1
@@ -388,7 +416,7 @@ def rope_factors(folder: Path) -> dict[str, Tensor]:
 
 def stored_name(name: str, spec: DecoderSpec) -> str:
     """Return the name in GGUF files of a tensor on Hugging Face; all experts of a layer have one tensor."""
-    named = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+?)(\.weight|\.bias)?", name)
+    named = re.fullmatch(r"(?:(?:model|backbone)\.layers\.(\d+)\.)?(.+?)(\.weight|\.bias)?", name)
     assert named is not None
     prefix = "" if named[1] is None else GGUF_NAMES.layer.format(named[1])
     without_number = re.sub(r"experts\.\d+", "experts.{}", named[2])

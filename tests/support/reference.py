@@ -186,6 +186,7 @@ FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": gelu_exact,
     "gelu_tanh": gelu,
     "relu": lambda y: np.maximum(y, 0),
+    "relu_squared": lambda y: np.maximum(y, 0) ** 2,
     "tanh": np.tanh,
 }
 
@@ -443,6 +444,8 @@ class ReferenceProgram:
             y[first:end] = x[first:end] @ op.weights[expert].unpack().astype(np.float64).T
             if op.biases is not None:
                 y[first:end] += op.biases[expert]
+        if op.epilogue in FUNCTIONS:
+            y = FUNCTIONS[op.epilogue](y)
         self._write(op.out, gated(y, op.epilogue)[:, : op.out.columns] if op.epilogue in GATED else y)
 
     def _combine(self, op: Combine) -> None:

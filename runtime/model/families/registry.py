@@ -35,6 +35,7 @@ from .llama import LLAMA
 from .ministral3 import MINISTRAL3
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
+from .nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from .olmo2 import OLMO2
 from .olmo3 import OLMO3
 from .olmo_hybrid import OLMO_HYBRID
@@ -64,6 +65,8 @@ FAMILIES = (
     GRANITE,
     GRANITE_HYBRID,
     FALCON_H1,
+    NEMOTRON_H,
+    NEMOTRON_H_MOE,
     OLMO2,
     OLMO_HYBRID,
     OLMO3,

@@ -46,7 +46,7 @@ from .quantization import SORTED
 class MlpWeights:
     """The weights of an MLP."""
 
-    gate_up: PackedMatrix  # [2 padded(intermediate), hidden], 16 columns of gate, 16 of up, and so on
+    gate_up: PackedMatrix  # [2 padded(intermediate), hidden], 16 columns of gate, 16 of up, …; or up alone, not padded
     gate_up_bias: Vector | None
     down: PackedMatrix  # [hidden, intermediate]
     down_bias: Vector | None
@@ -95,14 +95,14 @@ class ConvolutionWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one layer. Norms that the family does not have are None."""
+    """The weights of one layer. Norms and parts that it does not have are None."""
 
     input_norm: Vector | None  # [hidden]
-    mixer: AttentionWeights | ConvolutionWeights | DeltaWeights | MambaWeights
+    mixer: AttentionWeights | ConvolutionWeights | DeltaWeights | MambaWeights | None
     beside: MambaWeights | None  # a mixer beside attention, for the same rows
     attention_post_norm: Vector | None  # [hidden]
     mlp_norm: Vector | None  # [hidden]
-    mlp: MlpWeights | ExpertWeights
+    mlp: MlpWeights | ExpertWeights | None
     mlp_post_norm: Vector | None  # [hidden]
 
 
@@ -201,11 +201,11 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
         return factory.vector(size, named(parts, prefix, "bias")) if present else None
 
     def mlp(gate_up_names: tuple[str, ...], down_name: str, size: int) -> MlpWeights:
-        gate_up = interleaved(gate_up_names, size)
+        columns, gate_up = _gate_up(spec, gate_up_names, size)
         down = stacked((down_name,), (hidden,))
         return MlpWeights(
-            gate_up=matrix(2 * padded(size), hidden, gate_up),
-            gate_up_bias=bias(spec.mlp_bias, 2 * padded(size), gate_up),
+            gate_up=matrix(columns, hidden, gate_up),
+            gate_up_bias=bias(spec.mlp_bias, columns, gate_up),
             down=matrix(hidden, size, down),
             down_bias=scaled(bias(spec.mlp_bias, hidden, down), spec.gate_scale),
         )
@@ -248,7 +248,9 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
     def mamba(mixer: Mamba) -> MambaWeights:
         return build_mamba(mixer, names, prefix, hidden, factory, matrix, input_norm)
 
-    def mixer() -> AttentionWeights | ConvolutionWeights | DeltaWeights | MambaWeights:
+    def mixer() -> AttentionWeights | ConvolutionWeights | DeltaWeights | MambaWeights | None:
+        if not has_mixer:
+            return None
         if spec.convolutions is not None and spec.convolutions.layers[layer]:
             return convolution(spec.convolutions.taps, spec.convolutions.bias)
         if spec.delta is not None and spec.delta.layers[layer]:
@@ -257,8 +259,15 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
             return attention()
         return mamba(spec.mamba)
 
-    input_norm = norm(spec.norms_input(layer), names.input_norm, hidden)
-    mlp_norm = norm(spec.norms_input(layer), names.mlp_norm, hidden)
+    def feed_forward() -> MlpWeights | ExpertWeights | None:
+        if not has_mlp:
+            return None
+        return mlp(names.gate_up, names.down, spec.intermediate_size) if experts is None else mixture(experts, mlp_norm)
+
+    has_mixer = not spec.mlp_layers or not spec.mlp_layers[layer]
+    has_mlp = not spec.mlp_layers or spec.mlp_layers[layer]
+    input_norm = norm(spec.norms_input(layer) and has_mixer, names.input_norm, hidden)
+    mlp_norm = norm(spec.norms_input(layer) and has_mlp, names.mlp_norm, hidden)
     experts = spec.experts if spec.experts is not None and spec.experts.layers[layer] else None
     return LayerWeights(
         input_norm=input_norm,
@@ -266,7 +275,7 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
         beside=mamba(spec.mamba) if spec.mamba is not None and spec.mamba.beside_attention else None,
         attention_post_norm=norm(spec.norms_output(layer), names.attention_post_norm, hidden),
         mlp_norm=mlp_norm,
-        mlp=mlp(names.gate_up, names.down, spec.intermediate_size) if experts is None else mixture(experts, mlp_norm),
+        mlp=feed_forward(),
         mlp_post_norm=norm(spec.norms_output(layer), names.mlp_post_norm, hidden),
     )
 
@@ -287,7 +296,7 @@ def _build_experts(
         router += named([gate], prefix, "weight", hidden)
     num_logits = num_experts + spec.experts.shared_gate
     choice_bias = [Part(f"{prefix}{names.choice_bias}", (num_experts,))]
-    gate_up = interleaved(names.expert_gate_up, size)
+    columns, gate_up = _gate_up(spec, names.expert_gate_up, size)
     down = stacked((names.expert_down,), (hidden,))
     router_bias = named(stacked((names.router,), (num_experts,)), prefix, "bias")
 
@@ -311,12 +320,19 @@ def _build_experts(
         router=factory.matrix(MatrixPlan(num_logits, hidden, "f32", router, factors=norm)),
         router_bias=factory.vector(num_logits, router_bias) if has_bias else None,
         choice_bias=factory.vector(num_experts, choice_bias) if spec.experts.choice_bias else None,
-        gate_up=matrices(2 * padded(size), hidden, gate_up),
-        gate_up_biases=biases(2 * padded(size), gate_up),
+        gate_up=matrices(columns, hidden, gate_up),
+        gate_up_biases=biases(columns, gate_up),
         down=matrices(hidden, size, down),
         down_biases=biases(hidden, down),
         shared=None,
     )
+
+
+def _gate_up(spec: DecoderSpec, names: tuple[str, ...], size: int) -> tuple[int, list[Part]]:
+    """Return the columns and the parts of the matrix of gate and up, or of up alone."""
+    if spec.activation == "relu_squared":
+        return size, stacked(names, (size,))
+    return 2 * padded(size), interleaved(names, size)
 
 
 def _of_expert(part: Part, expert: int, num_experts: int) -> Part:

@@ -46,6 +46,7 @@ ARCHITECTURE = {
     "lfm2": "Lfm2ForCausalLM",
     "granite_hybrid": "GraniteMoeHybridForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
 }
 MINIMAL = {
     "vocab_size": 100,
@@ -65,6 +66,12 @@ NEEDED: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 96,
         "num_local_experts": 0,
         "mamba_n_heads": 4,
+    },
+    "nemotron_h": {
+        "num_key_value_heads": 2,
+        "hybrid_override_pattern": "M*-",
+        "mamba_num_heads": 4,
+        "n_groups": 2,
     },
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_ssm": 96, "num_key_value_heads": 2},
 }
@@ -600,6 +607,36 @@ def test_an_invalid_window_is_refused_by_name(read: Read, family: str, keys: Any
         ("granite_hybrid", {"layer_types": ...}, "layer_types is missing"),
         ("granite_hybrid", {"num_local_experts": -1}, "num_local_experts is -1; it must be an integer from 0 to 1024"),
         ("granite_hybrid", {"num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok"),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "M-M"},
+            "hybrid_override_pattern .* attention for one layer or more",
+        ),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "M*X"},
+            "hybrid_override_pattern is .*; it must be 1 to 1024 times M",
+        ),
+        ("nemotron_h", {"hybrid_override_pattern": None}, "layers_block_type is missing"),
+        ("nemotron_h", {"layers_block_type": ["mamba", 1]}, "layers_block_type is"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, 'mlp_hidden_act is "silu"; it must be "relu2"'),
+        ("nemotron_h", {"mamba_hidden_act": "relu"}, "mamba_hidden_act"),
+        ("nemotron_h", {"attention_bias": True}, "attention_bias is true"),
+        ("nemotron_h", {"n_groups": 3}, r"n_groups is 3; it must be a divisor of mamba_num_heads \(4\)"),
+        ("nemotron_h", {"mamba_head_dim": 257}, "mamba_head_dim is 257; it must be an integer from 1 to 256"),
+        ("nemotron_h", {"layer_norm_epsilon": 0}, "layer_norm_epsilon is 0"),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "E*", "moe_latent_size": 8},
+            "moe_latent_size is 8; .* absent or null",
+        ),
+        ("nemotron_h", {"hybrid_override_pattern": "E*", "n_group": 3}, "n_group is 3"),
+        ("nemotron_h", {"hybrid_override_pattern": "E*", "n_group": 8}, "n_group is 8"),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "E*", "n_group": 4, "num_experts_per_tok": 3},
+            "topk_group is 1; .* 3 experts or more",
+        ),
         ("falcon_h1", {"mamba_d_ssm": 97}, r"mamba_d_ssm is 97; .* \(4\) divides the 97 columns of all heads"),
         ("falcon_h1", {"mamba_d_ssm": None, "mamba_n_heads": 3}, "mamba_n_heads is 3; .* divides the 128 columns"),
         ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers is .*; it must be a list of 2 numbers"),
@@ -692,6 +729,35 @@ def test_experts_of_granite_hybrid(read: Read) -> None:
         rule=RoutingRule(normalized=True, scale=0.25),
         layers=(True, True, True),
         shared_size=96,
+    )
+
+
+def test_keys_of_nemotron_h(read: Read) -> None:
+    spec = read("nemotron_h", layer_norm_epsilon=1e-4, use_bias=True)
+    assert (spec.family, spec.num_layers, spec.norm_eps, spec.activation) == ("nemotron_h", 3, 1e-4, "relu_squared")
+    assert (spec.attention_layers, spec.mlp_layers) == ((False, True, False), (False, False, True))
+    assert spec.mamba == Mamba(
+        num_heads=4,
+        head_dim=64,
+        num_groups=2,
+        state_size=128,
+        taps=4,
+        layers=(True, False, False),
+        conv_bias=True,
+        in_bias=True,
+        out_bias=True,
+    )
+    types = ["linear_attention", "full_attention", "moe", "moe"]
+    spec = read("nemotron_h", layers_block_type=types, n_group=2, topk_group=1, routed_scaling_factor=2.5)
+    assert (spec.family, spec.num_layers) == ("nemotron_h_moe", 4)
+    assert spec.experts == Experts(
+        num_experts=8,
+        top_k=2,
+        intermediate_size=7688,
+        rule=RoutingRule(normalized=True, sigmoid=True, groups=2, kept_groups=1, eps=1e-20, scale=2.5),
+        layers=(False, False, True, True),
+        choice_bias=True,
+        shared_size=7688,
     )
 
 

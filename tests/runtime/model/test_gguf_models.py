@@ -43,6 +43,8 @@ CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens that GGUF files 
     "granite_hybrid": {"mamba_proj_bias": False, "time_step_limit": None},
     "lfm2_moe": {},
     "granite_hybrid_moe": {},
+    "nemotron_h": {"use_bias": False},
+    "nemotron_h_moe": {"mlp_bias": False, "n_group": 1},
     "qwen3_next": {"num_hidden_layers": 2, "layer_types": LAYERS, "mlp_only_layers": [], "norm_topk_prob": True},
     "falcon_h1": {
         **dict.fromkeys(("mamba_rms_norm", "mamba_norm_before_gate", "mamba_proj_bias", "projectors_bias"), False),
