@@ -38,6 +38,7 @@ from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests.support
 
+from tests.support.families import GOLDENS
 from tests.support.gguf_files import Tensor, describe, rope_factors, stored_tensors, write
 from tests.support.quantized_folders import Make, awq, folder_of, fp8, gptq, int8, words
 
@@ -46,7 +47,6 @@ MAX_PEAK_PER_BYTE = 64  # a metadata entry of 14 bytes is an object, a string an
 MAX_PEAK_BASE = 8 << 20  # bytes allowed for any file, however short
 ADDRESS_SPACE = 4 << 30  # more than this process needs, less than a header can claim
 REPORTED_BREACHES = 5
-GOLDENS = Path(__file__).parents[1] / "goldens"
 IN_MEMORY = "/dev/shm"  # 40 times as fast as a disk
 EXTREMES = (
     0,
@@ -90,6 +90,7 @@ QUANTIZED: dict[str, tuple[Mapping[str, Any], Make]] = {
     "int8": (COMPRESSED, int8()),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [16, 32]}, fp8((16, 32), name="weight_scale_inv")),
 }
+WITH_MATRICES = ("granite_hybrid", "falcon_h1", "qwen3_5", "qwen3_next")  # goldens of families
 FAMILIES: dict[str, dict[str, Any]] = {  # family -> content of its files beyond Llama's
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 1},
     "qwen3_moe": {
@@ -248,6 +249,14 @@ def make_seeds(folder: Path) -> list[Seed]:
     for family in ("lfm2", "lfm2_moe"):
         config = folder / f"source-{family}" / "config.json"
         seeds.append(Seed(f"{family} config.json", config, config.stat().st_size, config.parent, config.read_bytes()))
+    for family in WITH_MATRICES:
+        golden = folder / f"golden-{family}"
+        shutil.copytree(GOLDENS / family, golden, ignore=shutil.ignore_patterns("*.npz"))
+        config = golden / "config.json"
+        seeds.append(Seed(f"{family} config.json", config, config.stat().st_size, golden, config.read_bytes()))
+        tensors = stored_tensors(golden, "F32")
+        path = write(folder / f"golden-{family}.gguf", {**describe(golden), **VOCABULARY}, tensors)
+        seeds.append(_gguf_seed(path, tensors))
     copy = folder / "safetensors"
     shutil.copytree(source, copy)
     config = copy / "config.json"
