@@ -18,15 +18,19 @@ from ..model import FAMILIES, DecoderSpec, model_name, model_path, open_tensors,
 from ..model.config_json import read_config
 from ..model.encoder import ENCODERS, BertSpec, EncoderSpec, is_encoder, read_encoder
 from ..model.files import is_gguf
+from ..model.gguf_config import unread_layers
 from ..model.quantization_config import METHODS
 from ..model.rope import short_context
 from ..model.states import lay_out_states
 from ..model.vision import read_vision
 from ..model.weights import READABLE
 from ..model.weights.ggml import SUPPORTED
+from ..model.weights.gguf import open_gguf
+from ..model.weights.safetensors import SafetensorsCheckpoint
 
 Row = tuple[str, str]
 PROBLEM = "problem"  # the name of a line
+NEXT_TOKENS_PREFIX = "mtp."  # beginning of the names of a folder's tensors that predict further tokens
 SHOWN_SIZES = (512, 512), (1920, 1080)  # width and height of images whose tokens are printed
 Model = Annotated[
     str | None, Parameter(help="A folder in Hugging Face's format, or a GGUF file. Default: list what is supported.")
@@ -65,7 +69,7 @@ def known(path: Path) -> Iterator[Row]:
     yield "model", model_name(path)
     yield "path", str(path)
     problems: list[str] = []
-    for part in (_shape, _types, _text, _images):
+    for part in (_shape, _types, _unread, _text, _images):
         try:
             yield from part(path)
         except ModelError as error:
@@ -117,6 +121,20 @@ def _types(path: Path) -> Iterator[Row]:
         sizes.setdefault(kind, []).append(nbytes)
     for kind, each in sizes.items():
         yield "stored", f"{kind}: {len(each):,} tensor{'s' if len(each) > 1 else ''}, {sum(each):,} B"
+
+
+def _unread(path: Path) -> Iterator[Row]:
+    """Yield the number of tensors that predict further tokens, if there are any."""
+    if is_gguf(path):
+        file = open_gguf(path)
+        names, beginnings = list(file.tensors), unread_layers(file)
+    else:
+        names, beginnings = list(SafetensorsCheckpoint(path).names()), (NEXT_TOKENS_PREFIX,)
+    if count := sum(name.startswith(beginnings) for name in names):
+        yield (
+            "not read",
+            f"{count} {'tensor that predicts' if count == 1 else 'tensors that predict'} further tokens (MTP)",
+        )
 
 
 def _text(path: Path) -> Iterator[Row]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 from quire.runtime.cli.main import run
 from quire.runtime.model import BUNDLED_MODEL, FAMILIES
 
 from tests.support.families import GOLDENS
-from tests.support.gguf_files import convert, describe, stored_tensors, write
+from tests.support.gguf_files import convert, describe, encode, stored_tensors, write
 from tests.support.image_folder import write_image_folder
 
 
@@ -101,6 +103,29 @@ def test_a_model_with_states_names_their_size_and_its_limits(capsys: pytest.Capt
     states = "5,760 B per sequence beside its KV pages; no spilling"
     assert rows(capsys, GOLDENS / "lfm2")["states"] == [states]
     assert "states" not in rows(capsys, BUNDLED_MODEL)
+
+
+def add_tensor(path: Path, name: str) -> None:
+    """Add a number to a file of safetensors."""
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    end = len(data) - 8 - length
+    header[name] = {"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :] + bytes(4))
+
+
+def test_tensors_that_predict_further_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = GOLDENS / "qwen3_5"
+    shutil.copytree(folder, tmp_path / "mtp")
+    add_tensor(tmp_path / "mtp" / "model.safetensors", "mtp.fc.weight")
+    assert rows(capsys, tmp_path / "mtp")["not read"] == ["1 tensor that predicts further tokens (MTP)"]
+    keys = {"qwen35.block_count": 4, "qwen35.nextn_predict_layers": 1}
+    further = {"blk.3.attn_q.weight": encode(np.ones((8, 8), np.float32), "F32")}
+    file = write(tmp_path / "a.gguf", describe(folder) | keys, stored_tensors(folder, "F32") | further)
+    assert rows(capsys, file)["not read"] == ["1 tensor that predicts further tokens (MTP)"]
+    assert "not read" not in rows(capsys, folder)
 
 
 def test_an_unsupported_model_still_shows_its_types(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
