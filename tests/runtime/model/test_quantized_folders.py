@@ -31,6 +31,7 @@ from tests.support.quantized_folders import (
     Array,
     Make,
     awq,
+    common_folders,
     folder_of,
     fp8,
     gptq,
@@ -152,6 +153,23 @@ def test_the_weights_are_those_that_the_format_means(tmp_path: Path, name: str) 
     found = unpacked(pack_model(tmp_path / "a", "f32").weights.layers[0])
     for module, weights in expected.items():
         np.testing.assert_array_equal(found[module], weights, err_msg=module)
+
+
+@pytest.mark.parametrize("weights", ["f32", "auto"])
+@pytest.mark.parametrize("name", ["gptq", "gptq act-order", "awq", "fp8"])
+def test_rotated_pairs_in_neighboring_rows(tmp_path: Path, name: str, weights: WeightDtype) -> None:
+    """Rows of Q and K are half a head apart in memory; the other rows stay in their order."""
+    plain, paired = tmp_path / "plain", tmp_path / "paired"
+    plain.mkdir()
+    paired.mkdir()
+    ernie = {"architectures": ["Ernie4_5ForCausalLM"], "head_dim": HIDDEN // 4}
+    folder, other = common_folders(plain)[name], common_folders(paired, **ernie)[name]
+    expected, found = (unpacked(pack_model(path, weights).weights.layers[0]) for path in (folder, other))
+    for module, rows in expected.items():
+        if module in ("self_attn.q_proj", "self_attn.k_proj"):
+            heads = rows.reshape(-1, HIDDEN // 8, 2, HIDDEN)
+            rows = heads.swapaxes(1, 2).reshape(rows.shape)
+        np.testing.assert_array_equal(found[module], rows, err_msg=module)
 
 
 @pytest.mark.parametrize("name", ALL)
