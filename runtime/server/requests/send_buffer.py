@@ -118,7 +118,7 @@ class SendBuffer:
             self._tenant_output = None
 
     def shed(self, limit: str) -> None:
-        """End the stream with the most waiting output, or the connection if more frames than that are unsent."""
+        """End the stream with the most waiting output, or the connection if its unsent frames have more bytes."""
         stream = max(self._waiting, key=self._waiting.__getitem__, default=None)
         if stream is None or self._waiting[stream] < len(self._unsent):
             self._give_up(limit)
