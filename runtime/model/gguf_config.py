@@ -125,6 +125,7 @@ class GGUFFormat:
     names: TensorNames = GGUF_NAMES
     neighboring_pairs: bool = False  # a rotated pair is two neighboring rows of q and k, not rows half a head apart
     experts: bool = False  # True: this family, among several with the same architecture, has experts
+    rotates: bool = True  # False: heads are never rotated, and the size of their rotated part has no effect
     bare: tuple[str, ...] = ()  # names of a layer's weights that files have without .weight
     marker: str = ""  # key, not 0, in the files of this family alone, among several with the same architecture
     derive: Callable[[ConfigTable], Mapping[str, Any]] = lambda config: {}  # keys of config.json that files do not have
@@ -214,7 +215,7 @@ class GGUFFormat:
         if "rms_norm_eps" not in config:
             raise config.refused("rms_norm_eps", "a number from 1e-12 to 1e12")
         head_dim = read_head_dim(config)
-        whole = [] if "partial_rotary_factor" in self.keys else ["rope.dimension_count"]
+        whole = [] if "partial_rotary_factor" in self.keys or not self.rotates else ["rope.dimension_count"]
         for suffix in ("attention.value_length", *whole):
             key = f"{self.architecture}.{suffix}"
             if metadata.get(key, head_dim) != head_dim:

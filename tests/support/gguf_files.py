@@ -297,6 +297,7 @@ def _describe_mlp_layers(family: str, spec: DecoderSpec) -> dict[str, Any]:
     values = {
         f"{family}.attention.layer_norm_rms_epsilon": spec.norm_eps,
         f"{family}.block_count": spec.num_layers,
+        f"{family}.rope.dimension_count": spec.hidden_size // spec.num_heads,
         f"{family}.feed_forward_length": [size if is_mlp else 0 for is_mlp in spec.mlp_layers],
     }
     if spec.experts:

@@ -252,6 +252,7 @@ def _gguf(architecture: str) -> GGUFFormat:
         KEYS | MAMBA_KEYS | NEMOTRON_EXPERT_KEYS,
         NEMOTRON_GGUF_NAMES,
         neighboring_pairs=True,
+        rotates=False,
         derive=_derive,
     )
 
