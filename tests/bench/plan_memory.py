@@ -38,7 +38,10 @@ from tests.support.golden_images import FAMILIES as IMAGE_FAMILIES
 from tests.support.quantized_folders import CONFIG, MATRICES, common_folders
 
 WIDER = 16
-SCALED = ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads")
+SCALED = (
+    *("hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("mamba_n_heads", "mamba_d_ssm"),
+)
 VOCABULARY = 16_000
 KV_CACHE_MEMORY = 192 << 20
 IMAGES = 3  # images, of which the image cache holds all but one
@@ -111,7 +114,8 @@ def planned_bytes(model: str, weights: str, kv_cache_dtype: str) -> int:
 
 def _options(model: str, weights: str, kv_cache_dtype: str) -> dict[str, Any]:
     options: dict[str, Any] = {"model": model or None, "weights": weights, "kv_cache_dtype": kv_cache_dtype}
-    options |= {"kv_cache_memory": KV_CACHE_MEMORY, "max_num_seqs": 8, "threads": 2}
+    # The steps use no states of the prefix cache.
+    options |= {"kv_cache_memory": KV_CACHE_MEMORY, "state_cache_memory": 0, "max_num_seqs": 8, "threads": 2}
     tower = _tower(model)
     if tower is None:
         return options
