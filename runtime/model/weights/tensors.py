@@ -56,7 +56,13 @@ class _Checker(WeightPlanner):
     def _check(self, parts: Sequence[Part], allowed: Collection[str]) -> None:
         for name, shape in ((part.tensor, part.shape) for part in parts):
             where = f"tensor {name} in {self._checkpoint.path}"
-            if (found := self._checkpoint.shape(name)) != shape:
+            if _without_ones(found := self._checkpoint.shape(name)) != _without_ones(shape):
                 raise WrongTensor(f"{where} is {list(found)}; {self._checkpoint.config_name} implies {list(shape)}")
             if (dtype := self._checkpoint.dtype(name)) not in allowed:
                 raise WrongTensor(f"{where} is {dtype}; it must be one of {', '.join(allowed)}")
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without leading dimensions of one, which llama.cpp's tools drop when they write a file again."""
+    first = next((index for index, size in enumerate(shape) if size != 1), len(shape))
+    return shape[first:]

@@ -141,6 +141,23 @@ def test_the_weights_are_those_of_the_folder(
             np.testing.assert_array_equal(getattr(layer.mlp, name), getattr(like.mlp, name))
 
 
+def test_leading_dimensions_of_one_do_not_count(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """`llama-quantize` drops them, as that of a mixer's norm with one group."""
+    source = folder("qwen3")
+    stored = stored_tensors(source, "F32")
+    name = "blk.0.attn_norm.weight"
+    (size,) = stored[name].shape
+
+    def norm_of(*shape: int) -> Any:
+        tensors = {**stored, name: replace(stored[name], shape=shape)}
+        model = pack_model(write(tmp_path / "a.gguf", describe(source), tensors), "f32")
+        return model.weights.layers[0].input_norm
+
+    np.testing.assert_array_equal([norm_of(1, size), norm_of(1, 1, size)], [norm_of(size)] * 2)
+    with pytest.raises(WrongTensor, match=rf"is \[{size}, 1\]; the metadata implies \[{size}\]"):
+        norm_of(size, 1)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_has_the_tokens_of_the_folder(
     folder: Callable[[str], Path], family: str, compute_logits: Callable[..., Any], tmp_path: Path
