@@ -39,7 +39,7 @@ from safetensors.numpy import save_file
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests.support
 
 from tests.support.families import GOLDENS
-from tests.support.gguf_files import Tensor, describe, rope_factors, stored_tensors, write
+from tests.support.gguf_files import CHANGED, Tensor, describe, rope_factors, stored_tensors, write
 from tests.support.quantized_folders import Make, awq, folder_of, fp8, gptq, int8, words
 
 TRACED = 20  # one case in TRACED runs under tracemalloc
@@ -254,8 +254,11 @@ def make_seeds(folder: Path) -> list[Seed]:
         shutil.copytree(GOLDENS / family, golden, ignore=shutil.ignore_patterns("*.npz"))
         config = golden / "config.json"
         seeds.append(Seed(f"{family} config.json", config, config.stat().st_size, golden, config.read_bytes()))
-        tensors = stored_tensors(golden, "F32")
-        path = write(folder / f"golden-{family}.gguf", {**describe(golden), **VOCABULARY}, tensors)
+        changed = folder / f"changed-{family}"
+        shutil.copytree(golden, changed)
+        (changed / "config.json").write_text(json.dumps(json.loads(config.read_bytes()) | CHANGED.get(family, {})))
+        tensors = stored_tensors(changed, "F32")
+        path = write(folder / f"golden-{family}.gguf", {**describe(changed), **VOCABULARY}, tensors)
         seeds.append(_gguf_seed(path, tensors))
     copy = folder / "safetensors"
     shutil.copytree(source, copy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ....kernels.ops import RoutingRule
@@ -184,8 +185,8 @@ def _read_experts(config: ConfigTable, layers: tuple[bool, ...]) -> Experts:
     return replace(experts, rule=rule, choice_bias=True, shared_size=shared_size)
 
 
-def _derive(config: ConfigTable) -> Mapping[str, Any]:
-    """Return the keys that files have in another form: layers without KV heads are no attention.
+def _derive(block: str, config: ConfigTable) -> Mapping[str, Any]:
+    """Return the keys that files have in another form: layers without KV heads are no attention, but a `block`.
 
     Layers that predict further tokens are the last ones, and are not read.
     """
@@ -204,7 +205,6 @@ def _derive(config: ConfigTable) -> Mapping[str, Any]:
         raise config.refused("intermediate_size", f"a number, or one for each of {layers} layers")
     if len(set(each) - {0}) > 1:
         raise config.refused("intermediate_size", "the same number in all layers with an MLP, 0 in the others")
-    block = "mlp" if config.values["n_routed_experts"] is None else "moe"
     kinds = [
         "attention" if attends else block if size else "mamba"
         for attends, size in zip(has_attention, each, strict=True)
@@ -253,7 +253,7 @@ def _gguf(architecture: str) -> GGUFFormat:
         NEMOTRON_GGUF_NAMES,
         neighboring_pairs=True,
         rotates=False,
-        derive=_derive,
+        derive=partial(_derive, "moe" if architecture == "nemotron_h_moe" else "mlp"),
     )
 
 

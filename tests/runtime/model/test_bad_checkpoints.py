@@ -84,7 +84,7 @@ def test_a_missing_tensor(rewritten: Callable[[str, Edit], Path], family: str, n
     ("name", "shape"),
     [
         ("model.embed_tokens.weight", (319, 64)),
-        ("model.norm.weight", (1, 64)),
+        ("model.norm.weight", (64, 1)),
         (f"{LAYER}self_attn.q_proj.weight", (96 + 24, 64)),
         (f"{LAYER}self_attn.k_norm.weight", (16,)),
         (f"{LAYER}self_attn.o_proj.weight", (96, 64)),

@@ -29,36 +29,19 @@ from quire.runtime.model.spec import FrequencyDivisors, LinearScaling
 from quire.runtime.model.weights.decoder_weights import MlpWeights, plan_weights
 
 from tests.support.ggml import random_blocks
-from tests.support.gguf_files import ARCHITECTURES, NAMES, Tensor, convert, describe, encode, stored_tensors, write
+from tests.support.gguf_files import (
+    ARCHITECTURES,
+    CHANGED,
+    NAMES,
+    Tensor,
+    convert,
+    describe,
+    encode,
+    stored_tensors,
+    write,
+)
 from tests.support.matrices import packed_matrices
 
-LAYERS = ["linear_attention", "full_attention"]
-FULL: dict[str, Any] = {"sliding_window": None, "use_sliding_window": False}
-CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens that GGUF files of a family cannot have
-    "qwen2": FULL,
-    "mistral": FULL,
-    "mixtral": FULL,
-    "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
-    "lfm2": {"conv_bias": False},
-    "granite_hybrid": {"mamba_proj_bias": False, "time_step_limit": None},
-    "lfm2_moe": {},
-    "granite_hybrid_moe": {},
-    "nemotron_h": {"use_bias": False},
-    "nemotron_h_moe": {"mlp_bias": False, "n_group": 1},
-    "qwen3_next": {"num_hidden_layers": 2, "layer_types": LAYERS, "mlp_only_layers": [], "norm_topk_prob": True},
-    "falcon_h1": {
-        **dict.fromkeys(("mamba_rms_norm", "mamba_norm_before_gate", "mamba_proj_bias", "projectors_bias"), False),
-        **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "mlp_multipliers")),
-        **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier")),
-        **dict.fromkeys(("ssm_in_multiplier", "ssm_multipliers", "ssm_out_multiplier")),
-    },
-    "gemma2": {"query_pre_attn_scalar": 32},
-    "gemma3": {"query_pre_attn_scalar": 32},
-    "ernie4_5": {"use_bias": False},
-    "ministral3": {"sliding_window": None},
-    "seed_oss": {"attention_out_bias": False, "mlp_bias": False},
-    "qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": [], "norm_topk_prob": True},
-}
 METADATA: dict[str, dict[str, Any]] = {
     "gemma3": {"gemma3.attention.sliding_window_pattern": 3},  # the converter leaves out 6, the usual one
     "olmo3": {"olmo2.attention.sliding_window_pattern": [True, True, True, False, True]},
@@ -139,6 +122,15 @@ def test_the_weights_are_those_of_the_folder(
             np.testing.assert_array_equal(getattr(layer.mixer, name, None), getattr(like.mixer, name, None))
         for name in ("gate_up_bias", "down_bias") if isinstance(layer.mlp, MlpWeights) else ():
             np.testing.assert_array_equal(getattr(layer.mlp, name), getattr(like.mlp, name))
+
+
+def test_a_dense_nemotron_has_mlps_although_its_file_counts_experts(
+    folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The converter copies `n_routed_experts` from configs of transformers 5, which have it for dense models, too."""
+    source = folder("nemotron_h")
+    plain = read_spec(convert(source, tmp_path / "a.gguf"))
+    assert read_spec(convert(source, tmp_path / "b.gguf", metadata={"nemotron_h.expert_count": 8})) == plain
 
 
 def test_leading_dimensions_of_one_do_not_count(folder: Callable[[str], Path], tmp_path: Path) -> None:
