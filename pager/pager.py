@@ -102,11 +102,12 @@ class Pager:
         immediately if neither has changed.
         """
         cached = self.cached_states
+        is_due = table.num_tokens >= table.commit_at
         full = table.num_tokens // self.page_size
-        is_kept = cached is not None and full > 0 and table.has_state(full * self.page_size)
+        is_kept = is_due and cached is not None and full > 0 and table.has_state(full * self.page_size)
         if self.states.num_slots:
             table.keep_state()
-        if table.num_tokens < table.commit_at:
+        if not is_due:
             return
         if len(token_ids) < table.num_tokens:
             raise ValueError(f"the table holds {table.num_tokens} tokens, token_ids has only {len(token_ids)}")

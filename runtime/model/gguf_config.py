@@ -85,6 +85,7 @@ ROPE_FREQS = "rope_freqs.weight"  # f32 [rotated elements / 2]: divisors of the 
 LONG_ROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # the same
 LONG_ROPE_SCALE = "rope.scaling.attn_factor"
 NEXT_TOKENS = "nextn_predict_layers"  # the number of layers after the decoder's, which predict further tokens
+SIGMOID = 2  # the value of expert_gating_func for routers with sigmoids
 QUANTIZATION = 2  # the version of GGML's block formats
 EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 

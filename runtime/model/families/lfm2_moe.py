@@ -8,13 +8,12 @@ from typing import Any
 
 from ....kernels.ops import RoutingRule
 from ..config_json import MAX_LAYERS, ConfigTable, num_layers, read_experts
-from ..gguf_config import KEYS, GGUFFormat
+from ..gguf_config import KEYS, SIGMOID, GGUFFormat
 from ..spec import DecoderSpec
 from .family import Family
 from .lfm2 import LFM2_GGUF_NAMES, NAMES, build_hybrid, derive_layers, with_other_keys
 
 EPS = 1e-6  # added to the sum of a token's weights
-SIGMOID = 2  # LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID of llama.cpp
 MOE_NAMES = replace(
     NAMES,
     router="feed_forward.gate",

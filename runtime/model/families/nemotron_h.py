@@ -18,14 +18,13 @@ from ..config_json import (
     num_layers,
     read_experts,
 )
-from ..gguf_config import GGUF_NAMES, KEYS, NEXT_TOKENS, GGUFFormat, read_kv_heads
+from ..gguf_config import GGUF_NAMES, KEYS, NEXT_TOKENS, SIGMOID, GGUFFormat, read_kv_heads
 from ..spec import DecoderSpec, Experts, Mamba, Rope, TensorNames
 from .family import Family
 from .mamba import MAX_INNER, MAX_STATE, MAX_TAPS, read_time_limits
 
 MAX_MAMBA_HEAD = MAX_INNER // MAX_HEADS
 EPS = 1e-20  # epsilon of the sum of the chosen experts' scores
-SIGMOID = 2  # expert_gating_func
 NAMES = TensorNames(
     embedding="backbone.embeddings",
     layer="backbone.layers.{}.",
