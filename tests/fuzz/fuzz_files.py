@@ -1,6 +1,6 @@
 """Open broken model files: whatever their headers claim, each must load or raise a ModelError.
 
-usage: fuzz_files.py [--cases 200000] [--seed 1]
+usage: fuzz_files.py [--cases 200000] [--seed 1] [--only PART OF A SEED'S NAME ...]
 
 A case is a small GGUF file, a part of a split one, or a safetensors folder, with one or more changes: numbers in the
 header replaced by extreme ones, bytes flipped, ranges removed, repeated or exchanged, the file truncated. Folders that
@@ -22,7 +22,7 @@ import tempfile
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -90,7 +90,10 @@ QUANTIZED: dict[str, tuple[Mapping[str, Any], Make]] = {
     "int8": (COMPRESSED, int8()),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [16, 32]}, fp8((16, 32), name="weight_scale_inv")),
 }
-WITH_MATRICES = ("granite_hybrid", "falcon_h1", "qwen3_5", "qwen3_next")  # goldens of families
+WITH_MATRICES = (  # goldens of families
+    *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+)
 FAMILIES: dict[str, dict[str, Any]] = {  # family -> content of its files beyond Llama's
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 1},
     "qwen3_moe": {
@@ -170,10 +173,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="PART")
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     with tempfile.TemporaryDirectory(dir=IN_MEMORY if os.path.isdir(IN_MEMORY) else None) as folder:
-        outcomes, breaches, peak, slowest_s = run(Path(folder), options.cases, options.seed)
+        outcomes, breaches, peak, slowest_s = run(Path(folder), options.cases, options.seed, options.only)
     print(f"cases        {sum(outcomes.values()):,}")
     print(f"outcomes     {', '.join(f'{name} {count:,}' for name, count in outcomes.most_common())}")
     print(f"memory       at most {peak:,} bytes for a file of some KB ({TRACED}th cases)")
@@ -184,10 +188,10 @@ def main() -> int:
     return 1 if breaches else 0
 
 
-def run(folder: Path, cases: int, seed: int) -> tuple[Counter[str], list[str], int, float]:
+def run(folder: Path, cases: int, seed: int, only: Sequence[str] = ("",)) -> tuple[Counter[str], list[str], int, float]:
     """Return the outcomes by kind of file, the breaches, the largest peak of traced bytes and the longest time."""
     rng = Random(seed)
-    seeds = make_seeds(folder)
+    seeds = [each for each in make_seeds(folder) if any(part in each.name for part in only)]
     outcomes = Counter[str]()
     breaches: list[str] = []
     peak = 0
@@ -247,29 +251,13 @@ def make_seeds(folder: Path) -> list[Seed]:
         tensors = {**stored_tensors(other, "F32"), **rope_factors(other)}
         seeds.append(_gguf_seed(write(folder / f"{family}.gguf", {**describe(other), **VOCABULARY}, tensors), tensors))
     for family in ("lfm2", "lfm2_moe"):
-        config = folder / f"source-{family}" / "config.json"
-        seeds.append(Seed(f"{family} config.json", config, config.stat().st_size, config.parent, config.read_bytes()))
-    for family in WITH_MATRICES:
-        golden = folder / f"golden-{family}"
-        shutil.copytree(GOLDENS / family, golden, ignore=shutil.ignore_patterns("*.npz"))
-        config = golden / "config.json"
-        seeds.append(Seed(f"{family} config.json", config, config.stat().st_size, golden, config.read_bytes()))
-        changed = folder / f"changed-{family}"
-        shutil.copytree(golden, changed)
-        (changed / "config.json").write_text(json.dumps(json.loads(config.read_bytes()) | CHANGED.get(family, {})))
-        tensors = stored_tensors(changed, "F32")
-        path = write(folder / f"golden-{family}.gguf", {**describe(changed), **VOCABULARY}, tensors)
-        seeds.append(_gguf_seed(path, tensors))
-    copy = folder / "safetensors"
-    shutil.copytree(source, copy)
-    config = copy / "config.json"
-    file = copy / "model.safetensors"
-    length = struct.unpack("<Q", file.read_bytes()[:8])[0]
+        seeds.extend(_seeds_of_folder(folder / f"source-{family}", family))
+    for family in (*WITH_MATRICES, "olmo_hybrid"):
+        seeds.extend(_seeds_of_golden(folder, family))
     return [
         *seeds,
-        *_seeds_of_stacked_experts(folder / "gpt_oss"),
-        Seed("config.json", config, config.stat().st_size, copy, config.read_bytes()),
-        Seed("safetensors", file, 8 + length, copy, file.read_bytes()),
+        *_seeds_of_folder(_copied_golden(folder, "gpt_oss_mxfp4"), "gpt-oss"),
+        *_seeds_of_folder(shutil.copytree(source, folder / "safetensors"), "llama"),
         *(seed for name, how in QUANTIZED.items() for seed in _quantized_seeds(folder / name, *how)),
     ]
 
@@ -291,15 +279,31 @@ def _make_model(folder: Path, config: Mapping[str, Any]) -> Path:
     return folder
 
 
-def _seeds_of_stacked_experts(folder: Path) -> list[Seed]:
-    shutil.copytree(GOLDENS / "gpt_oss_mxfp4", folder)
+def _copied_golden(folder: Path, family: str) -> Path:
+    return shutil.copytree(GOLDENS / family, folder / f"golden-{family}", ignore=shutil.ignore_patterns("*.npz"))
+
+
+def _seeds_of_golden(folder: Path, family: str) -> Iterator[Seed]:
+    """Yield seeds of a family with recurrent states: its folder, and its GGUF file if llama.cpp has such files."""
+    golden = _copied_golden(folder, family)
+    yield from _seeds_of_folder(golden, family)
+    if family not in WITH_MATRICES:
+        return
+    changed = folder / f"changed-{family}"
+    shutil.copytree(golden, changed)
+    config = json.loads((golden / "config.json").read_bytes())
+    (changed / "config.json").write_text(json.dumps(config | CHANGED.get(family, {})))
+    tensors = stored_tensors(changed, "F32")
+    yield _gguf_seed(write(folder / f"{golden.name}.gguf", {**describe(changed), **VOCABULARY}, tensors), tensors)
+
+
+def _seeds_of_folder(folder: Path, name: str) -> Iterator[Seed]:
+    """Yield seeds of a folder's config.json and of the header of its tensors."""
     config = folder / "config.json"
     file = folder / "model.safetensors"
     length = struct.unpack("<Q", file.read_bytes()[:8])[0]
-    return [
-        Seed("config.json of gpt-oss", config, config.stat().st_size, folder, config.read_bytes()),
-        Seed("safetensors of gpt-oss", file, 8 + length, folder, file.read_bytes()),
-    ]
+    yield Seed(f"config.json of {name}", config, config.stat().st_size, folder, config.read_bytes())
+    yield Seed(f"safetensors of {name}", file, 8 + length, folder, file.read_bytes())
 
 
 def _gguf_seed(path: Path, tensors: Mapping[str, Tensor]) -> Seed:
