@@ -36,6 +36,7 @@ EPILOGUES: dict[str, Epilogue] = {
     "gelu_tanh": "geglu",
     "clamped_silu": "swiglu_clamped",
     "relu_squared": "relu_squared",
+    "ungated_gelu_tanh": "gelu_tanh",
 }
 
 
@@ -48,7 +49,7 @@ def emit_decoder(
 ) -> Logits:
     """Emit the ops from token ids to the logits of the rows that sample. `rotary` has one table per layer."""
     sampled = builder.gather(emit_layers(builder, spec, weights, rotary, states))
-    normed = builder.norm(sampled, weights.final_norm, spec.norm_eps, input_form(weights.lm_head))
+    normed = _normed(builder, spec, weights.final_norm, weights.final_norm_bias, sampled, input_form(weights.lm_head))
     return builder.logits(normed, weights.lm_head, spec.logits_scale, spec.logits_softcap)
 
 
@@ -67,6 +68,7 @@ def emit_layers(
     """
     x = builder.embed(weights.embedding, _embedding_scale(spec, weights))
     for layer, layer_weights in enumerate(weights.layers):
+        shared = _shared_input(builder, spec, layer_weights, x) if spec.parallel else None
         if isinstance(layer_weights.mixer, ConvolutionWeights):
             _convolution_block(builder, spec, layer_weights, layer_weights.mixer, states.rings[layer], x)
         elif isinstance(layer_weights.mixer, DeltaWeights):
@@ -76,9 +78,11 @@ def emit_layers(
         elif isinstance(layer_weights.mixer, MambaWeights):
             _mamba_block(builder, spec, layer_weights, layer_weights.mixer, layer, x, states)
         elif layer_weights.mixer is not None:
-            _attention_block(builder, spec, layer_weights, layer_weights.mixer, layer, x, rotary[layer], states, causal)
+            _attention_block(
+                builder, spec, layer_weights, layer_weights.mixer, layer, x, rotary[layer], states, causal, shared
+            )
         if layer_weights.mlp is not None:
-            _mlp_block(builder, spec, layer_weights, layer_weights.mlp, x)
+            _mlp_block(builder, spec, layer_weights, layer_weights.mlp, x, shared)
         if layer < spec.deepstack:
             builder.add_given(x, layer + 1)
     return x
@@ -103,8 +107,12 @@ def _attention_block(
     rotary: Table | None,
     states: StateLayout,
     causal: bool,
+    shared: Value | None,
 ) -> None:
-    """Emit x += o(attention(qkv(norm(x)))), and x += the output of a mixer beside attention."""
+    """Emit x += o(attention(qkv(norm(x)))), and x += the output of a mixer beside attention.
+
+    The norm may be there already: `shared` is what the MLP of a parallel layer reads.
+    """
     group, slot = _place(spec, index)
     heads = Heads(
         spec.num_heads,
@@ -119,7 +127,8 @@ def _attention_block(
         gated=spec.gated_heads,
         causal=causal,
     )
-    normed = _normed(builder, spec, layer.input_norm, x, input_form(weights.qkv))
+    form = input_form(weights.qkv)
+    normed = shared if shared is not None and shared.form == form else _input(builder, spec, layer, x, form)
     beside = layer.beside
     mixed = None if beside is None else _mix(builder, spec, beside, index, x, normed, states)
     qkv = builder.linear(normed, weights.qkv, weights.qkv_bias, "qkv", spec.attention_in_scale)
@@ -147,7 +156,7 @@ def _convolution_block(
     x: Value,
 ) -> None:
     """Emit x += out(convolution(in(norm(x))))."""
-    normed = _normed(builder, spec, layer.input_norm, x, input_form(weights.into))
+    normed = _input(builder, spec, layer, x, input_form(weights.into))
     gated = builder.linear(normed, weights.into, weights.into_bias, "gates, value")
     convolved = builder.short_conv(gated, weights.taps, weights.taps_bias, ring, input_form(weights.out))
     _add(builder, spec, convolved, weights.out, weights.out_bias, layer.attention_post_norm, x)
@@ -165,7 +174,7 @@ def _delta_block(
     """Emit x += out(norm(recurrence(convolution(in(norm(x))))) * silu(gate))."""
     delta = spec.delta
     assert delta is not None, "only a spec with gated delta nets has layers with them"
-    normed = _normed(builder, spec, layer.input_norm, x, input_form(weights.into))
+    normed = _input(builder, spec, layer, x, input_form(weights.into))
     mixed = builder.linear(normed, weights.into, None, "queries, keys, values, gates")
     if isinstance(normed, NormedValue):
         rates = builder.linear_f32(x, normed, weights.rates, None, "rates, decays")
@@ -210,7 +219,7 @@ def _mamba_block(
     states: StateLayout,
 ) -> None:
     """Emit x += out(mixed rows of norm(x))."""
-    normed = _normed(builder, spec, layer.input_norm, x, input_form(weights.into))
+    normed = _input(builder, spec, layer, x, input_form(weights.into))
     _add_mixed(builder, spec, weights, _mix(builder, spec, weights, index, x, normed, states), x)
 
 
@@ -267,16 +276,24 @@ def _add_mixed(builder: ProgramBuilder, spec: DecoderSpec, weights: MambaWeights
 
 
 def _mlp_block(
-    builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, mlp: MlpWeights | ExpertWeights, x: Value
+    builder: ProgramBuilder,
+    spec: DecoderSpec,
+    layer: LayerWeights,
+    mlp: MlpWeights | ExpertWeights,
+    x: Value,
+    shared: Value | None,
 ) -> None:
-    """Emit x += down(activation(gate(norm(x))) * up(norm(x))), or the same for the experts of each row."""
+    """Emit x += down(activation(gate(norm(x))) * up(norm(x))), or the same for the experts of each row.
+
+    In a parallel layer, norm(x) is `shared`: the rows before attention was added.
+    """
     if isinstance(mlp, ExpertWeights):
         assert layer.mlp_norm is not None, "families with experts norm what the router reads"
         normed = builder.norm(x, layer.mlp_norm, spec.norm_eps, input_form(mlp.gate_up[0]))
         _expert_block(builder, spec, mlp, x, normed)
         return
     activated = builder.activated(
-        _normed(builder, spec, layer.mlp_norm, x, input_form(mlp.gate_up)),
+        shared or _normed(builder, spec, layer.mlp_norm, layer.mlp_norm_bias, x, input_form(mlp.gate_up)),
         mlp.gate_up,
         mlp.gate_up_bias,
         spec.intermediate_size,
@@ -335,11 +352,30 @@ def _shared_expert(
     return None
 
 
+def _shared_input(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, x: Value) -> Value:
+    """Return norm(x) in the form that the MLP of a parallel layer reads."""
+    assert isinstance(layer.mlp, MlpWeights), "parallel layers have MLPs, not experts"
+    rows = _input(builder, spec, layer, x, input_form(layer.mlp.gate_up))
+    assert isinstance(rows, Value), "parallel layers have LayerNorm, an op of its own"
+    return rows
+
+
+def _input(
+    builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, x: Value, form: RowForm
+) -> Value | NormedValue:
+    """Return norm(x) by the first norm of a layer."""
+    return _normed(builder, spec, layer.input_norm, layer.input_norm_bias, x, form)
+
+
 def _normed(
-    builder: ProgramBuilder, spec: DecoderSpec, norm: Vector | None, x: Value, form: RowForm
+    builder: ProgramBuilder, spec: DecoderSpec, norm: Vector | None, bias: Vector | None, x: Value, form: RowForm
 ) -> Value | NormedValue:
     """Return norm(x), or x where the family does not norm it, in the form that the next linear layer reads."""
-    return builder.convert(x, form) if norm is None else builder.norm(x, norm, spec.norm_eps, form)
+    if norm is None:
+        return builder.convert(x, form)
+    if spec.norm_kind == "rms":
+        return builder.norm(x, norm, spec.norm_eps, form)
+    return builder.norm_rows(x, spec.norm_kind, norm, bias, spec.norm_eps, form)
 
 
 def _add(

@@ -20,6 +20,7 @@ from .weights.gguf_checkpoint import GGUFCheckpoint
 from .weights.paired_rows import PairedRows, neighboring_pairs
 from .weights.tensors import check_tensors
 
+RMS_EPS, LAYER_NORM_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 # Keys of config.json, and the metadata keys with the same values, after "<architecture>.".
 KEYS: dict[str, str] = {
     "hidden_size": "embedding_length",
@@ -28,7 +29,7 @@ KEYS: dict[str, str] = {
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "intermediate_size": "feed_forward_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rms_norm_eps": RMS_EPS,
     "max_position_embeddings": "context_length",
     "rope_theta": "rope.freq_base",
     "rope_scaling.rope_type": "rope.scaling.type",
@@ -37,6 +38,10 @@ KEYS: dict[str, str] = {
     "rope_scaling.attention_factor": "rope.scaling.yarn_attn_factor",
     "rope_scaling.beta_fast": "rope.scaling.yarn_beta_fast",
     "rope_scaling.beta_slow": "rope.scaling.yarn_beta_slow",
+}
+# The same for families with LayerNorm.
+LAYER_NORM_KEYS = {key: suffix for key, suffix in KEYS.items() if suffix != RMS_EPS} | {
+    "layer_norm_eps": LAYER_NORM_EPS
 }
 PER_LAYER = (  # keys with one value, or one for each layer
     "attention.head_count",
@@ -213,8 +218,9 @@ class GGUFFormat:
         Raises UnsupportedModel for metadata that the keys of config.json cannot express: heads of different sizes, or a
         partial rotation that the family does not have.
         """
-        if "rms_norm_eps" not in config:
-            raise config.refused("rms_norm_eps", "a number from 1e-12 to 1e12")
+        eps = next(key for key, suffix in self.keys.items() if suffix in (RMS_EPS, LAYER_NORM_EPS))
+        if eps not in config:
+            raise config.refused(eps, "a number from 1e-12 to 1e12")
         head_dim = read_head_dim(config)
         whole = [] if "partial_rotary_factor" in self.keys or not self.rotates else ["rope.dimension_count"]
         for suffix in ("attention.value_length", *whole):

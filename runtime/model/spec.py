@@ -12,7 +12,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.ops import RoutingRule
+from ...kernels.ops import NormKind, RoutingRule
+
+Activation = Literal["silu", "gelu_tanh", "clamped_silu", "relu_squared", "ungated_gelu_tanh"]
+UNGATED: tuple[Activation, ...] = ("relu_squared", "ungated_gelu_tanh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +255,12 @@ class DecoderSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    # activation of the gate of MLPs and experts; with relu_squared they have no gate, and it is the activation of up
-    activation: Literal["silu", "gelu_tanh", "clamped_silu", "relu_squared"] = "silu"
+    # activation of the gate of MLPs and experts; those in UNGATED are activations of up, without a gate
+    activation: Activation = "silu"
     sinks: bool = False  # each query head has a score in its softmax that belongs to no token
+    norm_kind: NormKind = "rms"  # kind of all norms; "layer" only without post_norms and experts
+    norm_bias: bool = False  # bias of the norms of the residual stream; of LayerNorm only
+    parallel: bool = False  # attention and MLP read the same rows, after one norm; only with norm_kind "layer"
     pre_norms: bool = True  # norms of the input of attention and MLP
     post_norms: bool = False  # norms of their output, before it is added to the residual stream
     norm_offset: float = 0.0  # offset added to the weights of all norms

@@ -412,6 +412,47 @@ CASES |= {
     ),
 }
 
+ODD: dict[str, Any] = {  # sizes that fill no tile
+    **SMALL,
+    "hidden_size": 72,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "intermediate_size": 100,
+    "eos_token_id": 1,
+}
+CASES |= {
+    "cohere2": Case(
+        "Cohere2Config",
+        torch.bfloat16,
+        5,
+        {
+            **ODD,
+            "num_hidden_layers": 4,
+            "attention_bias": True,
+            "logit_scale": 0.25,
+            "layer_norm_eps": 1e-4,
+            "sliding_window": 20,
+            "sliding_window_pattern": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+        },
+        four={"sliding_window_pattern": 3},
+        seed=130,
+    ),
+    "starcoder2": Case(
+        "Starcoder2Config",
+        torch.bfloat16,
+        4,
+        {
+            **ODD,
+            "sliding_window": 40,
+            "norm_epsilon": 1e-4,
+            "tie_word_embeddings": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+        },
+        seed=131,
+    ),
+}
+
 GPT_OSS: dict[str, Any] = {
     "vocab_size": 320,
     "num_key_value_heads": 2,

@@ -20,7 +20,7 @@ from quire.runtime.model import read_spec
 from quire.runtime.model.families.lfm2 import LFM2_GGUF_NAMES
 from quire.runtime.model.families.nemotron_h import NEMOTRON_GGUF_NAMES
 from quire.runtime.model.families.qwen3_next import HYBRID_GGUF_NAMES, NEXT_GGUF_NAMES
-from quire.runtime.model.gguf_config import GGUF_NAMES, KEYS
+from quire.runtime.model.gguf_config import GGUF_NAMES, KEYS, LAYER_NORM_KEYS
 from quire.runtime.model.spec import DecoderSpec, GatedDelta, Llama3Scaling, LongRopeScaling, Mamba, TensorNames
 from quire.runtime.model.weights.ggml import TYPES
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
@@ -196,6 +196,8 @@ CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens in place of some
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
     "ernie4_5": {"use_bias": False},
+    "cohere2": {"attention_bias": False},
+    "starcoder2": {"sliding_window": None},
     "ministral3": {"sliding_window": None},
     "seed_oss": {"attention_out_bias": False, "mlp_bias": False},
     "qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": [], "norm_topk_prob": True},
@@ -227,6 +229,7 @@ NAMES = {  # families with names of their own
     "qwen3_next": NEXT_GGUF_NAMES,
     "glm": replace(GGUF_NAMES, gate_up=("ffn_up",)),
     "glm4": replace(GGUF_NAMES, gate_up=("ffn_up",)),
+    "starcoder2": replace(GGUF_NAMES, gate_up=("ffn_up",)),
     "seed_oss": replace(GGUF_NAMES, mlp_norm="post_attention_norm"),
 }
 IN_F32 = r"_inp|shortconv\.conv|ssm_conv1d|ssm_dt|ssm_a$|ssm_d$|norm"  # tensors that are never quantized
@@ -242,20 +245,22 @@ PERMUTED = (
     "ministral3",
 )
 SMALL_EXPERTS = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "lfm2_moe", "nemotron_h_moe")
-OF_FAMILIES = {  # keys of config.json that the converter writes for some families
-    "attention.scale": ("attention_multiplier", "granite", "granite_hybrid"),
-    "embedding_scale": ("embedding_multiplier", "granite", "granite_hybrid"),
-    "residual_scale": ("residual_multiplier", "granite", "granite_hybrid"),
-    "logit_scale": ("logits_scaling", "granite", "granite_hybrid"),
-    "attention.sliding_window": ("sliding_window", "phi3", "gemma2", "gemma3", "gpt_oss", "olmo3", "exaone4"),
+SLIDING = ("phi3", "gemma2", "gemma3", "gpt_oss", "olmo3", "exaone4", "cohere2")
+OF_FAMILIES = {  # keys of config.json that the converter writes for some families: their metadata key, the families
+    "attention_multiplier": ("attention.scale", "granite", "granite_hybrid"),
+    "embedding_multiplier": ("embedding_scale", "granite", "granite_hybrid"),
+    "residual_multiplier": ("residual_scale", "granite", "granite_hybrid"),
+    "logits_scaling": ("logit_scale", "granite", "granite_hybrid"),
+    "logit_scale": ("logit_scale", "cohere2"),
+    "sliding_window": ("attention.sliding_window", *SLIDING),
     "attn_logit_softcapping": ("attn_logit_softcapping", "gemma2"),
     "final_logit_softcapping": ("final_logit_softcapping", "gemma2"),
-    "expert_used_count": ("num_experts_per_tok", "granite_hybrid", "mixtral", *SMALL_EXPERTS, "gpt_oss"),
-    "expert_feed_forward_length": ("moe_intermediate_size", *SMALL_EXPERTS),
-    "expert_shared_feed_forward_length": ("shared_intermediate_size", "granite_hybrid"),
-    "expert_weights_norm": ("norm_topk_prob", "nemotron_h_moe"),
-    "leading_dense_block_count": ("num_dense_layers", "lfm2_moe"),
-    "expert_weights_scale": ("routed_scaling_factor", "lfm2_moe", "nemotron_h_moe"),
+    "num_experts_per_tok": ("expert_used_count", "granite_hybrid", "mixtral", *SMALL_EXPERTS, "gpt_oss"),
+    "moe_intermediate_size": ("expert_feed_forward_length", *SMALL_EXPERTS),
+    "shared_intermediate_size": ("expert_shared_feed_forward_length", "granite_hybrid"),
+    "norm_topk_prob": ("expert_weights_norm", "nemotron_h_moe"),
+    "num_dense_layers": ("leading_dense_block_count", "lfm2_moe"),
+    "routed_scaling_factor": ("expert_weights_scale", "lfm2_moe", "nemotron_h_moe"),
 }
 
 
@@ -268,11 +273,12 @@ def describe(folder: Path) -> dict[str, Any]:
     scaling = scaling.get("full_attention", scaling)
     values: dict[str, Any] = {"general.architecture": family}
     written = scaling if scaling.get("rope_type") in ("linear", "yarn") else {}
-    for key, name in KEYS.items():
+    keys = KEYS if spec.norm_kind == "rms" else LAYER_NORM_KEYS | {"norm_epsilon": LAYER_NORM_KEYS["layer_norm_eps"]}
+    for key, name in keys.items():
         value = written.get(key.removeprefix("rope_scaling.")) if "." in key else config.get(key, scaling.get(key))
         if value is not None:
             values[f"{family}.{name}"] = float(value) if name in FLOATS else value
-    for name, (key, *families) in OF_FAMILIES.items():
+    for key, (name, *families) in OF_FAMILIES.items():
         if spec.family in families and config.get(key) is not None:
             values[f"{family}.{name}"] = config[key]
     rope = next((rope for rope in spec.ropes if rope is not None), None)
@@ -345,6 +351,7 @@ def _describe_delta(family: str, delta: GatedDelta) -> dict[str, Any]:
 
 
 FLOATS = (
+    "attention.layer_norm_epsilon",
     "attention.layer_norm_rms_epsilon",
     "rope.freq_base",
     "rope.scaling.factor",

@@ -30,7 +30,8 @@ def emit_encoder(
     if isinstance(spec.body, DecoderSpec):
         assert isinstance(weights.body, DecoderWeights), "a spec and its weights are of one kind"
         x = emit_layers(builder, spec.body, weights.body, rotary, lay_out_states(spec.body), causal=spec.causal)
-        x = builder.norm_rows(x, "rms", weights.body.final_norm, None, spec.body.norm_eps, F32)
+        final_norm, bias = weights.body.final_norm, weights.body.final_norm_bias
+        x = builder.norm_rows(x, spec.body.norm_kind, final_norm, bias, spec.body.norm_eps, F32)
     else:
         assert isinstance(weights.body, BertWeights), "a spec and its weights are of one kind"
         x = _emit_bert(builder, spec.body, weights.body, rotary, spec.max_model_len)

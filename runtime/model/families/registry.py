@@ -18,6 +18,7 @@ from ..weights.quantization import Quantization
 from ..weights.quantized import QuantizedCheckpoint
 from ..weights.safetensors import SafetensorsCheckpoint
 from ..weights.tensors import check_tensors
+from .cohere2 import COHERE2
 from .ernie4_5 import ERNIE4_5
 from .exaone4 import EXAONE4
 from .falcon_h1 import FALCON_H1
@@ -49,6 +50,7 @@ from .qwen3_next import QWEN3_NEXT
 from .qwen3_vl import QWEN3_VL
 from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
+from .starcoder2 import STARCODER2
 from .unsupported import MISSING_PARTS
 
 FAMILIES = (
@@ -75,6 +77,8 @@ FAMILIES = (
     ERNIE4_5,
     GLM,
     GLM4,
+    COHERE2,
+    STARCODER2,
     MINISTRAL3,
     PHI3,
     GEMMA2,

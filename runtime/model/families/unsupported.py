@@ -7,7 +7,6 @@ PARALLEL = "LayerNorm, and attention and MLP beside each other (parallel residua
 
 MISSING_PARTS: dict[str, str] = {  # config.json's `architectures[0]` -> the parts
     "CohereForCausalLM": PARALLEL,
-    "Cohere2ForCausalLM": PARALLEL,
     "DeepseekV2ForCausalLM": LATENT,
     "DeepseekV3ForCausalLM": LATENT,
     "Ernie4_5_MoeForCausalLM": "experts chosen with a correction bias beside shared experts, by ERNIE's names",
@@ -21,5 +20,4 @@ MISSING_PARTS: dict[str, str] = {  # config.json's `architectures[0]` -> the par
     "MiniCPMForCausalLM": "code in the model's folder, which is not run",
     "PhiForCausalLM": PARALLEL,
     "StableLmForCausalLM": "LayerNorm in place of RMSNorm",
-    "Starcoder2ForCausalLM": "LayerNorm in place of RMSNorm, and an MLP without a gate",
 }

@@ -18,7 +18,7 @@ from ....kernels.ops import padded
 from ....kernels.pack import BLOCK_DTYPES, PackedMatrix
 from ...common.config import WeightDtype
 from ...common.errors import MissingTensor, WrongTensor
-from ..spec import DecoderSpec, Experts, Mamba
+from ..spec import UNGATED, DecoderSpec, Experts, Mamba
 from . import READABLE, Checkpoint, as_f32
 from .delta_weights import DeltaWeights, build_delta
 from .mamba_weights import MambaWeights, build_mamba
@@ -98,10 +98,12 @@ class LayerWeights:
     """The weights of one layer. Norms and parts that it does not have are None."""
 
     input_norm: Vector | None  # [hidden]
+    input_norm_bias: Vector | None  # [hidden]
     mixer: AttentionWeights | ConvolutionWeights | DeltaWeights | MambaWeights | None
     beside: MambaWeights | None  # a mixer beside attention, for the same rows
     attention_post_norm: Vector | None  # [hidden]
     mlp_norm: Vector | None  # [hidden]
+    mlp_norm_bias: Vector | None  # [hidden]
     mlp: MlpWeights | ExpertWeights | None
     mlp_post_norm: Vector | None  # [hidden]
 
@@ -113,6 +115,7 @@ class DecoderWeights:
     embedding: PackedMatrix  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: Vector  # [hidden]
+    final_norm_bias: Vector | None  # [hidden]
     lm_head: PackedMatrix  # [vocab, hidden]
 
 
@@ -174,8 +177,10 @@ def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory)
     embedding = vocabulary(names.embedding, GROUP if spec.tie_embeddings else 0)
     layers = tuple(_build_layer(spec, layer, dtype, factory) for layer in range(spec.num_layers))
     final_norm = factory.vector(hidden, [Part(f"{names.final_norm}.weight", (hidden,))], spec.norm_offset)
+    norm_bias = [Part(f"{names.final_norm}.bias", (hidden,))]
+    final_norm_bias = factory.vector(hidden, norm_bias) if spec.norm_bias else None
     lm_head = embedding if spec.tie_embeddings else vocabulary(names.lm_head, GROUP)
-    return DecoderWeights(embedding, layers, final_norm, lm_head)
+    return DecoderWeights(embedding, layers, final_norm, final_norm_bias, lm_head)
 
 
 def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: WeightFactory) -> LayerWeights:
@@ -199,6 +204,9 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
 
     def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
         return factory.vector(size, named(parts, prefix, "bias")) if present else None
+
+    def norm_bias(norm: Vector | None, name: str) -> Vector | None:
+        return bias(spec.norm_bias and norm is not None, hidden, stacked((name,), (hidden,)))
 
     def mlp(gate_up_names: tuple[str, ...], down_name: str, size: int) -> MlpWeights:
         columns, gate_up = _gate_up(spec, gate_up_names, size)
@@ -267,14 +275,16 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
     has_mixer = not spec.mlp_layers or not spec.mlp_layers[layer]
     has_mlp = not spec.mlp_layers or spec.mlp_layers[layer]
     input_norm = norm(spec.norms_input(layer) and has_mixer, names.input_norm, hidden)
-    mlp_norm = norm(spec.norms_input(layer) and has_mlp, names.mlp_norm, hidden)
+    mlp_norm = norm(spec.norms_input(layer) and has_mlp and not spec.parallel, names.mlp_norm, hidden)
     experts = spec.experts if spec.experts is not None and spec.experts.layers[layer] else None
     return LayerWeights(
         input_norm=input_norm,
+        input_norm_bias=norm_bias(input_norm, names.input_norm),
         mixer=mixer(),
         beside=mamba(spec.mamba) if spec.mamba is not None and spec.mamba.beside_attention else None,
         attention_post_norm=norm(spec.norms_output(layer), names.attention_post_norm, hidden),
         mlp_norm=mlp_norm,
+        mlp_norm_bias=norm_bias(mlp_norm, names.mlp_norm),
         mlp=feed_forward(),
         mlp_post_norm=norm(spec.norms_output(layer), names.mlp_post_norm, hidden),
     )
@@ -330,7 +340,7 @@ def _build_experts(
 
 def _gate_up(spec: DecoderSpec, names: tuple[str, ...], size: int) -> tuple[int, list[Part]]:
     """Return the columns and the parts of the matrix of gate and up, or of up alone."""
-    if spec.activation == "relu_squared":
+    if spec.activation in UNGATED:
         return size, stacked(names, (size,))
     return 2 * padded(size), interleaved(names, size)
 

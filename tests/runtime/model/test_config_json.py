@@ -39,6 +39,8 @@ ARCHITECTURE = {
     "ernie4_5": "Ernie4_5ForCausalLM",
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
@@ -132,6 +134,9 @@ def test_defaults(read: Read) -> None:
         ("ernie4_5", {"use_bias": True}, True, True, True),
         ("glm", {}, True, False, False),
         ("glm4", {"attention_bias": False}, False, False, False),
+        ("cohere2", {}, False, False, False),
+        ("starcoder2", {}, True, True, True),
+        ("starcoder2", {"use_bias": False}, False, False, False),
         ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}, False, True, True),
     ],
 )
@@ -201,6 +206,11 @@ def test_families_that_norm_queries_and_keys(read: Read) -> None:
         ("exaone4", {"sliding_window": 8, "sliding_window_pattern": 2}, (8, 0, 8)),
         ("exaone4", {"sliding_window": 8, "sliding_window_pattern": "LG"}, (8, 0, 8)),
         ("exaone4", {"sliding_window": None, "sliding_window_pattern": None}, (0, 0, 0)),
+        ("cohere2", {"num_hidden_layers": 4}, (4096, 4096, 4096, 0)),
+        ("cohere2", {"sliding_window": 8, "sliding_window_pattern": 2}, (8, 0, 8)),
+        ("cohere2", {"sliding_window": 8, "layer_types": ["full_attention"] * 3}, (0, 0, 0)),
+        ("starcoder2", {}, (0, 0, 0)),
+        ("starcoder2", {"sliding_window": 8}, (8, 8, 8)),
         ("gemma2", {"sliding_window": 8}, (8, 0, 8)),
         ("gemma2", {}, (4096, 0, 4096)),
         ("gemma2", {"layer_types": ["full_attention"] * 3}, (0, 0, 0)),
@@ -403,6 +413,20 @@ def test_full_layers_of_exaone4_do_not_rotate_heads_beside_sliding_ones(read: Re
     assert read("exaone4", sliding_window=None).ropes == (Rope(1e4),) * 3
 
 
+def test_full_layers_of_cohere2_do_not_rotate_heads(read: Read) -> None:
+    assert read("cohere2", sliding_window_pattern=2).ropes == (Rope(1e4), None, Rope(1e4))
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "has_bias", "parallel"),
+    [("cohere2", "layer_norm_eps", False, True), ("starcoder2", "norm_epsilon", True, False)],
+)
+def test_families_with_layer_norm(read: Read, family: str, key: str, has_bias: bool, parallel: bool) -> None:
+    spec = read(family, rms_norm_eps=1.0, **{key: 1e-3})
+    assert (spec.norm_kind, spec.norm_eps, spec.norm_bias, spec.parallel) == ("layer", 1e-3, has_bias, parallel)
+    assert read(family).norm_eps == 1e-5
+
+
 def test_the_text_part_of_a_gemma3_with_images(read: Read) -> None:
     nothing = dict.fromkeys(MINIMAL, ...)
     text = {"hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10240, "sliding_window": 1024}
@@ -531,6 +555,8 @@ def test_a_size_must_be_given_and_be_an_integer_in_range(read: Read, key: str, v
         ("qwen3", {"layer_types": [["full_attention"]] * 3}, "layer_types"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
         ("gemma2", {"sliding_window": None}, "sliding_window"),
+        ("cohere2", {"sliding_window": None}, "sliding_window is null; it must be an integer"),
+        ("cohere2", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0; it must be"),
         ("gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern"),
     ],
 )
@@ -563,6 +589,12 @@ def test_an_invalid_window_is_refused_by_name(read: Read, family: str, keys: Any
         ("seed_oss", {"attention_out_bias": 1}, "attention_out_bias"),
         ("ernie4_5", {"use_bias": 1}, "use_bias"),
         ("glm4", {"partial_rotary_factor": 0.01}, "partial_rotary_factor"),
+        ("cohere2", {"logit_scale": 0}, "logit_scale is 0; it must be a number"),
+        ("cohere2", {"layer_norm_eps": "1e-5"}, "layer_norm_eps"),
+        ("cohere2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; it must be absent or 1"),
+        ("starcoder2", {"hidden_act": "silu"}, 'hidden_act is "silu"; it must be "gelu_pytorch_tanh"'),
+        ("starcoder2", {"norm_epsilon": None}, "norm_epsilon is null"),
+        ("starcoder2", {"use_bias": "yes"}, "use_bias"),
         ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": -1}}, "rope_parameters.llama_4_scaling_beta"),
         (
             "ministral3",

@@ -253,6 +253,13 @@ def test_the_first_files_of_exaone_4_32b_have_no_window(edited: Callable[..., Pa
     assert spec.windows == (4096, 4096, 4096, 0) * 16
 
 
+@pytest.mark.parametrize(("pattern", "full"), [(None, [3]), (2, [1, 3]), ([True, False, True, True], [1])])
+def test_full_layers_of_cohere2_do_not_rotate_heads(edited: Callable[..., Path], pattern: Any, full: list[int]) -> None:
+    spec = read_spec(edited("cohere2", {"cohere2.attention.sliding_window_pattern": pattern}))
+    assert [layer for layer, window in enumerate(spec.windows) if not window] == full
+    assert [layer for layer, rope in enumerate(spec.ropes) if rope is None] == full
+
+
 def test_layers_without_rotary_embedding_have_no_divisors(edited: Callable[..., Path]) -> None:
     divisors = np.linspace(1, 2, 6, dtype=np.float32)
     spec = read_spec(edited("smollm3", {}, {"rope_freqs.weight": encode(divisors, "F32")}))
@@ -311,6 +318,9 @@ def test_the_rotated_part_of_a_head_is_not_rounded(model_folder: Callable[..., P
             r"\[true\]; it must be an integer, or a list of 5",
         ),
         ("exaone4", {"exaone4.attention.sliding_window_pattern": "LLLG"}, '"LLLG"; it must be an integer'),
+        ("cohere2", {"cohere2.attention.sliding_window": None}, "sliding_window is missing; it must be an integer"),
+        ("cohere2", {"cohere2.attention.layer_norm_epsilon": None}, "layer_norm_epsilon is missing; it must be"),
+        ("starcoder2", {"starcoder2.attention.sliding_window": 8}, "sliding_window is 8; it must be absent or 0"),
         ("gemma2", {"gemma2.rope.freq_base_swa": 1e4}, "freq_base_swa is 10000.0; it must be absent"),
         ("gemma2", {"gemma2.attention.sliding_window": ("i32", -1)}, "sliding_window is -1; it must be an integer"),
         ("gemma3", {"gemma3.attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; it must be absent"),

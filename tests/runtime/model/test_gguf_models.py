@@ -47,10 +47,18 @@ METADATA: dict[str, dict[str, Any]] = {
     "olmo3": {"olmo2.attention.sliding_window_pattern": [True, True, True, False, True]},
     "ministral3": {"mistral3.rope.scaling.yarn_log_multiplier": 0.7, "mistral3.attention.temperature_scale": 0.1},
     "exaone4": {"exaone4.attention.sliding_window_pattern": [True, True, False, True]},
+    "cohere2": {"cohere2.attention.sliding_window_pattern": 3},  # the converter leaves out 4, the usual one
 }
 FAMILIES = ("llama", "qwen3", "granite", "olmo2", "olmo3", "exaone4", "glm", "glm4", "phi3", *CHANGED)
 LAYER = "blk.1."
-VECTORS = ("input_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+VECTORS = (
+    "input_norm",
+    "input_norm_bias",
+    "attention_post_norm",
+    "mlp_norm",
+    "mlp_norm_bias",
+    "mlp_post_norm",
+)
 MIXER_VECTORS = ("qkv_bias", "q_norm", "k_norm", "o_bias", "taps", "taps_bias", "bias", "skip", "norm")
 
 

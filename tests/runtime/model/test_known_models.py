@@ -173,6 +173,28 @@ READ: dict[str, tuple[dict[str, Any], tuple[str, int, int, int, int]]] = {
         model("Glm4ForCausalLM", 151552, 4096, 40, 32, 2, 13696, 32768, partial_rotary_factor=0.5),
         ("glm4", 128, 0, 0, 32768),
     ),
+    "Command R7B": (
+        model(
+            "Cohere2ForCausalLM", 256000, 4096, 32, 32, 8, 14336, 8192,
+            head_dim=128, rope_theta=50000, rotary_pct=1.0, sliding_window=4096, logit_scale=0.25, layer_switch=4,
+            order_of_interleaved_layers="local_attn_first", position_embedding_type="rope_gptj",
+        ),
+        ("cohere2", 128, 24, 8, 8192),
+    ),
+    "Command A": (
+        model(
+            "Cohere2ForCausalLM", 256000, 12288, 64, 96, 8, 36864, 131072,
+            rope_theta=50000, sliding_window=4096, sliding_window_pattern=4, logit_scale=0.25, tie_word_embeddings=True,
+        ),
+        ("cohere2", 128, 48, 16, 131072),
+    ),
+    "StarCoder 2 3B": (
+        model(
+            "Starcoder2ForCausalLM", 49152, 3072, 30, 24, 2, 12288, 16384,
+            hidden_act="gelu_pytorch_tanh", norm_epsilon=1e-5, rope_theta=999999.4, sliding_window=4096, use_bias=True,
+        ),
+        ("starcoder2", 128, 30, 0, 16384),
+    ),
     "Phi-3.5 mini": (
         model(
             "Phi3ForCausalLM", 32064, 3072, 32, 32, 32, 8192, 131072,
@@ -213,7 +235,6 @@ READ: dict[str, tuple[dict[str, Any], tuple[str, int, int, int, int]]] = {
 
 # name -> config.json, as far as it decides; the error
 REFUSED = {
-    "Command R7B": ("Cohere2ForCausalLM", "LayerNorm, and attention and MLP beside each other"),
     "Command R": ("CohereForCausalLM", "LayerNorm, and attention and MLP beside each other"),
     "DeepSeek-V2-Lite": ("DeepseekV2ForCausalLM", "multi-head latent attention"),
     "DeepSeek-V3": ("DeepseekV3ForCausalLM", "multi-head latent attention"),
@@ -228,7 +249,6 @@ REFUSED = {
     "MiniCPM 2B": ("MiniCPMForCausalLM", "code in the model's folder"),
     "Phi-2": ("PhiForCausalLM", "LayerNorm, and attention and MLP beside each other"),
     "StableLM 2 1.6B": ("StableLmForCausalLM", "LayerNorm in place of RMSNorm"),
-    "StarCoder 2 3B": ("Starcoder2ForCausalLM", "LayerNorm in place of RMSNorm, and an MLP without a gate"),
 }
 
 
