@@ -58,16 +58,12 @@ class CostModel:
         size = len(prior)
         self._covariance = [[self._max_variance[i] if i == j else 0.0 for j in range(size)] for i in range(size)]
         self._num_observed = 0
+        self.is_warm = False  # predictions are based on measurements, no longer on the prior
 
     @property
     def coefficients(self) -> Coefficients:
         """The current estimate."""
         return Coefficients(*self._theta)
-
-    @property
-    def is_warm(self) -> bool:
-        """Whether predictions are based on measurements rather than on the prior."""
-        return self._num_observed >= WARM
 
     def predict(self, load: StepLoad) -> float:
         """Return the predicted seconds of a step with this load."""
@@ -100,6 +96,7 @@ class CostModel:
         theta = [theta + g * surprise for theta, g in zip(self._theta, gain, strict=True)]
         self._theta = _not_negative(theta, self._covariance)
         self._num_observed += 1
+        self.is_warm = self._num_observed >= WARM
 
     def _drift(self) -> None:
         """Increase the uncertainty a little, up to the prior's."""

@@ -90,6 +90,7 @@ class Scheduler:
         max_seqs = config.max_num_seqs
         if max_rows < max_seqs:
             raise ValueError(f"max_num_batched_tokens must be at least max_num_seqs={max_seqs}, got {max_rows}")
+        self.num_steps = 0  # finished steps, failed ones included; in a healthy engine it grows while there is work
         self._pager = pager
         self._cost = cost or CostModel()
         self._policy: Policy[Request] = FirstComeFirstServed() if policy is None else policy  # an empty one is falsy
@@ -119,7 +120,6 @@ class Scheduler:
         self._committed_at = 0.0  # time of the last commit
         self._endings: dict[int, Ending] = {}  # endings of requests in flight that `finish` was called for
         self._num_arrived = 0
-        self._num_finished_steps = 0
 
     # Adding and ending requests.
 
@@ -263,11 +263,6 @@ class Scheduler:
         return self._estimate(0, 0).predicted_wait_s
 
     @property
-    def num_steps(self) -> int:
-        """Finished steps, failed ones included. In a healthy engine it grows while there is work."""
-        return self._num_finished_steps
-
-    @property
     def itl_overrun(self) -> float:
         """Predicted time of decoding alone in the last step, relative to the latency target; 0 if it can be met."""
         return self._planner.itl_overrun
@@ -403,7 +398,7 @@ class Scheduler:
 
     def _finish_step(self) -> None:
         self._in_flight = None
-        self._num_finished_steps += 1
+        self.num_steps += 1
         self._audit()
 
     def _is_in_flight(self, request_id: int) -> bool:

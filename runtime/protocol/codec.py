@@ -172,9 +172,6 @@ class Decoder:
     def feed(self, data: bytes) -> Iterator[Frame | Malformed]:
         """Add `data` and iterate the complete frames. Raises ProtocolError at a breach, after the frames before it."""
         self._buffer += data
-        return self._complete_frames()
-
-    def _complete_frames(self) -> Iterator[Frame | Malformed]:
         while (payload := next_payload(self._buffer, self.max_frame_bytes)) is not None:
             yield parse_frame(_unpack(payload), self._schema)
 

@@ -99,8 +99,11 @@ class EnginePool:
             member.start(self._listener_of(member))
 
     def check_room(self, tenant: str, count: int) -> None:
-        if not self._with_room(tenant, count):
-            self.members[-1].check_room(tenant, count)  # raises
+        for member in self.members[:-1]:
+            with suppress(NotAccepting, QueueFull):
+                member.check_room(tenant, count)
+                return
+        self.members[-1].check_room(tenant, count)
 
     async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
         """Add requests to one member. Its process decides whether they have room."""

@@ -212,7 +212,7 @@ class SupervisedEngine:
             self._send(CancelRequest(request_id))
         elif (closed := self._tokens.forget(request_id)) is not None:  # no process had it
             self._listener.publish([_cancelled(closed)])
-            self._send_next()
+            self._note_left()
 
     def drop(
         self, request_id: int, reason: FinishReason | None = None, error: str | None = None
@@ -220,7 +220,7 @@ class SupervisedEngine:
         closed = self._tokens.forget(request_id)
         if closed is not None and closed.was_sent:
             self._send(DropRequest(request_id, reason, error))
-        self._send_next()
+        self._note_left()
         return None if closed is None else closed.counters
 
     def stats(self) -> EngineStats:
@@ -260,11 +260,13 @@ class SupervisedEngine:
             case StepReport(updates, num_waiting, num_steps, step, prefilled):
                 self._num_waiting = num_waiting
                 self._supervisor.health.note_step(num_steps, has_work=True)
+                was_replaying = self._tokens.is_replaying
                 recorded = [self._tokens.record(update) for update in updates]
                 self._listener.publish([update for update in recorded if update is not None])
                 if step is not None:
                     self._listener.observe(step, prefilled)
-                self._send_next()
+                if was_replaying or not self._tokens:
+                    self._note_left()
             case StatsReport(None):
                 self._supervisor.health.note_broken()
             case StatsReport(EngineStats() as stats, predicted_wait_s):
@@ -316,7 +318,7 @@ class SupervisedEngine:
             for request in pending.requests:
                 self._tokens.add(request)
         pending.answer.set_result(answer)
-        self._send_next()
+        self._note_left()
 
     # Helpers
 
@@ -348,7 +350,6 @@ class SupervisedEngine:
             if not self._tokens.is_replaying:
                 for pending in self._pending_adds.send():
                     process.link.send(self._add_message(pending.requests))
-        self._note_idle()
 
     def _add_message(self, requests: Sequence[QueuedRequest]) -> AddRequests | AddEncoding:
         """Return the message that asks the process to accept the requests of one `PendingAdd`."""
@@ -376,12 +377,17 @@ class SupervisedEngine:
             closed = self._tokens.forget(request.request_id)
             if is_sent or (closed is not None and closed.was_sent):
                 self._send(DropRequest(request.request_id, None, "the caller left"))
-        self._send_next()
+        self._note_left()
 
     def _fail_all(self, reason: str) -> None:
         for closed in self._tokens.forget_all():
             self._listener.fail(closed.request_id, Unavailable(reason), closed.counters)
         self._pending_adds.refuse_all(NotAccepting(reason))
+        self._note_idle()
+
+    def _note_left(self) -> None:
+        """Send the requests that waited for others, which have been answered, are no longer suspects or have ended."""
+        self._send_next()
         self._note_idle()
 
     def _note_idle(self) -> None:

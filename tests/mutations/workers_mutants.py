@@ -411,7 +411,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/workers/supervised_engine.py",
-        "[_cancelled(closed)])\n            self._send_next()",
+        "[_cancelled(closed)])\n            self._note_left()",
         "[_cancelled(closed)])",
         "a drain hangs after the last request was cancelled between two processes",
     ),
