@@ -12,8 +12,8 @@ from libc.stdint cimport int32_t
 from libc.string cimport memcpy, memset
 
 from .heads cimport heads_of, load_queries, store_rows
-from .isa cimport (QUIRE_F32, QUIRE_LANES, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_itemsize, quire_page,
-                   quire_row_class, quire_rows)
+from .isa cimport (QUIRE_F32, QUIRE_LANES, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_itemsize,
+                   quire_kv_index, quire_page, quire_query_dtype, quire_row_class, quire_rows)
 from .pool cimport quire_next_run, quire_run, quire_signal, quire_signal_await, quire_signal_set
 from .step cimport end_item, first_item, page_at, table_of
 
@@ -31,8 +31,8 @@ cdef struct State:
 
 # One worker's buffers for the rows of a query tile, carved from its scratch.
 cdef struct Workspace:
-    quire_rows q            # [64][padded_head_dim] KV dtype
-    char *p                 # [64][64] KV dtype; two such arrays for int8
+    quire_rows q            # [64][padded_head_dim] query dtype
+    char *p                 # [64][64] query dtype; two such arrays for int8
     float *s                # [64][64]
     State split
     State total
@@ -316,7 +316,7 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
             _prefetch_pages(op, step, unit, token + QUIRE_TILE, &tile)
         else:
             _prefetch_pages(op, step, next_unit, next_unit.begin, &tile)
-        tile.q.data = <char *>workspace.q.data + begin * d * quire_itemsize(step.kv_dtype)
+        tile.q.data = <char *>workspace.q.data + begin * d * quire_itemsize(quire_query_dtype(step.kv_dtype))
         tile.q.scales = workspace.q.scales + begin * (d // 32)
         tile.q.sums = workspace.q.sums + begin * (d // 32)
         tile.oldest = workspace.oldest + begin
@@ -324,7 +324,7 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
         tile.m = state.m + begin
         tile.l = state.l + begin
         tile.o = state.o + begin * d
-        tiles.attention[step.kv_dtype][quire_row_class(end - begin)](<int>(end - begin), &tile)
+        tiles.attention[quire_kv_index(step.kv_dtype)][quire_row_class(end - begin)](<int>(end - begin), &tile)
         token += QUIRE_TILE
 
 

@@ -18,6 +18,8 @@ cdef extern from "simd/tiles.h" nogil:
         QUIRE_MXFP4
         QUIRE_Q4_Z
         QUIRE_DTYPES
+        QUIRE_F16
+        QUIRE_KV_DTYPES
         QUIRE_SUPER_BLOCK
         QUIRE_STORE
         QUIRE_ADD
@@ -180,7 +182,7 @@ cdef extern from "simd/tiles.h" nogil:
         const char *name
         quire_linear linear[QUIRE_DTYPES][QUIRE_ROW_CLASSES]
         void (*sum_blocks)(const quire_rows *a, int64_t rows, quire_block_sums *out) noexcept nogil
-        void (*attention[3][QUIRE_ROW_CLASSES])(int rows, const quire_attention_tile *t) noexcept nogil
+        void (*attention[QUIRE_KV_DTYPES][QUIRE_ROW_CLASSES])(int rows, const quire_attention_tile *t) noexcept nogil
         void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                       float *total_m, float *total_l, float *total_o) noexcept nogil
         void (*convert)(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_output *out,
@@ -225,6 +227,8 @@ cdef extern from "simd/tiles.h" nogil:
 
     int quire_row_class(int64_t rows)
     int64_t quire_itemsize(int dtype)
+    int quire_query_dtype(int kv_dtype)
+    int quire_kv_index(int kv_dtype)
     int64_t quire_panel_bytes(int dtype, int64_t width)
     int64_t quire_num_scales(int64_t width, int64_t group)
     int64_t quire_unpacked_bytes(int dtype, int64_t width)

@@ -1,4 +1,5 @@
 DTYPE_CODES: dict[str, int]  # dtypes of activations, as in simd/tiles.h
+KV_CODES: dict[str, int]  # dtypes of the KV cache
 WEIGHT_CODES: dict[str, int]  # dtypes of weights
 NAMES: tuple[str, ...]  # the levels of this build, lowest first
 ROW_CLASSES: tuple[str, ...]  # classes of row counts, for each of which a program may have other functions

@@ -10,6 +10,7 @@ import os
 from libc.string cimport memcpy
 
 DTYPE_CODES = {"f32": QUIRE_F32, "bf16": QUIRE_BF16, "q8": QUIRE_Q8}    # codes of activation dtypes
+KV_CODES = {"bf16": QUIRE_BF16, "f16": QUIRE_F16, "f32": QUIRE_F32, "int8": QUIRE_Q8}
 WEIGHT_CODES = DTYPE_CODES | {"q4": QUIRE_Q4, "q4_k": QUIRE_Q4_K, "q5_k": QUIRE_Q5_K, "q6_k": QUIRE_Q6_K,
                               "mxfp4": QUIRE_MXFP4, "q4_z": QUIRE_Q4_Z}
 NAMES = tuple([quire_isa_tiles(level).name.decode() for level in range(QUIRE_LEVELS)])
@@ -73,8 +74,8 @@ _ADDRESSES = {                      # name -> address of a function in _table
 _OFFSETS = {name: address - <size_t>&_table for name, address in _ADDRESSES.items()}
 _LINEAR = {f"linear {dtype} {rows}": (code, index) for dtype, code in WEIGHT_CODES.items() if dtype != "bf16"
            for index, rows in enumerate(ROW_CLASSES)}
-_ATTENTION = {f"attention {dtype} {rows}": (DTYPE_CODES[of_queries], index)
-              for dtype, of_queries in (("f32", "f32"), ("int8", "q8")) for index, rows in enumerate(ROW_CLASSES)}
+_ATTENTION = {f"attention {dtype} {rows}": (quire_kv_index(code), index) for dtype, code in KV_CODES.items()
+              if dtype != "bf16" for index, rows in enumerate(ROW_CLASSES)}
 EQUAL_FUNCTIONS = (*_LINEAR, *_ATTENTION, *_OFFSETS)
 
 

@@ -42,9 +42,10 @@ NormKind = Literal["layer", "rms", "l2"]
 Pooling = Literal["mean", "first", "last"]
 StoredDtype = Literal["f32", "bf16", "q8", "i32"]  # dtype of a region: activations, and tables of numbers
 
-KVDtype = Literal["bf16", "f32", "int8"]
+KVDtype = Literal["bf16", "f16", "f32", "int8"]
 StateDtype = Literal["f32", "bf16"]  # dtype of the matrices in states
-QUERY_DTYPES: dict[KVDtype, DType] = {"bf16": "bf16", "f32": "f32", "int8": "q8"}  # KV dtype -> dtype of queries
+# KV dtype -> dtype of queries
+QUERY_DTYPES: dict[KVDtype, DType] = {"bf16": "bf16", "f16": "f32", "f32": "f32", "int8": "q8"}
 INPUT_DTYPES: dict[WeightDtype, DType] = {  # weight's dtype -> dtype of the input
     "bf16": "bf16",
     "q8": "q8",
@@ -130,7 +131,7 @@ class EphemeralPages:
         elements = EPHEMERAL_PAGE_SIZE * self.padded_head_dim
         if self.dtype == "int8":
             return aligned(2 * elements + elements // 16 + EPHEMERAL_PAGE_SIZE * 4)
-        return 2 * elements * (2 if self.dtype == "bf16" else 4)
+        return 2 * elements * (4 if self.dtype == "f32" else 2)
 
     @property
     def layer_page_bytes(self) -> int:

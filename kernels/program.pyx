@@ -14,9 +14,9 @@ from .attention cimport attention_scratch_bytes, attention_shared_bytes, num_uni
 from .bind cimport Binder
 from .experts cimport grouping_scratch_bytes
 from .isa cimport QUIRE_MAX_HEAD, QUIRE_TILE, mix_levels, quire_tiles
-from .isa import DTYPE_CODES, WEIGHT_CODES
+from .isa import KV_CODES, WEIGHT_CODES
 from .linear cimport linear_scratch_bytes
-from .ops import (QUERY_DTYPES, Convert, Embed, EphemeralAttention, EphemeralPages, ExpertLinear, Linear, NormRows,
+from .ops import (Convert, Embed, EphemeralAttention, EphemeralPages, ExpertLinear, Linear, NormRows,
                   RouteRows, aligned, ephemeral_pages, has_minimums, padded, state_nbytes)
 from .pool cimport QUIRE_SHARE_OPS, Pool, quire_pool_run, quire_progress, quire_share
 from .regions cimport Regions
@@ -160,7 +160,7 @@ cdef class Program:
         self.replay.step.head_bytes = layout.head_bytes
         self.replay.step.padded_head_dim = layout.padded_head_dim
         self.replay.step.page_size = layout.page_size
-        self.replay.step.kv_dtype = DTYPE_CODES[QUERY_DTYPES[layout.dtype]]
+        self.replay.step.kv_dtype = KV_CODES[layout.dtype]
 
     def run(self, const int32_t[::1] token_ids, const int32_t[::1] row_start, const int32_t[::1] first_position,
             const int32_t[::1] page_ids, const int32_t[::1] page_start, const int32_t[::1] sample_rows,

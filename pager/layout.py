@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-KVDtype = Literal["bf16", "f32", "int8"]
+KVDtype = Literal["bf16", "f16", "f32", "int8"]
 
-ITEMSIZE: dict[str, int] = {"bf16": 2, "f32": 4, "int8": 1}
+ITEMSIZE: dict[str, int] = {"bf16": 2, "f16": 2, "f32": 4, "int8": 1}
 PAGE_SIZES = (16, 32, 64)
 TILE = 64  # tokens that attention reads at once, aligned to position 0; a multiple of every page size
 MAX_SLOTS = 1.125  # maximum of allocated slots / layers; the excess is padding that makes all pages equally large

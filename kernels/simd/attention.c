@@ -20,13 +20,13 @@
     PER_ROW_COUNT(take, CALL, row) \
   }
 
-// s[rows][panels] += a[rows] · one line of each panel; a line is one element of K in f32, two in bf16.
+// s[rows][panels] += a[rows] · one line of each panel; a line is one element of K in f32 and f16, two in bf16.
 INLINE void multiply_line(const int dtype, const int rows, const int panels, const char *const *w, int64_t line,
                           const char *a, int64_t lda, vf s[][4]) {
   UNROLL for (int j = 0; j < panels; j++) {
-    const char *bytes = w[j] + line * QUIRE_LINE;
-    if (dtype == QUIRE_F32) {
-      const vf b = vf_load((const float *)bytes);
+    const char *bytes = w[j] + line * (dtype == QUIRE_F16 ? QUIRE_LINE / 2 : QUIRE_LINE);
+    if (dtype != QUIRE_BF16) {
+      const vf b = dtype == QUIRE_F16 ? vf_load_f16((const uint16_t *)bytes) : vf_load((const float *)bytes);
       UNROLL for (int i = 0; i < rows; i++) s[i][j] = vf_fma(b, vf_set1(((const float *)a)[i * lda + line]), s[i][j]);
     } else {
       const wbf b = wbf_load((const uint16_t *)bytes);
@@ -38,8 +38,8 @@ INLINE void multiply_line(const int dtype, const int rows, const int panels, con
 
 // s[rows][QUIRE_TILE] = q · K
 INLINE void scores(const int dtype, const int rows, const quire_attention_tile *t, int row) {
-  const int64_t d = t->head_dim, lines = dtype == QUIRE_F32 ? d : d / 2;
-  const char *q = (const char *)t->q.data + row * d * quire_itemsize(dtype);
+  const int64_t d = t->head_dim, lines = dtype == QUIRE_BF16 ? d / 2 : d;
+  const char *q = (const char *)t->q.data + row * d * quire_itemsize(quire_query_dtype(dtype));
   const char *const w[4] = {t->k[0], t->k[1], t->k[2], t->k[3]};
   vf s[ATTENTION_ROWS][4];
   UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < 4; j++) s[i][j] = vf_zero();
@@ -85,7 +85,8 @@ INLINE void scores_int8(const int rows, const quire_attention_tile *t, int row, 
 // o[rows][n ...] = o * keep + p · V, all pages of the tile in one chain
 INLINE void values(const int dtype, const int rows, const int panels, const quire_attention_tile *t, int row,
                    const softmax_result *soft, int64_t n) {
-  const int64_t d = t->head_dim, size = quire_itemsize(dtype), lines = t->page_size / (dtype == QUIRE_F32 ? 1 : 2);
+  const int64_t d = t->head_dim, size = quire_itemsize(dtype), size_of_p = quire_itemsize(quire_query_dtype(dtype));
+  const int64_t lines = dtype == QUIRE_BF16 ? t->page_size / 2 : t->page_size;
   float *o = t->o + row * d + n;
   vf s[ATTENTION_ROWS][4];
   UNROLL for (int i = 0; i < rows; i++)
@@ -95,7 +96,7 @@ INLINE void values(const int dtype, const int rows, const int panels, const quir
   for (int g = 0; g < t->num_pages; g++) {
     const char *w[4];
     UNROLL for (int j = 0; j < panels; j++) w[j] = (const char *)t->v[g] + (n + 16 * j) * t->page_size * size;
-    const char *p = (const char *)t->p + (row * QUIRE_TILE + g * t->page_size) * size;
+    const char *p = (const char *)t->p + (row * QUIRE_TILE + g * t->page_size) * size_of_p;
     for (int64_t line = 0; line < lines; line++) multiply_line(dtype, rows, panels, w, line, p, QUIRE_TILE, s);
   }
   UNROLL for (int i = 0; i < rows; i++)
@@ -137,7 +138,7 @@ INLINE void attend(const int dtype, int rows, const quire_attention_tile *t) {
   softmax_result soft;
 #define SCORES(N, row) scores(dtype, N, t, row)
   IN_GROUPS(rows, SCORES)
-  softmax_tile(dtype, rows, t, &soft);
+  softmax_tile(quire_query_dtype(dtype), rows, t, &soft);
   int64_t n = 0;
 #define VALUES_4(N, row) values(dtype, N, 4, t, row, &soft, n)
   for (; n + 4 * QUIRE_LANES <= t->head_dim; n += 4 * QUIRE_LANES) IN_GROUPS(rows, VALUES_4)
@@ -149,6 +150,7 @@ INLINE void attend(const int dtype, int rows, const quire_attention_tile *t) {
 
 void ISA(attention_f32)(int rows, const quire_attention_tile *t) { attend(QUIRE_F32, rows, t); }
 void ISA(attention_bf16)(int rows, const quire_attention_tile *t) { attend(QUIRE_BF16, rows, t); }
+void ISA(attention_f16)(int rows, const quire_attention_tile *t) { attend(QUIRE_F16, rows, t); }
 
 void ISA(attention_int8)(int rows, const quire_attention_tile *t) {
   assert(rows >= 1 && rows <= QUIRE_TILE);

@@ -96,6 +96,15 @@ void ISA(store_key)(const float *x, int64_t slot, const quire_page *page) {
     for (int64_t i = 0; i < page->d; i++) k[i * 16] = x[i];
     return;
   }
+  if (page->dtype == QUIRE_F16) {
+    uint16_t *k = (uint16_t *)page->k + slot / 16 * 16 * page->d + slot % 16;
+    for (int64_t i = 0; i < page->d; i += 16) {
+      uint16_t rounded[16];
+      vf_store_f16(rounded, vf_load(x + i));
+      for (int j = 0; j < 16; j++) k[(i + j) * 16] = rounded[j];
+    }
+    return;
+  }
   uint32_t *k = (uint32_t *)page->k + slot / 16 * 8 * page->d + slot % 16;  // pairs of d
   for (int64_t i = 0; i < page->d; i += 16) {
     uint32_t pairs[8];
@@ -115,6 +124,8 @@ void ISA(store_value)(const float *x, int64_t slot, const quire_page *page) {
   for (int64_t i = 0; i < page->d; i += 16) {
     if (page->dtype == QUIRE_F32) {
       vf_store((float *)page->v + i * page->size + slot * 16, vf_load(x + i));
+    } else if (page->dtype == QUIRE_F16) {
+      vf_store_f16((uint16_t *)page->v + i * page->size + slot * 16, vf_load(x + i));
     } else if (page->dtype == QUIRE_BF16) {
       uint32_t *pairs = (uint32_t *)page->v + i * page->size / 2 + slot / 2 * 16;  // pairs of tokens
       insert(pairs, vi_bf16(vf_load(x + i)), (int)(slot % 2) * 16, 16);

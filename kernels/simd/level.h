@@ -28,6 +28,7 @@ void ISA(linear_q4_z)(int rows, const quire_linear_tile *t);
 void ISA(attention_f32)(int rows, const quire_attention_tile *t);
 void ISA(attention_bf16)(int rows, const quire_attention_tile *t);
 void ISA(attention_int8)(int rows, const quire_attention_tile *t);
+void ISA(attention_f16)(int rows, const quire_attention_tile *t);
 void ISA(merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                 float *total_m, float *total_l, float *total_o);
 void ISA(convert)(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_output *out, int64_t row,

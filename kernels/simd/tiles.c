@@ -35,7 +35,7 @@ const quire_tiles LEVEL(quire_tiles) = {
                LINEAR(ISA(linear_q5_k), LINEAR_ROWS), LINEAR(ISA(linear_q6_k), LINEAR_ROWS),
                LINEAR(ISA(linear_mxfp4), LINEAR_ROWS), LINEAR(ISA(linear_q4_z), LINEAR_ROWS)},
     .sum_blocks = ISA(sum_blocks),
-    .attention = {EACH(ISA(attention_f32)), EACH(LEVEL(attention_bf16)), INT8},
+    .attention = {EACH(ISA(attention_f32)), EACH(LEVEL(attention_bf16)), INT8, EACH(ISA(attention_f16))},
     .merge = ISA(merge),
     .convert = ISA(convert),
     .rotate = ISA(rotate),

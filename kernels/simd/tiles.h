@@ -10,14 +10,22 @@ enum { QUIRE_MOST_GROUP = 4 };  // blocks of 32 that may share a scale in q8
 // Dtypes of weights; the first three are also dtypes of activations. The code of a k-quant is its number of bits.
 enum { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_Q8 = 2, QUIRE_Q4 = 3 };
 enum { QUIRE_Q4_K = 4, QUIRE_Q5_K = 5, QUIRE_Q6_K = 6, QUIRE_MXFP4 = 7, QUIRE_Q4_Z = 8, QUIRE_DTYPES = 9 };
+// Dtypes of the KV cache are f32, bf16, q8 (int8), and f16, whose keys and values are widened to f32 when they are read.
+enum { QUIRE_F16 = 9, QUIRE_KV_DTYPES = 4 };
 // Epilogues: from GELU on, functions of each result; from SWIGLU on, functions of pairs of results.
 enum { QUIRE_STORE = 0, QUIRE_ADD = 1, QUIRE_GELU = 2, QUIRE_GELU_TANH = 3, QUIRE_RELU = 4, QUIRE_TANH = 5 };
 enum { QUIRE_RELU_SQUARED = 6, QUIRE_SWIGLU = 7, QUIRE_GEGLU = 8, QUIRE_CLAMPED = 9, QUIRE_GEGLU_EXACT = 10 };
 enum { QUIRE_LAYER_NORM = 0, QUIRE_RMS_NORM = 1, QUIRE_L2_NORM = 2 };
 
 static inline __attribute__((always_inline)) int64_t quire_itemsize(const int dtype) {
-  return dtype == QUIRE_F32 ? 4 : dtype == QUIRE_BF16 ? 2 : 1;
+  return dtype == QUIRE_F32 ? 4 : dtype == QUIRE_BF16 || dtype == QUIRE_F16 ? 2 : 1;
 }
+// The dtype of queries and softmax weights that are multiplied by pages of a KV dtype.
+static inline __attribute__((always_inline)) int quire_query_dtype(const int kv_dtype) {
+  return kv_dtype == QUIRE_F16 ? QUIRE_F32 : kv_dtype;
+}
+// The place of a KV dtype in the table's functions of attention.
+static inline int quire_kv_index(const int kv_dtype) { return kv_dtype == QUIRE_F16 ? 3 : kv_dtype; }
 // A super-block is 256 of K in a panel of a k-quant, in lines of 64 bytes, 4 of each column except for scales:
 //   fp16 d [16], then fp16 scales of minimums [16] (q6_k: not used);
 //   12 bytes of 6-bit scales and minimums, packed as GGML packs them (q6_k: 16 signed bytes, a scale for each 16 of K),
@@ -123,16 +131,16 @@ typedef struct {
 
 // One tile of 64 tokens for `rows` query rows that share a KV head, inside one split of 256 tokens.
 typedef struct {
-  quire_rows q;              // [rows][head_dim] in the KV dtype; for int8 with scales and sums per 32 of head_dim
+  quire_rows q;              // [rows][head_dim] in the query dtype; for int8 with scales and sums per 32 of head_dim
   const int64_t *oldest;     // [rows], ascending: the first token that the row sees
   const int64_t *newest;     // [rows], ascending: the last token that the row sees
   float softcap;             // softcap of the scores; 0: none
   const float **bias;        // [rows]: the 64 numbers that are added to the scores of a row; or NULL
   int64_t first_token;       // absolute position of the tile, a multiple of 64
   int64_t head_dim;          // padded to 16; for int8 to 32
-  const void *k[4];          // K of 16 tokens each: bf16 [d/2][16][2], f32 [d][16], int8 [d/4][16][4] unsigned
+  const void *k[4];          // K of 16 tokens each: bf16 [d/2][16][2], f32 and f16 [d][16], int8 [d/4][16][4] unsigned
   const uint16_t *k_scales[4];  // int8: fp16 [d/32][16]
-  const void *v[4];          // V of each page in the tile: bf16 [d/16][page/2][16][2], f32 [d/16][page][16],
+  const void *v[4];          // V of each page in the tile: bf16 [d/16][page/2][16][2], f32 and f16 [d/16][page][16],
                              // int8 [d/16][page/4][16][4] unsigned
   const float *v_scales[4];  // int8: of 16 tokens each
   int num_pages, page_size;  // v[0 .. num_pages); the sequence may end inside the last page
@@ -141,7 +149,7 @@ typedef struct {
   int64_t next_bytes;        // bytes of each next page
   float *m, *l;              // [rows] running maximum and sum of the split
   float *s;                  // scratch [64][64] f32
-  void *p;                   // scratch [64][64] in the KV dtype; for int8 two of them: high and low digits
+  void *p;                   // scratch [64][64] in the query dtype; for int8 two of them: high and low digits
   float *o;                  // [rows][head_dim] running output of the split
 } quire_attention_tile;
 
@@ -231,7 +239,7 @@ typedef struct {
   const char *name;
   quire_linear linear[QUIRE_DTYPES][QUIRE_ROW_CLASSES];  // functions for each dtype of weights
   void (*sum_blocks)(const quire_rows *a, int64_t rows, quire_block_sums *out);  // sums of all super-blocks of the rows
-  void (*attention[3][QUIRE_ROW_CLASSES])(int rows, const quire_attention_tile *t);  // functions for each KV dtype
+  void (*attention[QUIRE_KV_DTYPES][QUIRE_ROW_CLASSES])(int rows, const quire_attention_tile *t);  // see `quire_kv_index`
 
   // total = merge(total, split); the split's state may be reused afterwards. Where total_l is 0, total_m and total_o may
   // hold anything.

@@ -53,6 +53,15 @@ static inline vf vf_load_f16(const uint16_t *p) {
   const __m128i lo = _mm_loadu_si128((const void *)p), hi = _mm_loadu_si128((const void *)(p + 8));
   return (vf){_mm256_cvtph_ps(lo), _mm256_cvtph_ps(hi)};
 }
+// fp16, rounded to nearest even; 0xffff, a NaN, for a number that would become infinite, and for a NaN.
+static inline __m128i round_f16_half(__m256 x) {
+  const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.f), x);
+  return _mm256_cvtps_ph(_mm256_or_ps(x, _mm256_cmp_ps(size, _mm256_set1_ps(65520.f), _CMP_NLT_UQ)), 0);
+}
+static inline void vf_store_f16(uint16_t *p, vf x) {
+  _mm_storeu_si128((void *)p, round_f16_half(x.lo));
+  _mm_storeu_si128((void *)(p + 8), round_f16_half(x.hi));
+}
 static inline uint16_t f16_of(float x) { return (uint16_t)_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(x), 0)); }
 static inline float f16_widen(uint16_t h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h))); }
 static inline __m256 bf16_half(const uint16_t *p) {

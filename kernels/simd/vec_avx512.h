@@ -36,6 +36,12 @@ static inline vf vf_blend(vf a, vf b, int from, int to) {
 }
 
 static inline vf vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
+// fp16, rounded to nearest even; 0xffff, a NaN, for a number that would become infinite, and for a NaN.
+static inline void vf_store_f16(uint16_t *p, vf x) {
+  const __mmask16 lost = _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(65520.f), _CMP_NLT_UQ);
+  const __m512i bits = _mm512_mask_set1_epi32(_mm512_castps_si512(x), lost, -1);
+  _mm256_storeu_si256((void *)p, _mm512_cvtps_ph(_mm512_castsi512_ps(bits), 0));
+}
 static inline uint16_t f16_of(float x) { return (uint16_t)_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(x), 0)); }
 static inline float f16_widen(uint16_t h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h))); }
 static inline vf vf_load_bf16(const uint16_t *p) {

@@ -55,6 +55,14 @@ static inline vf vf_blend(vf a, vf b, int from, int to) {
 static inline vf vf_load_f16(const uint16_t *p) {
   MAP(vf, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))));
 }
+// fp16, rounded to nearest even; 0xffff, a NaN, for a number that would become infinite, and for a NaN.
+static inline void vf_store_f16(uint16_t *p, vf x) {
+  FOR4 {
+    const uint32x4_t kept = vcltq_f32(vabsq_f32(x.q[i]), vdupq_n_f32(65520.f));
+    const uint32x4_t bits = vorrq_u32(vreinterpretq_u32_f32(x.q[i]), vmvnq_u32(kept));
+    vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(vreinterpretq_f32_u32(bits))));
+  }
+}
 static inline uint16_t f16_of(float x) { return vget_lane_u16(vreinterpret_u16_f16(vcvt_f16_f32(vdupq_n_f32(x))), 0); }
 static inline float f16_widen(uint16_t h) {
   return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(h))), 0);

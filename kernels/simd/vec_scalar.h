@@ -125,6 +125,13 @@ static inline uint16_t f16_of(float x) {  // a non-negative number, to nearest e
   const int steps = (int)rintf(ldexpf(x, -unit));
   return (uint16_t)(unit == -24 ? steps : steps + ((unit + 24) << 10));
 }
+// fp16, rounded to nearest even; 0xffff, a NaN, for a number that would become infinite, and for a NaN.
+static inline void vf_store_f16(uint16_t *p, vf x) {
+  FOR16 {
+    const float a = fabsf(x.q[i / 4][i % 4]);
+    p[i] = a < 65520.f ? (uint16_t)(f16_of(a) | (signbit(x.q[i / 4][i % 4]) ? 0x8000 : 0)) : 0xffff;
+  }
+}
 // Fixed reduction trees, the same at every level: halves, quarters, eighths, pairs.
 static inline float vf_sum(vf x) {
   const f32x4 four = (x.q[0] + x.q[2]) + (x.q[1] + x.q[3]);

@@ -16,7 +16,7 @@ from .images import MAX_IMAGES
 from .options import Count, option
 
 WeightDtype = Literal["auto", "bf16", "q8", "q4", "f32"]
-KVCacheDtype = Literal["bf16", "f32", "int8"]
+KVCacheDtype = Literal["bf16", "f16", "f32", "int8"]
 StateDtype = Literal["f32", "bf16"]
 PageSize = Literal[16, 32, 64]
 TuneMode = Literal["off", "auto", "full"]
@@ -257,7 +257,7 @@ class EngineOptions(TypedDict, total=False):
     """
 
     weights: WeightDtype | Literal["bfloat16", "float32"]
-    kv_cache_dtype: KVCacheDtype | Literal["bfloat16", "float32"]
+    kv_cache_dtype: KVCacheDtype | Literal["bfloat16", "float16", "float32"]
     state_dtype: StateDtype | Literal["bfloat16", "float32"]
     page_size: PageSize
     block_size: PageSize

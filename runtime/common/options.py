@@ -18,7 +18,7 @@ from msgspec import inspect
 from .errors import ConfigError
 
 Count = Annotated[int, msgspec.Meta(ge=1)]  # the type of most options
-SPELLINGS = {"bfloat16": "bf16", "float32": "f32"}  # vLLM's names of data types
+SPELLINGS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}  # vLLM's names of data types
 NAMES_ELSEWHERE = {  # a name in vLLM, transformers or OpenAI's API -> the name here
     "dtype": "weights",
     "max_completion_tokens": "max_tokens",

@@ -30,7 +30,7 @@ from tests.kernels.conftest import BLOCK_DTYPES, MAX_POSITIONS, MAX_SAMPLES, VOC
 
 MAX_ROWS = 400
 LEVELS = supported_levels()
-DTYPES = ["f32", "q8", "rotated", "q4", "bf16", *BLOCK_DTYPES], ["f32", "int8", "bf16"]
+DTYPES = ["f32", "q8", "rotated", "q4", "bf16", *BLOCK_DTYPES], ["f32", "int8", "bf16", "f16"]
 MULTIPLICATIONS = 100_000_000  # multiplications of a case's reference: about half a second
 REDUCING_S = 60
 POISONED_POSITION = 300  # a position in the middle of a page, so that the page is not cleared
@@ -107,7 +107,7 @@ def random_model(rng: random.Random) -> dict[str, Any]:
     experts = rng.choice([0, 0, rng.randint(1, 40)])
     model = {
         "weights": rng.choices(DTYPES[0], [3, 3, 4, 4, 1, 1, 1, 1, 2, 2])[0],
-        "kv": rng.choices(DTYPES[1], [3, 4, 1])[0],
+        "kv": rng.choices(DTYPES[1], [3, 4, 1, 2])[0],
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": rng.choice([n for n in (2, 6, 16, 24, 32, 40, 64, 72, 96, 128, 256) if n * heads <= 1024]),

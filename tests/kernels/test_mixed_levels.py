@@ -20,7 +20,9 @@ def bits_of(toy):
     return toy.program.view(toy.logits)[:8].tobytes()
 
 
-@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("q8", "int8"), ("q4", "int8"), ("q4_k", "f32")])
+@pytest.mark.parametrize(
+    ("weights", "kv"), [("f32", "f32"), ("f32", "f16"), ("q8", "int8"), ("q4", "int8"), ("q4_k", "f32")]
+)
 def test_a_program_of_functions_of_random_levels_has_the_bits_of_one_level(toy, weights, kv):
     sizes = {"hidden": 256, "intermediate": 256, "head_dim": 32, "heads": 8}
     model = toy(weights=weights, kv=kv, **sizes)

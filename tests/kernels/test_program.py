@@ -1,7 +1,7 @@
 """Every op against the numpy reference, and promise 1: a row's bits never depend on the rest of the batch."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ TOLERANCE = {"f32": 2e-6, "bf16": 2e-3, "q8": 1e-2, "rotated": 1e-2, "q4": 1e-2}
 
 
 def tolerance(weights: str, kv: str) -> float:
-    return TOLERANCE[weights] if kv == "f32" else max(TOLERANCE[weights], 5e-3 if kv == "bf16" else 1e-2)
+    return max(TOLERANCE[weights], {"f32": 0.0, "f16": 1e-3, "bf16": 5e-3, "int8": 1e-2}[kv])
 
 
 def tokens(n: int, seed: int = 0) -> np.ndarray:
@@ -81,7 +81,7 @@ def test_gates_of_heads_that_are_normed_together_are_refused(toy):
         model.bind()
 
 
-@pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(1, 1, 2), (7, 1, 128), (4, 4, 72), (64, 1, 16), (3, 1, 272)]
 )
@@ -118,6 +118,7 @@ def test_any_width_with_biases_matches_the_reference(toy, weights, hidden, inter
         ("rotated", "int8", True),
         ("q4", "int8", False),
         ("f32", "int8", False),
+        ("f32", "f16", True),
     ],
 )
 @pytest.mark.parametrize("window", [0, 100])
@@ -148,6 +149,7 @@ def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, unusu
         ("rotated", "int8", False),
         ("rotated", "int8", True),
         ("q4", "int8", False),
+        ("f32", "f16", True),
     ],
 )
 def test_same_bits_in_any_batch_composition(toy, weights, kv, unusual, isa):
@@ -177,7 +179,9 @@ def test_same_bits_on_any_number_of_threads(toy, weights, unusual, isa):
     assert len(results) == 1
 
 
-@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("q8", "int8"), ("rotated", "int8"), ("q4", "int8")])
+@pytest.mark.parametrize(
+    ("weights", "kv"), [("f32", "f32"), ("f32", "f16"), ("q8", "int8"), ("rotated", "int8"), ("q4", "int8")]
+)
 def test_same_bits_at_every_level_with_every_option_of_the_ops(toy, weights, kv):
     prompt = tokens(150)
     table = pages(*range(5))
@@ -186,7 +190,7 @@ def test_same_bits_at_every_level_with_every_option_of_the_ops(toy, weights, kv)
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
 @pytest.mark.parametrize("window", [0, 300])
 def test_same_bits_when_the_splits_of_a_long_sequence_are_partitioned(toy, window, kv, isa):
     """Alone on several threads, a split is a unit of work; in a wide batch or on one thread, a whole head is."""
@@ -207,7 +211,7 @@ def test_same_bits_when_the_splits_of_a_long_sequence_are_partitioned(toy, windo
     assert [case for case in cases if decoded(*case) != want] == []
 
 
-@pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
 def test_layer_groups_match_the_reference_while_pages_leave_their_windows(toy, kv):
     """Two sequences, in both orders, that have released pages which only other layer groups still see."""
     a, b = tokens(330, 1), tokens(90, 2)
@@ -246,7 +250,7 @@ def test_layer_groups_match_the_reference_while_pages_leave_their_windows(toy, k
         if isa != "scalar" or windows == (300, 37)  # scalar is slow
     ],
 )
-@pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
 def test_same_bits_whether_pages_that_left_the_window_are_kept_or_overwritten(toy, windows, kv, isa):
     """At every chunking and number of threads, with and without partitioning of splits."""
     prompt = tokens(600)
@@ -286,7 +290,7 @@ def test_a_page_may_be_released_before_the_first_tile_that_a_row_sees(toy, page_
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "int8"])
 def test_every_page_size_has_the_same_bits_in_any_pages_and_matches_the_reference(toy, kv, isa):
     """The last tile has three pages of 16 tokens, the last one a row and then two. The reference has such pages."""
     prompt = tokens(99)
@@ -305,8 +309,16 @@ def test_every_page_size_has_the_same_bits_in_any_pages_and_matches_the_referenc
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("kv", ["bf16", "int8"])
-@pytest.mark.parametrize(("place", "value"), [("key", np.nan), ("value", np.inf)])
+@pytest.mark.parametrize(
+    ("place", "value", "kv"),
+    [
+        *product(["key"], [np.nan], ["f16", "bf16", "int8"]),
+        *product(["value"], [np.inf], ["f16", "bf16", "int8"]),
+        ("key", 1e9, "f16"),
+        ("key", -1e9, "f16"),
+        ("value", 1e9, "f16"),
+    ],
+)
 def test_a_key_or_value_that_is_not_finite_gives_no_number(toy, monkeypatch, place, value, kv, isa):
     """The one element of the last head is read back from its page, by a chunk and by a decode row."""
     make = type(toy())._random

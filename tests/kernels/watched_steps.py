@@ -112,7 +112,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     with_gil = ctypes.PyDLL(None)
     yield "malloc without the GIL", lambda: libc.malloc(10)
     yield "malloc with the GIL", lambda: with_gil.malloc(10)
-    dtypes = ("f32", "bf16", "q8", "rotated", "q4"), ("f32", "bf16", "int8"), ((0,), (37,))
+    dtypes = ("f32", "bf16", "q8", "rotated", "q4"), ("f32", "f16", "bf16", "int8"), ((0,), (37,))
     for isa in supported_levels():
         for weights, kv, windows in itertools.product(*dtypes):
             unusual = kv == "int8"

@@ -128,10 +128,17 @@ def as_dtype(x: Array, dtype: StoredDtype, group: int = 0) -> Array:
     return quantize_q8(x, group) if dtype == "q8" else x.astype(np.float32).astype(np.float64)
 
 
+def as_stored(x: Array, kv_dtype: str) -> Array:
+    """Round numbers as the cache stores them in bf16, f16 or f32."""
+    if kv_dtype == "f16":
+        return x.astype(np.float32).astype(np.float16).astype(np.float64)
+    return as_dtype(x, "bf16" if kv_dtype == "bf16" else "f32")
+
+
 def as_key(x: Array, kv_dtype: str) -> Array:
     """Round heads [.., head_dim] as the cache stores keys: int8 by blocks of 32 with a scale in fp16."""
     if kv_dtype != "int8":
-        return as_dtype(x, "bf16" if kv_dtype == "bf16" else "f32")
+        return as_stored(x, kv_dtype)
     stored = np.zeros((len(x), padded(x.shape[1])))
     stored[:, : x.shape[1]] = x
     blocks = stored.reshape(len(x), -1, BLOCK)
@@ -143,7 +150,7 @@ def as_key(x: Array, kv_dtype: str) -> Array:
 def as_value(x: Array, kv_dtype: str) -> Array:
     """Round heads [.., head_dim] as the cache stores values: int8 with one scale per token."""
     if kv_dtype != "int8":
-        return as_dtype(x, "bf16" if kv_dtype == "bf16" else "f32")
+        return as_stored(x, kv_dtype)
     scale = np.abs(x).max(axis=1, keepdims=True) / 127
     values: Array = np.rint(x / np.where(scale > 0, scale, 1)) * scale
     return values

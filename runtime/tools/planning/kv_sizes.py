@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ....pager.layout import KVLayout
 from ...common.config import KVCacheDtype
 
-SIZED_DTYPES: tuple[KVCacheDtype, ...] = ("f32", "bf16")
+SIZED_DTYPES: dict[str, KVCacheDtype] = {"f32": "f32", "f16 and bf16": "f16"}  # column -> data type
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ KNOWN_SHAPES = (
 
 def describe_sizes() -> str:
     """Return the table as text: exact bytes and binary units. Models with windows are shown without them too."""
-    header = f"{'model':<18}{'tokens':>8}" + "".join(f"{dtype + ', bytes':>20}{'':>11}" for dtype in SIZED_DTYPES)
+    header = f"{'model':<18}{'tokens':>8}" + "".join(f"{column + ', bytes':>20}{'':>11}" for column in SIZED_DTYPES)
     return "\n".join([header.rstrip(), *(_row(shape) for known in KNOWN_SHAPES for shape in _variants(known))])
 
 
@@ -61,7 +61,7 @@ def _variants(shape: KnownShape) -> list[KnownShape]:
 
 
 def _row(shape: KnownShape) -> str:
-    sizes = [shape.kv_bytes(dtype) for dtype in SIZED_DTYPES]
+    sizes = [shape.kv_bytes(dtype) for dtype in SIZED_DTYPES.values()]
     return f"{shape.name:<18}{shape.num_tokens:>8,}" + "".join(f"{size:>20,}{human(size):>11}" for size in sizes)
 
 

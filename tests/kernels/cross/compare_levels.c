@@ -35,7 +35,7 @@ static float next_row_scale(void) {  // two bits of mantissa, 2^-9 to 2^-6; or 0
 
 // The digest (FNV-1a) of all results of an op and dtype, in order.
 typedef struct { const char *op; int dtype; uint64_t digest; } record;
-static record records[64];
+static record records[96];
 static int num_records;
 
 static record *record_of(const char *op, int dtype) {
@@ -79,7 +79,7 @@ static void fill_panels(char *panels, int dtype, int64_t width, int count) {
     for (int i = 0; i < 32; i++) ((uint16_t *)(panels + at))[i] = next_scale();
 }
 
-static const char *const dtype_names[] = {"f32", "bf16", "q8", "q4", "q4_k", "q5_k", "q6_k", "mxfp4", "q4_z"};
+static const char *const dtype_names[] = {"f32", "bf16", "q8", "q4", "q4_k", "q5_k", "q6_k", "mxfp4", "q4_z", "f16"};
 
 static void verdict(const char *op, int dtype, const char *what, double error, double allowed) {
   if (error <= allowed) return;
@@ -277,7 +277,7 @@ static void run_attention(const quire_tiles *level, attention *x, int dtype, qui
   }
   reset(x->total_m, x->total_l, x->total_o, rows * d);
   for (int64_t token = 0; token < 128; token += 64) {
-    quire_attention_tile t = {.q = from_row(q, dtype, first), .oldest = oldest, .newest = newest, .softcap = softcap,
+    quire_attention_tile t = {.q = from_row(q, quire_query_dtype(dtype), first), .oldest = oldest, .newest = newest, .softcap = softcap,
                               .first_token = token, .head_dim = d, .num_pages = (int)(64 / size),
                               .page_size = (int)size, .m = x->m, .l = x->l, .s = x->s, .p = x->p, .o = x->o};
     for (int j = 0; j < 4; j++) {
@@ -289,7 +289,7 @@ static void run_attention(const quire_tiles *level, attention *x, int dtype, qui
       t.v[16 * j / size] = page->v;
     }
     reset(x->m, x->l, x->o, rows * d);
-    level->attention[dtype][quire_row_class(rows)](rows, &t);
+    level->attention[quire_kv_index(dtype)][quire_row_class(rows)](rows, &t);
     level->merge(rows, d, x->m, x->l, x->o, x->total_m, x->total_l, x->total_o);
   }
 }
@@ -297,7 +297,7 @@ static void run_attention(const quire_tiles *level, attention *x, int dtype, qui
 static void compare_attention(const char *op, int dtype, int64_t size, int64_t d, int64_t window, float softcap, int rows) {
   const double allowed = 1e-2;  // p is rounded to bf16, and a tie may fall either way
   static attention x, y;
-  quire_rows q = rows_of(dtype, d);
+  quire_rows q = rows_of(quire_query_dtype(dtype), d);
   float head[MAX_WIDTH];
   for (int i = 0; i < 128 / size; i++) {
     x.pages[i] = y.pages[i] = new_page(dtype, size, d);
@@ -559,6 +559,34 @@ static void compare_experts(int64_t experts, int64_t chosen, int normalized) {
 
 #include "compare_recurrence.h"
 
+static void compare_pages(int dtype) {
+  for (int64_t size = 16; size <= 64; size *= 2)
+    for (int64_t d = dtype == QUIRE_Q8 ? 32 : 16; d <= 128; d *= 2) {
+      compare_heads(dtype, size, d);
+      for (int rows = 1; rows <= MAX_ROWS; rows = rows * 3 + 1) {
+        compare_attention("attention", dtype, size, d, 0, 0, rows);
+        compare_attention("attention", dtype, size, d, 37, 0, rows);
+      }
+    }
+}
+
+// fp16 of ties, subnormal numbers, the largest numbers and what lies beyond them, with either sign.
+static void compare_f16(void) {
+  static const float numbers[16] = {0.f, 1.f + 0x1p-11f, 1.f + 0x3p-11f, 0x1.ffcp0f, 0x1.ffep0f, 0x1p-24f, 0x1p-25f, 0x3p-26f,
+                                    0x1.ff8p-15f, 0x1.ffcp-15f, 65504.f, 65519.996f, 65520.f, FLT_MAX, INFINITY, NAN};
+  static const uint16_t stored[16] = {0, 0x3c00, 0x3c02, 0x3fff, 0x4000, 1, 0, 1, 0x03ff, 0x0400, 0x7bff, 0x7bff, 0xffff, 0xffff, 0xffff, 0xffff};
+  for (int sign = 0; sign < 2; sign++) {
+    quire_page page = new_page(QUIRE_F16, 16, 16);
+    float x[16];
+    uint16_t want[16];
+    for (int i = 0; i < 16; i++) x[i] = sign ? -numbers[i] : numbers[i], want[i] = (uint16_t)(stored[i] | (sign ? 0x8000 : 0));
+    tiles->store_key(x, 5, &page), tiles->store_value(x, 5, &page);
+    expect_same("store_value", QUIRE_F16, "other bits than fp16", (uint16_t *)page.v + 5 * 16, want, sizeof want);
+    for (int i = 0; i < 16; i++) expect_same("store_key", QUIRE_F16, "other bits than fp16", (uint16_t *)page.k + i * 16 + 5, want + i, 2);
+    free_page(&page);
+  }
+}
+
 static void compare_level(void) {
   static float weight[MAX_WIDTH];
   state = 42, num_records = 0;
@@ -570,14 +598,7 @@ static void compare_level(void) {
       compare_convert(dtype, width - 5, width, weight);
       compare_unpack(dtype, width);
     }
-    for (int64_t size = 16; size <= 64; size *= 2)
-      for (int64_t d = dtype == QUIRE_Q8 ? 32 : 16; d <= 128; d *= 2) {
-        compare_heads(dtype, size, d);
-        for (int rows = 1; rows <= MAX_ROWS; rows = rows * 3 + 1) {
-          compare_attention("attention", dtype, size, d, 0, 0, rows);
-          compare_attention("attention", dtype, size, d, 37, 0, rows);
-        }
-      }
+    compare_pages(dtype);
   }
   compare_to_bf16();
   for (int64_t n = 48; n < 1000; n += 137) compare_logits(n);
@@ -624,6 +645,9 @@ static void compare_level(void) {
   for (int64_t taps = 1; taps <= 5; taps++) compare_convolution(WITH_GATES, 16 * taps + 5, taps, taps + taps % 3);
   compare_gate();
   compare_recurrences();
+  compare_pages(QUIRE_F16);
+  for (int rows = 1; rows <= MAX_ROWS; rows = rows * 3 + 1) compare_attention("capped attention", QUIRE_F16, 32, 64, 37, 2.f, rows);
+  compare_f16();
 }
 
 // Fail where the digests of the last level are not those of the file, or print them if there is none.

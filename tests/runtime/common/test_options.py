@@ -62,7 +62,7 @@ def test_keyword_arguments_of_llm_are_the_options_of_an_engine() -> None:
     for name, kind in arguments.items():
         field = fields[aliases.get(name, name)]
         assert members(field) <= members(kind), name
-        assert members(kind) - members(field) <= {str, "bfloat16", "float32"}, name
+        assert members(kind) - members(field) <= {str, "bfloat16", "float16", "float32"}, name
 
 
 def members(kind: Any) -> set[Any]:

@@ -35,7 +35,8 @@ def test_sizes_threads_and_levels_with_the_same_bits_do_not_change_it(other: dic
 
 
 @pytest.mark.parametrize(
-    "other", [{"weights": "q4"}, {"kv_cache_dtype": "f32"}, {"page_size": 16}, {"model": b"another"}]
+    "other",
+    [{"weights": "q4"}, {"kv_cache_dtype": "f32"}, {"kv_cache_dtype": "f16"}, {"page_size": 16}, {"model": b"another"}],
 )
 def test_dtypes_pages_and_models_change_it(other: dict[str, Any]) -> None:
     assert id_of(**other) != id_of()
@@ -45,6 +46,10 @@ def test_the_dtype_of_states_changes_it_for_models_with_matrices() -> None:
     for family, has_matrices in (("granite_hybrid", True), ("qwen3_next", True), ("lfm2", False), ("llama", False)):
         spec = read_spec(GOLDENS / family)
         assert (id_of(spec=spec, state_dtype="bf16") != id_of(spec=spec)) == has_matrices
+
+
+def test_with_f16_in_the_cache_it_is_the_same_at_every_level() -> None:
+    assert id_of(isa="avx2", kv_cache_dtype="f16") == id_of(kv_cache_dtype="f16")
 
 
 @pytest.mark.parametrize("bf16", [{"weights": "bf16"}, {"weights": "auto"}, {"kv_cache_dtype": "bf16"}])

@@ -1,4 +1,4 @@
-"""The loss of a smaller KV cache: logits with a bf16 or int8 cache compared with those with an f32 cache, f32 weights.
+"""The loss of a smaller KV cache: logits with a bf16, f16 or int8 cache, and with an f32 cache; weights in f32.
 
 Kullback-Leibler divergence per position, in nats, on the goldens (random weights, whose distributions are flat: the
 hard case) and on held-out text with the bundled model. The bounds are three times the values in `tests/bench/LOG.md`.
@@ -19,14 +19,19 @@ HELDOUT = json.loads((Path(__file__).parents[2] / "data" / "heldout.json").read_
 
 MEASURED_KL = {  # mean, max over positions; nats
     ("llama", "bf16"): (4.8e-6, 2.7e-5),
+    ("llama", "f16"): (4.6e-8, 2.5e-7),
     ("llama", "int8"): (3.1e-5, 1.6e-4),
     ("qwen2", "bf16"): (2.5e-5, 1.0e-4),
+    ("qwen2", "f16"): (2.6e-7, 1.4e-6),
     ("qwen2", "int8"): (1.6e-4, 1.4e-3),
     ("qwen3", "bf16"): (8.3e-6, 3.0e-5),
+    ("qwen3", "f16"): (6.8e-8, 3.2e-7),
     ("qwen3", "int8"): (5.9e-5, 2.4e-4),
     ("mistral", "bf16"): (3.0e-5, 1.0e-4),
+    ("mistral", "f16"): (3.0e-7, 1.9e-6),
     ("mistral", "int8"): (3.7e-4, 2.4e-3),
     ("bundled", "bf16"): (1.6e-5, 3.3e-4),
+    ("bundled", "f16"): (2.1e-7, 4.7e-6),
     ("bundled", "int8"): (1.1e-4, 5.0e-3),
 }
 MARGIN = 3

@@ -35,6 +35,7 @@ SHAPES = {shape.name: shape for shape in KNOWN_SHAPES}
 def test_known_sizes(name: str, tokens: int, f32: int, bf16: int) -> None:
     shape = SHAPES[name]
     assert (shape.num_tokens, shape.kv_bytes("f32"), shape.kv_bytes("bf16")) == (tokens, f32, bf16)
+    assert shape.kv_bytes("f16") == bf16
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_sizes_for_people_have_no_exponent(size: int, text: str) -> None:
 
 def test_the_table_prints_every_model_with_exact_bytes() -> None:
     header, *rows = describe_sizes().splitlines()
-    assert header.split() == ["model", "tokens", "f32,", "bytes", "bf16,", "bytes"]
+    assert header.split() == ["model", "tokens", "f32,", "bytes", "f16", "and", "bf16,", "bytes"]
     assert len(rows) == len(KNOWN_SHAPES) + sum(bool(shape.windows) for shape in KNOWN_SHAPES)
     assert "Qwen3-0.6B           1,024         234,881,024    224 MiB         117,440,512    112 MiB" in rows
     assert any(row.startswith("Llama-3-8B") and "2.0 GiB" in row and "1.0 GiB" in row for row in rows)
