@@ -272,6 +272,7 @@ class Engine(Generic[CoreT]):
             lambda: self._cancel(requests),
             prepared.new_parser,
             reads_output=request.reads_output,
+            prompt_has_text=self.text_processor.has_text(token_ids),
         )
         return output_class(params)(
             stream,

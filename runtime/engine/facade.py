@@ -142,6 +142,10 @@ class Generation(Protocol):
         """The prompt's token ids."""
 
     @property
+    def prompt_has_text(self) -> bool:
+        """Whether any token of the prompt adds text: special tokens do not."""
+
+    @property
     def new_parser(self) -> NewParser | None:
         """A function that makes a parser for an output; None for a request without `tool_choice`."""
 

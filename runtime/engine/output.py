@@ -45,8 +45,10 @@ class Stream:
         new_parser: NewParser | None = None,
         *,
         reads_output: bool = False,
+        prompt_has_text: bool = True,
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
+        self.prompt_has_text = prompt_has_text
         self.seed = seed
         self.new_parser = new_parser
         self._reads_output = reads_output and new_parser is not None

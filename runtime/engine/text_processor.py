@@ -169,6 +169,10 @@ class TextProcessor:
         marks = None if self._chat_tokens is None else self._chat_tokens.marks
         return self.chat_template.render_marked(messages, tools, variables, syntax=self.markup.calls, marks=marks)
 
+    def has_text(self, token_ids: Sequence[int]) -> bool:
+        """Return whether any of the tokens adds text; True without a tokenizer."""
+        return self.tokenizer is None or any(map(self.tokenizer.adds_text, token_ids))
+
     def detokenizer(
         self,
         params: SamplingParams,

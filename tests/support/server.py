@@ -82,6 +82,7 @@ class FakeGeneration:
 
     admission = AdmissionEstimate(position=0, pages_needed=1, pages_free=1)
     prompt_token_ids = (1, 2, 3)
+    prompt_has_text = True
     seed = 0
     new_parser = None
 

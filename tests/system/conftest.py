@@ -63,6 +63,7 @@ class FakeGeneration:
         self.cancelled = asyncio.Event()
         self.admission = AdmissionEstimate(position=1, pages_needed=2, pages_free=3, predicted_wait_s=0.0045)
         self.prompt_token_ids = (1, 2, 3)
+        self.prompt_has_text = True
         self.seed = 0
         self.new_parser = None
         self.on_prefill: Callable[[int], None] = lambda _: None

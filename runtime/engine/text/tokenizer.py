@@ -28,11 +28,6 @@ class Token(NamedTuple):
     is_special: bool  # a special token adds nothing to a text
     first_data: bytes | None = None  # bytes at the start of a text, if they differ: mostly without a space
 
-    @property
-    def adds_text(self) -> bool:
-        """Whether the token adds anything to a text."""
-        return bool(self.data) and not self.is_special
-
     def data_after(self, has_text: bool) -> bytes:
         """Return the bytes that the token adds to a text; a special token adds nothing."""
         if self.is_special:

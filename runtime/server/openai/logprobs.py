@@ -111,7 +111,7 @@ class CompletionLogprobs:
     def _count(self, token: Token) -> None:
         """Add the characters that begin in the token."""
         self._num_characters += sum(byte & 0xC0 != 0x80 for byte in token.data_after(self.has_text))
-        self.has_text |= token.adds_text
+        self.has_text |= bool(token.data) and not token.is_special
 
     def join(self, pieces: Iterable[Columns]) -> bytes:
         """Return the JSON of the pieces."""

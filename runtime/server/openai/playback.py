@@ -130,8 +130,7 @@ class Playback:
                 continue
             for choice in form.choices[index * self._n : (index + 1) * self._n]:
                 if isinstance(choice.logprobs, CompletionLogprobs):
-                    prompt = map(self._engine.token, log.prompt_token_ids)
-                    choice.logprobs.has_text = any(token.adds_text for token in prompt)
+                    choice.logprobs.has_text = log.prompt_has_text
 
     async def _add_echoes(self, form: Format, logs: Sequence[OutputLog]) -> None:
         """Begin each choice with the prompt, or with its first token where the engine echoes the others."""

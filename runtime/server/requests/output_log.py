@@ -171,6 +171,7 @@ class OutputLog:
         self.seed = 0  # set when accepted, with the parser and the facts about the prompt
         self.new_parser: NewParser | None = None
         self.num_prompt_tokens = 0
+        self.prompt_has_text = True
         self.finish_reason: FinishReason | None = None  # reason in the last chunk
         self.error: QuireError | None = None
         self.is_complete = False  # the engine delivers no further chunk, or none is wanted
@@ -307,6 +308,7 @@ class OutputLog:
         self.new_parser = generation.new_parser
         self.admission = generation.admission
         self.num_prompt_tokens = len(generation.prompt_token_ids)
+        self.prompt_has_text = generation.prompt_has_text
         self._wake_readers()
 
     def deliver(self) -> None:
