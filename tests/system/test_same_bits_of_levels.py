@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,7 @@ async def test_golden_bits(isa: str, dtypes: str, gguf_file: str) -> None:
 
 
 @pytest.mark.usefixtures("slow_engine")
-@pytest.mark.parametrize("weights", ["q8", "q4"])
-@pytest.mark.parametrize("other", LEVELS[1:-1])
+@pytest.mark.parametrize(("other", "weights"), list(zip(LEVELS[1:-1], cycle(["q8", "q4"]), strict=False)))
 async def test_a_request_continues_at_another_level_after_a_crash(other: str, weights: Any) -> None:
     config = EngineConfig(isa=LEVELS[-1], weights=weights, kv_cache_dtype="int8", kv_cache_memory=KV_CACHE_MEMORY)
     request = asked(prompt(40, 5), max_tokens=300, temperature=0.8, seed=2)

@@ -12,9 +12,10 @@ from quire.runtime.model import kv_layout, read_spec
 from tests.support import bits
 from tests.support.bits import one_by_one, prompt, together
 
-PARAMS = SamplingParams(max_tokens=150, ignore_eos=True, logprobs=2, temperature=0.9, seed=3)
+NUM_TOKENS = 80
+PARAMS = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2, temperature=0.9, seed=3)
 LENGTHS = (300, 50, 120, 400, 1)
-LONGEST = max(LENGTHS) + 150
+LONGEST = max(LENGTHS) + NUM_TOKENS
 REQUESTS = [GenerateRequest(prompt=prompt(length), sampling_params=PARAMS) for length in LENGTHS]
 
 
