@@ -14,7 +14,7 @@ from .pool import PagePool
 from .prefix import PrefixCache, PrefixHit, root_key
 from .spill import PageStore, Spilled
 from .state_cache import StateCache
-from .states import NoStates, StatePool
+from .states import NO_STATE, NoStates, StatePool
 from .table import NULL_PAGE, CopyPage, ImageSpan, PageTable, listed_pages
 
 STATE_INTERVAL = 512  # tokens of a long prompt between two states that are kept
@@ -25,9 +25,9 @@ class Pager:
 
     Each layer group has its own table; `windows` holds each group's attention window in tokens, 0 for full attention.
     `copy_page(source, destination)` copies a page's memory before a shared page is written; None where there is no
-    memory, as in a simulation. `store` takes spilled pages; None switches spilling off. `states` are the slots of a
-    model with states, of which the prefix cache keeps `num_cached_states`, every `state_interval` tokens of a prompt:
-    without one, there is no prefix cache. The store has no states, so it is off for such a model.
+    memory, as in a simulation. `store` takes spilled pages and states; None switches spilling off. `states` are the
+    slots of a model with states, of which the prefix cache keeps `num_cached_states`, every `state_interval` tokens of
+    a prompt: without one, there is no prefix cache.
     """
 
     def __init__(
@@ -60,8 +60,9 @@ class Pager:
         self.prefix_queried_tokens = 0  # prompt tokens of every `open` that succeeded
         self.prefix_hit_tokens = 0
         self.num_spilled = 0  # pages in the store
+        self.num_spilled_states = 0  # states in the store
         self._copy_page = copy_page
-        self._store = store if states is None else None
+        self._store = store
         self._handles: set[Spilled] = set()
 
     def open(
@@ -124,17 +125,19 @@ class Pager:
         return self.cached_states.next_end(first, num_known, table.shared_end)
 
     def spill_seconds(self, num_pages: int) -> float | None:
-        """Return the predicted seconds to spill and restore `num_pages` pages; None if the store cannot take them."""
-        return self._store.seconds(num_pages) if self._store else None
+        """Return the predicted seconds to spill and restore a sequence; None if the store cannot take it."""
+        return self._store.seconds(num_pages, 1 if self.states.num_slots else 0) if self._store else None
 
     def spill(self, table: PageTable, num_tokens: int) -> Spilled | None:
-        """Write the first `num_tokens` tokens, all computed, to the store, release the table and return a handle.
+        """Write the first `num_tokens` tokens, all computed, and their state to the store, and release the table.
 
-        Returns None, changing nothing, if there is no store, the store is full or the disk fails. Raises ValueError
-        where `table.rollback(num_tokens)` would.
+        Returns a handle, or None, changing nothing, if there is no store, the store is full or the disk fails. Raises
+        ValueError where `table.rollback(num_tokens)` would.
         """
         pages = table.pages_kept(num_tokens)
-        slots = self._store.save(listed_pages(pages)) if self._store else None
+        page_ids = listed_pages(pages)
+        state = table.state if num_tokens else NO_STATE
+        slots = self._store.save(page_ids, state) if self._store else None
         if slots is None:
             return None
         remaining = iter(slots)
@@ -144,9 +147,11 @@ class Pager:
                 tuple(page if page == NULL_PAGE else next(remaining) for page in row)
                 for row in zip(*pages, strict=True)
             ),
+            tuple(remaining),
         )
         self._handles.add(spilled)
-        self.num_spilled += len(slots)
+        self.num_spilled += len(page_ids)
+        self.num_spilled_states += state != NO_STATE
         table.release()
         return spilled
 
@@ -160,9 +165,10 @@ class Pager:
     ) -> PageTable | None:
         """Return a committed table with the spilled tokens, which `token_ids` starts with, and use up the handle.
 
-        Takes pages that the prefix cache still holds from there and reads the others back. Raises OutOfPages, changing
-        nothing, unless all can be allocated and `spare_pages` stay available. Returns None if the stored pages cannot
-        be read or are damaged: the handle is discarded and the tokens must be computed again.
+        Takes pages that the prefix cache still holds from there, and reads the others and the state back. Raises
+        OutOfPages or OutOfStates, changing nothing, unless all can be allocated and `spare_pages` stay available.
+        Returns None if stored bytes cannot be read or are damaged: the handle is discarded and the tokens must be
+        computed again.
         """
         if spilled not in self._handles or self._store is None:
             raise ValueError("this handle is used up or belongs to another pager")
@@ -172,16 +178,22 @@ class Pager:
         pages, missing = self._find_spilled(spilled, root, token_ids, images)
         found = listed_pages(pages)
         self.pool.require(len(missing) + self._num_unowned(found) + spare_pages)
+        state = self.states.own(NO_STATE) if spilled.state_slots else NO_STATE
         self.pool.retain(found)
         fresh = self.pool.allocate(len(missing))
         for (depth, group), page in zip(missing, fresh, strict=True):
             pages[group][depth] = page
-        intact = self._store.load([spilled.slots[depth][group] for depth, group in missing], fresh)
+        slots = [spilled.slots[depth][group] for depth, group in missing]
+        intact = self._store.load([*slots, *spilled.state_slots], fresh, state)
         self.discard(spilled)
         if not intact:
             self.pool.release(listed_pages(pages))
+            self.states.release(state)
             return None
         table = self._table(root, PrefixHit([], pages), spilled.num_tokens, images)
+        table.num_known = len(token_ids)
+        if state != NO_STATE:
+            table.continue_from(state)
         self.commit(table, token_ids)
         return table
 
@@ -190,6 +202,7 @@ class Pager:
         if spilled in self._handles and self._store is not None:
             self._handles.remove(spilled)
             self.num_spilled -= spilled.num_pages
+            self.num_spilled_states -= bool(spilled.state_slots)
             self._store.free(spilled.used_slots())
 
     def pin(self, token_ids: Sequence[int], tenant_salt: bytes, until: float, images: Sequence[ImageSpan] = ()) -> int:

@@ -36,7 +36,7 @@ from .exceptions import SnapshotDamaged, SnapshotError, SnapshotForeign, Snapsho
 from .pager import Pager
 from .pool import Content
 from .prefix import page_key
-from .states import StateMemory
+from .states import NO_MEMORY, StateMemory
 
 MAGIC = b"QUIREKV\0"
 VERSION = 3
@@ -45,7 +45,6 @@ HEADER = Struct("<8s3I4Q32s32s")
 STATE = Struct("<32sI")
 CHECKSUM = Struct("<I")
 HEADER_BYTES = HEADER.size + CHECKSUM.size
-NO_MEMORY: StateMemory = np.empty((0, 0), np.uint8)
 SYNC_BYTES = 4 << 20  # written between two flushes to the disk, after which progress is reported
 
 

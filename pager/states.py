@@ -16,6 +16,7 @@ from .exceptions import OutOfStates
 
 NO_STATE = -1  # slot of a sequence that has not computed any token
 StateMemory = npt.NDArray[np.uint8]  # [slots, bytes of a state]
+NO_MEMORY: StateMemory = np.empty((0, 0), np.uint8)  # memory of a model without states
 CopyState = Callable[[int, int], None]  # (source slot, destination slot)
 
 

@@ -77,9 +77,10 @@ class RunningBatch:
         self._drop(request)
 
     def preempt(self, request: Request, now: float) -> None:
-        """Take a request's pages, spilling them where that is faster than computing them again; its tokens are kept."""
+        """Take a request's pages and state, spilling them where that is faster than computing; its tokens are kept."""
         table = table_of(request)
         computed = request.num_computed_tokens
+        table.withdraw(computed)
         request.spilled = self._pager.spill(table, computed) if self._spilling_pays(request) else None
         if request.spilled is None:
             table.release()
@@ -92,7 +93,7 @@ class RunningBatch:
         request.enter(State.PREEMPTED, now)
 
     def discard_spilled(self, request: Request) -> None:
-        """Drop the spilled pages of a preempted request that has ended."""
+        """Drop the spilled pages and state of a preempted request that has ended."""
         if request.spilled is not None:
             self._pager.discard(request.spilled)
             request.spilled = None
@@ -208,7 +209,7 @@ class RunningBatch:
         return table
 
     def _restore(self, request: Request, spare_pages: int) -> PageTable | None:
-        """Return the pages that a preempted request spilled; None if there are none or they are damaged."""
+        """Return the table of a preempted request that was spilled; None if it was not, or is damaged in the store."""
         if request.spilled is None:
             return None
         pager = self._pager

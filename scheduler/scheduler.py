@@ -57,6 +57,7 @@ class SchedulerStats:
     states_kept: int  # states that the prefix cache has kept so far
     state_hits: int  # prompts that continued from a kept state
     state_copies: int  # states that were copied because two owners shared a slot
+    states_spilled: int  # states in the spill store
     preemptions: int
     preemptions_spilled: int  # preemptions whose pages were spilled
     recomputed_tokens: int  # tokens computed again after a preemption
@@ -302,6 +303,7 @@ class Scheduler:
             states_kept=0 if cached is None else cached.num_kept,
             state_hits=0 if cached is None else cached.num_hits,
             state_copies=states.num_copies,
+            states_spilled=pager.num_spilled_states,
             preemptions=self._batch.num_preemptions,
             preemptions_spilled=self._batch.num_spilled,
             recomputed_tokens=self._committer.recomputed_tokens,

@@ -89,7 +89,7 @@ def _shape(path: Path) -> Iterator[Row]:
     if (short := short_context(spec.ropes)) is not None:
         yield "LongRoPE", f"short factors up to --max-model-len {short}; beyond it long ones, for short requests too"
     if states := lay_out_states(spec).nbytes:
-        yield "states", f"{states:,} B per sequence beside its KV pages; no spilling"
+        yield "states", f"{states:,} B per sequence beside its KV pages"
     yield "in memory", f"{weights_text(spec, 'auto')} with --weights auto"
 
 

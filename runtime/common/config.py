@@ -242,7 +242,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 0
     kv_spill_size: Annotated[
         CountOrZero,
-        _scheduling("Disk space for the KV pages of preempted requests. 0: their pages are recomputed.", unit="bytes"),
+        _scheduling(
+            "Disk space for the KV pages and states of preempted requests. 0: they are recomputed.", unit="bytes"
+        ),
     ] = 0
     kv_spill_dir: Annotated[
         str | None,

@@ -106,11 +106,12 @@ def load_texts(config: EngineConfig) -> tuple[TextProcessor, EncoderText | None]
 
 
 def _open_spill_file(config: EngineConfig, runner: ModelRunner) -> SpillFile | None:
-    """Return the file for spilled pages; None if `kv_spill_size` is 0. Raises ConfigError."""
+    """Return the file for spilled pages and states; None if `kv_spill_size` is 0. Raises ConfigError."""
     if not config.kv_spill_size:
         return None
     try:
-        return SpillFile(runner.arena, config.kv_spill_size, config.kv_spill_dir or tempfile.gettempdir())
+        folder = config.kv_spill_dir or tempfile.gettempdir()
+        return SpillFile(runner.arena, config.kv_spill_size, folder, state_memory=runner.state_memory)
     except ValueError as error:
         raise ConfigError(f"kv_spill_size: {error}") from error
     except SpillUnavailable as error:

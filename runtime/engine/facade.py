@@ -243,7 +243,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_reserved: int = 0  # cached or free, kept for certain running requests
     pages_pinned: int = 0  # cached, evicted last
     pages_spilled: int = 0  # pages in the spill file
-    preemptions_spilled: int = 0  # preemptions that moved pages to the spill file
+    preemptions_spilled: int = 0  # preemptions that moved pages and states to the spill file
     recomputed_tokens: int = 0  # tokens computed again after a preemption
     draft_tokens: int = 0  # verified draft tokens
     accepted_draft_tokens: int = 0
@@ -263,6 +263,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     state_hits: int = 0  # prompts that continued from a kept state
     state_copies: int = 0  # states that were copied because two owners shared a slot
     steps_over_itl_target: int = 0  # steps after decoding alone exceeded the latency target, until it fell to 90 %
+    states_spilled: int = 0  # states in the spill file
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -153,8 +153,8 @@ MUTANTS = [
     ),
     Mutant(
         PAGER,
-        "        if not intact:\n            self.pool.release(listed_pages(pages))\n            return None",
-        "        if not intact:\n            return None",
+        "        if not intact:\n            self.pool.release(listed_pages(pages))\n",
+        "        if not intact:\n",
         "a damaged spill file leaks the pages of each restored request",
     ),
     Mutant(
@@ -168,6 +168,18 @@ MUTANTS = [
         "            self._handles.remove(spilled)\n            self.num_spilled -= spilled.num_pages",
         "            self.num_spilled -= spilled.num_pages",
         "a second discard frees slots that hold another request's pages",
+    ),
+    Mutant(
+        PAGER,
+        "            self.states.release(state)\n            return None",
+        "            return None",
+        "a damaged spill file leaks the state of each restored request",
+    ),
+    Mutant(
+        PAGER,
+        "state = table.state if num_tokens else NO_STATE",
+        "state = NO_STATE",
+        "a restored sequence continues from an empty state",
     ),
     Mutant(
         PAGER,
@@ -189,13 +201,13 @@ MUTANTS = [
     ),
     Mutant(
         SPILL,
-        "if crc32(self._bytes) != self._checksums[slot]:",
+        "if crc32(data) != self._checksums[slot]:",
         "if False:",
         "damaged pages are restored",
     ),
     Mutant(
         SPILL,
-        "slot * self._page_bytes) != self._page_bytes:\n            raise OSError(errno.ENOSPC",
+        "slot * self._page_bytes) != len(data):\n            raise OSError(errno.ENOSPC",
         "slot * self._page_bytes) < 0:\n            raise OSError(errno.ENOSPC",
         "a short write counts as a success",
     ),

@@ -209,6 +209,12 @@ MUTANTS = [
     ),
     Mutant(
         BATCH,
+        "        table.withdraw(computed)\n",
+        "",
+        "a request that has grown by a chunk cannot be spilled: its state seems too far ahead",
+    ),
+    Mutant(
+        BATCH,
         "        request.spilled = None\n        return table",
         "        return table",
         "a request preempted twice is restored from the first time",

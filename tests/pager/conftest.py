@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from quire.pager import Pager, PageTable, layout
@@ -37,13 +37,23 @@ class FakePageMemory:
         return tokens[first % PAGE_SIZE : first % PAGE_SIZE + table.num_tokens - first]
 
 
-class FakePageStore:
-    """A PageStore of `num_slots` slots; if `damaged` is set, nothing can be loaded."""
+class FakeStates(Protocol):
+    """The memory of states."""
 
-    def __init__(self, memory: FakePageMemory, num_slots: int) -> None:
+    of: list[list[int]]  # content of each slot
+
+
+class FakePageStore:
+    """A PageStore of `num_slots` slots, of which a state takes `state_slots`; nothing loads if `damaged` is set."""
+
+    def __init__(
+        self, memory: FakePageMemory, num_slots: int, states: FakeStates | None = None, state_slots: int = 0
+    ) -> None:
         self._memory = memory
-        self._slots: dict[int, list[Slot | None]] = {}
+        self._slots: dict[int, list[Any]] = {}
         self._num_slots = num_slots
+        self._states = states
+        self._state_slots = state_slots
         self.damaged = False
         self.num_loaded = 0  # slots
 
@@ -51,18 +61,29 @@ class FakePageStore:
     def num_used(self) -> int:
         return len(self._slots)
 
-    def save(self, page_ids: Sequence[int]) -> list[int] | None:
-        if self.seconds(len(page_ids)) is None:
+    def save(self, page_ids: Sequence[int], state: int) -> list[int] | None:
+        contents: list[list[Any]] = [self._memory.pages[page][:] for page in page_ids]
+        if state >= 0:
+            assert self._states is not None
+            contents += [self._states.of[state][part :: self._state_slots] for part in range(self._state_slots)]
+        slots = [slot for slot in range(self._num_slots) if slot not in self._slots][: len(contents)]
+        if len(slots) < len(contents):
             return None
-        slots = [slot for slot in range(self._num_slots) if slot not in self._slots][: len(page_ids)]
-        self._slots.update({slot: self._memory.pages[page][:] for slot, page in zip(slots, page_ids, strict=True)})
+        self._slots.update(zip(slots, contents, strict=True))
         return slots
 
-    def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> bool:
+    def load(self, slots: Sequence[int], page_ids: Sequence[int], state: int) -> bool:
         if self.damaged:
             return False
-        for slot, page in zip(slots, page_ids, strict=True):
+        for slot, page in zip(slots, page_ids, strict=False):
             self._memory.pages[page] = self._slots[slot][:]
+        if state >= 0:
+            assert self._states is not None
+            parts = [self._slots[slot] for slot in slots[len(page_ids) :]]
+            whole: list[int] = [0] * sum(map(len, parts))
+            for number, part in enumerate(parts):
+                whole[number :: self._state_slots] = part
+            self._states.of[state] = whole
         self.num_loaded += len(slots)
         return True
 
@@ -70,8 +91,9 @@ class FakePageStore:
         for slot in slots:
             del self._slots[slot]
 
-    def seconds(self, num_pages: int) -> float | None:
-        return float(num_pages) if num_pages <= self._num_slots - len(self._slots) else None
+    def seconds(self, num_pages: int, num_states: int) -> float | None:
+        num_slots = num_pages + num_states * self._state_slots
+        return float(num_slots) if num_slots <= self._num_slots - len(self._slots) else None
 
 
 class PagerHarness:

@@ -215,8 +215,87 @@ def test_a_closed_file_saves_and_loads_nothing(file: SpillFile) -> None:
 def test_a_file_that_cannot_be_created_raises_a_typed_error(arena: KVArena, tmp_path: Path) -> None:
     with pytest.raises(SpillUnavailable, match=r"cannot create a spill file in .*missing \(No such file"):
         SpillFile(arena, LAYOUT.page_bytes, tmp_path / "missing")
-    with pytest.raises(ValueError, match="a spill file needs at least one page"):
+    with pytest.raises(ValueError, match=r"a spill file needs at least a page of 6,144 bytes, got 6,143"):
         SpillFile(arena, LAYOUT.page_bytes - 1, tmp_path)
+
+
+# SpillFile with states
+
+
+@pytest.fixture
+def state_memory() -> np.ndarray:
+    """Three states of random bytes, each of a page and 7 bytes."""
+    return np.random.default_rng(2).integers(0, 256, (3, LAYOUT.page_bytes + 7), np.uint8)
+
+
+@pytest.fixture
+def state_file(arena: KVArena, state_memory: np.ndarray, clock: FakeClock, tmp_path: Path) -> Iterator[SpillFile]:
+    """Yield a spill file of five slots."""
+    file = SpillFile(arena, 5 * LAYOUT.page_bytes, tmp_path, clock, state_memory)
+    yield file
+    file.close()
+
+
+def test_a_saved_state_can_be_loaded_into_another_slot(
+    arena: KVArena, state_file: SpillFile, state_memory: np.ndarray
+) -> None:
+    wanted, untouched = state_memory[1].copy(), state_memory[0].copy()
+    page = page_of(arena, 4)
+    slots = state_file.save([4], 1)
+    assert (slots, num_used(state_file)) == ([0, 1, 2], 3)
+    assert state_file.save([5], 0) is None  # two slots are left
+    arena.memory[:] = 0
+    state_memory[1:] = 0
+    assert state_file.load(slots, [6], 2)
+    assert page_of(arena, 6) == page
+    assert [row.tobytes() for row in state_memory] == [untouched.tobytes(), bytes(wanted.size), wanted.tobytes()]
+    state_file.free(slots)
+    assert num_used(state_file) == 0
+    assert state_file.save([1, 2, 3], 0) == [0, 1, 2, 3, 4]
+
+
+def test_a_state_without_pages_and_pages_without_a_state(arena: KVArena, state_file: SpillFile) -> None:
+    wanted = page_of(arena, 1)
+    assert state_file.save([], 0) == [0, 1]
+    assert state_file.save([0, 1], -1) == [2, 3]
+    assert state_file.load([0, 1], [], 1)
+    assert state_file.load([3], [7], -1)
+    assert page_of(arena, 7) == wanted
+
+
+@pytest.mark.parametrize("at", [0, LAYOUT.page_bytes - 1, LAYOUT.page_bytes, LAYOUT.page_bytes + 6])
+def test_a_flipped_bit_of_a_state_is_found(state_file: SpillFile, at: int) -> None:
+    slots = state_file.save([0], 0)
+    offset = slots[1] * LAYOUT.page_bytes + at
+    byte = os.pread(state_file._file, 1, offset)[0]
+    os.pwrite(state_file._file, bytes([byte ^ 4]), offset)
+    assert state_file.load(slots[:1], [2], -1)
+    assert not state_file.load(slots, [2], 1)
+
+
+def test_a_disk_that_fails_within_a_state_leaves_no_slot_in_use(
+    state_file: SpillFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        sizes.append(len(data))
+        return len(data) if len(sizes) < 3 else len(data) - 1
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    assert state_file.save([0], 0) is None
+    assert (sizes, num_used(state_file)) == ([LAYOUT.page_bytes, LAYOUT.page_bytes, 7], 0)
+    assert state_file.seconds(1, 0) is None
+
+
+def test_predicted_seconds_and_the_least_size_count_the_slots_of_a_state(
+    arena: KVArena, state_file: SpillFile, state_memory: np.ndarray, tmp_path: Path
+) -> None:
+    assert state_file.seconds(1, 1) == pytest.approx(3 * LAYOUT.page_bytes * (1 / 1e9 + 1 / 2e9))
+    assert [state_file.seconds(pages, 1) is None for pages in (3, 4)] == [False, True]
+    least = "a page of 6,144 bytes and a state of 6,151 bytes, in 3 slots of a page's size, got 18,431"
+    with pytest.raises(ValueError, match=f"a spill file needs at least {least}"):
+        SpillFile(arena, 3 * LAYOUT.page_bytes - 1, tmp_path, state_memory=state_memory)
 
 
 # Pager with a SpillFile

@@ -12,8 +12,9 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from quire.pager import Pager
+from quire.pager import Pager, StatePool
 from quire.pager.layout import first_kept_token
+from quire.pager.states import NO_STATE
 from quire.scheduler import (
     NO_ENCODER,
     Budget,
@@ -37,6 +38,7 @@ from tests.support.chunked_budget import ChunkedBudget
 
 PAGE_SIZE = 4
 VOCABULARY = 50
+ROLLBACK = 5  # tokens that a state goes back
 
 
 def next_token(context: Sequence[int], vocabulary: int = VOCABULARY) -> int:
@@ -60,34 +62,40 @@ def top_logprobs(context: Sequence[int], vocabulary: int) -> list[tuple[int, flo
 
 
 class FakePageStore:
-    """A PageStore of `num_slots` slots in memory."""
+    """A PageStore of `num_slots` slots in memory; a state takes one."""
 
-    def __init__(self, pages: list[list[int]], num_slots: int) -> None:
+    def __init__(self, pages: list[list[int]], num_slots: int, states: list[list[int]]) -> None:
         self.pages = pages
+        self.states = states
         self.slots: list[list[int] | None] = [None] * num_slots
         self.seconds_per_page = 1e-9
         self.is_damaged = False
 
-    def save(self, page_ids: Sequence[int]) -> list[int] | None:
-        free = [slot for slot, content in enumerate(self.slots) if content is None][: len(page_ids)]
-        if len(free) < len(page_ids):
+    def save(self, page_ids: Sequence[int], state: int) -> list[int] | None:
+        contents = [self.pages[page][:] for page in page_ids]
+        if state != NO_STATE:
+            contents.append(self.states[state][:])
+        free = [slot for slot, content in enumerate(self.slots) if content is None][: len(contents)]
+        if len(free) < len(contents):
             return None
-        for slot, page in zip(free, page_ids, strict=True):
-            self.slots[slot] = list(self.pages[page])
+        for slot, content in zip(free, contents, strict=True):
+            self.slots[slot] = content
         return free
 
-    def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> bool:
+    def load(self, slots: Sequence[int], page_ids: Sequence[int], state: int) -> bool:
         if self.is_damaged:
             return False
-        for slot, page in zip(slots, page_ids, strict=True):
+        for slot, page in zip(slots, page_ids, strict=False):
             self.pages[page] = list(self.slots[slot] or ())
+        if state != NO_STATE:
+            self.states[state] = list(self.slots[slots[-1]] or ())
         return True
 
     def free(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self.slots[slot] = None
 
-    def seconds(self, num_pages: int) -> float | None:
+    def seconds(self, num_pages: int, num_states: int) -> float | None:
         return num_pages * self.seconds_per_page
 
 
@@ -109,6 +117,8 @@ class SchedulerHarness:
         policy: Policy[Request] | None = None,
         encoder: EncoderLimits = NO_ENCODER,
         encoder_policy: Policy[EncodeRequest] | None = None,
+        num_states: int = 0,
+        num_cached_states: int = 0,
         **limits: Any,
     ) -> None:
         self.now = 0.0
@@ -116,7 +126,8 @@ class SchedulerHarness:
         self.vocabulary = vocabulary
         self.windows = windows
         self.pages = [[-1] * PAGE_SIZE for _ in range(num_pages)]
-        self.store = FakePageStore(self.pages, store_slots)
+        self.states: list[list[int]] = [[] for _ in range(num_states)]  # the tokens that each slot's state has seen
+        self.store = FakePageStore(self.pages, store_slots, self.states)
         self.pager = Pager(
             PAGE_SIZE,
             num_pages,
@@ -124,6 +135,9 @@ class SchedulerHarness:
             copy_page=self._copy_page,
             enable_prefix_caching=enable_prefix_caching,
             store=self.store if store_slots else None,
+            states=StatePool(num_states, ROLLBACK, self._copy_state) if num_states else None,
+            num_cached_states=num_cached_states,
+            state_interval=2 * PAGE_SIZE,
             clock=lambda: self.now,
         )
         budget = budget or TokenBudget(max_num_batched_tokens)
@@ -185,6 +199,8 @@ class SchedulerHarness:
 
     def execute(self, plan: StepPlan) -> StepResult:
         for row in plan.sequences:
+            if self.states:
+                self._advance_state(row)
             for position, token in enumerate(row.token_ids, row.first_position):
                 for table in row.tables:
                     self.pages[table[position // PAGE_SIZE]][position % PAGE_SIZE] = token
@@ -223,6 +239,17 @@ class SchedulerHarness:
 
     def _read(self, table: Sequence[int], first: int, end: int) -> list[int]:
         return [self.pages[table[at // PAGE_SIZE]][at % PAGE_SIZE] for at in range(first, end)]
+
+    def _advance_state(self, row: ScheduledSequence) -> None:
+        """Compute a row in place: the state continues at any of its last positions, or at 0."""
+        first = row.first_position
+        seen = self.states[row.state]
+        assert first == 0 or first <= len(seen) <= first + ROLLBACK
+        assert not first or seen[:first] == list(row.context[:first])
+        self.states[row.state] = [*row.context[:first], *row.token_ids]
+
+    def _copy_state(self, source: int, destination: int) -> None:
+        self.states[destination] = self.states[source][:]
 
     def _copy_page(self, source: int, destination: int) -> None:
         self.pages[destination] = list(self.pages[source])

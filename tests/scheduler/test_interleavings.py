@@ -55,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     longest_prompt = 14
     pools = st.integers(4, 14)
     windows: st.SearchStrategy[tuple[int, ...]] = st.just((0,))
+    cached_states: st.SearchStrategy[int | None] = st.none()  # None: a model without states
 
     @initialize(
         data=st.data(),
@@ -85,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         cost = CostModel(COSTS)
         windows = data.draw(self.windows)
+        cached_states = data.draw(self.cached_states)
         self.vocabulary = vocabulary
         self.max_num_seqs = max_num_seqs
         self.plan: StepPlan | None = None
@@ -105,6 +107,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_chunk=chunk,
             max_num_samples=max_num_seqs + 3,
             num_speculative_tokens=num_drafts,
+            num_states=0 if cached_states is None else max_num_seqs + cached_states,
+            num_cached_states=cached_states or 0,
         )
         self.harness.step_s = 0.02
         self.scheduler = self.harness.scheduler
@@ -205,7 +209,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert stats.pages_free + stats.pages_cached + stats.pages_owned == stats.pages_total
         assert stats.pages_reserved <= stats.pages_free + stats.pages_cached
         assert sum(stats.waiting_by_reason.values()) == stats.waiting
-        assert stats.pages_spilled == len(self.harness.store.slots) - self.harness.store.slots.count(None)
+        in_store = len(self.harness.store.slots) - self.harness.store.slots.count(None)
+        assert stats.pages_spilled + stats.states_spilled == in_store
         for name, states in COUNTED_STATES.items():
             counted = sum(request.state in states for request in self.harness.requests.values())
             assert getattr(stats, name) == counted
@@ -214,6 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def nothing_is_owned_when_nothing_runs(self) -> None:
         stats = self.scheduler.stats()
         assert stats.running or not stats.pages_owned + stats.pages_reserved
+        assert stats.running or stats.states_free + stats.states_cached == stats.states_total
 
     @invariant()
     def streams_are_prefixes_of_what_they_would_be_alone(self) -> None:
@@ -279,6 +285,12 @@ class SlidingMachine(SchedulerMachine):
     windows = st.sampled_from([(0, 3), (5,), (0, 2, 2)])
 
 
+class StatesMachine(SchedulerMachine):
+    """Sequences with states, of which the prefix cache keeps some."""
+
+    cached_states = st.integers(0, 4)
+
+
 def test_any_interleaving_ends_every_request_with_its_own_tokens() -> None:
     run_state_machine_as_test(
         SchedulerMachine, settings=settings(max_examples=150, stateful_step_count=40, database=None)
@@ -287,3 +299,7 @@ def test_any_interleaving_ends_every_request_with_its_own_tokens() -> None:
 
 def test_any_interleaving_with_sliding_layers() -> None:
     run_state_machine_as_test(SlidingMachine, settings=settings(max_examples=60, stateful_step_count=30, database=None))
+
+
+def test_any_interleaving_with_states() -> None:
+    run_state_machine_as_test(StatesMachine, settings=settings(max_examples=30, stateful_step_count=40, database=None))

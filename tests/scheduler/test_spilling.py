@@ -38,6 +38,24 @@ def test_spilled_pages_are_restored_and_nothing_is_computed_twice(
     assert (stats.pages_spilled, stats.recomputed_tokens, harness.store.slots.count(None)) == (0, 0, 8)
 
 
+def test_a_state_is_spilled_as_it_was_before_the_chunk_that_was_planned(
+    make_harness: MakeHarness, expected: Expected
+) -> None:
+    """A request that has grown by a chunk in this step makes room for another one."""
+    harness = make_harness(store_slots=8, num_states=2, max_chunk=4, enable_prefix_caching=False)
+    prompt = list(range(20))
+    harness.add(1, prompt)
+    harness.step()
+    harness.scheduler._batch.grow_prefill(harness.requests[1], 9)
+    assert preempt(harness.scheduler, 1)
+    stats = harness.scheduler.stats()
+    assert (stats.pages_spilled, stats.states_spilled, stats.states_free, stats.pages_owned) == (1, 1, 2, 0)
+    harness.run()
+    assert harness.outputs[1] == expected(prompt, 4)
+    stats = harness.scheduler.stats()
+    assert (stats.states_spilled, stats.recomputed_tokens, harness.store.slots.count(None)) == (0, 0, 8)
+
+
 @pytest.mark.parametrize("options", [{"store_slots": 0}, {"store_slots": 2}])
 def test_a_full_store_means_tokens_are_computed_again_and_counted(
     make_harness: MakeHarness, expected: Expected, options: dict[str, int]

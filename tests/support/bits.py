@@ -62,13 +62,14 @@ async def start_chunked(config: EngineConfig, max_chunk: int | None) -> LocalEng
 
 @asynccontextmanager
 async def running(chunk: int | None = None, **settings: Any) -> AsyncIterator[LocalEngine]:
-    """Run an engine, then check that no request and no owned or spilled page is left."""
+    """Run an engine, then check that no request and no owned or spilled page or state is left."""
     config = EngineConfig(**{"kv_cache_memory": 8 << 20, "threads": 2, **settings})
     engine = await start_chunked(config, chunk)
     try:
         yield engine
         stats = engine.stats()
         assert (stats.running, stats.waiting, stats.pages_owned, stats.pages_spilled) == (0, 0, 0, 0)
+        assert engine.core.pager.num_spilled_states == 0
         check(engine.core.pager, [])
     finally:
         await engine.close()

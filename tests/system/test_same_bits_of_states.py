@@ -1,20 +1,23 @@
 """Promise 1 for models with states: a request has the same bits whatever happens to its state.
 
-The state changes in place, is copied for forks, goes back over rejected draft tokens, and is computed again after a
-preemption. At the end every slot is free again (`running` checks it).
+The state changes in place, is copied for forks, goes back over rejected draft tokens, and after a preemption is
+computed again or read from the spill file. At the end every slot is free again (`running` checks it).
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from quire.kernels.ops import StateDtype
+from quire.pager import SpillFile
 from quire.runtime.engine import LocalEngine
 from quire.runtime.model import DecoderSpec, kv_layout, read_spec
 from quire.runtime.model.states import lay_out_states
-from quire.scheduler import speculative
+from quire.scheduler import CostModel, speculative
 
 from tests.support import bits
 from tests.support.bits import asked, chunks_of, one_by_one, prompt, together
@@ -46,9 +49,11 @@ def running(**settings: Any) -> AbstractAsyncContextManager[LocalEngine]:
     )
 
 
-def memory_of(pages: int, *, seqs: int, drafts: int = 0, cached: int = 0, spec: DecoderSpec = SPEC) -> dict[str, Any]:
+def memory_of(
+    pages: int, *, seqs: int, drafts: int = 0, cached: int = 0, spec: DecoderSpec = SPEC, dtype: StateDtype = "f32"
+) -> dict[str, Any]:
     """Return the settings of an engine with as many pages, sequences and cached states."""
-    state_bytes = lay_out_states(spec, drafts).nbytes
+    state_bytes = lay_out_states(spec, drafts, dtype).nbytes
     page_bytes = kv_layout(spec, "int8", 32).page_bytes
     memory = (seqs + cached) * state_bytes + pages * page_bytes
     limits = {"kv_cache_memory": memory, "state_cache_memory": cached * state_bytes, "max_model_len": 100}
@@ -66,15 +71,20 @@ SETTINGS = {
     "a small pool that keeps a few states": memory_of(14, seqs=32, cached=5),
     "no prefix cache": {"state_cache_memory": 0},
     "draft tokens in a small pool that keeps a state": memory_of(14, seqs=20, drafts=3, cached=1),
-    "spilling, which keeps no states": {**memory_of(12, seqs=32), "kv_spill_size": 8 << 20},
+    "spilling": {**memory_of(12, seqs=32), "kv_spill_size": 8 << 20},
+    "spilling with draft tokens and kept states": {
+        **memory_of(14, seqs=20, drafts=3, cached=4),
+        "kv_spill_size": 1 << 20,
+    },
     "few sequence slots": {**memory_of(24, seqs=4), "scheduling_policy": "priority"},
 }
 
 
 @pytest.fixture(autouse=True)
-def every_draft_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verify also drafts that are predicted to cost more time than they save."""
+def drafts_and_spilling_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify also drafts that are predicted to cost more time than they save, and spill wherever there is room."""
     monkeypatch.setattr(speculative, "MARGIN", 0.0)
+    monkeypatch.setattr(CostModel, "predict_prefill", lambda self, num_tokens: 1e9)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +106,8 @@ async def test_states_change_no_bit(settings: dict[str, Any], alone: list[list[s
         stats = engine.stats()
         assert stats.preemptions > 0 or "kv_cache_memory" not in settings or settings["max_num_seqs"] == 4
         cached = engine.core.pager.cached_states
-        assert (cached is None) == (settings.get("state_cache_memory") == 0 or "kv_spill_size" in settings)
+        assert (cached is None) == (settings.get("state_cache_memory") == 0)
+        assert (stats.preemptions_spilled > 0) == ("kv_spill_size" in settings)
         assert cached is None or 0 < cached.num_hits < cached.num_kept
         assert 0 < stats.accepted_draft_tokens < stats.draft_tokens or not settings.get("num_speculative_tokens")
 
@@ -116,6 +127,52 @@ async def test_states_of_other_families_change_no_bit(family: str) -> None:
             assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
             assert stats.state_hits > 0
             assert stats.preemptions > 0 or settings is not small
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("lfm2", "f32"),
+        *((family, dtype) for family in ("qwen3_5", "granite_hybrid", "falcon_h1") for dtype in ("f32", "bf16")),
+    ],
+)
+async def test_spilled_states_are_not_computed_again(family: str, dtype: StateDtype) -> None:
+    model = str(GOLDENS / family)
+    requests = REQUESTS[7:20]
+    async with running(model=model, threads=1, enable_prefix_caching=False, state_dtype=dtype) as engine:
+        expected = await one_by_one(engine, requests)
+    small = memory_of(8, seqs=12, cached=2, spec=read_spec(model), dtype=dtype)
+    async with running(model=model, state_dtype=dtype, kv_spill_size=16 << 20, chunk=20, **small) as engine:
+        assert await together(engine, requests) == expected
+        assert await together(engine, requests[::-1]) == expected[::-1]
+        stats = engine.stats()
+        assert stats.preemptions == stats.preemptions_spilled > 0
+        assert stats.recomputed_tokens == 0
+
+
+async def test_damaged_states_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit flips in every fourth slot that is written."""
+    model = str(GOLDENS / "qwen3_5")
+    requests = REQUESTS[15:20]
+    async with running(model=model, threads=1, enable_prefix_caching=False) as engine:
+        expected = await one_by_one(engine, requests)
+    put = SpillFile._put
+    slots = []
+
+    def put_and_flip(file: SpillFile, slot: int, data: memoryview) -> None:
+        put(file, slot, data)
+        slots.append(slot)
+        if len(slots) % 4 == 0:
+            at = slot * file._page_bytes + 77 * len(slots) % len(data)
+            (byte,) = os.pread(file._file, 1, at)
+            os.pwrite(file._file, bytes([byte ^ 16]), at)
+
+    monkeypatch.setattr(SpillFile, "_put", put_and_flip)
+    small = memory_of(8, seqs=12, spec=read_spec(model))
+    async with running(model=model, kv_spill_size=16 << 20, **small) as engine:
+        assert await together(engine, requests) == expected
+        assert engine.stats().preemptions_spilled > 0
+        assert engine.stats().recomputed_tokens > 0
 
 
 @pytest.mark.parametrize(("model", "chunk"), [("lfm2", 1), ("lfm2", 512), *((family, 7) for family in OTHERS)])

@@ -103,6 +103,7 @@ def _engine_families(stats: EngineStats) -> list[Metric]:
         _gauge("kv_pages_pinned", "Cached pages that are evicted last.", stats.pages_pinned),
         _gauge("kv_pages_spilled", "KV pages that are in the spill file.", stats.pages_spilled),
         _gauges("states", "Slots for states of sequences, by use.", "use", states),
+        _gauge("states_spilled", "States that are in the spill file.", stats.states_spilled),
         _counter(
             "prefix_cache_queries",
             "Prompt tokens that were looked up in the prefix cache.",

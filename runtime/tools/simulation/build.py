@@ -46,7 +46,9 @@ def build_simulator(
 
     def build_host(arrivals: Sequence[Arrival], outcomes: list[RequestOutcome], number: int) -> Simulator:
         clock = VirtualClock()
-        spill = SimulatedSpill(capacity.layout.page_bytes, config.kv_spill_size) if config.kv_spill_size else None
+        page_bytes = capacity.layout.page_bytes
+        state_bytes = capacity.state_layout.nbytes
+        spill = SimulatedSpill(page_bytes, config.kv_spill_size, state_bytes) if config.kv_spill_size else None
         pager = Pager(
             capacity.layout.page_size,
             capacity.num_pages,

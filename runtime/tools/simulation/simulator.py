@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ....pager import Pager
 from ....pager.spill import READ_BYTES_PER_S, WRITE_BYTES_PER_S
+from ....pager.states import NO_STATE
 from ....scheduler import (
     DEADLINE_PASSED,
     Request,
@@ -88,27 +89,30 @@ class RequestOutcome:
 class SimulatedSpill:
     """A PageStore that holds slots without bytes, at the speed that a SpillFile assumes for an unmeasured disk."""
 
-    def __init__(self, page_bytes: int, max_bytes: int) -> None:
+    def __init__(self, page_bytes: int, max_bytes: int, state_bytes: int = 0) -> None:
         self._free = list(range(max_bytes // page_bytes))
-        self._write_s = page_bytes / WRITE_BYTES_PER_S  # per page
+        self._state_slots = -(-state_bytes // page_bytes)
+        self._write_s = page_bytes / WRITE_BYTES_PER_S  # per slot
         self._read_s = page_bytes / READ_BYTES_PER_S
         self._spent_s = 0.0
 
-    def save(self, page_ids: Sequence[int]) -> Sequence[int] | None:
-        if len(page_ids) > len(self._free):
+    def save(self, page_ids: Sequence[int], state: int = NO_STATE) -> Sequence[int] | None:
+        num_slots = len(page_ids) + (state != NO_STATE) * self._state_slots
+        if num_slots > len(self._free):
             return None
-        self._spent_s += len(page_ids) * self._write_s
-        return [self._free.pop() for _ in page_ids]
+        self._spent_s += num_slots * self._write_s
+        return [self._free.pop() for _ in range(num_slots)]
 
-    def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> bool:
+    def load(self, slots: Sequence[int], page_ids: Sequence[int], state: int = NO_STATE) -> bool:
         self._spent_s += len(slots) * self._read_s
         return True
 
     def free(self, slots: Sequence[int]) -> None:
         self._free.extend(slots)
 
-    def seconds(self, num_pages: int) -> float | None:
-        return num_pages * (self._write_s + self._read_s) if num_pages <= len(self._free) else None
+    def seconds(self, num_pages: int, num_states: int = 0) -> float | None:
+        num_slots = num_pages + num_states * self._state_slots
+        return num_slots * (self._write_s + self._read_s) if num_slots <= len(self._free) else None
 
     def pop_spent_s(self) -> float:
         """Return the seconds of disk time since the last call; the scheduler waits for the disk."""

@@ -289,7 +289,7 @@ def test_bench_without_the_cache(quire: Quire, tmp_path: Path) -> None:
         (["serve", "--host", "0.0.0.0", *QUICK], "requires --token or --auth-tokens"),
         (["serve", "--max-num-waiting", "0"], "--max-num-waiting must be a whole number of at least 1, not '0'"),
         (["serve", "/nowhere"], "/nowhere does not exist"),
-        (["serve", "--kv-spill-size", "1KiB", *QUICK], "--kv-spill-size: a spill file needs at least one page"),
+        (["serve", "--kv-spill-size", "1KiB", *QUICK], "--kv-spill-size: a spill file needs at least a page"),
         (["serve", "--kv-spill-size", "1MiB", "--kv-spill-dir", "/nowhere", *QUICK], "--kv-spill-dir: cannot create"),
         (["serve", __file__], "is neither a folder nor a .gguf file"),
         (

@@ -100,7 +100,7 @@ def test_a_vision_tower_that_is_not_supported(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_model_with_states_names_their_size_and_its_limits(capsys: pytest.CaptureFixture[str]) -> None:
-    states = "5,760 B per sequence beside its KV pages; no spilling"
+    states = "5,760 B per sequence beside its KV pages"
     assert rows(capsys, GOLDENS / "lfm2")["states"] == [states]
     assert "states" not in rows(capsys, BUNDLED_MODEL)
 

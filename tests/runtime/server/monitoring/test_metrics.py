@@ -43,6 +43,7 @@ STATS = msgspec.structs.replace(
     states_kept=21,
     state_hits=11,
     state_copies=17,
+    states_spilled=3,
 )
 USAGE = Usage(prompt_tokens=10, completion_tokens=5, cached_tokens=4, queue_ms=20, prefill_ms=30, decode_ms=400)
 
@@ -79,6 +80,7 @@ def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
         "quire_states": "gauge",
         "quire_prefix_cache_queries_total": "counter",
         "quire_prefix_cache_hits_total": "counter",
+        "quire_states_spilled": "gauge",
         "quire_states_kept_total": "counter",
         "quire_state_hits_total": "counter",
         "quire_state_copies_total": "counter",
@@ -151,6 +153,7 @@ def test_the_engine_is_read_when_scraped(observer: PrometheusObserver) -> None:
     assert samples["quire_prefix_cache_hits_total"] == 30
     assert [samples[f'quire_states{{use="{use}"}}'] for use in ("running", "cached", "free")] == [2, 4, 3]
     assert [samples[f"quire_{what}_total"] for what in ("states_kept", "state_hits", "state_copies")] == [21, 11, 17]
+    assert samples["quire_states_spilled"] == 3
     assert samples["quire_num_preemptions_total"] == 2
     assert [samples[f'quire_preemptions_by_kind_total{{kind="{kind}"}}'] for kind in ("recompute", "spill")] == [1, 1]
     assert samples["quire_recomputed_tokens_total"] == 50

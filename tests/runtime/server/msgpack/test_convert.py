@@ -95,4 +95,5 @@ def test_stats_frame_keeps_the_names_of_the_protocol() -> None:
         "state_hits",
         "state_copies",
         "steps_over_itl_target",
+        "states_spilled",
     ]
