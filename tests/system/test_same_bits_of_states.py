@@ -133,7 +133,7 @@ async def test_states_of_other_families_change_no_bit(family: str) -> None:
     ("family", "dtype"),
     [
         ("lfm2", "f32"),
-        *((family, dtype) for family in ("qwen3_5", "granite_hybrid", "falcon_h1") for dtype in ("f32", "bf16")),
+        *((family, dtype) for family in KINDS for dtype in ("f32", "bf16")),
     ],
 )
 async def test_spilled_states_are_not_computed_again(family: str, dtype: StateDtype) -> None:
