@@ -2,10 +2,11 @@ from libc.stdint cimport int64_t
 
 from .heads cimport HeadsOp
 from .isa cimport quire_output, quire_tiles
-from .step cimport Step
+from .step cimport Partition, Step
 
 cdef struct AttentionOp:
     HeadsOp heads
+    const Partition *partition
     quire_output out                # [tokens][num_heads][head_dim]
     int64_t window                  # 0: all earlier tokens
     bint causal                     # 0: a row sees the rest of its text, or `window` tokens of it
@@ -17,7 +18,8 @@ cdef struct AttentionOp:
 
 cdef int64_t attention_scratch_bytes(int64_t padded_head_dim) noexcept nogil
 cdef int64_t attention_shared_bytes(int64_t padded_head_dim) noexcept nogil
-cdef int64_t num_units(const Step *step, int64_t sequence, int64_t num_kv_heads, int workers) noexcept nogil
+cdef bint partitions_by_split(const Step *step, int64_t num_kv_heads, int workers) noexcept nogil
+cdef int64_t num_units(const Step *step, int64_t sequence, const Partition *partition) noexcept nogil
 cdef int64_t num_chunk_units(const AttentionOp *op, const Step *step) noexcept nogil
 cdef int64_t num_attention_items(const AttentionOp *op, const Step *step) noexcept nogil
 cdef int64_t store_chunks(const AttentionOp *op, const Step *step, const quire_tiles *tiles, long long *counter,

@@ -98,13 +98,13 @@ cdef Workspace _workspace(char *scratch, int64_t d) noexcept nogil:
     return workspace
 
 
-cdef SharedHead _shared_head(const Step *step, int64_t index, int workers) noexcept nogil:
+cdef SharedHead _shared_head(const Step *step, int64_t index, int64_t d, int workers) noexcept nogil:
     cdef SharedHead shared
     cdef int64_t bytes = _shared_head_bytes(step.padded_head_dim)
     cdef char *end = step.scratch + (index % workers + 1) * step.scratch_bytes
     cdef char *memory = end - (index // workers + 1) * bytes
     shared.merged = <quire_signal *>memory
-    shared.total = _state(memory + sizeof(quire_signal), step.padded_head_dim)
+    shared.total = _state(memory + sizeof(quire_signal), d)
     return shared
 
 
@@ -113,14 +113,14 @@ cdef bint partitions_by_split(const Step *step, int64_t num_kv_heads, int worker
     return workers > 1 and step.sequences * num_kv_heads <= SHARED_HEADS * workers
 
 
-cdef int64_t num_units(const Step *step, int64_t sequence, int64_t num_kv_heads, int workers) noexcept nogil:
+cdef int64_t num_units(const Step *step, int64_t sequence, const Partition *partition) noexcept nogil:
     """Return a sequence's units of work: query tiles, or splits of a decoding sequence, times KV heads."""
     cdef int64_t rows = step.row_start[sequence + 1] - step.row_start[sequence]
     if rows > 1:
-        return (rows + step.query_tile - 1) // step.query_tile * num_kv_heads
-    if partitions_by_split(step, num_kv_heads, workers):
-        return (step.first_position[sequence] // SPLIT + 1) * num_kv_heads
-    return num_kv_heads
+        return (rows + partition.query_tile - 1) // partition.query_tile * partition.num_kv_heads
+    if partition.by_split:
+        return (step.first_position[sequence] // SPLIT + 1) * partition.num_kv_heads
+    return partition.num_kv_heads
 
 
 cdef int64_t run_attention(const AttentionOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
@@ -130,11 +130,11 @@ cdef int64_t run_attention(const AttentionOp *op, const Step *step, const quire_
     A free worker takes the next unit: the last query tiles first, because they take longest; splits in ascending order.
     For query tiles it takes adjacent heads of the same rows.
     """
-    cdef Workspace workspace = _workspace(step.scratch + worker * step.scratch_bytes, step.padded_head_dim)
+    cdef Workspace workspace = _workspace(step.scratch + worker * step.scratch_bytes, op.heads.slot.padded_head_dim)
     cdef int64_t chunk_units = num_chunk_units(op, step), items = num_attention_items(op, step), index, computed = 0
     cdef int64_t first_index = max(<int64_t>0, first_item(step, items) - chunk_units)
     cdef int64_t end_index = max(<int64_t>0, end_item(step, items) - chunk_units)
-    cdef bint by_split = partitions_by_split(step, op.heads.num_kv_heads, workers)
+    cdef bint by_split = op.partition.by_split
     cdef int64_t most = op.heads.num_kv_heads if chunk_units and not by_split else 1, next_index
     cdef Unit unit, next_unit
     cdef quire_run run
@@ -144,9 +144,9 @@ cdef int64_t run_attention(const AttentionOp *op, const Step *step, const quire_
             next_index = index - 1
             if index == end_index - run.end:    # last unit of the run; the other workers took a run each
                 next_index -= (workers - 1) * (run.end - run.first)
-            unit = _unit(op, step, index, unit.sequence, by_split)
-            next_unit = _unit(op, step, max(first_index, next_index), unit.sequence, by_split)
-            if unit.decodes and unit.end > step.first_position[unit.sequence]:
+            unit = _unit(op, step, index, unit.sequence)
+            next_unit = _unit(op, step, max(first_index, next_index), unit.sequence)
+            if op.heads.stores and unit.decodes and unit.end > step.first_position[unit.sequence]:
                 store_rows(&op.heads, step, tiles, unit.sequence,
                            step.first_position[unit.sequence] // step.page_size, unit.head)
             if unit.decodes and by_split:
@@ -157,14 +157,16 @@ cdef int64_t run_attention(const AttentionOp *op, const Step *step, const quire_
     return computed
 
 
-cdef Unit _unit(const AttentionOp *op, const Step *step, int64_t index, int64_t sequence, bint by_split) noexcept nogil:
+cdef Unit _unit(const AttentionOp *op, const Step *step, int64_t index, int64_t sequence) noexcept nogil:
     """Return a unit of work, which belongs to `sequence` or an earlier one."""
     cdef Unit unit
-    cdef int64_t heads = op.heads.num_kv_heads, count, skipped = 0, split
-    while step.unit_start[sequence] > index:
+    cdef const int64_t *unit_start = op.partition.unit_start
+    cdef int64_t heads = op.heads.num_kv_heads, count, skipped = 0, split, tile = op.partition.query_tile
+    cdef bint by_split = op.partition.by_split
+    while unit_start[sequence] > index:
         sequence -= 1
-    count = step.unit_start[sequence + 1] - step.unit_start[sequence]
-    index -= step.unit_start[sequence]
+    count = unit_start[sequence + 1] - unit_start[sequence]
+    index -= unit_start[sequence]
     unit.sequence, unit.first_row = sequence, step.row_start[sequence]
     unit.queries = step.row_start[sequence + 1] - unit.first_row
     unit.decodes = unit.queries == 1
@@ -172,8 +174,8 @@ cdef Unit _unit(const AttentionOp *op, const Step *step, int64_t index, int64_t 
         index = count - 1 - index
     unit.head = index % heads
     if not unit.decodes:
-        skipped = index // heads * step.query_tile
-        unit.queries = min(step.query_tile, unit.queries - skipped)
+        skipped = index // heads * tile
+        unit.queries = min(tile, unit.queries - skipped)
     unit.first_row += skipped
     unit.first_position = step.first_position[sequence] + skipped
     unit.begin = _oldest(op, unit.first_position) // QUIRE_TILE * QUIRE_TILE
@@ -185,12 +187,12 @@ cdef Unit _unit(const AttentionOp *op, const Step *step, int64_t index, int64_t 
 
 
 cdef int64_t num_chunk_units(const AttentionOp *op, const Step *step) noexcept nogil:
-    return step.block_start[step.sequences] * op.heads.num_kv_heads
+    return step.block_start[step.sequences] * op.heads.num_kv_heads if op.heads.stores else 0
 
 
 cdef int64_t num_attention_items(const AttentionOp *op, const Step *step) noexcept nogil:
     """Return the number of items of the whole op: units that store, then units that attend."""
-    return num_chunk_units(op, step) + step.unit_start[step.sequences]
+    return num_chunk_units(op, step) + op.partition.unit_start[step.sequences]
 
 
 cdef int64_t store_chunks(const AttentionOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
@@ -216,13 +218,13 @@ cdef int64_t store_chunks(const AttentionOp *op, const Step *step, const quire_t
 
 cdef void _attend_tile(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,
                        const Unit *unit, const Unit *next_unit) noexcept nogil:
-    """Attend with all query heads of one KV head for up to `step.query_tile` queries; each KV byte is read once."""
+    """Attend with all query heads of one KV head for up to `query_tile` queries; each KV byte is read once."""
     cdef int64_t split = unit.begin // SPLIT * SPLIT + SPLIT
     _load_queries(op, step, tiles, workspace, unit)
     _attend_split(op, step, tiles, workspace, &workspace.total, unit, unit.begin, next_unit)
     while split < unit.end:
         _attend_split(op, step, tiles, workspace, &workspace.split, unit, split, next_unit)
-        _merge(tiles, unit.queries * op.heads.group, step.padded_head_dim, &workspace.split, &workspace.total)
+        _merge(tiles, unit.queries * op.heads.group, workspace.q.width, &workspace.split, &workspace.total)
         split += SPLIT
     _write_output(op, tiles, workspace, &workspace.total, unit)
 
@@ -231,7 +233,8 @@ cdef void _attend_shared_split(const AttentionOp *op, const Step *step, const qu
                                const Workspace *workspace, const Unit *unit, const Unit *next_unit,
                                int workers) noexcept nogil:
     """Attend to one split of a decoding row and merge it after all earlier splits. The last split writes the output."""
-    cdef SharedHead shared = _shared_head(step, unit.sequence * op.heads.num_kv_heads + unit.head, workers)
+    cdef SharedHead shared = _shared_head(step, unit.sequence * op.heads.num_kv_heads + unit.head, workspace.q.width,
+                                          workers)
     cdef int64_t first_split = _oldest(op, unit.first_position) // SPLIT, split = unit.begin // SPLIT
     cdef bint is_last = unit.end > unit.first_position
     cdef State total = shared.total
@@ -242,7 +245,7 @@ cdef void _attend_shared_split(const AttentionOp *op, const Step *step, const qu
     quire_signal_await(shared.merged, <unsigned>(split - first_split))
     if split == first_split:
         memset(total.l, 0, op.heads.group * sizeof(float))      # 0: `merge` reads no values of an earlier step
-    _merge(tiles, op.heads.group, step.padded_head_dim, &workspace.split, &total)
+    _merge(tiles, op.heads.group, workspace.q.width, &workspace.split, &total)
     if is_last:
         _write_output(op, tiles, workspace, &total, unit)
     quire_signal_set(shared.merged, 0 if is_last else <unsigned>(split - first_split) + 1)
@@ -287,7 +290,7 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
     """
     cdef quire_attention_tile tile
     cdef const float *bias[64]      # bias of each row
-    cdef int64_t d = step.padded_head_dim, rows = unit.queries * op.heads.group, r, begin = 0, end
+    cdef int64_t d = workspace.q.width, rows = unit.queries * op.heads.group, r, begin = 0, end
     cdef int64_t split_end = min(token // SPLIT * SPLIT + SPLIT, unit.end)
     for r in range(rows):
         state.m[r] = -INFINITY
@@ -339,12 +342,12 @@ cdef void _point_at_pages(const AttentionOp *op, const Step *step, const Unit *u
                           quire_attention_tile *tile) noexcept nogil:
     """Look up the pages of one tile. Beyond the unit's end, masked columns point at its last page."""
     cdef int64_t page = tile.first_token // step.page_size, last_page = (unit.end - 1) // step.page_size, slot, j
-    cdef int64_t panel = 16 * step.padded_head_dim
-    cdef const int32_t *table = table_of(step, op.heads.layer_group, unit.sequence)
+    cdef int64_t panel = 16 * op.heads.slot.padded_head_dim
+    cdef const int32_t *table = table_of(step, op.heads.slot.layer_group, unit.sequence)
     cdef quire_page kv
     tile.num_pages = <int>min(QUIRE_TILE // step.page_size, last_page - page + 1)
     for j in range(4):
-        kv = page_at(step, op.heads.layer, table[min(page + 16 * j // step.page_size, last_page)], unit.head)
+        kv = page_at(step, &op.heads.slot, table[min(page + 16 * j // step.page_size, last_page)], unit.head)
         slot = 16 * j % step.page_size
         tile.k[j] = <char *>kv.k + slot // 16 * panel * quire_itemsize(step.kv_dtype)
         if step.kv_dtype == QUIRE_Q8:
@@ -356,11 +359,11 @@ cdef void _point_at_pages(const AttentionOp *op, const Step *step, const Unit *u
 cdef void _prefetch_pages(const AttentionOp *op, const Step *step, const Unit *unit, int64_t token,
                           quire_attention_tile *tile) noexcept nogil:
     """Let `tile` prefetch the pages of the unit's tile from `token` on; none if the unit ends before."""
-    cdef const int32_t *table = table_of(step, op.heads.layer_group, unit.sequence)
+    cdef const int32_t *table = table_of(step, op.heads.slot.layer_group, unit.sequence)
     cdef int64_t page = token // step.page_size
-    tile.num_next_pages, tile.next_bytes = 0, step.head_bytes
+    tile.num_next_pages, tile.next_bytes = 0, op.heads.slot.head_bytes
     while tile.num_next_pages < QUIRE_TILE // step.page_size and page * step.page_size < unit.end:
-        tile.next[tile.num_next_pages] = <char *>page_at(step, op.heads.layer, table[page], unit.head).k
+        tile.next[tile.num_next_pages] = <char *>page_at(step, &op.heads.slot, table[page], unit.head).k
         tile.num_next_pages += 1
         page += 1
 

@@ -7,7 +7,7 @@ from .linear cimport LinearOp
 from .pack cimport PackedMatrix, Panels
 from .regions cimport Regions
 from .replay cimport Record
-from .step cimport Value
+from .step cimport Partition, Slot, Value
 
 cdef class Binder:
     cdef Regions regions
@@ -16,13 +16,16 @@ cdef class Binder:
     cdef int64_t max_rows, max_samples, vocab_size, workers
     cdef int64_t max_positions      # longest sequence
     cdef int64_t num_types          # token types of the model
-    cdef int64_t query_tile         # queries of one attention tile
+    cdef int64_t num_pages
+    cdef Partition *partitions      # one for each kind of heads
+    cdef object kinds               # (query heads, KV heads) -> index of their partition
     cdef int64_t given_columns      # floats of a given row: a new embedding, then numbers that are added
     cdef object rotary_dims         # elements of a head that are rotated, of the ops that rotate
     cdef bint needs_rotary          # an op has no table: every step gives the rows
 
     cdef bind(self, Record *record, op)
     cdef _add_embed(self, Record *record, op)
+    cdef Slot _slot(self, op) except *
     cdef bint _learned(self, Panels *panels, PackedMatrix table, PackedMatrix weight) except -1
     cdef _add_convert(self, Record *record, op)
     cdef _add_add_norm(self, Record *record, op)
@@ -39,10 +42,12 @@ cdef class Binder:
     cdef Value _logits(self, region, routing) except *
     cdef _add_maxima(self, LinearOp *linear, op, rows)
     cdef _add_linear_input(self, LinearOp *linear, source, PackedMatrix weight, rows)
-    cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows, gated)
+    cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows, gated, stores, values_are_keys, v_norm)
     cdef int64_t _add_rotary(self, HeadsOp *heads, op) except -1
     cdef quire_head _head(self, op, norm, heads, rotary_dim, scale, next) except *
     cdef _add_attention(self, Record *record, op)
     cdef _add_ephemeral_attention(self, Record *record, op)
     cdef _add_bias(self, AttentionOp *attention, op)
-    cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows, gated)
+    cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows, gated, stores=*, values_are_keys=*,
+                               v_norm=*)
+    cdef const Partition *_partition(self, num_kv_heads, group) except NULL

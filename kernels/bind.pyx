@@ -40,13 +40,13 @@ _POOLINGS = {"mean": MEAN, "first": FIRST, "last": LAST}
 
 
 cdef class Binder:
-    """The limits of a program: those of the ops that are bound so far are in `max_positions` and `query_tile`."""
+    """The limits of a program: those of the ops that are bound so far are in `max_positions`."""
 
-    def __init__(self, regions, max_rows, max_samples, vocab_size, workers, kv_layout, pages):
+    def __init__(self, regions, max_rows, max_samples, vocab_size, workers, kv_layout, num_pages, pages):
         self.regions, self.max_rows, self.max_samples, self.vocab_size = regions, max_rows, max_samples, vocab_size
-        self.workers, self.kv_layout, self.pages = workers, kv_layout, pages
+        self.workers, self.kv_layout, self.num_pages, self.pages = workers, kv_layout, num_pages, pages
         self.max_positions = self.num_types = 2**31 - 1
-        self.query_tile, self.given_columns = QUIRE_TILE, 0
+        self.kinds, self.given_columns = {}, 0
         self.rotary_dims, self.needs_rotary = set(), False
 
     cdef bind(self, Record *record, op):
@@ -338,19 +338,21 @@ cdef class Binder:
         if source.group != weight.group:
             raise ValueError(f"{source!r} does not have the weight's group, {weight.group}")
 
-    cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows, gated):
+    cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows, gated, stores, values_are_keys, v_norm):
         rotary_dim = self._add_rotary(heads, op)
         heads.query_stride = op.head_dim * (2 if gated else 1)
         heads.first_key = op.num_heads * heads.query_stride
-        columns = heads.first_key + 2 * op.num_kv_heads * op.head_dim
+        kv_columns = op.num_kv_heads * op.head_dim
+        heads.first_value = heads.first_key + (0 if values_are_keys else kv_columns)
+        columns = heads.first_value + kv_columns if stores else heads.first_key
         heads.qkv = self.regions.value(op.qkv, columns, "f32", self.max_rows)
         heads.num_heads, heads.num_kv_heads = op.num_heads, op.num_kv_heads
         heads.group, heads.head_dim = group, op.head_dim
-        heads.norms_rows = norms_rows
+        heads.norms_rows, heads.stores = norms_rows, stores
         heads.query = self._head(op, op.q_norm, op.num_heads if norms_rows else 1, rotary_dim, op.scale,
                                  -group * heads.query_stride)
         heads.key = self._head(op, op.k_norm, op.num_kv_heads if norms_rows else 1, rotary_dim, 1, op.head_dim)
-        heads.value = self._head(op, None, 1, 0, 1, op.head_dim)
+        heads.value = self._head(op, v_norm, 1, 0, 1, op.head_dim)
 
     cdef int64_t _add_rotary(self, HeadsOp *heads, op) except -1:
         """Set the rotary table of an op, if it has one; return the number of elements of a head that are rotated."""
@@ -378,18 +380,25 @@ cdef class Binder:
         """Return the operations on a kind of head; a worker takes heads that are `next` columns apart."""
         cdef quire_head head
         head.head_dim, head.rotary_dim, head.eps, head.factor, head.scale = op.head_dim, rotary_dim, op.eps, 0, scale
+        head.rotary_distance = self._rotary_distance(op, rotary_dim) if rotary_dim else 0
         head.norm, head.ahead, head.next = NULL, ROWS_AHEAD * padded(op.qkv.columns), next
         if norm is not None:
             length = op.head_dim * heads
             head.norm = self.regions.vector(norm, length, padded(length + 16))     # a head is read by 16 elements
         return head
 
+    def _rotary_distance(self, op, rotary_dim):
+        """Return the distance between the two elements that are rotated together."""
+        span = op.rotary_span if isinstance(op, Attention) and op.rotary_span else rotary_dim
+        if not rotary_dim <= span <= op.head_dim or span % 2:
+            raise ValueError(f"rotary_span must be even and {rotary_dim} to {op.head_dim}, not {span}")
+        return span // 2
+
     cdef _add_attention(self, Record *record, op):
         cdef AttentionOp *attention = &record.op.attention
-        self._check_place(op)
-        self._add_heads_and_output(attention, op, op.norms_rows, op.gated)
+        attention.heads.slot = self._slot(op)
+        self._add_heads_and_output(attention, op, op.norms_rows, op.gated, op.stores, op.values_are_keys, op.v_norm)
         record.kind = ATTENTION
-        attention.heads.layer_group, attention.heads.layer = op.group, op.layer
         attention.causal, attention.softcap = True, op.softcap
         if op.sinks is not None:
             attention.sinks = self.regions.vector(op.sinks, op.num_heads, op.num_heads)
@@ -410,7 +419,9 @@ cdef class Binder:
             raise ValueError(f"{pages!r} are not aligned or not inside an arena of {self.regions.nbytes} bytes")
         self._add_heads_and_output(attention, op, False, False)
         record.kind = ATTENTION
-        attention.heads.layer_group = attention.heads.layer = 0
+        attention.heads.slot.layer_group = attention.heads.slot.offset = 0
+        attention.heads.slot.head_bytes = pages.head_bytes
+        attention.heads.slot.padded_head_dim = pages.padded_head_dim
         attention.causal, attention.softcap = op.causal, 0
         if op.bias is not None:
             self._add_bias(attention, op)
@@ -425,30 +436,42 @@ cdef class Binder:
         self.max_positions = min(self.max_positions, positions)
         attention.bias, attention.bias_columns, attention.bias_origin = &bias[0, 0], bias.shape[1], positions - 1
 
-    cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows, gated):
+    cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows, gated, stores=True, values_are_keys=False,
+                               v_norm=None):
         group = self._query_heads(op)
         if gated and norms_rows:
             raise ValueError("query heads with gates are normed one by one")
         columns = BLOCK * max(1, op.out.group)
         if op.out.dtype != "f32" and group * op.head_dim % columns:
             raise ValueError(f"{group} heads of {op.head_dim} do not fill blocks of {columns}: out must be f32")
-        self._add_heads(&attention.heads, op, group, norms_rows, gated)
+        self._add_heads(&attention.heads, op, group, norms_rows, gated, stores, values_are_keys, v_norm)
         attention.out = self.regions.output(op.out, op.num_heads * op.head_dim, self.max_rows)
         attention.window, attention.sinks, attention.bias, attention.gated = op.window, NULL, NULL, gated
-        self.query_tile = min(self.query_tile, QUIRE_TILE // group)
+        attention.partition = self._partition(op.num_kv_heads, group)
 
-    def _check_place(self, op):
+    cdef const Partition *_partition(self, num_kv_heads, group) except NULL:
+        """Return the partition of layers with these KV heads, each with `group` query heads."""
+        cdef Partition *partition = &self.partitions[self.kinds.setdefault((num_kv_heads, group), len(self.kinds))]
+        partition.num_kv_heads, partition.query_tile = num_kv_heads, QUIRE_TILE // group
+        return partition
+
+    cdef Slot _slot(self, op) except *:
+        """Return the place of an op's keys and values in the pages of the KV cache."""
+        cdef Slot slot
         layout = self.kv_layout
         if layout is None:
             raise ValueError("attention over pages needs a KV cache")
-        if (not 0 <= op.layer < layout.page_layers or op.num_kv_heads != layout.num_kv_heads
-                or op.head_dim != layout.head_dim):
-            raise ValueError(f"layer {op.layer} with {op.num_kv_heads} x {op.head_dim} KV heads does not fit a cache "
-                             f"of {layout.page_layers} layers with {layout.num_kv_heads} x {layout.head_dim}")
-        windows = list(layout.group_windows)
-        if not 0 <= op.group < len(windows) or op.window < 0 or op.window != windows[op.group]:
+        groups = layout.groups
+        if not 0 <= op.group < len(groups) or op.window < 0 or op.window != groups[op.group].window:
             raise ValueError(f"a window of {op.window} does not fit layer group {op.group}; "
-                             f"the groups' windows are {windows}")
+                             f"the groups' windows are {[group.window for group in groups]}")
+        group = groups[op.group]
+        if not 0 <= op.layer < len(group.layers) or (op.num_kv_heads, op.head_dim) != group.heads:
+            raise ValueError(f"layer {op.layer} with {op.num_kv_heads} x {op.head_dim} KV heads does not fit a group "
+                             f"of {len(group.layers)} layers with {group.heads[0]} x {group.heads[1]}")
+        slot.layer_group, slot.offset = op.group, layout.offset(op.group, op.layer, self.num_pages)
+        slot.head_bytes, slot.padded_head_dim = layout.head_bytes(op.head_dim), layout.padded(op.head_dim)
+        return slot
 
     def _query_heads(self, op):
         """Return the number of query heads per KV head."""

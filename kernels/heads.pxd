@@ -1,18 +1,19 @@
 from libc.stdint cimport int64_t
 
 from .isa cimport quire_head, quire_rows, quire_tiles
-from .step cimport Step, Value
+from .step cimport Slot, Step, Value
 
 cdef struct HeadsOp:
     Value qkv                       # f32 [tokens][columns]: queries, keys, values
-    int64_t layer_group             # selects the page tables
-    int64_t layer                   # slot in the pages
+    Slot slot                       # place of the keys and values that attention reads
+    bint stores                     # 0: another layer has stored them, and `qkv` has queries alone
     int64_t num_heads
     int64_t num_kv_heads
     int64_t group                   # query heads per KV head
     int64_t head_dim
     int64_t query_stride            # columns from a query head to the next
     int64_t first_key               # column of the first key head
+    int64_t first_value             # column of the first value head
     quire_head query                # norm, rotation and scale of each kind of head
     quire_head key
     quire_head value

@@ -45,19 +45,21 @@ cdef void store_rows(const HeadsOp *op, const Step *step, const quire_tiles *til
     cdef int64_t first = step.first_position[sequence], row = step.row_start[sequence] - first
     cdef int64_t position = max(first, page * step.page_size)
     cdef int64_t end = min(step.row_start[sequence + 1] - row, (page + 1) * step.page_size)
-    cdef quire_page kv = page_at(step, op.layer, table_of(step, op.layer_group, sequence)[page], head)
+    cdef quire_page kv = page_at(step, &op.slot, table_of(step, op.slot.layer_group, sequence)[page], head)
+    cdef const float *heads
     cdef const float *keys
     cdef const float *value
     cdef quire_head key
     cdef float x[QUIRE_MAX_HEAD]
     if position % step.page_size == 0:
-        memset(kv.k, 0, step.head_bytes)    # masked lanes must read numbers: 0 * NaN is NaN
+        memset(kv.k, 0, op.slot.head_bytes)    # masked lanes must read numbers: 0 * NaN is NaN
     for position in range(position, end):
-        keys = heads_of(op, row + position) + op.first_key
+        heads = heads_of(op, row + position)
+        keys = heads + op.first_key
         key = _head_of_row(op, &op.key, tiles, keys, op.num_kv_heads, head)
         tiles.head(keys + head * op.head_dim, &key, _rotary_of(op, step, row + position, position), x)
         tiles.store_key(x, position % step.page_size, &kv)
-        value = keys + (op.num_kv_heads + head) * op.head_dim
+        value = heads + op.first_value + head * op.head_dim
         tiles.head(value, &op.value, NULL, x)
         tiles.store_value(x, position % step.page_size, &kv)
 

@@ -111,7 +111,7 @@ cdef extern from "simd/tiles.h" nogil:
 
     ctypedef struct quire_head:
         int64_t head_dim
-        int64_t rotary_dim
+        int64_t rotary_dim, rotary_distance
         const float *norm
         float eps
         float factor

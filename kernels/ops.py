@@ -121,6 +121,10 @@ class EphemeralPages:
         return EPHEMERAL_PAGE_SIZE
 
     @property
+    def head_dims(self) -> tuple[int, ...]:
+        return (self.head_dim,)
+
+    @property
     def padded_head_dim(self) -> int:
         unit = BLOCK if self.dtype == "int8" else BLOCK // 2
         return -(-self.head_dim // unit) * unit
@@ -134,12 +138,13 @@ class EphemeralPages:
         return 2 * elements * (4 if self.dtype == "f32" else 2)
 
     @property
-    def layer_page_bytes(self) -> int:
+    def page_stride(self) -> int:
+        """Bytes of a page."""
         return self.num_kv_heads * self.head_bytes
 
     @property
     def nbytes(self) -> int:
-        return self.num_pages * self.layer_page_bytes
+        return self.num_pages * self.page_stride
 
 
 def ephemeral_pages(tokens: int, texts: int) -> int:
@@ -239,10 +244,13 @@ class Attention:
     takes a share of the weight and has no value. With `gated`, each query head in qkv is followed by its gate, of as
     many elements, and `out` is multiplied by the sigmoid of the gates.
     Layers of one window may share pages: they are a layer group, with one page table per sequence and a slot in its
-    pages for each layer.
+    pages for each layer. Without `stores`, qkv has queries alone, and the op reads the keys and values that an earlier
+    op with the same place has stored. With `values_are_keys`, qkv has queries and keys, and values are the keys before
+    norm and rotation.
 
     `rotary` is f32 [positions, rotary_dim]: cos in the first half of the columns, sin in the second. The first
-    rotary_dim elements of a head are rotated, by halves (Hugging Face convention); without a table none are. A step may
+    rotary_dim elements of a head are rotated, by halves (Hugging Face convention); without a table none are. With
+    `rotary_span`, the first rotary_dim / 2 elements of each half of the first `rotary_span` are rotated. A step may
     give a row of cosines and sines for each of its rows, in place of the row of its position. Pages have the
     KV cache's dtype and queries the one in QUERY_DTYPES. `out` has any dtype if the query heads of a KV head fill whole
     blocks of 32 columns, else f32.
@@ -265,6 +273,10 @@ class Attention:
     norms_rows: bool = False
     sinks: npt.NDArray[np.float32] | None = None  # [num_heads]
     gated: bool = False
+    v_norm: npt.NDArray[np.float32] | None = None  # [head_dim]
+    stores: bool = True
+    values_are_keys: bool = False
+    rotary_span: int = 0  # 0: rotary_dim
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,19 +10,19 @@ from libc.string cimport memset
 
 import numpy as np
 
-from .attention cimport attention_scratch_bytes, attention_shared_bytes, num_units
+from .attention cimport attention_scratch_bytes, attention_shared_bytes, num_units, partitions_by_split
 from .bind cimport Binder
 from .experts cimport grouping_scratch_bytes
 from .isa cimport QUIRE_MAX_HEAD, QUIRE_TILE, mix_levels, quire_tiles
 from .isa import KV_CODES, WEIGHT_CODES
 from .linear cimport linear_scratch_bytes
-from .ops import (Convert, Embed, EphemeralAttention, EphemeralPages, ExpertLinear, Linear, NormRows,
+from .ops import (Attention, Convert, Embed, EphemeralAttention, EphemeralPages, ExpertLinear, Linear, NormRows,
                   RouteRows, aligned, ephemeral_pages, has_minimums, padded, state_nbytes)
 from .pool cimport QUIRE_SHARE_OPS, Pool, quire_pool_run, quire_progress, quire_share
 from .regions cimport Regions
 from .regions import aligned_zeros
 from .replay cimport ATTENTION, CONVERT, EMBED, LINEAR, NORM, POOL, Record, Replay, now, replay_ops
-from .step cimport Step
+from .step cimport Partition, Step
 
 cdef enum:
     MAX_PARTS = 1 << 24             # parts that the items of an op are divided into
@@ -30,8 +30,9 @@ cdef enum:
 _NO_PAGES = EphemeralPages(0, 0, 1, 2, "f32")       # pages of texts without attention
 
 
-def scratch_nbytes(head_dim, workers, ops):
+def scratch_nbytes(workers, ops):
     """Return the bytes of all workers' scratch: each worker's own, which every op uses, and the heads they share."""
+    head_dim = _largest_head(ops)
     linears = [(op.weight if isinstance(op, Linear) else op.weights[0], max(1, op.out.group)) for op in ops
                if isinstance(op, (Linear, ExpertLinear))]
     sizes = [linear_scratch_bytes(padded(weight.in_features), has_minimums(weight),
@@ -41,9 +42,14 @@ def scratch_nbytes(head_dim, workers, ops):
     rows += [padded(op.input.columns) for op in ops
              if isinstance(op, NormRows) or isinstance(op, Convert) and op.order is not None]
     num_experts = max((op.routing.num_experts for op in ops if isinstance(op, RouteRows)), default=0)
-    own = aligned(max(attention_scratch_bytes(padded(head_dim)), max(sizes, default=0),
+    own = aligned(max(attention_scratch_bytes(head_dim), max(sizes, default=0),
                       max(rows, default=0) * 4, grouping_scratch_bytes(num_experts)))
-    return workers * (own + attention_shared_bytes(padded(head_dim)))
+    return workers * (own + attention_shared_bytes(head_dim))
+
+
+def _largest_head(ops):
+    """Return the elements of the largest head, padded to whole blocks."""
+    return padded(max((op.head_dim for op in ops if isinstance(op, (Attention, EphemeralAttention))), default=2))
 
 
 cdef class Program:
@@ -51,8 +57,10 @@ cdef class Program:
     cdef quire_tiles tiles
     cdef Pool pool
     cdef Regions regions
-    cdef object records, shares, scratch, block_start, unit_start
-    cdef int64_t max_rows, max_sequences, max_samples, vocab_size, num_types, num_pages, max_positions, num_kv_heads
+    cdef object records, shares, scratch, block_start, unit_start, partition_memory
+    cdef Partition *partitions      # one for each kind of heads
+    cdef int64_t num_partitions
+    cdef int64_t max_rows, max_sequences, max_samples, vocab_size, num_types, num_pages, max_positions
     cdef int64_t given_columns
     cdef object rotary_dims, isa
     cdef bint needs_rotary
@@ -78,13 +86,14 @@ cdef class Program:
         self.runs_texts = kv_layout is None
         if self.runs_texts:
             pages = next((op.pages for op in ops if isinstance(op, EphemeralAttention)), _NO_PAGES)
-        self._allocate(ops, pages or kv_layout)
+        self._allocate(ops)
         self._allocate_states(state_nbytes(ops), max_sequences if num_states is None else num_states)
         if self.runs_texts:
             self._lay_out_texts(pages)
         else:
             self._lay_out_sequences(kv_memory, kv_layout)
-        self._bind(ops, Binder(self.regions, max_rows, max_samples, vocab_size, pool.workers, kv_layout, pages))
+        self._bind(ops, Binder(self.regions, max_rows, max_samples, vocab_size, pool.workers, kv_layout, num_pages,
+                               pages))
         self.isa = isa
         self.choose({})
         self.replay.pool = pool.pool
@@ -96,6 +105,7 @@ cdef class Program:
         self.replay.tiles = &self.tiles
 
     cdef _bind(self, ops, Binder binder):
+        binder.partitions = self.partitions
         for index, op in enumerate(ops):
             binder.bind(&self.replay.records[index], op)
         self.replay.num_records = len(ops)
@@ -104,9 +114,9 @@ cdef class Program:
         self.given_columns = binder.given_columns
         self.rotary_dims = binder.rotary_dims
         self.needs_rotary = binder.needs_rotary
-        self.replay.step.query_tile = binder.query_tile
+        self.num_partitions = len(binder.kinds)
 
-    cdef _allocate(self, ops, layout):
+    cdef _allocate(self, ops):
         """Allocate the op records and the workers' scratch: with the arena, all memory of the program."""
         self.records = aligned_zeros(max(1, len(ops)) * sizeof(Record))
         cdef char[::1] records = self.records
@@ -114,15 +124,27 @@ cdef class Program:
         self.shares = aligned_zeros(self.pool.workers * sizeof(quire_share))
         cdef char[::1] shares = self.shares
         self.replay.shares = <quire_share *>&shares[0]
-        self.scratch = aligned_zeros(scratch_nbytes(layout.head_dim, self.pool.workers, ops))
+        self.scratch = aligned_zeros(scratch_nbytes(self.pool.workers, ops))
         cdef char[::1] scratch = self.scratch
         self.replay.step.scratch = &scratch[0]
+        self.replay.step.padded_head_dim = _largest_head(ops)
         self.replay.step.scratch_bytes = scratch.shape[0] // self.pool.workers
         self.block_start = np.zeros(self.max_sequences + 1, np.int64)
-        self.unit_start = np.zeros(self.max_sequences + 1, np.int64)
-        cdef int64_t[::1] blocks = self.block_start, units = self.unit_start
+        cdef int64_t[::1] blocks = self.block_start
         self.replay.step.block_start = &blocks[0]
-        self.replay.step.unit_start = &units[0]
+        self._allocate_partitions(ops)
+
+    cdef _allocate_partitions(self, ops):
+        """Allocate a partition for each number of query and KV heads."""
+        cdef char[::1] memory
+        cdef int64_t[:, ::1] units
+        kinds = {(op.num_heads, op.num_kv_heads) for op in ops if isinstance(op, (Attention, EphemeralAttention))}
+        self.partition_memory = aligned_zeros(max(1, len(kinds)) * sizeof(Partition))
+        self.unit_start = np.zeros((max(1, len(kinds)), self.max_sequences + 1), np.int64)
+        memory, units = self.partition_memory, self.unit_start
+        self.partitions = <Partition *>&memory[0]
+        for index in range(len(kinds)):
+            self.partitions[index].unit_start = &units[index, 0]
 
     cdef _allocate_states(self, int64_t nbytes, int64_t slots):
         cdef char[::1] memory
@@ -149,16 +171,13 @@ cdef class Program:
         self._lay_out_pages(self.regions.data + <int64_t>pages.offset, pages)
 
     cdef _lay_out_pages(self, char *memory, layout):
-        if not 1 <= layout.head_dim <= QUIRE_MAX_HEAD or layout.head_dim % 2:
-            raise ValueError(f"head_dim must be even and at most {QUIRE_MAX_HEAD}, not {layout.head_dim}")
+        for head_dim in layout.head_dims:
+            if not 1 <= head_dim <= QUIRE_MAX_HEAD or head_dim % 2:
+                raise ValueError(f"head_dim must be even and at most {QUIRE_MAX_HEAD}, not {head_dim}")
         if layout.page_size not in (16, 32, 64):
             raise ValueError(f"a page holds 16, 32 or 64 tokens, not {layout.page_size}")
-        self.num_kv_heads = layout.num_kv_heads
         self.replay.step.kv = memory
-        self.replay.step.layer_bytes = self.num_pages * layout.layer_page_bytes
-        self.replay.step.page_bytes = layout.layer_page_bytes
-        self.replay.step.head_bytes = layout.head_bytes
-        self.replay.step.padded_head_dim = layout.padded_head_dim
+        self.replay.step.page_bytes = layout.page_stride
         self.replay.step.page_size = layout.page_size
         self.replay.step.kv_dtype = KV_CODES[layout.dtype]
 
@@ -389,15 +408,21 @@ cdef class Program:
 
     cdef void _partition(self, Step *step) noexcept nogil:
         """Count the units of attention before each sequence: pages to store, then query tiles or splits."""
-        cdef int64_t i, n, first, size = step.page_size
-        step.block_start[0] = step.unit_start[0] = 0
+        cdef int64_t i, n, first, index, size = step.page_size
+        cdef Partition *partition
+        step.block_start[0] = 0
         for i in range(step.sequences):
             first = step.first_position[i]
             n = step.row_start[i + 1] - step.row_start[i]
             step.block_start[i + 1] = step.block_start[i]
             if n > 1:       # a single row is stored where it attends
                 step.block_start[i + 1] += (first + n - 1) // size - first // size + 1
-            step.unit_start[i + 1] = step.unit_start[i] + num_units(step, i, self.num_kv_heads, self.pool.workers)
+        for index in range(self.num_partitions):
+            partition = &self.partitions[index]
+            partition.by_split = partitions_by_split(step, partition.num_kv_heads, self.pool.workers)
+            partition.unit_start[0] = 0
+            for i in range(step.sequences):
+                partition.unit_start[i + 1] = partition.unit_start[i] + num_units(step, i, partition)
 
     def op_seconds(self):
         """Return the seconds spent in each op since the last call, the wait for the slowest worker included."""

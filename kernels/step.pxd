@@ -3,6 +3,22 @@ from libc.stdint cimport int32_t, int64_t, uint16_t
 
 from .isa cimport QUIRE_Q8, quire_page, quire_rows
 
+# How the attention of layers with the same heads is divided in a step.
+cdef struct Partition:
+    int64_t num_kv_heads
+    int64_t query_tile              # queries of one attention tile: 64 / (query heads per KV head)
+    bint by_split                   # splits of decoding sequences are units of work
+    int64_t *unit_start             # [sequences + 1]: units of attention, before each sequence
+
+
+# The place of a layer's keys and values in the pages of its layer group.
+cdef struct Slot:
+    int64_t layer_group             # selects the page tables
+    int64_t offset                  # bytes from the first page of the pool
+    int64_t head_bytes              # K and V of one head
+    int64_t padded_head_dim
+
+
 cdef struct Step:
     int64_t rows                    # scheduled tokens
     int64_t samples
@@ -21,13 +37,9 @@ cdef struct Step:
     const int32_t *page_ids
     const int32_t *sample_rows      # [samples]
     int64_t *block_start            # [sequences + 1]: pages to store by chunks of several rows, before each sequence
-    int64_t *unit_start             # [sequences + 1]: units of attention, before each sequence
-    int64_t query_tile              # queries of one attention tile: 64 / (query heads per KV head)
-    char *kv                        # [slot][page][kv_head]{K, V}
-    int64_t layer_bytes             # all pages of one slot
-    int64_t page_bytes              # bytes per layer
-    int64_t head_bytes              # K and V of one head
-    int64_t padded_head_dim
+    char *kv                        # pages; a layer's part of one is [kv_head]{K, V}
+    int64_t page_bytes              # distance of a layer's part of a page from its part of the next page
+    int64_t padded_head_dim         # size of the widest heads
     int page_size
     int kv_dtype
     char *states                    # [slot][state_bytes]
@@ -52,18 +64,18 @@ cdef inline const int32_t *table_of(const Step *step, int64_t layer_group, int64
     return step.page_ids + step.page_start[layer_group * step.sequences + sequence]
 
 
-cdef inline quire_page page_at(const Step *step, int64_t layer, int64_t page_id, int64_t head) noexcept nogil:
+cdef inline quire_page page_at(const Step *step, const Slot *slot, int64_t page_id, int64_t head) noexcept nogil:
     """Return one KV head of one page: K, then V; for int8, then K's scales and V's scales."""
     cdef quire_page page
-    cdef int64_t elements = step.page_size * step.padded_head_dim
-    cdef char *base = step.kv + layer * step.layer_bytes + page_id * step.page_bytes + head * step.head_bytes
-    page.dtype, page.size, page.d, page.k = step.kv_dtype, step.page_size, step.padded_head_dim, base
+    cdef int64_t elements = step.page_size * slot.padded_head_dim
+    cdef char *base = step.kv + slot.offset + page_id * step.page_bytes + head * slot.head_bytes
+    page.dtype, page.size, page.d, page.k = step.kv_dtype, step.page_size, slot.padded_head_dim, base
     if step.kv_dtype == QUIRE_Q8:
         page.v = base + elements
         page.k_scales = <uint16_t *>(base + 2 * elements)
         page.v_scales = <float *>(base + 2 * elements + elements // 16)
     else:
-        page.v = base + step.head_bytes // 2
+        page.v = base + slot.head_bytes // 2
         page.k_scales, page.v_scales = NULL, NULL
     return page
 

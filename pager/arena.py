@@ -1,7 +1,7 @@
 """The memory of the KV pages, and `map_memory`, which maps it: mapped at start, never grown.
 
-Must not import anything about page ownership. `KVArena.memory` is `[slot][page][kv_head]{K, V}` bytes as `KVLayout`
-defines them. The kernel that writes a page's first slot zeroes the page, so allocating a page costs nothing here.
+Must not import anything about page ownership. `KVArena.memory` is laid out as `KVLayout` defines it. The kernel that
+writes a page's first slot zeroes the page, so allocating a page costs nothing here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KVArena:
         self.num_pages = num_pages
         self.memory = map_memory(
             layout.page_bytes * num_pages, populate=populate
-        )  # [slots * pages * layer_page_bytes] uint8
+        )  # [planes * pages * page_stride] uint8
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy all layers of page `source` to page `destination`."""
@@ -43,18 +43,18 @@ class KVArena:
 
     def read_page(self, page: int, out: npt.NDArray[np.uint8]) -> None:
         """Copy all layers of one page into `out`  # [page_bytes] uint8."""
-        out.reshape(self.layout.page_layers, -1)[:] = self._pages()[:, page]
+        out.reshape(self.layout.planes, -1)[:] = self._pages()[:, page]
 
     def write_page(self, page: int, data: npt.NDArray[np.uint8]) -> None:
         """Copy `data`, in the order of `read_page`, into all layers of one page  # [page_bytes] uint8."""
-        self._pages()[:, page] = data.reshape(self.layout.page_layers, -1)
+        self._pages()[:, page] = data.reshape(self.layout.planes, -1)
 
     def close(self) -> None:
         """Drop the memory; the system gets it back when no view of `memory` is left. Idempotent."""
         self.memory = np.empty(0, np.uint8)
 
-    def _pages(self) -> npt.NDArray[np.uint8]:  # [slots, pages, layer_page_bytes]
-        return self.memory.reshape(self.layout.page_layers, self.num_pages, self.layout.layer_page_bytes)
+    def _pages(self) -> npt.NDArray[np.uint8]:  # [planes, pages, page_stride]
+        return self.memory.reshape(self.layout.planes, self.num_pages, self.layout.page_stride)
 
 
 def map_memory(size: int, *, populate: bool = True) -> npt.NDArray[np.uint8]:

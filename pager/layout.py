@@ -1,10 +1,11 @@
 """The byte layout of KV pages. Pure arithmetic; must not import anything about memory or page ownership.
 
-One page holds `page_size` tokens of one layer group: up to `page_layers` layers that share an attention window. The
-memory is `[slot][page][kv_head]{K, V}`, where a layer's slot is its index in its group. Pages of all groups have the
-same size and come from one pool. If all layers share a window there is one group, and a slot is a layer. K and V are
-stored in the layout of weight tiles (kernels/DESIGN.md, Tiles and pages), so a page is a packed weight of
-2 * page_size * padded_head_dim elements per head.
+One page holds `page_size` tokens of one layer group: layers that share an attention window and the shape of their KV
+heads. A layer's slot in a page is its index in its group. Pages of all groups have the same size and come from one
+pool. If all layers have the same KV heads, the memory is `[slot][page][kv_head]{K, V}`, else
+`[page][slot][kv_head]{K, V}` with slots of the group's size. K and V are stored in the layout of weight tiles
+(kernels/DESIGN.md, Tiles and pages), so a page is a packed weight of 2 * page_size * padded(head_dim) elements per
+head. A layer that reads the keys and values of another layer has no slot.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ K_SCALE_BYTES, V_SCALE_BYTES = 2, 4  # int8: fp16 per token and block of K, f32 
 ALIGNMENT = 64  # bytes; every head starts at a multiple, so tiles never straddle cache lines
 
 
+KVHeads = tuple[int, int]  # number and head_dim of a layer's KV heads
+
+
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers with the same attention window, whose keys and values share pages."""
+    """Layers with the same attention window and KV heads, whose keys and values share pages."""
 
     window: int  # tokens; 0: full attention
+    heads: KVHeads
     layers: tuple[int, ...]  # ascending; a layer's slot in the page is its index here
 
 
@@ -38,7 +43,8 @@ class LayerGroup:
 class KVLayout:
     """Shape of the KV cache of one model. Sizes are bytes unless the name says otherwise.
 
-    `windows` has each layer's attention window in tokens, 0 for full attention; empty if no layer has a window.
+    `windows` has each layer's attention window in tokens, 0 for full attention; empty if no layer has a window. `heads`
+    has each layer's KV heads; empty if all layers have `num_kv_heads` of `head_dim`.
     """
 
     num_layers: int
@@ -47,17 +53,27 @@ class KVLayout:
     dtype: KVDtype = "bf16"
     page_size: int = 32  # tokens
     windows: tuple[int, ...] = ()
+    heads: tuple[KVHeads, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.windows and len(self.windows) != self.num_layers:
-            raise ValueError(
-                f"windows must be empty or have {self.num_layers} entries, one per layer, got {len(self.windows)}"
-            )
+        for name in ("windows", "heads"):
+            if (count := len(getattr(self, name))) not in (0, self.num_layers):
+                raise ValueError(f"{name} must be empty or have {self.num_layers} entries, one per layer, got {count}")
+
+    @property
+    def layer_heads(self) -> tuple[KVHeads, ...]:
+        """KV heads of each layer."""
+        return self.heads or ((self.num_kv_heads, self.head_dim),) * self.num_layers
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Sizes of heads."""
+        return tuple({head_dim for _, head_dim in self.layer_heads})
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Layer groups: full attention first, then by window; within a window by layer, `page_layers` each."""
-        return group_layers(self.windows or (0,) * self.num_layers)
+        """Layer groups: full attention first, then by window; within a window by KV heads, then by layer."""
+        return group_layers(self.windows or (0,) * self.num_layers, self.layer_heads)
 
     @property
     def group_windows(self) -> tuple[int, ...]:
@@ -65,50 +81,62 @@ class KVLayout:
 
     @property
     def page_layers(self) -> int:
-        """Layer slots of a page; the same in all groups."""
+        """Most layers of a group."""
         return max(len(group.layers) for group in self.groups)
+
+    @property
+    def planes(self) -> int:
+        """Parts of the memory with one slot of every page each; 1 where slots of groups have different sizes."""
+        return 1 if len(set(self.layer_heads)) > 1 else self.page_layers
 
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 
-    @property
-    def padded_head_dim(self) -> int:
+    def padded(self, head_dim: int) -> int:
+        """Return `head_dim` padded as pages store it."""
         multiple = BLOCK if self.dtype == "int8" else LANES
-        return -(-self.head_dim // multiple) * multiple
+        return -(-head_dim // multiple) * multiple
 
-    @property
-    def head_bytes(self) -> int:
-        """K and V of one page, layer and KV head; int8 includes their scales."""
-        tiles = 2 * self.page_size * self.padded_head_dim * self.itemsize
-        scales = self.page_size * self._scale_bytes
+    def head_bytes(self, head_dim: int) -> int:
+        """Return the bytes of K and V of one page, layer and KV head; int8 includes their scales."""
+        tiles = 2 * self.page_size * self.padded(head_dim) * self.itemsize
+        scales = self.page_size * self._scale_bytes(head_dim)
         return -(-(tiles + scales) // ALIGNMENT) * ALIGNMENT
 
-    @property
-    def layer_page_bytes(self) -> int:
-        """One layer of one page."""
-        return self.num_kv_heads * self.head_bytes
+    def slot_bytes(self, heads: KVHeads) -> int:
+        """Return the bytes of one layer with these KV heads in one page."""
+        return heads[0] * self.head_bytes(heads[1])
 
     @property
     def page_bytes(self) -> int:
-        """One page: all layers of its group."""
-        return self.page_layers * self.layer_page_bytes
+        """One page: all layers of its group, for the largest group."""
+        return max(len(group.layers) * self.slot_bytes(group.heads) for group in self.groups)
+
+    @property
+    def page_stride(self) -> int:
+        """Bytes from a slot of one page to the same slot of the next page."""
+        return self.page_bytes // self.planes
+
+    def offset(self, group: int, slot: int, num_pages: int) -> int:
+        """Return the bytes before a slot of a group's first page in the memory of `num_pages` pages."""
+        size = self.slot_bytes(self.groups[group].heads)
+        return slot * size * (num_pages if self.planes > 1 else 1)
 
     @property
     def token_bytes(self) -> int:
         """`2 * layers * kv_heads * head_dim * itemsize`, the usual formula without padding; int8 includes scales."""
-        return self.num_layers * self._layer_token_bytes
+        return sum(map(self.layer_token_bytes, self.layer_heads))
 
-    @property
-    def _layer_token_bytes(self) -> int:
-        return self.num_kv_heads * (2 * self.head_dim * self.itemsize + self._scale_bytes)
+    def layer_token_bytes(self, heads: KVHeads) -> int:
+        """Return the bytes of one token in one layer with these KV heads, without padding."""
+        return heads[0] * (2 * heads[1] * self.itemsize + self._scale_bytes(heads[1]))
 
-    @property
-    def _scale_bytes(self) -> int:
-        """Scales of one token's key and value in one layer and KV head."""
+    def _scale_bytes(self, head_dim: int) -> int:
+        """Return the bytes of the scales of one token's key and value in one layer and KV head."""
         if self.dtype != "int8":
             return 0
-        return self.padded_head_dim // BLOCK * K_SCALE_BYTES + V_SCALE_BYTES
+        return self.padded(head_dim) // BLOCK * K_SCALE_BYTES + V_SCALE_BYTES
 
     def pages_for(self, num_tokens: int) -> int:
         """Return the most pages, over all groups, that a sequence holds while it grows to `num_tokens` tokens."""
@@ -116,8 +144,10 @@ class KVLayout:
 
     def sequence_bytes(self, num_tokens: int) -> int:
         """Return the exact KV bytes of `num_tokens` tokens without padding: each layer holds its window."""
-        kept = (len(g.layers) * min(num_tokens, g.window or num_tokens) for g in self.groups)
-        return sum(kept) * self._layer_token_bytes
+        return sum(
+            len(group.layers) * min(num_tokens, group.window or num_tokens) * self.layer_token_bytes(group.heads)
+            for group in self.groups
+        )
 
     def pages_in(self, memory_bytes: int) -> int:
         """Return how many whole pages fit into `memory_bytes`."""
@@ -144,27 +174,45 @@ def pages_held(num_tokens: int, page_size: int, windows: Sequence[int]) -> int:
 
 
 @lru_cache
-def group_layers(windows: tuple[int, ...]) -> tuple[LayerGroup, ...]:
-    """Return the layers with these windows in the largest groups that waste at most `MAX_SLOTS` of the memory."""
-    by_window = {w: [i for i, other in enumerate(windows) if other == w] for w in sorted(set(windows))}
-    size = max(
-        s
-        for s in range(1, len(windows) + 1)
-        if sum(-(-len(layers) // s) * s for layers in by_window.values()) <= MAX_SLOTS * len(windows)
-    )
+def group_layers(windows: tuple[int, ...], heads: tuple[KVHeads, ...]) -> tuple[LayerGroup, ...]:
+    """Return the layers with these windows and KV heads in the largest groups that waste at most `MAX_SLOTS`.
+
+    If no size of pages is within the limit, the pages waste as little as possible.
+    """
+    kinds = list(zip(windows, heads, strict=True))
+    layers = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in sorted(set(kinds))}
+    size = _page_elements([(_elements(kind[1]), len(each)) for kind, each in layers.items()])
     return tuple(
-        LayerGroup(window, tuple(layers[first : first + size]))
-        for window, layers in by_window.items()
-        for first in range(0, len(layers), size)
+        LayerGroup(*kind, tuple(each[first : first + slots]))
+        for kind, each in layers.items()
+        for slots in [size // _elements(kind[1])]
+        for first in range(0, len(each), slots)
     )
+
+
+def _page_elements(kinds: Sequence[tuple[int, int]]) -> int:
+    """Return the elements of one token's keys in a page, for kinds of layers: elements of a layer, number of layers."""
+    least = max(elements for elements, _ in kinds)
+    sizes = {elements * slots for elements, count in kinds for slots in range(1, count + 1)}
+    allocated = {
+        size: sum(-(-count // (size // elements)) * size for elements, count in kinds)
+        for size in sizes
+        if size >= least
+    }
+    limit = max(MAX_SLOTS * sum(elements * count for elements, count in kinds), min(allocated.values()))
+    return max(size for size, total in allocated.items() if total <= limit)
+
+
+def _elements(heads: KVHeads) -> int:
+    return heads[0] * heads[1]
 
 
 @lru_cache
-def place_layers(windows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def place_layers(windows: tuple[int, ...], heads: tuple[KVHeads, ...]) -> tuple[tuple[int, int], ...]:
     """Return, for each layer, the index of its group and its slot in the group's pages."""
     places = {
         layer: (index, slot)
-        for index, group in enumerate(group_layers(windows))
+        for index, group in enumerate(group_layers(windows, heads))
         for slot, layer in enumerate(group.layers)
     }
     return tuple(places[layer] for layer in range(len(windows)))

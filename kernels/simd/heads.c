@@ -24,24 +24,26 @@ INLINE void norm_head(float *x, const quire_head *h) {
 // Elementwise, so the vector loop and the scalar remainder give the same bits.
 INLINE void rotate_head(float *restrict x, const quire_head *h, const float *restrict rotary) {
   const int64_t half = h->rotary_dim / 2;
+  float *restrict y = x + h->rotary_distance;  // the elements that are rotated with those of x
   const vf scale = vf_set1(h->scale);
   int64_t i = 0;
   for (; i + 16 <= half; i += 16) {
-    const vf a = vf_load(x + i), b = vf_load(x + half + i), c = vf_load(rotary + i), s = vf_load(rotary + half + i);
+    const vf a = vf_load(x + i), b = vf_load(y + i), c = vf_load(rotary + i), s = vf_load(rotary + half + i);
     vf_store(x + i, vf_mul(vf_sub(vf_mul(a, c), vf_mul(b, s)), scale));
-    vf_store(x + half + i, vf_mul(vf_add(vf_mul(b, c), vf_mul(a, s)), scale));
+    vf_store(y + i, vf_mul(vf_add(vf_mul(b, c), vf_mul(a, s)), scale));
   }
   for (; i < half; i++) {
-    const float a = x[i], b = x[half + i], c = rotary[i], s = rotary[half + i];
+    const float a = x[i], b = y[i], c = rotary[i], s = rotary[half + i];
     x[i] = (a * c - b * s) * h->scale;
-    x[half + i] = (b * c + a * s) * h->scale;
+    y[i] = (b * c + a * s) * h->scale;
   }
 }
 
-// Elementwise too, from the first element that is not rotated on.
-INLINE void scale_rest(float *x, int64_t from, int64_t n, float scale) {
-  for (; from % 16; from++) x[from] *= scale;
-  for (; from < n; from += 16) vf_store(x + from, vf_mul(vf_load(x + from), vf_set1(scale)));
+// Elementwise too, for elements that are not rotated.
+INLINE void scale_between(float *x, int64_t from, int64_t end, float scale) {
+  for (; from < end && from % 16; from++) x[from] *= scale;
+  for (; from + 16 <= end; from += 16) vf_store(x + from, vf_mul(vf_load(x + from), vf_set1(scale)));
+  for (; from < end; from++) x[from] *= scale;
 }
 
 void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *out) {
@@ -53,7 +55,10 @@ void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *
   }
   if (h->norm) norm_head(out, h);
   if (h->rotary_dim) rotate_head(out, h, rotary);
-  if (h->scale != 1.f) scale_rest(out, h->rotary_dim, padded, h->scale);
+  if (h->scale == 1.f) return;
+  const int64_t half = h->rotary_dim / 2, second = half ? h->rotary_distance : 0;
+  scale_between(out, half, second, h->scale);
+  scale_between(out, second + half, padded, h->scale);
 }
 
 // max|x|; NaN if one element is NaN.

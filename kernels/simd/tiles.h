@@ -165,7 +165,8 @@ typedef struct {
 
 typedef struct {
   int64_t head_dim;
-  int64_t rotary_dim;  // the first elements, which are rotated; even, 0: none
+  int64_t rotary_dim;       // elements that are rotated; even, 0: none
+  int64_t rotary_distance;  // distance of the second half of them from the first, which starts the head
   const float *norm;   // [head_dim padded to 16], or NULL
   float eps;
   float factor;        // the norm's 1 / rms if the norm is over the whole row; 0: the head is normed alone

@@ -27,6 +27,7 @@ from ..model.weights import READABLE
 from ..model.weights.ggml import SUPPORTED
 from ..model.weights.gguf import open_gguf
 from ..model.weights.safetensors import SafetensorsCheckpoint
+from ..tools.planning import kv_heads_text
 
 Row = tuple[str, str]
 PROBLEM = "problem"  # the name of a line
@@ -111,7 +112,8 @@ def _encoder(spec: EncoderSpec) -> Iterator[Row]:
 
 
 def _sizes(spec: DecoderSpec | BertSpec) -> str:
-    heads = f"{spec.num_heads} query / {spec.num_kv_heads} KV heads of {spec.head_dim}"
+    of_encoder = f"{spec.num_kv_heads} KV heads of {spec.head_dim}"
+    heads = f"{spec.num_heads} query / {kv_heads_text(spec) if isinstance(spec, DecoderSpec) else of_encoder}"
     return f"{spec.num_layers} layers, hidden {spec.hidden_size}, {heads}, vocabulary {spec.vocab_size}"
 
 

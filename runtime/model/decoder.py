@@ -113,11 +113,12 @@ def _attention_block(
 
     The norm may be there already: `shared` is what the MLP of a parallel layer reads.
     """
-    group, slot = _place(spec, index)
+    group, slot = _place(spec, spec.kv_sources[index] if spec.kv_sources else index)
+    num_kv_heads, head_dim = spec.kv_heads_of(index)
     heads = Heads(
         spec.num_heads,
-        spec.num_kv_heads,
-        spec.head_dim,
+        num_kv_heads,
+        head_dim,
         spec.attention_scale,
         spec.windows[index],
         group=group,
@@ -143,8 +144,10 @@ def _attention_block(
 
 
 def _place(spec: DecoderSpec, layer: int) -> tuple[int, int]:
-    """Return the layer group of a layer with attention, and its slot in the group's pages."""
-    return place_layers(spec.attention_windows)[sum(spec.attention_layers[:layer])]
+    """Return the layer group of a layer that stores keys and values, and its slot in the group's pages."""
+    stored = spec.kv_layers
+    windows = tuple(spec.windows[each] for each in stored)
+    return place_layers(windows, tuple(map(spec.kv_heads_of, stored)))[stored.index(layer)]
 
 
 def _convolution_block(

@@ -119,7 +119,7 @@ def plan_memory(
         arena_bytes=program.arena_bytes,
         logits_bytes=program.logits.nbytes,
         rotary_bytes=rotary_nbytes(spec.ropes, spec.head_dim, max_positions),
-        scratch_bytes=scratch_nbytes(spec.head_dim, workers, program.ops),
+        scratch_bytes=scratch_nbytes(workers, program.ops),
         sampling_bytes=sampler_nbytes(padded(spec.vocab_size), max_samples, workers),
         encoder=encoder,
         images=images,

@@ -61,5 +61,6 @@ def pack_model(model: str | Path | None, weights: WeightDtype, stop: threading.E
 
 def kv_layout(spec: DecoderSpec, kv_dtype: KVCacheDtype, page_size: int) -> KVLayout:
     """Return the layout of the KV cache that a spec implies."""
-    windows = spec.attention_windows
-    return KVLayout(len(windows), spec.num_kv_heads, spec.head_dim, kv_dtype, page_size, windows)
+    windows = tuple(spec.windows[layer] for layer in spec.kv_layers)
+    heads = tuple(map(spec.kv_heads_of, spec.kv_layers)) if spec.kv_heads else ()
+    return KVLayout(len(windows), spec.num_kv_heads, spec.head_dim, kv_dtype, page_size, windows, heads)

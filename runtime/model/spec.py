@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.ops import NormKind, RoutingRule
+from ...pager.layout import KVHeads
 
 Activation = Literal["silu", "gelu_tanh", "clamped_silu", "relu_squared", "ungated_gelu_tanh"]
 UNGATED: tuple[Activation, ...] = ("relu_squared", "ungated_gelu_tanh")
@@ -280,6 +281,8 @@ class DecoderSpec:
     mamba: Mamba | None = None
     # one per layer: whether it is an MLP or experts alone, and the others are a mixer alone; (): all layers are both
     mlp_layers: tuple[bool, ...] = ()
+    kv_heads: tuple[KVHeads, ...] = ()  # one per layer: number and size of its KV heads; (): all layers have the same
+    kv_sources: tuple[int, ...] = ()  # one per layer: the layer whose keys and values it reads; (): its own
     deepstack: int = 0  # leading layers after which rows of images are added
     names: TensorNames = TensorNames()
     # tensor -> type, for tensors in blocks of integers; the type does not affect shapes
@@ -288,10 +291,26 @@ class DecoderSpec:
     input_orders: Mapping[str, npt.NDArray[np.int32]] = field(default_factory=dict, compare=False)
 
     @property
-    def attention_windows(self) -> tuple[int, ...]:
-        """The windows of the layers with attention, in order: these layers have keys and values."""
-        pairs = zip(self.windows, self.attention_layers, strict=True)
-        return tuple(window for window, is_attention in pairs if is_attention)
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that store keys and values, ascending."""
+        return tuple(
+            layer for layer, is_attention in enumerate(self.attention_layers) if is_attention and self.stores_kv(layer)
+        )
+
+    def stores_kv(self, layer: int) -> bool:
+        """Return whether a layer with attention stores keys and values, and does not read another layer's."""
+        return not self.kv_sources or self.kv_sources[layer] == layer
+
+    def kv_heads_of(self, layer: int) -> KVHeads:
+        """Return the number and the size of a layer's KV heads; query heads have the same size."""
+        return self.kv_heads[layer] if self.kv_heads else (self.num_kv_heads, self.head_dim)
+
+    @property
+    def attention_kinds(self) -> tuple[tuple[int, KVHeads], ...]:
+        """The window and the KV heads of each layer with attention, in order."""
+        return tuple(
+            (self.windows[layer], self.kv_heads_of(layer)) for layer, each in enumerate(self.attention_layers) if each
+        )
 
     @property
     def attention_layers(self) -> tuple[bool, ...]:

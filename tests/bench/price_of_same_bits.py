@@ -42,7 +42,7 @@ MAX_POSITIONS = 4096
 VARIANTS: dict[str, list[tuple[str, str, str]]] = {
     "unchanged": [],
     "attention in one split": [("kernels/attention.pyx", r"\bSPLIT = 256\b", "SPLIT = 1 << 20")],
-    "pages not zeroed": [("kernels/heads.pyx", r"memset\(kv\.k, 0, step\.head_bytes\)", "pass")],
+    "pages not zeroed": [("kernels/heads.pyx", r"memset\(kv\.k, 0, op\.slot\.head_bytes\)", "pass")],
     "q8 in two chains over K": [  # even and odd blocks of 32, added up at the end
         (
             "kernels/simd/linear.c",

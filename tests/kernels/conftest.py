@@ -75,6 +75,8 @@ class Toy:
     kv_heads: int = 2
     head_dim: int = 24
     windows: tuple[int, ...] = (0,)
+    shapes: tuple[tuple[int, int], ...] = ()  # number and size of the KV heads of each layer; (): all have the same
+    sources: tuple[int, ...] = ()  # layer whose keys and values each layer reads; (): its own
     hidden: int = 80
     intermediate: int = 176
     experts: int = 0  # experts of each layer; 0: a dense MLP
@@ -104,13 +106,22 @@ class Toy:
             self.weights, self.group = "q8", self.group or 4
         self.rng = np.random.default_rng(self.seed)
         self.offset = self.state_end = 0
-        layers = len(self.windows)
-        self.layout = KVLayout(layers, self.kv_heads, self.head_dim, self.kv, self.page_size, self.windows)
+        stored = [layer for layer in range(len(self.windows)) if self._source(layer) == layer]
+        windows, shapes = (tuple(each[layer] for layer in stored) for each in (self.windows, self._shapes()))
+        heads = shapes if self.shapes else ()
+        self.layout = KVLayout(len(stored), self.kv_heads, self.head_dim, self.kv, self.page_size, windows, heads)
+        self.places = dict(zip(stored, place_layers(windows, shapes), strict=True))
         self.ops = self._ops()
         # Full of NaN, so that a kernel that reads memory it has not written is noticed.
         self.kv_memory = self.memory(self.num_pages * self.layout.page_bytes, 0xFF)
         self.program = self.bind()
         self.reference = ReferenceProgram(self.ops, self.kv, self.page_size, self.num_pages)
+
+    def _shapes(self) -> tuple[tuple[int, int], ...]:
+        return self.shapes or ((self.kv_heads, self.head_dim),) * len(self.windows)
+
+    def _source(self, layer: int) -> int:
+        return self.sources[layer] if self.sources else layer
 
     def bind(self) -> Program:
         """Build the program."""
@@ -160,7 +171,7 @@ class Toy:
 
     def release_pages(self, tables: list[np.ndarray], num_tokens: int) -> None:
         """Release pages as a pager does after `num_tokens` tokens, and fill them with NaN as their next owner might."""
-        memory = self.kv_memory.reshape(self.layout.page_layers, self.num_pages, -1)
+        memory = self.kv_memory.reshape(self.layout.planes, self.num_pages, -1)
         for table, window in zip(tables, self.layout.group_windows, strict=True):
             released = table[: first_kept_token(num_tokens, window) // self.page_size]
             memory[:, released[released >= 0]] = 0xFF
@@ -210,17 +221,16 @@ class Toy:
 
     def _ops(self) -> list:
         x, h = self._region(self.max_rows, self.hidden, "f32"), self._normed(self.max_rows)
-        qkv_heads = self.heads * (1 + self.gated) + 2 * self.kv_heads
-        qkv = self._region(self.max_rows, qkv_heads * self.head_dim, "f32")
         self.activated = self._region(self.max_rows, self.intermediate, INPUT_DTYPES[self.weights], self.group)
         embedding = self._packed(VOCAB, self.hidden, self._random(VOCAB, self.hidden) * 8)
-        dim = max(2, self.head_dim // 4 * 2) if self.unusual else self.head_dim
+        smallest = min(head_dim for _, head_dim in self._shapes())
+        dim = max(2, smallest // 4 * 2) if self.unusual else smallest
         rotary = self.memory(MAX_POSITIONS * dim * 4).view(np.float32).reshape(MAX_POSITIONS, dim)
         rotary[:] = self.rng.uniform(-1, 1, rotary.shape)
         ops: list = [Embed(embedding, x, h, **({"scale": 0.7} if self.unusual else {}))]
         for layer in range(len(self.windows)):
             after = self._normed(self.max_rows) if layer + 1 < len(self.windows) else None
-            ops += self._layer(layer, x, h, qkv, rotary, after)
+            ops += self._layer(layer, x, h, rotary, after)
             h = after
         s, h = self._region(MAX_SAMPLES, self.hidden, "f32"), self._normed(MAX_SAMPLES)
         self.logits = self._region(MAX_SAMPLES, VOCAB, "f32")
@@ -229,11 +239,14 @@ class Toy:
         head = Linear(h, embedding, None, self.logits, "store", maxima=self.maxima, **capped)
         return [*ops, Gather(x, s, h), head]
 
-    def _layer(self, layer: int, x: Region, h1: Normed, qkv: Region, rotary: np.ndarray, after: Normed | None) -> list:
+    def _layer(self, layer: int, x: Region, h1: Normed, rotary: np.ndarray, after: Normed | None) -> list:
         heads = self.heads
-        kv_heads = self.kv_heads
-        d = self.head_dim
+        kv_heads, d = self._shapes()[layer]
         hidden = self.hidden
+        source = self._source(layer)
+        is_tied = bool(self.shapes) and not self.windows[layer]  # values are keys
+        kv_matrices = 0 if source != layer else 1 if is_tied else 2
+        qkv = self._region(self.max_rows, (heads * (1 + self.gated) + kv_matrices * kv_heads) * d, "f32")
         h2 = self._normed(self.max_rows)
         a_converted = self._region(self.max_rows, heads * d, INPUT_DTYPES[self.weights], self.group)
         is_converted = heads // kv_heads * d % (BLOCK * max(1, self.group)) and a_converted.dtype != "f32"
@@ -243,7 +256,7 @@ class Toy:
         q_norm, k_norm = (self._norm(d * n) for n in heads_of_norms) if self.qk_norm else (None, None)
         qkv_weight = self._packed(qkv.columns, hidden, self._random(qkv.columns, hidden))
         o_weight = self._packed(hidden, heads * d, self._random(hidden, heads * d))
-        place = place_layers(self.windows)[layer]
+        place = self.places[source]
         convolution: list = []
         if self.taps:
             convolution, h1 = self._convolution_ops(x, h1)
@@ -253,6 +266,14 @@ class Toy:
         window = self.windows[layer]
         attention = Attention(qkv, a, *place, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, window)
         attention = replace(attention, gated=self.gated)
+        if self.shapes:
+            attention = replace(
+                attention,
+                v_norm=self._norm(d),
+                stores=source == layer,
+                values_are_keys=is_tied,
+                rotary_span=d // 4 * 4 if rotary.shape[1] <= d // 4 * 4 else 0,
+            )
         added = [Linear(a_converted, o_weight, self._bias(hidden), x, "add", h2)]
         if self.unusual:
             sinks = self.rng.normal(0, 2, heads).astype(np.float32)

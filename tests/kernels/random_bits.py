@@ -285,7 +285,7 @@ def result(model: Toy, program: Program, index: int) -> bytes:
 
 def run_nan(model: Toy, program: Program, page: int) -> None:
     """Run a row that sees nothing but NaN, which fills buffers of the workers and of the arena with NaN."""
-    by_page = model.kv_memory.reshape(model.layout.page_layers, model.num_pages, -1)
+    by_page = model.kv_memory.reshape(model.layout.planes, model.num_pages, -1)
     by_page[:, page] = 0xFF
     table = np.full(POISONED_POSITION // model.page_size + 1, page, np.int32)
     tables = [table] * len(model.layout.group_windows)

@@ -477,7 +477,7 @@ def test_every_layer_group_needs_its_own_pages(toy, page_ids, page_start, compla
         ({"group": 2}, "layer group 2; the groups' windows are"),
         ({"group": -1}, "layer group -1"),
         ({"group": 1, "window": 36}, "a window of 36 does not fit layer group 1"),
-        ({"layer": 1}, "layer 1 with .* does not fit a cache of 1 layers"),
+        ({"layer": 1}, "layer 1 with .* does not fit a group of 1 layers"),
     ],
 )
 def test_attention_must_fit_the_layer_groups(toy, changes, complaint):

@@ -163,7 +163,7 @@ MUTANTS = [
     ),
     Mutant(
         HEADS,
-        "        memset(kv.k, 0, step.head_bytes)    # masked lanes must read numbers: 0 * NaN is NaN\n",
+        "        memset(kv.k, 0, op.slot.head_bytes)    # masked lanes must read numbers: 0 * NaN is NaN\n",
         "        pass\n",
         "a NaN in a page of an earlier request reaches the next owner of the page",
     ),

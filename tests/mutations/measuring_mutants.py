@@ -238,8 +238,8 @@ MUTANTS = [
     ),
     Mutant(
         SERVING_PLAN,
-        "count * layer_bytes) for",
-        "layer_bytes) for",
+        "sum(map(layout.layer_token_bytes, each)))",
+        "layout.layer_token_bytes(each[0]))",
         "the KV bytes of a layer group are those of one layer",
         f"{PLANNING_TESTS} tests/runtime/cli/test_plan.py",
     ),

@@ -25,7 +25,7 @@ def test_memory_is_the_layouts_bytes_aligned_and_zero() -> None:
 
 def test_copying_a_page_copies_all_layers_and_no_other_page() -> None:
     arena = KVArena(LAYOUT, 4)
-    pages = arena.memory.reshape(3, 4, LAYOUT.layer_page_bytes)  # [layers, pages, bytes]
+    pages = arena.memory.reshape(3, 4, LAYOUT.page_stride)  # [layers, pages, bytes]
     for layer in range(3):
         for page in range(4):
             pages[layer, page] = 10 * layer + page
@@ -66,7 +66,7 @@ def test_memory_that_is_not_populated_is_taken_as_it_is_written() -> None:
     arena.write_page(7, np.ones(arena.layout.page_bytes, np.uint8))
     assert resident_bytes() - before < 32 << 20
     pages = arena.memory.reshape(4, 4096, -1)  # [layers, pages, bytes]
-    assert [pages[0, page].sum() for page in (6, 7, 8)] == [0, arena.layout.layer_page_bytes, 0]
+    assert [pages[0, page].sum() for page in (6, 7, 8)] == [0, arena.layout.page_stride, 0]
 
 
 @pytest.mark.skipif(LINUX < (5, 14), reason="MADV_POPULATE_WRITE came with Linux 5.14")

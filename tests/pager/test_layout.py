@@ -9,15 +9,15 @@ from quire.pager.layout import TILE, first_kept_token, pages_held, place_layers
 
 def test_strides_of_a_page() -> None:
     layout = KVLayout(num_layers=28, num_kv_heads=8, head_dim=128, dtype="bf16", page_size=32)
-    assert layout.head_bytes == 2 * 32 * 128 * 2
-    assert layout.layer_page_bytes == 8 * layout.head_bytes
-    assert layout.page_bytes == 28 * layout.layer_page_bytes
+    assert layout.head_bytes(128) == 2 * 32 * 128 * 2
+    assert layout.slot_bytes((8, 128)) == 8 * layout.head_bytes(128)
+    assert layout.page_bytes == 28 * layout.slot_bytes((8, 128))
     assert layout.page_bytes == 32 * layout.token_bytes
 
 
 def test_head_dim_is_padded_in_memory_but_not_in_token_bytes() -> None:
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=20, dtype="f32", page_size=16)
-    assert layout.padded_head_dim == 32
+    assert layout.padded(20) == 32
     assert layout.page_bytes == 2 * 16 * 32 * 4
     assert layout.token_bytes == 2 * 20 * 4
 
@@ -56,7 +56,7 @@ def test_layers_of_one_window_are_one_group() -> None:
         (group,) = layout.groups
         assert (group.window, group.layers) == (windows[0] if windows else 0, tuple(range(28)))
         assert layout.page_layers == 28
-        assert place_layers(windows or (0,) * 28)[27] == (0, 27)
+        assert place_layers(windows or (0,) * 28, ((8, 128),) * 28)[27] == (0, 27)
 
 
 @pytest.mark.parametrize(
@@ -77,16 +77,59 @@ def test_layers_are_grouped_by_window_in_equal_pages(
     assert layout.page_layers == page_layers
     assert [(group.window, len(group.layers)) for group in layout.groups] == groups
     assert layout.group_windows == tuple(window for window, _ in groups)
-    assert layout.page_bytes == page_layers * layout.layer_page_bytes
-    places = place_layers(tuple(windows))
+    assert layout.page_bytes == page_layers * layout.slot_bytes((2, 16))
+    places = place_layers(tuple(windows), ((2, 16),) * len(windows))
     assert len(set(places)) == len(windows), "no two layers share a slot"
     assert all(slot < page_layers for _, slot in places)
     assert all(layout.groups[group].window == window for (group, _), window in zip(places, windows, strict=True))
 
 
-def test_all_layers_have_a_window_entry_or_none() -> None:
-    with pytest.raises(ValueError, match="windows must be empty or have 3 entries, one per layer, got 2"):
-        KVLayout(3, 2, 16, windows=(0, 128))
+E2B = tuple(0 if layer % 5 == 4 else 512 for layer in range(15))  # the other 20 of 35 layers store nothing
+DENSE_31B = tuple(0 if layer % 6 == 5 else 1024 for layer in range(60))
+
+
+@pytest.mark.parametrize(
+    ("windows", "sliding", "full", "groups", "page_bytes"),
+    [
+        # 12 sliding layers and 3 full ones of twice the size: all pages are full
+        (E2B, (1, 256), (1, 512), [(0, 3), (512, 6), (512, 6)], 6 * 2 * 256 * 2 * 32),
+        # 50 sliding layers of 16 x 256, 10 full ones of half the size: one page in six is half empty
+        (DENSE_31B, (16, 256), (4, 512), [(0, 10), *[(1024, 10)] * 5], 10 * 16 * 2 * 256 * 2 * 32),
+        # sizes that no page fits within an eighth: the page that wastes the least
+        ((0, 64, 64), (1, 48), (1, 80), [(0, 1), (64, 2)], 2 * 96 * 2 * 32),
+    ],
+)
+def test_layers_are_grouped_by_heads_in_equal_pages(
+    windows: tuple[int, ...],
+    sliding: tuple[int, int],
+    full: tuple[int, int],
+    groups: list[tuple[int, int]],
+    page_bytes: int,
+) -> None:
+    heads = tuple(sliding if window else full for window in windows)
+    layout = KVLayout(len(windows), *sliding, windows=windows, heads=heads)
+    assert [(group.window, len(group.layers)) for group in layout.groups] == groups
+    assert layout.page_bytes == layout.page_stride == page_bytes
+    for index, (group, slot) in enumerate(place_layers(windows, heads)):
+        size = layout.slot_bytes(heads[index])
+        assert layout.groups[group].heads == heads[index]
+        assert layout.offset(group, slot, 1000) == slot * size
+        assert slot * size + size <= page_bytes
+
+
+def test_layers_that_read_others_take_no_bytes_of_a_token() -> None:
+    """Gemma 4 E2B at 8,192 tokens in bf16: 3 full layers of 512 columns, 12 layers of 256 with a window of 512."""
+    heads = tuple((1, 256) if window else (1, 512) for window in E2B)
+    layout = KVLayout(15, 1, 256, windows=E2B, heads=heads)
+    assert layout.token_bytes == (12 * 256 + 3 * 512) * 2 * 2
+    assert layout.sequence_bytes(8192) == (12 * 256 * 512 + 3 * 512 * 8192) * 2 * 2
+    assert layout.pages_for(8192) == 8192 // 32 + 2 * (512 + 64) // 32
+
+
+@pytest.mark.parametrize(("field", "entries"), [("windows", (0, 128)), ("heads", ((2, 16),) * 2)])
+def test_all_layers_have_an_entry_or_none(field: str, entries: tuple[object, ...]) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be empty or have 3 entries, one per layer, got 2"):
+        KVLayout(3, 2, 16, **{field: entries})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 100, 128, 4096])

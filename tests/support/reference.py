@@ -224,15 +224,20 @@ def groups_of(experts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
         yield from ((int(expert), *border) for border in pairwise(borders))
 
 
-def rotate_halves(x: Array, rotary: Array) -> Array:
-    """Apply the rotary embedding (Su et al., 2021) by halves to the first elements; `rotary` [.., dim]: cos | sin."""
+def rotate_halves(x: Array, rotary: Array, span: int = 0) -> Array:
+    """Apply the rotary embedding (Su et al., 2021) by halves to the first elements; `rotary` [.., dim]: cos | sin.
+
+    With a `span`, these are the first elements of each half of the first `span`.
+    """
     half = rotary.shape[-1] // 2
+    at = span // 2 or half
     cosine = rotary[..., :half]
     sine = rotary[..., half:]
     a = x[..., :half]
-    b = x[..., half : 2 * half]
-    rest = x[..., 2 * half :]
-    return np.concatenate([a * cosine - b * sine, b * cosine + a * sine, rest], axis=-1)
+    b = x[..., at : at + half]
+    between = x[..., half:at]
+    rest = x[..., at + half :]
+    return np.concatenate([a * cosine - b * sine, between, b * cosine + a * sine, rest], axis=-1)
 
 
 def sigmoid(x: Array) -> Array:
@@ -246,16 +251,16 @@ def softmax(x: Array) -> Array:
 
 
 class ReferenceProgram:
-    """Runs ops one by one on arrays. The KV cache is `keys` and `values` [layer, page, token, kv_head, d]."""
+    """Runs ops one by one on arrays. The KV cache is `keys` and `values` of each place: [page, token, kv_head, d]."""
 
     def __init__(self, ops: Sequence[Op], kv_dtype: KVDtype, page_size: int, num_pages: int) -> None:
         self.ops = ops
         self.kv_dtype = kv_dtype
         self.page_size = page_size
         layers = [op for op in ops if isinstance(op, Attention)]
-        slots = 1 + max((op.layer for op in layers), default=-1)
-        shape = (slots, num_pages, page_size, layers[0].num_kv_heads, layers[0].head_dim) if layers else (0,) * 5
-        self.keys, self.values = np.zeros(shape), np.zeros(shape)
+        shapes = {(op.group, op.layer): (num_pages, page_size, op.num_kv_heads, op.head_dim) for op in layers}
+        self.keys = {place: np.zeros(shape) for place, shape in shapes.items()}
+        self.values = {place: np.zeros(shape) for place, shape in shapes.items()}
         self.inputs: dict[tuple[int, int], dict[int, Array]] = {}  # (ring, state slot) -> inputs of a convolution
         self.recurrences = Recurrences(round_bf16)
         self.regions: dict[Region, npt.NDArray[Any]] = {}  # float64; int64 for the places and groups of experts
@@ -468,8 +473,9 @@ class ReferenceProgram:
         for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
             page = self.tables[op.group][sequence][position // self.page_size]
             token = position % self.page_size
-            self.keys[op.layer, page, token] = as_key(k[row], self.kv_dtype)
-            self.values[op.layer, page, token] = as_value(v[row], self.kv_dtype)
+            if op.stores:
+                self.keys[op.group, op.layer][page, token] = as_key(k[row], self.kv_dtype)
+                self.values[op.group, op.layer][page, token] = as_value(v[row], self.kv_dtype)
         return as_dtype(q.reshape(-1, op.head_dim), QUERY_DTYPES[self.kv_dtype]).reshape(q.shape)
 
     def _rotated(self, op: Attention | EphemeralAttention, norms_rows: bool) -> tuple[Array, Array, Array]:
@@ -479,11 +485,15 @@ class ReferenceProgram:
             q = self._norm_heads(q, op.q_norm, op.eps, norms_rows)
         if op.k_norm is not None:
             k = self._norm_heads(k, op.k_norm, op.eps, norms_rows)
+        span = 0
+        if isinstance(op, Attention):
+            span = op.rotary_span
+            v = v if op.v_norm is None else self._norm_heads(v, op.v_norm, op.eps, norms_rows=False)
         rows = np.zeros((len(self.position), 0)) if op.rotary is None else op.rotary[self.position]
         if self.rotary is not None and (op.rotary is not None or isinstance(op, EphemeralAttention)):
             rows = self.rotary
         rotary = rows.astype(np.float64)[:, None, :]
-        return rotate_halves(q, rotary) * op.scale, rotate_halves(k, rotary), v
+        return rotate_halves(q, rotary, span) * op.scale, rotate_halves(k, rotary, span), v
 
     def _norm_heads(self, heads: Array, weight: npt.NDArray[np.float32], eps: float, norms_rows: bool) -> Array:
         rows = heads.reshape(len(heads), -1) if norms_rows else heads
@@ -491,6 +501,11 @@ class ReferenceProgram:
 
     def _heads(self, op: Attention | EphemeralAttention) -> tuple[Array, Array, Array]:
         heads = self.regions[op.qkv].reshape(len(self.token_ids), -1, op.head_dim)
+        if isinstance(op, Attention) and not op.stores:
+            return heads, heads[:, :0], heads[:, :0]
+        if isinstance(op, Attention) and op.values_are_keys:
+            keys = heads[:, -op.num_kv_heads :]
+            return heads[:, : -op.num_kv_heads], keys, keys
         k, v = heads[:, -2 * op.num_kv_heads : -op.num_kv_heads], heads[:, -op.num_kv_heads :]
         queries = heads[:, : -2 * op.num_kv_heads]
         return queries[:, :: 2 if isinstance(op, Attention) and op.gated else 1], k, v
@@ -530,8 +545,8 @@ class ReferenceProgram:
             pages = self.tables[op.group][sequence][seen // self.page_size]
             tokens = seen % self.page_size
             assert pages.min() >= 0, "pages that a row sees are not released"
-            keys = np.repeat(self.keys[op.layer, pages, tokens], op.num_heads // op.num_kv_heads, axis=1)
-            values = np.repeat(self.values[op.layer, pages, tokens], op.num_heads // op.num_kv_heads, axis=1)
+            keys = np.repeat(self.keys[op.group, op.layer][pages, tokens], op.num_heads // op.num_kv_heads, axis=1)
+            values = np.repeat(self.values[op.group, op.layer][pages, tokens], op.num_heads // op.num_kv_heads, axis=1)
             scores = soft_cap(np.einsum("hd,thd->ht", q[row], keys), op.softcap)
             if op.sinks is not None:
                 scores = np.concatenate([scores, op.sinks.astype(np.float64)[:, None]], axis=1)

@@ -96,7 +96,7 @@ def plan_encoder_memory(
         weights=weights_bytes,
         arena_bytes=program.arena_bytes,
         position_bytes=rotary_nbytes(body.ropes, body.head_dim, spec.max_model_len) + _bias_nbytes(spec),
-        scratch_bytes=scratch_nbytes(body.head_dim, workers, program.ops),
+        scratch_bytes=scratch_nbytes(workers, program.ops),
         program=program,
     )
 

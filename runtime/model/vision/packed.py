@@ -118,8 +118,8 @@ def plan_tower_memory(
     """Plan the memory; the arguments are equal to those for packing and running."""
     planner = WeightPlanner()
     programs = _emit(spec, _build(spec, TOWER_DTYPES[dtype], planner), KEYS_VALUES[dtype])
-    scratch = scratch_nbytes(spec.body.head_dim, workers, programs.patches.ops)
-    scratch += sum(scratch_nbytes(2, workers, plan.ops) for plan in programs.squares)
+    scratch = scratch_nbytes(workers, programs.patches.ops)
+    scratch += sum(scratch_nbytes(workers, plan.ops) for plan in programs.squares)
     scratch += spec.input_bytes + spec.num_tokens * spec.out_size * 4  # scratch includes the rows of the current image
     scratch += HEAP_BYTES
     return VisionMemoryPlan(

@@ -116,9 +116,9 @@ def _work(runner: ModelRunner, rows: int, samples: int, steps: Sequence[Contexts
     layout = runner.capacity.layout
     dtype = QUERY_DTYPES[layout.dtype]  # dtype of keys and values when they are multiplied
     kv_bytes = 0
-    for window in spec.attention_windows:
-        ops[dtype] = ops.get(dtype, 0) + 4 * pairs(window) * spec.num_heads * spec.head_dim
-        kv_bytes += _seen(steps, window) * layout.layer_page_bytes // layout.page_size
+    for window, heads in spec.attention_kinds:
+        ops[dtype] = ops.get(dtype, 0) + 4 * pairs(window) * spec.num_heads * heads[1]
+        kv_bytes += _seen(steps, window) * layout.slot_bytes(heads) // layout.page_size
     return Work(round(weight_bytes), kv_bytes, ops, _state_bytes(runner, rows, steps))
 
 

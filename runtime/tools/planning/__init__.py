@@ -4,7 +4,7 @@ from .alternatives import Alternative, alternatives
 from .encoder_plan import EncoderPlan, plan_encoder
 from .picture import plot_memory
 from .serving_plan import PlanTarget, ServingPlan, plan_serving
-from .text import comparison, plan_text
+from .text import comparison, kv_heads_text, plan_text
 
 __all__ = [
     "Alternative",
@@ -13,6 +13,7 @@ __all__ = [
     "ServingPlan",
     "alternatives",
     "comparison",
+    "kv_heads_text",
     "plan_encoder",
     "plan_serving",
     "plan_text",

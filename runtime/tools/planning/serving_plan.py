@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ....pager import KVLayout
-from ....pager.layout import TILE
+from ....pager.layout import TILE, KVHeads
 from ...common.config import EngineConfig
 from ...common.errors import ConfigError, ModelError
 from ...common.options import parse_size
@@ -262,8 +262,7 @@ def num_tokens(path: Path, vocab_size: int) -> int:
 
 
 def _layers_by_window(layout: KVLayout) -> list[WindowLayers]:
-    counts: dict[int, int] = {}
+    kinds: dict[int, list[KVHeads]] = {}
     for group in layout.groups:
-        counts[group.window] = counts.get(group.window, 0) + len(group.layers)
-    layer_bytes = layout.token_bytes // layout.num_layers
-    return [WindowLayers(window, count, count * layer_bytes) for window, count in counts.items()]
+        kinds.setdefault(group.window, []).extend([group.heads] * len(group.layers))
+    return [WindowLayers(window, len(each), sum(map(layout.layer_token_bytes, each))) for window, each in kinds.items()]

@@ -23,6 +23,14 @@ def comparison(total_bytes: int, available_bytes: int, limit: MemoryLimit | None
     return f"It does not fit: {machine}, {total_bytes - available_bytes:,} B less{reason}."
 
 
+def kv_heads_text(spec: DecoderSpec) -> str:
+    """Return the number and size of the KV heads of each kind of layers, and the layers that store none."""
+    kinds = sorted({spec.kv_heads_of(layer) for layer in spec.kv_layers}) or [(spec.num_kv_heads, spec.head_dim)]
+    text = f"{kinds[0][0]} KV heads of {kinds[0][1]}" + "".join(f" and {count} of {size}" for count, size in kinds[1:])
+    readers = sum(spec.attention_layers) - len(spec.kv_layers)
+    return f"{text}, {readers} layers read those of others" if readers else text
+
+
 def plan_text(plan: ServingPlan, arena: bool) -> str:
     """Return the memory map, with the map of the step arena if `arena` is set, then the tables of alternatives."""
     config = plan.settings.engine
@@ -31,7 +39,7 @@ def plan_text(plan: ServingPlan, arena: bool) -> str:
     layout = capacity.layout
     lines = [
         f"{spec.family}: {spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} query / "
-        f"{spec.num_kv_heads} KV heads of {spec.head_dim}, vocabulary {spec.vocab_size}",
+        f"{kv_heads_text(spec)}, vocabulary {spec.vocab_size}",
         *_experts(spec),
         f"weights {weights_text(spec, config.weights)}, KV {layout.dtype}: {layout.token_bytes:,} B per token, "
         f"{layout.page_bytes:,} B per page of {layout.page_size} tokens",

@@ -135,7 +135,7 @@ class ExpertsCost:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Attention of all layers with the same window (0: full attention)."""
+    """Attention of all layers with the same KV heads and window (0: full attention)."""
 
     window: int
     read_s: float  # per visible token in the KV cache
@@ -157,9 +157,9 @@ def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> 
     linears = [op for op in capacity.memory.program.ops if isinstance(op, Linear)]
     experts = [op for op in capacity.memory.program.ops if isinstance(op, ExpertLinear)]
     layout = capacity.layout
-    read_s = layout.layer_page_bytes / layout.page_size / (KV_READ * roofline.read_bytes_per_s)
+    read_s = 1 / layout.page_size / (KV_READ * roofline.read_bytes_per_s)  # per byte of a slot
     dtype = QUERY_DTYPES[layout.dtype]
-    pair_s = 4 * spec.num_heads * spec.head_dim / (ATTENTION_PEAK[dtype] * roofline.peak_ops_per_s[dtype])
+    pair_s = 4 * spec.num_heads / (ATTENTION_PEAK[dtype] * roofline.peak_ops_per_s[dtype])  # per element of a head
     threads = capacity.cpus.threads
     ops = len(capacity.memory.program.ops)
     max_read_share = max(1.0, threads * THREAD_READ / roofline.read_bytes_per_s)
@@ -171,8 +171,8 @@ def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> 
         head=_linear_costs((op for op in linears if op.maxima is not None), roofline)[0],
         sequence_s=HEAD_S * spec.num_layers * spec.num_kv_heads / threads,
         layers=tuple(
-            LayerCost(window, count * read_s, count * pair_s)
-            for window, count in sorted(Counter(spec.attention_windows).items())
+            LayerCost(window, count * layout.slot_bytes(heads) * read_s, count * heads[1] * pair_s)
+            for (window, heads), count in sorted(Counter(spec.attention_kinds).items())
         ),
         threads=threads,
         num_kv_heads=spec.num_kv_heads,

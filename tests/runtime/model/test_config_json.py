@@ -698,7 +698,7 @@ def test_layers_with_convolutions(read: Read, keys: Any, is_convolution: tuple[b
     assert spec.convolutions is not None
     assert spec.convolutions.layers == is_convolution
     assert tuple(rope is None for rope in spec.ropes) == is_convolution
-    assert spec.attention_windows == (0,) * is_convolution.count(False)
+    assert spec.attention_kinds == ((0, (spec.num_kv_heads, spec.head_dim)),) * is_convolution.count(False)
 
 
 @pytest.mark.parametrize(
@@ -738,7 +738,7 @@ def test_keys_of_granite_hybrid(read: Read) -> None:
         conv_bias=True,
     )
     assert (spec.mamba.inner_size, spec.mamba.conv_size) == (128, 256)
-    assert (spec.attention_layers, spec.attention_windows) == ((False, False, True), (0,))
+    assert (spec.attention_layers, spec.kv_layers) == ((False, False, True), (2,))
     assert (spec.ropes, spec.residual_scale) == ((None,) * 3, 0.25)
     assert read("granite_hybrid", layer_types=["attention"] * 3).mamba is None
     ropes = read("granite_hybrid", position_embedding_type="rope", rope_theta=500.0).ropes

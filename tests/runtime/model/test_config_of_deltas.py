@@ -53,7 +53,7 @@ def test_defaults(read: Read, model_type: str, kv_heads: int) -> None:
     assert (spec.num_kv_heads, spec.head_dim, spec.norm_offset) == (kv_heads, 256, 1.0)
     assert (spec.qk_norm, spec.gated_heads, spec.qkv_bias, spec.tie_embeddings) == (True, True, False, False)
     assert spec.ropes == (None, None, None, Rope(10_000.0, dim=64))
-    assert spec.attention_windows == (0,)
+    assert [window for window, _ in spec.attention_kinds] == [0]
 
 
 def test_defaults_of_qwen3_5_moe(read: Read) -> None:

@@ -91,7 +91,7 @@ def test_a_plan_equals_what_loading_and_compiling_allocate(family: str, weights:
     assert plan.program.values == compiled.values
     assert plan.logits_bytes == compiled.logits.nbytes == 8 * vocab * 4
     assert plan.rotary_bytes == sum(table.nbytes for table in tables.values() if table is not None)
-    assert plan.scratch_bytes == scratch_nbytes(model.spec.head_dim, 2, compiled.ops)
+    assert plan.scratch_bytes == scratch_nbytes(2, compiled.ops)
     assert plan.sampling_bytes == 2 * vocab * (4 + 8) + 8 * (4 + 4 + 32 * 8)
     step_bytes = plan.arena_bytes + plan.rotary_bytes + plan.scratch_bytes + plan.sampling_bytes
     assert plan.total_bytes == plan.weights_bytes + plan.kv_bytes + step_bytes + plan.process_bytes

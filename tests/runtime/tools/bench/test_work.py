@@ -25,10 +25,13 @@ class FakeWeight:
 
 @dataclass
 class FakeSpec:
-    attention_windows: tuple[int, ...]
+    windows: tuple[int, ...]
     num_heads: int = 4
-    head_dim: int = 32
     vocab_size: int = 500
+
+    @property
+    def attention_kinds(self) -> list[tuple[int, tuple[int, int]]]:
+        return [(window, (2, 32)) for window in self.windows]
 
 
 @dataclass
