@@ -203,6 +203,10 @@ async def test_a_stream_of_a_response_that_is_cancelled_ends_in_an_error(system:
         rest = await client.read_until(b"0\r\n\r\n")
     assert b'"code":"cancelled"' in rest
     assert b"response.completed" not in rest
+    later = await ask(system, "GET", f"{RESPONSES}/{name}?stream=true&starting_after=99")
+    (error,) = events(later)  # the error has no number: a client that has all events gets it, too
+    assert error.startswith(b"data: {")
+    assert as_json(later)[0]["error"]["code"] == "cancelled"
 
 
 async def test_a_stored_response_with_calls_is_continued_by_their_results(
@@ -749,6 +753,11 @@ async def test_long_requests_are_read_beside_the_event_loop(system: Any, monkeyp
     threads.clear()
     await stored_id(system, RESPONSES, response())
     assert threads == [threading.main_thread()]
+    part = {"chat_template_kwargs": {"a": "b" * 40_000}}  # two are long together
+    parts = [(await ask(system, "POST", RESPONSES, response(**part))).json for _ in range(2)]
+    references = [{"type": "item_reference", "id": each["output"][0]["id"]} for each in parts]
+    await stored_id(system, RESPONSES, response([*references, {"role": "user", "content": "c"}]))
+    assert threads[-1] is not threading.main_thread()
 
 
 async def test_what_is_stored_expires(serve: Serve, eventually: Eventually) -> None:

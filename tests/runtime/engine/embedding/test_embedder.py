@@ -441,6 +441,13 @@ async def test_a_text_that_is_far_too_long_is_not_tokenized(monkeypatch: pytest.
         assert np.array_equal(cut, vector(ids("xxx")))
 
 
+async def test_a_text_of_the_encoder_that_is_far_too_long_is_refused_by_tokenize_as_well() -> None:
+    most = MAX_MODEL_LEN * CHARACTERS_PER_TOKEN
+    async with running() as engine:
+        with pytest.raises(ContextLengthExceeded, match=f"{most + 1} characters"):
+            await engine.tokenize("x" * (most + 1), of_encoder=True)
+
+
 async def test_a_text_of_as_many_characters_as_are_tokenized_is_measured_in_tokens() -> None:
     most = MAX_MODEL_LEN * CHARACTERS_PER_TOKEN
     async with running() as engine:
