@@ -153,6 +153,50 @@ CASES = {
         num_tokens=15,
         shapes=((24, 40), (40, 24)),
     ),
+    "qwen3_5_images": Case(  # gated delta nets beside attention, a part of each head rotated by three positions
+        3,
+        "Qwen3_5",
+        {
+            "vocab_size": 160,
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "intermediate_size": 96,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [3, 2, 1],
+                "mrope_interleaved": True,
+            },
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        },
+        {
+            "depth": 3,
+            "hidden_size": 48,
+            "num_heads": 3,
+            "intermediate_size": 56,
+            "patch_size": 4,
+            "num_position_embeddings": 25,
+            "out_hidden_size": 64,
+        },
+        {"image_token_id": 159, "tie_word_embeddings": False},
+        images=2,
+        size=0,
+        num_tokens=15,
+        shapes=((24, 40), (40, 24)),
+        four={"full_attention_interval": 2},
+    ),
     "gemma3_images": Case(  # pixels beyond the last patch, a window that is hardly longer than an image
         1,
         "Gemma3",
@@ -221,8 +265,8 @@ def write_case(folder: Path, case: Case) -> None:
     model_class = getattr(transformers, f"{case.model}ForConditionalGeneration")
     model = model_class(config)
     randomize(model, 1.0)
-    if case.model == "Gemma3":
-        randomize(model.model.language_model, 0.0)  # the norms have weights less 1
+    if case.model in ("Gemma3", "Qwen3_5"):  # the norms have weights less 1
+        randomize(model.model.language_model, 0.0)
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     five = json.loads((folder / "config.json").read_text())
@@ -244,9 +288,10 @@ def write_case(folder: Path, case: Case) -> None:
 
 def as_on_the_hub(config: dict[str, Any], model: str, sections: list[int]) -> dict[str, Any]:
     """Return a config of Qwen as transformers 4 has it; Qwen2.5-VL's has the keys of the text model at the top."""
-    if model == "Qwen3VL":
+    if model != "Qwen2_5_VL":
         rope = {"rope_type": "default", "mrope_section": sections, "mrope_interleaved": True}
-        return {**config, "text_config": config["text_config"] | {"rope_scaling": rope}}
+        vision = {key: value for key, value in config["vision_config"].items() if key != "rope_parameters"}
+        return {**config, "text_config": config["text_config"] | {"rope_scaling": rope}, "vision_config": vision}
     text = {key: value for key, value in config.pop("text_config").items() if key != "model_type"}
     return {**text, **config, "rope_scaling": {"type": "mrope", "mrope_section": sections}}
 

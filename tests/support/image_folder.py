@@ -29,7 +29,7 @@ def write_image_folder(folder: Path) -> Path:
 
 def write_qwen_folder(folder: Path, family: str) -> Path:
     """Write a folder of a Qwen-VL family. An image has one token for 8 x 8 pixels."""
-    _write_text(folder, family, family, QWEN_SPECIAL)
+    _write_text(folder, family, "qwen3_vl" if family == "qwen3_5_images" else family, QWEN_SPECIAL)
     shutil.copyfile(GOLDENS / family / "preprocessor_config.json", folder / "preprocessor_config.json")
     return folder
 

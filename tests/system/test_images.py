@@ -310,7 +310,7 @@ def test_a_text_that_spells_an_image_is_text(folder: Path) -> None:
 # Images of any size
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5_images"])
 def test_a_chat_has_a_token_for_each_square_of_its_images(tmp_path: Path, family: str) -> None:
     """Images keep their shape; those larger than `max_image_tokens` are made smaller."""
     folder = write_qwen_folder(tmp_path, family)

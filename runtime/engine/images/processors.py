@@ -273,6 +273,8 @@ PROCESSORS: Mapping[str, Callable[[ProcessorFiles], ImageProcessor]] = {  # `mod
     "qwen2_vl": _read_dynamic,
     "qwen2_5_vl": _read_dynamic,
     "qwen3_vl": _read_dynamic,
+    "qwen3_5": _read_dynamic,
+    "qwen3_5_moe": _read_dynamic,
     "gemma3": _read_fixed,
 }
 

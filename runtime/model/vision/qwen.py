@@ -1,4 +1,4 @@
-"""The reading of the towers of Qwen2.5-VL and Qwen3-VL."""
+"""The reading of the towers of Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..config_json import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WI
 from ..encoder.bert import ACTIVATIONS
 from ..encoder.family import read_named
 from ..encoder.spec import BertSpec, EncoderNames, MlpActivation
-from .dynamic import DynamicVisionSpec, ImageSizes, Merger, read_sizes
+from .dynamic import ROPE, DynamicVisionSpec, ImageSizes, Merger, read_sizes
 from .processor_files import read_normalization
 from .spec import CHANNELS
 
@@ -40,7 +40,6 @@ QWEN3_DEFAULTS: dict[str, Any] = {
     "temporal_patch_size": 2,
     "out_hidden_size": 3584,
     "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [8, 16, 24],
 }
 MAX_LEARNED_POSITIONS = 1 << 20
 # OpenAI CLIP's means and divisors of pixels, for folders whose processor's file has none.
@@ -85,7 +84,22 @@ def read_qwen2_5_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int
 
 def read_qwen3_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int) -> DynamicVisionSpec:
     """Read the tower of a `Qwen3VLForConditionalGeneration`."""
-    vision = config.table("vision_config").with_defaults(QWEN3_DEFAULTS)
+    vision = config.table("vision_config").with_defaults(QWEN3_DEFAULTS | {"deepstack_visual_indexes": [8, 16, 24]})
+    return _read_qwen3(config, vision, processor, max_tokens, image_token_id=151_655)
+
+
+def read_qwen3_5_vision(config: ConfigTable, processor: ConfigTable, max_tokens: int) -> DynamicVisionSpec:
+    """Read the tower of a `Qwen3_5ForConditionalGeneration` or `Qwen3_5MoeForConditionalGeneration`."""
+    vision = config.table("vision_config").with_defaults(QWEN3_DEFAULTS | {"deepstack_visual_indexes": []})
+    if vision.values["deepstack_visual_indexes"] != []:
+        raise vision.refused("deepstack_visual_indexes", "absent or []: the family has no DeepStack")
+    return _read_qwen3(config, vision, processor, max_tokens, image_token_id=248_056)
+
+
+def _read_qwen3(
+    config: ConfigTable, vision: ConfigTable, processor: ConfigTable, max_tokens: int, *, image_token_id: int
+) -> DynamicVisionSpec:
+    """Read a tower with learned positions; `image_token_id` is the default of the family."""
     sizes = _read_sizes(vision, processor, max_tokens)
     layers = vision.integer("depth", 1, MAX_LAYERS)
     num_positions = vision.integer("num_position_embeddings", 1, MAX_LEARNED_POSITIONS)
@@ -108,7 +122,7 @@ def read_qwen3_vl(config: ConfigTable, processor: ConfigTable, max_tokens: int) 
         window=0,
         sees_all=(True,) * layers,
         hidden_out=_read_hidden_out(config, vision, 4096),
-        image_token_id=config.integer("image_token_id", 0, MAX_VOCAB, 151_655),
+        image_token_id=config.integer("image_token_id", 0, MAX_VOCAB, image_token_id),
         rescale=rescale,
         mean=mean,
         std=std,
@@ -172,6 +186,9 @@ def _read_body(
     final_norm: str,
 ) -> BertSpec:
     """Read the transformer. `up`, `down` and `final_norm` are names of tensors. Only layer norms have a bias."""
+    rope = vision.table("rope_parameters")
+    if "rope_theta" in rope and rope.values["rope_theta"] != ROPE.theta:
+        raise rope.refused("rope_theta", f"{ROPE.theta:.0f}")
     hidden = vision.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = vision.integer("num_heads", 1, MAX_HEADS)
     if hidden % (4 * num_heads) or hidden // num_heads > MAX_HEAD_DIM:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...common.errors import CorruptCheckpoint
 from ..config_json import (
     MAX_HEADS,
     MAX_POSITIONS,
@@ -27,7 +28,7 @@ from ..encoder.spec import BertSpec, EncoderNames
 from ..files import is_gguf
 from .dynamic import DynamicVisionSpec
 from .processor_files import read_normalization, read_processor
-from .qwen import read_qwen2_5_vl, read_qwen3_vl
+from .qwen import read_qwen2_5_vl, read_qwen3_5_vision, read_qwen3_vl
 from .spec import CHANNELS, VisionSpec
 
 MAX_IMAGE_SIZE = 1 << 12  # pixels of a side
@@ -63,8 +64,11 @@ def read_vision(path: str | Path, max_tokens: int = ANY_SIZE) -> VisionSpec | Dy
         return None
     processor = read_processor(Path(path))
     if kind in DYNAMIC_READERS:
-        reader = DYNAMIC_READERS[kind]
-        return reader(config, processor, max_tokens) if "vision_config" in config else None
+        if "vision_config" not in config:
+            return None
+        if not processor.values:
+            raise CorruptCheckpoint(f"{path} has no preprocessor_config.json, which says how images are prepared")
+        return DYNAMIC_READERS[kind](config, processor, max_tokens)
     return READERS[kind](config, processor) if kind in READERS else None
 
 
@@ -196,4 +200,8 @@ DYNAMIC_READERS: Mapping[str, Callable[[ConfigTable, ConfigTable, int], DynamicV
     "qwen2_5_vl": read_qwen2_5_vl,
     "Qwen3VLForConditionalGeneration": read_qwen3_vl,
     "qwen3_vl": read_qwen3_vl,
+    "Qwen3_5ForConditionalGeneration": read_qwen3_5_vision,
+    "Qwen3_5MoeForConditionalGeneration": read_qwen3_5_vision,
+    "qwen3_5": read_qwen3_5_vision,
+    "qwen3_5_moe": read_qwen3_5_vision,
 }

@@ -15,8 +15,9 @@ from quire.runtime.common.prompts import PromptImage
 from quire.runtime.engine import StepStats
 from quire.runtime.engine import input as engine_input
 from quire.runtime.engine.facade import SilentObserver
-from quire.runtime.model import read_spec
+from quire.runtime.model import kv_layout, read_spec
 from quire.runtime.model.runner import SamplingSpec
+from quire.runtime.model.states import lay_out_states
 from quire.runtime.model.vision import packed
 from quire.runtime.workers.engine_link import TO_ENGINE, AddRequests, as_read
 from quire.scheduler import RequestSpec, planning
@@ -65,6 +66,10 @@ def wanted(llm: LLM, prompt: list[int], images: list[PromptImage]) -> tuple[int,
     return output.token_ids
 
 
+def has_states(golden: GoldenImages) -> bool:
+    return lay_out_states(read_spec(golden.folder)).nbytes > 0
+
+
 # Logits and bits
 
 
@@ -73,7 +78,9 @@ def test_logits_are_those_of_transformers(
     golden: GoldenImages, prompt: list[int], images: list[PromptImage], weights: Any, tolerance: float
 ) -> None:
     with LLM(golden.folder, **{**OPTIONS, "weights": weights}, max_num_seqs=7, max_num_batched_tokens=16) as llm:
-        golden.check_logits(llm.logits(prompt, images), tolerance)
+        # The recurrences of a model with random weights amplify rounding.
+        bounds = (0.1, 0.997) if weights == "q8" and has_states(golden) else (tolerance, 0.999)
+        golden.check_logits(llm.logits(prompt, images), *bounds)
         without = llm.logits(prompt)
         assert np.abs(without - golden.logits).max() > 0.1 * np.ptp(golden.logits)
 
@@ -88,7 +95,8 @@ def test_a_tower_in_q8_changes_no_row_of_logits_much(family: str, monkeypatch: p
         logits = llm.logits(golden.prompt, golden.images)
     cosines = (logits * golden.logits).sum(axis=1) / np.linalg.norm(logits, axis=1)
     cosines /= np.linalg.norm(golden.logits, axis=1)
-    assert 0.999 <= cosines.min() < 0.99999
+    least = 0.998 if has_states(golden) else 0.999
+    assert least <= cosines.min() < 0.99999
 
 
 def test_what_follows_images_has_the_logits_of_the_whole_prompt(
@@ -134,10 +142,11 @@ def test_preemption_leaves_the_tokens_as_they_are(
     golden: GoldenImages, prompt: list[int], images: list[PromptImage], wanted: tuple[int, ...]
 ) -> None:
     params = SamplingParams(max_tokens=60, ignore_eos=True)
-    pages = 2 * -(-len(prompt) // 16) + 2  # pages of 4 KiB per layer: two prompts run
-    page_bytes = read_spec(golden.folder).num_layers << 12
-    options = {**OPTIONS, "kv_cache_memory": pages * page_bytes, "max_model_len": 150, "enable_prefix_caching": False}
-    with LLM(golden.folder, **options) as llm:
+    pages = 2 * -(-len(prompt) // 16) + 2  # pages of two prompts, which run together
+    spec = read_spec(golden.folder)
+    memory = pages * kv_layout(spec, "f32", 16).page_bytes + 4 * lay_out_states(spec).nbytes
+    options = {**OPTIONS, "kv_cache_memory": memory, "max_model_len": 150, "enable_prefix_caching": False}
+    with LLM(golden.folder, **options, max_num_seqs=4) as llm:
         alone = llm.generate(prompt, params, [images])[0].token_ids
         assert alone[:8] == wanted
         outputs = llm.generate([prompt] * 4, params, [images] * 4)
@@ -170,8 +179,8 @@ def test_logits_leave_no_pages_for_prompts_with_other_images(
     with LLM(golden.folder, **OPTIONS) as llm:
         llm.logits(prompt, images)
         without, with_images = llm.generate([prompt, prompt], GREEDY, [(), images])
-        whole = (len(prompt) - 1) // 16 * 16
-        assert (without.usage.cached_tokens, with_images.usage.cached_tokens) == (0, whole)
+        computed = 64 if has_states(golden) else len(prompt) - 1  # a state is kept where a step ends
+        assert (without.usage.cached_tokens, with_images.usage.cached_tokens) == (0, computed // 16 * 16)
 
 
 # Shared state
@@ -185,11 +194,13 @@ def test_only_prompts_with_the_same_images_share_pages(
     last = [first, replace(second, pixels=first.pixels, digest=first.digest)]
     with LLM(golden.folder, **OPTIONS) as llm:
         llm.generate(prompt, GREEDY, [images])
-        outputs = [llm.generate(prompt, GREEDY, [each])[0] for each in (images, swapped, last, ())]
-    whole = (len(prompt) - 1) // 16 * 16
-    cached = [output.usage.cached_tokens for output in outputs]
-    assert cached == [whole, first.position // 16 * 16, second.position // 16 * 16, first.position // 16 * 16]
-    assert len({output.token_ids for output in outputs}) == 4
+        params = msgspec.structs.replace(GREEDY, logprobs=0)
+        outputs = [llm.generate(prompt, params, [each])[0] for each in (images, swapped, last, ())]
+    equal = [len(prompt) - 1, first.position, second.position, first.position]  # tokens before another image
+    if has_states(golden):  # a state is kept at the end of a prompt
+        equal[1:] = [0, 0, 0]
+    assert [output.usage.cached_tokens for output in outputs] == [tokens // 16 * 16 for tokens in equal]
+    assert len({tuple(token.logprob for token in output.logprobs or ()) for output in outputs}) == 4
 
 
 def test_an_image_is_computed_once(golden: GoldenImages, prompt: list[int], images: list[PromptImage]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from quire.runtime.common.errors import MissingTensor, ModelError, UnsupportedModel, WrongTensor
+from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, ModelError, UnsupportedModel, WrongTensor
 from quire.runtime.engine.images import read_image_processor
 from quire.runtime.model import read_spec
 from quire.runtime.model.config_json import ConfigTable
@@ -47,14 +47,14 @@ def test_windows_hold_each_patch_once_and_rows_come_back_in_order(goldens: Path,
         assert squares[first:end].tolist() == sorted(squares[first:end].tolist())
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "idefics3", "gemma3_images"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "idefics3", "gemma3_images"])
 def test_squares_computed_in_parts_equal_the_whole_image(goldens: Path, family: str) -> None:
     spec = read_vision(goldens / family)
     assert spec is not None
     size = (spec.image_size,) * 2 if isinstance(spec, VisionSpec) else (5 * 8, 7 * 8)
     pixels = np.random.default_rng(3).integers(0, 256, (*size, 3), np.uint8)
     learned = np.random.default_rng(4).standard_normal((25, spec.body.hidden_size)).astype(np.float32)
-    given = spec.input(pixels, learned) if family == "qwen3_vl" else spec.input(pixels)  # type: ignore[call-arg]
+    given = spec.input(pixels, learned) if family.startswith("qwen3") else spec.input(pixels)  # type: ignore[call-arg]
     whole = given.rows(0, len(given.places))
     assert len(whole.patches) == len(given.token_ids)
     parts = [given.rows(first, min(first + 2, len(given.places))) for first in range(0, len(given.places), 2)]
@@ -141,6 +141,10 @@ def test_a_tower_that_cannot_be_run_is_refused(
         ({"deepstack_visual_indexes": [0, 4]}, "a list of layers from 0 to 3 in ascending order"),
         ({"deepstack_visual_indexes": [1, 1]}, "deepstack_visual_indexes"),
         ({"deepstack_visual_indexes": 2}, "deepstack_visual_indexes"),
+        (
+            {"rope_parameters": {"rope_theta": 5e3}},
+            "vision_config.rope_parameters.rope_theta is 5000.0; it must be 10000",
+        ),
         ({"hidden_act": "silu"}, "vision_config.hidden_act"),
     ],
 )
@@ -151,6 +155,24 @@ def test_a_tower_of_qwen3_that_cannot_be_run_is_refused(
     with pytest.raises(UnsupportedModel) as error:
         read_vision(folder)
     assert fault in str(error.value)
+
+
+def test_a_tower_of_qwen3_5_has_no_deepstack(model_folder: Callable[..., Path]) -> None:
+    folder = model_folder("qwen3_5_images", lambda config: config["vision_config"].update(deepstack_visual_indexes=[1]))
+    with pytest.raises(UnsupportedModel, match=r"deepstack_visual_indexes is \[1\]; it must be absent or \[\]"):
+        read_vision(folder)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5_images", "qwen3_vl"])
+def test_a_folder_that_does_not_say_how_images_are_prepared_is_refused(
+    model_folder: Callable[..., Path], family: str
+) -> None:
+    folder = model_folder(family)
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(
+        CorruptCheckpoint, match=r"has no preprocessor_config\.json, which says how images are prepared"
+    ):
+        read_vision(folder)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
