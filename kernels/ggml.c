@@ -7,11 +7,35 @@
 #include "simd/tiles.h"
 #include "simd/vec.h"
 
-int64_t quire_ggml_weights(int type) { return type >= QUIRE_GGML_Q4_K && type <= QUIRE_GGML_Q6_K ? 256 : 32; }
+// A type's weights and bytes per block, the places of its fp16 numbers, one or two, and the factor that bounds its weights.
+static const struct { int weights, bytes, places[2], bound; } types[] = {
+    [QUIRE_GGML_Q8_0] = {32, 34, {0, 0}, 1},       [QUIRE_GGML_Q4_0] = {32, 18, {0, 0}, 1},
+    [QUIRE_GGML_Q4_K] = {256, 144, {0, 2}, 1},     [QUIRE_GGML_Q5_K] = {256, 176, {0, 2}, 1},
+    [QUIRE_GGML_Q6_K] = {256, 210, {208, 208}, 1},   [QUIRE_GGML_MXFP4] = {32, 17, {0, 0}, 1},
+    [QUIRE_GGML_Q4_Z] = {32, 19, {0, 0}, 1},       [QUIRE_GGML_Q4_1] = {32, 20, {0, 2}, 1},
+    [QUIRE_GGML_Q5_0] = {32, 22, {0, 0}, 1},       [QUIRE_GGML_Q5_1] = {32, 24, {0, 2}, 1},
+    [QUIRE_GGML_Q2_K] = {256, 84, {80, 82}, 1},    [QUIRE_GGML_IQ4_NL] = {32, 18, {0, 0}, 1},
+    [QUIRE_GGML_Q3_K] = {256, 110, {108, 108}, 128}, [QUIRE_GGML_IQ2_XXS] = {256, 66, {0, 0}, 167},
+    [QUIRE_GGML_IQ2_XS] = {256, 74, {0, 0}, 167},  [QUIRE_GGML_IQ2_S] = {256, 82, {0, 0}, 167},
+    [QUIRE_GGML_IQ3_XXS] = {256, 98, {0, 0}, 481}, [QUIRE_GGML_IQ3_S] = {256, 110, {0, 0}, 465},
+    [QUIRE_GGML_IQ4_XS] = {256, 136, {0, 0}, 4064}, [QUIRE_GGML_TQ1_0] = {256, 54, {52, 52}, 1},
+    [QUIRE_GGML_TQ2_0] = {256, 66, {64, 64}, 1},
+};
 
-int64_t quire_ggml_bytes(int type) {
-  static const int64_t bytes[] = {34, 18, 144, 176, 210, 17, 19, 20, 22, 24};
-  return bytes[type];
+int64_t quire_ggml_weights(int type) { return types[type].weights; }
+int64_t quire_ggml_bytes(int type) { return types[type].bytes; }
+
+float quire_ggml_largest(int type, const uint8_t *blocks, int64_t n) {
+  const int64_t bytes = types[type].bytes;
+  uint32_t most = 0;
+  for (int64_t b = 0; b < n; b++)
+    for (int i = 0; i < 2; i++) {
+      uint16_t number;
+      memcpy(&number, blocks + b * bytes + types[type].places[i], sizeof number);
+      const uint32_t magnitude = type == QUIRE_GGML_MXFP4 ? number & 0xffu : number & 0x7fffu;  // ordered as numbers, NaN last
+      most = magnitude > most ? magnitude : most;
+    }
+  return type == QUIRE_GGML_MXFP4 ? ldexpf(1.f, (int)most - 127) : f16_widen((uint16_t)most) * (float)types[type].bound;
 }
 
 static uint32_t load32(const uint8_t *p) { uint32_t x; memcpy(&x, p, sizeof x); return x; }
@@ -130,6 +154,26 @@ static void widen_mxfp4(const uint8_t *block, float *out) {
   }
 }
 
+// IQ4_NL: d, then 16 bytes of codes in the order of Q4_0.
+static void widen_iq4_nl(const uint8_t *block, float *out) {
+  const float d = load_f16(block);
+  for (int i = 0; i < 16; i++) {
+    out[i] = d * (float)quire_iq4_numbers[block[2 + i] & 15];
+    out[16 + i] = d * (float)quire_iq4_numbers[block[2 + i] >> 4];
+  }
+}
+
+// Q2_K: for each 16 weights a byte with the scale in the low half and the minimum in the high half; 64 bytes, of which bits 2s
+// and 2s + 1 are those of sub-block s of 32 of a half; d, and the scale of minimums.
+static void widen_q2_k(const uint8_t *block, float *out) {
+  const float d = load_f16(block + 80), least = load_f16(block + 82);
+  for (int i = 0; i < 16; i++) {
+    const float scale = d * (float)(block[i] & 15), minimum = least * (float)(block[i] >> 4);
+    const uint8_t *q = block + 16 + i / 8 * 32 + i % 2 * 16;
+    for (int j = 0; j < 16; j++) *out++ = scale * (float)(q[j] >> i % 8 / 2 * 2 & 3) - minimum;
+  }
+}
+
 // Q4_Z: d, a zero point, then 16 bytes as Q4_0 has them.
 static void widen_q4_z(const uint8_t *block, float *out) {
   const float d = load_f16(block);
@@ -142,8 +186,18 @@ static void widen_q4_z(const uint8_t *block, float *out) {
 void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out) {
   static void (*const widen[])(const uint8_t *, float *) = {widen_q8_0, widen_q4_0, widen_q4_k, widen_q5_k, widen_q6_k,
                                                             widen_mxfp4, widen_q4_z, widen_q4_1, widen_q5_0,
-                                                            widen_q5_1};
-  for (int64_t b = 0; b < n; b++) widen[type](blocks + b * quire_ggml_bytes(type), out + b * quire_ggml_weights(type));
+                                                            widen_q5_1, widen_q2_k, widen_iq4_nl};
+  for (int64_t b = 0; b < n; b++) {
+    const uint8_t *block = blocks + b * quire_ggml_bytes(type);
+    float *w = out + b * quire_ggml_weights(type);
+    if (type < QUIRE_GGML_Q3_K) {
+      widen[type](block, w);
+      continue;
+    }
+    quire_integers x;
+    quire_ggml_integers(type, block, &x);
+    for (int i = 0; i < 256; i++) w[i] = x.d * (float)x.scales[i / 16] * (float)x.numbers[i];
+  }
 }
 
 void quire_widen_f16(const uint16_t *h, int64_t n, float *out) {
@@ -155,8 +209,7 @@ void quire_widen_f16(const uint16_t *h, int64_t n, float *out) {
 // 4 bytes of one column: `line` lines of 64 bytes after `at`.
 static void put(uint8_t *at, int64_t line, uint32_t bytes) { memcpy(at + line * 64, &bytes, sizeof bytes); }
 
-// A number from 0 to 65504, the largest of fp16, to nearest even.
-static uint16_t round_f16(float x) {
+uint16_t quire_round_f16(float x) {
   uint32_t u;
   memcpy(&u, &x, sizeof u);
   const int exponent = (int)(u >> 23) - 127;
@@ -184,7 +237,7 @@ void quire_quantize_q8(const float *w, int64_t n, float top, uint8_t *at, uint16
   const vf half[2] = {vf_load(x), vf_load(x + 16)};
   const float step = top / 127.f;
   const float exact = step < 65504.f ? step : 65504.f;
-  *scale = round_f16(exact);
+  *scale = quire_round_f16(exact);
   const vf inverse = vf_set1(exact > 0.f ? 1.f / exact : 0.f);
   for (int i = 0; i < 2; i++) {
     vf_store(x + 16 * i, vf_min(vf_set1(127.f), vf_max(vf_mul(half[i], inverse), vf_set1(-127.f))));
@@ -208,6 +261,39 @@ static void pack_q5_0(const uint8_t *block, uint8_t *at, uint16_t *scale) {
 static void pack_q4_0(const uint8_t *block, uint8_t *at, uint16_t *scale) {
   memcpy(scale, block, sizeof *scale);
   for (int line = 0; line < 4; line++) put(at, line, load32(block + 2 + line * 4));
+}
+
+static uint32_t four_numbers(const int8_t *numbers, uint32_t flipped) { return load32((const uint8_t *)numbers) ^ flipped; }
+
+static void pack_iq4_nl(const uint8_t *block, uint8_t *at, uint16_t *scale) {
+  int8_t numbers[32];
+  for (int i = 0; i < 16; i++) {
+    numbers[i] = quire_iq4_numbers[block[2 + i] & 15];
+    numbers[16 + i] = quire_iq4_numbers[block[2 + i] >> 4];
+  }
+  memcpy(scale, block, sizeof *scale);
+  for (int line = 0; line < 8; line++) put(at, line, four_numbers(numbers + line * 4, 0x80808080));
+}
+
+// 256 weights as blocks of q8, whose scales are rounded to fp16.
+static void pack_as_q8(const quire_integers *x, uint8_t *at, uint16_t *scales) {
+  for (int part = 0; part < 8; part++) {
+    scales[part * 16] = quire_integers_scale(x, part);
+    for (int line = 0; line < 8; line++) put(at, part * 8 + line, four_numbers(x->numbers + part * 32 + line * 4, 0x80808080));
+  }
+}
+
+// 256 weights with numbers from -1 to 1 as blocks of q4, whose scale is d.
+static void pack_as_q4(const quire_integers *x, uint8_t *at, uint16_t *scales) {
+  for (int part = 0; part < 8; part++) {
+    scales[part * 16] = quire_integers_scale(x, part);
+    for (int line = 0; line < 4; line++) {
+      const int8_t *numbers = x->numbers + part * 32 + line * 4;
+      uint8_t pairs[4];
+      for (int i = 0; i < 4; i++) pairs[i] = (uint8_t)((numbers[i] + 8) | (numbers[16 + i] + 8) << 4);
+      put(at, part * 4 + line, load32(pairs));
+    }
+  }
 }
 
 // Block b of n, whose exponent and codes have places of their own in the panel.
@@ -251,6 +337,22 @@ static inline __attribute__((always_inline)) void pack_k(int dtype, const uint8_
   }
 }
 
+// Block b, of Q3_K, IQ3 or TQ.
+static void pack_integers(int type, const uint8_t *block, uint8_t *panel, uint16_t *scales, int64_t b, int64_t column) {
+  uint8_t same[210];  // the block in a type with the same weights
+  quire_integers x;
+  quire_ggml_integers(type, block, &x);
+  if (type == QUIRE_GGML_TQ1_0 || type == QUIRE_GGML_TQ2_0) {
+    pack_as_q4(&x, panel + b * 2048 + column * 4, scales + b * 128 + column);
+  } else if (type == QUIRE_GGML_IQ3_S) {
+    quire_integers_as_q5_k(&x, same);
+    pack_k(QUIRE_Q5_K, same, panel + b * quire_super_block_bytes(QUIRE_Q5_K), column);
+  } else {
+    quire_integers_as_q6_k(&x, same);
+    pack_k(QUIRE_Q6_K, same, panel + b * quire_super_block_bytes(QUIRE_Q6_K), column);
+  }
+}
+
 void quire_ggml_pack(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane, uint8_t *panel,
                      uint16_t *scales) {
   for (int64_t b = 0; b < n; b++)
@@ -260,12 +362,14 @@ void quire_ggml_pack(int type, const uint8_t *blocks, int64_t stride, int64_t ro
       switch (type) {
         case QUIRE_GGML_Q8_0: pack_q8_0(block, panel + b * 512 + column * 4, scales + b * 16 + column); break;
         case QUIRE_GGML_Q5_0: pack_q5_0(block, panel + b * 512 + column * 4, scales + b * 16 + column); break;
+        case QUIRE_GGML_IQ4_NL: pack_iq4_nl(block, panel + b * 512 + column * 4, scales + b * 16 + column); break;
         case QUIRE_GGML_Q4_0: pack_q4_0(block, panel + b * 256 + column * 4, scales + b * 16 + column); break;
         case QUIRE_GGML_MXFP4: pack_mxfp4(block, panel, b, n, column); break;
         case QUIRE_GGML_Q4_Z: pack_q4_z(block, panel, b, n, column); break;
         case QUIRE_GGML_Q4_K: pack_k(QUIRE_Q4_K, block, panel + b * quire_super_block_bytes(QUIRE_Q4_K), column); break;
         case QUIRE_GGML_Q5_K: pack_k(QUIRE_Q5_K, block, panel + b * quire_super_block_bytes(QUIRE_Q5_K), column); break;
-        default: pack_k(QUIRE_Q6_K, block, panel + b * quire_super_block_bytes(QUIRE_Q6_K), column);
+        case QUIRE_GGML_Q6_K: pack_k(QUIRE_Q6_K, block, panel + b * quire_super_block_bytes(QUIRE_Q6_K), column); break;
+        default: pack_integers(type, block, panel, scales, b, column);
       }
     }
 }
@@ -277,6 +381,12 @@ void quire_ggml_requantize(int type, const uint8_t *blocks, int64_t stride, int6
   for (int64_t b = 0; b < n; b++)
     for (int64_t row = 0; row < rows; row++) {
       const int64_t column = lane + row;
+      if (type == QUIRE_GGML_IQ4_XS || type == QUIRE_GGML_IQ2_XXS) {
+        quire_integers x;
+        quire_ggml_integers(type, blocks + row * stride + b * nbytes, &x);
+        pack_as_q8(&x, panel + b * 4096 + column * 4, scales + b * 128 + column);
+        continue;
+      }
       quire_ggml_widen(type, blocks + row * stride + b * nbytes, 1, w);
       for (int64_t k = 0; k < weights; k += 32) {
         const int64_t at = (b * weights + k) * 16;

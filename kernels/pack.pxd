@@ -30,7 +30,7 @@ cdef class PackedMatrix:
     cdef int64_t panels             # panels of 16 columns; even
     cdef const quire_tiles *tiles
 
-    cdef _add_part(self, Panels *part, uint8_t *memory, columns, dtype)
+    cdef _add_part(self, Panels *part, uint8_t *memory, columns, dtype, has_padding)
     cdef const Panels *_part(self, int64_t panel) noexcept nogil
     cdef int _check_columns(self, int64_t start, int64_t n, interleave, int native) except -2
     cdef _fill_rows(self, const float[:, ::1] rows, int64_t first, int64_t base, int phase)

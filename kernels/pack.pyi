@@ -8,9 +8,10 @@ from .ops import WeightDtype
 WeightDtypes = WeightDtype | Sequence[tuple[int, WeightDtype]]  # dtype of a matrix, or of each range of columns
 
 GROUPS: tuple[int, ...]  # of q8: 0, or the number of blocks of 32 that share a scale, if inputs are rotated
-GGML_DTYPES: dict[str, WeightDtype]  # GGML's type -> the dtype that packs its blocks bit for bit
+# GGML's type -> the dtype that has the same weights; of IQ3_XXS if fp16 has half of its scales
+GGML_DTYPES: dict[str, WeightDtype]
 BLOCK_DTYPES: dict[str, WeightDtype]  # the same, with Q4_Z: Q4_0 with a byte for the zero point after the scale
-BLOCK_TYPES: tuple[str, ...]  # all types of blocks: BLOCK_DTYPES, and Q4_1 and Q5_1, which no dtype packs bit for bit
+BLOCK_TYPES: tuple[str, ...]  # all types of blocks: BLOCK_DTYPES, and those whose weights no dtype has
 
 def packed_nbytes(out_features: int, in_features: int, dtype: WeightDtypes, group: int = 0) -> int:
     """Return the bytes of one matrix's packed tiles and scales, a multiple of 64. Both sizes are padded to 32.
@@ -29,6 +30,12 @@ def widen_blocks(blocks: npt.NDArray[np.uint8], ggml_type: str) -> npt.NDArray[n
     """Return rows of GGML blocks, [n, bytes], as f32 [n, weights], with GGML's formula.
 
     The type is one of BLOCK_TYPES. Raises ValueError for another one, and for rows of broken blocks.
+    """
+
+def largest_number(blocks: npt.NDArray[np.uint8], ggml_type: str) -> float:
+    """Return the largest scale of rows of GGML blocks, or NaN; from Q3_K on in `ggml.h`, a bound of their weights.
+
+    Raises ValueError as `widen_blocks`.
     """
 
 class PackedMatrix:
@@ -63,7 +70,10 @@ class PackedMatrix:
         memory: npt.NDArray[np.uint8],
         input_order: npt.NDArray[np.int32] | None = None,
         group: int = 0,
-    ) -> None: ...
+        has_padding: bool = True,
+    ) -> None:
+        """Take the memory; write zeros of q8 and q4 to it if it `has_padding`: columns that no source will fill."""
+
     def fill(self, source: npt.NDArray[np.generic], start: int = 0, interleave: int | None = None) -> None:
         """Pack `source` [n, in_features] (float32, float16, or bf16 bits as uint16) into output columns from `start`.
 
@@ -77,8 +87,9 @@ class PackedMatrix:
     ) -> None:
         """Pack rows of GGML blocks, [n, bytes], into output columns as `fill` does.
 
-        Columns in the dtype of BLOCK_DTYPES get the numbers and scales of the blocks, bit for bit. For columns in f32,
-        bf16, q8 or q4, blocks of another type are widened to f32, a few rows at a time, and packed as `fill` packs f32.
+        Columns in the dtype of BLOCK_DTYPES get the weights of the blocks, bit for bit. For columns in f32, bf16, q8 or
+        q4, blocks of another type are widened to f32, a few rows at a time, and packed as `fill` packs f32. In q8,
+        IQ4_XS and IQ2_XXS keep their numbers, and only their scales are rounded, to fp16.
         Raises ValueError for k-quants, mxfp4 and q4_z from another type, and if the rows are not `in_features`
         weights in whole blocks. Releases the GIL.
         """

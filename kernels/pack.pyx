@@ -24,8 +24,20 @@ cdef extern from "ggml.h" nogil:
         QUIRE_GGML_Q4_1
         QUIRE_GGML_Q5_0
         QUIRE_GGML_Q5_1
+        QUIRE_GGML_Q2_K
+        QUIRE_GGML_IQ4_NL
+        QUIRE_GGML_Q3_K
+        QUIRE_GGML_IQ2_XXS
+        QUIRE_GGML_IQ2_XS
+        QUIRE_GGML_IQ2_S
+        QUIRE_GGML_IQ3_XXS
+        QUIRE_GGML_IQ3_S
+        QUIRE_GGML_IQ4_XS
+        QUIRE_GGML_TQ1_0
+        QUIRE_GGML_TQ2_0
     int64_t quire_ggml_weights(int type)
     int64_t quire_ggml_bytes(int type)
+    float quire_ggml_largest(int type, const uint8_t *blocks, int64_t n)
     void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out)
     void quire_widen_f16(const uint16_t *h, int64_t n, float *out)
     float quire_top(const float *w, int64_t n)
@@ -37,11 +49,15 @@ cdef extern from "ggml.h" nogil:
 
 GROUPS = (0, 1, 2, 4)
 GGML_DTYPES = {"Q8_0": "q8", "Q4_0": "q4", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k",
-               "MXFP4": "mxfp4", "Q5_0": "q8"}
+               "MXFP4": "mxfp4", "Q5_0": "q8", "IQ4_NL": "q8", "Q3_K": "q6_k", "IQ3_XXS": "q6_k",
+               "IQ3_S": "q5_k", "TQ1_0": "q4", "TQ2_0": "q4"}
 BLOCK_DTYPES = GGML_DTYPES | {"Q4_Z": "q4_z"}
 _GGML_CODES = {"Q8_0": QUIRE_GGML_Q8_0, "Q4_0": QUIRE_GGML_Q4_0, "Q4_K": QUIRE_GGML_Q4_K, "Q5_K": QUIRE_GGML_Q5_K,
                "Q6_K": QUIRE_GGML_Q6_K, "MXFP4": QUIRE_GGML_MXFP4, "Q4_Z": QUIRE_GGML_Q4_Z, "Q4_1": QUIRE_GGML_Q4_1,
-               "Q5_0": QUIRE_GGML_Q5_0, "Q5_1": QUIRE_GGML_Q5_1}
+               "Q5_0": QUIRE_GGML_Q5_0, "Q5_1": QUIRE_GGML_Q5_1, "Q2_K": QUIRE_GGML_Q2_K, "Q3_K": QUIRE_GGML_Q3_K,
+               "IQ2_XXS": QUIRE_GGML_IQ2_XXS, "IQ2_XS": QUIRE_GGML_IQ2_XS, "IQ2_S": QUIRE_GGML_IQ2_S,
+               "IQ3_XXS": QUIRE_GGML_IQ3_XXS, "IQ3_S": QUIRE_GGML_IQ3_S, "IQ4_NL": QUIRE_GGML_IQ4_NL,
+               "IQ4_XS": QUIRE_GGML_IQ4_XS, "TQ1_0": QUIRE_GGML_TQ1_0, "TQ2_0": QUIRE_GGML_TQ2_0}
 BLOCK_TYPES = tuple(_GGML_CODES)
 _ROWS_AT_ONCE = 64    # rows widened to f32 at a time; few, because malloc keeps memory that a thread has freed
 _INTEGERS = {"q8", "q4", *BLOCK_DTYPES.values()}    # dtypes that multiply q8 activations
@@ -97,16 +113,30 @@ def _padded(n):
 
 def widen_blocks(const uint8_t[:, ::1] blocks, ggml_type):
     cdef int code = _ggml_code(ggml_type)
-    if blocks.shape[1] % quire_ggml_bytes(code):
-        raise ValueError(f"rows of {ggml_type} are whole blocks of {quire_ggml_bytes(code)} bytes, "
-                         f"not {blocks.shape[1]} bytes")
-    cdef int64_t count = blocks.shape[1] // quire_ggml_bytes(code), row
+    cdef int64_t count = _blocks_in_row(blocks, code, ggml_type), row
     cdef float[:, ::1] out = np.empty((blocks.shape[0], count * quire_ggml_weights(code)), np.float32)
     if out.shape[1]:
         with nogil:
             for row in range(blocks.shape[0]):
                 quire_ggml_widen(code, &blocks[row, 0], count, &out[row, 0])
     return np.asarray(out)
+
+
+def largest_number(const uint8_t[:, ::1] blocks, ggml_type):
+    cdef int code = _ggml_code(ggml_type)
+    cdef int64_t count = blocks.shape[0] * <int64_t>_blocks_in_row(blocks, code, ggml_type)
+    cdef float largest = 0
+    if count:
+        with nogil:
+            largest = quire_ggml_largest(code, &blocks[0, 0], count)
+    return largest
+
+
+def _blocks_in_row(const uint8_t[:, ::1] blocks, int code, ggml_type):
+    if blocks.shape[1] % quire_ggml_bytes(code):
+        raise ValueError(f"rows of {ggml_type} are whole blocks of {quire_ggml_bytes(code)} bytes, "
+                         f"not {blocks.shape[1]} bytes")
+    return blocks.shape[1] // quire_ggml_bytes(code)
 
 
 def _ggml_code(ggml_type):
@@ -116,7 +146,7 @@ def _ggml_code(ggml_type):
 
 
 cdef class PackedMatrix:
-    def __init__(self, out_features, in_features, dtype, memory, input_order=None, group=0):
+    def __init__(self, out_features, in_features, dtype, memory, input_order=None, group=0, has_padding=True):
         self.nbytes = packed_nbytes(out_features, in_features, dtype, group)
         self.group = group
         cdef uint8_t[::1] view = memory
@@ -134,10 +164,10 @@ cdef class PackedMatrix:
         self.panels, self.num_parts = 0, len(self.ranges)
         cdef int64_t offset = 0
         for index, (columns, of) in enumerate(self.ranges):
-            self._add_part(&self.parts[index], &view[0] + offset, columns, of)
+            self._add_part(&self.parts[index], &view[0] + offset, columns, of, has_padding)
             offset += _panels_nbytes(columns, in_features, of, group)
 
-    cdef _add_part(self, Panels *part, uint8_t *memory, columns, dtype):
+    cdef _add_part(self, Panels *part, uint8_t *memory, columns, dtype, has_padding):
         cdef int64_t panels = _padded(columns) // 16
         part.dtype = WEIGHT_CODES[dtype]
         part.first_panel = self.panels
@@ -146,7 +176,7 @@ cdef class PackedMatrix:
         part.group = self.group
         part.scales = <uint16_t *>(memory + panels * part.panel_bytes) if dtype in _ZEROS else NULL
         part.panel_scales = 16 * quire_num_scales(self.width, self.group)
-        if dtype in _ZEROS:
+        if dtype in _ZEROS and has_padding:
             memset(memory, <int>_ZEROS[dtype], panels * part.panel_bytes)
         self.panels += panels
 

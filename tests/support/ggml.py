@@ -20,6 +20,17 @@ BLOCKS = {
     "Q4_1": (32, 20),
     "Q5_0": (32, 22),
     "Q5_1": (32, 24),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "IQ2_XXS": (256, 66),
+    "IQ2_XS": (256, 74),
+    "IQ2_S": (256, 82),
+    "IQ3_XXS": (256, 98),
+    "IQ3_S": (256, 110),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "TQ1_0": (256, 54),
+    "TQ2_0": (256, 66),
 }
 SCALES = {
     "Q8_0": (0,),
@@ -32,6 +43,17 @@ SCALES = {
     "Q4_1": (0, 2),
     "Q5_0": (0,),
     "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
 }  # offsets of fp16 numbers
 # Scales of blocks that turn random bytes into weights of about 1: scales of weights, then scales of minimums.
 SIZES = {
@@ -45,6 +67,17 @@ SIZES = {
     "Q4_1": (1 / 4.6, 1),
     "Q5_0": (1 / 9.2,),
     "Q5_1": (1 / 9.2, 1),
+    "Q2_K": (1 / 8, 1 / 16),
+    "Q3_K": (1 / 40,),
+    "IQ2_XXS": (1 / 45,),
+    "IQ2_XS": (1 / 45,),
+    "IQ2_S": (1 / 45,),
+    "IQ3_XXS": (1 / 120,),
+    "IQ3_S": (1 / 130,),
+    "IQ4_NL": (1 / 60,),
+    "IQ4_XS": (1 / 1000,),
+    "TQ1_0": (1,),
+    "TQ2_0": (1,),
 }
 
 
@@ -63,7 +96,7 @@ def random_blocks(rng: np.random.Generator, ggml_type: str, rows: int, columns: 
 
 
 def dequantize(blocks: Array, ggml_type: str) -> Array:
-    """Return rows of blocks, uint8 [rows, bytes], as float32 [rows, columns]."""
+    """Return rows of blocks of a type in FORMULAS, uint8 [rows, bytes], as float32 [rows, columns]."""
     split = blocks.reshape(-1, BLOCKS[ggml_type][1])
     columns = blocks.shape[1] // BLOCKS[ggml_type][1] * BLOCKS[ggml_type][0]
     return FORMULAS[ggml_type](split).astype(np.float32).reshape(len(blocks), columns)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from math import prod
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -44,6 +45,11 @@ class Part:
     num_rows: int | None = None  # None: all rows from `first_row`
     start: int = 0
     interleave: int | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return prod(self.shape[:-1]) - self.first_row if self.num_rows is None else self.num_rows
 
     @property
     def rows(self) -> slice:
@@ -175,7 +181,16 @@ class _Packer:
         nbytes = packed_nbytes(plan.out_features, plan.in_features, plan.dtype, plan.group)
         memory = self._unused[:nbytes]
         self._unused = self._unused[nbytes:]
-        matrix = PackedMatrix(plan.out_features, plan.in_features, plan.dtype, memory, plan.input_order, plan.group)
+        padded_columns = -(-plan.out_features // BLOCK) * BLOCK
+        matrix = PackedMatrix(
+            plan.out_features,
+            plan.in_features,
+            plan.dtype,
+            memory,
+            plan.input_order,
+            plan.group,
+            has_padding=sum(part.count for part in plan.parts) < padded_columns,
+        )
         self._filling.append(self._threads.submit(self._fill, matrix, plan.parts, plan.factors))
         return matrix
 

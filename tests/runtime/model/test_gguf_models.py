@@ -245,6 +245,15 @@ def test_a_mixed_file_keeps_the_type_of_every_tensor(edited: Callable[..., Path]
     assert set(planned) == {"q4_k", "q5_k", "q6_k", "q8"}
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("Q3_K", "q6_k"), ("IQ3_S", "q5_k"), ("IQ4_NL", "q8"), ("TQ2_0", "q4")])
+def test_small_types_take_the_form_that_has_their_weights(edited: Callable[..., Path], kind: str, dtype: str) -> None:
+    names = [f"{LAYER}attn_{name}.weight" for name in ("q", "k", "v")]
+    path = edited({name: blocks(kind, rows, 256) for name, rows in zip(names, (256, 128, 128), strict=True)})
+    qkv, in_f32 = (pack_model(path, weights).weights.layers[1].mixer.qkv for weights in ("auto", "f32"))
+    assert (qkv.dtype, in_f32.dtype) == (dtype, "f32")
+    np.testing.assert_array_equal(qkv.unpack(), in_f32.unpack())
+
+
 def stored(kind: str) -> Tensor:
     """Return a matrix of gate or up of any type."""
     if kind == "F16":
@@ -256,7 +265,14 @@ def stored(kind: str) -> Tensor:
 
 @pytest.mark.parametrize(
     ("gate", "up", "dtype"),
-    [("Q4_K", "Q6_K", "q8"), ("Q4_K", "F16", "bf16"), ("Q5_0", "Q5_0", "q8"), ("Q5_1", "Q8_0", "q8")],
+    [
+        ("Q4_K", "Q6_K", "q8"),
+        ("Q4_K", "F16", "bf16"),
+        ("Q5_0", "Q5_0", "q8"),
+        ("Q5_1", "Q8_0", "q8"),
+        ("IQ4_XS", "IQ4_XS", "q8"),
+        ("Q2_K", "Q3_K", "q8"),
+    ],
 )
 def test_types_that_cannot_be_kept(edited: Callable[..., Path], gate: str, up: str, dtype: str) -> None:
     """Gate and up are interleaved, so they have one dtype; types without a packed form become q8."""
@@ -373,9 +389,9 @@ def test_an_output_matrix_of_its_own(edited: Callable[..., Path]) -> None:
             r"blk\.1\.ffn_up\.weight in .* is \[704, 128\]; the metadata implies \[704, 256\]",
         ),
         (
-            {f"{LAYER}ffn_up.weight": Tensor((704, 256), "IQ4_NL", b"\0" * (704 * 8 * 18))},
+            {f"{LAYER}ffn_up.weight": Tensor((704, 256), "IQ1_S", b"\0" * (704 * 50))},
             WrongTensor,
-            "ffn_up.weight in .* is IQ4_NL; it must be one of BF16, F16, F32, Q8_0, Q4_0",
+            "ffn_up.weight in .* is IQ1_S; it must be one of BF16, F16, F32, Q8_0, Q4_0",
         ),
         (
             {f"{LAYER}ffn_up.weight": Tensor((704, 256), "Q4_0_4_4", b"\0" * (704 * 8 * 18))},

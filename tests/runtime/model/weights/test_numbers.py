@@ -19,7 +19,11 @@ GOLDENS = Path(__file__).parents[3] / "goldens"
 SCALES = [  # type, bytes of a block, and where an f16 scale begins
     ("Q8_0", 34, 0), ("Q4_0", 18, 0), ("Q4_Z", 19, 0), ("Q4_1", 20, 0), ("Q4_1", 20, 2), ("Q5_0", 22, 0),
     ("Q5_1", 24, 0), ("Q5_1", 24, 2), ("Q4_K", 144, 0), ("Q4_K", 144, 2), ("Q5_K", 176, 0), ("Q5_K", 176, 2),
-    ("Q6_K", 210, 208),
+    ("Q6_K", 210, 208), ("Q2_K", 84, 80), ("Q2_K", 84, 82), ("IQ4_NL", 18, 0), ("TQ1_0", 54, 52), ("TQ2_0", 66, 64),
+]  # fmt: skip
+BOUNDS = [  # type, bytes of a block, the place of its scale, and the largest one whose weights are at most LARGEST
+    ("Q3_K", 110, 108, 2048), ("IQ2_XXS", 66, 0, 1569), ("IQ2_XS", 74, 0, 1569), ("IQ2_S", 82, 0, 1569),
+    ("IQ3_XXS", 98, 0, 544.5), ("IQ3_S", 110, 0, 563.5), ("IQ4_XS", 136, 0, 64.5),
 ]  # fmt: skip
 BAD_BF16 = {0x7FC0: "NaN", 0xFFFF: "NaN", 0x7F80: "an infinity", 0xFF80: "an infinity", 0xCB00: "8.39e"}
 
@@ -76,6 +80,19 @@ def test_one_bad_scale_of_a_block_is_found(kind: str, size: int, at: int, scale:
     blocks[5, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
     with pytest.raises(CorruptCheckpoint, match=r"a\.weight"):
         check(rows, kind)
+
+
+@pytest.mark.parametrize(("kind", "size", "at", "largest"), BOUNDS)
+def test_a_scale_that_could_make_a_weight_too_large_is_found(kind: str, size: int, at: int, largest: float) -> None:
+    rows = np.full((2, 3 * size), 0xFF, np.uint8)
+    for scale, is_bad in ((-largest, False), (largest * 1.01, True), (np.nan, True), (-np.inf, True)):
+        rows.reshape(6, size)[:, at : at + 2] = np.array([1], np.float16).view(np.uint8)
+        rows.reshape(6, size)[5, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
+        if is_bad:
+            with pytest.raises(CorruptCheckpoint, match=r"a\.weight"):
+                check(rows, kind)
+        else:
+            check(rows, kind)
 
 
 def test_exponents_of_mxfp4() -> None:
