@@ -24,7 +24,7 @@ from .exceptions import InvariantViolated
 from .layout import first_kept_token
 from .pager import Pager
 from .pool import PagePool
-from .state_cache import StateCache
+from .state_cache import NoStateCache, StateCache
 from .states import NO_STATE, NoStates
 from .table import NULL_PAGE, PageTable, listed_pages
 
@@ -99,9 +99,8 @@ def _check_reservations(pool: PagePool, tables: list[PageTable]) -> None:
 def _check_states(pager: Pager, tables: list[PageTable]) -> None:
     states = pager.states
     explained = Counter(table.state for table in tables if table.state != NO_STATE)
-    if pager.cached_states is not None:
-        _check_kept(pager.cached_states, pager.pool)
-        explained.update(pager.cached_states.slots())
+    _check_kept(pager.cached_states, pager.pool)
+    explained.update(pager.cached_states.slots())
     if isinstance(states, NoStates):
         _require(not explained, f"a model without states has {explained}")
         return
@@ -115,7 +114,7 @@ def _check_states(pager: Pager, tables: list[PageTable]) -> None:
             _require(counted[table.state] == 1, f"state {table.state} is writable, but shared")
 
 
-def _check_kept(cached: StateCache, pool: PagePool) -> None:
+def _check_kept(cached: StateCache | NoStateCache, pool: PagePool) -> None:
     _require(len(cached) <= cached.capacity, f"{len(cached)} states are kept, {cached.capacity} are allowed")
     indexed = set(pool.indexed_pages())
     _require(all(key in indexed for key in cached), "a kept state outlived its page")

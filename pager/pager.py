@@ -13,7 +13,7 @@ from .layout import first_kept_token, pages_held
 from .pool import PagePool
 from .prefix import PrefixCache, PrefixHit, root_key
 from .spill import PageStore, Spilled
-from .state_cache import StateCache
+from .state_cache import NoStateCache, StateCache
 from .states import NO_STATE, NoStates, StatePool
 from .table import NULL_PAGE, CopyPage, ImageSpan, PageTable, listed_pages
 
@@ -54,7 +54,7 @@ class Pager:
         self.states: StatePool | NoStates = states or NoStates()
         has_prefix = enable_prefix_caching and (states is None or num_cached_states > 0)
         self.prefix = PrefixCache(self.pool, page_size, self.windows) if has_prefix else None
-        self.cached_states: StateCache | None = None
+        self.cached_states: StateCache | NoStateCache = NoStateCache()
         if states is not None and has_prefix:
             self.cached_states = StateCache(states, self.pool, page_size, num_cached_states, state_interval)
         self.prefix_queried_tokens = 0  # prompt tokens of every `open` that succeeded
@@ -88,8 +88,8 @@ class Pager:
         table = self._table(root, hit, len(hit.keys) * self.page_size, images)
         table.num_known = len(token_ids)
         table.shared_end = hit.num_shared * self.page_size
-        if self.cached_states is not None and hit.keys:
-            table.continue_from(self.cached_states.take(hit.keys[-1]))
+        if hit.keys:
+            self.cached_states.continue_from(hit.keys[-1], table)
         table.slide()
         if self.prefix:
             self.prefix_queried_tokens += len(token_ids)
@@ -102,10 +102,9 @@ class Pager:
         Adds the full pages to the prefix cache and releases the pages that left their group's window. Returns
         immediately if neither has changed.
         """
-        cached = self.cached_states
         is_due = table.num_tokens >= table.commit_at
         full = table.num_tokens // self.page_size
-        is_kept = is_due and cached is not None and full > 0 and table.has_state(full * self.page_size)
+        is_kept = is_due and full > 0 and table.has_state(full * self.page_size)
         if self.states.num_slots:
             table.keep_state()
         if not is_due:
@@ -114,14 +113,12 @@ class Pager:
             raise ValueError(f"the table holds {table.num_tokens} tokens, token_ids has only {len(token_ids)}")
         if self.prefix:
             self.prefix.index(table, token_ids)
-            if cached is not None and is_kept and table.num_committed == full:
-                cached.keep(table)
+            if is_kept and table.num_committed == full:
+                self.cached_states.keep(table)
         table.slide()
 
     def next_end(self, table: PageTable, first: int, num_known: int) -> int:
         """Return where a chunk of prefill should end that begins at token `first` of `num_known` known tokens."""
-        if self.cached_states is None:
-            return num_known
         return self.cached_states.next_end(first, num_known, table.shared_end)
 
     def spill_seconds(self, num_pages: int) -> float | None:

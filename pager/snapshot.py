@@ -45,7 +45,7 @@ HEADER = Struct("<8s3I4Q32s32s")
 STATE = Struct("<32sI")
 CHECKSUM = Struct("<I")
 HEADER_BYTES = HEADER.size + CHECKSUM.size
-SYNC_BYTES = 4 << 20  # written between two flushes to the disk, after which progress is reported
+SYNC_BYTES = 4 << 20  # bytes between two flushes to the disk; each flush is followed by a report of progress
 
 
 def save_snapshot(
@@ -99,10 +99,10 @@ def prove_writable(path: str | os.PathLike[str]) -> None:
 def load_snapshot(
     path: str | os.PathLike[str], pager: Pager, arena: KVArena, identity: bytes, state_memory: StateMemory = NO_MEMORY
 ) -> int:
-    """Load as many pages and states as fit, as cached ones with the same eviction order. Return the number of pages.
+    """Load as many pages and states as fit into the cache, in the same eviction order. Return the number of pages.
 
     The pager must be new. Raises a SnapshotError, changing nothing, if the file cannot be read, is not a snapshot,
-    belongs to another model or layout, is truncated or damaged.
+    belongs to another model or layout, or is truncated or damaged.
     """
     if pager.prefix is None or pager.pool.num_free != pager.pool.num_pages:
         raise ValueError("a snapshot can only be loaded into an empty pager with prefix caching enabled")
@@ -118,8 +118,7 @@ def load_snapshot(
     for page, content in zip(owned, contents, strict=True):
         pager.pool.label(page, content)
     pager.pool.release(owned)
-    if pager.cached_states is not None:
-        pager.cached_states.adopt(keys)
+    pager.cached_states.adopt(keys)
     return len(owned)
 
 
@@ -197,8 +196,7 @@ class _SnapshotReader:
 
     def _check_states(self, num_states: int, pages: list[dict[bytes, int]]) -> list[bytes]:
         """Check as many states as the cache keeps. A state counts if every group has its page. Return the keys."""
-        cached = self._pager.cached_states
-        capacity = 0 if cached is None else cached.capacity
+        capacity = self._pager.cached_states.capacity
         keys: dict[bytes, int] = {}
         for index in range(num_states):
             if len(keys) == capacity:
@@ -233,7 +231,7 @@ class _Entries:
         return tuple(fields)
 
     def memory_of(self, index: int) -> npt.NDArray[np.uint8]:
-        """Return the memory of a checked entry, until the next call. Checks it again: the file may have changed."""
+        """Return the memory of a checked entry, valid until the next call. Check it again: the file may differ."""
         offset = self.start + (index + 1) * self.stride - self._memory.size
         if os.preadv(self._file, [self._memory.data], offset) != self._memory.size:
             raise SnapshotTruncated(f"the snapshot ends within {self._kind} {index}")
@@ -264,7 +262,7 @@ def _by_recency(pager: Pager) -> list[tuple[int, Content]]:
 def _states_by_recency(pager: Pager) -> list[tuple[bytes, int]]:
     """Return the key and the slot of each kept state, last evicted first."""
     cached = pager.cached_states
-    return [] if cached is None else list(zip(cached, cached.slots(), strict=True))[::-1]
+    return list(zip(cached, cached.slots(), strict=True))[::-1]
 
 
 def _page_entries(

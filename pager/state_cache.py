@@ -35,6 +35,39 @@ class CachedState:
     stays: bool
 
 
+class NoStateCache:
+    """The kept states where there are none, because the model has no states or no prefix cache."""
+
+    capacity = num_kept = num_hits = 0
+
+    def __len__(self) -> int:
+        return 0
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether a sequence can continue after this page: after any one."""
+        return True
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(())
+
+    def slots(self) -> list[int]:
+        """Return no slot."""
+        return []
+
+    def next_end(self, first: int, num_known: int, shared_end: int) -> int:
+        """Return the end of the known tokens."""
+        return num_known
+
+    def keep(self, table: PageTable) -> None:
+        """Do nothing."""
+
+    def continue_from(self, key: bytes, table: PageTable) -> None:
+        """Do nothing."""
+
+    def adopt(self, keys: Sequence[bytes]) -> None:
+        """Do nothing."""
+
+
 class StateCache:
     """At most `capacity` kept states by the key of the page before them; each holds a reference on its slot."""
 
@@ -94,14 +127,14 @@ class StateCache:
         if not stays:
             table.moving_state = key
 
-    def take(self, key: bytes) -> int:
-        """Return the slot of a kept state for a new sequence, with a reference."""
+    def continue_from(self, key: bytes, table: PageTable) -> None:
+        """Give a kept state to the table of a new sequence, which holds the pages up to that state."""
         state = self._by_key.pop(key)
         self._by_key[key] = state
         state.stays = True
         self.num_hits += 1
         self._states.share(state.slot)
-        return state.slot
+        table.continue_from(state.slot)
 
     def adopt(self, keys: Sequence[bytes]) -> None:
         """Keep the states in the next free slots, which hold one for each key, the least recently used one first."""

@@ -44,7 +44,8 @@ from .request import (
     State,
 )
 from .running_batch import MAX_PREEMPTIONS
-from .scheduler import DEADLINE_PASSED, Scheduler, SchedulerStats
+from .scheduler import DEADLINE_PASSED, Scheduler
+from .stats import SchedulerStats
 
 __all__ = [
     "DEADLINE_PASSED",

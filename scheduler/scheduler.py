@@ -14,14 +14,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ..pager import Pager, check
 from .admission import AdmissionEstimate, DuplicateRequest, QueueFull, SchedulerConfig, StepMismatch
 from .budget import Budget, WaitForecast
 from .committing import Committer
 from .cost import CostModel
-from .encoding import NO_ENCODER, EncoderLimits, EncoderPlanner, EncoderStats
+from .encoding import NO_ENCODER, EncoderLimits, EncoderPlanner
 from .plan import SampledToken, StepPlan, StepResult
 from .planning import Planner
 from .policy import FirstComeFirstServed, Policy
@@ -29,42 +29,10 @@ from .queue import DeadlineHeap, RequestQueue
 from .request import EncodeRequest, Ending, FinishReason, QueuedRequest, Request, RequestUpdate, State
 from .running_batch import RunningBatch, table_of
 from .speculative import Speculator
+from .stats import SchedulerStats
 
 DEADLINE_PASSED = "the request's deadline passed"  # the error of a request that `expire` ended
 LEARNING_STRIDE = 4  # the cost model learns from every step with prefill, and from one in 4 without
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """A snapshot. `pages_free + pages_cached + pages_owned == pages_total`. Counters count from the start."""
-
-    step: int  # finished steps
-    running: int
-    waiting: int
-    waiting_by_reason: dict[str, int]  # keys: sequences, pages, latency, tokens, quota, fork
-    pages_total: int
-    pages_owned: int
-    pages_cached: int
-    pages_free: int
-    pages_reserved: int  # free or cached pages that are kept for running requests
-    pages_pinned: int  # cached pages that are evicted last
-    pages_spilled: int  # pages in the spill store
-    prefix_queries_tokens: int
-    prefix_hits_tokens: int
-    states_total: int  # slots for states; 0: the model has none
-    states_cached: int  # kept by the prefix cache
-    states_free: int
-    states_kept: int  # states that the prefix cache has kept so far
-    state_hits: int  # prompts that continued from a kept state
-    state_copies: int  # states that were copied because two owners shared a slot
-    states_spilled: int  # states in the spill store
-    preemptions: int
-    preemptions_spilled: int  # preemptions whose pages were spilled
-    recomputed_tokens: int  # tokens computed again after a preemption
-    draft_tokens: int  # verified draft tokens
-    accepted_draft_tokens: int
-    steps_over_itl_target: int  # steps whose decoding alone was predicted to exceed the latency target
-    encoder: EncoderStats = field(default_factory=EncoderStats)
 
 
 class Scheduler:
@@ -298,10 +266,10 @@ class Scheduler:
             prefix_queries_tokens=pager.prefix_queried_tokens,
             prefix_hits_tokens=pager.prefix_hit_tokens,
             states_total=states.num_slots,
-            states_cached=0 if cached is None else len(cached),
+            states_cached=len(cached),
             states_free=states.num_slots - states.num_owned,
-            states_kept=0 if cached is None else cached.num_kept,
-            state_hits=0 if cached is None else cached.num_hits,
+            states_kept=cached.num_kept,
+            state_hits=cached.num_hits,
             state_copies=states.num_copies,
             states_spilled=pager.num_spilled_states,
             preemptions=self._batch.num_preemptions,

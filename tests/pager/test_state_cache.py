@@ -27,7 +27,6 @@ def extend(states: States, table: PageTable, tokens: list[int]) -> None:
 
 def kept(states: States) -> list[int]:
     """Return the number of tokens of each kept state, the least recently used one first."""
-    assert states.pager.cached_states is not None
     return [len(states.of[slot]) for slot in states.pager.cached_states.slots()]
 
 
@@ -42,7 +41,6 @@ def test_a_prompt_continues_from_the_state_at_its_last_full_page() -> None:
     other = states.pager.open([*PROMPT[:13], 99, 98])
     assert other.num_tokens == 12
     assert states.pager.open(PROMPT[:12]).num_tokens == 0  # There is no state before its last token.
-    assert states.pager.cached_states is not None
     assert states.pager.cached_states.num_hits == 2
 
 
@@ -195,7 +193,6 @@ def test_the_audit_notices_a_state_without_its_page_and_too_many_states() -> Non
     states = States(1, cached=1)
     prefill(states, PROMPT).release()
     cached = states.pager.cached_states
-    assert cached is not None
     cached.capacity = 0
     with pytest.raises(InvariantViolated, match="1 states are kept, 0 are allowed"):
         check(states.pager, [])

@@ -189,7 +189,6 @@ def test_a_restored_sequence_keeps_a_state_where_its_prompt_ends() -> None:
         prompt.append(token)
         states.compute(table, [token])
         states.pager.commit(table, prompt)
-    assert states.pager.cached_states is not None
     assert sorted(len(states.of[slot]) for slot in states.pager.cached_states.slots()) == [8, 16]
 
 
@@ -399,7 +398,6 @@ class StateMachine(RuleBasedStateMachine):
             self.states.pager.discard(spilled)
         check(self.states.pager, [])
         cached = self.states.pager.cached_states
-        assert cached is not None
         assert self.states.pool.num_owned == len(cached)
         assert self.states.store is not None
         assert self.states.store.num_used == 0
