@@ -30,7 +30,7 @@ over the default.
 | TOML file, without sections | `max_num_seqs = 32` in `quire.toml`, then `quire serve --config quire.toml` |
 
 In Python, engine options are keyword arguments: `LLM("path/to/model", max_num_seqs=32)`; files have no effect
-there, and of the variables only `QUIRE_ISA` and `QUIRE_DEBUG` have one.
+there, and of the variables only `QUIRE_ISA`, `QUIRE_TUNE` and `QUIRE_DEBUG` have one.
 
 A size may be a number of bytes or have a unit: `4GiB`, `512MiB`, `1.5GB`; KiB, MiB, GiB and TiB are powers of 1024, kB,
 MB, GB and TB powers of 1000. `bfloat16` and `float32` are accepted for `bf16` and `f32`, `block_size` for `page_size`.

@@ -35,9 +35,9 @@ class LLM:
 
     `model` is a folder in Hugging Face's format or a GGUF file; None is the bundled model. `options` are those of
     `EngineConfig`, such as weights="q8" or kv_cache_memory="4GiB"; docs/reference/options.md lists them. Among the
-    QUIRE_* variables, only QUIRE_ISA and QUIRE_DEBUG have an effect. With `kv_cache_memory`, the KV cache takes its
-    memory at once; the default size is only a limit, up to which the cache takes memory as requests use it. Raises
-    ModelError or ConfigError.
+    QUIRE_* variables, only QUIRE_ISA, QUIRE_TUNE and QUIRE_DEBUG have an effect. With `kv_cache_memory`, the KV cache
+    takes its memory at once; the default size is only a limit, up to which the cache takes memory as requests use it.
+    Raises ModelError or ConfigError.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Unpack[EngineOptions]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -33,7 +34,8 @@ def info(
     print(f"quire      {version('quire')}")
     print(f"python     {platform.python_version()}")
     print(f"machine    {platform.machine()}, {platform.system()} {platform.release()}")
-    reason = "requested by --isa or QUIRE_ISA; this machine has" if config.isa else "the best of"
+    requested = config.isa or os.environ.get("QUIRE_ISA")
+    reason = "requested by --isa or QUIRE_ISA; this machine has" if requested else "the best of"
     print(f"ISA        {isa}  ({reason} {', '.join(supported_levels())})")
     for level, obstacle in unsupported_levels().items():
         print(f"ISA        not {level}: {obstacle}")

@@ -127,6 +127,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "Instruction set level; `quire info` lists the levels of this machine.",
             unit="level",
             default="the best one",
+            is_of_machine=True,
         ),
     ] = None
     tune: Annotated[
@@ -136,6 +137,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "where that is faster; the bits stay the same. auto: for about 0.2 s, once per processor, build and shape "
             "of the model; full: at each start, for longer; off: the level's own code.",
             default="auto",
+            is_of_machine=True,
         ),
     ] = None
 

@@ -34,17 +34,32 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "fals
 
 
 def option(
-    group: str, help: str, *, unit: str = "", default: str = "", alias: str = "", is_secret: bool = False
+    group: str,
+    help: str,
+    *,
+    unit: str = "",
+    default: str = "",
+    alias: str = "",
+    is_secret: bool = False,
+    is_of_machine: bool = False,
 ) -> msgspec.Meta:
     """Describe the option of an annotated field.
 
     `group` is its heading in help texts. `unit` is the unit of a number or names a text's meaning (`file`); a number of
     `bytes` may be written as `4GiB`. `default` says in words what None stands for. `alias` is a second accepted name.
-    Messages never quote the value of a secret.
+    Messages never quote the value of a secret. With `is_of_machine`, the variable belongs to the machine: the process
+    that loads a model reads it, so it may be set where no model is loaded.
     """
     return msgspec.Meta(
         description=help,
-        extra={"group": group, "unit": unit, "default_text": default, "alias": alias, "is_secret": is_secret},
+        extra={
+            "group": group,
+            "unit": unit,
+            "default_text": default,
+            "alias": alias,
+            "is_secret": is_secret,
+            "is_of_machine": is_of_machine,
+        },
     )
 
 
@@ -61,6 +76,7 @@ class Option:
     default_text: str = ""
     alias: str = ""
     is_secret: bool = False
+    is_of_machine: bool = False
 
     @property
     def flag(self) -> str:

@@ -1,6 +1,7 @@
 """Read options from flags, environment variables and a TOML file into the structs of both configs.
 
-This file names no option. The strongest source that sets an option wins: flag, QUIRE_* variable, file, default.
+This file names no option. The strongest source that sets an option wins: flag, QUIRE_* variable, file, default. A
+variable that belongs to the machine is read where the model is loaded; here it only overrides the file.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ def resolve_settings(
     names = [name for option in options.values() for name in (option.name, option.alias) if name]
     variables = [(name, ENVIRONMENT_PREFIX + name.upper()) for name in names]
     set_ones = ((name, environ[variable], variable) for name, variable in variables if environ.get(variable))
-    given |= _one_source(set_ones, options)
+    from_environ = _one_source(set_ones, options)
+    given |= from_environ
+    for name in from_environ:
+        if options[name].is_of_machine:
+            del given[name]
     given |= _one_source(((name, value, name) for name, value in flags.items() if value is not None), options)
     values = {name: options[name].convert(value, where) for name, (value, where) in given.items()}
     return Settings(engine=_build(EngineConfig, values), server=_build(ServerConfig, values))

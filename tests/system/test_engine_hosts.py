@@ -144,9 +144,8 @@ class ClientReader(Reader):
 
 
 async def test_streams_keep_their_bytes_when_their_api_server_and_then_an_engine_is_killed(
-    hosts: list[HostProcess], expected: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosts: list[HostProcess], expected: list[list[str]], tmp_path: Path
 ) -> None:
-    monkeypatch.delenv("QUIRE_TUNE")  # a setting of the hosts
     (tmp_path / "secret").write_text(SECRET)
     addresses = ",".join(host.address for host in hosts)
     flags = ("--engine-hosts", addresses, "--secret-file", str(tmp_path / "secret"))

@@ -30,7 +30,6 @@ from quire.runtime.cli.main import run
 def test_options_that_do_not_go_together(
     arguments: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("QUIRE_TUNE")  # a setting of the hosts
     monkeypatch.chdir(tmp_path)
     Path("short").write_text("short")
     Path("good").write_text("sixteen or more bytes")

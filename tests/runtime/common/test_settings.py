@@ -32,6 +32,14 @@ def test_the_stronger_source_wins(file: Path) -> None:
     assert (settings.engine.max_num_seqs, settings.engine.threads, settings.server.port) == (3, 2, 1)
 
 
+def test_variables_of_the_machine_are_left_to_the_process_that_loads_a_model(file: Path) -> None:
+    file.write_text('isa = "avx2"\ntune = "full"\n')
+    assert resolve_settings({}, {"QUIRE_ISA": ""}, file).engine == EngineConfig(isa="avx2", tune="full")
+    environ = {"QUIRE_ISA": "scalar", "QUIRE_TUNE": "off"}
+    assert resolve_settings({}, environ, file).engine == EngineConfig()
+    assert resolve_settings({"isa": "avx512"}, environ, file).engine == EngineConfig(isa="avx512")
+
+
 @pytest.mark.parametrize(("value", "dtype"), [("bfloat16", "bf16"), ("float32", "f32"), ("q8", "q8")])
 def test_data_types_have_vllms_names_too(value: str, dtype: str) -> None:
     assert resolve_settings({"weights": value}, {}).engine.weights == dtype
