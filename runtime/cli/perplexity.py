@@ -96,7 +96,7 @@ def perplexity(
 
 
 def _tokens(model: Path, text: Path) -> tuple[Sequence[int], int | None]:
-    """Return the ids of the text, after the begin token if the tokenizer adds one, and that token."""
+    """Return the ids of the text, and the begin token that the tokenizer puts before them, if it has one."""
     try:
         content = text.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:

@@ -50,7 +50,7 @@ _log = structlog.get_logger("quire.supervisor")
 class EngineProcess:
     """Made by `spawn`.
 
-    `ready` is set when the model is loaded, or to the error that prevented it. `closed` is set when the process has
+    `ready` is set when the model is loaded, or gets the error that prevented it. `closed` is set when the process has
     closed its end of the link, which it does by exiting.
     """
 

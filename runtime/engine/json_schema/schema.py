@@ -2,9 +2,9 @@
 
 A keyword without effect, such as `uniqueItems: false`, is left out. Other keywords stay: llguidance enforces or refuses
 them. Dates and times get a pattern, since its own allows 29 February in every year and second 60 in every minute, and
-host names a greatest length. References that only lead back to themselves are refused, because llguidance accepts them
-but then allows no text. The name of a dialect has its own scheme. Keywords that drafts 4, 6 and 7 ignore are left out.
-`json_numbers.py` is about numbers, and `json_patterns.py` about regular expressions.
+host names get a maximum length. References that only lead back to themselves are refused, because llguidance accepts
+them but then allows no text. The name of a dialect has its own scheme. Keywords that drafts 4, 6 and 7 ignore are left
+out. `numbers.py` has the rules for numbers, and `patterns.py` those for regular expressions.
 """
 
 from __future__ import annotations

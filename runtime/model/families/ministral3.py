@@ -1,4 +1,4 @@
-"""Ministral 3, and the text part of Mistral Small 3.x: Mistral with queries that a scale by their position multiplies.
+"""Ministral 3, and the text part of Mistral Small 3.x: Mistral with queries scaled by position.
 
 The scale is 1 within the context of pre-training, `original_max_position_embeddings`. Contexts are limited to it.
 """
@@ -42,7 +42,7 @@ GGUF_KEYS = {
 
 
 def read_mistral3(config: ConfigTable) -> DecoderSpec:
-    """Read a `Ministral3ForCausalLM`, or the text part of a `Mistral3ForConditionalGeneration`: that or a Mistral."""
+    """Read a `Ministral3ForCausalLM`, or the Ministral 3 or Mistral in a `Mistral3ForConditionalGeneration`."""
     if "text_config" not in config:
         return _read_ministral3(config)
     text = config.table("text_config")

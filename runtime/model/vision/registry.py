@@ -1,7 +1,7 @@
 """The reading of a folder with a vision tower into a `VisionSpec`.
 
-The towers of SigLIP are read here: learned positions, layer norms before attention and MLP, and GELU; Qwen's in
-`qwen.py`.
+The towers of SigLIP are read here: learned positions, layer norms before attention and MLP, and GELU. `qwen.py`
+reads Qwen's towers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .spec import CHANNELS, VisionSpec
 MAX_IMAGE_SIZE = 1 << 12  # pixels of a side
 MAX_PATCHES = 1 << 14  # patches of an image
 MAX_SCALE = 16
-ANY_SIZE = 1 << 16  # tokens of an image, without a limit
+ANY_SIZE = 1 << 16  # tokens of an image if no limit is given
 HALVES = (0.5,) * CHANNELS  # SigLIP's means and divisors of pixels
 IDEFICS3_DEFAULTS: dict[str, Any] = {  # defaults of transformers' Idefics3VisionConfig and SmolVLMVisionConfig
     "hidden_size": 1152,
@@ -53,7 +53,7 @@ SIGLIP_DEFAULTS: dict[str, Any] = {**IDEFICS3_DEFAULTS, "hidden_size": 768, "num
 def read_vision(path: str | Path, max_tokens: int = ANY_SIZE) -> VisionSpec | DynamicVisionSpec | None:
     """Read the description of a folder's tower from its config files; None for a model without a supported tower.
 
-    A tower of images of any size is made for images of about `max_tokens` tokens at most. Raises ModelError.
+    A tower for images of any size is planned for images of at most about `max_tokens` tokens. Raises ModelError.
     """
     if is_gguf(path):
         return None

@@ -44,7 +44,7 @@ def _parse_count(text: str, value: str) -> int:
 
 
 def least_op_seconds(threads: int, isa: str) -> float:
-    """Return the seconds of a linear layer with one block of 32 x 32 weights for each thread, the median of passes.
+    """Return the median seconds of a linear layer with one block of 32 x 32 weights for each thread.
 
     The arithmetic takes about 0.1 µs; the rest is the fixed cost of an op: distributing it, waiting for its end, and
     one 256th of the start of a step.
