@@ -16,7 +16,7 @@ from .exceptions import (
 )
 from .invariants import check
 from .layout import PAGE_SIZES, KVDtype, KVLayout
-from .pager import Pager
+from .pager import STATE_INTERVAL, Pager
 from .pool import Content
 from .prefix import page_keys, root_key
 from .snapshot import load_snapshot, prove_writable, save_snapshot
@@ -26,6 +26,7 @@ from .table import PageTable, images_between
 
 __all__ = [
     "PAGE_SIZES",
+    "STATE_INTERVAL",
     "Content",
     "InvariantViolated",
     "KVArena",

@@ -7,7 +7,7 @@ happens completely or raises before it has changed anything, so `invariants.chec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 
 from .layout import first_kept_token, pages_held
 from .pool import PagePool
@@ -17,7 +17,7 @@ from .state_cache import NoStateCache, StateCache
 from .states import NO_STATE, NoStates, StatePool
 from .table import NULL_PAGE, CopyPage, ImageSpan, PageTable, listed_pages
 
-STATE_INTERVAL = 512  # tokens of a long prompt between two states that are kept
+STATE_INTERVAL = 512  # tokens of a long prompt between two states that are kept: a chunk of prefill ends at each
 
 
 class Pager:
@@ -26,8 +26,9 @@ class Pager:
     Each layer group has its own table; `windows` holds each group's attention window in tokens, 0 for full attention.
     `copy_page(source, destination)` copies a page's memory before a shared page is written; None where there is no
     memory, as in a simulation. `store` takes spilled pages and states; None switches spilling off. `states` are the
-    slots of a model with states, of which the prefix cache keeps `num_cached_states`, every `state_interval` tokens of
-    a prompt: without one, there is no prefix cache.
+    slots of a model with states, of which the prefix cache keeps `num_cached_states`: without one, there is no prefix
+    cache. It keeps one every `state_interval` tokens of a prompt and where a prompt's first message ends with one of
+    the tokens `message_ends`.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Pager:
         states: StatePool | None = None,
         num_cached_states: int = 0,
         state_interval: int = STATE_INTERVAL,
+        message_ends: Collection[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if page_size < 1:
@@ -56,7 +58,9 @@ class Pager:
         self.prefix = PrefixCache(self.pool, page_size, self.windows) if has_prefix else None
         self.cached_states: StateCache | NoStateCache = NoStateCache()
         if states is not None and has_prefix:
-            self.cached_states = StateCache(states, self.pool, page_size, num_cached_states, state_interval)
+            self.cached_states = StateCache(
+                states, self.pool, page_size, num_cached_states, state_interval, message_ends
+            )
         self.prefix_queried_tokens = 0  # prompt tokens of every `open` that succeeded
         self.prefix_hit_tokens = 0
         self.num_spilled = 0  # pages in the store
@@ -86,8 +90,9 @@ class Pager:
         self.pool.require(needed)
         self.pool.retain(hit.page_ids())
         table = self._table(root, hit, len(hit.keys) * self.page_size, images)
-        table.num_known = len(token_ids)
         table.shared_end = hit.num_shared * self.page_size
+        table.num_known = len(token_ids)
+        table.message_end = self.cached_states.first_message_end(token_ids)
         if hit.keys:
             self.cached_states.continue_from(hit.keys[-1], table)
         table.slide()
@@ -119,7 +124,7 @@ class Pager:
 
     def next_end(self, table: PageTable, first: int, num_known: int) -> int:
         """Return where a chunk of prefill should end that begins at token `first` of `num_known` known tokens."""
-        return self.cached_states.next_end(first, num_known, table.shared_end)
+        return self.cached_states.next_end(table, first, num_known)
 
     def spill_seconds(self, num_pages: int) -> float | None:
         """Return the predicted seconds to spill and restore a sequence; None if the store cannot take it."""
@@ -189,6 +194,7 @@ class Pager:
             return None
         table = self._table(root, PrefixHit([], pages), spilled.num_tokens, images)
         table.num_known = len(token_ids)
+        table.message_end = self.cached_states.first_message_end(token_ids)
         if state != NO_STATE:
             table.continue_from(state)
         self.commit(table, token_ids)

@@ -5,9 +5,12 @@ The cache shares the slot of the sequence that was there; the sequence copies it
 
 **When a state is kept**, always at the end of a full page that the prefix cache has:
 
-1. at the last such end before the last known token of a prompt, at every multiple of `interval` tokens, and where a
-   prompt departs from another one, so that the third prompt with the same beginning continues there: the scheduler ends
-   a chunk at these ends (`next_end`). These states stay until they are evicted.
+1. at these ends, where the scheduler ends a chunk (`next_end`); such a state stays until it is evicted:
+   * the last one before the last known token of a prompt;
+   * the last one within the first message of a prompt, as its first token of `message_ends` after a page tells:
+     conversations with the same system prompt depart there, so the second one continues there;
+   * where a prompt departs from another one, so that the third prompt with the same beginning continues there;
+   * every multiple of `interval` tokens.
 2. at every other such end that a chunk or a decoded token happens to reach. Each replaces the sequence's previous one,
    unless a prompt has used that one, so a sequence that ends leaves the state of its last full page: the next turn of a
    conversation computes less than a page of it again.
@@ -19,7 +22,8 @@ retains them: they become the least recently used pages of the pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from .pool import Content, PagePool
@@ -54,7 +58,11 @@ class NoStateCache:
         """Return no slot."""
         return []
 
-    def next_end(self, first: int, num_known: int, shared_end: int) -> int:
+    def first_message_end(self, token_ids: Sequence[int]) -> int:
+        """Return 0: no state is kept there."""
+        return 0
+
+    def next_end(self, table: PageTable, first: int, num_known: int) -> int:
         """Return the end of the known tokens."""
         return num_known
 
@@ -71,8 +79,16 @@ class NoStateCache:
 class StateCache:
     """At most `capacity` kept states by the key of the page before them; each holds a reference on its slot."""
 
-    def __init__(self, states: StatePool, pool: PagePool, page_size: int, capacity: int, interval: int) -> None:
-        """`interval`, in tokens, is rounded up to whole pages."""
+    def __init__(
+        self,
+        states: StatePool,
+        pool: PagePool,
+        page_size: int,
+        capacity: int,
+        interval: int,
+        message_ends: Collection[int] = (),
+    ) -> None:
+        """`interval`, in tokens, is rounded up to whole pages. `message_ends` are ids of tokens that end a message."""
         if capacity < 1 or interval < 1:
             raise ValueError(f"there must be states to keep and tokens between them, got {capacity} and {interval}")
         self.capacity = capacity
@@ -81,6 +97,7 @@ class StateCache:
         self._states = states
         self._page_size = page_size
         self._interval = -(-interval // page_size) * page_size
+        self._message_ends = message_ends
         self._by_key: dict[bytes, CachedState] = {}  # least recently used first
         pool.on_evict.append(self._forget_page)
 
@@ -98,22 +115,29 @@ class StateCache:
         """Return the slot of every kept state, the least recently used one first."""
         return [each.slot for each in self._by_key.values()]
 
-    def next_end(self, first: int, num_known: int, shared_end: int) -> int:
-        """Return where a chunk should end that begins at token `first` of `num_known` known tokens.
+    def first_message_end(self, token_ids: Sequence[int]) -> int:
+        """Return the last end of a page within the first message of more than a page; 0 if there is none."""
+        ends = []
+        for token in self._message_ends:
+            with suppress(ValueError):
+                ends.append(token_ids.index(token, self._page_size) + 1)
+        return min(ends, default=0) // self._page_size * self._page_size
 
-        This is the next position at which a state stays, or the last token. The pages of the prefix cache reach as far
-        as `shared_end`.
+    def next_end(self, table: PageTable, first: int, num_known: int) -> int:
+        """Return where a chunk of a table should end that begins at token `first` of `num_known` known tokens.
+
+        This is the next position at which a state stays, or the last token.
         """
-        last = self._last_end(num_known)
         every = (first // self._interval + 1) * self._interval
-        ends = [end for end in (last, shared_end) if end > first]
+        ends = [end for end in (self._last_end(num_known), table.shared_end, table.message_end) if end > first]
         return min(every, num_known, *ends)
 
     def keep(self, table: PageTable) -> None:
         """Keep the state of a table whose full pages are indexed and whose state serves the end of the last of them."""
         key = table.keys[-1]
         end = len(table.keys) * self._page_size
-        stays = end % self._interval == 0 or end in (table.shared_end, self._last_end(table.num_known))
+        known_ends = (table.shared_end, table.message_end, self._last_end(table.num_known))
+        stays = end % self._interval == 0 or end in known_ends
         known = self._by_key.pop(key, None)
         if known is not None:
             known.stays = known.stays or stays

@@ -65,6 +65,7 @@ class PageTable:
         "commit_at",
         "images",
         "keys",
+        "message_end",
         "moving_state",
         "num_known",
         "num_tokens",
@@ -108,6 +109,7 @@ class PageTable:
         self.state = NO_STATE  # slot of the sequence's state
         self.num_known = 0  # tokens that were known when the table was opened
         self.shared_end = 0  # tokens that the prefix cache had when the table was opened
+        self.message_end = 0  # last end of a page within the first message
         self.moving_state = b""  # key of the kept state that the sequence's next one replaces
         self.reserved = 0  # pages of the pool that are reserved for this table
         self.commit_at = 0  # fewest tokens for which `Pager.commit` has something to do

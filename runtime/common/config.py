@@ -99,6 +99,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             default="4 states for each of max_num_seqs sequences, at most a quarter of the KV cache",
         ),
     ] = None
+    state_interval: Annotated[
+        Count | None,
+        _memory(
+            "Tokens of a long prompt between two states that the prefix cache keeps, rounded up to whole pages.",
+            unit="tokens",
+            default="tokens of the KV cache over states of the prefix cache, at least 512",
+        ),
+    ] = None
     image_cache_memory: Annotated[
         CountOrZero,
         _memory(
@@ -270,6 +278,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_batched_tokens: int
     kv_cache_memory: int | str | None
     state_cache_memory: int | str | None
+    state_interval: int | None
     kv_cache_share: float
     image_cache_memory: int | str
     max_image_tokens: int

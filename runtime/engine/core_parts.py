@@ -83,6 +83,8 @@ class LoadedDecoder:
             store=self._spill_file,
             states=capacity.open_states(self.runner.copy_state),
             num_cached_states=capacity.num_cached_states,
+            state_interval=capacity.state_interval,
+            message_ends=self.runner.spec.eos_token_ids,
         )
 
     def describe(self) -> CoreInfo:

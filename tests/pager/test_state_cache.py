@@ -80,6 +80,42 @@ def test_a_state_is_kept_where_a_prompt_departs_from_another_one() -> None:
     assert lengths == [0, 0, 8]
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 99])
+@pytest.mark.parametrize(
+    ("end", "hit"),
+    [(10, 8), (11, 12), (12, 12), (4, 4), (3, 0), (0, 0)],
+    ids=["in a page", "at a page's end", "after one", "in the second page", "in the first page", "at the start"],
+)
+def test_a_second_prompt_continues_where_the_first_message_ends(chunk: int, end: int, hit: int) -> None:
+    states = States(1, cached=9, message_ends=(7, 77))
+    first, second = ([*range(100, 120)] + [user] * 9 for user in (1, 2))
+    for tokens in (first, second):
+        tokens[end] = 77
+        tokens[22] = 7  # the end of the second message
+    prefill(states, first, chunk=chunk).release()
+    table = states.pager.open(second)
+    assert table.num_tokens == (hit or 20)  # the end of the second message where the first one is too short
+    extend(states, table, second)
+    assert states.of[table.state] == second
+
+
+def test_a_prompt_without_the_end_of_a_message_is_one_message() -> None:
+    states = States(1, cached=9, message_ends=(77,))
+    assert [states.pager.next_end(states.pager.open(PROMPT[:length]), 0, length) for length in (3, 8, 9)] == [3, 4, 8]
+
+
+def test_a_restored_prompt_still_keeps_a_state_where_its_first_message_ends() -> None:
+    states = States(1, cached=9, message_ends=(77,), store_slots=9)
+    prompt = [*range(100, 109), 77, *range(110, 120)]
+    table = states.pager.open(prompt)
+    extend(states, table, prompt[:3])
+    spilled = states.pager.spill(table, 3)
+    assert spilled is not None
+    table = states.pager.restore(spilled, prompt)
+    assert table is not None
+    assert [states.pager.next_end(table, first, 20) for first in (3, 8, 16)] == [8, 16, 20]
+
+
 def test_a_decoding_sequence_moves_one_state_along() -> None:
     states = States(1, cached=9)
     table = prefill(states, PROMPT)
@@ -215,7 +251,8 @@ def test_conversations_compute_little_of_their_earlier_turns_again() -> None:
     """8 conversations of 12 turns, in turn, with one system prompt of 700 tokens, in pages of 32."""
     recomputed = {}
     for name, pager in {
-        "states": Pager(32, 2000, states=StatePool(9 + 32, 3), num_cached_states=32),
+        "states": Pager(32, 2000, states=StatePool(9 + 32, 3), num_cached_states=32, message_ends=(699,)),
+        "states, no messages": Pager(32, 2000, states=StatePool(9 + 32, 3), num_cached_states=32),
         "attention": Pager(32, 2000),
     }.items():
         texts = [list(range(700)) for _ in range(8)]
@@ -241,5 +278,10 @@ def test_conversations_compute_little_of_their_earlier_turns_again() -> None:
                 table.release()
         check(pager, [])
         recomputed[name] = (counts["first"], counts["later"], sum(map(len, texts)))
-    # The second conversation finds the state at 512 of the 700 tokens and leaves one at 672.
-    assert recomputed == {"states": (188 + 6 * 28, 1404, 13_224), "attention": (7 * 28, 1404, 13_224)}
+    # Where no token ends a message, the second conversation finds the state at 512 of the 700 tokens and leaves one at
+    # 672.
+    assert recomputed == {
+        "states": (7 * 28, 1404, 13_224),
+        "states, no messages": (188 + 6 * 28, 1404, 13_224),
+        "attention": (7 * 28, 1404, 13_224),
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,7 +21,13 @@ class States:
     """The memory of states: after each token a state holds all of them."""
 
     def __init__(
-        self, slots: int, cached: int = 0, interval: int = 512, pages: int = 40, store_slots: int | None = None
+        self,
+        slots: int,
+        cached: int = 0,
+        interval: int = 512,
+        pages: int = 40,
+        store_slots: int | None = None,
+        message_ends: Collection[int] = (),
     ) -> None:
         self.of: list[list[int]] = [[-1]] * (slots + cached)  # content of a slot that no sequence has written
         self.pool = StatePool(slots + cached, ROLLBACK, self.copy)
@@ -27,7 +35,13 @@ class States:
         if store_slots is not None:
             self.store = FakePageStore(FakePageMemory(pages), store_slots, self, STORE_SLOTS_OF_STATE)
         self.pager = Pager(
-            PAGE, pages, states=self.pool, num_cached_states=cached, state_interval=interval, store=self.store
+            PAGE,
+            pages,
+            states=self.pool,
+            num_cached_states=cached,
+            state_interval=interval,
+            store=self.store,
+            message_ends=message_ends,
         )
 
     def copy(self, source: int, destination: int) -> None:

@@ -14,7 +14,7 @@ from typing import get_args
 import msgspec
 
 from ....kernels import CpuBudget, available_cpus, pick_level
-from ....pager import PAGE_SIZES, KVLayout, StatePool
+from ....pager import PAGE_SIZES, STATE_INTERVAL, KVLayout, StatePool
 from ...common.config import EngineConfig, TuneMode
 from ...common.errors import ConfigError
 from ...common.memory import free_memory_bytes
@@ -39,6 +39,7 @@ class Capacity:
     state_layout: StateLayout
     num_states: int  # slots for states: one for each sequence that runs, and those of the prefix cache
     num_cached_states: int  # slots for states that the prefix cache keeps
+    state_interval: int  # tokens of a prompt between two of them
     max_model_len: int  # tokens
     max_num_samples: int  # rows of a step that sample
     cpus: CpuBudget
@@ -90,6 +91,7 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
         states,
         num_states,
         num_cached_states,
+        _state_interval(config, layout, num_pages, num_cached_states),
         max_model_len,
         max_num_samples,
         cpus,
@@ -234,6 +236,12 @@ def _num_cached_states(config: EngineConfig, states: StateLayout, bytes_left: in
         return config.state_cache_memory // states.nbytes
     fits = int(max(0, bytes_left) * CACHED_STATES_SHARE) // states.nbytes
     return min(CACHED_STATES * config.max_num_seqs, fits)
+
+
+def _state_interval(config: EngineConfig, layout: KVLayout, num_pages: int, num_cached_states: int) -> int:
+    """Return the tokens between two states of a prompt: a prompt takes no larger share of them than of the pages."""
+    tokens = num_pages * layout.page_size // len(layout.group_windows)
+    return config.state_interval or max(STATE_INTERVAL, tokens // max(1, num_cached_states))
 
 
 def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, kv_bytes: int, state_bytes: int) -> int:

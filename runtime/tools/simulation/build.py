@@ -57,6 +57,7 @@ def build_simulator(
             store=spill,
             states=capacity.open_states(),
             num_cached_states=capacity.num_cached_states,
+            state_interval=capacity.state_interval,
             clock=clock,
         )
         return Simulator(

@@ -75,6 +75,19 @@ def test_cached_states_are_part_of_the_kv_cache(wanted: int | None, left: int, k
     assert capacity.num_pages == (left - kept) * STATE // capacity.layout.page_bytes
 
 
+@pytest.mark.parametrize(
+    ("pages", "kept", "wanted", "interval"),
+    [(100, 1, None, 3200), (100, 3, None, 1066), (100, 7, None, 512), (100, 0, None, 3200), (100, 3, 64, 64)],
+)
+def test_a_prompt_takes_no_larger_share_of_the_cached_states_than_of_the_pages(
+    pages: int, kept: int, wanted: int | None, interval: int
+) -> None:
+    page_bytes = 2 * 32 * 3 * 2 * 16 * 2
+    memory = {"kv_cache_memory": (3 + kept) * STATE + pages * page_bytes, "state_cache_memory": kept * STATE}
+    capacity = decide_capacity(EngineConfig(max_num_seqs=3, state_interval=wanted, **memory), LFM2)
+    assert (capacity.num_pages, capacity.num_cached_states, capacity.state_interval) == (pages, kept, interval)
+
+
 def test_without_a_prefix_cache_no_states_are_kept() -> None:
     config = EngineConfig(kv_cache_memory=100 * STATE, max_num_seqs=3, enable_prefix_caching=False)
     assert decide_capacity(config, LFM2).num_cached_states == 0
