@@ -42,12 +42,13 @@ cdef class Binder:
     cdef Value _logits(self, region, routing) except *
     cdef _add_maxima(self, LinearOp *linear, op, rows)
     cdef _add_linear_input(self, LinearOp *linear, source, PackedMatrix weight, rows)
-    cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows, gated, stores, values_are_keys, v_norm)
+    cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows, gated, stores, values_are_keys, v_norm, head_norm)
+    cdef _add_query_scales(self, HeadsOp *heads, const float[::1] scales)
     cdef int64_t _add_rotary(self, HeadsOp *heads, op) except -1
-    cdef quire_head _head(self, op, norm, heads, rotary_dim, scale, next) except *
+    cdef quire_head _head(self, op, norm, heads, rotary_dim, scale, head_norm, next) except *
     cdef _add_attention(self, Record *record, op)
     cdef _add_ephemeral_attention(self, Record *record, op)
     cdef _add_bias(self, AttentionOp *attention, op)
     cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows, gated, stores=*, values_are_keys=*,
-                               v_norm=*)
+                               v_norm=*, head_norm=*)
     cdef const Partition *_partition(self, num_kv_heads, group) except NULL

@@ -338,7 +338,7 @@ cdef class Binder:
         if source.group != weight.group:
             raise ValueError(f"{source!r} does not have the weight's group, {weight.group}")
 
-    cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows, gated, stores, values_are_keys, v_norm):
+    cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows, gated, stores, values_are_keys, v_norm, head_norm):
         rotary_dim = self._add_rotary(heads, op)
         heads.query_stride = op.head_dim * (2 if gated else 1)
         heads.first_key = op.num_heads * heads.query_stride
@@ -348,11 +348,17 @@ cdef class Binder:
         heads.qkv = self.regions.value(op.qkv, columns, "f32", self.max_rows)
         heads.num_heads, heads.num_kv_heads = op.num_heads, op.num_kv_heads
         heads.group, heads.head_dim = group, op.head_dim
-        heads.norms_rows, heads.stores = norms_rows, stores
-        heads.query = self._head(op, op.q_norm, op.num_heads if norms_rows else 1, rotary_dim, op.scale,
+        heads.norms_rows, heads.stores, heads.query_scales = norms_rows, stores, NULL
+        heads.own_norms = own = norms_rows or head_norm == "layer"
+        heads.query = self._head(op, op.q_norm, op.num_heads if own else 1, rotary_dim, op.scale, head_norm,
                                  -group * heads.query_stride)
-        heads.key = self._head(op, op.k_norm, op.num_kv_heads if norms_rows else 1, rotary_dim, 1, op.head_dim)
-        heads.value = self._head(op, v_norm, 1, 0, 1, op.head_dim)
+        heads.key = self._head(op, op.k_norm, op.num_kv_heads if own else 1, rotary_dim, 1, head_norm, op.head_dim)
+        heads.value = self._head(op, v_norm, 1, 0, 1, "rms", op.head_dim)
+
+    cdef _add_query_scales(self, HeadsOp *heads, const float[::1] scales):
+        self.regions.keep_alive.append(scales)
+        self.max_positions = min(self.max_positions, scales.shape[0])
+        heads.query_scales = &scales[0]
 
     cdef int64_t _add_rotary(self, HeadsOp *heads, op) except -1:
         """Set the rotary table of an op, if it has one; return the number of elements of a head that are rotated."""
@@ -376,11 +382,12 @@ cdef class Binder:
         heads.rotary = &rotary[0, 0]
         return rotary.shape[1]
 
-    cdef quire_head _head(self, op, norm, heads, rotary_dim, scale, next) except *:
+    cdef quire_head _head(self, op, norm, heads, rotary_dim, scale, head_norm, next) except *:
         """Return the operations on a kind of head; a worker takes heads that are `next` columns apart."""
         cdef quire_head head
         head.head_dim, head.rotary_dim, head.eps, head.factor, head.scale = op.head_dim, rotary_dim, op.eps, 0, scale
         head.rotary_distance = self._rotary_distance(op, rotary_dim) if rotary_dim else 0
+        head.centered, head.norm_last = head_norm == "layer", head_norm == "rotated"
         head.norm, head.ahead, head.next = NULL, ROWS_AHEAD * padded(op.qkv.columns), next
         if norm is not None:
             length = op.head_dim * heads
@@ -396,10 +403,15 @@ cdef class Binder:
 
     cdef _add_attention(self, Record *record, op):
         cdef AttentionOp *attention = &record.op.attention
+        if op.norms_rows and op.head_norm != "rms":
+            raise ValueError(f"the norm over all heads of a row is an RMS norm before the rotation, not {op.head_norm}")
         attention.heads.slot = self._slot(op)
-        self._add_heads_and_output(attention, op, op.norms_rows, op.gated, op.stores, op.values_are_keys, op.v_norm)
+        self._add_heads_and_output(attention, op, op.norms_rows, op.gated, op.stores, op.values_are_keys, op.v_norm,
+                                   op.head_norm)
         record.kind = ATTENTION
         attention.causal, attention.softcap = True, op.softcap
+        if op.query_scales is not None:
+            self._add_query_scales(&attention.heads, op.query_scales)
         if op.sinks is not None:
             attention.sinks = self.regions.vector(op.sinks, op.num_heads, op.num_heads)
 
@@ -437,14 +449,14 @@ cdef class Binder:
         attention.bias, attention.bias_columns, attention.bias_origin = &bias[0, 0], bias.shape[1], positions - 1
 
     cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows, gated, stores=True, values_are_keys=False,
-                               v_norm=None):
+                               v_norm=None, head_norm="rms"):
         group = self._query_heads(op)
         if gated and norms_rows:
             raise ValueError("query heads with gates are normed one by one")
         columns = BLOCK * max(1, op.out.group)
         if op.out.dtype != "f32" and group * op.head_dim % columns:
             raise ValueError(f"{group} heads of {op.head_dim} do not fill blocks of {columns}: out must be f32")
-        self._add_heads(&attention.heads, op, group, norms_rows, gated, stores, values_are_keys, v_norm)
+        self._add_heads(&attention.heads, op, group, norms_rows, gated, stores, values_are_keys, v_norm, head_norm)
         attention.out = self.regions.output(op.out, op.num_heads * op.head_dim, self.max_rows)
         attention.window, attention.sinks, attention.bias, attention.gated = op.window, NULL, NULL, gated
         attention.partition = self._partition(op.num_kv_heads, group)

@@ -17,7 +17,9 @@ cdef struct HeadsOp:
     quire_head query                # norm, rotation and scale of each kind of head
     quire_head key
     quire_head value
-    bint norms_rows                 # queries, and keys, are normed over all heads of a row: norm [heads][head_dim]
+    bint norms_rows                 # queries, and keys, are normed over all heads of a row
+    bint own_norms                  # each head has weights of its own, as with norms_rows: norm [heads][head_dim]
+    const float *query_scales       # [positions], or NULL
     const float *rotary             # [positions][rotary_dim]: cos | sin; of a step, if it has rows of its own
 
 cdef void load_queries(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t first_row,

@@ -26,6 +26,8 @@ cdef void load_queries(const HeadsOp *op, const Step *step, const quire_tiles *t
         for g in range(op.group):
             index = head * op.group + g
             query = _head_of_row(op, &op.query, tiles, row, op.num_heads, index)
+            if op.query_scales != NULL:
+                query.scale *= op.query_scales[first_position + i]
             tiles.head(row + index * op.query_stride, &query, _rotary_of(op, step, first_row + i, first_position + i),
                        x + (i * op.group + g) * d)
     if step.kv_dtype == QUIRE_Q8:
@@ -66,10 +68,11 @@ cdef void store_rows(const HeadsOp *op, const Step *step, const quire_tiles *til
 
 cdef inline quire_head _head_of_row(const HeadsOp *op, const quire_head *kind, const quire_tiles *tiles,
                                     const float *row, int64_t heads, int64_t head) noexcept nogil:
-    """Return the operations on one of a row's `heads`: if rows are normed, 1 / rms of all of them and its weights."""
+    """Return the operations on one of a row's `heads`: its weights, and if rows are normed, 1 / rms of all heads."""
     cdef quire_head result = kind[0]
     if op.norms_rows:
         result.factor = tiles.inverse_rms(row, kind.eps, heads * op.head_dim)
+    if op.own_norms and kind.norm != NULL:
         result.norm = kind.norm + head * op.head_dim
     return result
 

@@ -116,6 +116,8 @@ cdef extern from "simd/tiles.h" nogil:
         float eps
         float factor
         float scale
+        bint centered
+        bint norm_last
         int64_t ahead
         int64_t next
 

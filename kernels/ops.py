@@ -39,6 +39,7 @@ GATED: tuple[Epilogue, ...] = (  # epilogues of weights with alternating columns
     "geglu_exact",
 )
 NormKind = Literal["layer", "rms", "l2"]
+HeadNorm = Literal["rms", "layer", "rotated"]  # norms of query and key heads: see `Attention`
 Pooling = Literal["mean", "first", "last"]
 StoredDtype = Literal["f32", "bf16", "q8", "i32"]  # dtype of a region: activations, and tables of numbers
 
@@ -243,6 +244,9 @@ class Attention:
     > 0, scores become softcap * tanh(score / softcap). With `sinks`, the softmax of a head has one more score, which
     takes a share of the weight and has no value. With `gated`, each query head in qkv is followed by its gate, of as
     many elements, and `out` is multiplied by the sigmoid of the gates.
+    `head_norm` is the kind of q_norm and k_norm: an RMS norm before the rotation; `layer`, a LayerNorm without bias
+    before the rotation, of which each head has weights of its own; or `rotated`, an RMS norm after the rotation. The
+    queries of position p are also multiplied by query_scales[p].
     Layers of one window may share pages: they are a layer group, with one page table per sequence and a slot in its
     pages for each layer. Without `stores`, qkv has queries alone, and the op reads the keys and values that an earlier
     op with the same place has stored. With `values_are_keys`, qkv has queries and keys, and values are the keys before
@@ -263,8 +267,8 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    q_norm: npt.NDArray[np.float32] | None  # [head_dim], or with norms_rows [num_heads * head_dim]
-    k_norm: npt.NDArray[np.float32] | None  # [head_dim], or with norms_rows [num_kv_heads * head_dim]
+    q_norm: npt.NDArray[np.float32] | None  # [head_dim]; with norms_rows or head_norm `layer` [num_heads * head_dim]
+    k_norm: npt.NDArray[np.float32] | None  # [head_dim]; with norms_rows or head_norm `layer` [num_kv_heads * head_dim]
     eps: float
     rotary: npt.NDArray[np.float32] | None
     scale: float  # factor of q, usually head_dim ** -0.5
@@ -277,6 +281,8 @@ class Attention:
     stores: bool = True
     values_are_keys: bool = False
     rotary_span: int = 0  # 0: rotary_dim
+    head_norm: HeadNorm = "rms"
+    query_scales: npt.NDArray[np.float32] | None = None  # [positions]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,17 +15,29 @@ float ISA(inverse_rms)(const float *x, float eps, int64_t n) {
   return sum < INFINITY ? 1.f / sqrtf(sum / (float)n + eps) : NAN;
 }
 
+// Subtract the mean of n elements, summed in one fixed order. Elements from n on stay zero.
+INLINE void center(float *x, int64_t n) {
+  vf s0 = vf_zero(), s1 = vf_zero();
+  for (int64_t j = 0; j < n; j += 32) {
+    s0 = vf_add(columns_of(x, j, n, vf_zero()), s0);
+    s1 = vf_add(columns_of(x, j + 16, n, vf_zero()), s1);
+  }
+  const vf mean = vf_set1(vf_sum(vf_add(s0, s1)) / (float)n);
+  for (int64_t j = 0; j < n; j += 16) vf_store(x + j, vf_sub(columns_of(x, j, n, mean), mean));
+}
+
 INLINE void norm_head(float *x, const quire_head *h) {
+  if (h->centered) center(x, h->head_dim);
   const vf factor = vf_set1(h->factor != 0.f ? h->factor : ISA(inverse_rms)(x, h->eps, h->head_dim));
   for (int64_t j = 0; j < h->head_dim; j += 16)
     vf_store(x + j, vf_mul(vf_mul(vf_load(x + j), factor), vf_load(h->norm + j)));
 }
 
 // Elementwise, so the vector loop and the scalar remainder give the same bits.
-INLINE void rotate_head(float *restrict x, const quire_head *h, const float *restrict rotary) {
+INLINE void rotate_head(float *restrict x, const quire_head *h, const float *restrict rotary, const float factor) {
   const int64_t half = h->rotary_dim / 2;
   float *restrict y = x + h->rotary_distance;  // the elements that are rotated with those of x
-  const vf scale = vf_set1(h->scale);
+  const vf scale = vf_set1(factor);
   int64_t i = 0;
   for (; i + 16 <= half; i += 16) {
     const vf a = vf_load(x + i), b = vf_load(y + i), c = vf_load(rotary + i), s = vf_load(rotary + half + i);
@@ -34,8 +46,8 @@ INLINE void rotate_head(float *restrict x, const quire_head *h, const float *res
   }
   for (; i < half; i++) {
     const float a = x[i], b = y[i], c = rotary[i], s = rotary[half + i];
-    x[i] = (a * c - b * s) * h->scale;
-    y[i] = (b * c + a * s) * h->scale;
+    x[i] = (a * c - b * s) * factor;
+    y[i] = (b * c + a * s) * factor;
   }
 }
 
@@ -53,12 +65,19 @@ void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *
     __builtin_prefetch(x + h->next + j);
     vf_store(out + j, columns_of(x, j, h->head_dim, vf_zero()));
   }
-  if (h->norm) norm_head(out, h);
-  if (h->rotary_dim) rotate_head(out, h, rotary);
-  if (h->scale == 1.f) return;
+  const int last = h->norm && h->norm_last;
   const int64_t half = h->rotary_dim / 2, second = half ? h->rotary_distance : 0;
-  scale_between(out, half, second, h->scale);
-  scale_between(out, second + half, padded, h->scale);
+  const float scale = last ? 1.f : h->scale;  // a norm would undo it
+  if (h->norm && !last) norm_head(out, h);
+  if (h->rotary_dim) rotate_head(out, h, rotary, scale);
+  if (scale != 1.f) {
+    scale_between(out, half, second, scale);
+    scale_between(out, second + half, padded, scale);
+  }
+  if (last) {
+    norm_head(out, h);
+    scale_between(out, 0, padded, h->scale);
+  }
 }
 
 // max|x|; NaN if one element is NaN.

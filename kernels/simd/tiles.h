@@ -171,6 +171,8 @@ typedef struct {
   float eps;
   float factor;        // the norm's 1 / rms if the norm is over the whole row; 0: the head is normed alone
   float scale;
+  int centered;        // the norm subtracts the mean of the head first: a LayerNorm
+  int norm_last;       // the norm is after the rotation
   int64_t ahead;       // floats to the head of a later row, which is prefetched
   int64_t next;        // floats to another head of the same row, which is prefetched too
 } quire_head;
@@ -272,8 +274,8 @@ typedef struct {
   void (*soft_cap)(float *x, int64_t n, float cap);               // x = cap * tanh(x / cap); n a multiple of 16
   // x = x * sigmoid(gate); both have memory up to a multiple of 16.
   void (*gate)(const float *gates, int64_t n, float *x);
-  // One head to `out` (head_dim padded to 32): RMS norm if `norm` is given; rotation by halves of the first rotary_dim
-  // elements by `rotary` (cos | sin); scale. Elements from head_dim on become zero.
+  // One head to `out` (head_dim padded to 32): norm if `norm` is given; rotation by halves of the first rotary_dim
+  // elements by `rotary` (cos | sin), which may come before the norm; scale. Elements from head_dim on become zero.
   void (*head)(const float *x, const quire_head *h, const float *rotary, float *out);
   // Store one token's head in its slot of a page: K as a column of its panel, V as a row of all panels. The scales of
   // int8 depend on this token alone. `x` is the output of `head`.

@@ -94,6 +94,7 @@ class Toy:
     choices: dict[str, str] = field(default_factory=dict)  # functions of other levels
     threads: int = 2
     qk_norm: bool = True
+    head_norm: str = "rms"
     unusual: bool = False  # every option that most families leave alone is used
     seed: int = 7
     max_rows: int = MAX_ROWS
@@ -252,7 +253,8 @@ class Toy:
         is_converted = heads // kv_heads * d % (BLOCK * max(1, self.group)) and a_converted.dtype != "f32"
         a = self._region(self.max_rows, heads * d, "f32") if is_converted else a_converted
         mlp = self._expert_ops(x, h2, after) if self.experts else self._mlp_ops(x, h2, after)
-        heads_of_norms = (heads, kv_heads) if self.unusual and not self.gated else (1, 1)
+        norms_rows = self.unusual and self.qk_norm and not self.gated and self.head_norm == "rms"
+        heads_of_norms = (heads, kv_heads) if norms_rows or self.head_norm == "layer" else (1, 1)
         q_norm, k_norm = (self._norm(d * n) for n in heads_of_norms) if self.qk_norm else (None, None)
         qkv_weight = self._packed(qkv.columns, hidden, self._random(qkv.columns, hidden))
         o_weight = self._packed(hidden, heads * d, self._random(hidden, heads * d))
@@ -265,7 +267,7 @@ class Toy:
             convolution += recurrence
         window = self.windows[layer]
         attention = Attention(qkv, a, *place, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, window)
-        attention = replace(attention, gated=self.gated)
+        attention = replace(attention, gated=self.gated, head_norm=self.head_norm)
         if self.shapes:
             attention = replace(
                 attention,
@@ -277,7 +279,8 @@ class Toy:
         added = [Linear(a_converted, o_weight, self._bias(hidden), x, "add", h2)]
         if self.unusual:
             sinks = self.rng.normal(0, 2, heads).astype(np.float32)
-            attention = replace(attention, softcap=1.5, norms_rows=self.qk_norm and not self.gated, sinks=sinks)
+            scales = self.rng.uniform(0.5, 1.5, MAX_POSITIONS).astype(np.float32)
+            attention = replace(attention, softcap=1.5, norms_rows=norms_rows, sinks=sinks, query_scales=scales)
             branch = self._region(self.max_rows, hidden, "f32")
             added = [
                 Linear(a_converted, o_weight, self._bias(hidden), branch, "store"),

@@ -125,6 +125,7 @@ def random_model(rng: random.Random) -> dict[str, Any]:
         "taps": rng.choice([0, 0, rng.randint(1, 5)]),
         "ring": rng.choice([0, 0, rng.randint(1, 9)]),
         "recurrence": rng.choice([None, None, random_recurrence(rng)]),
+        "head_norm": rng.choice(["rms", "rms", "layer", "rotated"]),
         "seed": rng.randrange(1 << 30),
         "unusual": rng.random() < 0.3,
     }
@@ -322,6 +323,7 @@ def smaller_cases(case: Case) -> Iterator[Case]:
         ("windows", [0]),
         ("bias", False),
         ("qk_norm", False),
+        ("head_norm", "rms"),
         ("taps", min(1, case.model["taps"])),
         ("recurrence", None),
         ("unusual", False),

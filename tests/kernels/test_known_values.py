@@ -325,6 +325,34 @@ def test_qk_norm_scales_each_head_to_rms_1(isa):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
+def test_a_layer_norm_of_heads_subtracts_the_mean_and_has_weights_for_each_head(isa):
+    """The queries (5, 1) and (9, 7) are both (1, -1) after their norm, and 1, 0 and 0, -1 times their weights."""
+    qkv = [[5, 1, 9, 7, 1, 0, 4, 0], [5, 1, 9, 7, 0, -1, 0, 8]]
+    out = attend(qkv, isa, heads=2, scale=LN3, q_norm=[1, 0, 0, 1], head_norm="layer")
+    assert out[1] == pytest.approx([3, 2, 1, 6], abs=1e-5)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_a_norm_after_the_rotation_has_the_weights_of_turned_elements(isa):
+    """A quarter turn makes the query (7, 7) (-7, 7), the norm (-1, 1), the weights (-1, 0)."""
+    rotary = [[1, 0], [0, 1]]
+    out = attend(
+        [[0, 0, 1, 0, 4, 0], [7, 7, 0, 0, 0, 8]], isa, scale=LN3, rotary=rotary, q_norm=[1, 0], head_norm="rotated"
+    )
+    assert out[1] == pytest.approx([1, 6], abs=1e-5)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kv", KV)
+def test_queries_are_scaled_by_their_position(kv, isa):
+    """Row 1 has the score ln 3 * 1 with key 0, row 2 ln 3 * 2 with key 0: weights 9/11 and 1/11 twice."""
+    scales = np.array([5, 1, 2], np.float32)
+    qkv = [[1, 0, 1, 0, 4, 0], [1, 0, 0, 1, 0, 8], [1, 0, 0, 1, 0, 8]]
+    out = attend(qkv, isa, kv=kv, scale=LN3, query_scales=scales)
+    assert out == pytest.approx(np.array([[4, 0], [3, 2], [36 / 11, 16 / 11]]), abs=TOLERANCE[kv])
+
+
+@pytest.mark.parametrize("isa", LEVELS)
 def test_query_heads_share_a_key_value_head(isa):
     out = attend([[1, 0, 0, 1, 1, 0, 4, 0], [1, 0, 0, 1, 0, 1, 0, 8]], isa, scale=LN3, heads=2)
     assert out[1] == pytest.approx([3, 2, 1, 6], abs=1e-5)

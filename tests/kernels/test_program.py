@@ -63,15 +63,36 @@ def test_every_option_of_the_ops_matches_the_reference(toy, weights, kv, rotates
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("rotated", "int8")])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 24), (5, 1, 18), (8, 2, 256)])
-def test_gates_of_heads_match_the_reference(toy, heads, kv_heads, head_dim, weights, kv, isa):
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "head_norm"), [(6, 2, 24, "layer"), (5, 1, 18, "rotated"), (8, 2, 256, "rms")]
+)
+def test_gates_and_norms_of_heads_match_the_reference(toy, heads, kv_heads, head_dim, head_norm, weights, kv, isa):
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_norm": head_norm}
     model = toy(weights=weights, kv=kv, windows=(0, 37), gated=True, bias=True, isa=isa, **sizes)
     a, b = tokens(100, 1), tokens(9, 2)
     tables_a, tables_b = [pages(*range(10)), pages(*range(10, 20))], [pages(20, 21), pages(22, 23)]
     for step in ([(a[:70], 0, tables_a)], [(b, 0, tables_b), (a[70:99], 70, tables_a)], [(a[99:], 99, tables_a)]):
         got, want = model.run(*step), model.run_reference(*step)
         assert np.abs(got - want).max() <= 2 * tolerance(weights, kv) * np.ptp(want)
+
+
+@pytest.mark.parametrize("head_norm", ["layer", "rotated"])
+def test_norms_over_all_heads_are_rms_norms_before_the_rotation(toy, head_norm):
+    model = toy(unusual=True)
+    model.ops = [replace(op, head_norm=head_norm) if isinstance(op, Attention) else op for op in model.ops]
+    with pytest.raises(ValueError, match=f"is an RMS norm before the rotation, not {head_norm}"):
+        model.bind()
+
+
+def test_positions_end_with_the_scales_of_queries(toy):
+    model = toy()
+    model.ops = [
+        replace(op, query_scales=np.ones(60, np.float32)) if isinstance(op, Attention) else op for op in model.ops
+    ]
+    model.program = model.bind()
+    model.run((tokens(60), 0, pages(0, 1)))
+    with pytest.raises(ValueError, match=r"at positions 0\.\.59"):
+        model.run((tokens(1), 60, pages(0, 1)))
 
 
 def test_gates_of_heads_that_are_normed_together_are_refused(toy):

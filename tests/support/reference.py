@@ -31,6 +31,7 @@ from quire.kernels.ops import (
     ExpertLinear,
     GatedNorm,
     Gather,
+    HeadNorm,
     KVDtype,
     Linear,
     LinearRecurrence,
@@ -160,6 +161,14 @@ def rms_norm(x: Array, weight: npt.NDArray[np.float32], eps: float) -> Array:
     """Return the RMS norm over the last axis (Zhang and Sennrich, 2019)."""
     scaled: Array = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * weight
     return scaled
+
+
+def norm_heads(heads: Array, weight: npt.NDArray[np.float32], eps: float, kind: HeadNorm, norms_rows: bool) -> Array:
+    """Return the norm of each head [rows, heads, head_dim], or of all heads of a row together."""
+    if kind == "layer":
+        return rms_norm(heads - heads.mean(axis=-1, keepdims=True), weight.reshape(heads.shape[1:]), eps)
+    rows = heads.reshape(len(heads), -1) if norms_rows else heads
+    return rms_norm(rows, weight, eps).reshape(heads.shape)
 
 
 def norm_rows(x: Array, op: NormRows) -> Array:
@@ -481,23 +490,27 @@ class ReferenceProgram:
     def _rotated(self, op: Attention | EphemeralAttention, norms_rows: bool) -> tuple[Array, Array, Array]:
         """Return the heads of queries, which are scaled, keys and values, before they are rounded."""
         q, k, v = self._heads(op)
-        if op.q_norm is not None:
-            q = self._norm_heads(q, op.q_norm, op.eps, norms_rows)
-        if op.k_norm is not None:
-            k = self._norm_heads(k, op.k_norm, op.eps, norms_rows)
+        kind = op.head_norm if isinstance(op, Attention) else "rms"
+
+        def normed(heads: Array, weight: npt.NDArray[np.float32] | None) -> Array:
+            return heads if weight is None else norm_heads(heads, weight, op.eps, kind, norms_rows)
+
+        if kind != "rotated":
+            q, k = normed(q, op.q_norm), normed(k, op.k_norm)
         span = 0
         if isinstance(op, Attention):
             span = op.rotary_span
-            v = v if op.v_norm is None else self._norm_heads(v, op.v_norm, op.eps, norms_rows=False)
+            v = v if op.v_norm is None else rms_norm(v, op.v_norm, op.eps)
         rows = np.zeros((len(self.position), 0)) if op.rotary is None else op.rotary[self.position]
         if self.rotary is not None and (op.rotary is not None or isinstance(op, EphemeralAttention)):
             rows = self.rotary
         rotary = rows.astype(np.float64)[:, None, :]
-        return rotate_halves(q, rotary, span) * op.scale, rotate_halves(k, rotary, span), v
-
-    def _norm_heads(self, heads: Array, weight: npt.NDArray[np.float32], eps: float, norms_rows: bool) -> Array:
-        rows = heads.reshape(len(heads), -1) if norms_rows else heads
-        return rms_norm(rows, weight, eps).reshape(heads.shape)
+        q, k = rotate_halves(q, rotary, span), rotate_halves(k, rotary, span)
+        if kind == "rotated":
+            q, k = normed(q, op.q_norm), normed(k, op.k_norm)
+        if isinstance(op, Attention) and op.query_scales is not None:
+            q = q * op.query_scales[self.position][:, None, None]
+        return q * op.scale, k, v
 
     def _heads(self, op: Attention | EphemeralAttention) -> tuple[Array, Array, Array]:
         heads = self.regions[op.qkv].reshape(len(self.token_ids), -1, op.head_dim)

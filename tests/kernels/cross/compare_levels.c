@@ -397,7 +397,7 @@ static void compare_rotate(int64_t columns, int64_t width, int64_t group) {
 
 static void compare_heads(int dtype, int64_t size, int64_t d) {
   float x[MAX_WIDTH], norm[MAX_WIDTH], rotary[MAX_WIDTH], got[MAX_WIDTH], want[MAX_WIDTH];
-  const quire_head h = {.head_dim = d - 6, .rotary_dim = d - 6, .norm = norm, .eps = 1e-6f, .scale = 0.3f};
+  const quire_head h = {.head_dim = d - 6, .rotary_dim = d - 6, .rotary_distance = d / 2 - 3, .norm = norm, .eps = 1e-6f, .scale = 0.3f};
   quire_page p = new_page(dtype, size, d), q = new_page(dtype, size, d);
   for (int64_t slot = 0; slot < size; slot++) {
     fill(x, MAX_WIDTH), fill(norm, MAX_WIDTH), fill(rotary, MAX_WIDTH);
@@ -419,11 +419,25 @@ static void compare_heads(int dtype, int64_t size, int64_t d) {
 static void compare_part_of_head(int64_t d) {
   float x[MAX_WIDTH], norm[MAX_WIDTH], rotary[MAX_WIDTH], got[MAX_WIDTH], want[MAX_WIDTH];
   for (int64_t rotated = 0; rotated < d; rotated += 10) {
-    const quire_head h = {.head_dim = d, .rotary_dim = rotated, .norm = norm, .factor = 0.7f, .scale = 0.3f};
+    const quire_head h = {.head_dim = d, .rotary_dim = rotated, .rotary_distance = rotated / 2, .norm = norm, .factor = 0.7f, .scale = 0.3f};
     fill(x, MAX_WIDTH), fill(norm, MAX_WIDTH), fill(rotary, MAX_WIDTH);
     tiles->head(x, &h, rotary, got), scalar->head(x, &h, rotary, want);
     expect_scalar("part of head", QUIRE_F32, got, want, d, 0);
     digest("part of head", QUIRE_F32, got, d * (int64_t)sizeof *got);
+  }
+}
+
+// A LayerNorm of a head, and an RMS norm after the rotation.
+static void compare_norms_of_head(int64_t d) {
+  float x[MAX_WIDTH], norm[MAX_WIDTH], rotary[MAX_WIDTH], got[MAX_WIDTH], want[MAX_WIDTH];
+  for (int last = 0; last < 2; last++) {
+    const quire_head h = {.head_dim = d, .rotary_dim = d / 4 * 2, .rotary_distance = d / 4, .norm = norm, .eps = 1e-6f,
+                          .scale = 0.3f,
+                          .centered = !last, .norm_last = last};
+    fill(x, MAX_WIDTH), fill(norm, MAX_WIDTH), fill(rotary, MAX_WIDTH);
+    tiles->head(x, &h, rotary, got), scalar->head(x, &h, rotary, want);
+    expect_scalar("norms of head", QUIRE_F32, got, want, d, 0);
+    digest("norms of head", QUIRE_F32, got, d * (int64_t)sizeof *got);
   }
 }
 
@@ -648,6 +662,7 @@ static void compare_level(void) {
   compare_pages(QUIRE_F16);
   for (int rows = 1; rows <= MAX_ROWS; rows = rows * 3 + 1) compare_attention("capped attention", QUIRE_F16, 32, 64, 37, 2.f, rows);
   compare_f16();
+  for (int64_t d = 10; d <= 128; d += 22) compare_norms_of_head(d);
 }
 
 // Fail where the digests of the last level are not those of the file, or print them if there is none.
