@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from os.path import isfile
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ MAX_HEADS = 1024
 MAX_WIDTH = 1 << 20  # largest hidden and intermediate size
 MAX_EXPERTS = 1024  # QUIRE_MAX_EXPERTS of the kernels
 MAX_VOCAB = 1 << 22
+ROUTING_EPS = 1e-20  # epsilon of the sum of the chosen experts' scores
 MAX_POSITIONS = 1 << 27
 MAX_HEAD_DIM = 512  # QUIRE_MAX_HEAD of the kernels
 MAX_GROUP = 64  # QUIRE_TILE of the kernels: the query heads of one KV head share a tile
@@ -200,6 +202,29 @@ def read_experts(
         rule=RoutingRule(normalized=normalized),
         layers=layers or (True,) * num_layers(config),
     )
+
+
+def read_experts_in_groups(config: ConfigTable, layers: tuple[bool, ...]) -> Experts:
+    """Read experts that sigmoids and a bias choose within groups of experts, by DeepSeek's keys."""
+    normalized = config.flag("norm_topk_prob", True)
+    experts = read_experts(config, "n_routed_experts", "moe_intermediate_size", normalized=normalized, layers=layers)
+    groups = config.integer("n_group", 1, MAX_EXPERTS)
+    if experts.num_experts % groups or (groups > 1 and experts.num_experts < 2 * groups):
+        raise config.refused(
+            "n_group", f"such that groups have equal numbers of {experts.num_experts} experts, 2 or more"
+        )
+    kept = config.integer("topk_group", 1, groups)
+    if kept * (experts.num_experts // groups) < experts.top_k:
+        raise config.refused("topk_group", f"such that the groups have {experts.top_k} experts or more")
+    rule = RoutingRule(
+        normalized=normalized,
+        sigmoid=True,
+        groups=groups,
+        kept_groups=kept,
+        eps=ROUTING_EPS,
+        scale=config.positive("routed_scaling_factor", 1.0),
+    )
+    return replace(experts, rule=rule, choice_bias=True)
 
 
 def num_layers(config: ConfigTable) -> int:

@@ -12,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 
 from ...kernels.ops import Epilogue, MatrixState, Ring
-from ...kernels.pack import PackedMatrix
 from ...pager.layout import place_layers
-from .program import Heads, HeadWeights, Logits, NormedValue, ProgramBuilder, Recurrence, RowForm, Value, input_form
-from .rope import Table
+from .program import Heads, HeadWeights, Logits, NormedValue, ProgramBuilder, Recurrence, Value, input_form
+from .residual import add_branch, normed_input, normed_rows
+from .rope import Table, query_scales
 from .spec import DecoderSpec
 from .states import StateLayout
 from .weights.decoder_weights import (
@@ -49,8 +49,10 @@ def emit_decoder(
 ) -> Logits:
     """Emit the ops from token ids to the logits of the rows that sample. `rotary` has one table per layer."""
     sampled = builder.gather(emit_layers(builder, spec, weights, rotary, states))
-    normed = _normed(builder, spec, weights.final_norm, weights.final_norm_bias, sampled, input_form(weights.lm_head))
-    return builder.logits(normed, weights.lm_head, spec.logits_scale, spec.logits_softcap)
+    normed = normed_rows(
+        builder, spec, weights.final_norm, weights.final_norm_bias, sampled, input_form(weights.lm_head)
+    )
+    return builder.logits(normed, weights.lm_head, weights.lm_head_bias, spec.logits_scale, spec.logits_softcap)
 
 
 def emit_layers(
@@ -67,6 +69,7 @@ def emit_layers(
     Only attention without KV pages may be non-`causal`.
     """
     x = builder.embed(weights.embedding, _embedding_scale(spec, weights))
+    scales = None if spec.query_scales is None else query_scales(spec.query_scales, _num_positions(rotary))
     for layer, layer_weights in enumerate(weights.layers):
         shared = _shared_input(builder, spec, layer_weights, x) if spec.parallel else None
         if isinstance(layer_weights.mixer, ConvolutionWeights):
@@ -79,13 +82,27 @@ def emit_layers(
             _mamba_block(builder, spec, layer_weights, layer_weights.mixer, layer, x, states)
         elif layer_weights.mixer is not None:
             _attention_block(
-                builder, spec, layer_weights, layer_weights.mixer, layer, x, rotary[layer], states, causal, shared
+                builder,
+                spec,
+                layer_weights,
+                layer_weights.mixer,
+                layer,
+                x,
+                rotary[layer],
+                states,
+                causal,
+                shared,
+                scales,
             )
         if layer_weights.mlp is not None:
             _mlp_block(builder, spec, layer_weights, layer_weights.mlp, x, shared)
         if layer < spec.deepstack:
             builder.add_given(x, layer + 1)
     return x
+
+
+def _num_positions(rotary: Sequence[Table | None]) -> int:
+    return min(len(table) for table in rotary if table is not None)
 
 
 def _embedding_scale(spec: DecoderSpec, weights: DecoderWeights) -> float:
@@ -108,6 +125,7 @@ def _attention_block(
     states: StateLayout,
     causal: bool,
     shared: Value | None,
+    scales: Vector | None,
 ) -> None:
     """Emit x += o(attention(qkv(norm(x)))), and x += the output of a mixer beside attention.
 
@@ -125,20 +143,26 @@ def _attention_block(
         layer=slot,
         softcap=spec.attention_softcap,
         norms_rows=spec.qk_norm_rows,
+        head_norm=spec.qk_norm_kind,
         gated=spec.gated_heads,
         causal=causal,
     )
     form = input_form(weights.qkv)
-    normed = shared if shared is not None and shared.form == form else _input(builder, spec, layer, x, form)
+    normed = shared if shared is not None and shared.form == form else normed_input(builder, spec, layer, x, form)
     beside = layer.beside
     mixed = None if beside is None else _mix(builder, spec, beside, index, x, normed, states)
     qkv = builder.linear(normed, weights.qkv, weights.qkv_bias, "qkv", spec.attention_in_scale)
     head_weights = HeadWeights(
-        spec.norm_eps, q_norm=weights.q_norm, k_norm=weights.k_norm, rotary=rotary, sinks=weights.sinks
+        spec.norm_eps,
+        q_norm=weights.q_norm,
+        k_norm=weights.k_norm,
+        rotary=rotary,
+        sinks=weights.sinks,
+        query_scales=scales,
     )
     attended = builder.attention(qkv, heads, head_weights, input_form(weights.o))
     scale = spec.attention_out_scale
-    _add(builder, spec, attended, weights.o, weights.o_bias, layer.attention_post_norm, x, scale)
+    add_branch(builder, spec, attended, weights.o, weights.o_bias, layer.attention_post_norm, x, scale)
     if beside is not None and mixed is not None:
         _add_mixed(builder, spec, beside, mixed, x)
 
@@ -159,10 +183,10 @@ def _convolution_block(
     x: Value,
 ) -> None:
     """Emit x += out(convolution(in(norm(x))))."""
-    normed = _input(builder, spec, layer, x, input_form(weights.into))
+    normed = normed_input(builder, spec, layer, x, input_form(weights.into))
     gated = builder.linear(normed, weights.into, weights.into_bias, "gates, value")
     convolved = builder.short_conv(gated, weights.taps, weights.taps_bias, ring, input_form(weights.out))
-    _add(builder, spec, convolved, weights.out, weights.out_bias, layer.attention_post_norm, x)
+    add_branch(builder, spec, convolved, weights.out, weights.out_bias, layer.attention_post_norm, x)
 
 
 def _delta_block(
@@ -177,7 +201,7 @@ def _delta_block(
     """Emit x += out(norm(recurrence(convolution(in(norm(x))))) * silu(gate))."""
     delta = spec.delta
     assert delta is not None, "only a spec with gated delta nets has layers with them"
-    normed = _input(builder, spec, layer, x, input_form(weights.into))
+    normed = normed_input(builder, spec, layer, x, input_form(weights.into))
     mixed = builder.linear(normed, weights.into, None, "queries, keys, values, gates")
     if isinstance(normed, NormedValue):
         rates = builder.linear_f32(x, normed, weights.rates, None, "rates, decays")
@@ -209,7 +233,7 @@ def _delta_block(
         input_form(weights.out),
         group=delta.value_dim,
     )
-    _add(builder, spec, gated, weights.out, None, layer.attention_post_norm, x)
+    add_branch(builder, spec, gated, weights.out, None, layer.attention_post_norm, x)
 
 
 def _mamba_block(
@@ -222,7 +246,7 @@ def _mamba_block(
     states: StateLayout,
 ) -> None:
     """Emit x += out(mixed rows of norm(x))."""
-    normed = _input(builder, spec, layer, x, input_form(weights.into))
+    normed = normed_input(builder, spec, layer, x, input_form(weights.into))
     _add_mixed(builder, spec, weights, _mix(builder, spec, weights, index, x, normed, states), x)
 
 
@@ -296,7 +320,7 @@ def _mlp_block(
         _expert_block(builder, spec, mlp, x, normed)
         return
     activated = builder.activated(
-        shared or _normed(builder, spec, layer.mlp_norm, layer.mlp_norm_bias, x, input_form(mlp.gate_up)),
+        shared or normed_rows(builder, spec, layer.mlp_norm, layer.mlp_norm_bias, x, input_form(mlp.gate_up)),
         mlp.gate_up,
         mlp.gate_up_bias,
         spec.intermediate_size,
@@ -306,7 +330,7 @@ def _mlp_block(
     )
     # The scale of a gated layer multiplies up, too.
     scale = spec.mlp_out_scale / spec.gate_scale
-    _add(builder, spec, activated, mlp.down, mlp.down_bias, layer.mlp_post_norm, x, scale)
+    add_branch(builder, spec, activated, mlp.down, mlp.down_bias, layer.mlp_post_norm, x, scale)
 
 
 def _expert_block(
@@ -358,41 +382,6 @@ def _shared_expert(
 def _shared_input(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, x: Value) -> Value:
     """Return norm(x) in the form that the MLP of a parallel layer reads."""
     assert isinstance(layer.mlp, MlpWeights), "parallel layers have MLPs, not experts"
-    rows = _input(builder, spec, layer, x, input_form(layer.mlp.gate_up))
+    rows = normed_input(builder, spec, layer, x, input_form(layer.mlp.gate_up))
     assert isinstance(rows, Value), "parallel layers have LayerNorm, an op of its own"
     return rows
-
-
-def _input(
-    builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, x: Value, form: RowForm
-) -> Value | NormedValue:
-    """Return norm(x) by the first norm of a layer."""
-    return _normed(builder, spec, layer.input_norm, layer.input_norm_bias, x, form)
-
-
-def _normed(
-    builder: ProgramBuilder, spec: DecoderSpec, norm: Vector | None, bias: Vector | None, x: Value, form: RowForm
-) -> Value | NormedValue:
-    """Return norm(x), or x where the family does not norm it, in the form that the next linear layer reads."""
-    if norm is None:
-        return builder.convert(x, form)
-    if spec.norm_kind == "rms":
-        return builder.norm(x, norm, spec.norm_eps, form)
-    return builder.norm_rows(x, spec.norm_kind, norm, bias, spec.norm_eps, form)
-
-
-def _add(
-    builder: ProgramBuilder,
-    spec: DecoderSpec,
-    branch: Value,
-    weight: PackedMatrix,
-    bias: Vector | None,
-    post_norm: Vector | None,
-    x: Value,
-    scale: float = 1.0,
-) -> None:
-    """Emit x += scale * linear(branch), or x += norm(linear(branch)) where the family has such a norm."""
-    if post_norm is None:
-        builder.linear_add(branch, weight, bias, x, spec.residual_scale * scale)
-    else:
-        builder.add_norm(builder.linear(branch, weight, bias, "branch"), post_norm, spec.norm_eps, x)

@@ -90,7 +90,8 @@ ROPE_FREQS = "rope_freqs.weight"  # f32 [rotated elements / 2]: divisors of the 
 LONG_ROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # the same
 LONG_ROPE_SCALE = "rope.scaling.attn_factor"
 NEXT_TOKENS = "nextn_predict_layers"  # the number of layers after the decoder's, which predict further tokens
-SIGMOID = 2  # the value of expert_gating_func for routers with sigmoids
+GATING = "expert_gating_func"  # scores of routers, which have a default of their own in each family that reads the key
+SIGMOID = 2  # its value for routers with sigmoids
 QUANTIZATION = 2  # the version of GGML's block formats
 EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
@@ -108,7 +109,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "attn_logit_softcapping": (0,),
     "embedding_scale": (0, 1),
     "expert_count": (0,),
-    "expert_gating_func": (0, 1),  # 1: softmax
+    GATING: (0, 1),  # 1: softmax
     "expert_group_count": (0, 1),
     "expert_weights_scale": (0, 1),
     "final_logit_softcapping": (0,),
@@ -210,7 +211,7 @@ class GGUFFormat:
         value = metadata.get(f"{self.architecture}.{suffix}")
         if suffix in PER_LAYER and isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]
-        return None if value in NEUTRAL.get(suffix, ()) else value
+        return None if suffix != GATING and value in NEUTRAL.get(suffix, ()) else value
 
     def _head_dim(self, config: ConfigTable, metadata: Metadata) -> int:
         """Return the size of a head.
@@ -265,6 +266,8 @@ def _found_in_tensors(file: GGUFFile, names: TensorNames) -> dict[str, Any]:
     return {
         "attention_bias": f"{names.qkv[0]}.bias" in suffixes,
         "mlp_bias": f"{names.gate_up[0]}.bias" in suffixes,
+        "mlp_norm": f"{names.mlp_norm}.weight" in suffixes,
+        "qk_norm": f"{names.q_norm}.weight" in suffixes,
         "mamba_conv_bias": f"{names.mamba_conv}.bias" in suffixes,
         "mamba_rms_norm": f"{names.mamba_norm}.weight" in suffixes,
         "tie_word_embeddings": f"{names.lm_head}.weight" not in file.tensors,

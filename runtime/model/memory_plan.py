@@ -118,7 +118,8 @@ def plan_memory(
         state_bytes=num_states * states.nbytes,
         arena_bytes=program.arena_bytes,
         logits_bytes=program.logits.nbytes,
-        rotary_bytes=rotary_nbytes(spec.ropes, spec.head_dim, max_positions),
+        rotary_bytes=rotary_nbytes(spec.ropes, spec.head_dim, max_positions)
+        + (0 if spec.query_scales is None else 4 * max_positions),
         scratch_bytes=scratch_nbytes(workers, program.ops),
         sampling_bytes=sampler_nbytes(padded(spec.vocab_size), max_samples, workers),
         encoder=encoder,

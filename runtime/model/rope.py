@@ -17,7 +17,7 @@ from decimal import Decimal
 import numpy as np
 import numpy.typing as npt
 
-from .spec import FrequencyDivisors, LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
+from .spec import FrequencyDivisors, LinearScaling, Llama3Scaling, LongRopeScaling, QueryScales, Rope, YarnScaling
 
 Table = npt.NDArray[np.float32]  # [positions, rotary_dim]: cos in the first half of the columns, sin in the second
 Frequencies = npt.NDArray[np.float32]  # [rotary_dim / 2]
@@ -60,6 +60,13 @@ def planned_tables(ropes: Sequence[Rope | None], head_dim: int, max_positions: i
 def rotary_nbytes(ropes: Sequence[Rope | None], head_dim: int, max_positions: int) -> int:
     """Return the bytes of `rotary_tables`."""
     return sum(max_positions * rotary_dim(rope, head_dim) * 4 for rope in set(ropes) if rope is not None)
+
+
+def query_scales(scales: QueryScales, max_positions: int) -> Frequencies:
+    """Return the factor of the queries of positions 0 to `max_positions` - 1."""
+    periods = [float(Decimal(1 + number).ln()) for number in range(-(-max_positions // scales.period))]
+    factors = (1 + scales.beta * np.array(periods)).astype(np.float32)
+    return np.repeat(factors, scales.period)[:max_positions]
 
 
 def rotary_dim(rope: Rope, head_dim: int) -> int:

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.ops import NormKind, RoutingRule
+from ...kernels.ops import HeadNorm, NormKind, RoutingRule
 from ...pager.layout import KVHeads
 
 Activation = Literal["silu", "gelu_tanh", "clamped_silu", "relu_squared", "ungated_gelu_tanh"]
@@ -77,6 +77,14 @@ class Rope:
     dim: int | None = None  # elements of a head that are rotated, from the first one on; None: all
     # M-RoPE: the position that rotates each pair: 0 time, 1 height, 2 width; (): a token has one position
     axes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScales:
+    """The factor of a query at `position`: 1 + beta * ln(1 + position // period)."""
+
+    beta: float
+    period: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,13 +259,16 @@ class DecoderSpec:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     qk_norm: bool = False  # RMS norm of each query and key head before rotation
+    qk_norm_kind: HeadNorm = "rms"  # "layer": a LayerNorm, each head has its own weights; "rotated": after rotation
     qk_norm_rows: bool = False  # qk_norm covers all query heads together, and all key heads, instead of each head
     gated_heads: bool = False  # a gate follows each query head in its projection; its sigmoid multiplies the output
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    lm_head_bias: bool = False
     # activation of the gate of MLPs and experts; those in UNGATED are activations of up, without a gate
     activation: Activation = "silu"
+    query_scales: QueryScales | None = None  # factor of queries by their position
     sinks: bool = False  # each query head has a score in its softmax that belongs to no token
     norm_kind: NormKind = "rms"  # kind of all norms; "layer" only without post_norms and experts
     norm_bias: bool = False  # bias of the norms of the residual stream; of LayerNorm only

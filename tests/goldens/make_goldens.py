@@ -400,7 +400,7 @@ CASES |= {
                 "rope_type": "yarn",
                 "rope_theta": 1000000.0,
                 "factor": 4.0,
-                "original_max_position_embeddings": 128,
+                "original_max_position_embeddings": 28,
                 "mscale": 1.0,
                 "mscale_all_dim": 0.7,
                 "llama_4_scaling_beta": 0.1,
@@ -450,6 +450,136 @@ CASES |= {
             "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
         },
         seed=131,
+    ),
+}
+
+CASES |= {
+    "cohere": Case(
+        "CohereConfig",
+        torch.bfloat16,
+        5,
+        {
+            **ODD,
+            "use_qk_norm": True,
+            "logit_scale": 0.3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+        },
+        seed=132,
+    ),
+    "stablelm": Case(
+        "StableLmConfig",
+        torch.bfloat16,
+        4,
+        {
+            **ODD,
+            "use_qkv_bias": True,
+            "qk_layernorm": True,
+            "use_parallel_residual": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+        seed=133,
+    ),
+    "phi": Case(
+        "PhiConfig",
+        torch.bfloat16,
+        5,
+        {
+            **ODD,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.7},
+        },
+        seed=134,
+    ),
+    "hunyuan_v1_dense": Case(
+        "HunYuanDenseV1Config",
+        torch.bfloat16,
+        4,
+        {
+            **ODD,
+            "head_dim": 20,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+        },
+        seed=135,
+    ),
+}
+
+CASES |= {
+    "ernie4_5_moe": Case(
+        "Ernie4_5_MoeConfig",
+        torch.bfloat16,
+        5,
+        {
+            **ODD,
+            "num_hidden_layers": 4,
+            "intermediate_size": 120,
+            "use_bias": True,
+            "moe_intermediate_size": 40,
+            "moe_num_experts": 7,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+        seed=136,
+    ),
+    "glm4_moe": Case(
+        "Glm4MoeConfig",
+        torch.bfloat16,
+        4,
+        {
+            **ODD,
+            "num_hidden_layers": 3,
+            "head_dim": 20,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "moe_intermediate_size": 40,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "num_nextn_predict_layers": 0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+        seed=137,
+    ),
+}
+
+CASES |= {
+    "arcee": Case(
+        "ArceeConfig",
+        torch.bfloat16,
+        4,
+        {
+            **ODD,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {**YARN, "rope_theta": 10000.0},
+        },
+        seed=138,
+    ),
+    "granite_swa": Case(
+        "GraniteSWAConfig",
+        torch.bfloat16,
+        5,
+        {
+            **ODD,
+            "num_hidden_layers": 4,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 4.0,
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "layer_rope_theta": [0, 10000.0, 50000.0, 10000.0],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        four={"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},
+        seed=139,
     ),
 }
 

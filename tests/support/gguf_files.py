@@ -198,6 +198,9 @@ CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens in place of some
     "ernie4_5": {"use_bias": False},
     "cohere2": {"attention_bias": False},
     "starcoder2": {"sliding_window": None},
+    "hunyuan_v1_dense": {"attention_bias": False},
+    "ernie4_5_moe": {"use_bias": False},
+    "glm4_moe": {"n_group": 1},
     "ministral3": {"sliding_window": None},
     "seed_oss": {"attention_out_bias": False, "mlp_bias": False},
     "qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": [], "norm_topk_prob": True},
@@ -217,6 +220,11 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "glm": "chatglm",
     "ministral3": "mistral3",
+    "cohere": "command-r",
+    "phi": "phi2",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "glm4_moe": "glm4moe",
 }  # families with another name
 NAMES = {  # families with names of their own
     "lfm2": LFM2_GGUF_NAMES,
@@ -229,11 +237,15 @@ NAMES = {  # families with names of their own
     "qwen3_next": NEXT_GGUF_NAMES,
     "glm": replace(GGUF_NAMES, gate_up=("ffn_up",)),
     "glm4": replace(GGUF_NAMES, gate_up=("ffn_up",)),
+    "arcee": replace(GGUF_NAMES, gate_up=("ffn_up",)),
+    "phi": replace(GGUF_NAMES, gate_up=("ffn_up",)),
     "starcoder2": replace(GGUF_NAMES, gate_up=("ffn_up",)),
     "seed_oss": replace(GGUF_NAMES, mlp_norm="post_attention_norm"),
+    "glm4_moe": replace(GGUF_NAMES, mlp_norm="post_attention_norm"),
 }
 IN_F32 = r"_inp|shortconv\.conv|ssm_conv1d|ssm_dt|ssm_a$|ssm_d$|norm"  # tensors that are never quantized
 PERMUTED = (
+    "arcee",
     "llama",
     "mistral",
     "mixtral",
@@ -244,23 +256,28 @@ PERMUTED = (
     "smollm3",
     "ministral3",
 )
-SMALL_EXPERTS = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "lfm2_moe", "nemotron_h_moe")
+SMALL_EXPERTS = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "lfm2_moe", "nemotron_h_moe", "glm4_moe")
 SLIDING = ("phi3", "gemma2", "gemma3", "gpt_oss", "olmo3", "exaone4", "cohere2")
 OF_FAMILIES = {  # keys of config.json that the converter writes for some families: their metadata key, the families
     "attention_multiplier": ("attention.scale", "granite", "granite_hybrid"),
     "embedding_multiplier": ("embedding_scale", "granite", "granite_hybrid"),
     "residual_multiplier": ("residual_scale", "granite", "granite_hybrid"),
     "logits_scaling": ("logit_scale", "granite", "granite_hybrid"),
-    "logit_scale": ("logit_scale", "cohere2"),
+    "logit_scale": ("logit_scale", "cohere", "cohere2"),
     "sliding_window": ("attention.sliding_window", *SLIDING),
     "attn_logit_softcapping": ("attn_logit_softcapping", "gemma2"),
     "final_logit_softcapping": ("final_logit_softcapping", "gemma2"),
     "num_experts_per_tok": ("expert_used_count", "granite_hybrid", "mixtral", *SMALL_EXPERTS, "gpt_oss"),
-    "moe_intermediate_size": ("expert_feed_forward_length", *SMALL_EXPERTS),
+    "moe_intermediate_size": ("expert_feed_forward_length", *SMALL_EXPERTS, "ernie4_5_moe"),
+    "moe_k": ("expert_used_count", "ernie4_5_moe"),
+    "moe_layer_interval": ("interleave_moe_layer_step", "ernie4_5_moe"),
+    "moe_layer_start_index": ("leading_dense_block_count", "ernie4_5_moe"),
+    "first_k_dense_replace": ("leading_dense_block_count", "glm4_moe"),
+    "n_shared_experts": ("expert_shared_count", "glm4_moe"),
     "shared_intermediate_size": ("expert_shared_feed_forward_length", "granite_hybrid"),
-    "norm_topk_prob": ("expert_weights_norm", "nemotron_h_moe"),
+    "norm_topk_prob": ("expert_weights_norm", "nemotron_h_moe", "glm4_moe"),
     "num_dense_layers": ("leading_dense_block_count", "lfm2_moe"),
-    "routed_scaling_factor": ("expert_weights_scale", "lfm2_moe", "nemotron_h_moe"),
+    "routed_scaling_factor": ("expert_weights_scale", "lfm2_moe", "nemotron_h_moe", "glm4_moe"),
 }
 
 
@@ -284,6 +301,8 @@ def describe(folder: Path) -> dict[str, Any]:
     rope = next((rope for rope in spec.ropes if rope is not None), None)
     values[f"{family}.attention.key_length"] = values[f"{family}.attention.value_length"] = spec.head_dim
     values[f"{family}.rope.dimension_count"] = (rope and rope.dim) or spec.head_dim
+    if rope and spec.family == "hunyuan_v1_dense":
+        values[f"{family}.rope.freq_base"] = rope.theta
     if not all(spec.attention_layers):
         values[f"{family}.attention.head_count_kv"] = [
             spec.num_kv_heads if has_attention else 0 for has_attention in spec.attention_layers
@@ -303,7 +322,7 @@ def describe(folder: Path) -> dict[str, Any]:
         values[f"{family}.vocab_size"] = spec.vocab_size
     if spec.experts:
         values[f"{family}.expert_count"] = spec.experts.num_experts
-        if spec.experts.shared_gate:
+        if spec.experts.shared_gate or spec.family == "ernie4_5_moe":
             values[f"{family}.expert_shared_feed_forward_length"] = spec.experts.shared_size
         if spec.experts.rule.sigmoid:
             values[f"{family}.expert_gating_func"] = 2
@@ -450,11 +469,11 @@ def rope_factors(folder: Path) -> dict[str, Tensor]:
 
 
 def stored_name(name: str, spec: DecoderSpec) -> str:
-    """Return the name in GGUF files of a tensor on Hugging Face; all experts of a layer have one tensor."""
+    """Return the name in GGUF files of a tensor on Hugging Face; experts, and norms of heads, have one in a layer."""
     named = re.fullmatch(r"(?:(?:model|backbone)\.layers\.(\d+)\.)?(.+?)(\.weight|\.bias)?", name)
     assert named is not None
     prefix = "" if named[1] is None else GGUF_NAMES.layer.format(named[1])
-    without_number = re.sub(r"experts\.\d+", "experts.{}", named[2])
+    without_number = re.sub(r"(experts|norms)\.\d+", r"\1.{}", named[2])
     return f"{prefix}{_stored_names(spec)[without_number]}{named[3] or ''}"
 
 

@@ -136,8 +136,8 @@ def _body(config: ConfigTable) -> tuple[BertSpec | DecoderSpec, EncoderFamily | 
             f"{CONFIG_FILE}: architectures[0] is {name:.80}; it must be one of {', '.join(known)}, or that of a decoder"
         )
     spec = _bidirectional(config, family) if config.flag(BIDIRECTIONAL, False) else family.read(config)
-    special = spec.sinks or spec.attention_softcap or spec.qk_norm_rows or spec.gated_heads
-    if special or spec.convolutions or spec.delta or spec.mamba:
+    special = spec.sinks or spec.attention_softcap or spec.qk_norm_rows or spec.gated_heads or spec.query_scales
+    if special or spec.qk_norm_kind != "rms" or spec.convolutions or spec.delta or spec.mamba:
         raise UnsupportedModel(
             f"{CONFIG_FILE}: architectures[0] is {name:.80}; a decoder that makes vectors must have no attention "
             "sinks, no soft cap of scores, no norm over all heads together, no gates of heads and "

@@ -12,6 +12,7 @@ from ..config_json import MAX_POSITIONS, ConfigTable, build_spec, num_layers, sl
 from ..config_rope import read_rope
 from ..gguf_config import LAYER_NORM_KEYS, GGUFFormat
 from ..spec import DecoderSpec
+from .cohere import with_layer_norm
 from .family import Family
 
 DEFAULTS: dict[str, Any] = {
@@ -35,17 +36,9 @@ def read_cohere2(config: ConfigTable) -> DecoderSpec:
     """Read a `Cohere2ForCausalLM`."""
     config = config.with_defaults(DEFAULTS)
     rope = read_rope(config)
-    spec = build_spec(config, "cohere2", rope)
-    bias = config.flag("attention_bias", False)
     windows = _windows(config)
     return replace(
-        spec,
-        norm_kind="layer",
-        norm_eps=config.positive("layer_norm_eps"),
-        parallel=True,
-        qkv_bias=bias,
-        o_bias=bias,
-        logits_scale=config.positive("logit_scale", 1.0),
+        with_layer_norm(config, build_spec(config, "cohere2", rope)),
         windows=windows,
         ropes=tuple(rope if window else None for window in windows),
     )

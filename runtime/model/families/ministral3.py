@@ -1,6 +1,6 @@
 """Ministral 3, and the text part of Mistral Small 3.x: Mistral with queries scaled by position.
 
-The scale is 1 within the context of pre-training, `original_max_position_embeddings`. Contexts are limited to it.
+The scale is 1 within the context of pre-training, `original_max_position_embeddings`, and grows in each further one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from ..config_json import MAX_POSITIONS, ConfigTable
 from ..config_rope import shared_rope_table
 from ..gguf_config import KEYS, GGUFFormat
-from ..spec import DecoderSpec
+from ..spec import DecoderSpec, QueryScales
 from .family import Family
 from .mistral import read_mistral
 
@@ -34,6 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "sliding_window": None,
 }
+MAX_PERIODS = 4096  # contexts of pre-training within the longest context
 WHOLE_MODEL = ("eos_token_id", "tie_word_embeddings")  # keys outside text_config that also apply to the text part
 GGUF_KEYS = {
     "rope_scaling.mscale_all_dim": "rope.scaling.yarn_log_multiplier",
@@ -63,9 +64,10 @@ def _read_ministral3(config: ConfigTable) -> DecoderSpec:
     scaling = shared_rope_table(config)
     if scaling.values.get("llama_4_scaling_beta") in (None, 0):
         return spec
-    scaling.positive("llama_4_scaling_beta")
-    trained = scaling.integer("original_max_position_embeddings", 1, MAX_POSITIONS)
-    return replace(spec, max_position_embeddings=min(trained, spec.max_position_embeddings))
+    beta = scaling.positive("llama_4_scaling_beta")
+    least = -(-spec.max_position_embeddings // MAX_PERIODS)
+    period = scaling.integer("original_max_position_embeddings", least, MAX_POSITIONS)
+    return replace(spec, query_scales=QueryScales(beta, period))
 
 
 def _derive(config: ConfigTable) -> Mapping[str, Any]:

@@ -7,16 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ....kernels.ops import RoutingRule
 from ..config_json import (
-    MAX_EXPERTS,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_WIDTH,
     ConfigTable,
     build_spec,
     num_layers,
-    read_experts,
+    read_experts_in_groups,
 )
 from ..gguf_config import GGUF_NAMES, KEYS, NEXT_TOKENS, SIGMOID, GGUFFormat, read_kv_heads
 from ..spec import DecoderSpec, Experts, Mamba, Rope, TensorNames
@@ -24,7 +22,6 @@ from .family import Family
 from .mamba import MAX_INNER, MAX_STATE, MAX_TAPS, read_time_limits
 
 MAX_MAMBA_HEAD = MAX_INNER // MAX_HEADS
-EPS = 1e-20  # epsilon of the sum of the chosen experts' scores
 NAMES = TensorNames(
     embedding="backbone.embeddings",
     layer="backbone.layers.{}.",
@@ -162,26 +159,8 @@ def _read_experts(config: ConfigTable, layers: tuple[bool, ...]) -> Experts:
     """Read the experts, and the one that computes every token."""
     if "moe_latent_size" in config:
         raise config.refused("moe_latent_size", "absent or null: experts read rows of hidden_size")
-    normalized = config.flag("norm_topk_prob", True)
-    experts = read_experts(config, "n_routed_experts", "moe_intermediate_size", normalized=normalized, layers=layers)
-    groups = config.integer("n_group", 1, MAX_EXPERTS)
-    if experts.num_experts % groups or (groups > 1 and experts.num_experts < 2 * groups):
-        raise config.refused(
-            "n_group", f"such that groups have equal numbers of {experts.num_experts} experts, 2 or more"
-        )
-    kept = config.integer("topk_group", 1, groups)
-    if kept * (experts.num_experts // groups) < experts.top_k:
-        raise config.refused("topk_group", f"such that the groups have {experts.top_k} experts or more")
-    rule = RoutingRule(
-        normalized=normalized,
-        sigmoid=True,
-        groups=groups,
-        kept_groups=kept,
-        eps=EPS,
-        scale=config.positive("routed_scaling_factor", 1.0),
-    )
-    shared_size = config.integer("moe_shared_expert_intermediate_size", 1, MAX_WIDTH)
-    return replace(experts, rule=rule, choice_bias=True, shared_size=shared_size)
+    experts = read_experts_in_groups(config, layers)
+    return replace(experts, shared_size=config.integer("moe_shared_expert_intermediate_size", 1, MAX_WIDTH))
 
 
 def _derive(block: str, config: ConfigTable) -> Mapping[str, Any]:

@@ -18,17 +18,22 @@ from ..weights.quantization import Quantization
 from ..weights.quantized import QuantizedCheckpoint
 from ..weights.safetensors import SafetensorsCheckpoint
 from ..weights.tensors import check_tensors
+from .arcee import ARCEE
+from .cohere import COHERE
 from .cohere2 import COHERE2
-from .ernie4_5 import ERNIE4_5
+from .ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from .exaone4 import EXAONE4
 from .falcon_h1 import FALCON_H1
 from .family import Family
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
 from .glm import GLM, GLM4
+from .glm4_moe import GLM4_MOE
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .granite_hybrid import GRANITE_HYBRID
+from .granite_swa import GRANITE_SWA
+from .hunyuan import HUNYUAN
 from .idefics3 import IDEFICS3
 from .lfm2 import LFM2
 from .lfm2_moe import LFM2_MOE
@@ -40,6 +45,7 @@ from .nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from .olmo2 import OLMO2
 from .olmo3 import OLMO3
 from .olmo_hybrid import OLMO_HYBRID
+from .phi import PHI
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen2_5_vl import QWEN2_5_VL
@@ -50,11 +56,13 @@ from .qwen3_next import QWEN3_NEXT
 from .qwen3_vl import QWEN3_VL
 from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
+from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
 from .unsupported import MISSING_PARTS
 
 FAMILIES = (
     LLAMA,
+    ARCEE,
     MISTRAL,
     MIXTRAL,
     QWEN2,
@@ -65,6 +73,7 @@ FAMILIES = (
     QWEN3_5_MOE,
     SMOLLM3,
     GRANITE,
+    GRANITE_SWA,
     GRANITE_HYBRID,
     FALCON_H1,
     NEMOTRON_H,
@@ -75,11 +84,17 @@ FAMILIES = (
     EXAONE4,
     SEED_OSS,
     ERNIE4_5,
+    ERNIE4_5_MOE,
     GLM,
     GLM4,
+    GLM4_MOE,
+    COHERE,
     COHERE2,
+    STABLELM,
     STARCODER2,
+    HUNYUAN,
     MINISTRAL3,
+    PHI,
     PHI3,
     GEMMA2,
     GEMMA3,

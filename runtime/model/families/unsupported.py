@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 LATENT = "multi-head latent attention (MLA), whose cache holds a latent vector"
-PARALLEL = "LayerNorm, and attention and MLP beside each other (parallel residuals)"
 
 MISSING_PARTS: dict[str, str] = {  # config.json's `architectures[0]` -> the parts
-    "CohereForCausalLM": PARALLEL,
     "DeepseekV2ForCausalLM": LATENT,
     "DeepseekV3ForCausalLM": LATENT,
-    "Ernie4_5_MoeForCausalLM": "experts chosen with a correction bias beside shared experts, by ERNIE's names",
-    "FalconForCausalLM": PARALLEL,
+    "FalconForCausalLM": "queries, keys and values of all heads in one tensor, and ALiBi",
     "Gemma3nForConditionalGeneration": "alternating updates (AltUp), LAuReL and per-layer embeddings",
     "Gemma4ForConditionalGeneration": "layers that read the keys and values of other layers, per-layer embeddings",
-    "Glm4MoeForCausalLM": "shared experts without a gate beside experts chosen by sigmoids",
-    "HunYuanDenseV1ForCausalLM": "norms of queries and keys after their rotation",
+    "GPTNeoXForCausalLM": "queries, keys and values of each head in one tensor",
+    "HunYuanMoEV1ForCausalLM": "norms of heads after their rotation beside experts",
     "InternLM3ForCausalLM": "code in the model's folder, which is not run",
+    "KimiLinearForCausalLM": LATENT,
     "Llama4ForConditionalGeneration": "attention in chunks, and a mixture of experts that scales its input",
     "MiniCPMForCausalLM": "code in the model's folder, which is not run",
-    "PhiForCausalLM": PARALLEL,
-    "StableLmForCausalLM": "LayerNorm in place of RMSNorm",
+    "MiniCPM3ForCausalLM": LATENT,
+    "MiniMaxM2ForCausalLM": "experts chosen by sigmoids beside norms over all heads",
+    "OlmoeForCausalLM": "norms over all heads together beside experts",
+    "Qwen3VLMoeForConditionalGeneration": "DeepStack beside experts",
 }

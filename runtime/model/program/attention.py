@@ -18,6 +18,7 @@ class HeadWeights:
     k_norm: Vector | None = None
     rotary: Vector | None = None  # rotary table; None: no rotation by a table
     sinks: Vector | None = None  # one more score per head, without a value
+    query_scales: Vector | None = None  # factor of the queries of each position
 
 
 class _HeadFields(TypedDict):
@@ -45,6 +46,8 @@ def paged_attention(qkv: Region, out: Region, heads: Heads, weights: HeadWeights
         norms_rows=heads.norms_rows,
         gated=heads.gated,
         sinks=weights.sinks,
+        head_norm=heads.head_norm,
+        query_scales=weights.query_scales,
         **_head_fields(heads, weights),
     )
 

@@ -395,8 +395,15 @@ class ProgramBuilder(OpRecorder):
         self._add([x, out], lambda at: Gather(x.placed(at), out.placed(at)))
         return out
 
-    def logits(self, x: Value | NormedValue, weight: PackedMatrix, scale: float = 1.0, softcap: float = 0.0) -> Logits:
-        """Compute the logits of the rows that sample: x @ weight.T * scale, soft-capped if there is a cap."""
+    def logits(
+        self,
+        x: Value | NormedValue,
+        weight: PackedMatrix,
+        bias: Vector | None = None,
+        scale: float = 1.0,
+        softcap: float = 0.0,
+    ) -> Logits:
+        """Compute the logits of the rows that sample: (x @ weight.T + bias) * scale, soft-capped if there is a cap."""
         values = self._value("logits", x.rows, weight.out_features, "f32")
         maxima = self._value("maxima", x.rows, padded(weight.out_features) // BLOCK, "f32")
         self._add(
@@ -404,7 +411,7 @@ class ProgramBuilder(OpRecorder):
             lambda at: Linear(
                 x.placed(at),
                 weight,
-                None,
+                bias,
                 values.placed(at),
                 "store",
                 maxima=maxima.placed(at),

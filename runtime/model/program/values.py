@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ....kernels.ops import INPUT_DTYPES, DType, Normed, Op, Region, Routing, StoredDtype
+from ....kernels.ops import INPUT_DTYPES, DType, HeadNorm, Normed, Op, Region, Routing, StoredDtype
 from ....kernels.pack import PackedMatrix
 
 Vector = npt.NDArray[np.float32]
@@ -127,6 +127,7 @@ class Heads:
     softcap: float = 0.0  # cap of scores; 0: no cap
     gated: bool = False  # a gate follows each query head; its sigmoid multiplies the output
     norms_rows: bool = False  # q_norm and k_norm are over all heads of a row
+    head_norm: HeadNorm = "rms"  # kind of q_norm and k_norm
     causal: bool = True  # a row sees itself and earlier rows only
     bias: npt.NDArray[np.float32] | None = None  # bias of scores, by positions of query and key: `EphemeralAttention`
     rotary_dim: int = 0  # elements that are rotated by rows of every step instead of a table

@@ -116,6 +116,7 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Vector  # [hidden]
     final_norm_bias: Vector | None  # [hidden]
+    lm_head_bias: Vector | None  # [vocab]
     lm_head: PackedMatrix  # [vocab, hidden]
 
 
@@ -179,8 +180,10 @@ def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory)
     final_norm = factory.vector(hidden, [Part(f"{names.final_norm}.weight", (hidden,))], spec.norm_offset)
     norm_bias = [Part(f"{names.final_norm}.bias", (hidden,))]
     final_norm_bias = factory.vector(hidden, norm_bias) if spec.norm_bias else None
+    head_bias = [Part(f"{names.lm_head}.bias", (spec.vocab_size,))]
+    lm_head_bias = factory.vector(spec.vocab_size, head_bias) if spec.lm_head_bias else None
     lm_head = embedding if spec.tie_embeddings else vocabulary(names.lm_head, GROUP)
-    return DecoderWeights(embedding, layers, final_norm, final_norm_bias, lm_head)
+    return DecoderWeights(embedding, layers, final_norm, final_norm_bias, lm_head_bias, lm_head)
 
 
 def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: WeightFactory) -> LayerWeights:
@@ -224,16 +227,21 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
             return routed
         return replace(routed, shared=mlp(names.shared_gate_up, names.shared_down, experts.shared_size))
 
+    def head_norm(name: str, heads: int) -> Vector | None:
+        if spec.qk_norm_kind != "layer":
+            return norm(spec.qk_norm, name, heads * spec.head_dim if spec.qk_norm_rows else spec.head_dim)
+        parts = _norms_of_heads(f"{prefix}{name}.weight", heads, spec.head_dim)
+        return factory.vector(heads * spec.head_dim, parts) if spec.qk_norm else None
+
     def attention() -> AttentionWeights:
         qkv = stacked(names.qkv, (spec.q_rows, spec.kv_size, spec.kv_size))
         o = stacked((names.o,), (hidden,))
-        q_norm_size, k_norm_size = (spec.q_size, spec.kv_size) if spec.qk_norm_rows else (spec.head_dim, spec.head_dim)
         sinks = [Part(f"{prefix}{names.sinks}", (spec.num_heads,))]
         return AttentionWeights(
             qkv=matrix(spec.qkv_size, hidden, qkv),
             qkv_bias=scaled(bias(spec.qkv_bias, spec.qkv_size, qkv), 1 / spec.attention_in_scale),
-            q_norm=norm(spec.qk_norm, names.q_norm, q_norm_size),
-            k_norm=norm(spec.qk_norm, names.k_norm, k_norm_size),
+            q_norm=head_norm(names.q_norm, spec.num_heads),
+            k_norm=head_norm(names.k_norm, spec.num_kv_heads),
             sinks=factory.vector(spec.num_heads, sinks) if spec.sinks else None,
             o=matrix(hidden, spec.q_size, o, attention_group(spec.num_heads, spec.num_kv_heads, spec.head_dim)),
             o_bias=bias(spec.o_bias, hidden, o),
@@ -336,6 +344,13 @@ def _build_experts(
         down_biases=biases(hidden, down),
         shared=None,
     )
+
+
+def _norms_of_heads(tensor: str, heads: int, head_dim: int) -> list[Part]:
+    """Return the parts of a norm with weights for each head, from one tensor, or from one for each head."""
+    if "{}" not in tensor:
+        return [Part(tensor, (heads, head_dim))]
+    return [Part(tensor.format(head), (head_dim,), start=head * head_dim) for head in range(heads)]
 
 
 def _gate_up(spec: DecoderSpec, names: tuple[str, ...], size: int) -> tuple[int, list[Part]]:

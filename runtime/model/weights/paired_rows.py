@@ -23,11 +23,15 @@ from .quantization import SORTED
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The rows of a tensor that are in neighboring pairs: the first `rotated` of each head in the first `rows`."""
+    """The rows of a tensor that are in neighboring pairs: the first `rotated` of each head in the first `rows`.
+
+    The elements of a vector are rows; a vector may have a dimension of heads.
+    """
 
     head_dim: int
     rotated: int
     rows: int
+    is_vector: bool = False
 
 
 class PairedRows:
@@ -58,9 +62,10 @@ class PairedRows:
         places = self._places(name)
         if places is None:
             return array
-        ordered = np.empty_like(array)
-        ordered[places] = array
-        return ordered
+        rows = array.reshape(len(places), -1)
+        ordered = np.empty_like(rows)
+        ordered[places] = rows
+        return ordered.reshape(array.shape)
 
     def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield each `num_rows` of the given rows of a tensor, in whole heads and whole tiles of 32 rows."""
@@ -81,7 +86,8 @@ class PairedRows:
         pairs = self._pairs.get(name.removesuffix(SORTED))
         if pairs is None:
             return None
-        places = np.arange(self.shape(name)[0])
+        shape = self.shape(name)
+        places = np.arange(prod(shape) if pairs.is_vector else shape[0])
         heads = places[: pairs.rows].reshape(-1, pairs.head_dim)
         rotated = heads[:, : pairs.rotated]
         heads[:, : pairs.rotated] = rotated.reshape(-1, 2, pairs.rotated // 2).swapaxes(1, 2).reshape(rotated.shape)
@@ -89,14 +95,20 @@ class PairedRows:
 
 
 def neighboring_pairs(spec: DecoderSpec) -> dict[str, Pairs]:
-    """Return the pairs of the weights and biases of Q and K, or of the tensor in which they are with V."""
+    """Return the pairs of the weights and biases of Q and K, or of the tensor that also has V; and of their norms."""
     rotated = next((rotary_dim(rope, spec.head_dim) for rope in spec.ropes if rope is not None), spec.head_dim)
     sizes = (spec.q_size, spec.kv_size) if len(spec.names.qkv) > 1 else (spec.q_size + spec.kv_size,)
-    return {
-        f"{spec.names.layer.format(layer)}{name}.{kind}": Pairs(spec.head_dim, rotated, rows)
-        for layer in range(spec.num_layers)
-        for name, rows in zip(spec.names.qkv, sizes, strict=False)
+    names = spec.names
+    pairs = {
+        f"{name}.{kind}": Pairs(spec.head_dim, rotated, rows, kind == "bias")
+        for name, rows in zip(names.qkv, sizes, strict=False)
         for kind in ("weight", "bias")
+    }
+    own = spec.qk_norm_kind == "layer"
+    for name, rows in ((names.q_norm, spec.q_size), (names.k_norm, spec.kv_size)):
+        pairs[f"{name}.weight"] = Pairs(spec.head_dim, rotated, rows if own else spec.head_dim, is_vector=True)
+    return {
+        f"{names.layer.format(layer)}{name}": each for layer in range(spec.num_layers) for name, each in pairs.items()
     }
 
 

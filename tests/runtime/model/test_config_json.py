@@ -20,6 +20,7 @@ from quire.runtime.model.spec import (
     Llama3Scaling,
     LongRopeScaling,
     Mamba,
+    QueryScales,
     Rope,
     TensorNames,
     YarnScaling,
@@ -32,6 +33,8 @@ ARCHITECTURE = {
     "mistral": "MistralForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granite_swa": "GraniteSWAForCausalLM",
+    "arcee": "ArceeForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
@@ -39,7 +42,13 @@ ARCHITECTURE = {
     "ernie4_5": "Ernie4_5ForCausalLM",
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "phi": "PhiForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -62,6 +71,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "lfm2": {"num_key_value_heads": 2},  # the default has more than MINIMAL's heads
     "exaone4": {"num_key_value_heads": 2},
     "seed_oss": {"num_key_value_heads": 2},
+    "stablelm": {"num_key_value_heads": 2},
+    "glm4_moe": {"num_key_value_heads": 2},
     "ministral3": {"num_key_value_heads": 2},
     "granite_hybrid": {
         "layer_types": ["mamba", "mamba", "attention"],
@@ -134,7 +145,17 @@ def test_defaults(read: Read) -> None:
         ("ernie4_5", {"use_bias": True}, True, True, True),
         ("glm", {}, True, False, False),
         ("glm4", {"attention_bias": False}, False, False, False),
-        ("cohere2", {}, False, False, False),
+        ("cohere", {}, False, False, False),
+        ("cohere2", {"attention_bias": True}, True, True, False),
+        ("stablelm", {}, False, False, False),
+        ("stablelm", {"use_qkv_bias": True}, True, False, False),
+        ("phi", {}, True, True, True),
+        ("arcee", {"attention_bias": True}, True, True, False),
+        ("arcee", {"mlp_bias": True}, False, False, True),
+        ("ernie4_5_moe", {"use_bias": True}, True, True, True),
+        ("glm4_moe", {"attention_bias": True}, True, False, False),
+        ("hunyuan_v1_dense", {}, False, False, False),
+        ("hunyuan_v1_dense", {"attention_bias": True}, True, True, False),
         ("starcoder2", {}, True, True, True),
         ("starcoder2", {"use_bias": False}, False, False, False),
         ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}, False, True, True),
@@ -163,7 +184,7 @@ def test_head_dim(read: Read, family: str, keys: Any, head_dim: int) -> None:
 
 def test_families_that_norm_queries_and_keys(read: Read) -> None:
     assert {family for family in ARCHITECTURE if read(family).qk_norm} == {
-        "qwen3", "olmo2", "olmo3", "exaone4", "gemma3", "lfm2",
+        "qwen3", "olmo2", "olmo3", "exaone4", "gemma3", "lfm2", "hunyuan_v1_dense",
     }  # fmt: skip
     assert {family for family in ARCHITECTURE if read(family).qk_norm_rows} == {"olmo2", "olmo3"}
 
@@ -206,6 +227,8 @@ def test_families_that_norm_queries_and_keys(read: Read) -> None:
         ("exaone4", {"sliding_window": 8, "sliding_window_pattern": 2}, (8, 0, 8)),
         ("exaone4", {"sliding_window": 8, "sliding_window_pattern": "LG"}, (8, 0, 8)),
         ("exaone4", {"sliding_window": None, "sliding_window_pattern": None}, (0, 0, 0)),
+        ("granite_swa", {}, (0, 128, 128)),
+        ("granite_swa", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3}, (8, 8, 8)),
         ("cohere2", {"num_hidden_layers": 4}, (4096, 4096, 4096, 0)),
         ("cohere2", {"sliding_window": 8, "sliding_window_pattern": 2}, (8, 0, 8)),
         ("cohere2", {"sliding_window": 8, "layer_types": ["full_attention"] * 3}, (0, 0, 0)),
@@ -374,13 +397,14 @@ def test_glm_rotates_half_of_each_head_unless_config_json_says_otherwise(
     assert read("glm4", **keys).ropes == (Rope(1e4, None, dim),) * 3
 
 
-def test_ministral3_is_limited_to_the_positions_whose_queries_have_a_scale_of_1(read: Read) -> None:
+def test_ministral3_scales_queries_by_the_contexts_of_pre_training_before_them(read: Read) -> None:
     rope = {"rope_type": "yarn", "factor": 4, "mscale": 1, "mscale_all_dim": 1, "original_max_position_embeddings": 128}
-    assert read("ministral3", rope_parameters=rope).max_position_embeddings == 512
-    limited = read("ministral3", rope_parameters={**rope, "llama_4_scaling_beta": 0.1})
-    assert limited.max_position_embeddings == 128
-    assert limited.ropes == (Rope(1e4, YarnScaling(4.0, 1.0, 32.0, 1.0, True, 128)),) * 3
-    assert read("ministral3", max_position_embeddings=1 << 18).max_position_embeddings == 16_384
+    assert read("ministral3", rope_parameters=rope).query_scales is None
+    scaled = read("ministral3", rope_parameters={**rope, "llama_4_scaling_beta": 0.2})
+    assert (scaled.query_scales, scaled.max_position_embeddings) == (QueryScales(0.2, 128), 512)
+    assert scaled.ropes == (Rope(1e4, YarnScaling(4.0, 1.0, 32.0, 1.0, True, 128)),) * 3
+    usual = read("ministral3", max_position_embeddings=1 << 18)
+    assert (usual.query_scales, usual.max_position_embeddings) == (QueryScales(0.1, 16_384), 1 << 18)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "ministral3"])
@@ -419,12 +443,86 @@ def test_full_layers_of_cohere2_do_not_rotate_heads(read: Read) -> None:
 
 @pytest.mark.parametrize(
     ("family", "key", "has_bias", "parallel"),
-    [("cohere2", "layer_norm_eps", False, True), ("starcoder2", "norm_epsilon", True, False)],
+    [
+        ("cohere", "layer_norm_eps", False, True),
+        ("cohere2", "layer_norm_eps", False, True),
+        ("stablelm", "layer_norm_eps", True, False),
+        ("phi", "layer_norm_eps", True, True),
+        ("starcoder2", "norm_epsilon", True, False),
+    ],
 )
 def test_families_with_layer_norm(read: Read, family: str, key: str, has_bias: bool, parallel: bool) -> None:
     spec = read(family, rms_norm_eps=1.0, **{key: 1e-3})
     assert (spec.norm_kind, spec.norm_eps, spec.norm_bias, spec.parallel) == ("layer", 1e-3, has_bias, parallel)
     assert read(family).norm_eps == 1e-5
+
+
+def test_layer_norms_of_heads(read: Read) -> None:
+    assert (read("cohere", use_qk_norm=True).qk_norm, read("stablelm", qk_layernorm=True).qk_norm) == (True, True)
+    assert {read(family).qk_norm_kind for family in ("cohere", "stablelm")} == {"layer"}
+    assert read("hunyuan_v1_dense").qk_norm_kind == "rotated"
+
+
+def test_stablelm_and_phi_rotate_a_part_of_each_head(read: Read) -> None:
+    assert read("stablelm").ropes == (Rope(1e4, None, 4),) * 3
+    assert read("phi").ropes == (Rope(1e4, None, 8),) * 3
+    assert read("stablelm", partial_rotary_factor=0.5, use_parallel_residual=True).parallel
+
+
+def test_a_fixed_alpha_stretches_the_base_of_hunyuan(read: Read) -> None:
+    """By alpha to the power of 16 / 14, for heads of 16 elements."""
+    rope = {"type": "dynamic", "alpha": 128.0, "factor": 1.0}
+    assert read("hunyuan_v1_dense", rope_scaling=rope).ropes == (Rope(1e4 * 2**8),) * 3
+
+
+def test_layers_of_granite_swa_have_a_rotary_embedding_each_or_none(read: Read) -> None:
+    spec = read("granite_swa", layer_rope_theta=[0, 1e4, 5e5])
+    assert (spec.ropes, spec.sinks) == ((None, Rope(1e4), Rope(5e5)), True)
+    assert read("granite_swa").ropes == (Rope(1e4),) * 3
+
+
+def test_experts_of_ernie4_5(read: Read) -> None:
+    spec = read("ernie4_5_moe")
+    assert spec.experts == Experts(
+        num_experts=64,
+        top_k=6,
+        intermediate_size=1536,
+        rule=RoutingRule(normalized=True),
+        layers=(False, True, True),
+        choice_bias=True,
+        shared_size=3072,
+    )
+    assert (spec.head_dim, spec.lm_head_bias, read("ernie4_5_moe", use_bias=True).lm_head_bias) == (16, False, True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        ({"moe_layer_start_index": 0}, (True, True, True)),
+        ({"moe_layer_start_index": 0, "moe_layer_end_index": 1}, (True, True, False)),
+        ({"moe_layer_interval": 2}, (False, True, False)),
+    ],
+)
+def test_layers_of_ernie4_5_with_experts(read: Read, keys: Any, layers: tuple[bool, ...]) -> None:
+    experts = read("ernie4_5_moe", **keys).experts
+    assert experts is not None
+    assert experts.layers == layers
+
+
+def test_experts_of_glm4_5(read: Read) -> None:
+    spec = read("glm4_moe", n_shared_experts=2, routed_scaling_factor=2.5, n_group=8, topk_group=4)
+    assert spec.experts == Experts(
+        num_experts=128,
+        top_k=8,
+        intermediate_size=1408,
+        rule=RoutingRule(normalized=True, sigmoid=True, groups=8, kept_groups=4, eps=1e-20, scale=2.5),
+        layers=(False, True, True),
+        choice_bias=True,
+        shared_size=2816,
+    )
+    assert spec.ropes == (Rope(1e4, None, 8),) * 3
+    assert (spec.qk_norm, read("glm4_moe", use_qk_norm=True).qk_norm) == (False, True)
+    assert read("glm4_moe", first_k_dense_replace=3).experts is None
 
 
 def test_the_text_part_of_a_gemma3_with_images(read: Read) -> None:
@@ -592,6 +690,46 @@ def test_an_invalid_window_is_refused_by_name(read: Read, family: str, keys: Any
         ("cohere2", {"logit_scale": 0}, "logit_scale is 0; it must be a number"),
         ("cohere2", {"layer_norm_eps": "1e-5"}, "layer_norm_eps"),
         ("cohere2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; it must be absent or 1"),
+        ("cohere", {"use_qk_norm": "yes"}, "use_qk_norm"),
+        ("arcee", {"hidden_act": "silu"}, 'hidden_act is "silu"; it must be "relu2"'),
+        ("granite_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta is .*; it must be a list of 3 numbers"),
+        ("granite_swa", {"layer_rope_theta": [0, 1e4, True]}, "a list of 3 numbers"),
+        ("granite_swa", {"layer_rope_theta": [0, 1e4, 0.5]}, r"layer_rope_theta\[2\] is 0.5; it must be 0, or above 1"),
+        ("granite_swa", {"layer_rope_theta": [0, 1e4, -1]}, r"layer_rope_theta\[2\] is -1; it must be a number"),
+        ("granite_swa", {"sliding_window": None}, "sliding_window is null"),
+        ("ernie4_5_moe", {"moe_k": 65}, "moe_k is 65; it must be an integer from 1 to 64"),
+        ("ernie4_5_moe", {"moe_num_experts": [64, 64]}, "moe_num_experts is"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min is 0.5; it must be at most 1e-06"),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval is 0"),
+        (
+            "ernie4_5_moe",
+            {"moe_num_shared_experts": 1000},
+            "moe_num_shared_experts is 1000; .* at most 1048576 columns",
+        ),
+        ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts is 0; it must be an integer from 1"),
+        ("glm4_moe", {"n_shared_experts": 1000}, "n_shared_experts is 1000; .* at most 1048576 columns"),
+        ("glm4_moe", {"n_group": 3}, "n_group is 3"),
+        ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+        ("stablelm", {"qk_layernorm": 1}, "qk_layernorm"),
+        ("stablelm", {"use_parallel_residual": 1}, "use_parallel_residual"),
+        ("phi", {"hidden_act": "gelu"}, 'hidden_act is "gelu"; it must be "gelu_new" or "gelu_pytorch_tanh"'),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm is true; it must be absent or false"),
+        ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings is true; it must be absent or false"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type is .dynamic"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": -1}}, "rope_scaling.alpha is -1"),
+        (
+            "hunyuan_v1_dense",
+            {"head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 50}},
+            "head_dim is 2; it must be at least 4",
+        ),
+        (
+            "ministral3",
+            {
+                "max_position_embeddings": 8192,
+                "rope_parameters": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 1},
+            },
+            "original_max_position_embeddings is 1; it must be an integer from 2 to",
+        ),
         ("starcoder2", {"hidden_act": "silu"}, 'hidden_act is "silu"; it must be "gelu_pytorch_tanh"'),
         ("starcoder2", {"norm_epsilon": None}, "norm_epsilon is null"),
         ("starcoder2", {"use_bias": "yes"}, "use_bias"),

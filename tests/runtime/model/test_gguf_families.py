@@ -23,6 +23,9 @@ from tests.support.gguf_files import Tensor, convert, describe, encode, rope_fac
 CHANGED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": []},
     "lfm2": {"conv_bias": False},
+    "ernie4_5_moe": {"use_bias": False},
+    "glm4_moe": {"n_group": 1},
+    "nemotron_h_moe": {"mlp_bias": False, "n_group": 1},
 }
 
 
@@ -260,6 +263,25 @@ def test_full_layers_of_cohere2_do_not_rotate_heads(edited: Callable[..., Path],
     assert [layer for layer, rope in enumerate(spec.ropes) if rope is None] == full
 
 
+def test_layers_of_glm_4_5_that_predict_further_tokens_are_not_read(edited: Callable[..., Path], goldens: Path) -> None:
+    tensors = stored_tensors(goldens / "glm4_moe", "F32")
+    last = {name.replace("blk.2.", "blk.3."): each for name, each in tensors.items() if name.startswith("blk.2.")}
+    spec = read_spec(edited("glm4_moe", {"glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}, last))
+    assert spec.num_layers == 3
+
+
+def test_a_stablelm_without_a_norm_before_its_mlp_is_parallel(edited: Callable[..., Path]) -> None:
+    """Old converters write use_parallel_residual for all models."""
+    norms = {
+        f"blk.{layer}.ffn_norm.{kind}": encode(np.ones(72, np.float32), "F32")
+        for layer in (0, 1)
+        for kind in ("weight", "bias")
+    }
+    spec = read_spec(edited("stablelm", {"stablelm.use_parallel_residual": True}, norms))
+    assert not spec.parallel
+    assert read_spec(edited("stablelm")).parallel
+
+
 def test_layers_without_rotary_embedding_have_no_divisors(edited: Callable[..., Path]) -> None:
     divisors = np.linspace(1, 2, 6, dtype=np.float32)
     spec = read_spec(edited("smollm3", {}, {"rope_freqs.weight": encode(divisors, "F32")}))
@@ -318,6 +340,13 @@ def test_the_rotated_part_of_a_head_is_not_rounded(model_folder: Callable[..., P
             r"\[true\]; it must be an integer, or a list of 5",
         ),
         ("exaone4", {"exaone4.attention.sliding_window_pattern": "LLLG"}, '"LLLG"; it must be an integer'),
+        (
+            "ernie4_5_moe",
+            {"ernie4_5-moe.expert_shared_feed_forward_length": 60},
+            "expert_shared_feed_forward_length is 60; it must be a multiple of 40",
+        ),
+        ("nemotron_h_moe", {"nemotron_h_moe.expert_gating_func": 1}, "expert_gating_func is 1; it must be absent or 2"),
+        ("glm4_moe", {"glm4moe.expert_gating_func": 1}, "expert_gating_func is 1; it must be absent, 0 or 2"),
         ("cohere2", {"cohere2.attention.sliding_window": None}, "sliding_window is missing; it must be an integer"),
         ("cohere2", {"cohere2.attention.layer_norm_epsilon": None}, "layer_norm_epsilon is missing; it must be"),
         ("starcoder2", {"starcoder2.attention.sliding_window": 8}, "sliding_window is 8; it must be absent or 0"),

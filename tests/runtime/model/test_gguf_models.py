@@ -49,7 +49,11 @@ METADATA: dict[str, dict[str, Any]] = {
     "exaone4": {"exaone4.attention.sliding_window_pattern": [True, True, False, True]},
     "cohere2": {"cohere2.attention.sliding_window_pattern": 3},  # the converter leaves out 4, the usual one
 }
-FAMILIES = ("llama", "qwen3", "granite", "olmo2", "olmo3", "exaone4", "glm", "glm4", "phi3", *CHANGED)
+UNCHANGED = (
+    "llama", "arcee", "qwen3", "granite", "olmo2", "olmo3", "exaone4", "glm", "glm4", "cohere", "stablelm",
+    "phi", "phi3",
+)  # fmt: skip
+FAMILIES = (*UNCHANGED, *CHANGED)
 LAYER = "blk.1."
 VECTORS = (
     "input_norm",

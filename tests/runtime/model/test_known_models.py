@@ -99,7 +99,7 @@ READ: dict[str, tuple[dict[str, Any], tuple[str, int, int, int, int]]] = {
             "Mistral3ForConditionalGeneration", 131072, 4096, 34, 32, 8, 14336, 262144,
             model_type="ministral3", head_dim=128, rope_parameters=MINISTRAL,
         ),
-        ("ministral3", 128, 0, 0, 16384),
+        ("ministral3", 128, 0, 0, 262144),
     ),
     "Qwen2.5 7B": (
         model(
@@ -127,6 +127,56 @@ READ: dict[str, tuple[dict[str, Any], tuple[str, int, int, int, int]]] = {
     "SmolLM3 3B": (
         model("SmolLM3ForCausalLM", 128256, 2048, 36, 16, 4, 11008, 65536, rope_theta=5e6),
         ("smollm3", 128, 0, 9, 65536),
+    ),
+    "AFM 4.5B": (
+        model(
+            "ArceeForCausalLM", 128004, 2560, 36, 20, 4, 18432, 65536,
+            hidden_act="relu2", head_dim=128, rope_theta=1e4,
+            rope_scaling={**YARN, "factor": 20.0, "original_max_position_embeddings": 4096},
+        ),
+        ("arcee", 128, 0, 0, 65536),
+    ),
+    "Granite 4.0 1B": (
+        model(
+            "GraniteForCausalLM", 100352, 2048, 40, 16, 4, 4096, 131072,
+            logits_scaling=8.0, rope_theta=1e7, tie_word_embeddings=True, **GRANITE,
+        ),
+        ("granite", 128, 0, 0, 131072),
+    ),
+    "Granite 4.0 H 1B": (
+        model(
+            "GraniteMoeHybridForCausalLM", 100352, 1536, 40, 12, 4, 4096, 131072,
+            layer_types=(["mamba"] * 9 + ["attention"]) * 4, position_embedding_type="nope", num_local_experts=0,
+            shared_intermediate_size=4096, mamba_n_heads=48, mamba_d_head=64, mamba_d_state=128, **GRANITE,
+        ),
+        ("granite_hybrid", 128, 0, 40, 131072),
+    ),
+    "Granite SWA 2B": (
+        model("GraniteSWAForCausalLM", 100352, 2560, 24, 20, 4, 8192, 8192, sliding_window=128, **GRANITE),
+        ("granite_swa", 128, 18, 0, 8192),
+    ),
+    "Falcon-H1 0.5B": (
+        model(
+            "FalconH1ForCausalLM", 32784, 1024, 36, 8, 2, 2048, 16384,
+            head_dim=64, mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64, mamba_d_state=128, rope_theta=1e11,
+        ),
+        ("falcon_h1", 64, 0, 0, 16384),
+    ),
+    "Nemotron Nano 9B v2": (
+        model(
+            "NemotronHForCausalLM", 131072, 4480, 56, 40, 8, 15680, 131072,
+            hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", head_dim=128,
+            mamba_num_heads=128, mamba_head_dim=80, n_groups=8, ssm_state_size=128,
+        ),
+        ("nemotron_h", 128, 0, 56, 131072),
+    ),
+    "LFM2 8B A1B": (
+        model(
+            "Lfm2MoeForCausalLM", 65536, 2048, 24, 32, 8, 7168, 128000,
+            conv_L_cache=3, num_dense_layers=2, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=1792,
+            layer_types=["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+        ),
+        ("lfm2_moe", 64, 0, 18, 128000),
     ),
     "Granite 3.3 2B": (
         model("GraniteForCausalLM", 49159, 2048, 40, 32, 8, 8192, 131072, logits_scaling=8.0, **GRANITE),
@@ -165,6 +215,29 @@ READ: dict[str, tuple[dict[str, Any], tuple[str, int, int, int, int]]] = {
         model("Ernie4_5ForCausalLM", 103424, 1024, 18, 16, 2, 3072, 131072, head_dim=128, use_bias=False),
         ("ernie4_5", 128, 0, 0, 131072),
     ),
+    "ERNIE 4.5 21B A3B": (
+        model(
+            "Ernie4_5_MoeForCausalLM", 103424, 2560, 28, 20, 4, 12288, 131072,
+            moe_num_experts=64, moe_k=6, moe_intermediate_size=1536, moe_num_shared_experts=2, use_bias=False,
+        ),
+        ("ernie4_5_moe", 128, 0, 0, 131072),
+    ),
+    "GLM-4.5 Air": (
+        model(
+            "Glm4MoeForCausalLM", 151552, 4096, 46, 96, 8, 10944, 131072,
+            head_dim=128, n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=1408,
+            first_k_dense_replace=1, partial_rotary_factor=0.5, attention_bias=True, num_nextn_predict_layers=1,
+        ),
+        ("glm4_moe", 128, 0, 0, 131072),
+    ),
+    "GLM-4.6": (
+        model(
+            "Glm4MoeForCausalLM", 151552, 5120, 92, 96, 8, 12288, 202752,
+            head_dim=128, n_routed_experts=160, n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=1536,
+            first_k_dense_replace=3, use_qk_norm=True, routed_scaling_factor=2.5, attention_bias=True,
+        ),
+        ("glm4_moe", 128, 0, 0, 202752),
+    ),
     "GLM-4 9B chat": (
         model("GlmForCausalLM", 151552, 4096, 40, 32, 2, 13696, 131072, head_dim=128, attention_bias=True),
         ("glm", 128, 0, 0, 131072),
@@ -172,6 +245,35 @@ READ: dict[str, tuple[dict[str, Any], tuple[str, int, int, int, int]]] = {
     "GLM-4 9B 0414": (
         model("Glm4ForCausalLM", 151552, 4096, 40, 32, 2, 13696, 32768, partial_rotary_factor=0.5),
         ("glm4", 128, 0, 0, 32768),
+    ),
+    "Command R 35B": (
+        model(
+            "CohereForCausalLM", 256000, 8192, 40, 64, 64, 22528, 8192,
+            rope_theta=8e6, logit_scale=0.0625, model_max_length=131072, use_qk_norm=False,
+        ),
+        ("cohere", 128, 0, 0, 8192),
+    ),
+    "StableLM 2 1.6B": (
+        model(
+            "StableLmForCausalLM", 100352, 2048, 24, 32, 32, 5632, 4096,
+            partial_rotary_factor=0.25, use_qkv_bias=True, layer_norm_eps=1e-5, tie_word_embeddings=False,
+        ),
+        ("stablelm", 64, 0, 0, 4096),
+    ),
+    "Phi-2": (
+        model(
+            "PhiForCausalLM", 51200, 2560, 32, 32, 32, 10240, 2048,
+            hidden_act="gelu_new", partial_rotary_factor=0.4, qk_layernorm=False, layer_norm_eps=1e-5,
+        ),
+        ("phi", 80, 0, 0, 2048),
+    ),
+    "Hunyuan 7B": (
+        model(
+            "HunYuanDenseV1ForCausalLM", 128256, 4096, 32, 32, 8, 14336, 32768,
+            head_dim=128, use_qk_norm=True, use_cla=False, rms_norm_eps=1e-5,
+            rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1},
+        ),
+        ("hunyuan_v1_dense", 128, 0, 0, 32768),
     ),
     "Command R7B": (
         model(
@@ -235,20 +337,21 @@ READ: dict[str, tuple[dict[str, Any], tuple[str, int, int, int, int]]] = {
 
 # name -> config.json, as far as it decides; the error
 REFUSED = {
-    "Command R": ("CohereForCausalLM", "LayerNorm, and attention and MLP beside each other"),
     "DeepSeek-V2-Lite": ("DeepseekV2ForCausalLM", "multi-head latent attention"),
     "DeepSeek-V3": ("DeepseekV3ForCausalLM", "multi-head latent attention"),
-    "ERNIE 4.5 21B A3B": ("Ernie4_5_MoeForCausalLM", "experts chosen with a correction bias"),
-    "Falcon 7B": ("FalconForCausalLM", "LayerNorm, and attention and MLP beside each other"),
+    "Falcon 7B": ("FalconForCausalLM", "queries, keys and values of all heads in one tensor, and ALiBi"),
     "Gemma 3n E2B": ("Gemma3nForConditionalGeneration", "alternating updates"),
     "Gemma 4 E2B": ("Gemma4ForConditionalGeneration", "layers that read the keys and values of other layers"),
-    "GLM-4.5 Air": ("Glm4MoeForCausalLM", "shared experts without a gate"),
-    "Hunyuan 7B": ("HunYuanDenseV1ForCausalLM", "norms of queries and keys after their rotation"),
     "InternLM3 8B": ("InternLM3ForCausalLM", "code in the model's folder"),
+    "GPT-NeoX 20B": ("GPTNeoXForCausalLM", "queries, keys and values of each head in one tensor"),
+    "Hunyuan A13B": ("HunYuanMoEV1ForCausalLM", "norms of heads after their rotation beside experts"),
+    "Kimi Linear 48B": ("KimiLinearForCausalLM", "multi-head latent attention"),
+    "MiniCPM3 4B": ("MiniCPM3ForCausalLM", "multi-head latent attention"),
+    "MiniMax M2": ("MiniMaxM2ForCausalLM", "experts chosen by sigmoids beside norms over all heads"),
+    "OLMoE 1B 7B": ("OlmoeForCausalLM", "norms over all heads together beside experts"),
+    "Qwen3-VL 30B A3B": ("Qwen3VLMoeForConditionalGeneration", "DeepStack beside experts"),
     "Llama 4 Scout": ("Llama4ForConditionalGeneration", "attention in chunks"),
     "MiniCPM 2B": ("MiniCPMForCausalLM", "code in the model's folder"),
-    "Phi-2": ("PhiForCausalLM", "LayerNorm, and attention and MLP beside each other"),
-    "StableLM 2 1.6B": ("StableLmForCausalLM", "LayerNorm in place of RMSNorm"),
 }
 
 

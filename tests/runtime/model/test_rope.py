@@ -9,8 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from quire.runtime.model.rope import _cos_sin, inverse_frequencies, rotary_nbytes, rotary_table, rotary_tables
-from quire.runtime.model.spec import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
+from quire.runtime.model.rope import (
+    _cos_sin,
+    inverse_frequencies,
+    query_scales,
+    rotary_nbytes,
+    rotary_table,
+    rotary_tables,
+)
+from quire.runtime.model.spec import LinearScaling, Llama3Scaling, LongRopeScaling, QueryScales, Rope, YarnScaling
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 HEAD_DIM = 128
@@ -109,3 +116,9 @@ def test_longrope_has_its_long_factors_where_more_positions_are_served_than_in_t
     rope = Rope(10000.0, LongRopeScaling((2.0,), (4.0,), 1.0, 64))
     frequencies, _ = inverse_frequencies(rope, 2, max_positions)
     assert frequencies.tolist() == [1 / factor]
+
+
+def test_queries_are_scaled_by_the_periods_before_them() -> None:
+    found = query_scales(QueryScales(0.5, 2), 5)
+    assert found.dtype == np.float32
+    assert found == pytest.approx([1, 1, 1 + 0.5 * np.log(2), 1 + 0.5 * np.log(2), 1 + 0.5 * np.log(3)], rel=1e-7)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from quire.kernels import scratch_nbytes
-from quire.kernels.ops import padded
+from quire.kernels.ops import Attention, padded
 from quire.pager import KVArena
 from quire.runtime.model import kv_layout, pack_model, plan_memory, read_spec
 from quire.runtime.model.rope import rotary_tables
@@ -90,6 +90,7 @@ def test_a_plan_equals_what_loading_and_compiling_allocate(family: str, weights:
     assert plan.arena_bytes == compiled.arena_bytes
     assert plan.program.values == compiled.values
     assert plan.logits_bytes == compiled.logits.nbytes == 8 * vocab * 4
+    tables |= {id(op.query_scales): op.query_scales for op in compiled.ops if isinstance(op, Attention)}
     assert plan.rotary_bytes == sum(table.nbytes for table in tables.values() if table is not None)
     assert plan.scratch_bytes == scratch_nbytes(2, compiled.ops)
     assert plan.sampling_bytes == 2 * vocab * (4 + 8) + 8 * (4 + 4 + 32 * 8)
