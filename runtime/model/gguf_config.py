@@ -90,8 +90,8 @@ ROPE_FREQS = "rope_freqs.weight"  # f32 [rotated elements / 2]: divisors of the 
 LONG_ROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # the same
 LONG_ROPE_SCALE = "rope.scaling.attn_factor"
 NEXT_TOKENS = "nextn_predict_layers"  # the number of layers after the decoder's, which predict further tokens
-GATING = "expert_gating_func"  # scores of routers, which have a default of their own in each family that reads the key
-SIGMOID = 2  # its value for routers with sigmoids
+GATING = "expert_gating_func"  # the scores of routers; each family that reads the key has a default of its own
+SIGMOID = 2  # the value of GATING for routers with sigmoids
 QUANTIZATION = 2  # the version of GGML's block formats
 EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 

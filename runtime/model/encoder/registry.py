@@ -137,11 +137,12 @@ def _body(config: ConfigTable) -> tuple[BertSpec | DecoderSpec, EncoderFamily | 
         )
     spec = _bidirectional(config, family) if config.flag(BIDIRECTIONAL, False) else family.read(config)
     special = spec.sinks or spec.attention_softcap or spec.qk_norm_rows or spec.gated_heads or spec.query_scales
-    if special or spec.qk_norm_kind != "rms" or spec.convolutions or spec.delta or spec.mamba:
+    special = special or (spec.qk_norm and spec.qk_norm_kind != "rms")
+    if special or spec.convolutions or spec.delta or spec.mamba:
         raise UnsupportedModel(
             f"{CONFIG_FILE}: architectures[0] is {name:.80}; a decoder that makes vectors must have no attention "
-            "sinks, no soft cap of scores, no norm over all heads together, no gates of heads and "
-            "no layers with states"
+            "sinks, no soft cap of scores, no norm over all heads together, no LayerNorm of heads, no norm of heads "
+            "after their rotation, no scales of queries, no gates of heads and no layers with states"
         )
     return spec, family
 

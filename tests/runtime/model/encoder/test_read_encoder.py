@@ -476,7 +476,13 @@ def test_a_head_without_the_answers_rows(encoder_folder: Copy, rows: int) -> Non
         pack_encoder(folder, "f32")
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "lfm2", "olmo2", "granite_hybrid", "falcon_h1", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma2", "gpt_oss", "lfm2", "olmo2", "granite_hybrid", "falcon_h1", "qwen3_next", "cohere", "hunyuan_v1_dense",
+        "ministral3",
+    ],
+)  # fmt: skip
 def test_decoders_whose_attention_has_more_are_refused(name: str, decoder_with_modules: Callable[[str], Path]) -> None:
     with pytest.raises(UnsupportedModel, match=r"no attention sinks, no soft cap .*, .* and no layers with states"):
         read_encoder(decoder_with_modules(name))
