@@ -63,6 +63,7 @@ class Pager:
             )
         self.prefix_queried_tokens = 0  # prompt tokens of every `open` that succeeded
         self.prefix_hit_tokens = 0
+        self.stateless_tokens = 0  # prompt tokens whose pages were found, behind the last state that was found
         self.num_spilled = 0  # pages in the store
         self.num_spilled_states = 0  # states in the store
         self._copy_page = copy_page
@@ -99,6 +100,7 @@ class Pager:
         if self.prefix:
             self.prefix_queried_tokens += len(token_ids)
             self.prefix_hit_tokens += table.num_tokens
+            self.stateless_tokens += table.shared_end - table.num_tokens
         return table
 
     def commit(self, table: PageTable, token_ids: Sequence[int]) -> None:

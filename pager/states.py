@@ -23,7 +23,7 @@ CopyState = Callable[[int, int], None]  # (source slot, destination slot)
 class NoStates:
     """The slots of a model without states: none."""
 
-    num_slots = num_owned = num_copies = 0
+    num_slots = num_owned = num_copies = nbytes = 0
     rollback = 1 << 62  # a sequence may return to any position
 
     def free_slots(self) -> list[int]:
@@ -44,12 +44,13 @@ class NoStates:
 class StatePool:
     """Slots with reference counts. There must be one for every sequence that runs at the same time."""
 
-    def __init__(self, num_slots: int, rollback: int, copy: CopyState | None = None) -> None:
-        """`copy` copies a state; None where there is no memory, as in a simulation."""
+    def __init__(self, num_slots: int, rollback: int, copy: CopyState | None = None, nbytes: int = 0) -> None:
+        """Make slots for states of `nbytes`. `copy` copies one; None where there is no memory, as in a simulation."""
         if num_slots < 1 or rollback < 0:
             raise ValueError(f"there must be slots and tokens to go back to, got {num_slots} and {rollback}")
         self.num_slots = num_slots
         self.rollback = rollback
+        self.nbytes = nbytes
         self.num_copies = 0  # states that were copied because two sequences shared a slot
         self._copy = copy
         self._references = [0] * num_slots

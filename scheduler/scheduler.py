@@ -272,6 +272,8 @@ class Scheduler:
             state_hits=cached.num_hits,
             state_copies=states.num_copies,
             states_spilled=pager.num_spilled_states,
+            states_cached_bytes=len(cached) * states.nbytes,
+            stateless_tokens=pager.stateless_tokens,
             preemptions=self._batch.num_preemptions,
             preemptions_spilled=self._batch.num_spilled,
             recomputed_tokens=self._committer.recomputed_tokens,

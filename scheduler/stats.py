@@ -31,6 +31,8 @@ class SchedulerStats:
     state_hits: int  # prompts that continued from a kept state
     state_copies: int  # states that were copied because two owners shared a slot
     states_spilled: int  # states in the spill store
+    states_cached_bytes: int
+    stateless_tokens: int  # prompt tokens computed again where the prefix cache had pages, but no state
     preemptions: int
     preemptions_spilled: int  # preemptions whose pages were spilled
     recomputed_tokens: int  # tokens computed again after a preemption

@@ -264,6 +264,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     state_copies: int = 0  # states that were copied because two owners shared a slot
     steps_over_itl_target: int = 0  # steps after decoding alone exceeded the latency target, until it fell to 90 %
     states_spilled: int = 0  # states in the spill file
+    states_cached_bytes: int = 0
+    stateless_tokens: int = 0  # prompt tokens computed again where the prefix cache had pages, but no state
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):

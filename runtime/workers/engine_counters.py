@@ -17,6 +17,7 @@ COUNTERS = (  # fields of EngineStats that a new process counts from 0
     "states_kept",
     "state_hits",
     "state_copies",
+    "stateless_tokens",
     "encoded_texts",
     "encoded_tokens",
     "encoded_images",

@@ -78,6 +78,7 @@ def test_a_state_is_kept_where_a_prompt_departs_from_another_one() -> None:
         table.release()
         prefill(states, [*PROMPT[:9], *[50 + last] * 9]).release()
     assert lengths == [0, 0, 8]
+    assert states.pager.stateless_tokens == 2 * 8  # the second prompt, which is opened twice
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 99])

@@ -49,7 +49,8 @@ class Capacity:
 
     def open_states(self, copy: Callable[[int, int], None] | None = None) -> StatePool | None:
         """Return a pool of the slots for states, which `copy` copies; None for a model without states."""
-        return StatePool(self.num_states, self.state_layout.rollback, copy) if self.state_layout.nbytes else None
+        states = self.state_layout
+        return StatePool(self.num_states, states.rollback, copy, states.nbytes) if states.nbytes else None
 
 
 def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:

@@ -104,6 +104,7 @@ def _engine_families(stats: EngineStats) -> list[Metric]:
         _gauge("kv_pages_spilled", "KV pages that are in the spill file.", stats.pages_spilled),
         _gauges("states", "Slots for states of sequences, by use.", "use", states),
         _gauge("states_spilled", "States that are in the spill file.", stats.states_spilled),
+        _gauge("states_cached_bytes", "Bytes of the states that the prefix cache keeps.", stats.states_cached_bytes),
         _counter(
             "prefix_cache_queries",
             "Prompt tokens that were looked up in the prefix cache.",
@@ -112,6 +113,11 @@ def _engine_families(stats: EngineStats) -> list[Metric]:
         _counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache.", stats.prefix_hits_tokens),
         _counter("states_kept", "States that the prefix cache has kept.", stats.states_kept),
         _counter("state_hits", "Prompts that continued from a kept state.", stats.state_hits),
+        _counter(
+            "stateless_tokens",
+            "Prompt tokens that were computed again because the prefix cache had their pages, but no state.",
+            stats.stateless_tokens,
+        ),
         _counter("state_copies", "States that were copied because two owners shared a slot.", stats.state_copies),
         _counter("num_preemptions", "Times that a running request was put back into the queue.", stats.preemptions),
         _counters(

@@ -136,6 +136,7 @@ class PrometheusObserver:
 
     def _observe_usage(self, usage: Usage) -> None:
         self.prompt_tokens_cached.value += usage.cached_tokens
+        self.request_cached_tokens.observe(usage.cached_tokens)
         self.request_generation_tokens.observe(usage.completion_tokens)
         self.queue_time.observe(usage.queue_ms / 1000)
         self.prefill_time.observe(usage.prefill_ms / 1000)
@@ -223,6 +224,11 @@ class PrometheusObserver:
         )
         self.decode_time = Histogram(
             "request_decode_time_seconds", "Seconds that the decode of a request took.", REQUEST_TIME_BUCKETS
+        )
+        self.request_cached_tokens = Histogram(
+            "request_prompt_tokens_cached",
+            "Prompt tokens of one request that were found in the prefix cache: the depth of its hit.",
+            TOKEN_COUNT_BUCKETS,
         )
         self.request_prompt_tokens = Histogram(
             "request_prompt_tokens", "Prompt tokens of one request.", TOKEN_COUNT_BUCKETS

@@ -150,6 +150,10 @@ function drawPool({ engine, info }) {
   const found = asked ? percent(engine.prefix_hits_tokens / asked) : "none yet";
   $("cache-note").textContent =
     `Prompt tokens found in the prefix cache: ${found}.` +
+    (engine.states_total
+      ? ` ${count(engine.states_cached)} states are kept, of ${count(engine.states_cached_bytes)} bytes;` +
+        ` ${count(engine.stateless_tokens)} tokens were computed again for lack of a state.`
+      : "") +
     (engine.pages_spilled ? ` ${count(engine.pages_spilled)} pages are in the spill file.` : "");
 }
 

@@ -44,6 +44,8 @@ STATS = msgspec.structs.replace(
     state_hits=11,
     state_copies=17,
     states_spilled=3,
+    states_cached_bytes=5000,
+    stateless_tokens=77,
 )
 USAGE = Usage(prompt_tokens=10, completion_tokens=5, cached_tokens=4, queue_ms=20, prefill_ms=30, decode_ms=400)
 
@@ -81,6 +83,9 @@ def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
         "quire_prefix_cache_queries_total": "counter",
         "quire_prefix_cache_hits_total": "counter",
         "quire_states_spilled": "gauge",
+        "quire_states_cached_bytes": "gauge",
+        "quire_stateless_tokens_total": "counter",
+        "quire_request_prompt_tokens_cached": "histogram",
         "quire_states_kept_total": "counter",
         "quire_state_hits_total": "counter",
         "quire_state_copies_total": "counter",
@@ -153,7 +158,8 @@ def test_the_engine_is_read_when_scraped(observer: PrometheusObserver) -> None:
     assert samples["quire_prefix_cache_hits_total"] == 30
     assert [samples[f'quire_states{{use="{use}"}}'] for use in ("running", "cached", "free")] == [2, 4, 3]
     assert [samples[f"quire_{what}_total"] for what in ("states_kept", "state_hits", "state_copies")] == [21, 11, 17]
-    assert samples["quire_states_spilled"] == 3
+    assert (samples["quire_states_spilled"], samples["quire_states_cached_bytes"]) == (3, 5000)
+    assert samples["quire_stateless_tokens_total"] == 77
     assert samples["quire_num_preemptions_total"] == 2
     assert [samples[f'quire_preemptions_by_kind_total{{kind="{kind}"}}'] for kind in ("recompute", "spill")] == [1, 1]
     assert samples["quire_recomputed_tokens_total"] == 50
@@ -308,6 +314,8 @@ def test_a_finished_request(observer: PrometheusObserver) -> None:
     assert samples['quire_request_success_total{finished_reason="stop"}'] == 1
     assert samples["quire_prompt_tokens_total"] == 10
     assert samples["quire_prompt_tokens_cached_total"] == 4
+    depths = [samples[f'quire_request_prompt_tokens_cached_bucket{{le="{bound}"}}'] for bound in ("2.0", "5.0")]
+    assert depths == [0, 1]
     assert samples["quire_time_to_first_token_seconds_sum"] == 0.05
     assert samples["quire_e2e_request_latency_seconds_sum"] == 0.45
     assert samples["quire_request_queue_time_seconds_sum"] == 0.02

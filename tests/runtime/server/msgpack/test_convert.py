@@ -96,4 +96,6 @@ def test_stats_frame_keeps_the_names_of_the_protocol() -> None:
         "state_copies",
         "steps_over_itl_target",
         "states_spilled",
+        "states_cached_bytes",
+        "stateless_tokens",
     ]
