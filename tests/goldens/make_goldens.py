@@ -9,7 +9,7 @@ Per case a Hugging Face folder with random weights: config.json in one transform
 other (both must mean the same), one or several safetensors files, and golden.npz with
     token_ids  int64 [tokens]
     logits     float32 [tokens, vocab], from transformers in f32 with eager attention
-Cases with matrices as states have long.npz too: the same for a long text, with the logits of its last tokens only.
+Some cases have long.npz too: the same for a long text, with the logits of its last tokens only.
 rope.npz has per kind of scaling the frequencies and factor transformers computes, and cos and sin at some positions.
 """
 
@@ -762,7 +762,7 @@ CASES |= {
             "num_attention_heads": 6,
             "num_key_value_heads": 3,
             "vocab_size": 160,
-            "max_position_embeddings": 256,
+            "max_position_embeddings": 2048,
             "conv_L_cache": 3,
             "conv_bias": False,
             "layer_types": ["conv", "full_attention", "conv", "full_attention"],
@@ -781,6 +781,7 @@ CASES |= {
             "tie_word_embeddings": False,
         },
         seed=15,
+        long=True,
     ),
 }
 

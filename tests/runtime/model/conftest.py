@@ -14,7 +14,7 @@ import pytest
 from quire.kernels.ops import aligned
 from quire.kernels.pool import Pool
 from quire.kernels.program import Program
-from quire.runtime.model import PackedModel, kv_layout
+from quire.runtime.model import DecoderSpec, PackedModel, kv_layout, read_spec
 from quire.runtime.model.program.arena_layout import Lifetime
 
 from tests.support.reference import ReferenceProgram
@@ -24,6 +24,15 @@ PAGE_SIZE = 16
 
 Logits = npt.NDArray[np.float32]
 ConfigEdit = Callable[[dict[str, Any]], object]
+
+MINIMAL = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+}
 
 
 @pytest.fixture
@@ -44,6 +53,17 @@ def model_folder(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return copy
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[..., DecoderSpec]:
+    """Read a minimal config of one model type with the given keys: `read("mixtral", num_local_experts=4)`."""
+
+    def read(model_type: str, **keys: Any) -> DecoderSpec:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **MINIMAL, **keys}))
+        return read_spec(tmp_path)
+
+    return read
 
 
 @pytest.fixture

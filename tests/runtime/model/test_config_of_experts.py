@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from math import log
-from pathlib import Path
 from typing import Any
 
 import pytest
 from quire.kernels.ops import RoutingRule
 from quire.runtime.common.errors import UnsupportedModel
-from quire.runtime.model import DecoderSpec, read_spec
+from quire.runtime.model import DecoderSpec
 from quire.runtime.model.spec import Experts, Rope, YarnScaling
 
-MINIMAL = {
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-    "max_position_embeddings": 512,
-}
 Read = Callable[..., DecoderSpec]
-
-
-@pytest.fixture
-def read(tmp_path: Path) -> Read:
-    """Read a minimal config of one model type with the given keys."""
-
-    def read(model_type: str, **keys: Any) -> DecoderSpec:
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **MINIMAL, **keys}))
-        return read_spec(tmp_path)
-
-    return read
 
 
 def test_defaults_of_mixtral(read: Read) -> None:

@@ -15,7 +15,7 @@ from quire.runtime.model.families.registry import FAMILIES as REGISTRY
 
 from tests.support.families import FAMILIES, GOLDENS
 
-LONG = [family for family in FAMILIES if (GOLDENS / family / "long.npz").exists()]  # families with matrices as states
+LONG = [family for family in FAMILIES if (GOLDENS / family / "long.npz").exists()]
 HELDOUT = Path(__file__).parents[2] / "data" / "heldout.json"
 
 
