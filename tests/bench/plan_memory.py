@@ -1,6 +1,6 @@
 """Compare the memory that `quire plan` computes with the memory of real processes, for every family and data type.
 
-usage: plan_memory.py [--dtypes q8:int8,bf16:bf16,f32:f32,q4:int8] [MODEL ...]
+usage: plan_memory.py [--dtypes q8:int8,bf16:bf16,f32:f32,q4:int8] [--sequences 8] [MODEL ...]
 
 Each process loads a model, runs steps that use the whole step arena, and waits. The plan is compared with the peak
 memory since loading, anonymous and of files. A model with a vision tower also computes images of the largest size, one
@@ -25,6 +25,7 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.server_config import ServerConfig
 from quire.runtime.common.settings import Settings
 from quire.runtime.model import read_spec
+from quire.runtime.model.states import lay_out_states
 from quire.runtime.model.vision import DynamicVisionSpec, VisionSpec, read_vision
 from quire.runtime.model.vision.packed import _build as build_tower
 from quire.runtime.model.vision.spec import CHANNELS
@@ -74,7 +75,7 @@ from quire.runtime.common.prompts import PromptImage, image_digest
 options, images = map(json.loads, sys.argv[1:])
 sampling = SamplingParams(max_tokens=16, ignore_eos=True)
 with LLM(**options) as llm:
-    llm.generate([list(range(4, 100))] * 8, sampling)
+    llm.generate([list(range(4, 100))] * options["max_num_seqs"], sampling)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets the peak: it counts from here
     for brightness, (side, tokens, placeholder) in enumerate(images):
@@ -87,10 +88,10 @@ with LLM(**options) as llm:
 """
 
 
-def measured_bytes(model: str, weights: str, kv_cache_dtype: str) -> int:
+def measured_bytes(model: str, weights: str, kv_cache_dtype: str, sequences: int) -> int:
     """Return the largest memory of a process that has loaded a model ("": the bundled one) and generates tokens."""
     tower = _tower(model)
-    options = _options(model, weights, kv_cache_dtype)
+    options = _options(model, weights, kv_cache_dtype, sequences)
     images = [] if tower is None else [_image(tower)] * IMAGES
     command = [sys.executable, "-c", GENERATE, json.dumps(options), json.dumps(images)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -99,23 +100,24 @@ def measured_bytes(model: str, weights: str, kv_cache_dtype: str) -> int:
         return peak_bytes(process.pid)
 
 
-def planned_bytes(model: str, weights: str, kv_cache_dtype: str) -> int:
+def planned_bytes(model: str, weights: str, kv_cache_dtype: str, sequences: int) -> int:
     """Return the planned bytes of the process: the engine's memory and the tokenizer.
 
     The pixels of requests have a limit of their own: here the pixels of one image, as the client and as the engine have
     them.
     """
-    config = EngineConfig(**_options(model, weights, kv_cache_dtype))
+    config = EngineConfig(**_options(model, weights, kv_cache_dtype, sequences))
     plan = plan_serving(Settings(engine=config, server=ServerConfig()), PlanTarget())
     tower = _tower(model)
     pixels = 0 if tower is None else 2 * CHANNELS * _image(tower)[0] ** 2
     return plan.capacity.memory.total_bytes + plan.server_bytes["tokenizer"] + pixels
 
 
-def _options(model: str, weights: str, kv_cache_dtype: str) -> dict[str, Any]:
+def _options(model: str, weights: str, kv_cache_dtype: str, sequences: int) -> dict[str, Any]:
     options: dict[str, Any] = {"model": model or None, "weights": weights, "kv_cache_dtype": kv_cache_dtype}
-    # The steps use no states of the prefix cache.
-    options |= {"kv_cache_memory": KV_CACHE_MEMORY, "state_cache_memory": 0, "max_num_seqs": 8, "threads": 2}
+    states_bytes = sequences * lay_out_states(read_spec(model)).nbytes if model else 0
+    options |= {"kv_cache_memory": KV_CACHE_MEMORY + states_bytes, "max_num_seqs": sequences, "threads": 2}
+    options |= {"state_cache_memory": 0}  # the steps use no states of the prefix cache
     tower = _tower(model)
     if tower is None:
         return options
@@ -217,6 +219,7 @@ def _models(given: list[str], dtypes: str, folder: Path) -> Iterator[tuple[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default=DTYPES, help="weights:KV cache, separated by commas")
+    parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("models", nargs="*", metavar="MODEL")
     options = parser.parse_args()
     worst = 0.0
@@ -224,8 +227,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, model, dtypes in _models(options.models, options.dtypes, Path(folder)):
             for weights, kv_cache_dtype in (pair.split(":") for pair in dtypes.split(",")):
-                planned = planned_bytes(model, weights, kv_cache_dtype)
-                measured = measured_bytes(model, weights, kv_cache_dtype)
+                planned = planned_bytes(model, weights, kv_cache_dtype, options.sequences)
+                measured = measured_bytes(model, weights, kv_cache_dtype, options.sequences)
                 difference = measured / planned - 1
                 worst = max(worst, abs(difference))
                 sizes = f"{planned / 2**20:>14,.1f}{measured / 2**20:>14,.1f}{difference:>+12.1%}"
