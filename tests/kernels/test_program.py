@@ -9,6 +9,7 @@ from quire.kernels import supported_levels
 from quire.kernels.ops import AddGiven, Attention, Linear
 
 LEVELS = supported_levels()
+PORTABLE = ("scalar", "amx-twin")  # Levels in portable C: ten times as slow, with the loops of the others.
 # The reference rounds to bf16 and int8 from float64, the kernels from float32: a tie can fall the other way.
 TOLERANCE = {"f32": 2e-6, "bf16": 2e-3, "q8": 1e-2, "rotated": 1e-2, "q4": 1e-2}
 
@@ -155,9 +156,8 @@ def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, unusu
         return logits.tobytes()
 
     whole = last_logits(150)
-    assert {chunk: last_logits(chunk) == whole for chunk in (1, 7, 32, 33, 64, 149)} == dict.fromkeys(
-        (1, 7, 32, 33, 64, 149), True
-    )
+    chunks = (7, 64) if isa in PORTABLE else (1, 7, 32, 33, 64, 149)
+    assert [chunk for chunk in chunks if last_logits(chunk) != whole] == []
 
 
 @pytest.mark.parametrize("isa", LEVELS)
@@ -384,10 +384,15 @@ def test_a_row_that_is_not_finite_changes_no_other(toy, weights, isa):
 
 
 @pytest.mark.parametrize(
-    ("isa", "threads"),
-    [(isa, threads) for threads in (1, 2) for isa in LEVELS if isa != "scalar" or threads == 2],  # scalar is slow
+    ("isa", "threads", "weights", "kv"),
+    [
+        (isa, threads, weights, kv)
+        for threads, (weights, kv) in product((1, 2), [("f32", "f32"), ("bf16", "bf16"), ("q8", "int8")])
+        for isa in LEVELS
+        if isa != "scalar" or (threads, weights) == (2, "q8")
+        if isa != "amx-twin" or threads == 2
+    ],
 )
-@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "int8")])
 def test_nan_left_in_a_workspace_by_one_step_does_not_reach_the_next_step(toy, threads, weights, kv, isa):
     """Before each step of one request another request fills every buffer of the workers and of the arena with NaN."""
     prompt = tokens(602)
