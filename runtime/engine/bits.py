@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from functools import cache
 from importlib.metadata import version
 
 from ..common.config import EngineConfig
@@ -26,14 +27,14 @@ def bits_id(runner: ModelRunner, config: EngineConfig, model_digest: bytes) -> b
     rotation = uses_long_factors(runner.spec.ropes, capacity.max_model_len)
     states = config.state_dtype if runner.spec.has_matrices else ""
     level = capacity.isa if by_level else "every level"
-    parts = (version("quire"), Q8_FORM, weights, capacity.layout, states, rotation, level)
+    parts = (_version(), Q8_FORM, weights, capacity.layout, states, rotation, level)
     return hashlib.sha256(repr(parts).encode() + model_digest).digest()
 
 
 def encoder_bits_id(isa: str, weights: str, model_digest: bytes) -> bytes:
     """Return the bits id, 32 bytes, of a loaded encoder."""
     level = "every level" if weights in ("q8", "f32") else isa
-    return hashlib.sha256(repr((version("quire"), Q8_FORM, weights, level)).encode() + model_digest).digest()
+    return hashlib.sha256(repr((_version(), Q8_FORM, weights, level)).encode() + model_digest).digest()
 
 
 def models_digest(config: EngineConfig) -> str:
@@ -50,3 +51,9 @@ def models_digest(config: EngineConfig) -> str:
         spec = read_encoder(path) if is_encoder(path) else dataclasses.replace(read_spec(path), quantized={})
         digest.update(repr(spec).encode())
     return digest.hexdigest()[:16]
+
+
+@cache
+def _version() -> str:
+    """Return the installed version, whose file takes milliseconds to read."""
+    return version("quire")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -31,6 +32,8 @@ from quire.runtime.common.heap import resident_bytes
 from quire.runtime.engine.engine_core import EngineCore
 from quire.runtime.model import BUNDLED_MODEL
 from quire.scheduler import StepPlan, StepResult
+
+from tests.support.forked_commands import ForkedCommands
 
 HELDOUT = json.loads((Path(__file__).parents[1] / "data/heldout.json").read_text())
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -414,6 +417,13 @@ def test_a_failed_start_leaves_no_thread() -> None:
     assert set(threading.enumerate()) <= before
 
 
+@pytest.fixture(scope="module")
+def programs() -> Iterator[ForkedCommands]:
+    commands = ForkedCommands(os.environ, ["-X", "dev"])
+    yield commands
+    commands.close()
+
+
 UNCLOSED = """
 import gc, logging, threading
 from quire import LLM, SamplingParams
@@ -444,10 +454,10 @@ many = SamplingParams(max_tokens=400, ignore_eos=True)
         ("try: llm.generate([-1])\nexcept Exception as error: kept = error", ""),
     ],
 )
-def test_an_llm_that_is_never_closed_exits_silently(program: str, error: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", UNCLOSED + program], capture_output=True, text=True, check=False
-    )
+def test_an_llm_that_is_never_closed_exits_silently(
+    programs: ForkedCommands, tmp_path: Path, program: str, error: str
+) -> None:
+    done = programs.run(["-c", UNCLOSED + program], tmp_path, os.environ)
     assert done.stdout == ""
     assert (done.stderr.splitlines() or [""])[-1] == error
     assert "Task" not in done.stderr

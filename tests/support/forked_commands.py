@@ -1,4 +1,4 @@
-"""Command lines of `quire`, each in a fork of one process that has imported the commands: a start costs no import."""
+"""Command lines of `quire` and Python programs, each in a fork of one process with all imports: a start costs none."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ PROGRAM = f"""
 import json, os, socket, sys
 from quire.runtime.cli import bench, generate, info, plan, serve, token
 from quire.runtime.cli.main import main
+from quire.runtime.llm import LLM
 link = socket.socket(fileno=int(sys.argv[1]))
 while True:
     message, streams, _, _ = socket.recv_fds(link, {MAX_MESSAGE_BYTES}, 3)
@@ -34,6 +35,9 @@ while True:
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        if arguments[0] == "-c":
+            exec(arguments[1])  # Its variables live to the end, as in a main program.
+            sys.exit()
         sys.argv = ["quire", *arguments]
         main()
     for stream in streams:
@@ -44,13 +48,15 @@ link.close()
 
 
 class ForkedCommands:
-    """Runs one command line after another."""
+    """Runs one command line after another, with `flags` of the interpreter."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], flags: Sequence[str] = ()) -> None:
         self._link, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with end:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", PROGRAM, str(end.fileno())], env=environment, pass_fds=[end.fileno()]
+                [sys.executable, "-P", *flags, "-c", PROGRAM, str(end.fileno())],
+                env=environment,
+                pass_fds=[end.fileno()],
             )
 
     def run(
@@ -63,7 +69,7 @@ class ForkedCommands:
         stdout: int | None = None,
         stderr: int | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `quire` with `arguments` in `folder`, and `given` as its standard input.
+        """Run `quire` with `arguments`, or a program after -c, in `folder`, and `given` as its standard input.
 
         Its output is captured, except where a stream is given. A status below 0 is the number of a signal.
         """

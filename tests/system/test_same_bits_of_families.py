@@ -19,6 +19,7 @@ from tests.support.families import FAMILIES, GOLDENS
 
 LEVELS = supported_levels()
 PAIRS = [("f32", "f32"), ("q8", "int8"), ("q4", "int8"), ("bf16", "bf16")]
+LIMITS = {"kv_cache_memory": 2 << 20, "max_num_seqs": 8}  # enough for all requests; more pages take longer to check
 CASES = [*((family, *pair) for family in FAMILIES for pair in PAIRS), ("gpt_oss_mxfp4", "auto", "int8")]
 
 
@@ -32,7 +33,7 @@ def requests() -> Sequence[GenerateRequest]:
 
 def running(family: str, weights: str, kv: str, **settings: Any) -> AbstractAsyncContextManager[LocalEngine]:
     model = str(GOLDENS / family)
-    return bits.running(model=model, weights=weights, kv_cache_dtype=kv, max_model_len=120, **settings)
+    return bits.running(model=model, weights=weights, kv_cache_dtype=kv, max_model_len=120, **LIMITS, **settings)
 
 
 @pytest.mark.parametrize(("family", "weights", "kv"), CASES)
